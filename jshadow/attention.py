@@ -1,0 +1,127 @@
+"""Exact softmax attention: blockwise over a prompt, and over the scattered pieces that a decode step attends to.
+
+Scores and softmax statistics are float32 whatever the dtype of queries, keys and values.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+# Large enough that a matmul dominates its loop overhead, small enough that a tile of scores stays in cache.
+QUERY_BLOCK, KEY_BLOCK = 256, 512
+MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
+
+
+def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Array]:
+    """Causal grouped-query attention over a whole prompt without ever holding an S x S matrix.
+
+    Rows are right padded: a real query sees only keys before it, all real, so no length mask is needed, and what
+    padded queries compute is never read.
+
+    Args:
+        q: [B, S, h_q, d], after RoPE.
+        k: [B, S, h_kv, d], after RoPE.
+        v: [B, S, h_kv, d].
+        scale: factor on the scores, 1 / sqrt(d).
+
+    Returns:
+        out [B, S, h_q, d] in q's dtype, and the float32 log-sum-exp of each query's scores [B, h_q, S].
+    """
+    batch, length, q_heads, dim = q.shape
+    kv_heads = k.shape[2]
+    group = q_heads // kv_heads
+    q_block, k_block = min(QUERY_BLOCK, length), min(KEY_BLOCK, length)
+    q_blocks, k_blocks = -(-length // q_block), -(-length // k_block)
+    q = jnp.pad(q, ((0, 0), (0, q_blocks * q_block - length), (0, 0), (0, 0)))
+    k, v = (jnp.pad(x, ((0, 0), (0, k_blocks * k_block - length), (0, 0), (0, 0))) for x in (k, v))
+    # [blocks, B, h_kv, group * q_block, d]: the group joins the rows, so one matmul serves the whole group
+    q = q.reshape(batch, q_blocks, q_block, kv_heads, group, dim).transpose(1, 0, 3, 4, 2, 5)
+    q = q.reshape(q_blocks, batch, kv_heads, group * q_block, dim)
+    k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
+    row = jnp.tile(jnp.arange(q_block), group)
+    column = jnp.arange(k_block)
+
+    def query_block(index: Array, q_tile: Array) -> tuple[Array, Array]:
+        def key_block(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            top, total, out = carry
+            k_tile = lax.dynamic_slice_in_dim(k, j * k_block, k_block, axis=2)
+            v_tile = lax.dynamic_slice_in_dim(v, j * k_block, k_block, axis=2)
+            scores = jnp.einsum("bhqd,bhkd->bhqk", q_tile, k_tile, preferred_element_type=jnp.float32) * scale
+            seen = (j * k_block + column)[None, :] <= (index * q_block + row)[:, None]
+            scores = jnp.where(seen, scores, MASKED)
+            new_top = jnp.maximum(top, scores.max(-1))
+            weight = jnp.exp(scores - new_top[..., None])
+            shrink = jnp.exp(top - new_top)
+            part = jnp.einsum("bhqk,bhkd->bhqd", weight.astype(v.dtype), v_tile, preferred_element_type=jnp.float32)
+            return new_top, total * shrink + weight.sum(-1), out * shrink[..., None] + part
+
+        shape = q_tile.shape[:-1]
+        start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q_tile.shape))
+        last = ((index + 1) * q_block + k_block - 1) // k_block
+        top, total, out = lax.fori_loop(0, jnp.minimum(last, k_blocks), key_block, start)
+        return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
+
+    out, lse = lax.map(lambda args: query_block(*args), (jnp.arange(q_blocks), q))
+    out = out.reshape(q_blocks, batch, kv_heads, group, q_block, dim).transpose(1, 0, 4, 2, 3, 5)
+    lse = lse.reshape(q_blocks, batch, kv_heads, group, q_block).transpose(1, 2, 3, 0, 4)
+    out = out.reshape(batch, q_blocks * q_block, q_heads, dim)[:, :length]
+    return out, lse.reshape(batch, q_heads, q_blocks * q_block)[..., :length]
+
+
+class Piece(NamedTuple):
+    """Keys and values that a decode step may attend to, somewhere in memory.
+
+    Attributes:
+        k: [B, h_kv, N, d], after RoPE.
+        v: [B, h_kv, N, d].
+        valid: bool, broadcastable to [B, h_kv, T, N]: which row each query may see.
+    """
+
+    k: Array
+    v: Array
+    valid: Array
+
+
+def attend(q: Array, pieces: list[Piece], scale: float) -> Array:
+    """Softmax attention of T queries over the union of several pieces, never concatenating keys or values.
+
+    Args:
+        q: [B, T, h_q, d], after RoPE.
+        pieces: what the queries may see; together at least one valid row a query, else the output is 0.
+        scale: factor on the scores.
+
+    Returns:
+        [B, T, h_q, d] in q's dtype.
+    """
+    grouped = group_queries(q, pieces[0].k.shape[1])
+    scores = [masked_scores(grouped, piece, scale) for piece in pieces]
+    top = jnp.max(jnp.stack([s.max(-1) for s in scores]), axis=0)
+    total, out = jnp.zeros(()), jnp.zeros(())
+    for score, piece in zip(scores, pieces, strict=True):
+        weight = jnp.where(score > MASKED, jnp.exp(score - top[..., None]), 0.0)
+        total = total + weight.sum(-1)
+        out = out + jnp.einsum(
+            "bhgtn,bhnd->bhgtd", weight.astype(piece.v.dtype), piece.v, preferred_element_type=jnp.float32
+        )
+    out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
+    batch, length, q_heads, dim = q.shape
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, q_heads, dim).astype(q.dtype)
+
+
+def group_queries(q: Array, kv_heads: int) -> Array:
+    """Queries [B, T, h_q, d] -> [B, h_kv, group, T, d]: each KV head beside the query heads that share it."""
+    batch, length, q_heads, dim = q.shape
+    return q.reshape(batch, length, kv_heads, q_heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
+
+
+def masked_scores(grouped: Array, piece: Piece, scale: float) -> Array:
+    """Float32 scores [B, h_kv, group, T, N] of grouped queries; MASKED where a query may not look."""
+    scores = jnp.einsum("bhgtd,bhnd->bhgtn", grouped, piece.k, preferred_element_type=jnp.float32) * scale
+    return jnp.where(jnp.broadcast_to(piece.valid, piece.valid.shape)[:, :, None], scores, MASKED)
+
+
+def attention_probs(q: Array, piece: Piece, scale: float) -> Array:
+    """Float32 attention probabilities [B, h_kv, group, T, N] over one piece (for policies that read them)."""
+    return jax.nn.softmax(masked_scores(group_queries(q, piece.k.shape[1]), piece, scale), axis=-1)

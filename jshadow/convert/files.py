@@ -1,0 +1,122 @@
+"""What every checkpoint file has in common: it may be missing or a placeholder, and it must never be half-written."""
+
+import contextlib
+import json
+import math
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from jshadow.errors import CheckpointError
+
+LFS_HEAD = b"version https://git-lfs"
+
+
+def check_file(path: Path, kind: str) -> int:
+    """Refuse what is certainly no weight file before a parser sees it.
+
+    Args:
+        path: the file.
+        kind: what it should be, for the message ("a safetensors file").
+
+    Returns:
+        Its size in bytes.
+
+    Raises:
+        CheckpointError: missing, not a regular file, empty, or a Git LFS pointer.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} must be {kind}, but there is no such file")
+    if not path.is_file():
+        raise CheckpointError(f"{path} must be {kind}, got something that is not a regular file")
+    size = path.stat().st_size
+    if size == 0:
+        raise CheckpointError(f"{path} must be {kind}, got an empty file (0 bytes)")
+    with path.open("rb") as file:
+        if file.read(len(LFS_HEAD)) == LFS_HEAD:
+            raise CheckpointError(
+                f"{path} must be {kind}, got a Git LFS pointer of {size} bytes: run `git lfs pull` where it came from"
+            )
+    return size
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError naming the file where it is missing, garbage or no object."""
+    check_file(path, "a JSON object")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{path} must be a JSON object, got text that does not parse: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must be a JSON object, got a {type(value).__name__}")
+    return value
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    # JSON has no infinity, but 1e999 reads as one; no field of a checkpoint means that.
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text} is beyond the range of a double")
+    return float(text)
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object the way Hugging Face does: two spaces, sorted keys, a final newline."""
+    path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A fresh directory beside `target` that becomes `target` when the block ends, or vanishes when it fails.
+
+    Args:
+        target: directory to make; must not exist.
+
+    Yields:
+        The temporary sibling to write to. Its files are synced before the rename, so that a crash of the machine
+        leaves the whole directory or none.
+
+    Raises:
+        CheckpointError: `target` exists, or its parent cannot be written.
+    """
+    refuse_existing(target)
+    partial = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"output directory {target} cannot be made: {error}") from error
+    try:
+        yield partial
+        for path in sorted(partial.rglob("*")):
+            sync(path)
+        sync(partial)
+        refuse_existing(target)  # rename would replace an empty directory that came up meanwhile
+        partial.rename(target)
+    except OSError as error:  # disk full, above all
+        raise CheckpointError(f"output directory {target} could not be written: {error}") from error
+    finally:
+        # Also on KeyboardInterrupt. After the rename there is nothing left under this name.
+        shutil.rmtree(partial, ignore_errors=True)
+    sync(target.parent)
+
+
+def refuse_existing(target: Path) -> None:
+    """Raise CheckpointError where `target` exists, be it a broken link."""
+    if os.path.lexists(target):
+        raise CheckpointError(f"output directory {target} must not exist yet; remove it or choose another name")
+
+
+def sync(path: Path) -> None:
+    """Flush a file or a directory entry to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,164 @@
+"""Reading and writing single safetensors files: tensor by tensor, so that no model is ever in memory twice.
+
+The format (version 1): a little-endian uint64 n, n bytes of JSON header (name -> dtype, shape, data_offsets), then the
+raw bytes. `safetensors` parses and validates it; this module adds messages that a user can act on, and a writer that
+does not need all tensors at once.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from jshadow.convert.files import check_file
+from jshadow.errors import CheckpointError, ConfigError
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+READABLE_TAGS = ("F64", "F32", "F16", "BF16")
+KIND = "a safetensors file"
+MAX_HEADER = 100_000_000  # the format's own limit
+
+
+def check_dtype(dtype: Any) -> np.dtype[Any]:
+    """NumPy dtype of "float32", "bfloat16" or "float16". Raises ConfigError for anything else."""
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
+    return DTYPES[dtype]
+
+
+class TensorFile:
+    """One safetensors file, opened for reading.
+
+    Attributes:
+        path: the file.
+        shapes: tensor name -> shape, from the header alone.
+        tags: tensor name -> dtype tag of the format ("BF16").
+
+    Raises:
+        CheckpointError: the file is missing, empty, an LFS pointer, truncated or garbage.
+    """
+
+    def __init__(self, path: Path) -> None:
+        check_file(path, KIND)
+        self.path = path
+        try:
+            self._open = safe_open(path, framework="numpy")
+            slices = {name: self._open.get_slice(name) for name in self._open.keys()}  # noqa: SIM118 - no dict
+            self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
+            self.tags = {name: str(part.get_dtype()) for name, part in slices.items()}
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(describe_damage(path, error)) from error
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor `name`, in the file's dtype (only those of READABLE_TAGS are safe to ask for)."""
+        try:
+            return np.asarray(self._open.get_tensor(name))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error}") from error
+
+
+def describe_damage(path: Path, error: Exception) -> str:
+    """What is wrong with a file that the parser refused, told so that the reader knows what to do."""
+    size = path.stat().st_size
+    cut = "truncated, probably an interrupted download: fetch it again"
+    with path.open("rb") as file:
+        head = file.read(9)
+        length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
+        if len(head) < 9 or length > MAX_HEADER or head[8:9] != b"{":
+            return f"{path} must be {KIND}, got {size} bytes of something else: {error}"
+        if 8 + length > size:
+            return f"{path} is {cut} (its header alone needs {8 + length} bytes, the file has {size})"
+        file.seek(8)
+        raw = file.read(length)
+    try:
+        ends = [int(info["data_offsets"][1]) for name, info in json.loads(raw).items() if name != "__metadata__"]
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError):
+        return f"{path} must be {KIND}, got a header that does not parse: {error}"
+    expected = 8 + length + max(ends, default=0)
+    if size < expected:
+        return f"{path} is {cut} (its header expects {expected} bytes, the file has {size})"
+    return f"{path} is damaged (its header describes {expected} bytes, the file has {size}): {error}"
+
+
+def cast(value: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, str | None]:
+    """A tensor in `dtype`, contiguous, and what is wrong with its values, or None.
+
+    float16 overflows at 65504, so the check comes after the cast.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        out = value.astype(dtype, order="C", copy=False)
+    finite = np.isfinite(out)
+    if finite.all():
+        return out, None
+    return out, f"{int(finite.size - np.count_nonzero(finite))} of {out.size} values are NaN or Inf in {dtype.name}"
+
+
+def write_tensors(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: str,
+    read: Callable[[str], np.ndarray],
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Write one safetensors file, asking for one tensor at a time.
+
+    Args:
+        path: file to write.
+        shapes: tensor name -> shape, in the order of the file.
+        dtype: dtype of every tensor in the file.
+        read: gives the tensor of a name, any float dtype, of the shape told above.
+        progress: called with (tensors written, tensors in all).
+
+    Raises:
+        CheckpointError: tensors with NaN or Inf, all of them in one message.
+    """
+    target = check_dtype(dtype)
+    problems: list[str] = []
+    with path.open("wb") as file:
+        file.write(_header(shapes, dtype, target.itemsize))
+        for done, (name, shape) in enumerate(shapes.items(), start=1):
+            value, problem = cast(read(name), target)
+            if problem:
+                problems.append(f"{name}: {problem}")
+            if value.shape != shape:
+                raise AssertionError(f"{name} announced as {shape}, got {value.shape}")
+            file.write(value.view(np.uint8).data if value.ndim else value.tobytes())
+            if progress:
+                progress(done, len(shapes))
+    raise_all(str(path.name), problems)
+
+
+def _header(shapes: Mapping[str, tuple[int, ...]], dtype: str, itemsize: int) -> bytes:
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without this key
+    for (name, shape), (start, end) in zip(shapes.items(), _spans(shapes.values(), itemsize), strict=True):
+        entries[name] = {"dtype": TAGS[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts aligned
+    return struct.pack("<Q", len(text)) + text
+
+
+def _spans(shapes: Any, itemsize: int) -> Iterator[tuple[int, int]]:
+    start = 0
+    for shape in shapes:
+        end = start + itemsize * int(np.prod(shape, dtype=np.int64))
+        yield start, end
+        start = end
+
+
+def raise_all(owner: str, problems: list[str], most: int = 20) -> None:
+    """Raise one CheckpointError that lists every problem; a list longer than `most` is cut, and says so."""
+    if not problems:
+        return
+    shown = "\n  ".join(problems[:most])
+    more = f"\n  and {len(problems) - most} more" if len(problems) > most else ""
+    raise CheckpointError(f"{owner}: {len(problems)} tensor(s) do not fit:\n  {shown}{more}")

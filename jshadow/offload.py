@@ -1,0 +1,180 @@
+"""The host tier: place prompt rows, write new ones, fetch selected ones. The only module that moves rows.
+
+Two fetch modes share all code around them. "resident" keeps the rows on the device: the reference that offloading
+must equal. "device_put" keeps them in pinned host memory; inside the compiled step the indices travel to the host,
+the host gathers, and `jax.device_put` brings the rows back while the device rebuilds the keys (XLA overlaps the two,
+because both only meet at an optimization barrier).
+
+On host arrays inside jit only four things are safe on a GPU: device_put of a whole array, dynamic_slice,
+dynamic_update_slice, and a function under compute_on("device_host"). So there is no indexing, reshape or scatter here.
+"""
+
+import os
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import compute_on
+from jax.sharding import SingleDeviceSharding
+
+from jshadow.errors import ConfigError, HostMemoryError
+from jshadow.lowrank import reconstruct_keys
+from jshadow.state import CacheSpec, Fetched, HostArray, HostLayout, HostTier, HostWrite, Selection
+
+Space = jax.memory.Space
+FETCH_MODES = ("resident", "device_put")
+FETCH_QUANTUM = 64  # bytes in one count of Counters.fetched
+
+
+def resolve_fetch(fetch: str) -> str:
+    """The mode that "auto" means here: offload on an accelerator; on a CPU host memory is the device's memory.
+
+    Raises:
+        ConfigError: not a fetch mode.
+    """
+    if fetch == "auto":
+        return "resident" if jax.default_backend() == "cpu" else "device_put"
+    if fetch not in FETCH_MODES:
+        raise ConfigError(f"fetch must be 'auto' or one of {FETCH_MODES}, got {fetch!r}")
+    return fetch
+
+
+def memory_of(fetch: str) -> str:
+    """Memory kind in which a fetch mode keeps the host tier."""
+    return "pinned_host" if fetch == "device_put" else "device"
+
+
+def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
+    """The host tier of a layer as ShapeDtypeStructs: no allocation."""
+    if layout is None:
+        return HostTier()
+    width = layout.planes * layout.unit * spec.head_dim
+
+    def part(units: int) -> HostArray | None:
+        if units == 0:
+            return None
+        array = jax.ShapeDtypeStruct((spec.batch, layout.heads, units, width), jnp.dtype(spec.dtype))
+        return HostArray(array, memory_of(spec.fetch))
+
+    # One unit more than the tail holds: where rows that must not be written are sent.
+    return HostTier(part(layout.units), part(layout.tail_units + 1 if layout.tail_units else 0))
+
+
+def host_bytes(specs: tuple[CacheSpec, ...]) -> int:
+    """Bytes that all layers keep in host memory."""
+    tiers = [tier_shapes(spec.policy.host_layout(spec), spec) for spec in specs]
+    parts = [part for tier in tiers for part in (tier.prompt, tier.tail) if part is not None]
+    return sum(part.array.size * part.array.dtype.itemsize for part in parts if part.memory == "pinned_host")
+
+
+def check_host_memory(needed: int) -> None:
+    """Raise HostMemoryError where the host clearly lacks `needed` bytes for offloaded rows."""
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/meminfo") as lines:
+            free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), free)
+    except (OSError, ValueError):
+        return  # a system that does not tell: the allocation itself will
+    if needed > free:
+        raise HostMemoryError(f"host_bytes must be at most the {free} bytes available, got {needed}")
+
+
+def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) -> HostTier:
+    """Start moving a layer's prompt rows to their tier and return at once; the tail begins as zeros."""
+    shapes = tier_shapes(layout, spec)
+    sharding = SingleDeviceSharding(jax.devices()[0], memory_kind=memory_of(spec.fetch))
+
+    def put(shape: HostArray | None, data: Array | None) -> HostArray | None:
+        if shape is None:
+            return None
+        if data is None:
+            data = jnp.zeros(shape.array.shape, shape.array.dtype)
+        return HostArray(jax.device_put(data, sharding), shape.memory)
+
+    return HostTier(put(shapes.prompt, prompt.data if prompt else None), put(shapes.tail, None))
+
+
+def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
+    """Write new units into the tail, in place where the tail is donated: one slice a row, never a scatter."""
+    if rows is None:
+        return tier
+    tail = tier.tail
+    assert tail is not None
+    assert rows.start is not None
+    start = rows.start if rows.valid is None else jnp.where(rows.valid, rows.start, tail.array.shape[2] - 1)
+    data = to_host(rows.data.astype(tail.array.dtype)) if tail.memory == "pinned_host" else rows.data
+    array = tail.array
+    for row in range(array.shape[0]):
+        one = lax.slice_in_dim(data, row, row + 1, axis=0)
+        array = lax.dynamic_update_slice(array, one.astype(array.dtype), (row, 0, start[row], 0))
+    return tier.replace(tail=HostArray(array, tail.memory))
+
+
+def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLayout) -> Fetched:
+    """Bring the selected units to the device, rebuilding their keys meanwhile.
+
+    Args:
+        spec: the layer whose rows these are.
+        tier: its host tier.
+        selection: what to bring.
+        layout: how the tier is laid out.
+
+    Returns:
+        Fetched; its ids and valid are the selection's, valid repeated for each token of a unit.
+    """
+    shape = (spec.batch, layout.heads, selection.ids.shape[2])
+    ids = jnp.broadcast_to(selection.ids, shape)
+    with jax.named_scope("fetch"):
+        rows = gather(tier.prompt, ids, layout.units)
+        if tier.tail is not None:
+            tail = gather(tier.tail, ids - layout.units, layout.tail_units)
+            rows = tail if rows is None else jnp.where((ids >= layout.units)[..., None], tail, rows)
+    assert rows is not None
+    rows = rows.reshape(*shape, layout.planes, layout.unit, spec.head_dim)
+    planes = [
+        rows[:, :, :, plane].reshape(*shape[:2], shape[2] * layout.unit, spec.head_dim)
+        for plane in range(layout.planes)
+    ]
+    keys = planes[0] if layout.planes == 2 else None
+    if selection.rebuild is not None:
+        with jax.named_scope("rebuild"):
+            keys = reconstruct_keys(selection.rebuild, ids)
+        # Both must exist before either is used: this is what lets the copy run beside the rebuilding.
+        keys, planes[-1] = lax.optimization_barrier((keys, planes[-1]))
+    return Fetched(keys, planes[-1], jnp.repeat(selection.valid, layout.unit, axis=2), selection.ids)
+
+
+def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> int:
+    """Bytes of one row of the batch that a fetch moves from the host: all selected units, valid or not."""
+    if spec.fetch != "device_put":
+        return 0
+    unit = layout.planes * layout.unit * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    parts = (1 if layout.units else 0) + (1 if layout.tail_units else 0)
+    return parts * layout.heads * selection.ids.shape[2] * unit
+
+
+def gather(source: HostArray | None, ids: Array, units: int) -> Array | None:
+    """Units ids [B, heads, n] of a host array, on the device: [B, heads, n, width]. Ids are clipped."""
+    if source is None:
+        return None
+    ids = jnp.clip(ids, 0, max(units - 1, 0))
+    if source.memory == "device":
+        return gather_units(source.array, ids)
+    rows = on_host(gather_units)(source.array, to_host(ids))
+    return jax.device_put(rows, Space.Device)
+
+
+def gather_units(array: Array, ids: Array) -> Array:
+    """array [B, heads, U, width] at ids [B, heads, n] -> [B, heads, n, width]."""
+    return jnp.take_along_axis(array, ids[..., None], axis=2, mode="clip")
+
+
+def to_host(x: Array) -> Array:
+    """x in host memory, inside jit."""
+    return jax.device_put(x, Space.Host)
+
+
+def on_host(function):  # type: ignore[no-untyped-def]
+    """function, to be run by the host on host arrays. JAX 0.11 renamed compute_on2 to compute_on."""
+    wrap = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
+    return wrap(function, compute_type="device_host", out_memory_spaces=Space.Host)

@@ -1,0 +1,195 @@
+"""The contract of a KV-cache policy.
+
+A policy is numbers: a frozen, hashable dataclass of settings, static under jit. What it remembers is a LayerState, a
+value that its methods take and return. Methods are pure, per layer, and see a ragged batch: sizes are maxima that
+follow from the capacity, each row masks its own share. In a decode step, layer by layer:
+
+    append -> select -> fetch (offload.py) -> receive -> attend -> plan
+
+To write one: a state type or two, `resolve`, `init`, `compress`, `append`, `attend`, and `select` where not everything
+is attended. Then list it in policies/__init__.py and in tests/cases.py; the laws do the rest.
+"""
+
+import abc
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jshadow.config import ModelConfig
+from jshadow.errors import ConfigError, Infeasible
+from jshadow.state import (
+    CacheSpec, Fetched, HostArray, HostLayout, HostWrite, KVState, LayerState, PromptKV, Selection, StepKV,
+)  # fmt: skip
+
+
+class Policy(abc.ABC):
+    """How one layer's keys and values are kept, chosen and attended.
+
+    Class attributes:
+        name: as on the command line and in POLICIES.
+        paper: source, with the section.
+        needs: what `compress` reads beyond keys and values: "q_all" for all queries and their log-sum-exps.
+        q_tail: trailing queries that `compress` reads.
+        step_rows: query rows of a decode step (2 where a guessed token runs along).
+    """
+
+    name = ""
+    paper = ""
+    needs: frozenset[str] = frozenset()
+    q_tail = 0
+    step_rows = 1
+
+    # Settings
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """This policy with every None replaced by a number. Raises ConfigError where a setting is out of range."""
+        return self
+
+    def for_layer(self, layer: int, config: ModelConfig) -> "Policy":
+        """The policy of one layer, where layers differ."""
+        return self
+
+    def fallback(self, config: ModelConfig, capacity: int) -> str | None:
+        """Why a cache of this capacity is too small for the policy to do anything, or None."""
+        return None
+
+    def window_slots(self, capacity: int, shortest: int) -> int:
+        """Slots for exactly kept tokens in a batch whose shortest prompt has `shortest` tokens."""
+        return capacity
+
+    def fit(self, params: Any, tokens: Array) -> Any:
+        """Arrays learned from a calibration text, to be passed as `fitted=`; None for most policies."""
+        return None
+
+    # State
+
+    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
+        """What of this layer lives in the host tier."""
+        return None
+
+    @abc.abstractmethod
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        """An empty state, without its host tier."""
+
+    def init_shared(self, specs: tuple[CacheSpec, ...], fitted: Any = None) -> Any:
+        """What travels across layers and steps; its leaves have rows first. None for most policies."""
+        return None
+
+    @abc.abstractmethod
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """Take in a prompt. The write, if any, is the whole prompt part of the host tier."""
+
+    def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+        """Tokens that each row can still take, int32 [B]."""
+        return spec.capacity - lengths
+
+    # One step
+
+    @abc.abstractmethod
+    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+        """Take in the step's new keys and values (the valid ones)."""
+
+    def select(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any
+    ) -> tuple[Selection | None, LayerState, Any]:
+        """Choose units to fetch for this layer now."""
+        return None, state, carry
+
+    def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
+        """Keep what a fetch brought, where a policy keeps it."""
+        return state
+
+    @abc.abstractmethod
+    def attend(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
+    ) -> tuple[Array, LayerState, Any]:
+        """The attention's output [B, T, h_q, d]."""
+
+    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any) -> tuple[Selection, ...]:
+        """Fetches for later layers of this step, or for the next step."""
+        return ()
+
+    def after_step(self, shared: Any, logits: Array, lengths: Array) -> Any:
+        """New shared state from the float32 logits [B, T, V] of all rows of the step."""
+        return shared
+
+    @abc.abstractmethod
+    def attended(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+        """Tokens that the last query attended to, itself included, mean over heads: float32 [B].
+
+        Args:
+            spec: the layer.
+            state: its state, after `append`.
+            lengths: tokens held, the query's own included.
+        """
+
+    # Accounting and comparison
+
+    def nbytes(self, state: LayerState) -> dict[str, tuple[int, int]]:
+        """Bytes (device, host) of each part of a layer's state; abstract states count too."""
+        parts: dict[str, tuple[int, int]] = {}
+        for half in (state.frozen, state.live):
+            for field in dataclasses.fields(half) if half is not None else ():
+                part = getattr(half, field.name)
+                parts[field.name] = (sum(map(leaf_bytes, jax.tree.leaves(part))), 0)
+        for label, tier in (("host rows", state.host.prompt), ("host tail", state.host.tail)):
+            if isinstance(tier, HostArray):
+                size = leaf_bytes(tier.array)
+                parts[label] = (0, size) if tier.memory == "pinned_host" else (size, 0)
+        return parts
+
+    @classmethod
+    @abc.abstractmethod
+    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
+        """The setting that must equal full attention up to that many tokens."""
+
+    @classmethod
+    @abc.abstractmethod
+    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """The largest setting at or under that share of full attention's device bytes.
+
+        Raises:
+            Infeasible: no setting is that small; the message names the least share.
+        """
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Bytes of an array or of its abstract stand-in."""
+    return int(leaf.size) * jnp.dtype(leaf.dtype).itemsize
+
+
+def state_nbytes(state: KVState) -> dict[str, tuple[int, int]]:
+    """Bytes (device, host) of each part of a whole state, layers summed; lengths and counters are left out."""
+    total: dict[str, tuple[int, int]] = {}
+    for spec, layer in zip(state.specs, state.layers, strict=True):
+        for part, (device, host) in spec.policy.nbytes(layer).items():
+            before = total.get(part, (0, 0))
+            total[part] = (before[0] + device, before[1] + host)
+    for part, tree in (("shared", state.shared), ("fitted", state.fitted)):
+        if jax.tree.leaves(tree):
+            total[part] = (sum(map(leaf_bytes, jax.tree.leaves(tree))), 0)
+    return total
+
+
+def check_range(policy: str, name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Raise ConfigError unless value is an integer in [low, high]."""
+    good = isinstance(value, int) and not isinstance(value, bool) and low <= value and (high is None or value <= high)
+    if not good:
+        limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ConfigError(f"{policy}.{name} must be an integer {limit}, got {value!r}")
+
+
+def check_fraction(fraction: float) -> None:
+    """Raise ConfigError unless fraction is above 0."""
+    if not fraction > 0:
+        raise ConfigError(f"fraction must be above 0, got {fraction!r}")
+
+
+def infeasible(policy: str, fraction: float, least: float) -> Infeasible:
+    """The error of a share of full attention's bytes that a policy cannot reach."""
+    return Infeasible(f"{policy}: fraction must be at least {least:.4f} of full attention's bytes, got {fraction!r}")

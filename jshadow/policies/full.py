@@ -1,0 +1,73 @@
+"""Full attention: every key and value, exact. The measure of all other policies."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jshadow.attention import Piece, attend
+from jshadow.chunking import fit_tokens, write_rows
+from jshadow.config import ModelConfig
+from jshadow.policies.base import Policy, check_fraction, infeasible
+from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+
+
+@struct.dataclass
+class FullLive:
+    """Attributes: cache: keys after RoPE and values by position, [B, h_kv, capacity, d]."""
+
+    cache: KeyValues
+
+
+@dataclasses.dataclass(frozen=True)
+class Full(Policy):
+    """Keep and attend everything."""
+
+    name = "full"
+    paper = "the dense baseline"
+
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        """Zeros [B, h_kv, capacity, d]."""
+        zeros = jnp.zeros((spec.batch, spec.kv_heads, spec.capacity, spec.head_dim), spec.dtype)
+        return LayerState(live=FullLive(KeyValues(zeros, zeros)))
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """Copy the prompt to the front of the cache."""
+        k, v = (fit_tokens(x, spec.capacity).transpose(0, 2, 1, 3) for x in (prompt.k_post, prompt.v))
+        return state.replace(live=FullLive(KeyValues(k, v))), None
+
+    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+        """Write each new token at its position."""
+        cache = state.live.cache
+        k = write_rows(cache.k, step.k_post, step.positions, step.valid)
+        v = write_rows(cache.v, step.v, step.positions, step.valid)
+        return state.replace(live=FullLive(KeyValues(k, v))), None
+
+    def attend(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
+    ) -> tuple[Array, LayerState, Any]:
+        """Exact attention over all positions up to the query's own."""
+        seen = jnp.arange(spec.capacity) <= step.positions[:, None, :, None]
+        cache = state.live.cache
+        return attend(step.q_post, [Piece(cache.k, cache.v, seen)], spec.scale), state, carry
+
+    def attended(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+        """All of them."""
+        return lengths.astype(jnp.float32)
+
+    @classmethod
+    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
+        """Itself."""
+        return cls()
+
+    @classmethod
+    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """Itself at a fraction of 1 or more."""
+        check_fraction(fraction)
+        if fraction < 1:
+            raise infeasible(cls.name, fraction, 1.0)
+        return cls()

@@ -1,0 +1,135 @@
+"""StreamingLLM: attention sinks and a window of recent tokens (Xiao et al. 2023, arXiv 2309.17453, section 3.2)."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jshadow.attention import Piece, attend
+from jshadow.chunking import write_rows
+from jshadow.config import ModelConfig
+from jshadow.policies.base import Policy, check_fraction, check_range, infeasible
+from jshadow.rope import rotate
+from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+
+
+@struct.dataclass
+class StreamingLive:
+    """Attributes: cache: keys before RoPE and values [B, h_kv, sinks + window, d].
+
+    Slots [0, sinks) hold the first tokens; token p >= sinks lies in slot sinks + (p - sinks) % window. Keys wait
+    unrotated because their rotation changes as older tokens are evicted.
+    """
+
+    cache: KeyValues
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingLLM(Policy):
+    """Keep the first tokens and the most recent ones; evict what lies between.
+
+    Attributes:
+        sinks: first tokens that are never evicted.
+        window: recent tokens, the current one included.
+        rebase_positions: rotate keys and query by their index inside the cache, as the paper does; False keeps the
+            original positions, as many benchmark tables run it.
+    """
+
+    sinks: int = 4
+    window: int = 2000
+    rebase_positions: bool = True
+
+    name = "streaming_llm"
+    paper = "arXiv 2309.17453, section 3.2"
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Check the two sizes."""
+        check_range(self.name, "sinks", self.sinks, 0)
+        check_range(self.name, "window", self.window, 1)
+        return self
+
+    def slots(self, capacity: int) -> int:
+        """Slots of the cache: never more than the capacity."""
+        return min(self.sinks + self.window, capacity)
+
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        """Zeros."""
+        zeros = jnp.zeros((spec.batch, spec.kv_heads, self.slots(spec.capacity), spec.head_dim), spec.dtype)
+        return LayerState(live=StreamingLive(KeyValues(zeros, zeros)))
+
+    def held_positions(self, spec: CacheSpec, lengths: Array) -> Array:
+        """Position of the token in each slot, int32 [B, slots]; -1 where there is none yet."""
+        slots = self.slots(spec.capacity)
+        ring = slots - min(self.sinks, slots)
+        slot = jnp.arange(slots)
+        last = lengths[:, None] - 1
+        if ring == 0:
+            return jnp.where(slot <= last, slot, -1)
+        recent = last - (last - slot) % ring  # the newest position that maps to this slot
+        held = jnp.where(slot < self.sinks, slot, recent)
+        return jnp.where((held <= last) & (held >= jnp.minimum(slot, self.sinks)), held, -1)
+
+    def slot_of(self, spec: CacheSpec, positions: Array) -> Array:
+        """Slot of each position, int32, same shape."""
+        slots = self.slots(spec.capacity)
+        ring = max(slots - self.sinks, 1)
+        return jnp.where(positions < self.sinks, positions, self.sinks + (positions - self.sinks) % ring)
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """Keep the sinks and the window of an exactly attended prompt."""
+        held = self.held_positions(spec, prompt.lengths)
+        index = jnp.maximum(held, 0)[:, :, None, None]
+        k, v = (
+            jnp.take_along_axis(x, index, axis=1, mode="clip").transpose(0, 2, 1, 3) for x in (prompt.k_pre, prompt.v)
+        )
+        return state.replace(live=StreamingLive(KeyValues(k, v))), None
+
+    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+        """Write the new token over the oldest one of the window."""
+        slots = self.slot_of(spec, step.positions)
+        cache = state.live.cache
+        k = write_rows(cache.k, step.k_pre, slots, step.valid)
+        v = write_rows(cache.v, step.v, slots, step.valid)
+        return state.replace(live=StreamingLive(KeyValues(k, v))), None
+
+    def attend(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
+    ) -> tuple[Array, LayerState, Any]:
+        """Rotate the kept keys, then exact attention over them."""
+        lengths = step.positions[:, -1] + 1
+        held = self.held_positions(spec, lengths)
+        evicted = jnp.maximum(lengths - self.slots(spec.capacity), 0)[:, None] if self.rebase_positions else 0
+        index = jnp.where(held < self.sinks, held, held - evicted)
+        table = step.rope_table
+
+        def turn(x: Array, positions: Array) -> Array:
+            cos, sin = (jnp.take(part, positions, axis=0, mode="clip") for part in (table.cos, table.sin))
+            return rotate(x, cos, sin)
+
+        k = turn(state.live.cache.k, jnp.maximum(index, 0)[:, None, :])
+        q = turn(step.q_pre, (step.positions - evicted)[:, :, None])
+        seen = (held >= 0)[:, None, :] & (held[:, None, :] <= step.positions[:, :, None])
+        return attend(q, [Piece(k, state.live.cache.v, seen[:, None])], spec.scale), state, carry
+
+    def attended(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+        """At most the slots."""
+        return jnp.minimum(lengths, self.slots(spec.capacity)).astype(jnp.float32)
+
+    @classmethod
+    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
+        """A window that nothing leaves."""
+        return cls(window=num_tokens)
+
+    @classmethod
+    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """All slots at that share of the tokens."""
+        check_fraction(fraction)
+        slots = int(fraction * num_tokens)
+        sinks = min(cls.sinks, slots - 1)
+        if sinks < 0:
+            raise infeasible(cls.name, fraction, 1 / num_tokens)
+        return cls(sinks=sinks, window=max(slots - sinks, 1))

@@ -1,0 +1,429 @@
+"""The KV state as a value: an immutable pytree, and the small records that a policy and the decode step exchange.
+
+Sizes: B rows, S prompt tokens, T query rows of a step, h_q query heads, h_kv KV heads, d head width, D model width,
+N slots of a buffer, n selected units, U stored units. A unit is what one fetch moves (a chunk of 8 tokens in
+ShadowKV). Knows no policy and runs no model.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import Array
+
+from jshadow.config import RopeConfig
+from jshadow.errors import StateMismatch
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheSpec:
+    """Everything static about the cache of one layer.
+
+    Attributes:
+        layer: index of the layer; None while a prompt is compressed, for one compiled program serves all layers.
+        num_layers: layers of the model.
+        batch: rows.
+        capacity: tokens that a row may ever hold, prompt and generated.
+        window: slots for tokens that are kept exactly beside a policy's prompt structures.
+        q_heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: width of a head.
+        model_dim: width of the residual stream.
+        dtype: name of the dtype of keys and values.
+        scale: factor on attention scores, 1 / sqrt(head_dim).
+        rope: rotary position embedding.
+        sliding_window: tokens that this layer's attention reaches back, None for all of them.
+        fetch: "resident" or "device_put".
+        policy: this layer's policy, resolved: no setting of it is None any more.
+    """
+
+    layer: int | None
+    num_layers: int
+    batch: int
+    capacity: int
+    window: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    model_dim: int
+    dtype: str
+    scale: float
+    rope: RopeConfig
+    sliding_window: int | None
+    fetch: str
+    policy: Any
+
+    def __hash__(self) -> int:
+        # Asked for at every step as a part of the jit key, for every layer: computed once.
+        if "_hash" not in self.__dict__:
+            fields = tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+            object.__setattr__(self, "_hash", hash(fields))
+        return int(self.__dict__["_hash"])
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.q_heads // self.kv_heads
+
+
+@struct.dataclass
+class RopeTable:
+    """Cosine and sine of every position: float32 [capacity, d / 2] each."""
+
+    cos: Array
+    sin: Array
+
+
+@struct.dataclass
+class PromptKV:
+    """One layer's whole ragged prompt, right padded; freed once it is compressed.
+
+    Attributes:
+        k_pre: keys before RoPE (after bias and norm) [B, S, h_kv, d].
+        k_post: keys after RoPE [B, S, h_kv, d].
+        v: values [B, S, h_kv, d].
+        lengths: real tokens of each row, int32 [B].
+        positions: int32 [B, S].
+        q_tail: queries after RoPE of each row's last w real tokens [B, w, h_q, d]; w = policy.q_tail.
+        q_post: all queries after RoPE [B, S, h_q, d], only where a policy needs "q_all".
+        lse: float32 log-sum-exp of each query's scores [B, h_q, S], likewise.
+    """
+
+    k_pre: Array
+    k_post: Array
+    v: Array
+    lengths: Array
+    positions: Array
+    q_tail: Array | None = None
+    q_post: Array | None = None
+    lse: Array | None = None
+
+
+@struct.dataclass
+class StepKV:
+    """One layer, one step of T query rows (T = policy.step_rows).
+
+    Attributes:
+        q_pre, q_post: queries before and after RoPE [B, T, h_q, d].
+        k_pre, k_post, v: the new keys and values [B, T, h_kv, d].
+        positions: int32 [B, T]: lengths, lengths + 1, ...
+        valid: bool [B, T]; False for every row of an inactive sequence, and for a query row that is only a guess
+            and has none.
+        lengths: tokens held before this step, int32 [B].
+        x_in: normed input of the attention [B, T, D].
+        rope_table: cosines and sines of all positions.
+        q_next: x_in -> queries after RoPE that the next layer would make of it; None in the last layer.
+    """
+
+    q_pre: Array
+    q_post: Array
+    k_pre: Array
+    k_post: Array
+    v: Array
+    positions: Array
+    valid: Array
+    lengths: Array
+    x_in: Array
+    rope_table: RopeTable
+    q_next: Callable[[Array], Array] | None = struct.field(pytree_node=False, default=None)
+
+
+@struct.dataclass
+class KeyValues:
+    """Exact keys (after RoPE unless a policy says otherwise) and values, [B, h_kv, N, d] each."""
+
+    k: Array
+    v: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class HostLayout:
+    """How a policy's offloaded rows lie in host memory.
+
+    Attributes:
+        heads: heads of the array, usually h_kv.
+        units: units of the prompt.
+        unit: tokens in a unit.
+        planes: 1 for values, 2 for keys and values.
+        tail_units: units that may be written after the prompt (0: nothing is).
+    """
+
+    heads: int
+    units: int
+    unit: int
+    planes: int = 1
+    tail_units: int = 0
+
+
+@struct.dataclass
+class HostArray:
+    """Rows kept in the host tier: [B, heads, units, planes * unit * d], one unit contiguous.
+
+    `memory` says where they lie: "pinned_host" when offloaded, "device" in resident mode. The field, not the array's
+    sharding, carries it, so that abstract states account for it too.
+    """
+
+    array: Array
+    memory: str = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class HostTier:
+    """A layer's offloaded rows: `prompt` is written once, `tail` (bounded) while decoding."""
+
+    prompt: HostArray | None = None
+    tail: HostArray | None = None
+
+
+@struct.dataclass
+class HostWrite:
+    """Rows on their way to the host tier, executed by offload.py alone.
+
+    Attributes:
+        data: [B, heads, n, planes * unit * d].
+        start: first tail unit of each row, int32 [B]; None: `data` is the whole prompt.
+        valid: bool [B]; rows that are False are written nowhere.
+    """
+
+    data: Array
+    start: Array | None = None
+    valid: Array | None = None
+
+
+@struct.dataclass
+class Rebuild:
+    """Low-rank factors from which the keys of selected units are rebuilt while their values travel.
+
+    Attributes:
+        left: [B, U, unit * r], one unit contiguous.
+        right: [B, heads, r, d].
+        rope_table: of all positions; token j of unit u sits at position u * unit + j.
+    """
+
+    left: Array
+    right: Array
+    rope_table: RopeTable
+
+
+@struct.dataclass
+class Selection:
+    """Units to fetch.
+
+    Attributes:
+        ids: int32 [B, heads | 1, n]; prompt units first, then tail units.
+        valid: bool, same shape; False ids are moved where shapes are static, but never attended.
+        hit: bool, same shape: selected in the previous step as well. None: the policy does not follow that.
+        rebuild: factors of the keys, None where keys are fetched or not needed.
+        layer: layer whose units these are; None: the layer that selects.
+        when: "now" (attended in this step) or "next_step" (received after the target has attended).
+    """
+
+    ids: Array
+    valid: Array
+    hit: Array | None = None
+    rebuild: Rebuild | None = None
+    layer: int | None = struct.field(pytree_node=False, default=None)
+    when: str = struct.field(pytree_node=False, default="now")
+
+
+@struct.dataclass
+class Fetched:
+    """What a fetch brought: k and v [B, heads, n * unit, d], valid bool [B, heads | 1, n * unit], ids as selected.
+
+    k is None where values alone were fetched and nothing was rebuilt.
+    """
+
+    k: Array | None
+    v: Array
+    valid: Array
+    ids: Array
+
+
+@struct.dataclass
+class LayerState:
+    """One layer: `frozen` is read only after prefill, `live` changes each step, `host` is the offloaded part."""
+
+    frozen: Any = None
+    live: Any = None
+    host: HostTier = HostTier()  # noqa: RUF009 - immutable
+
+
+@struct.dataclass
+class Counters:
+    """What the steps did, per row [B].
+
+    Attributes:
+        steps: steps in which the row was active, uint32.
+        attended: sum over those steps of the tokens attended, mean over layers and heads, float32.
+        selected: valid units selected with their hits followed, summed over layers and heads, uint32.
+        hits: those of them that the step before had selected too, uint32.
+        fetched: bytes moved from the host tier, in units of 64 bytes, uint32 (wraps: read differences).
+    """
+
+    steps: Array
+    attended: Array
+    selected: Array
+    hits: Array
+    fetched: Array
+
+    @classmethod
+    def zeros(cls, batch: int) -> "Counters":
+        """No step taken yet."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        kinds = {name: jnp.float32 if name == "attended" else jnp.uint32 for name in names}
+        return cls(**{name: jnp.zeros(batch, kind) for name, kind in kinds.items()})
+
+
+@struct.dataclass
+class Reads:
+    """The half of a KVState that a step reads and never returns."""
+
+    layers: tuple[tuple[Any, HostArray | None], ...]
+    fitted: Any
+    specs: tuple[CacheSpec, ...] = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class Writes:
+    """The half of a KVState that a step consumes (it is donated) and returns anew."""
+
+    layers: tuple[tuple[Any, HostArray | None], ...]
+    shared: Any
+    lengths: Array
+    counters: Counters
+
+
+@struct.dataclass
+class KVState:
+    """Everything a batch of sequences remembers, as an immutable pytree.
+
+    A step consumes the state it is given (the changing half is donated to the compiled program); `fork()` first to
+    keep it. The prompt half is shared by all forks.
+
+    Attributes:
+        layers: one LayerState a layer.
+        shared: what a policy carries across layers and steps, or None.
+        lengths: tokens held by each row, int32 [B].
+        counters: what was attended, selected and fetched so far.
+        fitted: arrays a policy learned beforehand, or None.
+        specs: static description, one a layer.
+    """
+
+    layers: tuple[LayerState, ...]
+    shared: Any
+    lengths: Array
+    counters: Counters
+    fitted: Any
+    specs: tuple[CacheSpec, ...] = struct.field(pytree_node=False)
+    policy: Any = struct.field(pytree_node=False)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row may ever hold."""
+        return self.specs[0].capacity
+
+    @property
+    def fetch(self) -> str:
+        """How values reach the device: "resident" or "device_put"."""
+        return self.specs[0].fetch
+
+    @property
+    def batch(self) -> int:
+        """Rows."""
+        return self.specs[0].batch
+
+    def split(self) -> tuple[Reads, Writes]:
+        """The half that a step reads and the half that it consumes."""
+        reads = tuple((layer.frozen, layer.host.prompt) for layer in self.layers)
+        writes = tuple((layer.live, layer.host.tail) for layer in self.layers)
+        return Reads(reads, self.fitted, self.specs), Writes(writes, self.shared, self.lengths, self.counters)
+
+    def join(self, writes: Writes) -> "KVState":
+        """This state's prompt half with a new changing half."""
+        layers = tuple(
+            LayerState(layer.frozen, live, HostTier(layer.host.prompt, tail))
+            for layer, (live, tail) in zip(self.layers, writes.layers, strict=True)
+        )
+        return self.replace(layers=layers, shared=writes.shared, lengths=writes.lengths, counters=writes.counters)
+
+    def fork(self) -> "KVState":
+        """An independent copy: the prompt half is shared by reference, the changing half is copied."""
+        self.check_alive()
+        _, writes = self.split()
+        return self.join(jax.tree.map(lambda leaf: leaf.copy(), writes))
+
+    def check_alive(self) -> None:
+        """Raise StateMismatch where a step has already consumed this state."""
+        _, writes = self.split()
+        for leaf in jax.tree.leaves(writes):
+            if isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
+                raise StateMismatch("state was consumed by an earlier step; use the state it returned, or fork() first")
+
+    def take(self, rows: Sequence[int]) -> "KVState":
+        """A new state of the given rows, in the given order (a row may repeat).
+
+        Raises:
+            StateMismatch: no rows, or a row outside [0, B).
+        """
+        self.check_alive()
+        rows = [int(row) for row in rows]
+        if not rows or not all(0 <= row < self.batch for row in rows):
+            raise StateMismatch(f"rows must be a non-empty list of numbers in [0, {self.batch}), got {rows}")
+        specs = tuple(dataclasses.replace(spec, batch=len(rows)) for spec in self.specs)
+        return self.map_rows(lambda leaf: leaf[np.asarray(rows)]).replace(specs=specs)
+
+    def insert(self, row: int, other: "KVState") -> "KVState":
+        """A new state in which `row` is the only row of `other` (same model, policy, capacity and fetch mode).
+
+        The windows of the two may differ, for each prefill sizes its own: what the other holds must fit this one's.
+
+        Raises:
+            StateMismatch: the states do not fit each other, or row is outside [0, B).
+        """
+        self.check_alive()
+        other.check_alive()
+        if not 0 <= row < self.batch:
+            raise StateMismatch(f"row must lie in [0, {self.batch}), got {row}")
+        wanted = tuple(dataclasses.replace(spec, batch=1, window=0) for spec in self.specs)
+        came = tuple(dataclasses.replace(spec, window=0) for spec in other.specs)
+        if wanted != came:
+            raise StateMismatch(f"other must be one row of {self.specs[0]}, got {other.specs[0]}")
+        new = self.map_rows(lambda mine, theirs: set_row(mine, row, theirs), other)
+        if new.room()[row] < 0:
+            raise StateMismatch(
+                f"other holds {int(other.lengths[0])} tokens, more than fit this state's window={self.specs[0].window}"
+            )
+        return new
+
+    def room(self) -> np.ndarray:
+        """Tokens that each row can still take, int64 [B]: the least over the layers."""
+        distinct = {spec.policy: (spec, layer) for spec, layer in zip(self.specs, self.layers, strict=True)}
+        rooms = [np.asarray(spec.policy.room(spec, layer, self.lengths)) for spec, layer in distinct.values()]
+        return np.min(np.stack(rooms), axis=0).astype(np.int64)
+
+    def map_rows(self, change: Callable[..., np.ndarray], *others: "KVState") -> "KVState":
+        """Apply change to the arrays that have a row axis, each leaf staying in its memory."""
+
+        def leaf_map(leaf: Array, *theirs: Array) -> Array:
+            # Through NumPy: a gather on a pinned-host array has no good program on a GPU, a memcpy has.
+            return jax.device_put(change(np.asarray(leaf), *map(np.asarray, theirs)), leaf.sharding)
+
+        new = jax.tree.map(leaf_map, self.row_trees(), *[other.row_trees() for other in others])
+        return self.replace(layers=new[0], shared=new[1], lengths=new[2], counters=new[3])
+
+    def row_trees(self) -> tuple[Any, ...]:
+        """The parts whose leaves have rows as their first axis."""
+        return self.layers, self.shared, self.lengths, self.counters
+
+
+def set_row(mine: np.ndarray, row: int, theirs: np.ndarray) -> np.ndarray:
+    """mine with its row replaced by theirs[0], cut or zero-padded where a buffer is sized otherwise."""
+    new = mine.copy()
+    new[row] = 0
+    overlap = tuple(slice(0, min(a, b)) for a, b in zip(mine.shape[1:], theirs.shape[1:], strict=True))
+    new[(row, *overlap)] = theirs[(0, *overlap)]
+    return new
