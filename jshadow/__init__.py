@@ -1,1 +1,21 @@
-"""Long-context LLM inference in JAX."""
+"""Long-context LLM inference in JAX: ShadowKV and its sister methods, with a checked host offload."""
+
+from jshadow import errors as errors
+from jshadow import policies as policies
+from jshadow.decode import decode_step as decode_step
+from jshadow.decode import decode_steps as decode_steps
+from jshadow.decode import extend as extend
+from jshadow.decode import prefill as prefill
+from jshadow.decode import prefill_many as prefill_many
+from jshadow.generate import Generation as Generation
+from jshadow.generate import generate as generate
+from jshadow.generate import stream as stream
+from jshadow.params import Params as Params
+from jshadow.params import load as load
+from jshadow.params import save as save
+from jshadow.policies import Full as Full
+from jshadow.policies import ShadowKV as ShadowKV
+from jshadow.policies import StreamingLLM as StreamingLLM
+from jshadow.report import Report as Report
+from jshadow.sampling import Sampler as Sampler
+from jshadow.state import KVState as KVState

@@ -7,14 +7,17 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
+from jaxtyping import Array, Bool, Float
 
 # Large enough that a matmul dominates its loop overhead, small enough that a tile of scores stays in cache.
 QUERY_BLOCK, KEY_BLOCK = 256, 512
 MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
 
 
-def causal_attention(q: Array, k: Array, v: Array, scale: float) -> tuple[Array, Array]:
+def causal_attention(
+    q: Float[Array, "B S h_q d"], k: Float[Array, "B S h_kv d"], v: Float[Array, "B S h_kv d"], scale: float
+) -> tuple[Float[Array, "B S h_q d"], Float[Array, "B h_q S"]]:
     """Causal grouped-query attention over a whole prompt without ever holding an S x S matrix.
 
     Rows are right padded: a real query sees only keys before it, all real, so no length mask is needed, and what
@@ -79,12 +82,12 @@ class Piece(NamedTuple):
         valid: bool, broadcastable to [B, h_kv, T, N]: which row each query may see.
     """
 
-    k: Array
-    v: Array
-    valid: Array
+    k: Float[Array, "B h_kv N d"]
+    v: Float[Array, "B h_kv N d"]
+    valid: Bool[Array, "#B #h_kv #T N"]
 
 
-def attend(q: Array, pieces: list[Piece], scale: float) -> Array:
+def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> Float[Array, "B T h_q d"]:
     """Softmax attention of T queries over the union of several pieces, never concatenating keys or values.
 
     Args:
@@ -110,18 +113,20 @@ def attend(q: Array, pieces: list[Piece], scale: float) -> Array:
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, q_heads, dim).astype(q.dtype)
 
 
-def group_queries(q: Array, kv_heads: int) -> Array:
+def group_queries(q: Float[Array, "B T h_q d"], kv_heads: int) -> Float[Array, "B h_kv group T d"]:
     """Queries [B, T, h_q, d] -> [B, h_kv, group, T, d]: each KV head beside the query heads that share it."""
     batch, length, q_heads, dim = q.shape
     return q.reshape(batch, length, kv_heads, q_heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
 
 
-def masked_scores(grouped: Array, piece: Piece, scale: float) -> Array:
+def masked_scores(
+    grouped: Float[Array, "B h_kv group T d"], piece: Piece, scale: float
+) -> Float[Array, "B h_kv group T N"]:
     """Float32 scores [B, h_kv, group, T, N] of grouped queries; MASKED where a query may not look."""
     scores = jnp.einsum("bhgtd,bhnd->bhgtn", grouped, piece.k, preferred_element_type=jnp.float32) * scale
     return jnp.where(jnp.broadcast_to(piece.valid, piece.valid.shape)[:, :, None], scores, MASKED)
 
 
-def attention_probs(q: Array, piece: Piece, scale: float) -> Array:
+def attention_probs(q: Float[Array, "B T h_q d"], piece: Piece, scale: float) -> Float[Array, "B h_kv group T N"]:
     """Float32 attention probabilities [B, h_kv, group, T, N] over one piece (for policies that read them)."""
     return jax.nn.softmax(masked_scores(group_queries(q, piece.k.shape[1]), piece, scale), axis=-1)

@@ -1,42 +1,45 @@
 """Moving tokens between the layouts of a prompt, of chunks and of slot buffers."""
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
-def fit_tokens(x: Array, tokens: int) -> Array:
+def fit_tokens(x: Shaped[Array, "B S *rest"], tokens: int) -> Shaped[Array, "B {tokens} *rest"]:
     """x [B, S, ...] cut or zero-padded to [B, tokens, ...]."""
     x = x[:, :tokens]
     return jnp.pad(x, [(0, 0), (0, tokens - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
-def to_chunks(x: Array, chunks: int, size: int) -> Array:
+def to_chunks(x: Float[Array, "B S h d"], chunks: int, size: int) -> Float[Array, "B h {chunks} {size} d"]:
     """x [B, S, h, d] -> [B, h, chunks, size, d], cut or zero-padded."""
     batch, _, heads, dim = x.shape
     return fit_tokens(x, chunks * size).reshape(batch, chunks, size, heads, dim).transpose(0, 3, 1, 2, 4)
 
 
-def take_chunks(chunked: Array, ids: Array) -> Array:
+def take_chunks(chunked: Float[Array, "B h C size d"], ids: Int[Array, "B h n"]) -> Float[Array, "B h n*size d"]:
     """Chunks [B, h, C, size, d] at ids [B, h, n] -> their tokens [B, h, n * size, d]."""
     batch, heads, _, size, dim = chunked.shape
     picked = jnp.take_along_axis(chunked, ids[..., None, None], axis=2, mode="clip")
     return picked.reshape(batch, heads, ids.shape[2] * size, dim)
 
 
-def take_span(x: Array, start: Array, count: int) -> Array:
+def take_span(x: Float[Array, "B S h d"], start: Int[Array, "B"], count: int) -> Float[Array, "B h {count} d"]:
     """Tokens start[b] .. start[b] + count of each row: x [B, S, h, d] -> [B, h, count, d]; zero past the end."""
     index = start[:, None] + jnp.arange(count)
     picked = jnp.take_along_axis(x, index[:, :, None, None], axis=1, mode="fill", fill_value=0)
     return picked.transpose(0, 2, 1, 3)
 
 
-def write_rows(buffer: Array, rows: Array, slots: Array, valid: Array) -> Array:
+def write_rows(
+    buffer: Float[Array, "B h N d"], rows: Float[Array, "B T h d"], slots: Int[Array, "B T"], valid: Bool[Array, "B T"]
+) -> Float[Array, "B h N d"]:
     """Put rows [B, T, h, d] into buffer [B, h, N, d] at slots [B, T]; those not valid [B, T] go nowhere."""
     slots = jnp.where(valid, slots, buffer.shape[2])
     row = jnp.arange(buffer.shape[0])[:, None]
     return buffer.at[row, :, slots].set(rows.astype(buffer.dtype), mode="drop")
 
 
-def top_k(scores: Array, count: int) -> Array:
+def top_k(scores: Float[Array, "*N n"], count: int) -> Int[Array, "*N {count}"]:
     """Indices [..., count] of the largest float32 scores, falling; the lower index wins a tie."""
     return lax.top_k(scores, count)[1].astype(jnp.int32)

@@ -20,12 +20,24 @@ from jshadow import offload
 from jshadow.attention import causal_attention
 from jshadow.config import ModelConfig
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
-from jshadow.models.transformer import Heads, apply_block, block_query, embed, logits as model_logits
+from jshadow.models.transformer import Heads, apply_block, block_query, embed
+from jshadow.models.transformer import logits as model_logits
 from jshadow.policies import Policy, ShadowKV
 from jshadow.rope import cos_sin, inverse_frequencies, rotate
 from jshadow.sampling import Sampler, sample
 from jshadow.state import (
-    CacheSpec, Counters, Fetched, KVState, LayerState, HostTier, PromptKV, Reads, RopeTable, Selection, StepKV, Writes,
+    CacheSpec,
+    Counters,
+    Fetched,
+    HostTier,
+    KVState,
+    LayerState,
+    PromptKV,
+    Reads,
+    RopeTable,
+    Selection,
+    StepKV,
+    Writes,
 )  # fmt: skip
 
 Logits = str | Callable[[Array], Any]
@@ -323,7 +335,8 @@ def step_writes(
         for (frozen, prompt), (live, tail) in zip(reads.layers, writes.layers, strict=True)
     ]
     tiers = [layer.host for layer in layers]
-    x, carry, inbox, works = embed(weights, config, tokens), None, {}, []
+    x, carry, works = embed(weights, config, tokens), None, []
+    inbox: dict[int, Fetched] = {}
     for index, spec in enumerate(specs):
 
         def cache(heads: Heads, index: int = index, spec: CacheSpec = spec) -> tuple[Array, Any]:
@@ -366,9 +379,9 @@ def count_step(
 
     return Counters(
         steps=counters.steps + one,
-        attended=counters.attended + jnp.where(active, sum(seen) / len(seen), 0.0),
+        attended=counters.attended + jnp.where(active, functools.reduce(jnp.add, seen), 0.0),
         selected=counters.selected + total([selection.valid for selection in followed]),
-        hits=counters.hits + total([selection.hit & selection.valid for selection in followed]),
+        hits=counters.hits + total([selection.valid & selection.hit for selection in followed if selection.hit is not None]),
         fetched=counters.fetched + one * jnp.uint32(sum(work.moved for work in works) // offload.FETCH_QUANTUM),
     )
 

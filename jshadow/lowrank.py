@@ -6,13 +6,16 @@ a singular value. Left keeps the scale, so a new key joins the factors as k V_r.
 """
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
+from jaxtyping import Array, Float, Int
 
 from jshadow.rope import rotate
 from jshadow.state import Rebuild
 
 
-def key_factors(k_pre: Array, lengths: Array, rank: int) -> tuple[Array, Array]:
+def key_factors(
+    k_pre: Float[Array, "B S h_kv d"], lengths: Int[Array, "B"], rank: int
+) -> tuple[Float[Array, "B S {rank}"], Float[Array, "B h_kv {rank} d"]]:
     """Factor each row's pre-RoPE keys, all KV heads side by side.
 
     Args:
@@ -34,7 +37,7 @@ def key_factors(k_pre: Array, lengths: Array, rank: int) -> tuple[Array, Array]:
     return left, right
 
 
-def reconstruct_keys(rebuild: Rebuild, ids: Array) -> Array:
+def reconstruct_keys(rebuild: Rebuild, ids: Int[Array, "B heads n"]) -> Float[Array, "B heads tokens d"]:
     """Rebuild the post-RoPE keys of selected units.
 
     Args:

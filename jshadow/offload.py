@@ -128,6 +128,7 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
         rows = gather(tier.prompt, ids, layout.units)
         if tier.tail is not None:
             tail = gather(tier.tail, ids - layout.units, layout.tail_units)
+            assert tail is not None
             rows = tail if rows is None else jnp.where((ids >= layout.units)[..., None], tail, rows)
     assert rows is not None
     rows = rows.reshape(*shape, layout.planes, layout.unit, spec.head_dim)

@@ -93,16 +93,19 @@ def load_tokenizer(directory: Path) -> Any:
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[Any]:
     """Import transformers without its advice about torch, which nothing here needs, and keep its loader silent."""
-    logger = logging.getLogger("transformers")
+    name, logger = "TRANSFORMERS_NO_ADVISORY_WARNINGS", logging.getLogger("transformers")
+    before = os.environ.get(name)
+    os.environ[name] = "1"  # the import sets the logger's level itself, so a level set now would not hold
+    try:
+        import transformers
+    finally:
+        os.environ.pop(name) if before is None else os.environ.__setitem__(name, before)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        import transformers
-
-        logger.setLevel(logging.ERROR)  # the import sets the level anew
         yield transformers
     finally:
-        logger.setLevel(level or logging.WARNING)
+        logger.setLevel(level)
 
 
 def save(params: Params, directory: str | os.PathLike[str]) -> None:

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jaxtyping import Array, Float, Int
 
 from jshadow.config import RopeConfig
 
@@ -23,7 +23,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return inverse
 
 
-def cos_sin(positions: Array, inverse: Array) -> tuple[Array, Array]:
+def cos_sin(
+    positions: Int[Array, "*N"], inverse: Float[Array, "half"]
+) -> tuple[Float[Array, "*N half"], Float[Array, "*N half"]]:
     """Cosine and sine of the rotation angles.
 
     Args:
@@ -38,7 +40,9 @@ def cos_sin(positions: Array, inverse: Array) -> tuple[Array, Array]:
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
+def rotate(
+    x: Float[Array, "*N d"], cos: Float[Array, "*#N half"], sin: Float[Array, "*#N half"]
+) -> Float[Array, "*N d"]:
     """Rotate x [..., d] by angles [..., d / 2] (broadcast); computed in float32, returned in x's dtype."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

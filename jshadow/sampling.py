@@ -5,8 +5,9 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Float, Int, Key
 
+from jshadow.config import check_positive
 from jshadow.errors import ConfigError
 
 
@@ -31,15 +32,15 @@ class Sampler:
     def __post_init__(self) -> None:
         if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
             raise ConfigError(f"sampler.temperature must be at least 0 and finite, got {self.temperature!r}")
-        if self.top_k is not None and (isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1):
-            raise ConfigError(f"sampler.top_k must be an integer of at least 1, got {self.top_k!r}")
+        if self.top_k is not None:
+            check_positive("sampler", top_k=self.top_k)
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value <= 1):
                 raise ConfigError(f"sampler.{name} must lie in (0, 1], got {value!r}")
 
 
-def sample(sampler: Sampler, logits: Array, key: Array) -> Array:
+def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -> Int[Array, "B"]:
     """Draw a token for each row.
 
     Args:
@@ -57,7 +58,7 @@ def sample(sampler: Sampler, logits: Array, key: Array) -> Array:
     return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
 
 
-def filter_logits(sampler: Sampler, logits: Array) -> Array:
+def filter_logits(sampler: Sampler, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
     """Logits [B, V] with -inf where a filter drops the token."""
     if sampler.top_k is not None and sampler.top_k < logits.shape[-1]:
         # By rank, not by value: a tie at the cut keeps the lower ids and exactly k tokens.

@@ -70,16 +70,14 @@ class CacheSpec:
         return self.q_heads // self.kv_heads
 
 
-@struct.dataclass
-class RopeTable:
+class RopeTable(struct.PyTreeNode):
     """Cosine and sine of every position: float32 [capacity, d / 2] each."""
 
     cos: Array
     sin: Array
 
 
-@struct.dataclass
-class PromptKV:
+class PromptKV(struct.PyTreeNode):
     """One layer's whole ragged prompt, right padded; freed once it is compressed.
 
     Attributes:
@@ -103,8 +101,7 @@ class PromptKV:
     lse: Array | None = None
 
 
-@struct.dataclass
-class StepKV:
+class StepKV(struct.PyTreeNode):
     """One layer, one step of T query rows (T = policy.step_rows).
 
     Attributes:
@@ -132,8 +129,7 @@ class StepKV:
     q_next: Callable[[Array], Array] | None = struct.field(pytree_node=False, default=None)
 
 
-@struct.dataclass
-class KeyValues:
+class KeyValues(struct.PyTreeNode):
     """Exact keys (after RoPE unless a policy says otherwise) and values, [B, h_kv, N, d] each."""
 
     k: Array
@@ -159,28 +155,25 @@ class HostLayout:
     tail_units: int = 0
 
 
-@struct.dataclass
-class HostArray:
+class HostArray(struct.PyTreeNode):
     """Rows kept in the host tier: [B, heads, units, planes * unit * d], one unit contiguous.
 
     `memory` says where they lie: "pinned_host" when offloaded, "device" in resident mode. The field, not the array's
     sharding, carries it, so that abstract states account for it too.
     """
 
-    array: Array
+    array: Any  # an Array; in abstract states a ShapeDtypeStruct
     memory: str = struct.field(pytree_node=False)
 
 
-@struct.dataclass
-class HostTier:
+class HostTier(struct.PyTreeNode):
     """A layer's offloaded rows: `prompt` is written once, `tail` (bounded) while decoding."""
 
     prompt: HostArray | None = None
     tail: HostArray | None = None
 
 
-@struct.dataclass
-class HostWrite:
+class HostWrite(struct.PyTreeNode):
     """Rows on their way to the host tier, executed by offload.py alone.
 
     Attributes:
@@ -194,8 +187,7 @@ class HostWrite:
     valid: Array | None = None
 
 
-@struct.dataclass
-class Rebuild:
+class Rebuild(struct.PyTreeNode):
     """Low-rank factors from which the keys of selected units are rebuilt while their values travel.
 
     Attributes:
@@ -209,8 +201,7 @@ class Rebuild:
     rope_table: RopeTable
 
 
-@struct.dataclass
-class Selection:
+class Selection(struct.PyTreeNode):
     """Units to fetch.
 
     Attributes:
@@ -230,8 +221,7 @@ class Selection:
     when: str = struct.field(pytree_node=False, default="now")
 
 
-@struct.dataclass
-class Fetched:
+class Fetched(struct.PyTreeNode):
     """What a fetch brought: k and v [B, heads, n * unit, d], valid bool [B, heads | 1, n * unit], ids as selected.
 
     k is None where values alone were fetched and nothing was rebuilt.
@@ -243,22 +233,20 @@ class Fetched:
     ids: Array
 
 
-@struct.dataclass
-class LayerState:
+class LayerState(struct.PyTreeNode):
     """One layer: `frozen` is read only after prefill, `live` changes each step, `host` is the offloaded part."""
 
     frozen: Any = None
     live: Any = None
-    host: HostTier = HostTier()  # noqa: RUF009 - immutable
+    host: HostTier = HostTier()
 
 
-@struct.dataclass
-class Counters:
+class Counters(struct.PyTreeNode):
     """What the steps did, per row [B].
 
     Attributes:
         steps: steps in which the row was active, uint32.
-        attended: sum over those steps of the tokens attended, mean over layers and heads, float32.
+        attended: sum over those steps and all layers of the tokens attended, mean over heads, float32.
         selected: valid units selected with their hits followed, summed over layers and heads, uint32.
         hits: those of them that the step before had selected too, uint32.
         fetched: bytes moved from the host tier, in units of 64 bytes, uint32 (wraps: read differences).
@@ -278,8 +266,7 @@ class Counters:
         return cls(**{name: jnp.zeros(batch, kind) for name, kind in kinds.items()})
 
 
-@struct.dataclass
-class Reads:
+class Reads(struct.PyTreeNode):
     """The half of a KVState that a step reads and never returns."""
 
     layers: tuple[tuple[Any, HostArray | None], ...]
@@ -287,8 +274,7 @@ class Reads:
     specs: tuple[CacheSpec, ...] = struct.field(pytree_node=False)
 
 
-@struct.dataclass
-class Writes:
+class Writes(struct.PyTreeNode):
     """The half of a KVState that a step consumes (it is donated) and returns anew."""
 
     layers: tuple[tuple[Any, HostArray | None], ...]
@@ -297,8 +283,7 @@ class Writes:
     counters: Counters
 
 
-@struct.dataclass
-class KVState:
+class KVState(struct.PyTreeNode):
     """Everything a batch of sequences remembers, as an immutable pytree.
 
     A step consumes the state it is given (the changing half is donated to the compiled program); `fork()` first to
@@ -424,6 +409,7 @@ def set_row(mine: np.ndarray, row: int, theirs: np.ndarray) -> np.ndarray:
     """mine with its row replaced by theirs[0], cut or zero-padded where a buffer is sized otherwise."""
     new = mine.copy()
     new[row] = 0
-    overlap = tuple(slice(0, min(a, b)) for a, b in zip(mine.shape[1:], theirs.shape[1:], strict=True))
-    new[(row, *overlap)] = theirs[(0, *overlap)]
+    shape = tuple(min(a, b) for a, b in zip(mine.shape[1:], theirs.shape[1:], strict=True))
+    overlap = tuple(slice(0, size) for size in shape)
+    new[row][overlap] = theirs[0][overlap]
     return new

@@ -1,6 +1,7 @@
 """What every checkpoint file has in common: it may be missing or a placeholder, and it must never be half-written."""
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -86,25 +87,54 @@ def staged(target: Path) -> Iterator[Path]:
         CheckpointError: `target` exists, or its parent cannot be written.
     """
     refuse_existing(target)
-    partial = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-    except OSError as error:
-        raise CheckpointError(f"output directory {target} cannot be made: {error}") from error
-    try:
-        yield partial
-        for path in sorted(partial.rglob("*")):
-            sync(path)
-        sync(partial)
-        refuse_existing(target)  # rename would replace an empty directory that came up meanwhile
-        partial.rename(target)
+        with workspace(target.parent, f".{target.name}.partial-") as partial:
+            yield partial
+            for path in sorted(partial.rglob("*")):
+                sync(path)
+            sync(partial)
+            refuse_existing(target)  # rename would replace an empty directory that came up meanwhile
+            partial.rename(target)
+            sync(target.parent)
     except OSError as error:  # disk full, above all
-        raise CheckpointError(f"output directory {target} could not be written: {error}") from error
+        raise CheckpointError(f"output directory {target} cannot be made: {error}") from error
+
+
+@contextlib.contextmanager
+def workspace(parent: Path, prefix: str) -> Iterator[Path]:
+    """A fresh directory in `parent` that is gone when the block ends, unless it was renamed.
+
+    A process that is killed cannot clean up, so each workspace is locked while its process lives, and whoever makes
+    the next one of the same prefix removes those whose lock is free.
+
+    Args:
+        parent: where; made if need be.
+        prefix: how the name begins.
+
+    Yields:
+        The directory.
+    """
+    parent.mkdir(parents=True, exist_ok=True)
+    for path in [path for path in parent.iterdir() if path.name.startswith(prefix) and path.is_dir()]:
+        with contextlib.suppress(OSError), _locked(path):  # BlockingIOError: somebody is at work there
+            shutil.rmtree(path)
+    made = parent / f"{prefix}{secrets.token_hex(4)}"
+    made.mkdir()
+    try:
+        with _locked(made):
+            yield made
     finally:
-        # Also on KeyboardInterrupt. After the rename there is nothing left under this name.
-        shutil.rmtree(partial, ignore_errors=True)
-    sync(target.parent)
+        shutil.rmtree(made, ignore_errors=True)  # also on KeyboardInterrupt; after a rename there is nothing here
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(handle)
 
 
 def refuse_existing(target: Path) -> None:

@@ -51,9 +51,7 @@ LLAMA3_FACTORS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_po
 """GGUF stores the divisors that llama3 scaling gives, not its settings; these are those of every published model."""
 
 
-def convert_gguf(
-    source: Path, target: Path, dtype: str, progress: Callable[[int, int], None] | None = None
-) -> None:
+def convert_gguf(source: Path, target: Path, dtype: str, progress: Callable[[int, int], None] | None = None) -> None:
     """Write the Hugging Face directory of a GGUF file.
 
     Args:
@@ -152,9 +150,9 @@ def _number(metadata: dict[str, Any], key: str, kind: type, default: Any = None)
         raise CheckpointError(f"GGUF metadata lacks {key}")
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
         raise CheckpointError(f"{key} must be one number ({kind.__name__}), got {value!r:.80}")
-    if kind is float and isinstance(value, float):
-        return float(str(np.float32(value)))  # 1e-05, not the 9.999999747378752e-06 of a widened float32
-    return value
+    # A float32 is told by its shortest decimal: 1e-05, not the 9.999999747378752e-06 of its widening.
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value))) if kind is float and np.float32(value) == value else value
 
 
 def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
@@ -169,7 +167,8 @@ def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
     divisors = file.read(ROPE_FACTORS).reshape(-1)
     theta = _number(file.metadata, "llama.rope.freq_base", float, 10000.0)
     scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3_FACTORS}
-    if divisors.shape == (head_dim // 2,) and np.isfinite(divisors).all() and divisors.min() > 0 and divisors.max() >= 1:
+    sound = divisors.shape == (head_dim // 2,) and bool(np.isfinite(divisors).all()) and divisors.min() >= 1
+    if sound:
         plain = inverse_frequencies(RopeConfig(theta=theta), head_dim)
         scaled = inverse_frequencies(RopeConfig.from_hf({"rope_theta": theta, "rope_scaling": scaling}), head_dim)
         if np.allclose(plain / divisors, scaled, rtol=1e-4, atol=0):

@@ -139,7 +139,7 @@ class _Cursor:
             return self.numbers(code, 1, what)[0]
         code, count = self.u32(f"element type of {what}"), self.u64(f"array length of {what}")
         if code != STRING:
-            return self.numbers(code, count, what)
+            return self.numbers(code, count, f"array length of {what}")
         self.fits(count, MIN_STRING, f"array length of {what}")
         return [self.string(what) for _ in range(count)]
 

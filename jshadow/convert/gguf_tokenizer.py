@@ -12,8 +12,10 @@ from jshadow.errors import CheckpointError, ConfigError
 
 CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+NAMED_TOKENS = (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding"))
 
 
 class Pre(NamedTuple):
@@ -64,7 +66,7 @@ def write_tokenizer(metadata: dict[str, Any], directory: Path, context: int) -> 
     tokens, kinds, merges = _lists(metadata)
     named = {
         field: token
-        for field, key in {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}.items()
+        for field, key in NAMED_TOKENS
         if (token := _token(metadata, tokens, f"tokenizer.ggml.{key}_token_id")) is not None
     }
     tokenizer = _byte_level_bpe(tokens, kinds, merges, PRE_TYPES[name])
@@ -84,12 +86,15 @@ def write_tokenizer(metadata: dict[str, Any], directory: Path, context: int) -> 
     return True
 
 
+def _strings(metadata: dict[str, Any], key: str) -> list[str]:
+    value = metadata.get(key)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise CheckpointError(f"{key} must be a list of strings, got a {type(value).__name__}")
+    return value
+
+
 def _lists(metadata: dict[str, Any]) -> tuple[list[str], list[int], list[tuple[str, str]]]:
-    tokens, merges = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.merges")
-    for key, value in (("tokens", tokens), ("merges", merges)):
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise CheckpointError(f"tokenizer.ggml.{key} must be a list of strings, got a {type(value).__name__}")
-    assert isinstance(tokens, list) and isinstance(merges, list)  # for the type checker
+    tokens, merges = _strings(metadata, "tokenizer.ggml.tokens"), _strings(metadata, "tokenizer.ggml.merges")
     if len(set(tokens)) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.tokens must be distinct, got {len(tokens) - len(set(tokens))} doubles")
     kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))

@@ -155,7 +155,7 @@ def _spans(shapes: Any, itemsize: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def raise_all(owner: str, problems: list[str], most: int = 20) -> None:
+def raise_all(owner: str, problems: list[str], most: int = 100) -> None:
     """Raise one CheckpointError that lists every problem; a list longer than `most` is cut, and says so."""
     if not problems:
         return

@@ -7,7 +7,7 @@ mutable, and each layer has its own subtree `layer_<i>`, so that one compiled la
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -95,7 +95,7 @@ class Transformer(nn.Module):
 
 def embed(weights: dict, config: ModelConfig, tokens: Array) -> Array:
     """Token ids [B, T] -> hidden states [B, T, D]."""
-    return Transformer(config).apply({"params": weights}, tokens, method="embedding")
+    return cast(Array, Transformer(config).apply({"params": weights}, tokens, method="embedding"))
 
 
 def apply_block(weights: dict, config: ModelConfig, layer: int, x: Array, cache: Cache) -> tuple[Array, Any]:
@@ -105,12 +105,14 @@ def apply_block(weights: dict, config: ModelConfig, layer: int, x: Array, cache:
 
 def block_query(weights: dict, config: ModelConfig, layer: int, x_in: Array) -> Array:
     """Queries before RoPE [B, T, h_q, d] that block `layer` would make of x_in [B, T, D]."""
-    return Block(config).apply({"params": weights[f"layer_{layer}"]}, x_in, method="query")
+    # parent=None: this runs inside another block's apply, whose submodule it must not become
+    block = Block(config, parent=None)
+    return cast(Array, block.apply({"params": weights[f"layer_{layer}"]}, x_in, method="query"))
 
 
 def logits(weights: dict, config: ModelConfig, x: Array) -> Array:
     """Hidden states [..., D] -> float32 logits [..., V]."""
-    return Transformer(config).apply({"params": weights}, x, method="logits")
+    return cast(Array, Transformer(config).apply({"params": weights}, x, method="logits"))
 
 
 @functools.cache
@@ -119,6 +121,6 @@ def abstract_weights(config: ModelConfig) -> dict:
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
     def init(tokens: Array) -> dict:
-        return Transformer(config).init(jax.random.key(0), tokens, lambda heads: (heads.q_pre, None))
+        return dict(Transformer(config).init(jax.random.key(0), tokens, lambda heads: (heads.q_pre, None)))
 
     return dict(jax.eval_shape(init, tokens)["params"])

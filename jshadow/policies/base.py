@@ -21,7 +21,16 @@ from jax import Array
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError, Infeasible
 from jshadow.state import (
-    CacheSpec, Fetched, HostArray, HostLayout, HostWrite, KVState, LayerState, PromptKV, Selection, StepKV,
+    CacheSpec,
+    Fetched,
+    HostArray,
+    HostLayout,
+    HostWrite,
+    KVState,
+    LayerState,
+    PromptKV,
+    Selection,
+    StepKV,
 )  # fmt: skip
 
 

@@ -14,8 +14,7 @@ from jshadow.policies.base import Policy, check_fraction, infeasible
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
 
-@struct.dataclass
-class FullLive:
+class FullLive(struct.PyTreeNode):
     """Attributes: cache: keys after RoPE and values by position, [B, h_kv, capacity, d]."""
 
     cache: KeyValues

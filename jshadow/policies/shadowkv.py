@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
+from jaxtyping import Bool, Float
 
 from jshadow.attention import MASKED, Piece, attend, group_queries
 from jshadow.chunking import fit_tokens, take_chunks, take_span, to_chunks, top_k, write_rows
@@ -21,12 +22,20 @@ from jshadow.errors import ConfigError
 from jshadow.lowrank import key_factors
 from jshadow.policies.base import Policy, check_fraction, check_range, infeasible
 from jshadow.state import (
-    CacheSpec, Fetched, HostLayout, HostWrite, KeyValues, LayerState, PromptKV, Rebuild, Selection, StepKV,
+    CacheSpec,
+    Fetched,
+    HostLayout,
+    HostWrite,
+    KeyValues,
+    LayerState,
+    PromptKV,
+    Rebuild,
+    Selection,
+    StepKV,
 )  # fmt: skip
 
 
-@struct.dataclass
-class ShadowFrozen:
+class ShadowFrozen(struct.PyTreeNode):
     """The prompt, n chunks of c tokens at most.
 
     Attributes:
@@ -46,8 +55,7 @@ class ShadowFrozen:
     outliers: KeyValues
 
 
-@struct.dataclass
-class ShadowLive:
+class ShadowLive(struct.PyTreeNode):
     """What decoding changes.
 
     Attributes:
@@ -270,7 +278,7 @@ class ShadowKV(Policy):
         return chunks * (size * self.rank + columns + config.kv_heads) + self.rank * columns + 2 * exact * columns
 
 
-def chunk_landmarks(keys: Array) -> tuple[Array, Array]:
+def chunk_landmarks(keys: Float[Array, "B h n c d"]) -> tuple[Float[Array, "B h n d"], Float[Array, "B h n"]]:
     """Landmarks and how badly they represent their chunk.
 
     Args:
@@ -286,7 +294,10 @@ def chunk_landmarks(keys: Array) -> tuple[Array, Array]:
     return mean, cosine.min(axis=-1)
 
 
-def landmark_scores(q: Array, landmarks: Array, candidates: Array, valid: Array, scale: float) -> Array:
+def landmark_scores(
+    q: Float[Array, "B T h_q d"], landmarks: Float[Array, "B h_kv n d"], candidates: Bool[Array, "B h_kv n"],
+    valid: Bool[Array, "B T"], scale: float,
+) -> Float[Array, "B h_kv n"]:  # fmt: skip
     """Score of each chunk: softmax over the candidates per query head, summed over queries, maximum over the group.
 
     Args:

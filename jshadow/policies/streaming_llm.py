@@ -15,8 +15,7 @@ from jshadow.rope import rotate
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
 
-@struct.dataclass
-class StreamingLive:
+class StreamingLive(struct.PyTreeNode):
     """Attributes: cache: keys before RoPE and values [B, h_kv, sinks + window, d].
 
     Slots [0, sinks) hold the first tokens; token p >= sinks lies in slot sinks + (p - sinks) % window. Keys wait

@@ -1,0 +1,47 @@
+# Two commands matter: `make demo` answers a question about a long document, `make test` proves the library.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := checkpoints/smollm2-135m-instruct
+WORKERS ?= 2
+export JAX_PLATFORMS ?= cpu
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo setup test test-slow check bench clean
+
+demo: $(BIN)/.demo
+	@$(BIN)/python checkpoints/fetch_smollm2.py
+	@$(BIN)/python -m jshadow.evaluation.tasks needle_docs --model $(MODEL) --tokens 2000 \
+	  | $(BIN)/jshadow generate $(MODEL) - --chat --policy shadowkv --set rank=32 --set budget=256 \
+	    --fetch device_put --baseline full --max-new-tokens 32
+
+setup: $(BIN)/.setup
+
+test: $(BIN)/.setup check
+	$(BIN)/python -m pytest -n $(WORKERS) --jaxtyping-packages=jshadow,beartype.beartype
+
+test-slow: $(BIN)/.setup
+	$(BIN)/python checkpoints/fetch_smollm2.py
+	$(BIN)/python -m pytest -m slow -n $(WORKERS) --timeout=2400
+
+check: $(BIN)/.setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --upgrade pip
+
+# torch comes first and by exact version: a range would bring the build with CUDA.
+$(BIN)/.setup: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,parity]"
+	@touch $(BIN)/.setup $(BIN)/.demo
+
+$(BIN)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gguf]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis

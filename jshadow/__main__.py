@@ -1,0 +1,7 @@
+"""`python -m jshadow` is the command `jshadow`."""
+
+import sys
+
+from jshadow.cli import main
+
+sys.exit(main())

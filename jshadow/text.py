@@ -1,0 +1,151 @@
+"""Prompts to token ids, and token ids back to text piece by piece. Knows no model."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jshadow.errors import ConfigError, PromptError
+
+UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that do not yet make a character
+
+
+def is_token_ids(prompt: Any) -> bool:
+    """Whether prompt is one sequence of token ids."""
+    if isinstance(prompt, np.ndarray):
+        return prompt.ndim == 1 and prompt.dtype.kind in "iu"
+    return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(x, int | np.integer) for x in prompt)
+
+
+def is_chat(prompt: Any) -> bool:
+    """Whether prompt is one chat: a list of messages."""
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(x, dict) for x in prompt)
+
+
+def split_prompts(prompt: Any) -> tuple[list[Any], bool]:
+    """The prompts of a call, and whether it gave just one.
+
+    Raises:
+        PromptError: not a string, a chat, token ids, or a non-empty list of those.
+    """
+    if isinstance(prompt, str) or is_token_ids(prompt) or is_chat(prompt):
+        return [prompt], True
+    if isinstance(prompt, list | tuple) and prompt:
+        return list(prompt), False
+    raise PromptError(f"prompt must be text, a chat, token ids, or a non-empty list of those, got {prompt!r:.80}")
+
+
+def encode(tokenizer: Any, prompt: Any, vocab_size: int, *, first: bool = True) -> list[int]:
+    """Token ids of one prompt.
+
+    Args:
+        tokenizer: of transformers, or None.
+        prompt: str, list[dict] or token ids.
+        vocab_size: limit of the ids.
+        first: the prompt opens the sequence, so text gets the tokenizer's special tokens.
+
+    Raises:
+        PromptError: text without a tokenizer, an empty prompt, a chat without a template, an id out of range.
+    """
+    if isinstance(prompt, str) or is_chat(prompt):
+        if tokenizer is None:
+            raise PromptError("prompt must be token ids, for the checkpoint has no tokenizer; got text")
+        if isinstance(prompt, str):
+            ids = tokenizer.encode(prompt, add_special_tokens=first)
+        else:
+            ids = encode_chat(tokenizer, prompt)
+    elif is_token_ids(prompt):
+        ids = [int(token) for token in prompt]
+    else:
+        raise PromptError(f"prompt must be text, a chat or token ids, got {prompt!r:.80}")
+    if not ids:
+        raise PromptError(f"prompt must have at least 1 token, got {prompt!r:.80}")
+    bad = [token for token in ids if not 0 <= token < vocab_size]
+    if bad:
+        raise PromptError(f"prompt token ids must lie in [0, vocab_size={vocab_size}), got {bad[0]}")
+    return ids
+
+
+def encode_chat(tokenizer: Any, messages: list[dict]) -> list[int]:
+    """Token ids of a chat through the tokenizer's own template, with the generation prompt."""
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise PromptError(f"prompt messages must have a text role and content, got {message!r:.80}")
+    if not getattr(tokenizer, "chat_template", None):
+        raise PromptError("prompt must be text or token ids, for the tokenizer has no chat template; got a chat")
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def split_stops(stop: Any, tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Stop strings and stop token ids of a `stop=` argument: a string, an id, or a sequence of either.
+
+    Raises:
+        ConfigError: something else, an empty string, or a string without a tokenizer.
+    """
+    items = [] if stop is None else [stop] if isinstance(stop, str | int) else list(stop)
+    texts = tuple(item for item in items if isinstance(item, str))
+    ids = tuple(int(item) for item in items if isinstance(item, int | np.integer) and not isinstance(item, bool))
+    if len(texts) + len(ids) != len(items) or "" in texts:
+        raise ConfigError(f"stop must be non-empty strings or token ids, got {stop!r}")
+    if texts and tokenizer is None:
+        raise ConfigError(f"stop must be token ids, for the checkpoint has no tokenizer; got {stop!r}")
+    return texts, ids
+
+
+class TextStream:
+    """One row's text as it grows: whole characters only, cut before a stop string.
+
+    Attributes:
+        text: what is final so far.
+        stopped: a stop string was met.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stops = tokenizer, tuple(stops)
+        self.tokens: list[int] = []
+        self.decoded, self.text, self.stopped = "", "", False
+        self._begin = self._done = 0  # tokens[_begin:_done] are decoded again, as context of what follows
+
+    def push(self, token: int) -> str:
+        """Take one token; return the text that became final."""
+        self.tokens.append(token)
+        if self.tokenizer is None or self.stopped:
+            return ""
+        before = self._decode(self._begin, self._done)
+        after = self._decode(self._begin, len(self.tokens))
+        if after.endswith(UNFINISHED) or len(after) <= len(before):
+            return ""
+        self.decoded += after[len(before) :]
+        self._begin, self._done = self._done, len(self.tokens)
+        return self._release(final=False)
+
+    def finish(self) -> str:
+        """No more tokens: return what was held back."""
+        if self.tokenizer is None or self.stopped:
+            return ""
+        before = self._decode(self._begin, self._done)
+        self.decoded += self._decode(self._begin, len(self.tokens))[len(before) :]
+        self._begin = self._done = len(self.tokens)
+        return self._release(final=True)
+
+    def _decode(self, begin: int, end: int) -> str:
+        return self.tokenizer.decode(self.tokens[begin:end], skip_special_tokens=True)
+
+    def _release(self, *, final: bool) -> str:
+        """Move decoded text to `text`, holding back what may yet become a stop string."""
+        hits = [at for stop in self.stops if (at := self.decoded.find(stop)) >= 0]
+        if hits:
+            self.decoded, self.stopped = self.decoded[: min(hits)], True
+            end = len(self.decoded)
+        else:
+            held = 0 if final else max((overlap(self.decoded, stop) for stop in self.stops), default=0)
+            end = len(self.decoded) - held
+        new = self.decoded[len(self.text) : end]
+        self.text += new
+        return new
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of text that begins stop."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

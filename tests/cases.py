@@ -1,0 +1,106 @@
+"""The tables that tests and benchmarks share: tiny models, one ragged batch, and every policy in two settings.
+
+A policy that is not listed in POLICY_CASES fails test_every_policy_has_a_case: the laws are for all of them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from probe import Probe
+
+from jshadow import decode
+from jshadow.config import ModelConfig, RopeConfig
+from jshadow.params import Params, init_params
+from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM
+from jshadow.state import KVState
+
+# Three layers: the probe has three kinds of them. A prime vocabulary: a wrong reshape cannot hide.
+TINY = ModelConfig(
+    model_type="llama", vocab_size=101, num_layers=3, model_dim=32, ffn_dim=48, q_heads=4, kv_heads=2, head_dim=16,
+    norm_eps=1e-5, context=256,
+)  # fmt: skip
+LLAMA3_ROPE = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_context=64)
+
+CONFIGS = {
+    "group2": dataclasses.replace(TINY, num_layers=2),
+    "group1": dataclasses.replace(TINY, num_layers=2, q_heads=2, model_dim=48),
+    "head_dim80": dataclasses.replace(TINY, num_layers=2, q_heads=4, kv_heads=1, head_dim=80),
+    "tied": dataclasses.replace(TINY, num_layers=2, tie_embeddings=True, attention_bias=True),
+    "llama3_rope": dataclasses.replace(TINY, num_layers=2, rope=LLAMA3_ROPE),
+}
+
+# One ragged batch: 61 and 27 are no multiple of any chunk, and 5 tokens leave no chunk at all.
+LENGTHS = (61, 27, 5)
+CAPACITY = 96
+FETCH_MODES = ("resident", "device_put")
+
+
+class PolicyCase(NamedTuple):
+    """A policy in a setting that drops or approximates something here, and in the one that must not."""
+
+    restricted: Policy
+    lossless: Callable[[int, ModelConfig], Policy]
+
+
+def lossless_shadowkv(num_tokens: int, config: ModelConfig) -> ShadowKV:
+    """Few outliers, so that most chunks are really selected, rebuilt and fetched."""
+    return dataclasses.replace(
+        ShadowKV.lossless(num_tokens, config), chunk_size=4, outlier_chunks=2, local_chunks=2
+    )  # fmt: skip
+
+
+POLICY_CASES = {
+    "full": PolicyCase(Full(), Full.lossless),
+    "streaming_llm": PolicyCase(StreamingLLM(sinks=2, window=12), StreamingLLM.lossless),
+    "shadowkv": PolicyCase(
+        ShadowKV(rank=12, chunk_size=4, budget=16, outlier_chunks=2, local_chunks=2), lossless_shadowkv
+    ),
+    "probe": PolicyCase(Probe(keep=3), Probe.lossless),
+}
+
+
+def setting(name: str, kind: str, config: ModelConfig = TINY, capacity: int = CAPACITY) -> Policy:
+    """The "restricted" or the "lossless" policy of a case."""
+    case = POLICY_CASES[name]
+    return case.restricted if kind == "restricted" else case.lossless(capacity, config)
+
+
+@functools.cache
+def model(config: ModelConfig = TINY, dtype: str = "float32") -> Params:
+    """Random weights of variance 1 / fan_in: attention is neither flat nor one-hot."""
+    return init_params(config, seed=0, dtype=dtype)
+
+
+def random_tokens(*shape: int, seed: int = 0, config: ModelConfig = TINY) -> np.ndarray:
+    """Token ids."""
+    return np.random.default_rng(seed).integers(0, config.vocab_size, shape, dtype=np.int32)
+
+
+PROMPT = random_tokens(len(LENGTHS), max(LENGTHS), seed=1)
+STEPS = random_tokens(len(LENGTHS), 12, seed=2)
+
+
+@functools.cache
+def _prefilled(name: str, kind: str, fetch: str, dtype: str) -> tuple[Array, KVState]:
+    policy = setting(name, kind)
+    return decode.prefill(model(TINY, dtype), PROMPT, np.asarray(LENGTHS), policy, capacity=CAPACITY, fetch=fetch)
+
+
+def prefilled(name: str, kind: str, fetch: str = "resident", dtype: str = "float32") -> tuple[Array, KVState]:
+    """Logits and a fresh fork of the state of the ragged batch; the prefill itself runs once a process."""
+    logits, state = _prefilled(name, kind, fetch, dtype)
+    return logits, state.fork()
+
+
+def run_steps(params: Params, state: KVState, tokens: np.ndarray, active: np.ndarray | None = None):
+    """Teacher-forced decode steps: float32 logits [B, T, V] and the state after them."""
+    logits = []
+    for i in range(tokens.shape[1]):
+        out, state = decode.decode_step(params, tokens[:, i], state, active=None if active is None else active[:, i])
+        logits.append(out)
+    return jnp.stack(logits, axis=1), state

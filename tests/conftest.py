@@ -1,0 +1,59 @@
+"""How the suite runs: on the CPU, with shared compiled programs, and with a count of the law cases at its end."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+REPO = Path(__file__).resolve().parent.parent
+CACHE = REPO / ".cache"  # git-ignored
+CHECKPOINT = REPO / "checkpoints" / "smollm2-135m-instruct"
+LAW_FILES = ("test_laws", "test_oracle")  # a report whose file begins so is a case of a law
+
+# Before anything imports jax. A second run, and a second xdist worker, find compiled programs on disk: the suite
+# spends most of its time compiling, and loading is about five times faster.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+settings.register_profile("jshadow", deadline=None, derandomize=True)
+settings.load_profile("jshadow")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tiny models compile twice as fast without LLVM's optimisations; a real model would run too slowly."""
+    if config.option.markexpr == "not slow":
+        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    """Say how many cases of laws ran, and how many near ties they skipped. Works under xdist: reports arrive here."""
+    reports = [report for key in ("passed", "failed") for report in terminalreporter.stats.get(key, ())]
+    laws = [report for report in reports if Path(report.nodeid.split("::")[0]).name.startswith(LAW_FILES)]
+    if not laws:
+        return
+    failed = sum(report.failed for report in laws)
+    found = dict.fromkeys(("near_ties", "sets_compared"), 0)
+    for report in laws:
+        for name, value in report.user_properties:
+            found[name] = found.get(name, 0) + value
+    terminalreporter.write_line(f"laws: {len(laws)} cases ran, {failed} failed")
+    terminalreporter.write_line(
+        f"laws: {found['sets_compared']} selected sets compared, {found['near_ties']} near ties (gap under 1e-5)"
+    )
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """The converted SmolLM2 checkpoint; fetched once, whichever xdist worker comes first."""
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / "smollm2.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (CHECKPOINT / "config.json").exists():
+            subprocess.run([sys.executable, "checkpoints/fetch_smollm2.py"], cwd=REPO, check=True)
+    return CHECKPOINT
