@@ -1,12 +1,18 @@
-"""Scores of answers, distances between predictions, and the table rows made of them."""
+"""From answers to figures: scores, distances, table rows, and the file in which finished samples are kept."""
 
+import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jshadow.errors import ConfigError
+
+RESULTS = "samples.jsonl"
 TELLING = 0.6  # a task tells nothing where its control finds this share of what full attention finds
 
 
@@ -74,7 +80,7 @@ def verdict(by_full: int, by_control: int) -> str:
     """What a negative control says about its task, in words that begin with "ok" where the task tells something."""
     if not by_full:
         return "full attention finds nothing: the task tells nothing"
-    share = f"the control finds {by_control} of the {by_full} that full attention finds ({by_control / by_full:.0%})"
+    share = f"the control finds {by_control}, full attention {by_full} ({by_control / by_full:.0%})"
     return f"{share}: the task tells nothing" if by_control >= TELLING * by_full else f"ok: {share}"
 
 
@@ -92,6 +98,59 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         share = 100 * totals["found_by_both"] / by_full if by_full else None
         entry = {"policy": policy, "control_of": control_of, **totals, "recall_of_full": share}
         if control_of is not None:
-            entry["control"] = verdict(by_full, totals["found_by_both"])
+            entry["control"] = verdict(by_full, totals["found"])
         entries.append(entry)
     return entries
+
+
+class Store:
+    """Finished samples by key, kept in a JSONL file so that a run that was killed goes on where it stopped.
+
+    A key covers the model's weights, the prompt's token ids, capacity, fetch mode and the policy's settings. A damaged
+    line costs only its own sample.
+
+    Attributes:
+        damaged: lines that were not read.
+    """
+
+    FIELDS = frozenset({"key", "score", "hits", "kl", "outputs", "attended_tokens", "hit_rate"})
+
+    def __init__(self, out: str | os.PathLike[str] | None) -> None:
+        self.records: dict[str, dict[str, Any]] = {}
+        self.path: Path | None = None
+        self.damaged = 0
+        if out is None:
+            return
+        try:
+            Path(out).mkdir(parents=True, exist_ok=True)
+            self.path = Path(out) / RESULTS
+            data = self.path.read_bytes() if self.path.exists() else b""
+            if data and not data.endswith(b"\n"):
+                self._write(b"\n")
+        except OSError as error:
+            raise ConfigError(f"out must be a directory that can be written, got {str(out)!r}: {error}") from error
+        for line in filter(bytes.strip, data.split(b"\n")):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if isinstance(record, dict) and record.keys() >= self.FIELDS:
+                self.records[record["key"]] = record
+            else:
+                self.damaged += 1
+
+    def add(self, key: str, record: Mapping[str, Any], context: Mapping[str, Any]) -> None:
+        """Keep one sample's record, on disk before this returns."""
+        self.records[key] = {"key": key, **context, **record}
+        if self.path is not None:
+            self._write(json.dumps(self.records[key]).encode() + b"\n")
+
+    def _write(self, data: bytes) -> None:
+        """Append in one write, so that a line is whole or the last."""
+        assert self.path is not None
+        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(handle, data)
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,351 @@
+"""`jshadow eval`: policies side by side on tasks with known answers, one exact prefill a sample for all of them."""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jshadow import decode, offload
+from jshadow.cli import SlowProgress, parse_policy
+from jshadow.errors import ConfigError, Infeasible
+from jshadow.evaluation import metrics
+from jshadow.evaluation.tasks import TASKS, Case, make
+from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM
+from jshadow.policies.base import state_nbytes
+from jshadow.report import full_bytes, row_figures
+from jshadow.state import Counters, KVState
+
+Progress = Callable[[int, int], None]
+TURN_WIDTH = 32  # questions of later turns are padded to a multiple of this, so that they share a compiled program
+
+
+# What is measured
+
+
+def label(policy: Policy) -> str:
+    """A policy as `--policies` takes it: NAME, then :key=value where a setting is not its default."""
+    default = type(policy)()
+    names = [field.name for field in dataclasses.fields(policy)]  # type: ignore[arg-type]
+    changed = [name for name in names if getattr(policy, name) != getattr(default, name)]
+    return ":".join([policy.name, *(f"{name}={json.dumps(getattr(policy, name))}" for name in changed)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A policy in one table; `control_of` names the policy at whose bytes a negative control runs."""
+
+    policy: Policy
+    control_of: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One task at one length: the cases, the capacity that they share, and what runs on them."""
+
+    task: str
+    length: int
+    capacity: int
+    cases: tuple[Case, ...]
+    entries: tuple[Entry, ...]
+
+
+def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> StreamingLLM | None:
+    """StreamingLLM at the device bytes that ShadowKV takes with its values offloaded, or None where none is that small.
+
+    It keeps the newest tokens whatever they say, so what it finds needs no selection.
+    """
+    dtype = params.dtype.name
+    sizes = {"batch": 1, "capacity": capacity, "prompt": length, "dtype": dtype, "fetch": "device_put"}
+    state = decode.abstract_state(params.config, policy, **sizes)
+    taken = sum(device for device, _ in state_nbytes(state).values())
+    fraction = taken / full_bytes(params.config, capacity, jnp.dtype(dtype).itemsize)
+    try:
+        return StreamingLLM.nominal(fraction, capacity, params.config)
+    except Infeasible:
+        return None
+
+
+def plan(
+    params: Any, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], samples: int, seed: int
+) -> list[Cell]:
+    """Make every case and check every policy, before anything runs.
+
+    Raises:
+        ConfigError: an unknown task, no policy, a number out of range, or a length that the model has no room for.
+    """
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ConfigError(f"samples must be an integer of at least 1, got {samples!r}")
+    for name, given in (("tasks", tasks), ("lengths", lengths), ("policies", policies)):
+        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+            raise ConfigError(f"{name} must be a non-empty list, got {given!r}")
+    if bad := [policy for policy in policies if not isinstance(policy, Policy)]:
+        raise ConfigError(f"policies must be Policy values, got {bad[0]!r}")
+    own = dict.fromkeys([Full(), *policies])
+    cells = []
+    for task in dict.fromkeys(tasks):
+        for length in dict.fromkeys(lengths):
+            cases = tuple(
+                make(task, params.tokenizer, length, (i + 0.5) / samples, random.Random(f"{seed}:{i}").getrandbits(32))
+                for i in range(samples)
+            )
+            capacity = length + max(map(growth, cases))
+            if capacity > params.config.context:
+                room = f"the model's context={params.config.context}"
+                raise ConfigError(f"lengths must leave room in {room}, got {length} + {capacity - length} for {task}")
+            entries = [Entry(policy) for policy in own]
+            for policy in own:
+                policy.resolve(params.config, capacity)
+                if isinstance(policy, ShadowKV) and not cases[0].forced:
+                    small = control(params, policy, capacity, length)
+                    entries += [Entry(small, label(policy))] if small is not None else []
+            cells.append(Cell(task, length, capacity, cases, tuple(entries)))
+    return cells
+
+
+def growth(case: Case) -> int:
+    """Tokens that a state needs beyond the prompt: what is forced, or all answers and later questions."""
+    answers = sum(sample.max_new_tokens for sample in case.samples)
+    questions = sum(map(len, case.turns))
+    return len(case.forced) or answers + -(-questions // TURN_WIDTH) * TURN_WIDTH
+
+
+# One sample
+
+
+def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[str], KVState]:
+    """Greedy answers to every turn; answers stay in the cache, and later questions are appended to it."""
+    stop = tuple(params.config.eos_ids)
+    texts = []
+    for turn, sample in enumerate(case.samples):
+        token = np.asarray(logits).argmax(-1).astype(np.int32)
+        said = [] if int(token[0]) in stop else [int(token[0])]
+        if said and sample.max_new_tokens > 1:
+            new, state = decode.decode_steps(params, token, state, sample.max_new_tokens - 1, stop=stop)
+            said += [int(one) for one in np.asarray(new)[0] if one >= 0 and int(one) not in stop]
+        texts.append(params.tokenizer.decode(said))
+        if turn < len(case.turns):
+            held = len(case.prompt) if turn == 0 else held
+            unfed = said[int(np.asarray(state.lengths)[0]) - held :]  # the last token was sampled, not fed
+            question = [*unfed, *case.turns[turn]]
+            width = -(-len(question) // TURN_WIDTH) * TURN_WIDTH
+            tokens = np.zeros((1, width), np.int32)
+            tokens[0, : len(question)] = question
+            logits, state = decode.extend(params, tokens, np.array([len(question)], np.int32), state)
+            held = int(np.asarray(state.lengths)[0])
+    return texts, state
+
+
+def run_case(params: Any, case: Case, policies: Sequence[Policy], capacity: int, fetch: str) -> Iterator[dict[str, Any]]:
+    """What each policy makes of one case, in order; an agreement case wants full attention first."""
+    tokens, length = np.array([case.prompt], np.int32), np.array([len(case.prompt)], np.int32)
+    states = decode.prefill_many(params, tokens, length, policies, capacity=capacity, fetch=fetch)
+    reference = None
+    while states:
+        logits, state = states.pop(0)  # each state goes as soon as it is used
+        record: dict[str, Any]
+        if case.forced:
+            forced = np.array([case.forced], np.int32)
+            logits, state = decode.extend(params, forced, np.array([forced.shape[1]], np.int32), state, logits="all")
+            mine = np.asarray(logits)[0]
+            reference = mine if reference is None else reference
+            score = 100 * float(metrics.top1(reference, mine).mean())
+            record = {"score": score, "hits": [], "kl": float(metrics.kl(reference, mine).mean()), "outputs": []}
+        else:
+            texts, state = answers(params, case, logits, state)
+            hits = [metrics.found(sample.answer, text) for sample, text in zip(case.samples, texts, strict=True)]
+            record = {"score": 100 * sum(hits) / len(hits), "hits": hits, "kl": None, "outputs": texts}
+        figures = row_figures(Counters.zeros(1), jax.tree.map(np.asarray, state.counters), 0, params.config.num_layers)
+        yield record | {name: figures[name] for name in ("attended_tokens", "hit_rate")}
+
+
+# The table
+
+
+def fingerprint(params: Any) -> str:
+    """A digest of the model: its sizes, its dtype, and some numbers of every weight."""
+    parts = [repr(params.config), params.dtype.name]
+    for leaf in jax.tree.leaves(params.weights):
+        parts.append(np.asarray(leaf[(0,) * (leaf.ndim - 1)][:32]).tobytes().hex())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def sample_key(model: str, cell: Cell, index: int, policy: Policy, fetch: str) -> str:
+    """A digest of all that decides a sample's record."""
+    case = cell.cases[index]
+    tokens = [case.prompt, case.turns, case.forced, [(one.answer, one.max_new_tokens) for one in case.samples]]
+    what = [model, cell.task, tokens, cell.capacity, fetch, repr(policy)]
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+
+
+def evaluate(
+    params: Any, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], *, samples: int = 10,
+    seed: int = 0, fetch: str = "auto", out: Any = None, progress: Progress | None = None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Measure policies against full attention.
+
+    Args:
+        params: Params with a tokenizer.
+        tasks: names in TASKS.
+        lengths: prompt tokens.
+        policies: full attention is always measured too. Each ShadowKV brings a negative control to the needle tasks:
+            StreamingLLM at the device bytes that ShadowKV takes with its values offloaded, whatever `fetch` is.
+        samples: cases of each task and length, their depths spread evenly.
+        seed: of the cases.
+        fetch: "auto", "resident" or "device_put".
+        out: directory that keeps finished samples (samples.jsonl); a later call goes on from there. None: nowhere.
+        progress: called with (samples done, samples).
+
+    Returns:
+        One row a task, length and policy: task, length, policy (as `--policies` takes it), name, settings, score and
+        stderr (percent), samples, device_bytes, host_bytes, full_bytes, capacity, fetch, attended_tokens, hit_rate,
+        control_of and control (what the negative control says, in every row of its table); for needles also asked,
+        found, found_by_full, found_by_both, recall_of_full (percent) and turns (percent by turn); for agreement top1,
+        top1_stderr, kl and kl_stderr (nats, full against this policy).
+
+    Raises:
+        ConfigError, HostMemoryError: before anything runs.
+    """
+    mode = offload.resolve_fetch(fetch)
+    cells = plan(params, tasks, lengths, policies, samples, seed)
+    store, model = metrics.Store(out), fingerprint(params)
+    if store.damaged:
+        print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
+    rows, done = [], 0
+    for cell in cells:
+        table = []
+        for index in range(samples):
+            table.append(finish_sample(params, cell, index, mode, store, model))
+            done += 1
+            if progress is not None:
+                progress(done, len(cells) * samples)
+        rows += cell_rows(params, cell, mode, table)
+    return rows
+
+
+def finish_sample(
+    params: Any, cell: Cell, index: int, fetch: str, store: metrics.Store, model: str
+) -> dict[Policy, dict[str, Any]]:
+    """The record of every policy on one case; what the store has is not run again."""
+    policies = list(dict.fromkeys(entry.policy for entry in cell.entries))
+    keys = {policy: sample_key(model, cell, index, policy, fetch) for policy in policies}
+    missing = [policy for policy in policies if keys[policy] not in store.records]
+    case, run = cell.cases[index], missing
+    if missing and case.forced and policies[0] not in missing:
+        run = [policies[0], *missing]  # the divergence from full attention needs its logits
+    context = {"task": cell.task, "length": cell.length, "sample": index, "depth": (index + 0.5) / len(cell.cases)}
+    context |= {"answers": [sample.answer for sample in case.samples], "fetch": fetch, "model": model}
+    for policy, record in zip(run, run_case(params, case, run, cell.capacity, fetch) if run else (), strict=True):
+        if policy in missing:
+            store.add(keys[policy], record, context | {"policy": label(policy)})
+    return {policy: store.records[keys[policy]] for policy in policies}
+
+
+def cell_rows(
+    params: Any, cell: Cell, fetch: str, table: Sequence[dict[Policy, dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """The result rows of one task at one length."""
+    config, dtype = params.config, params.dtype.name
+    full = [records[Full()] for records in table]
+    rows = []
+    for entry in cell.entries:
+        state = decode.abstract_state(
+            config, entry.policy, batch=1, capacity=cell.capacity, prompt=cell.length, dtype=dtype, fetch=fetch
+        )
+        device, host = (sum(part) for part in zip(*state_nbytes(state).values(), strict=True))
+        row = {"task": cell.task, "length": cell.length, "policy": label(entry.policy), "name": entry.policy.name}
+        row |= {"settings": dataclasses.asdict(state.policy), "control_of": entry.control_of, "control": None}
+        row |= {"capacity": cell.capacity, "fetch": fetch, "device_bytes": device, "host_bytes": host}
+        row |= {"full_bytes": full_bytes(config, cell.capacity, jnp.dtype(dtype).itemsize)}
+        rows.append(row | metrics.cell([records[entry.policy] for records in table], full))
+    said = {row["control_of"]: metrics.verdict(row["found_by_full"], row["found"]) for row in rows if row["control_of"]}
+    for row in rows:  # the verdict on a task belongs to the whole table; with several controls the worst is told
+        row["control"] = max(said.values(), key=lambda text: not text.startswith("ok"), default=None)
+    return rows
+
+
+# Command line
+
+
+def split_list(text: str, name: str) -> list[str]:
+    """The parts of a comma list. Raises ConfigError where there is none or one is empty."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ConfigError(f"{name} must be a comma list without empty parts, got {text!r}")
+    return parts
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Prompt lengths from a comma list. Raises ConfigError."""
+    try:
+        return [int(part) for part in split_list(text, "lengths")]
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"lengths must be a comma list of integers, got {text!r}") from error
+
+
+def figures(rows: Sequence[dict[str, Any]]) -> Table:
+    """The result table."""
+    table = Table("task", "length", "policy", "score %", "recall of full %", "KL", "KV bytes", "full / this", "repeats %")
+
+    def form(value: float | None, spec: str, scale: float = 1) -> str:
+        return "-" if value is None else format(scale * value, spec)
+
+    for row in rows:
+        name = row["policy"] + (" (control)" if row["control_of"] else "")
+        score = form(row["score"], ".1f") + ("" if row["stderr"] is None else f" ± {row['stderr']:.1f}")
+        table.add_row(
+            row["task"], f"{row['length']:,}", name, score, form(row.get("recall_of_full"), ".1f"),
+            form(row.get("kl"), ".4f"), f"{row['device_bytes']:,}", f"{row['full_bytes'] / row['device_bytes']:.2f}",
+            form(row["hit_rate"], ".1f", 100),
+        )  # fmt: skip
+    return table
+
+
+def main(args: argparse.Namespace) -> int:
+    """`jshadow eval`: parse, load, evaluate, print."""
+    from jshadow.params import load
+
+    tasks, lengths = split_list(args.tasks, "tasks"), parse_lengths(args.lengths)
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise ConfigError(f"tasks must be among {sorted(TASKS)}, got {unknown[0]!r}")
+    policies = [parse_policy(*part) for part in policy_parts(args.policies)]
+    offload.resolve_fetch(args.fetch)
+    progress = SlowProgress("evaluating")
+    try:
+        rows = evaluate(
+            load(args.model, dtype=args.dtype), tasks, lengths, policies, samples=args.samples, seed=args.seed,
+            fetch=args.fetch, out=args.out, progress=progress,
+        )  # fmt: skip
+    finally:
+        progress.close()
+    together = metrics.pooled(rows)
+    if args.json:
+        print(json.dumps({"results": rows, "pooled": together}))
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(figures(rows))
+    for key in dict.fromkeys((row["task"], row["length"], row["control"]) for row in rows if row["control"]):
+        console.print(f"{key[0]} at {key[1]:,}: {key[2]}")
+    for entry in together:
+        console.print(f"pooled, {entry['policy']}: {entry['found_by_both']} of the {entry['found_by_full']} that full finds")
+        if entry["control_of"]:
+            console.print(f"pooled control: {entry['control']}")
+    return 0
+
+
+def policy_parts(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Name and settings of each policy in a comma list of NAME:key=value:..."""
+    for part in split_list(text, "policies"):
+        name, *settings = part.split(":")
+        yield name, settings
