@@ -145,6 +145,15 @@ def prompt_attention(q: Array, k: Array, v: Array, with_lse: bool) -> tuple[Arra
     return causal_attention(q, k, v, scale)
 
 
+def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
+    """What one policy asked for of a prompt that several share, so that none sees another's needs."""
+    tail = None if prompt.q_tail is None or not spec.policy.q_tail else prompt.q_tail[:, -spec.policy.q_tail :]
+    everything = "q_all" in spec.policy.needs
+    return prompt.replace(
+        q_tail=tail, q_post=prompt.q_post if everything else None, lse=prompt.lse if everything else None
+    )
+
+
 @functools.partial(jax.jit, static_argnames=("spec",))
 def _compress(prompt: PromptKV, fitted: Any, *, spec: CacheSpec) -> tuple[LayerState, Any]:
     state, write = spec.policy.compress(spec, spec.policy.init(spec, fitted), prompt, fitted)
@@ -211,7 +220,7 @@ def prefill_many(
             q_tail=max(spec.policy.q_tail for spec in specs),
         )  # fmt: skip
         for done, spec in zip(layers, specs, strict=True):
-            state, write = _compress(prompt, fitted, spec=dataclasses.replace(spec, layer=None))
+            state, write = _compress(needed(prompt, spec), fitted, spec=dataclasses.replace(spec, layer=None))
             done.append(state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write)))
         if progress is not None:
             jax.block_until_ready(x)
@@ -361,7 +370,11 @@ def step_writes(
     held = lengths + active.astype(jnp.int32)
     counters = count_step(writes.counters, specs, layers, works, held, active)
     new = tuple((layer.live, layer.host.tail) for layer in layers)
-    return out[:, 0], Writes(new, policy.after_step(writes.shared, out, held), held, counters)
+    shared = jax.tree.map(
+        lambda fresh, old: jnp.where(active.reshape(-1, *[1] * (old.ndim - 1)), fresh, old),
+        policy.after_step(writes.shared, out, held), writes.shared,
+    )  # fmt: skip
+    return out[:, 0], Writes(new, shared, held, counters)
 
 
 def count_step(

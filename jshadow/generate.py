@@ -172,8 +172,8 @@ class Run:
         for row in np.flatnonzero(active):
             stream, token = self.streams[row], int(values[row])
             if token in self.stop_ids:
-                stream.tokens.append(token)
                 text, active[row] = stream.finish(), False
+                stream.tokens.append(token)  # after the text ended: an end token need not be a special one
             else:
                 text = stream.push(token)
                 active[row] = not stream.stopped

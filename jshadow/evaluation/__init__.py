@@ -1,1 +1,1 @@
-"""Does a compressed cache still answer? Tasks with known answers, their scores, and the runner behind `jshadow eval`."""
+"""Whether a compressed cache still answers: tasks with known answers, their scores, and the runner of `jshadow eval`."""

@@ -1,5 +1,6 @@
 """From answers to figures: scores, distances, table rows, and the file in which finished samples are kept."""
 
+import hashlib
 import json
 import math
 import os
@@ -8,7 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
 from jshadow.errors import ConfigError
 
@@ -65,7 +69,8 @@ def cell(records: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, Any]]
     score, stderr = mean_stderr([record["score"] for record in records])
     row: dict[str, Any] = {"score": score, "stderr": stderr, "samples": len(records)}
     row |= {name: mean_known([record[name] for record in records]) for name in ("attended_tokens", "hit_rate")}
-    pairs = [pair for mine, its in zip(records, full, strict=True) for pair in zip(mine["hits"], its["hits"], strict=True)]
+    hits = [(mine["hits"], its["hits"]) for mine, its in zip(records, full, strict=True)]
+    pairs = [pair for mine, its in hits for pair in zip(mine, its, strict=True)]
     if not pairs:
         row["kl"], row["kl_stderr"] = mean_stderr([record["kl"] for record in records])
         return row | {"top1": score, "top1_stderr": stderr}
@@ -93,7 +98,8 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             groups.setdefault(own, []).append(row)
     entries = []
     for (policy, control_of), members in groups.items():
-        totals = {name: sum(row[name] for row in members) for name in ("asked", "found", "found_by_full", "found_by_both")}
+        names = ("asked", "found", "found_by_full", "found_by_both")
+        totals = {name: sum(row[name] for row in members) for name in names}
         by_full = totals["found_by_full"]
         share = 100 * totals["found_by_both"] / by_full if by_full else None
         entry = {"policy": policy, "control_of": control_of, **totals, "recall_of_full": share}
@@ -101,6 +107,48 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             entry["control"] = verdict(by_full, totals["found"])
         entries.append(entry)
     return entries
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """The result table."""
+    titles = ("task", "length", "policy", "score %", "recall of full %", "KL", "KV bytes", "full / this", "repeats %")
+    table = Table(*titles)
+
+    def form(value: float | None, spec: str, scale: float = 1) -> str:
+        return "-" if value is None else format(scale * value, spec)
+
+    for row in rows:
+        name = row["policy"] + (" (control)" if row["control_of"] else "")
+        score = form(row["score"], ".1f") + ("" if row["stderr"] is None else f" ± {row['stderr']:.1f}")
+        table.add_row(
+            row["task"], f"{row['length']:,}", name, score, form(row.get("recall_of_full"), ".1f"),
+            form(row.get("kl"), ".4f"), f"{row['offloaded_device_bytes']:,}",
+            f"{row['full_bytes'] / row['offloaded_device_bytes']:.2f}", form(row["hit_rate"], ".1f", 100),
+        )  # fmt: skip
+    return table
+
+
+def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print the table, what the controls say, and the recall over all needle tasks."""
+    console.print(figures(rows))
+    if rows:
+        console.print(f"Ran {rows[0]['fetch']}; KV bytes are those on the device with values offloaded.")
+    for task, length, said in dict.fromkeys((row["task"], row["length"], row["control"]) for row in rows):
+        if said is not None:
+            console.print(f"{task} at {length:,}, control: {said}")
+    for entry in pooled(rows):
+        both, by_full = entry["found_by_both"], entry["found_by_full"]
+        console.print(f"all needles, {entry['policy']}: finds {both} of the {by_full} that full attention finds")
+        if entry["control_of"]:
+            console.print(f"all needles, control of {entry['control_of']}: {entry['control']}")
+
+
+def fingerprint(params: Any) -> str:
+    """A digest of a model: its sizes, its dtype, and some numbers of every weight."""
+    parts = [repr(params.config), params.dtype.name]
+    for leaf in jax.tree.leaves(params.weights):
+        parts.append(np.asarray(leaf[(0,) * (leaf.ndim - 1)][:32]).tobytes().hex())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 class Store:

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from jshadow import decode, offload
 from jshadow.cli import SlowProgress, parse_policy
@@ -59,17 +57,21 @@ class Cell:
     entries: tuple[Entry, ...]
 
 
+def offloaded_bytes(params: Any, policy: Policy, capacity: int, length: int) -> int:
+    """Device bytes of a policy's state whose host tier really lies on the host, whatever fetch mode runs."""
+    sizes = {"batch": 1, "capacity": capacity, "prompt": length, "dtype": params.dtype.name}
+    state = decode.abstract_state(params.config, policy, **sizes, fetch="device_put")
+    return sum(device for device, _ in state_nbytes(state).values())
+
+
 def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> StreamingLLM | None:
-    """StreamingLLM at the device bytes that ShadowKV takes with its values offloaded, or None where none is that small.
+    """StreamingLLM at the device bytes that ShadowKV takes with its values offloaded; None where none is that small.
 
     It keeps the newest tokens whatever they say, so what it finds needs no selection.
     """
-    dtype = params.dtype.name
-    sizes = {"batch": 1, "capacity": capacity, "prompt": length, "dtype": dtype, "fetch": "device_put"}
-    state = decode.abstract_state(params.config, policy, **sizes)
-    taken = sum(device for device, _ in state_nbytes(state).values())
-    fraction = taken / full_bytes(params.config, capacity, jnp.dtype(dtype).itemsize)
+    dense = full_bytes(params.config, capacity, params.dtype.itemsize)
     try:
+        fraction = offloaded_bytes(params, policy, capacity, length) / dense
         return StreamingLLM.nominal(fraction, capacity, params.config)
     except Infeasible:
         return None
@@ -127,6 +129,7 @@ def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[
     stop = tuple(params.config.eos_ids)
     texts = []
     for turn, sample in enumerate(case.samples):
+        held = int(np.asarray(state.lengths)[0])
         token = np.asarray(logits).argmax(-1).astype(np.int32)
         said = [] if int(token[0]) in stop else [int(token[0])]
         if said and sample.max_new_tokens > 1:
@@ -134,18 +137,18 @@ def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[
             said += [int(one) for one in np.asarray(new)[0] if one >= 0 and int(one) not in stop]
         texts.append(params.tokenizer.decode(said))
         if turn < len(case.turns):
-            held = len(case.prompt) if turn == 0 else held
             unfed = said[int(np.asarray(state.lengths)[0]) - held :]  # the last token was sampled, not fed
             question = [*unfed, *case.turns[turn]]
             width = -(-len(question) // TURN_WIDTH) * TURN_WIDTH
             tokens = np.zeros((1, width), np.int32)
             tokens[0, : len(question)] = question
             logits, state = decode.extend(params, tokens, np.array([len(question)], np.int32), state)
-            held = int(np.asarray(state.lengths)[0])
     return texts, state
 
 
-def run_case(params: Any, case: Case, policies: Sequence[Policy], capacity: int, fetch: str) -> Iterator[dict[str, Any]]:
+def run_case(
+    params: Any, case: Case, policies: Sequence[Policy], capacity: int, fetch: str
+) -> Iterator[dict[str, Any]]:
     """What each policy makes of one case, in order; an agreement case wants full attention first."""
     tokens, length = np.array([case.prompt], np.int32), np.array([len(case.prompt)], np.int32)
     states = decode.prefill_many(params, tokens, length, policies, capacity=capacity, fetch=fetch)
@@ -168,15 +171,7 @@ def run_case(params: Any, case: Case, policies: Sequence[Policy], capacity: int,
         yield record | {name: figures[name] for name in ("attended_tokens", "hit_rate")}
 
 
-# The table
-
-
-def fingerprint(params: Any) -> str:
-    """A digest of the model: its sizes, its dtype, and some numbers of every weight."""
-    parts = [repr(params.config), params.dtype.name]
-    for leaf in jax.tree.leaves(params.weights):
-        parts.append(np.asarray(leaf[(0,) * (leaf.ndim - 1)][:32]).tobytes().hex())
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+# All samples
 
 
 def sample_key(model: str, cell: Cell, index: int, policy: Policy, fetch: str) -> str:
@@ -207,7 +202,7 @@ def evaluate(
 
     Returns:
         One row a task, length and policy: task, length, policy (as `--policies` takes it), name, settings, score and
-        stderr (percent), samples, device_bytes, host_bytes, full_bytes, capacity, fetch, attended_tokens, hit_rate,
+        stderr (percent), samples, device_bytes, host_bytes and full_bytes as it ran, offloaded_device_bytes, capacity, fetch, attended_tokens, hit_rate,
         control_of and control (what the negative control says, in every row of its table); for needles also asked,
         found, found_by_full, found_by_both, recall_of_full (percent) and turns (percent by turn); for agreement top1,
         top1_stderr, kl and kl_stderr (nats, full against this policy).
@@ -217,7 +212,7 @@ def evaluate(
     """
     mode = offload.resolve_fetch(fetch)
     cells = plan(params, tasks, lengths, policies, samples, seed)
-    store, model = metrics.Store(out), fingerprint(params)
+    store, model = metrics.Store(out), metrics.fingerprint(params)
     if store.damaged:
         print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
     rows, done = [], 0
@@ -256,16 +251,17 @@ def cell_rows(
     """The result rows of one task at one length."""
     config, dtype = params.config, params.dtype.name
     full = [records[Full()] for records in table]
+    sizes = {"batch": 1, "capacity": cell.capacity, "prompt": cell.length, "dtype": dtype}
     rows = []
     for entry in cell.entries:
-        state = decode.abstract_state(
-            config, entry.policy, batch=1, capacity=cell.capacity, prompt=cell.length, dtype=dtype, fetch=fetch
-        )
+        state = decode.abstract_state(config, entry.policy, **sizes, fetch=fetch)
         device, host = (sum(part) for part in zip(*state_nbytes(state).values(), strict=True))
-        row = {"task": cell.task, "length": cell.length, "policy": label(entry.policy), "name": entry.policy.name}
-        row |= {"settings": dataclasses.asdict(state.policy), "control_of": entry.control_of, "control": None}
-        row |= {"capacity": cell.capacity, "fetch": fetch, "device_bytes": device, "host_bytes": host}
-        row |= {"full_bytes": full_bytes(config, cell.capacity, jnp.dtype(dtype).itemsize)}
+        row: dict[str, Any] = {"task": cell.task, "length": cell.length, "policy": label(entry.policy)}
+        row |= {"name": entry.policy.name, "settings": dataclasses.asdict(state.policy)}
+        row |= {"control_of": entry.control_of, "control": None, "capacity": cell.capacity, "fetch": fetch}
+        row |= {"device_bytes": device, "host_bytes": host}
+        row |= {"offloaded_device_bytes": offloaded_bytes(params, entry.policy, cell.capacity, cell.length)}
+        row |= {"full_bytes": full_bytes(config, cell.capacity, params.dtype.itemsize)}
         rows.append(row | metrics.cell([records[entry.policy] for records in table], full))
     said = {row["control_of"]: metrics.verdict(row["found_by_full"], row["found"]) for row in rows if row["control_of"]}
     for row in rows:  # the verdict on a task belongs to the whole table; with several controls the worst is told
@@ -294,24 +290,6 @@ def parse_lengths(text: str) -> list[int]:
         raise ConfigError(f"lengths must be a comma list of integers, got {text!r}") from error
 
 
-def figures(rows: Sequence[dict[str, Any]]) -> Table:
-    """The result table."""
-    table = Table("task", "length", "policy", "score %", "recall of full %", "KL", "KV bytes", "full / this", "repeats %")
-
-    def form(value: float | None, spec: str, scale: float = 1) -> str:
-        return "-" if value is None else format(scale * value, spec)
-
-    for row in rows:
-        name = row["policy"] + (" (control)" if row["control_of"] else "")
-        score = form(row["score"], ".1f") + ("" if row["stderr"] is None else f" ± {row['stderr']:.1f}")
-        table.add_row(
-            row["task"], f"{row['length']:,}", name, score, form(row.get("recall_of_full"), ".1f"),
-            form(row.get("kl"), ".4f"), f"{row['device_bytes']:,}", f"{row['full_bytes'] / row['device_bytes']:.2f}",
-            form(row["hit_rate"], ".1f", 100),
-        )  # fmt: skip
-    return table
-
-
 def main(args: argparse.Namespace) -> int:
     """`jshadow eval`: parse, load, evaluate, print."""
     from jshadow.params import load
@@ -319,7 +297,8 @@ def main(args: argparse.Namespace) -> int:
     tasks, lengths = split_list(args.tasks, "tasks"), parse_lengths(args.lengths)
     if unknown := [task for task in tasks if task not in TASKS]:
         raise ConfigError(f"tasks must be among {sorted(TASKS)}, got {unknown[0]!r}")
-    policies = [parse_policy(*part) for part in policy_parts(args.policies)]
+    parts = [part.split(":") for part in split_list(args.policies, "policies")]
+    policies = [parse_policy(name, settings) for name, *settings in parts]
     offload.resolve_fetch(args.fetch)
     progress = SlowProgress("evaluating")
     try:
@@ -329,23 +308,8 @@ def main(args: argparse.Namespace) -> int:
         )  # fmt: skip
     finally:
         progress.close()
-    together = metrics.pooled(rows)
     if args.json:
-        print(json.dumps({"results": rows, "pooled": together}))
-        return 0
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(figures(rows))
-    for key in dict.fromkeys((row["task"], row["length"], row["control"]) for row in rows if row["control"]):
-        console.print(f"{key[0]} at {key[1]:,}: {key[2]}")
-    for entry in together:
-        console.print(f"pooled, {entry['policy']}: {entry['found_by_both']} of the {entry['found_by_full']} that full finds")
-        if entry["control_of"]:
-            console.print(f"pooled control: {entry['control']}")
+        print(json.dumps({"results": rows, "pooled": metrics.pooled(rows)}))
+    else:
+        metrics.show(rows, Console(width=None if sys.stdout.isatty() else 160))
     return 0
-
-
-def policy_parts(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Name and settings of each policy in a comma list of NAME:key=value:..."""
-    for part in split_list(text, "policies"):
-        name, *settings = part.split(":")
-        yield name, settings

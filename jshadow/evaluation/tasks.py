@@ -264,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m jshadow.evaluation.tasks", description="Print one prompt.")
     parser.add_argument("task", help=", ".join(TASKS))
-    parser.add_argument("--model", required=True, metavar="DIR", help="model directory; its tokenizer counts the tokens")
+    parser.add_argument("--model", required=True, metavar="DIR", help="model directory with a tokenizer")
     parser.add_argument("--tokens", type=int, default=2000, help="tokens in the model's format (default: %(default)s)")
     parser.add_argument("--depth", type=float, default=0.5, help="place of the fact, 0 to 1 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
