@@ -5,8 +5,6 @@ from jshadow import policies as policies
 from jshadow.decode import decode_step as decode_step
 from jshadow.decode import decode_steps as decode_steps
 from jshadow.decode import extend as extend
-from jshadow.decode import prefill as prefill
-from jshadow.decode import prefill_many as prefill_many
 from jshadow.generate import Generation as Generation
 from jshadow.generate import generate as generate
 from jshadow.generate import stream as stream
@@ -16,6 +14,8 @@ from jshadow.params import save as save
 from jshadow.policies import Full as Full
 from jshadow.policies import ShadowKV as ShadowKV
 from jshadow.policies import StreamingLLM as StreamingLLM
+from jshadow.prefill import prefill as prefill
+from jshadow.prefill import prefill_many as prefill_many
 from jshadow.report import Report as Report
 from jshadow.sampling import Sampler as Sampler
 from jshadow.state import KVState as KVState

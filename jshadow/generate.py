@@ -12,24 +12,26 @@ import numpy as np
 from jax import Array
 
 from jshadow import decode
+from jshadow.checks import check_capacity, check_room, check_state
 from jshadow.config import ModelConfig
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.report import CompileClock, Report, full_bytes, measured_bytes, row_figures
 from jshadow.sampling import Sampler, sample
 from jshadow.state import KVState, Reads, Writes
+from jshadow.step import step_writes
 from jshadow.text import TextStream, encode, split_prompts, split_stops
 
 Progress = Callable[[int, int], None]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "policy", "sampler"), donate_argnames=("writes",))
+@functools.partial(jax.jit, static_argnames=("config", "sampler"), donate_argnames=("writes",))
 def _next_token(
     weights: dict, token: Array, reads: Reads, writes: Writes, active: Array, key: Array, index: Array, *,
-    config: ModelConfig, policy: Policy, sampler: Sampler,
+    config: ModelConfig, sampler: Sampler,
 ) -> tuple[Array, Writes]:  # fmt: skip
     """Feed a token to each row and sample the next: one program a step."""
-    logits, writes = decode.step_writes(weights, config, policy, token, reads, writes, active)
+    logits, writes = step_writes(weights, config, token, reads, writes, active)
     return sample(sampler, logits, jax.random.fold_in(key, index)), writes
 
 
@@ -97,19 +99,19 @@ class Run:
                 f"prompt + max_new_tokens must be at most {name}={limit} tokens, got {longest} + {self.max_new_tokens}"
             )
         self.capacity = round_up(needed, context) if capacity is None else capacity
-        decode.check_capacity(self.params.config, self.capacity, longest)
+        check_capacity(self.params.config, self.capacity, longest)
         policy = policy.resolve(self.params.config, self.capacity)
         self.fallback = policy.fallback(self.params.config, self.capacity)
         self.policy: Policy = Full() if self.fallback else policy
 
     def _continue(self, state: KVState, policy: Policy | None, capacity: int | None) -> None:
         """Check that a state can go on with these prompts."""
-        decode.check_state(self.params, state, policy)
+        check_state(self.params, state, policy)
         if capacity is not None and capacity != state.capacity:
             raise StateMismatch(f"capacity must be the state's own {state.capacity}, got {capacity}")
         if len(self.prompts) != state.batch:
             raise StateMismatch(f"prompt must have {state.batch} rows, as the state, got {len(self.prompts)}")
-        decode.check_room(state, np.array([len(one) + self.max_new_tokens for one in self.prompts]))
+        check_room(state, np.array([len(one) + self.max_new_tokens for one in self.prompts]))
         self.capacity, self.policy = state.capacity, state.policy
 
     def _timed(self) -> Callable[[], float]:
@@ -160,7 +162,7 @@ class Run:
             reads, writes = self.state.split()
             token, writes = _next_token(
                 self.params.weights, token, reads, writes, jnp.asarray(active), key, jnp.int32(index),
-                config=self.params.config, policy=self.state.policy, sampler=self.sampler,
+                config=self.params.config, sampler=self.sampler,
             )  # fmt: skip
             self.state = self.state.join(writes)
             values = np.asarray(token)

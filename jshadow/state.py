@@ -272,6 +272,7 @@ class Reads(struct.PyTreeNode):
     layers: tuple[tuple[Any, HostArray | None], ...]
     fitted: Any
     specs: tuple[CacheSpec, ...] = struct.field(pytree_node=False)
+    policy: Any = struct.field(pytree_node=False)
 
 
 class Writes(struct.PyTreeNode):
@@ -325,15 +326,22 @@ class KVState(struct.PyTreeNode):
         """The half that a step reads and the half that it consumes."""
         reads = tuple((layer.frozen, layer.host.prompt) for layer in self.layers)
         writes = tuple((layer.live, layer.host.tail) for layer in self.layers)
-        return Reads(reads, self.fitted, self.specs), Writes(writes, self.shared, self.lengths, self.counters)
+        return Reads(reads, self.fitted, self.specs, self.policy), Writes(
+            writes, self.shared, self.lengths, self.counters
+        )
+
+    @classmethod
+    def of(cls, reads: Reads, writes: Writes) -> "KVState":
+        """The state of two halves."""
+        layers = tuple(
+            LayerState(frozen, live, HostTier(prompt, tail))
+            for (frozen, prompt), (live, tail) in zip(reads.layers, writes.layers, strict=True)
+        )
+        return cls(layers, writes.shared, writes.lengths, writes.counters, reads.fitted, reads.specs, reads.policy)
 
     def join(self, writes: Writes) -> "KVState":
         """This state's prompt half with a new changing half."""
-        layers = tuple(
-            LayerState(layer.frozen, live, HostTier(layer.host.prompt, tail))
-            for layer, (live, tail) in zip(self.layers, writes.layers, strict=True)
-        )
-        return self.replace(layers=layers, shared=writes.shared, lengths=writes.lengths, counters=writes.counters)
+        return self.of(self.split()[0], writes)
 
     def fork(self) -> "KVState":
         """An independent copy: the prompt half is shared by reference, the changing half is copied."""

@@ -41,6 +41,7 @@ class Attention(nn.Module):
     config: ModelConfig
 
     def setup(self) -> None:
+        """Declare the projections."""
         c = self.config
         self.q = nn.Dense(c.q_heads * c.head_dim, use_bias=c.attention_bias)
         self.k = nn.Dense(c.kv_heads * c.head_dim, use_bias=c.attention_bias)

@@ -39,6 +39,7 @@ class Block(nn.Module):
     config: ModelConfig
 
     def setup(self) -> None:
+        """Declare the parts."""
         self.attention_norm = RMSNorm(self.config.norm_eps)
         self.attention = Attention(self.config)
         self.mlp_norm = RMSNorm(self.config.norm_eps)
@@ -64,6 +65,7 @@ class Transformer(nn.Module):
     config: ModelConfig
 
     def setup(self) -> None:
+        """Declare the parts."""
         c = self.config
         self.embed = nn.Embed(c.vocab_size, c.model_dim)
         self.blocks = [Block(c, name=f"layer_{i}") for i in range(c.num_layers)]

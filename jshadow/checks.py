@@ -1,0 +1,82 @@
+"""Checks of what a caller hands in, before anything is traced: JAX clamps an impossible index silently."""
+
+from typing import Any
+
+import numpy as np
+
+from jshadow.config import ModelConfig
+from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
+from jshadow.policies import Policy
+from jshadow.state import KVState
+
+
+def check_ids(config: ModelConfig, tokens: Any, shape: tuple[int | None, ...], name: str) -> np.ndarray:
+    """Token ids as int32 of that shape. Raises PromptError naming the first id out of range."""
+    array = np.asarray(tokens)
+    if array.dtype.kind not in "iu" or array.ndim != len(shape):
+        raise PromptError(f"{name} must be integers with {len(shape)} axes, got {array.dtype} {array.shape}")
+    if any(want is not None and want != got for want, got in zip(shape, array.shape, strict=True)):
+        raise PromptError(f"{name} must have shape {shape}, got {array.shape}")
+    bad = array[(array < 0) | (array >= config.vocab_size)]
+    if bad.size:
+        raise PromptError(f"{name} must lie in [0, vocab_size={config.vocab_size}), got {int(bad.flat[0])}")
+    return array.astype(np.int32)
+
+
+def check_tokens(
+    config: ModelConfig, tokens: Any, lengths: Any, *, least: int, batch: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Right-padded tokens [B, T] and lengths [B], padding set to 0. Raises PromptError."""
+    array, counts = np.asarray(tokens), np.asarray(lengths)
+    if array.ndim != 2 or array.size == 0:
+        raise PromptError(f"tokens must be a non-empty array [B, T], got shape {array.shape}")
+    if counts.shape != array.shape[:1] or counts.dtype.kind not in "iu":
+        raise PromptError(f"lengths must be integers of shape ({array.shape[0]},), got {counts.dtype} {counts.shape}")
+    if batch is not None and array.shape[0] != batch:
+        raise PromptError(f"tokens must have {batch} rows, as the state, got {array.shape[0]}")
+    if counts.min() < least or counts.max() > array.shape[1]:
+        raise PromptError(f"lengths must lie in [{least}, {array.shape[1]}], got {counts.tolist()}")
+    real = np.arange(array.shape[1]) < counts[:, None]
+    return check_ids(config, np.where(real, array, 0), (None, None), "tokens"), counts.astype(np.int32)
+
+
+def check_capacity(config: ModelConfig, capacity: Any, longest: int) -> None:
+    """Raise CapacityError unless longest <= capacity <= the model's context."""
+    if not isinstance(capacity, int | np.integer) or capacity < 1:
+        raise CapacityError(f"capacity must be an integer of at least 1, got {capacity!r}")
+    if capacity > config.context:
+        raise CapacityError(f"capacity must be at most the model's context={config.context} tokens, got {capacity}")
+    if longest > capacity:
+        raise CapacityError(f"prompt must have at most capacity={capacity} tokens, got {longest}")
+
+
+def check_room(state: KVState, new: np.ndarray) -> None:
+    """Raise CapacityError where a row has no room for its new tokens, before any is lost."""
+    if not new.any():
+        return
+    room = state.room()
+    row = int(np.argmin(room - new))
+    if new[row] > room[row]:
+        held = int(np.asarray(state.lengths)[row])
+        raise CapacityError(
+            f"row {row} holds {held} tokens of capacity={state.capacity} (window={state.specs[0].window}) and has room "
+            f"for {int(room[row])} more, got {int(new[row])}"
+        )
+
+
+def check_logits(want: Any) -> None:
+    """Raise ConfigError unless want is "last", "all" or a callable."""
+    if want not in ("last", "all") and not callable(want):
+        raise ConfigError(f"logits must be 'last', 'all' or a callable, got {want!r}")
+
+
+def check_state(params: Any, state: KVState, policy: Policy | None) -> None:
+    """Raise StateMismatch unless the state is alive and was made by this model and policy."""
+    state.check_alive()
+    spec, config = state.specs[0], params.config
+    want = (config.num_layers, config.q_heads, config.kv_heads, config.head_dim, config.model_dim, config.rope)
+    got = (spec.num_layers, spec.q_heads, spec.kv_heads, spec.head_dim, spec.model_dim, spec.rope)
+    if want != got or str(params.dtype) != spec.dtype:
+        raise StateMismatch(f"state must come from a model like params {want} {params.dtype}, got {got} {spec.dtype}")
+    if policy is not None and policy.resolve(config, state.capacity) != state.policy:
+        raise StateMismatch(f"policy must be the state's own {state.policy}, got {policy}")

@@ -1,0 +1,58 @@
+"""What a state will be before it exists: static specs, shapes, bytes. Allocates nothing, needs no weights."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jshadow import offload
+from jshadow.config import ModelConfig
+from jshadow.policies import Policy
+from jshadow.state import CacheSpec, Counters, KVState
+
+
+@functools.lru_cache(maxsize=256)
+def cache_specs(
+    config: ModelConfig, policy: Policy, batch: int, capacity: int, shortest: int, dtype: str, fetch: str
+) -> tuple[CacheSpec, ...]:
+    """Static description of every layer's cache.
+
+    Args:
+        config: the model.
+        policy: resolved for this capacity.
+        batch: rows.
+        capacity: tokens that a row may ever hold.
+        shortest: tokens of the shortest prompt, which decides how many tokens the windows must hold.
+        dtype: dtype of keys and values.
+        fetch: resolved fetch mode.
+    """
+    specs = []
+    for layer in range(config.num_layers):
+        own = policy.for_layer(layer, config)
+        specs.append(
+            CacheSpec(
+                layer=layer, num_layers=config.num_layers, batch=batch, capacity=capacity,
+                window=own.window_slots(capacity, shortest), q_heads=config.q_heads, kv_heads=config.kv_heads,
+                head_dim=config.head_dim, model_dim=config.model_dim, dtype=dtype,
+                scale=float(1 / np.sqrt(config.head_dim)), rope=config.rope, sliding_window=None, fetch=fetch,
+                policy=own,
+            )
+        )  # fmt: skip
+    return tuple(specs)
+
+
+def abstract_state(
+    config: ModelConfig, policy: Policy, *, batch: int, capacity: int, prompt: int, dtype: str, fetch: str
+) -> KVState:
+    """The state of `batch` prompts of `prompt` tokens as ShapeDtypeStructs: nothing is allocated, no weights needed."""
+    policy = policy.resolve(config, capacity)
+    specs = cache_specs(config, policy, batch, capacity, prompt, dtype, offload.resolve_fetch(fetch))
+    layers = []
+    for spec in specs:
+        layer = jax.eval_shape(lambda spec=spec: spec.policy.init(spec))
+        layers.append(layer.replace(host=offload.tier_shapes(spec.policy.host_layout(spec), spec)))
+    shared, lengths, counters = jax.eval_shape(
+        lambda: (policy.init_shared(specs), jnp.zeros(batch, jnp.int32), Counters.zeros(batch))
+    )
+    return KVState(tuple(layers), shared, lengths, counters, None, specs, policy)

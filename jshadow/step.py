@@ -1,0 +1,167 @@
+"""One decode step as traceable code: the order of the whole system, layer by layer. Compiles and checks nothing."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jshadow import offload
+from jshadow.config import ModelConfig
+from jshadow.models.transformer import Heads, apply_block, block_query, embed
+from jshadow.models.transformer import logits as model_logits
+from jshadow.policies import Policy
+from jshadow.rope import cos_sin, inverse_frequencies, rotate
+from jshadow.state import (
+    CacheSpec,
+    Counters,
+    Fetched,
+    HostTier,
+    KVState,
+    LayerState,
+    Reads,
+    RopeTable,
+    Selection,
+    StepKV,
+    Writes,
+)
+
+
+def rope_table(config: ModelConfig, length: int) -> RopeTable:
+    """Cosines and sines of positions 0 .. length - 1."""
+    # The barrier keeps the compiler from evaluating the whole table while it compiles.
+    positions = lax.optimization_barrier(jnp.arange(length, dtype=jnp.int32))
+    return RopeTable(*cos_sin(positions, jnp.asarray(inverse_frequencies(config.rope, config.head_dim))))
+
+
+def step_layer(
+    spec: CacheSpec, state: LayerState, step: StepKV, carry: Any, inbox: dict[int, Fetched],
+    specs: tuple[CacheSpec, ...], tiers: list[HostTier],
+) -> tuple[Array, LayerState, Any, "LayerWork"]:  # fmt: skip
+    """One layer of one step: append, select, fetch, receive, attend, plan. The order of the whole system.
+
+    Args:
+        spec: this layer.
+        state: its state.
+        step: queries, keys and values of the step.
+        carry: what the policy passes from layer to layer.
+        inbox: what earlier layers fetched for later ones.
+        specs, tiers: all layers, for fetches on behalf of others.
+
+    Returns:
+        out [B, T, h_q, d], the layer's new state, the carry, and what was moved.
+    """
+    policy: Policy = spec.policy
+    layout = policy.host_layout(spec)
+    state, rows = policy.append(spec, state, step)
+    state = state.replace(host=offload.write(state.host, rows))
+    selection, state, carry = policy.select(spec, state, step, carry)
+    fetched, work = inbox.pop(spec.layer or 0, None), LayerWork()
+    if selection is not None:
+        assert layout is not None
+        fetched = offload.fetch(spec, state.host, selection, layout)
+        state = policy.receive(spec, state, selection, fetched)
+        work.add(spec, selection, layout)
+    out, state, carry = policy.attend(spec, state, step, fetched, carry)
+    for planned in policy.plan(spec, state, step, carry):
+        target = spec.layer if planned.layer is None else planned.layer
+        assert target is not None
+        other = specs[target]
+        other_layout = other.policy.host_layout(other)
+        tier = state.host if target == spec.layer else tiers[target]
+        brought = offload.fetch(other, tier, planned, other_layout)
+        work.add(other, planned, other_layout)
+        if planned.when == "now":
+            inbox[target] = brought
+        else:
+            work.later.append((target, planned, brought))
+    return out, state, carry, work
+
+
+@dataclasses.dataclass
+class LayerWork:
+    """What one layer moved: bytes a row, the selections whose hits are followed, arrivals for the next step."""
+
+    moved: int = 0
+    followed: list[Selection] = dataclasses.field(default_factory=list)
+    later: list[tuple[int, Selection, Fetched]] = dataclasses.field(default_factory=list)
+
+    def add(self, spec: CacheSpec, selection: Selection, layout: Any) -> None:
+        """Count one fetch."""
+        self.moved += offload.fetched_bytes(spec, selection, layout)
+        if selection.hit is not None:
+            self.followed.append(selection)
+
+
+def step_writes(
+    weights: dict, config: ModelConfig, token: Array, reads: Reads, writes: Writes, active: Array
+) -> tuple[Array, Writes]:
+    """One decode step on the two halves of a state: float32 logits [B, V] and the new changing half."""
+    specs, policy, lengths = reads.specs, reads.policy, writes.lengths
+    rows, capacity = policy.step_rows, specs[0].capacity
+    guess = [] if rows == 1 else [writes.shared.guess]  # contract: two-row policies keep their guess there
+    tokens = jnp.stack([token, *guess], axis=1)
+    positions = lengths[:, None] + jnp.arange(rows, dtype=jnp.int32)
+    # only the first row is real: a guessed token is asked about, never remembered
+    valid = active[:, None] & (jnp.arange(rows) == 0)
+    table = rope_table(config, capacity + rows)
+    inverse = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
+    cos, sin = (part[:, :, None] for part in cos_sin(positions, inverse))
+    layers = list(KVState.of(reads, writes).layers)
+    tiers = [layer.host for layer in layers]
+    x, carry, works = embed(weights, config, tokens), None, []
+    inbox: dict[int, Fetched] = {}
+    for index, spec in enumerate(specs):
+
+        def cache(heads: Heads, index: int = index, spec: CacheSpec = spec, carried: Any = carry) -> tuple[Array, Any]:
+            def q_next(x_in: Array) -> Array:
+                return rotate(block_query(weights, config, index + 1, x_in), cos, sin)
+
+            step = StepKV(
+                heads.q_pre, rotate(heads.q_pre, cos, sin), heads.k_pre, rotate(heads.k_pre, cos, sin), heads.v,
+                positions, valid, lengths, heads.x_in, table, q_next if index + 1 < len(specs) else None,
+            )  # fmt: skip
+            out, layer, after, work = step_layer(spec, layers[index], step, carried, inbox, specs, tiers)
+            return out, (layer, after, work)
+
+        x, (layers[index], carry, work) = apply_block(weights, config, index, x, cache)
+        tiers[index] = layers[index].host
+        works.append(work)
+    for target, selection, brought in (item for work in works for item in work.later):
+        layers[target] = specs[target].policy.receive(specs[target], layers[target], selection, brought)
+    out = model_logits(weights, config, x)
+    impossible = (token < 0) | (token >= config.vocab_size) | (lengths >= capacity)
+    out = jnp.where((active & impossible)[:, None, None], jnp.nan, out)
+    held = lengths + active.astype(jnp.int32)
+    counters = count_step(writes.counters, specs, layers, works, held, active)
+    new = tuple((layer.live, layer.host.tail) for layer in layers)
+    shared = jax.tree.map(
+        lambda fresh, old: jnp.where(active.reshape(-1, *[1] * (old.ndim - 1)), fresh, old),
+        policy.after_step(writes.shared, out, held), writes.shared,
+    )  # fmt: skip
+    return out[:, 0], Writes(new, shared, held, counters)
+
+
+def count_step(
+    counters: Counters, specs: tuple[CacheSpec, ...], layers: list[LayerState], works: list[LayerWork], held: Array,
+    active: Array,
+) -> Counters:  # fmt: skip
+    """Add one step to the counters of the active rows."""
+    one = active.astype(jnp.uint32)
+    seen = [spec.policy.attended(spec, layer, held) for spec, layer in zip(specs, layers, strict=True)]
+    followed = [selection for work in works for selection in work.followed]
+
+    def total(masks: list[Array]) -> Array:
+        counts = [mask.sum(axis=(1, 2), dtype=jnp.uint32) for mask in masks]
+        return functools.reduce(jnp.add, counts, jnp.zeros_like(one)) * one
+
+    return Counters(
+        steps=counters.steps + one,
+        attended=counters.attended + jnp.where(active, functools.reduce(jnp.add, seen), 0.0),
+        selected=counters.selected + total([selection.valid for selection in followed]),
+        hits=counters.hits
+        + total([selection.valid & hit for selection in followed if (hit := selection.hit) is not None]),
+        fetched=counters.fetched + one * jnp.uint32(sum(work.moved for work in works) // offload.FETCH_QUANTUM),
+    )
