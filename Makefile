@@ -5,15 +5,16 @@ BIN := $(VENV)/bin
 MODEL := checkpoints/smollm2-135m-instruct
 WORKERS ?= 2
 export JAX_PLATFORMS ?= cpu
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo setup test test-slow check bench clean
+.PHONY: demo setup test test-slow check clean
 
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
 	@$(BIN)/python -m jshadow.evaluation.tasks needle_docs --model $(MODEL) --tokens 2000 \
 	  | $(BIN)/jshadow generate $(MODEL) - --chat --policy shadowkv --set rank=32 --set budget=256 \
-	    --fetch device_put --baseline full --max-new-tokens 32
+	    --fetch device_put --baseline full --max-new-tokens 32 --dtype float32
 
 setup: $(BIN)/.setup
 

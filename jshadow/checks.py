@@ -54,7 +54,7 @@ def check_room(state: KVState, new: np.ndarray) -> None:
     """Raise CapacityError where a row has no room for its new tokens, before any is lost."""
     if not new.any():
         return
-    room = state.room()
+    room = np.asarray(state.room())
     row = int(np.argmin(room - new))
     if new[row] > room[row]:
         held = int(np.asarray(state.lengths)[row])

@@ -1,4 +1,4 @@
-"""The command line: `jshadow generate | eval | convert | policies`. Parses, calls the library, prints."""
+"""The command line: `jshadow generate | eval | plan | convert | policies`. Parses, calls the library, prints."""
 
 import argparse
 import dataclasses
@@ -141,7 +141,7 @@ def figures(results: Sequence[Any]) -> Table:
     row("prefill seconds", lambda m: f"{m.report.prefill_seconds:.2f}")
     row("decode tokens/s", lambda m: optional(m.report.decode_tokens_per_second, "{:.1f}"))
     row("compile seconds", lambda m: f"{m.report.compile_seconds:.2f}")
-    row("fetch", lambda m: m.report.fetch)
+    row("fetch", lambda m: m.report.fetch if m.report.host_bytes or m.report.fetch == "resident" else "-")
     row("fallback", lambda m: str(m.report.fallback))
     return table
 
@@ -175,6 +175,36 @@ def run_policies(args: argparse.Namespace) -> int:
     for row in rows:
         settings = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
         table.add_row(str(row["name"]), settings or "-", str(row["paper"]))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+    return 0
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """`jshadow plan`."""
+    from jshadow.convert.huggingface import locate, read_config
+    from jshadow.planning import footprint
+
+    _, _, config = read_config(locate(args.model))
+    policy = parse_policy(args.policy, args.set)
+    rows = []
+    for text in args.lengths.split(","):
+        if not text.strip().isdigit():
+            raise ConfigError(f"--lengths must be a comma list of token counts, got {args.lengths!r}")
+        length = int(text)
+        capacity = length + args.max_new_tokens
+        row = footprint(config, policy, capacity=capacity, prompt=length, dtype=args.dtype, fetch=args.fetch)
+        rows.append({"length": length, "capacity": capacity, **row})
+    if args.json:
+        print(json.dumps({"policy": policy.name, "dtype": args.dtype, "plans": rows}))
+        return 0
+    table = Table("bytes of one request", *(f"{row['length']:,} tokens" for row in rows))
+    for part in rows[0]["parts"]:
+        device = [f"{row['parts'][part][0]:,}" if row["parts"][part][0] else "" for row in rows]
+        host = [f"{row['parts'][part][1]:,} (host)" if row["parts"][part][1] else "" for row in rows]
+        table.add_row(part, *(f"{a}{b}" or "0" for a, b in zip(device, host, strict=True)))
+    table.add_row("device, all parts", *(f"{row['device_bytes']:,}" for row in rows))
+    table.add_row("full attention", *(f"{row['full_bytes']:,}" for row in rows))
+    table.add_row("full / this", *(f"{row['full_bytes'] / row['device_bytes']:.2f}" for row in rows))
     Console(width=None if sys.stdout.isatty() else 120).print(table)
     return 0
 
@@ -223,6 +253,17 @@ def parser() -> argparse.ArgumentParser:
 
     add = commands.add_parser("policies", help="list the policies", description="Policies and their default settings.")
     add.set_defaults(run=run_policies)
+    add.add_argument("--json", action="store_true", help=json_help)
+
+    add = commands.add_parser("plan", help="count KV bytes", description="KV bytes by part, without loading weights.")
+    add.set_defaults(run=run_plan)
+    add.add_argument("model", help="HF directory, or hub id")
+    add.add_argument("--lengths", default="2048,4096,8192", help="prompt tokens, comma list (default: %(default)s)")
+    add.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
+    add.add_argument("--policy", default="shadowkv", help="policy name (default: %(default)s)")
+    add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")
+    add.add_argument("--fetch", default="device_put", help="auto, resident or device_put (default: %(default)s)")
+    add.add_argument("--dtype", default="bfloat16", help="of keys and values (default: %(default)s)")
     add.add_argument("--json", action="store_true", help=json_help)
 
     add = commands.add_parser("eval", help="measure policies", description="Measure policies against full attention.")

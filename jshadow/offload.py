@@ -101,6 +101,7 @@ def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
     tail = tier.tail
     assert tail is not None
     assert rows.start is not None
+    assert rows.data.shape[2] == 1, "one unit a row and step: at the end of the tail a longer write would be shifted"
     start = rows.start if rows.valid is None else jnp.where(rows.valid, rows.start, tail.array.shape[2] - 1)
     data = to_host(rows.data.astype(tail.array.dtype)) if tail.memory == "pinned_host" else rows.data
     array = tail.array

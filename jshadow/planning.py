@@ -1,6 +1,7 @@
 """What a state will be before it exists: static specs, shapes, bytes. Allocates nothing, needs no weights."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 from jshadow import offload
 from jshadow.config import ModelConfig
 from jshadow.policies import Policy
+from jshadow.policies.base import state_nbytes
 from jshadow.state import CacheSpec, Counters, KVState
 
 
@@ -56,3 +58,29 @@ def abstract_state(
         lambda: (policy.init_shared(specs), jnp.zeros(batch, jnp.int32), Counters.zeros(batch))
     )
     return KVState(tuple(layers), shared, lengths, counters, None, specs, policy)
+
+
+def footprint(
+    config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
+) -> dict[str, Any]:
+    """Bytes of one row's KV state, by part, beside full attention's at the same capacity.
+
+    Args:
+        config: the model.
+        policy: its settings; None in them is resolved for this capacity.
+        capacity: tokens that the row may ever hold.
+        prompt: tokens of its prompt.
+        dtype: of keys and values.
+        fetch: fetch mode.
+
+    Returns:
+        {"parts": {name: (device, host)}, "device_bytes", "host_bytes", "full_bytes"}.
+    """
+    state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
+    parts = state_nbytes(state)
+    return {
+        "parts": parts,
+        "device_bytes": sum(device for device, _ in parts.values()),
+        "host_bytes": sum(host for _, host in parts.values()),
+        "full_bytes": 2 * capacity * config.key_columns * jnp.dtype(dtype).itemsize * config.num_layers,
+    }

@@ -392,11 +392,11 @@ class KVState(struct.PyTreeNode):
             )
         return new
 
-    def room(self) -> np.ndarray:
-        """Tokens that each row can still take, int64 [B]: the least over the layers."""
+    def room(self) -> Array:
+        """Tokens that each row can still take, int32 [B]: the least over the layers. Traceable."""
         distinct = {spec.policy: (spec, layer) for spec, layer in zip(self.specs, self.layers, strict=True)}
-        rooms = [np.asarray(spec.policy.room(spec, layer, self.lengths)) for spec, layer in distinct.values()]
-        return np.min(np.stack(rooms), axis=0).astype(np.int64)
+        rooms = [spec.policy.room(spec, layer, self.lengths) for spec, layer in distinct.values()]
+        return jnp.min(jnp.stack(rooms), axis=0)
 
     def map_rows(self, change: Callable[..., np.ndarray], *others: "KVState") -> "KVState":
         """Apply change to the arrays that have a row axis, each leaf staying in its memory."""
@@ -419,5 +419,5 @@ def set_row(mine: np.ndarray, row: int, theirs: np.ndarray) -> np.ndarray:
     new[row] = 0
     shape = tuple(min(a, b) for a, b in zip(mine.shape[1:], theirs.shape[1:], strict=True))
     overlap = tuple(slice(0, size) for size in shape)
-    new[row][overlap] = theirs[0][overlap]
+    new[row : row + 1][(slice(None), *overlap)] = theirs[(slice(0, 1), *overlap)]
     return new

@@ -58,7 +58,9 @@ def step_layer(
     state, rows = policy.append(spec, state, step)
     state = state.replace(host=offload.write(state.host, rows))
     selection, state, carry = policy.select(spec, state, step, carry)
-    fetched, work = inbox.pop(spec.layer or 0, None), LayerWork()
+    index = spec.layer
+    assert index is not None
+    fetched, work = inbox.pop(index, None), LayerWork()
     if selection is not None:
         assert layout is not None
         fetched = offload.fetch(spec, state.host, selection, layout)
@@ -66,14 +68,14 @@ def step_layer(
         work.add(spec, selection, layout)
     out, state, carry = policy.attend(spec, state, step, fetched, carry)
     for planned in policy.plan(spec, state, step, carry):
-        target = spec.layer if planned.layer is None else planned.layer
-        assert target is not None
+        target = index if planned.layer is None else planned.layer
         other = specs[target]
         other_layout = other.policy.host_layout(other)
-        tier = state.host if target == spec.layer else tiers[target]
+        tier = state.host if target == index else tiers[target]
         brought = offload.fetch(other, tier, planned, other_layout)
         work.add(other, planned, other_layout)
         if planned.when == "now":
+            assert target > index, f"layer {index} plans for layer {target}, which has attended already"
             inbox[target] = brought
         else:
             work.later.append((target, planned, brought))
@@ -100,16 +102,17 @@ def step_writes(
 ) -> tuple[Array, Writes]:
     """One decode step on the two halves of a state: float32 logits [B, V] and the new changing half."""
     specs, policy, lengths = reads.specs, reads.policy, writes.lengths
-    rows, capacity = policy.step_rows, specs[0].capacity
+    rows = policy.step_rows
     guess = [] if rows == 1 else [writes.shared.guess]  # contract: two-row policies keep their guess there
     tokens = jnp.stack([token, *guess], axis=1)
     positions = lengths[:, None] + jnp.arange(rows, dtype=jnp.int32)
     # only the first row is real: a guessed token is asked about, never remembered
     valid = active[:, None] & (jnp.arange(rows) == 0)
-    table = rope_table(config, capacity + rows)
+    table = rope_table(config, specs[0].capacity + rows)
     inverse = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
     cos, sin = (part[:, :, None] for part in cos_sin(positions, inverse))
-    layers = list(KVState.of(reads, writes).layers)
+    state = KVState.of(reads, writes)
+    layers = list(state.layers)
     tiers = [layer.host for layer in layers]
     x, carry, works = embed(weights, config, tokens), None, []
     inbox: dict[int, Fetched] = {}
@@ -132,7 +135,7 @@ def step_writes(
     for target, selection, brought in (item for work in works for item in work.later):
         layers[target] = specs[target].policy.receive(specs[target], layers[target], selection, brought)
     out = model_logits(weights, config, x)
-    impossible = (token < 0) | (token >= config.vocab_size) | (lengths >= capacity)
+    impossible = (token < 0) | (token >= config.vocab_size) | (state.room() < 1)
     out = jnp.where((active & impossible)[:, None, None], jnp.nan, out)
     held = lengths + active.astype(jnp.int32)
     counters = count_step(writes.counters, specs, layers, works, held, active)

@@ -79,9 +79,10 @@ def test_nothing_compiles_from_token_to_token_nor_within_a_bucket(policy):
 
 def test_equal_models_share_their_programs():
     jshadow.generate(BARE, PROMPTS[0], SHADOW, max_new_tokens=2)
+    other = init_params(dataclasses.replace(CONFIG), seed=4)
     before = CompileClock.programs
-    jshadow.generate(dataclasses.replace(init_params(CONFIG, seed=4)), PROMPTS[0], SHADOW, max_new_tokens=2)
-    assert CompileClock.programs - before <= 2  # making random weights may compile; the model must not
+    jshadow.generate(other, PROMPTS[0], SHADOW, max_new_tokens=2)
+    assert CompileClock.programs == before
 
 
 @pytest.mark.parametrize("fetch", ["resident", "device_put"])

@@ -1,1 +1,1 @@
-"""Whether a compressed cache still answers: tasks with known answers, their scores, and the runner of `jshadow eval`."""
+"""Whether a compressed cache still answers: tasks with known answers, their scores, the runner of `jshadow eval`."""

@@ -144,8 +144,9 @@ class Policy(abc.ABC):
         parts: dict[str, tuple[int, int]] = {}
         for half in (state.frozen, state.live):
             for field in dataclasses.fields(half) if half is not None else ():
-                part = getattr(half, field.name)
-                parts[field.name] = (sum(map(leaf_bytes, jax.tree.leaves(part))), 0)
+                size = sum(map(leaf_bytes, jax.tree.leaves(getattr(half, field.name))))
+                # both halves may have a field of that name
+                parts[field.name] = (parts.get(field.name, (0, 0))[0] + size, 0)
         for label, tier in (("host rows", state.host.prompt), ("host tail", state.host.tail)):
             if isinstance(tier, HostArray):
                 size = leaf_bytes(tier.array)

@@ -1,0 +1,272 @@
+"""Laws 5 and 7 of DESIGN 4, and rows moved between states: a state is a value that is counted byte by byte."""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    CAPACITY, FETCH_MODES, LENGTHS, POLICY_CASES, PROMPT, STEPS, TINY, model, prefilled, random_tokens, run_steps,
+    setting,
+)  # fmt: skip
+
+from jax.extend.core import jaxprs_in_params
+
+from jshadow import decode, offload
+from jshadow.errors import StateMismatch
+from jshadow.planning import abstract_state
+from jshadow.policies.base import leaf_bytes, state_nbytes
+from jshadow.step import step_writes
+
+Space = jax.memory.Space
+policies = pytest.mark.parametrize("name", POLICY_CASES)
+fetches = pytest.mark.parametrize("fetch", FETCH_MODES)
+BATCH = len(LENGTHS)
+
+
+def halves(state):
+    """The leaves that forks share and the leaves that they do not."""
+    reads, writes = state.split()
+    return jax.tree.leaves(reads), jax.tree.leaves(writes)
+
+
+def pointers(leaves):
+    return [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
+
+
+# Law 5
+
+
+@policies
+@fetches
+@pytest.mark.parametrize("kind", ["restricted", "lossless"])
+def test_bytes_are_the_leaves_bytes(name, fetch, kind):
+    _, state = prefilled(name, kind, fetch)
+    counted = np.sum(list(state_nbytes(state).values()), axis=0)
+    leaves = jax.tree.leaves((state.layers, state.shared, state.fitted))
+    by_memory = [
+        sum(leaf_bytes(leaf) for leaf in leaves if leaf.sharding.memory_kind == kind)
+        for kind in ("device", "pinned_host")
+    ]
+    assert counted.tolist() == by_memory
+    assert sum(by_memory) == sum(leaf_bytes(leaf) for leaf in leaves)
+    specs = state.specs
+    assert by_memory[1] == offload.host_bytes(specs)
+    if name in ("shadowkv", "probe"):
+        assert (by_memory[1] > 0) == (fetch == "device_put")
+
+
+@policies
+@fetches
+def test_an_abstract_state_is_the_real_one(name, fetch):
+    """Same tree, same static fields, same shapes and dtypes, so the same bytes; and nothing is allocated for it."""
+    _, state = prefilled(name, "restricted", fetch)
+    policy = setting(name, "restricted")
+    planned = abstract_state(
+        TINY, policy, batch=BATCH, capacity=CAPACITY, prompt=min(LENGTHS), dtype="float32", fetch=fetch
+    )
+    assert state_nbytes(planned) == state_nbytes(state)
+    assert jax.tree.structure(planned) == jax.tree.structure(state)
+    for mine, real in zip(jax.tree.leaves(planned), jax.tree.leaves(state), strict=True):
+        assert isinstance(mine, jax.ShapeDtypeStruct)
+        assert (mine.shape, mine.dtype) == (real.shape, real.dtype)
+
+
+# Law 7
+
+
+@policies
+@fetches
+def test_ten_forks_cost_ten_lives(name, fetch):
+    _, state = prefilled(name, "restricted", fetch)
+    frozen, live = halves(state)
+    forks = [state.fork() for _ in range(10)]
+    own: set[int] = set(pointers(live))
+    for fork in forks:
+        shared, copied = halves(fork)
+        assert all(mine is theirs for mine, theirs in zip(shared, frozen, strict=True))
+        assert own.isdisjoint(pointers(copied))
+        own |= set(pointers(copied))
+        assert [leaf.sharding.memory_kind for leaf in copied] == [leaf.sharding.memory_kind for leaf in live]
+    # a step does not copy the frozen half either: what it returns shares it still
+    _, stepped = decode.decode_step(model(), STEPS[:, 0], forks[0])
+    assert all(mine is theirs for mine, theirs in zip(halves(stepped)[0], frozen, strict=True))
+
+
+@policies
+@fetches
+def test_a_fork_leaves_its_parent_usable(name, fetch):
+    _, parent = prefilled(name, "restricted", fetch)
+    fork = parent.fork()
+    run_steps(model(), fork, STEPS[:, 3:9])
+    untouched, _ = run_steps(model(), prefilled(name, "restricted", fetch)[1], STEPS[:, :3])
+    after, _ = run_steps(model(), parent, STEPS[:, :3])
+    np.testing.assert_array_equal(after, untouched)
+
+
+@policies
+def test_a_consumed_state_says_so(name):
+    _, state = prefilled(name, "restricted")
+    decode.decode_step(model(), STEPS[:, 0], state)
+    uses = (
+        lambda: decode.decode_step(model(), STEPS[:, 0], state),
+        lambda: decode.decode_steps(model(), STEPS[:, 0], state, 2),
+        lambda: decode.extend(model(), STEPS[:, :2], [1, 1, 1], state),
+        state.fork,
+        lambda: state.take([0]),
+        lambda: prefilled(name, "restricted")[1].take([0]) and state.insert(0, state),
+    )
+    for use in uses:
+        with pytest.raises(StateMismatch, match="consumed"):
+            use()
+
+
+def compiled_copies(state) -> list[str]:
+    """Shapes such as f32[3,2,8] of every copy in the compiled step."""
+    reads, writes = state.split()
+    args = (model().weights, jnp.zeros(BATCH, jnp.int32), reads, writes, jnp.ones(BATCH, bool))
+    text = decode._step.lower(*args, config=TINY).compile().as_text()
+    assert "ENTRY" in text
+    return re.findall(r"= (\w+\[[\d,]*\])\S* copy(?:-start)?\(", text)
+
+
+def shape_text(leaf) -> str:
+    kinds = {"float32": "f32", "bool": "pred", "int32": "s32", "uint32": "u32"}
+    return f"{kinds[str(leaf.dtype)]}[{','.join(map(str, leaf.shape))}]"
+
+
+@pytest.mark.parametrize("name", ["shadowkv", "probe"])
+@fetches
+def test_no_compiled_copy_has_a_frozen_shape(name, fetch):
+    _, state = prefilled(name, "restricted", fetch)
+    frozen, live = halves(state)
+    # Row vectors such as `lengths` may be copied, and so may a shape that the live half has as well.
+    watched = {shape_text(leaf) for leaf in frozen if leaf.ndim > 2} - {shape_text(leaf) for leaf in live}
+    assert watched
+    assert not watched & set(compiled_copies(state))
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr and of the jaxprs inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def in_host(variable) -> bool:
+    return getattr(variable.aval, "memory_space", None) == Space.Host
+
+
+def host_offences(function, *args, stored: set[tuple[int, ...]]) -> tuple[list[str], int]:
+    """Operations that no step may do to host arrays of the given shapes, and how many fetches there are."""
+    bad, fetches = [], 0
+    for equation in equations(jax.make_jaxpr(function)(*args).jaxpr):
+        operands = [v for v in equation.invars if hasattr(v.aval, "shape") and in_host(v)]
+        whole = [v for v in operands if v.aval.shape in stored]
+        name = equation.primitive.name
+        if name.startswith("scatter") and operands:
+            bad.append(str(equation))
+        if name == "device_put":
+            fetches += bool(operands)
+            if whole:
+                bad.append(str(equation))
+    return bad, fetches
+
+
+@pytest.mark.parametrize("name", ["shadowkv", "probe"])
+def test_a_step_neither_scatters_on_the_host_nor_moves_all_of_it(name):
+    _, state = prefilled(name, "restricted", "device_put")
+    reads, writes = state.split()
+    tiers = [part for layer in state.layers for part in (layer.host.prompt, layer.host.tail) if part is not None]
+    stored = {part.array.shape for part in tiers}
+    args = (model().weights, jnp.zeros(BATCH, jnp.int32), reads, writes, jnp.ones(BATCH, bool))
+
+    def run(weights, token, reads, writes, active):
+        return step_writes(weights, TINY, token, reads, writes, active)
+
+    bad, fetches = host_offences(run, *args, stored=stored)
+    assert not bad
+    assert fetches >= (3 if name == "shadowkv" else 2)
+    # the walk sees an offence when there is one
+    offender = host_offences(lambda x: jax.device_put(x, Space.Device), tiers[0].array, stored=stored)
+    assert offender[0]
+
+
+# Rows
+
+
+@policies
+@fetches
+def test_taken_rows_go_on_as_they_were(name, fetch):
+    _, state = prefilled(name, "restricted", fetch)
+    _, state = run_steps(model(), state, STEPS[:, :2])
+    rows = [2, 0, 2, 1]
+    taken = state.take(rows)
+    assert np.asarray(taken.lengths).tolist() == [LENGTHS[row] + 2 for row in rows]
+    whole, _ = run_steps(model(), state, STEPS[:, 2:5])
+    part, _ = run_steps(model(), taken, STEPS[rows, 2:5])
+    np.testing.assert_allclose(part, whole[np.asarray(rows)], atol=1e-5)
+
+
+@policies
+@fetches
+def test_a_row_prefilled_alone_joins_a_batch(name, fetch):
+    """Its window is sized for its own length; afterwards it goes on as alone, and the other rows as before."""
+    tokens = random_tokens(1, 33, seed=5)
+    _, alone = decode.prefill(model(), tokens, [33], setting(name, "restricted"), capacity=CAPACITY, fetch=fetch)
+    _, alone = run_steps(model(), alone, STEPS[:1, :3])
+    _, state = prefilled(name, "restricted", fetch)
+    joined = state.insert(1, alone)
+    assert np.asarray(joined.lengths).tolist() == [61, 36, 5]
+    before, _ = run_steps(model(), state, STEPS[:, 3:9])
+    own, _ = run_steps(model(), alone, STEPS[1:2, 3:9])
+    after, _ = run_steps(model(), joined, STEPS[:, 3:9])
+    np.testing.assert_allclose(after[1], own[0], atol=1e-4)
+    np.testing.assert_allclose(after[0], before[0], atol=1e-5)
+    np.testing.assert_allclose(after[2], before[2], atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["shadowkv", "probe"])
+def test_a_row_that_does_not_fit_is_refused(name):
+    """A state of long prompts has small windows: a short prompt with many new tokens has no place in them."""
+    policy = setting(name, "restricted")
+    _, batch = decode.prefill(model(), PROMPT[:2, :61], [61, 60], policy, capacity=CAPACITY)
+    _, alone = decode.prefill(model(), PROMPT[2:, :5], [5], policy, capacity=CAPACITY)
+    joined = batch.insert(1, alone)
+    room = int(joined.room()[1])
+    assert 0 < room < CAPACITY - 5
+    _, alone = decode.extend(model(), random_tokens(1, 60), [60], alone)
+    with pytest.raises(StateMismatch, match="window="):
+        batch.insert(1, alone)
+    # the traceable core cannot raise: when the window of the joined row is full, its logits are NaN
+    tokens = random_tokens(2, room + 1)
+    active = jnp.array([False, True])
+    for i in range(room):
+        logits, joined = decode.decode_step(model(), tokens[:, i], joined, active=active)
+    assert np.isfinite(logits[1]).all()
+    logits, _ = jax.jit(lambda token, state: decode.step(model().weights, TINY, token, state, active))(
+        jnp.asarray(tokens[:, room]), joined
+    )
+    assert np.isnan(logits[1]).all()
+    assert np.isfinite(logits[0]).all()
+
+
+def test_rows_and_states_that_do_not_match_are_refused():
+    _, state = prefilled("shadowkv", "restricted")
+    _, other = prefilled("full", "restricted")
+    one = state.take([0])
+    for row in (-1, 3):
+        with pytest.raises(StateMismatch, match="row must lie"):
+            state.insert(row, one)
+    for misfit in (other.take([0]), state.take([0, 1]), prefilled("shadowkv", "lossless")[1].take([0])):
+        with pytest.raises(StateMismatch, match="must be one row"):
+            state.insert(0, misfit)
+    for rows in ([], [3], [-1]):
+        with pytest.raises(StateMismatch, match="rows must be"):
+            state.take(rows)
+    bigger = dataclasses.replace(setting("shadowkv", "restricted"), budget=24)
+    with pytest.raises(StateMismatch, match="policy must be"):
+        decode.decode_step(model(), STEPS[:, 0], state, bigger)
