@@ -14,7 +14,7 @@ from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from jshadow.errors import ConfigError, JshadowError, PromptError
-from jshadow.policies import POLICIES, Policy
+from jshadow.policies import POLICIES, parse_policy
 
 SLOW_SECONDS = 2.0  # work longer than this shows a progress bar
 
@@ -43,23 +43,6 @@ class SlowProgress:
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
-
-
-def parse_policy(name: str, settings: Sequence[str]) -> Policy:
-    """The policy `name` with `key=value` settings. Raises ConfigError naming what is unknown."""
-    if name not in POLICIES:
-        raise ConfigError(f"policy must be one of {sorted(POLICIES)}, got {name!r}")
-    fields = {field.name for field in dataclasses.fields(POLICIES[name])}  # type: ignore[arg-type]
-    values = {}
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or key not in fields:
-            raise ConfigError(f"--set must be KEY=VALUE with a key of {name} {sorted(fields)}, got {setting!r}")
-        try:
-            values[key] = json.loads(text.lower() if text in ("True", "False") else text)
-        except json.JSONDecodeError:
-            values[key] = text
-    return POLICIES[name](**values)
 
 
 def read_prompt(args: argparse.Namespace) -> str:

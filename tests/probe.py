@@ -28,7 +28,15 @@ from jshadow.chunking import fit_tokens, to_chunks, top_k, write_rows
 from jshadow.config import ModelConfig
 from jshadow.policies.base import Policy, check_range, infeasible
 from jshadow.state import (
-    CacheSpec, Fetched, HostLayout, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV,
+    CacheSpec,
+    Fetched,
+    HostLayout,
+    HostWrite,
+    KeyValues,
+    LayerState,
+    PromptKV,
+    Selection,
+    StepKV,
 )  # fmt: skip
 
 PRIOR_WEIGHT = 0.25

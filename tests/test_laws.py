@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
-    CAPACITY, FETCH_MODES, LENGTHS, POLICY_CASES, PROMPT, STEPS, TINY, model, prefilled, run_steps, setting,
+    CAPACITY,
+    FETCH_MODES,
+    LENGTHS,
+    POLICY_CASES,
+    PROMPT,
+    STEPS,
+    TINY,
+    model,
+    prefilled,
+    run_steps,
+    setting,
 )  # fmt: skip
 
 from jshadow import decode, offload

@@ -8,10 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
-    CAPACITY, FETCH_MODES, LENGTHS, POLICY_CASES, PROMPT, STEPS, TINY, model, prefilled, random_tokens, run_steps,
+    CAPACITY,
+    FETCH_MODES,
+    LENGTHS,
+    POLICY_CASES,
+    PROMPT,
+    STEPS,
+    TINY,
+    model,
+    prefilled,
+    random_tokens,
+    run_steps,
     setting,
 )  # fmt: skip
-
 from jax.extend.core import jaxprs_in_params
 
 from jshadow import decode, offload

@@ -1,5 +1,6 @@
 """From answers to figures: scores, distances, table rows, and the file in which finished samples are kept."""
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -15,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jshadow.errors import ConfigError
+from jshadow.policies import Policy
 
 RESULTS = "samples.jsonl"
 TELLING = 0.6  # a task tells nothing where its control finds this share of what full attention finds
@@ -107,6 +109,14 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             entry["control"] = verdict(by_full, totals["found"])
         entries.append(entry)
     return entries
+
+
+def label(policy: Policy) -> str:
+    """A policy as `--policies` takes it: NAME, then :key=value where a setting is not its default."""
+    default = type(policy)()
+    names = [field.name for field in dataclasses.fields(policy)]  # type: ignore[arg-type]
+    changed = [name for name in names if getattr(policy, name) != getattr(default, name)]
+    return ":".join([policy.name, *(f"{name}={json.dumps(getattr(policy, name))}" for name in changed)])
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> Table:

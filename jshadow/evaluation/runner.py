@@ -14,13 +14,13 @@ import numpy as np
 from rich.console import Console
 
 from jshadow import decode, offload
-from jshadow.cli import SlowProgress, parse_policy
+from jshadow.cli import SlowProgress
 from jshadow.errors import ConfigError, Infeasible
 from jshadow.evaluation import metrics
 from jshadow.evaluation.tasks import TASKS, Case, make
-from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM
-from jshadow.policies.base import state_nbytes
-from jshadow.report import full_bytes, row_figures
+from jshadow.planning import footprint
+from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, parse_policy
+from jshadow.report import row_figures
 from jshadow.state import Counters, KVState
 
 Progress = Callable[[int, int], None]
@@ -28,14 +28,6 @@ TURN_WIDTH = 32  # questions of later turns are padded to a multiple of this, so
 
 
 # What is measured
-
-
-def label(policy: Policy) -> str:
-    """A policy as `--policies` takes it: NAME, then :key=value where a setting is not its default."""
-    default = type(policy)()
-    names = [field.name for field in dataclasses.fields(policy)]  # type: ignore[arg-type]
-    changed = [name for name in names if getattr(policy, name) != getattr(default, name)]
-    return ":".join([policy.name, *(f"{name}={json.dumps(getattr(policy, name))}" for name in changed)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,22 +49,15 @@ class Cell:
     entries: tuple[Entry, ...]
 
 
-def offloaded_bytes(params: Any, policy: Policy, capacity: int, length: int) -> int:
-    """Device bytes of a policy's state whose host tier really lies on the host, whatever fetch mode runs."""
-    sizes = {"batch": 1, "capacity": capacity, "prompt": length, "dtype": params.dtype.name}
-    state = decode.abstract_state(params.config, policy, **sizes, fetch="device_put")
-    return sum(device for device, _ in state_nbytes(state).values())
-
-
 def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> StreamingLLM | None:
     """StreamingLLM at the device bytes that ShadowKV takes with its values offloaded; None where none is that small.
 
     It keeps the newest tokens whatever they say, so what it finds needs no selection.
     """
-    dense = full_bytes(params.config, capacity, params.dtype.itemsize)
+    sizes = {"capacity": capacity, "prompt": length, "dtype": params.dtype.name, "fetch": "device_put"}
+    taken = footprint(params.config, policy, **sizes)
     try:
-        fraction = offloaded_bytes(params, policy, capacity, length) / dense
-        return StreamingLLM.nominal(fraction, capacity, params.config)
+        return StreamingLLM.nominal(taken["device_bytes"] / taken["full_bytes"], capacity, params.config)
     except Infeasible:
         return None
 
@@ -109,7 +94,7 @@ def plan(
                 policy.resolve(params.config, capacity)
                 if isinstance(policy, ShadowKV) and not cases[0].forced:
                     small = control(params, policy, capacity, length)
-                    entries += [Entry(small, label(policy))] if small is not None else []
+                    entries += [Entry(small, metrics.label(policy))] if small is not None else []
             cells.append(Cell(task, length, capacity, cases, tuple(entries)))
     return cells
 
@@ -155,14 +140,18 @@ def run_case(
     reference = None
     while states:
         logits, state = states.pop(0)  # each state goes as soon as it is used
-        record: dict[str, Any]
         if case.forced:
             forced = np.array([case.forced], np.int32)
             logits, state = decode.extend(params, forced, np.array([forced.shape[1]], np.int32), state, logits="all")
             mine = np.asarray(logits)[0]
             reference = mine if reference is None else reference
             score = 100 * float(metrics.top1(reference, mine).mean())
-            record = {"score": score, "hits": [], "kl": float(metrics.kl(reference, mine).mean()), "outputs": []}
+            record: dict[str, Any] = {
+                "score": score,
+                "hits": [],
+                "kl": float(metrics.kl(reference, mine).mean()),
+                "outputs": [],
+            }
         else:
             texts, state = answers(params, case, logits, state)
             hits = [metrics.found(sample.answer, text) for sample, text in zip(case.samples, texts, strict=True)]
@@ -202,10 +191,11 @@ def evaluate(
 
     Returns:
         One row a task, length and policy: task, length, policy (as `--policies` takes it), name, settings, score and
-        stderr (percent), samples, device_bytes, host_bytes and full_bytes as it ran, offloaded_device_bytes, capacity, fetch, attended_tokens, hit_rate,
-        control_of and control (what the negative control says, in every row of its table); for needles also asked,
-        found, found_by_full, found_by_both, recall_of_full (percent) and turns (percent by turn); for agreement top1,
-        top1_stderr, kl and kl_stderr (nats, full against this policy).
+        stderr (percent), samples, device_bytes, host_bytes and full_bytes as it ran, offloaded_device_bytes (under
+        "device_put", whatever ran), capacity, fetch, attended_tokens, hit_rate, control_of and control (what the
+        negative control says, in every row of its table); for needles also asked, found, found_by_full,
+        found_by_both, recall_of_full (percent) and turns (percent by turn); for agreement top1, top1_stderr, kl and
+        kl_stderr (nats, full against this policy).
 
     Raises:
         ConfigError, HostMemoryError: before anything runs.
@@ -234,39 +224,35 @@ def finish_sample(
     policies = list(dict.fromkeys(entry.policy for entry in cell.entries))
     keys = {policy: sample_key(model, cell, index, policy, fetch) for policy in policies}
     missing = [policy for policy in policies if keys[policy] not in store.records]
-    case, run = cell.cases[index], missing
-    if missing and case.forced and policies[0] not in missing:
-        run = [policies[0], *missing]  # the divergence from full attention needs its logits
+    case = cell.cases[index]
+    # the divergence from full attention needs its logits
+    run = [policies[0], *missing] if missing and case.forced and policies[0] not in missing else missing
     context = {"task": cell.task, "length": cell.length, "sample": index, "depth": (index + 0.5) / len(cell.cases)}
     context |= {"answers": [sample.answer for sample in case.samples], "fetch": fetch, "model": model}
     for policy, record in zip(run, run_case(params, case, run, cell.capacity, fetch) if run else (), strict=True):
         if policy in missing:
-            store.add(keys[policy], record, context | {"policy": label(policy)})
+            store.add(keys[policy], record, context | {"policy": metrics.label(policy)})
     return {policy: store.records[keys[policy]] for policy in policies}
 
 
-def cell_rows(
-    params: Any, cell: Cell, fetch: str, table: Sequence[dict[Policy, dict[str, Any]]]
-) -> list[dict[str, Any]]:
+def cell_rows(params: Any, cell: Cell, fetch: str, table: list[dict[Policy, dict[str, Any]]]) -> list[dict[str, Any]]:
     """The result rows of one task at one length."""
-    config, dtype = params.config, params.dtype.name
     full = [records[Full()] for records in table]
-    sizes = {"batch": 1, "capacity": cell.capacity, "prompt": cell.length, "dtype": dtype}
+    sizes = {"capacity": cell.capacity, "prompt": cell.length, "dtype": params.dtype.name}
     rows = []
     for entry in cell.entries:
-        state = decode.abstract_state(config, entry.policy, **sizes, fetch=fetch)
-        device, host = (sum(part) for part in zip(*state_nbytes(state).values(), strict=True))
-        row: dict[str, Any] = {"task": cell.task, "length": cell.length, "policy": label(entry.policy)}
-        row |= {"name": entry.policy.name, "settings": dataclasses.asdict(state.policy)}
+        resolved = entry.policy.resolve(params.config, cell.capacity)
+        used = footprint(params.config, resolved, **sizes, fetch=fetch)
+        row: dict[str, Any] = {"task": cell.task, "length": cell.length, "policy": metrics.label(entry.policy)}
+        row |= {"name": resolved.name, "settings": dataclasses.asdict(resolved)}  # type: ignore[call-overload]
         row |= {"control_of": entry.control_of, "control": None, "capacity": cell.capacity, "fetch": fetch}
-        row |= {"device_bytes": device, "host_bytes": host}
-        row |= {"offloaded_device_bytes": offloaded_bytes(params, entry.policy, cell.capacity, cell.length)}
-        row |= {"full_bytes": full_bytes(config, cell.capacity, params.dtype.itemsize)}
+        row |= {name: used[name] for name in ("device_bytes", "host_bytes", "full_bytes")}
+        offloaded = footprint(params.config, resolved, **sizes, fetch="device_put")
+        row |= {"offloaded_device_bytes": offloaded["device_bytes"]}
         rows.append(row | metrics.cell([records[entry.policy] for records in table], full))
-    said = {row["control_of"]: metrics.verdict(row["found_by_full"], row["found"]) for row in rows if row["control_of"]}
-    for row in rows:  # the verdict on a task belongs to the whole table; with several controls the worst is told
-        row["control"] = max(said.values(), key=lambda text: not text.startswith("ok"), default=None)
-    return rows
+    said = [metrics.verdict(row["found_by_full"], row["found"]) for row in rows if row["control_of"]]
+    worst = max(said, key=lambda text: not text.startswith("ok"), default=None)
+    return [row | {"control": worst} for row in rows]  # it speaks of the task, so it stands in every row
 
 
 # Command line
@@ -282,12 +268,10 @@ def split_list(text: str, name: str) -> list[str]:
 
 def parse_lengths(text: str) -> list[int]:
     """Prompt lengths from a comma list. Raises ConfigError."""
-    try:
-        return [int(part) for part in split_list(text, "lengths")]
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"lengths must be a comma list of integers, got {text!r}") from error
+    parts = split_list(text, "lengths")
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"lengths must be a comma list of integers, got {text!r}")
+    return [int(part) for part in parts]
 
 
 def main(args: argparse.Namespace) -> int:

@@ -1,0 +1,117 @@
+"""The commands, as a user calls them: output, --json, exit codes, typed errors on stderr."""
+
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from tiny_text import byte_tokenizer
+
+import jshadow
+from jshadow.cli import main
+from jshadow.config import ModelConfig
+from jshadow.errors import ConfigError
+from jshadow.params import init_params
+from jshadow.policies import POLICIES, parse_policy
+
+CONFIG = ModelConfig(
+    model_type="llama", vocab_size=257, num_layers=2, model_dim=32, ffn_dim=48, q_heads=4, kv_heads=2, head_dim=16,
+    norm_eps=1e-5, context=512,
+)  # fmt: skip
+TEXT = "a document " * 20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A tiny random model with a byte tokenizer, as a directory."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    jshadow.save(dataclasses.replace(init_params(CONFIG), tokenizer=byte_tokenizer()), path)
+    return str(path)
+
+
+def test_generate_prints_text_and_table(checkpoint, capsys):
+    arguments = ["generate", checkpoint, "--prompt", TEXT, "--set", "rank=8", "--set", "outlier_chunks=2", "--baseline",
+                 "full", "--max-new-tokens", "6", "--dtype", "float32", "--fetch", "device_put"]  # fmt: skip
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    for label in ("[full]", "[shadowkv]", "prompt tokens", "tokens attended a step", "KV bytes on the device",
+                  "KV bytes on the host", "repeat share", "prefill seconds", "decode tokens/s", "compile seconds",
+                  "fallback"):  # fmt: skip
+        assert label in out
+
+
+@pytest.mark.parametrize("way", ["--prompt", "--prompt-file", "-"])
+def test_generate_json_from_every_source(checkpoint, way, capsys, tmp_path, monkeypatch):
+    given = {"--prompt": [way, TEXT], "--prompt-file": [way, str(tmp_path / "p.txt")], "-": [way]}[way]
+    (tmp_path / "p.txt").write_text(TEXT)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(TEXT))
+    assert main(["generate", checkpoint, *given, "--policy", "full", "--max-new-tokens", "3", "--json"]) == 0
+    [result] = json.loads(capsys.readouterr().out)["results"]
+    assert result["report"]["prompt_tokens"] == len(TEXT)
+    assert result["report"]["policy"] == {"name": "full"}
+    assert len(result["tokens"]) == 3
+
+
+def test_policies_and_plan(checkpoint, capsys):
+    assert main(["policies", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)["policies"]] == list(POLICIES)
+    assert main(["plan", checkpoint, "--lengths", "256,400", "--set", "rank=8", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["plans"]
+    assert [plan["capacity"] for plan in plans] == [320, 464]
+    assert all(sum(d for d, _ in plan["parts"].values()) == plan["device_bytes"] for plan in plans)
+    for command in (["policies"], ["plan", checkpoint]):
+        assert main(command) == 0
+        assert "shadowkv" in capsys.readouterr().out or command[0] == "plan"
+
+
+def test_convert_writes_and_refuses_to_overwrite(checkpoint, capsys, tmp_path):
+    target = str(tmp_path / "copy")
+    assert main(["convert", checkpoint, target, "--dtype", "float32", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["target"] == target
+    assert main(["convert", checkpoint, target]) == 2
+    assert "CheckpointError" in capsys.readouterr().err
+
+
+BAD = {
+    "policy": (["--policy", "magic"], "policy must be one of"),
+    "setting": (["--set", "rnk=3"], "--set must be KEY=VALUE"),
+    "no_value": (["--set", "rank"], "--set must be KEY=VALUE"),
+    "rank": (["--set", "rank=99"], "shadowkv.rank"),
+    "text_for_a_number": (["--set", "rank=many"], "shadowkv.rank"),
+    "two_prompts": (["--prompt-file", "x"], "exactly one"),
+    "temperature": (["--temperature", "-1"], "sampler.temperature"),
+    "dtype": (["--dtype", "int3"], "dtype"),
+    "fetch": (["--fetch", "mail"], "fetch"),
+    "too_long": (["--max-new-tokens", "400"], "context=512"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options_are_told(checkpoint, case, capsys):
+    options, told = BAD[case]
+    assert main(["generate", checkpoint, "--prompt", TEXT, *options]) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert captured.out == ""
+
+
+def test_missing_model_and_file(checkpoint, capsys, tmp_path):
+    assert main(["generate", str(tmp_path / "none"), "--prompt", "x"]) == 2
+    assert main(["generate", checkpoint, "--prompt-file", str(tmp_path / "none.txt")]) == 2
+    assert "PromptError" in capsys.readouterr().err
+
+
+def test_settings_become_numbers():
+    made = parse_policy("streaming_llm", ["sinks=2", "rebase_positions=False"])
+    assert made == jshadow.StreamingLLM(sinks=2, rebase_positions=False)
+    with pytest.raises(ConfigError, match="outlier_chunks"):
+        parse_policy("shadowkv", ["outliers=2"])
+
+
+@pytest.mark.parametrize("command", ["", "generate", "convert", "policies", "plan", "eval"])
+def test_help(command):
+    done = subprocess.run([sys.executable, "-m", "jshadow", *command.split(), "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "usage: jshadow" in done.stdout

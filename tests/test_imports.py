@@ -1,0 +1,77 @@
+"""The structure as the design has it: imports go one way, and heavy packages stay where they belong."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent / "jshadow"
+
+# A module may import from its own level only where it is listed so, and from any level below.
+LEVELS = [
+    ["errors"],
+    ["config"],
+    ["rope", "attention", "state", "chunking", "sampling", "text"],
+    ["lowrank"],
+    ["models"],
+    ["offload"],
+    ["policies"],
+    ["checks", "planning", "step", "convert"],
+    ["params", "prefill"],
+    ["decode"],
+    ["report"],
+    ["generate"],
+    ["evaluation"],
+    ["cli"],
+    ["__init__", "__main__"],
+]
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+SAME_LEVEL = {("lowrank", "rope"), ("report", "decode")}
+ONLY_IN = {"safetensors": {"convert"}, "gguf": {"convert"}, "huggingface_hub": {"convert"}, "torch": set(),
+           "transformers": {"convert", "params"}}  # fmt: skip
+MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    """The first part of a module's place: a file or a folder of jshadow."""
+    return path.parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names that a module imports, anywhere in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", MODULES, ids=str)
+def test_imports_go_down(path):
+    room = room_of(path)
+    assert room in LEVEL, f"{room} has no level"
+    for name in imports(path):
+        top, *rest = name.split(".")
+        if top == "jshadow" and rest:
+            other = rest[0]
+            if other in LEVEL and other != room:
+                down = LEVEL[other] < LEVEL[room] or (room, other) in SAME_LEVEL
+                assert down, f"{path} imports {name}"
+        assert room in ONLY_IN.get(top, {room}), f"{path} imports {name}"
+
+
+def test_models_know_no_policy():
+    for path in MODULES:
+        if room_of(path) == "models":
+            assert not any(name.startswith("jshadow.policies") for name in imports(path))
+
+
+def test_the_package_imports_without_torch_or_transformers():
+    code = "import sys, jshadow; print([m for m in ('torch', 'transformers', 'gguf') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

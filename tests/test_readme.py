@@ -1,0 +1,38 @@
+"""README.md's code runs as it stands there, on the model it names."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_examples_are_as_long_as_they_say():
+    assert len(BLOCKS) == 2
+    assert BLOCKS[0].count("\n") <= 10
+    assert BLOCKS[1].count("\n") <= 23
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(BLOCKS)))
+def test_example(index, smollm2_dir, monkeypatch, capsys):
+    monkeypatch.chdir(smollm2_dir.parent.parent)
+    exec(compile(BLOCKS[index], f"README.md, example {index + 1}", "exec"), {})
+    out = capsys.readouterr().out
+    expected = ("Paris", "nothing to select") if index == 0 else ("def add(a, b):", "The three primary colours")
+    assert all(text in out for text in expected), out
+
+
+def test_readme_numbers_are_the_planners():
+    """The table of bytes in README.md is what `jshadow plan` says."""
+    from test_planning import PAPERS_SHARE, SMOLLM2
+
+    from jshadow.planning import footprint
+
+    for length in (2048, 4096, 8192):
+        made = footprint(SMOLLM2, PAPERS_SHARE, capacity=length + 64, prompt=length, fetch="device_put")
+        assert f"{made['device_bytes']:,}" in README
+        assert f"{made['full_bytes']:,}" in README
+        assert f"{made['full_bytes'] / made['device_bytes']:.2f}" in README
