@@ -391,7 +391,8 @@ class Speculator(Probe):
         same = (chosen[..., :, None] == live.buffer_ids[..., None, :]) & (chosen >= 0)[..., None]
         buffered, missed = (jnp.repeat(x, self.unit, axis=2) for x in (same.any(axis=2), ~same.any(axis=3)))
         pieces = self.pieces(spec, state, step)
-        for part, ids, valid in ((fetched, fetched.ids, missed & fetched.valid), (live.buffer, live.buffer_ids, buffered)):
+        parts = ((fetched, fetched.ids, missed & fetched.valid), (live.buffer, live.buffer_ids, buffered))
+        for part, ids, valid in parts:
             pieces.append(Piece(part.k, part.v, self.older(spec, state, step, ids, valid)[:, :, None]))
         return attend(step.q_post, pieces, spec.scale), state, speculate(step)
 

@@ -298,20 +298,18 @@ def test_every_turn_is_asked_and_answers_stay_in_the_cache(params: Params) -> No
 
 
 def by_hand(params: Params, case: tasks.Case) -> list[str]:
-    """Greedy answers by a whole prefill a token: the slow way to the same."""
-    ids, texts = list(case.prompt), []
-    for turn in range(len(case.samples)):
+    """Greedy answers token by token, every question fed in the same way: the slow way to the same."""
+    capacity = 700 + runner.growth(case)
+    logits, state = decode.prefill(params, np.array([case.prompt]), np.array([700]), Full(), capacity=capacity)
+    texts = []
+    for question in [*case.turns, ()]:
         said: list[int] = []
-        for _ in range(tasks.NEW_TOKENS):
-            tokens = np.zeros((1, 1200), np.int32)
-            tokens[0, : len(ids) + len(said)] = [*ids, *said]
-            logits, _ = decode.prefill(params, tokens, np.array([len(ids) + len(said)]), Full(), capacity=1200)
-            token = int(np.asarray(logits)[0].argmax())
-            if token in CONFIG.eos_ids:
-                break
+        while len(said) < tasks.NEW_TOKENS and (token := int(np.asarray(logits)[0].argmax())) not in CONFIG.eos_ids:
             said.append(token)
+            logits, state = decode.decode_step(params, np.array([token]), state)
         texts.append(params.tokenizer.decode(said))
-        ids += said + list(case.turns[turn] if turn < len(case.turns) else ())
+        for token in question:
+            logits, state = decode.decode_step(params, np.array([token]), state)
     return texts
 
 

@@ -175,7 +175,7 @@ def test_bad_arguments_are_told_before_anything_runs(case):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -0.1}],
+    [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": 0}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": -1}],
 )
 def test_bad_sampler_values(settings):
     with pytest.raises(ConfigError, match=next(iter(settings))):

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent / "jshadow"
 LEVELS = [
     ["errors"],
     ["config"],
-    ["rope", "attention", "state", "chunking", "sampling", "text"],
+    ["rope", "attention", "state", "chunking", "sampling", "text", "progress"],
     ["lowrank"],
     ["models"],
     ["offload"],

@@ -54,9 +54,8 @@ def test_llama_8b_at_122k_matches_the_published_arithmetic():
 
 
 def test_resident_mode_counts_the_values_as_device_bytes():
-    offloaded, resident = (
-        footprint(SMOLLM2, PAPERS_SHARE, capacity=4160, prompt=4096, fetch=fetch) for fetch in ("device_put", "resident")
-    )
+    modes = ("device_put", "resident")
+    offloaded, resident = (footprint(SMOLLM2, PAPERS_SHARE, capacity=4160, prompt=4096, fetch=mode) for mode in modes)
     assert resident["host_bytes"] == 0
     assert resident["device_bytes"] == offloaded["device_bytes"] + offloaded["host_bytes"]
 

@@ -14,12 +14,12 @@ import numpy as np
 from rich.console import Console
 
 from jshadow import decode, offload
-from jshadow.cli import SlowProgress
 from jshadow.errors import ConfigError, Infeasible
 from jshadow.evaluation import metrics
 from jshadow.evaluation.tasks import TASKS, Case, make
 from jshadow.planning import footprint
 from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, parse_policy
+from jshadow.progress import SlowProgress
 from jshadow.report import row_figures
 from jshadow.state import Counters, KVState
 

@@ -1,0 +1,34 @@
+"""Progress that shows itself only when work takes a while."""
+
+import time
+
+from rich.console import Console
+from rich.progress import Progress, TaskID
+
+SLOW_SECONDS = 2.0  # work longer than this shows a progress bar
+
+
+class SlowProgress:
+    """A progress callback whose bar appears on stderr only once the work has taken a while."""
+
+    def __init__(self, title: str) -> None:
+        self.title, self.start = title, time.perf_counter()
+        self.bar: Progress | None = None
+        self.task = TaskID(0)
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show that `done` of `total` parts are finished."""
+        if self.bar is None and time.perf_counter() - self.start > SLOW_SECONDS and done < total:
+            self.bar = Progress(console=Console(stderr=True), transient=True)
+            self.task = self.bar.add_task(self.title, total=total)
+            self.bar.start()
+        if self.bar is not None:
+            self.bar.update(self.task, completed=done)
+            if done >= total:
+                self.close()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
