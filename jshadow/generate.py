@@ -161,7 +161,7 @@ class Run:
             stop = self._timed()
             reads, writes = self.state.split()
             token, writes = _next_token(
-                self.params.weights, token, reads, writes, jnp.asarray(active), key, jnp.int32(index),
+                self.params.weights, jnp.asarray(values), reads, writes, jnp.asarray(active), key, jnp.int32(index),
                 config=self.params.config, sampler=self.sampler,
             )  # fmt: skip
             self.state = self.state.join(writes)

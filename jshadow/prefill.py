@@ -138,10 +138,19 @@ def prefill_many(
     out = _prompt_logits(params.weights, x, row_lengths, config=config, want=logits)
     batch = len(lengths)
     return [
-        (out, KVState(tuple(done), policy.init_shared(plan, fitted), jnp.array(lengths), Counters.zeros(batch),
-                      fitted, plan, policy))
+        (out, commit(KVState(tuple(done), policy.init_shared(plan, fitted), jnp.array(lengths), Counters.zeros(batch),
+                             fitted, plan, policy)))
         for done, policy, plan in zip(layers, resolved, plans, strict=True)
     ]  # fmt: skip
+
+
+def commit(state: KVState) -> KVState:
+    """The state with every leaf bound to its device and memory, as a step returns it; nothing is copied.
+
+    Fresh arrays are bound to no device, and JAX compiles one program for such and another for bound ones: without
+    this, the first and the second step after a prefill would each be compiled.
+    """
+    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding) if isinstance(leaf, Array) else leaf, state)
 
 
 def prefill(

@@ -1,7 +1,6 @@
 """Tasks, scores and the runner, on a tiny random model with a byte tokenizer: no checkpoint."""
 
 import json
-import os
 import subprocess
 import sys
 import warnings
@@ -144,7 +143,7 @@ def test_long_texts_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
 
 
 BAD_CASES: list[tuple[str, dict[str, Any]]] = [
-    ("task", {"task": "needle"}), ("length", {"length": 20}), ("length", {"length": 0}), ("length", {"length": 9.0}),
+    ("task", {"task": "needle"}), ("length", {"length": 20}), ("length", {"length": 0}), ("length", {"length": True}),
     ("depth", {"depth": -0.1}), ("depth", {"depth": 1.5}), ("depth", {"depth": float("nan")}),
     ("seed", {"seed": -1}), ("tokenizer", {"tokenizer": None}),
 ]  # fmt: skip
@@ -350,7 +349,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
 
 BAD_RUNS: list[dict[str, Any]] = [
     {"tasks": []}, {"tasks": ["what"]}, {"tasks": "needle_docs"}, {"lengths": []}, {"lengths": [8]},
-    {"lengths": [5000]}, {"lengths": ["9"]}, {"policies": []}, {"policies": ["full"]},
+    {"lengths": [5000]}, {"lengths": [True]}, {"policies": []},
     {"policies": [ShadowKV(rank=999)]}, {"samples": 0}, {"samples": True}, {"fetch": "fast"},
 ]  # fmt: skip
 
@@ -409,13 +408,6 @@ BAD_ARGUMENTS = [
 def test_bad_arguments_end_with_2(model_dir: Path, capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
     assert cli.main(["eval", str(model_dir), f"{option}={value}", "--dtype", "float32"]) == 2
     assert "ConfigError" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")
-def test_an_out_that_cannot_be_written_is_refused(params: Params, tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(ConfigError, match="out"):
-        evaluate(params, tmp_path / "out")
 
 
 def test_an_out_that_is_a_file_is_refused(params: Params, tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Table:
     titles = ("task", "length", "policy", "score %", "recall of full %", "KL", "KV bytes", "full / this", "repeats %")
     table = Table(*titles)
 
-    def form(value: float | None, spec: str, scale: float = 1) -> str:
+    def form(value: float | None, spec: str, scale: float = 1.0) -> str:
         return "-" if value is None else format(scale * value, spec)
 
     for row in rows:
@@ -133,7 +133,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Table:
         table.add_row(
             row["task"], f"{row['length']:,}", name, score, form(row.get("recall_of_full"), ".1f"),
             form(row.get("kl"), ".4f"), f"{row['offloaded_device_bytes']:,}",
-            f"{row['full_bytes'] / row['offloaded_device_bytes']:.2f}", form(row["hit_rate"], ".1f", 100),
+            f"{row['full_bytes'] / row['offloaded_device_bytes']:.2f}", form(row["hit_rate"], ".1f", 100.0),
         )  # fmt: skip
     return table
 

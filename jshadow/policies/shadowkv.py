@@ -263,19 +263,21 @@ class ShadowKV(Policy):
         for outliers in (48, 24, 8, 4, 1, 0):
             for rank in range(config.key_columns // 8 * 8 or config.key_columns, 0, -8):
                 policy = cls(rank=rank, outlier_chunks=outliers)
-                if policy.device_numbers(num_tokens, config) <= limit:
+                if policy.resolve(config, num_tokens).device_numbers(num_tokens, config) <= limit:
                     return policy
-        least = cls(rank=min(8, config.key_columns), outlier_chunks=0).device_numbers(num_tokens, config)
+        smallest = cls(rank=min(8, config.key_columns), outlier_chunks=0).resolve(config, num_tokens)
+        least = smallest.device_numbers(num_tokens, config)
         raise infeasible(cls.name, fraction, least / (2 * num_tokens * config.key_columns))
 
     def device_numbers(self, num_tokens: int, config: ModelConfig) -> float:
         """Numbers (not bytes) that one layer keeps on the device for a prompt that fills the capacity."""
-        if self.rank is None:
-            raise ConfigError("shadowkv.rank must be resolved before its bytes are counted, got None")
+        if self.rank is None or self.budget is None:
+            raise ConfigError("shadowkv.rank and budget must be resolved before bytes are counted, got None")
         chunks, columns, size = self.max_chunks(num_tokens), config.key_columns, self.chunk_size
         exact = self.max_outliers(num_tokens) * size + self.window_slots(num_tokens, num_tokens)
-        # ids and masks: a byte a chunk and head, half a 16-bit number
-        return chunks * (size * self.rank + columns + config.kv_heads) + self.rank * columns + 2 * exact * columns
+        # A 16-bit number holds two masks; an id takes two numbers. Wider numbers make both cheaper.
+        small = config.kv_heads * (chunks / 2 + 2 * self.max_selected(num_tokens)) + 2
+        return chunks * (size * self.rank + columns) + self.rank * columns + 2 * exact * columns + small
 
 
 def chunk_landmarks(keys: Float[Array, "B h n c d"]) -> tuple[Float[Array, "B h n d"], Float[Array, "B h n"]]:

@@ -1,0 +1,268 @@
+"""Bad input to prefill and the steps: a typed error that names the field and the limit, and a state that survives it.
+
+Also what the steps do at their edges: no room left, stop tokens, impossible tokens inside a user's own jit.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CAPACITY, LENGTHS, PROMPT, STEPS, TINY, model, prefilled, random_tokens, run_steps, setting
+
+from jshadow import decode
+from jshadow.config import ModelConfig
+from jshadow.errors import CapacityError, ConfigError, Infeasible, PromptError, StateMismatch
+from jshadow.params import init_params
+from jshadow.planning import footprint
+from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM
+from jshadow.sampling import Sampler
+
+VOCAB = TINY.vocab_size
+GOOD = np.array([[1, 2, 3], [4, 5, 0]])
+
+
+def with_id(value):
+    tokens = GOOD.copy()
+    tokens[1, 1] = value
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "message"),
+    [
+        (np.zeros((0, 4), int), [], "non-empty"),
+        (np.zeros((2, 0), int), [0, 0], "non-empty"),
+        (GOOD[0], [3], r"\[B, T\]"),
+        (GOOD, [3, 0], r"lengths must lie in \[1, 3\], got \[3, 0\]"),
+        (GOOD, [4, 2], r"lengths must lie in \[1, 3\]"),
+        (GOOD, [3], r"shape \(2,\)"),
+        (GOOD, [3.0, 2.0], "integers"),
+        (GOOD * 1.0, [3, 2], "integers"),
+        (with_id(-1), [3, 2], rf"\[0, vocab_size={VOCAB}\), got -1"),
+        (with_id(VOCAB), [3, 2], f"got {VOCAB}"),
+    ],
+)
+def test_bad_prompts(tokens, lengths, message):
+    with pytest.raises(PromptError, match=message):
+        decode.prefill(model(), tokens, lengths, Full(), capacity=8)
+
+
+def test_padding_is_never_looked_at():
+    padded = np.where(GOOD == 0, VOCAB + 7, GOOD)
+    logits, _ = decode.prefill(model(), padded, [3, 2], Full(), capacity=8)
+    want, _ = decode.prefill(model(), GOOD, [3, 2], Full(), capacity=8)
+    np.testing.assert_array_equal(logits, want)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "message"),
+    [
+        (TINY.context + 1, f"context={TINY.context} tokens, got {TINY.context + 1}"),
+        (2, "capacity=2 tokens, got 3"),
+        (0, "capacity must be an integer of at least 1, got 0"),
+        ("8", "capacity must be an integer"),
+        (8.0, "capacity must be an integer"),
+    ],
+)
+def test_bad_capacity(capacity, message):
+    with pytest.raises(CapacityError, match=message):
+        decode.prefill(model(), GOOD, [3, 2], Full(), capacity=capacity)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"fetch": "disk"}, "fetch must be"), ({"fetch": None}, "fetch must be"), ({"logits": "first"}, "logits must be"),
+     ({"logits": None}, "logits must be")],
+)  # fmt: skip
+def test_bad_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        decode.prefill(model(), GOOD, [3, 2], Full(), **{"capacity": 8, **options})
+
+
+@pytest.mark.parametrize(
+    ("policy", "field"),
+    [
+        (ShadowKV(rank=0), "shadowkv.rank"),
+        (ShadowKV(rank=33), r"shadowkv.rank must be an integer in \[1, 32\], got 33"),
+        (ShadowKV(rank=8.0), "shadowkv.rank"),
+        (ShadowKV(budget=7), "shadowkv.budget must be an integer at least 8, got 7"),
+        (ShadowKV(budget=-1), "shadowkv.budget"),
+        (ShadowKV(budget=64.0), "shadowkv.budget"),
+        (ShadowKV(chunk_size=0), "shadowkv.chunk_size"),
+        (ShadowKV(chunk_size=True), "shadowkv.chunk_size"),
+        (ShadowKV(outlier_chunks=-1), "shadowkv.outlier_chunks"),
+        (ShadowKV(local_chunks=-1), "shadowkv.local_chunks"),
+        (StreamingLLM(sinks=-1), "streaming_llm.sinks"),
+        (StreamingLLM(window=0), "streaming_llm.window"),
+    ],
+)
+def test_bad_settings_name_the_field(policy, field):
+    with pytest.raises(ConfigError, match=field):
+        decode.prefill(model(), GOOD, [3, 2], policy, capacity=64)
+
+
+# A state that survives
+
+
+@pytest.mark.parametrize("name", ["full", "shadowkv", "streaming_llm", "probe"])
+def test_no_room_left(name):
+    """Row 0 is full: it may not step, the other row may, and the refused calls have consumed nothing."""
+    tokens = random_tokens(2, 16, seed=9)
+    _, state = decode.prefill(model(), tokens, [16, 12], setting(name, "restricted"), capacity=16)
+    assert np.asarray(state.room()).tolist() == [0, 4]
+    refused = (
+        lambda: decode.decode_step(model(), [1, 2], state),
+        lambda: decode.decode_steps(model(), [1, 2], state, 1),
+        lambda: decode.extend(model(), [[1], [2]], [1, 1], state),
+        lambda: decode.extend(model(), np.ones((2, 5), int), [0, 5], state),
+    )
+    for call in refused:
+        with pytest.raises(CapacityError, match="row [01] holds 1[62] tokens of capacity=16"):
+            call()
+    logits, state = decode.extend(model(), np.ones((2, 4), int), [0, 4], state)
+    assert np.isfinite(logits).all()
+    assert np.asarray(state.room()).tolist() == [0, 0]
+    with pytest.raises(CapacityError, match="row 1 holds 16 tokens"):
+        decode.decode_step(model(), [1, 2], state, active=[False, True])
+
+
+def test_bad_steps_consume_nothing():
+    _, state = prefilled("shadowkv", "restricted")
+    other = init_params(dataclasses.replace(TINY, num_layers=2), seed=0)
+    calls = (
+        (PromptError, f"token must lie in .*got {VOCAB}", lambda: decode.decode_step(model(), [0, 1, VOCAB], state)),
+        (PromptError, "token must lie in .*got -1", lambda: decode.decode_steps(model(), [0, 1, -1], state, 2)),
+        (PromptError, r"shape \(3,\)", lambda: decode.decode_step(model(), [0, 1], state)),
+        (PromptError, "integers", lambda: decode.decode_step(model(), [0.0, 1.0, 2.0], state)),
+        (PromptError, "active must", lambda: decode.decode_step(model(), [0, 1, 2], state, active=[True])),
+        (PromptError, "3 rows", lambda: decode.extend(model(), [[1], [1]], [1, 1], state)),
+        (PromptError, r"\[0, 1\]", lambda: decode.extend(model(), [[1], [1], [1]], [1, 1, -1], state)),
+        (PromptError, f"got {VOCAB}", lambda: decode.extend(model(), [[1], [VOCAB], [1]], [1, 1, 1], state)),
+        (ConfigError, "logits must", lambda: decode.extend(model(), [[1]] * 3, [1, 1, 1], state, logits="none")),
+        (ConfigError, "n must", lambda: decode.decode_steps(model(), [0, 1, 2], state, 0)),
+        (ConfigError, "n must", lambda: decode.decode_steps(model(), [0, 1, 2], state, 2.0)),
+        (StateMismatch, "policy must", lambda: decode.decode_step(model(), [0, 1, 2], state, Full())),
+        (StateMismatch, "policy must", lambda: decode.extend(model(), [[1]] * 3, [1, 1, 1], state, ShadowKV())),
+        (StateMismatch, "model like", lambda: decode.decode_step(other, [0, 1, 2], state)),
+        (StateMismatch, "model like", lambda: decode.decode_step(model(TINY, "bfloat16"), [0, 1, 2], state)),
+    )
+    for kind, message, call in calls:
+        with pytest.raises(kind, match=message):
+            call()
+    logits, _ = decode.decode_step(model(), STEPS[:, 0], state, setting("shadowkv", "restricted"))
+    assert np.isfinite(logits).all()
+
+
+def test_impossible_tokens_in_a_user_s_jit_give_nan():
+    """The core cannot raise; it must not clamp silently either. Only the row concerned, and only where active."""
+    _, state = prefilled("shadowkv", "restricted")
+    core = jax.jit(lambda token, state, active: decode.step(model().weights, TINY, token, state, active))
+    logits, _ = core(jnp.array([VOCAB, -1, 5]), state, jnp.array([True, True, True]))
+    assert np.isnan(logits).all(axis=1).tolist() == [True, True, False]
+    assert np.isfinite(logits[2]).all()
+    logits, after = core(jnp.array([VOCAB, 1, 5]), state, jnp.array([False, True, True]))
+    assert np.isfinite(logits[1:]).all()
+    for mine, was in zip(jax.tree.leaves(after.split()[1]), jax.tree.leaves(state.split()[1]), strict=True):
+        np.testing.assert_array_equal(mine[0], was[0])  # an idle row is not harmed by what it is fed
+
+
+@pytest.mark.parametrize("name", ["full", "streaming_llm"])
+def test_a_full_row_in_a_user_s_jit_gives_nan(name):
+    _, state = decode.prefill(model(), GOOD, [3, 2], setting(name, "restricted"), capacity=3)
+    logits, _ = jax.jit(lambda token, state: decode.step(model().weights, TINY, token, state))(jnp.array([1, 2]), state)
+    assert np.isnan(logits).all(axis=1).tolist() == [True, False]
+
+
+# decode_steps
+
+
+@pytest.mark.parametrize("name", ["shadowkv", "probe"])
+def test_decode_steps_is_the_greedy_loop(name):
+    logits, state = prefilled(name, "restricted", "device_put")
+    first = np.asarray(logits.argmax(-1), np.int32)
+    token, want, held = first, [], state.fork()
+    for _ in range(6):
+        out, held = decode.decode_step(model(), token, held)
+        token = np.asarray(out.argmax(-1), np.int32)
+        want.append(token)
+    want = np.stack(want, axis=1)
+    tokens, after = decode.decode_steps(model(), first, state.fork(), 6)
+    np.testing.assert_array_equal(tokens, want)
+    assert np.asarray(after.lengths).tolist() == [length + 6 for length in LENGTHS]
+    # the third token of row 0 stops it: it is emitted, and the row then neither emits nor feeds
+    stop = int(want[0, 2])
+    stopped, after = decode.decode_steps(model(), first, state, 6, stop=[stop, VOCAB + 5])
+    ends = [(row == stop).argmax() if stop in row else 5 for row in want]
+    for row, end in enumerate(ends):
+        np.testing.assert_array_equal(stopped[row, : end + 1], want[row, : end + 1])
+        assert (np.asarray(stopped[row, end + 1 :]) == -1).all()
+    assert np.asarray(after.lengths).tolist() == [n + end + 1 for n, end in zip(LENGTHS, ends, strict=True)]
+
+
+def test_decode_steps_samples_by_seed_and_row():
+    _, state = prefilled("full", "restricted")
+    sampler = Sampler(temperature=1.5, top_k=20)
+    runs = [decode.decode_steps(model(), STEPS[:, 0], state.fork(), 8, sampler=sampler, seed=s)[0] for s in (1, 1, 2)]
+    np.testing.assert_array_equal(runs[0], runs[1])
+    assert (np.asarray(runs[0]) != np.asarray(runs[2])).any()
+    alone, _ = decode.decode_steps(model(), STEPS[:1, 0], state.take([0]), 8, sampler=sampler, seed=1)
+    np.testing.assert_array_equal(alone[0], runs[0][0])
+
+
+@pytest.mark.parametrize("fetch", ["resident", "device_put"])
+def test_one_compiled_step_serves_all_tokens(fetch):
+    """The first step after a prefill, later ones, a fork's, a taken and an inserted row's: one program."""
+    before = decode._step._cache_size()
+    policy = ShadowKV(rank=4, budget=8, chunk_size=4)  # of no other test: compiled here
+    _, state = decode.prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY, fetch=fetch)
+    _, state = run_steps(model(), state, STEPS[:, :3])
+    run_steps(model(), state.fork(), STEPS[:, 3:6])
+    run_steps(model(), state.take([2, 1, 0]), STEPS[:, 3:6])
+    run_steps(model(), state.insert(0, state.take([1])), STEPS[:, 3:6])
+    assert decode._step._cache_size() == before + 1
+
+
+def test_the_state_carries_its_policy_and_mode():
+    _, state = decode.prefill(model(), PROMPT, LENGTHS, capacity=CAPACITY, fetch="auto")
+    assert isinstance(state.policy, ShadowKV)
+    assert state.policy == ShadowKV().resolve(TINY, CAPACITY)  # None is ShadowKV(), resolved
+    assert (state.policy.rank, state.policy.budget) == (8, 256)
+    assert (state.capacity, state.fetch, state.batch) == (CAPACITY, "resident", len(LENGTHS))
+
+
+# nominal
+
+
+SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("config", [TINY, SMOLLM2], ids=["tiny", "smollm2"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_nominal_keeps_to_its_share(name, config, dtype):
+    """By the abstract state's own count of device bytes, prompt = capacity, values offloaded."""
+    feasible = 0
+    for num_tokens in (96, 256, 500, 1024, 4096):
+        for fraction in (1.0, 0.6, 0.5, 0.33, 0.25, 0.2, 0.1):
+            try:
+                policy = POLICIES[name].nominal(fraction, num_tokens, config)
+            except Infeasible as error:
+                assert "at least" in str(error) and str(fraction) in str(error)
+                continue
+            feasible += 1
+            bytes_ = footprint(
+                config, policy, capacity=num_tokens, prompt=num_tokens, dtype=dtype, fetch="device_put"
+            )
+            assert bytes_["device_bytes"] <= fraction * bytes_["full_bytes"], (num_tokens, fraction, policy)
+    assert feasible >= (5 if name == "full" else 10)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nominal_refuses_what_cannot_be(name):
+    for fraction in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="fraction"):
+            POLICIES[name].nominal(fraction, 1024, TINY)
+    with pytest.raises(Infeasible, match=f"{name}: fraction must be at least"):
+        POLICIES[name].nominal(1e-4, 1024, TINY)

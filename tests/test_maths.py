@@ -1,0 +1,328 @@
+"""The maths modules against plain NumPy: RoPE, attention, factors, chunks, samplers."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import LLAMA3_ROPE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jshadow import attention, chunking, lowrank, rope, sampling
+from jshadow.config import RopeConfig
+from jshadow.errors import ConfigError
+from jshadow.policies.shadowkv import chunk_landmarks, landmark_scores
+from jshadow.sampling import Sampler
+from jshadow.state import Rebuild, RopeTable
+
+
+def normal(*shape, seed=0, dtype="float32"):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32)).astype(dtype)
+
+
+def wide(x):
+    return np.asarray(x, np.float64)
+
+
+# RoPE
+
+ROPES = (
+    RopeConfig(),
+    RopeConfig(theta=5e5),
+    RopeConfig(kind="linear", factor=4.0),
+    LLAMA3_ROPE,
+    RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_context=8192),
+    RopeConfig(theta=5e5, kind="llama3", factor=32.0, low_freq_factor=1.5, high_freq_factor=2.5, original_context=128),
+)
+
+
+@pytest.mark.parametrize("dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("config", ROPES)
+def test_frequencies_follow_the_formula(config, dim):
+    np.testing.assert_allclose(
+        rope.inverse_frequencies(config, dim), oracle.inverse_frequencies(config, dim), rtol=2e-6
+    )
+
+
+@pytest.mark.parametrize("config", ROPES)
+def test_frequencies_are_those_of_transformers(config):
+    torch = pytest.importorskip("torch", reason="transformers computes its frequencies with torch")
+    assert torch
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {
+        "rope_type": config.kind, "rope_theta": config.theta, "factor": config.factor,
+        "low_freq_factor": config.low_freq_factor, "high_freq_factor": config.high_freq_factor,
+        "original_max_position_embeddings": config.original_context,
+    }  # fmt: skip
+    if config.kind == "default":
+        parameters = {"rope_type": "default", "rope_theta": config.theta}
+    theirs = transformers.LlamaConfig(
+        hidden_size=64, num_attention_heads=1, head_dim=64, rope_parameters=parameters, max_position_embeddings=131072
+    )
+    if config.kind == "default":
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        want, _ = LlamaRotaryEmbedding.compute_default_rope_parameters(theirs)
+    else:
+        want, _ = ROPE_INIT_FUNCTIONS[config.kind](theirs, "cpu")
+    np.testing.assert_allclose(rope.inverse_frequencies(config, 64), want.numpy(), rtol=1e-6)
+
+
+def test_rotation_keeps_length_and_knows_distances_only():
+    q, k, inverse = normal(80, seed=1), normal(80, seed=2), jnp.asarray(rope.inverse_frequencies(RopeConfig(), 80))
+
+    def turn(x, position):
+        return rope.rotate(x, *rope.cos_sin(jnp.array(position), inverse))
+
+    np.testing.assert_allclose(jnp.linalg.norm(turn(q, 1234)), jnp.linalg.norm(q), rtol=1e-5)
+    for near, far in ((0, 5), (100, 105), (1000, 1005)):
+        np.testing.assert_allclose(turn(q, far) @ turn(k, near), turn(q, 5) @ turn(k, 0), atol=2e-3)
+    np.testing.assert_array_equal(turn(q, 0), q)
+    np.testing.assert_allclose(
+        turn(q, 77), oracle.apply_rope(wide(q)[None, None], np.array([77]), RopeConfig())[0, 0], atol=1e-5
+    )
+
+
+# Attention
+
+
+def naive(q, k, v):
+    """One row's causal attention in float64, and the log-sum-exp of its scores [h_q, S]."""
+    q, k, v = wide(q), wide(k), wide(v)
+    k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(np.triu(np.ones(scores.shape[1:], bool), 1), -np.inf, scores)
+    top = scores.max(-1)
+    return oracle.causal_attention(q, k, np.repeat(v, q.shape[1] // v.shape[1], axis=1)), top + np.log(
+        np.exp(scores - top[..., None]).sum(-1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "dim", "group", "dtype"),
+    [(27, 64, 1, "float32"), (61, 80, 2, "float32"), (113, 96, 3, "float32"), (300, 64, 8, "float32"),
+     (513, 80, 1, "float32"), (1, 64, 4, "float32"), (61, 96, 8, "bfloat16"), (300, 80, 3, "bfloat16"),
+     (113, 64, 5, "bfloat16")],
+)  # fmt: skip
+def test_blockwise_attention_is_attention(length, dim, group, dtype):
+    """Lengths that no block divides, over one and several blocks of queries and keys."""
+    q = normal(2, length, 2 * group, dim, seed=1, dtype=dtype)
+    k, v = (normal(2, length, 2, dim, seed=seed, dtype=dtype) for seed in (2, 3))
+    out, lse = jax.jit(lambda *x: attention.causal_attention(*x, float(1 / np.sqrt(dim))))(q, k, v)
+    assert out.dtype == q.dtype
+    assert lse.dtype == jnp.float32
+    tolerance = 2e-5 if dtype == "float32" else 3e-2
+    for row in range(2):
+        want, want_lse = naive(q[row], k[row], v[row])
+        np.testing.assert_allclose(wide(out[row]), want, atol=tolerance)
+        np.testing.assert_allclose(wide(lse[row]), want_lse, atol=2e-5 if dtype == "float32" else 1e-3)
+
+
+@pytest.mark.parametrize(("rows", "group", "dtype"), [(1, 1, "float32"), (2, 3, "float32"), (1, 4, "bfloat16")])
+def test_attention_over_pieces_is_attention_over_all(rows, group, dtype):
+    q = normal(2, rows, 2 * group, 16, seed=1, dtype=dtype)
+    k, v = (normal(2, 2, 23, 16, seed=seed, dtype=dtype) for seed in (2, 3))
+    valid = jnp.asarray(np.random.default_rng(4).random((2, 2, rows, 23)) < 0.6).at[:, :, :, 0].set(True)
+    cuts = [0, 5, 6, 17, 23]
+    pieces = [
+        attention.Piece(k[:, :, a:b], v[:, :, a:b], valid[..., a:b]) for a, b in itertools.pairwise(cuts)
+    ]  # fmt: skip
+    got = attention.attend(q, pieces, 0.25)
+    whole = attention.attend(q, [attention.Piece(k, v, valid)], 0.25)
+    np.testing.assert_allclose(wide(got), wide(whole), atol=1e-6 if dtype == "float32" else 2e-2)
+    got, q, k, v, valid = wide(got), wide(q), wide(k), wide(v), np.asarray(valid)
+    for b, t, h in np.ndindex(2, rows, 2 * group):
+        seen = valid[b, h // group, t]
+        want = oracle.attention(q[b, t, h][None], k[b, h // group][seen], v[b, h // group][seen])
+        np.testing.assert_allclose(got[b, t, h], want[0], atol=1e-5 if dtype == "float32" else 2e-2)
+
+
+def test_attention_over_nothing_is_zero_and_masked_rows_may_hold_anything():
+    q, k = normal(1, 1, 2, 8, seed=1), normal(1, 2, 3, 8, seed=2)
+    none = attention.Piece(k, k, jnp.zeros((1, 1, 1, 3), bool))
+    assert not np.asarray(attention.attend(q, [none], 1.0)).any()
+    good = attention.Piece(k, k, jnp.ones((1, 1, 1, 3), bool))
+    np.testing.assert_array_equal(
+        attention.attend(q, [good, attention.Piece(k * 1e6, k * 1e6, none.valid)], 1.0),
+        attention.attend(q, [good], 1.0),
+    )
+    probs = attention.attention_probs(q, good, 1.0)
+    np.testing.assert_allclose(probs.sum(-1), 1.0, rtol=1e-6)
+
+
+# Factors
+
+
+@pytest.mark.parametrize(("length", "rank"), [(61, 12), (61, 32), (27, 20), (5, 16), (1, 8)])
+def test_factors_are_the_truncated_svd(length, rank):
+    """In a padded batch, against a direct SVD of the real rows; a rank above the length loses nothing."""
+    keys = normal(2, 64, 2, 16, seed=length)
+    lengths = jnp.array([length, 64])
+    left, right = lowrank.key_factors(keys, lengths, rank)
+    assert (left.shape, right.shape) == ((2, 64, rank), (2, 2, rank, 16))
+    for row, count in enumerate((length, 64)):
+        u, s, vt = np.linalg.svd(wide(keys[row, :count]).reshape(count, 32), full_matrices=False)
+        want = (u[:, :rank] * s[:rank]) @ vt[:rank]
+        got = np.einsum("sr,hrd->shd", wide(left[row]), wide(right[row])).reshape(64, 32)
+        np.testing.assert_allclose(got[:count], want, atol=2e-4)
+        assert not got[count:].any()
+    assert not np.asarray(left[0, :, length:]).any()  # no more columns than tokens
+
+
+def test_a_large_mean_does_not_spoil_the_factors():
+    """Key biases make the first singular value huge; the Gram matrix squares it."""
+    keys = normal(1, 61, 2, 16, seed=3) + 30.0 * normal(1, 1, 2, 16, seed=4)
+    left, right = lowrank.key_factors(keys, jnp.array([61]), 12)
+    u, s, vt = np.linalg.svd(wide(keys[0]).reshape(61, 32), full_matrices=False)
+    want = (u[:, :12] * s[:12]) @ vt[:12]
+    got = np.einsum("sr,hrd->shd", wide(left[0]), wide(right[0])).reshape(61, 32)
+    assert np.abs(got - want).max() / np.abs(want).max() < 1e-3
+
+
+def test_rebuilt_keys_are_the_rotated_product():
+    """Chunk-major factors, a set of its own for each head, positions from the chunk ids."""
+    keys, lengths, ids = normal(2, 24, 2, 16), jnp.array([24, 24]), jnp.array([[[5, 0], [2, 2]], [[1, 4], [3, 5]]])
+    left, right = lowrank.key_factors(keys, lengths, 32)
+    positions = jnp.arange(24)
+    table = RopeTable(*rope.cos_sin(positions, jnp.asarray(rope.inverse_frequencies(RopeConfig(), 16))))
+    got = lowrank.reconstruct_keys(Rebuild(left.reshape(2, 6, 4 * 32), right, table), ids)
+    for b, h in np.ndindex(2, 2):
+        tokens = oracle.tokens_of(np.asarray(ids[b, h]), 4)
+        want = oracle.apply_rope(wide(keys[b]), np.arange(24), RopeConfig())[tokens, h]
+        np.testing.assert_allclose(wide(got[b, h]), want, atol=1e-4)
+
+
+# Chunks
+
+
+@settings(max_examples=25)  # every example is a shape of its own, so a compilation
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 8))
+def test_chunks_hold_the_tokens_in_order(length, size, count):
+    x = np.arange(2 * length * 3 * 2, dtype=np.float32).reshape(2, length, 3, 2)
+    chunks = np.asarray(chunking.to_chunks(jnp.asarray(x), count, size))
+    assert chunks.shape == (2, 3, count, size, 2)
+    for token in range(count * size):
+        want = x[:, token] if token < length else np.zeros((2, 3, 2))
+        np.testing.assert_array_equal(chunks[:, :, token // size, token % size], want)
+
+
+def test_gathers_and_writes():
+    x = normal(2, 12, 3, 4)
+    chunks = chunking.to_chunks(x, 3, 4)
+    ids = jnp.array([[[2, 0], [1, 1], [0, 2]], [[0, 0], [2, 1], [1, 0]]])
+    picked = chunking.take_chunks(chunks, ids)
+    for b, h in np.ndindex(2, 3):
+        np.testing.assert_array_equal(picked[b, h], x[b, oracle.tokens_of(np.asarray(ids[b, h]), 4), h])
+    span = chunking.take_span(x, jnp.array([3, 10]), 5)
+    np.testing.assert_array_equal(span[0].transpose(1, 0, 2), x[0, 3:8])
+    np.testing.assert_array_equal(span[1, :, :2].transpose(1, 0, 2), x[1, 10:])
+    assert not np.asarray(span[1, :, 2:]).any()
+    buffer = jnp.zeros((2, 3, 5, 4))
+    valid = jnp.array([[True, False], [True, True]])
+    written = chunking.write_rows(buffer, x[:, :2], jnp.array([[4, 1], [0, 7]]), valid)
+    np.testing.assert_array_equal(written[0, :, 4], x[0, 0])
+    np.testing.assert_array_equal(written[1, :, 0], x[1, 0])
+    assert np.count_nonzero(np.asarray(written).any(axis=(1, 3))) == 2  # neither the invalid nor the far one
+
+
+def test_ties_go_to_the_lower_index():
+    scores = jnp.array([[1.0, 3.0, 3.0, -1.0, 3.0, 1.0], [-jnp.inf] * 6])
+    assert chunking.top_k(scores, 4).tolist() == [[1, 2, 4, 0], [0, 1, 2, 3]]
+    assert chunking.top_k(scores, 0).shape == (2, 0)
+
+
+def test_landmarks_and_their_scores():
+    keys = normal(1, 2, 5, 4, 16, seed=5)
+    means, worst = chunk_landmarks(keys)
+    want = wide(keys).mean(axis=3)
+    np.testing.assert_allclose(means, want, atol=1e-6)
+    cosine = np.einsum("bhncd,bhnd->bhnc", wide(keys), want)
+    cosine /= np.linalg.norm(wide(keys), axis=-1) * np.linalg.norm(want, axis=-1)[..., None]
+    np.testing.assert_allclose(worst, cosine.min(-1), atol=1e-6)
+    # two query rows of which only the first counts; a chunk that is no candidate takes no mass
+    q, candidates = normal(1, 2, 6, 16, seed=6), jnp.ones((1, 2, 5), bool).at[0, 1, 3].set(False)
+    scores = landmark_scores(q, means, candidates, jnp.array([[True, False]]), 0.25)
+    for head in range(2):
+        open_to = np.asarray(candidates[0, head])
+        logits = wide(q[0, 0, head * 3 : head * 3 + 3]) @ want[0, head].T * 0.25
+        mass = oracle.softmax(np.where(open_to, logits, -np.inf)).max(axis=0)
+        np.testing.assert_allclose(scores[0, head], np.where(open_to, mass, -1.0), atol=1e-6)
+
+
+# Samplers
+
+# Small integers: many ties. Two lengths only: each is compiled.
+logit_rows = st.one_of(*(st.lists(st.integers(-8, 8), min_size=n, max_size=n) for n in (2, 11)))
+
+
+@given(logit_rows, st.integers(1, 14))
+def test_top_k_keeps_exactly_k(row, k):
+    kept = np.asarray(sampling.filter_logits(Sampler(1.0, top_k=k), jnp.array([row], jnp.float32)))[0]
+    best = sorted(range(len(row)), key=lambda i: (-row[i], i))[:k]
+    assert np.flatnonzero(np.isfinite(kept)).tolist() == sorted(best)
+
+
+@given(logit_rows, st.floats(0.05, 0.95))
+def test_top_p_keeps_the_fewest_that_reach_p(row, p):
+    kept = np.isfinite(np.asarray(sampling.filter_logits(Sampler(1.0, top_p=p), jnp.array([row], jnp.float32)))[0])
+    probs = oracle.softmax(np.array(row, float))
+    order = sorted(range(len(row)), key=lambda i: (-row[i], i))
+    before = np.concatenate([[0.0], np.cumsum(probs[order])[:-1]])
+    if np.abs(before[1:] - p).min() > 1e-5:  # else rounding decides
+        assert kept[order].tolist() == (before < p).tolist()
+    assert kept[order[0]]
+
+
+@given(logit_rows, st.floats(0.01, 1.0))
+def test_min_p_keeps_what_is_likely_enough(row, p):
+    kept = np.isfinite(np.asarray(sampling.filter_logits(Sampler(1.0, min_p=p), jnp.array([row], jnp.float32)))[0])
+    share = np.exp(np.array(row, float) - max(row))
+    clear = np.abs(share - p) > 1e-4
+    assert kept[clear].tolist() == (share >= p)[clear].tolist()
+    assert kept[int(np.argmax(row))]
+
+
+def test_filters_compose_and_draws_stay_inside():
+    logits = normal(4, 50, seed=9) * 2
+    sampler = Sampler(0.7, top_k=12, top_p=0.9, min_p=0.05)
+    allowed = np.isfinite(np.asarray(sampling.filter_logits(sampler, logits / 0.7)))
+    assert 1 <= allowed.sum(axis=1).min() <= allowed.sum(axis=1).max() <= 12
+    for seed in range(20):
+        drawn = np.asarray(sampling.sample(sampler, logits, jax.random.key(seed)))
+        assert allowed[np.arange(4), drawn].all()
+
+
+def test_draws_follow_the_seed_and_not_the_neighbours():
+    logits, sampler = normal(4, 50, seed=9), Sampler(1.0)
+    first, again, other = (np.asarray(sampling.sample(sampler, logits, jax.random.key(s))) for s in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    changed = sampling.sample(sampler, logits.at[2:].multiply(-1.0), jax.random.key(1))
+    np.testing.assert_array_equal(changed[:2], first[:2])
+    np.testing.assert_array_equal(sampling.sample(sampler, logits[:1], jax.random.key(1)), first[:1])
+
+
+def test_draws_have_the_probabilities():
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
+    keys = jax.random.split(jax.random.key(0), 4000)
+    draws = np.asarray(jax.vmap(lambda key: sampling.sample(Sampler(1.0), logits, key)[0])(keys))
+    np.testing.assert_allclose(np.bincount(draws) / 4000, [0.5, 0.3, 0.2], atol=0.03)
+    greedy = sampling.sample(Sampler(), jnp.array([[1.0, 4.0, 4.0]]), keys[0])
+    assert greedy.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [("temperature", [-0.1, float("inf"), float("nan"), "1"]), ("top_k", [0, -1, 1.5, True]),
+     ("top_p", [0.0, 1.1, -1.0, float("nan")]), ("min_p", [0.0, 1.1, float("nan")])],
+)  # fmt: skip
+def test_bad_samplers_name_the_field(field, values):
+    for value in values:
+        with pytest.raises(ConfigError, match=f"sampler.{field}"):
+            dataclasses.replace(Sampler(), **{field: value})
