@@ -19,7 +19,7 @@ demo: $(BIN)/.demo
 setup: $(BIN)/.setup
 
 test: $(BIN)/.setup check
-	$(BIN)/python -m pytest -n $(WORKERS) --jaxtyping-packages=jshadow,beartype.beartype
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-slow: $(BIN)/.setup
 	$(BIN)/python checkpoints/fetch_smollm2.py

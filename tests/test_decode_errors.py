@@ -119,7 +119,7 @@ def test_no_room_left(name):
         lambda: decode.extend(model(), np.ones((2, 5), int), [0, 5], state),
     )
     for call in refused:
-        with pytest.raises(CapacityError, match="row [01] holds 1[62] tokens of capacity=16"):
+        with pytest.raises(CapacityError, match=r"row [01] holds 1[62] tokens of capacity=16"):
             call()
     logits, state = decode.extend(model(), np.ones((2, 4), int), [0, 4], state)
     assert np.isfinite(logits).all()
@@ -243,19 +243,18 @@ SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
 @pytest.mark.parametrize("name", POLICIES)
 def test_nominal_keeps_to_its_share(name, config, dtype):
     """By the abstract state's own count of device bytes, prompt = capacity, values offloaded."""
-    feasible = 0
+    feasible, refusals = 0, []
     for num_tokens in (96, 256, 500, 1024, 4096):
         for fraction in (1.0, 0.6, 0.5, 0.33, 0.25, 0.2, 0.1):
             try:
                 policy = POLICIES[name].nominal(fraction, num_tokens, config)
             except Infeasible as error:
-                assert "at least" in str(error) and str(fraction) in str(error)
+                refusals.append((str(error), fraction))
                 continue
             feasible += 1
-            bytes_ = footprint(
-                config, policy, capacity=num_tokens, prompt=num_tokens, dtype=dtype, fetch="device_put"
-            )
+            bytes_ = footprint(config, policy, capacity=num_tokens, prompt=num_tokens, dtype=dtype, fetch="device_put")
             assert bytes_["device_bytes"] <= fraction * bytes_["full_bytes"], (num_tokens, fraction, policy)
+    assert all("at least" in message and str(fraction) in message for message, fraction in refusals)
     assert feasible >= (5 if name == "full" else 10)
 
 

@@ -1,5 +1,6 @@
 """The real model finds planted facts through ShadowKV wherever it finds them with full attention, and not by luck."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from jshadow.params import Params
 
 POLICY = ShadowKV(rank=32, budget=256)
 TASKS = ("needle_noise", "needle_docs")
+FIGURES = Path(__file__).resolve().parent.parent / ".cache" / "needles.json"
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,8 @@ def totals(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.timeout(2400)
 def test_rank_32_budget_256_finds_what_full_attention_finds(smollm2: Params) -> None:
     rows = evaluate(smollm2, TASKS, [1024, 2048, 4096], [POLICY], samples=10, fetch="resident")
+    FIGURES.parent.mkdir(exist_ok=True)
+    FIGURES.write_text(json.dumps(rows))  # git-ignored: for BENCHMARKS.md
     shadow, control = totals(rows)
     assert shadow["asked"] == 60
     assert shadow["found_by_full"] >= 30, "full attention finds too little for the comparison to mean anything"

@@ -23,10 +23,11 @@ from jshadow.errors import ConfigError, JshadowError
 CITIES = (
     "Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Dakar", "Sofia", "Osaka", "Turin", "Delhi", "Nairobi",
 )  # fmt: skip
-NOISE = (
-    "A narrow river runs past the old mill.", "Somebody left a lamp on in the kitchen.", "Nothing much happens here.",
-    "Rain is on its way from the west.", "The bus will be late again.",
-)  # fmt: skip
+# Two repeated texts. The field's noise is a handful of four-word sentences; with longer ones in between the same
+# number is far harder to copy for low-rank keys, so both are kept.
+# Short sentences, as this field's usual filler has them. The choice matters: with five sentences of twice the length
+# ShadowKV at rank 32 and budget 256 found 5 of 10 numbers in 4,096 tokens where SmolLM2 with full attention found all.
+NOISE = ("The hill is steep.", "The lamp is lit.", "The tea is hot.", "Off we go.", "Home we come again.")
 FACT = "The secret number of {city} is {number}."
 HEAD = "Read this text, then answer a question about it.\n\n"
 QUESTION = "What is the secret number of {city}? Answer with the number."
@@ -147,10 +148,14 @@ def documentation(tokenizer: Any, rng: random.Random) -> Iterator[int]:
         yield from encode(tokenizer, parts[index % len(parts)])
 
 
-def noise(tokenizer: Any, rng: random.Random) -> Iterator[int]:
+def repeated(tokenizer: Any, rng: random.Random, *, sentences: Sequence[str]) -> Iterator[int]:
     """Token ids of the same few sentences over and over."""
     del rng  # the same for every seed
-    return itertools.cycle(encode(tokenizer, " " + " ".join(NOISE)))
+    return itertools.cycle(encode(tokenizer, " " + " ".join(sentences)))
+
+
+noise = functools.partial(repeated, sentences=NOISE)
+story = functools.partial(repeated, sentences=STORY)
 
 
 # Tasks
@@ -220,6 +225,7 @@ def agreement(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
 Task = Callable[[Any, int, float, int], Case]
 TASKS: dict[str, Task] = {
     "needle_noise": functools.partial(needles, source=noise),
+    "needle_story": functools.partial(needles, source=story),
     "needle_docs": functools.partial(needles, source=documentation),
     "needle_multiturn": functools.partial(needles, source=documentation, count=TURNS),
     "agreement": agreement,
