@@ -12,9 +12,11 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
-	@$(BIN)/python -m jshadow.evaluation.tasks needle_docs --model $(MODEL) --tokens 2000 \
-	  | $(BIN)/jshadow generate $(MODEL) - --chat --policy shadowkv --set rank=32 --set budget=256 \
-	    --fetch device_put --baseline full --max-new-tokens 32 --dtype float32
+	@mkdir -p .cache
+	@$(BIN)/python -m jshadow.evaluation.tasks needle_docs --model $(MODEL) --tokens 2000 > .cache/demo.txt
+	@echo "2,000 tokens of Python's documentation with one planted fact, then: $$(tail -n 1 .cache/demo.txt)"
+	@$(BIN)/jshadow generate $(MODEL) --prompt-file .cache/demo.txt --chat --policy shadowkv --set rank=32 \
+	    --set budget=256 --fetch device_put --baseline full --max-new-tokens 32 --dtype float32
 
 setup: $(BIN)/.setup
 

@@ -21,12 +21,15 @@ def read_prompt(args: argparse.Namespace) -> str:
     given = [args.prompt is not None, args.prompt_file is not None, args.source is not None]
     if sum(given) != 1:
         raise PromptError("prompt must come from exactly one of --prompt, --prompt-file and '-' (standard input)")
-    if args.prompt is not None:
-        return args.prompt
     try:
-        return sys.stdin.read() if args.source else Path(args.prompt_file).read_text(encoding="utf-8")
+        text = args.prompt if args.prompt is not None else ""
+        text = sys.stdin.read() if args.source else text
+        text = Path(args.prompt_file).read_text(encoding="utf-8") if args.prompt_file is not None else text
     except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"prompt file must be readable UTF-8 text: {error}") from error
+        raise PromptError(f"prompt must be readable UTF-8 text: {error}") from error
+    if not text.strip():
+        raise PromptError(f"prompt must have text in it, got {text!r:.20}")
+    return text
 
 
 def run_generate(args: argparse.Namespace) -> int:

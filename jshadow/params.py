@@ -1,10 +1,7 @@
 """A model in memory: weights, config and tokenizer; loading, saving, and random weights for tests."""
 
-import contextlib
 import dataclasses
-import logging
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from jshadow.config import ModelConfig
 from jshadow.convert.files import read_json, staged, write_json
 from jshadow.convert.huggingface import CONFIG, GENERATION, WEIGHTS, flat_abstract, locate, read_config, read_weights
 from jshadow.convert.huggingface_write import config_to_hf, write_weights
+from jshadow.convert.quiet import quiet_transformers
 from jshadow.convert.safetensors_file import check_dtype
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.models.registry import FAMILIES
@@ -83,29 +81,11 @@ def load_tokenizer(directory: Path) -> Any:
     settings = directory / "tokenizer_config.json"
     if settings.exists() and (code := read_json(settings).get("auto_map")):
         raise CheckpointError(f"{settings}: auto_map must be absent (remote code is never run), got {code!r}")
-    with _quiet_transformers() as transformers:
+    with quiet_transformers() as transformers:
         try:
             return transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         except Exception as error:  # transformers and its Rust parts raise many unrelated types on damaged files
             raise CheckpointError(f"{directory}: the tokenizer files do not load: {error}") from error
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[Any]:
-    """Import transformers without its advice about torch, which nothing here needs, and keep its loader silent."""
-    name, logger = "TRANSFORMERS_NO_ADVISORY_WARNINGS", logging.getLogger("transformers")
-    before = os.environ.get(name)
-    os.environ[name] = "1"  # the import sets the logger's level itself, so a level set now would not hold
-    try:
-        import transformers
-    finally:
-        os.environ.pop(name) if before is None else os.environ.__setitem__(name, before)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield transformers
-    finally:
-        logger.setLevel(level)
 
 
 def save(params: Params, directory: str | os.PathLike[str]) -> None:

@@ -80,6 +80,7 @@ BAD = {
     "no_value": (["--set", "rank"], "--set must be KEY=VALUE"),
     "rank": (["--set", "rank=99"], "shadowkv.rank"),
     "text_for_a_number": (["--set", "rank=many"], "shadowkv.rank"),
+    "empty_prompt": (["--prompt", " \n"], "must have text"),
     "two_prompts": (["--prompt-file", "x"], "exactly one"),
     "temperature": (["--temperature", "-1"], "sampler.temperature"),
     "dtype": (["--dtype", "int3"], "dtype"),

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jshadow.convert.files import read_json, write_json
+from jshadow.convert.quiet import quiet_transformers
 from jshadow.errors import CheckpointError, ConfigError
 
 CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
@@ -74,11 +75,10 @@ def write_tokenizer(metadata: dict[str, Any], directory: Path, context: int) -> 
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise CheckpointError(f"tokenizer.chat_template must be a string, got a {type(template).__name__}")
-    from transformers import PreTrainedTokenizerFast  # slow to import; only conversion needs it
-
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=context, **named
-    )
+    with quiet_transformers() as transformers:  # slow to import; only conversion needs it
+        fast = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, model_max_length=context, **named
+        )
     if template is not None:
         fast.chat_template = template
     fast.save_pretrained(directory)

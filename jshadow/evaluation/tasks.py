@@ -23,11 +23,13 @@ from jshadow.errors import ConfigError, JshadowError
 CITIES = (
     "Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Dakar", "Sofia", "Osaka", "Turin", "Delhi", "Nairobi",
 )  # fmt: skip
-# Two repeated texts. The field's noise is a handful of four-word sentences; with longer ones in between the same
-# number is far harder to copy for low-rank keys, so both are kept.
-# Short sentences, as this field's usual filler has them. The choice matters: with five sentences of twice the length
+# Short sentences, as this field's usual filler has them. The choice matters: with the story's, of twice the length,
 # ShadowKV at rank 32 and budget 256 found 5 of 10 numbers in 4,096 tokens where SmolLM2 with full attention found all.
 NOISE = ("The hill is steep.", "The lamp is lit.", "The tea is hot.", "Off we go.", "Home we come again.")
+STORY = (
+    "A narrow river runs past the old mill.", "Somebody left a lamp on in the kitchen.", "Nothing much happens here.",
+    "Rain is on its way from the west.", "The bus will be late again.",
+)  # fmt: skip
 FACT = "The secret number of {city} is {number}."
 HEAD = "Read this text, then answer a question about it.\n\n"
 QUESTION = "What is the secret number of {city}? Answer with the number."
