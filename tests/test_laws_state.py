@@ -83,6 +83,38 @@ def test_an_abstract_state_is_the_real_one(name, fetch):
         assert (mine.shape, mine.dtype) == (real.shape, real.dtype)
 
 
+@fetches
+@pytest.mark.parametrize(
+    ("name", "units", "unit_bytes"),
+    # 3 layers, 2 heads, 4 chunks of 4 values; 3 fetches, 2 heads, 3 units of 4 keys and values, from prompt and tail
+    [("shadowkv", 3 * 2 * 4, 4 * 16 * 4), ("probe", 3 * 2 * 3 * 2, 2 * 4 * 16 * 4)],
+)
+def test_fetched_bytes_are_counted(name, units, unit_bytes, fetch):
+    """All that a step moves, for the rows that took part; nothing where nothing is offloaded."""
+    _, state = prefilled(name, "restricted", fetch)
+    active = np.array([[True, True], [True, False], [False, False]])
+    _, state = run_steps(model(), state, STEPS[:, :2], active)
+    moved = units * unit_bytes if fetch == "device_put" else 0
+    counted = np.asarray(state.counters.fetched) * offload.FETCH_QUANTUM
+    assert counted.tolist() == [2 * moved, moved, 0]
+    assert np.asarray(state.counters.steps).tolist() == [2, 1, 0]
+
+
+def test_hits_are_the_chunks_selected_twice():
+    _, state = prefilled("shadowkv", "restricted")
+    before, hits, selected = [np.full((BATCH, 2, 4), -1)] * TINY.num_layers, np.zeros(BATCH), np.zeros(BATCH)
+    for i in range(6):
+        _, state = decode.decode_step(model(), STEPS[:, i], state)
+        now = [np.asarray(layer.live.resident).copy() for layer in state.layers]
+        for old, new in zip(before, now, strict=True):
+            hits += ((new[..., None] == old[..., None, :]).any(-1) & (new >= 0)).sum((1, 2))
+            selected += (new >= 0).sum((1, 2))
+        before = now
+    np.testing.assert_array_equal(state.counters.hits, hits)
+    np.testing.assert_array_equal(state.counters.selected, selected)
+    assert 0 < hits[0] < selected[0]
+
+
 # Law 7
 
 

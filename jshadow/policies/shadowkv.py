@@ -34,6 +34,8 @@ from jshadow.state import (
     StepKV,
 )  # fmt: skip
 
+EXACT = jax.lax.Precision.HIGHEST  # choices must not hang on a GPU rounding float32 products to TF32
+
 
 class ShadowFrozen(struct.PyTreeNode):
     """The prompt, n chunks of c tokens at most.
@@ -292,7 +294,9 @@ def chunk_landmarks(keys: Float[Array, "B h n c d"]) -> tuple[Float[Array, "B h 
     keys = keys.astype(jnp.float32)
     mean = keys.mean(axis=3)
     length = jnp.linalg.norm(keys, axis=-1) * jnp.linalg.norm(mean, axis=-1)[..., None]
-    cosine = jnp.einsum("bhncd,bhnd->bhnc", keys, mean) / jnp.maximum(length, jnp.finfo(jnp.float32).tiny)
+    cosine = jnp.einsum("bhncd,bhnd->bhnc", keys, mean, precision=EXACT) / jnp.maximum(
+        length, jnp.finfo(jnp.float32).tiny
+    )
     return mean, cosine.min(axis=-1)
 
 
@@ -313,7 +317,8 @@ def landmark_scores(
         float32 [B, h_kv, n]; -1 where not a candidate.
     """
     grouped = group_queries(q, landmarks.shape[1])
-    logits = jnp.einsum("bhgtd,bhnd->bhgtn", grouped, landmarks, preferred_element_type=jnp.float32) * scale
+    logits = jnp.einsum("bhgtd,bhnd->bhgtn", grouped, landmarks, precision=EXACT, preferred_element_type=jnp.float32)
+    logits = logits * scale
     logits = jnp.where(candidates[:, :, None, None], logits, MASKED)
     mass = jnp.where(valid[:, None, None, :, None], jax.nn.softmax(logits, axis=-1), 0.0)
     return jnp.where(candidates, mass.sum(axis=3).max(axis=2), -1.0)
