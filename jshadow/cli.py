@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from rich.table import Table
 
 from jshadow.errors import ConfigError, JshadowError, PromptError
 from jshadow.policies import POLICIES, parse_policy
-from jshadow.progress import SlowProgress
+from jshadow.progress import SlowProgress, waiting
 
 
 def read_prompt(args: argparse.Namespace) -> str:
@@ -52,22 +53,31 @@ def run_generate(args: argparse.Namespace) -> int:
             params, prompt, policy, max_new_tokens=args.max_new_tokens, sampler=sampler, seed=args.seed,
             fetch=args.fetch, capacity=args.capacity, stop=args.stop or None, progress=progress,
         )  # fmt: skip
-        if not args.json and len(policies) > 1:
-            print(f"[{policy.name}] ", end="", flush=True)
-        try:
-            for _, piece, _ in run:
-                if not args.json:
-                    print(piece, end="", flush=True)
-        finally:
-            progress.close()
-        if not args.json:
-            print(flush=True)
+        label = f"[{policy.name}] " if len(policies) > 1 else ""
+        write_answer(run, progress, label, silent=args.json)
         results.append(run.results()[0])
     if args.json:
         print(json.dumps({"results": [made_json(made) for made in results]}))
     else:
         Console(width=None if sys.stdout.isatty() else 100).print(figures(results))
     return 0
+
+
+def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) -> None:
+    """Run a generation and stream its text, with a bar while the prompt is read and while the step is compiled."""
+    pieces = iter(run)
+    try:
+        first = next(pieces, None)
+    finally:
+        progress.close()
+    with waiting("compiling the decode step"):
+        second = next(pieces, None)
+    begun = [item for item in (first, second) if item is not None]
+    for _, piece, _ in itertools.chain([(0, label, 0)], begun, pieces):
+        if not silent:
+            print(piece, end="", flush=True)
+    if not silent:
+        print(flush=True)
 
 
 def made_json(made: Any) -> dict[str, Any]:
