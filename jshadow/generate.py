@@ -15,8 +15,9 @@ from jshadow import decode
 from jshadow.checks import check_capacity, check_room, check_state
 from jshadow.config import ModelConfig
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
+from jshadow.planning import full_bytes
 from jshadow.policies import Full, Policy, ShadowKV
-from jshadow.report import CompileClock, Report, full_bytes, measured_bytes, row_figures
+from jshadow.report import CompileClock, Report, measured_bytes, row_figures
 from jshadow.sampling import Sampler, sample
 from jshadow.state import KVState, Reads, Writes
 from jshadow.step import step_writes
@@ -84,7 +85,6 @@ class Run:
             self._continue(state, policy, capacity)
         self.fetch, self.state = fetch, state
         self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
-        self.pending: Array | None = None  # last sampled tokens, not fed yet
         self.decoded = 0
 
     def _plan(self, policy: Policy, capacity: int | None) -> None:

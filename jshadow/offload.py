@@ -103,11 +103,12 @@ def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
     assert rows.start is not None
     assert rows.data.shape[2] == 1, "one unit a row and step: at the end of the tail a longer write would be shifted"
     start = rows.start if rows.valid is None else jnp.where(rows.valid, rows.start, tail.array.shape[2] - 1)
-    data = to_host(rows.data.astype(tail.array.dtype)) if tail.memory == "pinned_host" else rows.data
+    data = rows.data.astype(tail.array.dtype)
+    data = to_host(data) if tail.memory == "pinned_host" else data
     array = tail.array
     for row in range(array.shape[0]):
         one = lax.slice_in_dim(data, row, row + 1, axis=0)
-        array = lax.dynamic_update_slice(array, one.astype(array.dtype), (row, 0, start[row], 0))
+        array = lax.dynamic_update_slice(array, one, (row, 0, start[row], 0))
     return tier.replace(tail=HostArray(array, tail.memory))
 
 

@@ -60,6 +60,11 @@ def abstract_state(
     return KVState(tuple(layers), shared, lengths, counters, None, specs, policy)
 
 
+def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
+    """KV bytes of one row of full attention."""
+    return 2 * capacity * config.key_columns * itemsize * config.num_layers
+
+
 def footprint(
     config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
 ) -> dict[str, Any]:
@@ -82,5 +87,5 @@ def footprint(
         "parts": parts,
         "device_bytes": sum(device for device, _ in parts.values()),
         "host_bytes": sum(host for _, host in parts.values()),
-        "full_bytes": 2 * capacity * config.key_columns * jnp.dtype(dtype).itemsize * config.num_layers,
+        "full_bytes": full_bytes(config, capacity, jnp.dtype(dtype).itemsize),
     }

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshadow.config import ModelConfig
 from jshadow.offload import FETCH_QUANTUM
 from jshadow.state import Counters, KVState
 
@@ -85,11 +84,6 @@ def measured_bytes(state: KVState) -> dict[str, int]:
     for leaf in jax.tree.leaves((state.layers, state.shared, state.fitted)):
         sizes["device" if leaf.sharding.memory_kind in (None, "device") else "host"] += leaf.nbytes
     return sizes
-
-
-def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
-    """KV bytes of one row of full attention."""
-    return 2 * capacity * config.key_columns * itemsize * config.num_layers
 
 
 def row_figures(before: Counters, after: Counters, row: int, num_layers: int) -> dict[str, Any]:
