@@ -193,9 +193,10 @@ class RingLayer(Policy):
             pieces.append(Piece(fetched.k, fetched.v, seen[:, :, None]))
         return attend(step.q_post, pieces, spec.scale), state, speculate(step)
 
-    def attended(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         first = self.first_recent(spec, lengths)
-        return (lengths - first + jnp.minimum(first, self.selected(spec) * self.unit)).astype(jnp.float32)
+        parts = {"window": lengths - first, "selected": jnp.minimum(first, self.selected(spec) * self.unit)}
+        return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
     @classmethod
     def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
