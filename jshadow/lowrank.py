@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jshadow.rope import rotate
-from jshadow.state import Rebuild
+from jshadow.state import Rebuild, RopeTable
 
 EXACT = lax.Precision.HIGHEST  # TF32 products would bend the basis
 
@@ -61,6 +61,12 @@ def key_factors(
     return left, basis.reshape(batch, heads, dim, rank).transpose(0, 1, 3, 2)
 
 
+def project_keys(k_pre: Float[Array, "B T h_kv d"], right: Float[Array, "B h_kv r d"]) -> Float[Array, "B T r"]:
+    """Left rows [B, T, r] of later keys before RoPE, on a prompt's basis (ShadowKV, section 7.1), in right's dtype."""
+    rows = jnp.einsum("bthd,bhrd->btr", k_pre, right, precision=EXACT, preferred_element_type=jnp.float32)
+    return rows.astype(right.dtype)
+
+
 def reconstruct_keys(rebuild: Rebuild, ids: Int[Array, "B heads n"]) -> Float[Array, "B heads tokens d"]:
     """Rebuild the post-RoPE keys of selected units.
 
@@ -72,12 +78,26 @@ def reconstruct_keys(rebuild: Rebuild, ids: Int[Array, "B heads n"]) -> Float[Ar
         [B, heads, n * unit, d] in the dtype of the factors.
     """
     batch, heads, count = ids.shape
-    rank, dim = rebuild.right.shape[2:]
+    units = rebuild.left.shape[1]
+    rank = rebuild.right.shape[2]
     unit = rebuild.left.shape[2] // rank
-    rows = jnp.take_along_axis(rebuild.left[:, None], ids[..., None], axis=2, mode="clip")
+    rows, chunks = gather_rows(rebuild.left, ids), ids
+    if rebuild.tail is not None and rebuild.tail_unit is not None:
+        later = ids >= units
+        rows = jnp.where(later[..., None], gather_rows(rebuild.tail, ids - units), rows)
+        chunks = jnp.where(later, ids - units + rebuild.tail_unit[:, None, None], ids)
     rows = rows.reshape(batch, heads, count * unit, rank)
     keys = jnp.einsum("bhtr,bhrd->bhtd", rows, rebuild.right, preferred_element_type=jnp.float32)
-    table = rebuild.rope_table
-    positions = (ids[..., None] * unit + jnp.arange(unit)).reshape(batch, heads, count * unit)
+    positions = (chunks[..., None] * unit + jnp.arange(unit)).reshape(batch, heads, count * unit)
+    return rotate_by(rebuild.rope_table, keys, positions).astype(rebuild.left.dtype)
+
+
+def gather_rows(left: Float[Array, "B U width"], ids: Int[Array, "B heads n"]) -> Float[Array, "B heads n width"]:
+    """Left rows of units: left [B, U, unit * r] at ids [B, heads, n]; ids are clipped."""
+    return jnp.take_along_axis(left[:, None], ids[..., None], axis=2, mode="clip")
+
+
+def rotate_by(table: RopeTable, x: Float[Array, "*N d"], positions: Int[Array, "*N"]) -> Float[Array, "*N d"]:
+    """x [..., d] rotated at positions [...], both float32."""
     cos, sin = (jnp.take(part, positions, axis=0, mode="clip") for part in (table.cos, table.sin))
-    return rotate(keys.reshape(batch, heads, count * unit, dim), cos, sin).astype(rebuild.left.dtype)
+    return rotate(x, cos, sin)

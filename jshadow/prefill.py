@@ -172,7 +172,8 @@ def prefill_many(
     check_logits(logits)
     check_capacity(config, capacity, int(lengths.max()))
     check_piece("prefill_chunk", prefill_chunk)
-    dtype, modes = str(params.dtype), [fetch] * len(policies) if isinstance(fetch, str) else list(fetch)
+    dtype = str(params.dtype)
+    modes: list[Any] = list(fetch) if isinstance(fetch, tuple | list) else [fetch] * len(policies)
     resolved = [(policy or ShadowKV()).resolve(config, capacity) for policy in policies]
     floor = int(lengths.min()) if shortest is None else min(shortest, int(lengths.min()))
     plans = [

@@ -384,3 +384,8 @@ def own_piece(k: Array, fetched: Fetched, queries: int) -> Piece:
         return Piece(k, fetched.v, fetched.valid[:, :, None])
     shape = (batch, heads, queries, tokens // queries)
     return Piece(k.reshape(*shape, dim), fetched.v.reshape(*shape, dim), fetched.valid.reshape(shape))
+
+
+def fields_of(record: Any) -> dict[str, Any]:
+    """The fields of a state record by name, not copied."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
