@@ -15,6 +15,7 @@ from jshadow import decode
 from jshadow.checks import check_capacity, check_room, check_state
 from jshadow.config import ModelConfig
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
+from jshadow.offload import resolve_fetch
 from jshadow.planning import full_bytes
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.report import CompileClock, Report, measured_bytes, row_figures
@@ -22,6 +23,7 @@ from jshadow.sampling import Sampler, sample
 from jshadow.state import KVState, Reads, Writes
 from jshadow.step import step_writes
 from jshadow.text import TextStream, encode, split_prompts, split_stops
+from jshadow.verify import Verifier, resident_twin
 
 Progress = Callable[[int, int], None]
 
@@ -37,8 +39,8 @@ def _next_token(
 
 
 @functools.partial(jax.jit, static_argnames=("sampler",))
-def _first_token(logits: Array, key: Array, *, sampler: Sampler) -> Array:
-    return sample(sampler, logits, jax.random.fold_in(key, 0))
+def _sample(logits: Array, key: Array, index: Array, *, sampler: Sampler) -> Array:
+    return sample(sampler, logits, jax.random.fold_in(key, index))
 
 
 def bucket(tokens: int) -> int:
@@ -68,8 +70,8 @@ class Run:
             raise ConfigError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens!r}")
         if sampler is not None and not isinstance(sampler, Sampler):
             raise ConfigError(f"sampler must be a Sampler, got {sampler!r}")
-        if prefill is not None or verify:
-            raise ConfigError(f"prefill and verify must be left at None and False, got {prefill!r} and {verify!r}")
+        if prefill is not None:
+            raise ConfigError(f"prefill must be left at None, got {prefill!r}")
         self.params, self.max_new_tokens, self.progress = params, max_new_tokens, progress
         self.sampler, self.seed = sampler or Sampler(), seed
         prompts, self.bare = split_prompts(prompt)
@@ -83,7 +85,9 @@ class Run:
             self._plan(policy or ShadowKV(), capacity)
         else:
             self._continue(state, policy, capacity)
-        self.fetch, self.state = fetch, state
+        self.verify = verify
+        self.verifier: Verifier | None = None
+        self.fetch, self.state = self._fetch_mode(fetch), state
         self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
         self.decoded = 0
 
@@ -103,6 +107,13 @@ class Run:
         policy = policy.resolve(self.params.config, self.capacity)
         self.fallback = policy.fallback(self.params.config, self.capacity)
         self.policy: Policy = Full() if self.fallback else policy
+
+    def _fetch_mode(self, fetch: str) -> str:
+        """The resolved fetch mode; verifying means offloading."""
+        mode = "device_put" if self.verify and fetch == "auto" else resolve_fetch(fetch)
+        if self.verify and mode == "resident":
+            raise ConfigError("fetch must offload where verify=True, got 'resident'")
+        return mode
 
     def _continue(self, state: KVState, policy: Policy | None, capacity: int | None) -> None:
         """Check that a state can go on with these prompts."""
@@ -135,13 +146,21 @@ class Run:
             tokens[row, : len(one)] = one
         if self.state is not None:
             self.before = jax.tree.map(np.asarray, self.state.counters)
-            logits, self.state = decode.extend(self.params, tokens, lengths, self.state)
+            if self.verify:
+                self.verifier = Verifier(self.params, self.state, resident_twin(self.state))
+                logits, self.state = self.verifier.extend(tokens, lengths, self.state)
+            else:
+                logits, self.state = decode.extend(self.params, tokens, lengths, self.state)
             return logits
         shortest = int(lengths.min())
-        [(logits, self.state)] = decode.prefill_many(
-            self.params, tokens, lengths, [self.policy], capacity=self.capacity, fetch=self.fetch,
+        modes = [self.fetch, "resident"] if self.verify else [self.fetch]
+        made = decode.prefill_many(
+            self.params, tokens, lengths, [self.policy] * len(modes), capacity=self.capacity, fetch=modes,
             shortest=shortest - shortest % bucket(shortest), progress=self.progress,
         )  # fmt: skip
+        logits, self.state = made[0]
+        if self.verify:
+            self.verifier = Verifier(self.params, self.state, made[1][1])
         self.before = jax.tree.map(np.asarray, self.state.counters)
         jax.block_until_ready((logits, self.state))
         return logits
@@ -149,7 +168,7 @@ class Run:
     def __iter__(self) -> Iterator[tuple[int, str, int]]:
         key = jax.random.key(self.seed)
         stop = self._timed()
-        token = _first_token(self._start(), key, sampler=self.sampler)
+        token = _sample(self._start(), key, jnp.int32(0), sampler=self.sampler)
         values = np.asarray(token)
         self.prefill_seconds = stop()
         active = np.ones(len(self.prompts), bool)
@@ -159,15 +178,24 @@ class Run:
                 break
             assert self.state is not None
             stop = self._timed()
-            reads, writes = self.state.split()
-            token, writes = _next_token(
-                self.params.weights, jnp.asarray(values), reads, writes, jnp.asarray(active), key, jnp.int32(index),
-                config=self.params.config, sampler=self.sampler,
-            )  # fmt: skip
-            self.state = self.state.join(writes)
+            token = self._next(values, active, key, jnp.int32(index))
             values = np.asarray(token)
             self.decode_seconds += stop()
             self.decoded += int(active.sum())
+
+    def _next(self, values: np.ndarray, active: np.ndarray, key: Array, index: Array) -> Array:
+        """Feed a token to each active row, sample the next."""
+        assert self.state is not None
+        if self.verifier is not None:
+            logits, self.state = self.verifier.step(values[:, None], active.astype(np.int32), self.state)
+            return _sample(logits, key, index, sampler=self.sampler)
+        reads, writes = self.state.split()
+        token, writes = _next_token(
+            self.params.weights, jnp.asarray(values), reads, writes, jnp.asarray(active), key, index,
+            config=self.params.config, sampler=self.sampler,
+        )  # fmt: skip
+        self.state = self.state.join(writes)
+        return token
 
     def _push(self, values: np.ndarray, active: np.ndarray, *, last: bool) -> Iterator[tuple[int, str, int]]:
         """Hand new tokens to the rows that still run; clear `active` where one stops."""
@@ -185,7 +213,7 @@ class Run:
 
     def close(self) -> None:
         """Let the KV state go."""
-        self.state = None
+        self.state = self.verifier = None
 
     def results(self) -> "list[Generation]":
         """One Generation a row, once the iteration has ended."""
@@ -203,7 +231,8 @@ class Run:
                 host_bytes=sizes["host"] // batch, full_bytes=dense, prefill_seconds=self.prefill_seconds,
                 decode_seconds=self.decode_seconds, compile_seconds=self.compile_seconds,
                 decode_tokens_per_second=self.decoded / self.decode_seconds if self.decode_seconds else None,
-                fallback=self.fallback, **row_figures(self.before, counters, row, config.num_layers),
+                fallback=self.fallback, verified_steps=self.verifier.steps if self.verifier else None,
+                **row_figures(self.before, counters, row, config.num_layers),
             )  # fmt: skip
             text = stream.text if self.params.tokenizer is not None else None
             made.append(Generation(text, list(stream.tokens), report, shared, None if self.bare else row))
@@ -272,13 +301,15 @@ def generate(
         state: continue this state instead of starting one; prompts are appended to it, and it is consumed.
         stop: strings or token ids that end a generation, beside the model's own end tokens.
         prefill: reserved for sparse prefill.
-        verify: reserved for running the resident path beside the offloaded one.
+        verify: run the resident path beside the offloaded one, and fail at the first selection, fetched row or logit
+            that differs. Slow, and it needs the device memory that offloading saves.
 
     Returns:
         A Generation for a bare prompt, a list of them for a list.
 
     Raises:
         PromptError, CapacityError, ConfigError, StateMismatch, HostMemoryError: before anything runs.
+        VerificationError: with `verify`, naming step, layer and head.
     """
     run = Run(
         params, prompt, policy, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed, fetch=fetch,

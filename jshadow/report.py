@@ -53,6 +53,7 @@ class Report:
         decode_seconds: the decode steps, compilation excluded; of the whole batch.
         compile_seconds: tracing, lowering and compiling; of the whole batch.
         decode_tokens_per_second: tokens of the whole batch a second; None where no step ran.
+        verified_steps: steps in which the offloaded path was compared with the resident one; None: not asked for.
         fallback: why a dense cache was used instead of the policy, or None.
     """
 
@@ -71,6 +72,7 @@ class Report:
     compile_seconds: float
     decode_tokens_per_second: float | None
     fallback: str | None
+    verified_steps: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; the policy as its name and settings."""

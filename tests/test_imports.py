@@ -20,7 +20,7 @@ LEVELS = [
     ["policies"],
     ["checks", "planning", "step", "convert"],
     ["params", "prefill"],
-    ["decode"],
+    ["decode", "verify"],
     ["report"],
     ["generate"],
     ["evaluation"],
