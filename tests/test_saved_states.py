@@ -1,6 +1,9 @@
 """Saved states: what is loaded is the state that was saved, bit for bit and in the same memories, and goes on alike."""
 
 import dataclasses
+import json
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -105,8 +108,20 @@ def test_the_file_is_safetensors_with_a_tensor_for_every_place(tmp_path):
     assert names == set(places(state)) | {f"tokens.{row}" for row in range(BATCH)}
     assert {"layers.2.frozen.left", "layers.2.live.window.k", "lengths"} <= names
     assert len(names) == len(jax.tree.leaves(state)) + BATCH
+
+
+def test_tensors_are_aligned(tmp_path):
+    """Readers that map a file take numbers from where they lie."""
+    fitted = {"a": jnp.ones(3, bool), "b": jnp.ones(3, jnp.bfloat16), "c": jnp.ones(3)}
+    save_state(tmp_path / "state", decoded("full", "resident").replace(fitted=fitted), model())
     data = (tmp_path / "state").read_bytes()
-    assert len(data) % 4 == int.from_bytes(data[:8], "little") % 8 == 0  # bool tensors are last, all others aligned
+    size = int.from_bytes(data[:8], "little")
+    assert size % 8 == 0
+    header = json.loads(data[8 : 8 + size])
+    widths = {"F32": 4, "I32": 4, "U32": 4, "BF16": 2, "BOOL": 1}
+    starts = {name: (info["data_offsets"][0], widths[info["dtype"]]) for name, info in header.items() if name[0] != "_"}
+    assert {width for _, width in starts.values()} == {4, 2, 1}
+    assert [name for name, (start, width) in starts.items() if start % width] == []
 
 
 def test_rows_taken_and_inserted_keep_their_window(tmp_path):
@@ -221,6 +236,15 @@ def test_a_policy_that_would_come_back_as_another_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="structure"):
         save_state(tmp_path / "state", state, model())
     assert not list(tmp_path.iterdir())
+
+
+def test_the_file_is_on_disk_before_it_takes_the_name(tmp_path, monkeypatch):
+    calls = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (calls.append("replace"), replace(path, to)))
+    save_state(tmp_path / "state", decoded("full", "resident"), model())
+    assert calls == [(tmp_path / "state").stat().st_ino, "replace", tmp_path.stat().st_ino]
 
 
 @pytest.mark.parametrize("place", ["", "file/x"])
