@@ -50,14 +50,29 @@ def abstract_state(
     """The state of `batch` prompts of `prompt` tokens as ShapeDtypeStructs: nothing is allocated, no weights needed."""
     policy = policy.resolve(config, capacity)
     specs = cache_specs(config, policy, batch, capacity, prompt, dtype, offload.resolve_fetch(fetch))
+    return abstract_of(specs, policy)
+
+
+def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None) -> KVState:
+    """The state of the given specs as ShapeDtypeStructs.
+
+    Args:
+        specs: one a layer.
+        policy: resolved.
+        fitted: arrays that the policy learned, or ShapeDtypeStructs of them.
+    """
     layers = []
     for spec in specs:
-        layer = jax.eval_shape(lambda spec=spec: spec.policy.init(spec))
+        layer = jax.eval_shape(lambda fitted, spec=spec: spec.policy.init(spec, fitted), fitted)
         layers.append(layer.replace(host=offload.tier_shapes(spec.policy.host_layout(spec), spec)))
-    shared, lengths, counters = jax.eval_shape(
-        lambda: (policy.init_shared(specs), jnp.zeros(batch, jnp.int32), Counters.zeros(batch))
-    )
-    return KVState(tuple(layers), shared, lengths, counters, None, specs, policy)
+    batch = specs[0].batch
+    shared, lengths, counters, fitted = jax.eval_shape(
+        lambda fitted: (
+            policy.init_shared(specs, fitted), jnp.zeros(batch, jnp.int32), Counters.zeros(batch), fitted
+        ),
+        fitted,
+    )  # fmt: skip
+    return KVState(tuple(layers), shared, lengths, counters, fitted, specs, policy)
 
 
 def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:

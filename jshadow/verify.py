@@ -40,7 +40,7 @@ class LayerFindings(NamedTuple):
     attention: Finding | None = None
 
 
-NAMES = LayerFindings("selected chunks", "fetched values", "keys", "attention outputs")  # type: ignore[arg-type]
+NAMES = ("selected chunks", "fetched values", "keys", "attention outputs")
 
 
 def _differs(mine: Array, theirs: Array) -> Array:
@@ -77,7 +77,7 @@ def _worse(one: Finding | None, other: Finding | None) -> Finding | None:
     """Two findings of the same kind as one."""
     if one is None or other is None:
         return one or other
-    unit = None if one.unit is None else jnp.where(one.bad, one.unit, other.unit)
+    unit = None if one.unit is None or other.unit is None else jnp.where(one.bad, one.unit, other.unit)
     return Finding(one.bad | other.bad, unit)
 
 
