@@ -72,7 +72,7 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
         ),
         fitted,
     )  # fmt: skip
-    return KVState(tuple(layers), shared, lengths, counters, fitted, specs, policy)
+    return KVState(tuple(layers), shared, lengths, lengths, counters, fitted, specs, policy)
 
 
 def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:

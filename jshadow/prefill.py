@@ -205,9 +205,10 @@ def prefill_many(
             progress(index + 1, config.num_layers)
     out = _prompt_logits(params.weights, x[:, : tokens.shape[1]], row_lengths, config=config, want=logits)
     batch = len(lengths)
+    last = tokens[np.arange(batch), lengths - 1]
     return [
-        (out, commit(KVState(tuple(done), policy.init_shared(plan, fitted), jnp.array(lengths), Counters.zeros(batch),
-                             fitted, plan, policy)))
+        (out, commit(KVState(tuple(done), policy.init_shared(plan, fitted), jnp.array(lengths), jnp.array(last),
+                             Counters.zeros(batch), fitted, plan, policy)))
         for done, policy, plan in zip(layers, resolved, plans, strict=True)
     ]  # fmt: skip
 

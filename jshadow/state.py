@@ -285,6 +285,7 @@ class Writes(struct.PyTreeNode):
     layers: tuple[tuple[Any, HostArray | None], ...]
     shared: Any
     lengths: Array
+    last: Array
     counters: Counters
 
 
@@ -298,6 +299,7 @@ class KVState(struct.PyTreeNode):
         layers: one LayerState a layer.
         shared: what a policy carries across layers and steps, or None.
         lengths: tokens held by each row, int32 [B].
+        last: the last token that each row holds, int32 [B].
         counters: what was attended, selected and fetched so far.
         fitted: arrays a policy learned beforehand, or None.
         specs: static description, one a layer.
@@ -306,6 +308,7 @@ class KVState(struct.PyTreeNode):
     layers: tuple[LayerState, ...]
     shared: Any
     lengths: Array
+    last: Array
     counters: Counters
     fitted: Any
     specs: tuple[CacheSpec, ...] = struct.field(pytree_node=False)
@@ -331,7 +334,7 @@ class KVState(struct.PyTreeNode):
         reads = tuple((layer.frozen, layer.host.prompt) for layer in self.layers)
         writes = tuple((layer.live, layer.host.tail) for layer in self.layers)
         return Reads(reads, self.fitted, self.specs, self.policy), Writes(
-            writes, self.shared, self.lengths, self.counters
+            writes, self.shared, self.lengths, self.last, self.counters
         )
 
     @classmethod
@@ -341,7 +344,10 @@ class KVState(struct.PyTreeNode):
             LayerState(frozen, live, HostTier(prompt, tail))
             for (frozen, prompt), (live, tail) in zip(reads.layers, writes.layers, strict=True)
         )
-        return cls(layers, writes.shared, writes.lengths, writes.counters, reads.fitted, reads.specs, reads.policy)
+        return cls(
+            layers, writes.shared, writes.lengths, writes.last, writes.counters, reads.fitted, reads.specs,
+            reads.policy,
+        )  # fmt: skip
 
     def join(self, writes: Writes) -> "KVState":
         """This state's prompt half with a new changing half."""
@@ -410,11 +416,11 @@ class KVState(struct.PyTreeNode):
             return jax.device_put(change(np.asarray(leaf), *map(np.asarray, theirs)), leaf.sharding)
 
         new = jax.tree.map(leaf_map, self.row_trees(), *[other.row_trees() for other in others])
-        return self.replace(layers=new[0], shared=new[1], lengths=new[2], counters=new[3])
+        return self.replace(layers=new[0], shared=new[1], lengths=new[2], last=new[3], counters=new[4])
 
     def row_trees(self) -> tuple[Any, ...]:
         """The parts whose leaves have rows as their first axis."""
-        return self.layers, self.shared, self.lengths, self.counters
+        return self.layers, self.shared, self.lengths, self.last, self.counters
 
 
 def set_row(mine: np.ndarray, row: int, theirs: np.ndarray) -> np.ndarray:

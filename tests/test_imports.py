@@ -22,8 +22,10 @@ LEVELS = [
     ["params", "prefill", "state_record"],
     ["decode", "verify", "saved"],
     ["report"],
+    ["run"],
     ["generate"],
     ["evaluation"],
+    ["cli_generate"],
     ["cli"],
     ["__init__", "__main__"],
 ]
