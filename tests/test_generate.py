@@ -154,14 +154,14 @@ def test_no_new_tokens_is_a_prefill_to_be_asked():
 def test_the_next_turn_of_a_chat_is_the_whole_chat(answer):
     """The end of the answer (a newline here) is added where the state lacks it, and only there."""
     ask, turn = [{"role": "user", "content": "one two three " * 12}], [{"role": "user", "content": "and four?"}]
-    state = jshadow.generate(PARAMS, ask, jshadow.Full(), max_new_tokens=0, capacity=400).state
+    first = jshadow.generate(PARAMS, ask, jshadow.Full(), max_new_tokens=0, capacity=400)
     ids = PARAMS.tokenizer.encode(answer)
-    _, state = jshadow.extend(PARAMS, [ids], [len(ids)], state)
+    _, state = jshadow.extend(PARAMS, [ids], [len(ids)], first.state)
     second = jshadow.generate(PARAMS, turn, state=state, max_new_tokens=6)
     chat = [*ask, {"role": "assistant", "content": "fine"}, *turn]
     whole = jshadow.generate(PARAMS, chat, jshadow.Full(), max_new_tokens=6, capacity=400)
     assert second.tokens == whole.tokens
-    assert second.report.prompt_tokens + 184 + len(ids) == whole.report.prompt_tokens
+    assert first.report.prompt_tokens + len(ids) + second.report.prompt_tokens == whole.report.prompt_tokens
 
 
 def test_the_report_says_what_a_budget_means():
