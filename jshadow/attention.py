@@ -3,12 +3,13 @@
 Scores and softmax statistics are float32 whatever the dtype of queries, keys and values.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 # Large enough that a matmul dominates its loop overhead, small enough that a tile of scores stays in cache.
 QUERY_BLOCK, KEY_BLOCK = 256, 512
@@ -16,53 +17,57 @@ MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty row
 
 
 def causal_attention(
-    q: Float[Array, "B S h_q d"], k: Float[Array, "B S h_kv d"], v: Float[Array, "B S h_kv d"], scale: float
-) -> tuple[Float[Array, "B S h_q d"], Float[Array, "B h_q S"]]:
-    """Causal grouped-query attention over a whole prompt without ever holding an S x S matrix.
+    q: Float[Array, "B T h_q d"], k: Float[Array, "B S h_kv d"], v: Float[Array, "B S h_kv d"], scale: float,
+    first: Int[Array, ""] | int = 0,
+) -> tuple[Float[Array, "B T h_q d"], Float[Array, "B h_q T"]]:  # fmt: skip
+    """Causal grouped-query attention of a piece of a prompt, without ever holding a T x S matrix or copying K or V.
 
     Rows are right padded: a real query sees only keys before it, all real, so no length mask is needed, and what
     padded queries compute is never read.
 
     Args:
-        q: [B, S, h_q, d], after RoPE.
-        k: [B, S, h_kv, d], after RoPE.
+        q: [B, T, h_q, d], after RoPE, of positions first .. first + T - 1.
+        k: [B, S, h_kv, d], after RoPE; those past the piece may hold anything.
         v: [B, S, h_kv, d].
         scale: factor on the scores, 1 / sqrt(d).
+        first: position of the first query.
 
     Returns:
-        out [B, S, h_q, d] in q's dtype, and the float32 log-sum-exp of each query's scores [B, h_q, S].
+        out [B, T, h_q, d] in q's dtype, and the float32 log-sum-exp of each query's scores [B, h_q, T].
     """
     batch, length, q_heads, dim = q.shape
-    kv_heads = k.shape[2]
+    tokens, kv_heads = k.shape[1:3]
     group = q_heads // kv_heads
-    q_block, k_block = min(QUERY_BLOCK, length), min(KEY_BLOCK, length)
-    q_blocks, k_blocks = -(-length // q_block), -(-length // k_block)
+    q_block, k_block = min(QUERY_BLOCK, length), min(KEY_BLOCK, tokens)
+    q_blocks, k_blocks = -(-length // q_block), -(-tokens // k_block)
     q = jnp.pad(q, ((0, 0), (0, q_blocks * q_block - length), (0, 0), (0, 0)))
-    k, v = (jnp.pad(x, ((0, 0), (0, k_blocks * k_block - length), (0, 0), (0, 0))) for x in (k, v))
     # [blocks, B, h_kv, group * q_block, d]: the group joins the rows, so one matmul serves the whole group
     q = q.reshape(batch, q_blocks, q_block, kv_heads, group, dim).transpose(1, 0, 3, 4, 2, 5)
     q = q.reshape(q_blocks, batch, kv_heads, group * q_block, dim)
-    k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
     row = jnp.tile(jnp.arange(q_block), group)
     column = jnp.arange(k_block)
 
     def query_block(index: Array, q_tile: Array) -> tuple[Array, Array]:
+        position = first + index * q_block + row
+
         def key_block(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             top, total, out = carry
-            k_tile = lax.dynamic_slice_in_dim(k, j * k_block, k_block, axis=2)
-            v_tile = lax.dynamic_slice_in_dim(v, j * k_block, k_block, axis=2)
-            scores = jnp.einsum("bhqd,bhkd->bhqk", q_tile, k_tile, preferred_element_type=jnp.float32) * scale
-            seen = (j * k_block + column)[None, :] <= (index * q_block + row)[:, None]
+            start = jnp.minimum(j * k_block, tokens - k_block)  # the last block overlaps the one before
+            k_tile = lax.dynamic_slice_in_dim(k, start, k_block, axis=1)
+            v_tile = lax.dynamic_slice_in_dim(v, start, k_block, axis=1)
+            scores = jnp.einsum("bhqd,bkhd->bhqk", q_tile, k_tile, preferred_element_type=jnp.float32) * scale
+            key = start + column
+            seen = (key >= j * k_block)[None, :] & (key[None, :] <= position[:, None])
             scores = jnp.where(seen, scores, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             weight = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)
-            part = jnp.einsum("bhqk,bhkd->bhqd", weight.astype(v.dtype), v_tile, preferred_element_type=jnp.float32)
+            part = jnp.einsum("bhqk,bkhd->bhqd", weight.astype(v.dtype), v_tile, preferred_element_type=jnp.float32)
             return new_top, total * shrink + weight.sum(-1), out * shrink[..., None] + part
 
         shape = q_tile.shape[:-1]
         start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q_tile.shape))
-        last = ((index + 1) * q_block + k_block - 1) // k_block
+        last = (first + (index + 1) * q_block + k_block - 1) // k_block
         top, total, out = lax.fori_loop(0, jnp.minimum(last, k_blocks), key_block, start)
         return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
@@ -73,17 +78,38 @@ def causal_attention(
     return out, lse.reshape(batch, q_heads, q_blocks * q_block)[..., :length]
 
 
+def library_attention(
+    q: Float[Array, "B T h_q d"], k: Float[Array, "B S h_kv d"], v: Float[Array, "B S h_kv d"], scale: float,
+    first: Int[Array, ""], implementation: str,
+) -> Float[Array, "B T h_q d"]:  # fmt: skip
+    """`causal_attention` by JAX's fused kernels ("cudnn" on a GPU): the piece itself, and what lies before it.
+
+    The kernels' causal mask begins at the first key, so the two parts are attended apart and merged by their
+    log-sum-exps.
+    """
+    own_k, own_v = (lax.dynamic_slice_in_dim(x, first, q.shape[1], axis=1) for x in (k, v))
+    fused = functools.partial(
+        jax.nn.dot_product_attention, scale=scale, implementation=implementation, return_residual=True
+    )
+    own, own_lse = fused(q, own_k, own_v, is_causal=True)
+    # A length of 0 is no legal length: the one key that is let in then gets no weight.
+    held = jnp.full(q.shape[0], jnp.maximum(first, 1), jnp.int32)
+    before, before_lse = fused(q, k, v, key_value_seq_lengths=held)
+    share = jnp.where(first > 0, jax.nn.sigmoid(before_lse - own_lse), 0.0)[..., None]
+    return (before * share + own * (1 - share)).astype(q.dtype)
+
+
 class Piece(NamedTuple):
     """Keys and values that a decode step may attend to, somewhere in memory.
 
     Attributes:
-        k: [B, h_kv, N, d], after RoPE.
-        v: [B, h_kv, N, d].
+        k: after RoPE, [B, h_kv, N, d], or [B, h_kv, T, N, d] where each query has rows of its own.
+        v: likewise.
         valid: bool, broadcastable to [B, h_kv, T, N]: which row each query may see.
     """
 
-    k: Float[Array, "B h_kv N d"]
-    v: Float[Array, "B h_kv N d"]
+    k: Float[Array, "B h_kv *T N d"]
+    v: Float[Array, "B h_kv *T N d"]
     valid: Bool[Array, "#B #h_kv #T N"]
 
 
@@ -105,8 +131,9 @@ def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> F
     for score, piece in zip(scores, pieces, strict=True):
         weight = jnp.where(score > MASKED, jnp.exp(score - top[..., None]), 0.0)
         total = total + weight.sum(-1)
+        rows = "bhnd" if piece.v.ndim == 4 else "bhtnd"
         out = out + jnp.einsum(
-            "bhgtn,bhnd->bhgtd", weight.astype(piece.v.dtype), piece.v, preferred_element_type=jnp.float32
+            f"bhgtn,{rows}->bhgtd", weight.astype(piece.v.dtype), piece.v, preferred_element_type=jnp.float32
         )
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     batch, length, q_heads, dim = q.shape
@@ -123,7 +150,8 @@ def masked_scores(
     grouped: Float[Array, "B h_kv group T d"], piece: Piece, scale: float
 ) -> Float[Array, "B h_kv group T N"]:
     """Float32 scores [B, h_kv, group, T, N] of grouped queries; MASKED where a query may not look."""
-    scores = jnp.einsum("bhgtd,bhnd->bhgtn", grouped, piece.k, preferred_element_type=jnp.float32) * scale
+    rows = "bhnd" if piece.k.ndim == 4 else "bhtnd"
+    scores = jnp.einsum(f"bhgtd,{rows}->bhgtn", grouped, piece.k, preferred_element_type=jnp.float32) * scale
     return jnp.where(jnp.broadcast_to(piece.valid, piece.valid.shape)[:, :, None], scores, MASKED)
 
 

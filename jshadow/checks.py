@@ -64,6 +64,12 @@ def check_room(state: KVState, new: np.ndarray) -> None:
         )
 
 
+def check_piece(name: str, tokens: Any) -> None:
+    """Raise ConfigError unless tokens is an integer of at least 1."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise ConfigError(f"{name} must be an integer of at least 1, got {tokens!r}")
+
+
 def check_logits(want: Any) -> None:
     """Raise ConfigError unless want is "last", "all" or a callable."""
     if want not in ("last", "all") and not callable(want):

@@ -17,11 +17,12 @@ def to_chunks(x: Float[Array, "B S h d"], chunks: int, size: int) -> Float[Array
     return fit_tokens(x, chunks * size).reshape(batch, chunks, size, heads, dim).transpose(0, 3, 1, 2, 4)
 
 
-def take_chunks(chunked: Float[Array, "B h C size d"], ids: Int[Array, "B h n"]) -> Float[Array, "B h n*size d"]:
-    """Chunks [B, h, C, size, d] at ids [B, h, n] -> their tokens [B, h, n * size, d]."""
-    batch, heads, _, size, dim = chunked.shape
-    picked = jnp.take_along_axis(chunked, ids[..., None, None], axis=2, mode="clip")
-    return picked.reshape(batch, heads, ids.shape[2] * size, dim)
+def take_chunks(x: Float[Array, "B S h d"], ids: Int[Array, "B h n"], size: int) -> Float[Array, "B h tokens d"]:
+    """Chunks of x [B, S, h, d] at ids [B, h, n], each head its own -> their tokens [B, h, n * size, d]."""
+    batch, heads, count = ids.shape
+    tokens = (ids[..., None] * size + jnp.arange(size)).reshape(batch, heads, count * size)
+    row, head, _ = jnp.ogrid[:batch, :heads, :1]
+    return x.at[row, tokens, head].get(mode="clip")
 
 
 def take_span(x: Float[Array, "B S h d"], start: Int[Array, "B"], count: int) -> Float[Array, "B h {count} d"]:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from jshadow.checks import check_ids, check_logits, check_room, check_state, check_tokens
+from jshadow.chunking import fit_tokens
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError, PromptError
 from jshadow.planning import abstract_state as abstract_state
@@ -34,8 +35,8 @@ def step(
 ) -> tuple[Array, KVState]:
     """Traceable core of `decode_step`: no checks, no compilation of its own."""
     reads, writes = state.split()
-    active = jnp.ones_like(state.lengths, bool) if active is None else active
-    out, writes = step_writes(weights, config, token, reads, writes, active)
+    new = jnp.ones_like(state.lengths) if active is None else active.astype(jnp.int32)
+    out, writes = step_writes(weights, config, token[:, None], new, reads, writes)
     return out, state.join(writes)
 
 
@@ -43,7 +44,7 @@ def step(
 def _step(
     weights: dict, token: Array, reads: Reads, writes: Writes, active: Array, *, config: ModelConfig
 ) -> tuple[Array, Writes]:
-    return step_writes(weights, config, token, reads, writes, active)
+    return step_writes(weights, config, token[:, None], active.astype(jnp.int32), reads, writes)
 
 
 def decode_step(
@@ -96,24 +97,30 @@ def _scan_tokens(
     weights: dict, config: ModelConfig, tokens: Array, lengths: Array, reads: Reads, writes: Writes,
     want: Logits,
 ) -> tuple[Any, Writes]:  # fmt: skip
+    """Piece after piece of as many tokens as every layer's policy takes at once."""
+    batch, count = tokens.shape
+    size = min(count, *(spec.policy.extend_piece for spec in reads.specs))
+    pieces = -(-count // size)
+    tokens = fit_tokens(tokens, pieces * size).reshape(batch, pieces, size).swapaxes(0, 1)
+
     def body(carry: tuple[Writes, Array], xs: tuple[Array, Array]) -> tuple[tuple[Writes, Array], Any]:
         writes, last = carry
-        token, index = xs
-        active = index < lengths
-        out, writes = step_writes(weights, config, token, reads, writes, active)
+        piece, index = xs
+        new = jnp.clip(lengths - index * size, 0, size)
+        out, writes = step_writes(weights, config, piece, new, reads, writes, every=want != "last")
         if want == "last":
-            return (writes, jnp.where(active[:, None], out, last)), None
-        return (writes, last), out if want == "all" else want(out[:, None])  # type: ignore[operator]
+            return (writes, jnp.where((new > 0)[:, None], out, last)), None
+        return (writes, last), out if want == "all" else want(out)  # type: ignore[operator]
 
-    count = tokens.shape[1]
-    shape = (tokens.shape[0], config.vocab_size) if want == "last" else (0,)
+    shape = (batch, config.vocab_size) if want == "last" else (0,)
     start = (writes, jnp.zeros(shape, jnp.float32))
-    (writes, last), pieces = lax.scan(body, start, (tokens.T, jnp.arange(count)))
+    (writes, last), outs = lax.scan(body, start, (tokens, jnp.arange(pieces)))
     if want == "last":
         return last, writes
-    if want == "all":
-        return pieces.swapaxes(0, 1), writes
-    return jax.tree.map(lambda part: jnp.concatenate(part, axis=1), pieces), writes
+    # [pieces, B, size, ...] -> [B, count, ...]
+    return jax.tree.map(
+        lambda part: part.swapaxes(0, 1).reshape(batch, pieces * size, *part.shape[3:])[:, :count], outs
+    ), writes  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("config", "want"), donate_argnames=("writes",))
@@ -126,7 +133,10 @@ def _extend(
 def extend(
     params: Any, tokens: Any, lengths: Any, state: KVState, policy: Policy | None = None, *, logits: Logits = "last"
 ) -> tuple[Any, KVState]:
-    """Feed several tokens to each row, each with its own selection, as so many decode steps. Consumes the state.
+    """Feed several tokens to each row. Consumes the state.
+
+    They pass the model in pieces of the policy's `extend_piece`; each query selects for itself, so that the result is
+    that of as many decode steps (but with `ShadowKV(turn_selection="shared")`).
 
     Args:
         params: the Params that made the state.
@@ -164,7 +174,7 @@ def generate_steps(
 
     def body(carry: tuple[Writes, Array, Array], index: Array) -> tuple[tuple[Writes, Array, Array], Array]:
         writes, token, active = carry
-        out, writes = step_writes(weights, config, token, reads, writes, active)
+        out, writes = step_writes(weights, config, token[:, None], active.astype(jnp.int32), reads, writes)
         new = sample(sampler, out, jax.random.fold_in(key, index))
         emitted = jnp.where(active, new, -1)
         ended = functools.reduce(jnp.logical_or, [new == s for s in stop], jnp.zeros_like(active))

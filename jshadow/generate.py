@@ -32,7 +32,7 @@ def _next_token(
     config: ModelConfig, sampler: Sampler,
 ) -> tuple[Array, Writes]:  # fmt: skip
     """Feed a token to each row and sample the next: one program a step."""
-    logits, writes = step_writes(weights, config, token, reads, writes, active)
+    logits, writes = step_writes(weights, config, token[:, None], active.astype(jnp.int32), reads, writes)
     return sample(sampler, logits, jax.random.fold_in(key, index)), writes
 
 

@@ -10,31 +10,61 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jshadow.rope import rotate
-from jshadow.state import Rebuild
+from jshadow.state import Rebuild, RopeTable
+
+EXACT = lax.Precision.HIGHEST  # TF32 products would bend the basis
 
 
 def key_factors(
-    k_pre: Float[Array, "B S h_kv d"], lengths: Int[Array, "B"], rank: int
+    k_pre: Float[Array, "B S h_kv d"], lengths: Int[Array, "B"], rank: int, block: int = 2048
 ) -> tuple[Float[Array, "B S {rank}"], Float[Array, "B h_kv {rank} d"]]:
     """Factor each row's pre-RoPE keys, all KV heads side by side.
 
     Args:
         k_pre: [B, S, h_kv, d], right padded.
         lengths: int32 [B].
-        rank: columns to keep, at most h_kv * d. Columns beyond a row's length are zero.
+        rank: columns to keep, at most h_kv * d. Columns beyond a row's length are zero, unless all are kept: then
+            right is a whole orthonormal basis, and every key of any token survives it.
+        block: tokens of which a float32 copy exists at once.
 
     Returns:
-        left [B, S, rank] and right [B, h_kv, rank, d], both float32; left @ right approximates the keys.
+        left [B, S, rank] in k_pre's dtype and right [B, h_kv, rank, d] in float32; left @ right approximates the keys.
     """
     batch, length, heads, dim = k_pre.shape
-    real = jnp.arange(length)[None, :, None] < lengths[:, None, None]
-    keys = jnp.where(real, k_pre.reshape(batch, length, heads * dim).astype(jnp.float32), 0.0)
-    gram = jnp.einsum("bsm,bsn->bmn", keys, keys, precision=lax.Precision.HIGHEST)
+    width, block = heads * dim, min(block, length)
+
+    def keys(index: Array) -> tuple[Array, Array]:
+        # The last block overlaps the one before: its first tokens must count once.
+        start = jnp.minimum(index * block, length - block)
+        token = start + jnp.arange(block)
+        own = (token >= index * block) & (token < lengths[:, None])
+        rows = lax.dynamic_slice_in_dim(k_pre, start, block, axis=1).reshape(batch, block, width)
+        return jnp.where(own[..., None], rows.astype(jnp.float32), 0.0), start
+
+    def add(index: Array, gram: Array) -> Array:
+        rows, _ = keys(index)
+        return gram + jnp.einsum("bsm,bsn->bmn", rows, rows, precision=EXACT)
+
+    def project(index: Array, left: Array) -> Array:
+        rows, start = keys(index)
+        new = jnp.einsum("bsm,bmr->bsr", rows, basis, precision=EXACT).astype(left.dtype)
+        old = lax.dynamic_slice_in_dim(left, start, block, axis=1)
+        counted = (start + jnp.arange(block) < index * block)[:, None]
+        return lax.dynamic_update_slice_in_dim(left, jnp.where(counted, old, new), start, axis=1)
+
+    blocks = -(-length // block)
+    gram = lax.fori_loop(0, blocks, add, jnp.zeros((batch, width, width), jnp.float32))
     basis = jnp.linalg.eigh(gram)[1][:, :, ::-1][:, :, :rank]
-    basis = jnp.where(jnp.arange(rank) < lengths[:, None, None], basis, 0.0)
-    left = jnp.einsum("bsm,bmr->bsr", keys, basis, precision=lax.Precision.HIGHEST)
-    right = basis.reshape(batch, heads, dim, rank).transpose(0, 1, 3, 2)
-    return left, right
+    if rank < width:
+        basis = jnp.where(jnp.arange(rank) < lengths[:, None, None], basis, 0.0)
+    left = lax.fori_loop(0, blocks, project, jnp.zeros((batch, length, rank), k_pre.dtype))
+    return left, basis.reshape(batch, heads, dim, rank).transpose(0, 1, 3, 2)
+
+
+def project_keys(k_pre: Float[Array, "B T h_kv d"], right: Float[Array, "B h_kv r d"]) -> Float[Array, "B T r"]:
+    """Left rows [B, T, r] of later keys before RoPE, on a prompt's basis (ShadowKV, section 7.1), in right's dtype."""
+    rows = jnp.einsum("bthd,bhrd->btr", k_pre, right, precision=EXACT, preferred_element_type=jnp.float32)
+    return rows.astype(right.dtype)
 
 
 def reconstruct_keys(rebuild: Rebuild, ids: Int[Array, "B heads n"]) -> Float[Array, "B heads tokens d"]:
@@ -48,12 +78,26 @@ def reconstruct_keys(rebuild: Rebuild, ids: Int[Array, "B heads n"]) -> Float[Ar
         [B, heads, n * unit, d] in the dtype of the factors.
     """
     batch, heads, count = ids.shape
-    rank, dim = rebuild.right.shape[2:]
+    units = rebuild.left.shape[1]
+    rank = rebuild.right.shape[2]
     unit = rebuild.left.shape[2] // rank
-    rows = jnp.take_along_axis(rebuild.left[:, None], ids[..., None], axis=2, mode="clip")
+    rows, chunks = gather_rows(rebuild.left, ids), ids
+    if rebuild.tail is not None and rebuild.tail_unit is not None:
+        later = ids >= units
+        rows = jnp.where(later[..., None], gather_rows(rebuild.tail, ids - units), rows)
+        chunks = jnp.where(later, ids - units + rebuild.tail_unit[:, None, None], ids)
     rows = rows.reshape(batch, heads, count * unit, rank)
     keys = jnp.einsum("bhtr,bhrd->bhtd", rows, rebuild.right, preferred_element_type=jnp.float32)
-    table = rebuild.rope_table
-    positions = (ids[..., None] * unit + jnp.arange(unit)).reshape(batch, heads, count * unit)
+    positions = (chunks[..., None] * unit + jnp.arange(unit)).reshape(batch, heads, count * unit)
+    return rotate_by(rebuild.rope_table, keys, positions).astype(rebuild.left.dtype)
+
+
+def gather_rows(left: Float[Array, "B U width"], ids: Int[Array, "B heads n"]) -> Float[Array, "B heads n width"]:
+    """Left rows of units: left [B, U, unit * r] at ids [B, heads, n]; ids are clipped."""
+    return jnp.take_along_axis(left[:, None], ids[..., None], axis=2, mode="clip")
+
+
+def rotate_by(table: RopeTable, x: Float[Array, "*N d"], positions: Int[Array, "*N"]) -> Float[Array, "*N d"]:
+    """x [..., d] rotated at positions [...], both float32."""
     cos, sin = (jnp.take(part, positions, axis=0, mode="clip") for part in (table.cos, table.sin))
-    return rotate(keys.reshape(batch, heads, count * unit, dim), cos, sin).astype(rebuild.left.dtype)
+    return rotate(x, cos, sin)

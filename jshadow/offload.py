@@ -9,6 +9,7 @@ On host arrays inside jit only four things are safe on a GPU: device_put of a wh
 dynamic_update_slice, and a function under compute_on("device_host"). So there is no indexing, reshape or scatter here.
 """
 
+import itertools
 import os
 
 import jax
@@ -101,14 +102,14 @@ def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
     tail = tier.tail
     assert tail is not None
     assert rows.start is not None
-    assert rows.data.shape[2] == 1, "one unit a row and step: at the end of the tail a longer write would be shifted"
+    # One unit at a time: at the end of the tail a longer slice would be shifted onto its neighbours.
     start = rows.start if rows.valid is None else jnp.where(rows.valid, rows.start, tail.array.shape[2] - 1)
     data = rows.data.astype(tail.array.dtype)
     data = to_host(data) if tail.memory == "pinned_host" else data
     array = tail.array
-    for row in range(array.shape[0]):
-        one = lax.slice_in_dim(data, row, row + 1, axis=0)
-        array = lax.dynamic_update_slice(array, one, (row, 0, start[row], 0))
+    for row, unit in itertools.product(range(array.shape[0]), range(data.shape[2])):
+        one = lax.dynamic_slice(data, (row, 0, unit, 0), (1, data.shape[1], 1, data.shape[3]))
+        array = lax.dynamic_update_slice(array, one, (row, 0, start[row, unit], 0))
     return tier.replace(tail=HostArray(array, tail.memory))
 
 

@@ -1,4 +1,8 @@
-"""Prefill: a ragged batch of prompts through the model, layer by layer, each layer compiled once for all of them."""
+"""Prefill: a ragged batch of prompts through the model, layer by layer, within a bound of device memory.
+
+A layer is compiled once for all of them. In it the prompt passes piece by piece; then the policy compresses the
+layer's keys and values, its host rows leave while the next layer computes, and keys and values are freed.
+"""
 
 import dataclasses
 import functools
@@ -8,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from jshadow import offload
-from jshadow.attention import causal_attention
-from jshadow.checks import check_capacity, check_logits, check_tokens
+from jshadow.attention import causal_attention, library_attention
+from jshadow.checks import check_capacity, check_logits, check_piece, check_tokens
+from jshadow.chunking import fit_tokens
 from jshadow.config import ModelConfig
 from jshadow.models.transformer import Heads, apply_block, embed
 from jshadow.models.transformer import logits as model_logits
@@ -25,37 +30,88 @@ Logits = str | Callable[[Array], Any]
 LOGITS_PIECE = 256  # tokens of float32 logits that exist at once for a callable
 
 
-@functools.partial(jax.jit, static_argnames=("config", "needs_all", "q_tail"))
+@functools.partial(
+    jax.jit, static_argnames=("config", "needs_all", "q_tail", "prefill_chunk"), donate_argnames=("x",)
+)  # fmt: skip
 def _prefill_layer(
-    weights: dict, x: Array, lengths: Array, *, config: ModelConfig, needs_all: bool, q_tail: int
+    weights: dict, x: Array, lengths: Array, *, config: ModelConfig, needs_all: bool, q_tail: int, prefill_chunk: int
 ) -> tuple[Array, PromptKV]:
-    """One block over the whole prompt: hidden states [B, S, D] on, and the prompt's keys and values."""
-    positions = jnp.arange(x.shape[1], dtype=jnp.int32)
-    cos, sin = cos_sin(positions, jnp.asarray(inverse_frequencies(config.rope, config.head_dim)))
-    cos, sin = cos[:, None], sin[:, None]
+    """One block over the prompt, piece after piece: hidden states [B, S, D] on, and the prompt's keys and values.
 
-    def cache(heads: Heads) -> tuple[Array, PromptKV]:
-        q, k = rotate(heads.q_pre, cos, sin), rotate(heads.k_pre, cos, sin)
-        out, lse = prompt_attention(q, k, heads.v, needs_all)
-        tail = None
-        if q_tail:
-            index = jnp.maximum(lengths[:, None] - q_tail + jnp.arange(q_tail), 0)
-            tail = jnp.take_along_axis(q, index[:, :, None, None], axis=1, mode="clip")
-        prompt = PromptKV(
-            heads.k_pre, k, heads.v, lengths, jnp.broadcast_to(positions, x.shape[:2]), tail,
-            q if needs_all else None, lse if needs_all else None,
+    What is larger than a piece is written in place: the hidden states, and the layer's keys and values, which the
+    pieces that follow attend to.
+    """
+    batch, tokens = x.shape[:2]
+    count, size = pieces_of(tokens, prefill_chunk)
+    assert count * size == tokens, f"{tokens} tokens are no {count} pieces of {size}"
+
+    def zeros(*shape: int, dtype: Any = x.dtype) -> Array:
+        return jnp.zeros((batch, *shape), dtype)
+
+    rows, queries = (tokens, config.kv_heads, config.head_dim), (config.q_heads, config.head_dim)
+    prompt = PromptKV(
+        k_pre=zeros(*rows), k_post=zeros(*rows), v=zeros(*rows), lengths=lengths,
+        positions=jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens)),
+        q_tail=zeros(q_tail, *queries) if q_tail else None,
+        q_post=zeros(tokens, *queries) if needs_all else None,
+        lse=zeros(config.q_heads, tokens, dtype=jnp.float32) if needs_all else None,
+    )  # fmt: skip
+    inverse = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
+
+    def piece(index: Array, carry: tuple[Array, PromptKV]) -> tuple[Array, PromptKV]:
+        x, prompt = carry
+        first = index * size
+        cos, sin = (part[:, None] for part in cos_sin(first + jnp.arange(size, dtype=jnp.int32), inverse))
+
+        def cache(heads: Heads) -> tuple[Array, PromptKV]:
+            q, k = rotate(heads.q_pre, cos, sin), rotate(heads.k_pre, cos, sin)
+            held = prompt.replace(
+                k_pre=put(prompt.k_pre, heads.k_pre, first), k_post=put(prompt.k_post, k, first),
+                v=put(prompt.v, heads.v, first), q_tail=tail_queries(prompt.q_tail, q, lengths, first),
+            )  # fmt: skip
+            out, lse = piece_attention(q, held.k_post, held.v, first, needs_all)
+            if held.q_post is not None and held.lse is not None and lse is not None:
+                held = held.replace(
+                    q_post=put(held.q_post, q, first), lse=lax.dynamic_update_slice_in_dim(held.lse, lse, first, 2)
+                )  # fmt: skip
+            return out, held
+
+        out, prompt = apply_block(
+            {"layer_0": weights}, config, 0, lax.dynamic_slice_in_dim(x, first, size, axis=1), cache
         )  # fmt: skip
-        return out, prompt
+        return put(x, out, first), prompt
 
-    return apply_block({"layer_0": weights}, config, 0, x, cache)
+    return lax.fori_loop(0, count, piece, (x, prompt))
 
 
-def prompt_attention(q: Array, k: Array, v: Array, with_lse: bool) -> tuple[Array, Array | None]:
-    """Causal attention of a prompt: cuDNN's on a GPU where it applies, blockwise elsewhere."""
+def pieces_of(tokens: int, prefill_chunk: int) -> tuple[int, int]:
+    """How a prompt is cut: (pieces, tokens of each), equal pieces of at most prefill_chunk that cover the tokens."""
+    count = -(-tokens // prefill_chunk)
+    return count, -(-tokens // count)
+
+
+def put(whole: Array, piece: Array, first: Array) -> Array:
+    """whole [B, S, ...] with piece [B, P, ...] at tokens first .. first + P - 1."""
+    return lax.dynamic_update_slice_in_dim(whole, piece.astype(whole.dtype), first, axis=1)
+
+
+def tail_queries(tail: Array | None, q: Array, lengths: Array, first: Array) -> Array | None:
+    """tail [B, w, h_q, d] with those of each row's last w real queries that lie in this piece's q [B, P, h_q, d]."""
+    if tail is None:
+        return None
+    w = tail.shape[1]
+    index = jnp.maximum(lengths[:, None] - w + jnp.arange(w), 0) - first
+    inside = (index >= 0) & (index < q.shape[1])
+    own = jnp.take_along_axis(q, index[:, :, None, None], axis=1, mode="clip")
+    return jnp.where(inside[:, :, None, None], own, tail)
+
+
+def piece_attention(q: Array, k: Array, v: Array, first: Array, with_lse: bool) -> tuple[Array, Array | None]:
+    """Causal attention of a piece: cuDNN's on a GPU where it applies, blockwise elsewhere."""
     scale = float(1 / np.sqrt(q.shape[-1]))
     if jax.default_backend() == "gpu" and not with_lse and q.dtype in (jnp.bfloat16, jnp.float16):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale, implementation="cudnn"), None
-    return causal_attention(q, k, v, scale)
+        return library_attention(q, k, v, scale, first, "cudnn"), None
+    return causal_attention(q, k, v, scale, first)
 
 
 def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
@@ -92,9 +148,9 @@ def _prompt_logits(weights: dict, x: Array, lengths: Array, *, config: ModelConf
 
 
 def prefill_many(
-    params: Any, tokens: Any, lengths: Any, policies: Sequence[Policy | None], *, capacity: int, fetch: str = "auto",
-    fitted: Any = None, logits: Logits = "last", shortest: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    params: Any, tokens: Any, lengths: Any, policies: Sequence[Policy | None], *, capacity: int,
+    fetch: str | Sequence[str] = "auto", fitted: Any = None, logits: Logits = "last", prefill_chunk: int = 2048,
+    shortest: int | None = None, progress: Callable[[int, int], None] | None = None,
 ) -> list[tuple[Any, KVState]]:  # fmt: skip
     """Prefill once, exactly, and let every policy compress each layer.
 
@@ -102,7 +158,8 @@ def prefill_many(
         params: Params.
         tokens, lengths: as in `prefill`.
         policies: one state is made for each.
-        capacity, fetch, fitted, logits: as in `prefill`.
+        capacity, fitted, logits, prefill_chunk: as in `prefill`.
+        fetch: one mode for all, or one for each policy.
         shortest: size the windows as if the shortest prompt had this many tokens (a bucket, so that near lengths
             share one compiled step); None: its real length.
         progress: called with (layers done, layers) as they finish.
@@ -114,28 +171,39 @@ def prefill_many(
     tokens, lengths = check_tokens(config, tokens, lengths, least=1)
     check_logits(logits)
     check_capacity(config, capacity, int(lengths.max()))
-    dtype, mode = str(params.dtype), offload.resolve_fetch(fetch)
+    check_piece("prefill_chunk", prefill_chunk)
+    dtype = str(params.dtype)
+    modes: list[Any] = list(fetch) if isinstance(fetch, tuple | list) else [fetch] * len(policies)
     resolved = [(policy or ShadowKV()).resolve(config, capacity) for policy in policies]
     floor = int(lengths.min()) if shortest is None else min(shortest, int(lengths.min()))
-    plans = [cache_specs(config, policy, len(lengths), capacity, floor, dtype, mode) for policy in resolved]
+    plans = [
+        cache_specs(config, policy, len(lengths), capacity, floor, dtype, offload.resolve_fetch(mode))
+        for policy, mode in zip(resolved, modes, strict=True)
+    ]  # fmt: skip
     offload.check_host_memory(sum(offload.host_bytes(specs) for specs in plans))
     row_lengths = jnp.asarray(lengths)
-    x = _embed(params.weights, jnp.asarray(tokens), config=config)
+    count, size = pieces_of(tokens.shape[1], prefill_chunk)
+    x = _embed(params.weights, fit_tokens(jnp.asarray(tokens), count * size), config=config)
     layers: list[list[LayerState]] = [[] for _ in resolved]
+    travelling: list[HostTier] = []
     for index in range(config.num_layers):
         specs = [plan[index] for plan in plans]
         x, prompt = _prefill_layer(
             params.weights[f"layer_{index}"], x, row_lengths, config=config,
             needs_all=any("q_all" in spec.policy.needs for spec in specs),
-            q_tail=max(spec.policy.q_tail for spec in specs),
+            q_tail=max(spec.policy.q_tail for spec in specs), prefill_chunk=prefill_chunk,
         )  # fmt: skip
+        # The layer before may still be on its way to the host, never two: that bounds the rows in flight.
+        jax.block_until_ready(travelling)
         for done, spec in zip(layers, specs, strict=True):
             state, write = _compress(needed(prompt, spec), fitted, spec=dataclasses.replace(spec, layer=None))
             done.append(state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write)))
+        travelling = [done[-1].host for done in layers]
+        del prompt, write  # or they would live on beside the next layer's
         if progress is not None:
             jax.block_until_ready(x)
             progress(index + 1, config.num_layers)
-    out = _prompt_logits(params.weights, x, row_lengths, config=config, want=logits)
+    out = _prompt_logits(params.weights, x[:, : tokens.shape[1]], row_lengths, config=config, want=logits)
     batch = len(lengths)
     return [
         (out, commit(KVState(tuple(done), policy.init_shared(plan, fitted), jnp.array(lengths), Counters.zeros(batch),
@@ -155,7 +223,7 @@ def commit(state: KVState) -> KVState:
 
 def prefill(
     params: Any, tokens: Any, lengths: Any, policy: Policy | None = None, *, capacity: int, fetch: str = "auto",
-    fitted: Any = None, logits: Logits = "last",
+    fitted: Any = None, logits: Logits = "last", prefill_chunk: int = 2048,
 ) -> tuple[Any, KVState]:  # fmt: skip
     """Run a ragged batch of prompts through the model and make its KV state.
 
@@ -169,6 +237,8 @@ def prefill(
         fitted: arrays that the policy learned.
         logits: "last": [B, V] at each row's last real token; "all": [B, S, V]; or a callable that is given the
             float32 logits [B, P, V] of one piece of tokens after another and whose results [B, P, ...] are joined.
+        prefill_chunk: tokens that go through a layer at once. Smaller pieces take less device memory
+            (`planning.prefill_bytes` tells how much), never another result.
 
     Returns:
         float32 logits, and the state.
@@ -176,9 +246,10 @@ def prefill(
     Raises:
         PromptError: empty batch or row, misshaped tokens or lengths, a token id out of range.
         CapacityError: a prompt is longer than the capacity, or the capacity than the model's context.
-        ConfigError: a policy setting, fetch mode or logits choice is out of range.
+        ConfigError: a policy setting, fetch mode, logits choice or prefill_chunk is out of range.
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
     return prefill_many(
-        params, tokens, lengths, [policy], capacity=capacity, fetch=fetch, fitted=fitted, logits=logits
-    )[0]
+        params, tokens, lengths, [policy], capacity=capacity, fetch=fetch, fitted=fitted, logits=logits,
+        prefill_chunk=prefill_chunk,
+    )[0]  # fmt: skip

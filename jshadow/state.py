@@ -178,8 +178,8 @@ class HostWrite(struct.PyTreeNode):
 
     Attributes:
         data: [B, heads, n, planes * unit * d].
-        start: first tail unit of each row, int32 [B]; None: `data` is the whole prompt.
-        valid: bool [B]; rows that are False are written nowhere.
+        start: tail unit of each of the n, int32 [B, n]; None: `data` is the whole prompt.
+        valid: bool [B, n]; units that are False are written nowhere. None: all are written.
     """
 
     data: Array
@@ -194,11 +194,15 @@ class Rebuild(struct.PyTreeNode):
         left: [B, U, unit * r], one unit contiguous.
         right: [B, heads, r, d].
         rope_table: of all positions; token j of unit u sits at position u * unit + j.
+        tail: left rows of the units written after the prompt [B, T, unit * r], with ids from U on.
+        tail_unit: unit of the sequence at the front of the tail, int32 [B].
     """
 
     left: Array
     right: Array
     rope_table: RopeTable
+    tail: Array | None = None
+    tail_unit: Array | None = None
 
 
 class Selection(struct.PyTreeNode):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -36,10 +37,25 @@ def rope_table(config: ModelConfig, length: int) -> RopeTable:
     return RopeTable(*cos_sin(positions, jnp.asarray(inverse_frequencies(config.rope, config.head_dim))))
 
 
+@dataclasses.dataclass
+class LayerWork:
+    """What one layer moved: bytes a row, the selections whose hits are followed, arrivals for the next step."""
+
+    moved: int = 0
+    followed: list[Selection] = dataclasses.field(default_factory=list)
+    later: list[tuple[int, Selection, Fetched]] = dataclasses.field(default_factory=list)
+
+    def add(self, spec: CacheSpec, selection: Selection, layout: Any) -> None:
+        """Count one fetch."""
+        self.moved += offload.fetched_bytes(spec, selection, layout)
+        if selection.hit is not None:
+            self.followed.append(selection)
+
+
 def step_layer(
     spec: CacheSpec, state: LayerState, step: StepKV, carry: Any, inbox: dict[int, Fetched],
     specs: tuple[CacheSpec, ...], tiers: list[HostTier],
-) -> tuple[Array, LayerState, Any, "LayerWork"]:  # fmt: skip
+) -> tuple[Array, LayerState, Any, LayerWork]:  # fmt: skip
     """One layer of one step: append, select, fetch, receive, attend, plan. The order of the whole system.
 
     Args:
@@ -82,39 +98,38 @@ def step_layer(
     return out, state, carry, work
 
 
-@dataclasses.dataclass
-class LayerWork:
-    """What one layer moved: bytes a row, the selections whose hits are followed, arrivals for the next step."""
-
-    moved: int = 0
-    followed: list[Selection] = dataclasses.field(default_factory=list)
-    later: list[tuple[int, Selection, Fetched]] = dataclasses.field(default_factory=list)
-
-    def add(self, spec: CacheSpec, selection: Selection, layout: Any) -> None:
-        """Count one fetch."""
-        self.moved += offload.fetched_bytes(spec, selection, layout)
-        if selection.hit is not None:
-            self.followed.append(selection)
-
-
 def step_writes(
-    weights: dict, config: ModelConfig, token: Array, reads: Reads, writes: Writes, active: Array
-) -> tuple[Array, Writes]:
-    """One decode step on the two halves of a state: float32 logits [B, V] and the new changing half."""
+    weights: dict, config: ModelConfig, tokens: Array, new: Array, reads: Reads, writes: Writes, *, every: bool = False,
+    run_layer: Callable[..., tuple[Array, LayerState, Any, LayerWork]] = step_layer,
+) -> tuple[Array, Writes]:  # fmt: skip
+    """One step on the two halves of a state.
+
+    Args:
+        weights, config: the model.
+        tokens: int32 [B, T], right padded; T > 1 only up to every layer's `policy.extend_piece`.
+        new: how many of them are real, int32 [B], 0 .. T.
+        reads, writes: the state.
+        every: logits of all tokens, not only of each row's last real one.
+        run_layer: what passes a layer; `step_layer`, or something around it that looks on.
+
+    Returns:
+        float32 logits [B, V], or [B, T, V], and the new changing half.
+    """
     specs, policy, lengths = reads.specs, reads.policy, writes.lengths
-    rows = policy.step_rows
-    guess = [] if rows == 1 else [writes.shared.guess]  # contract: two-row policies keep their guess there
-    tokens = jnp.stack([token, *guess], axis=1)
-    positions = lengths[:, None] + jnp.arange(rows, dtype=jnp.int32)
-    # only the first row is real: a guessed token is asked about, never remembered
-    valid = active[:, None] & (jnp.arange(rows) == 0)
-    table = rope_table(config, specs[0].capacity + rows)
+    count = tokens.shape[1]
+    guessed = policy.step_rows > 1  # contract: a two-row policy keeps its guess in shared.guess
+    assert count == 1 or not guessed, "a guess follows one token, not a piece of a turn"
+    asked = jnp.concatenate([tokens, writes.shared.guess[:, None]], axis=1) if guessed else tokens
+    positions = lengths[:, None] + jnp.arange(asked.shape[1], dtype=jnp.int32)
+    # a guessed token is asked about, never remembered
+    valid = jnp.arange(asked.shape[1]) < new[:, None]
+    table = rope_table(config, specs[0].capacity + asked.shape[1])
     inverse = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
     cos, sin = (part[:, :, None] for part in cos_sin(positions, inverse))
     state = KVState.of(reads, writes)
     layers = list(state.layers)
     tiers = [layer.host for layer in layers]
-    x, carry, works = embed(weights, config, tokens), None, []
+    x, carry, works = embed(weights, config, asked), None, []
     inbox: dict[int, Fetched] = {}
     for index, spec in enumerate(specs):
 
@@ -126,7 +141,7 @@ def step_writes(
                 heads.q_pre, rotate(heads.q_pre, cos, sin), heads.k_pre, rotate(heads.k_pre, cos, sin), heads.v,
                 positions, valid, lengths, heads.x_in, table, q_next if index + 1 < len(specs) else None,
             )  # fmt: skip
-            out, layer, after, work = step_layer(spec, layers[index], step, carried, inbox, specs, tiers)
+            out, layer, after, work = run_layer(spec, layers[index], step, carried, inbox, specs, tiers)
             return out, (layer, after, work)
 
         x, (layers[index], carry, work) = apply_block(weights, config, index, x, cache)
@@ -134,26 +149,32 @@ def step_writes(
         works.append(work)
     for target, selection, brought in (item for work in works for item in work.later):
         layers[target] = specs[target].policy.receive(specs[target], layers[target], selection, brought)
+    if not (every or guessed):
+        x = jnp.take_along_axis(x, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
     out = model_logits(weights, config, x)
-    impossible = (token < 0) | (token >= config.vocab_size) | (state.room() < 1)
-    out = jnp.where((active & impossible)[:, None, None], jnp.nan, out)
-    held = lengths + active.astype(jnp.int32)
-    counters = count_step(writes.counters, specs, layers, works, held, active)
-    new = tuple((layer.live, layer.host.tail) for layer in layers)
+    impossible = (valid[:, :count] & ((tokens < 0) | (tokens >= config.vocab_size))).any(axis=1) | (state.room() < new)
+    out = jnp.where(impossible[:, None, None], jnp.nan, out)
+    held = lengths + new
+    counters = count_step(writes.counters, specs, layers, works, positions + 1, valid)
+    changed = tuple((layer.live, layer.host.tail) for layer in layers)
     shared = jax.tree.map(
-        lambda fresh, old: jnp.where(active.reshape(-1, *[1] * (old.ndim - 1)), fresh, old),
+        lambda fresh, old: jnp.where((new > 0).reshape(-1, *[1] * (old.ndim - 1)), fresh, old),
         policy.after_step(writes.shared, out, held), writes.shared,
     )  # fmt: skip
-    return out[:, 0], Writes(new, shared, held, counters)
+    return out[:, :count] if every else out[:, 0], Writes(changed, shared, held, counters)
 
 
 def count_step(
     counters: Counters, specs: tuple[CacheSpec, ...], layers: list[LayerState], works: list[LayerWork], held: Array,
-    active: Array,
+    valid: Array,
 ) -> Counters:  # fmt: skip
-    """Add one step to the counters of the active rows."""
-    one = active.astype(jnp.uint32)
-    seen = [spec.policy.attended(spec, layer, held) for spec, layer in zip(specs, layers, strict=True)]
+    """Add one step to the counters; held, int32 [B, T]: tokens that each query sees behind it, itself included."""
+    queries = valid.sum(axis=1, dtype=jnp.uint32)
+    one = (queries > 0).astype(jnp.uint32)
+    seen = [
+        jax.vmap(functools.partial(spec.policy.attended, spec, layer), in_axes=1, out_axes=1)(held)
+        for spec, layer in zip(specs, layers, strict=True)
+    ]
     followed = [selection for work in works for selection in work.followed]
 
     def total(masks: list[Array]) -> Array:
@@ -161,8 +182,8 @@ def count_step(
         return functools.reduce(jnp.add, counts, jnp.zeros_like(one)) * one
 
     return Counters(
-        steps=counters.steps + one,
-        attended=counters.attended + jnp.where(active, functools.reduce(jnp.add, seen), 0.0),
+        steps=counters.steps + queries,
+        attended=counters.attended + jnp.where(valid, functools.reduce(jnp.add, seen), 0.0).sum(axis=1),
         selected=counters.selected + total([selection.valid for selection in followed]),
         hits=counters.hits
         + total([selection.valid & hit for selection in followed if (hit := selection.hit) is not None]),

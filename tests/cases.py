@@ -6,7 +6,7 @@ A policy that is not listed in POLICY_CASES fails test_every_policy_has_a_case: 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ from probe import Probe
 from jshadow import decode
 from jshadow.config import ModelConfig, RopeConfig
 from jshadow.params import Params, init_params
-from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM
+from jshadow.policies import Full, Policy, ShadowKV, ShadowKVPlus, StreamingLLM
 from jshadow.state import KVState
 
 # Three layers: the probe has three kinds of them. A prime vocabulary: a wrong reshape cannot hide.
@@ -47,19 +47,28 @@ class PolicyCase(NamedTuple):
     lossless: Callable[[int, ModelConfig], Policy]
 
 
-def lossless_shadowkv(num_tokens: int, config: ModelConfig) -> ShadowKV:
-    """Few outliers, so that most chunks are really selected, rebuilt and fetched."""
-    return dataclasses.replace(
-        ShadowKV.lossless(num_tokens, config), chunk_size=4, outlier_chunks=2, local_chunks=2
-    )  # fmt: skip
+# Few outliers, so that most chunks are really selected, rebuilt and fetched.
+SMALL: dict[str, Any] = dict(chunk_size=4, outlier_chunks=2, local_chunks=2)
+REFERENCE: dict[str, Any] = dict(score_dim=128, score_dtype="bfloat16", exact_preload=True, chunk_multiple=2)
+PLUS: dict[str, Any] = dict(chunk_size=4, outlier_chunks=2, local_chunks=1, extra_outlier_chunks=2, extend_piece=6)
+
+
+def shadowkv_case(policy: type[ShadowKV], **settings: Any) -> PolicyCase:
+    """A ShadowKV that rebuilds a part of the keys roughly, and the same with everything kept."""
+
+    def lossless(num_tokens: int, config: ModelConfig) -> Policy:
+        return dataclasses.replace(policy.lossless(num_tokens, config), **settings)
+
+    return PolicyCase(policy(rank=12, budget=16, **settings), lossless)
 
 
 POLICY_CASES = {
     "full": PolicyCase(Full(), Full.lossless),
     "streaming_llm": PolicyCase(StreamingLLM(sinks=2, window=12), StreamingLLM.lossless),
-    "shadowkv": PolicyCase(
-        ShadowKV(rank=12, chunk_size=4, budget=16, outlier_chunks=2, local_chunks=2), lossless_shadowkv
-    ),
+    "shadowkv": shadowkv_case(ShadowKV, **SMALL),
+    "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, **REFERENCE),
+    "shadowkv_plus": shadowkv_case(ShadowKVPlus, **PLUS),
+    "shadowkv_projected": shadowkv_case(ShadowKVPlus, **SMALL, plus_mode="project_only"),
     "probe": PolicyCase(Probe(keep=3), Probe.lossless),
 }
 

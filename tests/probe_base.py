@@ -151,9 +151,9 @@ class RingLayer(Policy):
         if self.host_layout(spec) is None:
             return state, None
         planes = jnp.stack([self.open_unit(spec, x, step) for x in (k, v)], axis=2)
-        start = step.positions[:, 0] // self.unit - state.frozen.units
+        start = (step.positions[:, 0] // self.unit - state.frozen.units)[:, None]
         data = planes.reshape(spec.batch, spec.kv_heads, 1, -1)
-        return state, HostWrite(data, start, step.valid[:, 0])
+        return state, HostWrite(data, start, step.valid[:, :1])
 
     def open_unit(self, spec: CacheSpec, ring: Array, step: StepKV) -> Array:
         """The unit that the new token is in, [B, h, unit, d]; what is not there yet is stale."""
@@ -193,9 +193,10 @@ class RingLayer(Policy):
             pieces.append(Piece(fetched.k, fetched.v, seen[:, :, None]))
         return attend(step.q_post, pieces, spec.scale), state, speculate(step)
 
-    def attended(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         first = self.first_recent(spec, lengths)
-        return (lengths - first + jnp.minimum(first, self.selected(spec) * self.unit)).astype(jnp.float32)
+        parts = {"window": lengths - first, "selected": jnp.minimum(first, self.selected(spec) * self.unit)}
+        return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
     @classmethod
     def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:

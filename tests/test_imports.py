@@ -14,7 +14,7 @@ LEVELS = [
     ["errors"],
     ["config"],
     ["rope", "attention", "state", "chunking", "sampling", "text", "progress"],
-    ["lowrank"],
+    ["lowrank", "landmarks"],
     ["models"],
     ["offload"],
     ["policies"],

@@ -53,6 +53,11 @@ def kept(state):
     return {path: leaf[:, :, :-1] if path.endswith(".array") else leaf for path, leaf in changing(state).items()}
 
 
+def remembered(state):
+    """`kept` without the bytes moved: a turn moves units for the padding of its last piece too."""
+    return {path: leaf for path, leaf in kept(state).items() if not path.endswith(".fetched")}
+
+
 def test_every_policy_has_a_case():
     assert set(POLICIES) <= set(POLICY_CASES)
 
@@ -223,8 +228,8 @@ def test_split_turns_are_one_turn(name, fetch):
     second = np.stack([STEPS[0, 3:7], STEPS[1, :4], np.append(STEPS[2, 3:6], 0)])
     twice, split = decode.extend(model(), second, [4, 4, 3], split)
     np.testing.assert_allclose(once, twice, atol=1e-4)
-    for path, leaf in kept(state).items():
-        np.testing.assert_allclose(kept(split)[path], leaf, atol=1e-4, err_msg=path)
+    for path, leaf in remembered(state).items():
+        np.testing.assert_allclose(remembered(split)[path], leaf, atol=1e-4, err_msg=path)
 
 
 # Law 4
@@ -243,8 +248,8 @@ def test_extend_is_steps(name, fetch):
     np.testing.assert_allclose(last[0], everything[0, 6], atol=1e-6)
     np.testing.assert_allclose(last[2], everything[2, 3], atol=1e-6)
     assert not np.asarray(last[1]).any()
-    for path, leaf in changing(stepped).items():
-        np.testing.assert_allclose(changing(extended)[path], leaf, atol=1e-4, err_msg=path)
+    for path, leaf in remembered(stepped).items():
+        np.testing.assert_allclose(remembered(extended)[path], leaf, atol=1e-4, err_msg=path)
 
 
 @policies

@@ -223,7 +223,7 @@ def test_a_step_neither_scatters_on_the_host_nor_moves_all_of_it(name):
     args = (model().weights, jnp.zeros(BATCH, jnp.int32), reads, writes, jnp.ones(BATCH, bool))
 
     def run(weights, token, reads, writes, active):
-        return step_writes(weights, TINY, token, reads, writes, active)
+        return step_writes(weights, TINY, token[:, None], active.astype(jnp.int32), reads, writes)
 
     bad, fetches = host_offences(run, *args, stored=stored)
     assert not bad

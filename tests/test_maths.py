@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
-from jshadow import attention, chunking, lowrank, rope
+from jshadow import attention, chunking, landmarks, lowrank, rope
 from jshadow.config import RopeConfig
-from jshadow.policies.shadowkv import chunk_landmarks, landmark_scores
 from jshadow.state import Rebuild, RopeTable
 
 
@@ -212,9 +211,8 @@ def test_chunks_hold_the_tokens_in_order(length, size, count):
 
 def test_gathers_and_writes():
     x = normal(2, 12, 3, 4)
-    chunks = chunking.to_chunks(x, 3, 4)
     ids = jnp.array([[[2, 0], [1, 1], [0, 2]], [[0, 0], [2, 1], [1, 0]]])
-    picked = chunking.take_chunks(chunks, ids)
+    picked = chunking.take_chunks(x, ids, 4)
     for b, h in np.ndindex(2, 3):
         np.testing.assert_array_equal(picked[b, h], x[b, oracle.tokens_of(np.asarray(ids[b, h]), 4), h])
     span = chunking.take_span(x, jnp.array([3, 10]), 5)
@@ -237,7 +235,7 @@ def test_ties_go_to_the_lower_index():
 
 def test_landmarks_and_their_scores():
     keys = normal(1, 2, 5, 4, 16, seed=5)
-    means, worst = chunk_landmarks(keys)
+    means, worst = landmarks.chunk_landmarks(keys)
     want = wide(keys).mean(axis=3)
     np.testing.assert_allclose(means, want, atol=1e-6)
     cosine = np.einsum("bhncd,bhnd->bhnc", wide(keys), want)
@@ -245,12 +243,49 @@ def test_landmarks_and_their_scores():
     np.testing.assert_allclose(worst, cosine.min(-1), atol=1e-6)
     # two query rows of which only the first counts; a chunk that is no candidate takes no mass
     q, candidates = normal(1, 2, 6, 16, seed=6), jnp.ones((1, 2, 5), bool).at[0, 1, 3].set(False)
-    scores = landmark_scores(q, means, candidates, jnp.array([[True, False]]), 0.25)
+    logits = landmarks.landmark_logits(q, means, candidates[:, :, None], 0.25)
+    shared = landmarks.chunk_scores(logits, jnp.array([[True, False]]), shared=True)
+    each = landmarks.chunk_scores(logits, jnp.array([[True, True]]), shared=False)
+    rounded = landmarks.chunk_scores(logits, jnp.array([[True, True]]), shared=True, dtype="bfloat16")
     for head in range(2):
         open_to = np.asarray(candidates[0, head])
-        logits = wide(q[0, 0, head * 3 : head * 3 + 3]) @ want[0, head].T * 0.25
-        mass = oracle.softmax(np.where(open_to, logits, -np.inf)).max(axis=0)
-        np.testing.assert_allclose(scores[0, head], np.where(open_to, mass, -1.0), atol=1e-6)
+        products = [wide(q[0, t, head * 3 : head * 3 + 3]) @ want[0, head].T * 0.25 for t in range(2)]
+        mass = [oracle.softmax(np.where(open_to, product, -np.inf)) for product in products]
+        np.testing.assert_allclose(shared[0, head, 0], np.where(open_to, mass[0].max(axis=0), -1.0), atol=1e-6)
+        for t in range(2):
+            np.testing.assert_allclose(each[0, head, t], np.where(open_to, mass[t].max(axis=0), -1.0), atol=1e-6)
+        coarse = sum(m.astype(np.float32).astype(jnp.bfloat16).astype(np.float64) for m in mass).max(axis=0)
+        np.testing.assert_allclose(rounded[0, head, 0], np.where(open_to, coarse, -1.0), rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "chunks", "block"), [(61, 4, 15, 16), (61, 4, 20, 12), (27, 8, 3, 5), (5, 8, 2, 64)]
+)
+def test_landmarks_of_a_prompt_do_not_depend_on_the_block(tokens, size, chunks, block):
+    keys = normal(2, tokens, 3, 16, seed=7)
+    means, worst = landmarks.prompt_landmarks(keys, chunks, size, block)
+    assert means.shape == (2, 3, chunks, 16)
+    there = min(chunks, tokens // size)
+    whole = landmarks.chunk_landmarks(chunking.to_chunks(keys, there, size))
+    np.testing.assert_allclose(means[:, :, :there], whole[0], atol=1e-6)
+    np.testing.assert_allclose(worst[:, :, :there], whole[1], atol=1e-6)
+    assert not np.asarray(means[:, :, there:]).any()
+
+
+@pytest.mark.parametrize("block", [7, 16, 61, 2048])
+def test_factors_do_not_depend_on_the_block(block):
+    """Each token counts once, though the last block overlaps the one before."""
+    keys, lengths = normal(2, 61, 2, 16, seed=8), jnp.array([61, 22])
+    want, got = lowrank.key_factors(keys, lengths, 12), lowrank.key_factors(keys, lengths, 12, block)
+    product = [np.einsum("bsr,bhrd->bshd", wide(left), wide(right)) for left, right in (want, got)]
+    np.testing.assert_allclose(product[0], product[1], atol=2e-5)
+
+
+def test_a_whole_basis_keeps_keys_that_no_token_had():
+    """At full rank a later token's key survives the projection, though the prompt is shorter than the keys are wide."""
+    _, right = lowrank.key_factors(normal(1, 5, 2, 16, seed=9), jnp.array([5]), 32)
+    basis, key = wide(right[0]).transpose(0, 2, 1).reshape(32, 32), wide(normal(32, seed=10))
+    np.testing.assert_allclose(key @ basis @ basis.T, key, atol=1e-4)
 
 
 def test_shapes_are_checked():

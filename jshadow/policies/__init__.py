@@ -8,9 +8,10 @@ from jshadow.errors import ConfigError
 from jshadow.policies.base import Policy as Policy
 from jshadow.policies.full import Full as Full
 from jshadow.policies.shadowkv import ShadowKV as ShadowKV
+from jshadow.policies.shadowkv_plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.streaming_llm import StreamingLLM as StreamingLLM
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Full, StreamingLLM, ShadowKV)}
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Full, StreamingLLM, ShadowKV, ShadowKVPlus)}
 
 
 def parse_policy(name: str, settings: Sequence[str]) -> Policy:

@@ -12,6 +12,7 @@ is attended. Then list it in policies/__init__.py and in tests/cases.py; the law
 
 import abc
 import dataclasses
+import functools
 from typing import Any, Self
 
 import jax
@@ -43,6 +44,8 @@ class Policy(abc.ABC):
         needs: what `compress` reads beyond keys and values: "q_all" for all queries and their log-sum-exps.
         q_tail: trailing queries that `compress` reads.
         step_rows: query rows of a decode step (2 where a guessed token runs along).
+        extend_piece: new tokens of a turn that the hooks of a step take at once, with the result of as many single
+            steps. 1: a turn is a loop over steps.
     """
 
     name = ""
@@ -50,6 +53,7 @@ class Policy(abc.ABC):
     needs: frozenset[str] = frozenset()
     q_tail = 0
     step_rows = 1
+    extend_piece: int = 1
 
     # Settings
 
@@ -128,14 +132,18 @@ class Policy(abc.ABC):
         return shared
 
     @abc.abstractmethod
-    def attended(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Tokens that the last query attended to, itself included, mean over heads: float32 [B].
+    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
+        """Tokens that a query attends to, itself included, mean over heads: float32 [B] by part ("window", ...).
 
         Args:
             spec: the layer.
-            state: its state, after `append`.
-            lengths: tokens held, the query's own included.
+            state: its state, after the query's step.
+            lengths: tokens held when the query attends, its own included.
         """
+
+    def attended(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+        """All parts together, float32 [B]."""
+        return functools.reduce(jnp.add, self.attended_parts(spec, state, lengths).values())
 
     # Accounting and comparison
 
@@ -192,6 +200,12 @@ def check_range(policy: str, name: str, value: Any, low: int, high: int | None =
     if not good:
         limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ConfigError(f"{policy}.{name} must be an integer {limit}, got {value!r}")
+
+
+def check_choice(policy: str, name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raise ConfigError unless value is one of the choices."""
+    if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
+        raise ConfigError(f"{policy}.{name} must be one of {choices}, got {value!r}")
 
 
 def check_fraction(fraction: float) -> None:

@@ -26,6 +26,7 @@ class Full(Policy):
 
     name = "full"
     paper = "the dense baseline"
+    extend_piece = 16
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Zeros [B, h_kv, capacity, d]."""
@@ -54,9 +55,9 @@ class Full(Policy):
         cache = state.live.cache
         return attend(step.q_post, [Piece(cache.k, cache.v, seen)], spec.scale), state, carry
 
-    def attended(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """All of them."""
-        return lengths.astype(jnp.float32)
+        return {"window": lengths.astype(jnp.float32)}
 
     @classmethod
     def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:

@@ -1,9 +1,10 @@
 """ShadowKV: low-rank keys, landmarks and outliers on the device, values in host memory (Sun et al. 2024,
 arXiv 2410.21465, section 4, algorithms 1 and 2).
 
-Where the paper and its code leave a choice (REFERENCE in the docs), this one is made: float32 selection scores at
-1 / sqrt(head_dim), ties to the lower chunk, per-row lengths, selected keys always rebuilt, the outlier count a number
-of chunks, and an exact window that holds what follows the last whole chunks of the prompt and all new tokens.
+Where the paper and its code leave a choice, this one is made: float32 selection scores at 1 / sqrt(head_dim), ties to
+the lower chunk, per-row lengths, selected keys always rebuilt, the outlier count a number of chunks, a selection for
+each query, and an exact window that holds what follows the last whole chunks of the prompt and all new tokens.
+`ShadowKV.reference()` makes the published code's choices instead.
 """
 
 import dataclasses
@@ -13,14 +14,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
-from jaxtyping import Bool, Float
 
-from jshadow.attention import MASKED, Piece, attend, group_queries
+from jshadow.attention import Piece, attend
 from jshadow.chunking import fit_tokens, take_chunks, take_span, to_chunks, top_k, write_rows
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
+from jshadow.landmarks import MANTISSA, chunk_scores, landmark_logits, prompt_landmarks
 from jshadow.lowrank import key_factors
-from jshadow.policies.base import Policy, check_fraction, check_range, infeasible
+from jshadow.policies.base import Policy, check_choice, check_fraction, check_range, infeasible
+from jshadow.policies.preload import Preload, exact_keys
 from jshadow.state import (
     CacheSpec,
     Fetched,
@@ -34,8 +36,6 @@ from jshadow.state import (
     StepKV,
 )  # fmt: skip
 
-EXACT = jax.lax.Precision.HIGHEST  # choices must not hang on a GPU rounding float32 products to TF32
-
 
 class ShadowFrozen(struct.PyTreeNode):
     """The prompt, n chunks of c tokens at most.
@@ -47,6 +47,7 @@ class ShadowFrozen(struct.PyTreeNode):
         candidates: chunks that may be selected, bool [B, h_kv, n]: whole chunks of the row that are no outliers.
         chunks: chunks of each row, int32 [B]; the window begins at token chunks * c.
         outliers: exact keys and values of the outlier chunks [B, h_kv, o * c, d].
+        preload: chunks that begin with exact keys, only with `exact_preload`.
     """
 
     left: Array
@@ -55,6 +56,7 @@ class ShadowFrozen(struct.PyTreeNode):
     candidates: Array
     chunks: Array
     outliers: KeyValues
+    preload: Preload | None = None
 
 
 class ShadowLive(struct.PyTreeNode):
@@ -62,11 +64,13 @@ class ShadowLive(struct.PyTreeNode):
 
     Attributes:
         window: exact keys (after RoPE) and values from token chunks * c on [B, h_kv, window, d].
-        resident: chunks selected in the last step, int32 [B, h_kv, k]; -1 where there is none.
+        resident: chunks selected by the last query, int32 [B, h_kv, k]; -1 where there is none.
+        fresh: preloaded chunks that every query has selected since, bool [B, h_kv, k]; only with `exact_preload`.
     """
 
     window: KeyValues
     resident: Array
+    fresh: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,21 +81,48 @@ class ShadowKV(Policy):
         rank: columns of the factors; None: 160 of every 1024 key columns, in multiples of 8.
         chunk_size: tokens in a chunk.
         budget: tokens selected in a step, outliers and window not counted; None: 1.56 % of the capacity, at least 256.
-        outlier_chunks: chunks per KV head that are kept exactly, those least like their landmark.
+        outlier_chunks: chunks per KV head that are kept exactly, those least like their landmark; None: 24 per 1,024
+            tokens of budget.
         local_chunks: whole chunks at the end of the prompt that stay in the window.
+        turn_selection: "each": every query of a turn selects for itself, so that a turn equals as many single steps;
+            "shared": the queries of a piece select together.
+        extend_piece: tokens of a turn that pass the model at once.
+        score_dim: selection scores are divided by its root; None: the head width.
+        score_dtype: to which the softmax over landmarks is rounded, "float32" or "bfloat16".
+        exact_preload: chunks that the prompt's last query selects keep exact keys while every query selects them.
+        chunk_multiple: the number of chunks of a prompt is rounded down to a multiple of it.
     """
 
     rank: int | None = None
     chunk_size: int = 8
     budget: int | None = None
-    outlier_chunks: int = 48
+    outlier_chunks: int | None = 48
     local_chunks: int = 4
+    turn_selection: str = "each"
+    extend_piece: int = 16
+    score_dim: int | None = None
+    score_dtype: str = "float32"
+    exact_preload: bool = False
+    chunk_multiple: int = 1
 
     name = "shadowkv"
     paper = "arXiv 2410.21465, section 4"
 
+    @classmethod
+    def reference(cls) -> Self:
+        """The choices of the published code's throughput class (github.com/ByteDance-Seed/ShadowKV, e51904c).
+
+        A turn of at most 4,096 tokens selects once; scores are divided by sqrt(128) whatever the head, and rounded to
+        bfloat16; chunks that the prompt's last query selects begin with exact keys; chunks come in eights, outliers
+        by the budget. What it does not repeat: tokens dropped at a full window, ties broken at random, equal prompts.
+        """
+        return cls(
+            outlier_chunks=None, turn_selection="shared", extend_piece=4096, score_dim=128, score_dtype="bfloat16",
+            exact_preload=True, chunk_multiple=8,
+        )  # fmt: skip
+
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Fill in rank and budget, check every range."""
+        """Fill in rank, budget and outlier_chunks, check every range."""
         columns = config.key_columns
         rank = min(columns, max(8, round(columns * 160 / 1024 / 8) * 8)) if self.rank is None else self.rank
         check_range(self.name, "chunk_size", self.chunk_size, 1)
@@ -100,18 +131,37 @@ class ShadowKV(Policy):
             budget = max(256, round(capacity * 0.0156), self.chunk_size)
         check_range(self.name, "rank", rank, 1, columns)
         check_range(self.name, "budget", budget, self.chunk_size)
-        check_range(self.name, "outlier_chunks", self.outlier_chunks, 0)
+        outliers = 24 * (budget // 1024) if self.outlier_chunks is None else self.outlier_chunks
+        check_range(self.name, "outlier_chunks", outliers, 0)
         check_range(self.name, "local_chunks", self.local_chunks, 0)
-        return dataclasses.replace(self, rank=rank, budget=budget)
+        check_choice(self.name, "turn_selection", self.turn_selection, ("each", "shared"))
+        check_range(self.name, "extend_piece", self.extend_piece, 1)
+        if self.score_dim is not None:
+            check_range(self.name, "score_dim", self.score_dim, 1)
+        check_choice(self.name, "score_dtype", self.score_dtype, tuple(MANTISSA))
+        check_choice(self.name, "exact_preload", self.exact_preload, (False, True))
+        check_range(self.name, "chunk_multiple", self.chunk_multiple, 1)
+        return dataclasses.replace(self, rank=rank, budget=budget, outlier_chunks=outliers)
+
+    @property
+    def q_tail(self) -> int:  # type: ignore[override]
+        """The prompt's last query, where it selects."""
+        return int(self.exact_preload)
 
     # Counts. Static ones are maxima that follow from the capacity; a row's own follow from its chunks.
 
     def max_chunks(self, capacity: int) -> int:
         """Chunks of the longest prompt that fits."""
-        return max(0, capacity // self.chunk_size - self.local_chunks)
+        return max(0, capacity // self.chunk_size - self.local_chunks) // self.chunk_multiple * self.chunk_multiple
+
+    def prompt_chunks(self, lengths: Array) -> Array:
+        """Chunks of prompts of these lengths, int32 [B]; what follows them is the window."""
+        chunks = jnp.maximum(0, lengths // self.chunk_size - self.local_chunks)
+        return chunks // self.chunk_multiple * self.chunk_multiple
 
     def max_outliers(self, capacity: int) -> int:
         """Outlier chunks of the longest prompt that fits."""
+        assert self.outlier_chunks is not None
         return min(self.outlier_chunks, self.max_chunks(capacity))
 
     def max_selected(self, capacity: int) -> int:
@@ -121,12 +171,12 @@ class ShadowKV(Policy):
 
     def row_outliers(self, chunks: Array) -> Array:
         """Outlier chunks of rows with that many chunks, int32 [B]."""
+        assert self.outlier_chunks is not None
         return jnp.minimum(self.outlier_chunks, chunks)
 
-    def row_selected(self, chunks: Array) -> Array:
-        """Chunks selected in a step for rows with that many chunks, int32 [B]."""
-        assert self.budget is not None
-        return jnp.minimum(self.budget // self.chunk_size, chunks - self.row_outliers(chunks))
+    def score_scale(self, spec: CacheSpec) -> float:
+        """Factor on the products of queries and landmarks."""
+        return spec.scale if self.score_dim is None else float(self.score_dim**-0.5)
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
         """A capacity with nothing to select from."""
@@ -163,8 +213,13 @@ class ShadowKV(Policy):
             outliers=KeyValues(exact, exact),
         )
         recent = zeros(heads, spec.window, dim)
-        none = jnp.full((spec.batch, heads, self.max_selected(spec.capacity)), -1, jnp.int32)
-        return LayerState(frozen, ShadowLive(KeyValues(recent, recent), none))
+        count = self.max_selected(spec.capacity)
+        none = jnp.full((spec.batch, heads, count), -1, jnp.int32)
+        live = ShadowLive(KeyValues(recent, recent), none)
+        if self.exact_preload:
+            frozen = frozen.replace(preload=Preload(none, zeros(heads, count * self.chunk_size, dim)))
+            live = live.replace(fresh=none >= 0)
+        return LayerState(frozen, live)
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
@@ -172,10 +227,9 @@ class ShadowKV(Policy):
         """Factors, landmarks and outliers of the prompt; its values to the host (algorithm 1)."""
         assert self.rank is not None
         size, count, batch = self.chunk_size, self.max_chunks(spec.capacity), spec.batch
-        row_chunks = jnp.maximum(0, prompt.lengths // size - self.local_chunks)
+        row_chunks = self.prompt_chunks(prompt.lengths)
         left, right = key_factors(prompt.k_pre, prompt.lengths, self.rank)
-        keys, values = (to_chunks(x, count, size) for x in (prompt.k_post, prompt.v))
-        landmarks, worst = chunk_landmarks(keys)
+        landmarks, worst = prompt_landmarks(prompt.k_post, count, size)
         whole = (jnp.arange(count) < row_chunks[:, None])[:, None, :]
         outlier_ids = top_k(jnp.where(whole, -worst, -jnp.inf), self.max_outliers(spec.capacity))
         kept = jnp.arange(outlier_ids.shape[2]) < self.row_outliers(row_chunks)[:, None, None]
@@ -190,12 +244,26 @@ class ShadowKV(Policy):
             landmarks=landmarks.astype(spec.dtype),
             candidates=candidates,
             chunks=row_chunks,
-            outliers=KeyValues(take_chunks(keys, outlier_ids), take_chunks(values, outlier_ids)),
+            outliers=KeyValues(*(take_chunks(x, outlier_ids, size) for x in (prompt.k_post, prompt.v))),
         )
         recent = (take_span(x, row_chunks * size, spec.window) for x in (prompt.k_post, prompt.v))
         live = state.live.replace(window=KeyValues(*recent))
-        rows = values.reshape(batch, spec.kv_heads, count, size * spec.head_dim)
+        if self.exact_preload:
+            ids = self.preloaded(spec, frozen, prompt)
+            frozen = frozen.replace(preload=Preload(ids, take_chunks(prompt.k_post, ids, size)))
+            live = live.replace(fresh=ids >= 0)
+        rows = to_chunks(prompt.v, count, size).reshape(batch, spec.kv_heads, count, size * spec.head_dim)
         return LayerState(frozen, live), HostWrite(rows) if count else None
+
+    def preloaded(self, spec: CacheSpec, frozen: ShadowFrozen, prompt: PromptKV) -> Array:
+        """Chunks that the prompt's last query selects, int32 [B, h_kv, k]; -1 past a row's own."""
+        assert prompt.q_tail is not None
+        logits = landmark_logits(
+            prompt.q_tail, frozen.landmarks, frozen.candidates[:, :, None], self.score_scale(spec)
+        )  # fmt: skip
+        scores = chunk_scores(logits, jnp.ones((spec.batch, 1), bool), False, self.score_dtype)[:, :, 0]
+        ids = top_k(scores, self.max_selected(spec.capacity))
+        return jnp.where(jnp.take_along_axis(scores, ids, axis=2) >= 0, ids, -1)
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Limited by the capacity and by the window."""
@@ -213,26 +281,52 @@ class ShadowKV(Policy):
     def select(
         self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any
     ) -> tuple[Selection | None, LayerState, Any]:
-        """Chunks with the most softmax mass on their landmark, per KV head (algorithm 2)."""
+        """Chunks with the most softmax mass on their landmark, per KV head and query (algorithm 2)."""
         count = self.max_selected(spec.capacity)
         if count == 0:
             return None, state, carry
-        frozen: ShadowFrozen = state.frozen
+        shared = self.turn_selection == "shared"
         with jax.named_scope("select"):
-            scores = landmark_scores(step.q_post, frozen.landmarks, frozen.candidates, step.valid, spec.scale)
-            ids = top_k(scores, count)
-        valid = jnp.arange(count) < self.row_selected(frozen.chunks)[:, None, None]
-        valid = jnp.broadcast_to(valid, ids.shape)
-        hit = valid & (ids[..., :, None] == state.live.resident[..., None, :]).any(-1)
-        held = jnp.where(step.valid[:, :1, None], jnp.where(valid, ids, -1), state.live.resident)
-        rebuild = Rebuild(frozen.left, frozen.right, step.rope_table)
-        state = state.replace(live=state.live.replace(resident=held))
-        return Selection(ids, valid, hit=hit, rebuild=rebuild), state, carry
+            scores = chunk_scores(self.logits(spec, state, step), step.valid, shared, self.score_dtype)
+            ids = top_k(scores, count)  # [B, h_kv, Q, k], Q = 1 for a shared selection, else T
+        asked = step.valid.any(axis=1, keepdims=True) if shared else step.valid
+        valid = asked[:, None, :, None] & (jnp.take_along_axis(scores, ids, axis=3) >= 0)
+        chosen, resident = jnp.where(valid, ids, -1), state.live.resident
+        before = jnp.concatenate([resident[:, :, None], chosen[:, :, :-1]], axis=2)
+        hit = valid & (ids[..., :, None] == before[..., None, :]).any(-1)
+        last = jnp.maximum(asked.sum(axis=1) - 1, 0)[:, None, None, None]
+        held = jnp.where(asked[:, :1, None], jnp.take_along_axis(chosen, last, axis=2)[:, :, 0], resident)
+        flat = (*ids.shape[:2], -1)
+        selection = Selection(
+            ids.reshape(flat), valid.reshape(flat), hit=hit.reshape(flat), rebuild=self.rebuild(spec, state, step)
+        )  # fmt: skip
+        return selection, state.replace(live=state.live.replace(resident=held)), carry
+
+    def logits(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
+        """Products with all landmarks, float32 [B, h_kv, group, T, n]."""
+        candidates = state.frozen.candidates[:, :, None]
+        return landmark_logits(step.q_post, state.frozen.landmarks, candidates, self.score_scale(spec))
+
+    def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
+        """The factors of all chunks that may be selected."""
+        return Rebuild(state.frozen.left, state.frozen.right, step.rope_table)
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
     ) -> tuple[Array, LayerState, Any]:
         """Outliers, selected chunks and window, one softmax."""
+        pieces = self.exact_pieces(spec, state, step)
+        if fetched is not None:
+            assert fetched.k is not None
+            k = fetched.k
+            if state.frozen.preload is not None:
+                k, fresh = exact_keys(state.frozen.preload, state.live.fresh, fetched, step.valid)
+                state = state.replace(live=state.live.replace(fresh=fresh))
+            pieces.append(own_piece(k, fetched, 1 if self.turn_selection == "shared" else step.valid.shape[1]))
+        return attend(step.q_post, pieces, spec.scale), state, carry
+
+    def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
+        """Window and outliers."""
         frozen, window = state.frozen, state.live.window
         first = frozen.chunks[:, None] * self.chunk_size
         seen = jnp.arange(spec.window) <= (step.positions - first)[:, None, :, None]
@@ -241,16 +335,17 @@ class ShadowKV(Policy):
         if slots:
             kept = jnp.arange(slots) < (self.row_outliers(frozen.chunks) * self.chunk_size)[:, None]
             pieces.append(Piece(frozen.outliers.k, frozen.outliers.v, kept[:, None, None]))
-        if fetched is not None:
-            assert fetched.k is not None
-            pieces.append(Piece(fetched.k, fetched.v, fetched.valid[:, :, None]))
-        return attend(step.q_post, pieces, spec.scale), state, carry
+        return pieces
 
-    def attended(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Window, outliers and selected chunks."""
+    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
+        """Selected chunks, outliers and window."""
+        assert self.budget is not None
         chunks = state.frozen.chunks
-        sparse = self.row_outliers(chunks) + self.row_selected(chunks)
-        return (lengths - chunks * self.chunk_size + sparse * self.chunk_size).astype(jnp.float32)
+        outliers = self.row_outliers(chunks)
+        selected = jnp.minimum(self.budget // self.chunk_size, chunks - outliers)
+        parts = {"selected": selected * self.chunk_size, "outliers": outliers * self.chunk_size,
+                 "window": lengths - chunks * self.chunk_size}  # fmt: skip
+        return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
     @classmethod
     def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
@@ -282,43 +377,15 @@ class ShadowKV(Policy):
         return chunks * (size * self.rank + columns) + self.rank * columns + 2 * exact * columns + small
 
 
-def chunk_landmarks(keys: Float[Array, "B h n c d"]) -> tuple[Float[Array, "B h n d"], Float[Array, "B h n"]]:
-    """Landmarks and how badly they represent their chunk.
-
-    Args:
-        keys: post-RoPE keys [B, h, n, c, d].
-
-    Returns:
-        float32 means [B, h, n, d] and least cosine between a mean and a key of its chunk [B, h, n].
-    """
-    keys = keys.astype(jnp.float32)
-    mean = keys.mean(axis=3)
-    length = jnp.linalg.norm(keys, axis=-1) * jnp.linalg.norm(mean, axis=-1)[..., None]
-    cosine = jnp.einsum("bhncd,bhnd->bhnc", keys, mean, precision=EXACT) / jnp.maximum(
-        length, jnp.finfo(jnp.float32).tiny
-    )
-    return mean, cosine.min(axis=-1)
+def own_piece(k: Array, fetched: Fetched, queries: int) -> Piece:
+    """Fetched rows [B, h_kv, Q * n, d] as a piece to attend: for all queries if Q = 1, else each query its own."""
+    batch, heads, tokens, dim = k.shape
+    if queries == 1:
+        return Piece(k, fetched.v, fetched.valid[:, :, None])
+    shape = (batch, heads, queries, tokens // queries)
+    return Piece(k.reshape(*shape, dim), fetched.v.reshape(*shape, dim), fetched.valid.reshape(shape))
 
 
-def landmark_scores(
-    q: Float[Array, "B T h_q d"], landmarks: Float[Array, "B h_kv n d"], candidates: Bool[Array, "B h_kv n"],
-    valid: Bool[Array, "B T"], scale: float,
-) -> Float[Array, "B h_kv n"]:  # fmt: skip
-    """Score of each chunk: softmax over the candidates per query head, summed over queries, maximum over the group.
-
-    Args:
-        q: [B, T, h_q, d], after RoPE.
-        landmarks: [B, h_kv, n, d].
-        candidates: bool [B, h_kv, n]; the others take no part in the softmax.
-        valid: bool [B, T], queries that count.
-        scale: 1 / sqrt(d).
-
-    Returns:
-        float32 [B, h_kv, n]; -1 where not a candidate.
-    """
-    grouped = group_queries(q, landmarks.shape[1])
-    logits = jnp.einsum("bhgtd,bhnd->bhgtn", grouped, landmarks, precision=EXACT, preferred_element_type=jnp.float32)
-    logits = logits * scale
-    logits = jnp.where(candidates[:, :, None, None], logits, MASKED)
-    mass = jnp.where(valid[:, None, None, :, None], jax.nn.softmax(logits, axis=-1), 0.0)
-    return jnp.where(candidates, mass.sum(axis=3).max(axis=2), -1.0)
+def fields_of(record: Any) -> dict[str, Any]:
+    """The fields of a state record by name, not copied."""
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

@@ -114,9 +114,9 @@ class StreamingLLM(Policy):
         seen = (held >= 0)[:, None, :] & (held[:, None, :] <= step.positions[:, :, None])
         return attend(q, [Piece(k, state.live.cache.v, seen[:, None])], spec.scale), state, carry
 
-    def attended(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """At most the slots."""
-        return jnp.minimum(lengths, self.slots(spec.capacity)).astype(jnp.float32)
+        return {"window": jnp.minimum(lengths, self.slots(spec.capacity)).astype(jnp.float32)}
 
     @classmethod
     def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:

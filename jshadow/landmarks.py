@@ -1,0 +1,97 @@
+"""Chunk landmarks: how a chunk of keys is summed up, and how a query scores chunks by them (ShadowKV, section 4)."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from jshadow.attention import MASKED, group_queries
+
+EXACT = lax.Precision.HIGHEST  # choices must not hang on a GPU rounding float32 products to TF32
+
+
+def chunk_landmarks(keys: Float[Array, "B h n c d"]) -> tuple[Float[Array, "B h n d"], Float[Array, "B h n"]]:
+    """Landmarks and how badly they represent their chunk.
+
+    Args:
+        keys: post-RoPE keys [B, h, n, c, d].
+
+    Returns:
+        float32 means [B, h, n, d] and least cosine between a mean and a key of its chunk [B, h, n].
+    """
+    keys = keys.astype(jnp.float32)
+    mean = keys.mean(axis=3)
+    length = jnp.linalg.norm(keys, axis=-1) * jnp.linalg.norm(mean, axis=-1)[..., None]
+    cosine = jnp.einsum("bhncd,bhnd->bhnc", keys, mean, precision=EXACT) / jnp.maximum(
+        length, jnp.finfo(jnp.float32).tiny
+    )
+    return mean, cosine.min(axis=-1)
+
+
+def prompt_landmarks(
+    keys: Float[Array, "B S h d"], chunks: int, size: int, block: int = 2048
+) -> tuple[Float[Array, "B h {chunks} d"], Float[Array, "B h {chunks}"]]:
+    """`chunk_landmarks` of a prompt's first chunks, a float32 copy of at most `block` tokens at once.
+
+    Args:
+        keys: post-RoPE keys [B, S, h, d].
+        chunks: chunks to return; those past the prompt are zero.
+        size: tokens of a chunk.
+        block: tokens summed up at once, if a chunk is no larger.
+
+    Returns:
+        means in the dtype of the keys, and float32 least cosines.
+    """
+    batch, length, heads, dim = keys.shape
+    there = min(chunks, length // size)
+    means, worst = jnp.zeros((batch, heads, chunks, dim), keys.dtype), jnp.zeros((batch, heads, chunks), jnp.float32)
+    if there == 0:
+        return means, worst
+    count = min(there, max(1, block // size))
+
+    def sum_up(index: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+        first = jnp.minimum(index * count, there - count)  # an overlap is written twice, with the same numbers
+        rows = lax.dynamic_slice_in_dim(keys, first * size, count * size, axis=1)
+        rows = rows.reshape(batch, count, size, heads, dim).transpose(0, 3, 1, 2, 4)
+        mean, cosine = chunk_landmarks(rows)
+        return (
+            lax.dynamic_update_slice_in_dim(done[0], mean.astype(keys.dtype), first, axis=2),
+            lax.dynamic_update_slice_in_dim(done[1], cosine, first, axis=2),
+        )
+
+    return lax.fori_loop(0, -(-there // count), sum_up, (means, worst))
+
+
+def landmark_logits(
+    q: Float[Array, "B T h_q d"], landmarks: Float[Array, "B h_kv n d"], candidates: Bool[Array, "B h_kv #T n"],
+    scale: float,
+) -> Float[Array, "B h_kv group T n"]:  # fmt: skip
+    """Float32 products of queries [B, T, h_q, d] and landmarks [B, h_kv, n, d], MASKED where no candidate."""
+    grouped = group_queries(q, landmarks.shape[1])
+    logits = jnp.einsum("bhgtd,bhnd->bhgtn", grouped, landmarks, precision=EXACT, preferred_element_type=jnp.float32)
+    return jnp.where(candidates[:, :, None], logits * scale, MASKED)
+
+
+def chunk_scores(
+    logits: Float[Array, "B h_kv group T n"], valid: Bool[Array, "B T"], shared: bool, dtype: str = "float32"
+) -> Float[Array, "B h_kv Q n"]:
+    """Score of each chunk: softmax over the candidates per query head, then the maximum over the group.
+
+    Args:
+        logits: from `landmark_logits`.
+        valid: bool [B, T], queries that count.
+        shared: sum over the queries before the maximum: one set of scores (Q = 1) for all of them.
+        dtype: to which the softmax is rounded, as the published code rounds to bfloat16.
+
+    Returns:
+        float32 [B, h_kv, Q, n], Q = T unless shared; -1 where not a candidate.
+    """
+    there = logits > MASKED
+    mass = jnp.where(there & valid[:, None, None, :, None], jax.nn.softmax(logits, axis=-1), 0.0)
+    mass = lax.reduce_precision(mass, *MANTISSA[dtype])
+    if shared:
+        mass, there = mass.sum(axis=3, keepdims=True), there.any(axis=3, keepdims=True)
+    return jnp.where(there[:, :, 0], mass.max(axis=2), -1.0)
+
+
+MANTISSA = {"float32": (8, 23), "bfloat16": (8, 7)}  # exponent and mantissa bits

@@ -1,0 +1,89 @@
+"""The layers of `ShadowKVPlus(plus_mode="project_only")`: every key that came after the prompt is attended through its
+projection on the prompt's basis, and its value stays on the device (Sun et al. 2024, arXiv 2410.21465, section 7.1).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jshadow.attention import Piece
+from jshadow.chunking import write_rows
+from jshadow.lowrank import project_keys, rotate_by
+from jshadow.policies.shadowkv import ShadowFrozen, ShadowKV, ShadowLive, fields_of
+from jshadow.state import CacheSpec, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+
+
+class ProjectedFrozen(ShadowFrozen, kw_only=True):
+    """Also `lengths`: tokens of the prompt, int32 [B]."""
+
+    lengths: Array
+
+
+class ProjectedLive(ShadowLive, kw_only=True):
+    """What decoding changes.
+
+    Attributes:
+        window: exact keys of the prompt's end [B, h_kv, e, d]; values of all tokens from chunks * c on
+            [B, h_kv, window, d].
+        left: left rows of the same tokens [B, window, rank].
+    """
+
+    left: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ShadowKVProjected(ShadowKV):
+    """One layer's policy; not to be chosen by itself."""
+
+    name = "shadowkv_plus"
+
+    @property
+    def exact_slots(self) -> int:
+        """Tokens of a prompt that follow its chunks, at most."""
+        return (self.local_chunks + self.chunk_multiple) * self.chunk_size
+
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        """Zeros."""
+        state = super().init(spec, fitted)
+        left = jnp.zeros((spec.batch, spec.window, self.rank or 0), spec.dtype)
+        window = state.live.window
+        live = ProjectedLive(**fields_of(state.live) | {"window": KeyValues(self.exact(window.k), window.v)}, left=left)
+        return LayerState(ProjectedFrozen(**fields_of(state.frozen), lengths=state.frozen.chunks), live)
+
+    def exact(self, rows: Array) -> Array:
+        """The slots of the prompt's end out of the window's [B, h_kv, window, d]."""
+        return rows[:, :, : self.exact_slots]
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """As ShadowKV."""
+        done, write = super().compress(spec, state, prompt, fitted)
+        window = done.live.window
+        live = done.live.replace(window=KeyValues(self.exact(window.k), window.v))
+        return LayerState(ProjectedFrozen(**fields_of(done.frozen), lengths=prompt.lengths), live), write
+
+    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+        """Values to the window, projected keys beside them."""
+        live: ProjectedLive = state.live
+        slots = step.positions - state.frozen.chunks[:, None] * self.chunk_size
+        v = write_rows(live.window.v, step.v, slots, step.valid)
+        rows = project_keys(step.k_pre, state.frozen.right)[:, :, None]
+        left = write_rows(live.left[:, None], rows, slots, step.valid)[:, 0]
+        return state.replace(live=live.replace(window=KeyValues(live.window.k, v), left=left)), None
+
+    def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
+        """The prompt's end, all later tokens by their projection, and outliers."""
+        live, frozen = state.live, state.frozen
+        first = frozen.chunks * self.chunk_size
+        slot, rest = jnp.arange(spec.window), (frozen.lengths - first)[:, None, None]
+        keys = jnp.einsum("bsr,bhrd->bhsd", live.left, frozen.right, preferred_element_type=jnp.float32)
+        positions = jnp.broadcast_to((first[:, None] + slot)[:, None], keys.shape[:3])
+        keys = rotate_by(step.rope_table, keys, positions).astype(spec.dtype)
+        seen = (slot >= rest) & (slot <= step.positions[..., None] - first[:, None, None])
+        exact = live.window.k
+        ending = jnp.arange(exact.shape[2]) < rest
+        pieces = [Piece(exact, self.exact(live.window.v), ending[:, None]), Piece(keys, live.window.v, seen[:, None])]
+        return pieces + super().exact_pieces(spec, state, step)[1:]
