@@ -124,7 +124,7 @@ class Oracle:
             step=len(self.trace) // self.config.num_layers, layer=layer, queries=len(q_pre),
             selected=[set() for _ in range(h_kv)], outliers=[set() for _ in range(h_kv)],
             extra=[set() for _ in range(h_kv)], scores=np.zeros((h_kv, 0)), gap=np.inf, outlier_gap=np.inf,
-            extra_gap=np.inf, preload_gap=np.inf, rank_gap=np.inf, attended=0, output=np.zeros(0),
+            extra_gap=np.inf, preload_gap=np.inf, factor_error=0.0, attended=0, output=np.zeros(0),
         )  # fmt: skip
         if isinstance(self.policy, ShadowKV):
             rebuild(cache, self.config.rope)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 # Float32 softmax and its sum over the queries of a piece, relative to float64: what may move a bfloat16 score.
 SOFTMAX_ERROR = 4e-6
 SUM_ERROR = 1e-6
+# The same of a product of float32 matrices.
+FLOAT32 = 1e-7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +90,7 @@ class Trace(TypedDict):
     outlier_gap: float  # the same at the outliers' cut, but the plain difference of the two cosines
     extra_gap: float  # smallest difference of cosines to the threshold of extra outliers
     preload_gap: float  # as `gap`, of the last prompt query; infinite unless it selects
-    rank_gap: float  # squared singular values at the rank's cut: their difference over the largest
+    factor_error: float  # by how much float32 low-rank keys may be off, over the largest singular value
     attended: float  # tokens attended, summed over the queries, mean over the KV heads
     output: Array  # [t, h_q, d] attention output before the o projection
 
@@ -103,7 +105,7 @@ class Memory:
     outlier_gap: float
     threshold: list[float]  # [h_kv] a joined chunk below it is badly represented; -inf: none is
     projection: Array  # [h_kv * d, h_kv * d] V_r V_r^T
-    rank_gap: float
+    factor_error: float
     rebuilt: Array  # [T, h_kv, d] post-RoPE keys after projection, of the prompt and of every new token
     landmarks: Array  # [h_kv, n, d] mean exact key of each chunk; grows where chunks join
     worst: Array  # [h_kv, n] least cosine between it and a key of its chunk
@@ -131,9 +133,10 @@ def compress(policy: ShadowKV, cache: LayerCache, last_query: Array, rope: "Rope
     outliers = [sorted(lowest(row, o)) for row in worst]
     gaps = [float(np.diff(np.sort(row))[o - 1]) if 0 < o < n else np.inf for row in worst]
     threshold = [float(row[ids].max()) if ids else -np.inf for row, ids in zip(worst, outliers, strict=True)]
-    projection, rank_gap = project_onto_prompt(cache.k_pre.reshape(length, -1), policy.rank)
+    new_keys = isinstance(policy, ShadowKVPlus)
+    projection, error = project_onto_prompt(cache.k_pre.reshape(length, -1), policy.rank, new_keys=new_keys)
     memory = Memory(
-        length, n, outliers, min(gaps), threshold, projection, rank_gap, rebuilt=cache.k_post[:0], landmarks=landmarks,
+        length, n, outliers, min(gaps), threshold, projection, error, rebuilt=cache.k_post[:0], landmarks=landmarks,
         worst=worst, exact=[set() for _ in range(h_kv)],
     )  # fmt: skip
     cache.memory = memory
@@ -146,16 +149,19 @@ def compress(policy: ShadowKV, cache: LayerCache, last_query: Array, rope: "Rope
             memory.preload_gap = min(memory.preload_gap, gap)
 
 
-def project_onto_prompt(keys: Array, rank: int) -> tuple[Array, float]:
-    """V_r V_r^T of keys [T, columns], and the gap at the cut. All columns are the identity, whatever the length."""
-    columns = keys.shape[1]
-    if rank == columns:
-        return np.eye(columns), np.inf
+def project_onto_prompt(keys: Array, rank: int, *, new_keys: bool) -> tuple[Array, float]:
+    """V_r V_r^T of keys [T, columns], and an estimate of how far a float32 basis from K^T K is off.
+
+    All columns are the identity, whatever the length. Otherwise directions on the two sides of the cut mix by the
+    angle FLOAT32 / (difference of their squared singular values). The prompt's own keys have at most the smallest
+    kept singular value there; new keys may lie anywhere.
+    """
+    if rank == keys.shape[1]:
+        return np.eye(rank), 0.0
     _, s, vt = np.linalg.svd(keys, full_matrices=False)
-    squares = np.append(s**2, 0.0)
-    kept = min(rank, len(s))
-    gap = (squares[kept - 1] - squares[kept]) / squares[0]
-    return vt[:rank].T @ vt[:rank], float(gap)
+    last, first_out = np.append(s / s[0], 0.0)[min(rank, len(s)) - 1 :][:2]
+    angle = min(1.0, FLOAT32 / max(last**2 - first_out**2, FLOAT32))
+    return vt[:rank].T @ vt[:rank], float(angle if new_keys else angle * last)
 
 
 def rebuild(cache: LayerCache, rope: "RopeConfig") -> None:
@@ -246,7 +252,7 @@ def attend_piece(policy: ShadowKV, cache: LayerCache, q: Array, entry: Trace) ->
         memory.worst = np.concatenate([memory.worst, joined[1]], axis=1)
     entry["scores"] = np.full((h_kv, n), -np.inf)
     entry["outliers"], entry["outlier_gap"] = [set(ids) for ids in memory.outliers], memory.outlier_gap
-    entry["preload_gap"], entry["rank_gap"] = memory.preload_gap, memory.rank_gap
+    entry["preload_gap"], entry["factor_error"] = memory.preload_gap, memory.factor_error
     outputs, attended = [], 0
     for head, queries in enumerate(np.split(q, h_kv, axis=1)):
         extra, extra_gap = extra_outliers(policy, memory, head)
