@@ -33,7 +33,7 @@ def test_random_rows(name, record_property):
     @example([Row(1, (20, 3), 1), Row(capacity), Row(64, (0, 16), 2), Row(16, (1,), 3)])
     def run(drawn):
         nonlocal total
-        tally = compare(Batch(name, capacity, tuple(drawn), brief=True))
+        tally = compare(Batch(name, capacity, tuple(drawn)))
         total += tally
         assert not tally.wrong, "\n".join(tally.wrong)
 
