@@ -100,8 +100,8 @@ WIDE = ModelConfig(
     norm_eps=1e-5, context=65536,
 )  # fmt: skip
 LLAMA_SHAPE = dataclasses.replace(
-    WIDE, model_dim=4096, ffn_dim=512, q_heads=32, kv_heads=8, head_dim=128
-)  # Llama-3.1-8B's attention, a small MLP
+    WIDE, model_dim=1024, ffn_dim=512, q_heads=32, kv_heads=8, head_dim=128
+)  # Llama-3.1-8B's attention in a narrower model
 
 
 def layer_memory(config, tokens, chunk):
@@ -193,7 +193,7 @@ def test_live_bytes_grow_by_the_compressed_state_alone(policy):
 @pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 4])
 def test_32k_tokens_through_the_attention_of_llama(layers, record_property):
-    """32,768 tokens, 32 query and 8 KV heads of 128, model width 4,096: on a CPU, in float32."""
+    """32,768 tokens, 32 query and 8 KV heads of 128, a narrow model: on a CPU, in float32."""
     config = dataclasses.replace(LLAMA_SHAPE, num_layers=layers)
     after, state = check_growth(config, 32768, ShadowKV(), 2048)
     record_property("live_bytes", after)
