@@ -158,7 +158,10 @@ class Policy(abc.ABC):
         parts: dict[str, tuple[int, int]] = {}
         for half in (state.frozen, state.live):
             for field in dataclasses.fields(half) if half is not None else ():
-                size = sum(map(leaf_bytes, jax.tree.leaves(getattr(half, field.name))))
+                leaves = jax.tree.leaves(getattr(half, field.name))
+                if not leaves:
+                    continue  # a part that these settings do without
+                size = sum(map(leaf_bytes, leaves))
                 # both halves may have a field of that name
                 parts[field.name] = (parts.get(field.name, (0, 0))[0] + size, 0)
         for label, tier in (("host rows", state.host.prompt), ("host tail", state.host.tail)):
