@@ -1,7 +1,7 @@
 """How far each policy is from full attention over a long output: `python tests/bench_long_outputs.py MODEL`.
 
-Not collected by pytest. Python's documentation is forced token by token after a prompt; KL and top-1 agreement with full
-attention are printed for each quarter of the output, means over samples with their standard error, and the KV bytes.
+Not collected by pytest. Python's documentation is forced token by token after a prompt; KL and top-1 agreement with
+full attention are printed for each quarter of the output, means over samples with their standard error, and KV bytes.
 """
 
 import argparse
