@@ -18,4 +18,6 @@ from jshadow.prefill import prefill as prefill
 from jshadow.prefill import prefill_many as prefill_many
 from jshadow.report import Report as Report
 from jshadow.sampling import Sampler as Sampler
+from jshadow.saved import load_state as load_state
+from jshadow.saved import save_state as save_state
 from jshadow.state import KVState as KVState

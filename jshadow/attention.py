@@ -131,10 +131,7 @@ def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> F
     for score, piece in zip(scores, pieces, strict=True):
         weight = jnp.where(score > MASKED, jnp.exp(score - top[..., None]), 0.0)
         total = total + weight.sum(-1)
-        rows = "bhnd" if piece.v.ndim == 4 else "bhtnd"
-        out = out + jnp.einsum(
-            f"bhgtn,{rows}->bhgtd", weight.astype(piece.v.dtype), piece.v, preferred_element_type=jnp.float32
-        )
+        out = out + grouped_product("bhgtn,bhnd->bhgtd", weight.astype(piece.v.dtype), piece.v)
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     batch, length, q_heads, dim = q.shape
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, q_heads, dim).astype(q.dtype)
@@ -150,9 +147,20 @@ def masked_scores(
     grouped: Float[Array, "B h_kv group T d"], piece: Piece, scale: float
 ) -> Float[Array, "B h_kv group T N"]:
     """Float32 scores [B, h_kv, group, T, N] of grouped queries; MASKED where a query may not look."""
-    rows = "bhnd" if piece.k.ndim == 4 else "bhtnd"
-    scores = jnp.einsum(f"bhgtd,{rows}->bhgtn", grouped, piece.k, preferred_element_type=jnp.float32) * scale
+    scores = grouped_product("bhgtd,bhnd->bhgtn", grouped, piece.k) * scale
     return jnp.where(jnp.broadcast_to(piece.valid, piece.valid.shape)[:, :, None], scores, MASKED)
+
+
+def grouped_product(
+    formula: str, left: Float[Array, "B h_kv group T _"], rows: Float[Array, "B h_kv *T N d"]
+) -> Float[Array, "B h_kv group T _"]:
+    """Float32 einsum of grouped rows [B, h_kv, group, T, ...] with a piece's rows, each query's own ones if 5-D."""
+    if rows.ndim == 4:
+        return jnp.einsum(formula, left, rows, preferred_element_type=jnp.float32)
+    # The queries lead as a batch axis: XLA's CPU backend has no bfloat16 product for other orders.
+    formula = formula.replace("gt", "tg").replace("hnd", "htnd")
+    out = jnp.einsum(formula, left.swapaxes(2, 3), rows, preferred_element_type=jnp.float32)
+    return out.swapaxes(2, 3)
 
 
 def attention_probs(q: Float[Array, "B T h_q d"], piece: Piece, scale: float) -> Float[Array, "B h_kv group T N"]:

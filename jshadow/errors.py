@@ -29,5 +29,9 @@ class HostMemoryError(JshadowError, MemoryError):
     """The host has too little memory for the offloaded part of a KV state."""
 
 
+class VerificationError(JshadowError, RuntimeError):
+    """The offloaded path gave another selection, row or result than the resident one."""
+
+
 class Infeasible(JshadowError, ValueError):
     """No setting of a policy fits under the bytes that were asked for."""

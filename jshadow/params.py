@@ -1,6 +1,7 @@
 """A model in memory: weights, config and tokenizer; loading, saving, and random weights for tests."""
 
 import dataclasses
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from jshadow.convert.huggingface import CONFIG, GENERATION, WEIGHTS, flat_abstra
 from jshadow.convert.huggingface_write import config_to_hf, write_weights
 from jshadow.convert.quiet import quiet_transformers
 from jshadow.convert.safetensors_file import check_dtype
+from jshadow.digest import tokenizer_digest, tree_digest
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.models.registry import FAMILIES
 
@@ -40,6 +42,16 @@ class Params:
     def dtype(self) -> np.dtype[Any]:
         """Dtype of the weights."""
         return np.dtype(self.weights["embed"]["embedding"].dtype)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 over the names, dtype, shapes and bytes of all weights; read leaf by leaf on first use."""
+        return tree_digest(self.weights)
+
+    @functools.cached_property
+    def tokenizer_digest(self) -> str | None:
+        """SHA-256 of the tokenizer and its chat template; None without one."""
+        return tokenizer_digest(self.tokenizer)
 
     def __repr__(self) -> str:
         tokenizer = type(self.tokenizer).__name__ if self.tokenizer is not None else None

@@ -39,14 +39,16 @@ def rope_table(config: ModelConfig, length: int) -> RopeTable:
 
 @dataclasses.dataclass
 class LayerWork:
-    """What one layer moved: bytes a row, the selections whose hits are followed, arrivals for the next step."""
+    """What one layer moved: bytes a row, the selections whose hits are followed, arrivals now and for the next step."""
 
     moved: int = 0
+    fetches: list[Fetched] = dataclasses.field(default_factory=list)
     followed: list[Selection] = dataclasses.field(default_factory=list)
     later: list[tuple[int, Selection, Fetched]] = dataclasses.field(default_factory=list)
 
-    def add(self, spec: CacheSpec, selection: Selection, layout: Any) -> None:
-        """Count one fetch."""
+    def add(self, spec: CacheSpec, selection: Selection, layout: Any, fetched: Fetched) -> None:
+        """Note one fetch."""
+        self.fetches.append(fetched)
         self.moved += offload.fetched_bytes(spec, selection, layout)
         if selection.hit is not None:
             self.followed.append(selection)
@@ -81,7 +83,7 @@ def step_layer(
         assert layout is not None
         fetched = offload.fetch(spec, state.host, selection, layout)
         state = policy.receive(spec, state, selection, fetched)
-        work.add(spec, selection, layout)
+        work.add(spec, selection, layout, fetched)
     out, state, carry = policy.attend(spec, state, step, fetched, carry)
     for planned in policy.plan(spec, state, step, carry):
         target = index if planned.layer is None else planned.layer
@@ -89,7 +91,7 @@ def step_layer(
         other_layout = other.policy.host_layout(other)
         tier = state.host if target == index else tiers[target]
         brought = offload.fetch(other, tier, planned, other_layout)
-        work.add(other, planned, other_layout)
+        work.add(other, planned, other_layout, brought)
         if planned.when == "now":
             assert target > index, f"layer {index} plans for layer {target}, which has attended already"
             inbox[target] = brought
@@ -155,13 +157,15 @@ def step_writes(
     impossible = (valid[:, :count] & ((tokens < 0) | (tokens >= config.vocab_size))).any(axis=1) | (state.room() < new)
     out = jnp.where(impossible[:, None, None], jnp.nan, out)
     held = lengths + new
+    newest = jnp.take_along_axis(tokens, jnp.maximum(new - 1, 0)[:, None], axis=1)[:, 0]
+    last = jnp.where(new > 0, newest, writes.last)
     counters = count_step(writes.counters, specs, layers, works, positions + 1, valid)
     changed = tuple((layer.live, layer.host.tail) for layer in layers)
     shared = jax.tree.map(
         lambda fresh, old: jnp.where((new > 0).reshape(-1, *[1] * (old.ndim - 1)), fresh, old),
         policy.after_step(writes.shared, out, held), writes.shared,
     )  # fmt: skip
-    return out[:, :count] if every else out[:, 0], Writes(changed, shared, held, counters)
+    return out[:, :count] if every else out[:, 0], Writes(changed, shared, held, last, counters)
 
 
 def count_step(

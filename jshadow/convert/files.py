@@ -101,6 +101,31 @@ def staged(target: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def staged_file(target: Path) -> Iterator[Path]:
+    """A name to write to that becomes the file `target` when the block ends, or vanishes when it fails.
+
+    Args:
+        target: file to make or to replace.
+
+    Yields:
+        A path on the same file system. What is written there is synced before it takes the name, so that a crash
+        leaves the whole old file or the whole new one.
+
+    Raises:
+        CheckpointError: `target` cannot be written.
+    """
+    try:
+        with workspace(target.parent, f".{target.name}.partial-") as partial:
+            fresh = partial / target.name
+            yield fresh
+            sync(fresh)
+            fresh.replace(target)
+            sync(target.parent)
+    except OSError as error:  # disk full, above all
+        raise CheckpointError(f"file {target} cannot be written: {error}") from error
+
+
+@contextlib.contextmanager
 def workspace(parent: Path, prefix: str) -> Iterator[Path]:
     """A fresh directory in `parent` that is gone when the block ends, unless it was renamed.
 

@@ -6,16 +6,18 @@ does not need all tensors at once.
 """
 
 import json
+import math
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jshadow.convert.files import check_file
+from jshadow.digest import raw_bytes
 from jshadow.errors import CheckpointError, ConfigError
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -23,10 +25,14 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+# Everything that JAX holds without its 64-bit mode.
+TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", "uint32": "U32", "int16": "I16",
+        "uint16": "U16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}  # fmt: skip
 READABLE_TAGS = ("F64", "F32", "F16", "BF16")
 KIND = "a safetensors file"
 MAX_HEADER = 100_000_000  # the format's own limit
+
+Layout = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> name of its dtype, shape; in the order of the file
 
 
 def check_dtype(dtype: Any) -> np.dtype[Any]:
@@ -43,21 +49,23 @@ class TensorFile:
         path: the file.
         shapes: tensor name -> shape, from the header alone.
         tags: tensor name -> dtype tag of the format ("BF16").
+        metadata: the texts that the header carries beside the tensors.
 
     Raises:
         CheckpointError: the file is missing, empty, an LFS pointer, truncated or garbage.
     """
 
-    def __init__(self, path: Path) -> None:
-        check_file(path, KIND)
+    def __init__(self, path: Path, kind: str = KIND) -> None:
+        check_file(path, kind)
         self.path = path
         try:
             self._open = safe_open(path, framework="numpy")
             slices = {name: self._open.get_slice(name) for name in self._open.keys()}  # noqa: SIM118 - no dict
             self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
             self.tags = {name: str(part.get_dtype()) for name, part in slices.items()}
+            self.metadata: dict[str, str] = self._open.metadata() or {}
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(describe_damage(path, error)) from error
+            raise CheckpointError(describe_damage(path, error, kind)) from error
 
     def read(self, name: str) -> np.ndarray:
         """The tensor `name`, in the file's dtype (only those of READABLE_TAGS are safe to ask for)."""
@@ -67,15 +75,15 @@ class TensorFile:
             raise CheckpointError(f"{self.path}: tensor {name} cannot be read: {error}") from error
 
 
-def describe_damage(path: Path, error: Exception) -> str:
+def describe_damage(path: Path, error: Exception, kind: str = KIND) -> str:
     """What is wrong with a file that the parser refused, told so that the reader knows what to do."""
     size = path.stat().st_size
-    cut = "truncated, probably an interrupted download: fetch it again"
+    cut = "truncated, probably by an interrupted download or copy: fetch it again"
     with path.open("rb") as file:
         head = file.read(9)
         length = struct.unpack("<Q", head[:8])[0] if len(head) >= 8 else 0
         if len(head) < 9 or length > MAX_HEADER or head[8:9] != b"{":
-            return f"{path} must be {KIND}, got {size} bytes of something else: {error}"
+            return f"{path} must be {kind}, got {size} bytes of something else: {error}"
         if 8 + length > size:
             return f"{path} is {cut} (its header alone needs {8 + length} bytes, the file has {size})"
         file.seek(8)
@@ -83,7 +91,7 @@ def describe_damage(path: Path, error: Exception) -> str:
     try:
         ends = [int(info["data_offsets"][1]) for name, info in json.loads(raw).items() if name != "__metadata__"]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError, OverflowError):
-        return f"{path} must be {KIND}, got a header that does not parse: {error}"
+        return f"{path} must be {kind}, got a header that does not parse: {error}"
     expected = 8 + length + max(ends, default=0)
     if size < expected:
         return f"{path} is {cut} (its header expects {expected} bytes, the file has {size})"
@@ -124,35 +132,52 @@ def write_tensors(
     """
     target = check_dtype(dtype)
     problems: list[str] = []
+
+    def checked(name: str) -> np.ndarray:
+        value, problem = cast(read(name), target)
+        if problem:
+            problems.append(f"{name}: {problem}")
+        return value
+
+    layout = {name: (dtype, shape) for name, shape in shapes.items()}
     with path.open("wb") as file:
-        file.write(_header(shapes, dtype, target.itemsize))
-        for done, (name, shape) in enumerate(shapes.items(), start=1):
-            value, problem = cast(read(name), target)
-            if problem:
-                problems.append(f"{name}: {problem}")
-            if value.shape != shape:
-                raise AssertionError(f"{name} announced as {shape}, got {value.shape}")
-            file.write(value.view(np.uint8).data if value.ndim else value.tobytes())
-            if progress:
-                progress(done, len(shapes))
+        file.write(encode_header(layout, {"format": "pt"}))  # transformers refuses a file without this key
+        write_payload(file, layout, checked, progress)
     raise_all(str(path.name), problems)
 
 
-def _header(shapes: Mapping[str, tuple[int, ...]], dtype: str, itemsize: int) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses a file without this key
-    for (name, shape), (start, end) in zip(shapes.items(), _spans(shapes.values(), itemsize), strict=True):
+def write_payload(
+    file: BinaryIO, layout: Layout, read: Callable[[str], np.ndarray],
+    progress: Callable[[int, int], None] | None = None,
+) -> None:  # fmt: skip
+    """Write the bytes of all tensors, asking for one at a time; the file stands where its header ends.
+
+    Args:
+        file: open for writing.
+        layout: as given to `encode_header`.
+        read: gives the tensor of a name, in C order.
+        progress: called with (tensors written, tensors in all).
+    """
+    for done, (name, announced) in enumerate(layout.items(), start=1):
+        value = read(name)
+        if (value.dtype.name, value.shape) != announced:
+            raise AssertionError(f"{name} announced as {announced}, got {value.dtype.name} {value.shape}")
+        file.write(raw_bytes(value))
+        if progress:
+            progress(done, len(layout))
+
+
+def encode_header(layout: Layout, metadata: Mapping[str, str]) -> bytes:
+    """What a file begins with; its length depends on the lengths of the names and texts alone."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    start = 0
+    for name, (dtype, shape) in layout.items():
+        end = start + np.dtype(dtype).itemsize * math.prod(shape)
         entries[name] = {"dtype": TAGS[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts aligned
     return struct.pack("<Q", len(text)) + text
-
-
-def _spans(shapes: Any, itemsize: int) -> Iterator[tuple[int, int]]:
-    start = 0
-    for shape in shapes:
-        end = start + itemsize * int(np.prod(shape, dtype=np.int64))
-        yield start, end
-        start = end
 
 
 def raise_all(owner: str, problems: list[str], most: int = 100) -> None:

@@ -147,6 +147,12 @@ class Policy(abc.ABC):
 
     # Accounting and comparison
 
+    def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
+        """Device bytes that `compress` takes for a while beyond its result, at most, for prompts of that width."""
+        return (
+            2 * spec.batch * max(tokens, spec.capacity) * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+        )
+
     def nbytes(self, state: LayerState) -> dict[str, tuple[int, int]]:
         """Bytes (device, host) of each part of a layer's state; abstract states count too."""
         parts: dict[str, tuple[int, int]] = {}
