@@ -208,19 +208,25 @@ def choose(policy: ShadowKV, queries: Array, landmarks: Array) -> tuple[list[int
         last, first_out = scores[order[k - 1]], scores[order[k]]
         return order[:k], scores, float((last - first_out) / last)
     # Equal bfloat16 scores are no near tie, the id decides. A softmax next to where its rounding changes is one.
-    spread = SUM_ERROR if len(queries) > 1 else 0.0
-    low = total(policy, mass * (1 - SOFTMAX_ERROR)) * (1 - spread)
-    high = total(policy, mass * (1 + SOFTMAX_ERROR)) * (1 + spread)
+    low, high = total(policy, mass, -1.0), total(policy, mass, 1.0)
     inside, outside = np.array(order[:k])[:, None], np.array(order[k:])[None]
     sure = (low[inside] > high[outside]) | ((low[inside] == high[outside]) & (inside < outside))
     return order[:k], scores, np.inf if sure.all() else 0.0
 
 
-def total(policy: ShadowKV, mass: Array) -> Array:
-    """Scores [m]: the softmax masses [t, g, m], rounded where the policy says so, summed over queries, best head's."""
-    if policy.score_dtype == "bfloat16":
-        mass = mass.astype(ml_dtypes.bfloat16).astype(np.float64)
-    return np.asarray(mass.sum(axis=0).max(axis=0))
+def total(policy: ShadowKV, mass: Array, error: float = 0.0) -> Array:
+    """Scores [m]: the softmax masses [t, g, m], rounded where the policy says so, summed over queries, best head's.
+
+    `error` is -1, 0 or 1 times what float32 may be off. Its sum of bfloat16 numbers is not, unless they differ so much
+    in size that 24 bits do not hold them.
+    """
+    if policy.score_dtype == "float32":
+        return np.asarray(mass.sum(axis=0).max(axis=0))
+    mass = (mass * (1 + error * SOFTMAX_ERROR)).astype(ml_dtypes.bfloat16).astype(np.float64)
+    sums = mass.sum(axis=0)
+    last_bit = np.ldexp(1.0, np.frexp(mass)[1] - 8).min(axis=0)  # of the smallest addend's 8
+    inexact = (len(mass) > 1) & (sums > 2**24 * last_bit)
+    return np.asarray((sums * (1 + error * SUM_ERROR * inexact)).max(axis=0))
 
 
 def extra_outliers(policy: ShadowKV, memory: Memory, head: int) -> tuple[list[int], float]:
