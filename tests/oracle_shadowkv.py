@@ -252,7 +252,7 @@ def attend_piece(policy: ShadowKV, cache: LayerCache, q: Array, entry: Trace) ->
     n = memory.chunks
     if plus == "join":
         assert len(q) == 1, "ShadowKV+ knows no shared selection"
-        n = max(n, (held - 1) // c + 1 - max(2, policy.local_chunks + 1))
+        n = max(n, (held - 1) // c + 1 - max(2, policy.local_chunks + policy.chunk_multiple))
         joined = landmarks_of(cache.k_post[memory.landmarks.shape[1] * c : n * c], c)
         memory.landmarks = np.concatenate([memory.landmarks, joined[0]], axis=1)
         memory.worst = np.concatenate([memory.worst, joined[1]], axis=1)
