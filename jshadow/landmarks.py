@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jshadow.attention import MASKED, group_queries
+from jshadow.lowrank import BLOCK
 
 EXACT = lax.Precision.HIGHEST  # choices must not hang on a GPU rounding float32 products to TF32
 
@@ -29,7 +30,7 @@ def chunk_landmarks(keys: Float[Array, "B h n c d"]) -> tuple[Float[Array, "B h 
 
 
 def prompt_landmarks(
-    keys: Float[Array, "B S h d"], chunks: int, size: int, block: int = 2048
+    keys: Float[Array, "B S h d"], chunks: int, size: int, block: int = BLOCK
 ) -> tuple[Float[Array, "B h {chunks} d"], Float[Array, "B h {chunks}"]]:
     """`chunk_landmarks` of a prompt's first chunks, a float32 copy of at most `block` tokens at once.
 

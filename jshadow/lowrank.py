@@ -12,11 +12,12 @@ from jaxtyping import Array, Float, Int
 from jshadow.rope import rotate
 from jshadow.state import Rebuild, RopeTable
 
+BLOCK = 2048  # tokens of which a float32 copy exists at once
 EXACT = lax.Precision.HIGHEST  # TF32 products would bend the basis
 
 
 def key_factors(
-    k_pre: Float[Array, "B S h_kv d"], lengths: Int[Array, "B"], rank: int, block: int = 2048
+    k_pre: Float[Array, "B S h_kv d"], lengths: Int[Array, "B"], rank: int, block: int = BLOCK
 ) -> tuple[Float[Array, "B S {rank}"], Float[Array, "B h_kv {rank} d"]]:
     """Factor each row's pre-RoPE keys, all KV heads side by side.
 

@@ -1,6 +1,7 @@
 """What a state will be before it exists: static specs, shapes, bytes. Allocates nothing, needs no weights."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -8,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshadow import offload
+from jshadow.attention import KEY_BLOCK, QUERY_BLOCK
 from jshadow.config import ModelConfig
+from jshadow.models.transformer import abstract_weights
 from jshadow.policies import Policy
 from jshadow.policies.base import state_nbytes
 from jshadow.state import CacheSpec, Counters, KVState
@@ -72,7 +75,7 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
         ),
         fitted,
     )  # fmt: skip
-    return KVState(tuple(layers), shared, lengths, counters, fitted, specs, policy)
+    return KVState(tuple(layers), shared, lengths, lengths, counters, fitted, specs, policy)
 
 
 def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
@@ -103,4 +106,52 @@ def footprint(
         "device_bytes": sum(device for device, _ in parts.values()),
         "host_bytes": sum(host for _, host in parts.values()),
         "full_bytes": full_bytes(config, capacity, jnp.dtype(dtype).itemsize),
+    }
+
+
+def pieces_of(tokens: int, prefill_chunk: int) -> tuple[int, int]:
+    """How a prompt is cut: (pieces, tokens of each), equal pieces of at most prefill_chunk that cover the tokens."""
+    count = -(-tokens // prefill_chunk)
+    return count, -(-tokens // count)
+
+
+def prefill_peak(
+    config: ModelConfig, policy: Policy, *, batch: int, tokens: int, capacity: int, prefill_chunk: int = 2048,
+    dtype: str = "bfloat16", fetch: str = "auto",
+) -> dict[str, int]:  # fmt: skip
+    """Device bytes at the peak of a prefill, which its last layer reaches: an upper bound, by part.
+
+    Only "state" grows with the layers, and "piece" alone with prefill_chunk. Logits and the weights' own copies while
+    they are loaded are not in it.
+
+    Args:
+        config: the model.
+        policy: its settings; None in them is resolved for this capacity.
+        batch: rows.
+        tokens: width of the right-padded prompts.
+        capacity: tokens that a row may ever hold.
+        prefill_chunk: tokens that go through a layer at once.
+        dtype: of weights, keys and values.
+        fetch: fetch mode.
+
+    Returns:
+        {"weights", "hidden", "keys_values", "piece", "compress", "in_flight", "state"}; the peak is their sum.
+    """
+    item, columns = jnp.dtype(dtype).itemsize, config.key_columns
+    count, size = pieces_of(tokens, prefill_chunk)
+    state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=tokens, dtype=dtype, fetch=fetch)
+    parts = state_nbytes(state)
+    queries = config.q_heads * config.head_dim
+    # A float32 tile of scores and its softmax weights, the running sums, and per token: residual and normed input,
+    # queries before and after RoPE and the attention's output, keys and values likewise, and the MLP's two halves.
+    tile = 3 * config.q_heads * QUERY_BLOCK * KEY_BLOCK
+    token = 2 * config.model_dim + 3 * queries + 3 * columns + 2 * config.ffn_dim
+    return {
+        "weights": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config))) * item,
+        "hidden": batch * count * size * config.model_dim * item,
+        "keys_values": 3 * batch * count * size * columns * item,  # keys before and after RoPE, values
+        "piece": batch * (tile + size * token) * 4,
+        "compress": max(spec.policy.compress_bytes(spec, count * size) for spec in state.specs),
+        "in_flight": batch * capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
+        "state": sum(device for device, _ in parts.values()),
     }

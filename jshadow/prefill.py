@@ -21,7 +21,7 @@ from jshadow.chunking import fit_tokens
 from jshadow.config import ModelConfig
 from jshadow.models.transformer import Heads, apply_block, embed
 from jshadow.models.transformer import logits as model_logits
-from jshadow.planning import cache_specs
+from jshadow.planning import cache_specs, pieces_of
 from jshadow.policies import Policy, ShadowKV
 from jshadow.rope import cos_sin, inverse_frequencies, rotate
 from jshadow.state import CacheSpec, Counters, HostTier, KVState, LayerState, PromptKV
@@ -61,13 +61,17 @@ def _prefill_layer(
     def piece(index: Array, carry: tuple[Array, PromptKV]) -> tuple[Array, PromptKV]:
         x, prompt = carry
         first = index * size
-        cos, sin = (part[:, None] for part in cos_sin(first + jnp.arange(size, dtype=jnp.int32), inverse))
+        positions = first + jnp.arange(size, dtype=jnp.int32)
+        cos, sin = (part[:, None] for part in cos_sin(positions, inverse))
+        real = (positions < lengths[:, None])[..., None, None]
 
         def cache(heads: Heads) -> tuple[Array, PromptKV]:
             q, k = rotate(heads.q_pre, cos, sin), rotate(heads.k_pre, cos, sin)
+            # Padding leaves zeros, so that a state does not depend on how far a prompt was padded.
+            k_pre, k, v = (jnp.where(real, rows, 0) for rows in (heads.k_pre, k, heads.v))
             held = prompt.replace(
-                k_pre=put(prompt.k_pre, heads.k_pre, first), k_post=put(prompt.k_post, k, first),
-                v=put(prompt.v, heads.v, first), q_tail=tail_queries(prompt.q_tail, q, lengths, first),
+                k_pre=put(prompt.k_pre, k_pre, first), k_post=put(prompt.k_post, k, first),
+                v=put(prompt.v, v, first), q_tail=tail_queries(prompt.q_tail, q, lengths, first),
             )  # fmt: skip
             out, lse = piece_attention(q, held.k_post, held.v, first, needs_all)
             if held.q_post is not None and held.lse is not None and lse is not None:
@@ -82,12 +86,6 @@ def _prefill_layer(
         return put(x, out, first), prompt
 
     return lax.fori_loop(0, count, piece, (x, prompt))
-
-
-def pieces_of(tokens: int, prefill_chunk: int) -> tuple[int, int]:
-    """How a prompt is cut: (pieces, tokens of each), equal pieces of at most prefill_chunk that cover the tokens."""
-    count = -(-tokens // prefill_chunk)
-    return count, -(-tokens // count)
 
 
 def put(whole: Array, piece: Array, first: Array) -> Array:
@@ -205,9 +203,10 @@ def prefill_many(
             progress(index + 1, config.num_layers)
     out = _prompt_logits(params.weights, x[:, : tokens.shape[1]], row_lengths, config=config, want=logits)
     batch = len(lengths)
+    last = tokens[np.arange(batch), lengths - 1]
     return [
-        (out, commit(KVState(tuple(done), policy.init_shared(plan, fitted), jnp.array(lengths), Counters.zeros(batch),
-                             fitted, plan, policy)))
+        (out, commit(KVState(tuple(done), policy.init_shared(plan, fitted), jnp.array(lengths), jnp.array(last),
+                             Counters.zeros(batch), fitted, plan, policy)))
         for done, policy, plan in zip(layers, resolved, plans, strict=True)
     ]  # fmt: skip
 
@@ -238,7 +237,7 @@ def prefill(
         logits: "last": [B, V] at each row's last real token; "all": [B, S, V]; or a callable that is given the
             float32 logits [B, P, V] of one piece of tokens after another and whose results [B, P, ...] are joined.
         prefill_chunk: tokens that go through a layer at once. Smaller pieces take less device memory
-            (`planning.prefill_bytes` tells how much), never another result.
+            (`planning.prefill_peak` tells how much), never another result.
 
     Returns:
         float32 logits, and the state.

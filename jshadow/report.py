@@ -44,6 +44,8 @@ class Report:
         generated_tokens: tokens sampled, a stop token included.
         attended_tokens: mean over decode steps, layers and heads, window, outliers and generated tokens included;
             None where no step ran.
+        attended_parts: the last step's by part, mean over layers and heads: "selected", "outliers", "window" (without
+            generated tokens), "generated"; empty where no step ran. What a budget really means.
         device_bytes: KV bytes in device memory.
         host_bytes: KV bytes in host memory.
         full_bytes: KV bytes of full attention at the same capacity.
@@ -62,6 +64,7 @@ class Report:
     prompt_tokens: int
     generated_tokens: int
     attended_tokens: float | None
+    attended_parts: dict[str, float]
     device_bytes: int
     host_bytes: int
     full_bytes: int
@@ -86,6 +89,25 @@ def measured_bytes(state: KVState) -> dict[str, int]:
     for leaf in jax.tree.leaves((state.layers, state.shared, state.fitted)):
         sizes["device" if leaf.sharding.memory_kind in (None, "device") else "host"] += leaf.nbytes
     return sizes
+
+
+def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, float]]:
+    """What each row's last query attended to, by part, mean over layers; {} for a row whose last token is a prompt's.
+
+    Args:
+        state: after the step.
+        generated: generated tokens that each row holds, int [B].
+    """
+    totals: dict[str, Any] = {}
+    for spec, layer in zip(state.specs, state.layers, strict=True):
+        for part, tokens in spec.policy.attended_parts(spec, layer, state.lengths).items():
+            totals[part] = totals.get(part, 0.0) + np.asarray(tokens) / len(state.specs)
+    rows = [{part: float(tokens[row]) for part, tokens in totals.items()} for row in range(state.batch)]
+    for parts, held in zip(rows, generated.tolist(), strict=True):
+        if "window" in parts:
+            parts["generated"] = min(float(held), parts["window"])
+            parts["window"] -= parts["generated"]
+    return [parts if held else {} for parts, held in zip(rows, generated.tolist(), strict=True)]
 
 
 def row_figures(before: Counters, after: Counters, row: int, num_layers: int) -> dict[str, Any]:

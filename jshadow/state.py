@@ -285,6 +285,7 @@ class Writes(struct.PyTreeNode):
     layers: tuple[tuple[Any, HostArray | None], ...]
     shared: Any
     lengths: Array
+    last: Array
     counters: Counters
 
 
@@ -298,6 +299,7 @@ class KVState(struct.PyTreeNode):
         layers: one LayerState a layer.
         shared: what a policy carries across layers and steps, or None.
         lengths: tokens held by each row, int32 [B].
+        last: the last token that each row holds, int32 [B].
         counters: what was attended, selected and fetched so far.
         fitted: arrays a policy learned beforehand, or None.
         specs: static description, one a layer.
@@ -306,6 +308,7 @@ class KVState(struct.PyTreeNode):
     layers: tuple[LayerState, ...]
     shared: Any
     lengths: Array
+    last: Array
     counters: Counters
     fitted: Any
     specs: tuple[CacheSpec, ...] = struct.field(pytree_node=False)
@@ -331,7 +334,7 @@ class KVState(struct.PyTreeNode):
         reads = tuple((layer.frozen, layer.host.prompt) for layer in self.layers)
         writes = tuple((layer.live, layer.host.tail) for layer in self.layers)
         return Reads(reads, self.fitted, self.specs, self.policy), Writes(
-            writes, self.shared, self.lengths, self.counters
+            writes, self.shared, self.lengths, self.last, self.counters
         )
 
     @classmethod
@@ -341,7 +344,10 @@ class KVState(struct.PyTreeNode):
             LayerState(frozen, live, HostTier(prompt, tail))
             for (frozen, prompt), (live, tail) in zip(reads.layers, writes.layers, strict=True)
         )
-        return cls(layers, writes.shared, writes.lengths, writes.counters, reads.fitted, reads.specs, reads.policy)
+        return cls(
+            layers, writes.shared, writes.lengths, writes.last, writes.counters, reads.fitted, reads.specs,
+            reads.policy,
+        )  # fmt: skip
 
     def join(self, writes: Writes) -> "KVState":
         """This state's prompt half with a new changing half."""
@@ -402,26 +408,30 @@ class KVState(struct.PyTreeNode):
         rooms = [spec.policy.room(spec, layer, self.lengths) for spec, layer in distinct.values()]
         return jnp.min(jnp.stack(rooms), axis=0)
 
-    def map_rows(self, change: Callable[..., np.ndarray], *others: "KVState") -> "KVState":
+    def map_rows(self, change: Callable[..., Any], *others: "KVState") -> "KVState":
         """Apply change to the arrays that have a row axis, each leaf staying in its memory."""
 
         def leaf_map(leaf: Array, *theirs: Array) -> Array:
-            # Through NumPy: a gather on a pinned-host array has no good program on a GPU, a memcpy has.
-            return jax.device_put(change(np.asarray(leaf), *map(np.asarray, theirs)), leaf.sharding)
+            leaves: tuple[Any, ...] = (leaf, *theirs)
+            if leaf.sharding.memory_kind == "pinned_host":
+                # Through NumPy: a gather on a pinned-host array has no good program on a GPU, a memcpy has.
+                leaves = tuple(np.asarray(one) for one in leaves)
+            return jax.device_put(change(*leaves), leaf.sharding)
 
         new = jax.tree.map(leaf_map, self.row_trees(), *[other.row_trees() for other in others])
-        return self.replace(layers=new[0], shared=new[1], lengths=new[2], counters=new[3])
+        return self.replace(layers=new[0], shared=new[1], lengths=new[2], last=new[3], counters=new[4])
 
     def row_trees(self) -> tuple[Any, ...]:
         """The parts whose leaves have rows as their first axis."""
-        return self.layers, self.shared, self.lengths, self.counters
+        return self.layers, self.shared, self.lengths, self.last, self.counters
 
 
-def set_row(mine: np.ndarray, row: int, theirs: np.ndarray) -> np.ndarray:
+def set_row(mine: Any, row: int, theirs: Any) -> Any:
     """mine with its row replaced by theirs[0], cut or zero-padded where a buffer is sized otherwise."""
-    new = mine.copy()
-    new[row] = 0
-    shape = tuple(min(a, b) for a, b in zip(mine.shape[1:], theirs.shape[1:], strict=True))
-    overlap = tuple(slice(0, size) for size in shape)
-    new[row : row + 1][(slice(None), *overlap)] = theirs[(slice(0, 1), *overlap)]
-    return new
+    overlap = tuple(slice(0, min(a, b)) for a, b in zip(mine.shape[1:], theirs.shape[1:], strict=True))
+    if isinstance(mine, np.ndarray):
+        new = mine.copy()
+        new[row] = 0
+        new[row : row + 1][(slice(None), *overlap)] = theirs[(slice(0, 1), *overlap)]
+        return new
+    return mine.at[row].set(jnp.zeros_like(mine[row]).at[overlap].set(theirs[0][overlap]))

@@ -157,13 +157,15 @@ def step_writes(
     impossible = (valid[:, :count] & ((tokens < 0) | (tokens >= config.vocab_size))).any(axis=1) | (state.room() < new)
     out = jnp.where(impossible[:, None, None], jnp.nan, out)
     held = lengths + new
+    newest = jnp.take_along_axis(tokens, jnp.maximum(new - 1, 0)[:, None], axis=1)[:, 0]
+    last = jnp.where(new > 0, newest, writes.last)
     counters = count_step(writes.counters, specs, layers, works, positions + 1, valid)
     changed = tuple((layer.live, layer.host.tail) for layer in layers)
     shared = jax.tree.map(
         lambda fresh, old: jnp.where((new > 0).reshape(-1, *[1] * (old.ndim - 1)), fresh, old),
         policy.after_step(writes.shared, out, held), writes.shared,
     )  # fmt: skip
-    return out[:, :count] if every else out[:, 0], Writes(changed, shared, held, counters)
+    return out[:, :count] if every else out[:, 0], Writes(changed, shared, held, last, counters)
 
 
 def count_step(

@@ -7,6 +7,7 @@ import numpy as np
 
 from jshadow.errors import ConfigError, PromptError
 
+ANSWER = "THE-ANSWER-BEFORE"  # stands for an answer that a state holds already
 UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that do not yet make a character
 
 
@@ -35,14 +36,15 @@ def split_prompts(prompt: Any) -> tuple[list[Any], bool]:
     raise PromptError(f"prompt must be text, a chat, token ids, or a non-empty list of those, got {prompt!r:.80}")
 
 
-def encode(tokenizer: Any, prompt: Any, vocab_size: int, *, first: bool = True) -> list[int]:
+def encode(tokenizer: Any, prompt: Any, vocab_size: int, *, after: int | None = None) -> list[int]:
     """Token ids of one prompt.
 
     Args:
         tokenizer: of transformers, or None.
         prompt: str, list[dict] or token ids.
         vocab_size: limit of the ids.
-        first: the prompt opens the sequence, so text gets the tokenizer's special tokens.
+        after: the last token of the sequence that the prompt continues: text gets no special tokens, a chat is the
+            next turn of a conversation. None: the prompt opens a sequence.
 
     Raises:
         PromptError: text without a tokenizer, an empty prompt, a chat without a template, an id out of range.
@@ -51,9 +53,9 @@ def encode(tokenizer: Any, prompt: Any, vocab_size: int, *, first: bool = True) 
         if tokenizer is None:
             raise PromptError("prompt must be token ids, for the checkpoint has no tokenizer; got text")
         if isinstance(prompt, str):
-            ids = tokenizer.encode(prompt, add_special_tokens=first)
+            ids = tokenizer.encode(prompt, add_special_tokens=after is None)
         else:
-            ids = encode_chat(tokenizer, prompt)
+            ids = encode_chat(tokenizer, prompt, after)
     elif is_token_ids(prompt):
         ids = [int(token) for token in prompt]
     else:
@@ -66,15 +68,35 @@ def encode(tokenizer: Any, prompt: Any, vocab_size: int, *, first: bool = True) 
     return ids
 
 
-def encode_chat(tokenizer: Any, messages: list[dict]) -> list[int]:
-    """Token ids of a chat through the tokenizer's own template, with the generation prompt."""
+def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) -> list[int]:
+    """Token ids of a chat through the tokenizer's own template, with the generation prompt.
+
+    Args:
+        tokenizer: one with a chat template.
+        messages: the chat, or its next messages.
+        after: the last token of the answer that they follow; its end of turn is added unless it is that already.
+
+    Raises:
+        PromptError: no template, a message without text, or an order of roles that the template refuses.
+    """
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise PromptError(f"prompt messages must have a text role and content, got {message!r:.80}")
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError("prompt must be text or token ids, for the tokenizer has no chat template; got a chat")
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer.encode(text, add_special_tokens=False)
+    before = [] if after is None else [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text = tokenizer.apply_chat_template([*before, *messages], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template is a program of the checkpoint and may raise anything
+        raise PromptError(f"prompt is a chat that the template refuses: {error}") from error
+    if after is None:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    # What the template writes after an answer is what continues one; the template may begin a chat in its own way.
+    _, found, text = text.partition(ANSWER)
+    if not found:
+        raise PromptError("prompt continues a chat, but the template leaves earlier answers out; give text instead")
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
+    return ids[1:] if ids[:1] == [after] else ids
 
 
 def split_stops(stop: Any, tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:

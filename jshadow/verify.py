@@ -118,7 +118,7 @@ def _watched_step(
     for target, selection, brought in later:
         layers[target] = twin.specs[target].policy.receive(twin.specs[target], layers[target], selection, brought)
     changed = tuple((layer.live, layer.host.tail) for layer in layers)
-    twin_after = Writes(changed, *jax.tree.map(jnp.copy, (after.shared, after.lengths, after.counters)))
+    twin_after = Writes(changed, *jax.tree.map(jnp.copy, (after.shared, after.lengths, after.last, after.counters)))
     free_logits, free_after = step_writes(weights, config, tokens, new, twin_reads, free_writes)
     apart = _far(logits, free_logits, (1,), reads.specs[0].dtype) & (new > 0)
     return logits, after, twin_after, free_after, findings, Finding(apart[:, None])

@@ -12,7 +12,7 @@ from hypothesis import settings
 REPO = Path(__file__).resolve().parent.parent
 CACHE = REPO / ".cache"  # git-ignored
 CHECKPOINT = REPO / "checkpoints" / "smollm2-135m-instruct"
-LAW_FILES = ("test_laws", "test_oracle")  # a report whose file begins so is a case of a law
+LAW_FILES = ("test_laws", "test_oracle", "test_random")  # a report whose file begins so is a case of a law
 
 # Before anything imports jax. A second run, and a second xdist worker, find compiled programs on disk: the suite
 # spends most of its time compiling, and loading is about five times faster.
@@ -38,7 +38,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
     if not laws:
         return
     failed = sum(report.failed for report in laws)
-    found = dict.fromkeys(("near_ties", "sets_compared"), 0)
+    found = dict.fromkeys(("near_ties", "sets_compared", "random_cases", "mismatches"), 0)
     for report in laws:
         for name, value in report.user_properties:
             found[name] = found.get(name, 0) + value
@@ -46,6 +46,7 @@ def pytest_terminal_summary(terminalreporter) -> None:
     terminalreporter.write_line(
         f"laws: {found['sets_compared']} selected sets compared, {found['near_ties']} near ties (gap under 1e-5)"
     )
+    terminalreporter.write_line(f"laws: {found['random_cases']} random rows, {found['mismatches']} mismatches")
 
 
 @pytest.fixture(scope="session")

@@ -15,6 +15,7 @@ from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.params import init_params
 from jshadow.policies import POLICIES, parse_policy
+from jshadow.saved import read_state_info
 
 CONFIG = ModelConfig(
     model_type="llama", vocab_size=257, num_layers=2, model_dim=32, ffn_dim=48, q_heads=4, kv_heads=2, head_dim=16,
@@ -52,6 +53,48 @@ def test_generate_json_from_every_source(checkpoint, way, capsys, tmp_path, monk
     assert result["report"]["prompt_tokens"] == len(TEXT)
     assert result["report"]["policy"] == {"name": "full"}
     assert len(result["tokens"]) == 3
+
+
+def test_a_state_is_saved_today_and_asked_tomorrow(checkpoint, capsys, tmp_path):
+    """Prefill only, then two questions of the same file; the second saves its answer, a third goes on from there."""
+    kept, later = str(tmp_path / "kept.state"), str(tmp_path / "later.state")
+    common = ["--dtype", "float32", "--json"]
+    settings = ["--set", "rank=8", "--set", "budget=64", "--set", "outlier_chunks=2", "--fetch", "device_put"]
+
+    def run(*arguments):
+        assert main(["generate", checkpoint, *arguments, *common]) == 0
+        return json.loads(capsys.readouterr().out)["results"][0]
+
+    first = run("--prompt", TEXT, *settings, "--max-new-tokens", "0", "--save-state", kept)
+    assert (first["tokens"], first["report"]["fallback"]) == ([], None)
+    info = read_state_info(kept)
+    assert info["lengths"] == [len(TEXT)]
+    assert len(info["tokens"][0]) == len(TEXT)
+    one = run("--prompt", " one?", "--load-state", kept, "--max-new-tokens", "4")
+    same = run("--prompt", " one?", "--load-state", kept, "--max-new-tokens", "4", "--verify", "--save-state", later)
+    assert one["tokens"] == same["tokens"]
+    assert (one["report"]["fetch"], one["report"]["verified_steps"]) == ("device_put", None)
+    assert same["report"]["verified_steps"] == 4
+    assert read_state_info(later)["lengths"] == [len(TEXT) + 5 + 4]
+    assert read_state_info(later)["tokens"][0][-4:] == same["tokens"]
+    run("--prompt", " two?", "--load-state", later, "--max-new-tokens", "2")
+
+
+STATE_OPTIONS = {
+    "policy": (["--load-state", "x", "--policy", "full"], "--policy must be left out"),
+    "fetch": (["--load-state", "x", "--fetch", "resident"], "--fetch must be left out"),
+    "no_file": (["--load-state", "/dev/null/x.state"], "there is no such file"),
+    "baseline": (["--save-state", "x", "--baseline", "full"], "--baseline must be left out"),
+    "nothing_to_do": (["--max-new-tokens", "0"], "at least 1 without --save-state"),
+    "no_place": (["--save-state", "/dev/null/x.state", "--max-new-tokens", "1"], "/dev/null"),
+}
+
+
+@pytest.mark.parametrize("case", STATE_OPTIONS)
+def test_bad_state_options_are_told(checkpoint, case, capsys):
+    options, told = STATE_OPTIONS[case]
+    assert main(["generate", checkpoint, "--prompt", TEXT, *options]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_policies_and_plan(checkpoint, capsys):

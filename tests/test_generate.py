@@ -137,6 +137,46 @@ def test_a_state_goes_on_where_the_answer_ended(policy):
         jshadow.generate(BARE, turn, state=held, max_new_tokens=2)
 
 
+def test_no_new_tokens_is_a_prefill_to_be_asked():
+    """One document, two questions: what a fork answers is what the document with the question answers."""
+    out = jshadow.generate(BARE, PROMPTS[0], SHADOW, max_new_tokens=0, capacity=320)
+    assert (out.tokens, out.report.generated_tokens, out.report.attended_parts) == ([], 0, {})
+    state = out.state
+    assert state.lengths.tolist() == [203]
+    answers = [jshadow.generate(BARE, turn, state=state.fork(), max_new_tokens=4) for turn in (PROMPTS[1][:7], [5])]
+    for turn, answer in zip((PROMPTS[1][:7], [5]), answers, strict=True):
+        logits, held = jshadow.prefill(BARE, [PROMPTS[0]], [203], SHADOW, capacity=320)
+        logits, held = jshadow.extend(BARE, [turn], [len(turn)], held)
+        assert answer.tokens[0] == int(logits.argmax())
+
+
+@pytest.mark.parametrize("answer", ["fine", "fine\n"], ids=["open", "closed"])
+def test_the_next_turn_of_a_chat_is_the_whole_chat(answer):
+    """The end of the answer (a newline here) is added where the state lacks it, and only there."""
+    ask, turn = [{"role": "user", "content": "one two three " * 12}], [{"role": "user", "content": "and four?"}]
+    first = jshadow.generate(PARAMS, ask, jshadow.Full(), max_new_tokens=0, capacity=400)
+    ids = PARAMS.tokenizer.encode(answer)
+    _, state = jshadow.extend(PARAMS, [ids], [len(ids)], first.state)
+    second = jshadow.generate(PARAMS, turn, state=state, max_new_tokens=6)
+    chat = [*ask, {"role": "assistant", "content": "fine"}, *turn]
+    whole = jshadow.generate(PARAMS, chat, jshadow.Full(), max_new_tokens=6, capacity=400)
+    assert second.tokens == whole.tokens
+    assert first.report.prompt_tokens + len(ids) + second.report.prompt_tokens == whole.report.prompt_tokens
+
+
+def test_the_report_says_what_a_budget_means():
+    """Nominal budget 64; really attended: selected, outliers, the end of the prompt, and what was generated."""
+    report = jshadow.generate(BARE, PROMPTS[0], SHADOW, max_new_tokens=5, capacity=320).report
+    chunks = 203 // SHADOW.chunk_size - SHADOW.local_chunks
+    assert report.attended_parts == {
+        "selected": float(min(SHADOW.budget, (chunks - SHADOW.outlier_chunks) * SHADOW.chunk_size)),
+        "outliers": float(SHADOW.outlier_chunks * SHADOW.chunk_size),
+        "window": float(203 - chunks * SHADOW.chunk_size),
+        "generated": 4.0,
+    }
+    assert sum(report.attended_parts.values()) == report.attended_tokens + 1.5  # the mean is over four steps
+
+
 def test_rows_of_a_batch_have_states_of_their_own():
     outs = jshadow.generate(BARE, PROMPTS, SHADOW, max_new_tokens=4, capacity=256)
     assert [out.state.lengths.tolist() for out in outs] == [[207], [61], [124]]
@@ -154,7 +194,7 @@ def test_a_closed_stream_frees_its_state():
 
 
 BAD = {
-    "no_new_tokens": (ConfigError, "max_new_tokens", {"max_new_tokens": 0}),
+    "fewer_than_no_tokens": (ConfigError, "max_new_tokens", {"max_new_tokens": -1}),
     "half_a_token": (ConfigError, "max_new_tokens", {"max_new_tokens": 1.5}),
     "over_the_context": (CapacityError, r"context=512 tokens, got 203 \+ 310", {"max_new_tokens": 310}),
     "over_the_capacity": (CapacityError, "capacity=210", {"capacity": 210, "max_new_tokens": 8}),

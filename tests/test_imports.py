@@ -22,13 +22,15 @@ LEVELS = [
     ["params", "prefill", "state_record"],
     ["decode", "verify", "saved"],
     ["report"],
+    ["run"],
     ["generate"],
     ["evaluation"],
+    ["cli_generate"],
     ["cli"],
     ["__init__", "__main__"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-SAME_LEVEL = {("lowrank", "rope"), ("report", "decode")}
+SAME_LEVEL = {("lowrank", "rope"), ("landmarks", "lowrank"), ("report", "decode")}
 ONLY_IN = {"safetensors": {"convert"}, "gguf": {"convert"}, "huggingface_hub": {"convert"}, "torch": set(),
            "transformers": {"convert", "params"}}  # fmt: skip
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

@@ -10,19 +10,21 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def test_the_examples_are_as_long_as_they_say():
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
     assert BLOCKS[0].count("\n") <= 10
     assert BLOCKS[1].count("\n") <= 23
+    assert BLOCKS[2].count("\n") <= 14
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(BLOCKS)))
-def test_example(index, smollm2_dir, monkeypatch, capsys):
-    monkeypatch.chdir(smollm2_dir.parent.parent)
+def test_example(index, smollm2_dir, tmp_path, monkeypatch, capsys):
+    (tmp_path / "checkpoints").symlink_to(smollm2_dir.parent)
+    monkeypatch.chdir(tmp_path)
     exec(compile(BLOCKS[index], f"README.md, example {index + 1}", "exec"), {})
     out = capsys.readouterr().out
-    expected = ("Paris", "nothing to select") if index == 0 else ("def add(a, b):", "The three primary colours")
-    assert all(text in out for text in expected), out
+    expected = (("Paris", "nothing to select"), ("def add(a, b):", "The three primary colours"), ("1998", "7 crowns"))
+    assert all(text in out for text in expected[index]), out
 
 
 def test_readme_numbers_are_the_planners():

@@ -100,3 +100,23 @@ def test_what_may_become_a_stop_string_is_held_back():
     pieces = [stream.push(token) for token in TOKENIZER.encode("aENxEND")]
     assert pieces == ["a", "", "", "ENx", "", "", ""]
     assert stream.stopped
+
+
+def test_a_turn_closes_the_answer_before_it_unless_that_is_done():
+    tokenizer = byte_tokenizer()
+    turn = [{"role": "user", "content": "Why?"}]
+    newline = tokenizer.encode("\n")[0]
+    closed, left_open = encode(tokenizer, turn, 257, after=newline), encode(tokenizer, turn, 257, after=3)
+    assert tokenizer.decode(left_open) == "\n<user>Why?\n<assistant>"
+    assert tokenizer.decode(closed) == "<user>Why?\n<assistant>"
+    assert encode(tokenizer, "plain", 257, after=3) == tokenizer.encode("plain", add_special_tokens=False)
+
+
+def test_a_template_that_cannot_go_on_says_so():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
+    with pytest.raises(PromptError, match="leaves earlier answers out"):
+        encode(tokenizer, [{"role": "user", "content": "x"}], 257, after=3)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(PromptError, match="roles must alternate"):
+        encode(tokenizer, [{"role": "user", "content": "x"}], 257)

@@ -1,7 +1,6 @@
 """From answers to figures: scores, distances, table rows, and the file in which finished samples are kept."""
 
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -10,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -151,14 +149,6 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         console.print(f"all needles, {entry['policy']}: finds {both} of the {by_full} that full attention finds")
         if entry["control_of"]:
             console.print(f"all needles, control of {entry['control_of']}: {entry['control']}")
-
-
-def fingerprint(params: Any) -> str:
-    """A digest of a model: its sizes, its dtype, and some numbers of every weight."""
-    parts = [repr(params.config), params.dtype.name]
-    for leaf in jax.tree.leaves(params.weights):
-        parts.append(np.asarray(leaf[(0,) * (leaf.ndim - 1)][:32]).tobytes().hex())
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 class Store:

@@ -202,7 +202,7 @@ def evaluate(
     """
     mode = offload.resolve_fetch(fetch)
     cells = plan(params, tasks, lengths, policies, samples, seed)
-    store, model = metrics.Store(out), metrics.fingerprint(params)
+    store, model = metrics.Store(out), f"{params.config} {params.digest}"
     if store.damaged:
         print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
     rows, done = [], 0

@@ -147,12 +147,21 @@ class Policy(abc.ABC):
 
     # Accounting and comparison
 
+    def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
+        """Device bytes that `compress` takes for a while beyond its result, at most, for prompts of that width."""
+        return (
+            2 * spec.batch * max(tokens, spec.capacity) * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+        )
+
     def nbytes(self, state: LayerState) -> dict[str, tuple[int, int]]:
         """Bytes (device, host) of each part of a layer's state; abstract states count too."""
         parts: dict[str, tuple[int, int]] = {}
         for half in (state.frozen, state.live):
             for field in dataclasses.fields(half) if half is not None else ():
-                size = sum(map(leaf_bytes, jax.tree.leaves(getattr(half, field.name))))
+                leaves = jax.tree.leaves(getattr(half, field.name))
+                if not leaves:
+                    continue  # a part that these settings do without
+                size = sum(map(leaf_bytes, leaves))
                 # both halves may have a field of that name
                 parts[field.name] = (parts.get(field.name, (0, 0))[0] + size, 0)
         for label, tier in (("host rows", state.host.prompt), ("host tail", state.host.tail)):

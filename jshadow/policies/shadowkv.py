@@ -20,7 +20,7 @@ from jshadow.chunking import fit_tokens, take_chunks, take_span, to_chunks, top_
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.landmarks import MANTISSA, chunk_scores, landmark_logits, prompt_landmarks
-from jshadow.lowrank import key_factors
+from jshadow.lowrank import BLOCK, key_factors
 from jshadow.policies.base import Policy, check_choice, check_fraction, check_range, infeasible
 from jshadow.policies.preload import Preload, exact_keys
 from jshadow.state import (
@@ -241,7 +241,7 @@ class ShadowKV(Policy):
         frozen = ShadowFrozen(
             left=fit_tokens(left, count * size).reshape(batch, count, size * self.rank).astype(spec.dtype),
             right=right.astype(spec.dtype),
-            landmarks=landmarks.astype(spec.dtype),
+            landmarks=jnp.where(whole[..., None], landmarks, 0).astype(spec.dtype),
             candidates=candidates,
             chunks=row_chunks,
             outliers=KeyValues(*(take_chunks(x, outlier_ids, size) for x in (prompt.k_post, prompt.v))),
@@ -365,6 +365,13 @@ class ShadowKV(Policy):
         smallest = cls(rank=min(8, config.key_columns), outlier_chunks=0).resolve(config, num_tokens)
         least = smallest.device_numbers(num_tokens, config)
         raise infeasible(cls.name, fraction, least / (2 * num_tokens * config.key_columns))
+
+    def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
+        """Left rows in the order of the prompt, the Gram matrix and its eigenvectors, float32 copies of a block."""
+        assert self.rank is not None
+        columns, item = spec.kv_heads * spec.head_dim, jnp.dtype(spec.dtype).itemsize
+        block = min(tokens, BLOCK)
+        return spec.batch * (2 * tokens * self.rank * item + 4 * (6 * columns * columns + 4 * block * columns))
 
     def device_numbers(self, num_tokens: int, config: ModelConfig) -> float:
         """Numbers (not bytes) that one layer keeps on the device for a prompt that fills the capacity."""

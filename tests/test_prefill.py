@@ -1,0 +1,201 @@
+"""Prefill in pieces: the same state whatever the piece, within a bound of device memory that a function tells."""
+
+import dataclasses
+import gc
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CAPACITY, LENGTHS, POLICY_CASES, PROMPT, STEPS, model, run_steps, setting
+
+import jshadow
+from jshadow import decode
+from jshadow.attention import causal_attention, library_attention
+from jshadow.config import ModelConfig
+from jshadow.errors import ConfigError
+from jshadow.params import init_params
+from jshadow.planning import abstract_state, cache_specs, pieces_of, prefill_peak
+from jshadow.policies import Full, ShadowKV, ShadowKVPlus
+from jshadow.state import PromptKV
+
+PREFILL = sys.modules["jshadow.prefill"]  # the module: jshadow.prefill is the function
+PIECES = [1, 7, 16, 60, 2048]  # 61 tokens: single ones, an uneven cut, two nearly whole halves, and one piece
+
+
+def as_seen(state):
+    """A state's leaves, with the factors as their product: eigenvectors may turn where values are close."""
+    values = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        values[jax.tree_util.keystr(path, simple=True, separator=".")] = np.asarray(leaf, np.float64)
+    for name in [name for name in values if name.endswith("frozen.left")]:
+        layer = name.removesuffix("frozen.left")
+        left, right = values.pop(name), values.pop(f"{layer}frozen.right")
+        rows = left.reshape(len(left), -1, right.shape[2])
+        values[f"{layer}keys"] = np.einsum("bsr,bhrd->bshd", rows, right)
+        if f"{layer}live.left" in values:
+            later = values.pop(f"{layer}live.left").reshape(len(left), -1, right.shape[2])
+            values[f"{layer}later keys"] = np.einsum("bsr,bhrd->bshd", later, right)
+    return values
+
+
+@pytest.mark.parametrize("prefill_chunk", PIECES[:-1])
+@pytest.mark.parametrize("name", POLICY_CASES)
+def test_every_piece_size_gives_the_same_state(name, prefill_chunk):
+    """Law 4, second half; and the steps that follow are the same."""
+    policy = setting(name, "restricted")
+    want_logits, want = decode.prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY)
+    logits, state = decode.prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY, prefill_chunk=prefill_chunk)
+    np.testing.assert_allclose(logits, want_logits, atol=1e-4)
+    seen = as_seen(want)
+    for path, leaf in as_seen(state).items():
+        np.testing.assert_allclose(leaf, seen[path], atol=2e-4, err_msg=path)
+    mine, _ = run_steps(model(), state, STEPS[:, :3])
+    theirs, _ = run_steps(model(), want, STEPS[:, :3])
+    np.testing.assert_allclose(mine, theirs, atol=2e-4)
+
+
+@pytest.mark.parametrize("logits", ["all", "last"])
+def test_logits_of_a_prompt_in_pieces(logits):
+    whole = decode.prefill(model(), PROMPT, LENGTHS, Full(), capacity=CAPACITY, logits=logits)[0]
+    cut = decode.prefill(model(), PROMPT, LENGTHS, Full(), capacity=CAPACITY, logits=logits, prefill_chunk=9)[0]
+    assert cut.shape == whole.shape
+    np.testing.assert_allclose(cut, whole, atol=1e-4)
+
+
+def test_a_piece_must_have_tokens():
+    for value in (0, -1, 2.5, True, None):
+        with pytest.raises(ConfigError, match="prefill_chunk must be an integer of at least 1"):
+            decode.prefill(model(), PROMPT, LENGTHS, capacity=CAPACITY, prefill_chunk=value)
+
+
+@pytest.mark.parametrize(("tokens", "chunk", "pieces"), [(61, 2048, (1, 61)), (2112, 2048, (2, 1056)), (7, 2, (4, 2))])
+def test_pieces_are_even_and_cover_the_prompt(tokens, chunk, pieces):
+    assert pieces_of(tokens, chunk) == pieces
+
+
+@pytest.mark.parametrize(("tokens", "size", "group", "dim"), [(700, 100, 2, 16), (482, 241, 4, 80), (113, 113, 1, 64)])
+def test_attention_of_a_piece(tokens, size, group, dim):
+    """Whatever lies after the piece is not looked at; JAX's own kernels, merged by log-sum-exps, agree."""
+    keys = jax.random.split(jax.random.key(tokens), 3)
+    q, k, v = (
+        jax.random.normal(key, (2, tokens, heads, dim)) for key, heads in zip(keys, (2 * group, 2, 2), strict=True)
+    )
+    want, want_lse = causal_attention(q, k, v, 0.2)
+    for first in range(0, tokens, size):
+        piece = q[:, first : first + size]
+        out, lse = causal_attention(piece, k.at[:, first + size :].set(1e4), v, 0.2, first)
+        np.testing.assert_allclose(out, want[:, first : first + size], atol=1e-5)
+        np.testing.assert_allclose(lse, want_lse[:, :, first : first + size], atol=1e-5)
+        library = library_attention(piece, k, v, 0.2, jnp.int32(first), "xla")
+        np.testing.assert_allclose(library, want[:, first : first + size], atol=1e-5)
+
+
+# The bound
+
+
+WIDE = ModelConfig(
+    model_type="llama", vocab_size=257, num_layers=4, model_dim=256, ffn_dim=256, q_heads=8, kv_heads=2, head_dim=64,
+    norm_eps=1e-5, context=65536,
+)  # fmt: skip
+LLAMA_SHAPE = dataclasses.replace(
+    WIDE, model_dim=1024, ffn_dim=512, q_heads=32, kv_heads=8, head_dim=128
+)  # Llama-3.1-8B's attention in a narrower model
+
+
+def layer_memory(config, tokens, chunk):
+    """memory_analysis of the compiled layer: float32, one row."""
+    weights = jax.eval_shape(lambda: init_params(dataclasses.replace(config, num_layers=1)).weights["layer_0"])
+    count, size = pieces_of(tokens, chunk)
+    x = jax.ShapeDtypeStruct((1, count * size, config.model_dim), jnp.float32)
+    program = PREFILL._prefill_layer.lower(
+        weights, x, jax.ShapeDtypeStruct((1,), jnp.int32), config=config, needs_all=False, q_tail=0,
+        prefill_chunk=chunk,
+    )  # fmt: skip
+    return program.compile().memory_analysis()
+
+
+def compress_memory(config, tokens, capacity, policy, chunk):
+    """memory_analysis of the compiled compression."""
+    policy = policy.resolve(config, capacity)
+    [spec, *_] = cache_specs(config, policy, 1, capacity, tokens, "float32", "device_put")
+    count, size = pieces_of(tokens, chunk)
+    rows = jax.ShapeDtypeStruct((1, count * size, config.kv_heads, config.head_dim), jnp.float32)
+    prompt = PromptKV(
+        rows, rows, rows, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1, count * size), jnp.int32)
+    )
+    spec = dataclasses.replace(spec, layer=None)
+    return PREFILL._compress.lower(prompt, None, spec=spec).compile().memory_analysis()
+
+
+@pytest.mark.parametrize("config", [WIDE, LLAMA_SHAPE], ids=["narrow", "llama"])
+@pytest.mark.parametrize(("tokens", "chunk"), [(8192, 2048), (8192, 512), (16384, 512)])
+@pytest.mark.parametrize("policy", [ShadowKV(), ShadowKVPlus()], ids=lambda policy: policy.name)
+def test_the_compiled_layer_keeps_to_the_bound(config, tokens, chunk, policy):
+    """What XLA reserves: temporaries of a piece that do not grow with the prompt, hidden states in place."""
+    peak = prefill_peak(
+        config, policy, batch=1, tokens=tokens, capacity=tokens + 64, prefill_chunk=chunk, dtype="float32",
+        fetch="device_put",
+    )  # fmt: skip
+    layer, compress = layer_memory(config, tokens, chunk), compress_memory(config, tokens, tokens + 64, policy, chunk)
+    assert layer.alias_size_in_bytes == peak["hidden"]
+    assert layer.output_size_in_bytes <= peak["hidden"] + peak["keys_values"] + 4 * tokens + 4096  # and positions
+    assert layer.temp_size_in_bytes <= peak["piece"]
+    assert compress.temp_size_in_bytes <= peak["compress"]
+    state = peak["state"] // config.num_layers
+    assert compress.output_size_in_bytes <= peak["in_flight"] + state + 4096
+
+
+def device_bytes():
+    """Bytes of all live arrays in device memory."""
+    gc.collect()
+    return sum(leaf.nbytes for leaf in jax.live_arrays() if leaf.sharding.memory_kind == "device")
+
+
+def measure_growth(config, tokens, policy, prefill_chunk):
+    """Live device bytes after each layer of a prefill, weights not counted, and the state of the prompt."""
+    params = init_params(config)
+    prompt = np.random.default_rng(0).integers(0, config.vocab_size, (1, tokens), dtype=np.int32)
+    before, after = device_bytes(), []
+    [(_, state)] = decode.prefill_many(
+        params, prompt, [tokens], [policy], capacity=tokens + 64, fetch="device_put", prefill_chunk=prefill_chunk,
+        progress=lambda done, total: after.append(device_bytes() - before),
+    )  # fmt: skip
+    return after, state
+
+
+def check_growth(config, tokens, policy, prefill_chunk):
+    """Between layers nothing stays but the hidden states and one more layer's compressed state."""
+    after, state = measure_growth(config, tokens, policy, prefill_chunk)
+    abstract = abstract_state(
+        config, policy, batch=1, capacity=tokens + 64, prompt=tokens, dtype="float32", fetch="device_put"
+    )
+    layer = [sum(device for device, _ in spec.policy.nbytes(one).values())
+             for spec, one in zip(abstract.specs, abstract.layers, strict=True)]  # fmt: skip
+    assert np.diff(after).tolist() == layer[1:]
+    peak = prefill_peak(
+        config, policy, batch=1, tokens=tokens, capacity=tokens + 64, prefill_chunk=prefill_chunk, dtype="float32",
+        fetch="device_put",
+    )  # fmt: skip
+    assert after[0] <= peak["hidden"] + layer[0] + 64  # lengths
+    assert after[-1] <= peak["hidden"] + peak["state"] + 64
+    full = 2 * (tokens + 64) * config.key_columns * 4
+    assert layer[0] < full / 2
+    return after, state
+
+
+@pytest.mark.parametrize("policy", [ShadowKV(), ShadowKVPlus()], ids=lambda policy: policy.name)
+def test_live_bytes_grow_by_the_compressed_state_alone(policy):
+    check_growth(WIDE, 4096, policy, 1024)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [2, 4])
+def test_32k_tokens_through_the_attention_of_llama(layers, record_property):
+    """32,768 tokens, 32 query and 8 KV heads of 128, a narrow model: on a CPU, in float32."""
+    config = dataclasses.replace(LLAMA_SHAPE, num_layers=layers)
+    after, state = check_growth(config, 32768, ShadowKV(), 2048)
+    record_property("live_bytes", after)
+    logits, _ = jshadow.decode_step(init_params(config), [1], state)
+    assert np.isfinite(np.asarray(logits)).all()
