@@ -10,15 +10,15 @@ dynamic_update_slice, and a function under compute_on("device_host"). So there i
 """
 
 import itertools
-import os
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import compute_on
 from jax.sharding import SingleDeviceSharding
 
-from jshadow.errors import ConfigError, HostMemoryError
+from jshadow.errors import ConfigError
 from jshadow.lowrank import reconstruct_keys
 from jshadow.state import CacheSpec, Fetched, HostArray, HostLayout, HostTier, HostWrite, Selection
 
@@ -68,28 +68,16 @@ def host_bytes(specs: tuple[CacheSpec, ...]) -> int:
     return sum(part.array.size * part.array.dtype.itemsize for part in parts if part.memory == "pinned_host")
 
 
-def check_host_memory(needed: int) -> None:
-    """Raise HostMemoryError where the host clearly lacks `needed` bytes for offloaded rows."""
-    try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        with open("/proc/meminfo") as lines:
-            free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), free)
-    except (OSError, ValueError):
-        return  # a system that does not tell: the allocation itself will
-    if needed > free:
-        raise HostMemoryError(f"host_bytes must be at most the {free} bytes available, got {needed}")
-
-
 def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) -> HostTier:
     """Start moving a layer's prompt rows to their tier and return at once; the tail begins as zeros."""
     shapes = tier_shapes(layout, spec)
     sharding = SingleDeviceSharding(jax.devices()[0], memory_kind=memory_of(spec.fetch))
 
-    def put(shape: HostArray | None, data: Array | None) -> HostArray | None:
+    def put(shape: HostArray | None, data: Array | np.ndarray | None) -> HostArray | None:
         if shape is None:
             return None
         if data is None:
-            data = jnp.zeros(shape.array.shape, shape.array.dtype)
+            data = np.zeros(shape.array.shape, shape.array.dtype)  # of NumPy: nothing on the device
         return HostArray(jax.device_put(data, sharding), shape.memory)
 
     return HostTier(put(shapes.prompt, prompt.data if prompt else None), put(shapes.tail, None))

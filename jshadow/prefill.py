@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshadow import offload
+from jshadow import host_memory, offload
 from jshadow.attention import causal_attention, library_attention
 from jshadow.checks import check_capacity, check_logits, check_piece, check_tokens
 from jshadow.chunking import fit_tokens
@@ -178,12 +178,12 @@ def prefill_many(
         cache_specs(config, policy, len(lengths), capacity, floor, dtype, offload.resolve_fetch(mode))
         for policy, mode in zip(resolved, modes, strict=True)
     ]  # fmt: skip
-    offload.check_host_memory(sum(offload.host_bytes(specs) for specs in plans))
+    host_memory.check_host_memory(plans)
     row_lengths = jnp.asarray(lengths)
     count, size = pieces_of(tokens.shape[1], prefill_chunk)
     x = _embed(params.weights, fit_tokens(jnp.asarray(tokens), count * size), config=config)
     layers: list[list[LayerState]] = [[] for _ in resolved]
-    travelling: list[HostTier] = []
+    travelling: list[LayerState] = []
     for index in range(config.num_layers):
         specs = [plan[index] for plan in plans]
         x, prompt = _prefill_layer(
@@ -192,16 +192,18 @@ def prefill_many(
             q_tail=max(spec.policy.q_tail for spec in specs), prefill_chunk=prefill_chunk,
         )  # fmt: skip
         # The layer before may still be on its way to the host, never two: that bounds the rows in flight.
-        jax.block_until_ready(travelling)
+        host_memory.settle(travelling, plans)
         for done, spec in zip(layers, specs, strict=True):
             state, write = _compress(needed(prompt, spec), fitted, spec=dataclasses.replace(spec, layer=None))
-            done.append(state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write)))
-        travelling = [done[-1].host for done in layers]
+            with host_memory.placing(plans):
+                done.append(state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write)))
+        travelling = [done[-1] for done in layers]
         del prompt, write  # or they would live on beside the next layer's
         if progress is not None:
             jax.block_until_ready(x)
             progress(index + 1, config.num_layers)
     out = _prompt_logits(params.weights, x[:, : tokens.shape[1]], row_lengths, config=config, want=logits)
+    host_memory.settle(travelling, plans)
     batch = len(lengths)
     last = tokens[np.arange(batch), lengths - 1]
     return [

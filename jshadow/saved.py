@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jshadow import offload
+from jshadow import host_memory
 from jshadow.checks import check_ids, check_state
 from jshadow.convert.files import staged_file
 from jshadow.convert.safetensors_file import (
@@ -101,11 +101,14 @@ def load_state(path: str | os.PathLike[str], params: Any, policy: Policy | None 
         raise CheckpointError(f"{file.path} is damaged: {error}") from error
     wanted = places(expected)
     check_table(file, {name: bare(leaf) for name, leaf in wanted.items()}, record.batch)
-    offload.check_host_memory(offload.host_bytes(expected.specs))
+    host_memory.check_host_memory([expected.specs])
     for name in file.shapes:
         read_checked(file, name, digests)
     check_lengths(file, record)
-    leaves = [put(leaf, file.read(name)) for name, leaf in wanted.items()]
+    with host_memory.placing([expected.specs]):
+        hosted = {name: put(leaf, file.read(name)) for name, leaf in wanted.items() if is_place(leaf)}
+        jax.block_until_ready(hosted)
+    leaves = [hosted[name] if name in hosted else put(leaf, file.read(name)) for name, leaf in wanted.items()]
     state: KVState = jax.tree.unflatten(jax.tree.structure(expected, is_leaf=is_place), leaves)
     if (room := np.asarray(state.room())).min() < 0:
         raise CheckpointError(f"{file.path}: room of each row must be at least 0, got {room.tolist()}")

@@ -17,6 +17,7 @@ LEVELS = [
     ["lowrank", "landmarks"],
     ["models"],
     ["offload"],
+    ["host_memory"],
     ["policies"],
     ["checks", "planning", "step", "convert"],
     ["params", "prefill", "state_record"],

@@ -1,4 +1,4 @@
-"""Two hundred requests in one process leave no array behind, however they end, without help of the garbage collector."""
+"""Two hundred requests in one process leave no array behind, however they end: not even for the garbage collector."""
 
 import contextlib
 import dataclasses
