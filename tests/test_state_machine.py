@@ -285,6 +285,7 @@ class StateMachine(RuleBasedStateMachine):
     def states_hold_what_they_were_fed(self):
         for held in self.alive:
             assert held.state.lengths.tolist() == [len(row) for row in held.rows]
+            assert held.state.last.tolist() == [row[-1] for row in held.rows]
             assert held.state.counters.steps.tolist() == held.steps
             assert (held.state.batch, held.state.capacity, held.state.fetch) == (held.batch, CAPACITY, self.fetch)
 
