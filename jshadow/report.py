@@ -101,8 +101,9 @@ def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, floa
     totals: dict[str, Any] = {}
     for spec, layer in zip(state.specs, state.layers, strict=True):
         for part, tokens in spec.policy.attended_parts(spec, layer, state.lengths).items():
-            totals[part] = totals.get(part, 0.0) + np.asarray(tokens) / len(state.specs)
-    rows = [{part: float(tokens[row]) for part, tokens in totals.items()} for row in range(state.batch)]
+            totals[part] = totals.get(part, 0.0) + np.asarray(tokens, np.float64)
+    layers = len(state.specs)
+    rows = [{part: float(tokens[row]) / layers for part, tokens in totals.items()} for row in range(state.batch)]
     for parts, held in zip(rows, generated.tolist(), strict=True):
         if "window" in parts:
             parts["generated"] = min(float(held), parts["window"])

@@ -41,8 +41,14 @@ def test_random_rows(name, record_property):
     check(total, record_property)
 
 
-# Batches that once failed, with the reason: (reason, batch).
-FOUND: dict[str, Batch] = {}
+# Batches that once failed, by their reason.
+FOUND = {
+    # 31 tokens span 31 of 32 columns, the last one by a thousandth: masking the 32nd direction, which float32 cannot
+    # tell from the 31st, took 2e-4 from the keys and the logits.
+    "prompt_shorter_than_the_full_rank": Batch(
+        "c2_full_rank", 160, tuple(Row(length, (16, 3), 98368899) for length in (31, 32, 33, 30))
+    ),
+}
 
 
 @pytest.mark.parametrize("reason", FOUND)
