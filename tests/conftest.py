@@ -1,6 +1,7 @@
 """How the suite runs: on the CPU, with shared compiled programs, and with a count of the law cases at its end."""
 
 import fcntl
+import gc
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from hypothesis import settings
 REPO = Path(__file__).resolve().parent.parent
 CACHE = REPO / ".cache"  # git-ignored
 CHECKPOINT = REPO / "checkpoints" / "smollm2-135m-instruct"
+MOST_MAPPINGS = 30_000
 LAW_FILES = ("test_laws", "test_oracle", "test_random")  # a report whose file begins so is a case of a law
 
 # Before anything imports jax. A second run, and a second xdist worker, find compiled programs on disk: the suite
@@ -47,6 +49,22 @@ def pytest_terminal_summary(terminalreporter) -> None:
         f"laws: {found['sets_compared']} selected sets compared, {found['near_ties']} near ties (gap under 1e-5)"
     )
     terminalreporter.write_line(f"laws: {found['random_cases']} random rows, {found['mismatches']} mismatches")
+
+
+@pytest.fixture(autouse=True)
+def few_mappings():
+    """Drop compiled programs before a worker runs out of memory mappings.
+
+    XLA's CPU backend maps some pieces of memory for each program, a process may have 65,530 of them by default, and the
+    program too many is a segmentation fault.
+    """
+    yield
+    import jax  # not before the environment above is set
+
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

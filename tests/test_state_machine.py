@@ -322,4 +322,4 @@ def test_any_order_of_calls_on_resident_states(name):
 @policies
 @pytest.mark.parametrize("fetch", FETCH_MODES)
 def test_many_orders_of_calls(name, fetch):
-    run(name, fetch, examples=100, steps=16, batches=(1, 2, 3))
+    run(name, fetch, examples=40, steps=16, batches=(1, 2, 3))
