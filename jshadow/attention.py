@@ -3,7 +3,6 @@
 Scores and softmax statistics are float32 whatever the dtype of queries, keys and values.
 """
 
-import functools
 from typing import NamedTuple
 
 import jax
@@ -78,27 +77,6 @@ def causal_attention(
     return out, lse.reshape(batch, q_heads, q_blocks * q_block)[..., :length]
 
 
-def library_attention(
-    q: Float[Array, "B T h_q d"], k: Float[Array, "B S h_kv d"], v: Float[Array, "B S h_kv d"], scale: float,
-    first: Int[Array, ""], implementation: str,
-) -> Float[Array, "B T h_q d"]:  # fmt: skip
-    """`causal_attention` by JAX's fused kernels ("cudnn" on a GPU): the piece itself, and what lies before it.
-
-    The kernels' causal mask begins at the first key, so the two parts are attended apart and merged by their
-    log-sum-exps.
-    """
-    own_k, own_v = (lax.dynamic_slice_in_dim(x, first, q.shape[1], axis=1) for x in (k, v))
-    fused = functools.partial(
-        jax.nn.dot_product_attention, scale=scale, implementation=implementation, return_residual=True
-    )
-    own, own_lse = fused(q, own_k, own_v, is_causal=True)
-    # A length of 0 is no legal length: the one key that is let in then gets no weight.
-    held = jnp.full(q.shape[0], jnp.maximum(first, 1), jnp.int32)
-    before, before_lse = fused(q, k, v, key_value_seq_lengths=held)
-    share = jnp.where(first > 0, jax.nn.sigmoid(before_lse - own_lse), 0.0)[..., None]
-    return (before * share + own * (1 - share)).astype(q.dtype)
-
-
 class Piece(NamedTuple):
     """Keys and values that a decode step may attend to, somewhere in memory.
 
@@ -112,6 +90,12 @@ class Piece(NamedTuple):
     v: Float[Array, "B h_kv *T N d"]
     valid: Bool[Array, "#B #h_kv #T N"]
 
+    def of_queries(self, first: int, last: int) -> "Piece":
+        """The same rows as queries first .. last - 1 see them."""
+        own = slice(first, last)
+        k, v = (x[:, :, own] if x.ndim == 5 else x for x in (self.k, self.v))
+        return Piece(k, v, self.valid[:, :, own] if self.valid.shape[2] > 1 else self.valid)
+
 
 def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> Float[Array, "B T h_q d"]:
     """Softmax attention of T queries over the union of several pieces, never concatenating keys or values.
@@ -124,6 +108,10 @@ def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> F
     Returns:
         [B, T, h_q, d] in q's dtype.
     """
+    if q.shape[1] > QUERY_BLOCK:  # a long turn at once: its scores must not all exist at the same time
+        blocks = [(first, min(first + QUERY_BLOCK, q.shape[1])) for first in range(0, q.shape[1], QUERY_BLOCK)]
+        parts = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], scale) for a, b in blocks]
+        return jnp.concatenate(parts, axis=1)
     grouped = group_queries(q, pieces[0].k.shape[1])
     scores = [masked_scores(grouped, piece, scale) for piece in pieces]
     top = jnp.max(jnp.stack([s.max(-1) for s in scores]), axis=0)

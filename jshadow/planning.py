@@ -11,6 +11,7 @@ import numpy as np
 from jshadow import offload
 from jshadow.attention import KEY_BLOCK, QUERY_BLOCK
 from jshadow.config import ModelConfig
+from jshadow.errors import ConfigError
 from jshadow.models.transformer import abstract_weights
 from jshadow.policies import Policy
 from jshadow.policies.base import state_nbytes
@@ -117,7 +118,7 @@ def pieces_of(tokens: int, prefill_chunk: int) -> tuple[int, int]:
 
 def prefill_peak(
     config: ModelConfig, policy: Policy, *, batch: int, tokens: int, capacity: int, prefill_chunk: int = 2048,
-    dtype: str = "bfloat16", fetch: str = "auto",
+    shortest: int | None = None, dtype: str = "bfloat16", fetch: str = "auto",
 ) -> dict[str, int]:  # fmt: skip
     """Device bytes at the peak of a prefill, which its last layer reaches: an upper bound, by part.
 
@@ -131,15 +132,23 @@ def prefill_peak(
         tokens: width of the right-padded prompts.
         capacity: tokens that a row may ever hold.
         prefill_chunk: tokens that go through a layer at once.
+        shortest: tokens of the shortest prompt, which decides the windows; None: all are `tokens` long.
         dtype: of weights, keys and values.
         fetch: fetch mode.
+
+    Raises:
+        ConfigError: tokens or prefill_chunk below 1, or a policy setting out of range.
 
     Returns:
         {"weights", "hidden", "keys_values", "piece", "compress", "in_flight", "state"}; the peak is their sum.
     """
+    for name, value in (("tokens", tokens), ("prefill_chunk", prefill_chunk)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    prompt = tokens if shortest is None else shortest
     item, columns = jnp.dtype(dtype).itemsize, config.key_columns
     count, size = pieces_of(tokens, prefill_chunk)
-    state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=tokens, dtype=dtype, fetch=fetch)
+    state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
     parts = state_nbytes(state)
     queries = config.q_heads * config.head_dim
     # A float32 tile of scores and its softmax weights, the running sums, and per token: residual and normed input,

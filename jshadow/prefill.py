@@ -15,10 +15,11 @@ import numpy as np
 from jax import Array, lax
 
 from jshadow import host_memory, offload
-from jshadow.attention import causal_attention, library_attention
+from jshadow.attention import causal_attention
 from jshadow.checks import check_capacity, check_logits, check_piece, check_tokens
 from jshadow.chunking import fit_tokens
 from jshadow.config import ModelConfig
+from jshadow.errors import ConfigError
 from jshadow.models.transformer import Heads, apply_block, embed
 from jshadow.models.transformer import logits as model_logits
 from jshadow.planning import cache_specs, pieces_of
@@ -105,10 +106,15 @@ def tail_queries(tail: Array | None, q: Array, lengths: Array, first: Array) -> 
 
 
 def piece_attention(q: Array, k: Array, v: Array, first: Array, with_lse: bool) -> tuple[Array, Array | None]:
-    """Causal attention of a piece: cuDNN's on a GPU where it applies, blockwise elsewhere."""
+    """Causal attention of a piece; of a prompt in one piece by cuDNN on a GPU, where it applies.
+
+    cuDNN's causal mask begins at the first key, and JAX gives its log-sum-exps in the output's dtype, too coarse to
+    merge what lies before a piece with the piece itself.
+    """
     scale = float(1 / np.sqrt(q.shape[-1]))
-    if jax.default_backend() == "gpu" and not with_lse and q.dtype in (jnp.bfloat16, jnp.float16):
-        return library_attention(q, k, v, scale, first, "cudnn"), None
+    fused = jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
+    if fused and q.shape[1] == k.shape[1] and not with_lse:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale, implementation="cudnn"), None
     return causal_attention(q, k, v, scale, first)
 
 
@@ -170,8 +176,10 @@ def prefill_many(
     check_logits(logits)
     check_capacity(config, capacity, int(lengths.max()))
     check_piece("prefill_chunk", prefill_chunk)
-    dtype = str(params.dtype)
+    capacity, dtype = int(capacity), str(params.dtype)
     modes: list[Any] = list(fetch) if isinstance(fetch, tuple | list) else [fetch] * len(policies)
+    if not policies or len(modes) != len(policies):
+        raise ConfigError(f"policies must be some, with a fetch mode each, got {len(policies)} and {len(modes)} modes")
     resolved = [(policy or ShadowKV()).resolve(config, capacity) for policy in policies]
     floor = int(lengths.min()) if shortest is None else min(shortest, int(lengths.min()))
     plans = [

@@ -95,13 +95,13 @@ class Run:
         self.stop_ids = frozenset(params.config.eos_ids) | set(ids)
         self.streams = [TextStream(params.tokenizer, texts) for _ in self.prompts]
         self.fallback: str | None = None
+        self.verify = verify
+        self.verifier: Verifier | None = None
+        self.fetch, self.state = self._fetch_mode(fetch, state), state
         if state is None:
             self._plan(policy or ShadowKV(), capacity, spare)
         else:
             self._continue(state, capacity)
-        self.verify = verify
-        self.verifier: Verifier | None = None
-        self.fetch, self.state = self._fetch_mode(fetch), state
         self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
         self.decoded = 0
 
@@ -122,9 +122,13 @@ class Run:
         self.fallback = policy.fallback(self.params.config, self.capacity)
         self.policy: Policy = Full() if self.fallback else policy
 
-    def _fetch_mode(self, fetch: str) -> str:
-        """The resolved fetch mode; verifying means offloading."""
+    def _fetch_mode(self, fetch: str, state: KVState | None) -> str:
+        """The resolved fetch mode, a state's own; verifying means offloading."""
         mode = "device_put" if self.verify and fetch == "auto" else resolve_fetch(fetch)
+        if state is not None:
+            if fetch not in ("auto", state.fetch):
+                raise StateMismatch(f"fetch must be the state's own {state.fetch!r}, got {fetch!r}")
+            mode = state.fetch
         if self.verify and mode == "resident":
             raise ConfigError("fetch must offload where verify=True, got 'resident'")
         return mode

@@ -28,7 +28,7 @@ from jshadow.convert.safetensors_file import (
     write_payload,
 )  # fmt: skip
 from jshadow.digest import canonical, host_array, raw_bytes, sha256
-from jshadow.errors import CheckpointError, StateMismatch
+from jshadow.errors import CheckpointError, PromptError, StateMismatch
 from jshadow.policies import POLICIES, Policy
 from jshadow.state import HostArray, KVState
 from jshadow.state_record import StateRecord, read_json_text
@@ -189,6 +189,8 @@ def token_arrays(state: KVState, params: Any, tokens: Sequence[Sequence[int]] | 
     if tokens is None:
         return {}
     lengths = np.asarray(state.lengths).tolist()
+    if not all(isinstance(row, Sequence | np.ndarray) and not isinstance(row, str) for row in tokens):
+        raise PromptError(f"tokens must have a list of ids for each row, got {tokens!r:.80}")
     if [len(row) for row in tokens] != lengths:
         raise StateMismatch(f"tokens must have {lengths} ids, as the state, got {[len(row) for row in tokens]}")
     return {

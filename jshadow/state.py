@@ -6,6 +6,7 @@ ShadowKV). Knows no policy and runs no model.
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -373,7 +374,10 @@ class KVState(struct.PyTreeNode):
             StateMismatch: no rows, or a row outside [0, B).
         """
         self.check_alive()
-        rows = [int(row) for row in rows]
+        try:
+            rows = [operator.index(row) for row in rows]
+        except TypeError as error:
+            raise StateMismatch(f"rows must be whole numbers, got {rows!r:.80}") from error
         if not rows or not all(0 <= row < self.batch for row in rows):
             raise StateMismatch(f"rows must be a non-empty list of numbers in [0, {self.batch}), got {rows}")
         specs = tuple(dataclasses.replace(spec, batch=len(rows)) for spec in self.specs)

@@ -75,8 +75,8 @@ class StateRecord:
             and isinstance(record.policy.get("name"), str)
             and isinstance(record.policy.get("settings"), dict),
             "batch, capacity": all(type(size) is int and 0 < size < 2**31 for size in sizes),
-            "dtype": record.dtype in TAGS,
-            "fetch": record.fetch in offload.FETCH_MODES,
+            "dtype": isinstance(record.dtype, str) and record.dtype in TAGS,
+            "fetch": isinstance(record.fetch, str) and record.fetch in offload.FETCH_MODES,
             "windows": isinstance(record.windows, list)
             and all(type(window) is int and 0 <= window < 2**31 for window in record.windows),
         }

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from jshadow.config import ModelConfig
+from jshadow.digest import host_array
 from jshadow.errors import StateMismatch, VerificationError
 from jshadow.state import CacheSpec, Fetched, HostArray, HostTier, KVState, LayerState, Reads, StepKV, Writes
 from jshadow.step import LayerWork, step_layer, step_writes
@@ -144,7 +145,7 @@ class Verifier:
         for index, (mine, theirs) in enumerate(zip(state.layers, resident.layers, strict=True)):
             if mine.host.prompt is None or theirs.host.prompt is None:
                 continue
-            one, other = np.asarray(mine.host.prompt.array), np.asarray(theirs.host.prompt.array)
+            one, other = host_array(mine.host.prompt.array), host_array(theirs.host.prompt.array)
             bad = (one.view(np.uint8) != other.view(np.uint8)).any(-1)
             if bad.any():
                 row, head, unit = (int(x) for x in np.argwhere(bad)[0])

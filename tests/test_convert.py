@@ -227,7 +227,8 @@ def test_a_killed_conversion_leaves_no_target(tmp_path: Path, kind: signal.Signa
     source = write_gguf(tmp_path / "x.gguf", directory, TINY)
     before = sorted(os.listdir(tmp_path))
     code = (
-        "import sys, time; from jshadow.convert import convert; "
+        "import signal, sys, time; from jshadow.convert import convert; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); "  # a job in the background inherits a deaf one
         "convert(*sys.argv[1:], progress=lambda *_: (print('go', flush=True), time.sleep(30)))"
     )
     command = [sys.executable, "-c", code, str(source), str(tmp_path / "out")]

@@ -16,7 +16,7 @@ from jshadow.config import ModelConfig
 from jshadow.errors import CapacityError, ConfigError, Infeasible, PromptError, StateMismatch
 from jshadow.params import init_params
 from jshadow.planning import footprint
-from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM
+from jshadow.policies import POLICIES, Full, ShadowKV, ShadowKVPlus, StreamingLLM
 from jshadow.sampling import Sampler
 
 VOCAB = TINY.vocab_size
@@ -265,3 +265,36 @@ def test_nominal_refuses_what_cannot_be(name):
             POLICIES[name].nominal(fraction, 1024, TINY)
     with pytest.raises(Infeasible, match=f"{name}: fraction must be at least"):
         POLICIES[name].nominal(1e-4, 1024, TINY)
+
+
+@pytest.mark.parametrize("policy", [ShadowKV(chunk_size=8, local_chunks=0), ShadowKVPlus(chunk_size=8, local_chunks=0)])
+def test_a_state_that_is_full_can_rest(policy):
+    """Whole chunks up to the capacity leave the window nothing; a step in which no row takes part is legal there."""
+    _, state = decode.prefill(model(), random_tokens(2, 64), [64, 64], policy, capacity=64)
+    assert state.room().tolist() == [0, 0]
+    _, state = decode.decode_step(model(), [1, 2], state, active=[False, False])
+    _, state = decode.extend(model(), random_tokens(2, 3), [0, 0], state)
+    assert state.lengths.tolist() == [64, 64]
+    with pytest.raises(CapacityError, match="capacity=64"):
+        decode.decode_step(model(), [1, 2], state)
+
+
+def test_lists_of_policies_and_modes_must_match():
+    for policies, fetch in (([], "auto"), ([None], ["resident", "device_put"])):
+        with pytest.raises(ConfigError, match="policies must be some, with a fetch mode each"):
+            decode.prefill_many(model(), PROMPT, LENGTHS, policies, capacity=CAPACITY, fetch=fetch)
+
+
+def test_settings_of_shadowkv_plus():
+    resolved = ShadowKVPlus.reference().resolve(TINY, CAPACITY)
+    assert (resolved.turn_selection, resolved.score_dim, resolved.exact_preload) == ("each", 128, True)
+    wrong = {"extend_piece": 65, "turn_selection": "shared", "plus_mode": "both", "extra_outlier_chunks": -1}
+    for field, value in wrong.items():
+        with pytest.raises(ConfigError, match=field):
+            ShadowKVPlus(**{field: value}).resolve(TINY, CAPACITY)
+    assert "shadowkv_plus has nothing" in ShadowKVPlus().resolve(TINY, 32).fallback(TINY, 32)
+
+
+def test_rows_must_be_whole_numbers():
+    with pytest.raises(StateMismatch, match="whole numbers"):
+        prefilled("full", "restricted")[1].take([0.7])

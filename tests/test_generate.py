@@ -235,6 +235,10 @@ def test_a_foreign_state_is_refused():
         jshadow.generate(BARE, PROMPTS[1][:4], SHADOW, state=state, max_new_tokens=2)
     with pytest.raises(StateMismatch, match="capacity"):
         jshadow.generate(BARE, PROMPTS[1][:4], state=state, capacity=300, max_new_tokens=2)
+    with pytest.raises(StateMismatch, match="fetch must be the state's own 'resident'"):
+        jshadow.generate(BARE, PROMPTS[1][:4], state=state, fetch="device_put", max_new_tokens=2)
+    with pytest.raises(ConfigError, match="fetch must offload"):
+        jshadow.generate(BARE, PROMPTS[1][:4], state=state, verify=True, max_new_tokens=2)
     with pytest.raises(StateMismatch, match="rows"):
         jshadow.generate(BARE, PROMPTS[:2], state=state, max_new_tokens=2)
     with pytest.raises(CapacityError, match="room"):

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CAPACITY, LENGTHS, POLICY_CASES, PROMPT, STEPS, model, run_steps, setting
+from cases import CAPACITY, LENGTHS, POLICY_CASES, PROMPT, STEPS, TINY, model, run_steps, setting
 
 import jshadow
 from jshadow import decode
-from jshadow.attention import causal_attention, library_attention
+from jshadow.attention import Piece, attend, causal_attention
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.params import init_params
@@ -70,6 +70,19 @@ def test_a_piece_must_have_tokens():
             decode.prefill(model(), PROMPT, LENGTHS, capacity=CAPACITY, prefill_chunk=value)
 
 
+def test_a_ragged_batch_is_in_the_bound():
+    """The shortest prompt decides the windows of all rows."""
+    prompt = np.zeros((2, 90), np.int32)
+    _, state = decode.prefill(model(), prompt, [90, 5], ShadowKV(rank=8), capacity=CAPACITY)
+    settings = dict(batch=2, tokens=90, capacity=CAPACITY, dtype="float32", fetch="resident")
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(state.layers))
+    assert prefill_peak(TINY, ShadowKV(rank=8), shortest=5, **settings)["state"] == held
+    assert prefill_peak(TINY, ShadowKV(rank=8), **settings)["state"] < held
+    for name in ("tokens", "prefill_chunk"):
+        with pytest.raises(ConfigError, match=name):
+            prefill_peak(TINY, ShadowKV(), **settings | {name: 0})
+
+
 @pytest.mark.parametrize(("tokens", "chunk", "pieces"), [(61, 2048, (1, 61)), (2112, 2048, (2, 1056)), (7, 2, (4, 2))])
 def test_pieces_are_even_and_cover_the_prompt(tokens, chunk, pieces):
     assert pieces_of(tokens, chunk) == pieces
@@ -77,7 +90,7 @@ def test_pieces_are_even_and_cover_the_prompt(tokens, chunk, pieces):
 
 @pytest.mark.parametrize(("tokens", "size", "group", "dim"), [(700, 100, 2, 16), (482, 241, 4, 80), (113, 113, 1, 64)])
 def test_attention_of_a_piece(tokens, size, group, dim):
-    """Whatever lies after the piece is not looked at; JAX's own kernels, merged by log-sum-exps, agree."""
+    """Whatever lies after the piece is not looked at."""
     keys = jax.random.split(jax.random.key(tokens), 3)
     q, k, v = (
         jax.random.normal(key, (2, tokens, heads, dim)) for key, heads in zip(keys, (2 * group, 2, 2), strict=True)
@@ -88,8 +101,28 @@ def test_attention_of_a_piece(tokens, size, group, dim):
         out, lse = causal_attention(piece, k.at[:, first + size :].set(1e4), v, 0.2, first)
         np.testing.assert_allclose(out, want[:, first : first + size], atol=1e-5)
         np.testing.assert_allclose(lse, want_lse[:, :, first : first + size], atol=1e-5)
-        library = library_attention(piece, k, v, 0.2, jnp.int32(first), "xla")
-        np.testing.assert_allclose(library, want[:, first : first + size], atol=1e-5)
+
+
+def test_a_long_turn_is_attended_in_blocks():
+    """600 queries at once, some rows for all of them and some for each: the scores never exist all at once."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    q = jax.random.normal(keys[0], (1, 600, 4, 16))
+    shared, own = (
+        jax.random.normal(key, shape)
+        for key, shape in zip(keys[1:], ((1, 2, 40, 16), (1, 2, 600, 3, 16)), strict=False)
+    )
+    causal = jnp.arange(40) <= jnp.arange(600)[:, None]
+    pieces = [Piece(shared, shared, causal[None, None]), Piece(own, -own, jnp.ones((1, 1, 1, 3), bool))]
+    whole = jax.jit(lambda q: attend(q, pieces, 0.25))
+    parts = [
+        attend(q[:, at : at + 1], [piece.of_queries(at, at + 1) for piece in pieces], 0.25) for at in (0, 255, 256, 599)
+    ]
+    out = whole(q)
+    for at, part in zip((0, 255, 256, 599), parts, strict=True):
+        np.testing.assert_allclose(out[:, at : at + 1], part, atol=1e-5)
+    text = whole.lower(q).as_text()
+    assert "tensor<1x2x2x256x40xf32>" in text
+    assert "tensor<1x2x2x600x40xf32>" not in text
 
 
 # The bound

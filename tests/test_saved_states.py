@@ -304,3 +304,17 @@ def test_a_tokenizer_without_backend_has_a_digest():
     digests = [Params({}, TINY, WithoutBackend(vocab)).tokenizer_digest
                for vocab in ({"a": 0, "b": 1}, {"b": 1, "a": 0}, {"a": 1, "b": 0})]  # fmt: skip
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_capacity_from_numpy_can_be_saved(tmp_path):
+    _, state = decode.prefill(model(), PROMPT, LENGTHS, ShadowKV(rank=8), capacity=np.max(LENGTHS) + 7)
+    save_state(tmp_path / "state", state, model())
+    assert load_state(tmp_path / "state", model()).capacity == 68
+
+
+def test_token_ids_that_are_no_lists(tmp_path):
+    _, state = decode.prefill(model(), PROMPT, LENGTHS, ShadowKV(rank=8), capacity=CAPACITY)
+    ids = [PROMPT[row, :length].tolist() for row, length in enumerate(LENGTHS)]
+    with pytest.raises(PromptError, match="a list of ids for each row"):
+        save_state(tmp_path / "state", state, model(), tokens=ids[0])
+    assert not list(tmp_path.iterdir())

@@ -68,7 +68,7 @@ class TensorFile:
             raise CheckpointError(describe_damage(path, error, kind)) from error
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor `name`, in the file's dtype (only those of READABLE_TAGS are safe to ask for)."""
+        """The tensor `name`, in the file's dtype (only those of TAGS, and F64, are safe to ask for)."""
         try:
             return np.asarray(self._open.get_tensor(name))
         except (SafetensorError, OSError, ValueError) as error:

@@ -183,13 +183,13 @@ class ShadowKV(Policy):
         if self.max_selected(capacity) > 0:
             return None
         return (
-            f"shadowkv has nothing to select at capacity={capacity}: {self.max_chunks(capacity)} whole chunks, "
+            f"{self.name} has nothing to select at capacity={capacity}: {self.max_chunks(capacity)} whole chunks, "
             f"outlier_chunks={self.outlier_chunks}; dense cache used"
         )
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """The shortest prompt leaves the most tokens to the window."""
-        return capacity - self.chunk_size * self.max_chunks(min(shortest, capacity))
+        """The shortest prompt leaves the most tokens to the window; one slot at least, for a step needs a place."""
+        return max(1, capacity - self.chunk_size * self.max_chunks(min(shortest, capacity)))
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
         """Values of every whole chunk, outliers too (as in the published code)."""

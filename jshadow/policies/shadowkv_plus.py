@@ -24,6 +24,8 @@ from jshadow.policies.shadowkv import ShadowFrozen, ShadowKV, ShadowLive, fields
 from jshadow.policies.shadowkv_projected import ShadowKVProjected
 from jshadow.state import CacheSpec, HostLayout, HostWrite, KeyValues, LayerState, PromptKV, Rebuild, StepKV
 
+MOST_TOKENS = 64  # of a piece of a turn: the ring holds them beside the window, and each chunk is a write of its own
+
 
 class PlusFrozen(ShadowFrozen, kw_only=True):
     """Also `cut`: the best represented outlier that was kept, float32 [B, h_kv]; -inf where none was."""
@@ -66,8 +68,14 @@ class ShadowKVPlus(ShadowKV):
     name = "shadowkv_plus"
     paper = "arXiv 2410.21465, section 7.1"
 
+    @classmethod
+    def reference(cls) -> "ShadowKVPlus":
+        """The published choices but for the shared selection: it has no ShadowKV+, whose queries have own windows."""
+        return dataclasses.replace(super().reference(), turn_selection="each", extend_piece=cls.extend_piece)
+
     def resolve(self, config: ModelConfig, capacity: int) -> "ShadowKVPlus":
         """Also check the two settings."""
+        check_range(self.name, "extend_piece", self.extend_piece, 1, MOST_TOKENS)
         check_choice(self.name, "plus_mode", self.plus_mode, ("join", "project_only"))
         check_range(self.name, "extra_outlier_chunks", self.extra_outlier_chunks, 0)
         if self.turn_selection == "shared":
