@@ -67,8 +67,8 @@ def test_tiny_llama_equals_transformers(tmp_path, shape, variant):
         model(torch.tensor(tokens))
         want = model(torch.tensor(tokens)).logits.numpy()
         exact = model.double()(torch.tensor(tokens)).logits.numpy()
-    # Once in some twenty runs the first comparison of a process was off by 4e-3 in the second half of its tokens, on one
-    # of the two sides; hence the forward above that is thrown away, and the judge in float64.
+    # Once in some twenty runs the first comparison of a process was off by 4e-3 in the second half of its tokens, on
+    # one of the two sides; hence the forward above that is thrown away, and the judge in float64.
     mine = full_logits(params, tokens, steps=4)
     told = f"off float64: transformers {np.abs(want - exact).max():.1e}, jshadow {np.abs(mine - exact).max():.1e}"
     np.testing.assert_allclose(mine, want, atol=1e-4, rtol=0, err_msg=told)
