@@ -26,7 +26,6 @@ from jshadow.prefill import prefill as prefill
 from jshadow.prefill import prefill_many as prefill_many
 from jshadow.sampling import Sampler, sample
 from jshadow.state import KVState, Reads, Writes
-from jshadow.step import rope_table as rope_table
 from jshadow.step import step_writes
 
 

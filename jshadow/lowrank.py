@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jshadow.rope import rotate
-from jshadow.state import Rebuild, RopeTable
+from jshadow.rope import cos_sin, rotate
+from jshadow.state import Rebuild
 
 BLOCK = 2048  # tokens of which a float32 copy exists at once
 EXACT = lax.Precision.HIGHEST  # TF32 products would bend the basis
@@ -90,15 +90,9 @@ def reconstruct_keys(rebuild: Rebuild, ids: Int[Array, "B heads n"]) -> Float[Ar
     rows = rows.reshape(batch, heads, count * unit, rank)
     keys = jnp.einsum("bhtr,bhrd->bhtd", rows, rebuild.right, preferred_element_type=jnp.float32)
     positions = (chunks[..., None] * unit + jnp.arange(unit)).reshape(batch, heads, count * unit)
-    return rotate_by(rebuild.rope_table, keys, positions).astype(rebuild.left.dtype)
+    return rotate(keys, *cos_sin(positions, rebuild.inverse)).astype(rebuild.left.dtype)
 
 
 def gather_rows(left: Float[Array, "B U width"], ids: Int[Array, "B heads n"]) -> Float[Array, "B heads n width"]:
     """Left rows of units: left [B, U, unit * r] at ids [B, heads, n]; ids are clipped."""
     return jnp.take_along_axis(left[:, None], ids[..., None], axis=2, mode="clip")
-
-
-def rotate_by(table: RopeTable, x: Float[Array, "*N d"], positions: Int[Array, "*N"]) -> Float[Array, "*N d"]:
-    """x [..., d] rotated at positions [...], both float32."""
-    cos, sin = (jnp.take(part, positions, axis=0, mode="clip") for part in (table.cos, table.sin))
-    return rotate(x, cos, sin)

@@ -71,13 +71,6 @@ class CacheSpec:
         return self.q_heads // self.kv_heads
 
 
-class RopeTable(struct.PyTreeNode):
-    """Cosine and sine of every position: float32 [capacity, d / 2] each."""
-
-    cos: Array
-    sin: Array
-
-
 class PromptKV(struct.PyTreeNode):
     """One layer's whole ragged prompt, right padded; freed once it is compressed.
 
@@ -113,7 +106,7 @@ class StepKV(struct.PyTreeNode):
             and has none.
         lengths: tokens held before this step, int32 [B].
         x_in: normed input of the attention [B, T, D].
-        rope_table: cosines and sines of all positions.
+        inverse: angle per position of each rotated pair, float32 [d / 2].
         q_next: x_in -> queries after RoPE that the next layer would make of it; None in the last layer.
     """
 
@@ -126,7 +119,7 @@ class StepKV(struct.PyTreeNode):
     valid: Array
     lengths: Array
     x_in: Array
-    rope_table: RopeTable
+    inverse: Array
     q_next: Callable[[Array], Array] | None = struct.field(pytree_node=False, default=None)
 
 
@@ -194,14 +187,14 @@ class Rebuild(struct.PyTreeNode):
     Attributes:
         left: [B, U, unit * r], one unit contiguous.
         right: [B, heads, r, d].
-        rope_table: of all positions; token j of unit u sits at position u * unit + j.
+        inverse: angle per position of each rotated pair, float32 [d / 2]; token j of unit u sits at u * unit + j.
         tail: left rows of the units written after the prompt [B, T, unit * r], with ids from U on.
         tail_unit: unit of the sequence at the front of the tail, int32 [B].
     """
 
     left: Array
     right: Array
-    rope_table: RopeTable
+    inverse: Array
     tail: Array | None = None
     tail_unit: Array | None = None
 

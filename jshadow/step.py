@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from jshadow import offload
 from jshadow.config import ModelConfig
@@ -23,18 +23,10 @@ from jshadow.state import (
     KVState,
     LayerState,
     Reads,
-    RopeTable,
     Selection,
     StepKV,
     Writes,
 )
-
-
-def rope_table(config: ModelConfig, length: int) -> RopeTable:
-    """Cosines and sines of positions 0 .. length - 1."""
-    # The barrier keeps the compiler from evaluating the whole table while it compiles.
-    positions = lax.optimization_barrier(jnp.arange(length, dtype=jnp.int32))
-    return RopeTable(*cos_sin(positions, jnp.asarray(inverse_frequencies(config.rope, config.head_dim))))
 
 
 @dataclasses.dataclass
@@ -125,7 +117,6 @@ def step_writes(
     positions = lengths[:, None] + jnp.arange(asked.shape[1], dtype=jnp.int32)
     # a guessed token is asked about, never remembered
     valid = jnp.arange(asked.shape[1]) < new[:, None]
-    table = rope_table(config, specs[0].capacity + asked.shape[1])
     inverse = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
     cos, sin = (part[:, :, None] for part in cos_sin(positions, inverse))
     state = KVState.of(reads, writes)
@@ -141,7 +132,7 @@ def step_writes(
 
             step = StepKV(
                 heads.q_pre, rotate(heads.q_pre, cos, sin), heads.k_pre, rotate(heads.k_pre, cos, sin), heads.v,
-                positions, valid, lengths, heads.x_in, table, q_next if index + 1 < len(specs) else None,
+                positions, valid, lengths, heads.x_in, inverse, q_next if index + 1 < len(specs) else None,
             )  # fmt: skip
             out, layer, after, work = run_layer(spec, layers[index], step, carried, inbox, specs, tiers)
             return out, (layer, after, work)

@@ -23,8 +23,8 @@ from cases import (
 
 from jshadow import decode, offload
 from jshadow.policies import POLICIES, ShadowKV
+from jshadow.rope import inverse_frequencies
 from jshadow.state import Selection, StepKV
-from jshadow.step import rope_table
 
 KINDS = ("restricted", "lossless")
 policies = pytest.mark.parametrize("name", POLICY_CASES)
@@ -151,9 +151,9 @@ def layer_step(spec, query, lengths):
     batch, rows = query.shape[:2]
     none = jnp.zeros((batch, rows, spec.kv_heads, spec.head_dim))
     positions = lengths[:, None] + jnp.arange(rows)
-    table = rope_table(TINY, CAPACITY + 1)
+    inverse = jnp.asarray(inverse_frequencies(TINY.rope, TINY.head_dim))
     valid, x_in = jnp.ones((batch, rows), bool), jnp.zeros((batch, rows, spec.model_dim))
-    return StepKV(query, query, none, none, none, positions, valid, lengths, x_in, table)
+    return StepKV(query, query, none, none, none, positions, valid, lengths, x_in, inverse)
 
 
 @policies

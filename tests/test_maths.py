@@ -14,7 +14,7 @@ from jaxtyping import TypeCheckError
 
 from jshadow import attention, chunking, landmarks, lowrank, rope
 from jshadow.config import RopeConfig
-from jshadow.state import Rebuild, RopeTable
+from jshadow.state import Rebuild
 
 
 def normal(*shape, seed=0, dtype="float32"):
@@ -69,6 +69,16 @@ def test_frequencies_are_those_of_transformers(config):
     else:
         want, _ = ROPE_INIT_FUNCTIONS[config.kind](theirs, "cpu")
     np.testing.assert_allclose(rope.inverse_frequencies(config, 64), want.numpy(), rtol=1e-6)
+
+
+def test_cosines_and_sines_are_exact_to_a_million_and_a_half_radians():
+    rng = np.random.default_rng(3)
+    angle = np.concatenate([rng.uniform(0, 1.6e6, 200_000), rng.uniform(0, 10, 50_000), np.arange(200_000)])
+    angle = np.concatenate([angle, np.arange(1000) * np.pi / 4, [0.0, 1.6e6]]).astype(np.float32)
+    for run in (rope.cos_sin_of, jax.jit(rope.cos_sin_of)):
+        cos, sin = run(jnp.asarray(angle))
+        np.testing.assert_allclose(cos, np.cos(angle.astype(np.float64)), atol=2e-7, rtol=0)
+        np.testing.assert_allclose(sin, np.sin(angle.astype(np.float64)), atol=2e-7, rtol=0)
 
 
 def test_rotation_keeps_length_and_knows_distances_only():
@@ -186,9 +196,8 @@ def test_rebuilt_keys_are_the_rotated_product():
     """Chunk-major factors, a set of its own for each head, positions from the chunk ids."""
     keys, lengths, ids = normal(2, 24, 2, 16), jnp.array([24, 24]), jnp.array([[[5, 0], [2, 2]], [[1, 4], [3, 5]]])
     left, right = lowrank.key_factors(keys, lengths, 32)
-    positions = jnp.arange(24)
-    table = RopeTable(*rope.cos_sin(positions, jnp.asarray(rope.inverse_frequencies(RopeConfig(), 16))))
-    got = lowrank.reconstruct_keys(Rebuild(left.reshape(2, 6, 4 * 32), right, table), ids)
+    inverse = jnp.asarray(rope.inverse_frequencies(RopeConfig(), 16))
+    got = lowrank.reconstruct_keys(Rebuild(left.reshape(2, 6, 4 * 32), right, inverse), ids)
     for b, h in np.ndindex(2, 2):
         tokens = oracle.tokens_of(np.asarray(ids[b, h]), 4)
         want = oracle.apply_rope(wide(keys[b]), np.arange(24), RopeConfig())[tokens, h]

@@ -309,7 +309,7 @@ class ShadowKV(Policy):
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
         """The factors of all chunks that may be selected."""
-        return Rebuild(state.frozen.left, state.frozen.right, step.rope_table)
+        return Rebuild(state.frozen.left, state.frozen.right, step.inverse)
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any

@@ -255,7 +255,7 @@ class ShadowKVPlus(ShadowKV):
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
         """The prompt's left rows, and those of the later chunks."""
         frozen = state.frozen
-        return Rebuild(frozen.left, frozen.right, step.rope_table, tail=state.live.left, tail_unit=frozen.chunks)
+        return Rebuild(frozen.left, frozen.right, step.inverse, tail=state.live.left, tail_unit=frozen.chunks)
 
     def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
         """Each query's window in the ring, outliers, and exact later chunks that it has left behind."""

@@ -10,8 +10,9 @@ from jax import Array
 
 from jshadow.attention import Piece
 from jshadow.chunking import write_rows
-from jshadow.lowrank import project_keys, rotate_by
+from jshadow.lowrank import project_keys
 from jshadow.policies.shadowkv import ShadowFrozen, ShadowKV, ShadowLive, fields_of
+from jshadow.rope import cos_sin, rotate
 from jshadow.state import CacheSpec, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
 
@@ -81,7 +82,7 @@ class ShadowKVProjected(ShadowKV):
         slot, rest = jnp.arange(spec.window), (frozen.lengths - first)[:, None, None]
         keys = jnp.einsum("bsr,bhrd->bhsd", live.left, frozen.right, preferred_element_type=jnp.float32)
         positions = jnp.broadcast_to((first[:, None] + slot)[:, None], keys.shape[:3])
-        keys = rotate_by(step.rope_table, keys, positions).astype(spec.dtype)
+        keys = rotate(keys, *cos_sin(positions, step.inverse)).astype(spec.dtype)
         seen = (slot >= rest) & (slot <= step.positions[..., None] - first[:, None, None])
         exact = live.window.k
         ending = jnp.arange(exact.shape[2]) < rest

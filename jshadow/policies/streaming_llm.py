@@ -11,7 +11,7 @@ from jshadow.attention import Piece, attend
 from jshadow.chunking import write_rows
 from jshadow.config import ModelConfig
 from jshadow.policies.base import Policy, check_fraction, check_range, infeasible
-from jshadow.rope import rotate
+from jshadow.rope import cos_sin, rotate
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
 
@@ -103,11 +103,9 @@ class StreamingLLM(Policy):
         held = self.held_positions(spec, lengths)
         evicted = jnp.maximum(lengths - self.slots(spec.capacity), 0)[:, None] if self.rebase_positions else 0
         index = jnp.where(held < self.sinks, held, held - evicted)
-        table = step.rope_table
 
         def turn(x: Array, positions: Array) -> Array:
-            cos, sin = (jnp.take(part, positions, axis=0, mode="clip") for part in (table.cos, table.sin))
-            return rotate(x, cos, sin)
+            return rotate(x, *cos_sin(positions, step.inverse))
 
         k = turn(state.live.cache.k, jnp.maximum(index, 0)[:, None, :])
         q = turn(step.q_pre, (step.positions - evicted)[:, :, None])
