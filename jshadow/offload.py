@@ -122,17 +122,18 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
             assert tail is not None
             rows = tail if rows is None else jnp.where((ids >= layout.units)[..., None], tail, rows)
     assert rows is not None
+    keys = None
+    if selection.rebuild is not None:
+        with jax.named_scope("rebuild"):
+            keys = reconstruct_keys(selection.rebuild, ids)
+        # Both must exist before either is used, even reshaped: without this the scheduler waits for the rows first.
+        keys, rows = lax.optimization_barrier((keys, rows))
     rows = rows.reshape(*shape, layout.planes, layout.unit, spec.head_dim)
     planes = [
         rows[:, :, :, plane].reshape(*shape[:2], shape[2] * layout.unit, spec.head_dim)
         for plane in range(layout.planes)
     ]
-    keys = planes[0] if layout.planes == 2 else None
-    if selection.rebuild is not None:
-        with jax.named_scope("rebuild"):
-            keys = reconstruct_keys(selection.rebuild, ids)
-        # Both must exist before either is used: this is what lets the copy run beside the rebuilding.
-        keys, planes[-1] = lax.optimization_barrier((keys, planes[-1]))
+    keys = planes[0] if layout.planes == 2 else keys
     return Fetched(keys, planes[-1], jnp.repeat(selection.valid, layout.unit, axis=2), selection.ids)
 
 

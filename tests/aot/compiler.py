@@ -1,0 +1,141 @@
+"""Compile a jitted function for a GPU that is not there, and read what XLA made of it.
+
+Memory kinds are lost on a topology's own devices, so the function is lowered with the shardings of one CPU device
+(which has pinned host memory too), for the platform "cuda"; XLA's CUDA compiler then takes the module. That needs
+jax 0.10.2, the wheel jax-cuda12-pjrt and two private calls: this folder is the only place that makes them.
+"""
+
+import functools
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from aot.targets import TARGETS
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib import _jax
+
+from jshadow.state import HostArray
+
+SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8,
+         "s64": 8, "u64": 8}  # fmt: skip
+SHAPE = re.compile(r"\b(" + "|".join(SIZES) + r")\[([\d,]*)\]")
+
+
+class Instruction(NamedTuple):
+    """One line of the scheduled entry computation: its name, operation, result type and the whole line."""
+
+    name: str
+    operation: str
+    result: str
+    line: str
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the largest array of the result."""
+        return max((shape_bytes(match) for match in SHAPE.finditer(self.result)), default=0)
+
+
+def shape_bytes(match: re.Match) -> int:
+    """Bytes of an array type like bf16[8,128]."""
+    return SIZES[match[1]] * int(np.prod([int(n) for n in match[2].split(",") if n], dtype=np.int64))
+
+
+class Program(NamedTuple):
+    """A compiled program.
+
+    Attributes:
+        text: the optimised module, scheduled.
+        memory: XLA's sizes: argument, output, temp and alias in bytes, and the same with host_ before them.
+        ptx: the assembly of all its kernels.
+    """
+
+    text: str
+    memory: Any
+    ptx: str
+
+    @functools.cached_property
+    def _nothing(self) -> None: ...
+
+    def entry(self) -> list[Instruction]:
+        """The entry computation in the order of its schedule."""
+        return instructions(self.text[self.text.index("\nENTRY") :])
+
+    def everything(self) -> list[Instruction]:
+        """All computations, fused ones too."""
+        return instructions(self.text)
+
+    def local_bytes(self) -> int:
+        """Bytes of the largest array that a kernel keeps in local memory: spilled registers."""
+        return max((int(size) for size in re.findall(r"\.local\s.*?\[(\d+)\]", self.ptx)), default=0)
+
+    def architectures(self) -> set[str]:
+        """Targets of the assembly."""
+        return set(re.findall(r"^\.target\s+(\w+)", self.ptx, re.MULTILINE))
+
+
+def instructions(text: str) -> list[Instruction]:
+    """The lines of HLO text that define something."""
+    found = []
+    for line in text.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)", line)
+        if match is None:
+            continue
+        result, rest = split_type(match[2])
+        operation = re.match(r"\s*([\w-]+)\(", rest)
+        if operation:
+            found.append(Instruction(match[1], operation[1], result, line))
+    return found
+
+
+def split_type(text: str) -> tuple[str, str]:
+    """The result's type at the front of an instruction, and what follows; a tuple's type has blanks in it."""
+    if not text.startswith("("):
+        return tuple(text.split(" ", 1))  # type: ignore[return-value]
+    depth = 0
+    for index, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return text[: index + 1], text[index + 1 :]
+    return text, ""
+
+
+@functools.cache
+def one_device() -> Mesh:
+    """A mesh of the first CPU device, which has both memories."""
+    return Mesh(np.array(jax.devices("cpu")[:1]), ("x",))
+
+
+def place(tree: Any, memory: str = "device") -> Any:
+    """A tree of ShapeDtypeStructs with memory kinds, as the compiler wants them; a HostArray knows its own."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, HostArray):
+            return HostArray(place(leaf.array, leaf.memory), leaf.memory)
+        sharding = NamedSharding(one_device(), PartitionSpec(), memory_kind=memory)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, HostArray))
+
+
+def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...] = (), extra: tuple = ()) -> Program:
+    """XLA's program of function(*args) for one of TARGETS; args are trees from `place`."""
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=TARGETS[gpu].text(), topology="1x1x1"
+    )  # fmt: skip
+    jitted = jax.jit(function, donate_argnums=donate, keep_unused=True)
+    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
+    with tempfile.TemporaryDirectory() as dump:
+        options = _jax.CompileOptions()
+        options.num_replicas = options.num_partitions = 1
+        options.env_option_overrides = [("xla_dump_to", dump), ("xla_dump_hlo_pass_re", ""), *extra]
+        devices = _jax.DeviceList(tuple(topology.devices))
+        client = topology.devices[0].client
+        compiled = client.compile(lowered._lowering.stablehlo(), devices, options)
+        ptx = "\n".join(path.read_text() for path in sorted(Path(dump).rglob("*.ptx")))
+    text = "\n".join(module.to_string() for module in compiled.hlo_modules())
+    return Program(text, compiled.get_compiled_memory_stats(), ptx)
