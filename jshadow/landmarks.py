@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jshadow.attention import MASKED, group_queries
+from jshadow.attention import MASKED, group_queries, grouped_product
 from jshadow.lowrank import BLOCK
 
 EXACT = lax.Precision.HIGHEST  # choices must not hang on a GPU rounding float32 products to TF32
@@ -69,7 +69,7 @@ def landmark_logits(
 ) -> Float[Array, "B h_kv group T n"]:  # fmt: skip
     """Float32 products of queries [B, T, h_q, d] and landmarks [B, h_kv, n, d], MASKED where no candidate."""
     grouped = group_queries(q, landmarks.shape[1])
-    logits = jnp.einsum("bhgtd,bhnd->bhgtn", grouped, landmarks, precision=EXACT, preferred_element_type=jnp.float32)
+    logits = grouped_product("bhgtd,bhnd->bhgtn", grouped, landmarks, EXACT)
     return jnp.where(candidates[:, :, None], logits * scale, MASKED)
 
 
