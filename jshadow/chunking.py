@@ -35,10 +35,37 @@ def take_span(x: Float[Array, "B S h d"], start: Int[Array, "B"], count: int) ->
 def write_rows(
     buffer: Float[Array, "B h N d"], rows: Float[Array, "B T h d"], slots: Int[Array, "B T"], valid: Bool[Array, "B T"]
 ) -> Float[Array, "B h N d"]:
-    """Put rows [B, T, h, d] into buffer [B, h, N, d] at slots [B, T]; those not valid [B, T] go nowhere."""
-    slots = jnp.where(valid, slots, buffer.shape[2])
+    """Put rows [B, T, h, d] into buffer [B, h, N, d] at slots [B, T]; those not valid [B, T] go nowhere.
+
+    In place where the buffer is donated. On a GPU that is one scatter; XLA's CPU backend makes a conditional of a
+    scatter, and copies the whole buffer several times for it.
+    """
+    rows, slots = rows.astype(buffer.dtype), jnp.where(valid, slots, buffer.shape[2])
+    return lax.platform_dependent(buffer, rows, slots, cpu=write_in_turn, default=scatter_rows)
+
+
+def scatter_rows(buffer: Array, rows: Array, slots: Array) -> Array:
+    """All rows at once; a slot past the buffer means nowhere."""
     row = jnp.arange(buffer.shape[0])[:, None]
-    return buffer.at[row, :, slots].set(rows.astype(buffer.dtype), mode="drop")
+    return buffer.at[row, :, slots].set(rows, mode="drop")
+
+
+def write_in_turn(buffer: Array, rows: Array, slots: Array) -> Array:
+    """One row after another; a slot past the buffer means nowhere."""
+    count, last = slots.shape[1], buffer.shape[2] - 1
+
+    def write(index: Array, buffer: Array) -> Array:
+        row, token = index // count, index % count
+        slot = slots[row, token]
+        place = (row, 0, jnp.minimum(slot, last), 0)
+        shape = (1, buffer.shape[1], 1, buffer.shape[3])
+        new = lax.dynamic_slice(rows, (row, token, 0, 0), (1, 1, shape[1], shape[3])).swapaxes(1, 2)
+        old = lax.dynamic_slice(buffer, place, shape)
+        return lax.dynamic_update_slice(buffer, jnp.where(slot <= last, new, old), place)
+
+    # How often is not known while compiling: else a single write would be fused into each of its readers, and done on
+    # a copy for each.
+    return lax.fori_loop(0, slots.size * (slots <= last).any(), write, buffer)
 
 
 def top_k(scores: Float[Array, "*N n"], count: int) -> Int[Array, "*N {count}"]:
