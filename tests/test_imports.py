@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent / "jshadow"
 # A module may import from its own level only where it is listed so, and from any level below.
 LEVELS = [
     ["errors"],
-    ["config"],
+    ["config", "gpus"],
     ["rope", "attention", "state", "chunking", "sampling", "text", "progress", "digest"],
     ["lowrank", "landmarks"],
     ["models"],
@@ -20,13 +20,13 @@ LEVELS = [
     ["host_memory"],
     ["policies"],
     ["checks", "planning", "step", "convert"],
-    ["params", "prefill", "state_record"],
+    ["params", "prefill", "state_record", "capacity_plan"],
     ["decode", "verify", "saved"],
     ["report"],
     ["run"],
     ["generate"],
     ["evaluation"],
-    ["cli_generate"],
+    ["cli_generate", "cli_plan"],
     ["cli"],
     ["__init__", "__main__"],
 ]
