@@ -176,9 +176,10 @@ def plan_table(plans: list["CapacityPlan"]) -> Table:
     row("device in all, GiB", lambda plan, side: gib(side.device_bytes))
     row("XLA memory fraction", lambda plan, side: fraction(plan, side))
     row("host, GiB" + (" (all GPUs)" if count > 1 else ""), lambda plan, side: gib(side.host_bytes))
-    parts = {part: None for _, side in sides if side.step for part in side.step.hbm_bytes}
-    for part in parts:
-        step(f"step reads {part}, GB", lambda bound, part=part: gb(bound.hbm_bytes.get(part, 0)))  # type: ignore[misc]
+    reads = [side.step.hbm_bytes for _, side in sides if side.step is not None]
+    for part in {part: None for bytes_read in reads for part in bytes_read}:  # in order; those that show no digit not
+        if max(bytes_read.get(part, 0) for bytes_read in reads) >= 5e6:
+            step(f"step reads {part}, GB", lambda bound, part=part: gb(bound.hbm_bytes.get(part, 0)))  # type: ignore[misc]
     step("step reads, all, GB", lambda bound: gb(sum(bound.hbm_bytes.values())))
     step("step moves over PCIe, GB", lambda bound: gb(bound.pcie_bytes))
     step("step, TFLOP", lambda bound: f"{bound.flops / 1e12:.2f}")
