@@ -193,8 +193,8 @@ def plan_table(plans: list["CapacityPlan"]) -> Table:
 
 def fraction(plan: "CapacityPlan", side: "PolicyPlan") -> str:
     """What XLA_PYTHON_CLIENT_MEM_FRACTION must be at least."""
-    needed = math.ceil((side.device_bytes - plan.reserve_bytes) / plan.gpu.memory_bytes * 100) / 100
-    return "default" if needed <= XLA_SHARE else f"{needed:.2f}" if side.fits else "-"
+    needed = math.ceil((side.device_bytes - plan.reserve_bytes) / plan.gpu.memory_bytes * 1000) / 1000
+    return "default" if needed <= XLA_SHARE else f"{needed:.3f}" if side.fits else "-"
 
 
 def notes(plans: list["CapacityPlan"]) -> list[str]:
@@ -210,7 +210,7 @@ def notes(plans: list["CapacityPlan"]) -> list[str]:
     host = max(plan.chosen.host_bytes for plan in plans)
     pool = pool_gib()
     if host > pool * GIB:
-        lines.append(f"{POOL_VARIABLE} is {pool} here: values of {host / GIB:.0f} GiB need {math.ceil(host / GIB)}.")
+        lines.append(f"{POOL_VARIABLE}: {pool} here, {math.ceil(host / GIB)} for the largest of these.")
     if first.chosen.fallback:
         lines.append(f"generate falls back: {first.chosen.fallback}.")
     return lines

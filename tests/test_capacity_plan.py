@@ -165,7 +165,7 @@ MIDDLE_POLICIES = {
 
 @pytest.mark.parametrize("name", MIDDLE_POLICIES)
 def test_temporaries_bound_the_compiled_step(name):
-    """On a CPU in float32; for GPUs the same was looked at by hand (BENCHMARKS.md)."""
+    """As XLA compiles it for a CPU in float32; what its arguments take is planned to the byte."""
     side = capacity_plan(
         MIDDLE, MIDDLE_POLICIES[name], A100, context=4096, batch=3, dtype="float32", fetch="resident"
     ).chosen  # fmt: skip
