@@ -51,5 +51,5 @@ def test_readme_s_plan_is_the_planner_s(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv(POOL_VARIABLE, raising=False)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
     assert main(["plan", str(tmp_path / "config.json"), "--context", "122880", "--gpu", "h200"]) == 0
-    [block] = [block for block in README.split("```")[1::2] if "largest batch │" in block]
+    [block] = [block for block in README.split("```")[1::2] if "│ largest batch" in block]
     assert block.strip() in capsys.readouterr().out
