@@ -11,7 +11,7 @@ import pytest
 from cases import CAPACITY, POLICY_CASES, STEPS, TINY, model, prefilled, run_steps
 
 from jshadow import offload
-from jshadow.capacity_plan import capacity_plan, step_bound
+from jshadow.capacity_plan import capacity_plan
 from jshadow.config import ModelConfig, RopeConfig
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.gpus import CONTEXT_RESERVE, GPUS
@@ -19,6 +19,7 @@ from jshadow.models.transformer import abstract_weights
 from jshadow.planning import abstract_state, prefill_peak
 from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM
 from jshadow.policies.base import state_nbytes
+from jshadow.roofline import step_bound
 from jshadow.step import step_writes
 
 LLAMA_3_8B_1M = ModelConfig(

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent / "jshadow"
 LEVELS = [
     ["errors"],
     ["config", "gpus"],
-    ["rope", "attention", "state", "chunking", "sampling", "text", "progress", "digest"],
+    ["rope", "attention", "state", "chunking", "sampling", "text", "progress", "digest", "roofline"],
     ["lowrank", "landmarks"],
     ["models"],
     ["offload"],
