@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from jshadow import cli_generate
-from jshadow.errors import ConfigError, JshadowError
-from jshadow.policies import POLICIES, parse_policy
+from jshadow import cli_generate, cli_plan
+from jshadow.errors import JshadowError
+from jshadow.policies import POLICIES
 from jshadow.progress import SlowProgress
 
 
@@ -48,36 +48,6 @@ def run_policies(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_plan(args: argparse.Namespace) -> int:
-    """`jshadow plan`."""
-    from jshadow.convert.huggingface import locate, read_config
-    from jshadow.planning import footprint
-
-    _, _, config = read_config(locate(args.model))
-    policy = parse_policy(args.policy, args.set)
-    rows = []
-    for text in args.lengths.split(","):
-        if not text.strip().isdigit():
-            raise ConfigError(f"--lengths must be a comma list of token counts, got {args.lengths!r}")
-        length = int(text)
-        capacity = length + args.max_new_tokens
-        row = footprint(config, policy, capacity=capacity, prompt=length, dtype=args.dtype, fetch=args.fetch)
-        rows.append({"length": length, "capacity": capacity, **row})
-    if args.json:
-        print(json.dumps({"policy": policy.name, "dtype": args.dtype, "plans": rows}))
-        return 0
-    table = Table("bytes of one request", *(f"{row['length']:,} tokens" for row in rows))
-    for part in rows[0]["parts"]:
-        device = [f"{row['parts'][part][0]:,}" if row["parts"][part][0] else "" for row in rows]
-        host = [f"{row['parts'][part][1]:,} (host)" if row["parts"][part][1] else "" for row in rows]
-        table.add_row(part, *(f"{a}{b}" or "0" for a, b in zip(device, host, strict=True)))
-    table.add_row("device, all parts", *(f"{row['device_bytes']:,}" for row in rows))
-    table.add_row("full attention", *(f"{row['full_bytes']:,}" for row in rows))
-    table.add_row("full / this", *(f"{row['full_bytes'] / row['device_bytes']:.2f}" for row in rows))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    return 0
-
-
 def run_eval(args: argparse.Namespace) -> int:
     """`jshadow eval`."""
     from jshadow.evaluation.runner import main
@@ -106,16 +76,7 @@ def parser() -> argparse.ArgumentParser:
     add.set_defaults(run=run_policies)
     add.add_argument("--json", action="store_true", help=json_help)
 
-    add = commands.add_parser("plan", help="count KV bytes", description="KV bytes by part, without loading weights.")
-    add.set_defaults(run=run_plan)
-    add.add_argument("model", help="HF directory, or hub id")
-    add.add_argument("--lengths", default="2048,4096,8192", help="prompt tokens, comma list (default: %(default)s)")
-    add.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
-    add.add_argument("--policy", default="shadowkv", help="policy name (default: %(default)s)")
-    add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")
-    add.add_argument("--fetch", default="device_put", help="auto, resident or device_put (default: %(default)s)")
-    add.add_argument("--dtype", default="bfloat16", help="of keys and values (default: %(default)s)")
-    add.add_argument("--json", action="store_true", help=json_help)
+    cli_plan.add_options(commands.add_parser("plan", help="count KV bytes, plan a GPU", description=cli_plan.ABOUT))
 
     add = commands.add_parser("eval", help="measure policies", description="Measure policies against full attention.")
     add.set_defaults(run=run_eval)

@@ -1,5 +1,6 @@
 """README.md's code runs as it stands there, on the model it names."""
 
+import json
 import re
 from pathlib import Path
 
@@ -38,3 +39,17 @@ def test_readme_numbers_are_the_planners():
         assert f"{made['device_bytes']:,}" in README
         assert f"{made['full_bytes']:,}" in README
         assert f"{made['full_bytes'] / made['device_bytes']:.2f}" in README
+
+
+def test_readme_s_plan_is_the_planner_s(tmp_path, capsys, monkeypatch):
+    """Every line of the GPU plan in README.md is printed by the command above it."""
+    from test_cli_plan import LLAMA_31_8B
+
+    from jshadow.cli import main
+    from jshadow.host_memory import POOL_VARIABLE
+
+    monkeypatch.delenv(POOL_VARIABLE, raising=False)
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
+    assert main(["plan", str(tmp_path / "config.json"), "--context", "122880", "--gpu", "h200"]) == 0
+    [block] = [block for block in README.split("```")[1::2] if "│ largest batch" in block]
+    assert block.strip() in capsys.readouterr().out

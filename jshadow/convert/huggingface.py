@@ -91,21 +91,27 @@ def read_config(directory: Path) -> tuple[dict[str, Any], ModelFamily, ModelConf
     """
     if not directory.is_dir():
         raise CheckpointError(f"checkpoint directory {directory} does not exist")
-    hf = read_json(directory / CONFIG)
+    hf, family, config = read_config_file(directory / CONFIG)
+    if (directory / GENERATION).exists():
+        eos = token_ids(read_json(directory / GENERATION).get("eos_token_id"))
+        config = dataclasses.replace(config, eos_ids=eos or config.eos_ids)
+    return hf, family, config
+
+
+def read_config_file(path: Path) -> tuple[dict[str, Any], ModelFamily, ModelConfig]:
+    """As `read_config`, from a config.json alone."""
+    hf = read_json(path)
     try:
         family = family_of(hf)
         config = family.config_from_hf(hf)
     except JshadowError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
-        raise ConfigError(f"{directory / CONFIG} holds a value of the wrong kind: {error}") from error
+        raise ConfigError(f"{path} holds a value of the wrong kind: {error}") from error
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, int) and value > LARGEST_SIZE:
             raise ConfigError(f"config.{field.name} must be at most {LARGEST_SIZE}, got {value}")
-    if (directory / GENERATION).exists():
-        eos = token_ids(read_json(directory / GENERATION).get("eos_token_id"))
-        config = dataclasses.replace(config, eos_ids=eos or config.eos_ids)
     return hf, family, config
 
 

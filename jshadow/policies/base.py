@@ -153,6 +153,25 @@ class Policy(abc.ABC):
             2 * spec.batch * max(tokens, spec.capacity) * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
         )
 
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
+        """Bytes (read from device memory, moved from the host) of each part in one decode step of a layer.
+
+        What any program must move: temporaries that a compiler writes and reads again are not in it. The default
+        reads all that lies on the device. Like `nbytes`, for abstract states too.
+        """
+        return {part: (device, 0) for part, (device, _) in self.nbytes(state).items()}
+
+    def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
+        """Operations of a layer's attention in one decode step, at most: each number read meets each query head of a
+        group in one multiplication and one addition."""
+        moved = sum(device + host for device, host in self.step_bytes(spec, state).values())
+        return 2 * spec.group * self.step_rows * (moved // jnp.dtype(spec.dtype).itemsize)
+
+    def step_temporaries(self, spec: CacheSpec) -> int:
+        """Device bytes that one decode step of a layer takes for a while, at most; the default: three float32 numbers
+        for each query head and token (scores, masked scores, their softmax)."""
+        return 3 * 4 * spec.batch * self.step_rows * spec.q_heads * spec.capacity
+
     def nbytes(self, state: LayerState) -> dict[str, tuple[int, int]]:
         """Bytes (device, host) of each part of a layer's state; abstract states count too."""
         parts: dict[str, tuple[int, int]] = {}

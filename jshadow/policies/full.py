@@ -59,6 +59,12 @@ class Full(Policy):
         """All of them."""
         return {"window": lengths.astype(jnp.float32)}
 
+    def step_temporaries(self, spec: CacheSpec) -> int:
+        """Scores, and a copy of the values: where 128 does not divide the capacity, XLA pads them for the product of
+        one query's weights and so many values on NVIDIA GPUs, which it splits along the tokens."""
+        padded = spec.batch * spec.capacity * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+        return super().step_temporaries(spec) + padded
+
     @classmethod
     def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
         """Itself."""

@@ -21,7 +21,8 @@ from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.landmarks import MANTISSA, chunk_scores, landmark_logits, prompt_landmarks
 from jshadow.lowrank import BLOCK, key_factors
-from jshadow.policies.base import Policy, check_choice, check_fraction, check_range, infeasible
+from jshadow.policies.base import check_choice, check_fraction, check_range, infeasible
+from jshadow.policies.chunk_costs import ChunkCosts
 from jshadow.policies.preload import Preload, exact_keys
 from jshadow.state import (
     CacheSpec,
@@ -74,7 +75,7 @@ class ShadowLive(struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class ShadowKV(Policy):
+class ShadowKV(ChunkCosts):
     """Rebuild a few percent of the keys from low-rank factors while their values are fetched.
 
     Attributes:

@@ -11,6 +11,7 @@ from jax import Array
 from jshadow.attention import Piece
 from jshadow.chunking import write_rows
 from jshadow.lowrank import project_keys
+from jshadow.policies.base import leaf_bytes
 from jshadow.policies.shadowkv import ShadowFrozen, ShadowKV, ShadowLive, fields_of
 from jshadow.rope import cos_sin, rotate
 from jshadow.state import CacheSpec, HostWrite, KeyValues, LayerState, PromptKV, StepKV
@@ -88,3 +89,19 @@ class ShadowKVProjected(ShadowKV):
         ending = jnp.arange(exact.shape[2]) < rest
         pieces = [Piece(exact, self.exact(live.window.v), ending[:, None]), Piece(keys, live.window.v, seen[:, None])]
         return pieces + super().exact_pieces(spec, state, step)[1:]
+
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
+        """All left rows of the window too: every key in it is rebuilt."""
+        parts = super().step_bytes(spec, state)
+        return parts | {"left": (parts["left"][0] + leaf_bytes(state.live.left), 0)}
+
+    def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
+        """Also the rebuilding of the window's keys, and their scores."""
+        assert self.rank is not None
+        window = spec.batch * spec.window * spec.kv_heads * spec.head_dim
+        return super().step_flops(spec, state) + 2 * window * (self.rank + spec.group)
+
+    def step_temporaries(self, spec: CacheSpec) -> int:
+        """Also the window's keys, in float32 until they are rotated."""
+        window = spec.batch * spec.window * spec.kv_heads * spec.head_dim
+        return super().step_temporaries(spec) + window * (2 * 4 + jnp.dtype(spec.dtype).itemsize)

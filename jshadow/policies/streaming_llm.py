@@ -116,6 +116,11 @@ class StreamingLLM(Policy):
         """At most the slots."""
         return {"window": jnp.minimum(lengths, self.slots(spec.capacity)).astype(jnp.float32)}
 
+    def step_temporaries(self, spec: CacheSpec) -> int:
+        """The rotated keys, in float32 first, and the scores of all slots."""
+        slots, item = spec.batch * self.slots(spec.capacity), jnp.dtype(spec.dtype).itemsize
+        return slots * (spec.kv_heads * spec.head_dim * (2 * 4 + item) + 3 * 4 * spec.q_heads)
+
     @classmethod
     def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
         """A window that nothing leaves."""
