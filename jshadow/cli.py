@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
     add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
     add.add_argument("--seed", type=int, default=0)
-    add.add_argument("--fetch", default="auto", help="auto, resident or device_put (default: %(default)s)")
+    add.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")
     add.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
     add.add_argument("--out", help="directory for per-sample results")
     add.add_argument("--json", action="store_true", help=json_help)

@@ -32,7 +32,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--policy", help="policy name (default: shadowkv; see `jshadow policies`)")
     add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")
     add.add_argument("--baseline", metavar="POLICY", help="run this policy first and show both side by side")
-    add.add_argument("--fetch", default="auto", help="auto, resident or device_put (default: %(default)s)")
+    add.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")
     add.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s; 0 only saves the state")
     add.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
     add.add_argument("--top-k", type=int)

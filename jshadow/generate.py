@@ -27,7 +27,7 @@ def generate(
         max_new_tokens: most tokens to generate; 0: take in the prompt only, for `out.state`.
         sampler: None: greedy.
         seed: of the sampler.
-        fetch: "auto", "resident" or "device_put"; with a state "auto" or its own.
+        fetch: "auto", "resident", "device_put" or "zero_copy"; with a state "auto" or its own.
         capacity: tokens that a row may ever hold; None: what this call needs, rounded up.
         state: continue this state instead of starting one; prompts are appended to it, and it is consumed. A chat is
             then the next turn: the template's end of the answer before it is added where it is not there yet.

@@ -1,12 +1,15 @@
 """The host tier: place prompt rows, write new ones, fetch selected ones. The only module that moves rows.
 
-Two fetch modes share all code around them. "resident" keeps the rows on the device: the reference that offloading
+Three fetch modes share all code around them. "resident" keeps the rows on the device: the reference that offloading
 must equal. "device_put" keeps them in pinned host memory; inside the compiled step the indices travel to the host,
 the host gathers, and `jax.device_put` brings the rows back while the device rebuilds the keys (XLA overlaps the two,
-because both only meet at an optimization barrier).
+because both only meet at an optimization barrier). "zero_copy" keeps them there too, and on an NVIDIA GPU one kernel
+reads them itself while it rebuilds the keys, all but those that the step before has left on the device; elsewhere, and
+where no keys are rebuilt, its rows come as by "device_put".
 
 On host arrays inside jit only four things are safe on a GPU: device_put of a whole array, dynamic_slice,
-dynamic_update_slice, and a function under compute_on("device_host"). So there is no indexing, reshape or scatter here.
+dynamic_update_slice, a function under compute_on("device_host"), and a kernel of ours. So there is no indexing,
+reshape or scatter here.
 """
 
 import itertools
@@ -23,7 +26,7 @@ from jshadow.lowrank import reconstruct_keys
 from jshadow.state import CacheSpec, Fetched, HostArray, HostLayout, HostTier, HostWrite, Selection
 
 Space = jax.memory.Space
-FETCH_MODES = ("resident", "device_put")
+FETCH_MODES = ("resident", "device_put", "zero_copy")
 FETCH_QUANTUM = 64  # bytes in one count of Counters.fetched
 
 
@@ -42,7 +45,7 @@ def resolve_fetch(fetch: str) -> str:
 
 def memory_of(fetch: str) -> str:
     """Memory kind in which a fetch mode keeps the host tier."""
-    return "pinned_host" if fetch == "device_put" else "device"
+    return "device" if fetch == "resident" else "pinned_host"
 
 
 def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
@@ -115,6 +118,10 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     """
     shape = (spec.batch, layout.heads, selection.ids.shape[2])
     ids = jnp.broadcast_to(selection.ids, shape)
+    valid = jnp.repeat(selection.valid, layout.unit, axis=2)
+    if spec.fetch == "zero_copy" and selection.rebuild is not None and tier.prompt is not None:
+        with jax.named_scope("fetch"):
+            return Fetched(*fetch_by_kernel(tier, selection, ids), valid, selection.ids)
     with jax.named_scope("fetch"):
         rows = gather(tier.prompt, ids, layout.units)
         if tier.tail is not None:
@@ -134,14 +141,32 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
         for plane in range(layout.planes)
     ]
     keys = planes[0] if layout.planes == 2 else keys
-    return Fetched(keys, planes[-1], jnp.repeat(selection.valid, layout.unit, axis=2), selection.ids)
+    return Fetched(keys, planes[-1], valid, selection.ids)
 
 
-def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> int:
-    """Bytes of one row of the batch that a fetch moves from the host: all selected units, valid or not."""
-    if spec.fetch != "device_put":
+def fetch_by_kernel(tier: HostTier, selection: Selection, ids: Array) -> tuple[Array, Array]:
+    """Keys and values [B, heads, n * unit, d] by the kernel that reads host memory itself."""
+    factors, kept = selection.rebuild, selection.kept
+    assert factors is not None
+    assert tier.prompt is not None
+    with jax.named_scope("rebuild"):
+        return fetch_reconstruct(
+            tier.prompt.array, factors.left, factors.right, ids, factors.inverse,
+            kept=kept.rows if kept else None, slot=kept.slot if kept else None, tail=factors.tail,
+            tail_unit=factors.tail_unit, values_tail=tier.tail.array if tier.tail else None,
+        )  # fmt: skip
+
+
+def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> int | Array:
+    """Bytes of each row of the batch that a fetch moves from the host.
+
+    All selected units, valid or not, and that is a number; without those that were kept it is uint32 [B].
+    """
+    if spec.fetch == "resident":
         return 0
     unit = layout.planes * layout.unit * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    if spec.fetch == "zero_copy" and selection.kept is not None:
+        return (selection.kept.slot < 0).sum(axis=(1, 2), dtype=jnp.uint32) * jnp.uint32(unit)
     parts = (1 if layout.units else 0) + (1 if layout.tail_units else 0)
     return parts * layout.heads * selection.ids.shape[2] * unit
 

@@ -242,7 +242,7 @@ def prefill(
         lengths: int32 [B], real tokens of each row, at least 1.
         policy: None: ShadowKV().
         capacity: tokens that a row may ever hold.
-        fetch: "auto", "resident" or "device_put".
+        fetch: "auto", "resident", "device_put" or "zero_copy".
         fitted: arrays that the policy learned.
         logits: "last": [B, V] at each row's last real token; "all": [B, S, V]; or a callable that is given the
             float32 logits [B, P, V] of one piece of tokens after another and whose results [B, P, ...] are joined.

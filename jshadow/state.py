@@ -38,7 +38,7 @@ class CacheSpec:
         scale: factor on attention scores, 1 / sqrt(head_dim).
         rope: rotary position embedding.
         sliding_window: tokens that this layer's attention reaches back, None for all of them.
-        fetch: "resident" or "device_put".
+        fetch: "resident", "device_put" or "zero_copy".
         policy: this layer's policy, resolved: no setting of it is None any more.
     """
 
@@ -199,6 +199,18 @@ class Rebuild(struct.PyTreeNode):
     tail_unit: Array | None = None
 
 
+class Kept(struct.PyTreeNode):
+    """Rows that lie on the device from the step before.
+
+    Attributes:
+        rows: [B, heads, m, planes * unit * d].
+        slot: which of them each selected unit is, int32 [B, heads, n]; -1: none, it must be fetched.
+    """
+
+    rows: Array
+    slot: Array
+
+
 class Selection(struct.PyTreeNode):
     """Units to fetch.
 
@@ -207,6 +219,7 @@ class Selection(struct.PyTreeNode):
         valid: bool, same shape; False ids are moved where shapes are static, but never attended.
         hit: bool, same shape: selected in the previous step as well. None: the policy does not follow that.
         rebuild: factors of the keys, None where keys are fetched or not needed.
+        kept: rows that need not travel again, only where the fetch mode can leave them out ("zero_copy").
         layer: layer whose units these are; None: the layer that selects.
         when: "now" (attended in this step) or "next_step" (received after the target has attended).
     """
@@ -215,6 +228,7 @@ class Selection(struct.PyTreeNode):
     valid: Array
     hit: Array | None = None
     rebuild: Rebuild | None = None
+    kept: Kept | None = None
     layer: int | None = struct.field(pytree_node=False, default=None)
     when: str = struct.field(pytree_node=False, default="now")
 
@@ -315,7 +329,7 @@ class KVState(struct.PyTreeNode):
 
     @property
     def fetch(self) -> str:
-        """How values reach the device: "resident" or "device_put"."""
+        """How values reach the device: "resident", "device_put" or "zero_copy"."""
         return self.specs[0].fetch
 
     @property

@@ -31,9 +31,9 @@ from jshadow.state import (
 
 @dataclasses.dataclass
 class LayerWork:
-    """What one layer moved: bytes a row, the selections whose hits are followed, arrivals now and for the next step."""
+    """What one layer moved: bytes a row (a number, or one for each), the selections whose hits are followed, arrivals now and for the next step."""
 
-    moved: int = 0
+    moved: int | Array = 0
     fetches: list[Fetched] = dataclasses.field(default_factory=list)
     followed: list[Selection] = dataclasses.field(default_factory=list)
     later: list[tuple[int, Selection, Fetched]] = dataclasses.field(default_factory=list)
@@ -41,7 +41,7 @@ class LayerWork:
     def add(self, spec: CacheSpec, selection: Selection, layout: Any, fetched: Fetched) -> None:
         """Note one fetch."""
         self.fetches.append(fetched)
-        self.moved += offload.fetched_bytes(spec, selection, layout)
+        self.moved = self.moved + offload.fetched_bytes(spec, selection, layout)
         if selection.hit is not None:
             self.followed.append(selection)
 
@@ -182,5 +182,5 @@ def count_step(
         selected=counters.selected + total([selection.valid for selection in followed]),
         hits=counters.hits
         + total([selection.valid & hit for selection in followed if (hit := selection.hit) is not None]),
-        fetched=counters.fetched + one * jnp.uint32(sum(work.moved for work in works) // offload.FETCH_QUANTUM),
+        fetched=counters.fetched + one * (jnp.uint32(sum(work.moved for work in works)) // offload.FETCH_QUANTUM),
     )

@@ -17,6 +17,7 @@ from jax import Array, lax
 from jshadow.config import ModelConfig
 from jshadow.digest import host_array
 from jshadow.errors import StateMismatch, VerificationError
+from jshadow.planning import abstract_of
 from jshadow.state import CacheSpec, Fetched, HostArray, HostTier, KVState, LayerState, Reads, StepKV, Writes
 from jshadow.step import LayerWork, step_layer, step_writes
 
@@ -204,9 +205,16 @@ def resident_twin(state: KVState) -> KVState:
         return HostArray(jax.device_put(part.array, part.array.sharding.with_memory_kind("device")), "device")
 
     fork = state.fork()
+    specs = tuple(dataclasses.replace(spec, fetch="resident") for spec in state.specs)
     layers = tuple(
-        layer.replace(host=HostTier(bring(layer.host.prompt), bring(layer.host.tail))) for layer in fork.layers
-    )
-    return fork.replace(
-        layers=layers, specs=tuple(dataclasses.replace(spec, fetch="resident") for spec in state.specs)
+        layer.replace(live=without_extra(layer.live, like.live),
+                      host=HostTier(bring(layer.host.prompt), bring(layer.host.tail)))
+        for layer, like in zip(fork.layers, abstract_of(specs, state.policy, state.fitted).layers, strict=True)
     )  # fmt: skip
+    return fork.replace(layers=layers, specs=specs)
+
+
+def without_extra(live: Any, like: Any) -> Any:
+    """A layer's changing half without the fields that an offloaded state alone has."""
+    extra = [field.name for field in dataclasses.fields(live) if getattr(like, field.name) is None]
+    return live.replace(**dict.fromkeys(extra))

@@ -37,7 +37,7 @@ CONFIGS = {
 # One ragged batch: 61 and 27 are no multiple of any chunk, and 5 tokens leave no chunk at all.
 LENGTHS = (61, 27, 5)
 CAPACITY = 96
-FETCH_MODES = ("resident", "device_put")
+FETCH_MODES = ("resident", "device_put", "zero_copy")
 
 
 class PolicyCase(NamedTuple):

@@ -185,7 +185,7 @@ def evaluate(
             StreamingLLM at the device bytes that ShadowKV takes with its values offloaded, whatever `fetch` is.
         samples: cases of each task and length, their depths spread evenly.
         seed: of the cases.
-        fetch: "auto", "resident" or "device_put".
+        fetch: "auto", "resident", "device_put" or "zero_copy".
         out: directory that keeps finished samples (samples.jsonl); a later call goes on from there. None: nowhere.
         progress: called with (samples done, samples).
 

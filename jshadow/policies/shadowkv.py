@@ -29,6 +29,7 @@ from jshadow.state import (
     Fetched,
     HostLayout,
     HostWrite,
+    Kept,
     KeyValues,
     LayerState,
     PromptKV,
@@ -67,11 +68,13 @@ class ShadowLive(struct.PyTreeNode):
         window: exact keys (after RoPE) and values from token chunks * c on [B, h_kv, window, d].
         resident: chunks selected by the last query, int32 [B, h_kv, k]; -1 where there is none.
         fresh: preloaded chunks that every query has selected since, bool [B, h_kv, k]; only with `exact_preload`.
+        values: values of the chunks in `resident` [B, h_kv, k, c * d], only with fetch="zero_copy".
     """
 
     window: KeyValues
     resident: Array
     fresh: Array | None = None
+    values: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,6 +223,8 @@ class ShadowKV(ChunkCosts):
         if self.exact_preload:
             frozen = frozen.replace(preload=Preload(none, zeros(heads, count * self.chunk_size, dim)))
             live = live.replace(fresh=none >= 0)
+        if spec.fetch == "zero_copy" and count:
+            live = live.replace(values=zeros(heads, count, self.chunk_size * dim))
         return LayerState(frozen, live)
 
     def compress(
@@ -298,10 +303,30 @@ class ShadowKV(ChunkCosts):
         last = jnp.maximum(asked.sum(axis=1) - 1, 0)[:, None, None, None]
         held = jnp.where(asked[:, :1, None], jnp.take_along_axis(chosen, last, axis=2)[:, :, 0], resident)
         flat = (*ids.shape[:2], -1)
+        kept = None
+        if state.live.values is not None:
+            same = ids[..., :, None] == resident[:, :, None, None]
+            slot = jnp.where(same.any(-1), same.argmax(-1), -1)
+            # What is not valid is not attended either: any kept row will do for it, so that none is fetched.
+            kept = Kept(state.live.values, jnp.where(valid, slot, 0).astype(jnp.int32).reshape(flat))
         selection = Selection(
-            ids.reshape(flat), valid.reshape(flat), hit=hit.reshape(flat), rebuild=self.rebuild(spec, state, step)
+            ids.reshape(flat), valid.reshape(flat), hit=hit.reshape(flat), rebuild=self.rebuild(spec, state, step),
+            kept=kept,
         )  # fmt: skip
         return selection, state.replace(live=state.live.replace(resident=held)), carry
+
+    def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
+        """Keep the values of the last query's chunks, where the next fetch can leave them out."""
+        if state.live.values is None:
+            return state
+        batch, heads, count, width = state.live.values.shape
+        rows = fetched.v.reshape(batch, heads, -1, count, width)
+        asked = selection.valid.reshape(batch, heads, -1, count).any(axis=(1, 3))  # [B, Q]
+        queries = asked.shape[1]
+        last = (queries - 1 - jnp.argmax(asked[:, ::-1], axis=1))[:, None, None, None, None]
+        newest = jnp.take_along_axis(rows, last, axis=2)[:, :, 0] if queries > 1 else rows[:, :, 0]
+        values = jnp.where(asked.any(axis=1)[:, None, None, None], newest, state.live.values)
+        return state.replace(live=state.live.replace(values=values))
 
     def logits(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
         """Products with all landmarks, float32 [B, h_kv, group, T, n]."""

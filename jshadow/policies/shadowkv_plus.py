@@ -133,7 +133,7 @@ class ShadowKVPlus(ShadowKV):
 
         ring, slots = zeros(heads, self.ring_slots, spec.head_dim), zeros(heads, extra * self.chunk_size, spec.head_dim)
         live = PlusLive(
-            KeyValues(ring, ring), state.live.resident, state.live.fresh,
+            KeyValues(ring, ring), state.live.resident, state.live.fresh, state.live.values,
             left=zeros(later, self.chunk_size * self.rank), landmarks=zeros(heads, later, spec.head_dim),
             kept=zeros(heads, later, dtype=bool), extra=KeyValues(slots, slots),
             extra_ids=zeros(heads, extra, dtype=jnp.int32) - 1,
