@@ -6,13 +6,14 @@ array passes 2**32 bytes, so no kernel here may flatten two axes of a large arra
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
-LEAST, LARGEST = 16, 128
+LEAST = 16
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -21,18 +22,31 @@ def power_of_two(size: int) -> int:
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
-def spans(size: int) -> tuple[tuple[int, int], ...]:
-    """An axis cut into (start, power of two), at most 128 each: 160 is 128 + 32, 80 is 64 + 16, 120 a padded 128."""
+def spans(size: int, most: int = 128) -> tuple[tuple[int, int], ...]:
+    """An axis cut into (start, power of two): 160 is 128 + 32, 80 is 64 + 16, 120 a padded 128."""
     start, cut = 0, []
     while start < size:
         rest = size - start
         width = power_of_two(rest)
         if width > LEAST and width - rest > rest // 4:
             width //= 2  # padding would be more than a quarter
-        width = min(width, LARGEST)
+        width = min(width, most)
         cut.append((start, width))
         start += width
     return tuple(cut)
+
+
+def summed(size: int, *arrays: Any) -> tuple[tuple[int, int], ...]:
+    """Spans of the axis over which a product of these arrays or refs sums: short ones, lest their tiles spill.
+
+    Float32 products are multiply-adds that hold both tiles in registers; shorter types go through the tensor cores.
+    """
+    return spans(size, 32 if any(x.dtype == jnp.float32 for x in arrays) else 64)
+
+
+def warps(dim: int, *arrays: Any) -> int:
+    """Warps of a program whose tiles are dim wide: more of them where 4 would run out of registers."""
+    return 8 if dim > 128 or any(x.dtype == jnp.float32 for x in arrays) else 4
 
 
 def blocks(size: int, block: int) -> int:
@@ -66,9 +80,9 @@ def group_rows(q: jax.Array, kv_heads: int) -> jax.Array:
     return q.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, length * heads // kv_heads, dim)
 
 
-def row_block(rows: int) -> int:
-    """Query rows of one program."""
-    return min(64, power_of_two(rows))
+def row_block(rows: int, *arrays: Any) -> int:
+    """Query rows of one program that multiplies these arrays."""
+    return min(16 if any(x.dtype == jnp.float32 for x in arrays) else 64, power_of_two(rows))
 
 
 def can_do(name: str, dim: int, *arrays: jax.Array) -> None:

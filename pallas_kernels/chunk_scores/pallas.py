@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.tiles import MASKED, blocks, can_do, dot, group_rows, iota, row_block, spans
+from pallas_kernels.tiles import MASKED, blocks, can_do, dot, group_rows, iota, row_block, summed, warps
 
 
 def chunk_logits_kernel(q, landmarks, candidates, logits, top, total, *, scale, rows, block):  # type: ignore[no-untyped-def]
@@ -17,7 +17,7 @@ def chunk_logits_kernel(q, landmarks, candidates, logits, top, total, *, scale, 
     row_there, column_there = row < q.shape[2], column < landmarks.shape[2]
     candidate = pltriton.load(candidates.at[b, h, column], mask=column_there, other=False)
     product = jnp.zeros((rows, block), jnp.float32)
-    for start, width in spans(q.shape[3]):
+    for start, width in summed(q.shape[3], q, landmarks):
         d = iota(start, width)
         there = (d < q.shape[3])[None]
         left = pltriton.load(q.at[b, h, row[:, None], d[None]], mask=row_there[:, None] & there, other=0.0)
@@ -43,7 +43,7 @@ def chunk_scores(q: jax.Array, landmarks: jax.Array, candidates: jax.Array, scal
     can_do("chunk_scores", q.shape[3], q, landmarks)
     batch, kv_heads, count = candidates.shape
     queries = group_rows(q, kv_heads)
-    height, rows = queries.shape[2], row_block(queries.shape[2])
+    height, rows = queries.shape[2], row_block(queries.shape[2], q, landmarks)
     block = 128 if queries.dtype == landmarks.dtype != jnp.float32 else 64  # float32 tiles fill the registers sooner
     parts = blocks(count, block)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -56,7 +56,7 @@ def chunk_scores(q: jax.Array, landmarks: jax.Array, candidates: jax.Array, scal
             jax.ShapeDtypeStruct(shape, jnp.float32)
             for shape in ((batch, kv_heads, height, count), *[(batch, kv_heads, parts, height)] * 2)
         ],
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=warps(q.shape[3], q, landmarks), num_stages=1),
         interpret=interpret,
         name="chunk_logits",
     )(queries, landmarks, candidates)

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.fetch_reconstruct.rows import Values
 from pallas_kernels.reconstruct_keys.factors import Factors
 from pallas_kernels.reconstruct_keys.pallas import Tokens, block_of_tokens, store_keys, tokens_of
-from pallas_kernels.tiles import blocks, can_do, iota, spans
+from pallas_kernels.tiles import blocks, can_do, iota, spans, warps
 
 
 def fetch_reconstruct_kernel(values, factors, keys, rows, *, count):  # type: ignore[no-untyped-def]
@@ -73,7 +73,9 @@ def fetch_reconstruct(values: Values, factors: Factors, interpret: bool) -> tupl
         in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
         out_specs=[anywhere] * 2,
         out_shape=[jax.ShapeDtypeStruct(factors.out_shape, x.dtype) for x in (factors.left, values.prompt)],
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=pltriton.CompilerParams(
+            num_warps=warps(factors.right.shape[3], factors.left, factors.right), num_stages=2
+        ),
         interpret=interpret,
         name="fetch_reconstruct",
     )(*operands)

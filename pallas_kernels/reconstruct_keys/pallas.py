@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.reconstruct_keys.factors import Factors
-from pallas_kernels.tiles import blocks, can_do, dot, iota, spans
+from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, summed, warps
 
 
 class Tokens(NamedTuple):
@@ -90,7 +90,7 @@ def products(
     rank, count = factors.right.shape[2], tokens.place.shape[0]
     out = [jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in places]
     there, later = tokens.there[:, None], tokens.later[:, None]
-    for start, width in spans(rank):
+    for start, width in summed(rank, factors.left, factors.right):
         r = iota(start, width)
         at, inside = tokens.within[:, None] * rank + r[None], (r < rank)[None]
         unit = tokens.unit[:, None]
@@ -127,7 +127,9 @@ def reconstruct_keys(factors: Factors, interpret: bool) -> jax.Array:
         in_specs=[jax.tree.map(lambda _: anywhere, factors)],
         out_specs=anywhere,
         out_shape=jax.ShapeDtypeStruct(factors.out_shape, factors.left.dtype),
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=pltriton.CompilerParams(
+            num_warps=warps(factors.right.shape[3], factors.left, factors.right), num_stages=2
+        ),
         interpret=interpret,
         name="reconstruct_keys",
     )(factors)
@@ -135,5 +137,8 @@ def reconstruct_keys(factors: Factors, interpret: bool) -> jax.Array:
 
 def block_of_tokens(factors: Factors, most: int) -> int:
     """Tokens of one program: fewer where float32 tiles or wide heads would fill the registers."""
-    wide = factors.right.shape[3] > 128 or jnp.float32 in (factors.left.dtype, factors.right.dtype)
-    return most // 2 if wide else most
+    if jnp.float32 in (factors.left.dtype, factors.right.dtype):
+        most //= 2
+    if factors.right.shape[3] > 128:
+        most //= 2
+    return max(LEAST, most)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.sparse_attention.reference import Piece
-from pallas_kernels.tiles import MASKED, blocks, can_do, dot, group_rows, iota, row_block, spans
+from pallas_kernels.tiles import MASKED, blocks, can_do, dot, group_rows, iota, row_block, spans, warps
 
 PROGRAMS = 512  # about four a multiprocessor of an H200 or A100: more splits would only write more partial outputs
 
@@ -92,7 +92,7 @@ def partial_attention(
     """Attention of rows [B, h_kv, M, d] over one piece: float32 [B, h_kv, splits, M, d], maxima and sums without d."""
     k, v, valid = piece
     batch, kv_heads, height, dim = queries.shape
-    rows = row_block(height)
+    rows = row_block(height, queries, k, v)
     block = 32 if jnp.float32 in (queries.dtype, k.dtype, v.dtype) else 64
     count, others = blocks(k.shape[2], block), batch * kv_heads * blocks(height, rows)
     steps = blocks(count, max(1, PROGRAMS // others))
@@ -104,7 +104,7 @@ def partial_attention(
         in_specs=[anywhere] * 4,
         out_specs=[anywhere] * 3,
         out_shape=[jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*shape, dim), shape, shape)],
-        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=pltriton.CompilerParams(num_warps=warps(dim, queries, k, v), num_stages=2),
         interpret=interpret,
         name="piece_attention",
     )(queries, k, v, valid)
