@@ -99,5 +99,7 @@ def compile_ptx(values: Values, factors: Factors, capability: int) -> str:
         constexprs=constants,
         attrs={(index,): [["tt.divisibility", 16]] for index in range(len(kinds))},  # as XLA aligns its buffers
     )
-    done = triton.compile(ast, target=target("cuda", capability, 32), options=options(factors))
+    done = triton.compile(
+        ast, target=target("cuda", capability, 32), options=options(factors) | {"enable_fp_fusion": True}
+    )
     return str(done.asm["ptx"])
