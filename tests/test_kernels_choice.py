@@ -114,7 +114,7 @@ WRONG = [
     ("reconstruct_keys", "tail", lambda x: x.astype("float32"), "tail must be bfloat16, got float32"),
     ("reconstruct_keys", "tail_unit", lambda x: x[0], "tail_unit must have shape"),
     ("reconstruct_keys", "tail_unit", lambda x: x.astype("float32"), "tail_unit must be int32"),
-    ("fetch_reconstruct", "values", lambda x: np.asarray(x)[:, :, 1:], r"values must have shape \[1, 2, 27, 1024\], got"),
+    ("fetch_reconstruct", "values", lambda x: np.asarray(x)[:, :, 1:], r"values must have shape \[1, 2, 27, 1024\]"),
     ("fetch_reconstruct", "values", lambda x: np.asarray(x).astype(int), "values must be floating"),
     ("fetch_reconstruct", "values_tail", lambda x: None, "values_tail and tail belong together"),
     ("fetch_reconstruct", "values_tail", lambda x: x[:, :, :2], "values_tail must have the 3 chunks of tail, got 2"),

@@ -49,7 +49,7 @@ def test_no_ids_no_keys():
     assert reconstruct_keys(**inputs | {"ids": inputs["ids"][:, :, :0]}).shape == (2, 1, 0, 64)
 
 
-@pytest.mark.parametrize("case", [CHUNKS[2], CHUNKS[3], CHUNKS[6]], ids=name)
+@pytest.mark.parametrize("case", [CHUNKS[2], CHUNKS[3], CHUNKS[5], CHUNKS[6]], ids=name)
 def test_the_kernel_touches_nothing_beyond_its_arrays(case, watched):  # noqa: F811
     inputs = factor_inputs(case)
     got = reconstruct_keys(**inputs, implementation="interpret")
