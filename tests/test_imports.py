@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent / "jshadow"
+KERNELS = ROOT.parent / "pallas_kernels"
 
 # A module may import from its own level only where it is listed so, and from any level below.
 LEVELS = [
@@ -33,7 +34,8 @@ LEVELS = [
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 SAME_LEVEL = {("lowrank", "rope"), ("landmarks", "lowrank"), ("report", "decode")}
 ONLY_IN = {"safetensors": {"convert"}, "gguf": {"convert"}, "huggingface_hub": {"convert"}, "torch": set(),
-           "transformers": {"convert", "params"}}  # fmt: skip
+           "transformers": {"convert", "params"}, "triton": set(), "jax_triton": set(),
+           "pallas_kernels": {"policies", "lowrank", "landmarks", "attention", "offload"}}  # fmt: skip
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
 
@@ -66,6 +68,18 @@ def test_imports_go_down(path):
                 down = LEVEL[other] < LEVEL[room] or (room, other) in SAME_LEVEL
                 assert down, f"{path} imports {name}"
         assert room in ONLY_IN.get(top, {room}), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=lambda path: str(path.relative_to(KERNELS)))
+def test_kernels_know_jax_and_numpy_alone(path):
+    """And the standard library; triton in one file, which is imported when it is used."""
+    allowed = {"jax", "numpy", "pallas_kernels", *sys.stdlib_module_names}
+    names = imports(path)
+    if path.name == "triton_kernel.py":
+        allowed.add("triton")
+    else:
+        assert not any(name.startswith("pallas_kernels.fetch_reconstruct.triton_kernel") for name in names)
+    assert {name.split(".")[0] for name in names} <= allowed
 
 
 def test_models_know_no_policy():

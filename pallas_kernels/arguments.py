@@ -1,0 +1,38 @@
+"""What callers may have got wrong. A ValueError names the argument, the limit, and what came."""
+
+import jax
+import jax.numpy as jnp
+
+
+def expect_shape(name: str, x: jax.Array, shape: tuple[int | str, ...]) -> None:
+    """Check a shape: numbers must agree, letters stand for any size.
+
+    Raises:
+        ValueError: the shape is another.
+    """
+    fits = x.ndim == len(shape) and all(
+        isinstance(want, str) or size == want for size, want in zip(x.shape, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{name} must have shape [{', '.join(map(str, shape))}], got {list(x.shape)}")
+
+
+def expect_dtype(name: str, x: jax.Array, *kinds: jax.typing.DTypeLike) -> None:
+    """Check a dtype: one of several kinds, such as jnp.floating or jnp.int32.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
+        names = " or ".join(str(getattr(kind, "__name__", kind)) for kind in kinds)
+        raise ValueError(f"{name} must be {names}, got {x.dtype}")
+
+
+def expect_groups(query_heads: int, kv_heads: int) -> None:
+    """Check that the query heads fall into equal groups, one a KV head.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if kv_heads < 1 or query_heads % kv_heads:
+        raise ValueError(f"q's heads must be a multiple of the {kv_heads} KV heads, got {query_heads}")

@@ -1,0 +1,79 @@
+"""What keys are rebuilt from, and which chunk an id means."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.arguments import expect_dtype, expect_shape
+
+
+class Factors(NamedTuple):
+    """The operands of a reconstruction; without a tail, the last two are None.
+
+    Attributes:
+        left: [B, U, c * r], one chunk contiguous.
+        right: [B, h_kv, r, d].
+        ids: int32 [B, h_kv, k].
+        cos: float32 [positions, rot / 2].
+        sin: likewise.
+        tail: left rows of later chunks [B, W, c * r], with ids from U on.
+        tail_unit: chunk of the sequence at the front of the tail, int32 [B].
+    """
+
+    left: jax.Array
+    right: jax.Array
+    ids: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    tail: jax.Array | None = None
+    tail_unit: jax.Array | None = None
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return self.left.shape[2] // self.right.shape[2]
+
+    @property
+    def units(self) -> int:
+        """How many chunks an id may mean, the tail's included."""
+        return self.left.shape[1] + (self.tail.shape[1] if self.tail is not None else 0)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the keys."""
+        batch, heads, count = self.ids.shape
+        return batch, heads, count * self.chunk, self.right.shape[3]
+
+
+def check(factors: Factors) -> None:
+    """Check shapes and dtypes.
+
+    Raises:
+        ValueError: one is wrong.
+    """
+    left, right, ids, cos, sin, tail, tail_unit = factors
+    expect_shape("left", left, ("B", "U", "c * r"))
+    expect_shape("right", right, (left.shape[0], "h_kv", "r", "d"))
+    width, rank, dim = left.shape[2], *right.shape[2:]
+    if rank < 1 or width < 1 or width % rank:
+        raise ValueError(f"left's rows must be a multiple of the rank {rank}, got {width} columns")
+    expect_shape("ids", ids, (left.shape[0], right.shape[1], "k"))
+    expect_shape("cos", cos, ("positions", "rot / 2"))
+    expect_shape("sin", sin, cos.shape)
+    if cos.shape[0] < 1 or not 1 <= cos.shape[1] <= dim // 2:
+        raise ValueError(f"cos must have rows, and 1 to {dim // 2} columns for heads {dim} wide, got {list(cos.shape)}")
+    for name, x in (("left", left), ("right", right)):
+        expect_dtype(name, x, jnp.floating)
+    for name, x in (("cos", cos), ("sin", sin)):
+        expect_dtype(name, x, jnp.float32)
+    expect_dtype("ids", ids, jnp.int32)
+    if (tail is None) != (tail_unit is None):
+        raise ValueError("tail and tail_unit belong together, got one of them")
+    if tail is not None and tail_unit is not None:
+        expect_shape("tail", tail, (left.shape[0], "W", width))
+        expect_dtype("tail", tail, left.dtype)
+        expect_shape("tail_unit", tail_unit, (left.shape[0],))
+        expect_dtype("tail_unit", tail_unit, jnp.int32)
+    if factors.units < 1:
+        raise ValueError(f"left must have at least one chunk, got shape {list(left.shape)}")

@@ -1,0 +1,111 @@
+"""Attention over scattered pieces: a Triton kernel a piece, split over its rows, and a merge by log-sum-exp."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.sparse_attention.reference import Piece
+from pallas_kernels.tiles import MASKED, blocks, can_do, dot, group_rows, iota, row_block, spans, warps
+
+PROGRAMS = 512  # about four a multiprocessor of an H200 or A100: more splits would only write more partial outputs
+
+
+def piece_attention_kernel(q, k, v, valid, out, top, total, *, scale, group, rows, block, steps):  # type: ignore[no-untyped-def]
+    """One program: `rows` query rows over `steps` blocks of a piece; output not normalised, with maximum and sum."""
+    j, i, h, b = (pl.program_id(axis) for axis in range(4))
+    row = iota(i * rows, rows)
+    row_there = row < q.shape[2]
+    cut = [(iota(start, width), iota(start, width) < q.shape[3]) for start, width in spans(q.shape[3])]
+    queries = [
+        pltriton.load(q.at[b, h, row[:, None], d[None]], mask=row_there[:, None] & there[None], other=0.0)
+        for d, there in cut
+    ]
+    query = lax.div(row, jnp.int32(group))
+
+    def seen_by(n, n_there):  # type: ignore[no-untyped-def]
+        # An axis of size 1 serves all: its only index is 0.
+        at = [x if size > 1 else x * 0 for x, size in zip((b, h, query[:, None], n[None]), valid.shape, strict=True)]
+        return pltriton.load(valid.at[tuple(at)], mask=row_there[:, None] & n_there[None], other=False)
+
+    def step(s, carry):  # type: ignore[no-untyped-def]
+        peak, mass, parts = carry
+        n = iota((j * steps + s) * block, block)
+        n_there = n < k.shape[2]
+        score = jnp.zeros((rows, block), jnp.float32)
+        for query_part, (d, there) in zip(queries, cut, strict=True):
+            mask = n_there[:, None] & there[None]
+            key = pltriton.load(k.at[b, h, n[:, None], d[None]], mask=mask, other=0.0)
+            score += dot(query_part, key, transposed=True)
+        score = jnp.where(seen_by(n, n_there), score * scale, MASKED)
+        new = jnp.maximum(peak, score.max(axis=1))
+        weight = jnp.where(score > MASKED, jnp.exp(score - new[:, None]), 0.0)
+        shrink = jnp.exp(peak - new)
+        values = [
+            pltriton.load(v.at[b, h, n[:, None], d[None]], mask=n_there[:, None] & there[None], other=0.0)
+            for d, there in cut
+        ]
+        short = weight.astype(v.dtype)
+        parts = tuple(part * shrink[:, None] + dot(short, x) for part, x in zip(parts, values, strict=True))
+        return new, mass * shrink + weight.sum(axis=1), parts
+
+    start = jnp.full((rows,), MASKED), jnp.zeros((rows,)), tuple(jnp.zeros((rows, d.shape[0])) for d, _ in cut)
+    peak, mass, parts = lax.fori_loop(0, steps, step, start) if steps > 1 else step(0, start)
+    pltriton.store(top.at[b, h, j, row], peak, mask=row_there)
+    pltriton.store(total.at[b, h, j, row], mass, mask=row_there)
+    for part, (d, there) in zip(parts, cut, strict=True):
+        pltriton.store(out.at[b, h, j, row[:, None], d[None]], part, mask=row_there[:, None] & there[None])
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "interpret"))
+def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float, interpret: bool) -> jax.Array:
+    """See `pallas_kernels.sparse_attention`.
+
+    Raises:
+        NotImplementedError: rows of each query's own, heads wider than 256, an empty array, an unusual dtype.
+    """
+    for k, v, _ in pieces:
+        if k.ndim == 5:
+            raise NotImplementedError("sparse_attention: the kernel takes no pieces with rows of each query's own")
+        can_do("sparse_attention", q.shape[3], q, k, v)
+    batch, length, q_heads, dim = q.shape
+    kv_heads = pieces[0][0].shape[1]
+    group, queries = q_heads // kv_heads, group_rows(q, kv_heads)
+    done = [partial_attention(queries, piece, scale, group, interpret) for piece in pieces]
+    top = functools.reduce(jnp.maximum, [peak.max(axis=2) for _, peak, _ in done])
+    mass, out = jnp.zeros(()), jnp.zeros(())
+    for part, peak, total in done:
+        shrink = jnp.exp(peak - top[:, :, None])
+        mass = mass + (total * shrink).sum(axis=2)
+        out = out + (part * shrink[..., None]).sum(axis=2)
+    out = out / jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)[..., None]
+    out = out.reshape(batch, kv_heads, length, group, dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(q.shape).astype(q.dtype)
+
+
+def partial_attention(
+    queries: jax.Array, piece: Piece, scale: float, group: int, interpret: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention of rows [B, h_kv, M, d] over one piece: float32 [B, h_kv, splits, M, d], maxima and sums without d."""
+    k, v, valid = piece
+    batch, kv_heads, height, dim = queries.shape
+    rows = row_block(height, queries, k, v)
+    block = 32 if jnp.float32 in (queries.dtype, k.dtype, v.dtype) else 64
+    count, others = blocks(k.shape[2], block), batch * kv_heads * blocks(height, rows)
+    steps = blocks(count, max(1, PROGRAMS // others))
+    splits = blocks(count, steps)
+    anywhere, shape = pl.BlockSpec(memory_space=pl.ANY), (batch, kv_heads, splits, height)
+    out, top, total = pl.pallas_call(
+        functools.partial(piece_attention_kernel, scale=scale, group=group, rows=rows, block=block, steps=steps),
+        grid=(splits, blocks(height, rows), kv_heads, batch),
+        in_specs=[anywhere] * 4,
+        out_specs=[anywhere] * 3,
+        out_shape=[jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*shape, dim), shape, shape)],
+        compiler_params=pltriton.CompilerParams(num_warps=warps(dim, queries, k, v), num_stages=2),
+        interpret=interpret,
+        name="piece_attention",
+    )(queries, k, v, valid)
+    return out, top, total

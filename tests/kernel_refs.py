@@ -1,0 +1,86 @@
+"""Runs Pallas kernels program by program on NumPy arrays, and watches every element they touch.
+
+Pallas' interpreter forgives what a GPU does not: it clips or drops an index that is out of bounds. Here that fails,
+and so does an element that is written twice or never. What was read is kept, to show what was not.
+"""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+
+class Watched:
+    """A kernel's ref: an array, and how often each element was read and written."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.shape, self.dtype = np.array(array), tuple(array.shape), array.dtype
+        self.reads, self.writes = np.zeros(self.shape, int), np.zeros(self.shape, int)
+
+    @property
+    def at(self) -> "Watched":
+        return self
+
+    def __getitem__(self, index: Any) -> tuple["Watched", tuple[np.ndarray, ...]]:
+        whole = index if isinstance(index, tuple) else (index,)
+        assert len(whole) == len(self.shape)
+        return self, tuple(np.broadcast_arrays(*map(np.asarray, whole)))
+
+    def touch(self, index: tuple[np.ndarray, ...], mask: Any) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+        """The lanes that count, and their indices, all of which must exist."""
+        lanes = np.broadcast_to(True if mask is None else np.asarray(mask), index[0].shape)
+        places = tuple(axis[lanes] for axis in index)
+        for axis, (place, size) in enumerate(zip(places, self.shape, strict=True)):
+            assert ((place >= 0) & (place < size)).all(), f"axis {axis} of size {size}: {place}"
+        return lanes, places
+
+
+def load(view: Any, *, mask: Any = None, other: Any = None) -> jax.Array:
+    """pltriton.load."""
+    ref, index = view
+    lanes, places = ref.touch(index, mask)
+    np.add.at(ref.reads, places, 1)
+    out = np.full(lanes.shape, 0 if other is None else other, ref.dtype)
+    out[lanes] = ref.array[places]
+    return jnp.asarray(out)
+
+
+def store(view: Any, value: jax.Array, *, mask: Any = None) -> None:
+    """pltriton.store."""
+    ref, index = view
+    lanes, places = ref.touch(index, mask)
+    np.add.at(ref.writes, places, 1)
+    assert value.dtype == ref.dtype
+    ref.array[places] = np.broadcast_to(np.asarray(value), lanes.shape)[lanes]
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Makes kernels run watched, and collects the operands of each call: pytrees of Watched."""
+    calls: list[Any] = []
+    program = [0]
+
+    def pallas_call(kernel: Any, *, grid: tuple[int, ...], out_shape: Any, **_: Any) -> Any:
+        def run(*operands: Any) -> Any:
+            inputs = jax.tree.map(Watched, operands)
+            outputs = jax.tree.map(lambda x: Watched(np.zeros(x.shape, x.dtype)), out_shape)
+            calls.append(inputs)
+            for program[:] in itertools.product(*map(range, grid)):
+                kernel(*inputs, *(outputs if isinstance(outputs, list) else [outputs]))
+            for ref in jax.tree.leaves(outputs):
+                assert (ref.writes == 1).all(), f"written {ref.writes.min()} to {ref.writes.max()} times"
+            return jax.tree.map(lambda ref: jnp.asarray(ref.array), outputs)
+
+        return run
+
+    monkeypatch.setattr(pl, "pallas_call", pallas_call)
+    monkeypatch.setattr(pl, "program_id", lambda axis: jnp.int32(program[axis]))
+    monkeypatch.setattr(pltriton, "load", load)
+    monkeypatch.setattr(pltriton, "store", store)
+    with jax.disable_jit():
+        yield calls

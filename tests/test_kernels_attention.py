@@ -1,0 +1,83 @@
+"""sparse_attention: the reference against NumPy, the kernel against both."""
+
+import jax.numpy as jnp
+import kernel_truth
+import numpy as np
+import pytest
+from kernel_cases import ATTENTION, TOLERANCE, Heads, attention_inputs, name, normal
+from kernel_refs import watched  # noqa: F401, a fixture
+
+from pallas_kernels import sparse_attention
+from pallas_kernels.sparse_attention import pallas
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=name)
+def test_attention(case):
+    inputs = attention_inputs(case)
+    want = kernel_truth.sparse_attention(**inputs)
+    for implementation in ("xla", "interpret"):
+        got = sparse_attention(**inputs, implementation=implementation)
+        assert got.dtype == inputs["q"].dtype
+        np.testing.assert_allclose(kernel_truth.wide(got), want, **TOLERANCE[case.dtype])
+        if case.queries > 1:
+            assert not np.asarray(got[:, -1]).any()  # the query that sees nothing
+
+
+def test_rows_of_each_querys_own():
+    """5-D pieces beside 4-D ones; "auto" takes them, the kernel says that it cannot."""
+    rng = np.random.default_rng(0)
+    inputs = attention_inputs(Heads((27,), 64, group=2, queries=3, kv_heads=2))
+    for dtype in ("float32", "bfloat16"):
+        k, v = (normal(rng, 1, 2, 3, 5, 64, dtype=dtype) for _ in range(2))
+        pieces = [tuple(x.astype(dtype) for x in inputs["pieces"][0][:2]) + inputs["pieces"][0][2:]]
+        pieces.append((k, v, jnp.asarray(rng.random((1, 2, 3, 5)) < 0.6)))
+        both = {"q": inputs["q"].astype(dtype), "pieces": pieces, "scale": 0.125}
+        got = sparse_attention(**both)
+        np.testing.assert_allclose(kernel_truth.wide(got), kernel_truth.sparse_attention(**both), **TOLERANCE[dtype])
+        with pytest.raises(NotImplementedError, match="own"):
+            sparse_attention(**both, implementation="pallas")
+
+
+def test_a_mask_over_queries_only():
+    """valid may be 1 wide along the rows too."""
+    inputs = attention_inputs(Heads((27,), 64, group=2, queries=3))
+    k, v, _ = inputs["pieces"][0]
+    valid = jnp.asarray([True, False, True]).reshape(1, 1, 3, 1)
+    for implementation in ("xla", "interpret"):
+        got = sparse_attention(inputs["q"], [(k, v, valid)], scale=0.1, implementation=implementation)
+        want = kernel_truth.sparse_attention(inputs["q"], [(k, v, valid)], 0.1)
+        np.testing.assert_allclose(got, want, **TOLERANCE["float32"])
+        assert not np.asarray(got[:, 1]).any()
+
+
+def test_pieces_without_rows_are_passed_over():
+    inputs = attention_inputs(ATTENTION[0])
+    k, v, valid = inputs["pieces"][0]
+    none = (k[:, :, :0], v[:, :, :0], valid[..., :0])
+    got = sparse_attention(inputs["q"], [none, (k, v, valid)], scale=0.1, implementation="interpret")
+    np.testing.assert_array_equal(
+        got, sparse_attention(inputs["q"], [(k, v, valid)], scale=0.1, implementation="interpret")
+    )
+    assert not np.asarray(sparse_attention(inputs["q"], [none], scale=0.1)).any()
+
+
+def test_a_program_walks_several_blocks(monkeypatch):
+    """As where the batch is large: few splits, each a loop, the last one past the end."""
+    monkeypatch.setattr(pallas, "PROGRAMS", 2)
+    pallas.sparse_attention.clear_cache()
+    inputs = attention_inputs(Heads((482,), 64, group=3))
+    got = sparse_attention(**inputs, implementation="interpret")
+    pallas.sparse_attention.clear_cache()
+    np.testing.assert_allclose(got, kernel_truth.sparse_attention(**inputs), **TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("case", [ATTENTION[2], ATTENTION[5]], ids=name)
+def test_the_kernel_reads_each_row_once_and_nothing_beyond(case, watched):  # noqa: F811
+    inputs = attention_inputs(case)
+    got = sparse_attention(**inputs, implementation="interpret")
+    np.testing.assert_allclose(kernel_truth.wide(got), kernel_truth.sparse_attention(**inputs), **TOLERANCE[case.dtype])
+    blocks = -(-case.queries * case.group // (16 if case.dtype == "float32" else 64))
+    assert len(watched) == len(case.rows)
+    for _, k, v, _ in watched:
+        assert (k.reads == blocks).all()
+        assert (v.reads == blocks).all()

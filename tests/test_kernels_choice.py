@@ -1,0 +1,158 @@
+"""Which implementation runs, and what callers are told when they are wrong."""
+
+import functools
+import warnings
+from contextlib import ExitStack
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kernel_cases import ATTENTION, CHUNKS, SCORES, attention_inputs, factor_inputs, fetch_inputs, score_inputs
+
+import pallas_kernels
+from pallas_kernels import IMPLEMENTATIONS, in_host_memory, on_host
+
+TARGET = "__gpu$xla.gpu.triton"
+OPS = {
+    "chunk_scores": functools.partial(score_inputs, SCORES[1]),
+    "reconstruct_keys": functools.partial(factor_inputs, CHUNKS[0]),
+    "fetch_reconstruct": functools.partial(fetch_inputs, CHUNKS[0]),
+    "sparse_attention": functools.partial(attention_inputs, ATTENTION[1]),
+}
+
+
+def lowered(op, inputs, platform, **choice):
+    """The program of one op, lowered on this machine for another."""
+    static = {key: inputs[key] for key in ("scale",) if key in inputs}
+    arrays = {key: x for key, x in inputs.items() if key not in static}
+    traced = jax.jit(lambda x: getattr(pallas_kernels, op)(**x, **static, **choice)).trace(arrays)
+    with ExitStack() as stack:
+        if hasattr(jax.sharding, "AbstractDevice"):  # JAX 0.11 on asks which GPU it is for
+            device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+            mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_auto_is_the_kernel_on_cuda_and_the_reference_elsewhere(op):
+    inputs = OPS[op]()
+    assert TARGET in lowered(op, inputs, "cuda")
+    assert TARGET not in lowered(op, inputs, "cpu")
+    assert TARGET not in lowered(op, inputs, "cuda", implementation="xla")
+
+
+def test_a_kernel_for_cuda_takes_values_where_they_lie():
+    """No copy of an operand in host memory, to the device or on the host."""
+    text = lowered("fetch_reconstruct", OPS["fetch_reconstruct"](), "cuda", implementation="pallas")
+    assert text.count('mhlo.memory_kind = "pinned_host"') == 2
+    assert "annotate_device_placement" not in text
+
+
+def test_auto_falls_back_where_the_kernel_cannot():
+    inputs = score_inputs(SCORES[1])
+    wide = inputs | {key: jnp.concatenate([inputs[key]] * 3, axis=-1) for key in ("q", "landmarks")}
+    assert TARGET not in lowered("chunk_scores", wide, "cuda")
+    with pytest.raises(NotImplementedError, match="up to 256 wide, got 384"):
+        pallas_kernels.chunk_scores(**wide, implementation="pallas")
+    odd = inputs | {key: inputs[key].astype(jnp.float8_e4m3fn) for key in ("q", "landmarks")}
+    with pytest.raises(NotImplementedError, match="got float8_e4m3fn"):
+        pallas_kernels.chunk_scores(**odd, implementation="interpret")
+
+
+def test_the_implementation_must_exist():
+    with pytest.raises(ValueError, match=r"implementation must be one of .*, got 'triton'"):
+        pallas_kernels.chunk_scores(**score_inputs(SCORES[0]), implementation="triton")
+    assert IMPLEMENTATIONS == ("auto", "xla", "pallas", "interpret")
+
+
+def test_host_memory_is_told_and_used():
+    here = jnp.arange(6.0)
+    there = jax.device_put(here, jax.memory.Space.Host)
+    assert in_host_memory(there)
+    assert not in_host_memory(here)
+    seen = []
+
+    @jax.jit
+    def double(x):
+        seen.append(in_host_memory(x))
+        return on_host(lambda y: y * 2)(x)
+
+    out = double(there)
+    assert seen == [True]
+    assert in_host_memory(out)
+    np.testing.assert_array_equal(out, 2 * here)
+
+
+def cut(x, axis):
+    return x.take(np.arange(x.shape[axis] - 1), axis=axis) if x.shape[axis] > 1 else jnp.concatenate([x, x], axis)
+
+
+WRONG = [
+    ("chunk_scores", "q", lambda x: x[0], r"q must have shape \[B, T, h_q, d\], got \[1, 8, 128\]"),
+    ("chunk_scores", "q", lambda x: x[:, :, :7], "q's heads must be a multiple of the 2 KV heads, got 7"),
+    ("chunk_scores", "q", lambda x: x.astype(int), "q must be floating, got int"),
+    ("chunk_scores", "landmarks", lambda x: cut(x, 3), r"landmarks must have shape \[1, h_kv, n, 128\], got .*127\]"),
+    ("chunk_scores", "landmarks", lambda x: x.astype(int), "landmarks must be floating"),
+    ("chunk_scores", "candidates", lambda x: cut(x, 2), r"candidates must have shape \[1, 2, 61\], got \[1, 2, 60\]"),
+    ("chunk_scores", "candidates", lambda x: x.astype(int), "candidates must be bool, got int"),
+    ("reconstruct_keys", "left", lambda x: x[0], "left must have shape"),
+    ("reconstruct_keys", "left", lambda x: cut(x, 2), "left's rows must be a multiple of the rank 160, got 1279"),
+    ("reconstruct_keys", "left", lambda x: x.astype(int), "left must be floating"),
+    ("reconstruct_keys", "right", lambda x: cut(x, 0), r"right must have shape \[1, h_kv, r, d\]"),
+    ("reconstruct_keys", "right", lambda x: x.astype(int), "right must be floating"),
+    ("reconstruct_keys", "ids", lambda x: cut(x, 1), r"ids must have shape \[1, 2, k\], got \[1, 1, 7\]"),
+    ("reconstruct_keys", "ids", lambda x: x.astype("float32"), "ids must be int32, got float32"),
+    ("reconstruct_keys", "cos", lambda x: x[0], "cos must have shape"),
+    ("reconstruct_keys", "cos", lambda x: x.astype("bfloat16"), "cos must be float32, got bfloat16"),
+    ("reconstruct_keys", "sin", lambda x: cut(x, 1), r"sin must have shape \[224, 64\], got \[224, 63\]"),
+    ("reconstruct_keys", "tail", lambda x: None, "tail and tail_unit belong together"),
+    ("reconstruct_keys", "tail", lambda x: cut(x, 2), r"tail must have shape \[1, W, 1280\], got \[1, 3, 1279\]"),
+    ("reconstruct_keys", "tail", lambda x: x.astype("float32"), "tail must be bfloat16, got float32"),
+    ("reconstruct_keys", "tail_unit", lambda x: x[0], "tail_unit must have shape"),
+    ("reconstruct_keys", "tail_unit", lambda x: x.astype("float32"), "tail_unit must be int32"),
+    ("fetch_reconstruct", "values", lambda x: np.asarray(x)[:, :, 1:], r"values must have shape \[1, 2, 27, 1024\]"),
+    ("fetch_reconstruct", "values", lambda x: np.asarray(x).astype(int), "values must be floating"),
+    ("fetch_reconstruct", "values_tail", lambda x: None, "values_tail and tail belong together"),
+    ("fetch_reconstruct", "values_tail", lambda x: x[:, :, :2], "values_tail must have the 3 chunks of tail, got 2"),
+    ("fetch_reconstruct", "values_tail", lambda x: x.astype("float32"), "values_tail must be bfloat16"),
+    ("fetch_reconstruct", "kept", lambda x: None, "kept and slot belong together"),
+    ("fetch_reconstruct", "kept", lambda x: x[:, :, :0], "kept must have at least one row"),
+    ("fetch_reconstruct", "kept", lambda x: cut(x, 3), "kept must have shape"),
+    ("fetch_reconstruct", "kept", lambda x: x.astype("float32"), "kept must be bfloat16"),
+    ("fetch_reconstruct", "slot", lambda x: cut(x, 2), "slot must have shape"),
+    ("fetch_reconstruct", "slot", lambda x: x.astype("float32"), "slot must be int32"),
+    ("sparse_attention", "q", lambda x: x[0], "q must have shape"),
+    ("sparse_attention", "q", lambda x: x[:, :, :7], "q's heads must be a multiple of the 2 KV heads, got 7"),
+    ("sparse_attention", "q", lambda x: x.astype(int), "q must be floating"),
+    ("sparse_attention", "pieces", lambda x: [], "pieces must hold at least one piece"),
+    ("sparse_attention", "pieces", lambda x: [x[0], (cut(x[1][0], 3), *x[1][1:])], r"pieces\[1\] k must have shape"),
+    ("sparse_attention", "pieces", lambda x: [(x[0][0], cut(x[0][1], 2), x[0][2])], r"pieces\[0\] v must have shape"),
+    ("sparse_attention", "pieces", lambda x: [(*x[0][:2], x[0][2].astype(int))], r"pieces\[0\] valid must be bool"),
+    ("sparse_attention", "pieces", lambda x: [(*x[0][:2], cut(x[0][2], 3))],
+     r"pieces\[0\] valid must be broadcastable to \[1, 2, 1, 61\], got \[1, 2, 1, 60\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "argument", "change", "message"), WRONG)
+def test_wrong_arguments_are_told(op, argument, change, message):
+    inputs = OPS[op]()
+    with pytest.raises(ValueError, match=message):
+        getattr(pallas_kernels, op)(**inputs | {argument: change(inputs[argument])})
+
+
+@pytest.mark.parametrize("columns", [0, 65])
+def test_tables_must_fit_the_heads(columns):
+    inputs = factor_inputs(CHUNKS[0])
+    table = jnp.zeros((100, columns))
+    with pytest.raises(ValueError, match="cos must have rows, and 1 to 64 columns for heads 128 wide"):
+        pallas_kernels.reconstruct_keys(**inputs | {"cos": table, "sin": table})
+
+
+def test_something_must_be_there_to_choose_from():
+    inputs = factor_inputs(CHUNKS[1])
+    with pytest.raises(ValueError, match="left must have at least one chunk"):
+        pallas_kernels.reconstruct_keys(**inputs | {"left": inputs["left"][:, :0]})

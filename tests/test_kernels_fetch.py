@@ -1,0 +1,82 @@
+"""fetch_reconstruct: keys as reconstruct_keys, values bit by bit, and what the host is asked for."""
+
+import jax
+import jax.numpy as jnp
+import kernel_truth
+import numpy as np
+import pytest
+from kernel_cases import CHUNKS, TOLERANCE, factor_inputs, fetch_inputs, name, on_host
+from kernel_refs import watched  # noqa: F401, a fixture
+
+from pallas_kernels import fetch_reconstruct, in_host_memory
+
+
+@pytest.mark.parametrize("case", CHUNKS, ids=name)
+def test_keys_and_values(case):
+    inputs = fetch_inputs(case)
+    want = kernel_truth.reconstruct_keys(**factor_inputs(case))
+    for implementation in ("xla", "interpret"):
+        keys, values = fetch_reconstruct(**inputs, implementation=implementation)
+        np.testing.assert_allclose(kernel_truth.wide(keys), want, **TOLERANCE[case.dtype])
+        np.testing.assert_array_equal(values, kernel_truth.fetched_values(**inputs))
+        assert not in_host_memory(keys)
+        assert not in_host_memory(values)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "xla", "interpret"])
+def test_values_of_hits_may_be_anything_on_the_host(implementation):
+    """Also inside jit, with operands that lie on the host."""
+    inputs = fetch_inputs(CHUNKS[2])
+    ids = np.clip(np.asarray(inputs["ids"]), 0, 28)
+    want = kernel_truth.fetched_values(**inputs)
+    prompt, tail = np.array(inputs["values"]), np.array(inputs["values_tail"])
+    miss = np.asarray(inputs["slot"]) < 0
+    for b, h in np.ndindex(ids.shape[:2]):
+        wanted = ids[b, h][miss[b, h]]
+        prompt[b, h][~np.isin(np.arange(27), wanted)] = np.nan
+        tail[b, h][~np.isin(27 + np.arange(3), wanted)] = np.nan
+    assert np.isnan(prompt).any()
+    given = inputs | {"values": on_host(jnp.asarray(prompt)), "values_tail": on_host(jnp.asarray(tail))}
+    _, values = jax.jit(lambda x: fetch_reconstruct(**x, implementation=implementation))(given)
+    np.testing.assert_array_equal(values, want)
+
+
+def test_values_on_the_device_will_do():
+    inputs = fetch_inputs(CHUNKS[5])
+    here = {key: jax.device_put(x, jax.memory.Space.Device) for key, x in inputs.items()}
+    assert in_host_memory(inputs["values"])
+    for implementation in ("xla", "interpret"):
+        for got, want in zip(
+            fetch_reconstruct(**here, implementation=implementation),
+            fetch_reconstruct(**inputs, implementation=implementation), strict=True,
+        ):  # fmt: skip
+            np.testing.assert_array_equal(got, want)
+
+
+def test_everything_in_the_tail():
+    inputs = fetch_inputs(CHUNKS[2])
+    ids = jnp.asarray(np.arange(28).reshape(2, 2, 7) % 2, jnp.int32)
+    inputs |= {"left": inputs["left"][:, :0], "values": inputs["values"][:, :, :0], "ids": ids}
+    _, values = fetch_reconstruct(**inputs)
+    np.testing.assert_array_equal(values, kernel_truth.fetched_values(**inputs))
+
+
+@pytest.mark.parametrize("case", [CHUNKS[0], CHUNKS[1], CHUNKS[2]], ids=name)
+def test_the_kernel_reads_from_the_host_what_it_must_and_once(case, watched):  # noqa: F811
+    inputs = fetch_inputs(case)
+    keys, values = fetch_reconstruct(**inputs, implementation="interpret")
+    np.testing.assert_array_equal(values, kernel_truth.fetched_values(**inputs))
+    want = kernel_truth.reconstruct_keys(**factor_inputs(case))
+    np.testing.assert_allclose(kernel_truth.wide(keys), want, **TOLERANCE[case.dtype])
+    [(source, _)] = watched
+    asked = np.zeros((case.batch, case.kv_heads, case.units + case.tail + 1), int)
+    ids, miss = np.clip(np.asarray(inputs["ids"]), 0, case.units + case.tail - 1), np.asarray(inputs["slot"]) < 0
+    for b, h, j in np.ndindex(ids.shape):
+        asked[b, h, ids[b, h, j]] += miss[b, h, j]
+    assert 0 < miss.sum() < miss.size
+    np.testing.assert_array_equal(
+        source.prompt.reads, np.broadcast_to(asked[:, :, : case.units, None], source.prompt.shape)
+    )
+    if case.tail:
+        late = np.broadcast_to(asked[:, :, case.units :, None], source.tail.shape)
+        np.testing.assert_array_equal(source.tail.reads, late)
