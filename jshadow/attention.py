@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels import sparse_attention
+
 # Large enough that a matmul dominates its loop overhead, small enough that a tile of scores stays in cache.
 QUERY_BLOCK, KEY_BLOCK = 256, 512
 MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
@@ -112,17 +114,7 @@ def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> F
         blocks = [(first, min(first + QUERY_BLOCK, q.shape[1])) for first in range(0, q.shape[1], QUERY_BLOCK)]
         parts = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], scale) for a, b in blocks]
         return jnp.concatenate(parts, axis=1)
-    grouped = group_queries(q, pieces[0].k.shape[1])
-    scores = [masked_scores(grouped, piece, scale) for piece in pieces]
-    top = jnp.max(jnp.stack([s.max(-1) for s in scores]), axis=0)
-    total, out = jnp.zeros(()), jnp.zeros(())
-    for score, piece in zip(scores, pieces, strict=True):
-        weight = jnp.where(score > MASKED, jnp.exp(score - top[..., None]), 0.0)
-        total = total + weight.sum(-1)
-        out = out + grouped_product("bhgtn,bhnd->bhgtd", weight.astype(piece.v.dtype), piece.v)
-    out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
-    batch, length, q_heads, dim = q.shape
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, q_heads, dim).astype(q.dtype)
+    return sparse_attention(q, [(piece.k, piece.v, piece.valid) for piece in pieces], scale=scale)
 
 
 def group_queries(q: Float[Array, "B T h_q d"], kv_heads: int) -> Float[Array, "B h_kv group T d"]:
@@ -140,21 +132,15 @@ def masked_scores(
 
 
 def grouped_product(
-    formula: str, left: Float[Array, "B h_kv group T _"], rows: Float[Array, "B h_kv *T N d"],
+    formula: str, left: Float[Array, "B h_kv group T _"], rows: Float[Array, "B h_kv N d"],
     precision: lax.Precision | None = None,
 ) -> Float[Array, "B h_kv group T _"]:  # fmt: skip
-    """Float32 einsum of grouped rows [B, h_kv, group, T, ...] with a piece's rows, each query's own ones if 5-D."""
-    if rows.ndim == 4:
-        # One axis of rows: over two, XLA's CPU backend takes five times as long.
-        batch, heads, group, length, _ = left.shape
-        merged = left.reshape(batch, heads, group * length, -1)
-        formula = formula.replace("gt", "r")
-        out = jnp.einsum(formula, merged, rows, precision=precision, preferred_element_type=jnp.float32)
-        return out.reshape(batch, heads, group, length, -1)
-    # The queries lead as a batch axis: XLA's CPU backend has no bfloat16 product for other orders.
-    formula = formula.replace("gt", "tg").replace("hnd", "htnd")
-    out = jnp.einsum(formula, left.swapaxes(2, 3), rows, preferred_element_type=jnp.float32)
-    return out.swapaxes(2, 3)
+    """Float32 einsum of grouped rows [B, h_kv, group, T, ...] with rows of their KV head."""
+    # One axis of rows: over two, XLA's CPU backend takes five times as long.
+    batch, heads, group, length, _ = left.shape
+    merged, formula = left.reshape(batch, heads, group * length, -1), formula.replace("gt", "r")
+    out = jnp.einsum(formula, merged, rows, precision=precision, preferred_element_type=jnp.float32)
+    return out.reshape(batch, heads, group, length, -1)
 
 
 def attention_probs(q: Float[Array, "B T h_q d"], piece: Piece, scale: float) -> Float[Array, "B h_kv group T N"]:

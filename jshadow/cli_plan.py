@@ -45,7 +45,9 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
     add.add_argument("--policy", default="shadowkv", help="policy name (default: %(default)s)")
     add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")
-    add.add_argument("--fetch", default="device_put", help="auto, resident, device_put or zero_copy (default: %(default)s)")
+    add.add_argument(
+        "--fetch", default="device_put", help="auto, resident, device_put or zero_copy (default: %(default)s)"
+    )
     add.add_argument("--dtype", default="bfloat16", help="of weights, keys and values (default: %(default)s)")
     add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 

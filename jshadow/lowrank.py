@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jshadow.rope import cos_sin, rotate
+import pallas_kernels
 from jshadow.state import Rebuild
 
 BLOCK = 2048  # tokens of which a float32 copy exists at once
@@ -78,21 +78,6 @@ def reconstruct_keys(rebuild: Rebuild, ids: Int[Array, "B heads n"]) -> Float[Ar
     Returns:
         [B, heads, n * unit, d] in the dtype of the factors.
     """
-    batch, heads, count = ids.shape
-    units = rebuild.left.shape[1]
-    rank = rebuild.right.shape[2]
-    unit = rebuild.left.shape[2] // rank
-    rows, chunks = gather_rows(rebuild.left, ids), ids
-    if rebuild.tail is not None and rebuild.tail_unit is not None:
-        later = ids >= units
-        rows = jnp.where(later[..., None], gather_rows(rebuild.tail, ids - units), rows)
-        chunks = jnp.where(later, ids - units + rebuild.tail_unit[:, None, None], ids)
-    rows = rows.reshape(batch, heads, count * unit, rank)
-    keys = jnp.einsum("bhtr,bhrd->bhtd", rows, rebuild.right, preferred_element_type=jnp.float32)
-    positions = (chunks[..., None] * unit + jnp.arange(unit)).reshape(batch, heads, count * unit)
-    return rotate(keys, *cos_sin(positions, rebuild.inverse)).astype(rebuild.left.dtype)
-
-
-def gather_rows(left: Float[Array, "B U width"], ids: Int[Array, "B heads n"]) -> Float[Array, "B heads n width"]:
-    """Left rows of units: left [B, U, unit * r] at ids [B, heads, n]; ids are clipped."""
-    return jnp.take_along_axis(left[:, None], ids[..., None], axis=2, mode="clip")
+    return pallas_kernels.reconstruct_keys(
+        rebuild.left, rebuild.right, ids, rebuild.inverse, tail=rebuild.tail, tail_unit=rebuild.tail_unit
+    )

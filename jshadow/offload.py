@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental import compute_on
 from jax.sharding import SingleDeviceSharding
 
 from jshadow.errors import ConfigError
 from jshadow.lowrank import reconstruct_keys
 from jshadow.state import CacheSpec, Fetched, HostArray, HostLayout, HostTier, HostWrite, Selection
+from pallas_kernels import fetch_reconstruct, on_host
 
 Space = jax.memory.Space
 FETCH_MODES = ("resident", "device_put", "zero_copy")
@@ -190,9 +190,3 @@ def gather_units(array: Array, ids: Array) -> Array:
 def to_host(x: Array) -> Array:
     """x in host memory, inside jit."""
     return jax.device_put(x, Space.Host)
-
-
-def on_host(function):  # type: ignore[no-untyped-def]
-    """function, to be run by the host on host arrays. JAX 0.11 renamed compute_on2 to compute_on."""
-    wrap = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
-    return wrap(function, compute_type="device_host", out_memory_spaces=Space.Host)

@@ -1,12 +1,11 @@
 """Rotary position embedding: frequencies, angles and the rotation, in the half-split layout of Hugging Face."""
 
-import math
-
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jshadow.config import RopeConfig
+from pallas_kernels.rotation import cos_sin_of
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -39,52 +38,6 @@ def cos_sin(
         rotated here equal keys rotated there.
     """
     return cos_sin_of(positions[..., None].astype(jnp.float32) * inverse)
-
-
-def split_constant(value: float, parts: int, bits: int) -> list[float]:
-    """value as a sum of `parts` numbers of that many bits, and a float32 for the rest."""
-    numbers = []
-    for _ in range(parts):
-        unit = 2.0 ** (math.frexp(value)[1] - bits)
-        numbers.append(round(value / unit) * unit)
-        value -= numbers[-1]
-    return [*numbers, value]
-
-
-# Of six bits each, so that their products with the number of turns (18 bits: angles to 1.6 million) are exact.
-TURN = split_constant(2 * math.pi, 3, 6)
-QUARTER = split_constant(math.pi / 2, 1, 24)
-
-
-def cos_sin_of(
-    angle: Float[Array, "*N half"],
-) -> tuple[Float[Array, "*N half"], Float[Array, "*N half"]]:
-    """Cosine and sine of float32 angles in [0, 1.6e6], to 2e-7.
-
-    Of additions and products alone: XLA's own take ten times as long on a CPU, because they also reduce angles that no
-    position has. A decode step rotates all keys that it rebuilds.
-    """
-    turns = jnp.round(angle * np.float32(0.5 / math.pi))
-    for part in TURN:
-        angle = angle - turns * np.float32(part)
-    quarter = jnp.round(angle * np.float32(2 / math.pi))  # -2 .. 2
-    for part in QUARTER:
-        angle = angle - quarter * np.float32(part)
-    square = angle * angle
-    # minimax polynomials on [-pi / 4, pi / 4], fitted to within 2e-9
-    sin = angle + angle * square * horner(square, -1.666665077e-01, 8.331978694e-03, -1.949563448e-04)
-    cos = 1 - 0.5 * square + square * square * horner(square, 4.166664556e-02, -1.388736768e-03, 2.443845005e-05)
-    odd, half = jnp.abs(quarter) == 1, jnp.abs(quarter) == 2
-    first, second = jnp.where(odd, sin, cos), jnp.where(odd, cos, sin)
-    return jnp.where(half | (quarter == 1), -first, first), jnp.where(half | (quarter == -1), -second, second)
-
-
-def horner(x: Float[Array, "*N"], *coefficients: float) -> Float[Array, "*N"]:
-    """The polynomial with these coefficients, lowest first."""
-    total = jnp.full_like(x, coefficients[-1])
-    for coefficient in reversed(coefficients[:-1]):
-        total = total * x + np.float32(coefficient)
-    return total
 
 
 def rotate(

@@ -31,7 +31,14 @@ from jshadow.state import (
 
 @dataclasses.dataclass
 class LayerWork:
-    """What one layer moved: bytes a row (a number, or one for each), the selections whose hits are followed, arrivals now and for the next step."""
+    """What one layer moved.
+
+    Attributes:
+        moved: bytes a row: a number for all of them, or uint32 [B].
+        fetches: what arrived.
+        followed: the selections whose hits are counted.
+        later: target layer, selection and arrival of what is for the next step.
+    """
 
     moved: int | Array = 0
     fetches: list[Fetched] = dataclasses.field(default_factory=list)

@@ -117,19 +117,16 @@ def attention_inputs(case: Heads) -> dict[str, Any]:
 
 
 def factor_inputs(case: Chunks) -> dict[str, Any]:
-    """Arguments of reconstruct_keys: ids below and above what exists, positions past the table."""
+    """Arguments of reconstruct_keys: ids below and above what exists."""
     rng = np.random.default_rng(case.dim)
     half = (case.dim if case.rotated is None else case.rotated) // 2
     ids = rng.integers(0, case.units + case.tail, (case.batch, case.kv_heads, case.count))
     ids[..., 0], ids[..., 1], ids[..., 2] = -2, case.units + case.tail + 5, case.units + case.tail - 1
-    positions = (case.units + 1) * case.chunk
-    angle = np.arange(positions)[:, None] / 10_000.0 ** (np.arange(half) / half)
     inputs = {
         "left": normal(rng, case.batch, case.units, case.chunk * case.rank, dtype=case.dtype, scale=case.rank**-0.5),
         "right": normal(rng, case.batch, case.kv_heads, case.rank, case.dim, dtype=case.dtype),
         "ids": jnp.asarray(ids, jnp.int32),
-        "cos": jnp.asarray(np.cos(angle), jnp.float32),
-        "sin": jnp.asarray(np.sin(angle), jnp.float32),
+        "inverse": jnp.asarray(10_000.0 ** -(np.arange(half) / half), jnp.float32),
     }
     if case.tail:
         shape = (case.batch, case.tail, case.chunk * case.rank)

@@ -53,18 +53,18 @@ def chunk_of(ids: Any, units: int, tail: Any, tail_unit: Any, b: int, h: int, j:
 
 
 def reconstruct_keys(
-    left: Any, right: Any, ids: Any, cos: Any, sin: Any, tail: Any = None, tail_unit: Any = None
+    left: Any, right: Any, ids: Any, inverse: Any, tail: Any = None, tail_unit: Any = None
 ) -> np.ndarray:
-    left, right, cos, sin, ids = wide(left), wide(right), wide(cos), wide(sin), np.asarray(ids)
+    left, right, inverse, ids = wide(left), wide(right), np.asarray(inverse), np.asarray(ids)
     tail = None if tail is None else wide(tail)
-    rank, dim, half = right.shape[2], right.shape[3], cos.shape[1]
+    rank, dim, half = right.shape[2], right.shape[3], len(inverse)
     chunk = left.shape[2] // rank
     out = np.zeros((*ids.shape, chunk, dim))
     for b, h, j in np.ndindex(ids.shape):
         row, later, place = chunk_of(ids, left.shape[1], tail, tail_unit, b, h, j)
         key = (tail if later else left)[b, row].reshape(chunk, rank) @ right[b, h]
-        at = np.clip(place * chunk + np.arange(chunk), 0, len(cos) - 1)
-        turned = (key[:, :half] + 1j * key[:, half : 2 * half]) * (cos[at] + 1j * sin[at])
+        angle = (place * chunk + np.arange(chunk, dtype=np.float32))[:, None] * inverse  # rounded, as the ops do
+        turned = (key[:, :half] + 1j * key[:, half : 2 * half]) * np.exp(1j * wide(angle))
         out[b, h, j] = np.concatenate([turned.real, turned.imag, key[:, 2 * half :]], axis=1)
     return out.reshape(*ids.shape[:2], -1, dim)
 

@@ -106,9 +106,8 @@ WRONG = [
     ("reconstruct_keys", "right", lambda x: x.astype(int), "right must be floating"),
     ("reconstruct_keys", "ids", lambda x: cut(x, 1), r"ids must have shape \[1, 2, k\], got \[1, 1, 7\]"),
     ("reconstruct_keys", "ids", lambda x: x.astype("float32"), "ids must be int32, got float32"),
-    ("reconstruct_keys", "cos", lambda x: x[0], "cos must have shape"),
-    ("reconstruct_keys", "cos", lambda x: x.astype("bfloat16"), "cos must be float32, got bfloat16"),
-    ("reconstruct_keys", "sin", lambda x: cut(x, 1), r"sin must have shape \[224, 64\], got \[224, 63\]"),
+    ("reconstruct_keys", "inverse", lambda x: x[None], "inverse must have shape"),
+    ("reconstruct_keys", "inverse", lambda x: x.astype("bfloat16"), "inverse must be float32, got bfloat16"),
     ("reconstruct_keys", "tail", lambda x: None, "tail and tail_unit belong together"),
     ("reconstruct_keys", "tail", lambda x: cut(x, 2), r"tail must have shape \[1, W, 1280\], got \[1, 3, 1279\]"),
     ("reconstruct_keys", "tail", lambda x: x.astype("float32"), "tail must be bfloat16, got float32"),
@@ -145,11 +144,10 @@ def test_wrong_arguments_are_told(op, argument, change, message):
 
 
 @pytest.mark.parametrize("columns", [0, 65])
-def test_tables_must_fit_the_heads(columns):
+def test_rotation_must_fit_the_heads(columns):
     inputs = factor_inputs(CHUNKS[0])
-    table = jnp.zeros((100, columns))
-    with pytest.raises(ValueError, match="cos must have rows, and 1 to 64 columns for heads 128 wide"):
-        pallas_kernels.reconstruct_keys(**inputs | {"cos": table, "sin": table})
+    with pytest.raises(ValueError, match=f"inverse must have 1 to 64 angles for heads 128 wide, got {columns}"):
+        pallas_kernels.reconstruct_keys(**inputs | {"inverse": jnp.zeros(columns)})
 
 
 def test_something_must_be_there_to_choose_from():

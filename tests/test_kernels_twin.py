@@ -40,7 +40,7 @@ def test_the_sizes_are_those_of_the_arrays(case):
     assert (sizes["CHUNK"], sizes["RANK"], sizes["DIM"]) == (case.chunk, case.rank, case.dim)
     assert (sizes["KEPT"], sizes["TAIL"], sizes["UNITS"]) == (case.kept, case.tail, case.units)
     assert sizes["VALUES_TAIL"] == (case.tail + 1 if case.tail else 0)
-    assert sizes["HALF_BLOCK"] >= sizes["HALF"] == factors.cos.shape[1]
+    assert sizes["HALF_BLOCK"] >= sizes["HALF"] == factors.inverse.shape[0]
 
 
 @pytest.mark.parametrize("capability", [80, 90])

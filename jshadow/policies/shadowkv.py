@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+import pallas_kernels
 from jshadow.attention import Piece, attend
 from jshadow.chunking import fit_tokens, take_chunks, take_span, to_chunks, top_k, write_rows
 from jshadow.config import ModelConfig
@@ -293,7 +294,7 @@ class ShadowKV(ChunkCosts):
             return None, state, carry
         shared = self.turn_selection == "shared"
         with jax.named_scope("select"):
-            scores = chunk_scores(self.logits(spec, state, step), step.valid, shared, self.score_dtype)
+            scores = self.scores(spec, state, step)
             ids = top_k(scores, count)  # [B, h_kv, Q, k], Q = 1 for a shared selection, else T
         asked = step.valid.any(axis=1, keepdims=True) if shared else step.valid
         valid = asked[:, None, :, None] & (jnp.take_along_axis(scores, ids, axis=3) >= 0)
@@ -327,6 +328,15 @@ class ShadowKV(ChunkCosts):
         newest = jnp.take_along_axis(rows, last, axis=2)[:, :, 0] if queries > 1 else rows[:, :, 0]
         values = jnp.where(asked.any(axis=1)[:, None, None, None], newest, state.live.values)
         return state.replace(live=state.live.replace(values=values))
+
+    def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
+        """Float32 scores of all chunks [B, h_kv, Q, n], -1 where one may not be selected; Q = 1 if shared, else T."""
+        shared, frozen = self.turn_selection == "shared", state.frozen
+        if not shared and self.score_dtype == "float32" and type(self).logits is ShadowKV.logits:
+            return pallas_kernels.chunk_scores(
+                step.q_post, frozen.landmarks, frozen.candidates, scale=self.score_scale(spec)
+            )
+        return chunk_scores(self.logits(spec, state, step), step.valid, shared, self.score_dtype)
 
     def logits(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
         """Products with all landmarks, float32 [B, h_kv, group, T, n]."""

@@ -11,7 +11,7 @@ from pallas_kernels.reconstruct_keys.factors import Factors
 
 
 def fetch_reconstruct(
-    values: jax.Array, left: jax.Array, right: jax.Array, ids: jax.Array, cos: jax.Array, sin: jax.Array, *,
+    values: jax.Array, left: jax.Array, right: jax.Array, ids: jax.Array, inverse: jax.Array, *,
     kept: jax.Array | None = None, slot: jax.Array | None = None, tail: jax.Array | None = None,
     tail_unit: jax.Array | None = None, values_tail: jax.Array | None = None, implementation: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
@@ -25,8 +25,7 @@ def fetch_reconstruct(
         left: [B, U, c * r].
         right: [B, h_kv, r, d].
         ids: int32 [B, h_kv, k], clipped to 0 .. U - 1, or to 0 .. U + W - 1 with a tail.
-        cos: float32 [positions, rot / 2].
-        sin: likewise.
+        inverse: angle per position of each rotated pair, float32 [rot / 2].
         kept: values already on the device [B, h_kv, m, c * d].
         slot: int32 [B, h_kv, k]: take row slot of kept (clipped to m - 1) instead; below 0: fetch.
         tail: left rows of later chunks [B, W, c * r], see `reconstruct_keys`.
@@ -41,7 +40,7 @@ def fetch_reconstruct(
         ValueError: a shape, a dtype or the implementation is wrong.
         NotImplementedError: the kernel was asked for by name and cannot do this.
     """
-    factors = Factors(left, right, ids, cos, sin, tail, tail_unit)
+    factors = Factors(left, right, ids, inverse, tail, tail_unit)
     source = Values(values, values_tail, kept, slot)
     key_factors.check(factors)
     rows.check(source, factors)

@@ -3,12 +3,36 @@
 import triton
 import triton.language as tl
 
+from pallas_kernels import rotation
+
+# A Triton function may read such globals alone.
+TURN_0, TURN_1, TURN_2, TURN_3 = map(tl.constexpr, rotation.TURN)
+QUARTER_0, QUARTER_1 = map(tl.constexpr, rotation.QUARTER)
+SIN_0, SIN_1, SIN_2 = map(tl.constexpr, rotation.SIN)
+COS_0, COS_1, COS_2 = map(tl.constexpr, rotation.COS)
+
+
+@triton.jit
+def cos_sin_of(angle):  # type: ignore[no-untyped-def]
+    """As `rotation.cos_sin_of`."""
+    turns = tl.floor(angle * 0.15915494309189535 + 0.5)
+    angle = (((angle - turns * TURN_0) - turns * TURN_1) - turns * TURN_2) - turns * TURN_3
+    quarter = tl.floor(angle * 0.6366197723675814 + 0.5)
+    angle = (angle - quarter * QUARTER_0) - quarter * QUARTER_1
+    square = angle * angle
+    sin = angle + angle * square * (SIN_0 + square * (SIN_1 + square * SIN_2))
+    cos = 1 - 0.5 * square + square * square * (COS_0 + square * (COS_1 + square * COS_2))
+    odd, half = tl.abs(quarter) == 1, tl.abs(quarter) == 2
+    first, second = tl.where(odd, sin, cos), tl.where(odd, cos, sin)
+    first = tl.where(half | (quarter == 1), -first, first)
+    return first, tl.where(half | (quarter == -1), -second, second)
+
 
 @triton.jit
 def fetch_reconstruct_kernel(  # type: ignore[no-untyped-def]
-    values, left, right, ids, cos, sin, kept, slot, tail, tail_unit, values_tail, keys, rows,
+    values, left, right, ids, inverse, kept, slot, tail, tail_unit, values_tail, keys, rows,
     HEADS: tl.constexpr, UNITS: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, RANK: tl.constexpr,
-    DIM: tl.constexpr, HALF: tl.constexpr, POSITIONS: tl.constexpr, KEPT: tl.constexpr, TAIL: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, KEPT: tl.constexpr, TAIL: tl.constexpr,
     VALUES_TAIL: tl.constexpr, TOKENS: tl.constexpr, RANK_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -26,7 +50,7 @@ def fetch_reconstruct_kernel(  # type: ignore[no-untyped-def]
     source = unit
     if TAIL > 0:
         source = tl.where(later, tail_row + tl.load(tail_unit + b), unit)
-    position = tl.minimum(tl.maximum(source * CHUNK + within, 0), POSITIONS - 1)
+    position = source * CHUNK + within
     unit = tl.where(later, 0, unit).to(tl.int64)
     tail_row = tail_row.to(tl.int64)
 
@@ -70,8 +94,9 @@ def fetch_reconstruct_kernel(  # type: ignore[no-untyped-def]
             one = tl.load(basis + rest[None, :], mask=mask, other=0.0)
             third = tl.dot(part, one, third, input_precision="ieee")
     mask = there[:, None] & (column < HALF)[None, :]
-    turn = position[:, None].to(tl.int64) * HALF + column[None, :]
-    c, s = tl.load(cos + turn, mask=mask, other=0.0), tl.load(sin + turn, mask=mask, other=0.0)
+    c, s = cos_sin_of(
+        position.to(tl.float32)[:, None] * tl.load(inverse + column, mask=column < HALF, other=0.0)[None, :]
+    )
     out = (head * (COUNT * CHUNK) + token)[:, None] * DIM
     kind = keys.dtype.element_ty
     tl.store(keys + out + column[None, :], (first * c - second * s).to(kind), mask=mask)

@@ -15,7 +15,7 @@ from pallas_kernels.reconstruct_keys.factors import Factors
 from pallas_kernels.tiles import blocks, power_of_two, warps
 
 TOKENS, RANK_BLOCK, STAGES = 32, 32, 2
-OPERANDS = ("values", "left", "right", "ids", "cos", "sin", "kept", "slot", "tail", "tail_unit", "values_tail")
+OPERANDS = ("values", "left", "right", "ids", "inverse", "kept", "slot", "tail", "tail_unit", "values_tail")
 INTEGERS = ("ids", "slot", "tail_unit")
 
 
@@ -32,7 +32,7 @@ def fetch_reconstruct(values: Values, factors: Factors) -> tuple[jax.Array, jax.
     call = importlib.import_module("jax_triton").triton_call
     kernel = importlib.import_module("pallas_kernels.fetch_reconstruct.triton_kernel").fetch_reconstruct_kernel
     batch, heads, tokens, _ = factors.out_shape
-    given = dict(zip(OPERANDS, (values.prompt, *factors[:5], values.kept, values.slot, *factors[5:], values.tail),
+    given = dict(zip(OPERANDS, (values.prompt, *factors[:4], values.kept, values.slot, *factors[4:], values.tail),
                      strict=True))  # fmt: skip
     # A pointer is wanted for each; the kernel does not touch those of parts that are not there.
     operands = [factors.ids if x is None else x for x in given.values()]
@@ -47,7 +47,7 @@ def fetch_reconstruct(values: Values, factors: Factors) -> tuple[jax.Array, jax.
 
 def sizes(values: Values, factors: Factors) -> dict[str, int]:
     """The kernel's constants for arrays, or ShapeDtypeStructs, of these shapes."""
-    dim, half = factors.right.shape[3], factors.cos.shape[1]
+    dim, half = factors.right.shape[3], factors.inverse.shape[0]
     return {
         "HEADS": factors.ids.shape[1],
         "UNITS": factors.left.shape[1],
@@ -56,7 +56,6 @@ def sizes(values: Values, factors: Factors) -> dict[str, int]:
         "RANK": factors.right.shape[2],
         "DIM": dim,
         "HALF": half,
-        "POSITIONS": factors.cos.shape[0],
         "KEPT": values.kept.shape[2] if values.kept is not None else 0,
         "TAIL": factors.tail.shape[1] if factors.tail is not None else 0,
         "VALUES_TAIL": values.tail.shape[2] if values.tail is not None else 0,
@@ -91,7 +90,7 @@ def compile_ptx(values: Values, factors: Factors, capability: int) -> str:
     short = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
     kinds = {name: short[factors.left.dtype.name] for name in (*OPERANDS, "keys", "rows")}
     kinds |= dict.fromkeys(("values", "kept", "values_tail", "rows"), short[values.prompt.dtype.name])
-    kinds |= dict.fromkeys(("cos", "sin"), "*fp32") | dict.fromkeys(INTEGERS, "*i32")
+    kinds |= {"inverse": "*fp32"} | dict.fromkeys(INTEGERS, "*i32")
     constants = sizes(values, factors)
     ast = source(
         fn=kernel,

@@ -9,7 +9,7 @@ from pallas_kernels.reconstruct_keys.factors import Factors, check
 
 
 def reconstruct_keys(
-    left: jax.Array, right: jax.Array, ids: jax.Array, cos: jax.Array, sin: jax.Array, *,
+    left: jax.Array, right: jax.Array, ids: jax.Array, inverse: jax.Array, *,
     tail: jax.Array | None = None, tail_unit: jax.Array | None = None, implementation: str = "auto",
 ) -> jax.Array:  # fmt: skip
     """Rows of left at the chunks, times right, rotated by RoPE at the positions chunk * c + j.
@@ -21,8 +21,7 @@ def reconstruct_keys(
         left: [B, U, c * r], one chunk contiguous.
         right: [B, h_kv, r, d].
         ids: int32 [B, h_kv, k], clipped to 0 .. U - 1, or to 0 .. U + W - 1 with a tail.
-        cos: float32 [positions, rot / 2], rot at most d; positions past the last are clipped.
-        sin: likewise.
+        inverse: angle per position of each rotated pair, float32 [rot / 2], rot at most d.
         tail: left rows of later chunks [B, W, c * r]: id U + w means its row w, which is chunk tail_unit + w.
         tail_unit: int32 [B].
         implementation: "auto", "xla", "pallas" or "interpret".
@@ -34,7 +33,7 @@ def reconstruct_keys(
         ValueError: a shape, a dtype or the implementation is wrong.
         NotImplementedError: the kernel was asked for by name and cannot do this.
     """
-    factors = Factors(left, right, ids, cos, sin, tail, tail_unit)
+    factors = Factors(left, right, ids, inverse, tail, tail_unit)
     check(factors)
     if ids.shape[2] == 0:
         return jnp.zeros(factors.out_shape, left.dtype)

@@ -15,8 +15,7 @@ class Factors(NamedTuple):
         left: [B, U, c * r], one chunk contiguous.
         right: [B, h_kv, r, d].
         ids: int32 [B, h_kv, k].
-        cos: float32 [positions, rot / 2].
-        sin: likewise.
+        inverse: angle per position of each rotated pair, float32 [rot / 2].
         tail: left rows of later chunks [B, W, c * r], with ids from U on.
         tail_unit: chunk of the sequence at the front of the tail, int32 [B].
     """
@@ -24,8 +23,7 @@ class Factors(NamedTuple):
     left: jax.Array
     right: jax.Array
     ids: jax.Array
-    cos: jax.Array
-    sin: jax.Array
+    inverse: jax.Array
     tail: jax.Array | None = None
     tail_unit: jax.Array | None = None
 
@@ -52,21 +50,19 @@ def check(factors: Factors) -> None:
     Raises:
         ValueError: one is wrong.
     """
-    left, right, ids, cos, sin, tail, tail_unit = factors
+    left, right, ids, inverse, tail, tail_unit = factors
     expect_shape("left", left, ("B", "U", "c * r"))
     expect_shape("right", right, (left.shape[0], "h_kv", "r", "d"))
     width, rank, dim = left.shape[2], *right.shape[2:]
     if rank < 1 or width < 1 or width % rank:
         raise ValueError(f"left's rows must be a multiple of the rank {rank}, got {width} columns")
     expect_shape("ids", ids, (left.shape[0], right.shape[1], "k"))
-    expect_shape("cos", cos, ("positions", "rot / 2"))
-    expect_shape("sin", sin, cos.shape)
-    if cos.shape[0] < 1 or not 1 <= cos.shape[1] <= dim // 2:
-        raise ValueError(f"cos must have rows, and 1 to {dim // 2} columns for heads {dim} wide, got {list(cos.shape)}")
+    expect_shape("inverse", inverse, ("rot / 2",))
+    if not 1 <= inverse.shape[0] <= dim // 2:
+        raise ValueError(f"inverse must have 1 to {dim // 2} angles for heads {dim} wide, got {inverse.shape[0]}")
     for name, x in (("left", left), ("right", right)):
         expect_dtype(name, x, jnp.floating)
-    for name, x in (("cos", cos), ("sin", sin)):
-        expect_dtype(name, x, jnp.float32)
+    expect_dtype("inverse", inverse, jnp.float32)
     expect_dtype("ids", ids, jnp.int32)
     if (tail is None) != (tail_unit is None):
         raise ValueError("tail and tail_unit belong together, got one of them")

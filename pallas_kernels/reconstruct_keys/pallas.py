@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.reconstruct_keys.factors import Factors
+from pallas_kernels.rotation import cos_sin_of
 from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, summed, warps
 
 
@@ -24,7 +25,7 @@ class Tokens(NamedTuple):
         unit: row of left, 0 where later.
         later: whether the chunk is in the tail.
         tail_row: row of the tail, 0 where not later.
-        position: row of cos and sin.
+        position: in the sequence.
     """
 
     place: jax.Array
@@ -52,13 +53,12 @@ def tokens_of(factors: Any, b: jax.Array, h: jax.Array, first: jax.Array, count:
     source = unit
     if factors.tail_unit is not None:
         source = jnp.where(later, tail_row + pltriton.load(factors.tail_unit.at[b]), ids)
-    position = jnp.minimum(jnp.maximum(source * chunk + within, 0), factors.cos.shape[0] - 1)
-    return Tokens(place, there, slot, within, unit, later, tail_row, position)
+    return Tokens(place, there, slot, within, unit, later, tail_row, source * chunk + within)
 
 
 def store_keys(factors: Any, keys: Any, tokens: Tokens, b: jax.Array, h: jax.Array) -> None:
     """Rebuild the tokens' keys and write them; the halves that RoPE mixes are blocks of their own."""
-    dim, half = factors.right.shape[3], factors.cos.shape[1]
+    dim, half = factors.right.shape[3], factors.inverse.shape[0]
     columns = [(start, width, half) for start, width in spans(half)]
     columns += [(half + start, width, 2 * half) for start, width in spans(half)]
     columns += [(2 * half + start, width, dim) for start, width in spans(dim - 2 * half)]
@@ -74,8 +74,8 @@ def store_keys(factors: Any, keys: Any, tokens: Tokens, b: jax.Array, h: jax.Arr
     pairs = len(spans(half))
     for part in range(pairs):
         column, inside = places[part]
-        at, mask = (tokens.position[:, None], column), there & inside
-        cos, sin = (pltriton.load(table.at[at], mask=mask, other=0.0) for table in (factors.cos, factors.sin))
+        inverse = pltriton.load(factors.inverse.at[column], mask=inside, other=0.0)
+        cos, sin = cos_sin_of(tokens.position[:, None].astype(jnp.float32) * inverse)
         first, second = product[part], product[pairs + part]
         write(part, first * cos - second * sin)
         write(pairs + part, second * cos + first * sin)

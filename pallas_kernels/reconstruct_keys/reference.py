@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.reconstruct_keys.factors import Factors
+from pallas_kernels.rotation import cos_sin_of
 from pallas_kernels.tiles import exact
 
 
@@ -21,7 +22,7 @@ def reconstruct_keys(factors: Factors) -> jax.Array:
         precision=exact(jnp.promote_types(left.dtype, right.dtype)), preferred_element_type=jnp.float32,
     )  # fmt: skip
     positions = (chunks[..., None] * factors.chunk + jnp.arange(factors.chunk)).reshape(keys.shape[:3])
-    cos, sin = (jnp.take(table, positions, axis=0, mode="clip") for table in (factors.cos, factors.sin))
+    cos, sin = cos_sin_of(positions[..., None].astype(jnp.float32) * factors.inverse)
     half = cos.shape[-1]
     first, second, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(left.dtype)
