@@ -38,6 +38,7 @@ CONFIGS = {
 LENGTHS = (61, 27, 5)
 CAPACITY = 96
 FETCH_MODES = ("resident", "device_put", "zero_copy")
+OFFLOADED = FETCH_MODES[1:]
 
 
 class PolicyCase(NamedTuple):
@@ -71,6 +72,13 @@ POLICY_CASES = {
     "shadowkv_projected": shadowkv_case(ShadowKVPlus, **SMALL, plus_mode="project_only"),
     "probe": PolicyCase(Probe(keep=3), Probe.lossless),
 }
+# Only where keys are rebuilt does zero_copy differ from device_put.
+POLICY_FETCHES = [
+    (name, fetch)
+    for name in POLICY_CASES
+    for fetch in FETCH_MODES
+    if fetch != "zero_copy" or name.startswith("shadowkv")
+]
 
 
 def setting(name: str, kind: str, config: ModelConfig = TINY, capacity: int = CAPACITY) -> Policy:

@@ -11,7 +11,9 @@ from cases import (
     CAPACITY,
     FETCH_MODES,
     LENGTHS,
+    OFFLOADED,
     POLICY_CASES,
+    POLICY_FETCHES,
     PROMPT,
     STEPS,
     TINY,
@@ -28,6 +30,7 @@ from jshadow.state import Selection, StepKV
 
 KINDS = ("restricted", "lossless")
 policies = pytest.mark.parametrize("name", POLICY_CASES)
+policies_fetched = pytest.mark.parametrize(("name", "fetch"), POLICY_FETCHES)
 kinds = pytest.mark.parametrize("kind", KINDS)
 fetches = pytest.mark.parametrize("fetch", FETCH_MODES)
 BATCH = len(LENGTHS)
@@ -65,8 +68,7 @@ def test_every_policy_has_a_case():
 # Law 1
 
 
-@policies
-@fetches
+@policies_fetched
 def test_lossless_is_full(name, fetch):
     logits, state = prefilled(name, "lossless", fetch)
     full, full_state = prefilled("full", "lossless", "resident")
@@ -115,11 +117,14 @@ def test_selection_and_fetched_rows_are_bit_equal(kind):
         @jax.jit
         def select_and_fetch(layer, step, spec=spec, layout=layout):
             selection, _, _ = spec.policy.select(spec, layer, step, None)
-            return selection, offload.fetch(spec, layer.host, selection, layout)
+            fetched = offload.fetch(spec, layer.host, selection, layout)
+            rows = [jnp.where(fetched.valid[..., None], x, 0) for x in (fetched.k, fetched.v)]
+            return selection.replace(kept=None), fetched.replace(k=rows[0], v=rows[1])
 
         results.append(select_and_fetch(layer, step))
-    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for result in results[1:]:
+        for one, other in zip(*map(jax.tree.leaves, (results[0], result)), strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 @fetches
@@ -156,16 +161,17 @@ def layer_step(spec, query, lengths):
     return StepKV(query, query, none, none, none, positions, valid, lengths, x_in, inverse)
 
 
-@policies
+@pytest.mark.parametrize(("name", "fetch"), [(name, fetch) for name, fetch in POLICY_FETCHES if fetch in OFFLOADED])
 @kinds
-def test_fetch_modes_agree(name, kind, record_property):
-    resident, offloaded = (teacher_forced(name, kind, fetch) for fetch in FETCH_MODES)
+def test_fetch_modes_agree(name, fetch, kind, record_property):
+    modes = ("resident", fetch)
+    resident, offloaded = (teacher_forced(name, kind, mode) for mode in modes)
     np.testing.assert_allclose(resident, offloaded, atol=1e-4)
     # Sets may differ only at a near tie; none does here, and if one ever did, its logits would differ above.
     sets = [
         leaf
-        for fetch in FETCH_MODES
-        for leaf in changing(run_steps(model(), prefilled(name, kind, fetch)[1], STEPS[:, :6])[1]).items()
+        for mode in modes
+        for leaf in changing(run_steps(model(), prefilled(name, kind, mode)[1], STEPS[:, :6])[1]).items()
         if leaf[0].endswith(".resident")
     ]
     half = len(sets) // 2
@@ -177,8 +183,7 @@ def test_fetch_modes_agree(name, kind, record_property):
 # Law 3
 
 
-@policies
-@fetches
+@policies_fetched
 def test_jit_is_no_jit(name, fetch):
     """The core, called operation by operation, gives the step's logits and state."""
     _, state = prefilled(name, "restricted", fetch)
@@ -204,8 +209,7 @@ def test_row_alone_is_row_in_batch(name, row):
     np.testing.assert_allclose(alone[0], teacher_forced(name, "restricted", "resident")[row], atol=1e-4)
 
 
-@policies
-@fetches
+@policies_fetched
 def test_a_step_changes_no_shape(name, fetch):
     _, state = prefilled(name, "restricted", fetch)
 
@@ -218,8 +222,7 @@ def test_a_step_changes_no_shape(name, fetch):
     assert describe(decode.extend(model(), STEPS[:, :3], [3, 0, 2], once)[1]) == before
 
 
-@policies
-@fetches
+@policies_fetched
 def test_split_turns_are_one_turn(name, fetch):
     """Rows take their new tokens in turns of other sizes, some rows pausing: the same tokens, the same state."""
     new = np.array([7, 4, 6])
@@ -235,8 +238,7 @@ def test_split_turns_are_one_turn(name, fetch):
 # Law 4
 
 
-@policies
-@fetches
+@policies_fetched
 def test_extend_is_steps(name, fetch):
     lengths = np.array([7, 0, 4])
     active = np.arange(7) < lengths[:, None]
@@ -252,8 +254,7 @@ def test_extend_is_steps(name, fetch):
         np.testing.assert_allclose(remembered(extended)[path], leaf, atol=1e-4, err_msg=path)
 
 
-@policies
-@fetches
+@policies_fetched
 def test_inactive_rows_do_not_change(name, fetch):
     """Every leaf of an idle row, bit for bit, what the policies share included; host writes of it go nowhere."""
     _, state = prefilled(name, "restricted", fetch)

@@ -11,6 +11,7 @@ from cases import (
     FETCH_MODES,
     LENGTHS,
     POLICY_CASES,
+    POLICY_FETCHES,
     PROMPT,
     STEPS,
     TINY,
@@ -25,12 +26,12 @@ from jshadow import decode
 from jshadow.errors import StateMismatch
 
 policies = pytest.mark.parametrize("name", POLICY_CASES)
+policies_fetched = pytest.mark.parametrize(("name", "fetch"), POLICY_FETCHES)
 fetches = pytest.mark.parametrize("fetch", FETCH_MODES)
 BATCH = len(LENGTHS)
 
 
-@policies
-@fetches
+@policies_fetched
 def test_taken_rows_go_on_as_they_were(name, fetch):
     _, state = prefilled(name, "restricted", fetch)
     _, state = run_steps(model(), state, STEPS[:, :2])
@@ -42,8 +43,7 @@ def test_taken_rows_go_on_as_they_were(name, fetch):
     np.testing.assert_allclose(part, whole[np.asarray(rows)], atol=1e-5)
 
 
-@policies
-@fetches
+@policies_fetched
 def test_a_row_prefilled_alone_joins_a_batch(name, fetch):
     """Its window is sized for its own length; afterwards it goes on as alone, and the other rows as before."""
     tokens = random_tokens(1, 33, seed=5)

@@ -14,6 +14,7 @@ from cases import (
     FETCH_MODES,
     LENGTHS,
     POLICY_CASES,
+    POLICY_FETCHES,
     PROMPT,
     STEPS,
     TINY,
@@ -33,6 +34,7 @@ from jshadow.policies import POLICIES, Full
 from jshadow.saved import places, read_state_info
 
 policies = pytest.mark.parametrize("name", POLICY_CASES)
+policies_fetched = pytest.mark.parametrize(("name", "fetch"), POLICY_FETCHES)
 fetches = pytest.mark.parametrize("fetch", FETCH_MODES)
 BATCH = len(LENGTHS)
 ACTIVE = np.array([[True, True], [False, True], [True, False]])
@@ -56,8 +58,7 @@ def assert_same(mine, theirs) -> None:
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
 
 
-@policies
-@fetches
+@policies_fetched
 def test_a_loaded_state_goes_on_like_the_saved_one(tmp_path, name, fetch):
     state = decoded(name, fetch)
     save_state(tmp_path / "state", state, model())

@@ -14,7 +14,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from cases import FETCH_MODES, POLICY_CASES, TINY, setting
+from cases import POLICY_CASES, POLICY_FETCHES, TINY, setting
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import (
     Bundle,
@@ -319,7 +319,6 @@ def test_any_order_of_calls_on_resident_states(name):
 
 
 @pytest.mark.slow
-@policies
-@pytest.mark.parametrize("fetch", FETCH_MODES)
+@pytest.mark.parametrize(("name", "fetch"), POLICY_FETCHES)
 def test_many_orders_of_calls(name, fetch):
     run(name, fetch, examples=40, steps=16, batches=(1, 2, 3))
