@@ -8,7 +8,7 @@ export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo setup test test-slow check clean
+.PHONY: demo setup test test-slow aot check clean
 
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
@@ -26,6 +26,16 @@ test: $(BIN)/.setup check
 test-slow: $(BIN)/.setup
 	$(BIN)/python checkpoints/fetch_smollm2.py
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) --timeout=2400
+
+# The GPU compiler alone, beside the environment and not in it: no driver, no CUDA libraries, about 190 MB.
+AOT := .cache/aot
+aot: $(BIN)/.setup $(AOT)/.done
+	PYTHONPATH=$(AOT):tests $(BIN)/python -m aot
+
+$(AOT)/.done: constraints.txt
+	version=$$($(BIN)/python -c "import jax; print(jax.__version__)"); \
+	    $(BIN)/python -m pip install -q --no-deps --target $(AOT) jax-cuda12-pjrt==$$version
+	@touch $@
 
 check: $(BIN)/.setup
 	$(BIN)/ruff check .

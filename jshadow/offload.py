@@ -132,6 +132,9 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     keys = None
     if selection.rebuild is not None:
         with jax.named_scope("rebuild"):
+            if spec.fetch != "resident":
+                # Or the keys are rebuilt before the ids have left, and the host has nothing to overlap with.
+                ids, _ = lax.optimization_barrier((ids, to_host(ids)))
             keys = reconstruct_keys(selection.rebuild, ids)
         # Both must exist before either is used, even reshaped: without this the scheduler waits for the rows first.
         keys, rows = lax.optimization_barrier((keys, rows))

@@ -308,8 +308,9 @@ class ShadowKV(ChunkCosts):
         if state.live.values is not None:
             same = ids[..., :, None] == resident[:, :, None, None]
             slot = jnp.where(same.any(-1), same.argmax(-1), -1)
-            # What is not valid is not attended either: any kept row will do for it, so that none is fetched.
-            kept = Kept(state.live.values, jnp.where(valid, slot, 0).astype(jnp.int32).reshape(flat))
+            # What is not valid is not attended either, so it is not fetched: it gets the row that is kept there.
+            slot = jnp.where(valid, slot, jnp.arange(count)).astype(jnp.int32)
+            kept = Kept(state.live.values, slot.reshape(flat))
         selection = Selection(
             ids.reshape(flat), valid.reshape(flat), hit=hit.reshape(flat), rebuild=self.rebuild(spec, state, step),
             kept=kept,
@@ -323,10 +324,9 @@ class ShadowKV(ChunkCosts):
         batch, heads, count, width = state.live.values.shape
         rows = fetched.v.reshape(batch, heads, -1, count, width)
         asked = selection.valid.reshape(batch, heads, -1, count).any(axis=(1, 3))  # [B, Q]
-        queries = asked.shape[1]
-        last = (queries - 1 - jnp.argmax(asked[:, ::-1], axis=1))[:, None, None, None, None]
-        newest = jnp.take_along_axis(rows, last, axis=2)[:, :, 0] if queries > 1 else rows[:, :, 0]
-        values = jnp.where(asked.any(axis=1)[:, None, None, None], newest, state.live.values)
+        # The last query that asked for something; if none did, all of them have the rows that were kept.
+        last = (asked.shape[1] - 1 - jnp.argmax(asked[:, ::-1], axis=1))[:, None, None, None, None]
+        values = jnp.take_along_axis(rows, last, axis=2)[:, :, 0] if asked.shape[1] > 1 else rows[:, :, 0]
         return state.replace(live=state.live.replace(values=values))
 
     def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:

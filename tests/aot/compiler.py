@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from aot.targets import TARGETS
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
+from aot.targets import TARGETS
 from jshadow.state import HostArray
 
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8,
@@ -57,9 +57,6 @@ class Program(NamedTuple):
     text: str
     memory: Any
     ptx: str
-
-    @functools.cached_property
-    def _nothing(self) -> None: ...
 
     def entry(self) -> list[Instruction]:
         """The entry computation in the order of its schedule."""
@@ -122,7 +119,7 @@ def place(tree: Any, memory: str = "device") -> Any:
     return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, HostArray))
 
 
-def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...] = (), extra: tuple = ()) -> Program:
+def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Program:
     """XLA's program of function(*args) for one of TARGETS; args are trees from `place`."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=TARGETS[gpu].text(), topology="1x1x1"
@@ -132,7 +129,7 @@ def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...
     with tempfile.TemporaryDirectory() as dump:
         options = _jax.CompileOptions()
         options.num_replicas = options.num_partitions = 1
-        options.env_option_overrides = [("xla_dump_to", dump), ("xla_dump_hlo_pass_re", ""), *extra]
+        options.env_option_overrides = [("xla_dump_to", dump)]
         devices = _jax.DeviceList(tuple(topology.devices))
         client = topology.devices[0].client
         compiled = client.compile(lowered._lowering.stablehlo(), devices, options)

@@ -1,0 +1,145 @@
+"""`make aot`: the decode step as XLA compiles it for an A100 and an H200, on a machine that has neither.
+
+Prints a row for each program and what did not hold; exits with 1 if anything did not.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX looks for a GPU that the compiler's plugin does not bring
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from aot import programs
+from aot.compiler import Program, compile_for
+from aot.programs import Task
+from aot.targets import TARGETS
+from jshadow.planning import full_bytes
+
+MOST_LOCAL = 256  # bytes a thread may spill
+# What may have the prompt's values as a result: what passes them on, and what reads them where they lie.
+HARMLESS = {"parameter", "tuple", "get-tuple-element", "bitcast", "custom-call", "custom-call-start"}
+
+
+def biggest_copy(program: Program) -> int:
+    """Bytes of the largest array that is copied as it is."""
+    return max((i.result_bytes for i in program.everything() if i.operation in ("copy", "copy-start")), default=0)
+
+
+def overlaps(program: Program) -> tuple[int, int]:
+    """How many host fetches there are, and how many begin before their layer's keys are rebuilt and end after."""
+    began, total, good, rebuilt = False, 0, 0, False
+    for one in program.entry():
+        if one.operation == "custom-call-start" and "HostExecute" in one.line:
+            began, rebuilt, total = True, False, total + 1
+        elif began and "rebuild" in one.line and one.operation in ("custom-call", "fusion"):
+            rebuilt = rebuilt or "reconstruct_keys" in one.line or "dot" in one.name
+        elif one.operation == "custom-call-done" and "host-call" in one.name:
+            good, began = good + (began and rebuilt), False
+    return total, good
+
+
+def used(program: Program) -> int:
+    """Device bytes while the program runs: arguments, temporaries, and results that reuse no argument."""
+    memory = program.memory
+    fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + max(0, fresh)
+
+
+def faults(task: Task, program: Program) -> Iterator[str]:
+    """What should hold of a program and does not."""
+    memory, target = program.memory, TARGETS[task.gpu]
+    if used(program) > target.memory:
+        yield f"needs {used(program):,} bytes of {target.memory:,}"
+    if target.architecture not in program.architectures():
+        yield f"PTX for {sorted(program.architectures())}, not {target.architecture}"
+    if program.local_bytes() > MOST_LOCAL:
+        yield f"a kernel keeps {program.local_bytes()} bytes a thread in local memory"
+    if task.kernel and "__gpu$xla.gpu.triton" not in program.text:
+        yield "no kernel of ours in it"
+    if task.state is not None:
+        device, host = programs.planned(task)
+        counters = sum(programs.size(part) for part in (task.state.lengths, task.state.last, task.state.counters))
+        real = memory.argument_size_in_bytes - task.other - counters
+        for name, mine, planner in (("device", real, device), ("host", memory.host_argument_size_in_bytes, host)):
+            if abs(mine - planner) > 0.01 * planner:
+                yield f"state takes {mine:,} {name} bytes, the planner says {planner:,}"
+        for shape in {leaf.host.prompt.array.shape for leaf in task.state.layers if leaf.host.prompt is not None}:
+            text = "[" + ",".join(map(str, shape)) + "]"
+            bad = {i.operation for i in program.everything() if text in i.result} - HARMLESS
+            if bad:
+                yield f"values of the whole prompt {text} are the result of {sorted(bad)}"
+    if task.fetches:
+        total, good = overlaps(program)
+        if (total, good) != (task.fetches, task.fetches):
+            yield f"{total} host fetches, {good} of them around the rebuilding, of {task.fetches}"
+    if task.resident is not None and memory.temp_size_in_bytes > 1.2 * task.resident:
+        yield f"temporaries {memory.temp_size_in_bytes:,} exceed 1.2 x the selected rows {task.resident:,}"
+
+
+def full_batch(gpu: str) -> int:
+    """The largest batch of full attention at 122,880 tokens that leaves a gibibyte beside weights and caches."""
+    free = TARGETS[gpu].memory - programs.size(programs.weights_of(programs.LLAMA)) - 2**30
+    return free // full_bytes(programs.LLAMA, 122_880, 2)
+
+
+def row(task: Task, program: Program, seconds: float, wrong: list[str]) -> dict:
+    """One row of the table."""
+    memory = program.memory
+    total, good = overlaps(program)
+    return {
+        "program": task.name, "gpu": task.gpu, "device_arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes, "host_arguments": memory.host_argument_size_in_bytes,
+        "host_temporaries": memory.host_temp_size_in_bytes, "biggest_copy": biggest_copy(program),
+        "overlap": f"{good}/{total}" if total else "-", "ptx": sorted(program.architectures()),
+        "compile_seconds": round(seconds, 1), "faults": wrong,
+    }  # fmt: skip
+
+
+def main() -> int:
+    """Compile everything, or what --only names."""
+    parser = argparse.ArgumentParser(prog="aot", description=__doc__)
+    parser.add_argument("--only", default="", help="programs whose name holds this")
+    parser.add_argument("--gpu", choices=TARGETS, action="append", help="this one alone (default: all)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args()
+    rows = []
+    head = ("device GB", "temp MB", "host GB", "host temp MB", "copy MB", "overlap", "PTX", "seconds")
+    if not args.json:
+        print(f"{'program':52}{'gpu':>10}" + "".join(f"{name:>13}" for name in head))
+    for gpu in args.gpu or TARGETS:
+        most = full_batch(gpu)
+        if gpu == "a100-80gb":
+            assert most == 4, f"full attention fits {most} x 122,880 on an A100-80GB, the paper says 4"
+        for task in programs.tasks(gpu, most):
+            if args.only not in task.name:
+                continue
+            start = time.perf_counter()
+            program = compile_for(gpu, task.function, *task.arguments, donate=task.donate)
+            made = row(task, program, time.perf_counter() - start, list(faults(task, program)))
+            rows.append(made)
+            if not args.json:
+                cells = (
+                    f"{made['device_arguments'] / 1e9:.2f}", f"{made['temporaries'] / 1e6:.1f}",
+                    f"{made['host_arguments'] / 1e9:.2f}", f"{made['host_temporaries'] / 1e6:.2f}",
+                    f"{made['biggest_copy'] / 1e6:.2f}", made["overlap"], ",".join(made["ptx"]),
+                    str(made["compile_seconds"]),
+                )  # fmt: skip
+                print(f"{task.name:52}{gpu:>10}" + "".join(f"{cell:>13}" for cell in cells), flush=True)
+                for fault in made["faults"]:
+                    print(f"  DOES NOT HOLD: {fault}", flush=True)
+    failed = [made for made in rows if made["faults"]]
+    if args.json:
+        print(json.dumps({"programs": rows}))
+    elif not failed:
+        print(f"{len(rows)} programs, all asserts hold")
+    else:
+        print(f"{len(rows)} programs, {len(failed)} with asserts that do not hold")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

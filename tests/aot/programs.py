@@ -1,0 +1,148 @@
+"""The programs that are compiled: each is a function, its abstract arguments, and what must hold of the result."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct as Shape
+
+import pallas_kernels
+from aot.compiler import place
+from jshadow.config import ModelConfig, RopeConfig
+from jshadow.models.transformer import abstract_weights
+from jshadow.planning import abstract_state, footprint
+from jshadow.policies import Full, Policy, ShadowKV
+from jshadow.prefill import _prefill_layer
+from jshadow.state import KVState
+from jshadow.step import step_writes
+
+# Llama-3.1-8B's shape; the context is that of Llama-3-8B-1M, so that 244K fits too.
+LLAMA = ModelConfig(
+    "llama", 128256, 32, 4096, 14336, 32, 8, 128, 1e-5, 2**20, RopeConfig(theta=500000.0), eos_ids=(128001,)
+)
+ONE_LAYER = ModelConfig("llama", 256, 1, 4096, 14336, 32, 8, 128, 1e-5, 2**20, RopeConfig(theta=500000.0))
+DTYPE = jnp.bfloat16
+
+
+class Task(NamedTuple):
+    """One program to compile, and what must hold of it beyond what holds of all.
+
+    Attributes:
+        name: for the table.
+        gpu: one of TARGETS.
+        function, arguments, donate: as `compile_for` takes them.
+        state: the abstract state among the arguments, if there is one.
+        other: device bytes of the other arguments.
+        fetches: layers that fetch, by "device_put".
+        resident: bytes of a layer's selected keys and values where they come by "zero_copy", else None.
+        kernel: whether the program is one of our kernels alone.
+    """
+
+    name: str
+    gpu: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+    state: KVState | None = None
+    other: int = 0
+    fetches: int = 0
+    resident: int | None = None
+    kernel: bool = False
+
+
+def size(tree: Any) -> int:
+    """Bytes of abstract arrays."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def weights_of(config: ModelConfig) -> Any:
+    """Abstract weights in bfloat16."""
+    return jax.tree.map(lambda leaf: Shape(leaf.shape, DTYPE), abstract_weights(config))
+
+
+def step_task(name: str, gpu: str, config: ModelConfig, policy: Policy, batch: int, capacity: int, fetch: str) -> Task:
+    """One decode step of a batch whose prompts filled all but 64 tokens of the capacity."""
+    state = abstract_state(
+        config, policy, batch=batch, capacity=capacity, prompt=capacity - 64, dtype="bfloat16", fetch=fetch
+    )
+    weights, token, new = weights_of(config), Shape((batch, 1), jnp.int32), Shape((batch,), jnp.int32)
+
+    def step(weights: Any, token: Any, new: Any, reads: Any, writes: Any) -> Any:
+        return step_writes(weights, config, token, new, reads, writes)
+
+    arguments = tuple(place(tree) for tree in (weights, token, new, *state.split()))
+    resident = None
+    if fetch == "zero_copy" and isinstance(state.policy, ShadowKV):
+        units = state.policy.max_selected(capacity) * state.policy.chunk_size
+        resident = 2 * batch * config.kv_heads * units * config.head_dim * 2
+    fetches = config.num_layers if fetch == "device_put" and isinstance(policy, ShadowKV) else 0
+    return Task(
+        f"{name}, {batch} x {capacity:,}, {fetch}", gpu, step, arguments, (4,), state, size((weights, token, new)),
+        fetches, resident,
+    )  # fmt: skip
+
+
+def prefill_task(gpu: str, tokens: int) -> Task:
+    """One layer of a prompt that passes in pieces of 2,048 tokens."""
+    weights = weights_of(LLAMA)["layer_0"]
+    x, lengths = Shape((1, tokens, LLAMA.model_dim), DTYPE), Shape((1,), jnp.int32)
+    layer = functools.partial(_prefill_layer.__wrapped__, config=LLAMA, needs_all=False, q_tail=0, prefill_chunk=2048)
+    return Task(
+        f"prefill layer, pieces of 2,048, {tokens:,}", gpu, layer, tuple(map(place, (weights, x, lengths))), (1,)
+    )
+
+
+def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[Task]:
+    """Each kernel at the shapes of a decode step of Llama-3.1-8B."""
+    policy = ShadowKV().resolve(LLAMA, capacity)
+    assert policy.rank is not None
+    heads, dim, chunk = LLAMA.kv_heads, LLAMA.head_dim, policy.chunk_size
+    chunks, count = policy.max_chunks(capacity), policy.max_selected(capacity)
+
+    def array(*shape: int, dtype: Any = DTYPE, memory: str = "device") -> Any:
+        return place(Shape((batch, *shape), dtype), memory)
+
+    q, landmarks = array(1, LLAMA.q_heads, dim), array(heads, chunks, dim)
+    scores = functools.partial(pallas_kernels.chunk_scores, scale=dim**-0.5)
+    yield Task("chunk_scores", gpu, scores, (q, landmarks, array(heads, chunks, dtype=jnp.bool_)), kernel=True)
+    inverse = place(Shape((dim // 2,), jnp.float32))
+    left, right = array(chunks, chunk * policy.rank), array(heads, policy.rank, dim)
+    ids = array(heads, count, dtype=jnp.int32)
+    yield Task("reconstruct_keys", gpu, pallas_kernels.reconstruct_keys, (left, right, ids, inverse), kernel=True)
+    values, kept = array(heads, chunks, chunk * dim, memory="pinned_host"), array(heads, count, chunk * dim)
+
+    def fetch(values: Any, left: Any, right: Any, ids: Any, inverse: Any, kept: Any, slot: Any) -> Any:
+        return pallas_kernels.fetch_reconstruct(values, left, right, ids, inverse, kept=kept, slot=slot)
+
+    yield Task("fetch_reconstruct", gpu, fetch, (values, left, right, ids, inverse, kept, ids), kernel=True,
+               resident=2 * batch * heads * count * chunk * dim * 2)  # fmt: skip
+    sizes = (count * chunk, policy.max_outliers(capacity) * chunk, 96)
+    pieces = [(array(heads, n, dim), array(heads, n, dim), array(1, 1, n, dtype=jnp.bool_)) for n in sizes]
+    attend = functools.partial(pallas_kernels.sparse_attention, scale=dim**-0.5)
+    yield Task("sparse_attention", gpu, attend, (q, pieces), kernel=True)
+
+
+def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
+    """All programs for one GPU; full attention at the largest batch that fits it."""
+    yield from kernel_tasks(gpu)
+    for fetch in ("device_put", "zero_copy"):
+        yield step_task("decode layer", gpu, ONE_LAYER, ShadowKV(), 8, 131_072, fetch)
+    yield prefill_task(gpu, 122_880)
+    yield step_task("Llama-3.1-8B, full", gpu, LLAMA, Full(), full_batch, 122_880, "resident")
+    for fetch in ("device_put", "zero_copy"):
+        yield step_task("Llama-3.1-8B, shadowkv", gpu, LLAMA, ShadowKV(), 24, 122_880, fetch)
+        yield step_task("Llama-3.1-8B, shadowkv", gpu, LLAMA, ShadowKV(), 12, 249_856, fetch)
+
+
+def planned(task: Task) -> tuple[int, int]:
+    """Device and host bytes of a task's state by the planner, from the policy and the sizes alone."""
+    assert task.state is not None
+    spec = task.state.specs[0]
+    config = LLAMA if spec.num_layers == LLAMA.num_layers else ONE_LAYER
+    one = footprint(
+        config, task.state.policy, capacity=spec.capacity, prompt=spec.capacity - 64, dtype="bfloat16", fetch=spec.fetch
+    )
+    return one["device_bytes"] * spec.batch, one["host_bytes"] * spec.batch
