@@ -121,8 +121,8 @@ def test_a_long_turn_is_attended_in_blocks():
     for at, part in zip((0, 255, 256, 599), parts, strict=True):
         np.testing.assert_allclose(out[:, at : at + 1], part, atol=1e-5)
     text = whole.lower(q).as_text()
-    assert "tensor<1x2x2x256x40xf32>" in text
-    assert "tensor<1x2x2x600x40xf32>" not in text
+    assert "tensor<1x2x512x40xf32>" in text  # 256 queries of a group of two
+    assert "tensor<1x2x1200x40xf32>" not in text
 
 
 # The bound

@@ -119,7 +119,9 @@ def place(tree: Any, memory: str = "device") -> Any:
     return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, HostArray))
 
 
-def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Program:
+def compile_for(
+    gpu: str, function: Callable, *args: Any, donate: tuple[int, ...] = (), overrides: tuple[tuple[str, Any], ...] = ()
+) -> Program:
     """XLA's program of function(*args) for one of TARGETS; args are trees from `place`."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=TARGETS[gpu].text(), topology="1x1x1"
@@ -129,7 +131,7 @@ def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...
     with tempfile.TemporaryDirectory() as dump:
         options = _jax.CompileOptions()
         options.num_replicas = options.num_partitions = 1
-        options.env_option_overrides = [("xla_dump_to", dump)]
+        options.env_option_overrides = [("xla_dump_to", dump), *overrides]
         devices = _jax.DeviceList(tuple(topology.devices))
         client = topology.devices[0].client
         compiled = client.compile(lowered._lowering.stablehlo(), devices, options)
