@@ -27,14 +27,15 @@ test-slow: $(BIN)/.setup
 	$(BIN)/python checkpoints/fetch_smollm2.py
 	$(BIN)/python -m pytest -m slow -n $(WORKERS) --timeout=2400
 
-# The GPU compiler alone, beside the environment and not in it: no driver, no CUDA libraries, about 190 MB.
+# The GPU compiler (and Triton) alone, beside the environment and not in it: no driver, no CUDA libraries.
 AOT := .cache/aot
 aot: $(BIN)/.setup $(AOT)/.done
+	PYTHONPATH=$(AOT):tests $(BIN)/python -m pytest -m aot
 	PYTHONPATH=$(AOT):tests $(BIN)/python -m aot
 
 $(AOT)/.done: constraints.txt
 	version=$$($(BIN)/python -c "import jax; print(jax.__version__)"); \
-	    $(BIN)/python -m pip install -q --no-deps --target $(AOT) jax-cuda12-pjrt==$$version
+	    $(BIN)/python -m pip install -q --no-deps --target $(AOT) jax-cuda12-pjrt==$$version triton==3.9.0
 	@touch $@
 
 check: $(BIN)/.setup

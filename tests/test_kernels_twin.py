@@ -43,10 +43,10 @@ def test_the_sizes_are_those_of_the_arrays(case):
     assert sizes["HALF_BLOCK"] >= sizes["HALF"] == factors.inverse.shape[0]
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("case", CHUNKS[:4], ids=name)
 def test_it_compiles_for_gpus(case, capability):
-    pytest.importorskip("triton", reason="the twin is Triton's")
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), operands(case))
     ptx = triton_twin.compile_ptx(*shapes, capability)
     assert f".target sm_{capability}" in ptx
@@ -54,12 +54,11 @@ def test_it_compiles_for_gpus(case, capability):
     assert "ld.global.v4.b32" in ptx
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("case", [CHUNKS[1], CHUNKS[2], CHUNKS[4], CHUNKS[5]], ids=name)
 def test_it_computes_what_the_reference_does(case, tmp_path):
-    pytest.importorskip("triton", reason="the twin is Triton's")
-    pytest.importorskip("torch", reason="Triton's interpreter takes torch tensors")
     values, factors = operands(case)
-    given = [values.prompt, *factors[:5], values.kept, values.slot, *factors[5:], values.tail]
+    given = [values.prompt, *factors[:4], values.kept, values.slot, *factors[4:], values.tail]
     arrays = [np.asarray(factors.ids if x is None else x) for x in given]
     arrays += [np.full(factors.out_shape, np.nan, np.float32)] * 2
     path = tmp_path / "arrays.npz"
