@@ -21,9 +21,9 @@ import json, sys
 import numpy as np, torch
 from pallas_kernels.fetch_reconstruct.triton_kernel import fetch_reconstruct_kernel as kernel
 given, sizes, grid = np.load(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
-arrays = [torch.tensor(given[str(index)]) for index in range(13)]
+arrays = [torch.tensor(given[str(index)]) for index in range(12)]
 kernel[tuple(grid)](*arrays, **sizes)
-np.savez(sys.argv[1], keys=arrays[11].numpy(), rows=arrays[12].numpy())
+np.savez(sys.argv[1], keys=arrays[10].numpy(), rows=arrays[11].numpy())
 """
 
 
