@@ -1,4 +1,4 @@
-"""The command line: `jshadow generate | eval | plan | convert | policies`. Parses, calls the library, prints."""
+"""The command line: `jshadow generate | eval | plan | bench | convert | policies`. Parses, calls, prints."""
 
 import argparse
 import dataclasses
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from jshadow import cli_generate, cli_plan
+from jshadow import cli_bench, cli_generate, cli_plan
 from jshadow.errors import JshadowError
 from jshadow.policies import POLICIES
 from jshadow.progress import SlowProgress
@@ -77,6 +77,8 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--json", action="store_true", help=json_help)
 
     cli_plan.add_options(commands.add_parser("plan", help="count KV bytes, plan a GPU", description=cli_plan.ABOUT))
+
+    cli_bench.add_options(commands.add_parser("bench", help="measure decode steps", description=cli_bench.ABOUT))
 
     add = commands.add_parser("eval", help="measure policies", description="Measure policies against full attention.")
     add.set_defaults(run=run_eval)

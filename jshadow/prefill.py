@@ -128,7 +128,8 @@ def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
 
 
 @functools.partial(jax.jit, static_argnames=("spec",))
-def _compress(prompt: PromptKV, fitted: Any, *, spec: CacheSpec) -> tuple[LayerState, Any]:
+def compress_layer(prompt: PromptKV, fitted: Any, *, spec: CacheSpec) -> tuple[LayerState, Any]:
+    """A policy's state of a prompt without its host tier, and the write that fills that; `spec.layer` is None."""
     state, write = spec.policy.compress(spec, spec.policy.init(spec, fitted), prompt, fitted)
     return state.replace(host=HostTier()), write
 
@@ -202,7 +203,7 @@ def prefill_many(
         # The layer before may still be on its way to the host, never two: that bounds the rows in flight.
         host_memory.settle(travelling, plans)
         for done, spec in zip(layers, specs, strict=True):
-            state, write = _compress(needed(prompt, spec), fitted, spec=dataclasses.replace(spec, layer=None))
+            state, write = compress_layer(needed(prompt, spec), fitted, spec=dataclasses.replace(spec, layer=None))
             with host_memory.placing(plans):
                 done.append(state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write)))
         travelling = [done[-1] for done in layers]

@@ -27,13 +27,14 @@ LEVELS = [
     ["run"],
     ["generate"],
     ["evaluation"],
-    ["cli_generate", "cli_plan"],
+    ["bench"],
+    ["cli_generate", "cli_plan", "cli_bench"],
     ["cli"],
     ["__init__", "__main__"],
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 SAME_LEVEL = {("lowrank", "rope"), ("landmarks", "lowrank"), ("report", "decode")}
-ONLY_IN = {"safetensors": {"convert"}, "gguf": {"convert"}, "huggingface_hub": {"convert"}, "torch": set(),
+ONLY_IN = {"safetensors": {"convert"}, "gguf": {"convert"}, "huggingface_hub": {"convert"}, "torch": {"bench"},
            "transformers": {"convert", "params"}, "triton": set(), "jax_triton": set(),
            "pallas_kernels": {"policies", "rope", "lowrank", "landmarks", "attention", "offload"}}  # fmt: skip
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

@@ -159,7 +159,7 @@ def compress_memory(config, tokens, capacity, policy, chunk):
         rows, rows, rows, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1, count * size), jnp.int32)
     )
     spec = dataclasses.replace(spec, layer=None)
-    return PREFILL._compress.lower(prompt, None, spec=spec).compile().memory_analysis()
+    return PREFILL.compress_layer.lower(prompt, None, spec=spec).compile().memory_analysis()
 
 
 @pytest.mark.parametrize("config", [WIDE, LLAMA_SHAPE], ids=["narrow", "llama"])
