@@ -26,6 +26,7 @@ from jshadow.prefill import prefill as prefill
 from jshadow.prefill import prefill_many as prefill_many
 from jshadow.sampling import Sampler, sample
 from jshadow.state import KVState, Reads, Writes
+from jshadow.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.step import step_writes
 
 
@@ -39,7 +40,7 @@ def step(
     return out, state.join(writes)
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("writes",))
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("writes",), compiler_options=COMPILER_OPTIONS)
 def _step(
     weights: dict, token: Array, reads: Reads, writes: Writes, active: Array, *, config: ModelConfig
 ) -> tuple[Array, Writes]:
@@ -122,7 +123,9 @@ def _scan_tokens(
     ), writes  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnames=("config", "want"), donate_argnames=("writes",))
+@functools.partial(
+    jax.jit, static_argnames=("config", "want"), donate_argnames=("writes",), compiler_options=COMPILER_OPTIONS
+)
 def _extend(
     weights: dict, tokens: Array, lengths: Array, reads: Reads, writes: Writes, *, config: ModelConfig, want: Logits,
 ) -> tuple[Any, Writes]:  # fmt: skip
@@ -183,7 +186,12 @@ def generate_steps(
     return tokens.T, state.join(writes)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "n", "sampler", "stop"), donate_argnames=("writes",))
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "n", "sampler", "stop"),
+    donate_argnames=("writes",),
+    compiler_options=COMPILER_OPTIONS,
+)
 def _generate_steps(
     weights: dict, token: Array, reads: Reads, writes: Writes, key: Array, *, config: ModelConfig, n: int,
     sampler: Sampler, stop: tuple[int, ...],

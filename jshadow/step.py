@@ -28,6 +28,10 @@ from jshadow.state import (
     Writes,
 )
 
+# For jax.jit around a step: without it XLA's GPU compiler may let the host's work and the rebuilding of keys follow
+# each other instead of overlapping. Other backends take it and do nothing.
+COMPILER_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
+
 
 @dataclasses.dataclass
 class LayerWork:

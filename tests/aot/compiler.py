@@ -20,6 +20,7 @@ from jaxlib import _jax
 
 from aot.targets import TARGETS
 from jshadow.state import HostArray
+from jshadow.step import COMPILER_OPTIONS
 
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8,
          "s64": 8, "u64": 8}  # fmt: skip
@@ -119,9 +120,7 @@ def place(tree: Any, memory: str = "device") -> Any:
     return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, HostArray))
 
 
-def compile_for(
-    gpu: str, function: Callable, *args: Any, donate: tuple[int, ...] = (), overrides: tuple[tuple[str, Any], ...] = ()
-) -> Program:
+def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Program:
     """XLA's program of function(*args) for one of TARGETS; args are trees from `place`."""
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=TARGETS[gpu].text(), topology="1x1x1"
@@ -131,7 +130,7 @@ def compile_for(
     with tempfile.TemporaryDirectory() as dump:
         options = _jax.CompileOptions()
         options.num_replicas = options.num_partitions = 1
-        options.env_option_overrides = [("xla_dump_to", dump), *overrides]
+        options.env_option_overrides = [("xla_dump_to", dump), *COMPILER_OPTIONS.items()]
         devices = _jax.DeviceList(tuple(topology.devices))
         client = topology.devices[0].client
         compiled = client.compile(lowered._lowering.stablehlo(), devices, options)
