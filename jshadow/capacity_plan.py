@@ -229,15 +229,13 @@ class Planner:
     def temporaries(self, policy: Policy, batch: int) -> dict[str, int]:
         """Device bytes that a step takes for a while, at most; layers follow each other, so one layer's count.
 
-        Logits twice (a bad row's become NaN); residual stream, projections and the MLP's halves as float32 copies too;
-        the rotation table of all positions.
+        Logits twice (a bad row's become NaN); residual stream, projections and the MLP's halves as float32 copies too.
         """
         c, rows = self.share, batch * policy.step_rows
         token = 6 * c.model_dim + 3 * c.ffn_dim + 3 * (c.q_heads + 2 * c.kv_heads) * c.head_dim
         return {
             "logits": 2 * 4 * rows * c.vocab_size,
             "activations": 4 * rows * token,
-            "rotation table": 4 * (self.capacity + policy.step_rows) * c.head_dim,
             "attention": max(spec.policy.step_temporaries(spec) for spec in self.specs(policy, batch)) if batch else 0,
         }
 

@@ -53,6 +53,8 @@ def scatter_rows(buffer: Array, rows: Array, slots: Array) -> Array:
 def write_in_turn(buffer: Array, rows: Array, slots: Array) -> Array:
     """One row after another; a slot past the buffer means nowhere."""
     count, last = slots.shape[1], buffer.shape[2] - 1
+    if slots.size == 0:
+        return buffer
 
     def write(index: Array, buffer: Array) -> Array:
         row, token = index // count, index % count

@@ -88,7 +88,8 @@ def run_layer(args: argparse.Namespace) -> int:
     rows = [bench_layer(shape, policy, args.fetch, args.repeats) for policy in policies]
     rows += bench_baselines(shape, args.repeats)
     for row in rows:
-        row["bound_seconds"] = row["bytes_moved"] / best["read"] + row["flops"] / best[f"matmul_{args.dtype}"]
+        bus = row["bytes_fetched"] / best.get("host_to_device", best["read"])
+        row["bound_seconds"] = row["bytes_read"] / best["read"] + bus + row["flops"] / best[f"matmul_{args.dtype}"]
     if args.json:
         print(json.dumps({"machine": machine(), "ceilings": best, "results": rows}))
         return 0

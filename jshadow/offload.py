@@ -160,18 +160,30 @@ def fetch_by_kernel(tier: HostTier, selection: Selection, ids: Array) -> tuple[A
         )  # fmt: skip
 
 
-def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> int | Array:
-    """Bytes of each row of the batch that a fetch moves from the host.
+def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> int:
+    """Bytes of one row of the batch that a fetch moves from the host: all selected units, valid or not.
 
-    All selected units, valid or not, and that is a number; without those that were kept it is uint32 [B].
+    0 where `missed_quanta` counts instead.
     """
-    if spec.fetch == "resident":
+    if spec.fetch == "resident" or selection.kept is not None:
         return 0
-    unit = layout.planes * layout.unit * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-    if spec.fetch == "zero_copy" and selection.kept is not None:
-        return (selection.kept.slot < 0).sum(axis=(1, 2), dtype=jnp.uint32) * jnp.uint32(unit)
     parts = (1 if layout.units else 0) + (1 if layout.tail_units else 0)
-    return parts * layout.heads * selection.ids.shape[2] * unit
+    return parts * layout.heads * selection.ids.shape[2] * unit_bytes(spec, layout)
+
+
+def missed_quanta(spec: CacheSpec, selection: Selection, layout: HostLayout) -> Array | int:
+    """What each row really needs of a fetch that leaves out kept units, in FETCH_QUANTUM bytes, uint32 [B]."""
+    if selection.kept is None:
+        return 0
+    missed = (selection.kept.slot < 0).sum(axis=(1, 2), dtype=jnp.uint32)
+    unit = unit_bytes(spec, layout)
+    # In two parts: the product itself may pass 32 bits.
+    return missed // FETCH_QUANTUM * unit + missed % FETCH_QUANTUM * unit // FETCH_QUANTUM
+
+
+def unit_bytes(spec: CacheSpec, layout: HostLayout) -> int:
+    """Bytes of one unit of one head."""
+    return layout.planes * layout.unit * spec.head_dim * jnp.dtype(spec.dtype).itemsize
 
 
 def gather(source: HostArray | None, ids: Array, units: int) -> Array | None:

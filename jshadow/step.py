@@ -38,13 +38,15 @@ class LayerWork:
     """What one layer moved.
 
     Attributes:
-        moved: bytes a row: a number for all of them, or uint32 [B].
+        moved: bytes of each row.
+        missed: what moved beside them, uint32 [B] in offload.FETCH_QUANTUM bytes: rows differ in what was kept.
         fetches: what arrived.
         followed: the selections whose hits are counted.
         later: target layer, selection and arrival of what is for the next step.
     """
 
-    moved: int | Array = 0
+    moved: int = 0
+    missed: int | Array = 0
     fetches: list[Fetched] = dataclasses.field(default_factory=list)
     followed: list[Selection] = dataclasses.field(default_factory=list)
     later: list[tuple[int, Selection, Fetched]] = dataclasses.field(default_factory=list)
@@ -52,7 +54,8 @@ class LayerWork:
     def add(self, spec: CacheSpec, selection: Selection, layout: Any, fetched: Fetched) -> None:
         """Note one fetch."""
         self.fetches.append(fetched)
-        self.moved = self.moved + offload.fetched_bytes(spec, selection, layout)
+        self.moved += offload.fetched_bytes(spec, selection, layout)
+        self.missed = self.missed + offload.missed_quanta(spec, selection, layout)
         if selection.hit is not None:
             self.followed.append(selection)
 
@@ -187,11 +190,13 @@ def count_step(
         counts = [mask.sum(axis=(1, 2), dtype=jnp.uint32) for mask in masks]
         return functools.reduce(jnp.add, counts, jnp.zeros_like(one)) * one
 
+    missed = jnp.asarray(sum(work.missed for work in works), jnp.uint32)
     return Counters(
         steps=counters.steps + queries,
         attended=counters.attended + jnp.where(valid, functools.reduce(jnp.add, seen), 0.0).sum(axis=1),
         selected=counters.selected + total([selection.valid for selection in followed]),
         hits=counters.hits
         + total([selection.valid & hit for selection in followed if (hit := selection.hit) is not None]),
-        fetched=counters.fetched + one * (jnp.uint32(sum(work.moved for work in works)) // offload.FETCH_QUANTUM),
+        fetched=counters.fetched
+        + one * (jnp.uint32(sum(work.moved for work in works) // offload.FETCH_QUANTUM) + missed),
     )

@@ -45,7 +45,7 @@ class ChunkCosts(Policy):
         held = {part: size for part, size in parts.items() if part not in ("host rows", "host tail")}
         return held | {
             "left": (self.selected_numbers(spec, self.rank) * item, 0),
-            "values": (0, values) if offloaded else (values, 0),
+            "values": (held.get("values", (0, 0))[0], values) if offloaded else (values, 0),
         }
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:

@@ -1,0 +1,41 @@
+"""Bytes that steps fetch, where they pass what 32 bits hold."""
+
+import jax
+import jax.numpy as jnp
+
+from jshadow import offload
+from jshadow.config import ModelConfig
+from jshadow.models.transformer import abstract_weights
+from jshadow.planning import abstract_state
+from jshadow.policies import ShadowKV
+from jshadow.state import HostLayout, Kept, Selection
+from jshadow.step import step_writes
+
+LLAMA = ModelConfig("llama", 256, 32, 4096, 256, 32, 8, 128, 1e-5, 2**20)
+
+
+def test_a_turn_that_moves_more_than_four_gibibytes_a_row():
+    """Sixteen queries at 262,700 tokens: the count overflowed while the step was traced."""
+    state = abstract_state(
+        LLAMA, ShadowKV(), batch=1, capacity=262_700, prompt=262_000, dtype="bfloat16", fetch="device_put"
+    )
+    tokens, new = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    made = jax.eval_shape(
+        lambda weights, tokens, new, reads, writes: step_writes(weights, LLAMA, tokens, new, reads, writes),
+        abstract_weights(LLAMA), tokens, new, *state.split(),
+    )  # fmt: skip
+    assert made[1].counters.fetched.dtype == jnp.uint32
+    policy = state.policy
+    assert 32 * 8 * 16 * policy.max_selected(262_700) * 8 * 128 * 2 > 2**32
+
+
+def test_missed_chunks_are_counted_beyond_32_bits():
+    state = abstract_state(LLAMA, ShadowKV(), batch=2, capacity=4096, prompt=4000, dtype="bfloat16", fetch="zero_copy")
+    spec, units = state.specs[0], 300_000
+    slot = jnp.full((2, 8, units), -1, jnp.int32).at[1, :, 1:].set(0)
+    selection = Selection(slot, slot < 0, kept=Kept(jnp.zeros((2, 8, 1, 1024)), slot))
+    layout = HostLayout(heads=8, units=units, unit=8)
+    counted = offload.missed_quanta(spec, selection, layout)
+    assert counted.tolist() == [8 * units * 2048 // 64, 8 * 2048 // 64]
+    assert 8 * units * 2048 > 2**32
+    assert offload.fetched_bytes(spec, selection, layout) == 0
