@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from aot.compiler import place
 
 from jshadow import offload
 from jshadow.config import ModelConfig
@@ -20,10 +21,8 @@ def test_a_turn_that_moves_more_than_four_gibibytes_a_row():
         LLAMA, ShadowKV(), batch=1, capacity=262_700, prompt=262_000, dtype="bfloat16", fetch="device_put"
     )
     tokens, new = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    made = jax.eval_shape(
-        lambda weights, tokens, new, reads, writes: step_writes(weights, LLAMA, tokens, new, reads, writes),
-        abstract_weights(LLAMA), tokens, new, *state.split(),
-    )  # fmt: skip
+    step = jax.jit(lambda weights, tokens, new, reads, writes: step_writes(weights, LLAMA, tokens, new, reads, writes))
+    made = step.trace(*map(place, (abstract_weights(LLAMA), tokens, new, *state.split()))).out_info
     assert made[1].counters.fetched.dtype == jnp.uint32
     policy = state.policy
     assert 32 * 8 * 16 * policy.max_selected(262_700) * 8 * 128 * 2 > 2**32
