@@ -155,7 +155,7 @@ def fetch_by_kernel(tier: HostTier, selection: Selection, ids: Array) -> tuple[A
     with jax.named_scope("rebuild"):
         return fetch_reconstruct(
             tier.prompt.array, factors.left, factors.right, ids, factors.inverse,
-            kept=kept.rows if kept else None, slot=kept.slot if kept else None, tail=factors.tail,
+            kept=kept.rows if kept else None, stay=kept.stay if kept else None, tail=factors.tail,
             tail_unit=factors.tail_unit, values_tail=tier.tail.array if tier.tail else None,
         )  # fmt: skip
 
@@ -175,7 +175,7 @@ def missed_quanta(spec: CacheSpec, selection: Selection, layout: HostLayout) -> 
     """What each row really needs of a fetch that leaves out kept units, in FETCH_QUANTUM bytes, uint32 [B]."""
     if selection.kept is None:
         return 0
-    missed = (selection.kept.slot < 0).sum(axis=(1, 2), dtype=jnp.uint32)
+    missed = (~selection.kept.stay).sum(axis=(1, 2), dtype=jnp.uint32)
     unit = unit_bytes(spec, layout)
     # In two parts: the product itself may pass 32 bits.
     return missed // FETCH_QUANTUM * unit + missed % FETCH_QUANTUM * unit // FETCH_QUANTUM

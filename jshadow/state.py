@@ -200,15 +200,15 @@ class Rebuild(struct.PyTreeNode):
 
 
 class Kept(struct.PyTreeNode):
-    """Rows that lie on the device from the step before.
+    """Rows that lie on the device from the step before, in the order of the units that are selected now.
 
     Attributes:
-        rows: [B, heads, m, planes * unit * d].
-        slot: which of them each selected unit is, int32 [B, heads, n]; -1: none, it must be fetched.
+        rows: [B, heads, n, planes * unit * d].
+        stay: bool [B, heads, n]: the row of unit n is right, or nobody attends to it; else it must be fetched.
     """
 
     rows: Array
-    slot: Array
+    stay: Array
 
 
 class Selection(struct.PyTreeNode):

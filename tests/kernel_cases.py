@@ -37,7 +37,7 @@ class Chunks:
     count: int = 7
     rotated: int | None = None  # None: all columns
     tail: int = 0
-    kept: int = 0
+    kept: bool = False
     kv_heads: int = 1
     batch: int = 1
     dtype: str = "float32"
@@ -66,13 +66,13 @@ ATTENTION = (
 )
 
 CHUNKS = (
-    Chunks(27, 8, 160, 128, kv_heads=2, tail=3, kept=4, dtype="bfloat16"),
-    Chunks(61, 1, 24, 64, count=27, batch=2, kept=5),
-    Chunks(27, 3, 32, 80, kv_heads=2, batch=2, tail=2, kept=3),
+    Chunks(27, 8, 160, 128, kv_heads=2, tail=3, kept=True, dtype="bfloat16"),
+    Chunks(61, 1, 24, 64, count=27, batch=2, kept=True),
+    Chunks(27, 3, 32, 80, kv_heads=2, batch=2, tail=2, kept=True),
     Chunks(113, 16, 48, 96, count=3, rotated=48, tail=2, dtype="bfloat16"),
     Chunks(27, 8, 192, 256, count=3, rotated=64),
-    Chunks(113, 8, 64, 128, tail=4, kept=1),
-    Chunks(482, 3, 100, 64, count=13, rotated=20, kept=6, dtype="bfloat16"),
+    Chunks(113, 8, 64, 128, tail=4, kept=True),
+    Chunks(482, 3, 100, 64, count=13, rotated=20, kept=True, dtype="bfloat16"),
     Chunks(61, 1, 120, 80, count=5, rotated=2, dtype="bfloat16"),
 )
 
@@ -136,17 +136,17 @@ def factor_inputs(case: Chunks) -> dict[str, Any]:
 
 
 def fetch_inputs(case: Chunks) -> dict[str, Any]:
-    """Arguments of fetch_reconstruct: values in host memory, some hits, some of them beyond what was kept."""
+    """Arguments of fetch_reconstruct: values in host memory, of which some need not come."""
     inputs, rng = factor_inputs(case), np.random.default_rng(case.rank)
     lead, width = (case.batch, case.kv_heads), case.chunk * case.dim
     inputs["values"] = on_host(normal(rng, *lead, case.units, width, dtype=case.dtype))
     if case.tail:
         inputs["values_tail"] = on_host(normal(rng, *lead, case.tail + 1, width, dtype=case.dtype))
     if case.kept:
-        inputs["kept"] = normal(rng, *lead, case.kept, width, dtype=case.dtype)
-        slot = rng.integers(-case.kept, case.kept + 1, inputs["ids"].shape)
-        slot[..., 0], slot[..., 1] = 0, -1
-        inputs["slot"] = jnp.asarray(slot, jnp.int32)
+        inputs["kept"] = normal(rng, *inputs["ids"].shape, width, dtype=case.dtype)
+        stay = rng.integers(0, 2, inputs["ids"].shape).astype(bool)
+        stay[..., 0], stay[..., 1] = True, False
+        inputs["stay"] = jnp.asarray(stay)
     return inputs
 
 

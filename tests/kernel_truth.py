@@ -70,7 +70,7 @@ def reconstruct_keys(
 
 
 def fetched_values(
-    values: Any, left: Any, right: Any, ids: Any, kept: Any = None, slot: Any = None, tail: Any = None,
+    values: Any, left: Any, right: Any, ids: Any, kept: Any = None, stay: Any = None, tail: Any = None,
     tail_unit: Any = None, values_tail: Any = None, **_: Any,
 ) -> np.ndarray:  # fmt: skip
     """In the dtype of the values: they are moved, not computed."""
@@ -79,6 +79,6 @@ def fetched_values(
     for b, h, j in np.ndindex(ids.shape):
         row, later, _ = chunk_of(ids, left.shape[1], tail, tail_unit, b, h, j)
         out[b, h, j] = (np.asarray(values_tail) if later else values)[b, h, row]
-        if slot is not None and np.asarray(slot)[b, h, j] >= 0:
-            out[b, h, j] = np.asarray(kept)[b, h, min(np.asarray(slot)[b, h, j], kept.shape[2] - 1)]
+        if stay is not None and np.asarray(stay)[b, h, j]:
+            out[b, h, j] = np.asarray(kept)[b, h, j]
     return out.reshape(*ids.shape[:2], -1, right.shape[3])

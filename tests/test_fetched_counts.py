@@ -31,8 +31,9 @@ def test_a_turn_that_moves_more_than_four_gibibytes_a_row():
 def test_missed_chunks_are_counted_beyond_32_bits():
     state = abstract_state(LLAMA, ShadowKV(), batch=2, capacity=4096, prompt=4000, dtype="bfloat16", fetch="zero_copy")
     spec, units = state.specs[0], 300_000
-    slot = jnp.full((2, 8, units), -1, jnp.int32).at[1, :, 1:].set(0)
-    selection = Selection(slot, slot < 0, kept=Kept(jnp.zeros((2, 8, 1, 1024)), slot))
+    stay = jnp.zeros((2, 8, units), bool).at[1, :, 1:].set(True)
+    rows = jax.ShapeDtypeStruct((2, 8, units, 1024), jnp.bfloat16)  # 10 GB that nobody reads
+    selection = Selection(stay.astype(jnp.int32), ~stay, kept=Kept(rows, stay))  # type: ignore[arg-type]
     layout = HostLayout(heads=8, units=units, unit=8)
     counted = offload.missed_quanta(spec, selection, layout)
     assert counted.tolist() == [8 * units * 2048 // 64, 8 * 2048 // 64]

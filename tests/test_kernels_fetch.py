@@ -24,13 +24,13 @@ def test_keys_and_values(case):
 
 
 @pytest.mark.parametrize("implementation", ["auto", "xla", "interpret"])
-def test_values_of_hits_may_be_anything_on_the_host(implementation):
+def test_values_that_stay_may_be_anything_on_the_host(implementation):
     """Also inside jit, with operands that lie on the host."""
     inputs = fetch_inputs(CHUNKS[2])
     ids = np.clip(np.asarray(inputs["ids"]), 0, 28)
     want = kernel_truth.fetched_values(**inputs)
     prompt, tail = np.array(inputs["values"]), np.array(inputs["values_tail"])
-    miss = np.asarray(inputs["slot"]) < 0
+    miss = ~np.asarray(inputs["stay"])
     for b, h in np.ndindex(ids.shape[:2]):
         wanted = ids[b, h][miss[b, h]]
         prompt[b, h][~np.isin(np.arange(27), wanted)] = np.nan
@@ -39,6 +39,20 @@ def test_values_of_hits_may_be_anything_on_the_host(implementation):
     given = inputs | {"values": on_host(jnp.asarray(prompt)), "values_tail": on_host(jnp.asarray(tail))}
     _, values = jax.jit(lambda x: fetch_reconstruct(**x, implementation=implementation))(given)
     np.testing.assert_array_equal(values, want)
+
+
+def test_a_donated_buffer_becomes_the_result():
+    inputs = fetch_inputs(CHUNKS[1])
+    fetch = jax.jit(lambda kept, rest: fetch_reconstruct(kept=kept, **rest, implementation="interpret")[1],
+                    donate_argnums=0)  # fmt: skip
+    rest = {key: x for key, x in inputs.items() if key != "kept"}
+    want, kept = kernel_truth.fetched_values(**inputs), jnp.array(inputs["kept"])
+    np.testing.assert_array_equal(fetch(kept, rest), want)
+    assert kept.is_deleted()
+    # without donation the caller's rows are safe
+    _, values = fetch_reconstruct(**inputs, implementation="interpret")
+    np.testing.assert_array_equal(values, want)
+    np.testing.assert_array_equal(inputs["kept"], fetch_inputs(CHUNKS[1])["kept"])
 
 
 def test_values_on_the_device_will_do():
@@ -70,13 +84,17 @@ def test_the_kernel_reads_from_the_host_what_it_must_and_once(case, watched):  #
     np.testing.assert_allclose(kernel_truth.wide(keys), want, **TOLERANCE[case.dtype])
     [(source, _)] = watched
     asked = np.zeros((case.batch, case.kv_heads, case.units + case.tail + 1), int)
-    ids, miss = np.clip(np.asarray(inputs["ids"]), 0, case.units + case.tail - 1), np.asarray(inputs["slot"]) < 0
+    ids, miss = np.clip(np.asarray(inputs["ids"]), 0, case.units + case.tail - 1), ~np.asarray(inputs["stay"])
     for b, h, j in np.ndindex(ids.shape):
         asked[b, h, ids[b, h, j]] += miss[b, h, j]
     assert 0 < miss.sum() < miss.size
     np.testing.assert_array_equal(
         source.prompt.reads, np.broadcast_to(asked[:, :, : case.units, None], source.prompt.shape)
     )
+    # A row that stays is neither read nor written; the others are written, once.
+    np.testing.assert_array_equal(source.kept.reads, 0)
+    chunk = np.repeat(miss, case.chunk, axis=2)[..., None]
+    np.testing.assert_array_equal(source.kept.writes, np.broadcast_to(chunk, source.kept.shape))
     if case.tail:
         late = np.broadcast_to(asked[:, :, case.units :, None], source.tail.shape)
         np.testing.assert_array_equal(source.tail.reads, late)

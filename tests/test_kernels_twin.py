@@ -29,7 +29,7 @@ np.savez(sys.argv[1], keys=arrays[10].numpy(), rows=arrays[11].numpy())
 
 def operands(case):
     inputs = fetch_inputs(case)
-    given = {key: inputs.get(key) for key in ("values", "values_tail", "kept", "slot")}
+    given = {key: inputs.get(key) for key in ("values", "values_tail", "kept", "stay")}
     return Values(*given.values()), Factors(**factor_inputs(case))
 
 
@@ -58,9 +58,12 @@ def test_it_compiles_for_gpus(case, capability):
 @pytest.mark.parametrize("case", [CHUNKS[1], CHUNKS[2], CHUNKS[4], CHUNKS[5]], ids=name)
 def test_it_computes_what_the_reference_does(case, tmp_path):
     values, factors = operands(case)
-    given = [values.prompt, *factors[:4], values.kept, values.slot, *factors[4:], values.tail]
+    given = [values.prompt, *factors[:4], values.kept, values.stay, *factors[4:], values.tail]
     arrays = [np.asarray(factors.ids if x is None else x) for x in given]
-    arrays += [np.full(factors.out_shape, np.nan, np.float32)] * 2
+    rows = np.full(factors.out_shape, np.nan, np.float32)
+    if values.kept is not None:
+        rows = np.asarray(values.kept).reshape(factors.out_shape)  # one buffer
+    arrays += [np.full(factors.out_shape, np.nan, np.float32), rows]
     path = tmp_path / "arrays.npz"
     np.savez(path, **{str(index): x for index, x in enumerate(arrays)})
     batch, heads, tokens, _ = factors.out_shape

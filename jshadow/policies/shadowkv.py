@@ -24,6 +24,7 @@ from jshadow.landmarks import MANTISSA, chunk_scores, landmark_logits, prompt_la
 from jshadow.lowrank import BLOCK, key_factors
 from jshadow.policies.base import check_choice, check_fraction, check_range, infeasible
 from jshadow.policies.chunk_costs import ChunkCosts
+from jshadow.policies.places import in_turn
 from jshadow.policies.preload import Preload, exact_keys
 from jshadow.state import (
     CacheSpec,
@@ -298,19 +299,11 @@ class ShadowKV(ChunkCosts):
             ids = top_k(scores, count)  # [B, h_kv, Q, k], Q = 1 for a shared selection, else T
         asked = step.valid.any(axis=1, keepdims=True) if shared else step.valid
         valid = asked[:, None, :, None] & (jnp.take_along_axis(scores, ids, axis=3) >= 0)
-        chosen, resident = jnp.where(valid, ids, -1), state.live.resident
-        before = jnp.concatenate([resident[:, :, None], chosen[:, :, :-1]], axis=2)
-        hit = valid & (ids[..., :, None] == before[..., None, :]).any(-1)
-        last = jnp.maximum(asked.sum(axis=1) - 1, 0)[:, None, None, None]
-        held = jnp.where(asked[:, :1, None], jnp.take_along_axis(chosen, last, axis=2)[:, :, 0], resident)
+        ids, valid, hit, held = in_turn(ids, valid, asked, state.live.resident)
         flat = (*ids.shape[:2], -1)
         kept = None
-        if state.live.values is not None:
-            same = ids[..., :, None] == resident[:, :, None, None]
-            slot = jnp.where(same.any(-1), same.argmax(-1), -1)
-            # What is not valid is not attended either, so it is not fetched: it gets the row that is kept there.
-            slot = jnp.where(valid, slot, jnp.arange(count)).astype(jnp.int32)
-            kept = Kept(state.live.values, slot.reshape(flat))
+        if state.live.values is not None and ids.shape[2] == 1:
+            kept = Kept(state.live.values, (hit | ~valid).reshape(flat))  # what is not valid is not attended either
         selection = Selection(
             ids.reshape(flat), valid.reshape(flat), hit=hit.reshape(flat), rebuild=self.rebuild(spec, state, step),
             kept=kept,
@@ -323,10 +316,12 @@ class ShadowKV(ChunkCosts):
             return state
         batch, heads, count, width = state.live.values.shape
         rows = fetched.v.reshape(batch, heads, -1, count, width)
-        asked = selection.valid.reshape(batch, heads, -1, count).any(axis=(1, 3))  # [B, Q]
-        # The last query that asked for something; if none did, all of them have the rows that were kept.
-        last = (asked.shape[1] - 1 - jnp.argmax(asked[:, ::-1], axis=1))[:, None, None, None, None]
-        values = jnp.take_along_axis(rows, last, axis=2)[:, :, 0] if asked.shape[1] > 1 else rows[:, :, 0]
+        values = rows[:, :, 0]
+        if selection.kept is None:  # several queries: what the last of them left in each place
+            valid = selection.valid.reshape(batch, heads, -1, count)
+            last = valid.shape[2] - 1 - jnp.argmax(valid[:, :, ::-1], axis=2)
+            values = jnp.take_along_axis(rows, last[:, :, None, :, None], axis=2)[:, :, 0]
+            values = jnp.where(valid.any(axis=2)[..., None], values, state.live.values)
         return state.replace(live=state.live.replace(values=values))
 
     def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:

@@ -19,25 +19,18 @@ from pallas_kernels.tiles import blocks, can_do, iota, spans, warps
 
 
 def fetch_reconstruct_kernel(values, factors, keys, rows, *, count):  # type: ignore[no-untyped-def]
-    """One program: `count` tokens of one KV head."""
+    """One program: `count` tokens of one KV head. Where values.kept is there, rows is the same buffer."""
     j, h, b = (pl.program_id(axis) for axis in range(3))
     tokens = tokens_of(factors, b, h, j * count, count)
     dim = factors.right.shape[3]
-    slot = None
     missed = tokens.there
-    if values.slot is not None:
-        slot = pltriton.load(values.slot.at[b, h, tokens.slot], mask=tokens.there, other=0)
-        missed &= slot < 0
+    if values.stay is not None:
+        missed &= ~pltriton.load(values.stay.at[b, h, tokens.slot], mask=tokens.there, other=True)
     fetched = [load_missed(values, tokens, missed, b, h, start, width, dim) for start, width in spans(dim)]
     store_keys(factors, keys, tokens, b, h)
     for (start, width), value in zip(spans(dim), fetched, strict=True):
         column = iota(start, width)[None]
-        mask = tokens.there[:, None] & (column < dim)
-        if slot is not None:
-            at = tokens.within[:, None] * dim + column
-            hit = mask & (slot >= 0)[:, None]
-            row = jnp.minimum(jnp.maximum(slot, 0), values.kept.shape[2] - 1)[:, None]
-            value = jnp.where(hit, pltriton.load(values.kept.at[b, h, row, at], mask=hit, other=0.0), value)
+        mask = missed[:, None] & (column < dim)
         pltriton.store(rows.at[b, h, tokens.place[:, None], column], value, mask=mask)
 
 
@@ -66,7 +59,10 @@ def fetch_reconstruct(values: Values, factors: Factors, interpret: bool) -> tupl
     can_do("fetch_reconstruct", factors.right.shape[3], factors.left, factors.right, *sources)
     batch, heads, tokens, _ = factors.out_shape
     anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(factors, 32)
+    if values.kept is not None:
+        values = values._replace(kept=values.kept.reshape(factors.out_shape))  # the shape of the result it becomes
     operands = (values, factors)
+    aliases = {} if values.kept is None else {len(jax.tree.leaves(values[:2])): 1}
     keys, rows = pl.pallas_call(
         functools.partial(fetch_reconstruct_kernel, count=count),
         grid=(blocks(tokens, count), heads, batch),
@@ -76,6 +72,7 @@ def fetch_reconstruct(values: Values, factors: Factors, interpret: bool) -> tupl
         compiler_params=pltriton.CompilerParams(
             num_warps=warps(factors.right.shape[3], factors.left, factors.right), num_stages=2
         ),
+        input_output_aliases=aliases,
         interpret=interpret,
         name="fetch_reconstruct",
     )(*operands)

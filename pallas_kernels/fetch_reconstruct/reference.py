@@ -11,15 +11,15 @@ from pallas_kernels.reconstruct_keys.reference import reconstruct_keys, rows_at
 
 
 def fetch_reconstruct(values: Values, factors: Factors) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.fetch_reconstruct`. All rows travel, hits too, for shapes are static."""
+    """See `pallas_kernels.fetch_reconstruct`. All rows travel, those that stay too, for shapes are static."""
     units, ids = factors.left.shape[1], jnp.clip(factors.ids, 0, factors.units - 1)
     rows = brought(values.prompt, ids) if units else None
     if values.tail is not None:
         later = brought(values.tail, jnp.maximum(ids - units, 0))
         rows = later if rows is None else jnp.where((ids >= units)[..., None], later, rows)
     assert rows is not None
-    if values.kept is not None and values.slot is not None:
-        rows = jnp.where((values.slot >= 0)[..., None], rows_at(values.kept, values.slot), rows)
+    if values.kept is not None and values.stay is not None:
+        rows = jnp.where(values.stay[..., None], values.kept, rows)
     # Both must exist before either is used: this is what lets the copy run beside the rebuilding.
     keys, rows = lax.optimization_barrier((reconstruct_keys(factors), rows))
     return keys, rows.reshape(factors.out_shape)

@@ -15,14 +15,14 @@ class Values(NamedTuple):
     Attributes:
         prompt: [B, h_kv, U, c * d], in host memory.
         tail: values of the chunks in the factors' tail [B, h_kv, W', c * d], W' >= W, in host memory.
-        kept: values that are already on the device [B, h_kv, m, c * d].
-        slot: int32 [B, h_kv, k], the row of kept to take instead; below 0: fetch.
+        kept: the result of a fetch before, on the device [B, h_kv, k, c * d].
+        stay: bool [B, h_kv, k]: what kept has there is right.
     """
 
     prompt: jax.Array
     tail: jax.Array | None = None
     kept: jax.Array | None = None
-    slot: jax.Array | None = None
+    stay: jax.Array | None = None
 
 
 def check(values: Values, factors: Factors) -> None:
@@ -31,7 +31,7 @@ def check(values: Values, factors: Factors) -> None:
     Raises:
         ValueError: one is wrong.
     """
-    prompt, tail, kept, slot = values
+    prompt, tail, kept, stay = values
     batch, heads, _ = factors.ids.shape
     width = factors.chunk * factors.right.shape[3]
     expect_shape("values", prompt, (batch, heads, factors.left.shape[1], width))
@@ -43,12 +43,10 @@ def check(values: Values, factors: Factors) -> None:
         expect_dtype("values_tail", tail, prompt.dtype)
         if tail.shape[2] < factors.tail.shape[1]:
             raise ValueError(f"values_tail must have the {factors.tail.shape[1]} chunks of tail, got {tail.shape[2]}")
-    if (kept is None) != (slot is None):
-        raise ValueError("kept and slot belong together, got one of them")
-    if kept is not None and slot is not None:
-        expect_shape("kept", kept, (batch, heads, "m", width))
+    if (kept is None) != (stay is None):
+        raise ValueError("kept and stay belong together, got one of them")
+    if kept is not None and stay is not None:
+        expect_shape("kept", kept, (*factors.ids.shape, width))
         expect_dtype("kept", kept, prompt.dtype)
-        if kept.shape[2] < 1:
-            raise ValueError(f"kept must have at least one row, got shape {list(kept.shape)}")
-        expect_shape("slot", slot, factors.ids.shape)
-        expect_dtype("slot", slot, jnp.int32)
+        expect_shape("stay", stay, factors.ids.shape)
+        expect_dtype("stay", stay, jnp.bool_)

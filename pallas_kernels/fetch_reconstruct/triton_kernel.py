@@ -30,13 +30,13 @@ def cos_sin_of(angle):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def fetch_reconstruct_kernel(  # type: ignore[no-untyped-def]
-    values, left, right, ids, inverse, kept, slot, tail, tail_unit, values_tail, keys, rows,
+    values, left, right, ids, inverse, kept, stay, tail, tail_unit, values_tail, keys, rows,
     HEADS: tl.constexpr, UNITS: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, RANK: tl.constexpr,
     DIM: tl.constexpr, HALF: tl.constexpr, KEPT: tl.constexpr, TAIL: tl.constexpr,
     VALUES_TAIL: tl.constexpr, TOKENS: tl.constexpr, RANK_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: TOKENS tokens of one KV head. KEPT and TAIL are rows of kept and tail, 0 where there is none."""
+    """One program: TOKENS tokens of one KV head. KEPT: kept is there, in the buffer of rows. TAIL: rows of tail, or 0."""
     # 64 bits from here on: what these multiply may pass 2**31 elements.
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     head = b * HEADS + h
@@ -56,9 +56,8 @@ def fetch_reconstruct_kernel(  # type: ignore[no-untyped-def]
 
     # The host first: its loads are under way while the keys are rebuilt.
     missed = there
-    if KEPT > 0:
-        place = tl.load(slot + head * COUNT + chosen, mask=there, other=0)
-        missed = there & (place < 0)
+    if KEPT:
+        missed = there & (tl.load(stay + head * COUNT + chosen, mask=there, other=1) == 0)
     d = tl.arange(0, DIM_BLOCK)
     inside = (d < DIM)[None, :]
     at = within[:, None] * DIM + d[None, :]
@@ -104,8 +103,4 @@ def fetch_reconstruct_kernel(  # type: ignore[no-untyped-def]
     if 2 * HALF < DIM:
         tl.store(keys + out + rest[None, :], third.to(kind), mask=there[:, None] & (rest < DIM)[None, :])
 
-    if KEPT > 0:
-        hit = (there & (place >= 0))[:, None] & inside
-        row = head * KEPT + tl.minimum(tl.maximum(place, 0), KEPT - 1)
-        value = tl.where(hit, tl.load(kept + row[:, None] * (CHUNK * DIM) + at, mask=hit, other=0.0), value)
-    tl.store(rows + out + d[None, :], value, mask=there[:, None] & inside)
+    tl.store(rows + out + d[None, :], value, mask=missed[:, None] & inside)

@@ -15,8 +15,8 @@ from pallas_kernels.reconstruct_keys.factors import Factors
 from pallas_kernels.tiles import blocks, power_of_two, warps
 
 TOKENS, RANK_BLOCK, STAGES = 32, 32, 2
-OPERANDS = ("values", "left", "right", "ids", "inverse", "kept", "slot", "tail", "tail_unit", "values_tail")
-INTEGERS = ("ids", "slot", "tail_unit")
+OPERANDS = ("values", "left", "right", "ids", "inverse", "kept", "stay", "tail", "tail_unit", "values_tail")
+INTEGERS = ("ids", "tail_unit")
 
 
 def fetch_reconstruct(values: Values, factors: Factors) -> tuple[jax.Array, jax.Array]:
@@ -32,7 +32,9 @@ def fetch_reconstruct(values: Values, factors: Factors) -> tuple[jax.Array, jax.
     call = importlib.import_module("jax_triton").triton_call
     kernel = importlib.import_module("pallas_kernels.fetch_reconstruct.triton_kernel").fetch_reconstruct_kernel
     batch, heads, tokens, _ = factors.out_shape
-    given = dict(zip(OPERANDS, (values.prompt, *factors[:4], values.kept, values.slot, *factors[4:], values.tail),
+    if values.kept is not None:
+        values = values._replace(kept=values.kept.reshape(factors.out_shape))
+    given = dict(zip(OPERANDS, (values.prompt, *factors[:4], values.kept, values.stay, *factors[4:], values.tail),
                      strict=True))  # fmt: skip
     # A pointer is wanted for each; the kernel does not touch those of parts that are not there.
     operands = [factors.ids if x is None else x for x in given.values()]
@@ -40,6 +42,7 @@ def fetch_reconstruct(values: Values, factors: Factors) -> tuple[jax.Array, jax.
     outputs = "out_type" if "out_type" in inspect.signature(call).parameters else "out_shape"  # renamed in 0.4
     keys, rows = call(
         *operands, kernel=kernel, grid=(blocks(tokens, TOKENS), heads, batch), **options(factors),
+        input_output_aliases={} if values.kept is None else {OPERANDS.index("kept"): 1},
         **{outputs: shapes}, **sizes(values, factors),
     )  # fmt: skip
     return keys, rows
@@ -56,7 +59,7 @@ def sizes(values: Values, factors: Factors) -> dict[str, int]:
         "RANK": factors.right.shape[2],
         "DIM": dim,
         "HALF": half,
-        "KEPT": values.kept.shape[2] if values.kept is not None else 0,
+        "KEPT": values.kept is not None,
         "TAIL": factors.tail.shape[1] if factors.tail is not None else 0,
         "VALUES_TAIL": values.tail.shape[2] if values.tail is not None else 0,
         "TOKENS": TOKENS,
@@ -90,7 +93,7 @@ def compile_ptx(values: Values, factors: Factors, capability: int) -> str:
     short = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
     kinds = {name: short[factors.left.dtype.name] for name in (*OPERANDS, "keys", "rows")}
     kinds |= dict.fromkeys(("values", "kept", "values_tail", "rows"), short[values.prompt.dtype.name])
-    kinds |= {"inverse": "*fp32"} | dict.fromkeys(INTEGERS, "*i32")
+    kinds |= {"inverse": "*fp32", "stay": "*i1"} | dict.fromkeys(INTEGERS, "*i32")
     constants = sizes(values, factors)
     ast = source(
         fn=kernel,

@@ -76,6 +76,8 @@ def faults(task: Task, program: Program) -> Iterator[str]:
         total, good = overlaps(program)
         if (total, good) != (task.fetches, task.fetches):
             yield f"{total} host fetches, {good} of them around the rebuilding, of {task.fetches}"
+    if task.resident is not None and biggest_copy(program) >= task.resident // 2:
+        yield f"a copy of {biggest_copy(program):,} bytes: the rows that stay are not left in place"
     if task.resident is not None and memory.temp_size_in_bytes > 1.2 * task.resident:
         yield f"temporaries {memory.temp_size_in_bytes:,} exceed 1.2 x the selected rows {task.resident:,}"
 

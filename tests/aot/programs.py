@@ -114,11 +114,13 @@ def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[
     yield Task("reconstruct_keys", gpu, pallas_kernels.reconstruct_keys, (left, right, ids, inverse), kernel=True)
     values, kept = array(heads, chunks, chunk * dim, memory="pinned_host"), array(heads, count, chunk * dim)
 
-    def fetch(values: Any, left: Any, right: Any, ids: Any, inverse: Any, kept: Any, slot: Any) -> Any:
-        return pallas_kernels.fetch_reconstruct(values, left, right, ids, inverse, kept=kept, slot=slot)
+    stay = array(heads, count, dtype=jnp.bool_)
 
-    yield Task("fetch_reconstruct", gpu, fetch, (values, left, right, ids, inverse, kept, ids), kernel=True,
-               resident=2 * batch * heads * count * chunk * dim * 2)  # fmt: skip
+    def fetch(values: Any, left: Any, right: Any, ids: Any, inverse: Any, kept: Any, stay: Any) -> Any:
+        return pallas_kernels.fetch_reconstruct(values, left, right, ids, inverse, kept=kept, stay=stay)
+
+    yield Task("fetch_reconstruct", gpu, fetch, (values, left, right, ids, inverse, kept, stay), donate=(5,),
+               resident=2 * batch * heads * count * chunk * dim * 2, kernel=True)  # fmt: skip
     sizes = (count * chunk, policy.max_outliers(capacity) * chunk, 96)
     pieces = [(array(heads, n, dim), array(heads, n, dim), array(1, 1, n, dtype=jnp.bool_)) for n in sizes]
     attend = functools.partial(pallas_kernels.sparse_attention, scale=dim**-0.5)
