@@ -3,6 +3,7 @@
 Scores and softmax statistics are float32 whatever the dtype of queries, keys and values.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import sparse_attention
 
 # Large enough that a matmul dominates its loop overhead, small enough that a tile of scores stays in cache.
-QUERY_BLOCK, KEY_BLOCK = 256, 512
+QUERY_BLOCK, KEY_BLOCK = 512, 512
 MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
 
 
@@ -41,7 +42,8 @@ def causal_attention(
     group = q_heads // kv_heads
     q_block, k_block = min(QUERY_BLOCK, length), min(KEY_BLOCK, tokens)
     q_blocks, k_blocks = -(-length // q_block), -(-tokens // k_block)
-    q = jnp.pad(q, ((0, 0), (0, q_blocks * q_block - length), (0, 0), (0, 0)))
+    exact = q.dtype == jnp.float32  # then the queries take the scale: one pass less over the scores
+    q = jnp.pad(q * scale if exact else q, ((0, 0), (0, q_blocks * q_block - length), (0, 0), (0, 0)))
     # [blocks, B, h_kv, group * q_block, d]: the group joins the rows, so one matmul serves the whole group
     q = q.reshape(batch, q_blocks, q_block, kv_heads, group, dim).transpose(1, 0, 3, 4, 2, 5)
     q = q.reshape(q_blocks, batch, kv_heads, group * q_block, dim)
@@ -51,15 +53,19 @@ def causal_attention(
     def query_block(index: Array, q_tile: Array) -> tuple[Array, Array]:
         position = first + index * q_block + row
 
-        def key_block(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def key_block(
+            j: Array, carry: tuple[Array, Array, Array], masked: bool = True
+        ) -> tuple[Array, Array, Array]:  # fmt: skip
             top, total, out = carry
             start = jnp.minimum(j * k_block, tokens - k_block)  # the last block overlaps the one before
             k_tile = lax.dynamic_slice_in_dim(k, start, k_block, axis=1)
             v_tile = lax.dynamic_slice_in_dim(v, start, k_block, axis=1)
-            scores = jnp.einsum("bhqd,bkhd->bhqk", q_tile, k_tile, preferred_element_type=jnp.float32) * scale
-            key = start + column
-            seen = (key >= j * k_block)[None, :] & (key[None, :] <= position[:, None])
-            scores = jnp.where(seen, scores, MASKED)
+            scores = jnp.einsum("bhqd,bkhd->bhqk", q_tile, k_tile, preferred_element_type=jnp.float32)
+            scores = scores if exact else scores * scale
+            if masked:
+                key = start + column
+                seen = (key >= j * k_block)[None, :] & (key[None, :] <= position[:, None])
+                scores = jnp.where(seen, scores, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             weight = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)
@@ -68,8 +74,11 @@ def causal_attention(
 
         shape = q_tile.shape[:-1]
         start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q_tile.shape))
-        last = (first + (index + 1) * q_block + k_block - 1) // k_block
-        top, total, out = lax.fori_loop(0, jnp.minimum(last, k_blocks), key_block, start)
+        # Blocks that every query sees whole, which are most of them, need no mask.
+        whole = jnp.minimum((first + index * q_block + 1) // k_block, tokens // k_block)
+        last = jnp.minimum((first + (index + 1) * q_block + k_block - 1) // k_block, k_blocks)
+        seen_whole = lax.fori_loop(0, whole, functools.partial(key_block, masked=False), start)
+        top, total, out = lax.fori_loop(whole, last, key_block, seen_whole)
         return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
     out, lse = lax.map(lambda args: query_block(*args), (jnp.arange(q_blocks), q))

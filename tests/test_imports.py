@@ -35,7 +35,7 @@ LEVELS = [
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 SAME_LEVEL = {("lowrank", "rope"), ("landmarks", "lowrank"), ("report", "decode")}
 ONLY_IN = {"safetensors": {"convert"}, "gguf": {"convert"}, "huggingface_hub": {"convert"}, "torch": {"bench"},
-           "transformers": {"convert", "params"}, "triton": set(), "jax_triton": set(),
+           "transformers": {"convert", "params", "bench"}, "triton": set(), "jax_triton": set(),
            "pallas_kernels": {"policies", "rope", "lowrank", "landmarks", "attention", "offload"}}  # fmt: skip
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 

@@ -36,7 +36,7 @@ def fetch_reconstruct_kernel(  # type: ignore[no-untyped-def]
     VALUES_TAIL: tl.constexpr, TOKENS: tl.constexpr, RANK_BLOCK: tl.constexpr, HALF_BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr, DIM_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program: TOKENS tokens of one KV head. KEPT: kept is there, in the buffer of rows. TAIL: rows of tail, or 0."""
+    """One program: TOKENS tokens of one KV head. KEPT: kept is there, as the buffer of rows. TAIL: its rows, or 0."""
     # 64 bits from here on: what these multiply may pass 2**31 elements.
     h, b = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     head = b * HEADS + h
