@@ -11,8 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gpu.steered import Steered
 from jshadow import offload
@@ -162,5 +163,9 @@ def abstract(tree: Any) -> Any:
 
 
 def placed(leaf: Any, memory: str) -> jax.ShapeDtypeStruct:
-    """One of them."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding(memory))
+    """One of them. Of a SingleDeviceSharding, JAX 0.10 would forget the memory while tracing."""
+    kind = sharding(memory).memory_kind
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+    )  # fmt: skip
