@@ -1,0 +1,1 @@
+def markdown(r): return "x"
