@@ -1,4 +1,4 @@
-"""Every kernel of pallas_kernels against its truth: float64 NumPy at awkward sizes, the float32 reference at real ones."""
+"""Every kernel of pallas_kernels: against float64 NumPy at awkward sizes, the float32 reference at real ones."""
 
 import functools
 import importlib.util
@@ -9,8 +9,19 @@ import jax
 import jax.numpy as jnp
 import kernel_truth
 import numpy as np
-from kernel_cases import ATTENTION, CHUNKS, SCORES, TOLERANCE, Chunks, Heads, attention_inputs, factor_inputs
-from kernel_cases import fetch_inputs, name, score_inputs
+from kernel_cases import (
+    ATTENTION,
+    CHUNKS,
+    SCORES,
+    TOLERANCE,
+    Chunks,
+    Heads,
+    attention_inputs,
+    factor_inputs,
+    fetch_inputs,
+    name,
+    score_inputs,
+)  # fmt: skip
 
 import pallas_kernels
 from gpu.runner import NotHere, Task

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from aot.models import LLAMA
+
 from gpu.environment import GIB
 from jshadow.config import ModelConfig
 from jshadow.policies import ShadowKV

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 
 from gpu.runner import Task
 from gpu.sizes import Sizes
-from gpu.synthetic import free, sharding, state, steered
+from gpu.steered import PHASE
+from gpu.synthetic import free, on_device, sharding, state, steered
 from gpu.timing import Seconds, build, series
 from jshadow import offload
-from jshadow.attention import attend
-from jshadow.bench import Shape, random_step
+from jshadow.attention import Piece, attend
+from jshadow.bench import Shape, dense_jax, random_step
 from jshadow.chunking import top_k
 from jshadow.lowrank import reconstruct_keys
 from jshadow.policies.shadowkv import own_piece
@@ -108,9 +109,8 @@ class Stages:
         def run(frozen: Any, tier: Any, live: Any, step: StepKV) -> tuple[Any, Any, Any]:
             given = LayerState(frozen, live, HostTier(tier))
             out, after, _, _ = step_layer(spec, given, step, None, {}, (spec,), [given.host])
-            # Beyond the prompt's end the window has 64 slots: go round before it ends.
-            position = step.positions + 1
-            position = jnp.where(position < spec.capacity, position, position - 32)
+            # Round and round in the phase in which no step selects what the one before did.
+            position = spec.policy.prompt + (step.positions - spec.policy.prompt + 1) % PHASE
             return out, after.live, step.replace(positions=position, lengths=position[:, 0])
 
         # Consumed at each step: the stages before must not lose it.
@@ -126,8 +126,28 @@ class Stages:
         return found
 
 
+def dense(sizes: Sizes, capacity: int, batch: int) -> dict[str, Any]:
+    """Full attention of one token by our kernel and by JAX's own: is the baseline of the decode part a fair one?"""
+    config = sizes.layer_config
+    shape = Shape(capacity, batch, config.q_heads, config.kv_heads, config.head_dim)
+    q, rows = random_step(shape, 1).q_post, (batch, config.kv_heads, capacity, config.head_dim)
+    k, v = on_device(1, 1.0, rows), on_device(2, 1.0, rows)
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return attend(q, [Piece(k, v, jnp.ones((1, 1, 1, capacity), bool))], config.head_dim**-0.5)
+
+    program = build(ours, q, k, v).program
+    mine = series(lambda: program(q, k, v), CALLS, sizes.repeats)
+    free(k, v)
+    other = dense_jax(shape, sizes.repeats)
+    found = {"full attention, sparse_attention": mine.median, "full attention, jax.nn": other.median}
+    return {"capacity": capacity, "batch": batch, "bytes": 2 * k.nbytes,
+            "milliseconds": {name: seconds * 1e3 for name, seconds in found.items()}}  # fmt: skip
+
+
 def tasks(sizes: Sizes) -> Iterator[Task]:
-    """One task a context."""
+    """Two tasks a context."""
     for capacity, batch in zip(sizes.capacities, sizes.layer_batch, strict=True):
-        needs = 0 if sizes.dry else 30
+        needs, few = 0 if sizes.dry else 30, max(1, batch // 4)
         yield Task(f"stages, {batch} x {capacity:,}", needs, Stages(sizes, capacity, batch).measured)
+        yield Task(f"full attention, {few} x {capacity:,}", needs / 3, functools.partial(dense, sizes, capacity, few))

@@ -150,9 +150,9 @@ class Throughput:
         full = Setup("full", capacity, self.room.largest(Full(), capacity, "resident"))
         most = self.room.largest(policy, capacity, "zero_copy")
         kinds = ("zero_copy", "device_put")
-        groups = [[full, *(Setup(kind, capacity, most) for kind in kinds)], [Setup(kind, capacity, 1) for kind in kinds]]
-        found = [[setup for setup in group if setup.batch] for group in groups]
-        return found[:1] if most == 1 else found
+        many, one = ([Setup(kind, capacity, batch) for kind in kinds] for batch in (most, 1))
+        groups = [[full, *many], one] if most > 1 else [[full, *many]]
+        return [[setup for setup in group if setup.batch] for group in groups]
 
     def tasks(self) -> Iterator[Task]:
         """One task a configuration."""
