@@ -49,12 +49,15 @@ class Room:
     def largest(self, policy: Policy, capacity: int, fetch: str) -> int:
         """Most rows whose step fits the device and whose offloaded rows fit the host."""
         rows: int = self.plan(policy, capacity, 1, fetch, 0.0 if fetch == "zero_copy" else None).largest_batch
-        host = footprint(
-            self.sizes.config, policy, capacity=capacity, prompt=self.sizes.prompt(capacity), fetch=fetch
-        )["host_bytes"]  # fmt: skip
+        host = self.host_row(policy, capacity, fetch)
         if self.sizes.dry and isinstance(policy, Full):
             rows = min(rows, 3)  # a dry run has no device whose end it could reach
         return min(rows, self.host_bytes // host) if host else rows
+
+    def host_row(self, policy: Policy, capacity: int, fetch: str) -> int:
+        """Bytes of a row in host memory."""
+        prompt = self.sizes.prompt(capacity)
+        return int(footprint(self.sizes.config, policy, capacity=capacity, prompt=prompt, fetch=fetch)["host_bytes"])
 
     def bound(self, policy: Policy, capacity: int, batch: int, fetch: str, share: float | None) -> StepBound:
         """The roofline of a step with the measured ceilings."""

@@ -33,21 +33,26 @@ def sharding(memory: str) -> SingleDeviceSharding:
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
-def normal(seed: int, scale: float, *, shape: tuple[int, ...], dtype: str) -> Array:
-    """Normal numbers of deviation `scale`; the rows are multiples of one another, so that few must be drawn."""
-    key = jax.random.key(seed)
-    one = scale * jax.random.normal(key, shape[1:], dtype)
-    rows = 1 + 0.1 * jax.random.normal(jax.random.fold_in(key, 1), (shape[0], *[1] * (len(shape) - 1)), dtype)
-    return (one * rows).astype(dtype)
+def drawn(seed: int, scale: float, *, shape: tuple[int, ...], dtype: str) -> Array:
+    """Normal numbers of deviation `scale`."""
+    return scale * jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("count",))
+def spread(row: Array, *, count: int) -> Array:
+    """`count` multiples of an array, nearly as large: so few numbers are drawn, by one program for any batch."""
+    factors = 1 + jnp.arange(count, dtype=row.dtype).reshape(-1, *[1] * row.ndim) / (8 * count)
+    return row * factors
 
 
 def on_device(seed: int, scale: float, shape: tuple[int, ...], dtype: Any = DTYPE) -> Array:
-    """`normal`, bound to the device."""
-    return jax.device_put(normal(seed, scale, shape=shape, dtype=str(dtype)), sharding("device"))
+    """Normal numbers of deviation about `scale`, bound to the device; the rows are multiples of one another."""
+    row = drawn(seed, scale, shape=shape[1:], dtype=str(dtype))
+    return jax.device_put(spread(row, count=shape[0]), sharding("device"))
 
 
 def on_host(seed: int, shape: tuple[int, ...], dtype: Any = DTYPE) -> Array:
-    """`normal` in pinned host memory; nothing of it stays on the device."""
+    """`on_device` of deviation 1, moved to pinned host memory; nothing of it stays on the device."""
     here = on_device(seed, 1.0, shape, dtype)
     away = jax.block_until_ready(jax.device_put(here, sharding("pinned_host")))
     if here.sharding.memory_kind != "pinned_host":
@@ -71,10 +76,8 @@ def weights(config: ModelConfig, dtype: str = DTYPE) -> dict:
         if len(leaf.shape) == 1:
             made.append(jax.device_put(jnp.ones(leaf.shape, dtype), sharding("device")))
             continue
-        # The rows of a matrix must not be multiples of one another: one row of three axes.
-        whole = on_device(seed, leaf.shape[0] ** -0.5, (1, *leaf.shape), dtype)
-        made.append(whole[0])
-        whole.delete()
+        whole = drawn(seed, leaf.shape[0] ** -0.5, shape=leaf.shape, dtype=dtype)
+        made.append(jax.device_put(whole, sharding("device")))
     return jax.block_until_ready(jax.tree.unflatten(structure, made))
 
 

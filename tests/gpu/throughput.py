@@ -143,6 +143,8 @@ class Throughput:
         self.held: tuple[Setup, KVState] | None = None
         self.best: dict[int, float] = {}  # tokens a second of full attention, by capacity
         self.fallen: dict[tuple[str, int], int] = {}  # largest batches that did not fit after all
+        # Guesses until they were measured: seconds to compile a group, bytes a second into pinned memory.
+        self.compiling, self.filling = 70.0, 3e9
 
     def setups(self, capacity: int) -> list[list[Setup]]:
         """Groups that are compiled together: largest batches first, then single rows."""
@@ -160,12 +162,22 @@ class Throughput:
             for capacity in self.sizes.capacities:
                 for group in self.setups(capacity):
                     for setup in group:
-                        fresh = setup not in self.programs
-                        needs = 0 if self.sizes.dry else 100 if fresh and setup is group[0] else 30
-                        yield Task(str(setup), needs, functools.partial(self.measured, setup, group))
+                        yield Task(str(setup), self.needs(setup), functools.partial(self.measured, setup, group))
         finally:
             self.drop()
             free(self.tensors)
+
+    def needs(self, setup: Setup) -> float:
+        """Seconds that a configuration will take."""
+        if self.sizes.dry:
+            return 0.0
+        filled = self.held is not None and self.held[0].kind != "full" and setup.kind != "full" and (
+            (self.held[0].capacity, self.held[0].batch) == (setup.capacity, setup.batch)
+        )  # fmt: skip
+        host = 0 if filled or setup.kind == "full" else setup.batch * self.room.host_row(
+            setup.policy(self.sizes), setup.capacity, setup.fetch
+        )  # fmt: skip
+        return 20 + host / self.filling + (0 if setup in self.programs else self.compiling)
 
     def drop(self) -> None:
         """Free the state that is held."""
@@ -178,7 +190,9 @@ class Throughput:
         if setup not in self.programs:
             self.drop()  # compilers measure too, and want room for that
             jobs = {one: functools.partial(built, one, self.sizes) for one in group if one not in self.programs}
+            start = time.perf_counter()
             self.programs |= side_by_side(jobs, self.sizes.workers)
+            self.compiling = time.perf_counter() - start
         done: Built = self.programs[setup].result()
         return done
 
@@ -216,12 +230,15 @@ class Throughput:
         """As `measured`, for exactly that batch."""
         program, seconds = self.program(setup, group)
         start = time.perf_counter()
-        made = self.state(setup)
+        made, fresh = self.state(setup), self.held is None
         self.held = (setup, made)
+        filled = time.perf_counter() - start
         row = self.room.in_use() | {
             "kind": setup.kind, "capacity": setup.capacity, "batch": setup.batch, "compile_seconds": seconds,
-            "fill_seconds": time.perf_counter() - start, "program_temporary_bytes": temporaries(program),
+            "fill_seconds": filled, "program_temporary_bytes": temporaries(program),
         }  # fmt: skip
+        if fresh and setup.kind != "full" and setup.batch > 1:
+            self.filling = (row["host_bytes"] or 0) / filled
         steps = Steps(program, self.tensors or {}, made, self.sizes.prompt(setup.capacity))
         shares: list[tuple[int, float | None]] = [(0, None)] if setup.kind == "full" else [(0, 0.0), (PHASE, SHARE)]
         phases = []
