@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 from gpu import environment
@@ -27,7 +28,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 
 def main(given: list[str] | None = None) -> int:
     """Run the parts. Returns 1 if a check failed or something raised, 2 if there is no GPU."""
-    args = arguments(given)
+    begin, args = time.monotonic(), arguments(given)
     pool = environment.prepare(args.out, args.host_gib)
     # Only now: JAX reads the environment when it is imported.
     import jax
@@ -51,7 +52,8 @@ def main(given: list[str] | None = None) -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    runner = Runner(args.out, about, args.seconds, say=say, finish=finish)
+    left = args.seconds - (time.monotonic() - begin)  # starting JAX on a GPU takes its time
+    runner = Runner(args.out, about, left, say=say, finish=finish)
     timer = runner.watch(GRACE)
     status = runner.run(parts.all_parts(DRY if args.dry_run else REAL, runner, pool), args.only)
     timer.cancel()

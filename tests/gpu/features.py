@@ -90,9 +90,9 @@ def check_modes(sizes: Sizes, dtype: str = "float32") -> dict[str, Any]:
     base, chosen = found["resident"]
     row: dict[str, Any] = {"ok": bool(np.isfinite(base).all()), "repeat_share": hits}
     for fetch in offload.FETCH_MODES[1:]:
-        logits, ids = found[fetch]
-        row[f"{fetch}_logits"] = float(np.abs(logits - base).max())
-        row[f"{fetch}_ids"] = float((ids == chosen).mean())
+        mine, picked = found[fetch]
+        row[f"{fetch}_logits"] = float(np.abs(mine - base).max())
+        row[f"{fetch}_ids"] = float(np.mean(picked == chosen))
         row["ok"] = row["ok"] and row[f"{fetch}_logits"] < NEAR and row[f"{fetch}_ids"] >= ALIKE
     return row
 

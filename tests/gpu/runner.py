@@ -70,7 +70,7 @@ class Runner:
             if only not in (None, name):
                 rows.append({"name": name, "status": NOT_ASKED})
                 continue
-            made = iter(())
+            made: Iterator[Task] = iter(())
             try:
                 made = tasks()
                 for task in made:

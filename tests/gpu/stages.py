@@ -15,7 +15,7 @@ from gpu.synthetic import free, on_device, sharding, state, steered
 from gpu.timing import Seconds, build, series
 from jshadow import offload
 from jshadow.attention import Piece, attend
-from jshadow.bench import Shape, dense_jax, random_step
+from jshadow.bench import Shape, random_step
 from jshadow.chunking import top_k
 from jshadow.lowrank import reconstruct_keys
 from jshadow.policies.shadowkv import own_piece
@@ -76,6 +76,7 @@ class Stages:
             return offload.gather(tier.prompt, ids, layout.units)
 
         def attention(layer: LayerState, step: StepKV, fetched: Fetched) -> Any:
+            assert fetched.k is not None
             pieces = [*policy.exact_pieces(spec, layer, step), own_piece(fetched.k, fetched, 1)]
             return attend(step.q_post, pieces, spec.scale)
 
@@ -139,7 +140,10 @@ def dense(sizes: Sizes, capacity: int, batch: int) -> dict[str, Any]:
     program = build(ours, q, k, v).program
     mine = series(lambda: program(q, k, v), CALLS, sizes.repeats)
     free(k, v)
-    other = dense_jax(shape, sizes.repeats)
+    k, v = (on_device(seed, 1.0, (batch, capacity, config.kv_heads, config.head_dim)) for seed in (1, 2))
+    theirs = build(jax.nn.dot_product_attention, q, k, v).program
+    other = series(lambda: theirs(q, k, v), CALLS, sizes.repeats)
+    free(k, v)
     found = {"full attention, sparse_attention": mine.median, "full attention, jax.nn": other.median}
     return {"capacity": capacity, "batch": batch, "bytes": 2 * k.nbytes,
             "milliseconds": {name: seconds * 1e3 for name, seconds in found.items()}}  # fmt: skip

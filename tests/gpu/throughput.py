@@ -233,7 +233,7 @@ class Throughput:
         made, fresh = self.state(setup), self.held is None
         self.held = (setup, made)
         filled = time.perf_counter() - start
-        row = self.room.in_use() | {
+        row: dict[str, Any] = self.room.in_use() | {
             "kind": setup.kind, "capacity": setup.capacity, "batch": setup.batch, "compile_seconds": seconds,
             "fill_seconds": filled, "program_temporary_bytes": temporaries(program),
         }  # fmt: skip
