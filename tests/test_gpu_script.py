@@ -1,5 +1,6 @@
 """`make gpu` without a GPU: a dry run of everything, and what it does about what is wrong, raises or comes too late."""
 
+import dataclasses
 import json
 import math
 import os
@@ -8,10 +9,13 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu import kernels, report
+from gpu import kernels, report, throughput
+from gpu.room import Room
+from gpu.runner import CUT as CUT_OFF
 from gpu.runner import FAILED, LATE, MEASURED, NOT_ASKED, NOT_HERE, RAISED, NotHere, Runner, Task
 from gpu.sizes import DRY, REAL
 from gpu.synthetic import steered
@@ -186,8 +190,26 @@ def test_a_task_that_does_not_return_is_left_behind(tmp_path):
     assert (done.returncode, done.stdout) == (1, "finished\n")
     assert time.monotonic() - start < 60
     written = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert written["first"][-1] == {"name": "endless", "status": "cut off: out of time"}
+    assert (written["first"][-1]["name"], written["first"][-1]["status"]) == ("endless", CUT_OFF)
     assert written["second"][0]["status"] == LATE
+
+
+def test_fewer_rows_where_memory_runs_out(monkeypatch):
+    made = throughput.state
+
+    def scarce(config, policy, batch, *rest):
+        if batch > 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for so many rows")
+        return made(config, policy, batch, *rest)
+
+    monkeypatch.setattr(throughput, "state", scarce)
+    sizes = dataclasses.replace(DRY, capacities=(512,))
+    part = throughput.Throughput(sizes, Room(sizes, 0, lambda: {"read": 1e10, "matmul_bfloat16": 1e10}))
+    tasks = part.tasks()
+    rows = [next(tasks).run() for _ in range(3)]
+    tasks.close()
+    assert [(row["kind"], row["batch"]) for row in rows] == [("full", 3), ("zero_copy", 3), ("device_put", 3)]
+    assert rows[1]["phases"][1]["share"] == pytest.approx(0.6)
 
 
 def test_goals():

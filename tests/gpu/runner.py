@@ -53,7 +53,7 @@ class Runner:
         self.out, self.say, self.finish = out, say, finish
         self.end = time.monotonic() + seconds
         self.results: dict[str, Any] = about | {"parts": {}}
-        self.running: dict[str, Any] | None = None
+        self.running = {"part": "none", "name": "start"}
         self.lock = threading.RLock()
 
     @property
@@ -70,6 +70,7 @@ class Runner:
             if only not in (None, name):
                 rows.append({"name": name, "status": NOT_ASKED})
                 continue
+            self.running = {"part": name, "name": "preparation"}
             made: Iterator[Task] = iter(())
             try:
                 made = tasks()
@@ -87,7 +88,8 @@ class Runner:
         if self.left < task.needs:
             self.note(part, rows, {"name": task.name, "status": LATE, "left": self.left, "needs": task.needs})
             return
-        self.running, start = {"part": part, "name": task.name}, time.monotonic()
+        before, start = self.running, time.monotonic()
+        self.running = {"part": part, "name": task.name}
         try:
             row = task.run()
             row = {"status": FAILED if row.get("ok") is False else MEASURED} | row
@@ -95,7 +97,7 @@ class Runner:
             row = {"status": NOT_HERE, "why": str(error)}
         except Exception as error:
             row = told(error)
-        self.running = None
+        self.running = before
         self.note(part, rows, {"name": task.name} | row | {"seconds": time.monotonic() - start})
 
     def note(self, part: str, rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
@@ -124,9 +126,9 @@ class Runner:
 
         def cut() -> None:
             with self.lock:
-                where = self.running or {"part": next(iter(self.results["parts"]), "none"), "name": "?"}
-                rows = self.results["parts"].setdefault(where["part"], [])
-                rows.append({"name": where["name"], "status": CUT})
+                rows = self.results["parts"].setdefault(self.running["part"], [])
+                why = "the rest of this part was not measured"
+                rows.append({"name": self.running["name"], "status": CUT, "why": why})
                 for rows in self.results["parts"].values():
                     if not rows:
                         rows.append({"name": "all", "status": LATE})

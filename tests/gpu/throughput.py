@@ -224,7 +224,7 @@ class Throughput:
                     raise
                 self.drop()
                 kinds = ("full",) if setup.kind == "full" else ("zero_copy", "device_put")
-                self.fallen |= {(kind, setup.capacity): max(1, math.floor(batch * 0.9)) for kind in kinds}
+                self.fallen |= {(kind, setup.capacity): max(1, math.floor(batch * 0.8)) for kind in kinds}
 
     def figures(self, setup: Setup, group: list[Setup]) -> dict[str, Any]:
         """As `measured`, for exactly that batch."""
