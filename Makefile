@@ -8,7 +8,7 @@ export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo setup test test-slow aot check clean
+.PHONY: demo setup test test-slow aot gpu check clean
 
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
@@ -37,6 +37,13 @@ $(AOT)/.done: constraints.txt
 	version=$$($(BIN)/python -c "import jax; print(jax.__version__)"); \
 	    $(BIN)/python -m pip install -q --no-deps --target $(AOT) jax-cuda12-pjrt==$$version triton==3.9.0
 	@touch $@
+
+# One unattended run on a machine with an NVIDIA GPU, by its own Python and JAX: no network, nothing is installed.
+GPU_PYTHON ?= python3
+GPU_OPTIONS ?=
+gpu:
+	env -u JAX_PLATFORMS -u JAX_COMPILATION_CACHE_DIR PYTHONPATH=.:tests$${PYTHONPATH:+:$$PYTHONPATH} \
+	    $(GPU_PYTHON) -m gpu $(GPU_OPTIONS)
 
 check: $(BIN)/.setup
 	$(BIN)/ruff check .

@@ -11,7 +11,8 @@ from jax import ShapeDtypeStruct as Shape
 
 import pallas_kernels
 from aot.compiler import place
-from jshadow.config import ModelConfig, RopeConfig
+from aot.models import LLAMA, ONE_LAYER
+from jshadow.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planning import abstract_state, footprint
 from jshadow.policies import Full, Policy, ShadowKV
@@ -19,11 +20,6 @@ from jshadow.prefill import _prefill_layer
 from jshadow.state import KVState
 from jshadow.step import step_writes
 
-# Llama-3.1-8B's shape; the context is that of Llama-3-8B-1M, so that 244K fits too.
-LLAMA = ModelConfig(
-    "llama", 128256, 32, 4096, 14336, 32, 8, 128, 1e-5, 2**20, RopeConfig(theta=500000.0), eos_ids=(128001,)
-)
-ONE_LAYER = ModelConfig("llama", 256, 1, 4096, 14336, 32, 8, 128, 1e-5, 2**20, RopeConfig(theta=500000.0))
 DTYPE = jnp.bfloat16
 
 

@@ -1,0 +1,74 @@
+"""What compressing a prompt costs beside its attention, of one layer (ShadowKV, table 12)."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gpu.runner import Task
+from gpu.sizes import Sizes
+from gpu.synthetic import free, on_device
+from gpu.timing import build, series
+from jshadow.lowrank import key_factors
+from jshadow.planning import pieces_of
+from jshadow.prefill import piece_attention, put
+
+PIECE = 2048  # tokens of a piece of a prompt, as in `prefill`
+
+
+def arrays(sizes: Sizes, tokens: int) -> tuple[Any, Any, Any]:
+    """Queries, keys and values of a prompt: rows of a matrix that are no multiples of one another."""
+    config = sizes.config
+    shapes = ((1, tokens, heads, config.head_dim) for heads in (config.q_heads, config.kv_heads, config.kv_heads))
+    q, k, v = (on_device(seed, 1.0, shape) for seed, shape in enumerate(shapes))
+    return q, k, v
+
+
+def in_pieces(q: Any, k: Any, v: Any) -> Any:
+    """Causal attention as a prefill does it, piece after piece."""
+    count, size = pieces_of(q.shape[1], PIECE)
+
+    def one(index: Any, done: Any) -> Any:
+        rows = lax.dynamic_slice_in_dim(q, index * size, size, axis=1)
+        return put(done, piece_attention(rows, k, v, index * size, False)[0], index * size)
+
+    return lax.fori_loop(0, count, one, jnp.zeros_like(q))
+
+
+def factors(sizes: Sizes, capacity: int, k: Any) -> Any:
+    """Gram matrix, eigenvectors, left and right factor."""
+    rank = sizes.policy.resolve(sizes.config, capacity).rank
+    assert rank is not None
+    return key_factors(k, jnp.full(1, k.shape[1], jnp.int32), rank)
+
+
+def measured(sizes: Sizes, capacity: int) -> dict[str, Any]:
+    """Seconds of the factors, of the attention in pieces and, where cuDNN does it, at once; shares of them."""
+    tokens = sizes.prompt(capacity) // PIECE * PIECE or sizes.prompt(capacity)
+    q, k, v = arrays(sizes, tokens)
+    try:
+        low = build(functools.partial(factors, sizes, capacity), k)
+        taken = series(lambda: low.program(k), 1, min(3, sizes.repeats))
+        pieces = build(in_pieces, q, k, v)
+        slow = series(lambda: pieces.program(q, k, v), 1, 1)
+        row = {
+            "tokens": tokens, "factor_seconds": taken.median, "attention_seconds": slow.median,
+            "factors_to_attention": taken.median / slow.median, "compile_seconds": low.seconds + pieces.seconds,
+        }  # fmt: skip
+        if jax.default_backend() == "gpu":
+            whole = build(lambda q, k, v: piece_attention(q, k, v, jnp.int32(0), False)[0], q, k, v)
+            fast = series(lambda: whole.program(q, k, v), 1, min(3, sizes.repeats))
+            row |= {"fused_attention_seconds": fast.median, "factors_to_fused": taken.median / fast.median}
+        return row
+    finally:
+        free(q, k, v)
+
+
+def tasks(sizes: Sizes) -> Iterator[Task]:
+    """One task a context, the shorter first: the other's attention takes four times as long."""
+    for capacity in sorted(sizes.capacities):
+        needs = 0 if sizes.dry else 15 if capacity < 100_000 else 25
+        yield Task(f"compress, {capacity:,}", needs, functools.partial(measured, sizes, capacity))

@@ -1,0 +1,141 @@
+"""What JAX and XLA promise of this machine's memories and arithmetic, and the three fetch modes beside each other."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gpu.runner import Task
+from gpu.sizes import Sizes
+from gpu.synthetic import free, sharding
+from jshadow import decode, offload
+from jshadow.chunking import top_k
+from jshadow.config import ModelConfig
+from jshadow.lowrank import EXACT, key_factors
+from jshadow.params import init_params
+from jshadow.policies import ShadowKV
+from jshadow.state import HostArray
+from pallas_kernels import fetch_reconstruct
+
+MODEL = ModelConfig("llama", 499, 4, 256, 384, 8, 2, 64, 1e-5, 1024)
+SMALL_MODEL = ModelConfig("llama", 101, 2, 32, 48, 4, 2, 16, 1e-5, 1024)
+LENGTHS, CAPACITY, STEPS = (310, 171, 59), 352, 6
+NEAR = 2e-3  # of logits of unit variance: float32 throughout, but sums in another order
+ALIKE = 0.99  # share of selected ids: a near tie may fall to either side
+
+
+def check_memories() -> dict[str, Any]:
+    """Whether the device can address pinned host memory, and an array goes there and back."""
+    kinds = sorted(memory.kind for memory in jax.devices()[0].addressable_memories())
+    x = jnp.arange(1001.0)
+    away = jax.device_put(x, sharding("pinned_host"))
+    same = bool((jax.device_put(away, sharding("device")) == x).all())
+    return {"ok": same and away.sharding.memory_kind == "pinned_host", "memories": kinds}
+
+
+def check_top_k(sizes: Sizes) -> dict[str, Any]:
+    """Our top_k against a stable sort of NumPy, with many ties: the lower index must win."""
+    rng, count = np.random.default_rng(0), 24 if sizes.dry else 239
+    wrong = []
+    for levels in (50, 100_000):
+        scores = rng.integers(0, levels, (2, 8, 1, 500 if sizes.dry else 15_356)).astype(np.float32)
+        want = np.argsort(-scores, axis=-1, kind="stable")[..., :count]
+        got = np.asarray(jax.jit(functools.partial(top_k, count=count))(scores))
+        if not np.array_equal(got, want):
+            wrong.append(f"{levels} levels: {(got != want).mean():.2%} of the ids differ")
+    return {"ok": not wrong, "wrong": wrong}
+
+
+def check_gram(sizes: Sizes) -> dict[str, Any]:
+    """A float32 Gram matrix must not be made of TF32 products, and its eigenvectors must give the keys back."""
+    rows, heads, dim = (64, 2, 8) if sizes.dry else (4096, 8, 128)
+    keys = jax.random.normal(jax.random.key(0), (rows, heads, dim), jnp.float32) + 0.5
+    flat = keys.reshape(rows, -1)
+    exact = np.asarray(flat, np.float64)
+    want = exact.T @ exact
+
+    def off(got: Any) -> float:
+        return float(np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want))
+
+    error = off(jax.jit(functools.partial(jnp.einsum, "sm,sn->mn", precision=EXACT))(flat, flat))
+    default = off(jax.jit(functools.partial(jnp.einsum, "sm,sn->mn"))(flat, flat))
+    left, right = jax.jit(functools.partial(key_factors, rank=heads * dim))(keys[None], jnp.full(1, rows))
+    back = np.einsum("sr,hrd->shd", np.asarray(left[0], np.float64), np.asarray(right[0], np.float64))
+    rebuilt = float(np.linalg.norm(back - np.asarray(keys, np.float64)) / np.linalg.norm(exact))
+    return {"ok": error < 2e-6 and rebuilt < 2e-5, "gram_error": error, "gram_error_default": default,
+            "rebuilt_error": rebuilt}  # fmt: skip
+
+
+def check_modes(sizes: Sizes, dtype: str = "float32") -> dict[str, Any]:
+    """The same prompts and tokens in all fetch modes: logits and selected chunks, step by step."""
+    config = SMALL_MODEL if sizes.dry else MODEL
+    rng, policy = np.random.default_rng(0), ShadowKV(rank=24, chunk_size=8, budget=64, outlier_chunks=4)
+    tokens = rng.integers(0, config.vocab_size, (len(LENGTHS), max(LENGTHS)), dtype=np.int32)
+    fed = rng.integers(0, config.vocab_size, (STEPS, len(LENGTHS)), dtype=np.int32)
+    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    with jax.default_matmul_precision("highest"):  # else TF32 makes near ties of what is none
+        params = init_params(config, dtype=dtype)
+        for fetch in offload.FETCH_MODES:
+            _, state = decode.prefill(params, tokens, np.asarray(LENGTHS), policy, capacity=CAPACITY, fetch=fetch)
+            logits, ids = [], []
+            for token in fed:
+                out, state = decode.decode_step(params, token, state)
+                logits.append(np.asarray(out))
+                ids.append([np.sort(np.asarray(layer.live.resident), axis=-1) for layer in state.layers])
+            found[fetch] = np.asarray(logits), np.asarray(ids)
+            hits = float(np.asarray(state.counters.hits, float).sum() / np.asarray(state.counters.selected).sum())
+    base, chosen = found["resident"]
+    row: dict[str, Any] = {"ok": bool(np.isfinite(base).all()), "repeat_share": hits}
+    for fetch in offload.FETCH_MODES[1:]:
+        mine, picked = found[fetch]
+        row[f"{fetch}_logits"] = float(np.abs(mine - base).max())
+        row[f"{fetch}_ids"] = float(np.mean(picked == chosen))
+        row["ok"] = row["ok"] and row[f"{fetch}_logits"] < NEAR and row[f"{fetch}_ids"] >= ALIKE
+    return row
+
+
+def expected(index: Any, width: int) -> Any:
+    """Small whole numbers by the flat index (row, head, chunk) of a chunk; exact in bfloat16."""
+    return ((index * 7)[..., None] % 251 + jnp.arange(width) % 5).astype(jnp.bfloat16)
+
+
+def check_big(sizes: Sizes) -> dict[str, Any]:
+    """Chunks of a pinned array that no 32-bit offset spans (JAX issue 42349): by kernel, by the host, as a whole."""
+    batch, heads, units, chunk, rank = 2, 4, sizes.big_units, 8, 16
+    dim = 16 if sizes.dry else 128
+    width = chunk * dim
+
+    @jax.jit
+    def made() -> jax.Array:
+        b, h, u = (jax.lax.broadcasted_iota(jnp.int32, (batch, heads, units), axis) for axis in range(3))
+        return expected((b * heads + h) * units + u, width)
+
+    here = jax.block_until_ready(made())
+    away = jax.block_until_ready(jax.device_put(here, sharding("pinned_host")))
+    whole = bool((jax.device_put(away, sharding("device")) == here).all())
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, units, (batch, heads, 64)), jnp.int32)
+    ids = ids.at[..., 0].set(0).at[..., 1].set(units - 1)
+    row, head = jnp.ogrid[:batch, :heads]
+    want = expected((row * heads + head)[..., None] * units + ids, width)
+    left, right = jnp.zeros((batch, units, chunk * rank), jnp.bfloat16), jnp.ones((batch, heads, rank, dim), "bfloat16")
+    inverse = jnp.ones(dim // 2, jnp.float32)
+    ways: dict[str, Callable[..., Any]] = {
+        "zero_copy": lambda values, ids, left: fetch_reconstruct(values, left, right, ids, inverse)[1],
+        "device_put": lambda values, ids, left: offload.gather(HostArray(values, "pinned_host"), ids, units),
+    }
+    found = {way: bool((jax.jit(get)(away, ids, left).reshape(want.shape) == want).all()) for way, get in ways.items()}
+    size = away.nbytes
+    free(here, away, left)
+    return {"ok": whole and all(found.values()), "bytes": size, "whole": whole} | found
+
+
+def tasks(sizes: Sizes) -> Iterator[Task]:
+    """The checks that are of no one kernel."""
+    yield Task("memories", 1, check_memories)
+    yield Task("fetch modes, float32", 20, functools.partial(check_modes, sizes))
+    yield Task("pinned array beyond 4 GiB", 20, functools.partial(check_big, sizes))
+    yield Task("top_k", 5, functools.partial(check_top_k, sizes))
+    yield Task("Gram matrix in float32", 10, functools.partial(check_gram, sizes))

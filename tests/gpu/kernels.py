@@ -1,0 +1,160 @@
+"""Every kernel of pallas_kernels: against float64 NumPy at awkward sizes, the float32 reference at real ones."""
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import kernel_truth
+import numpy as np
+from jax.experimental.pallas import triton as pltriton
+from kernel_cases import (
+    ATTENTION,
+    CHUNKS,
+    SCORES,
+    TOLERANCE,
+    Chunks,
+    Heads,
+    attention_inputs,
+    factor_inputs,
+    fetch_inputs,
+    name,
+    score_inputs,
+)  # fmt: skip
+
+import pallas_kernels
+from gpu.runner import NotHere, Task
+from gpu.sizes import Sizes
+from gpu.timing import side_by_side
+from pallas_kernels.fetch_reconstruct import triton_twin
+from pallas_kernels.fetch_reconstruct.rows import Values
+from pallas_kernels.reconstruct_keys.factors import Factors
+
+# How XLA calls our kernels; its own products of matrices are Triton's too.
+TRITON = getattr(pltriton, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
+# The shapes of a decode step of Llama-3.1-8B; the batch does not change what a program does.
+REAL_SCORES = tuple(Heads((n,), 128, 4, kv_heads=8, dtype=t) for n, t in ((15_356, "bfloat16"), (7_676, "float32")))
+REAL_ATTENTION = tuple(Heads((1_912, 384, 96), 128, 4, kv_heads=8, dtype=t) for t in ("bfloat16", "float32"))
+REAL_CHUNKS = tuple(
+    Chunks(n, 8, 160, 128, count=239, kept=239, kv_heads=8, dtype=t)
+    for n, t in ((15_356, "bfloat16"), (1_532, "float32"))
+)
+
+
+class Op(NamedTuple):
+    """A kernel: its awkward and real cases, its arguments, the op, and its results in float64."""
+
+    cases: tuple[Any, ...]
+    real: tuple[Any, ...]
+    inputs: Callable[[Any], dict[str, Any]]
+    call: Callable[..., Any]
+    truth: Callable[..., tuple[np.ndarray, ...]]
+
+
+def fetch_truth(**inputs: Any) -> tuple[np.ndarray, ...]:
+    """Keys and values."""
+    factors = {key: x for key, x in inputs.items() if key not in ("values", "values_tail", "kept", "slot")}
+    return kernel_truth.reconstruct_keys(**factors), kernel_truth.fetched_values(**inputs)
+
+
+OPS = {
+    "chunk_scores": Op(SCORES, REAL_SCORES, score_inputs, pallas_kernels.chunk_scores,
+                       lambda **x: (kernel_truth.chunk_scores(**x),)),
+    "reconstruct_keys": Op(CHUNKS, REAL_CHUNKS, factor_inputs, pallas_kernels.reconstruct_keys,
+                           lambda **x: (kernel_truth.reconstruct_keys(**x),)),
+    "fetch_reconstruct": Op(CHUNKS, REAL_CHUNKS, fetch_inputs, pallas_kernels.fetch_reconstruct, fetch_truth),
+    "sparse_attention": Op(ATTENTION, REAL_ATTENTION, attention_inputs, pallas_kernels.sparse_attention,
+                           lambda **x: (kernel_truth.sparse_attention(**x),)),
+}  # fmt: skip
+
+
+def compiled(op: Op, arrays: dict[str, Any], fixed: dict[str, Any], implementation: str) -> Any:
+    """The op as one program, by one implementation."""
+    return jax.jit(lambda x: op.call(**x, **fixed, implementation=implementation)).lower(arrays).compile()
+
+
+def wide(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments on the device, in float32 where they are shorter: exact, and with the reference exact in its sums."""
+
+    def one(x: jax.Array) -> jax.Array:
+        x = jax.device_put(x, jax.memory.Space.Device)
+        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(one, inputs)
+
+
+def parts_of(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays, and what is none."""
+    fixed = {key: x for key, x in inputs.items() if isinstance(x, float)}
+    return {key: x for key, x in inputs.items() if key not in fixed}, fixed
+
+
+def compare(got: Any, want: np.ndarray, dtype: str) -> dict[str, Any]:
+    """Largest error, and whether it is within the tests' table of tolerances."""
+    mine, want = kernel_truth.wide(got), kernel_truth.wide(want)
+    limit = TOLERANCE[dtype]
+    error = np.abs(mine - want)
+    good = mine.shape == want.shape and bool((error <= limit["atol"] + limit["rtol"] * np.abs(want)).all())
+    return {"ok": good, "error": float(error.max()), "relative": float(np.linalg.norm(error) / np.linalg.norm(want))}
+
+
+def outputs(made: Any) -> list[Any]:
+    """Of an op of one or several results."""
+    return list(made) if isinstance(made, (tuple, list)) else [made]
+
+
+def check_kernel(key: str, sizes: Sizes) -> dict[str, Any]:
+    """All cases of a kernel: {"ok", "cases", "worst", "wrong"}."""
+    op = OPS[key]
+    awkward = op.cases[: sizes.cases]
+    implementation = "interpret" if jax.default_backend() == "cpu" else "auto"
+    wanted = [(case, op.inputs(case), False) for case in awkward]
+    wanted += [] if sizes.dry else [(case, op.inputs(case), True) for case in op.real]
+    jobs = {n: functools.partial(compiled, op, *parts_of(x), implementation) for n, (_, x, _) in enumerate(wanted)}
+    programs, wrong, worst = side_by_side(jobs, sizes.workers), [], 0.0
+    for n, (case, inputs, real) in enumerate(wanted):
+        program, label = programs[n].result(), name(case)
+        if implementation == "auto" and TRITON not in program.as_text():
+            wrong.append(f"{label}: no kernel of ours ran")
+        made = outputs(program(parts_of(inputs)[0]))
+        if real:
+            big, fixed = parts_of(wide(inputs))
+            truth = outputs(op.call(**big, **fixed, implementation="xla"))
+        else:
+            truth = list(op.truth(**inputs))
+        kinds = ["float32" if key == "chunk_scores" else case.dtype] * len(made)
+        found = [compare(got, want, kind) for got, want, kind in zip(made, truth, kinds, strict=True)]
+        if key == "fetch_reconstruct" and found[1]["error"] != 0:
+            wrong.append(f"{label}: values differ by up to {found[1]['error']:.3g}, they should be copies")
+        wrong += [f"{label}: error {one['error']:.3g}, relative {one['relative']:.3g}" for one in found
+                  if not one["ok"]]  # fmt: skip
+        worst = max(worst, *(one["relative"] for one in found))
+    return {"ok": not wrong, "cases": len(wanted), "worst_relative": worst, "wrong": wrong}
+
+
+def check_twin(sizes: Sizes) -> dict[str, Any]:
+    """The Triton twin of fetch_reconstruct against the reference."""
+    for package in ("jax_triton", "triton"):
+        if importlib.util.find_spec(package) is None:
+            raise NotHere(f"{package} is not installed")
+    if jax.default_backend() == "cpu":
+        raise NotHere("no GPU")
+    wrong = []
+    for case in (CHUNKS[0], CHUNKS[1], CHUNKS[2]):
+        given = fetch_inputs(case)
+        values = Values(*(given.get(key) for key in ("values", "values_tail", "kept", "slot")))
+        factors = Factors(**factor_inputs(case))
+        keys, rows = jax.jit(triton_twin.fetch_reconstruct)(values, factors)
+        for got, want in zip((keys, rows), fetch_truth(**given), strict=True):
+            if not compare(got, want, case.dtype)["ok"]:
+                wrong.append(name(case))
+    return {"ok": not wrong, "wrong": wrong}
+
+
+def tasks(sizes: Sizes) -> Iterator[Task]:
+    """One task a kernel."""
+    for key in OPS:
+        yield Task(f"kernel {key}", 10, functools.partial(check_kernel, key, sizes))
+    yield Task("jax-triton twin", 10, functools.partial(check_twin, sizes))

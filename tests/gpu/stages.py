@@ -1,0 +1,157 @@
+"""One layer's decode step by stages, each compiled alone at the shapes of the step, beside the whole step."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from gpu.runner import Task
+from gpu.sizes import Sizes
+from gpu.steered import PHASE
+from gpu.synthetic import free, on_device, sharding, state, steered
+from gpu.timing import Seconds, build, series
+from jshadow import offload
+from jshadow.attention import Piece, attend
+from jshadow.bench import Shape, random_step
+from jshadow.chunking import top_k
+from jshadow.lowrank import reconstruct_keys
+from jshadow.policies.shadowkv import own_piece
+from jshadow.state import Fetched, HostTier, LayerState, Selection, StepKV
+from jshadow.step import step_layer
+
+CALLS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """A layer whose prompts fill a capacity.
+
+    Attributes:
+        sizes: of everything.
+        capacity: tokens that a row may hold.
+        batch: rows.
+    """
+
+    sizes: Sizes
+    capacity: int
+    batch: int
+
+    def timed(self, function: Any, *args: Any) -> Seconds:
+        """Seconds of a stage."""
+        program = build(function, *args).program
+        return series(lambda: program(*args), CALLS, self.sizes.repeats)
+
+    def measured(self) -> dict[str, Any]:
+        """Milliseconds of each stage, with what `device_put` and `zero_copy` make of the fetch."""
+        sizes, prompt = self.sizes, self.sizes.prompt(self.capacity)
+        config, policy = sizes.layer_config, steered(sizes.policy, prompt)
+        held = state(config, policy, self.batch, self.capacity, prompt, "zero_copy")
+        try:
+            shape = Shape(prompt, self.batch, config.q_heads, config.kv_heads, config.head_dim)
+            step = jax.device_put(random_step(shape, 1), sharding("device"))
+            stages = self.stages(held.specs[0], held.layers[0], step)
+            whole = {
+                f"whole, {fetch}": self.whole(dataclasses.replace(held.specs[0], fetch=fetch), held.layers[0], step)
+                for fetch in ("device_put", "zero_copy")
+            }  # the last consumes what lives
+            found = {name: seconds.median * 1e3 for name, seconds in (stages | whole).items()}
+            return {"capacity": self.capacity, "batch": self.batch, "milliseconds": found}
+        finally:
+            free(held)
+
+    def stages(self, spec: Any, layer: LayerState, step: StepKV) -> dict[str, Seconds]:
+        """All but the whole."""
+        policy, layout = spec.policy, spec.policy.host_layout(spec)
+        scores = jax.jit(policy.scores, static_argnums=0)(spec, layer, step)
+        select = jax.jit(functools.partial(self.selected, spec))
+        selection: Selection = select(layer, step)
+        ids = jnp.broadcast_to(selection.ids, (self.batch, layout.heads, selection.ids.shape[2]))
+        plain, put = selection.replace(kept=None), dataclasses.replace(spec, fetch="device_put")
+        fetched: Fetched = jax.jit(functools.partial(self.fetched, put))(layer.host, plain)
+
+        def gather(tier: HostTier, ids: Any) -> Any:
+            return offload.gather(tier.prompt, ids, layout.units)
+
+        def attention(layer: LayerState, step: StepKV, fetched: Fetched) -> Any:
+            assert fetched.k is not None
+            pieces = [*policy.exact_pieces(spec, layer, step), own_piece(fetched.k, fetched, 1)]
+            return attend(step.q_post, pieces, spec.scale)
+
+        count = policy.max_selected(spec.capacity)
+        return {
+            "scores": self.timed(functools.partial(policy.scores, spec), layer, step),
+            "top_k": self.timed(functools.partial(top_k, count=count), scores),
+            "fetch V (host gather, device_put)": self.timed(gather, layer.host, ids),
+            "rebuild K": self.timed(reconstruct_keys, selection.rebuild, ids),
+            "fetch V and rebuild K (device_put)": self.timed(functools.partial(self.fetched, put), layer.host, plain),
+            "fetch V and rebuild K (zero_copy)": self.timed(functools.partial(self.fetched, spec), layer.host, plain),
+            "attention": self.timed(attention, layer, step, fetched),
+        }
+
+    @staticmethod
+    def selected(spec: Any, layer: LayerState, step: StepKV) -> Selection:
+        """What the step would fetch."""
+        selection, _, _ = spec.policy.select(spec, layer, step, None)
+        assert selection is not None
+        return selection
+
+    @staticmethod
+    def fetched(spec: Any, tier: HostTier, selection: Selection) -> Fetched:
+        """All of it, by the spec's fetch mode."""
+        return offload.fetch(spec, tier, selection, spec.policy.host_layout(spec))
+
+    def whole(self, spec: Any, layer: LayerState, step: StepKV) -> Seconds:
+        """The layer's step; its query moves on, so that each step selects other chunks."""
+        live = layer.live if spec.fetch == "zero_copy" else layer.live.replace(values=None)
+
+        def run(frozen: Any, tier: Any, live: Any, step: StepKV) -> tuple[Any, Any, Any]:
+            given = LayerState(frozen, live, HostTier(tier))
+            out, after, _, _ = step_layer(spec, given, step, None, {}, (spec,), [given.host])
+            # Round and round in the phase in which no step selects what the one before did.
+            position = spec.policy.prompt + (step.positions - spec.policy.prompt + 1) % PHASE
+            return out, after.live, step.replace(positions=position, lengths=position[:, 0])
+
+        # Consumed at each step: the stages before must not lose it.
+        box = [jax.tree.map(jnp.copy, live), jax.tree.map(jnp.copy, step)]
+        program = build(run, layer.frozen, layer.host.prompt, *box, donate=(2, 3)).program
+
+        def once() -> Any:
+            out, *box[:] = program(layer.frozen, layer.host.prompt, *box)
+            return out
+
+        found = series(once, CALLS, self.sizes.repeats)
+        free(box)
+        return found
+
+
+def dense(sizes: Sizes, capacity: int, batch: int) -> dict[str, Any]:
+    """Full attention of one token by our kernel and by JAX's own: is the baseline of the decode part a fair one?"""
+    config = sizes.layer_config
+    shape = Shape(capacity, batch, config.q_heads, config.kv_heads, config.head_dim)
+    q, rows = random_step(shape, 1).q_post, (batch, config.kv_heads, capacity, config.head_dim)
+    k, v = on_device(1, 1.0, rows), on_device(2, 1.0, rows)
+
+    def ours(q: Any, k: Any, v: Any) -> Any:
+        return attend(q, [Piece(k, v, jnp.ones((1, 1, 1, capacity), bool))], config.head_dim**-0.5)
+
+    program = build(ours, q, k, v).program
+    mine = series(lambda: program(q, k, v), CALLS, sizes.repeats)
+    free(k, v)
+    k, v = (on_device(seed, 1.0, (batch, capacity, config.kv_heads, config.head_dim)) for seed in (1, 2))
+    theirs = build(jax.nn.dot_product_attention, q, k, v).program
+    other = series(lambda: theirs(q, k, v), CALLS, sizes.repeats)
+    free(k, v)
+    found = {"full attention, sparse_attention": mine.median, "full attention, jax.nn": other.median}
+    return {"capacity": capacity, "batch": batch, "bytes": 2 * k.nbytes,
+            "milliseconds": {name: seconds * 1e3 for name, seconds in found.items()}}  # fmt: skip
+
+
+def tasks(sizes: Sizes) -> Iterator[Task]:
+    """Two tasks a context."""
+    for capacity, batch in zip(sizes.capacities, sizes.layer_batch, strict=True):
+        needs, few = 0 if sizes.dry else 30, max(1, batch // 4)
+        yield Task(f"stages, {batch} x {capacity:,}", needs, Stages(sizes, capacity, batch).measured)
+        yield Task(f"full attention, {few} x {capacity:,}", needs / 3, functools.partial(dense, sizes, capacity, few))

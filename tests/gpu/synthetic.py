@@ -1,0 +1,174 @@
+"""Random weights and states made where they will lie: the device makes every number, none passes through NumPy.
+
+A state is what a prompt that fills the capacity but for 64 tokens would leave: lengths, chunks and candidates agree.
+"""
+
+import dataclasses
+import functools
+import gc
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from gpu.steered import Steered
+from jshadow import offload
+from jshadow.config import ModelConfig
+from jshadow.models.transformer import abstract_weights
+from jshadow.planning import abstract_state
+from jshadow.policies import Policy, ShadowKV
+from jshadow.state import Counters, HostArray, HostTier, KVState, LayerState
+
+DTYPE = "bfloat16"
+
+
+def sharding(memory: str) -> SingleDeviceSharding:
+    """The first device, "device" or "pinned_host" memory."""
+    device = jax.devices()[0]
+    return SingleDeviceSharding(device, memory_kind=device.default_memory().kind if memory == "device" else memory)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def drawn(seed: int, scale: float, *, shape: tuple[int, ...], dtype: str) -> Array:
+    """Normal numbers of deviation `scale`."""
+    return scale * jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("count",))
+def spread(row: Array, *, count: int) -> Array:
+    """`count` multiples of an array, nearly as large: so few numbers are drawn, by one program for any batch."""
+    factors = 1 + jnp.arange(count, dtype=row.dtype).reshape(-1, *[1] * row.ndim) / (8 * count)
+    return row * factors
+
+
+def on_device(seed: int, scale: float, shape: tuple[int, ...], dtype: Any = DTYPE) -> Array:
+    """Normal numbers of deviation about `scale`, bound to the device; the rows are multiples of one another."""
+    row = drawn(seed, scale, shape=shape[1:], dtype=str(dtype))
+    return jax.device_put(spread(row, count=shape[0]), sharding("device"))
+
+
+def on_host(seed: int, shape: tuple[int, ...], dtype: Any = DTYPE) -> Array:
+    """`on_device` of deviation 1, moved to pinned host memory; nothing of it stays on the device."""
+    here = on_device(seed, 1.0, shape, dtype)
+    away = jax.block_until_ready(jax.device_put(here, sharding("pinned_host")))
+    if here.sharding.memory_kind != "pinned_host":
+        here.delete()
+    return away
+
+
+def free(*trees: Any) -> None:
+    """Give the memory of all arrays back now."""
+    for leaf in jax.tree.leaves(trees):
+        if isinstance(leaf, Array) and not leaf.is_deleted():
+            leaf.delete()
+    gc.collect()
+
+
+def weights(config: ModelConfig, dtype: str = DTYPE) -> dict:
+    """Random weights: kernels of deviation 1 / sqrt(fan_in), norms one."""
+    leaves, structure = jax.tree.flatten(abstract_weights(config))
+    made = []
+    for seed, leaf in enumerate(leaves):
+        if len(leaf.shape) == 1:
+            made.append(jax.device_put(jnp.ones(leaf.shape, dtype), sharding("device")))
+            continue
+        whole = drawn(seed, leaf.shape[0] ** -0.5, shape=leaf.shape, dtype=dtype)
+        made.append(jax.device_put(whole, sharding("device")))
+    return jax.block_until_ready(jax.tree.unflatten(structure, made))
+
+
+def steered(policy: ShadowKV, prompt: int) -> Steered:
+    """The policy's settings, steered, for prompts of that many tokens."""
+    return Steered(**dataclasses.asdict(policy), prompt=prompt)
+
+
+def state(config: ModelConfig, policy: Policy, batch: int, capacity: int, prompt: int, fetch: str) -> KVState:
+    """The state of `batch` prompts; Full or Steered.
+
+    Raises:
+        jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED, what was made before is given back.
+    """
+    shapes = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=DTYPE, fetch=fetch)
+    layers: list[LayerState] = []
+    try:
+        for spec, layer in zip(shapes.specs, shapes.layers, strict=True):
+            layers.append(fill(layer, spec.policy, capacity, 1000 * (1 + len(layers))))
+            jax.block_until_ready(layers[-1])
+    except Exception:
+        free(layers)
+        raise
+    lengths, last = (jax.device_put(jnp.full(batch, n, jnp.int32), sharding("device")) for n in (prompt, 0))
+    counters = jax.device_put(Counters.zeros(batch), sharding("device"))
+    return shapes.replace(layers=tuple(layers), lengths=lengths, last=last, counters=counters)
+
+
+def fill(layer: LayerState, policy: Policy, capacity: int, seed: int) -> LayerState:
+    """One layer, leaf by leaf."""
+
+    def one(leaf: Any, seed: int) -> Array:
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return on_device(seed, 1.0, leaf.shape, leaf.dtype)
+        return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), sharding("device"))
+
+    leaves, structure = jax.tree.flatten((layer.frozen, layer.live))
+    frozen, live = jax.tree.unflatten(structure, [one(leaf, seed + n) for n, leaf in enumerate(leaves)])
+    if isinstance(policy, Steered):
+        batch = frozen.candidates.shape[0]
+        frozen = frozen.replace(
+            right=on_device(seed + 90, math.sqrt(1 / frozen.right.shape[2]), frozen.right.shape),
+            candidates=jax.device_put(
+                jnp.broadcast_to(policy.eligible(capacity), frozen.candidates.shape).copy(), sharding("device")
+            ),
+            chunks=jax.device_put(jnp.full(batch, policy.chunks, jnp.int32), sharding("device")),
+        )  # fmt: skip
+        live = live.replace(resident=live.resident - 1)
+    prompt = layer.host.prompt
+    if prompt is None:
+        return LayerState(frozen, live, HostTier())
+    make = on_host if prompt.memory == "pinned_host" else functools.partial(on_device, scale=1.0)
+    array = make(seed=seed + 99, shape=prompt.array.shape, dtype=prompt.array.dtype)
+    return LayerState(frozen, live, HostTier(HostArray(array, prompt.memory)))
+
+
+def refetched(state: KVState, fetch: str) -> KVState:
+    """The same state in the other offloading fetch mode: what lies in host memory stays where it is."""
+    assert "resident" not in (fetch, state.fetch), "resident rows lie elsewhere"
+    layers = []
+    for spec, layer in zip(state.specs, state.layers, strict=True):
+        shape, live = offload.tier_shapes(spec.policy.host_layout(spec), spec), layer.live
+        if fetch != "zero_copy":
+            if live.values is not None:
+                live.values.delete()
+            live = live.replace(values=None)
+        elif live.values is None:
+            assert shape.prompt is not None
+            live = live.replace(values=on_device(7, 1.0, (*live.resident.shape, shape.prompt.array.shape[3])))
+            # What is held would no longer be the values of these chunks.
+            live = live.replace(resident=jax.device_put(jnp.full_like(live.resident, -1), sharding("device")))
+        layers.append(layer.replace(live=live))
+    specs = tuple(dataclasses.replace(spec, fetch=fetch) for spec in state.specs)
+    return state.replace(layers=tuple(layers), specs=specs)
+
+
+def abstract(tree: Any) -> Any:
+    """ShapeDtypeStructs with the memory in which each array of a state or of weights lies."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, HostArray):
+            return HostArray(placed(leaf.array, leaf.memory), leaf.memory)
+        return placed(leaf, "device")
+
+    return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, HostArray))
+
+
+def placed(leaf: Any, memory: str) -> jax.ShapeDtypeStruct:
+    """One of them. Of a SingleDeviceSharding, JAX 0.10 would forget the memory while tracing."""
+    kind = sharding(memory).memory_kind
+    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
+    )  # fmt: skip

@@ -1,0 +1,220 @@
+"""`make gpu` without a GPU: a dry run of everything, and what it does about what is wrong, raises or comes too late."""
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gpu import kernels, report, throughput
+from gpu.room import Room
+from gpu.runner import CUT as CUT_OFF
+from gpu.runner import FAILED, LATE, MEASURED, NOT_ASKED, NOT_HERE, RAISED, NotHere, Runner, Task
+from gpu.sizes import DRY, REAL
+from gpu.synthetic import steered
+
+import pallas_kernels
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ["correctness", "ceilings", "fetch", "decode", "layer", "compress"]
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory):
+    """What a dry run leaves: its results, its page, its exit status."""
+    out = tmp_path_factory.mktemp("gpu")
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    command = [sys.executable, "-m", "gpu", "--dry-run", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (out / "gpu.json").exists(), done.stderr
+    return json.loads((out / "gpu.json").read_text()), (out / "gpu.md").read_text(), done
+
+
+def numbers(value):
+    """All numbers in nested values."""
+    if isinstance(value, dict):
+        return [n for one in value.values() for n in numbers(one)]
+    if isinstance(value, list):
+        return [n for one in value for n in numbers(one)]
+    return [value] if isinstance(value, float) else []
+
+
+def test_all_parts_of_a_dry_run_report(dry):
+    results, page, done = dry
+    assert done.returncode == 0, done.stderr
+    assert list(results["parts"]) == PARTS
+    for part, rows in results["parts"].items():
+        assert rows
+        assert {row["status"] for row in rows} <= {MEASURED, NOT_HERE}, rows
+        assert part == "correctness" or all(row["status"] == MEASURED for row in rows)
+    assert all(math.isfinite(number) for number in numbers(results["parts"]))
+    assert {"device", "driver", "cuda", "jax", "jaxlib", "date", "commit"} <= set(results["machine"])
+    for title in ("Correctness", "Ceilings", "Fetch of one layer", "Decode", "One layer's decode step"):
+        assert f"## {title}" in page
+    assert page.count("not measured |") == 4  # a dry run reaches no goal
+
+
+def test_a_dry_run_checks_everything_once(dry):
+    rows = {row["name"]: row for row in dry[0]["parts"]["correctness"]}
+    assert {f"kernel {name}" for name in kernels.OPS} <= set(rows)
+    assert {"fetch modes, float32", "pinned array beyond 4 GiB", "top_k", "memories"} <= set(rows)
+    assert all(row["ok"] for row in rows.values() if row["status"] == MEASURED)
+    assert REAL.big_units * 2 * 4 * 8 * 128 * 2 > 2**32
+
+
+def test_a_dry_run_decodes_with_the_shares_that_were_set(dry):
+    rows = dry[0]["parts"]["decode"]
+    capacities = {row["capacity"] for row in rows}
+    assert capacities == set(DRY.capacities)
+    for capacity in capacities:
+        batches = [(row["kind"], row["batch"]) for row in rows if row["capacity"] == capacity]
+        assert {kind for kind, _ in batches} == {"full", "zero_copy", "device_put"}
+        assert {batch for kind, batch in batches if kind != "full"} > {1}
+    chunk = DRY.policy.chunk_size * DRY.config.head_dim * 2
+    for row in rows:
+        per_step = DRY.config.num_layers * row["batch"] * DRY.config.kv_heads * 10 * chunk
+        for phase in row["phases"]:
+            assert phase["tokens_per_second"] > 0
+            assert phase["ratio_to_full"] > 0
+            assert phase["share_of_bound"] > 0
+            if row["kind"] != "full":
+                assert phase["share"] == pytest.approx(phase["share_set"], abs=0.05)
+            moved = {"full": 0, "device_put": 1, "zero_copy": 1 - (phase["share"] or 0)}[row["kind"]]
+            assert phase["fetched_bytes_per_step"] == pytest.approx(moved * per_step)
+
+
+def test_a_dry_run_takes_a_layer_apart(dry):
+    for row in dry[0]["parts"]["layer"]:
+        assert all(milliseconds > 0 for milliseconds in row["milliseconds"].values())
+    assert {"scores", "top_k", "rebuild K", "attention", "whole, zero_copy", "whole, device_put"} <= set(
+        dry[0]["parts"]["layer"][0]["milliseconds"]
+    )
+
+
+@pytest.mark.parametrize("capacity", REAL.capacities)
+def test_a_steered_selection_fits_the_real_sizes(capacity):
+    policy = steered(REAL.policy.resolve(REAL.config, capacity), REAL.prompt(capacity))
+    wheel, count = policy.wheel(capacity), policy.max_selected(capacity)
+    assert wheel >= 2 * count
+    assert np.asarray(policy.eligible(capacity)).sum() == wheel
+    ranks = np.asarray(policy.ranks(policy.chunks))
+    assert sorted(ranks) == list(range(policy.chunks))
+    near = np.abs(np.diff(ranks))
+    assert np.minimum(near, policy.chunks - near).min() > count  # neighbours are never in one selection
+    assert 1 - policy.moved(capacity) / count == pytest.approx(0.6, abs=0.01)
+
+
+# What goes wrong
+
+
+def run(tmp_path, tasks, seconds=100.0, only=None):
+    """Exit status, and the rows that a part of these tasks leaves beside another that is well."""
+    runner = Runner(tmp_path, {"dry_run": True, "machine": {}}, seconds, say=lambda line: None)
+    parts = {"first": lambda: iter(tasks), "second": lambda: iter([Task("well", 0, lambda: {"ok": True})])}
+    status = runner.run(parts, only)
+    written = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert written == json.loads(json.dumps(runner.results["parts"]))
+    return status, written["first"], written["second"]
+
+
+def test_a_wrong_kernel_is_told(tmp_path, monkeypatch):
+    def wrong(*args, **options):
+        return pallas_kernels.chunk_scores(*args, **options) + jnp.float32(1e-3)
+
+    monkeypatch.setitem(kernels.OPS, "chunk_scores", kernels.OPS["chunk_scores"]._replace(call=wrong))
+    tasks = [task for task in kernels.tasks(DRY) if "scores" in task.name]
+    status, [row], [other] = run(tmp_path, tasks)
+    assert (status, row["status"], other["status"]) == (1, FAILED, MEASURED)
+    assert "error 0.001" in row["wrong"][0]
+    page = report.markdown({"dry_run": True, "machine": {}, "parts": {"correctness": [row]}})
+    assert "kernel chunk_scores: failed: " in page
+
+
+def test_what_raises_stops_nothing_else(tmp_path):
+    def fail():
+        raise ValueError("no such thing")
+
+    status, rows, [other] = run(tmp_path, [Task("bad", 0, fail), Task("good", 0, dict)])
+    assert [row["status"] for row in rows] == [RAISED, MEASURED]
+    assert "ValueError: no such thing" in rows[0]["error"]
+    assert (status, other["status"]) == (1, MEASURED)
+
+    def broken():
+        yield Task("good", 0, dict)
+        raise OSError("while planning")
+
+    status, rows, _ = run(tmp_path, broken())
+    assert (status, [row["status"] for row in rows]) == (1, [MEASURED, RAISED])
+
+
+def test_what_comes_too_late_is_told_and_no_failure(tmp_path):
+    status, rows, [other] = run(tmp_path, [Task("long", 60, dict), Task("short", 0, dict)], seconds=30)
+    assert [row["status"] for row in rows] == [LATE, MEASURED]
+    assert (status, other["status"]) == (0, MEASURED)
+
+
+def test_what_this_machine_cannot_do_is_no_failure(tmp_path):
+    def absent():
+        raise NotHere("no such package")
+
+    status, [row], _ = run(tmp_path, [Task("twin", 0, absent)])
+    assert (status, row["status"], row["why"]) == (0, NOT_HERE, "no such package")
+
+
+def test_parts_that_nobody_asked_for_say_so(tmp_path):
+    status, [row], [other] = run(tmp_path, [Task("bad", 0, dict)], only="second")
+    assert (status, row["status"], other["status"]) == (0, NOT_ASKED, MEASURED)
+
+
+CUT = """
+import sys, time
+from pathlib import Path
+from gpu.runner import Runner, Task
+runner = Runner(Path(sys.argv[1]), {}, 0.5, finish=lambda results: print("finished"))
+runner.watch(0.2)
+runner.run({"first": lambda: iter([Task("endless", 0, lambda: time.sleep(600))]), "second": lambda: iter(())})
+"""
+
+
+def test_a_task_that_does_not_return_is_left_behind(tmp_path):
+    start = time.monotonic()
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    done = subprocess.run([sys.executable, "-c", CUT, str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "finished\n")
+    assert time.monotonic() - start < 60
+    written = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert (written["first"][-1]["name"], written["first"][-1]["status"]) == ("endless", CUT_OFF)
+    assert written["second"][0]["status"] == LATE
+
+
+def test_fewer_rows_where_memory_runs_out(monkeypatch):
+    made = throughput.state
+
+    def scarce(config, policy, batch, *rest):
+        if batch > 3:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for so many rows")
+        return made(config, policy, batch, *rest)
+
+    monkeypatch.setattr(throughput, "state", scarce)
+    sizes = dataclasses.replace(DRY, capacities=(512,))
+    part = throughput.Throughput(sizes, Room(sizes, 0, lambda: {"read": 1e10, "matmul_bfloat16": 1e10}))
+    tasks = part.tasks()
+    rows = [next(tasks).run() for _ in range(3)]
+    tasks.close()
+    assert [(row["kind"], row["batch"]) for row in rows] == [("full", 3), ("zero_copy", 3), ("device_put", 3)]
+    assert rows[1]["phases"][1]["share"] == pytest.approx(0.6)
+
+
+def test_goals():
+    phase = {"share_set": 0.6, "ratio_to_full": 3.2, "share_of_bound": 0.4}
+    slow = phase | {"share_set": 0.0, "ratio_to_full": 1.2}
+    row = {"name": "x", "status": MEASURED, "kind": "zero_copy", "capacity": 9, "phases": [slow, phase]}
+    found = report.goals({"dry_run": False, "parts": {"decode": [row]}})
+    assert [cells[-1] for cells in found] == ["not measured", "met", "not met", "not met"]
