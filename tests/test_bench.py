@@ -15,8 +15,7 @@ TINY = ["--context", "200", "--heads", "4", "--kv-heads", "2", "--head-dim", "16
 
 @pytest.fixture(autouse=True)
 def small_ceilings(monkeypatch):
-    monkeypatch.setattr(timing, "COPY_BYTES", 2**16)
-    monkeypatch.setattr(timing, "SIDE", 32)
+    monkeypatch.setattr(timing, "ON_CPU", (2**16, 32))
 
 
 def test_a_row_of_full_attention():

@@ -13,7 +13,8 @@ from jax import Array
 
 from jshadow.step import COMPILER_OPTIONS
 
-COPY_BYTES, SIDE = 2**29, 2048  # of the arrays behind `ceilings`
+# Bytes and side of the arrays behind `ceilings`: starting a program must be nothing beside running it.
+ON_CPU, ON_GPU = (2**29, 2048), (2**32, 8192)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,32 +57,38 @@ def timed(function: Callable[..., Any], *args: Any, repeats: int) -> Times:
 # Ceilings
 
 
-def ceilings(repeats: int = 10) -> dict[str, float]:
+def ceilings(repeats: int = 10, copy_bytes: int | None = None, side: int | None = None) -> dict[str, float]:
     """What this machine does at best: bytes a second read and copied, operations a second in products.
 
-    On an accelerator also bytes a second from pinned host memory to the device and back.
+    On an accelerator also bytes a second from pinned host memory to the device and back. Numbers are random: products
+    of constant ones run faster than real ones.
+
+    Args:
+        repeats: timed calls, of which the fastest counts.
+        copy_bytes: of the array that is read and copied; None: 512 MiB on a CPU, else 4 GiB.
+        side: of the square matrices; None: 2,048 on a CPU, else 8,192.
 
     Returns:
         {"read", "copy" (read and written bytes together), "matmul_float32", "matmul_bfloat16"}, and
         {"host_to_device", "device_to_host"} where there is a device apart.
     """
-    x = jnp.ones(COPY_BYTES // 4, jnp.float32)
+    usual = ON_CPU if jax.default_backend() == "cpu" else ON_GPU
+    copy_bytes, side = copy_bytes or usual[0], side or usual[1]
+    x = jax.random.normal(jax.random.key(0), (copy_bytes // 4,))
     found = {
-        "read": COPY_BYTES / timed(jnp.sum, x, repeats=repeats).least,
-        "copy": 2 * COPY_BYTES / timed(lambda x: x + 1.0, x, repeats=repeats).least,
+        "read": copy_bytes / timed(jnp.sum, x, repeats=repeats).least,
+        "copy": 2 * copy_bytes / timed(lambda x: x + 1.0, x, repeats=repeats).least,
     }
+    product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     for dtype in ("float32", "bfloat16"):
-        square = jnp.ones((SIDE, SIDE), dtype)
-        times = timed(
-            functools.partial(jnp.matmul, preferred_element_type=jnp.float32), square, square, repeats=repeats
-        )
-        found[f"matmul_{dtype}"] = 2 * SIDE**3 / times.least
+        square = jax.random.normal(jax.random.key(1), (side, side), dtype)
+        found[f"matmul_{dtype}"] = 2 * side**3 / timed(product, square, square, repeats=repeats).least
     if jax.default_backend() != "cpu":
         device = x.sharding
         host = device.with_memory_kind("pinned_host")
         away = jax.block_until_ready(jax.device_put(x, host))
         for name, source, target in (("device_to_host", x, host), ("host_to_device", away, device)):
-            found[name] = COPY_BYTES / measure(functools.partial(move, source, target), repeats).least
+            found[name] = copy_bytes / measure(functools.partial(move, source, target), repeats).least
     return found
 
 

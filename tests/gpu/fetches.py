@@ -57,19 +57,27 @@ class Fetches:
         ]
         return [jnp.asarray(pick.reshape(*lead, self.count), jnp.int32) for pick in picks]
 
-    def slots(self, batch: int, share: float) -> jax.Array:
-        """Where kept rows lie, int32 [B, h_kv, k]: -1, to be fetched, but for a share of them, evenly spread."""
+    def stay(self, batch: int, share: float) -> np.ndarray:
+        """Which rows are not fetched, bool [B, h_kv, k]: a share of them, evenly spread."""
         index = np.arange(self.count)
         kept = np.floor((index + 1) * share) > np.floor(index * share)
-        return jnp.broadcast_to(jnp.asarray(np.where(kept, index, -1), jnp.int32), (batch, self.heads, self.count))
+        return np.broadcast_to(kept, (batch, self.heads, self.count))
 
     def timed(self, batch: int, function: Callable[..., Any], share: float, *args: Any) -> dict[str, Any]:
-        """A row: bytes that must cross the bus, seconds, bytes a second, and their share of the measured bus."""
-        ids = self.draws(batch)
-        program, compile_seconds = build(function, ids[0], *args)
+        """A row: bytes that must cross the bus, seconds, bytes a second, and their share of the measured bus.
+
+        function(ids, held, *args) returns what the next call gets as `held`, which is donated, and what it brought.
+        """
+        ids, held = self.draws(batch), [jnp.array(self.operands(batch)[3])]
+        program, compile_seconds = build(function, ids[0], held[0], *args, donate=(1,))
         turns = itertools.cycle(ids)
-        seconds = series(lambda: program(next(turns), *args), CALLS, self.sizes.repeats)
-        missed = int((np.asarray(self.slots(batch, share)) < 0).sum())
+
+        def call() -> Any:
+            held[0], brought = program(next(turns), held[0], *args)
+            return held[0], brought
+
+        seconds = series(call, CALLS, self.sizes.repeats)
+        missed = int((~self.stay(batch, share)).sum())
         size = missed * self.chunk * self.dim * 2
         return {
             "batch": batch, "kept_share": 1 - missed / (batch * self.heads * self.count), "bytes": size,
@@ -80,20 +88,21 @@ class Fetches:
 
     def by_kernel(self, batch: int, share: float) -> dict[str, Any]:
         """fetch_reconstruct, with a share of the rows on the device already."""
-        values, left, right, kept = self.operands(batch)
+        values, left, right, _ = self.operands(batch)
         inverse = self.inverse
 
-        def run(ids: Any, values: Any, left: Any, right: Any, kept: Any, slot: Any) -> Any:
-            return fetch_reconstruct(values, left, right, ids, inverse, kept=kept, slot=slot)
+        def run(ids: Any, kept: Any, values: Any, left: Any, right: Any, stay: Any) -> Any:
+            keys, rows = fetch_reconstruct(values, left, right, ids, inverse, kept=kept, stay=stay)
+            return rows.reshape(kept.shape), keys
 
-        return self.timed(batch, run, share, values, left, right, kept, self.slots(batch, share))
+        return self.timed(batch, run, share, values, left, right, jnp.asarray(self.stay(batch, share)))
 
     def by_host(self, batch: int) -> dict[str, Any]:
         """The host gathers, a copy brings the rows."""
         values = self.operands(batch)[0]
 
-        def run(ids: Any, values: Any) -> Any:
-            return offload.gather(HostArray(values, "pinned_host"), ids, self.units)
+        def run(ids: Any, held: Any, values: Any) -> Any:
+            return offload.gather(HostArray(values, "pinned_host"), ids, self.units), held[0, 0, 0, 0]
 
         return self.timed(batch, run, 0.0, values)
 

@@ -38,7 +38,7 @@ TRITON = getattr(pltriton, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
 REAL_SCORES = tuple(Heads((n,), 128, 4, kv_heads=8, dtype=t) for n, t in ((15_356, "bfloat16"), (7_676, "float32")))
 REAL_ATTENTION = tuple(Heads((1_912, 384, 96), 128, 4, kv_heads=8, dtype=t) for t in ("bfloat16", "float32"))
 REAL_CHUNKS = tuple(
-    Chunks(n, 8, 160, 128, count=239, kept=239, kv_heads=8, dtype=t)
+    Chunks(n, 8, 160, 128, count=239, kept=True, kv_heads=8, dtype=t)
     for n, t in ((15_356, "bfloat16"), (1_532, "float32"))
 )
 
@@ -55,7 +55,7 @@ class Op(NamedTuple):
 
 def fetch_truth(**inputs: Any) -> tuple[np.ndarray, ...]:
     """Keys and values."""
-    factors = {key: x for key, x in inputs.items() if key not in ("values", "values_tail", "kept", "slot")}
+    factors = {key: x for key, x in inputs.items() if key not in ("values", "values_tail", "kept", "stay")}
     return kernel_truth.reconstruct_keys(**factors), kernel_truth.fetched_values(**inputs)
 
 
@@ -144,7 +144,7 @@ def check_twin(sizes: Sizes) -> dict[str, Any]:
     wrong = []
     for case in (CHUNKS[0], CHUNKS[1], CHUNKS[2]):
         given = fetch_inputs(case)
-        values = Values(*(given.get(key) for key in ("values", "values_tail", "kept", "slot")))
+        values = Values(*(given.get(key) for key in ("values", "values_tail", "kept", "stay")))
         factors = Factors(**factor_inputs(case))
         keys, rows = jax.jit(triton_twin.fetch_reconstruct)(values, factors)
         for got, want in zip((keys, rows), fetch_truth(**given), strict=True):

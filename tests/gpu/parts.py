@@ -18,8 +18,7 @@ def all_parts(sizes: Sizes, runner: Runner, pool: int) -> Parts:
 
     @functools.cache
     def ceilings() -> dict[str, float]:
-        bench.COPY_BYTES, bench.SIDE = sizes.ceiling_bytes, sizes.ceiling_side
-        found = bench.ceilings(sizes.repeats)
+        found = bench.ceilings(sizes.repeats, sizes.ceiling_bytes, sizes.ceiling_side)
         runner.results["ceilings"] = found
         return found
 

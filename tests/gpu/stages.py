@@ -15,7 +15,7 @@ from gpu.synthetic import free, on_device, sharding, state, steered
 from gpu.timing import Seconds, build, series
 from jshadow import offload
 from jshadow.attention import Piece, attend
-from jshadow.bench import Shape, random_step
+from jshadow.bench.layer import Shape, random_step
 from jshadow.chunking import top_k
 from jshadow.lowrank import reconstruct_keys
 from jshadow.policies.shadowkv import own_piece
