@@ -104,9 +104,10 @@ def check_dtype(dtype: str) -> None:
         raise ConfigError(f"--dtype must be float32 or bfloat16, got {dtype!r}")
 
 
-def policies_of(text: str) -> list[Any]:
-    """The policies of a comma list."""
-    return [parse_policy(name, settings) for name, *settings in (part.split(":") for part in text.split(","))]
+def policies_of(text: str) -> list[tuple[str, Any]]:
+    """The policies of a comma list, each with what was written."""
+    parts = [(part, part.split(":")) for part in text.split(",")]
+    return [(part, parse_policy(name, settings)) for part, (name, *settings) in parts]
 
 
 def run_layer(args: argparse.Namespace) -> int:
@@ -125,11 +126,12 @@ def run_layer(args: argparse.Namespace) -> int:
     best = ceilings(3)
     rows, stages = [], []
     for shape in shapes:
-        rows += [bench_layer(shape, policy, args.fetch, args.repeats) for policy in policies]
-        rows += bench_baselines(shape, args.repeats)
-        for policy in policies if args.stages else ():
-            for row in bench_stages(shape, policy, args.fetch, args.repeats):
-                stages.append({"policy": policy.name, "context": shape.context, **row})
+        for text, policy in policies:
+            rows.append({"setting": text} | bench_layer(shape, policy, args.fetch, args.repeats))
+            if args.stages:
+                about = {"setting": text, "policy": policy.name, "context": shape.context}
+                stages += [about | row for row in bench_stages(shape, policy, args.fetch, args.repeats)]
+        rows += [{"setting": row["policy"]} | row for row in bench_baselines(shape, args.repeats)]
     for row in [*rows, *stages]:
         row["bound_seconds"] = bound(row, best, args.dtype)
     if args.json:
@@ -189,16 +191,16 @@ def print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
         (row for row in there if row["policy"] == "full"), there[0]
     )
     unit, scale = ("step, ms", 1e3) if decode else ("prefill, s", 1.0)
-    table = Table("", unit, "least to most", "tokens/s", f"{first['policy']} / this", "to its bound", "device MB",
+    table = Table("", unit, "least to most", "tokens/s", f"{first['setting']} / this", "to its bound", "device MB",
                   "host MB", "moved MB a step")  # fmt: skip
     for row in rows:
-        label = str(row["policy"]) + (f", {row['fetch']}" if row["fetch"] else "")
         if row["error"] is not None:
-            table.add_row(label, f"not measured: {row['error']}")
+            table.add_row(label_of(row), f"not measured: {row['error']}")
             continue
         rate = row["tokens_per_second"] if decode else tokens / row[name]
         table.add_row(
-            label, f"{row[name] * scale:.2f}", f"{row[least] * scale:.2f} to {row[most] * scale:.2f}", f"{rate:,.1f}",
+            label_of(row), f"{row[name] * scale:.2f}", f"{row[least] * scale:.2f} to {row[most] * scale:.2f}",
+            f"{rate:,.1f}",
             f"{first[name] / row[name]:.2f}", f"{row[name] / row[limit]:.2f}" if row[limit] else "",
             *("" if row[size] is None else f"{row[size] / 1e6:,.1f}"
               for size in ("bytes_device", "bytes_host", "bytes_moved")),
@@ -206,7 +208,12 @@ def print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
     console().print(table)
     for row in rows:
         if row["fallback"]:
-            print(f"{row['policy']}: {row['fallback']}")
+            print(f"{row['setting']}: {row['fallback']}")
+
+
+def label_of(row: dict[str, Any]) -> str:
+    """What was asked for, and where its rows lie."""
+    return str(row["setting"]) + (f", {row['fetch']}" if row["fetch"] else "")
 
 
 def print_rows(rows: list[dict[str, Any]], context: int) -> None:
@@ -217,9 +224,8 @@ def print_rows(rows: list[dict[str, Any]], context: int) -> None:
         "moved MB",
     )  # fmt: skip
     for row in rows:
-        label = row["policy"] + (f", {row['fetch']}" if row["fetch"] else "")
         table.add_row(
-            label, *milliseconds(row), f"{dense / row['step_seconds']:.2f}", times_bound(row),
+            label_of(row), *milliseconds(row), f"{dense / row['step_seconds']:.2f}", times_bound(row),
             *(f"{row[name] / 1e6:,.1f}" for name in ("bytes_device", "bytes_host", "bytes_moved")),
         )  # fmt: skip
     console().print(table)
@@ -231,7 +237,7 @@ def print_stages(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         inner = f" (of {row['part_of']})" if row["part_of"] else ""
         table.add_row(
-            f"{row['policy']}: {row['stage']}{inner}", *milliseconds(row), times_bound(row),
+            f"{row['setting']}: {row['stage']}{inner}", *milliseconds(row), times_bound(row),
             f"{row['bytes_read'] / 1e6:,.1f}", f"{row['bytes_fetched'] / 1e6:,.1f}", f"{row['flops'] / 1e6:,.1f}",
         )  # fmt: skip
     console().print(table)
@@ -255,8 +261,8 @@ def print_growth(rows: list[dict[str, Any]]) -> None:
     grown = []
     for row in rows:
         if row["context"] == longest:
-            before = next(r for r in rows if r["context"] == shortest and r["policy"] == row["policy"])
-            grown.append(f"{row['policy']} {row['step_seconds'] / before['step_seconds']:.2f}")
+            before = next(r for r in rows if r["context"] == shortest and r["setting"] == row["setting"])
+            grown.append(f"{row['setting']} {row['step_seconds'] / before['step_seconds']:.2f}")
     print(f"times as long at {longest:,} as at {shortest:,} tokens: {', '.join(grown)}")
 
 

@@ -80,6 +80,18 @@ def group_rows(q: jax.Array, kv_heads: int) -> jax.Array:
     return q.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, length * heads // kv_heads, dim)
 
 
+def key_products(rows: jax.Array, keys: jax.Array) -> jax.Array:
+    """Float32 products [B, h, m, n] of few rows [B, h, m, d] with many keys [B, h, n, d], in XLA."""
+    options: Any = {
+        "precision": exact(jnp.promote_types(rows.dtype, keys.dtype)),
+        "preferred_element_type": jnp.float32,
+    }
+    # XLA's CPU backend takes half as long again with a few float32 rows on the left, and with bfloat16 keys there.
+    if keys.dtype == jnp.float32:
+        return jnp.einsum("bhnd,bhmd->bhnm", keys, rows, **options).swapaxes(2, 3)
+    return jnp.einsum("bhmd,bhnd->bhmn", rows, keys, **options)
+
+
 def row_block(rows: int, *arrays: Any) -> int:
     """Query rows of one program that multiplies these arrays."""
     return min(16 if any(x.dtype == jnp.float32 for x in arrays) else 64, power_of_two(rows))

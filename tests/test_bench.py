@@ -114,8 +114,8 @@ def test_stages_and_growth_are_printed(capsys):
     options = ["--context", "200,400", "--stages", "--policies", "shadowkv:rank=8:budget=64"]
     assert cli.main(["bench", "layer", *TINY, *options]) == 0
     out = capsys.readouterr().out
-    assert "shadowkv: keys (of fetch)" in out
-    assert "times as long at 400 as at 200 tokens: shadowkv " in out
+    assert "shadowkv:rank=8:budget=64: keys (of fetch)" in out
+    assert "times as long at 400 as at 200 tokens: shadowkv:rank=8:budget=64 " in out
     assert cli.main(["bench", "layer", *TINY, *options, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {row["context"] for row in told["stages"]} == {200, 400} == {row["context"] for row in told["results"]}
@@ -144,10 +144,10 @@ def test_decode_and_prefill_of_a_checkpoint(checkpoint, capsys):
                "--policies", "full,shadowkv:rank=8:budget=16:outlier_chunks=1"]  # fmt: skip
     assert cli.main(["bench", "decode", checkpoint, *options, "--json"]) == 0
     out, err = capsys.readouterr()
-    rows = {(row["policy"], row["fetch"]): row for row in json.loads(out)["results"]}
+    rows = {(row["setting"].partition(":")[0], row["fetch"]): row for row in json.loads(out)["results"]}
     ours = {("full", "resident"), ("shadowkv", "resident"), ("shadowkv", "device_put")}
     assert set(rows) == ours | {("transformers DynamicCache", None), ("transformers OffloadedCache", None)}
-    assert "running shadowkv, device_put ..." in err
+    assert "running shadowkv:rank=8:budget=16:outlier_chunks=1, device_put ..." in err
     cache = 2 * 2 * 2 * 99 * 16 * 4
     assert rows["full", "resident"]["bytes_device"] == cache == rows["transformers DynamicCache", None]["bytes_device"]
     assert rows["shadowkv", "resident"]["bytes_host"] == 0 < rows["shadowkv", "device_put"]["bytes_host"]

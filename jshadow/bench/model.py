@@ -28,7 +28,7 @@ ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0)  # of its plan only the bytes and operati
 
 
 def bench_model(
-    request: Request, policies: Sequence[Policy], fetches: Sequence[str] = ("auto",), *, runs: int = 3,
+    request: Request, policies: Sequence[tuple[str, Policy]], fetches: Sequence[str] = ("auto",), *, runs: int = 3,
     peers: bool = True, progress: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Every policy in every fetch mode, and transformers beside them on a CPU where torch is installed.
@@ -38,15 +38,15 @@ def bench_model(
 
     Args:
         request: the work.
-        policies: of this library.
+        policies: of this library, each with a name for its rows.
         fetches: their fetch modes; a policy that offloads nothing runs in the first only.
         runs: processes of each system.
         peers: whether to run transformers.
         progress: called with the name of a system before each of its runs.
 
     Returns:
-        A row a system: policy, fetch, context, batch, dtype; prefill_seconds, prefill_least, prefill_most;
-        step_seconds (the mean decode step of a run), least, most: medians and ranges over the runs;
+        A row a system: setting (its name), policy, fetch, context, batch, dtype; prefill_seconds, prefill_least,
+        prefill_most; step_seconds (the mean decode step of a run), least, most: medians and ranges over the runs;
         tokens_per_second; compile_seconds (of the first run); bytes_device and bytes_host of keys and values;
         bytes_read, bytes_fetched, bytes_moved and flops of one decode step, and prefill_flops (None for peers);
         fallback (why a policy ran as a dense cache, or None); error (why a peer has no figures, or None).
@@ -63,16 +63,16 @@ def bench_model(
             f"got {request.tokens} + {request.steps}"
         )
     systems: list[tuple[dict[str, Any], Callable[[], Answer]]] = []
-    for policy in policies:
+    for name, policy in policies:
         for fetch in dict.fromkeys(map(resolve_fetch, fetches)):
-            row = costs(request, config, policy, fetch)
+            row = {"setting": name} | costs(request, config, policy, fetch)
             if row not in [other for other, _ in systems]:
                 systems.append((row, functools.partial(answer_jshadow, request, policy, fetch)))
     # torch is measured on the CPU, which is no peer of a GPU.
     if peers and importlib.util.find_spec("torch") is not None and jax.default_backend() == "cpu":
         none = dict.fromkeys(("bytes_read", "bytes_fetched", "bytes_moved", "flops", "prefill_flops", "fallback"))
         systems += [
-            ({"policy": f"transformers {cache}", "fetch": None, **none},
+            ({"setting": f"transformers {cache}", "policy": "transformers", "fetch": None, **none},
              functools.partial(answer_transformers, request, cache)) for cache in CACHES
         ]  # fmt: skip
     answers: list[list[Answer]] = [[] for _ in systems]
@@ -93,7 +93,7 @@ def bench_model(
 
 def label(row: dict[str, Any]) -> str:
     """A row's system in a word or two."""
-    return str(row["policy"]) + (f", {row['fetch']}" if row["fetch"] else "")
+    return str(row["setting"]) + (f", {row['fetch']}" if row["fetch"] else "")
 
 
 def costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> dict[str, Any]:

@@ -39,7 +39,9 @@ def in_place(new: Array, valid: Array, resident: Array) -> Array:
     """Which of the new units [B, h, k] each place gets, int32 [B, h, k]: its own again, or in turn what is new."""
     same = valid[..., :, None] & (new[..., :, None] == resident[..., None, :])  # [B, h, new, place]
     found, taken = same.any(axis=-1), same.any(axis=-2)
-    # The n-th unit without a place takes the n-th free one.
-    number, place = (jnp.cumsum(~x, axis=-1, dtype=jnp.int32) for x in (found, taken))
-    pair = (number[..., :, None] == place[..., None, :]) & ~found[..., :, None] & ~taken[..., None, :]
-    return (same | pair).argmax(axis=-2).astype(jnp.int32)
+    # The n-th unit without a place takes the n-th free one; 0 and -1 never meet.
+    number = jnp.where(found, 0, jnp.cumsum(~found, axis=-1, dtype=jnp.int32))
+    place = jnp.where(taken, -1, jnp.cumsum(~taken, axis=-1, dtype=jnp.int32))
+    pair = same | (number[..., :, None] == place[..., None, :])
+    # One of each column is true; summing its index is several times cheaper than argmax on a CPU.
+    return jnp.where(pair, jnp.arange(new.shape[2], dtype=jnp.int32)[:, None], 0).sum(axis=-2)

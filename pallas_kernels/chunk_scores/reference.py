@@ -2,18 +2,14 @@
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.tiles import MASKED, group_rows
+from pallas_kernels.tiles import MASKED, group_rows, key_products
 
 
 def chunk_scores(q: jax.Array, landmarks: jax.Array, candidates: jax.Array, scale: float) -> jax.Array:
     """See `pallas_kernels.chunk_scores`."""
     batch, kv_heads, count = candidates.shape
-    logits = jnp.einsum(
-        "bhmd,bhnd->bhmn", group_rows(q, kv_heads), landmarks,
-        precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    logits = key_products(group_rows(q, kv_heads), landmarks)
     there = candidates[:, :, None]
     logits = jnp.where(there, logits * scale, MASKED)
     weight = jnp.where(there, jnp.exp(logits - logits.max(-1, keepdims=True)), 0.0)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.tiles import MASKED, exact
+from pallas_kernels.tiles import MASKED, exact, key_products
 
 Piece = tuple[jax.Array, jax.Array, jax.Array]
 
@@ -21,25 +21,30 @@ def sparse_attention(q: jax.Array, pieces: Sequence[Piece], scale: float) -> jax
     for score, (_, v, _) in zip(scores, pieces, strict=True):
         weight = jnp.where(score > MASKED, jnp.exp(score - top[..., None]), 0.0)
         total = total + weight.sum(-1)
-        out = out + rows_product("bhtgn,bhnd->bhtgd", weight.astype(v.dtype), v)
+        out = out + weighted_sum(weight, v)
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
 
 
 def masked_scores(grouped: jax.Array, k: jax.Array, valid: jax.Array, scale: float) -> jax.Array:
     """Float32 scores [B, h_kv, T, group, N] of queries [B, h_kv, T, group, d]; MASKED where a query may not look."""
-    scores = rows_product("bhtgd,bhnd->bhtgn", grouped, k) * scale
-    return jnp.where(valid[:, :, :, None], scores, MASKED)
-
-
-def rows_product(formula: str, left: jax.Array, rows: jax.Array) -> jax.Array:
-    """Float32 einsum with a piece's rows, each query's own ones if 5-D."""
-    shape = left.shape
-    if rows.ndim == 5:
-        formula = formula.replace("bhnd", "bhtnd")
+    shape = grouped.shape
+    if k.ndim == 5:
+        precision = exact(jnp.promote_types(grouped.dtype, k.dtype))
+        scores = jnp.einsum(
+            "bhtgd,bhtnd->bhtgn", grouped, k, precision=precision, preferred_element_type=jnp.float32
+        )  # fmt: skip
     else:
         # One axis of rows: over two, XLA's CPU backend takes five times as long.
-        left, formula = left.reshape(*shape[:2], shape[2] * shape[3], shape[4]), formula.replace("tg", "r")
-    precision = exact(jnp.promote_types(left.dtype, rows.dtype))
-    out = jnp.einsum(formula, left, rows, precision=precision, preferred_element_type=jnp.float32)
+        scores = key_products(grouped.reshape(*shape[:2], -1, shape[4]), k).reshape(*shape[:4], -1)
+    return jnp.where(valid[:, :, :, None], scores * scale, MASKED)
+
+
+def weighted_sum(weight: jax.Array, v: jax.Array) -> jax.Array:
+    """Float32 sums [B, h_kv, T, group, d] of a piece's values, each query's own ones if 5-D."""
+    shape, weight = weight.shape, weight.astype(v.dtype)
+    formula = "bhtgn,bhtnd->bhtgd"
+    if v.ndim == 4:
+        weight, formula = weight.reshape(*shape[:2], -1, shape[4]), "bhrn,bhnd->bhrd"
+    out = jnp.einsum(formula, weight, v, precision=exact(v.dtype), preferred_element_type=jnp.float32)
     return out.reshape(*shape[:4], -1)
