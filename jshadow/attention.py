@@ -15,6 +15,7 @@ from pallas_kernels import sparse_attention
 
 # Large enough that a matmul dominates its loop overhead, small enough that a tile of scores stays in cache.
 QUERY_BLOCK, KEY_BLOCK = 512, 512
+TURN_BLOCK = 256  # queries that attend to pieces at once
 MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
 
 
@@ -119,8 +120,8 @@ def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> F
     Returns:
         [B, T, h_q, d] in q's dtype.
     """
-    if q.shape[1] > QUERY_BLOCK:  # a long turn at once: its scores must not all exist at the same time
-        blocks = [(first, min(first + QUERY_BLOCK, q.shape[1])) for first in range(0, q.shape[1], QUERY_BLOCK)]
+    if q.shape[1] > TURN_BLOCK:  # a long turn at once: its scores must not all exist at the same time
+        blocks = [(first, min(first + TURN_BLOCK, q.shape[1])) for first in range(0, q.shape[1], TURN_BLOCK)]
         parts = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], scale) for a, b in blocks]
         return jnp.concatenate(parts, axis=1)
     return sparse_attention(q, [(piece.k, piece.v, piece.valid) for piece in pieces], scale=scale)

@@ -116,11 +116,12 @@ def run_layer(args: argparse.Namespace) -> int:
 
     check_repeats(args.repeats)
     check_dtype(args.dtype)
-    if not all(part.strip().isdigit() for part in args.context.split(",")):
+    contexts = list(dict.fromkeys(part.strip() for part in args.context.split(",")))
+    if not all(part.isdecimal() for part in contexts):
         raise ConfigError(f"--context must be a comma list of token counts, got {args.context!r}")
     shapes = [
         Shape(int(context), args.batch, args.heads, args.kv_heads, args.head_dim, args.dtype)
-        for context in args.context.split(",")
+        for context in contexts
     ]  # fmt: skip
     policies = policies_of(args.policies)
     best = ceilings(3)
@@ -162,9 +163,9 @@ def run_model(args: argparse.Namespace) -> int:
     def progress(system: str) -> None:
         print(f"running {system} ...", file=sys.stderr, flush=True)
 
+    fetches = [part.strip() for part in args.fetch.split(",")]
     rows = bench_model(
-        request, policies_of(args.policies), args.fetch.split(","), runs=args.runs, peers=not args.no_peers,
-        progress=progress,
+        request, policies_of(args.policies), fetches, runs=args.runs, peers=not args.no_peers, progress=progress
     )  # fmt: skip
     best = ceilings(3)
     for row in rows:
@@ -173,10 +174,10 @@ def run_model(args: argparse.Namespace) -> int:
         row["prefill_bound_seconds"] = row["prefill_flops"] / best[f"matmul_{args.dtype}"] if known else None
     if args.json:
         print(json.dumps({"machine": machine(), "ceilings": best, "results": rows}))
-        return 0
-    print_model(rows, args.part, args.tokens * args.batch)
-    print_ceilings(best)
-    return 0
+    else:
+        print_model(rows, args.part, args.tokens * args.batch)
+        print_ceilings(best)
+    return int(any(row["error"] is not None and row["policy"] != "transformers" for row in rows))
 
 
 def print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
@@ -187,15 +188,14 @@ def print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
         else ("prefill_seconds", "prefill_least", "prefill_most", "prefill_bound_seconds")
     )  # fmt: skip
     there = [row for row in rows if row["error"] is None]
-    first = next((row for row in there if row["fetch"] is None), None) or next(
-        (row for row in there if row["policy"] == "full"), there[0]
-    )
+    # transformers if it ran, else full attention, else whatever did
+    first = min(there, key=lambda row: (row["fetch"] is not None, row["policy"] != "full"), default={"setting": "-"})
     unit, scale = ("step, ms", 1e3) if decode else ("prefill, s", 1.0)
     table = Table("", unit, "least to most", "tokens/s", f"{first['setting']} / this", "to its bound", "device MB",
                   "host MB", "moved MB a step")  # fmt: skip
     for row in rows:
         if row["error"] is not None:
-            table.add_row(label_of(row), f"not measured: {row['error']}")
+            table.add_row(label_of(row), "not measured")
             continue
         rate = row["tokens_per_second"] if decode else tokens / row[name]
         table.add_row(
@@ -209,6 +209,8 @@ def print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
     for row in rows:
         if row["fallback"]:
             print(f"{row['setting']}: {row['fallback']}")
+        if row["error"]:
+            print(f"{label_of(row)}: not measured: {row['error']}")
 
 
 def label_of(row: dict[str, Any]) -> str:

@@ -7,6 +7,8 @@ layer's keys and values, its host rows leave while the next layer computes, and 
 import contextlib
 import dataclasses
 import functools
+import importlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,6 +32,7 @@ from jshadow.rope import cos_sin, inverse_frequencies, rotate
 from jshadow.state import CacheSpec, Counters, HostTier, KVState, LayerState, PromptKV
 
 Logits = str | Callable[[Array], Any]
+LIMITING = threading.Lock()  # held by the prefill that limits BLAS
 LOGITS_PIECE = 256  # tokens of float32 logits that exist at once for a callable
 
 
@@ -159,15 +162,20 @@ def one_blas_thread() -> Iterator[list[Any]]:
     """On a CPU, keep LAPACK to one thread until what is appended to the list is computed.
 
     The compression's eigenvectors come from OpenBLAS, whose threads spin between calls and take the cores from XLA's:
-    prefill took a fifth longer.
+    prefill took a fifth longer. The limit is the whole process's, so of prefills at once the first alone sets and lifts
+    it; and threadpoolctl lets one thread set it, so a prefill in another thread may go without.
     """
     results: list[Any] = []
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or not LIMITING.acquire(blocking=False):
         yield results
         return
-    with threadpoolctl.threadpool_limits(1, user_api="blas"):
-        yield results
-        jax.block_until_ready(results)
+    try:
+        importlib.import_module("scipy.linalg.cython_lapack")  # JAX's own; only what is loaded is limited
+        with threadpoolctl.threadpool_limits(1, user_api="blas"):
+            yield results
+            jax.block_until_ready(results)
+    finally:
+        LIMITING.release()
 
 
 def prefill_many(

@@ -68,6 +68,7 @@ def test_ceilings_are_printed(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--context", "1,²"], "--context must be a comma list of token counts, got '1,²'"),
         (["--context", "1,x"], "--context must be a comma list of token counts, got '1,x'"),
         (["--heads", "3"], "heads must be a multiple of kv_heads=2, got 3"),
         (["--context", "0"], "context must be at least 1, got 0"),
@@ -167,6 +168,23 @@ def test_decode_and_prefill_of_a_checkpoint(checkpoint, capsys):
         assert unit in out
         assert "transformers" not in out
         assert "shadowkv has nothing to select" in out  # told, for 32 tokens are too few
+
+
+def test_a_system_that_fails_keeps_the_others_figures(checkpoint, capsys, monkeypatch):
+    from jshadow.bench import model
+
+    def broken(request, policy, fetch):
+        raise MemoryError("no room\nat all")
+
+    monkeypatch.setattr(model, "answer_jshadow", broken)
+    monkeypatch.setattr(model, "in_own_process", lambda run: run())
+    options = ["--tokens", "40", "--steps", "1", "--runs", "1", "--policies", "full"]
+    assert cli.main(["bench", "decode", checkpoint, *options, "--json"]) == 1
+    rows = {row["setting"]: row for row in json.loads(capsys.readouterr().out)["results"]}
+    assert rows["full"]["error"] == "MemoryError: no room"
+    assert rows["transformers DynamicCache"]["step_seconds"] > 0
+    assert cli.main(["bench", "decode", checkpoint, *options, "--no-peers"]) == 1
+    assert "not measured: MemoryError: no room" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from aot.compiler import place
+from cases import CAPACITY, LENGTHS, PROMPT, TINY, model, random_tokens
 
-from jshadow import offload
+from jshadow import decode, offload
 from jshadow.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planning import abstract_state
@@ -26,6 +28,19 @@ def test_a_turn_that_moves_more_than_four_gibibytes_a_row():
     assert made[1].counters.fetched.dtype == jnp.uint32
     policy = state.policy
     assert 32 * 8 * 16 * policy.max_selected(262_700) * 8 * 128 * 2 >= 2**32
+
+
+def test_a_turn_fetches_what_its_real_queries_select():
+    """Not for padded queries, nor for idle rows; within a turn no query's rows serve another."""
+    policy = ShadowKV(rank=8, chunk_size=4, budget=16, outlier_chunks=2, local_chunks=1)
+    _, state = decode.prefill(model(), PROMPT, np.asarray(LENGTHS), policy, capacity=CAPACITY, fetch="zero_copy")
+    before = np.asarray(state.counters.fetched)
+    new = np.array([6, 1, 0])
+    _, state = decode.extend(model(), random_tokens(len(LENGTHS), 6), new, state)
+    chunks = np.array([4, 3, 0])  # a budget of 16 tokens; 27 tokens leave three chunks beside outliers and window
+    one = TINY.num_layers * TINY.kv_heads * 4 * TINY.head_dim * 4  # a chunk in float32, of each head and layer
+    counted = (np.asarray(state.counters.fetched) - before) * offload.FETCH_QUANTUM
+    assert counted.tolist() == (one * chunks * new).tolist()
 
 
 def test_missed_chunks_are_counted_beyond_32_bits():

@@ -5,9 +5,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jshadow.policies import places
 from jshadow.policies.places import in_turn
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 1, 4), (2, 2, 5, 7), (1, 2, 9, 16)]
+
+
+@pytest.fixture(params=[4, 256], ids=["blocks", "one block"])
+def block(request, monkeypatch):
+    monkeypatch.setattr(places, "BLOCK", request.param)
+    jax.clear_caches()
+
+
+def test_many_places_take_little_memory():
+    ids = jax.ShapeDtypeStruct((1, 8, 1, 4096), jnp.int32)
+    shapes = (ids, jax.ShapeDtypeStruct(ids.shape, bool), jax.ShapeDtypeStruct((1, 1), bool),
+              jax.ShapeDtypeStruct((1, 8, 4096), jnp.int32))  # fmt: skip
+    program = jax.jit(in_turn).lower(*shapes).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 5 * 8 * 4096 * places.BLOCK + 2**20
 
 
 def draw(rng, batch, heads, queries, count, units):
@@ -20,7 +35,7 @@ def draw(rng, batch, heads, queries, count, units):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("spare", [0, 1, 20])
-def test_what_stays_keeps_its_place(shape, spare):
+def test_what_stays_keeps_its_place(shape, spare, block):
     batch, heads, queries, count = shape
     rng = np.random.default_rng(sum(shape) + spare)
     resident = np.full((batch, heads, count), -1, np.int32)

@@ -5,6 +5,7 @@ import abc
 import jax.numpy as jnp
 
 from jshadow.policies.base import Policy
+from jshadow.policies.places import BLOCK
 from jshadow.state import CacheSpec, LayerState
 
 
@@ -45,7 +46,7 @@ class ChunkCosts(Policy):
         held = {part: size for part, size in parts.items() if part not in ("host rows", "host tail")}
         return held | {
             "left": (self.selected_numbers(spec, self.rank) * item, 0),
-            "values": (held.get("values", (0, 0))[0], values) if offloaded else (values, 0),
+            "values": (0, values) if offloaded else (values, 0),
         }
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
@@ -55,7 +56,7 @@ class ChunkCosts(Policy):
         return super().step_flops(spec, state) + 2 * rebuilt * (self.rank + spec.group)
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Scores of all chunks and their sorting; the selected left rows, keys and values; scores of what is attended.
+        """Scores and sorting of all chunks, places; selected left rows, keys and values; scores of what is attended.
 
         Keys are float32 until they are rotated; values lie there as they came and as they are attended.
         """
@@ -65,5 +66,8 @@ class ChunkCosts(Policy):
         item, chunks = jnp.dtype(spec.dtype).itemsize, layout.units + layout.tail_units
         scores = spec.batch * chunks * 4 * (3 * spec.q_heads + 4 * spec.kv_heads)
         selected = self.selected_numbers(spec, 1) * (self.rank * item + spec.head_dim * (2 * 4 + 3 * item))
+        count = self.max_selected(spec.capacity)
+        # Each selected unit is compared with a block of those selected before, in four bytes.
+        places = 5 * spec.batch * spec.kv_heads * count * min(count, BLOCK)
         exact = spec.window + (self.max_outliers(spec.capacity) + self.max_selected(spec.capacity)) * self.chunk_size
-        return scores + selected + 3 * 4 * spec.batch * spec.q_heads * exact
+        return scores + selected + places + 3 * 4 * spec.batch * spec.q_heads * exact

@@ -302,8 +302,12 @@ class ShadowKV(ChunkCosts):
         ids, valid, hit, held = in_turn(ids, valid, asked, state.live.resident)
         flat = (*ids.shape[:2], -1)
         kept = None
-        if state.live.values is not None and ids.shape[2] == 1:
-            kept = Kept(state.live.values, (hit | ~valid).reshape(flat))  # what is not valid is not attended either
+        if state.live.values is not None:
+            # What is not valid is not attended either. Of several queries each brings all it selects.
+            one, rows = ids.shape[2] == 1, state.live.values
+            stay = hit | ~valid if one else ~valid
+            kept = Kept(rows if one else jnp.zeros((*flat[:2], valid[0, 0].size, rows.shape[3]), rows.dtype),
+                        stay.reshape(flat))  # fmt: skip
         selection = Selection(
             ids.reshape(flat), valid.reshape(flat), hit=hit.reshape(flat), rebuild=self.rebuild(spec, state, step),
             kept=kept,
@@ -317,7 +321,7 @@ class ShadowKV(ChunkCosts):
         batch, heads, count, width = state.live.values.shape
         rows = fetched.v.reshape(batch, heads, -1, count, width)
         values = rows[:, :, 0]
-        if selection.kept is None:  # several queries: what the last of them left in each place
+        if rows.shape[2] > 1:  # several queries: what the last of them left in each place
             valid = selection.valid.reshape(batch, heads, -1, count)
             last = valid.shape[2] - 1 - jnp.argmax(valid[:, :, ::-1], axis=2)
             values = jnp.take_along_axis(rows, last[:, :, None, :, None], axis=2)[:, :, 0]
