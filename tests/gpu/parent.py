@@ -70,19 +70,19 @@ def supervise(command: list[str], out: Path, end: float) -> dict[str, Any] | Non
 
 def child(command: list[str], end: float, log: TextIO) -> int:
     """One child's exit status; what it prints goes to stderr and to the log."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    )  # fmt: skip
-    timer = threading.Timer(max(0.0, end - time.monotonic()) + GRACE + 15, process.kill)
-    timer.daemon = True
-    timer.start()
-    assert process.stdout is not None
-    for line in process.stdout:
-        for stream in (sys.stderr, log):
-            stream.write(line)
-            stream.flush()
-    status = process.wait()
-    timer.cancel()
+    ) as process:  # fmt: skip
+        timer = threading.Timer(max(0.0, end - time.monotonic()) + GRACE + 15, process.kill)
+        timer.daemon = True
+        timer.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            for stream in (sys.stderr, log):
+                stream.write(line)
+                stream.flush()
+        status = process.wait()
+        timer.cancel()
     return status
 
 
