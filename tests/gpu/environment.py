@@ -15,7 +15,7 @@ POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "jax-gpu"
 ENOUGH = 100 * GIB  # available at the start: more is not needed
-PROBES, PROBE_SECONDS = 4, 15
+PROBES, PROBE_SECONDS = 8, 15
 # Touches pages up to a limit, waits while nearly nothing is left (more may come), and is killed before all others.
 PROBE = """
 import mmap, sys, time

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from gpu import environment, report
-from gpu.runner import CUT, DIED, GRACE, STOPPED, close_off, exit_status, save
+from gpu.runner import CUT, DIED, GRACE, LATE, STOPPED, close_off, exit_status, save
 
 CHILDREN = 8
 NO_GPU = 2
@@ -48,7 +48,7 @@ def supervise(command: list[str], out: Path, end: float) -> dict[str, Any] | Non
         All results; None: there is no GPU.
     """
     results: dict[str, Any] = {"parts": {}}
-    with (out / "gpu.log").open("w") as log:
+    with (out / "gpu.log").open("w", encoding="utf-8") as log:
         for _ in range(CHILDREN):
             status = child([*command, "--seconds", f"{end - time.monotonic():.1f}"], end, log)
             if status == NO_GPU:
@@ -63,6 +63,9 @@ def supervise(command: list[str], out: Path, end: float) -> dict[str, Any] | Non
             save(out, results)
             if late or not results.get("machine"):  # JAX does not even start
                 break
+    rows = results["parts"].get((results.get("running") or {}).get("part"))
+    if rows:
+        rows.append({"name": "the rest of this part", "status": LATE})
     close_off(results)
     save(out, results)
     return results
@@ -73,7 +76,7 @@ def child(command: list[str], end: float, log: TextIO) -> int:
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:  # fmt: skip
-        timer = threading.Timer(max(0.0, end - time.monotonic()) + GRACE + 15, process.kill)
+        timer = threading.Timer(max(0.0, end - time.monotonic()) + GRACE + 12, process.kill)
         timer.daemon = True
         timer.start()
         assert process.stdout is not None

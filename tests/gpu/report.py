@@ -16,6 +16,8 @@ def markdown(results: Row) -> str:
         lines += ["A dry run: sizes are tiny, figures mean nothing.", ""]
     lines += [", ".join(f"{key} {value}" for key, value in results["machine"].items()), ""]
     lines += [*table(("goal", "aimed at", "measured", "row", ""), goals(results)), ""]
+    if results.get("ceilings_from", "measured") != "measured":
+        lines += [f"Bounds and shares of the bus are those of the {results['ceilings_from']}", ""]
     for title, names, head, cells in TABLES:
         rows = [row for name in names for row in parts.get(name, [])]
         good = [cell for row in rows if row["status"] in SHOWN for cell in cells(row)]

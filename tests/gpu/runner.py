@@ -139,7 +139,7 @@ class Runner:
         with self.lock:
             rows.append(row)
             self.write()
-        self.poisoned = self.poisoned or bool(POISON.search(json.dumps(row, default=str)))
+        self.poisoned = self.poisoned or bool(POISON.search(json.dumps(row | {"trace": ""}, default=str)))
         brief = {key: value for key, value in row.items() if isinstance(value, (str, bool, int, float))}
         brief = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in brief.items()}
         text = ", ".join(f"{key} {value}" for key, value in brief.items() if key not in ("name", "trace"))

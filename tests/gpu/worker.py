@@ -7,7 +7,7 @@ import os
 import sys
 
 from gpu import environment, report
-from gpu.runner import GRACE, STOPPED, Runner
+from gpu.runner import GRACE, Runner
 
 
 def say(line: str) -> None:
@@ -16,7 +16,7 @@ def say(line: str) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run what is left of the parts. Returns 2 if there is no GPU, STOPPED if the device can do nothing more."""
+    """Run what is left of the parts. Returns 2 if there is no GPU, else ends the process with the runner's status."""
     # The last resort: it needs neither Python's lock nor a Python thread.
     faulthandler.dump_traceback_later(args.seconds + GRACE + 10, exit=True)
     path = args.out / "gpu.json"
@@ -42,7 +42,5 @@ def main(args: argparse.Namespace) -> int:
         say(f"{key}: {value}")
     status = runner.run(parts.all_parts(sizes, runner, pool), args.only)
     timer.cancel()
-    if status == STOPPED:
-        sys.stderr.flush()
-        os._exit(STOPPED)  # what JAX does at its end could hang or abort on such a device
-    return status
+    sys.stderr.flush()
+    os._exit(status)  # what JAX does at its end could hang or abort on a broken device
