@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu import kernels, report, throughput
+from gpu import kernels, parts, report, throughput
 from gpu.room import Room
 from gpu.runner import FAILED, LATE, MEASURED, NOT_ASKED, NOT_HERE, PARTLY, RAISED, NotHere, Runner, Task
 from gpu.sizes import DRY, REAL
@@ -247,6 +247,23 @@ def test_a_second_phase_that_fails_keeps_the_first(tmp_path, monkeypatch):
 def test_a_whole_part_out_of_time_has_a_status_of_its_own(tmp_path):
     status, _, [other] = run(tmp_path, [Task("long", 60, dict)], seconds=30)
     assert (status, other["status"]) == (3, MEASURED)
+
+
+def test_ceilings_that_fail_are_replaced_and_marked(tmp_path, monkeypatch):
+    asked = []
+
+    def fail(*sizes):
+        asked.append(sizes)
+        raise RuntimeError("no pinned memory")
+
+    monkeypatch.setattr(parts.bench, "ceilings", fail)
+    runner = Runner(tmp_path, {"dry_run": True, "machine": {}}, 100.0, say=lambda line: None)
+    made = parts.all_parts(DRY, runner, 0)
+    assert runner.run({name: made[name] for name in ("ceilings", "fetch")}) == 1
+    [row], fetched = runner.results["parts"]["ceilings"], runner.results["parts"]["fetch"]
+    assert (row["status"], len(asked)) == (PARTLY, 1)
+    assert all(row["share_of_bus"] * 63e9 == pytest.approx(row["bytes_per_second"]) for row in fetched)
+    assert "data sheet of the H200: RuntimeError: no pinned memory" in report.markdown(runner.results)
 
 
 def test_goals():
