@@ -6,24 +6,23 @@ import math
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpu import kernels, report, throughput
+from gpu import kernels, parts, report, throughput
 from gpu.room import Room
-from gpu.runner import CUT as CUT_OFF
-from gpu.runner import FAILED, LATE, MEASURED, NOT_ASKED, NOT_HERE, RAISED, NotHere, Runner, Task
+from gpu.runner import FAILED, LATE, MEASURED, NOT_ASKED, NOT_HERE, PARTLY, RAISED, NotHere, Runner, Task
 from gpu.sizes import DRY, REAL
+from gpu.steps import Steps
 from gpu.synthetic import steered
 
 import pallas_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ["correctness", "ceilings", "fetch", "decode", "layer", "compress"]
+PARTS = ["ceilings", "correctness", "fetch", "decode", "layer", "decode-more", "compress"]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def dry(tmp_path_factory):
     command = [sys.executable, "-m", "gpu", "--dry-run", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (out / "gpu.json").exists(), done.stderr
-    return json.loads((out / "gpu.json").read_text()), (out / "gpu.md").read_text(), done
+    return json.loads((out / "gpu.json").read_text()), (out / "gpu.md").read_text(), done, out
 
 
 def numbers(value):
@@ -47,7 +46,7 @@ def numbers(value):
 
 
 def test_all_parts_of_a_dry_run_report(dry):
-    results, page, done = dry
+    results, page, done, out = dry
     assert done.returncode == 0, done.stderr
     assert list(results["parts"]) == PARTS
     for part, rows in results["parts"].items():
@@ -58,19 +57,24 @@ def test_all_parts_of_a_dry_run_report(dry):
     assert {"device", "driver", "cuda", "jax", "jaxlib", "date", "commit"} <= set(results["machine"])
     for title in ("Correctness", "Ceilings", "Fetch of one layer", "Decode", "One layer's decode step"):
         assert f"## {title}" in page
+    assert {path.name for path in out.iterdir()} == {"gpu.json", "gpu.md", "gpu.log"}
     assert page.count("not measured |") == 4  # a dry run reaches no goal
 
 
 def test_a_dry_run_checks_everything_once(dry):
     rows = {row["name"]: row for row in dry[0]["parts"]["correctness"]}
     assert {f"kernel {name}" for name in kernels.OPS} <= set(rows)
-    assert {"fetch modes, float32", "pinned array beyond 4 GiB", "top_k", "memories"} <= set(rows)
+    assert {"fetch modes, float32", "fetch modes, bfloat16", "pinned array beyond 4 GiB", "top_k", "memories"} <= set(
+        rows
+    )
     assert all(row["ok"] for row in rows.values() if row["status"] == MEASURED)
     assert REAL.big_units * 2 * 4 * 8 * 128 * 2 > 2**32
 
 
 def test_a_dry_run_decodes_with_the_shares_that_were_set(dry):
-    rows = dry[0]["parts"]["decode"]
+    parts = dry[0]["parts"]
+    rows = parts["decode"] + parts["decode-more"]
+    assert {row["capacity"] for row in parts["decode"]} == {DRY.capacities[0]}
     capacities = {row["capacity"] for row in rows}
     assert capacities == set(DRY.capacities)
     for capacity in capacities:
@@ -173,48 +177,106 @@ def test_parts_that_nobody_asked_for_say_so(tmp_path):
     assert (status, row["status"], other["status"]) == (0, NOT_ASKED, MEASURED)
 
 
-CUT = """
-import sys, time
-from pathlib import Path
-from gpu.runner import Runner, Task
-runner = Runner(Path(sys.argv[1]), {}, 0.5, finish=lambda results: print("finished"))
-runner.watch(0.2)
-runner.run({"first": lambda: iter([Task("endless", 0, lambda: time.sleep(600))]), "second": lambda: iter(())})
-"""
+def decoding(capacities=(512,), left=lambda: 1e9, **sizes):
+    """The decode parts at tiny sizes."""
+    sizes = dataclasses.replace(DRY, capacities=capacities, **sizes)
+    room = Room(sizes, 0, lambda: {"read": 1e10, "matmul_bfloat16": 1e10})
+    return throughput.Throughput(sizes, room, left)
 
 
-def test_a_task_that_does_not_return_is_left_behind(tmp_path):
-    start = time.monotonic()
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
-    done = subprocess.run([sys.executable, "-c", CUT, str(tmp_path)], env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "finished\n")
-    assert time.monotonic() - start < 60
-    written = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert (written["first"][-1]["name"], written["first"][-1]["status"]) == ("endless", CUT_OFF)
-    assert written["second"][0]["status"] == LATE
-
-
-def test_fewer_rows_where_memory_runs_out(monkeypatch):
+@pytest.fixture
+def scarce(monkeypatch):
+    """No room for more than three rows."""
     made = throughput.state
 
-    def scarce(config, policy, batch, *rest):
+    def state(config, policy, batch, *rest):
         if batch > 3:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room for so many rows")
         return made(config, policy, batch, *rest)
 
-    monkeypatch.setattr(throughput, "state", scarce)
-    sizes = dataclasses.replace(DRY, capacities=(512,))
-    part = throughput.Throughput(sizes, Room(sizes, 0, lambda: {"read": 1e10, "matmul_bfloat16": 1e10}))
-    tasks = part.tasks()
+    monkeypatch.setattr(throughput, "state", state)
+
+
+def test_fewer_rows_where_memory_runs_out(scarce):
+    tasks = decoding().longest()
     rows = [next(tasks).run() for _ in range(3)]
     tasks.close()
     assert [(row["kind"], row["batch"]) for row in rows] == [("full", 3), ("zero_copy", 3), ("device_put", 3)]
     assert rows[1]["phases"][1]["share"] == pytest.approx(0.6)
 
 
+def test_fewer_rows_only_while_there_is_time(scarce, tmp_path):
+    part = decoding(left=lambda: -1.0)
+    [group, *_] = part.setups(512)
+    tasks = [task for task in part.tasks([group]) if task.name.startswith("zero_copy")]
+    _, [row], _ = run(tmp_path, tasks)
+    assert row["status"] == LATE
+    assert "RESOURCE_EXHAUSTED" in row["why"]
+    assert part.held is None
+
+
+def test_setups_without_room_say_so(tmp_path):
+    part = decoding(host_bytes=1)
+    status, rows, _ = run(tmp_path, [task for task in part.longest() if not task.name.startswith("full")])
+    assert (status, [row["status"] for row in rows]) == (0, [NOT_HERE, NOT_HERE])
+    assert all("pinned memory" in row["why"] for row in rows)
+    assert [row["name"].split(",")[0] for row in rows] == ["zero_copy", "device_put"]
+
+
+def test_a_second_phase_that_fails_keeps_the_first(tmp_path, monkeypatch):
+    phase = Steps.phase
+
+    def fails(self, first, sizes):
+        if first:
+            raise ArithmeticError("logits are not finite")
+        return phase(self, first, sizes)
+
+    monkeypatch.setattr(Steps, "phase", fails)
+    part = decoding()
+    tasks = (task for task in part.longest() if task.name.startswith("zero_copy"))
+    status, [row], _ = run(tmp_path, tasks)
+    assert (status, row["status"]) == (1, PARTLY)
+    assert row["phases"][0]["tokens_per_second"] > 0
+    assert "not finite" in row["phases"][1]["error"]
+    assert part.held is None
+    page = report.markdown({"dry_run": True, "machine": {}, "parts": {"decode": [row]}})
+    assert page.count("| zero_copy |") == 1
+    assert "measured in part: error: ArithmeticError" in page
+
+
+def test_a_whole_part_out_of_time_has_a_status_of_its_own(tmp_path):
+    status, _, [other] = run(tmp_path, [Task("long", 60, dict)], seconds=30)
+    assert (status, other["status"]) == (3, MEASURED)
+
+
+def test_ceilings_that_fail_are_replaced_and_marked(tmp_path, monkeypatch):
+    asked = []
+
+    def fail(*sizes):
+        asked.append(sizes)
+        raise RuntimeError("no pinned memory")
+
+    monkeypatch.setattr(parts.bench, "ceilings", fail)
+    runner = Runner(tmp_path, {"dry_run": True, "machine": {}}, 100.0, say=lambda line: None)
+    made = parts.all_parts(DRY, runner, 0)
+    assert runner.run({name: made[name] for name in ("ceilings", "fetch")}) == 1
+    [row], fetched = runner.results["parts"]["ceilings"], runner.results["parts"]["fetch"]
+    assert (row["status"], len(asked)) == (PARTLY, 1)
+    assert all(row["share_of_bus"] * 63e9 == pytest.approx(row["bytes_per_second"]) for row in fetched)
+    assert "data sheet of the H200: RuntimeError: no pinned memory" in report.markdown(runner.results)
+
+
 def test_goals():
     phase = {"share_set": 0.6, "ratio_to_full": 3.2, "share_of_bound": 0.4}
     slow = phase | {"share_set": 0.0, "ratio_to_full": 1.2}
-    row = {"name": "x", "status": MEASURED, "kind": "zero_copy", "capacity": 9, "phases": [slow, phase]}
-    found = report.goals({"dry_run": False, "parts": {"decode": [row]}})
+    row = {"name": "x", "status": MEASURED, "kind": "zero_copy", "capacity": 9, "batch": 5, "phases": [slow, phase]}
+    better = phase | {"ratio_to_full": 9.0}
+    others = [
+        row | {"kind": "device_put", "phases": [better]}, row | {"capacity": 8, "phases": [better]},
+        row | {"batch": 1, "phases": [better]},
+    ]  # fmt: skip
+    found = report.goals({"dry_run": False, "longest": 9, "parts": {"decode": [*others, row]}})
     assert [cells[-1] for cells in found] == ["not measured", "met", "not met", "not met"]
+    assert found[1][3] == "zero_copy, 5 x 9; the bound's own is 8.00, 37.5 % needed"
+    found = report.goals({"dry_run": False, "longest": 9, "parts": {"decode": others[:2]}})
+    assert [cells[-1] for cells in found] == ["not measured"] * 4

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gpu.runner import Task
+from gpu.runner import Task, attempt
 from gpu.sizes import Sizes
 from gpu.synthetic import free, on_device
 from gpu.timing import build, series
@@ -46,23 +46,25 @@ def factors(sizes: Sizes, capacity: int, k: Any) -> Any:
 
 
 def measured(sizes: Sizes, capacity: int) -> dict[str, Any]:
-    """Seconds of the factors, of the attention in pieces and, where cuDNN does it, at once; shares of them."""
+    """Seconds of the factors, of the attention in pieces and, where cuDNN does it, at once."""
     tokens = sizes.prompt(capacity) // PIECE * PIECE or sizes.prompt(capacity)
     q, k, v = arrays(sizes, tokens)
+    repeats = min(3, sizes.repeats)
+
+    def seconds(count: int, function: Any, *args: Any) -> float:
+        program = build(function, *args).program
+        return series(lambda: program(*args), 1, count).median
+
     try:
-        low = build(functools.partial(factors, sizes, capacity), k)
-        taken = series(lambda: low.program(k), 1, min(3, sizes.repeats))
-        pieces = build(in_pieces, q, k, v)
-        slow = series(lambda: pieces.program(q, k, v), 1, 1)
-        row = {
-            "tokens": tokens, "factor_seconds": taken.median, "attention_seconds": slow.median,
-            "factors_to_attention": taken.median / slow.median, "compile_seconds": low.seconds + pieces.seconds,
-        }  # fmt: skip
+        ways = {
+            "factor_seconds": lambda: seconds(repeats, functools.partial(factors, sizes, capacity), k),
+            "attention_seconds": lambda: seconds(1, in_pieces, q, k, v),
+        }
         if jax.default_backend() == "gpu":
-            whole = build(lambda q, k, v: piece_attention(q, k, v, jnp.int32(0), False)[0], q, k, v)
-            fast = series(lambda: whole.program(q, k, v), 1, min(3, sizes.repeats))
-            row |= {"fused_attention_seconds": fast.median, "factors_to_fused": taken.median / fast.median}
-        return row
+            ways["fused_attention_seconds"] = lambda: seconds(
+                repeats, lambda q, k, v: piece_attention(q, k, v, jnp.int32(0), False)[0], q, k, v
+            )
+        return {"tokens": tokens} | {way: attempt(run) for way, run in ways.items()}
     finally:
         free(q, k, v)
 

@@ -3,13 +3,36 @@
 import datetime
 import os
 import platform
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 GIB = 2**30
-HOST_MARGIN = 12 * GIB  # of what the system has available: for the program itself, the compiler and the page tables
+HOST_MARGIN = 20 * GIB  # of what the system has available: for the program itself, the compiler and the page tables
 POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+CACHE = Path(__file__).resolve().parents[2] / ".cache" / "jax-gpu"
+ENOUGH = 100 * GIB  # available at the start: more is not needed
+PROBES, PROBE_SECONDS = 8, 15
+# Touches pages up to a limit, waits while nearly nothing is left (more may come), and is killed before all others.
+PROBE = """
+import mmap, sys, time
+from gpu.environment import GIB, available_bytes
+limit, end, step = int(sys.argv[1]), time.monotonic() + float(sys.argv[2]), 2**26
+try:
+    open("/proc/self/oom_score_adj", "w").write("1000")
+except OSError:
+    pass
+pages, block, done = mmap.mmap(-1, limit), b"x" * step, 0
+while done + step <= limit and time.monotonic() < end:
+    if available_bytes() < 3 * GIB:
+        time.sleep(0.1)
+        continue
+    pages[done:done + step] = block
+    done += step
+"""
 
 
 def available_bytes() -> int:
@@ -21,22 +44,45 @@ def available_bytes() -> int:
         return 0
 
 
-def prepare(out: Path, host_gib: float | None) -> int:
+def grown_bytes(limit: int = ENOUGH, seconds: float = PROBE_SECONDS) -> int:
+    """MemAvailable after short-lived processes touched `limit` bytes: some machines grow only by use."""
+    command = [sys.executable, "-c", PROBE, str(limit // PROBES), str(seconds)]
+    probes = [subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+              for _ in range(PROBES)]  # fmt: skip
+    for probe in probes:
+        try:
+            probe.wait(seconds + 5)
+        except subprocess.TimeoutExpired:
+            probe.kill()
+            probe.wait()
+    return available_bytes()
+
+
+def prepare(host_gib: float | None, probe: bool) -> None:
     """Set XLA's pool of pinned memory, its share of the device, and where compiled programs are kept.
 
-    Args:
-        out: folder of the results.
-        host_gib: size of the pool; None: what is available less a margin. Some virtual machines are given their memory
-            only as they use it, and show less at the start than they have.
+    A variable that is set already stays.
 
-    Returns:
-        Bytes of the pool. A variable that is set already stays.
+    Args:
+        host_gib: size of the pool; None: what is available less a margin.
+        probe: where that is little, find out whether the machine's memory grows.
     """
-    given = available_bytes() - HOST_MARGIN if host_gib is None else round(host_gib * GIB)
-    os.environ.setdefault(POOL_VARIABLE, str(max(1, given // GIB)))
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    if POOL_VARIABLE not in os.environ:
+        if host_gib is None:
+            found = available_bytes()
+            if probe and 0 < found < ENOUGH and shutil.which("nvidia-smi"):
+                found = max(found, grown_bytes())
+            host_gib = (found - HOST_MARGIN) / GIB
+        os.environ[POOL_VARIABLE] = str(max(1, int(host_gib)))
+    if FRACTION not in os.environ:
+        os.environ[FRACTION] = "0.95"
+        os.environ.pop("XLA_CLIENT_MEM_FRACTION", None)  # its other name: JAX takes only one of them
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str((out / "cache").resolve()))
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
+
+
+def pool() -> int:
+    """Bytes of the pool that `prepare` set."""
     return int(os.environ[POOL_VARIABLE]) * GIB
 
 
@@ -50,7 +96,7 @@ def answer(*command: str) -> str:
 
 
 def machine(pool: int) -> dict[str, Any]:
-    """Device, driver, versions, date and commit."""
+    """Device, driver, versions, date, commit and the variables that XLA and JAX read."""
     import jax
     import jaxlib
     from jax.extend import backend
@@ -58,7 +104,8 @@ def machine(pool: int) -> dict[str, Any]:
     device = jax.devices()[0]
     stats = device.memory_stats() or {}
     driver = answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return {
+    variables = {key: value for key, value in sorted(os.environ.items()) if key.startswith(("XLA_", "JAX_", "TF_"))}
+    return variables | {
         "device": device.device_kind, "platform": device.platform, "cuda": backend.get_backend().platform_version,
         "driver": driver, "jax": jax.__version__, "jaxlib": jaxlib.__version__,
         "python": platform.python_version(), "cores": os.cpu_count(), "device_bytes": stats.get("bytes_limit"),

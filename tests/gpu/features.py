@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gpu.runner import Task
+from gpu.runner import Task, attempt, brief
 from gpu.sizes import Sizes
 from gpu.synthetic import free, sharding
 from jshadow import decode, offload
@@ -23,8 +23,9 @@ from pallas_kernels import fetch_reconstruct
 MODEL = ModelConfig("llama", 499, 4, 256, 384, 8, 2, 64, 1e-5, 1024)
 SMALL_MODEL = ModelConfig("llama", 101, 2, 32, 48, 4, 2, 16, 1e-5, 1024)
 LENGTHS, CAPACITY, STEPS = (310, 171, 59), 352, 6
-NEAR = 2e-3  # of logits of unit variance: float32 throughout, but sums in another order
-ALIKE = 0.99  # share of selected ids: a near tie may fall to either side
+# Of logits of unit variance (sums in another order), and the share of selected ids: a near tie may fall to either side.
+NEAR = {"float32": 2e-3, "bfloat16": 0.1}
+ALIKE = {"float32": 0.99, "bfloat16": 0.9}
 
 
 def check_memories() -> dict[str, Any]:
@@ -65,35 +66,47 @@ def check_gram(sizes: Sizes) -> dict[str, Any]:
     left, right = jax.jit(functools.partial(key_factors, rank=heads * dim))(keys[None], jnp.full(1, rows))
     back = np.einsum("sr,hrd->shd", np.asarray(left[0], np.float64), np.asarray(right[0], np.float64))
     rebuilt = float(np.linalg.norm(back - np.asarray(keys, np.float64)) / np.linalg.norm(exact))
-    return {"ok": error < 2e-6 and rebuilt < 2e-5, "gram_error": error, "gram_error_default": default,
+    return {"ok": error < 1e-5 and rebuilt < 2e-5, "gram_error": error, "gram_error_default": default,
             "rebuilt_error": rebuilt}  # fmt: skip
 
 
-def check_modes(sizes: Sizes, dtype: str = "float32") -> dict[str, Any]:
-    """The same prompts and tokens in all fetch modes: logits and selected chunks, step by step."""
+def decoded(sizes: Sizes, params: Any, fetch: str) -> tuple[np.ndarray, np.ndarray, float]:
+    """Logits [T, B, V], sorted ids of selected chunks [T, layers, B, h_kv, k], share of them that stayed."""
     config = SMALL_MODEL if sizes.dry else MODEL
     rng, policy = np.random.default_rng(0), ShadowKV(rank=24, chunk_size=8, budget=64, outlier_chunks=4)
     tokens = rng.integers(0, config.vocab_size, (len(LENGTHS), max(LENGTHS)), dtype=np.int32)
     fed = rng.integers(0, config.vocab_size, (STEPS, len(LENGTHS)), dtype=np.int32)
-    found: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    _, state = decode.prefill(params, tokens, np.asarray(LENGTHS), policy, capacity=CAPACITY, fetch=fetch)
+    logits, ids = [], []
+    for token in fed:
+        out, state = decode.decode_step(params, token, state)
+        logits.append(np.asarray(out, np.float32))
+        ids.append([np.sort(np.asarray(layer.live.resident), axis=-1) for layer in state.layers])
+    counters = state.counters
+    hits = float(np.asarray(counters.hits, float).sum() / np.asarray(counters.selected).sum())
+    return np.asarray(logits), np.asarray(ids), hits
+
+
+def check_modes(sizes: Sizes, dtype: str) -> dict[str, Any]:
+    """The same prompts and tokens in all fetch modes: selected chunks, and logits where those agree so far."""
     with jax.default_matmul_precision("highest"):  # else TF32 makes near ties of what is none
-        params = init_params(config, dtype=dtype)
-        for fetch in offload.FETCH_MODES:
-            _, state = decode.prefill(params, tokens, np.asarray(LENGTHS), policy, capacity=CAPACITY, fetch=fetch)
-            logits, ids = [], []
-            for token in fed:
-                out, state = decode.decode_step(params, token, state)
-                logits.append(np.asarray(out))
-                ids.append([np.sort(np.asarray(layer.live.resident), axis=-1) for layer in state.layers])
-            found[fetch] = np.asarray(logits), np.asarray(ids)
-            hits = float(np.asarray(state.counters.hits, float).sum() / np.asarray(state.counters.selected).sum())
-    base, chosen = found["resident"]
-    row: dict[str, Any] = {"ok": bool(np.isfinite(base).all()), "repeat_share": hits}
-    for fetch in offload.FETCH_MODES[1:]:
-        mine, picked = found[fetch]
-        row[f"{fetch}_logits"] = float(np.abs(mine - base).max())
-        row[f"{fetch}_ids"] = float(np.mean(picked == chosen))
-        row["ok"] = row["ok"] and row[f"{fetch}_logits"] < NEAR and row[f"{fetch}_ids"] >= ALIKE
+        params = init_params(SMALL_MODEL if sizes.dry else MODEL, dtype=dtype)
+        base, chosen, hits = decoded(sizes, params, "resident")
+        row: dict[str, Any] = {"ok": bool(np.isfinite(base).all()), "repeat_share": hits}
+        for fetch in offload.FETCH_MODES[1:]:
+            try:
+                mine, picked, _ = decoded(sizes, params, fetch)
+            except Exception as error:
+                row |= {"ok": False, fetch: {"error": brief(error)}}
+                continue
+            # Another selection changes what the row's later steps attend to as well.
+            agree = np.logical_and.accumulate((picked == chosen).all(axis=(1, 3, 4)), axis=0)
+            off = np.abs(mine - base).max(axis=-1)[agree]
+            row[f"{fetch}_ids"] = alike = float(np.mean(picked == chosen))
+            row[f"{fetch}_compared"], row[f"{fetch}_logits"] = float(agree.mean()), float(off.max(initial=0.0))
+            # Not "greater": a NaN must fail, wherever it is.
+            good = bool(np.isfinite(mine).all()) and bool((off < NEAR[dtype]).all()) and alike >= ALIKE[dtype]
+            row["ok"] = row["ok"] and good
     return row
 
 
@@ -126,16 +139,22 @@ def check_big(sizes: Sizes) -> dict[str, Any]:
         "zero_copy": lambda values, ids, left: fetch_reconstruct(values, left, right, ids, inverse)[1],
         "device_put": lambda values, ids, left: offload.gather(HostArray(values, "pinned_host"), ids, units),
     }
-    found = {way: bool((jax.jit(get)(away, ids, left).reshape(want.shape) == want).all()) for way, get in ways.items()}
+
+    def equal(get: Callable[..., Any]) -> bool:
+        return bool((jax.jit(get)(away, ids, left).reshape(want.shape) == want).all())
+
+    found = {way: attempt(functools.partial(equal, get)) for way, get in ways.items()}
     size = away.nbytes
     free(here, away, left)
-    return {"ok": whole and all(found.values()), "bytes": size, "whole": whole} | found
+    good = whole and all(one is True for one in found.values())
+    return {"ok": good, "bytes": size, "whole": whole} | found
 
 
 def tasks(sizes: Sizes) -> Iterator[Task]:
     """The checks that are of no one kernel."""
     yield Task("memories", 1, check_memories)
-    yield Task("fetch modes, float32", 20, functools.partial(check_modes, sizes))
+    for dtype in NEAR:
+        yield Task(f"fetch modes, {dtype}", 20, functools.partial(check_modes, sizes, dtype))
     yield Task("pinned array beyond 4 GiB", 20, functools.partial(check_big, sizes))
     yield Task("top_k", 5, functools.partial(check_top_k, sizes))
     yield Task("Gram matrix in float32", 10, functools.partial(check_gram, sizes))

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpu.room import Room, bus
-from gpu.runner import Task
+from gpu.runner import Task, attempt
 from gpu.sizes import Sizes
 from gpu.steered import SHARE
 from gpu.synthetic import free, on_device, on_host
@@ -20,7 +21,8 @@ from jshadow.rope import inverse_frequencies
 from jshadow.state import HostArray
 from pallas_kernels import fetch_reconstruct
 
-DRAWS, CALLS = 8, 16  # sets of chunks that take turns; calls dispatched together
+DRAWS, CALLS = 8, 16  # least sets of chunks that take turns; calls dispatched together
+CACHED = 512e6  # bytes of all sets together: far more than the L2 holds
 
 
 class Fetches:
@@ -47,13 +49,14 @@ class Fetches:
             self.made = {batch: (values, left, right, kept)}
         return self.made[batch]
 
-    def draws(self, batch: int) -> list[jax.Array]:
-        """Different chunks without repeats, int32 [B, h_kv, k], each time others: no cache may know them."""
+    def draws(self, batch: int, size: int) -> list[jax.Array]:
+        """Sets of `size` bytes over the bus each. Different chunks, int32 [B, h_kv, k], each time others."""
         rng = np.random.default_rng(0)
         lead = (batch, self.heads)
+        count = DRAWS if self.sizes.dry else max(DRAWS, math.ceil(CACHED / size))
         picks = [
             np.stack([rng.choice(self.units, self.count, replace=False) for _ in range(batch * self.heads)])
-            for _ in range(DRAWS)
+            for _ in range(count)
         ]
         return [jnp.asarray(pick.reshape(*lead, self.count), jnp.int32) for pick in picks]
 
@@ -68,7 +71,10 @@ class Fetches:
 
         function(ids, held, *args) returns what the next call gets as `held`, which is donated, and what it brought.
         """
-        ids, held = self.draws(batch), [jnp.array(self.operands(batch)[3])]
+        limit = bus(self.room.ceilings())  # before anything is timed: if they fail, the row tells
+        missed = int((~self.stay(batch, share)).sum())
+        size = missed * self.chunk * self.dim * 2
+        ids, held = self.draws(batch, size), [jnp.array(self.operands(batch)[3])]
         program, compile_seconds = build(function, ids[0], held[0], *args, donate=(1,))
         turns = itertools.cycle(ids)
 
@@ -77,14 +83,31 @@ class Fetches:
             return held[0], brought
 
         seconds = series(call, CALLS, self.sizes.repeats)
-        missed = int((~self.stay(batch, share)).sum())
-        size = missed * self.chunk * self.dim * 2
-        return {
+        reached = size / seconds.median / limit
+        row = {
             "batch": batch, "kept_share": 1 - missed / (batch * self.heads * self.count), "bytes": size,
             "fetch_seconds": seconds.median, "least": seconds.least, "most": seconds.most,
             "bytes_per_second": size / seconds.median,
-            "share_of_bus": size / seconds.median / bus(self.room.ceilings()), "compile_seconds": compile_seconds,
+            "share_of_bus": reached, "compile_seconds": compile_seconds,
+            "empty_seconds": attempt(lambda: self.empty(ids[0], held, args)),
         }  # fmt: skip
+        if reached > 1 and not self.sizes.dry:
+            row["error"] = f"{reached:.2f} of the bus: not all of it can have crossed the bus"
+        return row
+
+    def empty(self, ids: Any, held: list[Any], args: tuple[Any, ...]) -> float:
+        """Seconds of a program that does nothing with the same arguments: the rest is the fetch."""
+
+        def nothing(ids: Any, held: Any, *args: Any) -> Any:
+            return held, ids[0, 0, 0]
+
+        program = build(nothing, ids, held[0], *args, donate=(1,), unused=True).program
+
+        def call() -> Any:
+            held[0], brought = program(ids, held[0], *args)
+            return held[0], brought
+
+        return series(call, CALLS, self.sizes.repeats).median
 
     def by_kernel(self, batch: int, share: float) -> dict[str, Any]:
         """fetch_reconstruct, with a share of the rows on the device already."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gpu.runner import MEASURED
+from gpu.runner import FAILED, MEASURED, SHOWN, errors
 
 Row = dict[str, Any]
 
@@ -15,13 +15,16 @@ def markdown(results: Row) -> str:
     if results["dry_run"]:
         lines += ["A dry run: sizes are tiny, figures mean nothing.", ""]
     lines += [", ".join(f"{key} {value}" for key, value in results["machine"].items()), ""]
-    lines += [*table(("goal", "aimed at", "measured", ""), goals(results)), ""]
-    for title, part, head, cells in TABLES:
-        rows = parts.get(part, [])
-        good = [cell for row in rows if row["status"] == MEASURED for cell in cells(row)]
+    lines += [*table(("goal", "aimed at", "measured", "row", ""), goals(results)), ""]
+    if results.get("ceilings_from", "measured") != "measured":
+        lines += [f"Bounds and shares of the bus are those of the {results['ceilings_from']}", ""]
+    for title, names, head, cells in TABLES:
+        rows = [row for name in names for row in parts.get(name, [])]
+        good = [cell for row in rows if row["status"] in SHOWN for cell in cells(row)]
         lines += [f"## {title}", "", *(table(head, good) if good else ["Nothing measured."]), ""]
-        lines += [f"- {row['name']}: {row['status']}{told(row)}" for row in rows if row["status"] != MEASURED]
-        lines += [""]
+        lines += [*others(rows), ""]
+    known = {name for _, names, _, _ in TABLES for name in names}
+    lines += others([row for name, rows in parts.items() if name not in known for row in rows])
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -35,9 +38,14 @@ def line(cells: tuple[str, ...]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def others(rows: list[Row]) -> list[str]:
+    """Lines about what is no figure, or not all of it."""
+    return [f"- {row['name']}: {row['status']}{told(row)}" for row in rows if row["status"] != MEASURED]
+
+
 def told(row: Row) -> str:
     """Why a row is no figure."""
-    reasons = [row[key] for key in ("error", "why") if row.get(key)] + list(row.get("wrong", []))
+    reasons = [*errors(row), *([row["why"]] if row.get("why") else []), *row.get("wrong", [])]
     return ": " + "; ".join(str(reason).replace("\n", " ") for reason in reasons) if reasons else ""
 
 
@@ -47,23 +55,34 @@ def told(row: Row) -> str:
 def goals(results: Row) -> list[tuple[str, ...]]:
     """Each goal: what it says, the figure, whether it is met; "not measured" where there is none."""
     fetch = [row for row in measured(results, "fetch") if row["name"].startswith("zero_copy") and not row["kept_share"]]
-    bus = max((row["share_of_bus"] for row in fetch), default=None)
-    rows = measured(results, "decode")
-    longest = max((row["capacity"] for row in rows), default=0)
-    phases = [phase for row in rows if row["capacity"] == longest and row["kind"] != "full" for phase in row["phases"]]
+    bus = max(fetch, key=lambda row: row["share_of_bus"], default=None)
+    rows = [row for row in measured(results, "decode")
+            if row["kind"] == "zero_copy" and row["capacity"] == results.get("longest")]  # fmt: skip
+    row = max(rows, key=lambda row: row["batch"], default=None)
+    phases = {phase["share_set"]: phase for phase in row["phases"] if "error" not in phase} if row else {}
+    taken = f"zero_copy, {row['batch']} x {row['capacity']:,}" if row else "-"
 
-    def best(share: float, key: str) -> float | None:
-        found = [phase[key] for phase in phases if phase["share_set"] == share and phase[key] is not None]
-        return max(found, default=None)
+    def of(share: float, key: str) -> float | None:
+        return phases.get(share, {}).get(key)
+
+    def needed(share: float, aim: float) -> str:
+        """What the bound itself would reach, and how much of it the goal is."""
+        ratio, part = of(share, "ratio_to_full"), of(share, "share_of_bound")
+        return (
+            f"; the bound's own is {ratio / part:.2f}, {percent(aim * part / ratio)} needed" if ratio and part else ""
+        )
 
     wanted = (
-        ("misses by zero copy, share of the measured bus", 0.7, bus),
-        ("decode, 60 % of the selection kept, to full attention's best", 3.0, best(0.6, "ratio_to_full")),
-        ("decode, nothing kept, to full attention's best", 1.4, best(0.0, "ratio_to_full")),
-        ("decode, share of the planner's roofline", 0.5, best(0.6, "share_of_bound")),
-    )
-    return [(name, f"at least {aim}", "-" if got is None else f"{got:.2f}", verdict(aim, got, results["dry_run"]))
-            for name, aim, got in wanted]  # fmt: skip
+        ("misses by zero copy, share of the measured bus", 0.7, bus and bus["share_of_bus"],
+         bus["name"] if bus else "-"),
+        ("decode, 60 % of the selection kept, to full attention's best", 3.0, of(0.6, "ratio_to_full"),
+         taken + needed(0.6, 3.0)),
+        ("decode, nothing kept, to full attention's best", 1.4, of(0.0, "ratio_to_full"), taken + needed(0.0, 1.4)),
+        ("decode, share of the planner's roofline", 0.5, of(0.6, "share_of_bound"), taken),
+    )  # fmt: skip
+    dry = results["dry_run"]
+    return [(name, f"at least {aim}", "-" if got is None else f"{got:.2f}", where, verdict(aim, got, dry))
+            for name, aim, got, where in wanted]  # fmt: skip
 
 
 def verdict(aim: float, got: float | None, dry: bool) -> str:
@@ -73,7 +92,7 @@ def verdict(aim: float, got: float | None, dry: bool) -> str:
 
 def measured(results: Row, part: str) -> list[Row]:
     """The rows of a part that are figures."""
-    return [row for row in results["parts"].get(part, []) if row["status"] == MEASURED]
+    return [row for row in results["parts"].get(part, []) if row["status"] in SHOWN and "error" not in row]
 
 
 # Cells of each part's table
@@ -81,28 +100,31 @@ def measured(results: Row, part: str) -> list[Row]:
 
 def check_cells(row: Row) -> Iterator[tuple[str, ...]]:
     """What was checked."""
-    skip = ("name", "status", "ok", "seconds", "wrong")
+    skip = ("name", "status", "ok", "seconds", "wrong", "error")
     details = ", ".join(f"{key} {number(value)}" for key, value in row.items() if key not in skip)
-    yield row["name"], "right", details, f"{row['seconds']:.1f}"
+    yield row["name"], "wrong" if row["status"] == FAILED else "right", details, f"{row['seconds']:.1f}"
 
 
 def ceiling_cells(row: Row) -> Iterator[tuple[str, ...]]:
     """One line a ceiling."""
     for name, value in row["per_second"].items():
-        yield name, f"{value / 1e9:,.1f} {'GFLOP' if name.startswith('matmul') else 'GB'}"
+        unit = "GFLOP" if name.startswith("matmul") else "GB"
+        yield name, f"{value / 1e9:,.1f} {unit}", row["from"]
 
 
 def fetch_cells(row: Row) -> Iterator[tuple[str, ...]]:
     """One way to fetch."""
     times = [f"{row[key] * 1e6:,.0f}" for key in ("fetch_seconds", "least", "most")]
-    rate = f"{row['bytes_per_second'] / 1e9:.1f}"
+    empty, rate = number(row["empty_seconds"], 1e6), f"{row['bytes_per_second'] / 1e9:.1f}"
     share = percent(row["share_of_bus"])
-    yield row["name"], f"{row['bytes'] / 1e6:.2f}", times[0], f"{times[1]} to {times[2]}", rate, share
+    yield row["name"], f"{row['bytes'] / 1e6:.2f}", times[0], f"{times[1]} to {times[2]}", empty, rate, share
 
 
 def decode_cells(row: Row) -> Iterator[tuple[str, ...]]:
     """One line a repeat share."""
     for phase in row["phases"]:
+        if "error" in phase:
+            continue
         ratio, share = phase["ratio_to_full"], phase["share"]
         yield (
             row["kind"], f"{row['capacity']:,}", str(row["batch"]), "-" if share is None else percent(share),
@@ -117,22 +139,28 @@ def decode_cells(row: Row) -> Iterator[tuple[str, ...]]:
 def stage_cells(row: Row) -> Iterator[tuple[str, ...]]:
     """One line a stage."""
     for stage, value in row["milliseconds"].items():
-        yield f"{row['batch']} x {row['capacity']:,}", stage, f"{value:.3f}"
+        yield f"{row['batch']} x {row['capacity']:,}", stage, number(value)
 
 
 def compress_cells(row: Row) -> Iterator[tuple[str, ...]]:
     """One context."""
-    fused = row.get("fused_attention_seconds")
+    factors, pieces, fused = (row.get(f"{key}_seconds") for key in ("factor", "attention", "fused_attention"))
     yield (
-        f"{row['tokens']:,}", f"{row['factor_seconds'] * 1e3:.1f}", f"{row['attention_seconds'] * 1e3:.1f}",
-        percent(row["factors_to_attention"]), "-" if fused is None else f"{fused * 1e3:.1f}",
-        "-" if fused is None else percent(row["factors_to_fused"]),
+        f"{row['tokens']:,}", number(factors, 1e3), number(pieces, 1e3), part_of(factors, pieces), number(fused, 1e3),
+        part_of(factors, fused),
     )  # fmt: skip
 
 
-def number(value: Any) -> str:
-    """Short."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def number(value: Any, times: float = 1.0) -> str:
+    """Short; what is missing or raised is a dash."""
+    if value is None or isinstance(value, dict):
+        return "-"
+    return f"{value * times:.3g}" if isinstance(value, float) else str(value)
+
+
+def part_of(value: Any, whole: Any) -> str:
+    """A share, where both were measured."""
+    return percent(value / whole) if isinstance(value, float) and isinstance(whole, float) else "-"
 
 
 def percent(value: float) -> str:
@@ -145,16 +173,16 @@ def giga(value: int | None) -> str:
     return "-" if value is None else f"{value / 1e9:.2f}"
 
 
-TABLES: tuple[tuple[str, str, tuple[str, ...], Callable[[Row], Iterator[tuple[str, ...]]]], ...] = (
-    ("Correctness", "correctness", ("check", "", "found", "seconds"), check_cells),
-    ("Ceilings", "ceilings", ("ceiling", "a second"), ceiling_cells),
-    ("Fetch of one layer", "fetch",
-     ("way", "MB over the bus", "us", "least to most", "GB a second", "of the bus"), fetch_cells),
-    ("Decode", "decode",
+TABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], Callable[[Row], Iterator[tuple[str, ...]]]], ...] = (
+    ("Correctness", ("correctness",), ("check", "", "found", "seconds"), check_cells),
+    ("Ceilings", ("ceilings",), ("ceiling", "a second", ""), ceiling_cells),
+    ("Fetch of one layer", ("fetch",),
+     ("way", "MB over the bus", "us", "least to most", "empty program, us", "GB a second", "of the bus"), fetch_cells),
+    ("Decode", ("decode", "decode-more"),
      ("policy", "capacity", "rows", "kept", "tokens a second", "least to most", "step by step", "to full",
       "of the bound", "GB fetched a step", "device GB", "peak so far, GB", "host GB", "compile, s"), decode_cells),
-    ("One layer's decode step", "layer", ("rows x capacity", "stage", "ms"), stage_cells),
-    ("Compressing a prompt, one layer", "compress",
+    ("One layer's decode step", ("layer",), ("rows x capacity", "stage", "ms"), stage_cells),
+    ("Compressing a prompt, one layer", ("compress",),
      ("tokens", "Gram, eigenvectors and factors, ms", "attention in pieces, ms", "factors to it", "fused attention, ms",
       "factors to it"), compress_cells),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gpu.runner import Task
+from gpu.runner import Task, attempt, brief
 from gpu.sizes import Sizes
 from gpu.steered import PHASE
 from gpu.synthetic import free, on_device, sharding, state, steered
@@ -39,10 +39,14 @@ class Stages:
     capacity: int
     batch: int
 
-    def timed(self, function: Any, *args: Any) -> Seconds:
-        """Seconds of a stage."""
-        program = build(function, *args).program
-        return series(lambda: program(*args), CALLS, self.sizes.repeats)
+    def timed(self, function: Any, *args: Any, unused: bool = False) -> Any:
+        """Milliseconds of a stage, or its error."""
+
+        def run() -> float:
+            program = build(function, *args, unused=unused).program
+            return 1e3 * series(lambda: program(*args), CALLS, self.sizes.repeats).median
+
+        return attempt(run)
 
     def measured(self) -> dict[str, Any]:
         """Milliseconds of each stage, with what `device_put` and `zero_copy` make of the fetch."""
@@ -52,17 +56,20 @@ class Stages:
         try:
             shape = Shape(prompt, self.batch, config.q_heads, config.kv_heads, config.head_dim)
             step = jax.device_put(random_step(shape, 1), sharding("device"))
-            stages = self.stages(held.specs[0], held.layers[0], step)
-            whole = {
-                f"whole, {fetch}": self.whole(dataclasses.replace(held.specs[0], fetch=fetch), held.layers[0], step)
-                for fetch in ("device_put", "zero_copy")
-            }  # the last consumes what lives
-            found = {name: seconds.median * 1e3 for name, seconds in (stages | whole).items()}
+            spec, layer = held.specs[0], held.layers[0]
+            found = {"empty program": self.timed(lambda layer, step: jnp.int32(0), layer, step, unused=True)}
+            try:
+                found |= self.stages(spec, layer, step)
+            except Exception as error:  # what the later stages would take
+                found["stages"] = {"error": brief(error)}
+            for fetch in ("device_put", "zero_copy"):
+                run = functools.partial(self.whole, dataclasses.replace(spec, fetch=fetch), layer, step)
+                found[f"whole, {fetch}"] = attempt(lambda run=run: 1e3 * run().median)
             return {"capacity": self.capacity, "batch": self.batch, "milliseconds": found}
         finally:
             free(held)
 
-    def stages(self, spec: Any, layer: LayerState, step: StepKV) -> dict[str, Seconds]:
+    def stages(self, spec: Any, layer: LayerState, step: StepKV) -> dict[str, Any]:
         """All but the whole."""
         policy, layout = spec.policy, spec.policy.host_layout(spec)
         scores = jax.jit(policy.scores, static_argnums=0)(spec, layer, step)
@@ -131,22 +138,29 @@ def dense(sizes: Sizes, capacity: int, batch: int) -> dict[str, Any]:
     """Full attention of one token by our kernel and by JAX's own: is the baseline of the decode part a fair one?"""
     config = sizes.layer_config
     shape = Shape(capacity, batch, config.q_heads, config.kv_heads, config.head_dim)
-    q, rows = random_step(shape, 1).q_post, (batch, config.kv_heads, capacity, config.head_dim)
-    k, v = on_device(1, 1.0, rows), on_device(2, 1.0, rows)
+    q = random_step(shape, 1).q_post
 
     def ours(q: Any, k: Any, v: Any) -> Any:
         return attend(q, [Piece(k, v, jnp.ones((1, 1, 1, capacity), bool))], config.head_dim**-0.5)
 
-    program = build(ours, q, k, v).program
-    mine = series(lambda: program(q, k, v), CALLS, sizes.repeats)
-    free(k, v)
-    k, v = (on_device(seed, 1.0, (batch, capacity, config.kv_heads, config.head_dim)) for seed in (1, 2))
-    theirs = build(jax.nn.dot_product_attention, q, k, v).program
-    other = series(lambda: theirs(q, k, v), CALLS, sizes.repeats)
-    free(k, v)
-    found = {"full attention, sparse_attention": mine.median, "full attention, jax.nn": other.median}
-    return {"capacity": capacity, "batch": batch, "bytes": 2 * k.nbytes,
-            "milliseconds": {name: seconds * 1e3 for name, seconds in found.items()}}  # fmt: skip
+    found = {}
+    for name, function, order in (
+        ("full attention, sparse_attention", ours, (batch, config.kv_heads, capacity)),
+        ("full attention, jax.nn", jax.nn.dot_product_attention, (batch, capacity, config.kv_heads)),
+    ):
+        found[name] = attempt(functools.partial(attended, sizes, function, q, (*order, config.head_dim)))
+    size = 2 * 2 * batch * config.kv_heads * capacity * config.head_dim
+    return {"capacity": capacity, "batch": batch, "bytes": size, "milliseconds": found}
+
+
+def attended(sizes: Sizes, function: Any, q: Any, shape: tuple[int, ...]) -> float:
+    """Milliseconds of one kind of attention with keys and values of that shape."""
+    k, v = (on_device(seed, 1.0, shape) for seed in (1, 2))
+    try:
+        program = build(function, q, k, v).program
+        return 1e3 * series(lambda: program(q, k, v), CALLS, sizes.repeats).median
+    finally:
+        free(k, v)
 
 
 def tasks(sizes: Sizes) -> Iterator[Task]:

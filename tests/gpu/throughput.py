@@ -3,148 +3,47 @@
 import dataclasses
 import functools
 import math
-import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import Array
 
 from gpu.room import Room
-from gpu.runner import Task
+from gpu.runner import Late, NotHere, Task, brief
 from gpu.sizes import Sizes
 from gpu.steered import PHASE, SHARE
-from gpu.synthetic import abstract, free, placed, refetched, sharding, state, steered, weights
-from gpu.timing import Built, build, side_by_side
-from jshadow.config import ModelConfig
-from jshadow.models.transformer import abstract_weights
-from jshadow.offload import FETCH_QUANTUM
-from jshadow.planning import abstract_state
-from jshadow.policies import Full, Policy
-from jshadow.state import Counters, KVState, Reads, Writes
-from jshadow.step import step_writes
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """One configuration: "full" or a fetch mode of ShadowKV, tokens a row may hold, rows."""
-
-    kind: str
-    capacity: int
-    batch: int
-
-    @property
-    def fetch(self) -> str:
-        """Fetch mode."""
-        return "resident" if self.kind == "full" else self.kind
-
-    def policy(self, sizes: Sizes) -> Policy:
-        """Full attention, or ShadowKV with a set repeat share."""
-        return Full() if self.kind == "full" else steered(sizes.policy, sizes.prompt(self.capacity))
-
-    def __str__(self) -> str:
-        return f"{self.kind}, {self.batch} x {self.capacity:,}"
-
-
-def greedy_step(
-    weights: dict, token: Array, reads: Reads, writes: Writes, *, config: ModelConfig
-) -> tuple[Array, Array, Writes]:
-    """One step of all rows: the likeliest next tokens int32 [B], whether all logits are finite, the changing half."""
-    logits, writes = step_writes(weights, config, token[:, None], jnp.ones_like(token), reads, writes)
-    return logits.argmax(-1).astype(jnp.int32), jnp.isfinite(logits).all(), writes
-
-
-def built(setup: Setup, sizes: Sizes) -> Built:
-    """The step of a configuration, compiled from shapes alone."""
-    shapes = abstract_state(
-        sizes.config, setup.policy(sizes), batch=setup.batch, capacity=setup.capacity,
-        prompt=sizes.prompt(setup.capacity), dtype="bfloat16", fetch=setup.fetch,
-    )  # fmt: skip
-    halves = (abstract(half) for half in shapes.split())
-    tensors = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_weights(sizes.config))
-    token = placed(jax.ShapeDtypeStruct((setup.batch,), jnp.int32), "device")
-    step = functools.partial(greedy_step, config=sizes.config)
-    return build(step, abstract(tensors), token, *halves, donate=(3,))
-
-
-class Steps:
-    """A state that moves on by a compiled program; the prompt may begin anew at any token."""
-
-    def __init__(self, program: Any, tensors: dict, state: KVState, prompt: int) -> None:
-        self.program, self.tensors, self.state, self.prompt = program, tensors, state, prompt
-        self.token = jax.device_put(jnp.zeros(state.batch, jnp.int32), sharding("device"))
-        self.finite: Array | None = None
-
-    def step(self) -> None:
-        """Dispatch one."""
-        reads, writes = self.state.split()
-        self.token, self.finite, writes = self.program(self.tensors, self.token, reads, writes)
-        self.state = self.state.join(writes)
-
-    def wait(self) -> None:
-        """For all that was dispatched."""
-        jax.block_until_ready((self.token, self.state.lengths))
-
-    def at(self, token: int) -> None:
-        """Go on as if that many tokens had followed the prompt."""
-        lengths = jnp.full(self.state.batch, self.prompt + token, jnp.int32)
-        self.state = self.state.replace(lengths=jax.device_put(lengths, sharding("device")))
-
-    def counters(self) -> dict[str, np.ndarray]:
-        """As NumPy arrays [B]."""
-        counters: Counters = self.state.counters
-        return {field.name: np.asarray(getattr(counters, field.name)) for field in dataclasses.fields(counters)}
-
-    def phase(self, first: int, sizes: Sizes) -> dict[str, Any]:
-        """Times of steps from that token after the prompt on, single ones and runs; what they selected and fetched."""
-        self.at(first)
-        for _ in range(2):
-            self.step()
-        self.wait()
-        before, alone, together = self.counters(), [], []
-        for _ in range(sizes.singles):
-            start = time.perf_counter()
-            self.step()
-            self.wait()
-            alone.append(time.perf_counter() - start)
-        for _ in range(sizes.runs):
-            start = time.perf_counter()
-            for _ in range(sizes.run_steps):
-                self.step()
-            self.wait()
-            together.append((time.perf_counter() - start) / sizes.run_steps)
-        after, steps = self.counters(), sizes.singles + sizes.runs * sizes.run_steps
-        assert 2 + steps <= PHASE, f"{2 + steps} steps are more than a phase of {PHASE}"
-        if not bool(self.finite):
-            raise ArithmeticError("logits are not finite")
-        taken = {name: (after[name] - before[name]).sum(dtype=np.int64) for name in ("selected", "hits", "fetched")}
-        batch = self.state.batch
-        return {
-            "tokens_per_second": batch / statistics.median(together), "least": batch / max(together),
-            "most": batch / min(together), "single_tokens_per_second": batch / statistics.median(alone),
-            "single_least": batch / max(alone), "single_most": batch / min(alone),
-            "step_seconds": statistics.median(together),
-            "share": float(taken["hits"] / taken["selected"]) if taken["selected"] else None,
-            "fetched_bytes_per_step": int(taken["fetched"]) * FETCH_QUANTUM / steps,
-        }  # fmt: skip
+from gpu.steps import Setup, Steps, built, temporaries
+from gpu.synthetic import free, refetched, state, steered, weights
+from gpu.timing import Built, side_by_side
+from jshadow.policies import Full
+from jshadow.state import KVState
 
 
 class Throughput:
-    """The decode part: programs compiled side by side, weights made once, one state at a time."""
+    """The decode parts: programs compiled side by side, weights made once a part, one state at a time.
 
-    def __init__(self, sizes: Sizes, room: Room) -> None:
-        self.sizes, self.room = sizes, room
+    Args:
+        sizes: of everything.
+        room: what fits.
+        left: seconds to the deadline.
+        earlier: rows that an earlier process measured.
+    """
+
+    def __init__(self, sizes: Sizes, room: Room, left: Callable[[], float], earlier: Sequence[dict] = ()) -> None:
+        self.sizes, self.room, self.left = sizes, room, left
         self.programs: dict[Setup, Future] = {}
         self.tensors: dict | None = None
         self.held: tuple[Setup, KVState] | None = None
         self.best: dict[int, float] = {}  # tokens a second of full attention, by capacity
         self.fallen: dict[tuple[str, int], int] = {}  # largest batches that did not fit after all
-        # Guesses until they were measured: seconds to compile a group, bytes a second into pinned memory.
-        self.compiling, self.filling = 70.0, 3e9
+        for row in earlier:
+            if row.get("kind") == "full" and row.get("phases"):
+                self.remember(row["capacity"], row["phases"])
+        # Guesses until they were measured: seconds to compile a group, bytes a second into pinned memory, while its
+        # pool grows and after that.
+        self.compiling, self.filling, self.grown = 70.0, {False: 3e9, True: 10e9}, False
 
     def setups(self, capacity: int) -> list[list[Setup]]:
         """Groups that are compiled together: largest batches first, then single rows."""
@@ -153,19 +52,44 @@ class Throughput:
         most = self.room.largest(policy, capacity, "zero_copy")
         kinds = ("zero_copy", "device_put")
         many, one = ([Setup(kind, capacity, batch) for kind in kinds] for batch in (most, 1))
-        groups = [[full, *many], one] if most > 1 else [[full, *many]]
-        return [[setup for setup in group if setup.batch] for group in groups]
+        return [[full, *many], one] if most > 1 else [[full, *many]]
 
-    def tasks(self) -> Iterator[Task]:
-        """One task a configuration."""
+    def longest(self) -> Iterator[Task]:
+        """The longest context with all rows that fit: what matters most."""
+        return self.tasks([self.setups(self.sizes.capacities[0])[0]])
+
+    def others(self) -> Iterator[Task]:
+        """Shorter contexts with all rows that fit, then single rows."""
+        first, *shorter = [self.setups(capacity) for capacity in self.sizes.capacities]
+        single = [group for groups in (first, *shorter) for group in groups[1:]]
+        return self.tasks([groups[0] for groups in shorter] + single)
+
+    def tasks(self, groups: list[list[Setup]]) -> Iterator[Task]:
+        """One task a configuration; also of those of which no row fits, which say so."""
         try:
-            for capacity in self.sizes.capacities:
-                for group in self.setups(capacity):
-                    for setup in group:
-                        yield Task(str(setup), self.needs(setup), functools.partial(self.measured, setup, group))
+            for group in groups:
+                fits = [setup for setup in group if setup.batch]
+                for setup in group:
+                    run = functools.partial(self.measured, setup, fits) if setup.batch else functools.partial(
+                        self.refused, setup
+                    )  # fmt: skip
+                    yield Task(str(setup), self.needs(setup) if setup.batch else 0, run)
         finally:
             self.drop()
             free(self.tensors)
+            self.tensors = None
+
+    def refused(self, setup: Setup) -> dict[str, Any]:
+        """Why no row of it fits."""
+        row = self.room.host_row(setup.policy(self.sizes), setup.capacity, setup.fetch)
+        raise NotHere(
+            f"not one row fits: it takes {row / 1e9:.2f} GB of pinned memory, {self.room.host_bytes / 1e9:.2f} "
+            f"GB of it may be taken, and its step must fit {self.room.device_bytes / 1e9:.2f} GB of the device"
+        )
+
+    def remember(self, capacity: int, phases: list[dict]) -> None:
+        """Full attention's best, to which all others are compared."""
+        self.best[capacity] = max(self.best.get(capacity, 0.0), phases[0]["tokens_per_second"])
 
     def needs(self, setup: Setup) -> float:
         """Seconds that a configuration will take."""
@@ -177,7 +101,7 @@ class Throughput:
         host = 0 if filled or setup.kind == "full" else setup.batch * self.room.host_row(
             setup.policy(self.sizes), setup.capacity, setup.fetch
         )  # fmt: skip
-        return 20 + host / self.filling + (0 if setup in self.programs else self.compiling)
+        return 20 + host / self.filling[self.grown] + (0 if setup in self.programs else self.compiling)
 
     def drop(self) -> None:
         """Free the state that is held."""
@@ -224,36 +148,61 @@ class Throughput:
                     raise
                 self.drop()
                 kinds = ("full",) if setup.kind == "full" else ("zero_copy", "device_put")
-                self.fallen |= {(kind, setup.capacity): max(1, math.floor(batch * 0.8)) for kind in kinds}
+                less = max(1, math.floor(batch * 0.8))
+                self.fallen |= {(kind, setup.capacity): less for kind in kinds}
+                needs = self.needs(dataclasses.replace(setup, batch=less))
+                if self.left() < needs:
+                    raise Late(f"{brief(error)}; no time to try {less} rows") from error
 
     def figures(self, setup: Setup, group: list[Setup]) -> dict[str, Any]:
         """As `measured`, for exactly that batch."""
         program, seconds = self.program(setup, group)
+        try:
+            row, steps = self.filled(setup, program)
+            phases = self.phases(setup, steps)
+        except BaseException:
+            self.drop()
+            raise
+        if any("error" in phase for phase in phases):
+            self.drop()  # its arrays may be gone
+        if setup.kind == "full":
+            self.remember(setup.capacity, phases)
+        best = self.best.get(setup.capacity)
+        for phase in phases:
+            if "error" not in phase:
+                phase["ratio_to_full"] = phase["tokens_per_second"] / best if best else None
+        return row | {"compile_seconds": seconds} | self.room.peak() | {"phases": phases}
+
+    def filled(self, setup: Setup, program: Any) -> tuple[dict[str, Any], Steps]:
+        """What is known before the first step, and the steps of a state that is held from now on."""
         start = time.perf_counter()
         made, fresh = self.state(setup), self.held is None
         self.held = (setup, made)
-        filled = time.perf_counter() - start
+        seconds = time.perf_counter() - start
         row: dict[str, Any] = self.room.in_use() | {
-            "kind": setup.kind, "capacity": setup.capacity, "batch": setup.batch, "compile_seconds": seconds,
-            "fill_seconds": filled, "program_temporary_bytes": temporaries(program),
+            "kind": setup.kind, "capacity": setup.capacity, "batch": setup.batch, "fill_seconds": seconds,
+            "program_temporary_bytes": temporaries(program),
         }  # fmt: skip
         if fresh and setup.kind != "full" and setup.batch > 1:
-            self.filling = (row["host_bytes"] or 0) / filled
-        steps = Steps(program, self.tensors or {}, made, self.sizes.prompt(setup.capacity))
+            self.filling[self.grown], self.grown = max(1e8, (row["host_bytes"] or 0) / seconds), True
+        return row, Steps(program, self.tensors or {}, made, self.sizes.prompt(setup.capacity))
+
+    def phases(self, setup: Setup, steps: Steps) -> list[dict[str, Any]]:
+        """Figures of each phase. What the second raises stands beside the first, which is finished."""
         shares: list[tuple[int, float | None]] = [(0, None)] if setup.kind == "full" else [(0, 0.0), (PHASE, SHARE)]
-        phases = []
+        phases: list[dict[str, Any]] = []
         try:
             for first, share in shares:
-                phases.append({"share_set": share} | steps.phase(first, self.sizes))
+                phases.append({"share_set": share})
+                phases[-1] |= steps.phase(first, self.sizes)
                 phases[-1] |= self.bound(setup, phases[-1])
+        except Exception as error:
+            if len(phases) == 1:
+                raise
+            phases[-1] = {"share_set": phases[-1]["share_set"], "error": brief(error)}
         finally:
             self.held = (setup, steps.state)
-        if setup.kind == "full":
-            self.best[setup.capacity] = max(self.best.get(setup.capacity, 0.0), phases[0]["tokens_per_second"])
-        best = self.best.get(setup.capacity)
-        for phase in phases:
-            phase["ratio_to_full"] = phase["tokens_per_second"] / best if best else None
-        return row | self.room.peak() | {"phases": phases}
+        return phases
 
     def bound(self, setup: Setup, phase: dict[str, Any]) -> dict[str, Any]:
         """The planner's roofline of this step, with the measured ceilings, and the share of it that was reached."""
@@ -264,9 +213,3 @@ class Throughput:
             "bound_pcie_seconds": step.pcie_seconds,
             "share_of_bound": phase["tokens_per_second"] / step.tokens_per_second,
         }  # fmt: skip
-
-
-def temporaries(program: Any) -> int | None:
-    """Device bytes that a program takes beside its arguments, by XLA; None where it does not tell."""
-    memory = program.memory_analysis()
-    return None if memory is None else int(memory.temp_size_in_bytes)

@@ -18,10 +18,10 @@ class Built(NamedTuple):
     seconds: float
 
 
-def build(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Built:
-    """The program of function(*args), args arrays or ShapeDtypeStructs."""
+def build(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), unused: bool = False) -> Built:
+    """The program of function(*args), args arrays or ShapeDtypeStructs; unused: it also takes what it does not use."""
     start = time.perf_counter()
-    jitted = jax.jit(function, donate_argnums=donate, compiler_options=COMPILER_OPTIONS)
+    jitted = jax.jit(function, donate_argnums=donate, keep_unused=unused, compiler_options=COMPILER_OPTIONS)
     return Built(jitted.lower(*args).compile(), time.perf_counter() - start)
 
 

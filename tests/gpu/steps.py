@@ -1,0 +1,134 @@
+"""One decode step of a configuration as a program, and the times of many of them."""
+
+import dataclasses
+import functools
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from gpu.sizes import Sizes
+from gpu.steered import PHASE
+from gpu.synthetic import abstract, placed, sharding, steered
+from gpu.timing import Built, build
+from jshadow.config import ModelConfig
+from jshadow.models.transformer import abstract_weights
+from jshadow.offload import FETCH_QUANTUM
+from jshadow.planning import abstract_state
+from jshadow.policies import Full, Policy
+from jshadow.state import Counters, KVState, Reads, Writes
+from jshadow.step import step_writes
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """One configuration: "full" or a fetch mode of ShadowKV, tokens a row may hold, rows."""
+
+    kind: str
+    capacity: int
+    batch: int
+
+    @property
+    def fetch(self) -> str:
+        """Fetch mode."""
+        return "resident" if self.kind == "full" else self.kind
+
+    def policy(self, sizes: Sizes) -> Policy:
+        """Full attention, or ShadowKV with a set repeat share."""
+        return Full() if self.kind == "full" else steered(sizes.policy, sizes.prompt(self.capacity))
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.batch} x {self.capacity:,}"
+
+
+def greedy_step(
+    weights: dict, token: Array, reads: Reads, writes: Writes, *, config: ModelConfig
+) -> tuple[Array, Array, Writes]:
+    """One step of all rows: the likeliest next tokens int32 [B], whether all logits are finite, the changing half."""
+    logits, writes = step_writes(weights, config, token[:, None], jnp.ones_like(token), reads, writes)
+    return logits.argmax(-1).astype(jnp.int32), jnp.isfinite(logits).all(), writes
+
+
+def built(setup: Setup, sizes: Sizes) -> Built:
+    """The step of a configuration, compiled from shapes alone."""
+    shapes = abstract_state(
+        sizes.config, setup.policy(sizes), batch=setup.batch, capacity=setup.capacity,
+        prompt=sizes.prompt(setup.capacity), dtype="bfloat16", fetch=setup.fetch,
+    )  # fmt: skip
+    halves = (abstract(half) for half in shapes.split())
+    tensors = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_weights(sizes.config))
+    token = placed(jax.ShapeDtypeStruct((setup.batch,), jnp.int32), "device")
+    step = functools.partial(greedy_step, config=sizes.config)
+    return build(step, abstract(tensors), token, *halves, donate=(3,))
+
+
+class Steps:
+    """A state that moves on by a compiled program; the prompt may begin anew at any token."""
+
+    def __init__(self, program: Any, tensors: dict, state: KVState, prompt: int) -> None:
+        self.program, self.tensors, self.state, self.prompt = program, tensors, state, prompt
+        self.token = jax.device_put(jnp.zeros(state.batch, jnp.int32), sharding("device"))
+        self.finite: Array | None = None
+
+    def step(self) -> None:
+        """Dispatch one."""
+        reads, writes = self.state.split()
+        self.token, self.finite, writes = self.program(self.tensors, self.token, reads, writes)
+        self.state = self.state.join(writes)
+
+    def wait(self) -> None:
+        """For all that was dispatched."""
+        jax.block_until_ready((self.token, self.state.lengths))
+
+    def at(self, token: int) -> None:
+        """Go on as if that many tokens had followed the prompt."""
+        lengths = jnp.full(self.state.batch, self.prompt + token, jnp.int32)
+        self.state = self.state.replace(lengths=jax.device_put(lengths, sharding("device")))
+
+    def counters(self) -> dict[str, np.ndarray]:
+        """As NumPy arrays [B]."""
+        counters: Counters = self.state.counters
+        return {field.name: np.asarray(getattr(counters, field.name)) for field in dataclasses.fields(counters)}
+
+    def phase(self, first: int, sizes: Sizes) -> dict[str, Any]:
+        """Times of steps from that token after the prompt on, single ones and runs; what they selected and fetched."""
+        self.at(first)
+        for _ in range(2):
+            self.step()
+        self.wait()
+        before, alone, together = self.counters(), [], []
+        for _ in range(sizes.singles):
+            start = time.perf_counter()
+            self.step()
+            self.wait()
+            alone.append(time.perf_counter() - start)
+        for _ in range(sizes.runs):
+            start = time.perf_counter()
+            for _ in range(sizes.run_steps):
+                self.step()
+            self.wait()
+            together.append((time.perf_counter() - start) / sizes.run_steps)
+        after, steps = self.counters(), sizes.singles + sizes.runs * sizes.run_steps
+        assert 2 + steps <= PHASE, f"{2 + steps} steps are more than a phase of {PHASE}"
+        if not bool(self.finite):
+            raise ArithmeticError("logits are not finite")
+        taken = {name: (after[name] - before[name]).sum(dtype=np.int64) for name in ("selected", "hits", "fetched")}
+        batch = self.state.batch
+        return {
+            "tokens_per_second": batch / statistics.median(together), "least": batch / max(together),
+            "most": batch / min(together), "single_tokens_per_second": batch / statistics.median(alone),
+            "single_least": batch / max(alone), "single_most": batch / min(alone),
+            "step_seconds": statistics.median(together),
+            "share": float(taken["hits"] / taken["selected"]) if taken["selected"] else None,
+            "fetched_bytes_per_step": int(taken["fetched"]) * FETCH_QUANTUM / steps,
+        }  # fmt: skip
+
+
+def temporaries(program: Any) -> int | None:
+    """Device bytes that a program takes beside its arguments, by XLA; None where it does not tell."""
+    memory = program.memory_analysis()
+    return None if memory is None else int(memory.temp_size_in_bytes)
