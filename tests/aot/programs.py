@@ -113,7 +113,8 @@ def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[
     stay = array(heads, count, dtype=jnp.bool_)
 
     def fetch(values: Any, left: Any, right: Any, ids: Any, inverse: Any, kept: Any, stay: Any) -> Any:
-        return pallas_kernels.fetch_reconstruct(values, left, right, ids, inverse, kept=kept, stay=stay)
+        keys, rows = pallas_kernels.fetch_reconstruct(values, left, right, ids, inverse, kept=kept, stay=stay)
+        return keys, rows.reshape(kept.shape)  # as a state keeps them: the donated buffer
 
     yield Task("fetch_reconstruct", gpu, fetch, (values, left, right, ids, inverse, kept, stay), donate=(5,),
                resident=2 * batch * heads * count * chunk * dim * 2, kernel=True)  # fmt: skip
