@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
@@ -15,6 +16,11 @@ def test_the_examples_are_as_long_as_they_say():
     assert BLOCKS[0].count("\n") <= 10
     assert BLOCKS[1].count("\n") <= 23
     assert BLOCKS[2].count("\n") <= 14
+
+
+@pytest.mark.parametrize("page", ["README.md", "BENCHMARKS.md", "CONTRIBUTING.md"])
+def test_no_page_waits_for_a_figure(page):
+    assert not re.findall(r"[A-Z]+_(?:TABLE|COUNT|TODO)|TODO|FIXME|XXX", (ROOT / page).read_text())
 
 
 @pytest.mark.slow
