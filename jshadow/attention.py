@@ -21,7 +21,7 @@ MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty row
 
 def causal_attention(
     q: Float[Array, "B T h_q d"], k: Float[Array, "B S h_kv d"], v: Float[Array, "B S h_kv d"], scale: float,
-    first: Int[Array, ""] | int = 0,
+    first: Int[Array, ""] | int = 0, window: int | None = None,
 ) -> tuple[Float[Array, "B T h_q d"], Float[Array, "B h_q T"]]:  # fmt: skip
     """Causal grouped-query attention of a piece of a prompt, without ever holding a T x S matrix or copying K or V.
 
@@ -34,6 +34,7 @@ def causal_attention(
         v: [B, S, h_kv, d].
         scale: factor on the scores, 1 / sqrt(d).
         first: position of the first query.
+        window: tokens that a query sees, itself included; None: all before it.
 
     Returns:
         out [B, T, h_q, d] in q's dtype, and the float32 log-sum-exp of each query's scores [B, h_q, T].
@@ -66,6 +67,8 @@ def causal_attention(
             if masked:
                 key = start + column
                 seen = (key >= j * k_block)[None, :] & (key[None, :] <= position[:, None])
+                if window is not None:
+                    seen &= key[None, :] > position[:, None] - window
                 scores = jnp.where(seen, scores, MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
             weight = jnp.exp(scores - new_top[..., None])
@@ -78,8 +81,11 @@ def causal_attention(
         # Blocks that every query sees whole, which are most of them, need no mask.
         whole = jnp.minimum((first + index * q_block + 1) // k_block, tokens // k_block)
         last = jnp.minimum((first + (index + 1) * q_block + k_block - 1) // k_block, k_blocks)
-        seen_whole = lax.fori_loop(0, whole, functools.partial(key_block, masked=False), start)
-        top, total, out = lax.fori_loop(whole, last, key_block, seen_whole)
+        if window is None:
+            start = lax.fori_loop(0, whole, functools.partial(key_block, masked=False), start)
+        else:
+            whole = jnp.maximum(first + index * q_block - window + 1, 0) // k_block
+        top, total, out = lax.fori_loop(whole, last, key_block, start)
         return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
     out, lse = lax.map(lambda args: query_block(*args), (jnp.arange(q_blocks), q))

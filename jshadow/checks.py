@@ -80,7 +80,8 @@ def check_state(params: Any, state: KVState, policy: Policy | None) -> None:
     """Raise StateMismatch unless the state is alive and was made by this model and policy."""
     state.check_alive()
     spec, config = state.specs[0], params.config
-    want = (config.num_layers, config.q_heads, config.kv_heads, config.head_dim, config.model_dim, config.rope)
+    want = (config.num_layers, config.q_heads, config.kv_heads, config.head_dim, config.model_dim,
+            config.attention_kind(0).rope)  # fmt: skip
     got = (spec.num_layers, spec.q_heads, spec.kv_heads, spec.head_dim, spec.model_dim, spec.rope)
     if want != got or str(params.dtype) != spec.dtype:
         raise StateMismatch(f"state must come from a model like params {want} {params.dtype}, got {got} {spec.dtype}")

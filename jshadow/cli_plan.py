@@ -31,7 +31,7 @@ batch that needs more, set XLA_PYTHON_CLIENT_MEM_FRACTION to the share that the 
 def add_options(add: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add.set_defaults(run=run_plan)
-    add.add_argument("model", help="HF directory, hub id, or the path of a config.json")
+    add.add_argument("model", help="HF directory, hub id, path of a config.json, or a published model (llama-3.1-8b)")
     add.add_argument("--lengths", help=f"prompt tokens, comma list (default, without --context: {LENGTHS})")
     add.add_argument("--context", type=int, metavar="TOKENS", help="plan a GPU for prompts of that many tokens")
     add.add_argument("--gpu", help=f"one of {', '.join(GPUS)} (default: each of them)")
@@ -70,9 +70,14 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def config_of(model: str) -> "ModelConfig":
-    """The config of a directory, of a hub id, or of a lone config.json."""
+    """The config of a published model, of a directory, of a hub id, or of a lone config.json."""
     from jshadow.convert.huggingface import locate, read_config, read_config_file
+    from jshadow.models.published import published_config, published_names
+    from jshadow.models.registry import family_of
 
+    if model in published_names() and not Path(model).exists():
+        hf = published_config(model)
+        return family_of(hf).config_from_hf(hf)
     return (read_config_file(Path(model)) if model.endswith(".json") else read_config(locate(model)))[2]
 
 

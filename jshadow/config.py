@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
+from jshadow.rope_config import RopeConfig as RopeConfig
+
+# How Hugging Face names what stands between the MLP's gate and its product.
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def check_positive(owner: str, **fields: Any) -> None:
@@ -19,59 +23,16 @@ def check_positive(owner: str, **fields: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding: the base frequencies and how they are scaled.
+class AttentionKind:
+    """In what the attention of one layer may differ from another's: its rotation, and how far back it reaches.
 
     Attributes:
-        theta: base of the geometric series of frequencies.
-        kind: "default", "linear" (positions divided by factor) or "llama3" (Llama 3.1, section 3 of its model card:
-            low frequencies divided by factor, high ones kept, a smooth ramp between).
-        factor: the scaling factor of "linear" and "llama3".
-        low_freq_factor: "llama3": wavelengths above original_context / low_freq_factor are fully scaled.
-        high_freq_factor: "llama3": wavelengths below original_context / high_freq_factor are kept.
-        original_context: "llama3": context length, in tokens, that the model was first trained for.
+        rope: rotary position embedding.
+        window: tokens that a query sees, itself included; None: all of them.
     """
 
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_context: int = 8192
-
-    KINDS = ("default", "linear", "llama3")
-
-    def __post_init__(self) -> None:
-        if self.kind not in self.KINDS:
-            raise ConfigError(f"rope.kind must be one of {self.KINDS}, got {self.kind!r}")
-        if not self.theta > 0:
-            raise ConfigError(f"rope.theta must be above 0, got {self.theta!r}")
-        if not self.factor >= 1:
-            raise ConfigError(f"rope.factor must be at least 1, got {self.factor!r}")
-        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
-            raise ConfigError(
-                "rope.low_freq_factor must be above 0 and below rope.high_freq_factor, "
-                f"got {self.low_freq_factor!r} and {self.high_freq_factor!r}"
-            )
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> "RopeConfig":
-        """Read `rope_theta` and `rope_scaling` (or `rope_parameters`, as newer files spell it)."""
-        scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-        theta = float(scaling.get("rope_theta", hf.get("rope_theta", 10000.0)))
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        if kind not in cls.KINDS:
-            raise ConfigError(f"rope_scaling.rope_type must be one of {cls.KINDS}, got {kind!r}")
-        names = {
-            "factor": "factor",
-            "low_freq_factor": "low_freq_factor",
-            "high_freq_factor": "high_freq_factor",
-            "original_max_position_embeddings": "original_context",
-        }
-        given = {ours: scaling[theirs] for theirs, ours in names.items() if scaling.get(theirs) is not None}
-        if kind == "default":
-            given = {}
-        return cls(theta=theta, kind=kind, **given)
+    rope: RopeConfig
+    window: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +55,17 @@ class ModelConfig:
         attention_bias: q, k, v and o projections carry a bias.
         mlp_bias: the MLP projections carry a bias.
         eos_ids: token ids that end a generation.
+        output_bias: with attention_bias, the o projection carries one too.
+        qk_norm: queries and keys are normed, head by head, before RoPE.
+        post_norms: attention and MLP are normed behind as well, before they join the residual stream.
+        unit_norms: norms multiply with 1 + scale, in float32.
+        activation: of the gated MLP, "silu" or "gelu_tanh".
+        scale_embedding: embeddings are multiplied with sqrt(model_dim).
+        query_scalar: scores are divided by the square root of this; None: of head_dim.
+        sliding_window: tokens that the sliding layers see.
+        sliding_layers: indices of the layers that see no further.
+        sliding_rope: rotary position embedding of the sliding layers; None: as the others.
+        unrotated_layers: indices of the layers whose keys carry no position.
     """
 
     model_type: str
@@ -106,24 +78,47 @@ class ModelConfig:
     head_dim: int
     norm_eps: float
     context: int
-    rope: RopeConfig = RopeConfig()
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
     tie_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
     eos_ids: tuple[int, ...] = ()
+    output_bias: bool = True
+    qk_norm: bool = False
+    post_norms: bool = False
+    unit_norms: bool = False
+    activation: str = "silu"
+    scale_embedding: bool = False
+    query_scalar: float | None = None
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    sliding_rope: RopeConfig | None = None
+    unrotated_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "num_layers", "model_dim", "ffn_dim", "q_heads", "kv_heads", "head_dim", "context")
         check_positive("config", **{name: getattr(self, name) for name in sizes})
         if self.q_heads % self.kv_heads:
             raise ConfigError(f"config.q_heads must be a multiple of kv_heads={self.kv_heads}, got {self.q_heads}")
-        if self.head_dim % 2:
-            raise ConfigError(f"config.head_dim must be even (RoPE rotates pairs), got {self.head_dim}")
+        for rope in {self.rope, self.sliding_rope or self.rope}:
+            rope.check_width(self.head_dim)
         if not self.norm_eps > 0:
             raise ConfigError(f"config.norm_eps must be above 0, got {self.norm_eps!r}")
         for token in self.eos_ids:
             if not 0 <= token < self.vocab_size:
                 raise ConfigError(f"config.eos_ids must lie in [0, {self.vocab_size}), got {token}")
+        if self.activation not in ACTIVATIONS.values():
+            raise ConfigError(
+                f"config.activation must be one of {sorted(ACTIVATIONS.values())}, got {self.activation!r}"
+            )
+        if self.query_scalar is not None and not self.query_scalar > 0:
+            raise ConfigError(f"config.query_scalar must be above 0, got {self.query_scalar!r}")
+        if self.sliding_layers:
+            check_positive("config", sliding_window=self.sliding_window)
+        for name in ("sliding_layers", "unrotated_layers"):
+            for layer in getattr(self, name):
+                if not 0 <= layer < self.num_layers:
+                    raise ConfigError(f"config.{name} must lie in [0, {self.num_layers}), got {layer}")
 
     @property
     def group(self) -> int:
@@ -134,6 +129,19 @@ class ModelConfig:
     def key_columns(self) -> int:
         """Width of all KV heads side by side: the columns that ShadowKV factorises."""
         return self.kv_heads * self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on attention scores."""
+        return float((self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5)
+
+    def attention_kind(self, layer: int) -> AttentionKind:
+        """The rotation and the reach of one layer's attention."""
+        sliding = layer in self.sliding_layers
+        rope = self.sliding_rope if sliding and self.sliding_rope is not None else self.rope
+        if layer in self.unrotated_layers:
+            rope = RopeConfig(kind="none")  # its attention factor goes too
+        return AttentionKind(rope, self.sliding_window if sliding else None)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], **overrides: Any) -> "ModelConfig":
@@ -147,10 +155,9 @@ class ModelConfig:
         missing = sorted(set(REQUIRED_HF_KEYS) - hf.keys())
         if missing:
             raise ConfigError(f"config.json lacks {', '.join(missing)}")
-        if hf.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"config.json hidden_act must be 'silu', got {hf['hidden_act']!r}")
-        if hf.get("partial_rotary_factor", 1.0) != 1.0:
-            raise ConfigError(f"config.json partial_rotary_factor must be 1.0, got {hf['partial_rotary_factor']!r}")
+        activation = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
+        if activation not in ACTIVATIONS:
+            raise ConfigError(f"config.json hidden_act must be one of {sorted(ACTIVATIONS)}, got {activation!r}")
         heads = hf["num_attention_heads"]
         check_positive("config.json", num_attention_heads=heads, hidden_size=hf["hidden_size"])
         fields = dict(
@@ -163,14 +170,18 @@ class ModelConfig:
             kv_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             norm_eps=hf["rms_norm_eps"],
-            context=hf["max_position_embeddings"],
-            rope=RopeConfig.from_hf(hf),
+            activation=ACTIVATIONS[activation],
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
             attention_bias=bool(hf.get("attention_bias", False)),
             mlp_bias=bool(hf.get("mlp_bias", False)),
             eos_ids=token_ids(hf.get("eos_token_id")),
         )
-        return cls(**(fields | overrides))
+        rope = overrides["rope"] if "rope" in overrides else RopeConfig.from_hf(hf)
+        # Dynamic scaling and YaRN stretch what the file still calls the context.
+        stretched = rope.kind in ("dynamic", "yarn")
+        reach = int(rope.original_context * rope.factor) if stretched else 0
+        context = max(hf["max_position_embeddings"], reach)
+        return cls(**(fields | {"rope": rope, "context": context} | overrides))
 
 
 REQUIRED_HF_KEYS = (

@@ -116,11 +116,12 @@ def save(params: Params, directory: str | os.PathLike[str]) -> None:
     if config.model_type not in FAMILIES:
         raise ConfigError(f"config.model_type must be one of {sorted(FAMILIES)}, got {config.model_type!r}")
     with staged(Path(directory)) as partial:
-        write_json(partial / CONFIG, config_to_hf(config, dtype))
+        special = {name: getattr(params.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id")}
+        write_json(partial / CONFIG, config_to_hf(config, dtype) | special)
         write_json(partial / GENERATION, {"eos_token_id": list(config.eos_ids)} if config.eos_ids else {})
         if params.tokenizer is not None:
             params.tokenizer.save_pretrained(partial)
-        write_weights(partial / WEIGHTS, params.weights, FAMILIES[config.model_type], dtype)
+        write_weights(partial / WEIGHTS, params.weights, config, dtype)
 
 
 def init_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> Params:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jshadow import offload
 from jshadow.attention import KEY_BLOCK, QUERY_BLOCK
@@ -15,6 +14,7 @@ from jshadow.errors import ConfigError
 from jshadow.models.transformer import abstract_weights
 from jshadow.policies import Policy
 from jshadow.policies.base import state_nbytes
+from jshadow.policies.sliding_window import SlidingWindow
 from jshadow.state import CacheSpec, Counters, KVState
 
 
@@ -35,14 +35,14 @@ def cache_specs(
     """
     specs = []
     for layer in range(config.num_layers):
-        own = policy.for_layer(layer, config)
+        kind = config.attention_kind(layer)
+        own = policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window)
         specs.append(
             CacheSpec(
                 layer=layer, num_layers=config.num_layers, batch=batch, capacity=capacity,
                 window=own.window_slots(capacity, shortest), q_heads=config.q_heads, kv_heads=config.kv_heads,
                 head_dim=config.head_dim, model_dim=config.model_dim, dtype=dtype,
-                scale=float(1 / np.sqrt(config.head_dim)), rope=config.rope, sliding_window=None, fetch=fetch,
-                policy=own,
+                scale=config.attention_scale, rope=kind.rope, sliding_window=kind.window, fetch=fetch, policy=own,
             )
         )  # fmt: skip
     return tuple(specs)
@@ -80,8 +80,12 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
 
 
 def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
-    """KV bytes of one row of full attention."""
-    return 2 * capacity * config.key_columns * itemsize * config.num_layers
+    """KV bytes of one row of full attention; a sliding layer holds its window."""
+    slots = [
+        capacity if window is None else SlidingWindow(window).slots(capacity)
+        for window in (config.attention_kind(layer).window for layer in range(config.num_layers))
+    ]
+    return 2 * sum(slots) * config.key_columns * itemsize
 
 
 def footprint(

@@ -22,13 +22,13 @@ from jshadow import host_memory, offload
 from jshadow.attention import causal_attention
 from jshadow.checks import check_capacity, check_logits, check_piece, check_tokens
 from jshadow.chunking import fit_tokens
-from jshadow.config import ModelConfig
+from jshadow.config import AttentionKind, ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.models.transformer import Heads, apply_block, embed
 from jshadow.models.transformer import logits as model_logits
 from jshadow.planning import cache_specs, pieces_of
 from jshadow.policies import Policy, ShadowKV
-from jshadow.rope import cos_sin, inverse_frequencies, rotate
+from jshadow.rope import inverse_frequencies, rotation
 from jshadow.state import CacheSpec, Counters, HostTier, KVState, LayerState, PromptKV
 
 Logits = str | Callable[[Array], Any]
@@ -37,11 +37,12 @@ LOGITS_PIECE = 256  # tokens of float32 logits that exist at once for a callable
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "needs_all", "q_tail", "prefill_chunk"), donate_argnames=("x",)
+    jax.jit, static_argnames=("config", "kind", "needs_all", "q_tail", "prefill_chunk"), donate_argnames=("x",)
 )  # fmt: skip
 def _prefill_layer(
-    weights: dict, x: Array, lengths: Array, *, config: ModelConfig, needs_all: bool, q_tail: int, prefill_chunk: int
-) -> tuple[Array, PromptKV]:
+    weights: dict, x: Array, lengths: Array, inverse: Array, *, config: ModelConfig, kind: AttentionKind,
+    needs_all: bool, q_tail: int, prefill_chunk: int,
+) -> tuple[Array, PromptKV]:  # fmt: skip
     """One block over the prompt, piece after piece: hidden states [B, S, D] on, and the prompt's keys and values.
 
     What is larger than a piece is written in place: the hidden states, and the layer's keys and values, which the
@@ -62,24 +63,25 @@ def _prefill_layer(
         q_post=zeros(tokens, *queries) if needs_all else None,
         lse=zeros(config.q_heads, tokens, dtype=jnp.float32) if needs_all else None,
     )  # fmt: skip
-    inverse = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
 
     def piece(index: Array, carry: tuple[Array, PromptKV]) -> tuple[Array, PromptKV]:
         x, prompt = carry
         first = index * size
         positions = first + jnp.arange(size, dtype=jnp.int32)
-        cos, sin = (part[:, None] for part in cos_sin(positions, inverse))
+        turn = rotation(kind.rope, inverse, positions[None])
         real = (positions < lengths[:, None])[..., None, None]
 
         def cache(heads: Heads) -> tuple[Array, PromptKV]:
-            q, k = rotate(heads.q_pre, cos, sin), rotate(heads.k_pre, cos, sin)
+            q, k = turn.queries(heads.q_pre), turn.keys(heads.k_pre)
             # Padding leaves zeros, so that a state does not depend on how far a prompt was padded.
             k_pre, k, v = (jnp.where(real, rows, 0) for rows in (heads.k_pre, k, heads.v))
             held = prompt.replace(
                 k_pre=put(prompt.k_pre, k_pre, first), k_post=put(prompt.k_post, k, first),
                 v=put(prompt.v, v, first), q_tail=tail_queries(prompt.q_tail, q, lengths, first),
             )  # fmt: skip
-            out, lse = piece_attention(q, held.k_post, held.v, first, needs_all)
+            out, lse = piece_attention(
+                q, held.k_post, held.v, first, needs_all, scale=config.attention_scale, window=kind.window
+            )  # fmt: skip
             if held.q_post is not None and held.lse is not None and lse is not None:
                 held = held.replace(
                     q_post=put(held.q_post, q, first), lse=lax.dynamic_update_slice_in_dim(held.lse, lse, first, 2)
@@ -110,17 +112,21 @@ def tail_queries(tail: Array | None, q: Array, lengths: Array, first: Array) -> 
     return jnp.where(inside[:, :, None, None], own, tail)
 
 
-def piece_attention(q: Array, k: Array, v: Array, first: Array, with_lse: bool) -> tuple[Array, Array | None]:
+def piece_attention(
+    q: Array, k: Array, v: Array, first: Array, with_lse: bool, *, scale: float, window: int | None = None
+) -> tuple[Array, Array | None]:
     """Causal attention of a piece; of a prompt in one piece by cuDNN on a GPU, where it applies.
 
     cuDNN's causal mask begins at the first key, and JAX gives its log-sum-exps in the output's dtype, too coarse to
     merge what lies before a piece with the piece itself.
     """
-    scale = float(1 / np.sqrt(q.shape[-1]))
     fused = jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
     if fused and q.shape[1] == k.shape[1] and not with_lse:
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True, scale=scale, implementation="cudnn"), None
-    return causal_attention(q, k, v, scale, first)
+        reach = None if window is None else (window - 1, 0)
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, local_window_size=reach, implementation="cudnn"
+        ), None
+    return causal_attention(q, k, v, scale, first, window)
 
 
 def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
@@ -221,9 +227,10 @@ def prefill_many(
     travelling: list[LayerState] = []
     with one_blas_thread() as results:
         for index in range(config.num_layers):
-            specs = [plan[index] for plan in plans]
+            specs, kind = [plan[index] for plan in plans], config.attention_kind(index)
+            inverse = jnp.asarray(inverse_frequencies(kind.rope, config.head_dim, capacity))
             x, prompt = _prefill_layer(
-                params.weights[f"layer_{index}"], x, row_lengths, config=config,
+                params.weights[f"layer_{index}"], x, row_lengths, inverse, config=config, kind=kind,
                 needs_all=any("q_all" in spec.policy.needs for spec in specs),
                 q_tail=max(spec.policy.q_tail for spec in specs), prefill_chunk=prefill_chunk,
             )  # fmt: skip

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow import offload
-from jshadow.config import ModelConfig
+from jshadow.config import ModelConfig, RopeConfig
 from jshadow.models.transformer import Heads, apply_block, block_query, embed
 from jshadow.models.transformer import logits as model_logits
 from jshadow.policies import Policy
-from jshadow.rope import cos_sin, inverse_frequencies, rotate
+from jshadow.rope import Rotation, inverse_frequencies, rotation
 from jshadow.state import (
     CacheSpec,
     Counters,
@@ -131,8 +131,7 @@ def step_writes(
     positions = lengths[:, None] + jnp.arange(asked.shape[1], dtype=jnp.int32)
     # a guessed token is asked about, never remembered
     valid = jnp.arange(asked.shape[1]) < new[:, None]
-    inverse = jnp.asarray(inverse_frequencies(config.rope, config.head_dim))
-    cos, sin = (part[:, :, None] for part in cos_sin(positions, inverse))
+    turns = rotations(specs, positions)
     state = KVState.of(reads, writes)
     layers = list(state.layers)
     tiers = [layer.host for layer in layers]
@@ -142,11 +141,12 @@ def step_writes(
 
         def cache(heads: Heads, index: int = index, spec: CacheSpec = spec, carried: Any = carry) -> tuple[Array, Any]:
             def q_next(x_in: Array) -> Array:
-                return rotate(block_query(weights, config, index + 1, x_in), cos, sin)
+                return turns[specs[index + 1].rope].queries(block_query(weights, config, index + 1, x_in))
 
+            turn = turns[spec.rope]
             step = StepKV(
-                heads.q_pre, rotate(heads.q_pre, cos, sin), heads.k_pre, rotate(heads.k_pre, cos, sin), heads.v,
-                positions, valid, lengths, heads.x_in, inverse, q_next if index + 1 < len(specs) else None,
+                heads.q_pre, turn.queries(heads.q_pre), heads.k_pre, turn.keys(heads.k_pre), heads.v, positions, valid,
+                lengths, heads.x_in, turn.inverse, q_next if index + 1 < len(specs) else None,
             )  # fmt: skip
             out, layer, after, work = run_layer(spec, layers[index], step, carried, inbox, specs, tiers)
             return out, (layer, after, work)
@@ -171,6 +171,15 @@ def step_writes(
         policy.after_step(writes.shared, out, held), writes.shared,
     )  # fmt: skip
     return out[:, :count] if every else out[:, 0], Writes(changed, shared, held, last, counters)
+
+
+def rotations(specs: tuple[CacheSpec, ...], positions: Array) -> dict[RopeConfig, Rotation]:
+    """The rotation at positions [B, T] of each kind of layer."""
+    capacity, width = specs[0].capacity, specs[0].head_dim
+    return {
+        rope: rotation(rope, jnp.asarray(inverse_frequencies(rope, width, capacity)), positions)
+        for rope in dict.fromkeys(spec.rope for spec in specs)
+    }
 
 
 def count_step(

@@ -13,7 +13,8 @@ KERNELS = ROOT.parent / "pallas_kernels"
 # A module may import from its own level only where it is listed so, and from any level below.
 LEVELS = [
     ["errors"],
-    ["config", "gpus"],
+    ["rope_config", "gpus"],
+    ["config"],
     ["rope", "attention", "state", "chunking", "sampling", "text", "progress", "digest", "roofline"],
     ["lowrank", "landmarks"],
     ["models"],

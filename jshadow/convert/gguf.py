@@ -194,7 +194,7 @@ def _renamed(file: GGUFFile) -> tuple[dict[str, tuple[str, str]], dict[str, tupl
     for original, info in file.tensors.items():
         if original == ROPE_FACTORS:
             continue  # read into the config
-        found = [(name, rule.transform) for rule in NAMES if (name := rule.match(original)) is not None]
+        found = [(name, rule.transform) for rule in NAMES for name in rule.match(original)]
         if len(found) != 1 or found[0][0] in rules:
             problems.append(f"{original}: extra, no weight of a llama model takes it")
             continue

@@ -17,6 +17,7 @@ from flax import traverse_util
 from jshadow.config import ModelConfig, token_ids
 from jshadow.convert.files import read_json
 from jshadow.convert.safetensors_file import READABLE_TAGS, TensorFile, cast, check_dtype, raise_all
+from jshadow.convert.tensors import Placement, placements
 from jshadow.errors import CheckpointError, ConfigError, JshadowError
 from jshadow.models.family import ModelFamily
 from jshadow.models.registry import family_of
@@ -35,15 +36,6 @@ IGNORED: tuple[tuple[str, Callable[[ModelConfig], bool], str], ...] = (
     (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", lambda config: True, "a buffer that the config implies"),
     (r"lm_head\.weight", lambda config: config.tie_embeddings, "a copy of the tied embedding"),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """One tensor of a checkpoint and the weight it becomes. Attributes: tensor name, weight path, Rule.transform."""
-
-    name: str
-    path: str
-    transform: str
 
 
 def locate(source: str | os.PathLike[str]) -> Path:
@@ -171,35 +163,17 @@ def place(
     if config.num_layers > len(shapes):  # before a model of a billion layers is traced
         return {}, [f"config.json num_hidden_layers is {config.num_layers}, but there are {len(shapes)} tensors"]
     wanted = flat_abstract(config)
-    placed: dict[str, Placement] = {}
-    filled: dict[str, str] = {}
+    expected = placements(family, wanted)
     problems: list[str] = []
     for name, shape in shapes.items():
-        if any(re.fullmatch(pattern, name) and when(config) for pattern, when, _ in IGNORED):
-            continue
-        matches = [(path, rule.transform) for rule in family.rules if (path := rule.match(name)) is not None]
-        path, transform = matches[0] if len(matches) == 1 else ("", "")
-        if path not in wanted:
-            problems.append(f"{name}: extra, no weight of this {config.model_type} config takes it")
-        elif path in filled:
-            problems.append(f"{name}: fills {path}, which {filled[path]} fills already")
-        elif (ours := shape[::-1] if transform == "transpose" else shape) != wanted[path]:
-            expected = wanted[path][::-1] if transform == "transpose" else wanted[path]
-            problems.append(f"{name}: misshaped, expected {list(expected)}, got {list(shape)} ({path} is {ours})")
-            filled[path] = name
-        else:
-            placed[name] = Placement(name, path, transform)
-            filled[path] = name
-    problems += [f"{tensor_of(family, path).name}: missing" for path in wanted if path not in filled]
-    return placed, problems
-
-
-def tensor_of(family: ModelFamily, path: str) -> Placement:
-    """The tensor that fills the weight at `path`: the family's table read backwards."""
-    (found,) = [
-        Placement(name, path, rule.transform) for rule in family.rules if (name := rule.source(path)) is not None
-    ]
-    return found
+        if name not in expected:
+            if not any(re.fullmatch(pattern, name) and when(config) for pattern, when, _ in IGNORED):
+                problems.append(f"{name}: extra, no weight of this {config.model_type} config takes it")
+        elif shape != (right := expected[name].tensor_shape(wanted)):
+            paths = ", ".join(expected[name].paths)
+            problems.append(f"{name}: misshaped, expected {list(right)}, got {list(shape)} (it becomes {paths})")
+    problems += [f"{name}: missing" for name in expected if name not in shapes]
+    return {name: expected[name] for name in shapes if name in expected}, problems
 
 
 def plan(
@@ -238,13 +212,14 @@ def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, dtyp
     target = check_dtype(dtype)
     order, problems = plan(directory, family, config)
     sound = not problems
-    flat = {}
+    wanted = flat_abstract(config) if sound else {}
+    flat: dict[str, Any] = {}
     for file, placement in order:
-        value = file.read(placement.name)
-        value, problem = cast(value.T if placement.transform == "transpose" else value, target)
+        value, problem = cast(file.read(placement.name), target)
         if problem:
             problems.append(f"{placement.name}: {problem}")
         elif sound:  # where something is already wrong, the rest is only checked
-            flat[placement.path] = jnp.array(value)
+            parts = placement.to_weights(value, wanted, config)
+            flat |= {path: jnp.array(part) for path, part in parts.items()}
     raise_all(str(directory), problems)
     return dict(traverse_util.unflatten_dict(flat, sep="/"))

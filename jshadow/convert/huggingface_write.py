@@ -8,31 +8,21 @@ from typing import Any
 import numpy as np
 from flax import traverse_util
 
-from jshadow.config import ModelConfig
+from jshadow.config import ACTIVATIONS, ModelConfig
 from jshadow.convert.files import staged, write_json
-from jshadow.convert.huggingface import CONFIG, WEIGHTS, plan, read_config, tensor_of
+from jshadow.convert.huggingface import CONFIG, WEIGHTS, plan, read_config
 from jshadow.convert.safetensors_file import check_dtype, raise_all, write_tensors
-from jshadow.models.family import ModelFamily
+from jshadow.convert.tensors import placements
+from jshadow.models.registry import FAMILIES
 
 # What a directory may carry beside config and weights; code (*.py) is never copied.
 SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
               "special_tokens_map.json", "added_tokens.json", "merges.txt", "*.jinja")  # fmt: skip
-ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+NAMES_OF_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     """The config.json that reads back as `config`."""
-    rope = config.rope
-    scaling = None
-    if rope.kind != "default":
-        scaling = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind == "llama3":
-        scaling = {
-            **(scaling or {}),
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_context,
-        }
     hf = {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -43,30 +33,31 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "rms_norm_eps": config.norm_eps,
-        "max_position_embeddings": config.context,
-        "rope_theta": rope.theta,
-        "rope_scaling": scaling,
-        "hidden_act": "silu",
+        "max_position_embeddings": config.rope.original_context if config.rope.kind == "dynamic" else config.context,
+        "hidden_act": NAMES_OF_ACTIVATIONS[config.activation],
         "tie_word_embeddings": config.tie_embeddings,
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
         "eos_token_id": list(config.eos_ids) or None,
-        "torch_dtype": dtype,
+        "bos_token_id": None,  # said, for else a family's default stands, which may lie outside the vocabulary
+        "pad_token_id": None,
+        "torch_dtype": dtype,  # the older spelling, as of the RoPE keys: everything reads it
+        **config.rope.to_hf(),
     }
-    if config.model_type in ARCHITECTURES:
-        hf["architectures"] = [ARCHITECTURES[config.model_type]]
-    return hf
+    family = FAMILIES[config.model_type]
+    return hf | {"architectures": [family.architecture]} | family.write(config)
 
 
-def write_weights(path: Path, weights: dict[str, Any], family: ModelFamily, dtype: str) -> None:
+def write_weights(path: Path, weights: dict[str, Any], config: ModelConfig, dtype: str) -> None:
     """Write a weight tree under its Hugging Face tensor names. Raises CheckpointError on NaN or Inf."""
-    flat = {tensor_of(family, at): leaf for at, leaf in traverse_util.flatten_dict(weights, sep="/").items()}
-    by_name = {tensor.name: (leaf, tensor.transform == "transpose") for tensor, leaf in flat.items()}
-    shapes = {name: tuple(leaf.shape[::-1] if turned else leaf.shape) for name, (leaf, turned) in by_name.items()}
+    flat = traverse_util.flatten_dict(weights, sep="/")
+    wanted = {path: tuple(leaf.shape) for path, leaf in flat.items()}
+    tensors = placements(FAMILIES[config.model_type], wanted)
+    shapes = {name: tensor.tensor_shape(wanted) for name, tensor in tensors.items()}
 
     def read(name: str) -> np.ndarray:
-        leaf, turned = by_name[name]
-        return np.asarray(leaf).T if turned else np.asarray(leaf)
+        tensor = tensors[name]
+        return tensor.to_tensor({path: np.asarray(flat[path]) for path in tensor.paths}, config)
 
     write_tensors(path, shapes, dtype, read)
 

@@ -1,16 +1,21 @@
 """The parts of a block as flax.linen modules. They hold weights only: no cache, no positions, no policy."""
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jshadow.config import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm, computed in float32 (Llama 2, section 2.2)."""
+    """Root-mean-square norm, computed in float32 (Llama 2, section 2.2).
+
+    Attributes: eps; unit: the factor is 1 + scale and is applied in float32 (Gemma).
+    """
 
     eps: float
+    unit: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -18,21 +23,49 @@ class RMSNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         wide = x.astype(jnp.float32)
         wide = wide * (1 / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps))
+        if self.unit:
+            return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
         return scale.astype(x.dtype) * wide.astype(x.dtype)
 
 
+class Linear(nn.Module):
+    """A projection, of weights in x's dtype or of int8 weights with a float32 factor for each output.
+
+    Attributes: features: outputs; use_bias.
+    """
+
+    features: int
+    use_bias: bool = False
+
+    @nn.compact
+    def __call__(self, x: Array) -> Array:
+        """x [..., D] -> [..., features] in x's dtype."""
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
+        out = lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
+        if self.has_variable("params", "kernel_scale"):
+            out = (out * self.get_variable("params", "kernel_scale")).astype(x.dtype)
+        if self.use_bias:
+            out = out + self.param("bias", nn.initializers.zeros, (self.features,)).astype(x.dtype)
+        return out
+
+
+def activate(name: str, x: Array) -> Array:
+    """The activation of a config."""
+    return jax.nn.gelu(x, approximate=True) if name == "gelu_tanh" else jax.nn.silu(x)
+
+
 class MLP(nn.Module):
-    """Gated SiLU MLP."""
+    """Gated MLP."""
 
     config: ModelConfig
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
         """x [..., D] -> [..., D]."""
-        bias, dtype = self.config.mlp_bias, x.dtype
-        gate = nn.Dense(self.config.ffn_dim, use_bias=bias, dtype=dtype, name="gate")(x)
-        up = nn.Dense(self.config.ffn_dim, use_bias=bias, dtype=dtype, name="up")(x)
-        return nn.Dense(self.config.model_dim, use_bias=bias, dtype=dtype, name="down")(nn.silu(gate) * up)
+        bias = self.config.mlp_bias
+        gate = Linear(self.config.ffn_dim, bias, name="gate")(x)
+        up = Linear(self.config.ffn_dim, bias, name="up")(x)
+        return Linear(self.config.model_dim, bias, name="down")(activate(self.config.activation, gate) * up)
 
 
 class Attention(nn.Module):
@@ -43,19 +76,24 @@ class Attention(nn.Module):
     def setup(self) -> None:
         """Declare the projections."""
         c = self.config
-        self.q = nn.Dense(c.q_heads * c.head_dim, use_bias=c.attention_bias)
-        self.k = nn.Dense(c.kv_heads * c.head_dim, use_bias=c.attention_bias)
-        self.v = nn.Dense(c.kv_heads * c.head_dim, use_bias=c.attention_bias)
-        self.o = nn.Dense(c.model_dim, use_bias=c.attention_bias)
+        self.q = Linear(c.q_heads * c.head_dim, c.attention_bias)
+        self.k = Linear(c.kv_heads * c.head_dim, c.attention_bias)
+        self.v = Linear(c.kv_heads * c.head_dim, c.attention_bias)
+        self.o = Linear(c.model_dim, c.attention_bias and c.output_bias)
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.norm_eps, c.unit_norms)
+            self.k_norm = RMSNorm(c.norm_eps, c.unit_norms)
 
     def query(self, x: Array) -> Array:
         """x [B, T, D] -> queries before RoPE [B, T, h_q, d]."""
-        return self.q(x).reshape(*x.shape[:-1], self.config.q_heads, self.config.head_dim)
+        q = self.q(x).reshape(*x.shape[:-1], self.config.q_heads, self.config.head_dim)
+        return self.q_norm(q) if self.config.qk_norm else q
 
     def key_value(self, x: Array) -> tuple[Array, Array]:
         """x [B, T, D] -> keys before RoPE and values, both [B, T, h_kv, d]."""
         shape = (*x.shape[:-1], self.config.kv_heads, self.config.head_dim)
-        return self.k(x).reshape(shape), self.v(x).reshape(shape)
+        k, v = self.k(x).reshape(shape), self.v(x).reshape(shape)
+        return self.k_norm(k) if self.config.qk_norm else k, v
 
     def output(self, heads: Array) -> Array:
         """heads [B, T, h_q, d] -> [B, T, D]."""

@@ -5,9 +5,18 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.models.family import ModelFamily
+from jshadow.models.gemma import GEMMA3_TEXT
+from jshadow.models.glm import GLM, GLM4
 from jshadow.models.llama import LLAMA
+from jshadow.models.mistral import MISTRAL
+from jshadow.models.phi import PHI3
+from jshadow.models.qwen import QWEN2, QWEN3
+from jshadow.models.smollm3 import SMOLLM3
 
-FAMILIES: dict[str, ModelFamily] = {family.model_type: family for family in (LLAMA,)}
+FAMILIES: dict[str, ModelFamily] = {
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GLM, GLM4, GEMMA3_TEXT, SMOLLM3)
+}  # fmt: skip
 
 
 def family_of(hf: Mapping[str, Any]) -> ModelFamily:
@@ -16,3 +25,10 @@ def family_of(hf: Mapping[str, Any]) -> ModelFamily:
     if model_type not in FAMILIES:
         raise ConfigError(f"config.json model_type must be one of {sorted(FAMILIES)}, got {model_type!r}")
     return FAMILIES[str(model_type)]
+
+
+def support_matrix() -> str:
+    """The families as a Markdown table (README.md carries it)."""
+    rows = [(f"`{name}`", family.models, family.told) for name, family in FAMILIES.items()]
+    head = [("`model_type`", "models", "what is its own"), ("---", "---", "---")]
+    return "\n".join("| " + " | ".join(row) + " |" for row in [*head, *rows])

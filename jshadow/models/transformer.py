@@ -34,25 +34,31 @@ Cache = Callable[[Heads], tuple[Array, Any]]
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each with a residual connection."""
+    """Attention and MLP, normed in front (and behind, where the config says so), each with a residual connection."""
 
     config: ModelConfig
 
     def setup(self) -> None:
         """Declare the parts."""
-        self.attention_norm = RMSNorm(self.config.norm_eps)
-        self.attention = Attention(self.config)
-        self.mlp_norm = RMSNorm(self.config.norm_eps)
-        self.mlp = MLP(self.config)
+        c = self.config
+        self.attention_norm = RMSNorm(c.norm_eps, c.unit_norms)
+        self.attention = Attention(c)
+        self.mlp_norm = RMSNorm(c.norm_eps, c.unit_norms)
+        self.mlp = MLP(c)
+        if c.post_norms:
+            self.attention_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
+            self.mlp_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
 
     def __call__(self, x: Array, cache: Cache) -> tuple[Array, Any]:
         """x [B, T, D] -> (x [B, T, D], whatever else the cache returned)."""
         x_in = self.attention_norm(x)
         with jax.named_scope("attention"):
             out, aux = cache(Heads(self.attention.query(x_in), *self.attention.key_value(x_in), x_in))
-            x = x + self.attention.output(out.astype(x.dtype))
+            out = self.attention.output(out.astype(x.dtype))
+            x = x + (self.attention_post_norm(out) if self.config.post_norms else out)
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), aux
+            out = self.mlp(self.mlp_norm(x))
+            return x + (self.mlp_post_norm(out) if self.config.post_norms else out), aux
 
     def query(self, x_in: Array) -> Array:
         """This block's queries before RoPE [B, T, h_q, d] for somebody else's x_in (speculation, InfiniGen)."""
@@ -69,7 +75,7 @@ class Transformer(nn.Module):
         c = self.config
         self.embed = nn.Embed(c.vocab_size, c.model_dim)
         self.blocks = [Block(c, name=f"layer_{i}") for i in range(c.num_layers)]
-        self.norm = RMSNorm(c.norm_eps)
+        self.norm = RMSNorm(c.norm_eps, c.unit_norms)
         if not c.tie_embeddings:
             self.head = nn.Dense(c.vocab_size, use_bias=False)
 
@@ -82,7 +88,9 @@ class Transformer(nn.Module):
 
     def embedding(self, tokens: Array) -> Array:
         """Token ids [B, T] -> [B, T, D]."""
-        return self.embed(tokens)
+        x = self.embed(tokens)
+        # rounded to x's dtype first, as the models were trained
+        return x * jnp.asarray(self.config.model_dim**0.5, x.dtype) if self.config.scale_embedding else x
 
     def logits(self, x: Array) -> Array:
         """x [..., D] -> float32 logits [..., V]."""

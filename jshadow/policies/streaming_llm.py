@@ -11,7 +11,7 @@ from jshadow.attention import Piece, attend
 from jshadow.chunking import write_rows
 from jshadow.config import ModelConfig
 from jshadow.policies.base import Policy, check_fraction, check_range, infeasible
-from jshadow.rope import cos_sin, rotate
+from jshadow.rope import cos_sin, query_factor, rotate
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
 
@@ -104,11 +104,11 @@ class StreamingLLM(Policy):
         evicted = jnp.maximum(lengths - self.slots(spec.capacity), 0)[:, None] if self.rebase_positions else 0
         index = jnp.where(held < self.sinks, held, held - evicted)
 
-        def turn(x: Array, positions: Array) -> Array:
-            return rotate(x, *cos_sin(positions, step.inverse))
+        def turn(x: Array, positions: Array, factor: float = 1.0) -> Array:
+            return rotate(x, *cos_sin(positions, step.inverse), factor)
 
         k = turn(state.live.cache.k, jnp.maximum(index, 0)[:, None, :])
-        q = turn(step.q_pre, (step.positions - evicted)[:, :, None])
+        q = turn(step.q_pre, (step.positions - evicted)[:, :, None], query_factor(spec.rope))
         seen = (held >= 0)[:, None, :] & (held[:, None, :] <= step.positions[:, :, None])
         return attend(q, [Piece(k, state.live.cache.v, seen[:, None])], spec.scale), state, carry
 

@@ -1,0 +1,69 @@
+"""Gemma 3, text (arXiv 2503.19786, section 2): five sliding layers to a global one, each kind with its RoPE."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jshadow.config import ModelConfig, check_positive
+from jshadow.errors import ConfigError
+from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, GATE_AND_UP, OUTPUT, QK_NORMS, VALUES
+from jshadow.models.sliding import FULL, SLIDING, layer_count, layer_types, sliding_fields
+from jshadow.rope_config import RopeConfig
+
+NORMS = (
+    Rule(r"model\.layers\.(\d+)\.input_layernorm\.weight", "layer_{0}/attention_norm/scale"),
+    Rule(r"model\.layers\.(\d+)\.post_attention_layernorm\.weight", "layer_{0}/attention_post_norm/scale"),
+    Rule(r"model\.layers\.(\d+)\.pre_feedforward_layernorm\.weight", "layer_{0}/mlp_norm/scale"),
+    Rule(r"model\.layers\.(\d+)\.post_feedforward_layernorm\.weight", "layer_{0}/mlp_post_norm/scale"),
+)
+NOT_BUILT = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    for key in NOT_BUILT:
+        if hf.get(key):
+            raise ConfigError(f"config.json {key} must be absent (it is not built), got {hf[key]!r}")
+    pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
+    check_positive("config.json", sliding_window_pattern=pattern)
+    return {
+        **sliding_fields(hf, [(layer + 1) % pattern != 0 for layer in range(layer_count(hf))]),
+        "rope": _rope(hf, FULL, "rope_theta"),
+        "sliding_rope": _rope({**hf, "rope_scaling": None}, SLIDING, "rope_local_base_freq"),
+        "qk_norm": True,
+        "post_norms": True,
+        "unit_norms": True,
+        "scale_embedding": True,
+        "query_scalar": hf["query_pre_attn_scalar"],
+    }
+
+
+def _rope(hf: Mapping[str, Any], kind: str, theta: str) -> RopeConfig:
+    """The rotation of one kind of layer, in the newer spelling (rope_parameters by kind) or the older one."""
+    own = (hf.get("rope_parameters") or {}).get(kind) or hf.get("rope_scaling") or {}
+    return RopeConfig.from_hf({**hf, "rope_theta": hf[theta], "rope_parameters": {"rope_type": "default", **own}})
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    near = config.sliding_rope or config.rope
+    return {
+        "hidden_activation": {"gelu_tanh": "gelu_pytorch_tanh"}.get(config.activation, config.activation),
+        "query_pre_attn_scalar": config.query_scalar,
+        "sliding_window": config.sliding_window,
+        "layer_types": layer_types(config),
+        "rope_local_base_freq": near.theta,
+    }
+
+
+GEMMA3_TEXT = ModelFamily(
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    models="Gemma 3, text (270M, 1B)",
+    rules=EMBEDDING + NORMS + ATTENTION + VALUES + OUTPUT + QK_NORMS + GATE_AND_UP + DOWN,
+    told="sliding layers keep a plain window, global layers take the policy; norms around everything; tanh GELU",
+    defaults={
+        "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "tie_word_embeddings": True, "eos_token_id": 1, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+    },
+    read=_read,
+    write=_write,
+)  # fmt: skip

@@ -1,0 +1,16 @@
+"""Mistral 7B and its relatives (arXiv 2310.06825): Llama's form, in the first version with a sliding window."""
+
+from jshadow.models.family import ModelFamily
+from jshadow.models.llama import RULES
+from jshadow.models.sliding import all_layers
+
+MISTRAL = ModelFamily(
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    models="Mistral 7B, Nemo, Small",
+    rules=RULES,
+    told="a sliding window in all layers where the config has one",
+    defaults={"sliding_window": 4096, "head_dim": None},
+    read=all_layers,
+    write=lambda config: {"sliding_window": config.sliding_window},
+)

@@ -1,0 +1,40 @@
+"""Phi-3 and its relatives (arXiv 2404.14219, section 2): one tensor for q, k and v, one for gate and up; LongRoPE."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jshadow.config import ModelConfig
+from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.llama import DOWN, EMBEDDING, FUSED_GATE_AND_UP, NORMS, OUTPUT
+from jshadow.models.sliding import all_layers
+from jshadow.rope_config import RopeConfig
+
+FUSED_QKV = Rule(
+    r"model\.layers\.(\d+)\.self_attn\.qkv_proj\.weight", "layer_{0}/attention/{1}/kernel", "transpose", ("q", "k", "v")
+)
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    scaling = hf.get("rope_scaling") or hf.get("rope_parameters")
+    told = scaling if isinstance(scaling, Mapping) else {}
+    if told.get("rope_type", told.get("type")) == "yarn":  # an early name of LongRoPE in this family
+        hf = {**hf, "rope_parameters": None, "rope_scaling": {**told, "type": "longrope", "rope_type": "longrope"}}
+    return {**all_layers(hf), "rope": RopeConfig.from_hf(hf)}
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    original = config.rope.original_context if config.rope.kind == "longrope" else config.context
+    return {"sliding_window": config.sliding_window, "original_max_position_embeddings": original}
+
+
+PHI3 = ModelFamily(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    models="Phi-3 mini and medium, Phi-3.5 mini, Phi-4, Phi-4-mini",
+    rules=(*EMBEDDING, *NORMS, FUSED_QKV, *OUTPUT, *FUSED_GATE_AND_UP, *DOWN),
+    told="fused projections; LongRoPE, long or short by the capacity",
+    read=_read,
+    write=_write,
+    partial_rotary=True,
+    published_code=("configuration_phi3.Phi3Config", "modeling_phi3.Phi3ForCausalLM"),
+)

@@ -1,0 +1,46 @@
+"""Qwen2 and 2.5 (arXiv 2407.10671, section 2.2: biases on q, k and v) and Qwen3 (arXiv 2505.09388: normed q and k)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jshadow.config import ModelConfig
+from jshadow.models.family import ModelFamily
+from jshadow.models.llama import QK_NORMS, RULES
+from jshadow.models.sliding import last_layers, layer_types
+
+
+def _window(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "use_sliding_window": bool(config.sliding_layers),
+        "sliding_window": config.sliding_window,
+        "layer_types": layer_types(config),
+    }
+
+
+def _qwen2(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {**last_layers(hf), "attention_bias": True, "output_bias": False}
+
+
+def _qwen3(hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {**last_layers(hf), "qk_norm": True}
+
+
+QWEN2 = ModelFamily(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    models="Qwen2, Qwen2.5",
+    rules=RULES,
+    told="biases on q, k and v",
+    read=_qwen2,
+    write=_window,
+)
+QWEN3 = ModelFamily(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    models="Qwen3 (dense)",
+    rules=RULES + QK_NORMS,
+    told="queries and keys normed before RoPE",
+    defaults={"head_dim": 128},
+    read=_qwen3,
+    write=_window,
+)

@@ -1,0 +1,47 @@
+"""SmolLM3 (Hugging Face, "SmolLM3: smol, multilingual, long-context reasoner"): every fourth layer unrotated."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jshadow.config import ModelConfig, check_positive
+from jshadow.errors import ConfigError
+from jshadow.models.family import ModelFamily
+from jshadow.models.llama import RULES
+from jshadow.models.sliding import layer_count, layer_types, sliding_fields
+
+
+def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    layers, interval = layer_count(hf), hf.get("no_rope_layer_interval", 4)
+    check_positive("config.json", no_rope_layer_interval=interval)
+    rotated = hf.get("no_rope_layers")  # Hugging Face's name; 1 where a layer does rotate
+    if rotated is None:
+        rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
+    if len(rotated) < layers:
+        raise ConfigError(f"config.json no_rope_layers must be {layers} numbers, got {len(rotated)}")
+    unrotated = tuple(layer for layer in range(layers) if not rotated[layer])
+    window = hf if hf.get("use_sliding_window") else {**hf, "sliding_window": None}
+    return {
+        **sliding_fields(window, [layer in unrotated for layer in range(layers)]),
+        "unrotated_layers": unrotated,
+    }
+
+
+def _write(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "no_rope_layers": [int(layer not in config.unrotated_layers) for layer in range(config.num_layers)],
+        "use_sliding_window": bool(config.sliding_layers),
+        "sliding_window": config.sliding_window,
+        "layer_types": layer_types(config),
+    }
+
+
+SMOLLM3 = ModelFamily(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    models="SmolLM3",
+    rules=RULES,
+    told="every fourth layer without RoPE",
+    defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
+    read=_read,
+    write=_write,
+)

@@ -1,0 +1,99 @@
+"""The plain window of a layer that the model itself lets see no further (Mistral, Gemma 3).
+
+No choice of the user's: `planning.cache_specs` gives it to the sliding layers of a model whatever the policy of the
+others is, so it stands in no list of policies.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jshadow.attention import Piece, attend
+from jshadow.chunking import write_rows
+from jshadow.config import ModelConfig
+from jshadow.policies.base import Policy
+from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+
+
+class SlidingLive(struct.PyTreeNode):
+    """Attributes: cache: keys after RoPE and values [B, h_kv, slots, d]; token p lies in slot p % slots."""
+
+    cache: KeyValues
+
+
+@dataclasses.dataclass(frozen=True)
+class SlidingWindow(Policy):
+    """Keep and attend the most recent tokens, exactly.
+
+    Attributes:
+        window: tokens that a query sees, itself included.
+    """
+
+    window: int = 4096
+
+    name = "sliding_window"
+    paper = "arXiv 2310.06825, section 2"
+    extend_piece = 16
+
+    def slots(self, capacity: int) -> int:
+        """Slots of the cache: the last query of a piece may not push out what the first one sees."""
+        return min(self.window + self.extend_piece - 1, capacity)
+
+    def held_positions(self, spec: CacheSpec, lengths: Array) -> Array:
+        """Position of the token in each slot, int32 [B, slots]; negative where there is none yet."""
+        last = lengths[:, None] - 1
+        return last - (last - jnp.arange(self.slots(spec.capacity))) % self.slots(spec.capacity)
+
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        """Zeros."""
+        zeros = jnp.zeros((spec.batch, spec.kv_heads, self.slots(spec.capacity), spec.head_dim), spec.dtype)
+        return LayerState(live=SlidingLive(KeyValues(zeros, zeros)))
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """Keep the end of the prompt."""
+        held = self.held_positions(spec, prompt.lengths)[:, :, None, None]
+        k, v = (
+            jnp.where(held >= 0, jnp.take_along_axis(x, jnp.maximum(held, 0), axis=1, mode="clip"), 0)
+            for x in (prompt.k_post, prompt.v)
+        )
+        return state.replace(live=SlidingLive(KeyValues(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)))), None
+
+    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+        """Write the new tokens over the oldest ones."""
+        slots, cache = step.positions % self.slots(spec.capacity), state.live.cache
+        k = write_rows(cache.k, step.k_post, slots, step.valid)
+        v = write_rows(cache.v, step.v, slots, step.valid)
+        return state.replace(live=SlidingLive(KeyValues(k, v))), None
+
+    def attend(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
+    ) -> tuple[Array, LayerState, Any]:
+        """Exact attention over the window that ends at each query."""
+        lengths = step.lengths + step.valid.sum(axis=1, dtype=jnp.int32)
+        held, own = self.held_positions(spec, lengths)[:, None], step.positions[:, :, None]
+        seen = (held >= 0) & (held <= own) & (held > own - self.window)
+        cache = state.live.cache
+        return attend(step.q_post, [Piece(cache.k, cache.v, seen[:, None])], spec.scale), state, carry
+
+    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
+        """At most the window."""
+        return {"window": jnp.minimum(lengths, self.window).astype(jnp.float32)}
+
+    def step_temporaries(self, spec: CacheSpec) -> int:
+        """Scores of all slots."""
+        return 3 * 4 * spec.batch * spec.q_heads * self.slots(spec.capacity)
+
+    @classmethod
+    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
+        """A window that nothing leaves."""
+        return cls(window=num_tokens)
+
+    @classmethod
+    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """The model's window: there is nothing to choose."""
+        return cls(window=config.sliding_window or num_tokens)

@@ -1,0 +1,205 @@
+"""Rotary position embedding, as numbers: which variant, and how `config.json` spells it."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jshadow.errors import ConfigError
+
+# Variant -> what of its own `config.json` must say and may say, beside the base frequency.
+KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (("factor",), ("low_freq_factor", "high_freq_factor")),
+    "yarn": (("factor",), ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
+}
+COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
+          "max_position_embeddings", "finetuned"}  # fmt: skip
+OLDER_NAMES = {"su": "longrope"}  # of the first Phi-3 checkpoints
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: the base frequencies and how they are scaled.
+
+    Attributes:
+        theta: base of the geometric series of frequencies.
+        kind: "default"; "linear" (positions divided by factor); "dynamic" (a base that grows with the length, NTK);
+            "llama3" (Llama 3.1, section 3 of its model card: low frequencies divided by factor, high ones kept, a
+            smooth ramp between); "yarn" (arXiv 2309.00071, section 3: that ramp between two numbers of turns);
+            "longrope" (arXiv 2402.13753: each frequency has a divisor of its own, one set of them for short
+            sequences and one for long ones); "none" (a layer whose keys carry no position).
+        factor: the scaling factor of "linear", "dynamic", "llama3" and "yarn".
+        low_freq_factor: "llama3": wavelengths above original_context / low_freq_factor are fully scaled.
+        high_freq_factor: "llama3": wavelengths below original_context / high_freq_factor are kept.
+        original_context: context length, in tokens, that the model was first trained for; of "dynamic", "llama3",
+            "yarn" and "longrope".
+        rotary_share: share of each head, from its front, that is rotated.
+        attention_factor: "yarn" and "longrope": what the rotated parts of queries and keys are multiplied with.
+        beta_fast: "yarn": turns within the original context above which a frequency is kept.
+        beta_slow: "yarn": turns below which it is divided by factor.
+        truncate: "yarn": the ramp begins and ends at whole frequencies.
+        short_factors: "longrope": divisors up to original_context tokens, one a rotated pair.
+        long_factors: "longrope": divisors beyond.
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+    rotary_share: float = 1.0
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    KINDS = ("none", *KEYS)
+
+    def __post_init__(self) -> None:
+        if self.kind not in self.KINDS:
+            raise ConfigError(f"rope.kind must be one of {self.KINDS}, got {self.kind!r}")
+        if not (self.theta > 0 and math.isfinite(self.theta)):
+            raise ConfigError(f"rope.theta must be above 0, got {self.theta!r}")
+        if not self.factor >= 1:
+            raise ConfigError(f"rope.factor must be at least 1, got {self.factor!r}")
+        if not 0 < self.rotary_share <= 1:
+            raise ConfigError(f"rope.rotary_share must be above 0 and at most 1, got {self.rotary_share!r}")
+        if not self.attention_factor > 0:
+            raise ConfigError(f"rope.attention_factor must be above 0, got {self.attention_factor!r}")
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                "rope.low_freq_factor must be above 0 and below rope.high_freq_factor, "
+                f"got {self.low_freq_factor!r} and {self.high_freq_factor!r}"
+            )
+        if self.kind == "yarn" and not 0 < self.beta_slow < self.beta_fast:
+            raise ConfigError(
+                "rope.beta_slow must be above 0 and below rope.beta_fast, "
+                f"got {self.beta_slow!r} and {self.beta_fast!r}"
+            )
+        if self.kind in ("dynamic", "llama3", "yarn", "longrope") and not self.original_context > 1:
+            raise ConfigError(f"rope.original_context must be above 1 token, got {self.original_context!r}")
+        for name, factors in (("short_factors", self.short_factors), ("long_factors", self.long_factors)):
+            if not all(factor > 0 for factor in factors):
+                raise ConfigError(f"rope.{name} must be above 0, got {min(factors)!r}")
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Numbers of a head that are rotated."""
+        return int(head_dim * self.rotary_share)
+
+    def check_width(self, head_dim: int) -> None:
+        """Raise ConfigError unless the rotated part of such a head is whole pairs, each with its divisors."""
+        rotated = self.rotary_dim(head_dim)
+        if rotated < 2 or rotated % 2:
+            raise ConfigError(
+                f"config.head_dim must give an even rotated part (RoPE rotates pairs), got {rotated} of {head_dim}"
+            )
+        if self.kind == "dynamic" and rotated < 4:
+            raise ConfigError(f"config.head_dim must give two rotated pairs for dynamic scaling, got {rotated} numbers")
+        for name, factors in (("short_factors", self.short_factors), ("long_factors", self.long_factors)):
+            if self.kind == "longrope" and len(factors) != rotated // 2:
+                raise ConfigError(f"rope.{name} must be {rotated // 2}, one a rotated pair, got {len(factors)}")
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any]) -> "RopeConfig":
+        """Read `rope_theta` and `rope_scaling` (or `rope_parameters`, as newer files spell it).
+
+        Raises:
+            ConfigError: an unknown variant, a key that no variant of that name has, or one that it lacks.
+        """
+        scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        if not isinstance(scaling, Mapping):
+            raise ConfigError(f"rope_scaling must be an object, got {scaling!r}")
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        kind = OLDER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
+        if kind not in KEYS:
+            raise ConfigError(f"rope_scaling.rope_type must be one of {tuple(KEYS)}, got {kind!r}")
+        needed, optional = KEYS[kind]
+        if lacking := [key for key in needed if scaling.get(key) is None]:
+            raise ConfigError(f"rope_scaling of rope_type {kind!r} lacks {', '.join(lacking)}")
+        if kind != "default" and (unknown := sorted(set(scaling) - COMMON - {*needed, *optional})):
+            raise ConfigError(f"rope_scaling of rope_type {kind!r} must not have {', '.join(unknown)}: not understood")
+        share = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
+        fields: dict[str, Any] = {
+            "theta": float(scaling.get("rope_theta", hf.get("rope_theta", 10000.0))),
+            "kind": kind,
+            "rotary_share": 1.0 if share is None else float(share),
+        }
+        return cls(**fields, **_READERS[kind](scaling, hf)) if kind in _READERS else cls(**fields)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The keys of `config.json` that read back as this: `rope_theta`, `rope_scaling`, `partial_rotary_factor`."""
+        own: dict[str, Any] = {"rope_type": self.kind}
+        if self.kind in ("linear", "dynamic", "llama3", "yarn"):
+            own["factor"] = self.factor
+        if self.kind == "llama3":
+            own |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
+        if self.kind == "yarn":
+            own |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
+        if self.kind == "longrope":
+            own |= {"short_factor": list(self.short_factors), "long_factor": list(self.long_factors)}
+        if self.kind in ("yarn", "longrope"):
+            own["attention_factor"] = self.attention_factor
+        if self.kind in ("llama3", "yarn", "longrope"):
+            own["original_max_position_embeddings"] = self.original_context
+        share = {"partial_rotary_factor": self.rotary_share} if self.rotary_share != 1 else {}
+        return {"rope_theta": self.theta, "rope_scaling": own if len(own) > 1 else None, **share}
+
+
+def _original(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
+    """The context that a model was first trained for: told beside the factor, beside the context, or the context."""
+    name = "original_max_position_embeddings"
+    value = scaling.get(name) or hf.get(name) or hf.get("max_position_embeddings") or RopeConfig.original_context
+    return int(value)
+
+
+def _read_linear(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    return {"factor": float(scaling["factor"])}
+
+
+def _read_dynamic(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    # Here the file's context is the original one, whatever else it says.
+    return {"factor": float(scaling["factor"]), "original_context": int(hf["max_position_embeddings"])}
+
+
+def _read_llama3(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("factor", "low_freq_factor", "high_freq_factor")
+    given = {name: float(scaling[name]) for name in names if scaling.get(name) is not None}
+    return given | {"original_context": _original(scaling, hf)}
+
+
+def _read_yarn(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    factor = float(scaling["factor"])
+
+    def growth(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    told, over, under = (scaling.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if told is None:
+        told = growth(over) / growth(under) if over and under else growth(1.0)
+    fields = {"factor": factor, "attention_factor": float(told), "original_context": _original(scaling, hf)}
+    fields |= {name: float(scaling[name]) for name in ("beta_fast", "beta_slow") if scaling.get(name)}
+    return fields | {"truncate": bool(scaling.get("truncate", True))}
+
+
+def _read_longrope(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
+    original, told = _original(scaling, hf), scaling.get("attention_factor")
+    if told is None:  # some files leave the factor to the ratio of the two contexts
+        factor = float(scaling.get("factor") or hf["max_position_embeddings"] / original)
+        told = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        "attention_factor": float(told),
+        "original_context": original,
+        "short_factors": tuple(map(float, scaling["short_factor"])),
+        "long_factors": tuple(map(float, scaling["long_factor"])),
+    }
+
+
+_READERS = {"linear": _read_linear, "dynamic": _read_dynamic, "llama3": _read_llama3, "yarn": _read_yarn,
+            "longrope": _read_longrope}  # fmt: skip
