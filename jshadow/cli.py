@@ -21,11 +21,14 @@ def run_convert(args: argparse.Namespace) -> int:
 
     progress = SlowProgress("converting")
     try:
-        convert(args.source, args.target, dtype=args.dtype, progress=progress)
+        convert(
+            args.source, args.target, args.dtype, progress, format=args.format, shard_bytes=int(args.shard_gb * 1e9)
+        )  # fmt: skip
     finally:
         progress.close()
     if args.json:
-        print(json.dumps({"source": str(args.source), "target": str(args.target), "dtype": args.dtype}))
+        told = {"source": str(args.source), "target": str(args.target), "dtype": args.dtype, "format": args.format}
+        print(json.dumps(told))
     else:
         print(f"{args.target}: written")
     return 0
@@ -65,11 +68,16 @@ def parser() -> argparse.ArgumentParser:
         commands.add_parser("generate", help="answer a prompt", description="Answer a prompt, streaming the text.")
     )
 
-    add = commands.add_parser("convert", help="make an HF directory", description="Convert a checkpoint.")
+    add = commands.add_parser(
+        "convert", help="turn one kind of checkpoint into another",
+        description="Convert a checkpoint, tensor by tensor: memory does not grow with it. DST gets a manifest.",
+    )  # fmt: skip
     add.set_defaults(run=run_convert)
-    add.add_argument("source", metavar="SRC", help="a .gguf file, an HF directory or a hub id")
+    add.add_argument("source", metavar="SRC", help="a .gguf file, an HF or orbax directory, or a hub id")
     add.add_argument("target", metavar="DST", help="directory to write; must not exist")
     add.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
+    add.add_argument("--format", default="huggingface", help="huggingface or orbax (default: %(default)s)")
+    add.add_argument("--shard-gb", type=float, default=5.0, help="most GB of a safetensors file (default: %(default)s)")
     add.add_argument("--json", action="store_true", help=json_help)
 
     add = commands.add_parser("policies", help="list the policies", description="Policies and their default settings.")

@@ -6,19 +6,26 @@ import os
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
+from jax import Array
+from jax.sharding import Mesh
 
 from jshadow.config import ModelConfig
 from jshadow.convert.files import read_json, staged, write_json
-from jshadow.convert.huggingface import CONFIG, GENERATION, WEIGHTS, flat_abstract, locate, read_config, read_weights
-from jshadow.convert.huggingface_write import config_to_hf, write_weights
+from jshadow.convert.huggingface import CONFIG, GENERATION, flat_abstract, locate, plan, read_config, read_weights
+from jshadow.convert.huggingface_write import config_to_hf, tensors_of, write_shards
+from jshadow.convert.manifest import KINDS, ORBAX_WEIGHTS, check_manifest, kind_of, write_manifest
+from jshadow.convert.orbax import read_orbax, write_orbax
 from jshadow.convert.quiet import quiet_transformers
-from jshadow.convert.safetensors_file import check_dtype
-from jshadow.digest import tokenizer_digest, tree_digest
+from jshadow.convert.safetensors_file import cast, check_dtype
+from jshadow.digest import host_array, tokenizer_digest, tree_digest
 from jshadow.errors import CheckpointError, ConfigError
+from jshadow.models.partition import sharding_of
 from jshadow.models.registry import FAMILIES
+from jshadow.quantize import check_quantize, quantize_int8, quantized
 
 # Any of these makes a tokenizer; tokenizer_config.json alone does not.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -58,28 +65,57 @@ class Params:
         return f"Params(weights={self.dtype.name}, config={self.config}, tokenizer={tokenizer})"
 
 
-def load(path_or_hub_id: str | os.PathLike[str], dtype: str = "bfloat16") -> Params:
-    """Load a Hugging Face checkpoint.
+def load(
+    path_or_hub_id: str | os.PathLike[str], dtype: str = "bfloat16", *, quantize: str | None = None,
+    mesh: Mesh | None = None, verify: bool = True,
+) -> Params:  # fmt: skip
+    """Load a checkpoint: a Hugging Face directory, or one that `jshadow.convert` made, orbax included.
 
     Args:
-        path_or_hub_id: a local directory (config.json, one or many safetensors, tokenizer files if any); where there
-            is none of that name, a hub id "org/name", of which only JSON, safetensors and tokenizer files are taken.
+        path_or_hub_id: a local directory (config.json, one or many safetensors or an orbax checkpoint, tokenizer
+            files if any); where there is none of that name, a hub id "org/name", of which only JSON, safetensors and
+            tokenizer files are taken.
         dtype: "float32", "bfloat16" or "float16"; tensors are cast while they are read.
+        quantize: "int8" keeps the projections of all layers in int8, with a float32 factor for each output.
+        mesh: devices to spread the weights over, along its last axis; each device is given its own part (of an orbax
+            checkpoint, reads it). None: the default device.
+        verify: compare every file with the manifest that a conversion leaves.
 
     Returns:
         Params with every weight checked: present once, shaped as the config says, finite.
 
     Raises:
-        CheckpointError: missing, damaged, pickled or GGUF weights, or tensors that do not fit (all in one error).
-        ConfigError: an unknown dtype or model_type, a quantised or remote-code model, a config out of range.
+        CheckpointError: missing, damaged, pickled or GGUF weights, files that differ from their manifest, or tensors
+            that do not fit (all in one error).
+        ConfigError: an unknown dtype, quantize or model_type, a quantised or remote-code model, a config out of range.
     """
-    check_dtype(dtype)
+    target = check_dtype(dtype)
+    check_quantize(quantize)
     if not isinstance(path_or_hub_id, str | os.PathLike):
         raise ConfigError(f"path_or_hub_id must be a string or a path, got {path_or_hub_id!r}")
     directory = locate(path_or_hub_id)
     _, family, config = read_config(directory)
     tokenizer = load_tokenizer(directory)  # before the weights: it fails sooner
-    return Params(read_weights(directory, family, config, dtype), config, tokenizer)
+    orbax = kind_of(directory) == "orbax"
+    if not orbax:
+        plan(directory, family, config)  # what is wrong with a file says more than that it was changed
+    if verify:
+        check_manifest(directory)
+
+    def give(path: str, value: np.ndarray) -> Array:
+        return jnp.array(value) if mesh is None else jax.device_put(value, sharding_of(mesh, path, value.shape))
+
+    def put(path: str, value: np.ndarray) -> tuple[dict[str, Array], str | None]:
+        held, problem = cast(value, target)
+        if quantize is None or not quantized(path) or problem:
+            return {path: give(path, held)}, problem
+        kernel, factors = quantize_int8(value)
+        return {path: give(path, kernel), f"{path}_scale": give(f"{path}_scale", factors)}, None
+
+    if not orbax:
+        return Params(read_weights(directory, family, config, put), config, tokenizer)
+    places = (lambda path, shape: sharding_of(mesh, path, shape)) if mesh is not None else None
+    return Params(read_orbax(directory, config, target, None if quantize is None else put, places), config, tokenizer)
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -100,28 +136,41 @@ def load_tokenizer(directory: Path) -> Any:
             raise CheckpointError(f"{directory}: the tokenizer files do not load: {error}") from error
 
 
-def save(params: Params, directory: str | os.PathLike[str]) -> None:
-    """Write an ordinary Hugging Face directory that `load` and transformers read.
+def save(params: Params, directory: str | os.PathLike[str], *, format: str = "huggingface") -> None:
+    """Write a directory that `load` reads, and transformers too where it is an ordinary Hugging Face one.
 
     Args:
-        params: any dtype of the three; the file keeps it.
+        params: any dtype of the three; the files keep it.
         directory: must not exist; it appears complete or not at all.
+        format: "huggingface" (safetensors), or "orbax" with a manifest; weights may be spread over devices.
 
     Raises:
         CheckpointError: `directory` exists or cannot be written, or a weight is NaN or Inf.
-        ConfigError: the weights' dtype is none of the three, or the config's family is unknown.
+        ConfigError: the weights' dtype is none of the three, they are quantised, or the config's family or the format
+            is unknown.
     """
     config, dtype = params.config, params.dtype.name
     check_dtype(dtype)
+    if format not in KINDS:
+        raise ConfigError(f"format must be one of {KINDS}, got {format!r}")
     if config.model_type not in FAMILIES:
         raise ConfigError(f"config.model_type must be one of {sorted(FAMILIES)}, got {config.model_type!r}")
+    if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(params.weights)):
+        raise ConfigError("params must hold plain weights, got int8: save what they were loaded from")
     with staged(Path(directory)) as partial:
         special = {name: getattr(params.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id")}
         write_json(partial / CONFIG, config_to_hf(config, dtype) | special)
         write_json(partial / GENERATION, {"eos_token_id": list(config.eos_ids)} if config.eos_ids else {})
         if params.tokenizer is not None:
             params.tokenizer.save_pretrained(partial)
-        write_weights(partial / WEIGHTS, params.weights, config, dtype)
+        if format == "huggingface":
+            shapes, read = tensors_of(params.weights, config)
+            write_shards(partial, shapes, dtype, read)
+        else:
+            flat = traverse_util.flatten_dict(params.weights, sep="/")
+            shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
+            write_orbax(partial / ORBAX_WEIGHTS, shapes, params.dtype, lambda path: host_array(flat[path]))
+            write_manifest(partial, format)
 
 
 def init_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> Params:

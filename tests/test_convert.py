@@ -181,7 +181,7 @@ def test_directory_to_directory(tmp_path: Path, dtype: str) -> None:
     (directory / "modeling.py").write_text("raise SystemExit")
     convert(directory, tmp_path / "out", dtype="float32")
     assert_same(load(tmp_path / "out", dtype), params)
-    names = ["config.json", "generation_config.json", "model.safetensors"]
+    names = ["config.json", "generation_config.json", "manifest.json", "model.safetensors"]
     assert sorted(os.listdir(tmp_path / "out")) == names
 
 

@@ -15,7 +15,7 @@ LEVELS = [
     ["errors"],
     ["rope_config", "gpus"],
     ["config"],
-    ["rope", "attention", "state", "chunking", "sampling", "text", "progress", "digest", "roofline"],
+    ["rope", "attention", "state", "chunking", "sampling", "text", "progress", "digest", "roofline", "quantize"],
     ["lowrank", "landmarks"],
     ["models"],
     ["offload"],
@@ -35,8 +35,8 @@ LEVELS = [
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 SAME_LEVEL = {("lowrank", "rope"), ("landmarks", "lowrank"), ("report", "decode")}
-ONLY_IN = {"safetensors": {"convert"}, "gguf": {"convert"}, "huggingface_hub": {"convert"}, "torch": {"bench"},
-           "transformers": {"convert", "params", "bench"}, "triton": set(), "jax_triton": set(),
+ONLY_IN = {"safetensors": {"convert"}, "orbax": {"convert"}, "gguf": {"convert"}, "huggingface_hub": {"convert"},
+           "torch": {"bench"}, "transformers": {"convert", "params", "bench"}, "triton": set(), "jax_triton": set(),
            "pallas_kernels": {"policies", "rope", "lowrank", "landmarks", "attention", "offload"}}  # fmt: skip
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 

@@ -7,12 +7,14 @@ import math
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jshadow.errors import CheckpointError
 
+REMOVALS = 50
 LFS_HEAD = b"version https://git-lfs"
 
 
@@ -149,7 +151,11 @@ def workspace(parent: Path, prefix: str) -> Iterator[Path]:
         with _locked(made):
             yield made
     finally:
-        shutil.rmtree(made, ignore_errors=True)  # also on KeyboardInterrupt; after a rename there is nothing here
+        for _ in range(REMOVALS):  # also on KeyboardInterrupt; after a rename there is nothing here
+            shutil.rmtree(made, ignore_errors=True)
+            if not made.exists():
+                break
+            time.sleep(0.1)  # a thread of a writer that failed may still be at its last file
 
 
 @contextlib.contextmanager

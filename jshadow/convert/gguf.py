@@ -1,17 +1,17 @@
-"""GGUF (llama architecture) to a Hugging Face directory: names, shapes and metadata keys as tables."""
+"""GGUF (llama architecture) read as a Hugging Face checkpoint: names, shapes and metadata keys as tables."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jshadow.config import ModelConfig, RopeConfig
-from jshadow.convert.files import staged, write_json
+from jshadow.convert.files import write_json
 from jshadow.convert.gguf_file import GGUFFile
 from jshadow.convert.gguf_tokenizer import write_tokenizer
-from jshadow.convert.huggingface import CONFIG, GENERATION, WEIGHTS, place
-from jshadow.convert.safetensors_file import check_dtype, raise_all, write_tensors
+from jshadow.convert.huggingface import GENERATION, place
+from jshadow.convert.safetensors_file import raise_all
+from jshadow.convert.source import Source
 from jshadow.errors import CheckpointError, ConfigError, JshadowError
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.registry import family_of
@@ -51,26 +51,19 @@ LLAMA3_FACTORS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_po
 """GGUF stores the divisors that llama3 scaling gives, not its settings; these are those of every published model."""
 
 
-def convert_gguf(source: Path, target: Path, dtype: str, progress: Callable[[int, int], None] | None = None) -> None:
-    """Write the Hugging Face directory of a GGUF file.
-
-    Args:
-        source: the .gguf file, llama architecture, any quantisation that `gguf.quants` can undo.
-        target: directory to make.
-        dtype: dtype of the weights written.
-        progress: called with (tensors written, tensors in all).
+def open_gguf(path: Path) -> Source:
+    """A GGUF file as a source: llama architecture, any quantisation that `gguf.quants` can undo.
 
     Raises:
         CheckpointError: a damaged file, tensors that do not fit its metadata (all in one error), no `gguf` package.
-        ConfigError: another architecture, tokenizer or RoPE scaling than those known, or an unknown dtype.
+        ConfigError: another architecture, tokenizer or RoPE scaling than those known.
     """
-    check_dtype(dtype)
-    file = GGUFFile(source)
-    hf = config_of(file) | {"torch_dtype": dtype}
-    family, config = _parsed(hf, source)
+    file = GGUFFile(path)
+    hf = config_of(file)
+    family, config = _parsed(hf, path)
     rules, shapes, problems = _renamed(file)
     _, misfits = place(shapes, family, config)
-    raise_all(str(source), problems + misfits)
+    raise_all(str(path), problems + misfits)
 
     def read(name: str) -> np.ndarray:
         original, transform = rules[name]
@@ -78,12 +71,12 @@ def convert_gguf(source: Path, target: Path, dtype: str, progress: Callable[[int
         heads = {"unpermute_q": config.q_heads, "unpermute_k": config.kv_heads}.get(transform)
         return unpermute(value, heads) if heads else value
 
-    with staged(target) as partial:
-        write_json(partial / CONFIG, hf)
+    def accompany(target: Path) -> None:
         ids = {key: hf[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if hf.get(key) is not None}
-        write_json(partial / GENERATION, ids)
-        write_tokenizer(file.metadata, partial, config.context)
-        write_tensors(partial / WEIGHTS, shapes, dtype, read, progress)
+        write_json(target / GENERATION, ids)
+        write_tokenizer(file.metadata, target, config.context)
+
+    return Source(hf, family, config, shapes, read, accompany)
 
 
 def unpermute(value: np.ndarray, heads: int) -> np.ndarray:

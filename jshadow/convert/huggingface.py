@@ -5,18 +5,21 @@ the config (`abstract_weights`), and what does not fit is collected and told in 
 """
 
 import dataclasses
+import functools
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import numpy as np
 from flax import traverse_util
 
 from jshadow.config import ModelConfig, token_ids
 from jshadow.convert.files import read_json
-from jshadow.convert.safetensors_file import READABLE_TAGS, TensorFile, cast, check_dtype, raise_all
+from jshadow.convert.safetensors_file import READABLE_TAGS, TensorFile, not_finite, raise_all
+from jshadow.convert.source import Source
 from jshadow.convert.tensors import Placement, placements
 from jshadow.errors import CheckpointError, ConfigError, JshadowError
 from jshadow.models.family import ModelFamily
@@ -30,6 +33,10 @@ PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
 HUB_IGNORED = ("*/*", "consolidated*")
 LARGEST_SIZE = 2**31 - 1
+# What a directory may carry beside config and weights.
+SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
+              "special_tokens_map.json", "added_tokens.json", "merges.txt", "*.jinja")  # fmt: skip
+Put = Callable[[str, np.ndarray], tuple[dict[str, Any], str | None]]
 
 # Tensors that some checkpoints carry and that hold nothing of the model's own: (name, when, why).
 IGNORED: tuple[tuple[str, Callable[[ModelConfig], bool], str], ...] = (
@@ -199,27 +206,57 @@ def plan(
     return order, problems + misfits
 
 
-def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """Read all weights into jax arrays of `dtype`, tensor by tensor.
+def open_huggingface(directory: Path) -> Source:
+    """A Hugging Face directory as a source.
+
+    Raises:
+        CheckpointError: damaged files, or tensors that are missing, extra or misshaped, all in one error.
+        ConfigError: as `read_config`.
+    """
+    hf, family, config = read_config(directory)
+    order, problems = plan(directory, family, config)
+    raise_all(str(directory), problems)
+    files = {placement.name: file for file, placement in order}
+    return Source(
+        hf, family, config, {name: file.shapes[name] for name, file in files.items()},
+        lambda name: files[name].read(name), functools.partial(copy_side_files, directory),
+    )  # fmt: skip
+
+
+def copy_side_files(directory: Path, target: Path) -> None:
+    """Copy what a directory carries beside config and weights; code (*.py) never."""
+    for path in sorted({path for pattern in SIDE_FILES for path in directory.glob(pattern) if path.is_file()}):
+        shutil.copyfile(path, target / path.name)
+
+
+def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put: Put) -> dict[str, Any]:
+    """Read all weights, tensor by tensor.
+
+    Args:
+        directory: the checkpoint.
+        family, config: as `read_config` gives them.
+        put: (weight path, NumPy value) -> the leaf or leaves that stand for it, by path, and what is wrong with its
+            values, or None.
 
     Returns:
         The nested weight tree of `abstract_weights(config)`.
 
     Raises:
-        CheckpointError: damaged files, or tensors that are missing, extra, misshaped or not finite, all in one error.
-        ConfigError: an unknown dtype.
+        CheckpointError: damaged files, files that differ from their manifest, or tensors that are missing, extra,
+            misshaped or not finite, all in one error.
     """
-    target = check_dtype(dtype)
     order, problems = plan(directory, family, config)
     sound = not problems
     wanted = flat_abstract(config) if sound else {}
     flat: dict[str, Any] = {}
     for file, placement in order:
-        value, problem = cast(file.read(placement.name), target)
-        if problem:
+        if sound:
+            for path, part in placement.to_weights(file.read(placement.name), wanted, config).items():
+                leaves, problem = put(path, part)
+                flat |= leaves
+                if problem:
+                    problems.append(f"{placement.name}: {problem}")
+        elif problem := not_finite(file.read(placement.name)):  # the rest is only checked
             problems.append(f"{placement.name}: {problem}")
-        elif sound:  # where something is already wrong, the rest is only checked
-            parts = placement.to_weights(value, wanted, config)
-            flat |= {path: jnp.array(part) for path, part in parts.items()}
     raise_all(str(directory), problems)
     return dict(traverse_util.unflatten_dict(flat, sep="/"))

@@ -1,7 +1,7 @@
-"""Writing Hugging Face directories: from a weight tree, or from another directory in a new dtype."""
+"""Writing Hugging Face directories: config.json from a config, tensors in one file or in shards."""
 
-import shutil
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +9,14 @@ import numpy as np
 from flax import traverse_util
 
 from jshadow.config import ACTIVATIONS, ModelConfig
-from jshadow.convert.files import staged, write_json
-from jshadow.convert.huggingface import CONFIG, WEIGHTS, plan, read_config
-from jshadow.convert.safetensors_file import check_dtype, raise_all, write_tensors
-from jshadow.convert.tensors import placements
+from jshadow.convert.files import write_json
+from jshadow.convert.huggingface import INDEX, WEIGHTS
+from jshadow.convert.safetensors_file import check_dtype, write_tensors
+from jshadow.convert.tensors import Shape, placements
+from jshadow.digest import host_array
 from jshadow.models.registry import FAMILIES
 
-# What a directory may carry beside config and weights; code (*.py) is never copied.
-SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
-              "special_tokens_map.json", "added_tokens.json", "merges.txt", "*.jinja")  # fmt: skip
+SHARD_BYTES = 5 * 10**9  # of a file, as transformers writes them
 NAMES_OF_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 
 
@@ -48,41 +47,57 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     return hf | {"architectures": [family.architecture]} | family.write(config)
 
 
-def write_weights(path: Path, weights: dict[str, Any], config: ModelConfig, dtype: str) -> None:
-    """Write a weight tree under its Hugging Face tensor names. Raises CheckpointError on NaN or Inf."""
+def tensors_of(weights: dict[str, Any], config: ModelConfig) -> tuple[dict[str, Shape], Callable[[str], np.ndarray]]:
+    """A weight tree under Hugging Face's names: the shape of every tensor, and a function that makes one."""
     flat = traverse_util.flatten_dict(weights, sep="/")
     wanted = {path: tuple(leaf.shape) for path, leaf in flat.items()}
     tensors = placements(FAMILIES[config.model_type], wanted)
-    shapes = {name: tensor.tensor_shape(wanted) for name, tensor in tensors.items()}
 
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
-        return tensor.to_tensor({path: np.asarray(flat[path]) for path in tensor.paths}, config)
+        return tensor.to_tensor({path: host_array(flat[path]) for path in tensor.paths}, config)
 
-    write_tensors(path, shapes, dtype, read)
+    return {name: tensor.tensor_shape(wanted) for name, tensor in tensors.items()}, read
 
 
-def rewrite(source: Path, target: Path, dtype: str, progress: Callable[[int, int], None] | None = None) -> None:
-    """Copy a checkpoint directory into a fresh one: one safetensors file in `dtype`, checked on the way.
+def write_shards(
+    directory: Path, shapes: Mapping[str, Shape], dtype: str, read: Callable[[str], np.ndarray],
+    shard_bytes: int = SHARD_BYTES, progress: Callable[[int, int], None] | None = None,
+) -> None:  # fmt: skip
+    """Write tensors as Hugging Face does: `model.safetensors`, or numbered shards and an index.
 
     Args:
-        source: a Hugging Face directory.
-        target: directory to make.
-        dtype: dtype of the new weights.
+        directory: to write to.
+        shapes: tensor name -> shape, in the order of the files.
+        dtype: of every tensor.
+        read: gives the tensor of a name, any float dtype; asked for one at a time.
+        shard_bytes: most bytes of a file, unless one tensor is larger.
         progress: called with (tensors written, tensors in all).
 
     Raises:
-        CheckpointError, ConfigError: as `read_weights`; nothing is left at `target`.
+        CheckpointError: tensors with NaN or Inf, all of one file in one message.
     """
-    check_dtype(dtype)
-    hf, family, config = read_config(source)
-    order, problems = plan(source, family, config)
-    raise_all(str(source), problems)
-    files = {placement.name: file for file, placement in order}
-    shapes = {name: file.shapes[name] for name, file in files.items()}
-    with staged(target) as partial:
-        hf.pop("dtype", None)  # the newer spelling of torch_dtype
-        write_json(partial / CONFIG, hf | {"torch_dtype": dtype})
-        for path in sorted({path for pattern in SIDE_FILES for path in source.glob(pattern) if path.is_file()}):
-            shutil.copyfile(path, partial / path.name)
-        write_tensors(partial / WEIGHTS, shapes, dtype, lambda name: files[name].read(name), progress)
+    item, shards = check_dtype(dtype).itemsize, [dict[str, Shape]()]
+    held = 0
+    for name, shape in shapes.items():
+        size = item * math.prod(shape)
+        if shards[-1] and held + size > shard_bytes:
+            shards.append({})
+            held = 0
+        shards[-1][name] = shape
+        held += size
+    done, count = 0, len(shards)
+    names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+    def advance(_: int, __: int) -> None:
+        nonlocal done
+        done += 1
+        if progress:
+            progress(done, len(shapes))
+
+    for name, shard in zip(names, shards, strict=True):
+        write_tensors(directory / name, shard, dtype, read, advance)
+    if count > 1:
+        table = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        total = item * sum(map(math.prod, shapes.values()))
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": table})

@@ -1,0 +1,23 @@
+"""How a model's weights are spread over a mesh: heads, MLP and vocabulary split, as in Megatron (arXiv 1909.08053)."""
+
+import re
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+# Weight path -> which axis is split; the rest is on every device.
+SPLITS = (
+    (r"embed/embedding", 0),
+    (r"head/kernel", 1),
+    (r"layer_\d+/(attention/(q|k|v)|mlp/(gate|up))/kernel", 1),
+    (r"layer_\d+/(attention/(q|k|v)|mlp/(gate|up))/(bias|kernel_scale)", 0),
+    (r"layer_\d+/(attention/o|mlp/down)/kernel", 0),
+)
+
+
+def sharding_of(mesh: Mesh, path: str, shape: tuple[int, ...]) -> NamedSharding:
+    """Where the weight at a path lies: split along the mesh's last axis where that divides it, else everywhere."""
+    name = mesh.axis_names[-1]
+    for pattern, axis in SPLITS:
+        if re.fullmatch(pattern, path) and shape[axis] % mesh.shape[name] == 0:
+            return NamedSharding(mesh, PartitionSpec(*[None] * axis, name))
+    return NamedSharding(mesh, PartitionSpec())
