@@ -47,6 +47,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--load-state", metavar="FILE", help="go on from a saved state: the prompt is its next turn")
     add.add_argument("--verify", action="store_true", help="check each step against the resident path (slow)")
     add.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
+    add.add_argument("--quantize", help="int8: keep the projections' weights in int8")
     add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -77,7 +78,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.baseline:
         policies.insert(0, parse_policy(args.baseline, []))
     sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p)
-    params = load(args.model, dtype=args.dtype)
+    params = load(args.model, dtype=args.dtype, quantize=args.quantize)
     prompt: Any = [{"role": "user", "content": text}] if args.chat else text
     results = [answer(args, params, prompt, policy, sampler, several=len(policies) > 1) for policy in policies]
     if args.json:

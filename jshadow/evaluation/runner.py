@@ -287,8 +287,8 @@ def main(args: argparse.Namespace) -> int:
     progress = SlowProgress("evaluating")
     try:
         rows = evaluate(
-            load(args.model, dtype=args.dtype), tasks, lengths, policies, samples=args.samples, seed=args.seed,
-            fetch=args.fetch, out=args.out, progress=progress,
+            load(args.model, dtype=args.dtype, quantize=args.quantize), tasks, lengths, policies,
+            samples=args.samples, seed=args.seed, fetch=args.fetch, out=args.out, progress=progress,
         )  # fmt: skip
     finally:
         progress.close()
