@@ -145,8 +145,8 @@ def layer_memory(config, tokens, chunk):
     count, size = pieces_of(tokens, chunk)
     x = jax.ShapeDtypeStruct((1, count * size, config.model_dim), jnp.float32)
     program = PREFILL._prefill_layer.lower(
-        weights, x, jax.ShapeDtypeStruct((1,), jnp.int32), config=config, needs_all=False, q_tail=0,
-        prefill_chunk=chunk,
+        weights, x, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((config.head_dim // 2,), jnp.float32),
+        config=config, kind=config.attention_kind(0), needs_all=False, q_tail=0, prefill_chunk=chunk,
     )  # fmt: skip
     return program.compile().memory_analysis()
 

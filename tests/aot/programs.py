@@ -85,9 +85,17 @@ def prefill_task(gpu: str, tokens: int) -> Task:
     """One layer of a prompt that passes in pieces of 2,048 tokens."""
     weights = weights_of(LLAMA)["layer_0"]
     x, lengths = Shape((1, tokens, LLAMA.model_dim), DTYPE), Shape((1,), jnp.int32)
-    layer = functools.partial(_prefill_layer.__wrapped__, config=LLAMA, needs_all=False, q_tail=0, prefill_chunk=2048)
+    inverse = Shape((LLAMA.head_dim // 2,), jnp.float32)
+    layer = functools.partial(
+        _prefill_layer.__wrapped__, config=LLAMA, kind=LLAMA.attention_kind(0), needs_all=False, q_tail=0,
+        prefill_chunk=2048,
+    )  # fmt: skip
     return Task(
-        f"prefill layer, pieces of 2,048, {tokens:,}", gpu, layer, tuple(map(place, (weights, x, lengths))), (1,)
+        f"prefill layer, pieces of 2,048, {tokens:,}",
+        gpu,
+        layer,
+        tuple(map(place, (weights, x, lengths, inverse))),
+        (1,),
     )
 
 

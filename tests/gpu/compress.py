@@ -31,9 +31,11 @@ def in_pieces(q: Any, k: Any, v: Any) -> Any:
     """Causal attention as a prefill does it, piece after piece."""
     count, size = pieces_of(q.shape[1], PIECE)
 
+    scale = q.shape[-1] ** -0.5
+
     def one(index: Any, done: Any) -> Any:
         rows = lax.dynamic_slice_in_dim(q, index * size, size, axis=1)
-        return put(done, piece_attention(rows, k, v, index * size, False)[0], index * size)
+        return put(done, piece_attention(rows, k, v, index * size, False, scale=scale)[0], index * size)
 
     return lax.fori_loop(0, count, one, jnp.zeros_like(q))
 
@@ -62,7 +64,11 @@ def measured(sizes: Sizes, capacity: int) -> dict[str, Any]:
         }
         if jax.default_backend() == "gpu":
             ways["fused_attention_seconds"] = lambda: seconds(
-                repeats, lambda q, k, v: piece_attention(q, k, v, jnp.int32(0), False)[0], q, k, v
+                repeats,
+                lambda q, k, v: piece_attention(q, k, v, jnp.int32(0), False, scale=q.shape[-1] ** -0.5)[0],
+                q,
+                k,
+                v,
             )
         return {"tokens": tokens} | {way: attempt(run) for way, run in ways.items()}
     finally:
