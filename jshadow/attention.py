@@ -16,6 +16,7 @@ from pallas_kernels import sparse_attention
 # Large enough that a matmul dominates its loop overhead, small enough that a tile of scores stays in cache.
 QUERY_BLOCK, KEY_BLOCK = 512, 512
 TURN_BLOCK = 256  # queries that attend to pieces at once
+MASS_BLOCK = 256  # queries and keys of a tile of `key_mass`
 MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
 
 
@@ -93,6 +94,53 @@ def causal_attention(
     lse = lse.reshape(q_blocks, batch, kv_heads, group, q_block).transpose(1, 2, 3, 0, 4)
     out = out.reshape(batch, q_blocks * q_block, q_heads, dim)[:, :length]
     return out, lse.reshape(batch, q_heads, q_blocks * q_block)[..., :length]
+
+
+def key_mass(
+    q: Float[Array, "B S h_q d"], k: Float[Array, "B S h_kv d"], lse: Float[Array, "B h_q S"], lengths: Int[Array, "B"],
+    scale: float,
+) -> Float[Array, "B h_kv S"]:  # fmt: skip
+    """What causal attention gives each key, summed over all queries and the query heads of its group.
+
+    The column sums of the S x S probabilities, tile by tile from the log-sum-exps, never held as a whole (H2O,
+    arXiv 2306.14048, section 4.1).
+
+    Args:
+        q, k: after RoPE, right padded.
+        lse: float32 log-sum-exp of each query's scores.
+        lengths: int32 [B], real tokens of each row.
+        scale: factor on the scores.
+
+    Returns:
+        Float32 [B, h_kv, S]; 0 for padding.
+    """
+    batch, tokens, q_heads = q.shape[:3]
+    kv_heads, block = k.shape[2], min(MASS_BLOCK, tokens)
+    blocks = -(-tokens // block)
+    grouped = group_queries(q, kv_heads)
+    lse = lse.reshape(batch, kv_heads, q_heads // kv_heads, tokens)
+
+    def query_block(i: Array, total: Array) -> Array:
+        # The last block overlaps the one before: what is counted there already is masked.
+        row = jnp.minimum(i * block, tokens - block)
+        q_tile = lax.dynamic_slice_in_dim(grouped, row, block, axis=3)
+        lse_tile = lax.dynamic_slice_in_dim(lse, row, block, axis=3)
+        query = row + jnp.arange(block)
+        counts = (query >= i * block) & (query < lengths[:, None])
+
+        def key_block(j: Array, total: Array) -> Array:
+            column = jnp.minimum(j * block, tokens - block)
+            k_tile = lax.dynamic_slice_in_dim(k, column, block, axis=1)
+            key = column + jnp.arange(block)
+            scores = jnp.einsum("bhgtd,bshd->bhgts", q_tile, k_tile, preferred_element_type=jnp.float32) * scale
+            seen = (key >= j * block) & (key <= query[:, None]) & counts[:, None, None, :, None]
+            mass = jnp.where(seen, jnp.exp(scores - lse_tile[..., None]), 0).sum(axis=(2, 3))
+            old = lax.dynamic_slice_in_dim(total, column, block, axis=2)
+            return lax.dynamic_update_slice_in_dim(total, old + mass, column, axis=2)
+
+        return lax.fori_loop(0, jnp.minimum(i + 1, blocks), key_block, total)
+
+    return lax.fori_loop(0, blocks, query_block, jnp.zeros((batch, kv_heads, tokens)))
 
 
 class Piece(NamedTuple):

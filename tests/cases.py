@@ -16,7 +16,7 @@ from probe import Probe
 from jshadow import decode
 from jshadow.config import ModelConfig, RopeConfig
 from jshadow.params import Params, init_params
-from jshadow.policies import Full, Policy, ShadowKV, ShadowKVPlus, StreamingLLM
+from jshadow.policies import H2O, Full, Policy, ShadowKV, ShadowKVPlus, SnapKV, StreamingLLM
 from jshadow.state import KVState
 
 # Three layers: the probe has three kinds of them. A prime vocabulary: a wrong reshape cannot hide.
@@ -66,6 +66,8 @@ def shadowkv_case(policy: type[ShadowKV], **settings: Any) -> PolicyCase:
 POLICY_CASES = {
     "full": PolicyCase(Full(), Full.lossless),
     "streaming_llm": PolicyCase(StreamingLLM(sinks=2, window=12), StreamingLLM.lossless),
+    "h2o": PolicyCase(H2O(heavy=6, recent=8), H2O.lossless),
+    "snapkv": PolicyCase(SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3), SnapKV.lossless),
     "shadowkv": shadowkv_case(ShadowKV, **SMALL),
     "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, **REFERENCE),
     "shadowkv_plus": shadowkv_case(ShadowKVPlus, **PLUS),

@@ -1,0 +1,111 @@
+"""SnapKV: what the prompt's last queries looked at is kept (Li et al. 2024, arXiv 2404.14469, section 4).
+
+The paper leaves open which pooling its listing means, and its code repeats keys for all query heads before it selects.
+Here: the maximum, as in the paper's LongBench settings, and one set for each KV head by the mean over its query heads
+(`granularity="q_head"` keeps one for each query head, and its keys and values with it, as the published code does).
+"""
+
+import dataclasses
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jshadow.attention import MASKED, group_queries
+from jshadow.config import ModelConfig
+from jshadow.policies.base import check_choice, check_fraction, check_range, infeasible
+from jshadow.policies.eviction import EvictingPolicy
+from jshadow.state import CacheSpec, PromptKV
+
+
+@dataclasses.dataclass(frozen=True)
+class SnapKV(EvictingPolicy):
+    """Keep the prompt's newest tokens, and those that these attended to most.
+
+    Attributes:
+        max_capacity_prompt: tokens of a prompt that are kept, the observation window included.
+        observation_window: newest prompt tokens: their queries choose, and they are kept.
+        kernel: tokens over which scores are pooled, an odd number: neighbours of what is kept are kept too.
+        pooling: "max" or "avg".
+        granularity: "kv_head" or "q_head".
+    """
+
+    max_capacity_prompt: int = 2048
+    observation_window: int = 32
+    kernel: int = 7
+    pooling: str = "max"
+    granularity: str = "kv_head"
+
+    name = "snapkv"
+    paper = "arXiv 2404.14469, section 4"
+
+    @property
+    def q_tail(self) -> int:  # type: ignore[override]
+        """Queries that choose."""
+        return self.observation_window
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Check the settings."""
+        check_range(self.name, "observation_window", self.observation_window, 1)
+        check_range(self.name, "max_capacity_prompt", self.max_capacity_prompt, self.observation_window)
+        check_range(self.name, "kernel", self.kernel, 1)
+        check_choice(self.name, "kernel % 2", self.kernel % 2, (1,))
+        check_choice(self.name, "pooling", self.pooling, ("max", "avg"))
+        check_choice(self.name, "granularity", self.granularity, ("kv_head", "q_head"))
+        return self
+
+    def slots(self, capacity: int) -> int:
+        """Never more than the capacity."""
+        return min(self.max_capacity_prompt, capacity)
+
+    def heads(self, spec: CacheSpec) -> int:
+        """Heads with a set of their own."""
+        return spec.q_heads if self.granularity == "q_head" else spec.kv_heads
+
+    def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
+        """Attention of the last queries to each token, summed, pooled along the tokens."""
+        assert prompt.q_tail is not None
+        tokens, window = prompt.k_post.shape[1], self.observation_window
+        position, last = jnp.arange(tokens), prompt.lengths[:, None]
+        own = last - window + jnp.arange(window)  # positions of the queries [B, w]; negative ones repeat the first
+        seen = position <= own[:, :, None]
+        logits = jnp.einsum(
+            "bhgtd,bshd->bhgts", group_queries(prompt.q_tail, spec.kv_heads), prompt.k_post,
+            preferred_element_type=jnp.float32,
+        ) * spec.scale  # fmt: skip
+        probs = jax.nn.softmax(jnp.where(seen[:, None, None], logits, MASKED), axis=-1)
+        probs = jnp.where((own >= 0)[:, None, None, :, None], probs, 0)
+        scores = probs.sum(axis=3)  # [B, h_kv, group, S]
+        scores = scores.mean(axis=2) if self.granularity == "kv_head" else scores.reshape(spec.batch, -1, tokens)
+        inside = position < jnp.maximum(last - window, 0)
+        return pool(jnp.where(inside[:, None], scores, 0), self.kernel, self.pooling), jnp.full_like(last[:, 0], window)
+
+    def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
+        """Scores of the window's queries, their masked form and their softmax."""
+        return (
+            super().compress_bytes(spec, tokens) + 3 * 4 * spec.batch * spec.q_heads * self.observation_window * tokens
+        )
+
+    @classmethod
+    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
+        """All of the prompt."""
+        return cls(max_capacity_prompt=max(num_tokens, cls.observation_window))
+
+    @classmethod
+    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """That share of the tokens; a small one has a small window."""
+        check_fraction(fraction)
+        slots = int(fraction * num_tokens)
+        if slots < 1:
+            raise infeasible(cls.name, fraction, 1 / num_tokens)
+        return cls(max_capacity_prompt=slots, observation_window=max(1, min(cls.observation_window, slots // 2)))
+
+
+def pool(scores: Array, kernel: int, pooling: str) -> Array:
+    """Scores [B, h, S], each the maximum or the mean of `kernel` neighbours; beyond the ends lie zeros."""
+    half, shape, ones = kernel // 2, (1, 1, kernel), (1, 1, 1)
+    pad = ((0, 0), (0, 0), (half, half))
+    if pooling == "max":
+        return lax.reduce_window(scores, 0.0, lax.max, shape, ones, pad)
+    return lax.reduce_window(scores, 0.0, lax.add, shape, ones, pad) / kernel
