@@ -85,10 +85,14 @@ class Oracle:
             q, k = apply_rope(q_pre, positions, rope), apply_rope(k_pre, positions, rope)
             x = self.finish_block(layer, x, causal_attention(q, k, v))
             cache = LayerCache(k_pre, k, v)
-            if isinstance(self.policy, ShadowKV):
-                compress(self.policy, cache, q[-1], rope)
+            self.remember(i, cache, q)
             self.caches.append(cache)
         return self.logits(x[-1])
+
+    def remember(self, layer: int, cache: LayerCache, q: Array) -> None:
+        """What the policy takes from a prompt's keys, values and rotated queries [T, h_q, d]."""
+        if isinstance(self.policy, ShadowKV):
+            compress(self.policy, cache, q[-1], self.config.rope)
 
     def step(self, token: int) -> Array:
         """Append one token to the cache, attend as the policy says; logits [V]."""
