@@ -16,7 +16,7 @@ from probe import Probe
 from jshadow import decode
 from jshadow.config import ModelConfig, RopeConfig
 from jshadow.params import Params, init_params
-from jshadow.policies import H2O, Full, Policy, ShadowKV, ShadowKVPlus, SnapKV, StreamingLLM
+from jshadow.policies import H2O, Full, Policy, Quest, ShadowKV, ShadowKVPlus, SnapKV, StreamingLLM
 from jshadow.state import KVState
 
 # Three layers: the probe has three kinds of them. A prime vocabulary: a wrong reshape cannot hide.
@@ -63,11 +63,17 @@ def shadowkv_case(policy: type[ShadowKV], **settings: Any) -> PolicyCase:
     return PolicyCase(policy(rank=12, budget=16, **settings), lossless)
 
 
+def lossless_quest(num_tokens: int, config: ModelConfig) -> Policy:
+    """Small pages, so that some are complete, and no dense layer."""
+    return dataclasses.replace(Quest.lossless(num_tokens, config), unit=4, dense_layers=0)
+
+
 POLICY_CASES = {
     "full": PolicyCase(Full(), Full.lossless),
     "streaming_llm": PolicyCase(StreamingLLM(sinks=2, window=12), StreamingLLM.lossless),
     "h2o": PolicyCase(H2O(heavy=6, recent=8), H2O.lossless),
     "snapkv": PolicyCase(SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3), SnapKV.lossless),
+    "quest": PolicyCase(Quest(budget=12, unit=4, dense_layers=1), lossless_quest),
     "shadowkv": shadowkv_case(ShadowKV, **SMALL),
     "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, **REFERENCE),
     "shadowkv_plus": shadowkv_case(ShadowKVPlus, **PLUS),

@@ -132,6 +132,35 @@ class H2O(SetPolicy):
 
 
 @dataclasses.dataclass(frozen=True)
+class Quest(SetPolicy):
+    """Page by page: the bound of each, from the page's own keys."""
+
+    budget: int
+    unit: int
+    recent: int
+
+    def see(self, memory: Any, q: Array, k: Array) -> tuple[list[list[int]], float]:
+        """The recent pages and the best of the others."""
+        held, h_kv, _ = k.shape
+        group, seen, gaps = len(q) // h_kv, [], []
+        first = max(held - self.recent, 0) // self.unit * self.unit
+        for h in range(h_kv):
+            bounds = []
+            for page in range(first // self.unit):
+                keys = k[page * self.unit : (page + 1) * self.unit, h]
+                each = [
+                    np.maximum(one * keys.min(axis=0), one * keys.max(axis=0)).sum()
+                    for one in q[h * group : (h + 1) * group]
+                ]
+                bounds.append(max(each))
+            best, gap = highest(np.array(bounds), self.budget // self.unit)
+            gaps.append(gap)
+            tokens = [page * self.unit + i for page in best for i in range(self.unit)]
+            seen += [tokens + list(range(first, held))] * group
+        return seen, min(gaps)
+
+
+@dataclasses.dataclass(frozen=True)
 class SnapKV(SetPolicy):
     """The observation window's attention, pooled with explicit loops."""
 

@@ -9,17 +9,21 @@ import pytest
 from cases import CONFIGS, model, random_tokens, run_steps
 
 from jshadow import decode
-from jshadow.policies import H2O, SnapKV
+from jshadow.policies import H2O, Quest, SnapKV
 
 # The middle row ends inside a chunk and a page, the last one is shorter than every window and budget.
 LENGTHS, CAPACITY, STEPS = (118, 67, 9), 160, 14
 NEAR_TIE, TOLERANCE = 1e-5, 1e-4
 SNAP = SnapKV(max_capacity_prompt=24, observation_window=6, kernel=5)
+QUEST = Quest(budget=32, unit=8, dense_layers=0)
 CASES = {
     "h2o": ("group2", H2O(heavy=10, recent=7)),
     "h2o_normalised": ("group2", H2O(heavy=10, recent=7, normalise=True)),
     "h2o_recent_alone": ("group1", H2O(heavy=0, recent=12)),
     "h2o_wide": ("head_dim80", H2O(heavy=16, recent=1)),
+    "quest": ("group2", QUEST),
+    "quest_pages_of_3": ("head_dim80", dataclasses.replace(QUEST, unit=3, budget=20, recent=5)),
+    "quest_group1": ("group1", dataclasses.replace(QUEST, budget=8)),
     "snapkv": ("group2", SNAP),
     "snapkv_avg": ("group2", dataclasses.replace(SNAP, pooling="avg")),
     "snapkv_q_head": ("group2", dataclasses.replace(SNAP, granularity="q_head")),

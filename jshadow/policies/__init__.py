@@ -8,13 +8,14 @@ from jshadow.errors import ConfigError
 from jshadow.policies.base import Policy as Policy
 from jshadow.policies.full import Full as Full
 from jshadow.policies.h2o import H2O as H2O
+from jshadow.policies.quest import Quest as Quest
 from jshadow.policies.shadowkv import ShadowKV as ShadowKV
 from jshadow.policies.shadowkv_plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.snapkv import SnapKV as SnapKV
 from jshadow.policies.streaming_llm import StreamingLLM as StreamingLLM
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Full, StreamingLLM, H2O, SnapKV, ShadowKV, ShadowKVPlus)
+    policy.name: policy for policy in (Full, StreamingLLM, H2O, SnapKV, Quest, ShadowKV, ShadowKVPlus)
 }
 
 

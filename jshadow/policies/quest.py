@@ -1,0 +1,83 @@
+"""Quest: pages by the largest product that a key in them could have (Tang et al. 2024, arXiv 2406.10774, section 3).
+
+The published evaluation selects per query head over repeated keys; here, as in its kernels, a KV head's pages serve its
+group, by the largest bound in it. The newest page is always attended. Keys and values may be offloaded, which the
+paper's system does not do: the minima and maxima are what a device must hold.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+from jax import Array
+
+from jshadow.config import ModelConfig
+from jshadow.policies.base import Policy, check_fraction, check_range, infeasible
+from jshadow.policies.full import Full
+from jshadow.policies.retrieval import RetrievalPolicy
+from jshadow.state import CacheSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Quest(RetrievalPolicy):
+    """Fetch the pages whose upper bound on a query's scores is highest.
+
+    Attributes:
+        budget: tokens fetched for a query.
+        unit: tokens of a page.
+        recent: newest tokens that are always attended, with the pages they are in.
+        dense_layers: first layers that attend to everything.
+    """
+
+    budget: int = 1024
+    unit: int = 16
+    recent: int = 1
+    dense_layers: int = 2
+
+    name = "quest"
+    paper = "arXiv 2406.10774, section 3"
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Check the settings."""
+        check_range(self.name, "dense_layers", self.dense_layers, 0)
+        return super().resolve(config, capacity)
+
+    def for_layer(self, layer: int, config: ModelConfig) -> Policy:
+        """The first layers are dense: pages say little there (section 3.1)."""
+        return Full() if layer < self.dense_layers else self
+
+    def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> tuple[Array, Array]:
+        """The least and the largest number of each column of a page's keys."""
+        real = there[:, None, ..., None]
+        least = jnp.where(real, keys, jnp.inf).min(axis=3)
+        most = jnp.where(real, keys, -jnp.inf).max(axis=3)
+        some = real.any(axis=3)
+        return jnp.where(some, least, 0).astype(spec.dtype), jnp.where(some, most, 0).astype(spec.dtype)
+
+    def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
+        """Sum over columns of the larger of q * least and q * most: no key of the page has a larger product."""
+        least, most = summaries
+        # with q split by sign that is two products of matrices
+        up, down = jnp.maximum(q, 0), jnp.minimum(q, 0)
+        bound = jnp.einsum("bhgtd,bhnd->bhgtn", up, most, preferred_element_type=jnp.float32)
+        bound = bound + jnp.einsum("bhgtd,bhnd->bhgtn", down, least, preferred_element_type=jnp.float32)
+        return bound.max(axis=2)
+
+    @classmethod
+    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
+        """All pages."""
+        return cls(budget=max(num_tokens, cls.unit))
+
+    @classmethod
+    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """Keys and values offloaded, no dense layer; larger pages where minima and maxima take more than that."""
+        check_fraction(fraction)
+        unit = cls.unit
+        while unit <= num_tokens:
+            policy = cls(unit=unit, budget=max(cls.budget, unit), dense_layers=0)
+            pages, ring = num_tokens // unit + 2, 1 + unit + cls.extend_piece - 2
+            if (pages + ring) / num_tokens <= fraction:
+                return policy
+            unit *= 2
+        least = 4 * (num_tokens**0.5) / num_tokens
+        raise infeasible(cls.name, fraction, least)

@@ -1,0 +1,267 @@
+"""What retrieval policies share: nothing is lost, some of it is attended.
+
+Tokens lie in units of `unit`. A unit that the recent window has left lives in the host tier, keys and values, and is
+a candidate: `summarise` says what of it stays on the device, `score` how much a query wants it by that. The best ones
+within the budget are fetched at each step and attended exactly, together with the recent tokens, which lie in a ring.
+"""
+
+import abc
+import functools
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jshadow.attention import Piece, attend, group_queries
+from jshadow.chunking import to_chunks, top_k, write_rows
+from jshadow.config import ModelConfig
+from jshadow.policies.base import Policy, check_range
+from jshadow.state import (
+    CacheSpec,
+    Fetched,
+    HostLayout,
+    HostWrite,
+    KeyValues,
+    LayerState,
+    PromptKV,
+    Selection,
+    StepKV,
+)  # fmt: skip
+
+
+class UnitFrozen(struct.PyTreeNode):
+    """The prompt.
+
+    Attributes:
+        units: whole units of it, int32 [B].
+        summaries: of them, a tree of [B, h_kv, U, ...].
+        basis: what summaries are made with, where a policy learns that from the prompt; None otherwise.
+    """
+
+    units: Array
+    summaries: Any
+    basis: Any
+
+
+class UnitLive(struct.PyTreeNode):
+    """What decoding changes.
+
+    Attributes:
+        recent: the ring: keys after RoPE and values, token p in slot p % R [B, h_kv, R, d].
+        summaries: of later units, as far as they are there, a tree of [B, h_kv, T, ...]; unit units_b + j in place j.
+        selected: units of the last query, int32 [B, h_kv, k]; -1 for none.
+    """
+
+    recent: KeyValues
+    summaries: Any
+    selected: Array
+
+
+class RetrievalPolicy(Policy, abc.ABC):
+    """Settings that every one has: `budget` tokens to fetch, `recent` newest tokens that are always attended."""
+
+    budget: int
+    recent: int
+    unit: int
+    extend_piece = 8
+
+    # What a policy says
+
+    @abc.abstractmethod
+    def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Any:
+        """A tree of [B, h_kv, n, ...] from the keys after RoPE [B, h_kv, n, unit, d] of units, `there` [B, n, unit]."""
+
+    @abc.abstractmethod
+    def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
+        """How much each query wants each unit: q [B, h_kv, group, T, d] -> float32 [B, h_kv, T, n]."""
+
+    def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Any:
+        """The basis; None for most policies."""
+        return None
+
+    def no_basis(self, spec: CacheSpec) -> Any:
+        """The basis before any prompt."""
+        return None
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Check the shared settings."""
+        check_range(self.name, "unit", self.unit, 1)
+        check_range(self.name, "budget", self.budget, self.unit)
+        check_range(self.name, "recent", self.recent, 1)
+        return self
+
+    # Sizes and places
+
+    def ring_slots(self, spec: CacheSpec) -> int:
+        """A piece's first query still needs its own recent tokens, and its unit as a whole."""
+        return min(self.recent + self.unit + self.extend_piece - 2, spec.capacity)
+
+    def count(self, spec: CacheSpec) -> int:
+        """Units that a query selects at most."""
+        return min(self.budget // self.unit, -(-spec.capacity // self.unit))
+
+    def window_slots(self, capacity: int, shortest: int) -> int:
+        """Tokens that may have to be written behind the prompt's units."""
+        return capacity - shortest // self.unit * self.unit
+
+    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
+        """Keys and values of the prompt's units and of later ones."""
+        tail = max(1, -(-spec.window // self.unit))
+        return HostLayout(spec.kv_heads, spec.capacity // self.unit, self.unit, planes=2, tail_units=tail)
+
+    def first_recent(self, positions: Array) -> Array:
+        """First position that a query attends in the ring: whole units before the recent tokens are candidates."""
+        return jnp.maximum(positions + 1 - self.recent, 0) // self.unit * self.unit
+
+    def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+        """Capacity and tail both end."""
+        layout = self.host_layout(spec)
+        assert layout is not None
+        tail = layout.tail_units * self.unit
+        return jnp.minimum(spec.capacity - lengths, tail - (lengths - state.frozen.units * self.unit))
+
+    # State
+
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        """No unit, an empty ring."""
+        layout = self.host_layout(spec)
+        assert layout is not None
+
+        def zeros(*shape: int) -> Array:
+            return jnp.zeros((spec.batch, spec.kv_heads, *shape), spec.dtype)
+
+        basis = self.no_basis(spec)
+
+        def summaries(count: int) -> Any:
+            there = jnp.zeros((spec.batch, count, self.unit), bool)
+            return self.summarise(spec, zeros(count, self.unit, spec.head_dim), there, basis)
+
+        ring = zeros(self.ring_slots(spec), spec.head_dim)
+        chosen = jnp.full((spec.batch, spec.kv_heads, self.count(spec)), -1, jnp.int32)
+        frozen = UnitFrozen(jnp.zeros(spec.batch, jnp.int32), summaries(layout.units), basis)
+        return LayerState(frozen, UnitLive(KeyValues(ring, ring), summaries(layout.tail_units), chosen))
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """Whole units to the host tier, their summaries and the newest tokens to the device."""
+        layout, slots = self.host_layout(spec), self.ring_slots(spec)
+        assert layout is not None
+        last = prompt.lengths[:, None] - 1
+        held = last - (last - jnp.arange(slots)) % slots
+        k, v = (
+            jnp.where((held >= 0)[:, :, None, None], jnp.take_along_axis(
+                x, jnp.maximum(held, 0)[:, :, None, None], axis=1, mode="clip"
+            ), 0).transpose(0, 2, 1, 3) for x in (prompt.k_post, prompt.v)
+        )  # fmt: skip
+        units, basis = prompt.lengths // self.unit, self.learn(spec, prompt, fitted)
+        planes = [to_chunks(x, layout.units, self.unit) for x in (prompt.k_post, prompt.v)]
+        there = (jnp.arange(layout.units) < units[:, None])[..., None] & jnp.ones(self.unit, bool)
+        summaries = self.summarise(spec, planes[0], there, basis)
+        data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, -1)
+        live = state.live.replace(recent=KeyValues(k, v))
+        # the unit that the prompt has begun lies in the ring; its place in the tail is written with the next token
+        return state.replace(frozen=UnitFrozen(units, summaries, basis), live=live), HostWrite(data)
+
+    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+        """Write the new tokens to the ring, and each unit they are in, done or not, to the tail and its summary."""
+        slots, ring = self.ring_slots(spec), state.live.recent
+        k = write_rows(ring.k, step.k_post, step.positions % slots, step.valid)
+        v = write_rows(ring.v, step.v, step.positions % slots, step.valid)
+        touched = (step.positions.shape[1] - 1) // self.unit + 2 - (self.unit == 1)
+        units = step.positions[:, :1] // self.unit + jnp.arange(touched)
+        tokens = units[..., None] * self.unit + jnp.arange(self.unit)
+        end = step.lengths + step.valid.sum(axis=1, dtype=jnp.int32)
+        there = tokens < end[:, None, None]
+        index = (tokens % slots).reshape(spec.batch, 1, -1, 1)
+        keys, values = (
+            jnp.where(there[:, None, ..., None], jnp.take_along_axis(x, index, axis=2).reshape(
+                spec.batch, spec.kv_heads, touched, self.unit, -1
+            ), 0) for x in (k, v)
+        )  # fmt: skip
+        data = jnp.stack([keys, values], axis=3).reshape(spec.batch, spec.kv_heads, touched, -1)
+        place = units - state.frozen.units[:, None]
+        valid = there.any(-1) & step.valid[:, :1]
+        made = self.summarise(spec, keys, there, state.frozen.basis)
+        summaries = jax.tree.map(functools.partial(put_units, place=place, valid=valid), state.live.summaries, made)
+        live = state.live.replace(recent=KeyValues(k, v), summaries=summaries)
+        return state.replace(live=live), HostWrite(data, place, valid)
+
+    # One step
+
+    def select(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any
+    ) -> tuple[Selection | None, LayerState, Any]:
+        """The best units of each query, one query after the other."""
+        layout, frozen = self.host_layout(spec), state.frozen
+        assert layout is not None
+        q = group_queries(step.q_post, spec.kv_heads)
+        parts = [self.score(spec, summaries, q, frozen.basis) for summaries in (frozen.summaries, state.live.summaries)]
+        scores = jnp.concatenate(parts, axis=3)
+        # unit of the sequence behind each place: the prompt's whole units, then the tail's
+        start = frozen.units[:, None]
+        places = jnp.arange(layout.units + layout.tail_units)
+        unit = jnp.where(places < layout.units, places, places - layout.units + start)
+        real = (places < start) | (places >= layout.units)
+        old = (unit + 1)[:, None] * self.unit <= self.first_recent(step.positions)[..., None]
+        candidate = (real[:, None] & old)[:, None]  # [B, 1, T, n]
+        ids = top_k(jnp.where(candidate, scores, -jnp.inf), self.count(spec))
+        good = jnp.take_along_axis(jnp.broadcast_to(candidate, scores.shape), ids, axis=3)
+        good &= step.valid[:, None, :, None]
+        taken = jnp.where(good, ids, -1)
+        before = jnp.concatenate([state.live.selected[:, :, None], taken[:, :, :-1]], axis=2)
+        hit = (ids[..., None] == before[..., None, :]).any(-1) & good
+        newest = jnp.maximum(step.valid.sum(axis=1) - 1, 0)[:, None, None, None]
+        last = jnp.take_along_axis(taken, newest, axis=2)[:, :, 0]
+        chosen = jnp.where(step.valid[:, :1, None], last, state.live.selected)
+        flat = (spec.batch, spec.kv_heads, -1)
+        selection = Selection(ids.reshape(flat), good.reshape(flat), hit=hit.reshape(flat))
+        return selection, state.replace(live=state.live.replace(selected=chosen)), carry
+
+    def attend(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
+    ) -> tuple[Array, LayerState, Any]:
+        """Exact attention over each query's recent tokens and its units."""
+        assert fetched is not None
+        assert fetched.k is not None
+        slots, queries = self.ring_slots(spec), step.positions.shape[1]
+        end = (step.lengths + step.valid.sum(axis=1, dtype=jnp.int32))[:, None] - 1
+        held = (end - (end - jnp.arange(slots)) % slots)[:, None]  # position in each slot
+        seen = (held >= self.first_recent(step.positions)[..., None]) & (held <= step.positions[..., None])
+        recent = state.live.recent
+        shape = (spec.batch, spec.kv_heads, queries, -1)
+        k, v = (x.reshape(*shape, spec.head_dim) for x in (fetched.k, fetched.v))
+        pieces = [Piece(recent.k, recent.v, seen[:, None]), Piece(k, v, fetched.valid.reshape(shape))]
+        return attend(step.q_post, pieces, spec.scale), state, carry
+
+    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
+        """Recent tokens, and whole units."""
+        first = self.first_recent(lengths - 1)
+        parts = {"window": lengths - first, "selected": jnp.minimum(first, self.count(spec) * self.unit)}
+        return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
+
+    # Accounting
+
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
+        """All summaries and the ring are read, the selected units move."""
+        parts = {name: (device, 0) for name, (device, _) in self.nbytes(state).items() if not name.startswith("host")}
+        moved = 2 * spec.batch * spec.kv_heads * self.count(spec) * self.unit * spec.head_dim
+        size = moved * jnp.dtype(spec.dtype).itemsize
+        return parts | {"selected": (size, 0 if spec.fetch == "resident" else size)}
+
+    def step_temporaries(self, spec: CacheSpec) -> int:
+        """Scores of all units, the selected rows twice, in float32 for their products too, and their scores."""
+        layout = self.host_layout(spec)
+        assert layout is not None
+        units, rows = layout.units + layout.tail_units, self.count(spec) * self.unit + self.ring_slots(spec)
+        wide = spec.batch * spec.kv_heads * rows * spec.head_dim * (2 * 2 * jnp.dtype(spec.dtype).itemsize + 2 * 4)
+        return 4 * 4 * spec.batch * spec.q_heads * (units + rows) + wide
+
+
+def put_units(old: Array, new: Array, *, place: Array, valid: Array) -> Array:
+    """old [B, h, T, ...] with new [B, h, n, ...] at places [B, n]."""
+    batch, heads, count = old.shape[:3]
+    rows = new.reshape(batch, heads, new.shape[2], -1).swapaxes(1, 2)
+    return write_rows(old.reshape(batch, heads, count, -1), rows, place, valid).reshape(old.shape)
