@@ -67,7 +67,7 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
     """
     layers = []
     for spec in specs:
-        layer = jax.eval_shape(lambda fitted, spec=spec: spec.policy.init(spec, fitted), fitted)
+        layer = jax.eval_shape(lambda fitted, spec=spec: spec.policy.init(spec, of_layer(fitted, spec.layer)), fitted)
         layers.append(layer.replace(host=offload.tier_shapes(spec.policy.host_layout(spec), spec)))
     batch = specs[0].batch
     shared, lengths, counters, fitted = jax.eval_shape(
@@ -77,6 +77,11 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
         fitted,
     )  # fmt: skip
     return KVState(tuple(layers), shared, lengths, lengths, counters, fitted, specs, policy)
+
+
+def of_layer(fitted: Any, layer: int) -> Any:
+    """What a policy learned about one layer."""
+    return jax.tree.map(lambda leaf: leaf[layer], fitted)
 
 
 def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:

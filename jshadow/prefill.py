@@ -26,7 +26,7 @@ from jshadow.config import AttentionKind, ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.models.transformer import Heads, apply_block, embed
 from jshadow.models.transformer import logits as model_logits
-from jshadow.planning import cache_specs, pieces_of
+from jshadow.planning import cache_specs, of_layer, pieces_of
 from jshadow.policies import Policy, ShadowKV
 from jshadow.rope import inverse_frequencies, rotation
 from jshadow.state import CacheSpec, Counters, HostTier, KVState, LayerState, PromptKV
@@ -237,7 +237,9 @@ def prefill_many(
             # The layer before may still be on its way to the host, never two: that bounds the rows in flight.
             host_memory.settle(travelling, plans)
             for done, spec in zip(layers, specs, strict=True):
-                state, write = compress_layer(needed(prompt, spec), fitted, spec=dataclasses.replace(spec, layer=None))
+                state, write = compress_layer(
+                    needed(prompt, spec), of_layer(fitted, index), spec=dataclasses.replace(spec, layer=None)
+                )  # fmt: skip
                 with host_memory.placing(plans):
                     done.append(state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write)))
             travelling = [done[-1] for done in layers]

@@ -16,7 +16,7 @@ from probe import Probe
 from jshadow import decode
 from jshadow.config import ModelConfig, RopeConfig
 from jshadow.params import Params, init_params
-from jshadow.policies import H2O, Full, Policy, Quest, ShadowKV, ShadowKVPlus, SnapKV, StreamingLLM
+from jshadow.policies import H2O, Full, Loki, Policy, Quest, ShadowKV, ShadowKVPlus, SnapKV, StreamingLLM
 from jshadow.state import KVState
 
 # Three layers: the probe has three kinds of them. A prime vocabulary: a wrong reshape cannot hide.
@@ -74,6 +74,7 @@ POLICY_CASES = {
     "h2o": PolicyCase(H2O(heavy=6, recent=8), H2O.lossless),
     "snapkv": PolicyCase(SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3), SnapKV.lossless),
     "quest": PolicyCase(Quest(budget=12, unit=4, dense_layers=1), lossless_quest),
+    "loki": PolicyCase(Loki(budget=9, columns=3, recent=4), Loki.lossless),
     "shadowkv": shadowkv_case(ShadowKV, **SMALL),
     "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, **REFERENCE),
     "shadowkv_plus": shadowkv_case(ShadowKVPlus, **PLUS),

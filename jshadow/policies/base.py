@@ -74,7 +74,10 @@ class Policy(abc.ABC):
         return capacity
 
     def fit(self, params: Any, tokens: Array) -> Any:
-        """Arrays learned from a calibration text, to be passed as `fitted=`; None for most policies."""
+        """Arrays learned from a calibration text, to be passed as `fitted=`; None for most policies.
+
+        A nested dict of arrays whose first axis are the layers; hooks are given that of their layer.
+        """
         return None
 
     # State

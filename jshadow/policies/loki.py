@@ -1,0 +1,111 @@
+"""Loki: tokens by the leading principal components of their keys (Singhania et al. 2024, arXiv 2406.02542, section 4).
+
+The paper keeps all keys on the device, rotated into the basis, so that its leading columns serve for scoring. Here the
+leading columns lie on the device beside the ring, and whole keys and values in the host tier: resident, that takes the
+leading columns twice; offloaded, they are all that the device holds. A basis comes from the prompt itself
+(`calibration="online"`, which the ShadowKV authors found more accurate) or from a text (`fit`). The basis is that of
+keys after RoPE; their mean is subtracted to find it and not to score, for it moves all scores of a query alike.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+from jax import Array
+
+from jshadow.config import ModelConfig
+from jshadow.errors import ConfigError
+from jshadow.policies.base import check_choice, check_fraction, check_range, infeasible
+from jshadow.policies.calibration import prompts_of
+from jshadow.policies.retrieval import RetrievalPolicy
+from jshadow.state import CacheSpec, PromptKV
+
+SHARE = 4  # of the tokens and of the columns, one in so many: the paper's k_f = d_f = 0.25
+
+
+@dataclasses.dataclass(frozen=True)
+class Loki(RetrievalPolicy):
+    """Fetch the tokens whose keys agree most with a query in a few columns of a basis.
+
+    Attributes:
+        budget: tokens fetched for a query. None: a quarter of the capacity.
+        columns: leading columns of the basis that score. None: a quarter of the head.
+        recent: newest tokens that are always attended (the paper has none but the token itself).
+        calibration: "online": a basis of each prompt; "offline": the `fitted` one.
+    """
+
+    budget: int | None = None  # type: ignore[assignment]
+    columns: int | None = None
+    recent: int = 1
+    calibration: str = "online"
+    unit: int = 1
+
+    name = "loki"
+    paper = "arXiv 2406.02542, section 4"
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Fill in a quarter each, and check."""
+        budget = max(1, capacity // SHARE) if self.budget is None else self.budget
+        columns = max(1, config.head_dim // SHARE) if self.columns is None else self.columns
+        made = dataclasses.replace(self, budget=budget, columns=columns)
+        check_range(self.name, "columns", columns, 1, config.head_dim)
+        check_range(self.name, "unit", self.unit, 1, 1)
+        check_choice(self.name, "calibration", self.calibration, ("online", "offline"))
+        return super(Loki, made).resolve(config, capacity)
+
+    def no_basis(self, spec: CacheSpec) -> Array:
+        """Zeros [B, h_kv, d, columns]."""
+        assert self.columns is not None
+        return jnp.zeros((spec.batch, spec.kv_heads, spec.head_dim, self.columns), jnp.float32)
+
+    def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Array:
+        """The leading principal components of each head's keys, float32 [B, h_kv, d, columns]."""
+        if self.calibration == "online":
+            return leading(principal(prompt), self.columns)
+        if not isinstance(fitted, dict) or "components" not in fitted:
+            raise ConfigError("fitted must be what Loki.fit returned where calibration='offline', got something else")
+        own = leading(fitted["components"], self.columns)
+        return jnp.broadcast_to(own, (spec.batch, *own.shape))
+
+    def fit(self, params: Any, tokens: Array) -> dict[str, Array]:
+        """The components of a text's keys: {"components": float32 [L, h_kv, d, d]}."""
+        return {"components": jnp.stack([principal(prompt)[0] for prompt in prompts_of(params, tokens)])}
+
+    def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
+        """Leading columns [B, h_kv, n, r]."""
+        return jnp.einsum("bhnud,bhdr->bhnr", keys.astype(jnp.float32), basis).astype(spec.dtype)
+
+    def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
+        """Products of the leading columns, the largest of the group."""
+        short = jnp.einsum("bhgtd,bhdr->bhgtr", q.astype(jnp.float32), basis).astype(spec.dtype)
+        return jnp.einsum("bhgtr,bhnr->bhgtn", short, summaries, preferred_element_type=jnp.float32).max(axis=2)
+
+    @classmethod
+    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
+        """All tokens."""
+        return cls(budget=num_tokens)
+
+    @classmethod
+    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """As many columns as fit, keys and values offloaded."""
+        check_fraction(fraction)
+        rest = (cls.recent + cls.extend_piece - 1) / num_tokens
+        columns = int((fraction - rest) * 2 * config.head_dim)
+        if columns < 1:
+            raise infeasible(cls.name, fraction, rest + 0.5 / config.head_dim)
+        return cls(columns=min(columns, config.head_dim))
+
+
+def principal(prompt: PromptKV) -> Array:
+    """Orthonormal components of each head's keys after RoPE, float32 [B, h_kv, d, d], the greatest variance first."""
+    keys = prompt.k_post.astype(jnp.float32)
+    real = (jnp.arange(keys.shape[1]) < prompt.lengths[:, None])[..., None, None]
+    mean = jnp.where(real, keys, 0).sum(axis=1, keepdims=True) / prompt.lengths[:, None, None, None]
+    away = jnp.where(real, keys - mean, 0)
+    spread = jnp.einsum("bshd,bshe->bhde", away, away, precision="highest")
+    return jnp.linalg.eigh(spread)[1][..., ::-1]
+
+
+def leading(components: Array, columns: int | None) -> Array:
+    """The first columns."""
+    return components[..., :columns]
