@@ -16,7 +16,7 @@ from probe import Probe
 from jshadow import decode
 from jshadow.config import ModelConfig, RopeConfig
 from jshadow.params import Params, init_params
-from jshadow.policies import H2O, Full, Loki, Policy, Quest, ShadowKV, ShadowKVPlus, SnapKV, StreamingLLM
+from jshadow.policies import H2O, Full, Loki, OmniKV, Policy, Quest, ShadowKV, ShadowKVPlus, SnapKV, StreamingLLM
 from jshadow.state import KVState
 
 # Three layers: the probe has three kinds of them. A prime vocabulary: a wrong reshape cannot hide.
@@ -63,6 +63,11 @@ def shadowkv_case(policy: type[ShadowKV], **settings: Any) -> PolicyCase:
     return PolicyCase(policy(rank=12, budget=16, **settings), lossless)
 
 
+def lossless_omnikv(num_tokens: int, config: ModelConfig) -> Policy:
+    """A sparse layer of three."""
+    return dataclasses.replace(OmniKV.lossless(num_tokens, config), filter_layers=(0,))
+
+
 def lossless_quest(num_tokens: int, config: ModelConfig) -> Policy:
     """Small pages, so that some are complete, and no dense layer."""
     return dataclasses.replace(Quest.lossless(num_tokens, config), unit=4, dense_layers=0)
@@ -75,6 +80,10 @@ POLICY_CASES = {
     "snapkv": PolicyCase(SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3), SnapKV.lossless),
     "quest": PolicyCase(Quest(budget=12, unit=4, dense_layers=1), lossless_quest),
     "loki": PolicyCase(Loki(budget=9, columns=3, recent=4), Loki.lossless),
+    "omnikv": PolicyCase(OmniKV(budget=9, filter_layers=(0,)), lossless_omnikv),
+    "omnikv_window": PolicyCase(
+        OmniKV(budget=9, filter_layers=(0,), selector="exp", observation_window=4), lossless_omnikv
+    ),
     "shadowkv": shadowkv_case(ShadowKV, **SMALL),
     "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, **REFERENCE),
     "shadowkv_plus": shadowkv_case(ShadowKVPlus, **PLUS),

@@ -9,6 +9,7 @@ from jshadow.policies.base import Policy as Policy
 from jshadow.policies.full import Full as Full
 from jshadow.policies.h2o import H2O as H2O
 from jshadow.policies.loki import Loki as Loki
+from jshadow.policies.omnikv import OmniKV as OmniKV
 from jshadow.policies.quest import Quest as Quest
 from jshadow.policies.shadowkv import ShadowKV as ShadowKV
 from jshadow.policies.shadowkv_plus import ShadowKVPlus as ShadowKVPlus
@@ -16,7 +17,7 @@ from jshadow.policies.snapkv import SnapKV as SnapKV
 from jshadow.policies.streaming_llm import StreamingLLM as StreamingLLM
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Full, StreamingLLM, H2O, SnapKV, Quest, Loki, ShadowKV, ShadowKVPlus)
+    policy.name: policy for policy in (Full, StreamingLLM, H2O, SnapKV, Quest, Loki, OmniKV, ShadowKV, ShadowKVPlus)
 }
 
 
