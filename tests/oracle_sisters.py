@@ -16,8 +16,8 @@ from oracle_maths import Array, apply_rope, softmax
 class SetPolicy(abc.ABC):
     """A method that attends exactly to a subset of the tokens. It may keep notes in `memory`, one a layer."""
 
-    def start(self, q: Array, k: Array) -> Any:
-        """Notes after a prompt: rotated queries [T, h_q, d] and keys [T, h_kv, d]."""
+    def start(self, q: Array, k: Array, layer: int, shared: dict[str, Any]) -> Any:
+        """Notes after a prompt: rotated queries [T, h_q, d] and keys [T, h_kv, d]; `shared` is that of all layers."""
         return None
 
     @abc.abstractmethod
@@ -40,7 +40,10 @@ class SetOracle(Oracle):
 
     def remember(self, layer: int, cache: Any, q: Array) -> None:
         """One memory a layer."""
-        self.memory = ({} if layer == 0 else self.memory) | {layer: self.policy.start(q, cache.k_post)}
+        if layer == 0:
+            self.memory: dict[int, Any] = {}
+            self.shared: dict[str, Any] = {}
+        self.memory[layer] = self.policy.start(q, cache.k_post, layer, self.shared)
 
     def attend(self, layer: int, cache: Any, q_pre: Array) -> Trace:
         """Softmax over what each head sees."""
@@ -93,7 +96,7 @@ class H2O(SetPolicy):
         """What a mass counts."""
         return mass / (held - position) if self.normalise else mass
 
-    def start(self, q: Array, k: Array) -> list[dict[int, float]]:
+    def start(self, q: Array, k: Array, layer: int, shared: dict[str, Any]) -> list[dict[int, float]]:
         """Sum over all queries and the group's heads; drop to the budget, the recent ones safe."""
         group, tokens = q.shape[1] // k.shape[1], len(q)
         probs = causal_probs(q, k)
@@ -170,7 +173,7 @@ class SnapKV(SetPolicy):
     pooling: str
     granularity: str
 
-    def start(self, q: Array, k: Array) -> tuple[list[list[int]], int]:
+    def start(self, q: Array, k: Array, layer: int, shared: dict[str, Any]) -> tuple[list[list[int]], int]:
         """Positions kept for each query head."""
         tokens, (h_q, h_kv) = len(q), (q.shape[1], k.shape[1])
         if tokens <= self.max_capacity_prompt:
@@ -194,3 +197,61 @@ class SnapKV(SetPolicy):
         """What was kept, and everything since."""
         kept, tokens = memory
         return [positions + list(range(tokens, len(k))) for positions in kept], np.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class Loki(SetPolicy):
+    """Principal components by NumPy's SVD of the centred keys."""
+
+    budget: int
+    columns: int
+    recent: int
+
+    def start(self, q: Array, k: Array, layer: int, shared: dict[str, Any]) -> list[Array]:
+        """The leading components of each head, [d, r]."""
+        return [np.linalg.svd(k[:, h] - k[:, h].mean(axis=0))[2][: self.columns].T for h in range(k.shape[1])]
+
+    def see(self, memory: Any, q: Array, k: Array) -> tuple[list[list[int]], float]:
+        """The recent tokens and the best of the others."""
+        held, h_kv, _ = k.shape
+        group, seen, gaps = len(q) // h_kv, [], []
+        first = max(held - self.recent, 0)
+        for h in range(h_kv):
+            products = (k[:first, h] @ memory[h]) @ (q[h * group : (h + 1) * group] @ memory[h]).T
+            best, gap = highest(products.max(axis=1) if first else np.zeros(0), self.budget)
+            gaps.append(gap)
+            seen += [best + list(range(first, held))] * group
+        return seen, min(gaps)
+
+
+@dataclasses.dataclass(frozen=True)
+class OmniKV(SetPolicy):
+    """Filter layers write a set into `shared`, sparse layers read it."""
+
+    budget: int
+    filter_layers: tuple[int, ...]
+    selector: str
+    observation_window: int
+
+    def start(self, q: Array, k: Array, layer: int, shared: dict[str, Any]) -> dict[str, Any]:
+        """The prompt's last queries, each with its position."""
+        return {"layer": layer, "shared": shared, "tokens": len(q), "queries": list(enumerate(q))}
+
+    def see(self, memory: Any, q: Array, k: Array) -> tuple[list[list[int]], float]:
+        """Everything, and choose; or what was chosen, and everything after the prompt."""
+        layer, tokens, held, gap = memory["layer"], memory["tokens"], len(k), np.inf
+        memory["queries"].append((held - 1, q))
+        if layer in self.filter_layers:
+            scores = np.zeros(tokens)
+            last = 1 if self.selector == "last" else self.observation_window
+            for position, query in memory["queries"][-last:]:
+                visible = min(tokens, position + 1)
+                each = [
+                    k[:visible, h // (len(q) // k.shape[1])] @ query[h] / np.sqrt(q.shape[1]) for h in range(len(q))
+                ]
+                weight = 0.5 ** (held - 1 - position) if self.selector == "exp" else 1.0
+                scores[:visible] += weight * softmax(np.stack(each)).max(axis=0)
+            memory["shared"]["chosen"], gap = highest(scores, self.budget)
+        dense = layer < self.filter_layers[0] or layer in self.filter_layers or layer - 1 in self.filter_layers
+        seen = list(range(held)) if dense else memory["shared"]["chosen"] + list(range(tokens, held))
+        return [seen] * len(q), gap

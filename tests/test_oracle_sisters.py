@@ -9,18 +9,27 @@ import pytest
 from cases import CONFIGS, model, random_tokens, run_steps
 
 from jshadow import decode
-from jshadow.policies import H2O, Quest, SnapKV
+from jshadow.policies import H2O, Loki, OmniKV, Quest, SnapKV
 
 # The middle row ends inside a chunk and a page, the last one is shorter than every window and budget.
 LENGTHS, CAPACITY, STEPS = (118, 67, 9), 160, 14
 NEAR_TIE, TOLERANCE = 1e-5, 1e-4
 SNAP = SnapKV(max_capacity_prompt=24, observation_window=6, kernel=5)
+LOKI = Loki(budget=20, columns=4, recent=1)
+OMNI = OmniKV(budget=20, filter_layers=(0, 3))  # dense: 0, 1, 3, 4; sparse: 2 and 5
+CONFIGS = CONFIGS | {"deep": dataclasses.replace(CONFIGS["group2"], num_layers=6)}
 QUEST = Quest(budget=32, unit=8, dense_layers=0)
 CASES = {
     "h2o": ("group2", H2O(heavy=10, recent=7)),
     "h2o_normalised": ("group2", H2O(heavy=10, recent=7, normalise=True)),
     "h2o_recent_alone": ("group1", H2O(heavy=0, recent=12)),
     "h2o_wide": ("head_dim80", H2O(heavy=16, recent=1)),
+    "loki": ("group2", LOKI),
+    "loki_wide": ("head_dim80", dataclasses.replace(LOKI, columns=13, recent=6)),
+    "loki_whole_heads": ("group1", dataclasses.replace(LOKI, columns=16)),
+    "omnikv": ("deep", OMNI),
+    "omnikv_uniform": ("deep", dataclasses.replace(OMNI, selector="uniform", observation_window=5)),
+    "omnikv_exp": ("deep", dataclasses.replace(OMNI, selector="exp", observation_window=3, filter_layers=(1,))),
     "quest": ("group2", QUEST),
     "quest_pages_of_3": ("head_dim80", dataclasses.replace(QUEST, unit=3, budget=20, recent=5)),
     "quest_group1": ("group1", dataclasses.replace(QUEST, budget=8)),
