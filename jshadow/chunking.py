@@ -33,8 +33,9 @@ def take_span(x: Float[Array, "B S h d"], start: Int[Array, "B"], count: int) ->
 
 
 def write_rows(
-    buffer: Float[Array, "B h N d"], rows: Float[Array, "B T h d"], slots: Int[Array, "B T"], valid: Bool[Array, "B T"]
-) -> Float[Array, "B h N d"]:
+    buffer: Shaped[Array, "B h N d"], rows: Shaped[Array, "B T h d"], slots: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+) -> Shaped[Array, "B h N d"]:  # fmt: skip
     """Put rows [B, T, h, d] into buffer [B, h, N, d] at slots [B, T]; those not valid [B, T] go nowhere.
 
     In place where the buffer is donated. On a GPU that is one scatter; XLA's CPU backend makes a conditional of a

@@ -8,6 +8,7 @@ from jshadow.errors import ConfigError
 from jshadow.policies.base import Policy as Policy
 from jshadow.policies.full import Full as Full
 from jshadow.policies.h2o import H2O as H2O
+from jshadow.policies.kivi import KIVI as KIVI
 from jshadow.policies.loki import Loki as Loki
 from jshadow.policies.omnikv import OmniKV as OmniKV
 from jshadow.policies.quest import Quest as Quest
@@ -16,9 +17,8 @@ from jshadow.policies.shadowkv_plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.snapkv import SnapKV as SnapKV
 from jshadow.policies.streaming_llm import StreamingLLM as StreamingLLM
 
-POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Full, StreamingLLM, H2O, SnapKV, Quest, Loki, OmniKV, ShadowKV, ShadowKVPlus)
-}
+LISTED: tuple[type[Policy], ...] = (Full, StreamingLLM, H2O, SnapKV, Quest, Loki, OmniKV, KIVI, ShadowKV, ShadowKVPlus)
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in LISTED}
 
 
 def parse_policy(name: str, settings: Sequence[str]) -> Policy:
