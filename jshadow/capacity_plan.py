@@ -19,7 +19,7 @@ from jshadow.gpus import CONTEXT_RESERVE, Gpu
 from jshadow.models.transformer import abstract_weights
 from jshadow.planning import abstract_of, cache_specs, prefill_peak
 from jshadow.policies import Full, Policy
-from jshadow.policies.base import state_nbytes
+from jshadow.policies.base import state_nbytes, why_dense
 from jshadow.roofline import StepBound, step_bound
 
 # Fetch modes in which a unit that the step before had fetched stays on the device; the others move every unit.
@@ -217,7 +217,7 @@ class Planner:
             largest, above = (middle, above) if needed(middle) <= self.gpu.memory_bytes else (largest, middle)
         rows = largest if batch is None else min(batch, largest) if capped else batch
         return PolicyPlan(
-            policy, policy.fallback(self.whole, self.capacity), parts, largest, self.prefill_batch(policy), rows,
+            policy, why_dense(policy, self.whole, self.capacity), parts, largest, self.prefill_batch(policy), rows,
             0 < rows <= largest, self.temporaries(policy, rows), needed(rows), rows * host * self.count,
             self.step(policy, rows) if rows else None,
         )  # fmt: skip

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jshadow.config import ModelConfig
+from jshadow.config import AttentionKind, ModelConfig
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
 from jshadow.policies import Policy
 from jshadow.state import KVState
@@ -58,9 +58,10 @@ def check_room(state: KVState, new: np.ndarray) -> None:
     row = int(np.argmin(room - new))
     if new[row] > room[row]:
         held = int(np.asarray(state.lengths)[row])
+        window = min(spec.window for spec in state.specs)
         raise CapacityError(
-            f"row {row} holds {held} tokens of capacity={state.capacity} (window={state.specs[0].window}) and has room "
-            f"for {int(room[row])} more, got {int(new[row])}"
+            f"row {row} holds {held} tokens of capacity={state.capacity} (window={window}) and has room for "
+            f"{int(room[row])} more, got {int(new[row])}"
         )
 
 
@@ -81,8 +82,9 @@ def check_state(params: Any, state: KVState, policy: Policy | None) -> None:
     state.check_alive()
     spec, config = state.specs[0], params.config
     want = (config.num_layers, config.q_heads, config.kv_heads, config.head_dim, config.model_dim,
-            config.attention_kind(0).rope)  # fmt: skip
-    got = (spec.num_layers, spec.q_heads, spec.kv_heads, spec.head_dim, spec.model_dim, spec.rope)
+            config.attention_kinds)  # fmt: skip
+    kinds = tuple(AttentionKind(spec.rope, spec.sliding_window) for spec in state.specs)
+    got = (spec.num_layers, spec.q_heads, spec.kv_heads, spec.head_dim, spec.model_dim, kinds)
     if want != got or str(params.dtype) != spec.dtype:
         raise StateMismatch(f"state must come from a model like params {want} {params.dtype}, got {got} {spec.dtype}")
     if policy is not None and policy.resolve(config, state.capacity) != state.policy:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jshadow import cli_bench, cli_generate, cli_plan
-from jshadow.errors import JshadowError
+from jshadow.errors import ConfigError, JshadowError
 from jshadow.policies import POLICIES
 from jshadow.progress import SlowProgress
 
@@ -19,6 +19,8 @@ def run_convert(args: argparse.Namespace) -> int:
     """`jshadow convert`."""
     from jshadow.convert import convert
 
+    if not 0 < args.shard_gb < 1e9:
+        raise ConfigError(f"--shard-gb must be above 0 and finite, got {args.shard_gb!r}")
     progress = SlowProgress("converting")
     try:
         convert(

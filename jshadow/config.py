@@ -5,6 +5,7 @@ configs, so they share one compiled program.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,7 +114,7 @@ class ModelConfig:
             )
         if self.query_scalar is not None and not self.query_scalar > 0:
             raise ConfigError(f"config.query_scalar must be above 0, got {self.query_scalar!r}")
-        if self.sliding_layers:
+        if self.sliding_window is not None:
             check_positive("config", sliding_window=self.sliding_window)
         for name in ("sliding_layers", "unrotated_layers"):
             for layer in getattr(self, name):
@@ -137,11 +138,22 @@ class ModelConfig:
 
     def attention_kind(self, layer: int) -> AttentionKind:
         """The rotation and the reach of one layer's attention."""
-        sliding = layer in self.sliding_layers
-        rope = self.sliding_rope if sliding and self.sliding_rope is not None else self.rope
-        if layer in self.unrotated_layers:
-            rope = RopeConfig(kind="none")  # its attention factor goes too
-        return AttentionKind(rope, self.sliding_window if sliding else None)
+        return self.attention_kinds[layer]
+
+    @functools.cached_property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """That of every layer. A window that no token ever falls out of is none."""
+        window = self.sliding_window
+        if window is not None and window >= self.context:
+            window = None
+        near = AttentionKind(self.sliding_rope or self.rope, window)
+        kinds = []
+        for layer in range(self.num_layers):
+            kind = near if layer in self.sliding_layers else AttentionKind(self.rope)
+            if layer in self.unrotated_layers:  # its attention factor goes too
+                kind = AttentionKind(RopeConfig(kind="none"), kind.window)
+            kinds.append(kind)
+        return tuple(kinds)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], **overrides: Any) -> "ModelConfig":
@@ -155,9 +167,6 @@ class ModelConfig:
         missing = sorted(set(REQUIRED_HF_KEYS) - hf.keys())
         if missing:
             raise ConfigError(f"config.json lacks {', '.join(missing)}")
-        activation = hf.get("hidden_activation") or hf.get("hidden_act") or "silu"
-        if activation not in ACTIVATIONS:
-            raise ConfigError(f"config.json hidden_act must be one of {sorted(ACTIVATIONS)}, got {activation!r}")
         heads = hf["num_attention_heads"]
         check_positive("config.json", num_attention_heads=heads, hidden_size=hf["hidden_size"])
         fields = dict(
@@ -170,13 +179,14 @@ class ModelConfig:
             kv_heads=hf.get("num_key_value_heads") or heads,
             head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
             norm_eps=hf["rms_norm_eps"],
-            activation=ACTIVATIONS[activation],
-            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            attention_bias=bool(hf.get("attention_bias", False)),
-            mlp_bias=bool(hf.get("mlp_bias", False)),
+            tie_embeddings=flag(hf, "tie_word_embeddings"),
+            attention_bias=flag(hf, "attention_bias"),
+            mlp_bias=flag(hf, "mlp_bias"),
             eos_ids=token_ids(hf.get("eos_token_id")),
         )
         rope = overrides["rope"] if "rope" in overrides else RopeConfig.from_hf(hf)
+        if "activation" not in overrides:
+            fields["activation"] = activation_of(hf, "hidden_act")
         # Dynamic scaling and YaRN stretch what the file still calls the context.
         stretched = rope.kind in ("dynamic", "yarn")
         reach = int(rope.original_context * rope.factor) if stretched else 0
@@ -188,6 +198,22 @@ REQUIRED_HF_KEYS = (
     "model_type", "vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
     "rms_norm_eps", "max_position_embeddings",
 )  # fmt: skip
+
+
+def activation_of(hf: Mapping[str, Any], key: str) -> str:
+    """The activation that a key of config.json names; SiLU where there is none."""
+    name = hf.get(key) or "silu"
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"config.json {key} must be one of {sorted(ACTIVATIONS)}, got {name!r}")
+    return ACTIVATIONS[name]
+
+
+def flag(hf: Mapping[str, Any], key: str) -> bool:
+    """A switch of config.json, off where it is missing or null."""
+    value = hf.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"config.json {key} must be true or false, got {value!r}")
+    return bool(value)
 
 
 def refuse_unsafe(hf: Mapping[str, Any]) -> None:

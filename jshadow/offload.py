@@ -79,6 +79,8 @@ def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) 
     def put(shape: HostArray | None, data: Array | np.ndarray | None) -> HostArray | None:
         if shape is None:
             return None
+        if shape.memory == "device" and isinstance(data, Array):
+            return HostArray(data, shape.memory)  # where it is already, be it on several devices
         if data is None:
             data = np.zeros(shape.array.shape, shape.array.dtype)  # of NumPy: nothing on the device
         return HostArray(jax.device_put(data, sharding), shape.memory)

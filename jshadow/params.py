@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jshadow.config import ModelConfig
-from jshadow.convert.files import read_json, staged, write_json
+from jshadow.convert.files import check_path, read_json, readable, staged, write_json
 from jshadow.convert.huggingface import CONFIG, GENERATION, flat_abstract, locate, plan, read_config, read_weights
 from jshadow.convert.huggingface_write import config_to_hf, tensors_of, write_shards
 from jshadow.convert.manifest import KINDS, ORBAX_WEIGHTS, check_manifest, kind_of, write_manifest
@@ -23,7 +23,7 @@ from jshadow.convert.quiet import quiet_transformers
 from jshadow.convert.safetensors_file import cast, check_dtype
 from jshadow.digest import host_array, tokenizer_digest, tree_digest
 from jshadow.errors import CheckpointError, ConfigError
-from jshadow.models.partition import sharding_of
+from jshadow.models.partition import check_mesh, sharding_of
 from jshadow.models.registry import FAMILIES
 from jshadow.quantize import check_quantize, quantize_int8, quantized
 
@@ -36,7 +36,8 @@ class Params:
     """A loaded model. Not a pytree: jitted code takes `weights` and the static `config`, never this.
 
     Attributes:
-        weights: nested dict of arrays, the tree of `models.transformer.abstract_weights(config)`, one dtype.
+        weights: nested dict of arrays, the tree of `models.transformer.abstract_weights(config)`, one dtype; int8
+            kernels have a `kernel_scale` beside them.
         config: sizes and switches; equal for two loads of one checkpoint.
         tokenizer: a transformers tokenizer, or None where the checkpoint has none (token ids still work).
     """
@@ -78,7 +79,7 @@ def load(
         dtype: "float32", "bfloat16" or "float16"; tensors are cast while they are read.
         quantize: "int8" keeps the projections of all layers in int8, with a float32 factor for each output.
         mesh: devices to spread the weights over, along its last axis; each device is given its own part (of an orbax
-            checkpoint, reads it). None: the default device.
+            checkpoint, reads it). States then stay on the devices: `fetch` is "resident". None: the default device.
         verify: compare every file with the manifest that a conversion leaves.
 
     Returns:
@@ -91,16 +92,17 @@ def load(
     """
     target = check_dtype(dtype)
     check_quantize(quantize)
-    if not isinstance(path_or_hub_id, str | os.PathLike):
-        raise ConfigError(f"path_or_hub_id must be a string or a path, got {path_or_hub_id!r}")
+    mesh = check_mesh(mesh)
+    check_path("path_or_hub_id", path_or_hub_id)
     directory = locate(path_or_hub_id)
-    _, family, config = read_config(directory)
-    tokenizer = load_tokenizer(directory)  # before the weights: it fails sooner
-    orbax = kind_of(directory) == "orbax"
-    if not orbax:
-        plan(directory, family, config)  # what is wrong with a file says more than that it was changed
-    if verify:
-        check_manifest(directory)
+    with readable(directory):
+        _, family, config = read_config(directory)
+        tokenizer = load_tokenizer(directory)  # before the weights: it fails sooner
+        orbax = kind_of(directory) == "orbax"
+        if not orbax:
+            plan(directory, family, config)  # what is wrong with a file says more than that it was changed
+        if verify:
+            check_manifest(directory)
 
     def give(path: str, value: np.ndarray) -> Array:
         return jnp.array(value) if mesh is None else jax.device_put(value, sharding_of(mesh, path, value.shape))
@@ -157,7 +159,7 @@ def save(params: Params, directory: str | os.PathLike[str], *, format: str = "hu
         raise ConfigError(f"config.model_type must be one of {sorted(FAMILIES)}, got {config.model_type!r}")
     if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(params.weights)):
         raise ConfigError("params must hold plain weights, got int8: save what they were loaded from")
-    with staged(Path(directory)) as partial:
+    with staged(check_path("directory", directory)) as partial:
         special = {name: getattr(params.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id")}
         write_json(partial / CONFIG, config_to_hf(config, dtype) | special)
         write_json(partial / GENERATION, {"eos_token_id": list(config.eos_ids)} if config.eos_ids else {})

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import threadpoolctl
 from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jshadow import host_memory, offload
 from jshadow.attention import causal_attention
@@ -219,6 +220,9 @@ def prefill_many(
         cache_specs(config, policy, len(lengths), capacity, floor, dtype, offload.resolve_fetch(mode))
         for policy, mode in zip(resolved, modes, strict=True)
     ]  # fmt: skip
+    everywhere = spread(params.weights)
+    if everywhere is not None and any(spec.fetch != "resident" for plan in plans for spec in plan):
+        raise ConfigError(f"fetch must be 'resident' with weights on several devices, got {modes}")
     host_memory.check_host_memory(plans)
     row_lengths = jnp.asarray(lengths)
     count, size = pieces_of(tokens.shape[1], prefill_chunk)
@@ -254,18 +258,32 @@ def prefill_many(
     last = tokens[np.arange(batch), lengths - 1]
     return [
         (out, commit(KVState(tuple(done), policy.init_shared(plan, fitted), jnp.array(lengths), jnp.array(last),
-                             Counters.zeros(batch), fitted, plan, policy)))
+                             Counters.zeros(batch), fitted, plan, policy), everywhere))
         for done, policy, plan in zip(layers, resolved, plans, strict=True)
     ]  # fmt: skip
 
 
-def commit(state: KVState) -> KVState:
+def spread(weights: dict) -> Sharding | None:
+    """Every device of weights that lie on several; None where one holds all."""
+    sharding = jax.tree.leaves(weights)[0].sharding
+    return NamedSharding(sharding.mesh, PartitionSpec()) if len(sharding.device_set) > 1 else None
+
+
+def commit(state: KVState, everywhere: Sharding | None = None) -> KVState:
     """The state with every leaf bound to its device and memory, as a step returns it; nothing is copied.
 
     Fresh arrays are bound to no device, and JAX compiles one program for such and another for bound ones: without
-    this, the first and the second step after a prefill would each be compiled.
+    this, the first and the second step after a prefill would each be compiled. Where weights lie on several devices,
+    what lies on one is copied to all.
     """
-    return jax.tree.map(lambda leaf: jax.device_put(leaf, leaf.sharding) if isinstance(leaf, Array) else leaf, state)
+
+    def bind(leaf: Any) -> Any:
+        if not isinstance(leaf, Array):
+            return leaf
+        alone = everywhere is not None and len(leaf.sharding.device_set) == 1
+        return jax.device_put(leaf, everywhere if alone else leaf.sharding)
+
+    return jax.tree.map(bind, state)
 
 
 def prefill(

@@ -100,14 +100,14 @@ def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, floa
     """
     totals: dict[str, Any] = {}
     for spec, layer in zip(state.specs, state.layers, strict=True):
-        for part, tokens in spec.policy.attended_parts(spec, layer, state.lengths).items():
-            totals[part] = totals.get(part, 0.0) + np.asarray(tokens, np.float64)
-    layers = len(state.specs)
-    rows = [{part: float(tokens[row]) / layers for part, tokens in totals.items()} for row in range(state.batch)]
-    for parts, held in zip(rows, generated.tolist(), strict=True):
-        if "window" in parts:
-            parts["generated"] = min(float(held), parts["window"])
-            parts["window"] -= parts["generated"]
+        attended = spec.policy.attended_parts(spec, layer, state.lengths)
+        parts = {part: np.asarray(tokens, np.float64) for part, tokens in attended.items()}
+        if "window" in parts:  # whose newest tokens are the generated ones
+            parts["generated"] = np.minimum(generated, parts["window"])
+            parts["window"] = parts["window"] - parts["generated"]
+        for part, tokens in parts.items():
+            totals[part] = totals.get(part, 0.0) + tokens / len(state.specs)
+    rows = [{part: float(tokens[row]) for part, tokens in totals.items()} for row in range(state.batch)]
     return [parts if held else {} for parts, held in zip(rows, generated.tolist(), strict=True)]
 
 

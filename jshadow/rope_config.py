@@ -78,6 +78,8 @@ class RopeConfig:
                 "rope.low_freq_factor must be above 0 and below rope.high_freq_factor, "
                 f"got {self.low_freq_factor!r} and {self.high_freq_factor!r}"
             )
+        if self.kind == "yarn" and not self.theta > 1:
+            raise ConfigError(f"rope.theta must be above 1 for yarn, got {self.theta!r}")
         if self.kind == "yarn" and not 0 < self.beta_slow < self.beta_fast:
             raise ConfigError(
                 "rope.beta_slow must be above 0 and below rope.beta_fast, "
@@ -108,12 +110,12 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "RopeConfig":
-        """Read `rope_theta` and `rope_scaling` (or `rope_parameters`, as newer files spell it).
+        """Read `rope_theta` and `rope_scaling` (or `rope_parameters`, as newer files spell it; the older wins).
 
         Raises:
             ConfigError: an unknown variant, a key that no variant of that name has, or one that it lacks.
         """
-        scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+        scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
         if not isinstance(scaling, Mapping):
             raise ConfigError(f"rope_scaling must be an object, got {scaling!r}")
         kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -125,9 +127,10 @@ class RopeConfig:
             raise ConfigError(f"rope_scaling of rope_type {kind!r} lacks {', '.join(lacking)}")
         if kind != "default" and (unknown := sorted(set(scaling) - COMMON - {*needed, *optional})):
             raise ConfigError(f"rope_scaling of rope_type {kind!r} must not have {', '.join(unknown)}: not understood")
+        newer = hf.get("rope_parameters") or {}
         share = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
         fields: dict[str, Any] = {
-            "theta": float(scaling.get("rope_theta", hf.get("rope_theta", 10000.0))),
+            "theta": float(scaling.get("rope_theta", hf.get("rope_theta", newer.get("rope_theta", 10000.0)))),
             "kind": kind,
             "rotary_share": 1.0 if share is None else float(share),
         }
@@ -190,6 +193,11 @@ def _read_yarn(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, A
 
 def _read_longrope(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
     original, told = _original(scaling, hf), scaling.get("attention_factor")
+    for name in ("short_factor", "long_factor"):
+        if not isinstance(scaling[name], list):
+            raise ConfigError(f"rope_scaling.{name} must be a list of numbers, got {scaling[name]!r}")
+    if original < 2:
+        raise ConfigError(f"original_max_position_embeddings must be at least 2, got {original}")
     if told is None:  # some files leave the factor to the ratio of the two contexts
         factor = float(scaling.get("factor") or hf["max_position_embeddings"] / original)
         told = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

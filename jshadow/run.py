@@ -18,6 +18,7 @@ from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.offload import resolve_fetch
 from jshadow.planning import full_bytes
 from jshadow.policies import Full, Policy, ShadowKV
+from jshadow.policies.base import why_dense
 from jshadow.report import CompileClock, Report, attended_parts, measured_bytes, row_figures
 from jshadow.sampling import Sampler, sample
 from jshadow.state import KVState, Reads, Writes
@@ -119,7 +120,7 @@ class Run:
         self.capacity = round_up(needed + spare, context) if capacity is None else capacity
         check_capacity(self.params.config, self.capacity, longest)
         policy = policy.resolve(self.params.config, self.capacity)
-        self.fallback = policy.fallback(self.params.config, self.capacity)
+        self.fallback = why_dense(policy, self.params.config, self.capacity)
         self.policy: Policy = Full() if self.fallback else policy
 
     def _fetch_mode(self, fetch: str, state: KVState | None) -> str:

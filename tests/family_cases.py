@@ -29,11 +29,17 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "llama_yarn": ("llama", original(YARN)),
     "llama_yarn_tuned": ("llama", original(YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3})),
+    "llama_both_spellings": ("llama", {
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }),
     "llama_longrope": ("llama", original(LONGROPE)),
     "yi": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "rope_theta": 1e7}),
     "smollm2": ("llama", {"tie_word_embeddings": True, "num_attention_heads": 3, "num_key_value_heads": 1}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 20}),
     "mistral_sliding": ("mistral", {"sliding_window": 24}),
+    # the window is that of the original context, which YaRN stretches
+    "mistral_yarn": ("mistral", original(YARN) | {"sliding_window": ORIGINAL, "max_position_embeddings": ORIGINAL}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
     "qwen2_sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}),
     "qwen2_yarn": ("qwen2", original(YARN) | {"max_position_embeddings": ORIGINAL}),
@@ -43,6 +49,8 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3_longrope": ("phi3", {
         "rope_scaling": LONGROPE, "original_max_position_embeddings": ORIGINAL, "sliding_window": 400,
     }),
+    # the original context that a checkpoint leaves out is 4096: these tokens are few
+    "phi3_short": ("phi3", {"rope_scaling": LONGROPE, "max_position_embeddings": 8192, "sliding_window": None}),
     "phi3_partial_longrope": ("phi3", {
         "rope_scaling": LONGROPE | {"partial_rotary_factor": 0.75}, "original_max_position_embeddings": ORIGINAL,
         "sliding_window": 40, "hidden_size": 64,
@@ -52,6 +60,16 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", {"head_dim": 16}),
     "gemma3": ("gemma3_text", {
         "head_dim": 20, "sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 10,
+        "rope_theta": 1e6,
+    }),
+    # a window as long as the context: nothing falls out of it, and its layers still have their own rotation
+    "gemma3_all_seen": ("gemma3_text", {"head_dim": 16, "sliding_window": 512, "rope_theta": 1e6}),
+    "gemma3_scaled": ("gemma3_text", {
+        "head_dim": 16, "sliding_window": 16, "layer_types": 2 * ["sliding_attention"] + ["full_attention"],
+        "rope_theta": None, "rope_parameters": {
+            "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+            "full_attention": original(YARN)["rope_scaling"] | {"rope_theta": 1e5},
+        },
     }),
     "gemma3_linear": ("gemma3_text", {
         "head_dim": 16, "sliding_window": 8, "layer_types": 2 * ["sliding_attention"] + ["full_attention"],
@@ -67,7 +85,8 @@ def transformers_config(name: str, **more: Any) -> Any:
     import transformers
 
     model_type, settings = FAMILY_CASES[name]
-    return transformers.AutoConfig.for_model(model_type, **(BASE | settings | more))
+    told = {key: value for key, value in (BASE | settings | more).items() if value is not None or key not in BASE}
+    return transformers.AutoConfig.for_model(model_type, **told)
 
 
 def random_checkpoint(name: str, directory: Any, *, shard: str = "1GB", **more: Any) -> Any:

@@ -122,7 +122,7 @@ def test_the_command(tmp_path, capsys):
 MESH = """
 import jax, numpy as np, sys
 from jax.sharding import Mesh
-from jshadow import prefill, Full, load, save
+from jshadow import Full, ShadowKV, errors, generate, load, prefill, save
 mesh = Mesh(np.array(jax.devices()).reshape(1, 4), ("data", "model"))
 params = load(sys.argv[1], "float32", mesh=mesh)
 flat = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params.weights)[0]}
@@ -135,6 +135,19 @@ alone = load(sys.argv[1], "float32")
 tokens = np.arange(40)[None] % 90
 want, _ = prefill(alone, tokens, np.array([40]), Full(), capacity=48, logits="all")
 got, _ = prefill(params, tokens, np.array([40]), Full(), capacity=48, logits="all")
+np.testing.assert_allclose(got, want, atol=1e-4)
+for policy in (Full(), ShadowKV(rank=8, budget=16, chunk_size=4, outlier_chunks=1)):
+    asked = dict(max_new_tokens=4, fetch="resident")
+    outs = [generate(one, list(range(3, 43)), policy, **asked).tokens for one in (params, alone)]
+    assert outs[0] == outs[1], outs
+try:
+    prefill(params, tokens, np.array([40]), ShadowKV(rank=8, budget=16), capacity=48, fetch="device_put")
+except errors.ConfigError as error:
+    assert "fetch must be 'resident' with weights on several devices" in str(error)
+else:
+    raise SystemExit("offloaded from a mesh")
+explicit = load(sys.argv[1], "float32", mesh=jax.make_mesh((2,), ("model",)))
+got, _ = prefill(explicit, tokens, np.array([40]), Full(), capacity=48, logits="all")
 np.testing.assert_allclose(got, want, atol=1e-4)
 save(params, sys.argv[2], format="orbax")
 again = load(sys.argv[2], "float32")
@@ -405,6 +418,54 @@ def test_a_killed_conversion_to_orbax_restarts_cleanly(tmp_path, kind):
     convert(directory, tmp_path / "out", "float32", format="orbax")
     assert sorted(os.listdir(tmp_path)) == ["m", "out"]
     assert_same(load(tmp_path / "out", "float32"), params)
+
+
+@pytest.mark.parametrize("mesh", [3, "cpu", [1]])
+def test_a_mesh_is_a_mesh(tmp_path, mesh):
+    directory, _ = tiny_directory(tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"mesh must be a jax\.sharding\.Mesh"):
+        load(directory, mesh=mesh)
+
+
+def test_paths_are_paths(tmp_path):
+    directory, params = tiny_directory(tmp_path / "m")
+    calls = [lambda: convert(None, tmp_path / "o"), lambda: convert(directory, None), lambda: save(params, None),
+             lambda: load(None), lambda: convert(directory, "a\0b")]  # fmt: skip
+    for call in calls:
+        with pytest.raises(ConfigError, match="must be a string or a path"):
+            call()
+    for size in ("inf", "nan", "0", "-1"):
+        assert main(["convert", str(directory), str(tmp_path / "o"), "--shard-gb", size]) == 2
+
+
+def test_what_may_not_be_read_is_told(tmp_path, monkeypatch):
+    """As the system says it of a file that belongs to somebody else (root reads everything, so it is made up here)."""
+    directory, _ = tiny_directory(tmp_path / "m")
+    convert(directory, tmp_path / "c", "float32")
+    really = Path.open
+    for name in ("config.json", "model.safetensors", "manifest.json"):
+
+        def closed(path: Path, *args: Any, name: str = name, **options: Any) -> Any:
+            if path.name == name:
+                raise PermissionError(13, "Permission denied", str(path))
+            return really(path, *args, **options)
+
+        monkeypatch.setattr(Path, "open", closed)
+        for call in (lambda: load(tmp_path / "c"), lambda: convert(tmp_path / "c", tmp_path / "o")):
+            with pytest.raises(CheckpointError, match=f"{name}.*Permission denied"):
+                call()
+        monkeypatch.setattr(Path, "open", really)
+
+
+def test_weights_that_the_manifest_does_not_name(converted):
+    told = json.loads((converted / "manifest.json").read_text())
+    kept = {name: entry for name, entry in told["files"].items() if name == "config.json"}
+    edit_json(converted / "manifest.json", files=kept)
+    with pytest.raises(CheckpointError, match="not in the manifest"):
+        load(converted)
+    edit_json(converted / "manifest.json", files=told["files"] | {"x" * 300: {"bytes": 1, "sha256": ""}})
+    with pytest.raises(CheckpointError, match="xxx: missing"):
+        load(converted)
 
 
 @pytest.mark.parametrize(("settings", "told"), [

@@ -85,7 +85,8 @@ def test_special_settings_of_published_configs():
     assert (configs["glm-4-9b-1m"].attention_bias, configs["glm-4-9b-1m"].output_bias) == (True, False)
     phi = configs["phi-3-mini-128k"]
     assert phi.rope.attention_factor == pytest.approx(1.190238, rel=1e-6)  # as GGUF files of it say
-    assert (phi.rope.original_context, len(phi.rope.long_factors), phi.sliding_layers) == (4096, 48, ())
+    assert (phi.rope.original_context, len(phi.rope.long_factors)) == (4096, 48)
+    assert {kind.window for kind in phi.attention_kinds} == {None}  # 262,144 tokens are longer than its context
     assert configs["llama-3.1-8b"].eos_ids == (128001, 128008, 128009)
     assert configs["qwen2-7b"].sliding_layers == ()
 
@@ -129,6 +130,20 @@ REFUSED = {
     "scalar": ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_scalar"),
     "remote code": ("phi3", {"auto_map": {"AutoModel": "modeling_phi3_v.Phi3VForCausalLM"}}, "auto_map"),
     "experts": ("phimoe", {}, "phimoe"),
+    "flag": ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+    "layer types text": ("qwen2", {"use_sliding_window": True, "layer_types": "full"}, "must be a list, got 'full'"),
+    "rope layers text": ("smollm3", {"no_rope_layers": "101"}, "got '101'"),
+    "factors text": ("phi3", {"rope_scaling": LONGROPE | {"short_factor": "123456"}}, "short_factor must be a list"),
+    "short original": (
+        "phi3",
+        {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1},
+        "must be at least 2, got 1",
+    ),
+    "yarn base": (
+        "llama",
+        {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        "above 1 for yarn",
+    ),
 }
 
 
@@ -137,6 +152,82 @@ def test_an_unknown_variant_is_refused_by_name(case):
     model_type, changes, told = REFUSED[case]
     with pytest.raises(ConfigError, match=re.escape(told)):
         read(model_type, **changes)
+
+
+def test_what_a_file_leaves_out_is_what_transformers_says():
+    """Class defaults: a checkpoint need not repeat them."""
+    bare = {key: value for key, value in BASE.items() if key not in ("eos_token_id", "num_key_value_heads")}
+    bare |= {"rms_norm_eps": 1e-6, "vocab_size": 200_000, "num_attention_heads": 32, "hidden_size": 64 * 32}
+    expected = {
+        "llama": ((2,), 32), "mistral": ((2,), 8), "qwen2": ((), 32), "qwen3": ((), 32), "phi3": ((32000,), 32),
+        "glm": ((151329, 151336, 151338), 2), "glm4": ((151329, 151336, 151338), 2), "gemma3_text": ((1,), 4),
+        "smollm3": ((128001,), 4),
+    }  # fmt: skip
+    for model_type, (eos, heads) in expected.items():
+        config = family_of({"model_type": model_type}).config_from_hf(bare | {"model_type": model_type})
+        assert (config.eos_ids, config.kv_heads) == (eos, heads), model_type
+        told = family_of({"model_type": model_type}).config_from_hf(
+            bare | {"model_type": model_type, "vocab_size": 97, "num_key_value_heads": 4}
+        )
+        assert told.eos_ids in ((), (2,), (1,))  # a cut-down vocabulary has no such token
+    sliding = read("qwen2", use_sliding_window=True, max_window_layers=1, **{"sliding_window": 4096})
+    bare_window = {key: value for key, value in BASE.items()} | {"rms_norm_eps": 1e-6, "model_type": "qwen2"}
+    made = family_of({"model_type": "qwen2"}).config_from_hf(
+        bare_window | {"use_sliding_window": True, "max_window_layers": 1}
+    )
+    assert made == sliding
+
+
+def test_published_code_is_ignored_where_it_is_the_model_s_own():
+    code = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    plain = read("phi3")
+    assert read("phi3", auto_map=code) == plain
+    assert read("phi3", auto_map=code | {"AutoTokenizer": "Xenova/gpt-4o"}) == plain  # Phi-4-mini's
+
+
+def test_a_model_of_sliding_layers_alone_falls_back():
+    import jshadow
+    from jshadow.params import init_params
+
+    params = init_params(read("mistral", sliding_window=16))
+    out = jshadow.generate(params, list(range(3, 90)), ShadowKV(rank=8, budget=16), max_new_tokens=2)
+    assert out.report.fallback == "every layer of the model sees a window of 16 tokens only"
+    assert out.report.policy == Full()
+
+
+def test_nominal_counts_the_windows():
+    """At or under the share of full attention's bytes, sliding layers included, as the sizes themselves say."""
+    from jshadow.errors import Infeasible
+    from jshadow.policies import StreamingLLM
+
+    config = read(
+        "gemma3_text", head_dim=64, sliding_window=64, num_hidden_layers=12, sliding_window_pattern=6,
+        max_position_embeddings=32768,
+    )  # fmt: skip
+    for tokens in (2048, 8192):
+        for policy in (StreamingLLM, ShadowKV):
+            for fraction in (0.1, 0.25, 0.5, 0.9):
+                try:
+                    made = policy.nominal(fraction, tokens, config)
+                except Infeasible as error:
+                    least = float(str(error).split("at least ")[1].split()[0])
+                    assert fraction < least <= 1
+                    continue
+                taken = footprint(config, made, capacity=tokens, prompt=tokens, fetch="device_put")
+                assert taken["device_bytes"] <= fraction * taken["full_bytes"] * 1.02, (tokens, policy, fraction)
+
+
+def test_what_was_attended_is_told_layer_by_layer():
+    """A sliding layer's window is all generated tokens once they fill it; a global layer still sees the prompt."""
+    import jshadow
+    from jshadow.params import init_params
+
+    config = dataclasses.replace(
+        read("gemma3_text", head_dim=16, sliding_window=16, sliding_window_pattern=3), eos_ids=()
+    )
+    out = jshadow.generate(init_params(config), list(range(3, 23)), Full(), max_new_tokens=41)
+    # 40 generated tokens were attended to, with 20 of the prompt: two layers see 16 tokens, one sees all 60
+    assert out.report.attended_parts == pytest.approx({"window": 20 / 3, "generated": (2 * 16 + 40) / 3})
 
 
 def test_the_readme_carries_the_support_matrix():

@@ -114,6 +114,18 @@ def test_states_know_their_weights(tmp_path):
         jshadow.load_state(tmp_path / "s", plain)
 
 
+def test_outputs_beyond_float16_before_their_factor():
+    """Sums of int8 products overflow float16 long before the outputs do."""
+    from jshadow.models.layers import Linear
+
+    kernel, factors = quantize_int8(np.full((1024, 4), 0.01, np.float32))
+    weights = {"kernel": jnp.asarray(kernel), "kernel_scale": jnp.asarray(factors)}
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        out = Linear(4).apply({"params": weights}, jnp.ones((1, 1024), dtype))
+        assert out.dtype == dtype
+        np.testing.assert_allclose(np.asarray(out, np.float32), 10.24, rtol=1e-2)
+
+
 def test_int8_is_not_saved(tmp_path):
     directory, _ = tiny_directory(tmp_path / "m")
     with pytest.raises(ConfigError, match="must hold plain weights, got int8"):

@@ -23,6 +23,7 @@ from jshadow.errors import CapacityError, ConfigError
 from jshadow.gpus import Gpu
 from jshadow.offload import resolve_fetch
 from jshadow.policies import Policy
+from jshadow.policies.base import why_dense
 
 ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0)  # of its plan only the bytes and operations are read, which no rate changes
 
@@ -98,7 +99,7 @@ def costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> 
     """What is known of a system before it runs: its name, and what a decode step of it must move and compute."""
     planner = Planner(config, config, ANY_GPU, 1, request.tokens, request.capacity, request.dtype, fetch, 0.0)
     resolved = policy.resolve(config, request.capacity)
-    fallback = resolved.fallback(config, request.capacity)
+    fallback = why_dense(resolved, config, request.capacity)
     step = planner.step(resolved, request.batch)
     offloads = any(spec.policy.host_layout(spec) is not None for spec in planner.specs(resolved, request.batch))
     read = sum(step.hbm_bytes.values())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jshadow.convert.files import refuse_existing, staged, write_json
+from jshadow.convert.files import check_path, readable, refuse_existing, staged, write_json
 from jshadow.convert.gguf import open_gguf
 from jshadow.convert.huggingface import CONFIG, flat_abstract, locate, open_huggingface
 from jshadow.convert.huggingface_write import SHARD_BYTES, write_shards
@@ -48,13 +48,15 @@ def convert(
         raise ConfigError(f"format must be one of {KINDS}, got {format!r}")
     if isinstance(shard_bytes, bool) or not isinstance(shard_bytes, int) or shard_bytes < 1:
         raise ConfigError(f"shard_bytes must be an integer of at least 1, got {shard_bytes!r}")
-    target = Path(dst)
+    check_path("src", src)
+    target = check_path("dst", dst)
     refuse_existing(target)  # before minutes of download
     source = open_source(src)
     with staged(target) as partial:
         config = {key: value for key, value in source.hf.items() if key != "dtype"}  # the newer spelling
         write_json(partial / CONFIG, config | {"torch_dtype": dtype})
-        source.accompany(partial)
+        with readable(Path(src)):
+            source.accompany(partial)
         if format == "orbax":
             _write_orbax(source, partial / ORBAX_WEIGHTS, dtype, progress)
         else:
@@ -64,11 +66,12 @@ def convert(
 
 def open_source(src: str | os.PathLike[str]) -> Source:
     """A checkpoint of any kind, opened for reading."""
-    path = Path(src).expanduser()
+    path = check_path("src", src)
     if path.suffix == ".gguf":
         return open_gguf(path)
     directory = locate(src)
-    check_manifest(directory)
+    with readable(directory):
+        check_manifest(directory)
     return open_orbax(directory) if kind_of(directory) == "orbax" else open_huggingface(directory)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jshadow.errors import CheckpointError
+from jshadow.errors import CheckpointError, ConfigError
 
 REMOVALS = 50
 LFS_HEAD = b"version https://git-lfs"
@@ -31,19 +31,37 @@ def check_file(path: Path, kind: str) -> int:
     Raises:
         CheckpointError: missing, not a regular file, empty, or a Git LFS pointer.
     """
-    if not path.exists():
-        raise CheckpointError(f"{path} must be {kind}, but there is no such file")
-    if not path.is_file():
-        raise CheckpointError(f"{path} must be {kind}, got something that is not a regular file")
-    size = path.stat().st_size
-    if size == 0:
-        raise CheckpointError(f"{path} must be {kind}, got an empty file (0 bytes)")
-    with path.open("rb") as file:
-        if file.read(len(LFS_HEAD)) == LFS_HEAD:
-            raise CheckpointError(
-                f"{path} must be {kind}, got a Git LFS pointer of {size} bytes: run `git lfs pull` where it came from"
-            )
+    with readable(path):
+        if not path.exists():
+            raise CheckpointError(f"{path} must be {kind}, but there is no such file")
+        if not path.is_file():
+            raise CheckpointError(f"{path} must be {kind}, got something that is not a regular file")
+        size = path.stat().st_size
+        if size == 0:
+            raise CheckpointError(f"{path} must be {kind}, got an empty file (0 bytes)")
+        with path.open("rb") as file:
+            if file.read(len(LFS_HEAD)) == LFS_HEAD:
+                raise CheckpointError(
+                    f"{path} must be {kind}, got a Git LFS pointer of {size} bytes: "
+                    "run `git lfs pull` where it came from"
+                )
     return size
+
+
+@contextlib.contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """What the system says of a path that may not be read, as a CheckpointError."""
+    try:
+        yield
+    except (OSError, UnicodeEncodeError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def check_path(name: str, value: Any) -> Path:
+    """A path from a string or path. Raises ConfigError for anything else."""
+    if not isinstance(value, str | os.PathLike) or "\0" in os.fspath(value):
+        raise ConfigError(f"{name} must be a string or a path, got {value!r}")
+    return Path(value).expanduser()
 
 
 def read_json(path: Path) -> dict[str, Any]:

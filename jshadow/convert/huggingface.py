@@ -17,7 +17,7 @@ import numpy as np
 from flax import traverse_util
 
 from jshadow.config import ModelConfig, token_ids
-from jshadow.convert.files import read_json
+from jshadow.convert.files import check_path, read_json, readable
 from jshadow.convert.safetensors_file import READABLE_TAGS, TensorFile, not_finite, raise_all
 from jshadow.convert.source import Source
 from jshadow.convert.tensors import Placement, placements
@@ -51,12 +51,14 @@ def locate(source: str | os.PathLike[str]) -> Path:
     Raises:
         CheckpointError: no such directory, a file instead (GGUF is told to be converted), or the download failed.
     """
-    path = Path(source).expanduser()
+    path = check_path("checkpoint", source)
     if path.suffix == ".gguf":
         raise CheckpointError(f"{path} is a GGUF file; make a directory of it first: `jshadow convert {path} DST`")
-    if path.is_dir():
+    with readable(path):
+        found, there = path.is_dir(), path.exists()
+    if found:
         return path
-    if path.exists():
+    if there:
         raise CheckpointError(f"checkpoint {path} must be a directory with {CONFIG} and *.safetensors, got a file")
     # "checkpoints/name" has the form of a hub id too; a local first half tells that a path was meant.
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(source)) and not path.parent.is_dir():
@@ -105,7 +107,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], ModelFamily, ModelConf
         config = family.config_from_hf(hf)
     except JshadowError:
         raise
-    except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
         raise ConfigError(f"{path} holds a value of the wrong kind: {error}") from error
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)

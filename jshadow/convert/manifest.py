@@ -49,10 +49,14 @@ def check_manifest(directory: Path) -> None:
     if not (directory / MANIFEST).exists():
         return
     files = _read(directory)["files"]
-    problems, sound = [], []
+    kept = (directory / ORBAX_WEIGHTS).rglob("*") if (directory / ORBAX_WEIGHTS).is_dir() else ()
+    weights = [*directory.glob("*.safetensors"), *(path for path in kept if path.is_file())]
+    names = [path.relative_to(directory).as_posix() for path in weights]
+    problems = [f"{name}: not in the manifest" for name in names if name not in files]
+    sound = []
     for name, told in files.items():
         path = directory / name
-        if not path.is_file():
+        if not _is_file(path):
             problems.append(f"{name}: missing")
         elif path.stat().st_size != told["bytes"]:
             problems.append(f"{name}: {told['bytes']} bytes when it was written, {path.stat().st_size} now")
@@ -74,7 +78,7 @@ def check_manifest(directory: Path) -> None:
 def _read(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
     told = read_json(path)
-    if told.get("version") != VERSION or told.get("format") not in KINDS:
+    if told.get("version") != VERSION or isinstance(told["version"], bool) or told.get("format") not in KINDS:
         raise CheckpointError(
             f"{path} must be a manifest of version {VERSION} and format {KINDS}, "
             f"got version={told.get('version')!r} and format={told.get('format')!r}"
@@ -90,6 +94,13 @@ def _read(directory: Path) -> dict[str, Any]:
     if outside:
         raise CheckpointError(f"{path}: files must lie beside it, got {outside[0]!r}")
     return told
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _all_digests(paths: list[Path]) -> list[str]:

@@ -143,7 +143,10 @@ class OrbaxWeights:
         if not self.path.is_dir():
             raise CheckpointError(f"{directory} must hold an orbax checkpoint named {ORBAX_WEIGHTS}, but there is none")
         with _told(self.path, "cannot be read"), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            tree = dict(checkpointer.metadata(self.path.absolute()).item_metadata.tree)
+            told = checkpointer.metadata(self.path.absolute()).item_metadata
+        if told is None:
+            raise CheckpointError(f"orbax checkpoint {self.path} cannot be read: its metadata are missing or closed")
+        tree = dict(told.tree)
         leaves = traverse_util.flatten_dict(tree, sep="/")
         self.shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
         self.dtypes = {name: np.dtype(leaf.dtype) for name, leaf in leaves.items()}

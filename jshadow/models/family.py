@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jshadow.config import ModelConfig
+from jshadow.config import ModelConfig, token_ids
 from jshadow.errors import ConfigError
 
 
@@ -81,9 +81,13 @@ class ModelFamily:
     def config_from_hf(self, hf: Mapping[str, Any]) -> ModelConfig:
         """Read `config.json`. Raises ConfigError as `ModelConfig.from_hf`."""
         whole = {**self.defaults, **hf}
+        if "eos_token_id" not in hf and max(token_ids(whole.get("eos_token_id")), default=0) >= hf.get("vocab_size", 0):
+            whole["eos_token_id"] = None  # a cut-down vocabulary
         code = whole.get("auto_map")
-        if isinstance(code, Mapping) and set(code.values()) <= set(self.published_code):
-            whole["auto_map"] = None
+        if isinstance(code, Mapping):  # a tokenizer's code is its own files' matter
+            models = {value for key, value in code.items() if key.startswith(("AutoConfig", "AutoModel"))}
+            if models <= set(self.published_code):
+                whole["auto_map"] = None
         config = ModelConfig.from_hf(whole, **self.read(whole))
         if config.rope.rotary_share != 1 and not self.partial_rotary:
             share = config.rope.rotary_share

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.config import ModelConfig, check_positive
+from jshadow.config import ModelConfig, activation_of, check_positive
 from jshadow.errors import ConfigError
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, GATE_AND_UP, OUTPUT, QK_NORMS, VALUES
@@ -27,8 +27,9 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     check_positive("config.json", sliding_window_pattern=pattern)
     return {
         **sliding_fields(hf, [(layer + 1) % pattern != 0 for layer in range(layer_count(hf))]),
-        "rope": _rope(hf, FULL, "rope_theta"),
-        "sliding_rope": _rope({**hf, "rope_scaling": None}, SLIDING, "rope_local_base_freq"),
+        "rope": _rope(hf, FULL, "rope_theta", hf.get("rope_scaling")),
+        "sliding_rope": _rope(hf, SLIDING, "rope_local_base_freq"),
+        "activation": activation_of(hf, "hidden_activation"),
         "qk_norm": True,
         "post_norms": True,
         "unit_norms": True,
@@ -37,21 +38,26 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rope(hf: Mapping[str, Any], kind: str, theta: str) -> RopeConfig:
-    """The rotation of one kind of layer, in the newer spelling (rope_parameters by kind) or the older one."""
-    own = (hf.get("rope_parameters") or {}).get(kind) or hf.get("rope_scaling") or {}
-    return RopeConfig.from_hf({**hf, "rope_theta": hf[theta], "rope_parameters": {"rope_type": "default", **own}})
+def _rope(hf: Mapping[str, Any], kind: str, theta: str, scaling: Mapping[str, Any] | None = None) -> RopeConfig:
+    """The rotation of one kind of layer: the newer spelling (rope_parameters by kind), under the older one's keys."""
+    own = {"rope_type": "default", **((hf.get("rope_parameters") or {}).get(kind) or {}), **(scaling or {})}
+    return RopeConfig.from_hf({**hf, "rope_theta": hf[theta], "rope_scaling": own, "rope_parameters": None})
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
-    near = config.sliding_rope or config.rope
     return {
         "hidden_activation": {"gelu_tanh": "gelu_pytorch_tanh"}.get(config.activation, config.activation),
         "query_pre_attn_scalar": config.query_scalar,
         "sliding_window": config.sliding_window,
         "layer_types": layer_types(config),
-        "rope_local_base_freq": near.theta,
+        "rope_scaling": None,  # by kind of layer instead
+        "rope_parameters": {FULL: _told(config.rope), SLIDING: _told(config.sliding_rope or config.rope)},
     }
+
+
+def _told(rope: RopeConfig) -> dict[str, Any]:
+    told = rope.to_hf()
+    return {"rope_type": "default", **(told["rope_scaling"] or {}), "rope_theta": told["rope_theta"]}
 
 
 GEMMA3_TEXT = ModelFamily(
@@ -62,7 +68,8 @@ GEMMA3_TEXT = ModelFamily(
     told="sliding layers keep a plain window, global layers take the policy; norms around everything; tanh GELU",
     defaults={
         "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-        "tie_word_embeddings": True, "eos_token_id": 1, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+        "tie_word_embeddings": True, "eos_token_id": 1, "num_key_value_heads": 4, "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
     },
     read=_read,
     write=_write,

@@ -41,8 +41,13 @@ class Linear(nn.Module):
     def __call__(self, x: Array) -> Array:
         """x [..., D] -> [..., features] in x's dtype."""
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
-        out = lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())))
-        if self.has_variable("params", "kernel_scale"):
+        int8 = self.has_variable("params", "kernel_scale")
+        # before its factor, an output of int8 weights may be beyond float16
+        wide = jnp.float32 if int8 else None
+        out = lax.dot_general(
+            x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=wide
+        )  # fmt: skip
+        if int8:
             out = (out * self.get_variable("params", "kernel_scale")).astype(x.dtype)
         if self.use_bias:
             out = out + self.param("bias", nn.initializers.zeros, (self.features,)).astype(x.dtype)

@@ -10,7 +10,7 @@ MISTRAL = ModelFamily(
     models="Mistral 7B, Nemo, Small",
     rules=RULES,
     told="a sliding window in all layers where the config has one",
-    defaults={"sliding_window": 4096, "head_dim": None},
+    defaults={"sliding_window": 4096, "num_key_value_heads": 8, "eos_token_id": 2},
     read=all_layers,
     write=lambda config: {"sliding_window": config.sliding_window},
 )

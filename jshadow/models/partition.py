@@ -1,8 +1,11 @@
 """How a model's weights are spread over a mesh: heads, MLP and vocabulary split, as in Megatron (arXiv 1909.08053)."""
 
 import re
+from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jshadow.errors import ConfigError
 
 # Weight path -> which axis is split; the rest is on every device.
 SPLITS = (
@@ -12,6 +15,13 @@ SPLITS = (
     (r"layer_\d+/(attention/(q|k|v)|mlp/(gate|up))/(bias|kernel_scale)", 0),
     (r"layer_\d+/(attention/o|mlp/down)/kernel", 0),
 )
+
+
+def check_mesh(mesh: Any) -> Mesh | None:
+    """The mesh with axes that the compiler may spread as it likes. Raises ConfigError unless it is a Mesh or None."""
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise ConfigError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}")
+    return None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
 
 
 def sharding_of(mesh: Mesh, path: str, shape: tuple[int, ...]) -> NamedSharding:

@@ -16,9 +16,12 @@ FUSED_QKV = Rule(
 
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     scaling = hf.get("rope_scaling") or hf.get("rope_parameters")
-    told = scaling if isinstance(scaling, Mapping) else {}
-    if told.get("rope_type", told.get("type")) == "yarn":  # an early name of LongRoPE in this family
-        hf = {**hf, "rope_parameters": None, "rope_scaling": {**told, "type": "longrope", "rope_type": "longrope"}}
+    if isinstance(scaling, Mapping):
+        # The original context beside the context wins over one inside the scaling; "yarn" is an early name of LongRoPE.
+        told = {**scaling, "original_max_position_embeddings": hf["original_max_position_embeddings"]}
+        if told.get("rope_type", told.get("type")) == "yarn":
+            told |= {"type": "longrope", "rope_type": "longrope"}
+        hf = {**hf, "rope_scaling": told}
     return {**all_layers(hf), "rope": RopeConfig.from_hf(hf)}
 
 
@@ -33,6 +36,7 @@ PHI3 = ModelFamily(
     models="Phi-3 mini and medium, Phi-3.5 mini, Phi-4, Phi-4-mini",
     rules=(*EMBEDDING, *NORMS, FUSED_QKV, *OUTPUT, *FUSED_GATE_AND_UP, *DOWN),
     told="fused projections; LongRoPE, long or short by the capacity",
+    defaults={"original_max_position_embeddings": 4096, "eos_token_id": 32000},
     read=_read,
     write=_write,
     partial_rotary=True,

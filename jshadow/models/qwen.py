@@ -31,6 +31,7 @@ QWEN2 = ModelFamily(
     models="Qwen2, Qwen2.5",
     rules=RULES,
     told="biases on q, k and v",
+    defaults={"sliding_window": 4096, "num_key_value_heads": 32},
     read=_qwen2,
     write=_window,
 )
@@ -40,7 +41,7 @@ QWEN3 = ModelFamily(
     models="Qwen3 (dense)",
     rules=RULES + QK_NORMS,
     told="queries and keys normed before RoPE",
-    defaults={"head_dim": 128},
+    defaults={"head_dim": 128, "sliding_window": 4096, "num_key_value_heads": 32},
     read=_qwen3,
     write=_window,
 )

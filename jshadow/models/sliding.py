@@ -33,6 +33,8 @@ def sliding_fields(hf: Mapping[str, Any], sliding: list[bool]) -> dict[str, Any]
     """
     window, kinds = hf.get("sliding_window"), hf.get("layer_types")
     if kinds is not None:
+        if not isinstance(kinds, list):
+            raise ConfigError(f"config.json layer_types must be a list, got {kinds!r}")
         unknown = sorted({str(kind) for kind in kinds} - {FULL, SLIDING})
         if unknown or len(kinds) != hf["num_hidden_layers"]:
             raise ConfigError(
@@ -40,11 +42,8 @@ def sliding_fields(hf: Mapping[str, Any], sliding: list[bool]) -> dict[str, Any]
                 f"got {len(kinds)} and {unknown}"
             )
         sliding = [kind == SLIDING for kind in kinds]
-    # a window that nothing falls out of is none
     if window is not None:
         check_positive("config.json", sliding_window=window)
-    if window is None or window >= hf["max_position_embeddings"]:
-        return {}
     layers = tuple(index for index, slides in enumerate(sliding) if slides)
     return {"sliding_window": window, "sliding_layers": layers} if layers else {}
 
@@ -55,8 +54,9 @@ def layer_types(config: ModelConfig) -> list[str]:
 
 
 def all_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a family whose layers all slide where it has a window (Mistral, Phi-3)."""
-    return sliding_fields(hf, [True] * layer_count(hf))
+    """Of a family whose layers all slide where it has a window (Mistral, Phi-3), whatever `layer_types` says."""
+    slides = hf.get("sliding_window") is not None
+    return sliding_fields({**hf, "layer_types": None}, [slides] * layer_count(hf))
 
 
 def last_layers(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,12 +16,14 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     rotated = hf.get("no_rope_layers")  # Hugging Face's name; 1 where a layer does rotate
     if rotated is None:
         rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
-    if len(rotated) < layers:
-        raise ConfigError(f"config.json no_rope_layers must be {layers} numbers, got {len(rotated)}")
+    if not isinstance(rotated, list) or len(rotated) < layers:
+        raise ConfigError(f"config.json no_rope_layers must be {layers} numbers, got {rotated!r}")
     unrotated = tuple(layer for layer in range(layers) if not rotated[layer])
-    window = hf if hf.get("use_sliding_window") else {**hf, "sliding_window": None}
+    window = hf if hf.get("use_sliding_window") or hf.get("layer_types") else {**hf, "sliding_window": None}
     return {
-        **sliding_fields(window, [layer in unrotated for layer in range(layers)]),
+        **sliding_fields(
+            window, [bool(hf.get("use_sliding_window")) and layer in unrotated for layer in range(layers)]
+        ),
         "unrotated_layers": unrotated,
     }
 
@@ -41,7 +43,7 @@ SMOLLM3 = ModelFamily(
     models="SmolLM3",
     rules=RULES,
     told="every fourth layer without RoPE",
-    defaults={"tie_word_embeddings": True, "rope_theta": 2e6},
+    defaults={"tie_word_embeddings": True, "rope_theta": 2e6, "num_key_value_heads": 4, "eos_token_id": 128001},
     read=_read,
     write=_write,
 )

@@ -34,6 +34,8 @@ from jshadow.state import (
     StepKV,
 )  # fmt: skip
 
+SLIDING_PIECE = 16  # tokens of a turn that a sliding layer takes at once
+
 
 class Policy(abc.ABC):
     """How one layer's keys and values are kept, chosen and attended.
@@ -243,6 +245,48 @@ def check_fraction(fraction: float) -> None:
     """Raise ConfigError unless fraction is above 0."""
     if not fraction > 0:
         raise ConfigError(f"fraction must be above 0, got {fraction!r}")
+
+
+def sliding_slots(window: int, capacity: int) -> int:
+    """Slots of a layer that sees a window only: the last token of a piece may not push out what its first one sees."""
+    return min(window + SLIDING_PIECE - 1, capacity)
+
+
+def own_share(policy: str, fraction: float, num_tokens: int, config: ModelConfig) -> float:
+    """What of full attention's bytes in its own layers a policy may take, when all layers may take `fraction`.
+
+    Sliding layers keep their windows whatever the policy.
+
+    Raises:
+        ConfigError: fraction is not above 0.
+        Infeasible: the windows alone take more.
+    """
+    check_fraction(fraction)
+    sliding, own = layer_slots(num_tokens, config)
+    left = fraction * (sliding + own) - sliding
+    if left <= 0:
+        raise infeasible(policy, fraction, sliding / (sliding + own))
+    return left / max(own, 1)
+
+
+def whole_share(own_fraction: float, num_tokens: int, config: ModelConfig) -> float:
+    """`own_share` backwards: the share of all layers' bytes."""
+    sliding, own = layer_slots(num_tokens, config)
+    return (sliding + own_fraction * own) / (sliding + own)
+
+
+def layer_slots(num_tokens: int, config: ModelConfig) -> tuple[int, int]:
+    """Slots of full attention at that many tokens: of all sliding layers, and of all others."""
+    windows = [kind.window for kind in config.attention_kinds]
+    sliding = sum(sliding_slots(window, num_tokens) for window in windows if window is not None)
+    return sliding, num_tokens * windows.count(None)
+
+
+def why_dense(policy: Policy, config: ModelConfig, capacity: int) -> str | None:
+    """Why a policy can do nothing with a model at a capacity, or None."""
+    if all(kind.window is not None for kind in config.attention_kinds):
+        return f"every layer of the model sees a window of {config.sliding_window} tokens only"
+    return policy.fallback(config, capacity)
 
 
 def infeasible(policy: str, fraction: float, least: float) -> Infeasible:

@@ -22,7 +22,7 @@ from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.landmarks import MANTISSA, chunk_scores, landmark_logits, prompt_landmarks
 from jshadow.lowrank import BLOCK, key_factors
-from jshadow.policies.base import check_choice, check_fraction, check_range, infeasible
+from jshadow.policies.base import check_choice, check_range, infeasible, own_share, whole_share
 from jshadow.policies.chunk_costs import ChunkCosts
 from jshadow.policies.places import in_turn
 from jshadow.policies.preload import Preload, exact_keys
@@ -390,16 +390,15 @@ class ShadowKV(ChunkCosts):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """The highest rank that fits; where rank 8 does not, fewer outliers too."""
-        check_fraction(fraction)
-        limit = fraction * 2 * num_tokens * config.key_columns
+        limit = own_share(cls.name, fraction, num_tokens, config) * 2 * num_tokens * config.key_columns
         for outliers in (48, 24, 8, 4, 1, 0):
             for rank in range(config.key_columns // 8 * 8 or config.key_columns, 0, -8):
                 policy = cls(rank=rank, outlier_chunks=outliers)
                 if policy.resolve(config, num_tokens).device_numbers(num_tokens, config) <= limit:
                     return policy
         smallest = cls(rank=min(8, config.key_columns), outlier_chunks=0).resolve(config, num_tokens)
-        least = smallest.device_numbers(num_tokens, config)
-        raise infeasible(cls.name, fraction, least / (2 * num_tokens * config.key_columns))
+        least = smallest.device_numbers(num_tokens, config) / (2 * num_tokens * config.key_columns)
+        raise infeasible(cls.name, fraction, whole_share(least, num_tokens, config))
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
         """Left rows in the order of the prompt, the Gram matrix and its eigenvectors, float32 copies of a block."""

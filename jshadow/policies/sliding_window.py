@@ -14,7 +14,7 @@ from jax import Array
 from jshadow.attention import Piece, attend
 from jshadow.chunking import write_rows
 from jshadow.config import ModelConfig
-from jshadow.policies.base import Policy
+from jshadow.policies.base import SLIDING_PIECE, Policy, sliding_slots
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
 
@@ -36,11 +36,11 @@ class SlidingWindow(Policy):
 
     name = "sliding_window"
     paper = "arXiv 2310.06825, section 2"
-    extend_piece = 16
+    extend_piece = SLIDING_PIECE
 
     def slots(self, capacity: int) -> int:
-        """Slots of the cache: the last query of a piece may not push out what the first one sees."""
-        return min(self.window + self.extend_piece - 1, capacity)
+        """Slots of the cache."""
+        return sliding_slots(self.window, capacity)
 
     def held_positions(self, spec: CacheSpec, lengths: Array) -> Array:
         """Position of the token in each slot, int32 [B, slots]; negative where there is none yet."""

@@ -10,7 +10,7 @@ from jax import Array
 from jshadow.attention import Piece, attend
 from jshadow.chunking import write_rows
 from jshadow.config import ModelConfig
-from jshadow.policies.base import Policy, check_fraction, check_range, infeasible
+from jshadow.policies.base import Policy, check_range, infeasible, own_share, whole_share
 from jshadow.rope import cos_sin, query_factor, rotate
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
@@ -129,9 +129,8 @@ class StreamingLLM(Policy):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """All slots at that share of the tokens."""
-        check_fraction(fraction)
-        slots = int(fraction * num_tokens)
+        slots = int(own_share(cls.name, fraction, num_tokens, config) * num_tokens)
         sinks = min(cls.sinks, slots - 1)
         if sinks < 0:
-            raise infeasible(cls.name, fraction, 1 / num_tokens)
+            raise infeasible(cls.name, fraction, whole_share(1 / num_tokens, num_tokens, config))
         return cls(sinks=sinks, window=max(slots - sinks, 1))
