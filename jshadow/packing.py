@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, UInt
 
+
 class Packed(struct.PyTreeNode):
     """Groups of g numbers along the last axis.
 

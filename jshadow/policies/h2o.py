@@ -14,7 +14,7 @@ from jax import Array
 from jshadow.attention import Piece, attend, attention_probs, key_mass
 from jshadow.chunking import write_rows
 from jshadow.config import ModelConfig
-from jshadow.policies.base import Policy, check_fraction, check_range, infeasible
+from jshadow.policies.base import Policy, check_range, infeasible, own_share, whole_share
 from jshadow.policies.eviction import best_positions, take_positions
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
@@ -164,9 +164,9 @@ class H2O(Policy):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """Half of what fits for heavy hitters, half for recent tokens; a slot has a position and a mass too."""
-        check_fraction(fraction)
         row = 2 * 2 * config.head_dim  # bytes of a slot of one head, in bfloat16
-        slots = int(fraction * num_tokens * row / (row + 8)) - 1
+        slots = int(own_share(cls.name, fraction, num_tokens, config) * num_tokens * row / (row + 8)) - 1
         if slots < 1:
-            raise infeasible(cls.name, fraction, 2 * (row + 8) / row / num_tokens)
+            least = 2 * (row + 8) / row / num_tokens
+            raise infeasible(cls.name, fraction, whole_share(least, num_tokens, config))
         return cls(heavy=slots // 2, recent=slots - slots // 2)

@@ -15,7 +15,7 @@ from jax import Array
 
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
-from jshadow.policies.base import check_choice, check_fraction, check_range, infeasible
+from jshadow.policies.base import check_choice, check_range, infeasible, own_share, whole_share
 from jshadow.policies.calibration import prompts_of
 from jshadow.policies.retrieval import RetrievalPolicy
 from jshadow.state import CacheSpec, PromptKV
@@ -88,11 +88,11 @@ class Loki(RetrievalPolicy):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """As many columns as fit, keys and values offloaded."""
-        check_fraction(fraction)
         rest = (cls.recent + cls.extend_piece - 1) / num_tokens
-        columns = int((fraction - rest) * 2 * config.head_dim)
+        columns = int((own_share(cls.name, fraction, num_tokens, config) - rest) * 2 * config.head_dim)
         if columns < 1:
-            raise infeasible(cls.name, fraction, rest + 0.5 / config.head_dim)
+            least = rest + 0.5 / config.head_dim
+            raise infeasible(cls.name, fraction, whole_share(least, num_tokens, config))
         return cls(columns=min(columns, config.head_dim))
 
 

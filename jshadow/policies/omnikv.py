@@ -19,7 +19,7 @@ from jshadow.attention import MASKED, Piece, attend, group_queries
 from jshadow.chunking import to_chunks, top_k, write_rows
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
-from jshadow.policies.base import Policy, check_choice, check_fraction, check_range, infeasible
+from jshadow.policies.base import Policy, check_choice, check_range, infeasible, own_share, whole_share
 from jshadow.policies.full import Full
 from jshadow.state import (
     CacheSpec,
@@ -35,6 +35,11 @@ from jshadow.state import (
 
 # The paper's filter layers by number of layers (Llama-3-8B-262K, Yi-9B, Llama-3.1-70B; appendix); others scale these.
 PAPERS_FILTERS = {32: (2, 8, 18), 48: (6, 11, 30), 80: (4, 19, 41)}
+
+
+def own_layers(config: ModelConfig) -> tuple[int, ...]:
+    """Layers that see everything."""
+    return tuple(layer for layer, kind in enumerate(config.attention_kinds) if kind.window is None)
 
 
 class FilterFrozen(struct.PyTreeNode):
@@ -82,30 +87,26 @@ class OmniKV(Full):
         check_range(self.name, "budget", self.budget, 1)
         check_range(self.name, "observation_window", self.observation_window, 1)
         check_choice(self.name, "selector", self.selector, ("last", "uniform", "exp"))
-        layers = self.filter_layers
-        if layers is None:
-            scaled = {layer * config.num_layers // 32 for layer in PAPERS_FILTERS[32]}
-            layers = PAPERS_FILTERS.get(config.num_layers, tuple(sorted(scaled)))
-        layers = tuple(layers)
-        if not layers or list(layers) != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < config.num_layers:
-            raise ConfigError(
-                f"omnikv.filter_layers must be rising layers in [0, {config.num_layers}), at least one, got {layers}"
-            )
+        own = own_layers(config)
+        if not own:
+            return dataclasses.replace(self, filter_layers=())  # no layer is this policy's
+        ranks = PAPERS_FILTERS.get(len(own), tuple(rank * len(own) // 32 for rank in PAPERS_FILTERS[32]))
+        usual = sorted({own[rank] for rank in ranks})
+        layers = tuple(usual if self.filter_layers is None else self.filter_layers)
+        if not layers or list(layers) != sorted(set(layers)) or not set(layers) <= set(own):
+            raise ConfigError(f"omnikv.filter_layers must be rising layers among {own}, at least one, got {layers}")
         return dataclasses.replace(self, filter_layers=layers)
 
-    def served(self, layer: int, num_layers: int) -> range:
-        """Sparse layers that a filter layer chooses for."""
-        assert self.filter_layers is not None
-        after = [other for other in self.filter_layers if other > layer]
-        return range(layer + 2, after[0] if after else num_layers)
-
     def for_layer(self, layer: int, config: ModelConfig) -> Policy:
-        """Filter, sparse or dense."""
+        """Filter, sparse or dense; layers of the model's own window do not count."""
         assert self.filter_layers is not None
-        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        if layer in self.filter_layers:
-            return OmniKVFilter(**settings)
-        if layer < self.filter_layers[0] or layer - 1 in self.filter_layers:
+        own = own_layers(config)
+        ranks, rank = [own.index(one) for one in self.filter_layers], own.index(layer)
+        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(OmniKV)}
+        if rank in ranks:
+            end = min((other for other in ranks if other > rank), default=len(own))
+            return OmniKVFilter(**settings, serves=own[rank + 2 : end])
+        if rank < ranks[0] or rank - 1 in ranks:
             return Full()
         return OmniKVSparse(**settings)
 
@@ -117,20 +118,27 @@ class OmniKV(Full):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """As many filter layers as fit, with sparse layers offloaded; the first one moves to the front if need be."""
-        check_fraction(fraction)
-        own = cls().resolve(config, num_tokens).filter_layers
-        assert own is not None
-        for layers in (own, (0, *own[1:]), (0, own[len(own) // 2]), (0,)):
+        share, own = own_share(cls.name, fraction, num_tokens, config), own_layers(config)
+        usual = cls().resolve(config, num_tokens).filter_layers
+        assert usual is not None
+        first = own[:1]
+        for layers in (usual, (*first, *usual[1:]), (*first, usual[len(usual) // 2]), first):
             policy = dataclasses.replace(cls(), filter_layers=tuple(sorted(set(layers))))
-            kinds = [policy.for_layer(layer, config) for layer in range(config.num_layers)]
-            if sum(not isinstance(kind, OmniKVSparse) for kind in kinds) <= fraction * config.num_layers:
+            kinds = [policy.for_layer(layer, config) for layer in own]
+            if sum(not isinstance(kind, OmniKVSparse) for kind in kinds) <= share * len(own):
                 return policy
-        raise infeasible(cls.name, fraction, 2 / config.num_layers)
+        raise infeasible(cls.name, fraction, whole_share(2 / len(own), num_tokens, config))
 
 
 @dataclasses.dataclass(frozen=True)
 class OmniKVFilter(OmniKV):
-    """A layer that attends to everything and chooses for those behind it."""
+    """A layer that attends to everything and chooses for those behind it.
+
+    Attributes:
+        serves: sparse layers, up to the next filter.
+    """
+
+    serves: tuple[int, ...] = ()
 
     @property
     def q_tail(self) -> int:  # type: ignore[override]
@@ -165,15 +173,13 @@ class OmniKVFilter(OmniKV):
 
     def plan(self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any) -> tuple[Selection, ...]:
         """One set for all heads of all layers that it serves."""
-        assert spec.layer is not None
-        targets = self.served(spec.layer, spec.num_layers)
-        if not targets:
+        if not self.serves:
             return ()
         scores = self.prompt_scores(spec, state, step)
         candidate = jnp.arange(spec.capacity) < state.frozen.lengths[:, None]
         ids = top_k(jnp.where(candidate, scores, -jnp.inf), min(self.budget, spec.capacity))
         good = jnp.take_along_axis(candidate, ids, axis=1) & step.valid[:, :1]
-        return tuple(Selection(ids[:, None], good[:, None], layer=layer) for layer in targets)
+        return tuple(Selection(ids[:, None], good[:, None], layer=layer) for layer in self.serves)
 
     def prompt_scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
         """How much each prompt token was attended to, the largest of all heads, float32 [B, capacity] (equation 4)."""

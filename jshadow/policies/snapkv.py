@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from jshadow.attention import MASKED, group_queries
 from jshadow.config import ModelConfig
-from jshadow.policies.base import check_choice, check_fraction, check_range, infeasible
+from jshadow.policies.base import check_choice, check_range, infeasible, own_share, whole_share
 from jshadow.policies.eviction import EvictingPolicy
 from jshadow.state import CacheSpec, PromptKV
 
@@ -95,10 +95,9 @@ class SnapKV(EvictingPolicy):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """That share of the tokens; a small one has a small window."""
-        check_fraction(fraction)
-        slots = int(fraction * num_tokens)
+        slots = int(own_share(cls.name, fraction, num_tokens, config) * num_tokens)
         if slots < 1:
-            raise infeasible(cls.name, fraction, 1 / num_tokens)
+            raise infeasible(cls.name, fraction, whole_share(1 / num_tokens, num_tokens, config))
         return cls(max_capacity_prompt=slots, observation_window=max(1, min(cls.observation_window, slots // 2)))
 
 
