@@ -1,0 +1,303 @@
+"""What each sister method promises, beyond the laws: bounds, packed bytes, what is kept, what a text teaches."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import TINY, model, random_tokens, run_steps
+
+from jshadow import decode
+from jshadow.attention import causal_attention, key_mass
+from jshadow.config import ModelConfig
+from jshadow.errors import ConfigError, Infeasible
+from jshadow.packing import dequantise, pack, quantise, unpack, words_of
+from jshadow.planning import cache_specs, footprint
+from jshadow.policies import H2O, KIVI, POLICIES, Full, Loki, OmniKV, Policy, Quest, SnapKV, StreamingLLM
+from jshadow.policies.omnikv import OmniKVFilter, OmniKVSparse
+from jshadow.policies.snapkv import pool
+from jshadow.state import PromptKV
+
+DEEP = dataclasses.replace(TINY, num_layers=8)
+
+
+def spec_of(policy: Policy, config: ModelConfig = TINY, capacity: int = 96, prompt: int = 64):
+    """The spec of the last layer."""
+    return cache_specs(config, policy.resolve(config, capacity), 1, capacity, prompt, "float32", "resident")[-1]
+
+
+def prompt_of(config: ModelConfig, tokens: int, seed: int = 0, tail: int = 0) -> PromptKV:
+    """Random keys, values and queries of one row."""
+    rng = np.random.default_rng(seed)
+
+    def rows(heads: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal((1, tokens, heads, config.head_dim)), jnp.float32)
+
+    q, k, v = rows(config.q_heads), rows(config.kv_heads), rows(config.kv_heads)
+    _, lse = causal_attention(q, k, v, config.attention_scale)
+    at = jnp.arange(tokens)[None]
+    return PromptKV(k, k, v, jnp.array([tokens]), at, q[:, tokens - tail :] if tail else None, q, lse)
+
+
+# Quest
+
+
+@pytest.mark.parametrize("unit", [1, 3, 16])
+def test_quest_s_bound_holds_for_every_page(unit):
+    """No key of a page has a larger product with a query than the page's score."""
+    policy = Quest(unit=unit, budget=48, dense_layers=0)
+    spec = spec_of(policy)
+    rng = np.random.default_rng(unit)
+    keys = jnp.asarray(rng.standard_normal((1, TINY.kv_heads, 11, unit, TINY.head_dim)), jnp.float32)
+    q = jnp.asarray(rng.standard_normal((1, TINY.kv_heads, TINY.group, 5, TINY.head_dim)), jnp.float32)
+    there = jnp.ones((1, 11, unit), bool)
+    scores = policy.score(spec, policy.summarise(spec, keys, there, None), q, None)
+    products = jnp.einsum("bhgtd,bhnud->bhgtnu", q, keys).max(axis=(2, 5))
+    assert scores.shape == (1, TINY.kv_heads, 5, 11)
+    assert (scores >= products - 1e-4).all()
+    if unit == 1:  # then it is the product itself
+        np.testing.assert_allclose(scores, products, atol=1e-4)
+
+
+# H2O
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 256, 300, 613])
+def test_key_mass_is_the_column_sums(tokens):
+    """Against the whole matrix of probabilities, past the tiles' size and with padding."""
+    prompt = prompt_of(TINY, tokens, seed=tokens)
+    length = max(1, tokens - 3)
+    mass = key_mass(prompt.q_post, prompt.k_post, prompt.lse, jnp.array([length]), TINY.attention_scale)
+    q, k = (np.asarray(x, np.float64)[0] for x in (prompt.q_post, prompt.k_post))
+    want = np.zeros((TINY.kv_heads, tokens))
+    for head in range(TINY.q_heads):
+        logits = q[:, head] @ k[:, head // TINY.group].T * TINY.attention_scale
+        logits[np.triu(np.ones((tokens, tokens), bool), 1)] = -np.inf
+        probs = np.exp(logits - logits.max(axis=1, keepdims=True))
+        want[head // TINY.group] += (probs / probs.sum(axis=1, keepdims=True))[:length].sum(axis=0)
+    np.testing.assert_allclose(mass[0], want, rtol=1e-4, atol=1e-5)
+    assert mass[0].sum() == pytest.approx(length * TINY.q_heads, rel=1e-5)
+
+
+def test_h2o_holds_its_budget_and_never_evicts_the_recent():
+    policy = H2O(heavy=5, recent=6)
+    _, state = decode.prefill(model(), random_tokens(1, 40, seed=3), [40], policy, capacity=96)
+    for step in range(30):
+        _, state = run_steps(model(), state, random_tokens(1, 1, seed=step))
+        held = int(state.lengths[0])
+        for layer in state.layers:
+            for positions in np.asarray(layer.live.positions[0]):
+                kept = sorted(positions[positions >= 0].tolist())
+                assert len(kept) == len(set(kept)) == 11
+                assert set(range(held - 5, held)) <= set(kept)  # the sixth is the next token's place in the window
+
+
+# SnapKV
+
+
+@pytest.mark.parametrize("pooling", ["max", "avg"])
+@pytest.mark.parametrize("kernel", [1, 3, 7])
+def test_pooling_by_hand(kernel, pooling):
+    scores = jnp.asarray(np.random.default_rng(0).random((2, 3, 20)), jnp.float32)
+    got = np.asarray(pool(scores, kernel, pooling))
+    padded = np.pad(np.asarray(scores), ((0, 0), (0, 0), (kernel // 2, kernel // 2)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, kernel, axis=2)
+    np.testing.assert_allclose(got, windows.max(-1) if pooling == "max" else windows.mean(-1), atol=1e-6)
+
+
+def test_constant_queries_keep_the_largest_products():
+    """With kernel 1 and all of a group's queries alike, what is kept is the top of K q, and the window."""
+    config = dataclasses.replace(TINY, q_heads=2, kv_heads=2)
+    policy = SnapKV(max_capacity_prompt=20, observation_window=4, kernel=1)
+    spec, prompt = spec_of(policy, config), prompt_of(config, 60, seed=8, tail=4)
+    same = jnp.broadcast_to(prompt.q_tail[:, :1], prompt.q_tail.shape)
+    state, _ = policy.compress(spec, policy.init(spec), prompt.replace(q_tail=same))
+    for head in range(2):
+        products = np.asarray(prompt.k_post[0, :56, head] @ same[0, 0, head])
+        want = sorted([*np.argsort(-products, kind="stable")[:16].tolist(), 56, 57, 58, 59])
+        np.testing.assert_array_equal(state.frozen.kept.k[0, head], np.asarray(prompt.k_post[0, want, head]))
+
+
+@pytest.mark.parametrize(("tokens", "kept"), [(20, 20), (14, 14), (13, 13), (61, 14)])
+def test_snapkv_keeps_short_prompts_whole(tokens, kept):
+    policy = SnapKV(max_capacity_prompt=14, observation_window=5)
+    if tokens == 20:
+        policy = dataclasses.replace(policy, max_capacity_prompt=20)
+    _, state = decode.prefill(model(), random_tokens(1, tokens), [tokens], policy, capacity=96)
+    assert int(state.layers[0].frozen.count[0]) == kept
+
+
+# Loki
+
+
+def test_loki_with_all_columns_ranks_by_the_products():
+    policy = Loki(budget=10, columns=TINY.head_dim)
+    spec, prompt = spec_of(policy), prompt_of(TINY, 60, seed=2)
+    state, _ = policy.compress(spec, policy.init(spec), prompt)
+    q = jnp.asarray(
+        np.random.default_rng(1).standard_normal((1, TINY.kv_heads, TINY.group, 1, TINY.head_dim)), jnp.float32
+    )
+    scores = policy.score(spec, state.frozen.summaries, q, state.frozen.basis)
+    want = jnp.einsum("bhgtd,bshd->bhgts", q, prompt.k_post).max(axis=2)
+    np.testing.assert_allclose(scores[..., :60], want, atol=1e-4)
+
+
+def test_loki_learns_from_a_text():
+    """A basis of a text: orthonormal, the greatest variance first, and a state that is made with it."""
+    text = random_tokens(120, seed=9)
+    policy = Loki(budget=12, columns=5, calibration="offline")
+    fitted = policy.fit(model(), text)
+    components = np.asarray(fitted["components"])
+    assert components.shape == (TINY.num_layers, TINY.kv_heads, TINY.head_dim, TINY.head_dim)
+    np.testing.assert_allclose(
+        np.einsum("lhde,lhdf->lhef", components, components), np.broadcast_to(np.eye(TINY.head_dim), components.shape),
+        atol=1e-4,
+    )  # fmt: skip
+    tokens = random_tokens(2, 50, seed=4)
+    _, state = decode.prefill(model(), tokens, [50, 31], policy, capacity=96, fitted=fitted)
+    for layer, own in zip(state.layers, components, strict=True):
+        np.testing.assert_array_equal(layer.frozen.basis, np.broadcast_to(own[..., :5], layer.frozen.basis.shape))
+    # a prompt that is the text itself has that basis online
+    online, _ = decode.prefill(model(), text[None], [120], Loki(budget=12, columns=5), capacity=128)
+    offline, _ = decode.prefill(model(), text[None], [120], policy, capacity=128, fitted=fitted)
+    np.testing.assert_allclose(online, offline, atol=1e-4)
+    steps, _ = run_steps(model(), state, random_tokens(2, 3, seed=5))
+    assert np.isfinite(steps).all()
+    with pytest.raises(ConfigError, match=r"fitted must be what Loki\.fit returned"):
+        decode.prefill(model(), tokens, [50, 31], policy, capacity=96)
+
+
+# OmniKV
+
+
+def test_omnikv_s_plan_of_layers():
+    policy = OmniKV(filter_layers=(1, 4)).resolve(DEEP, 64)
+    kinds = [type(policy.for_layer(layer, DEEP)) for layer in range(8)]
+    assert kinds == [Full, OmniKVFilter, Full, OmniKVSparse, OmniKVFilter, Full, OmniKVSparse, OmniKVSparse]
+    assert [policy.for_layer(layer, DEEP).serves for layer in (1, 4)] == [(3,), (6, 7)]
+    for layers, filters in ((32, (2, 8, 18)), (48, (6, 11, 30)), (80, (4, 19, 41)), (30, (1, 7, 16))):
+        config = dataclasses.replace(TINY, num_layers=layers)
+        assert OmniKV().resolve(config, 64).filter_layers == filters
+    sliding = dataclasses.replace(DEEP, sliding_window=16, sliding_layers=(0, 2, 4, 6))
+    policy = OmniKV(filter_layers=(1,)).resolve(sliding, 64)
+    assert policy.for_layer(1, sliding).serves == (5, 7)
+
+
+def test_all_layers_filters_attend_to_everything():
+    policy = OmniKV(budget=3, filter_layers=tuple(range(8)))
+    tokens, steps = random_tokens(1, 40, seed=6), random_tokens(1, 4, seed=7)
+    outs = []
+    for one in (policy, Full()):
+        _, state = decode.prefill(model(DEEP), tokens, [40], one, capacity=64)
+        outs.append(run_steps(model(DEEP), state, steps)[0])
+    np.testing.assert_allclose(outs[0], outs[1], atol=1e-5)
+
+
+# KIVI
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("group", [4, 32, 33])
+def test_codes_survive_packing(bits, group):
+    codes = jnp.asarray(np.random.default_rng(bits).integers(0, 2**bits, (3, 5, group)), jnp.uint32)
+    words = pack(codes, bits)
+    assert words.shape == (3, 5, words_of(group, bits))
+    assert words.dtype == jnp.uint32
+    np.testing.assert_array_equal(unpack(words, group, bits), codes)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_error_of_a_number_is_half_a_step(bits, dtype):
+    """One bit: a quarter of the range, for codes stand for the middles of its halves."""
+    x = jnp.asarray(np.random.default_rng(bits).standard_normal((50, 32)) * 3, dtype)
+    packed = quantise(x, bits)
+    wide = np.asarray(x, np.float32)
+    span = wide.max(axis=1) - wide.min(axis=1)
+    step = span / 4 if bits == 1 else span / (2**bits - 1) / 2
+    error = np.abs(np.asarray(dequantise(packed, 32, bits)) - wide).max(axis=1)
+    rounding = 0 if dtype == jnp.float32 else 2**-10 * np.abs(wide).max(axis=1) * 2  # of float16 scales and zeros
+    assert (error <= step * (1 + 1e-3) + rounding + 1e-6).all()
+    assert packed.scale.dtype == (jnp.float32 if dtype == jnp.float32 else jnp.float16)
+
+
+def test_a_group_of_equal_numbers_is_exact():
+    x = jnp.full((3, 8), 1.5)
+    for bits in (1, 2, 4, 8):
+        np.testing.assert_array_equal(dequantise(quantise(x, bits), 8, bits), x)
+
+
+@functools.cache
+def llama():
+    """Llama-3.1-8B's shape."""
+    return dataclasses.replace(
+        TINY, num_layers=32, model_dim=4096, ffn_dim=14336, q_heads=32, kv_heads=8, head_dim=128, context=2**20,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("bits", "group", "gib"), [(2, 32, 3.01), (2, 64, 2.51), (1, 32, 2.01), (1, 64, 1.51)])
+def test_kivi_s_bytes_at_128k_are_the_papers(bits, group, gib):
+    """METHODS 9: the table of KIVI and SpeCache, at 131,072 tokens of Llama-3.1-8B."""
+    made = footprint(llama(), KIVI(bits=bits, group=group), capacity=131_072, prompt=131_072, fetch="resident")
+    assert made["device_bytes"] / 2**30 == pytest.approx(gib, rel=0.02)
+    words = sum(made["parts"][part][0] for part in ("quantised",))
+    assert words <= made["device_bytes"]
+
+
+# All of them
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "full"])
+@pytest.mark.parametrize("fraction", [0.5, 0.25, 0.12])
+def test_nominal_is_at_or_under_its_share(name, fraction):
+    """Of full attention's device bytes, offloaded where the method can be; what is infeasible says the least share."""
+    config, tokens = llama(), 32_768
+    try:
+        policy = POLICIES[name].nominal(fraction, tokens, config)
+    except Infeasible as error:
+        least = float(str(error).split("at least ")[1].split()[0])
+        assert fraction < least < 1
+        return
+    taken = footprint(config, policy, capacity=tokens, prompt=tokens, fetch="device_put")
+    assert taken["device_bytes"] <= fraction * taken["full_bytes"] * 1.01
+    if name not in ("quest", "loki", "omnikv", "shadowkv", "shadowkv_plus"):
+        assert taken["host_bytes"] == 0
+
+
+SETTINGS = {
+    "h2o heavy": (H2O(heavy=-1), "h2o.heavy"),
+    "h2o recent": (H2O(recent=0), "h2o.recent"),
+    "snapkv window": (SnapKV(observation_window=0), "snapkv.observation_window"),
+    "snapkv prompt": (SnapKV(max_capacity_prompt=4), "snapkv.max_capacity_prompt"),
+    "snapkv kernel": (SnapKV(kernel=4), "snapkv.kernel"),
+    "snapkv pooling": (SnapKV(pooling="sum"), "snapkv.pooling"),
+    "snapkv granularity": (SnapKV(granularity="layer"), "snapkv.granularity"),
+    "quest unit": (Quest(unit=0), "quest.unit"),
+    "quest budget": (Quest(budget=3), "quest.budget"),
+    "quest dense": (Quest(dense_layers=-1), "quest.dense_layers"),
+    "loki columns": (Loki(columns=99), "loki.columns"),
+    "loki calibration": (Loki(calibration="later"), "loki.calibration"),
+    "omnikv layers": (OmniKV(filter_layers=(7,)), "omnikv.filter_layers"),
+    "omnikv order": (OmniKV(filter_layers=(2, 1)), "omnikv.filter_layers"),
+    "omnikv selector": (OmniKV(selector="first"), "omnikv.selector"),
+    "kivi bits": (KIVI(bits=3), "kivi.bits"),
+    "kivi group": (KIVI(group=7), "kivi.group must divide"),
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_are_checked(case):
+    policy, told = SETTINGS[case]
+    with pytest.raises(ConfigError, match=told.replace(".", r"\.")):
+        policy.resolve(TINY, 96)
+
+
+def test_each_constructs_without_arguments_and_names_its_source():
+    for name, policy in POLICIES.items():
+        made = policy()
+        assert made.name == name
+        assert made.paper
+        assert hash(made) == hash(policy())
+    assert StreamingLLM in POLICIES.values()
