@@ -8,7 +8,7 @@ equation 3).
 
 import dataclasses
 import math
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,27 @@ class KiviLive(struct.PyTreeNode):
 
     later: Quantised
     recent: KeyValues
+
+
+class Part(NamedTuple):
+    """Some of the tokens that a layer holds.
+
+    Attributes:
+        k, v: [B, h_kv, n, d], multiplied out where they are quantised.
+        positions: of the tokens, int32 [B, n].
+        seen: bool [B, n]: those that are real, and stand in no other part.
+        quantised: keys, or keys and values, are not exact.
+    """
+
+    k: Array
+    v: Array
+    positions: Array
+    seen: Array
+    quantised: bool
+
+    def piece(self, seen: Array) -> Piece:
+        """For attention; seen, bool [B, n] or [B, h_kv, n]."""
+        return Piece(self.k, self.v, seen[:, None, None] if seen.ndim == 2 else seen[:, :, None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,33 +204,41 @@ class KIVI(Policy):
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
     ) -> tuple[Array, LayerState, Any]:
         """Attention over quantised keys and values, quantised keys with exact values, and what is exact."""
-        held, lengths, recent = step.positions[:, :1] + 1, state.frozen.lengths[:, None], state.live.recent
-        keys_end, values_end = (held - 1) // self.residual * self.residual, self.first_exact_value(held)
-        kept = [
-            (state.frozen.quantised, jnp.zeros_like(lengths), jnp.zeros_like(lengths)),
-            (state.live.later, lengths // self.residual * self.residual, self.first_exact_value(lengths)),
-        ]
-        ends = [(lengths // self.residual * self.residual, self.first_exact_value(lengths)), (keys_end, values_end)]
-        rows = [(self.keys_of(spec, part.keys), self.values_of(spec, part.values)) for part, _, _ in kept]
-        pieces = []
-        # keys and values of one part begin and end at different positions: each half joins the other part's too
-        for (_, k_start, _), (k_end, _), (k, _) in zip(kept, ends, rows, strict=True):
-            positions = k_start + jnp.arange(k.shape[2])  # [B, n] of the keys
-            for (_, _, v_start), (_, v_end), (_, v) in zip(kept, ends, rows, strict=True):
-                if not (k.shape[2] and v.shape[2]):
-                    continue
-                seen = (positions < k_end) & (positions >= v_start) & (positions < v_end)
-                index = jnp.clip(positions - v_start, 0, v.shape[2] - 1)[:, None, :, None]
-                pieces.append(Piece(k, jnp.take_along_axis(v, index, axis=2), seen[:, None, None]))
-        last = held - 1
-        slots = last - (last - jnp.arange(self.residual)) % self.residual  # position in each slot of the ring
-        for (_, k_start, _), (k_end, _), (k, _) in zip(kept, ends, rows, strict=True):
-            if k.shape[2]:
-                seen = (slots >= jnp.maximum(values_end, k_start)) & (slots < k_end) & (slots >= 0)
-                index = jnp.clip(slots - k_start, 0, k.shape[2] - 1)[:, None, :, None]
-                pieces.append(Piece(jnp.take_along_axis(k, index, axis=2), recent.v, seen[:, None, None]))
-        pieces.append(Piece(recent.k, recent.v, ((slots >= keys_end) & (slots >= 0))[:, None, None]))
+        pieces = [part.piece(part.seen) for part in self.parts(spec, state, step.positions[:, :1] + 1)]
         return attend(step.q_post, pieces, spec.scale), state, carry
+
+    def parts(self, spec: CacheSpec, state: LayerState, held: Array) -> list["Part"]:
+        """Everything that rows hold, each token once; held, int32 [B, 1]: tokens, the query's own included."""
+        lengths, recent, size = state.frozen.lengths[:, None], state.live.recent, self.residual
+        frozen, later = state.frozen.quantised, state.live.later
+        keys, values = self.keys_of(spec, frozen.keys), self.values_of(spec, frozen.values)
+        later_keys, later_values = self.keys_of(spec, later.keys), self.values_of(spec, later.values)
+        # of keys and values, what the prompt's part ends with, and what is quantised by now
+        k_cut, v_cut = lengths // size * size, self.first_exact_value(lengths)
+        k_end, v_end = (held - 1) // size * size, self.first_exact_value(held)
+        last = held - 1
+        slots = last - (last - jnp.arange(size)) % size  # position in each slot of the ring
+
+        def key_at(rows: Array, positions: Array, start: Array | int) -> Array:
+            index = jnp.clip(positions - start, 0, rows.shape[2] - 1)
+            return jnp.take_along_axis(rows, index[:, None, :, None], axis=2)
+
+        found = []
+        if values.shape[2]:
+            at = jnp.broadcast_to(jnp.arange(values.shape[2]), (spec.batch, values.shape[2]))
+            found.append(Part(keys[:, :, : values.shape[2]], values, at, at < v_cut, True))
+        at = v_cut + jnp.arange(spec.window)
+        if keys.shape[2]:  # values that were quantised after the prompt, of keys that the prompt's blocks have
+            near, rows = at[:, :size], later_values[:, :, :size]
+            found.append(Part(key_at(keys, near, 0), rows, near, (near < v_end) & (near < k_cut), True))
+            found.append(Part(key_at(keys, slots, 0), recent.v, slots, (slots >= v_end) & (slots < k_cut), True))
+        seen = (at >= k_cut) & (at < v_end)
+        found.append(Part(key_at(later_keys, at, k_cut), later_values, at, seen, True))
+        seen = (slots >= v_end) & (slots >= k_cut) & (slots < k_end)
+        found.append(Part(key_at(later_keys, slots, k_cut), recent.v, slots, seen, True))
+        found.append(Part(recent.k, recent.v, slots, slots >= k_end, False))
+        # a slot of the ring that no token has reached yet stands for a negative position
+        return [part._replace(seen=part.seen & (part.positions >= 0)) for part in found]
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Capacity, and the segment behind the prompt."""
@@ -223,8 +252,8 @@ class KIVI(Policy):
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Everything multiplied out for a layer, values twice, and scores."""
-        tokens = spec.capacity + 3 * spec.window + 4 * self.residual
+        """Everything multiplied out for a layer, and scores."""
+        tokens = spec.capacity + 2 * spec.window + 4 * self.residual
         row = spec.kv_heads * spec.head_dim * (4 * jnp.dtype(spec.dtype).itemsize + 4 * 4)
         return spec.batch * tokens * (row + 3 * 4 * spec.q_heads)
 
