@@ -28,6 +28,10 @@ class SetPolicy(abc.ABC):
             One list a query head, and the smallest relative gap of scores at a cut (inf where nothing is cut).
         """
 
+    def distort(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Keys and values [held, h_kv, d] as a step attends to them."""
+        return k, v
+
     def saw(self, memory: Any, seen: list[list[int]], probs: list[Array], held: int) -> None:
         """Note the attention that was given."""
         del memory, seen, probs, held
@@ -51,9 +55,10 @@ class SetOracle(Oracle):
         held, h_kv, _ = cache.k_pre.shape
         q = apply_rope(q_pre, np.array([held - 1]), self.config.rope)[0]
         seen, gap = self.policy.see(self.memory[layer], q, cache.k_post)
+        held_rows = self.policy.distort(cache.k_post, cache.v)
         group, outs, probs = len(q) // h_kv, [], []
         for head, positions in enumerate(seen):
-            keys, values = (x[positions, head // group] for x in (cache.k_post, cache.v))
+            keys, values = (x[positions, head // group] for x in held_rows)
             probs.append(softmax(keys @ q[head] / np.sqrt(q.shape[1])))
             outs.append(probs[-1] @ values)
         self.policy.saw(self.memory[layer], seen, probs, held)
@@ -255,3 +260,33 @@ class OmniKV(SetPolicy):
         dense = layer < self.filter_layers[0] or layer in self.filter_layers or layer - 1 in self.filter_layers
         seen = list(range(held)) if dense else memory["shared"]["chosen"] + list(range(tokens, held))
         return [seen] * len(q), gap
+
+
+@dataclasses.dataclass(frozen=True)
+class KIVI(SetPolicy):
+    """Everything is seen, through `distort`."""
+
+    bits: int
+    group: int
+    residual: int
+
+    def see(self, memory: Any, q: Array, k: Array) -> tuple[list[list[int]], float]:
+        """All."""
+        return [list(range(len(k)))] * len(q), np.inf
+
+    def rounded(self, x: Array) -> Array:
+        """Groups of the last axis, each number as its code stands for."""
+        least, most = x.min(axis=-1, keepdims=True), x.max(axis=-1, keepdims=True)
+        if self.bits == 1:
+            return np.where(x >= (least + most) / 2, (least + 3 * most) / 4, (3 * least + most) / 4)
+        step = (most - least) / (2**self.bits - 1)
+        return least + np.round((x - least) / np.where(step > 0, step, 1)) * step
+
+    def distort(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """Keys of whole blocks by channel, old values by token; k and v [held, h_kv, d]."""
+        held, heads, dim = k.shape
+        blocks, old = (held - 1) // self.residual * self.residual, max(held - self.residual, 0)
+        keys = k[:blocks].reshape(blocks // self.group, self.group, heads, dim).transpose(0, 2, 3, 1)
+        keys = self.rounded(keys).transpose(0, 3, 1, 2).reshape(blocks, heads, dim)
+        values = self.rounded(v[:old].reshape(old, heads, dim // self.group, self.group)).reshape(old, heads, dim)
+        return np.concatenate([keys, k[blocks:]]), np.concatenate([values, v[old:]])

@@ -9,7 +9,7 @@ import pytest
 from cases import CONFIGS, model, random_tokens, run_steps
 
 from jshadow import decode
-from jshadow.policies import H2O, Loki, OmniKV, Quest, SnapKV
+from jshadow.policies import H2O, KIVI, Loki, OmniKV, Quest, SnapKV
 
 # The middle row ends inside a chunk and a page, the last one is shorter than every window and budget.
 LENGTHS, CAPACITY, STEPS = (118, 67, 9), 160, 14
@@ -24,6 +24,9 @@ CASES = {
     "h2o_normalised": ("group2", H2O(heavy=10, recent=7, normalise=True)),
     "h2o_recent_alone": ("group1", H2O(heavy=0, recent=12)),
     "h2o_wide": ("head_dim80", H2O(heavy=16, recent=1)),
+    "kivi": ("group2", KIVI(bits=2, group=8, residual=16)),
+    "kivi_1bit": ("group1", KIVI(bits=1, group=4, residual=12)),
+    "kivi_4bit": ("head_dim80", KIVI(bits=4, group=5, residual=10)),
     "loki": ("group2", LOKI),
     "loki_wide": ("head_dim80", dataclasses.replace(LOKI, columns=13, recent=6)),
     "loki_whole_heads": ("group1", dataclasses.replace(LOKI, columns=16)),
