@@ -30,7 +30,8 @@ from jshadow.models.transformer import logits as model_logits
 from jshadow.planning import cache_specs, of_layer, pieces_of
 from jshadow.policies import Policy, ShadowKV
 from jshadow.rope import inverse_frequencies, rotation
-from jshadow.state import CacheSpec, Counters, HostTier, KVState, LayerState, PromptKV
+from jshadow.state import CacheSpec, Counters, HostTier, KVState, LayerState, PromptKV, Reads, Writes
+from jshadow.step import step_writes
 
 Logits = str | Callable[[Array], Any]
 LIMITING = threading.Lock()  # held by the prefill that limits BLAS
@@ -256,11 +257,40 @@ def prefill_many(
     host_memory.settle(travelling, plans)
     batch = len(lengths)
     last = tokens[np.arange(batch), lengths - 1]
-    return [
-        (out, commit(KVState(tuple(done), policy.init_shared(plan, fitted), jnp.array(lengths), jnp.array(last),
-                             Counters.zeros(batch), fitted, plan, policy), everywhere))
+    states = [
+        commit(
+            KVState(tuple(done), policy.init_shared(plan, fitted), jnp.array(lengths), jnp.array(last),
+                    Counters.zeros(batch), fitted, plan, policy), everywhere,
+        )
         for done, policy, plan in zip(layers, resolved, plans, strict=True)
     ]  # fmt: skip
+    if any(policy.predecode for policy in resolved):
+        final = _prompt_logits(params.weights, x[:, : tokens.shape[1]], row_lengths, config=config, want="last")
+        token = final.argmax(-1).astype(jnp.int32)
+        states = [foresee(params.weights, config, token, state) for state in states]
+    return [(out, state) for state in states]
+
+
+def foresee(weights: dict, config: ModelConfig, token: Array, state: KVState) -> KVState:
+    """The state with what its policy keeps of a step on a token, [B], that is taken back."""
+    if not state.policy.predecode:
+        return state
+    reads, writes = state.split()
+    shared, lives = _foresee(weights, token, reads, writes, config=config)
+    layers = tuple((live, tail) for live, (_, tail) in zip(lives, writes.layers, strict=True))
+    return commit(state.join(writes.replace(layers=layers, shared=shared)))
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def _foresee(weights: dict, token: Array, reads: Reads, writes: Writes, *, config: ModelConfig) -> tuple[Any, Any]:
+    policy = reads.policy
+    begun = writes.replace(shared=policy.before_guess(writes.shared, token))
+    _, after = step_writes(weights, config, token[:, None], jnp.ones_like(writes.lengths), reads, begun)
+    lives = [
+        spec.policy.adopt(before[0], now[0])
+        for spec, before, now in zip(reads.specs, writes.layers, after.layers, strict=True)
+    ]
+    return after.shared, lives
 
 
 def spread(weights: dict) -> Sharding | None:

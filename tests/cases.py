@@ -16,7 +16,20 @@ from probe import Probe
 from jshadow import decode
 from jshadow.config import ModelConfig, RopeConfig
 from jshadow.params import Params, init_params
-from jshadow.policies import H2O, KIVI, Full, Loki, OmniKV, Policy, Quest, ShadowKV, ShadowKVPlus, SnapKV, StreamingLLM
+from jshadow.policies import (
+    H2O,
+    KIVI,
+    Full,
+    Loki,
+    OmniKV,
+    Policy,
+    Quest,
+    ShadowKV,
+    ShadowKVPlus,
+    SnapKV,
+    SpeCache,
+    StreamingLLM,
+)
 from jshadow.state import KVState
 
 # Three layers: the probe has three kinds of them. A prime vocabulary: a wrong reshape cannot hide.
@@ -86,6 +99,7 @@ POLICY_CASES = {
     ),
     "kivi": PolicyCase(KIVI(bits=2, group=8, residual=8), KIVI.lossless),
     "kivi_1bit": PolicyCase(KIVI(bits=1, group=4, residual=12), KIVI.lossless),
+    "specache": PolicyCase(SpeCache(bits=1, group=8, residual=8, fetched=6), SpeCache.lossless),
     "shadowkv": shadowkv_case(ShadowKV, **SMALL),
     "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, **REFERENCE),
     "shadowkv_plus": shadowkv_case(ShadowKVPlus, **PLUS),

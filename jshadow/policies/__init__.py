@@ -15,9 +15,22 @@ from jshadow.policies.quest import Quest as Quest
 from jshadow.policies.shadowkv import ShadowKV as ShadowKV
 from jshadow.policies.shadowkv_plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.snapkv import SnapKV as SnapKV
+from jshadow.policies.specache import SpeCache as SpeCache
 from jshadow.policies.streaming_llm import StreamingLLM as StreamingLLM
 
-LISTED: tuple[type[Policy], ...] = (Full, StreamingLLM, H2O, SnapKV, Quest, Loki, OmniKV, KIVI, ShadowKV, ShadowKVPlus)
+LISTED: tuple[type[Policy], ...] = (
+    Full,
+    StreamingLLM,
+    H2O,
+    SnapKV,
+    Quest,
+    Loki,
+    OmniKV,
+    KIVI,
+    SpeCache,
+    ShadowKV,
+    ShadowKVPlus,
+)
 POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in LISTED}
 
 

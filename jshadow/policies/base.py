@@ -46,6 +46,7 @@ class Policy(abc.ABC):
         needs: what `compress` reads beyond keys and values: "q_all" for all queries and their log-sum-exps.
         q_tail: trailing queries that `compress` reads.
         step_rows: query rows of a decode step (2 where a guessed token runs along).
+        predecode: a prompt ends with a step that is taken back but for what `adopt` keeps and `after_step` shares.
         extend_piece: new tokens of a turn that the hooks of a step take at once, with the result of as many single
             steps. 1: a turn is a loop over steps.
     """
@@ -55,6 +56,7 @@ class Policy(abc.ABC):
     needs: frozenset[str] = frozenset()
     q_tail = 0
     step_rows = 1
+    predecode = False
     extend_piece: int = 1
 
     # Settings
@@ -135,6 +137,14 @@ class Policy(abc.ABC):
     def after_step(self, shared: Any, logits: Array, lengths: Array) -> Any:
         """New shared state from the float32 logits [B, T, V] of all rows of the step."""
         return shared
+
+    def before_guess(self, shared: Any, token: Array) -> Any:
+        """Shared state before the step of `predecode` on each row's most likely token, int32 [B]."""
+        return shared
+
+    def adopt(self, live: Any, after: Any) -> Any:
+        """What a layer's live half keeps of that step."""
+        return live
 
     @abc.abstractmethod
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:

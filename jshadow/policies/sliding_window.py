@@ -77,8 +77,12 @@ class SlidingWindow(Policy):
         lengths = step.lengths + step.valid.sum(axis=1, dtype=jnp.int32)
         held, own = self.held_positions(spec, lengths)[:, None], step.positions[:, :, None]
         seen = (held >= 0) & (held <= own) & (held > own - self.window)
-        cache = state.live.cache
-        return attend(step.q_post, [Piece(cache.k, cache.v, seen[:, None])], spec.scale), state, carry
+        cache, rows = state.live.cache, step.positions.shape[1]
+        pieces = [Piece(cache.k, cache.v, seen[:, None])]
+        if rows > 1:  # a guess is not kept, yet it sees itself
+            k, v = (x.transpose(0, 2, 1, 3) for x in (step.k_post, step.v))
+            pieces.append(Piece(k, v, (jnp.eye(rows, dtype=bool) & ~step.valid[:, None])[:, None]))
+        return attend(step.q_post, pieces, spec.scale), state, carry
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """At most the window."""

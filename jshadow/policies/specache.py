@@ -1,0 +1,230 @@
+"""SpeCache: a low-bit copy, exact rows fetched a step ahead (Jie et al. 2025, arXiv 2503.16163, section 3).
+
+A step carries two queries: of the current token, whose output counts, and of the token that is guessed to follow. What
+the guess attends to most in the low-bit copy is fetched exactly while the step goes on, and takes the place of its
+low-bit rows in the next one. The guess is never verified and its keys are not kept: a wrong one costs accuracy of the
+next step's rows alone. Where text and printed algorithm differ (which rows are fetched, what is appended) the text is
+followed. Tokens are chosen for each KV head by the mean of its query heads' probabilities; exact tokens are no
+candidates. The first guess comes from a step that is taken back (`predecode`), as in the paper.
+"""
+
+import dataclasses
+import math
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jshadow.attention import Piece, attend, group_queries, masked_scores
+from jshadow.chunking import to_chunks, top_k
+from jshadow.config import ModelConfig
+from jshadow.policies.base import check_range, infeasible, own_share, whole_share
+from jshadow.policies.kivi import KIVI, KiviLive
+from jshadow.state import (
+    CacheSpec,
+    Fetched,
+    HostLayout,
+    HostWrite,
+    KeyValues,
+    LayerState,
+    PromptKV,
+    Selection,
+    StepKV,
+)  # fmt: skip
+
+
+class Guess(struct.PyTreeNode):
+    """Shared by all layers.
+
+    Attributes:
+        guess: the token that is expected after the next one, int32 [B].
+        known: it has been guessed, bool [B]; before, the current token stands in for it.
+    """
+
+    guess: Array
+    known: Array
+
+
+class SpeLive(KiviLive, kw_only=True):
+    """Also the rows that came for this step.
+
+    Attributes:
+        buffer: keys after RoPE and values [B, h_kv, k, d].
+        positions: theirs, int32 [B, h_kv, k]; -1 for none.
+    """
+
+    buffer: KeyValues
+    positions: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeCache(KIVI):
+    """KIVI whose most wanted tokens are exact, by speculation.
+
+    Attributes:
+        bits, group, residual: as in KIVI; half the residual pays for the fetched rows.
+        fetched: tokens fetched for a step, of each KV head.
+    """
+
+    residual: int = 64
+    fetched: int = 64
+
+    name = "specache"
+    paper = "arXiv 2503.16163, section 3"
+    step_rows = 2
+    predecode = True
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Check the settings."""
+        check_range(self.name, "fetched", self.fetched, 1)
+        return super().resolve(config, capacity)
+
+    def init_shared(self, specs: tuple[CacheSpec, ...], fitted: Any = None) -> Guess:
+        """Nothing guessed."""
+        return Guess(jnp.zeros(specs[0].batch, jnp.int32), jnp.zeros(specs[0].batch, bool))
+
+    def after_step(self, shared: Guess, logits: Array, lengths: Array) -> Guess:
+        """The most likely token after the guessed one; after the current one, where none was guessed yet."""
+        best = logits.argmax(-1).astype(jnp.int32)
+        return Guess(jnp.where(shared.known, best[:, 1], best[:, 0]), jnp.ones_like(shared.known))
+
+    def before_guess(self, shared: Guess, token: Array) -> Guess:
+        """What the step that is taken back begins with."""
+        return Guess(token, jnp.zeros_like(shared.known))
+
+    def adopt(self, live: SpeLive, after: SpeLive) -> SpeLive:
+        """The rows that came, and nothing else of that step."""
+        return live.replace(buffer=after.buffer, positions=after.positions)
+
+    def count(self, spec: CacheSpec) -> int:
+        """Tokens fetched for a step."""
+        return min(self.fetched, spec.capacity)
+
+    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
+        """Everything, exactly, token by token."""
+        return HostLayout(spec.kv_heads, spec.capacity, 1, planes=2, tail_units=spec.window)
+
+    # State
+
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        """Nothing held, nothing fetched."""
+        state = super().init(spec, fitted)
+        zeros = jnp.zeros((spec.batch, spec.kv_heads, self.count(spec), spec.head_dim), spec.dtype)
+        live = SpeLive(
+            state.live.later, state.live.recent, buffer=KeyValues(zeros, zeros),
+            positions=jnp.full(zeros.shape[:3], -1, jnp.int32),
+        )  # fmt: skip
+        return state.replace(live=live)
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """The low-bit copy, and the exact rows for the host."""
+        state, _ = super().compress(spec, state, prompt, fitted)
+        planes = [to_chunks(x, spec.capacity, 1) for x in (prompt.k_post, prompt.v)]
+        return state, HostWrite(jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, spec.capacity, -1))
+
+    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+        """The current token's row, here and to the host; the guess's is not kept."""
+        made, _ = super().append(spec, state, step)
+        live = state.live.replace(later=made.live.later, recent=made.live.recent)
+        row = jnp.stack([step.k_post[:, 0], step.v[:, 0]], axis=2)  # [B, h_kv, 2, d]
+        data = row.reshape(spec.batch, spec.kv_heads, 1, -1)
+        start = step.positions[:, :1] - state.frozen.lengths[:, None]
+        return state.replace(live=live), HostWrite(data, start, step.valid[:, :1])
+
+    # One step
+
+    def pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[list[Piece], list[Array]]:
+        """What both queries see, and the positions behind it, int32 [B, h_kv | 1, n]; -1 where nobody may choose it."""
+        live: SpeLive = state.live
+        batch, heads = live.positions.shape[:2]
+        row, head = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
+        slot = jnp.where(live.positions >= 0, live.positions, spec.capacity)
+        exact = jnp.zeros((batch, heads, spec.capacity + 1), bool).at[row, head, slot].set(True)
+        pieces, positions = [], []
+        for part in self.parts(spec, state, step.positions[:, :1] + 1):
+            at = jnp.clip(part.positions, 0, spec.capacity - 1)[:, None]
+            replaced = jnp.take_along_axis(exact, jnp.broadcast_to(at, (batch, heads, at.shape[2])), axis=2)
+            # only what is not exact is replaced: the buffer may hold a token that nobody has quantised
+            seen = part.seen[:, None] & ~replaced
+            pieces.append(part.piece(seen))
+            choosable = part.seen[:, None] & part.quantised
+            positions.append(jnp.where(choosable & seen, part.positions[:, None], -1))
+        pieces.append(Piece(live.buffer.k, live.buffer.v, (live.positions >= 0)[:, :, None]))
+        positions.append(live.positions)
+        k, v = (x[:, 1:].transpose(0, 2, 1, 3) for x in (step.k_post, step.v))
+        pieces.append(Piece(k, v, jnp.array([False, True])[None, None, :, None]))
+        positions.append(jnp.full((1, 1, 1), -1))
+        return pieces, positions
+
+    def attend(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
+    ) -> tuple[Array, LayerState, Any]:
+        """Attention of both queries; what came takes the place of its low-bit rows."""
+        return attend(step.q_post, self.pieces(spec, state, step)[0], spec.scale), state, carry
+
+    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any) -> tuple[Selection, ...]:
+        """For the next step, what the guess attended to most."""
+        pieces, positions = self.pieces(spec, state, step)
+        own = step.q_post[:, 1:]
+        pieces = [piece.of_queries(1, 2) for piece in pieces]
+        logits = jnp.concatenate([masked_scores_of(own, piece, spec.scale) for piece in pieces], axis=-1)
+        probs = jax.nn.softmax(logits, axis=-1).mean(axis=2)[:, :, 0]  # [B, h_kv, n]
+        at = jnp.concatenate([jnp.broadcast_to(x, (spec.batch, spec.kv_heads, x.shape[2])) for x in positions], axis=2)
+        places = top_k(jnp.where(at >= 0, probs, -1.0), self.count(spec))
+        chosen = jnp.take_along_axis(at, places, axis=2)
+        length = state.frozen.lengths[:, None, None]
+        ids = jnp.where(chosen < length, chosen, chosen - length + spec.capacity)
+        valid = (chosen >= 0) & step.valid[:, :1, None]
+        return (Selection(jnp.maximum(ids, 0), valid, when="next_step"),)
+
+    def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
+        """Keep what came for the next step; a row without valid ids is idle and stays."""
+        assert fetched.k is not None
+        live: SpeLive = state.live
+        length = state.frozen.lengths[:, None, None]
+        ids = jnp.where(selection.ids < spec.capacity, selection.ids, selection.ids - spec.capacity + length)
+        there = selection.valid.any(axis=(1, 2), keepdims=True)
+        positions = jnp.where(there, jnp.where(selection.valid, ids, -1), live.positions)
+        rows = (
+            jnp.where(there[..., None], new, old)
+            for new, old in ((fetched.k, live.buffer.k), (fetched.v, live.buffer.v))
+        )
+        return state.replace(live=live.replace(buffer=KeyValues(*rows), positions=positions))
+
+    def step_temporaries(self, spec: CacheSpec) -> int:
+        """As KIVI for two queries, and their probabilities once more."""
+        return 2 * super().step_temporaries(spec)
+
+    @classmethod
+    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
+        """A residual that is never full."""
+        base = KIVI.lossless(num_tokens, config)
+        return cls(group=base.group, residual=base.residual)
+
+    @classmethod
+    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """One or two bits, the smallest groups that fit beside the residual and the fetched rows."""
+        own = own_share(cls.name, fraction, num_tokens, config)
+        largest = math.gcd(config.head_dim, 64)
+        groups = [group for group in (16, 32, 64) if group <= largest] or [largest]
+        found = []
+        for bits in (1, 2, 4, 8):
+            for group in groups:
+                residual = max(group, min(cls.residual, num_tokens // 32 // group * group))
+                rows = min(cls.fetched, max(1, num_tokens // 32))
+                share = (bits + 32 / group) / 16 + (2 * residual + 2 * rows) / num_tokens
+                found.append((share, bits, group, residual, rows))
+        fitting = [one for one in found if one[0] <= own]
+        if not fitting:
+            raise infeasible(cls.name, fraction, whole_share(min(found)[0], num_tokens, config))
+        _, bits, group, residual, rows = max(fitting, key=lambda one: (one[1], one[0]))
+        return cls(bits=bits, group=group, residual=residual, fetched=rows)
+
+
+def masked_scores_of(q: Array, piece: Piece, scale: float) -> Array:
+    """Float32 scores [B, h_kv, group, T, n] of queries [B, T, h_q, d]."""
+    return masked_scores(group_queries(q, piece.k.shape[1]), piece, scale)
