@@ -36,7 +36,7 @@ def cache_specs(
     specs = []
     for layer in range(config.num_layers):
         kind = config.attention_kind(layer)
-        own = policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window)
+        own = policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window, policy.foresees)
         specs.append(
             CacheSpec(
                 layer=layer, num_layers=config.num_layers, batch=batch, capacity=capacity,

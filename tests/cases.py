@@ -20,6 +20,7 @@ from jshadow.policies import (
     H2O,
     KIVI,
     Full,
+    InfiniGen,
     Loki,
     OmniKV,
     Policy,
@@ -92,6 +93,7 @@ POLICY_CASES = {
     "h2o": PolicyCase(H2O(heavy=6, recent=8), H2O.lossless),
     "snapkv": PolicyCase(SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3), SnapKV.lossless),
     "quest": PolicyCase(Quest(budget=12, unit=4, dense_layers=1), lossless_quest),
+    "infinigen": PolicyCase(InfiniGen(budget=9, columns=4, alpha=0.5, dense_layers=1), InfiniGen.lossless),
     "loki": PolicyCase(Loki(budget=9, columns=3, recent=4), Loki.lossless),
     "omnikv": PolicyCase(OmniKV(budget=9, filter_layers=(0,)), lossless_omnikv),
     "omnikv_window": PolicyCase(

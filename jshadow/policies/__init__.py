@@ -8,6 +8,7 @@ from jshadow.errors import ConfigError
 from jshadow.policies.base import Policy as Policy
 from jshadow.policies.full import Full as Full
 from jshadow.policies.h2o import H2O as H2O
+from jshadow.policies.infinigen import InfiniGen as InfiniGen
 from jshadow.policies.kivi import KIVI as KIVI
 from jshadow.policies.loki import Loki as Loki
 from jshadow.policies.omnikv import OmniKV as OmniKV
@@ -25,6 +26,7 @@ LISTED: tuple[type[Policy], ...] = (
     SnapKV,
     Quest,
     Loki,
+    InfiniGen,
     OmniKV,
     KIVI,
     SpeCache,

@@ -46,6 +46,7 @@ class Policy(abc.ABC):
         needs: what `compress` reads beyond keys and values: "q_all" for all queries and their log-sum-exps.
         q_tail: trailing queries that `compress` reads.
         step_rows: query rows of a decode step (2 where a guessed token runs along).
+        foresees: every layer hands the next one what its queries will be; sliding layers do too.
         predecode: a prompt ends with a step that is taken back but for what `adopt` keeps and `after_step` shares.
         extend_piece: new tokens of a turn that the hooks of a step take at once, with the result of as many single
             steps. 1: a turn is a loop over steps.
@@ -57,6 +58,7 @@ class Policy(abc.ABC):
     q_tail = 0
     step_rows = 1
     predecode = False
+    foresees = False
     extend_piece: int = 1
 
     # Settings
@@ -217,6 +219,11 @@ class Policy(abc.ABC):
         Raises:
             Infeasible: no setting is that small; the message names the least share.
         """
+
+
+def foreseen(step: StepKV) -> Array | None:
+    """The next layer's queries after RoPE [B, T, h_q, d], from this layer's input; None behind the last one."""
+    return None if step.q_next is None else step.q_next(step.x_in)
 
 
 def leaf_bytes(leaf: Any) -> int:

@@ -77,6 +77,18 @@ class RetrievalPolicy(Policy, abc.ABC):
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
         """How much each query wants each unit: q [B, h_kv, group, T, d] -> float32 [B, h_kv, T, n]."""
 
+    def query(self, step: StepKV, carry: Any) -> Array:
+        """The queries after RoPE [B, T, h_q, d] that choose."""
+        return step.q_post
+
+    def enough(self, spec: CacheSpec, scores: Array, good: Array) -> Array:
+        """Which of the best units are fetched: float32 scores [B, h_kv, T, k], falling; `good` ones exist."""
+        return good
+
+    def onward(self, step: StepKV, carry: Any) -> Any:
+        """What this layer tells the next one."""
+        return carry
+
     def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Any:
         """The basis; None for most policies."""
         return None
@@ -197,7 +209,7 @@ class RetrievalPolicy(Policy, abc.ABC):
         """The best units of each query, one query after the other."""
         layout, frozen = self.host_layout(spec), state.frozen
         assert layout is not None
-        q = group_queries(step.q_post, spec.kv_heads)
+        q = group_queries(self.query(step, carry), spec.kv_heads)
         parts = [self.score(spec, summaries, q, frozen.basis) for summaries in (frozen.summaries, state.live.summaries)]
         scores = jnp.concatenate(parts, axis=3)
         # unit of the sequence behind each place: the prompt's whole units, then the tail's
@@ -209,7 +221,7 @@ class RetrievalPolicy(Policy, abc.ABC):
         candidate = (real[:, None] & old)[:, None]  # [B, 1, T, n]
         ids = top_k(jnp.where(candidate, scores, -jnp.inf), self.count(spec))
         good = jnp.take_along_axis(jnp.broadcast_to(candidate, scores.shape), ids, axis=3)
-        good &= step.valid[:, None, :, None]
+        good = self.enough(spec, jnp.take_along_axis(scores, ids, axis=3), good) & step.valid[:, None, :, None]
         taken = jnp.where(good, ids, -1)
         before = jnp.concatenate([state.live.selected[:, :, None], taken[:, :, :-1]], axis=2)
         hit = (ids[..., None] == before[..., None, :]).any(-1) & good
@@ -234,7 +246,7 @@ class RetrievalPolicy(Policy, abc.ABC):
         shape = (spec.batch, spec.kv_heads, queries, -1)
         k, v = (x.reshape(*shape, spec.head_dim) for x in (fetched.k, fetched.v))
         pieces = [Piece(recent.k, recent.v, seen[:, None]), Piece(k, v, fetched.valid.reshape(shape))]
-        return attend(step.q_post, pieces, spec.scale), state, carry
+        return attend(step.q_post, pieces, spec.scale), state, self.onward(step, carry)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Recent tokens, and whole units."""

@@ -14,7 +14,7 @@ from jax import Array
 from jshadow.attention import Piece, attend
 from jshadow.chunking import write_rows
 from jshadow.config import ModelConfig
-from jshadow.policies.base import SLIDING_PIECE, Policy, sliding_slots
+from jshadow.policies.base import SLIDING_PIECE, Policy, foreseen, sliding_slots
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
 
@@ -30,9 +30,11 @@ class SlidingWindow(Policy):
 
     Attributes:
         window: tokens that a query sees, itself included.
+        foresees: hand the next layer its foreseen queries, for a policy of the other layers that wants them.
     """
 
     window: int = 4096
+    foresees: bool = False
 
     name = "sliding_window"
     paper = "arXiv 2310.06825, section 2"
@@ -82,7 +84,7 @@ class SlidingWindow(Policy):
         if rows > 1:  # a guess is not kept, yet it sees itself
             k, v = (x.transpose(0, 2, 1, 3) for x in (step.k_post, step.v))
             pieces.append(Piece(k, v, (jnp.eye(rows, dtype=bool) & ~step.valid[:, None])[:, None]))
-        return attend(step.q_post, pieces, spec.scale), state, carry
+        return attend(step.q_post, pieces, spec.scale), state, foreseen(step) if self.foresees else carry
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """At most the window."""

@@ -1,0 +1,165 @@
+"""InfiniGen: tokens are chosen while the layer before computes (Lee et al. 2024, arXiv 2406.19707, section 4).
+
+The input of two neighbouring layers differs little, so a layer's queries can be foreseen from the input of the one
+before. Foreseen queries meet a few columns of the keys, in a basis that gathers the queries' variance in few columns
+(skewing); tokens within `alpha` of the best score are fetched. Skewing cannot be folded into weights where keys are
+rotated, so it is applied to queries and keys after RoPE. Columns are chosen by the paper's sum of queries' and keys'
+magnitudes (its code has two other ways). The number of tokens follows from the scores, the same for all heads, up to a
+fixed maximum: shapes are static. The first layers are dense.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+from jax import Array
+
+from jshadow.attention import group_queries
+from jshadow.config import ModelConfig
+from jshadow.errors import ConfigError
+from jshadow.policies.base import Policy, check_choice, check_range, foreseen, infeasible, own_share, whole_share
+from jshadow.policies.calibration import prompts_of
+from jshadow.policies.full import Full
+from jshadow.policies.retrieval import RetrievalPolicy
+from jshadow.state import CacheSpec, Fetched, LayerState, PromptKV, StepKV
+
+SHARE = 0.2  # of the tokens, and of the columns: the published scripts' settings
+
+
+@dataclasses.dataclass(frozen=True)
+class InfiniGen(RetrievalPolicy):
+    """Fetch what the foreseen query wants.
+
+    Attributes:
+        budget: tokens fetched at most. None: a fifth of the capacity.
+        columns: of keys and queries that score. None: a fifth of the head.
+        alpha: scores that much below the best one are not fetched.
+        dense_layers: first layers that attend to everything; at least one, for the first cannot be foreseen.
+        recent: newest tokens that are always attended.
+        calibration: "online": the basis comes from each prompt's queries; "offline": from a text (`fit`).
+    """
+
+    budget: int | None = None  # type: ignore[assignment]
+    columns: int | None = None
+    alpha: float = 5.0
+    dense_layers: int = 2
+    recent: int = 1
+    calibration: str = "online"
+    unit: int = 1
+
+    name = "infinigen"
+    paper = "arXiv 2406.19707, section 4"
+    foresees = True
+    needs = frozenset({"q_all"})
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Fill in a fifth each, and check."""
+        budget = max(1, int(SHARE * capacity)) if self.budget is None else self.budget
+        columns = max(1, round(SHARE * config.head_dim)) if self.columns is None else self.columns
+        made = dataclasses.replace(self, budget=budget, columns=columns)
+        check_range(self.name, "columns", columns, 1, config.head_dim)
+        check_range(self.name, "dense_layers", self.dense_layers, 1)
+        check_range(self.name, "unit", self.unit, 1, 1)
+        check_choice(self.name, "calibration", self.calibration, ("online", "offline"))
+        if not self.alpha > 0:
+            raise ConfigError(f"infinigen.alpha must be above 0, got {self.alpha!r}")
+        return super(InfiniGen, made).resolve(config, capacity)
+
+    def for_layer(self, layer: int, config: ModelConfig) -> Policy:
+        """The first layers see everything and foresee the next one's queries."""
+        return ForeseeingFull() if layer < self.dense_layers else self
+
+    def no_basis(self, spec: CacheSpec) -> Array:
+        """Zeros [B, h_kv, d, columns]."""
+        assert self.columns is not None
+        return jnp.zeros((spec.batch, spec.kv_heads, spec.head_dim, self.columns), jnp.float32)
+
+    def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Array:
+        """The chosen columns of the skewing basis, float32 [B, h_kv, d, columns]."""
+        assert self.columns is not None
+        assert prompt.q_post is not None
+        if self.calibration == "online":
+            skew = query_basis(prompt)
+        elif isinstance(fitted, dict) and "skew" in fitted:
+            skew = jnp.broadcast_to(fitted["skew"], (spec.batch, *fitted["skew"].shape))
+        else:
+            raise ConfigError("fitted must be what InfiniGen.fit returned where calibration='offline'")
+        real = (jnp.arange(prompt.k_post.shape[1]) < prompt.lengths[:, None])[:, None, :, None]
+        queries = group_queries(prompt.q_post, spec.kv_heads).astype(jnp.float32)
+        skewed_q = jnp.where(real[:, :, None], jnp.abs(jnp.einsum("bhgsd,bhde->bhgse", queries, skew)), 0)
+        keys = prompt.k_post.astype(jnp.float32)
+        skewed_k = jnp.where(real, jnp.abs(jnp.einsum("bshd,bhde->bhse", keys, skew)), 0)
+        weight = skewed_q.sum(axis=(2, 3)) + skewed_k.sum(axis=2)
+        # a stable choice: ties go to the lower column
+        order = jnp.argsort(-weight, axis=-1, stable=True)[..., : self.columns]
+        return jnp.take_along_axis(skew, order[:, :, None, :], axis=3)
+
+    def fit(self, params: Any, tokens: Array) -> dict[str, Array]:
+        """The skewing bases of a text: {"skew": float32 [L, h_kv, d, d]}."""
+        return {"skew": jnp.stack([query_basis(prompt)[0] for prompt in prompts_of(params, tokens)])}
+
+    def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
+        """Partial keys [B, h_kv, n, columns]."""
+        return jnp.einsum("bhnud,bhdr->bhnr", keys.astype(jnp.float32), basis).astype(spec.dtype)
+
+    def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
+        """Foreseen scores, the largest of the group."""
+        short = jnp.einsum("bhgtd,bhdr->bhgtr", q.astype(jnp.float32), basis).astype(spec.dtype)
+        scores = jnp.einsum("bhgtr,bhnr->bhgtn", short, summaries, preferred_element_type=jnp.float32)
+        return scores.max(axis=2) * spec.scale
+
+    def query(self, step: StepKV, carry: Any) -> Array:
+        """What the layer before foresaw."""
+        return carry
+
+    def enough(self, spec: CacheSpec, scores: Array, good: Array) -> Array:
+        """As many as are within alpha of the best, mean over heads; each head its own best ones."""
+        near = (scores > scores[..., :1] - self.alpha) & good
+        count = jnp.round(near.sum(axis=3).astype(jnp.float32).mean(axis=1))
+        return good & (jnp.arange(scores.shape[3]) < count[:, None, :, None])
+
+    def onward(self, step: StepKV, carry: Any) -> Any:
+        """The next layer's queries, from this one's input."""
+        return foreseen(step)
+
+    @classmethod
+    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
+        """Everything is near enough."""
+        return cls(budget=num_tokens, alpha=1e9)
+
+    @classmethod
+    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """As many columns as fit beside the dense layers, keys and values offloaded."""
+        own = own_share(cls.name, fraction, num_tokens, config)
+        layers = sum(kind.window is None for kind in config.attention_kinds)
+        rest = (cls.recent + cls.extend_piece - 1) / num_tokens
+        for dense in (2, 1):
+            share = (own * layers - dense) / max(layers - dense, 1) - rest
+            columns = int(share * 2 * config.head_dim)
+            if columns >= 1:
+                return cls(columns=min(columns, config.head_dim), dense_layers=dense)
+        least = (1 + (layers - 1) * (rest + 0.5 / config.head_dim)) / layers
+        raise infeasible(cls.name, fraction, whole_share(least, num_tokens, config))
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeseeingFull(Full):
+    """Full attention that tells the next layer what its queries will be."""
+
+    name = "infinigen"
+
+    def attend(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
+    ) -> tuple[Array, LayerState, Any]:
+        """Exact attention."""
+        out, state, _ = super().attend(spec, state, step, fetched, carry)
+        return out, state, foreseen(step)
+
+
+def query_basis(prompt: PromptKV) -> Array:
+    """Orthonormal directions of each KV head's queries after RoPE, the strongest first, float32 [B, h_kv, d, d]."""
+    assert prompt.q_post is not None
+    queries = group_queries(prompt.q_post, prompt.k_post.shape[2]).astype(jnp.float32)
+    real = (jnp.arange(queries.shape[3]) < prompt.lengths[:, None])[:, None, None, :, None]
+    queries = jnp.where(real, queries, 0)
+    return jnp.linalg.eigh(jnp.einsum("bhgsd,bhgse->bhde", queries, queries, precision="highest"))[1][..., ::-1]
