@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 from oracle import Oracle, Trace
-from oracle_maths import Array, apply_rope, softmax
+from oracle_maths import Array, apply_rope, linear, rms_norm, softmax
 
 
 class SetPolicy(abc.ABC):
     """A method that attends exactly to a subset of the tokens. It may keep notes in `memory`, one a layer."""
+
+    foresees = False
 
     def start(self, q: Array, k: Array, layer: int, shared: dict[str, Any]) -> Any:
         """Notes after a prompt: rotated queries [T, h_q, d] and keys [T, h_kv, d]; `shared` is that of all layers."""
@@ -49,11 +51,19 @@ class SetOracle(Oracle):
             self.shared: dict[str, Any] = {}
         self.memory[layer] = self.policy.start(q, cache.k_post, layer, self.shared)
 
+    def project(self, layer: Any, x: Array) -> tuple[Array, Array, Array]:
+        """Also keeps the normed input."""
+        self.normed = rms_norm(x, layer["attention_norm"]["scale"], self.config.norm_eps)
+        return super().project(layer, x)
+
     def attend(self, layer: int, cache: Any, q_pre: Array) -> Trace:
         """Softmax over what each head sees."""
         assert len(q_pre) == 1
         held, h_kv, _ = cache.k_pre.shape
         q = apply_rope(q_pre, np.array([held - 1]), self.config.rope)[0]
+        if self.policy.foresees and layer:  # this layer's queries, had the layer before changed nothing
+            rows = linear(self.before, self.weights[f"layer_{layer}"]["attention"]["q"]).reshape(1, *q.shape)
+            self.memory[layer]["foreseen"] = apply_rope(rows, np.array([held - 1]), self.config.rope)[0]
         seen, gap = self.policy.see(self.memory[layer], q, cache.k_post)
         held_rows = self.policy.distort(cache.k_post, cache.v)
         group, outs, probs = len(q) // h_kv, [], []
@@ -62,6 +72,7 @@ class SetOracle(Oracle):
             probs.append(softmax(keys @ q[head] / np.sqrt(q.shape[1])))
             outs.append(probs[-1] @ values)
         self.policy.saw(self.memory[layer], seen, probs, held)
+        self.before = self.normed
         sets = [set(seen[h * group]) for h in range(h_kv)]
         attended = float(np.mean([len(positions) for positions in seen]))
         return Trace(
@@ -290,3 +301,42 @@ class KIVI(SetPolicy):
         keys = self.rounded(keys).transpose(0, 3, 1, 2).reshape(blocks, heads, dim)
         values = self.rounded(v[:old].reshape(old, heads, dim // self.group, self.group)).reshape(old, heads, dim)
         return np.concatenate([keys, k[blocks:]]), np.concatenate([values, v[old:]])
+
+
+@dataclasses.dataclass(frozen=True)
+class InfiniGen(SetPolicy):
+    """Columns of the queries' singular vectors; a count by threshold, the same for all heads."""
+
+    budget: int
+    columns: int
+    alpha: float
+    dense_layers: int
+    recent: int
+
+    foresees = True
+
+    def start(self, q: Array, k: Array, layer: int, shared: dict[str, Any]) -> dict[str, Any]:
+        """Chosen columns of each head's basis, [d, r]."""
+        group, bases = q.shape[1] // k.shape[1], []
+        for h in range(k.shape[1]):
+            queries = q[:, h * group : (h + 1) * group].reshape(-1, q.shape[2])
+            skew = np.linalg.svd(queries)[2].T
+            weight = np.abs(queries @ skew).sum(axis=0) + np.abs(k[:, h] @ skew).sum(axis=0)
+            bases.append(skew[:, np.argsort(-weight, kind="stable")[: self.columns]])
+        return {"layer": layer, "bases": bases}
+
+    def see(self, memory: Any, q: Array, k: Array) -> tuple[list[list[int]], float]:
+        """The recent tokens; of the others, each head's best ones within alpha of its best, as many for all heads."""
+        held, h_kv, dim = k.shape
+        if memory["layer"] < self.dense_layers:
+            return [list(range(held))] * len(q), np.inf
+        group, first, scores = len(q) // h_kv, max(held - self.recent, 0), []
+        for h, basis in enumerate(memory["bases"]):
+            products = (k[:first, h] @ basis) @ (memory["foreseen"][h * group : (h + 1) * group] @ basis).T
+            scores.append(products.max(axis=1) / np.sqrt(dim) if first else np.zeros(0))
+        near = [min(int((row > row.max() - self.alpha).sum()), self.budget) if first else 0 for row in scores]
+        edges = [np.abs(row - (row.max() - self.alpha)).min() for row in scores if first]
+        count = min(int(np.round(np.mean(near))), self.budget)
+        found = [highest(row, count) for row in scores]
+        seen = [best + list(range(first, held)) for best, _ in found for _ in range(group)]
+        return seen, min([gap for _, gap in found] + edges)

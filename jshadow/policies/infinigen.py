@@ -51,6 +51,7 @@ class InfiniGen(RetrievalPolicy):
     paper = "arXiv 2406.19707, section 4"
     foresees = True
     needs = frozenset({"q_all"})
+    extend_piece = 1  # how many tokens a query attends to is read off its own step
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Fill in a fifth each, and check."""
@@ -121,6 +122,12 @@ class InfiniGen(RetrievalPolicy):
     def onward(self, step: StepKV, carry: Any) -> Any:
         """The next layer's queries, from this one's input."""
         return foreseen(step)
+
+    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
+        """Recent tokens, and as many as were near enough."""
+        first = self.first_recent(lengths - 1)
+        chosen = (state.live.selected >= 0).sum(axis=2).astype(jnp.float32).mean(axis=1)
+        return {"window": (lengths - first).astype(jnp.float32), "selected": chosen}
 
     @classmethod
     def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
