@@ -18,10 +18,7 @@ SNAP = SnapKV(max_capacity_prompt=24, observation_window=6, kernel=5)
 LOKI = Loki(budget=20, columns=4, recent=1)
 OMNI = OmniKV(budget=20, filter_layers=(0, 3))  # dense: 0, 1, 3, 4; sparse: 2 and 5
 INFI = InfiniGen(budget=30, columns=5, alpha=1.0, dense_layers=1)
-CONFIGS = CONFIGS | {
-    "deep": dataclasses.replace(CONFIGS["group2"], num_layers=6),
-    "deep_group1": dataclasses.replace(CONFIGS["group1"], num_layers=5),
-}
+CONFIGS = CONFIGS | {"deep": dataclasses.replace(CONFIGS["group2"], num_layers=6)}
 QUEST = Quest(budget=32, unit=8, dense_layers=0)
 CASES = {
     "h2o": ("group2", H2O(heavy=10, recent=7)),
@@ -30,7 +27,8 @@ CASES = {
     "h2o_wide": ("head_dim80", H2O(heavy=16, recent=1)),
     "infinigen": ("deep", INFI),
     "infinigen_wide_net": ("deep", dataclasses.replace(INFI, alpha=9.0, budget=12, columns=8, recent=5)),
-    "infinigen_group1": ("deep_group1", dataclasses.replace(INFI, dense_layers=3)),
+    # of a group of one, nine queries would leave most of the basis undetermined
+    "infinigen_dense": ("deep", dataclasses.replace(INFI, dense_layers=3)),
     "kivi": ("group2", KIVI(bits=2, group=8, residual=16)),
     "kivi_1bit": ("group1", KIVI(bits=1, group=4, residual=12)),
     "kivi_4bit": ("head_dim80", KIVI(bits=4, group=5, residual=10)),
