@@ -1,17 +1,12 @@
 """The command line: `jshadow generate | eval | plan | bench | convert | policies`. Parses, calls, prints."""
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-from rich.table import Table
-
-from jshadow import cli_bench, cli_generate, cli_plan
+from jshadow import cli_bench, cli_generate, cli_plan, cli_policies
 from jshadow.errors import ConfigError, JshadowError
-from jshadow.policies import POLICIES
 from jshadow.progress import SlowProgress
 
 
@@ -33,23 +28,6 @@ def run_convert(args: argparse.Namespace) -> int:
         print(json.dumps(told))
     else:
         print(f"{args.target}: written")
-    return 0
-
-
-def run_policies(args: argparse.Namespace) -> int:
-    """`jshadow policies`."""
-    rows = [
-        {"name": name, "paper": policy.paper, "settings": dataclasses.asdict(policy())}  # type: ignore[call-overload]
-        for name, policy in POLICIES.items()
-    ]
-    if args.json:
-        print(json.dumps({"policies": rows}))
-        return 0
-    table = Table("policy", "settings", "source")
-    for row in rows:
-        settings = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
-        table.add_row(str(row["name"]), settings or "-", str(row["paper"]))
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
     return 0
 
 
@@ -82,9 +60,9 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--shard-gb", type=float, default=5.0, help="most GB of a safetensors file (default: %(default)s)")
     add.add_argument("--json", action="store_true", help=json_help)
 
-    add = commands.add_parser("policies", help="list the policies", description="Policies and their default settings.")
-    add.set_defaults(run=run_policies)
-    add.add_argument("--json", action="store_true", help=json_help)
+    cli_policies.add_options(
+        commands.add_parser("policies", help="list the policies, count their bytes", description=cli_policies.ABOUT)
+    )
 
     cli_plan.add_options(commands.add_parser("plan", help="count KV bytes, plan a GPU", description=cli_plan.ABOUT))
 

@@ -119,6 +119,22 @@ def footprint(
     }
 
 
+def step_footprint(
+    config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
+) -> dict[str, int]:  # fmt: skip
+    """Bytes that one decode step of one row moves from the host, and that it reads on the device, all layers.
+
+    Args and their meaning as in `footprint`.
+
+    Returns:
+        {"bytes_moved", "bytes_read"}; what comes from the host is not in the second.
+    """
+    state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
+    steps = [spec.policy.step_bytes(spec, layer) for spec, layer in zip(state.specs, state.layers, strict=True)]
+    moved = sum(host for step in steps for _, host in step.values())
+    return {"bytes_moved": moved, "bytes_read": sum(device for step in steps for device, _ in step.values())}
+
+
 def pieces_of(tokens: int, prefill_chunk: int) -> tuple[int, int]:
     """How a prompt is cut: (pieces, tokens of each), equal pieces of at most prefill_chunk that cover the tokens."""
     count = -(-tokens // prefill_chunk)

@@ -42,6 +42,7 @@ LEVELS = [
     ["evaluation"],
     ["bench"],
     ["cli_generate", "cli_plan", "cli_bench"],
+    ["cli_policies"],
     ["cli"],
     ["__init__", "__main__"],
 ]

@@ -301,3 +301,41 @@ def test_each_constructs_without_arguments_and_names_its_source():
         assert made.paper
         assert hash(made) == hash(policy())
     assert StreamingLLM in POLICIES.values()
+
+
+# METHODS 17: GiB on the device and on the host, MiB moved a step, at 131,072 tokens of Llama-3.1-8B; None: not told.
+# Rows that a step fetches are no state here, but what moves; the table counts them as device bytes (OmniKV, Quest).
+PAPERS_BYTES = {
+    ("full", "resident"): (16.0, 0, 0),
+    ("streaming_llm:sinks=4:window=2000", "resident"): (0.245, 0, 0),
+    ("h2o", "resident"): (3.2, 0, 0),
+    ("snapkv:max_capacity_prompt=2048", "resident"): (0.25, 0, 0),
+    ("snapkv:max_capacity_prompt=2048:granularity=q_head", "resident"): (1.0, 0, 0),
+    ("quest:budget=2048:dense_layers=0", "resident"): (17.0, 0, 0),
+    ("quest:budget=2048:dense_layers=0", "device_put"): (1.0, 16.0, 256),
+    ("infinigen:columns=25", "device_put"): (1.5625 * 30 / 32 + 1.0, 15.0, None),
+    ("infinigen:columns=16", "device_put"): (1.0 * 30 / 32 + 1.0, 15.0, None),
+    ("omnikv:budget=2048", "device_put"): (4.0, 12.0, 192),
+    ("kivi:bits=2:group=32", "resident"): (3.01, 0, 0),
+    ("kivi:bits=2:group=64", "resident"): (2.51, 0, 0),
+    ("specache:bits=2:group=64", "device_put"): (2.51, 16.0, 8),
+    ("specache:bits=1:group=64", "device_put"): (1.51, 16.0, 8),
+    # the published code also keeps the selected keys and values on the device from step to step, 0.25 GiB
+    ("shadowkv:rank=160:budget=2048", "device_put"): (2.57 - 0.25, 8.0, 128),
+}
+
+
+def test_the_table_of_bytes_is_the_papers(capsys):
+    import json
+
+    from jshadow.cli import main
+
+    assert main(["policies", "--context", "131072", "--model", "llama-3.1-8b", "--json"]) == 0
+    rows = {(row["setting"], row["fetch"]): row for row in json.loads(capsys.readouterr().out)["policies"]}
+    assert {row["policy"] for row in rows.values()} == set(POLICIES)
+    for key, (device, host, moved) in PAPERS_BYTES.items():
+        row = rows[key]
+        assert row["bytes_device"] / 2**30 == pytest.approx(device, rel=0.02), (key, row["parts"])
+        assert row["bytes_host"] / 2**30 == pytest.approx(host, rel=0.02), (key, row["parts"])
+        if moved is not None:
+            assert row["bytes_moved"] / 2**20 == pytest.approx(moved, rel=0.02), key

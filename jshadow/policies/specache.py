@@ -195,6 +195,13 @@ class SpeCache(KIVI):
         )
         return state.replace(live=live.replace(buffer=KeyValues(*rows), positions=positions))
 
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
+        """All that lies on the device is read, the rows of the next step move."""
+        parts = {name: (device, 0) for name, (device, _) in self.nbytes(state).items() if not name.startswith("host")}
+        numbers = 2 * spec.batch * spec.kv_heads * self.count(spec) * spec.head_dim
+        size = numbers * jnp.dtype(spec.dtype).itemsize
+        return parts | {"fetched": (0, 0 if spec.fetch == "resident" else size)}
+
     def step_temporaries(self, spec: CacheSpec) -> int:
         """As KIVI for two queries, and their probabilities once more."""
         return 2 * super().step_temporaries(spec)
