@@ -42,7 +42,7 @@ LOGITS_PIECE = 256  # tokens of float32 logits that exist at once for a callable
     jax.jit, static_argnames=("config", "kind", "needs_all", "q_tail", "prefill_chunk"), donate_argnames=("x",)
 )  # fmt: skip
 def _prefill_layer(
-    weights: dict, x: Array, lengths: Array, inverse: Array, *, config: ModelConfig, kind: AttentionKind,
+    weights: dict, x: Array, lengths: Array, inverse: np.ndarray, *, config: ModelConfig, kind: AttentionKind,
     needs_all: bool, q_tail: int, prefill_chunk: int,
 ) -> tuple[Array, PromptKV]:  # fmt: skip
     """One block over the prompt, piece after piece: hidden states [B, S, D] on, and the prompt's keys and values.
@@ -70,7 +70,7 @@ def _prefill_layer(
         x, prompt = carry
         first = index * size
         positions = first + jnp.arange(size, dtype=jnp.int32)
-        turn = rotation(kind.rope, inverse, positions[None])
+        turn = rotation(kind.rope, jnp.asarray(inverse), positions[None])
         real = (positions < lengths[:, None])[..., None, None]
 
         def cache(heads: Heads) -> tuple[Array, PromptKV]:
@@ -233,7 +233,7 @@ def prefill_many(
     with one_blas_thread() as results:
         for index in range(config.num_layers):
             specs, kind = [plan[index] for plan in plans], config.attention_kind(index)
-            inverse = jnp.asarray(inverse_frequencies(kind.rope, config.head_dim, capacity))
+            inverse = inverse_frequencies(kind.rope, config.head_dim, capacity)  # of NumPy: nothing stays on the device
             x, prompt = _prefill_layer(
                 params.weights[f"layer_{index}"], x, row_lengths, inverse, config=config, kind=kind,
                 needs_all=any("q_all" in spec.policy.needs for spec in specs),
