@@ -32,6 +32,19 @@ def take_span(x: Float[Array, "B S h d"], start: Int[Array, "B"], count: int) ->
     return picked.transpose(0, 2, 1, 3)
 
 
+def ring_positions(lengths: Int[Array, "B"], slots: int) -> Int[Array, "B {slots}"]:
+    """Position of the token in each slot of a ring in which token p lies in slot p % slots; negative where none is."""
+    last = lengths[:, None] - 1
+    return last - (last - jnp.arange(slots)) % slots
+
+
+def fill_ring(x: Float[Array, "B S h d"], lengths: Int[Array, "B"], slots: int) -> Float[Array, "B h {slots} d"]:
+    """The newest tokens of each row of x [B, S, h, d] in such a ring [B, h, slots, d]; zeros where there is none."""
+    held = ring_positions(lengths, slots)[:, :, None, None]
+    rows = jnp.take_along_axis(x, jnp.maximum(held, 0), axis=1, mode="clip")
+    return jnp.where(held >= 0, rows, 0).transpose(0, 2, 1, 3)
+
+
 def write_rows(
     buffer: Shaped[Array, "B h N d"], rows: Shaped[Array, "B T h d"], slots: Int[Array, "B T"],
     valid: Bool[Array, "B T"],

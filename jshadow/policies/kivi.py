@@ -16,7 +16,7 @@ from flax import struct
 from jax import Array
 
 from jshadow.attention import Piece, attend
-from jshadow.chunking import fit_tokens, write_rows
+from jshadow.chunking import fill_ring, fit_tokens, ring_positions, write_rows
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.packing import Packed, dequantise, quantise, scale_dtype, words_of
@@ -148,18 +148,11 @@ class KIVI(Policy):
         keys = keys.reshape(spec.batch, spec.kv_heads, blocks, self.residual, spec.head_dim)
         values = fit_tokens(prompt.v, tokens).transpose(0, 2, 1, 3)
         made = Quantised(self.quantise_keys(keys), self.quantise_values(values))
-        last = prompt.lengths[:, None] - 1
-        held = last - (last - jnp.arange(self.residual)) % self.residual
-        index = jnp.maximum(held, 0)[:, :, None, None]
-        k, v = (
-            jnp.where(held[:, :, None, None] >= 0, jnp.take_along_axis(x, index, axis=1, mode="clip"), 0)
-            for x in (prompt.k_post, prompt.v)
-        )
+        k, v = (fill_ring(x, prompt.lengths, self.residual) for x in (prompt.k_post, prompt.v))
         # what lies behind a row's end was quantised from zeros or from tokens that are not old yet: make it nothing
         old = prompt.lengths // self.residual, self.first_exact_value(prompt.lengths)
         made = Quantised(cut(made.keys, old[0]), cut(made.values, old[1]))
-        ring = KeyValues(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
-        live = state.live.replace(recent=ring)
+        live = state.live.replace(recent=KeyValues(k, v))
         return state.replace(frozen=KiviFrozen(made, prompt.lengths), live=live), None
 
     def quantise_keys(self, keys: Array) -> Packed:
@@ -216,8 +209,7 @@ class KIVI(Policy):
         # of keys and values, what the prompt's part ends with, and what is quantised by now
         k_cut, v_cut = lengths // size * size, self.first_exact_value(lengths)
         k_end, v_end = (held - 1) // size * size, self.first_exact_value(held)
-        last = held - 1
-        slots = last - (last - jnp.arange(size)) % size  # position in each slot of the ring
+        slots = ring_positions(held[:, 0], size)
 
         def key_at(rows: Array, positions: Array, start: Array | int) -> Array:
             index = jnp.clip(positions - start, 0, rows.shape[2] - 1)

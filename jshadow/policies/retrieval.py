@@ -15,7 +15,7 @@ from flax import struct
 from jax import Array
 
 from jshadow.attention import Piece, attend, group_queries
-from jshadow.chunking import to_chunks, top_k, write_rows
+from jshadow.chunking import fill_ring, ring_positions, to_chunks, top_k, write_rows
 from jshadow.config import ModelConfig
 from jshadow.policies.base import Policy, check_range
 from jshadow.state import (
@@ -161,13 +161,7 @@ class RetrievalPolicy(Policy, abc.ABC):
         """Whole units to the host tier, their summaries and the newest tokens to the device."""
         layout, slots = self.host_layout(spec), self.ring_slots(spec)
         assert layout is not None
-        last = prompt.lengths[:, None] - 1
-        held = last - (last - jnp.arange(slots)) % slots
-        k, v = (
-            jnp.where((held >= 0)[:, :, None, None], jnp.take_along_axis(
-                x, jnp.maximum(held, 0)[:, :, None, None], axis=1, mode="clip"
-            ), 0).transpose(0, 2, 1, 3) for x in (prompt.k_post, prompt.v)
-        )  # fmt: skip
+        k, v = (fill_ring(x, prompt.lengths, slots) for x in (prompt.k_post, prompt.v))
         units, basis = prompt.lengths // self.unit, self.learn(spec, prompt, fitted)
         planes = [to_chunks(x, layout.units, self.unit) for x in (prompt.k_post, prompt.v)]
         there = (jnp.arange(layout.units) < units[:, None])[..., None] & jnp.ones(self.unit, bool)
@@ -188,11 +182,9 @@ class RetrievalPolicy(Policy, abc.ABC):
         end = step.lengths + step.valid.sum(axis=1, dtype=jnp.int32)
         there = tokens < end[:, None, None]
         index = (tokens % slots).reshape(spec.batch, 1, -1, 1)
-        keys, values = (
-            jnp.where(there[:, None, ..., None], jnp.take_along_axis(x, index, axis=2).reshape(
-                spec.batch, spec.kv_heads, touched, self.unit, -1
-            ), 0) for x in (k, v)
-        )  # fmt: skip
+        shape = (spec.batch, spec.kv_heads, touched, self.unit, spec.head_dim)
+        rows = (jnp.take_along_axis(x, index, axis=2).reshape(shape) for x in (k, v))
+        keys, values = (jnp.where(there[:, None, ..., None], x, 0) for x in rows)
         data = jnp.stack([keys, values], axis=3).reshape(spec.batch, spec.kv_heads, touched, -1)
         place = units - state.frozen.units[:, None]
         valid = there.any(-1) & step.valid[:, :1]
@@ -239,8 +231,7 @@ class RetrievalPolicy(Policy, abc.ABC):
         assert fetched is not None
         assert fetched.k is not None
         slots, queries = self.ring_slots(spec), step.positions.shape[1]
-        end = (step.lengths + step.valid.sum(axis=1, dtype=jnp.int32))[:, None] - 1
-        held = (end - (end - jnp.arange(slots)) % slots)[:, None]  # position in each slot
+        held = ring_positions(step.lengths + step.valid.sum(axis=1, dtype=jnp.int32), slots)[:, None]
         seen = (held >= self.first_recent(step.positions)[..., None]) & (held <= step.positions[..., None])
         recent = state.live.recent
         shape = (spec.batch, spec.kv_heads, queries, -1)

@@ -12,7 +12,7 @@ from flax import struct
 from jax import Array
 
 from jshadow.attention import Piece, attend
-from jshadow.chunking import write_rows
+from jshadow.chunking import fill_ring, ring_positions, write_rows
 from jshadow.config import ModelConfig
 from jshadow.policies.base import SLIDING_PIECE, Policy, foreseen, sliding_slots
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
@@ -44,11 +44,6 @@ class SlidingWindow(Policy):
         """Slots of the cache."""
         return sliding_slots(self.window, capacity)
 
-    def held_positions(self, spec: CacheSpec, lengths: Array) -> Array:
-        """Position of the token in each slot, int32 [B, slots]; negative where there is none yet."""
-        last = lengths[:, None] - 1
-        return last - (last - jnp.arange(self.slots(spec.capacity))) % self.slots(spec.capacity)
-
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Zeros."""
         zeros = jnp.zeros((spec.batch, spec.kv_heads, self.slots(spec.capacity), spec.head_dim), spec.dtype)
@@ -58,12 +53,8 @@ class SlidingWindow(Policy):
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
         """Keep the end of the prompt."""
-        held = self.held_positions(spec, prompt.lengths)[:, :, None, None]
-        k, v = (
-            jnp.where(held >= 0, jnp.take_along_axis(x, jnp.maximum(held, 0), axis=1, mode="clip"), 0)
-            for x in (prompt.k_post, prompt.v)
-        )
-        return state.replace(live=SlidingLive(KeyValues(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)))), None
+        k, v = (fill_ring(x, prompt.lengths, self.slots(spec.capacity)) for x in (prompt.k_post, prompt.v))
+        return state.replace(live=SlidingLive(KeyValues(k, v))), None
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write the new tokens over the oldest ones."""
@@ -77,7 +68,7 @@ class SlidingWindow(Policy):
     ) -> tuple[Array, LayerState, Any]:
         """Exact attention over the window that ends at each query."""
         lengths = step.lengths + step.valid.sum(axis=1, dtype=jnp.int32)
-        held, own = self.held_positions(spec, lengths)[:, None], step.positions[:, :, None]
+        held, own = ring_positions(lengths, self.slots(spec.capacity))[:, None], step.positions[:, :, None]
         seen = (held >= 0) & (held <= own) & (held > own - self.window)
         cache, rows = state.live.cache, step.positions.shape[1]
         pieces = [Piece(cache.k, cache.v, seen[:, None])]
