@@ -8,6 +8,7 @@ small tensors are written while the next are read.
 
 import asyncio
 import contextlib
+import copy
 import functools
 import logging
 import math
@@ -19,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from flax import traverse_util
 from orbax.checkpoint import type_handlers
 
@@ -32,6 +34,7 @@ from jshadow.errors import CheckpointError
 
 CHUNK_BYTES = 2**24  # what a device that holds a part of an array reads at least
 IN_FLIGHT_BYTES = 2**25  # read and being written; a larger tensor goes alone
+CACHE_BYTES = 2**20
 CONCURRENT_GB = 1  # arrays in flight while a checkpoint is restored
 
 
@@ -67,6 +70,11 @@ class PromiseHandler(type_handlers.NumpyHandler):
         """One after the other: while some are being written the next is read, if both are small."""
         writing: list[Any] = []
         held = 0
+        # orbax's own context caches up to 100 MB of what was written, which nobody reads again
+        context = tensorstore.Context({"cache_pool#ocdbt": {"total_bytes_limit": CACHE_BYTES}})
+        infos = [copy.copy(info) for info in infos]
+        for info in infos:
+            info.ts_context = context
         try:
             for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
                 if held + value.nbytes > IN_FLIGHT_BYTES:
