@@ -135,10 +135,14 @@ def step_footprint(
     return {"bytes_moved": moved, "bytes_read": sum(device for step in steps for device, _ in step.values())}
 
 
-def pieces_of(tokens: int, prefill_chunk: int) -> tuple[int, int]:
-    """How a prompt is cut: (pieces, tokens of each), equal pieces of at most prefill_chunk that cover the tokens."""
-    count = -(-tokens // prefill_chunk)
-    return count, -(-tokens // count)
+def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, int]:
+    """How a prompt is cut: (pieces, tokens of each), equal pieces that cover the tokens.
+
+    At most prefill_chunk each, and whole multiples of `multiple`, if need be a larger one.
+    """
+    units = -(-tokens // multiple)
+    count = -(-units // max(prefill_chunk // multiple, 1))
+    return count, -(-units // count) * multiple
 
 
 def prefill_peak(

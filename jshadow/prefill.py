@@ -29,6 +29,7 @@ from jshadow.models.transformer import Heads, apply_block, embed
 from jshadow.models.transformer import logits as model_logits
 from jshadow.planning import cache_specs, of_layer, pieces_of
 from jshadow.policies import Policy, ShadowKV
+from jshadow.prefill_attention import PrefillAttention, PrefillPiece
 from jshadow.rope import inverse_frequencies, rotation
 from jshadow.state import CacheSpec, Counters, HostTier, KVState, LayerState, PromptKV, Reads, Writes
 from jshadow.step import step_writes
@@ -39,11 +40,11 @@ LOGITS_PIECE = 256  # tokens of float32 logits that exist at once for a callable
 
 
 @functools.partial(
-    jax.jit, static_argnames=("config", "kind", "needs_all", "q_tail", "prefill_chunk"), donate_argnames=("x",)
+    jax.jit, static_argnames=("config", "kind", "needs_all", "q_tail", "size", "attention"), donate_argnames=("x",)
 )  # fmt: skip
 def _prefill_layer(
-    weights: dict, x: Array, lengths: Array, inverse: np.ndarray, *, config: ModelConfig, kind: AttentionKind,
-    needs_all: bool, q_tail: int, prefill_chunk: int,
+    weights: dict, x: Array, lengths: Array, inverse: np.ndarray, learned: Any = None, *, config: ModelConfig,
+    kind: AttentionKind, needs_all: bool, q_tail: int, size: int, attention: PrefillAttention | None = None,
 ) -> tuple[Array, PromptKV]:  # fmt: skip
     """One block over the prompt, piece after piece: hidden states [B, S, D] on, and the prompt's keys and values.
 
@@ -51,8 +52,8 @@ def _prefill_layer(
     pieces that follow attend to.
     """
     batch, tokens = x.shape[:2]
-    count, size = pieces_of(tokens, prefill_chunk)
-    assert count * size == tokens, f"{tokens} tokens are no {count} pieces of {size}"
+    count = tokens // size
+    assert count * size == tokens, f"{tokens} tokens are no pieces of {size}"
 
     def zeros(*shape: int, dtype: Any = x.dtype) -> Array:
         return jnp.zeros((batch, *shape), dtype)
@@ -66,14 +67,13 @@ def _prefill_layer(
         lse=zeros(config.q_heads, tokens, dtype=jnp.float32) if needs_all else None,
     )  # fmt: skip
 
-    def piece(index: Array, carry: tuple[Array, PromptKV]) -> tuple[Array, PromptKV]:
-        x, prompt = carry
+    def run_piece(index: Array, x: Array, prompt: PromptKV, attend: Callable[..., Any]) -> tuple[Array, Any]:
         first = index * size
         positions = first + jnp.arange(size, dtype=jnp.int32)
         turn = rotation(kind.rope, jnp.asarray(inverse), positions[None])
         real = (positions < lengths[:, None])[..., None, None]
 
-        def cache(heads: Heads) -> tuple[Array, PromptKV]:
+        def cache(heads: Heads) -> tuple[Array, Any]:
             q, k = turn.queries(heads.q_pre), turn.keys(heads.k_pre)
             # Padding leaves zeros, so that a state does not depend on how far a prompt was padded.
             k_pre, k, v = (jnp.where(real, rows, 0) for rows in (heads.k_pre, k, heads.v))
@@ -81,21 +81,50 @@ def _prefill_layer(
                 k_pre=put(prompt.k_pre, k_pre, first), k_post=put(prompt.k_post, k, first),
                 v=put(prompt.v, v, first), q_tail=tail_queries(prompt.q_tail, q, lengths, first),
             )  # fmt: skip
-            out, lse = piece_attention(
-                q, held.k_post, held.v, first, needs_all, scale=config.attention_scale, window=kind.window
-            )  # fmt: skip
-            if held.q_post is not None and held.lse is not None and lse is not None:
-                held = held.replace(
-                    q_post=put(held.q_post, q, first), lse=lax.dynamic_update_slice_in_dim(held.lse, lse, first, 2)
-                )  # fmt: skip
-            return out, held
+            return attend(PrefillPiece(heads.q_pre, q, first, turn.inverse), held)
 
-        out, prompt = apply_block(
-            {"layer_0": weights}, config, 0, lax.dynamic_slice_in_dim(x, first, size, axis=1), cache
+        return apply_block({"layer_0": weights}, config, 0, lax.dynamic_slice_in_dim(x, first, size, axis=1), cache)
+
+    def exact(piece: PrefillPiece, held: PromptKV) -> tuple[Array, Array | None]:
+        return piece_attention(
+            piece.q_post, held.k_post, held.v, piece.first, needs_all, scale=config.attention_scale, window=kind.window
         )  # fmt: skip
-        return put(x, out, first), prompt
 
-    return lax.fori_loop(0, count, piece, (x, prompt))
+    def one(index: Array, carry: tuple[Array, PromptKV, Any]) -> tuple[Array, PromptKV, Any]:
+        x, prompt, aux = carry
+
+        def attend(piece: PrefillPiece, held: PromptKV) -> tuple[Array, Any]:
+            if attention is None or needs_all:
+                out, lse = exact(piece, held)
+                if held.q_post is not None and held.lse is not None and lse is not None:
+                    held = held.replace(
+                        q_post=put(held.q_post, piece.q_post, piece.first),
+                        lse=lax.dynamic_update_slice_in_dim(held.lse, lse, piece.first, 2),
+                    )  # fmt: skip
+                if attention is None:
+                    return out, (held, aux)
+            out, after = attention.attend(config, kind, piece, held, aux)
+            return out, (held, after)
+
+        out, (prompt, aux) = run_piece(index, x, prompt, attend)
+        return put(x, out, index * size), prompt, aux
+
+    aux = None
+    if attention is not None:
+        tail = None
+        if attention.ahead:
+            tail = zeros(attention.tail, *queries) if attention.tail else None
+
+            def look(index: Array, known: PromptKV) -> PromptKV:
+                # what the block makes of this is dropped: no attention and no MLP is computed
+                return run_piece(index, x, known, lambda piece, held: (piece.q_post, held))[1]
+
+            known = lax.fori_loop(0, count, look, prompt.replace(q_tail=tail))
+            tail = known.q_tail
+            prompt = known.replace(q_tail=prompt.q_tail)
+        aux = attention.begin(config, kind, prompt, tail, learned)
+    x, prompt, aux = lax.fori_loop(0, count, one, (x, prompt, aux))
+    return x, prompt.replace(extra=aux)
 
 
 def put(whole: Array, piece: Array, first: Array) -> Array:
@@ -136,8 +165,9 @@ def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
     tail = None if prompt.q_tail is None or not spec.policy.q_tail else prompt.q_tail[:, -spec.policy.q_tail :]
     everything = "q_all" in spec.policy.needs
     return prompt.replace(
-        q_tail=tail, q_post=prompt.q_post if everything else None, lse=prompt.lse if everything else None
-    )
+        q_tail=tail, q_post=prompt.q_post if everything else None, lse=prompt.lse if everything else None,
+        extra=prompt.extra if spec.policy.prefill_attention() is not None else None,
+    )  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnames=("spec",))
@@ -190,6 +220,7 @@ def prefill_many(
     params: Any, tokens: Any, lengths: Any, policies: Sequence[Policy | None], *, capacity: int,
     fetch: str | Sequence[str] = "auto", fitted: Any = None, logits: Logits = "last", prefill_chunk: int = 2048,
     shortest: int | None = None, progress: Callable[[int, int], None] | None = None,
+    attention: PrefillAttention | None = None,
 ) -> list[tuple[Any, KVState]]:  # fmt: skip
     """Prefill once, exactly, and let every policy compress each layer.
 
@@ -202,6 +233,7 @@ def prefill_many(
         shortest: size the windows as if the shortest prompt had this many tokens (a bucket, so that near lengths
             share one compiled step); None: its real length.
         progress: called with (layers done, layers) as they finish.
+        attention: as in `prefill`.
 
     Returns:
         (logits, state) for each policy; the logits are the same array.
@@ -226,7 +258,8 @@ def prefill_many(
         raise ConfigError(f"fetch must be 'resident' with weights on several devices, got {modes}")
     host_memory.check_host_memory(plans)
     row_lengths = jnp.asarray(lengths)
-    count, size = pieces_of(tokens.shape[1], prefill_chunk)
+    own = own_attention(resolved, attention)
+    count, size = pieces_of(tokens.shape[1], prefill_chunk, own.multiple if own else 1)
     x = _embed(params.weights, fit_tokens(jnp.asarray(tokens), count * size), config=config)
     layers: list[list[LayerState]] = [[] for _ in resolved]
     travelling: list[LayerState] = []
@@ -235,9 +268,10 @@ def prefill_many(
             specs, kind = [plan[index] for plan in plans], config.attention_kind(index)
             inverse = inverse_frequencies(kind.rope, config.head_dim, capacity)  # of NumPy: nothing stays on the device
             x, prompt = _prefill_layer(
-                params.weights[f"layer_{index}"], x, row_lengths, inverse, config=config, kind=kind,
+                params.weights[f"layer_{index}"], x, row_lengths, inverse, None, config=config, kind=kind,
                 needs_all=any("q_all" in spec.policy.needs for spec in specs),
-                q_tail=max(spec.policy.q_tail for spec in specs), prefill_chunk=prefill_chunk,
+                q_tail=max(spec.policy.q_tail for spec in specs), size=size,
+                attention=own if kind.window is None else None,
             )  # fmt: skip
             # The layer before may still be on its way to the host, never two: that bounds the rows in flight.
             host_memory.settle(travelling, plans)
@@ -293,6 +327,22 @@ def _foresee(weights: dict, token: Array, reads: Reads, writes: Writes, *, confi
     return after.shared, lives
 
 
+def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None) -> PrefillAttention | None:
+    """What attends while the prompt is taken in; None: exact attention.
+
+    Raises:
+        ConfigError: a policy has its own beside another's, for one prefill serves all.
+    """
+    own = [policy.prefill_attention() for policy in policies]
+    changed = [policy.name for policy, its in zip(policies, own, strict=True) if its is not None]
+    if changed and (len(policies) > 1 or attention is not None):
+        raise ConfigError(
+            f"{changed[0]} attends to a prompt in its own way: it takes no prefill= and shares its prefill with no "
+            f"other policy, got {attention!r} and {len(policies)} policies"
+        )
+    return own[0] if changed else attention
+
+
 def spread(weights: dict) -> Sharding | None:
     """Every device of weights that lie on several; None where one holds all."""
     sharding = jax.tree.leaves(weights)[0].sharding
@@ -318,7 +368,7 @@ def commit(state: KVState, everywhere: Sharding | None = None) -> KVState:
 
 def prefill(
     params: Any, tokens: Any, lengths: Any, policy: Policy | None = None, *, capacity: int, fetch: str = "auto",
-    fitted: Any = None, logits: Logits = "last", prefill_chunk: int = 2048,
+    fitted: Any = None, logits: Logits = "last", prefill_chunk: int = 2048, attention: PrefillAttention | None = None,
 ) -> tuple[Any, KVState]:  # fmt: skip
     """Run a ragged batch of prompts through the model and make its KV state.
 
@@ -334,6 +384,7 @@ def prefill(
             float32 logits [B, P, V] of one piece of tokens after another and whose results [B, P, ...] are joined.
         prefill_chunk: tokens that go through a layer at once. Smaller pieces take less device memory
             (`planning.prefill_peak` tells how much), never another result.
+        attention: how the prompt's queries attend to each other; None: exactly, or as the policy itself says.
 
     Returns:
         float32 logits, and the state.
@@ -346,5 +397,5 @@ def prefill(
     """
     return prefill_many(
         params, tokens, lengths, [policy], capacity=capacity, fetch=fetch, fitted=fitted, logits=logits,
-        prefill_chunk=prefill_chunk,
+        prefill_chunk=prefill_chunk, attention=attention,
     )[0]  # fmt: skip

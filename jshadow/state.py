@@ -82,7 +82,8 @@ class PromptKV(struct.PyTreeNode):
         positions: int32 [B, S].
         q_tail: queries after RoPE of each row's last w real tokens [B, w, h_q, d]; w = policy.q_tail.
         q_post: all queries after RoPE [B, S, h_q, d], only where a policy needs "q_all".
-        lse: float32 log-sum-exp of each query's scores [B, h_q, S], likewise.
+        lse: float32 log-sum-exp of each query's scores [B, h_q, S], likewise; of exact attention always.
+        extra: what a prefill attention of the policy's own left behind.
     """
 
     k_pre: Array
@@ -93,6 +94,7 @@ class PromptKV(struct.PyTreeNode):
     q_tail: Array | None = None
     q_post: Array | None = None
     lse: Array | None = None
+    extra: Any = None
 
 
 class StepKV(struct.PyTreeNode):

@@ -31,7 +31,7 @@ LEVELS = [
     ["lowrank", "landmarks"],
     ["models"],
     ["offload"],
-    ["host_memory"],
+    ["host_memory", "prefill_attention"],
     ["policies"],
     ["checks", "planning", "step", "convert"],
     ["params", "prefill", "state_record", "capacity_plan"],

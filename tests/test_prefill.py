@@ -27,7 +27,7 @@ PIECES = [1, 7, 16, 60, 2048]  # 61 tokens: single ones, an uneven cut, two near
 
 
 def as_seen(state):
-    """A state's leaves, with the factors as their product: eigenvectors may turn where values are close."""
+    """A state's leaves, with factors, and keys in a basis, as their product: eigenvectors may turn."""
     values = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         values[jax.tree_util.keystr(path, simple=True, separator=".")] = np.asarray(leaf, np.float64)
@@ -39,6 +39,11 @@ def as_seen(state):
         if f"{layer}live.left" in values:
             later = values.pop(f"{layer}live.left").reshape(len(left), -1, right.shape[2])
             values[f"{layer}later keys"] = np.einsum("bsr,bhrd->bshd", later, right)
+    for name in [name for name in values if name.endswith("frozen.basis")]:
+        layer, basis = name.removesuffix("frozen.basis"), values.pop(name)
+        for half in ("frozen", "live"):
+            partial = f"{layer}{half}.summaries"
+            values[partial] = np.einsum("bhnr,bhdr->bhnd", values[partial], basis)
     return values
 
 
@@ -88,6 +93,14 @@ def test_a_ragged_batch_is_in_the_bound():
 @pytest.mark.parametrize(("tokens", "chunk", "pieces"), [(61, 2048, (1, 61)), (2112, 2048, (2, 1056)), (7, 2, (4, 2))])
 def test_pieces_are_even_and_cover_the_prompt(tokens, chunk, pieces):
     assert pieces_of(tokens, chunk) == pieces
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "multiple", "pieces"),
+    [(61, 2048, 16, (1, 64)), (2112, 2048, 512, (2, 1536)), (7, 2, 4, (2, 4)), (4096, 2048, 512, (2, 2048))],
+)
+def test_pieces_may_have_to_be_multiples(tokens, chunk, multiple, pieces):
+    assert pieces_of(tokens, chunk, multiple) == pieces
 
 
 @pytest.mark.parametrize(("tokens", "size", "group", "dim"), [(700, 100, 2, 16), (482, 241, 4, 80), (113, 113, 1, 64)])
@@ -146,7 +159,7 @@ def layer_memory(config, tokens, chunk):
     x = jax.ShapeDtypeStruct((1, count * size, config.model_dim), jnp.float32)
     program = PREFILL._prefill_layer.lower(
         weights, x, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((config.head_dim // 2,), jnp.float32),
-        config=config, kind=config.attention_kind(0), needs_all=False, q_tail=0, prefill_chunk=chunk,
+        config=config, kind=config.attention_kind(0), needs_all=False, q_tail=0, size=size,
     )  # fmt: skip
     return program.compile().memory_analysis()
 

@@ -21,6 +21,7 @@ from jax import Array
 
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError, Infeasible
+from jshadow.prefill_attention import PrefillAttention
 from jshadow.state import (
     CacheSpec,
     Fetched,
@@ -105,6 +106,10 @@ class Policy(abc.ABC):
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
         """Take in a prompt. The write, if any, is the whole prompt part of the host tier."""
+
+    def prefill_attention(self) -> PrefillAttention | None:
+        """How a prompt's queries attend where that is part of the method; None: exactly."""
+        return None
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Tokens that each row can still take, int32 [B]."""

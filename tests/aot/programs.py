@@ -88,7 +88,7 @@ def prefill_task(gpu: str, tokens: int) -> Task:
     inverse = Shape((LLAMA.head_dim // 2,), jnp.float32)
     layer = functools.partial(
         _prefill_layer.__wrapped__, config=LLAMA, kind=LLAMA.attention_kind(0), needs_all=False, q_tail=0,
-        prefill_chunk=2048,
+        size=2048,
     )  # fmt: skip
     return Task(
         f"prefill layer, pieces of 2,048, {tokens:,}",
