@@ -105,7 +105,7 @@ class CapacityPlan:
         for name in ("chosen", "full"):
             side: PolicyPlan = getattr(self, name)
             device, host = side.row_bytes
-            settings = dataclasses.asdict(side.policy)  # type: ignore[call-overload]
+            settings = side.policy.settings()
             values[name] |= {"policy": {"name": side.policy.name, **settings}, "row_device_bytes": device,
                              "row_host_bytes": host}  # fmt: skip
         return values | {"ratio": self.ratio}

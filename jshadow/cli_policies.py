@@ -1,7 +1,6 @@
 """`jshadow policies`: what there is; with --model and --context, the bytes that each takes."""
 
 import argparse
-import dataclasses
 import json
 import sys
 from typing import Any
@@ -58,9 +57,8 @@ def run_policies(args: argparse.Namespace) -> int:
     for name in ("policies", "fetch"):
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name} must come with --model and --context, got {getattr(args, name)!r}")
-    rows = [
-        {"name": name, "paper": policy.paper, "settings": dataclasses.asdict(policy())}  # type: ignore[call-overload]
-        for name, policy in POLICIES.items()
+    rows: list[dict[str, Any]] = [
+        {"name": name, "paper": policy.paper, "settings": policy().settings()} for name, policy in POLICIES.items()
     ]
     if args.json:
         print(json.dumps({"policies": rows}))

@@ -176,7 +176,9 @@ def prefill_peak(
             raise ConfigError(f"{name} must be at least 1, got {value}")
     prompt = tokens if shortest is None else shortest
     item, columns = jnp.dtype(dtype).itemsize, config.key_columns
-    count, size = pieces_of(tokens, prefill_chunk)
+    policy = policy.resolve(config, capacity)
+    own = policy.prefill_attention()
+    count, size = pieces_of(tokens, prefill_chunk, own.multiple if own else 1)
     state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
     parts = state_nbytes(state)
     queries = config.q_heads * config.head_dim
@@ -188,7 +190,7 @@ def prefill_peak(
         "weights": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config))) * item,
         "hidden": batch * count * size * config.model_dim * item,
         "keys_values": 3 * batch * count * size * columns * item,  # keys before and after RoPE, values
-        "piece": batch * (tile + size * token) * 4,
+        "piece": batch * (tile + size * token) * 4 + (own.piece_bytes(config, batch, count * size, size) if own else 0),
         "compress": max(spec.policy.compress_bytes(spec, count * size) for spec in state.specs),
         "in_flight": batch * capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
         "state": sum(device for device, _ in parts.values()),

@@ -271,7 +271,7 @@ def prefill_many(
                 params.weights[f"layer_{index}"], x, row_lengths, inverse, None, config=config, kind=kind,
                 needs_all=any("q_all" in spec.policy.needs for spec in specs),
                 q_tail=max(spec.policy.q_tail for spec in specs), size=size,
-                attention=own if kind.window is None else None,
+                attention=attention if attention and kind.window is None else specs[0].policy.prefill_attention(),
             )  # fmt: skip
             # The layer before may still be on its way to the host, never two: that bounds the rows in flight.
             host_memory.settle(travelling, plans)
@@ -335,10 +335,10 @@ def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None
     """
     own = [policy.prefill_attention() for policy in policies]
     changed = [policy.name for policy, its in zip(policies, own, strict=True) if its is not None]
-    if changed and (len(policies) > 1 or attention is not None):
+    if changed and (len(set(own)) > 1 or attention is not None):
         raise ConfigError(
             f"{changed[0]} attends to a prompt in its own way: it takes no prefill= and shares its prefill with no "
-            f"other policy, got {attention!r} and {len(policies)} policies"
+            f"other policy, got {attention!r} and {[policy.name for policy in policies]}"
         )
     return own[0] if changed else attention
 

@@ -80,7 +80,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Plain values; the policy as its name and settings."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return values | {"policy": {"name": self.policy.name, **dataclasses.asdict(self.policy)}}
+        return values | {"policy": {"name": self.policy.name, **self.policy.settings()}}
 
 
 def measured_bytes(state: KVState) -> dict[str, int]:

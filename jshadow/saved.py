@@ -29,7 +29,7 @@ from jshadow.convert.safetensors_file import (
 )  # fmt: skip
 from jshadow.digest import canonical, host_array, raw_bytes, sha256
 from jshadow.errors import CheckpointError, PromptError, StateMismatch
-from jshadow.policies import POLICIES, Policy
+from jshadow.policies import POLICIES, WRAPPERS, Policy
 from jshadow.state import HostArray, KVState
 from jshadow.state_record import StateRecord, read_json_text
 
@@ -169,7 +169,7 @@ def token_names(batch: int) -> list[str]:
 def check_loadable(record: StateRecord, state: KVState, params: Any) -> None:
     """Raise CheckpointError where the record would not lead back to the very structure of the state."""
     try:
-        policy = record.match(params, None if state.policy.name in POLICIES else state.policy)
+        policy = record.match(params, None if state.policy.name in POLICIES | WRAPPERS else state.policy)
         expected = record.abstract(params.config, policy)
     except ValueError as error:
         raise CheckpointError(f"state cannot be stored: {error}") from error

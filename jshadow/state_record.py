@@ -14,7 +14,7 @@ from jshadow.convert.safetensors_file import TAGS
 from jshadow.digest import canonical, tree_digest
 from jshadow.errors import CheckpointError, StateMismatch
 from jshadow.planning import abstract_of, cache_specs
-from jshadow.policies import POLICIES, Policy
+from jshadow.policies import POLICIES, WRAPPERS, Policy
 from jshadow.state import KVState
 
 NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
@@ -103,14 +103,14 @@ class StateRecord:
     def match_policy(self, config: ModelConfig, policy: Policy | None) -> tuple[Policy | None, list[str]]:
         """The resolved policy of the state, and a line for each difference from the one given."""
         name, settings = self.policy["name"], self.policy["settings"]
-        if policy is None and name not in POLICIES:
+        if policy is None and name not in POLICIES | WRAPPERS:
             return None, [f"policy.name: file has {name!r}, POLICIES has {sorted(POLICIES)}; pass policy="]
         try:
             if policy is None:
-                policy = POLICIES[name](**{key: hashable(value) for key, value in settings.items()})
+                policy = recorded_policy(name, settings)
             resolved = policy.resolve(config, self.capacity)
             return resolved, compare("policy", self.policy, policy_record(resolved), "policy")
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             return None, [f"policy: file has {self.policy}, which is no policy of this model here: {error}"]
 
     def abstract(self, config: ModelConfig, policy: Policy) -> KVState:
@@ -144,6 +144,8 @@ def read_json_text(texts: Mapping[str, str], name: str) -> Any:
 
 def plain(value: Any) -> Any:
     """A setting as JSON has it. Raises CheckpointError where it has no such thing."""
+    if isinstance(value, Policy):
+        return policy_record(value)
     if dataclasses.is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, tuple | list):
@@ -155,11 +157,19 @@ def plain(value: Any) -> Any:
 
 def policy_record(policy: Policy) -> dict[str, Any]:
     """{"name", "settings"} of a policy."""
-    return {"name": policy.name, "settings": plain(policy)}
+    names = [field.name for field in dataclasses.fields(policy)]  # type: ignore[arg-type]
+    return {"name": policy.name, "settings": {name: plain(getattr(policy, name)) for name in names}}
+
+
+def recorded_policy(name: str, settings: dict[str, Any]) -> Policy:
+    """The policy of such a record. Raises KeyError, TypeError or ConfigError where there is none."""
+    return (POLICIES | WRAPPERS)[name](**{key: hashable(value) for key, value in settings.items()})
 
 
 def hashable(value: Any) -> Any:
     """A setting that JSON brought, as a dataclass of settings holds it."""
+    if isinstance(value, dict) and value.keys() == {"name", "settings"}:
+        return recorded_policy(**value)
     return tuple(map(hashable, value)) if isinstance(value, list) else value
 
 

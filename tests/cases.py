@@ -19,11 +19,14 @@ from jshadow.params import Params, init_params
 from jshadow.policies import (
     H2O,
     KIVI,
+    DenseFirst,
     Full,
     InfiniGen,
+    InfLLM,
     Loki,
     OmniKV,
     Policy,
+    Pyramid,
     Quest,
     ShadowKV,
     ShadowKVPlus,
@@ -102,10 +105,25 @@ POLICY_CASES = {
     "kivi": PolicyCase(KIVI(bits=2, group=8, residual=8), KIVI.lossless),
     "kivi_1bit": PolicyCase(KIVI(bits=1, group=4, residual=12), KIVI.lossless),
     "specache": PolicyCase(SpeCache(bits=1, group=8, residual=8, fetched=6), SpeCache.lossless),
+    "infllm": PolicyCase(
+        InfLLM(window=10, sinks=3, budget=8, unit=4, representatives=2, query_block=8), InfLLM.lossless
+    ),
+    "infllm_capped": PolicyCase(
+        InfLLM(window=7, sinks=0, budget=9, unit=3, representatives=3, cached=12, fetched=3, query_block=5),
+        InfLLM.lossless,
+    ),
     "shadowkv": shadowkv_case(ShadowKV, **SMALL),
     "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, **REFERENCE),
     "shadowkv_plus": shadowkv_case(ShadowKVPlus, **PLUS),
     "shadowkv_projected": shadowkv_case(ShadowKVPlus, **SMALL, plus_mode="project_only"),
+    "dense_first": PolicyCase(
+        DenseFirst(SpeCache(bits=1, group=8, residual=8, fetched=6), layers=1),
+        lambda num_tokens, config: DenseFirst(SpeCache.lossless(num_tokens, config), layers=1),
+    ),
+    "pyramid": PolicyCase(
+        Pyramid(DenseFirst(Quest(budget=12, unit=4, dense_layers=0), layers=1), steepness=4.0),
+        lambda num_tokens, config: Pyramid(lossless_quest(num_tokens, config), steepness=1.0),
+    ),
     "probe": PolicyCase(Probe(keep=3), Probe.lossless),
 }
 # Only where keys are rebuilt does zero_copy differ from device_put.

@@ -4,12 +4,13 @@ import dataclasses
 import functools
 
 import numpy as np
+import oracle_infllm
 import oracle_sisters
 import pytest
 from cases import CONFIGS, model, random_tokens, run_steps
 
 from jshadow import decode
-from jshadow.policies import H2O, KIVI, InfiniGen, Loki, OmniKV, Quest, SnapKV
+from jshadow.policies import H2O, KIVI, InfiniGen, InfLLM, Loki, OmniKV, Quest, SnapKV
 
 # The middle row ends inside a chunk and a page, the last one is shorter than every window and budget.
 LENGTHS, CAPACITY, STEPS = (118, 67, 9), 160, 14
@@ -20,6 +21,7 @@ OMNI = OmniKV(budget=20, filter_layers=(0, 3))  # dense: 0, 1, 3, 4; sparse: 2 a
 INFI = InfiniGen(budget=30, columns=5, alpha=1.0, dense_layers=1)
 CONFIGS = CONFIGS | {"deep": dataclasses.replace(CONFIGS["group2"], num_layers=6)}
 QUEST = Quest(budget=32, unit=8, dense_layers=0)
+INFLLM = InfLLM(window=20, sinks=5, budget=16, unit=8, representatives=3, query_block=16)
 CASES = {
     "h2o": ("group2", H2O(heavy=10, recent=7)),
     "h2o_normalised": ("group2", H2O(heavy=10, recent=7, normalise=True)),
@@ -29,6 +31,9 @@ CASES = {
     "infinigen_wide_net": ("deep", dataclasses.replace(INFI, alpha=9.0, budget=12, columns=8, recent=5)),
     # of a group of one, nine queries would leave most of the basis undetermined
     "infinigen_dense": ("deep", dataclasses.replace(INFI, dense_layers=3)),
+    "infllm": ("group2", INFLLM),
+    "infllm_no_sinks": ("group1", dataclasses.replace(INFLLM, sinks=0, unit=5, budget=15, query_block=64)),
+    "infllm_wide": ("head_dim80", dataclasses.replace(INFLLM, window=11, unit=4, budget=8, query_block=4)),
     "kivi": ("group2", KIVI(bits=2, group=8, residual=16)),
     "kivi_1bit": ("group1", KIVI(bits=1, group=4, residual=12)),
     "kivi_4bit": ("head_dim80", KIVI(bits=4, group=5, residual=10)),
@@ -50,7 +55,7 @@ CASES = {
 
 def oracle_policy(policy):
     """The oracle's own policy of the same settings."""
-    theirs = getattr(oracle_sisters, type(policy).__name__)
+    theirs = getattr(oracle_infllm if isinstance(policy, InfLLM) else oracle_sisters, type(policy).__name__)
     names = {field.name for field in dataclasses.fields(theirs)}
     return theirs(**{name: value for name, value in dataclasses.asdict(policy).items() if name in names})
 
@@ -59,7 +64,8 @@ def oracle_policy(policy):
 def oracle_run(case, row):
     """Logits [1 + STEPS, V] of one row, and the trace of its steps."""
     config = CONFIGS[CASES[case][0]]
-    run = oracle_sisters.SetOracle(model(config).weights, config, oracle_policy(CASES[case][1]))
+    kind = oracle_infllm.InfLLMOracle if isinstance(CASES[case][1], InfLLM) else oracle_sisters.SetOracle
+    run = kind(model(config).weights, config, oracle_policy(CASES[case][1]))
     tokens, steps = prompts(config)
     logits = [run.prefill(tokens[row, : LENGTHS[row]].tolist())]
     logits += [run.step(int(token)) for token in steps[row]]

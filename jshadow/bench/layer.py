@@ -64,7 +64,7 @@ class Shape:
 def random_prompt(shape: Shape, policy: Policy, seed: int = 0) -> PromptKV:
     """Random keys and values [B, S, h_kv, d] of a prompt that fills the context, and the queries that a policy needs.
 
-    All log-sum-exps are those of even attention.
+    All log-sum-exps are those of even attention; a prefill attention of the policy's own has found nothing.
     """
 
     def normal(key: Array, count: int, heads: int) -> Array:
@@ -74,7 +74,7 @@ def random_prompt(shape: Shape, policy: Policy, seed: int = 0) -> PromptKV:
     keys, everything = normal(k, shape.context, shape.kv_heads), "q_all" in policy.needs
     positions = jnp.arange(shape.context, dtype=jnp.int32)
     even = jnp.log(positions + 1.0)
-    return PromptKV(
+    prompt = PromptKV(
         k_pre=keys, k_post=keys, v=normal(v, shape.context, shape.kv_heads),
         lengths=jnp.full(shape.batch, shape.context, jnp.int32),
         positions=jnp.broadcast_to(positions, (shape.batch, shape.context)),
@@ -82,6 +82,9 @@ def random_prompt(shape: Shape, policy: Policy, seed: int = 0) -> PromptKV:
         q_post=normal(q, shape.context, shape.heads) if everything else None,
         lse=jnp.broadcast_to(even, (shape.batch, shape.heads, shape.context)) if everything else None,
     )  # fmt: skip
+    own, config = policy.prefill_attention(), shape.config()
+    extra = None if own is None else own.begin(config, config.attention_kind(0), prompt, None, None)
+    return prompt.replace(extra=extra)
 
 
 def layer_state(shape: Shape, policy: Policy, fetch: str) -> tuple[CacheSpec, LayerState]:

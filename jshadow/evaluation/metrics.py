@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jshadow.errors import ConfigError
-from jshadow.policies import Policy
+from jshadow.policies import Policy, Wrapper
 
 RESULTS = "samples.jsonl"
 TELLING = 0.6  # a task tells nothing where its control finds this share of what full attention finds
@@ -111,6 +111,10 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def label(policy: Policy) -> str:
     """A policy as `--policies` takes it: NAME, then :key=value where a setting is not its default."""
+    if isinstance(policy, Wrapper):
+        keys = [name for name in policy.settings() if name != "inner"]
+        around = [f"{policy.name}.{name}={json.dumps(getattr(policy, name))}" for name in keys]
+        return ":".join([label(policy.inner), *around])
     default = type(policy)()
     names = [field.name for field in dataclasses.fields(policy)]  # type: ignore[arg-type]
     changed = [name for name in names if getattr(policy, name) != getattr(default, name)]
@@ -134,6 +138,37 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['full_bytes'] / row['offloaded_device_bytes']:.2f}", form(row["hit_rate"], ".1f", 100.0),
         )  # fmt: skip
     return table
+
+
+def infeasible_row(task: str, length: int, name: str, share: float | None, why: str | None) -> dict[str, Any]:
+    """The row of a policy that no setting brings down to a share."""
+    nothing = ("score", "stderr", "device_bytes", "host_bytes", "full_bytes", "offloaded_device_bytes", "settings")
+    return {
+        "task": task, "length": length, "policy": name, "name": name, "share": share, "infeasible": why,
+        "control_of": None, "control": None, **dict.fromkeys(nothing),
+    }  # fmt: skip
+
+
+def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """One line a length, share and policy: bytes that it really takes, and what each task says."""
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    lines: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault((row["length"], row["share"] or 1.0, row["name"]), {})[row["task"]] = row
+    table = Table("length", "share %", "policy", "KV bytes", "of full %", *(f"{task} %" for task in tasks), "KL")
+    for (length, share, name), found in sorted(lines.items(), key=lambda item: (item[0][0], -item[0][1])):
+        row = next(iter(found.values()))
+        front = [f"{length:,}", f"{100 * share:g}", name]
+        if row["infeasible"]:
+            table.add_row(*front, "-", row["infeasible"].rpartition("at least ")[2].partition(" of ")[0] + " at least")
+            continue
+        size, scores = row["offloaded_device_bytes"], (found[task] for task in tasks)
+        marks = [f"{one['score']:.1f}" + ("" if one["stderr"] is None else f" ± {one['stderr']:.1f}") for one in scores]
+        told = [one["kl"] for one in found.values() if one.get("kl") is not None]
+        table.add_row(*front, f"{size:,}", f"{100 * size / row['full_bytes']:.1f}", *marks,
+                      f"{told[0]:.4f}" if told else "-")  # fmt: skip
+    console.print(table)
+    console.print("KV bytes are those on the device with keys and values offloaded where the method offloads them.")
 
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:

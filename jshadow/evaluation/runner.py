@@ -32,10 +32,20 @@ TURN_WIDTH = 32  # questions of later turns are padded to a multiple of this, so
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A policy in one table; `control_of` names the policy at whose bytes a negative control runs."""
+    """A policy in one table.
 
-    policy: Policy
+    Attributes:
+        policy: what runs; None: `infeasible` says why nothing does.
+        control_of: the policy at whose bytes a negative control runs.
+        share: of full attention's device bytes that it was given.
+        name: where it has no policy.
+    """
+
+    policy: Policy | None
     control_of: str | None = None
+    share: float | None = None
+    name: str = ""
+    infeasible: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +72,19 @@ def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> Stream
         return None
 
 
+def at_share(params: Any, policy: Policy, share: float, capacity: int) -> Entry:
+    """A policy at the largest setting within a share of full attention's device bytes."""
+    try:
+        made = type(policy).nominal(share, capacity, params.config)
+    except Infeasible as error:
+        return Entry(None, None, share, policy.name, str(error))
+    return Entry(made, share=share)
+
+
 def plan(
-    params: Any, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], samples: int, seed: int
-) -> list[Cell]:
+    params: Any, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], samples: int, seed: int,
+    shares: Sequence[float] = (),
+) -> list[Cell]:  # fmt: skip
     """Make every case and check every policy, before anything runs.
 
     Raises:
@@ -77,26 +97,45 @@ def plan(
             raise ConfigError(f"{name} must be a non-empty list, got {given!r}")
     if bad := [policy for policy in policies if not isinstance(policy, Policy)]:
         raise ConfigError(f"policies must be Policy values, got {bad[0]!r}")
-    own = dict.fromkeys([Full(), *policies])
+    if wrong := [share for share in shares if isinstance(share, bool) or not 0 < share <= 1]:
+        raise ConfigError(f"shares must be in (0, 1], got {wrong[0]!r}")
+    own = list(dict.fromkeys([Full(), *policies]))
     cells = []
-    for task in dict.fromkeys(tasks):
-        for length in dict.fromkeys(lengths):
-            cases = tuple(
+    for length in dict.fromkeys(lengths):
+        made = {
+            task: tuple(
                 make(task, params.tokenizer, length, (i + 0.5) / samples, random.Random(f"{seed}:{i}").getrandbits(32))
                 for i in range(samples)
             )
-            capacity = length + max(map(growth, cases))
+            for task in dict.fromkeys(tasks)
+        }
+        most = max(growth(case) for cases in made.values() for case in cases)
+        for task, cases in made.items():
+            # shares compare whole tables, so that all tasks of a length have one capacity
+            capacity = length + (most if shares else max(map(growth, cases)))
             if capacity > params.config.context:
                 room = f"the model's context={params.config.context}"
                 raise ConfigError(f"lengths must leave room in {room}, got {length} + {capacity - length} for {task}")
-            entries = [Entry(policy) for policy in own]
-            for policy in own:
-                policy.resolve(params.config, capacity)
-                if isinstance(policy, ShadowKV) and not cases[0].forced:
-                    small = control(params, policy, capacity, length)
-                    entries += [Entry(small, metrics.label(policy))] if small is not None else []
-            cells.append(Cell(task, length, capacity, cases, tuple(entries)))
-    return cells
+            cells.append(
+                Cell(task, length, capacity, cases, entries_of(params, own, cases[0], length, capacity, shares))
+            )
+    return sorted(cells, key=lambda cell: tasks.index(cell.task)) if not shares else cells
+
+
+def entries_of(
+    params: Any, policies: Sequence[Policy], case: Case, length: int, capacity: int, shares: Sequence[float]
+) -> tuple[Entry, ...]:
+    """Full attention first, then what runs beside it."""
+    if shares:
+        full, *others = policies
+        return (Entry(full), *(at_share(params, policy, share, capacity) for share in shares for policy in others))
+    entries = [Entry(policy) for policy in policies]
+    for policy in policies:
+        policy.resolve(params.config, capacity)
+        if isinstance(policy, ShadowKV) and not case.forced:
+            small = control(params, policy, capacity, length)
+            entries += [Entry(small, metrics.label(policy))] if small is not None else []
+    return tuple(entries)
 
 
 def growth(case: Case) -> int:
@@ -135,11 +174,8 @@ def run_case(
     params: Any, case: Case, policies: Sequence[Policy], capacity: int, fetch: str
 ) -> Iterator[dict[str, Any]]:
     """What each policy makes of one case, in order; an agreement case wants full attention first."""
-    tokens, length = np.array([case.prompt], np.int32), np.array([len(case.prompt)], np.int32)
-    states = decode.prefill_many(params, tokens, length, policies, capacity=capacity, fetch=fetch)
     reference = None
-    while states:
-        logits, state = states.pop(0)  # each state goes as soon as it is used
+    for logits, state in prefilled(params, case, policies, capacity, fetch):
         if case.forced:
             forced = np.array([case.forced], np.int32)
             logits, state = decode.extend(params, forced, np.array([forced.shape[1]], np.int32), state, logits="all")
@@ -160,6 +196,23 @@ def run_case(
         yield record | {name: figures[name] for name in ("attended_tokens", "hit_rate")}
 
 
+def prefilled(
+    params: Any, case: Case, policies: Sequence[Policy], capacity: int, fetch: str
+) -> Iterator[tuple[Any, KVState]]:
+    """Logits and state of each policy, in order; one prefill for all but those that attend in their own way."""
+    tokens, length = np.array([case.prompt], np.int32), np.array([len(case.prompt)], np.int32)
+    alone = [policy.resolve(params.config, capacity).prefill_attention() is not None for policy in policies]
+    sharing = [policy for policy, its in zip(policies, alone, strict=True) if not its]
+    together = []
+    if sharing:
+        together = decode.prefill_many(params, tokens, length, sharing, capacity=capacity, fetch=fetch)
+    for policy, its in zip(policies, alone, strict=True):
+        if its:
+            yield decode.prefill(params, tokens, length, policy, capacity=capacity, fetch=fetch)
+        else:
+            yield together.pop(0)  # each state goes as soon as it is used
+
+
 # All samples
 
 
@@ -174,6 +227,7 @@ def sample_key(model: str, cell: Cell, index: int, policy: Policy, fetch: str) -
 def evaluate(
     params: Any, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], *, samples: int = 10,
     seed: int = 0, fetch: str = "auto", out: Any = None, progress: Progress | None = None,
+    shares: Sequence[float] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure policies against full attention.
 
@@ -188,6 +242,9 @@ def evaluate(
         fetch: "auto", "resident", "device_put" or "zero_copy".
         out: directory that keeps finished samples (samples.jsonl); a later call goes on from there. None: nowhere.
         progress: called with (samples done, samples).
+        shares: run each policy at its `nominal` setting for each of these shares of full attention's device bytes,
+            offloaded where it offloads, instead of as given. Then there is no control; all tasks of a length have one
+            capacity.
 
     Returns:
         One row a task, length and policy: task, length, policy (as `--policies` takes it), name, settings, score and
@@ -195,13 +252,14 @@ def evaluate(
         "device_put", whatever ran), capacity, fetch, attended_tokens, hit_rate, control_of and control (what the
         negative control says, in every row of its table); for needles also asked, found, found_by_full,
         found_by_both, recall_of_full (percent) and turns (percent by turn); for agreement top1, top1_stderr, kl and
-        kl_stderr (nats, full against this policy).
+        kl_stderr (nats, full against this policy). With shares, also share, and infeasible: why nothing ran, where
+        score and all that follows from it is None.
 
     Raises:
         ConfigError, HostMemoryError: before anything runs.
     """
     mode = offload.resolve_fetch(fetch)
-    cells = plan(params, tasks, lengths, policies, samples, seed)
+    cells = plan(params, tasks, lengths, policies, samples, seed, shares)
     store, model = metrics.Store(out), f"{params.config} {params.digest}"
     if store.damaged:
         print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
@@ -221,7 +279,7 @@ def finish_sample(
     params: Any, cell: Cell, index: int, fetch: str, store: metrics.Store, model: str
 ) -> dict[Policy, dict[str, Any]]:
     """The record of every policy on one case; what the store has is not run again."""
-    policies = list(dict.fromkeys(entry.policy for entry in cell.entries))
+    policies = list(dict.fromkeys(entry.policy for entry in cell.entries if entry.policy is not None))
     keys = {policy: sample_key(model, cell, index, policy, fetch) for policy in policies}
     missing = [policy for policy in policies if keys[policy] not in store.records]
     case = cell.cases[index]
@@ -241,10 +299,13 @@ def cell_rows(params: Any, cell: Cell, fetch: str, table: list[dict[Policy, dict
     sizes = {"capacity": cell.capacity, "prompt": cell.length, "dtype": params.dtype.name}
     rows = []
     for entry in cell.entries:
+        if entry.policy is None:
+            rows.append(metrics.infeasible_row(cell.task, cell.length, entry.name, entry.share, entry.infeasible))
+            continue
         resolved = entry.policy.resolve(params.config, cell.capacity)
         used = footprint(params.config, resolved, **sizes, fetch=fetch)
         row: dict[str, Any] = {"task": cell.task, "length": cell.length, "policy": metrics.label(entry.policy)}
-        row |= {"name": resolved.name, "settings": dataclasses.asdict(resolved)}  # type: ignore[call-overload]
+        row |= {"share": entry.share, "infeasible": None, "name": resolved.name, "settings": resolved.settings()}
         row |= {"control_of": entry.control_of, "control": None, "capacity": cell.capacity, "fetch": fetch}
         row |= {name: used[name] for name in ("device_bytes", "host_bytes", "full_bytes")}
         offloaded = footprint(params.config, resolved, **sizes, fetch="device_put")
@@ -274,6 +335,16 @@ def parse_lengths(text: str) -> list[int]:
     return [int(part) for part in parts]
 
 
+def parse_shares(text: str | None) -> list[float]:
+    """Shares of full attention's bytes from a comma list; none where there is no text. Raises ConfigError."""
+    if text is None:
+        return []
+    try:
+        return [float(part) for part in split_list(text, "shares")]
+    except ValueError as error:
+        raise ConfigError(f"shares must be a comma list of numbers, got {text!r}") from error
+
+
 def main(args: argparse.Namespace) -> int:
     """`jshadow eval`: parse, load, evaluate, print."""
     from jshadow.params import load
@@ -284,16 +355,18 @@ def main(args: argparse.Namespace) -> int:
     parts = [part.split(":") for part in split_list(args.policies, "policies")]
     policies = [parse_policy(name, settings) for name, *settings in parts]
     offload.resolve_fetch(args.fetch)
+    shares = parse_shares(args.shares)
     progress = SlowProgress("evaluating")
     try:
         rows = evaluate(
             load(args.model, dtype=args.dtype, quantize=args.quantize), tasks, lengths, policies,
-            samples=args.samples, seed=args.seed, fetch=args.fetch, out=args.out, progress=progress,
+            samples=args.samples, seed=args.seed, fetch=args.fetch, out=args.out, progress=progress, shares=shares,
         )  # fmt: skip
     finally:
         progress.close()
     if args.json:
         print(json.dumps({"results": rows, "pooled": metrics.pooled(rows)}))
     else:
-        metrics.show(rows, Console(width=None if sys.stdout.isatty() else 160))
+        shown = metrics.show_shares if shares else metrics.show
+        shown(rows, Console(width=None if sys.stdout.isatty() else 160))
     return 0

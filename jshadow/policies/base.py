@@ -48,6 +48,8 @@ class Policy(abc.ABC):
         q_tail: trailing queries that `compress` reads.
         step_rows: query rows of a decode step (2 where a guessed token runs along).
         foresees: every layer hands the next one what its queries will be; sliding layers do too.
+        couples_layers: what a layer attends to depends on what another one chooses.
+        budget_fields: settings, in tokens, that say how much a layer keeps or attends to; a Pyramid scales them.
         predecode: a prompt ends with a step that is taken back but for what `adopt` keeps and `after_step` shares.
         extend_piece: new tokens of a turn that the hooks of a step take at once, with the result of as many single
             steps. 1: a turn is a loop over steps.
@@ -58,11 +60,21 @@ class Policy(abc.ABC):
     needs: frozenset[str] = frozenset()
     q_tail = 0
     step_rows = 1
+    couples_layers = False
+    budget_fields: tuple[str, ...] = ()
     predecode = False
     foresees = False
     extend_piece: int = 1
 
     # Settings
+
+    def settings(self) -> dict[str, Any]:
+        """The settings by name; a policy among them as {"name", ...}."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {
+            name: {"name": value.name, **value.settings()} if isinstance(value, Policy) else value
+            for name, value in values.items()
+        }
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """This policy with every None replaced by a number. Raises ConfigError where a setting is out of range."""
@@ -295,6 +307,11 @@ def whole_share(own_fraction: float, num_tokens: int, config: ModelConfig) -> fl
     """`own_share` backwards: the share of all layers' bytes."""
     sliding, own = layer_slots(num_tokens, config)
     return (sliding + own_fraction * own) / (sliding + own)
+
+
+def own_layers(config: ModelConfig) -> tuple[int, ...]:
+    """Layers that see everything; the others keep the model's own window whatever the policy."""
+    return tuple(layer for layer, kind in enumerate(config.attention_kinds) if kind.window is None)
 
 
 def layer_slots(num_tokens: int, config: ModelConfig) -> tuple[int, int]:

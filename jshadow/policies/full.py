@@ -51,9 +51,15 @@ class Full(Policy):
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
     ) -> tuple[Array, LayerState, Any]:
         """Exact attention over all positions up to the query's own."""
-        seen = jnp.arange(spec.capacity) <= step.positions[:, None, :, None]
-        cache = state.live.cache
-        return attend(step.q_post, [Piece(cache.k, cache.v, seen)], spec.scale), state, carry
+        cache, rows = state.live.cache, step.positions.shape[1]
+        end = step.positions
+        if rows > 1:
+            end = jnp.minimum(end, step.lengths[:, None] + step.valid.sum(axis=1, keepdims=True) - 1)
+        pieces = [Piece(cache.k, cache.v, jnp.arange(spec.capacity) <= end[:, None, :, None])]
+        if rows > 1:  # a guess is not kept, yet it sees itself
+            k, v = (x.swapaxes(1, 2) for x in (step.k_post, step.v))
+            pieces.append(Piece(k, v, (jnp.eye(rows, dtype=bool) & ~step.valid[:, None])[:, None]))
+        return attend(step.q_post, pieces, spec.scale), state, carry
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """All of them."""

@@ -53,6 +53,7 @@ class H2O(Policy):
     name = "h2o"
     paper = "arXiv 2306.14048, section 4"
     needs = frozenset({"q_all"})
+    budget_fields = ("heavy", "recent")
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Fill in a tenth of the capacity each, and check."""

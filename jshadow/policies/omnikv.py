@@ -19,7 +19,7 @@ from jshadow.attention import MASKED, Piece, attend, group_queries
 from jshadow.chunking import to_chunks, top_k, write_rows
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
-from jshadow.policies.base import Policy, check_choice, check_range, infeasible, own_share, whole_share
+from jshadow.policies.base import Policy, check_choice, check_range, infeasible, own_layers, own_share, whole_share
 from jshadow.policies.full import Full
 from jshadow.state import (
     CacheSpec,
@@ -35,11 +35,6 @@ from jshadow.state import (
 
 # The paper's filter layers by number of layers (Llama-3-8B-262K, Yi-9B, Llama-3.1-70B; appendix); others scale these.
 PAPERS_FILTERS = {32: (2, 8, 18), 48: (6, 11, 30), 80: (4, 19, 41)}
-
-
-def own_layers(config: ModelConfig) -> tuple[int, ...]:
-    """Layers that see everything."""
-    return tuple(layer for layer, kind in enumerate(config.attention_kinds) if kind.window is None)
 
 
 class FilterFrozen(struct.PyTreeNode):
@@ -81,6 +76,7 @@ class OmniKV(Full):
     name = "omnikv"
     paper = "OmniKV (ICLR 2025), sections 3 and 4"
     extend_piece = 1  # each query chooses for itself
+    couples_layers = True
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Fill in the filter layers, and check."""

@@ -66,6 +66,7 @@ class RetrievalPolicy(Policy, abc.ABC):
     recent: int
     unit: int
     extend_piece = 8
+    budget_fields = ("budget",)
 
     # What a policy says
 

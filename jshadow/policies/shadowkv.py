@@ -113,6 +113,7 @@ class ShadowKV(ChunkCosts):
 
     name = "shadowkv"
     paper = "arXiv 2410.21465, section 4"
+    budget_fields = ("budget",)
 
     @classmethod
     def reference(cls) -> Self:

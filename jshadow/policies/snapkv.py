@@ -39,6 +39,7 @@ class SnapKV(EvictingPolicy):
 
     name = "snapkv"
     paper = "arXiv 2404.14469, section 4"
+    budget_fields = ("max_capacity_prompt",)
 
     @property
     def q_tail(self) -> int:  # type: ignore[override]

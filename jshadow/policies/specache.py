@@ -73,6 +73,7 @@ class SpeCache(KIVI):
 
     name = "specache"
     paper = "arXiv 2503.16163, section 3"
+    budget_fields = ("fetched",)
     step_rows = 2
     predecode = True
 

@@ -42,6 +42,7 @@ class StreamingLLM(Policy):
 
     name = "streaming_llm"
     paper = "arXiv 2309.17453, section 3.2"
+    budget_fields = ("window",)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Check the two sizes."""
