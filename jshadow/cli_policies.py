@@ -29,6 +29,7 @@ PAPERS_SETTINGS = (
     ("kivi:bits=2:group=64", "resident"),
     ("specache:bits=2:group=64", "device_put"),
     ("specache:bits=1:group=64", "device_put"),
+    ("infllm", "device_put"),
     ("shadowkv:rank=160:budget=2048", "device_put"),
     ("shadowkv_plus:rank=160:budget=2048", "device_put"),
 )

@@ -12,6 +12,7 @@ dynamic_update_slice, a function under compute_on("device_host"), and a kernel o
 reshape or scatter here.
 """
 
+import functools
 import itertools
 
 import jax
@@ -125,12 +126,7 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
         with jax.named_scope("fetch"):
             return Fetched(*fetch_by_kernel(tier, selection, ids), valid, selection.ids)
     with jax.named_scope("fetch"):
-        rows = gather(tier.prompt, ids, layout.units)
-        if tier.tail is not None:
-            tail = gather(tier.tail, ids - layout.units, layout.tail_units)
-            assert tail is not None
-            rows = tail if rows is None else jnp.where((ids >= layout.units)[..., None], tail, rows)
-    assert rows is not None
+        rows = gather(tier, ids, (layout.units, layout.tail_units))
     keys = None
     if selection.rebuild is not None:
         with jax.named_scope("rebuild"):
@@ -169,8 +165,7 @@ def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> 
     """
     if spec.fetch == "resident" or selection.kept is not None:
         return 0
-    parts = (1 if layout.units else 0) + (1 if layout.tail_units else 0)
-    return parts * layout.heads * selection.ids.shape[2] * unit_bytes(spec, layout)
+    return layout.heads * selection.ids.shape[2] * unit_bytes(spec, layout)
 
 
 def missed_quanta(spec: CacheSpec, selection: Selection, layout: HostLayout) -> Array | int:
@@ -188,20 +183,33 @@ def unit_bytes(spec: CacheSpec, layout: HostLayout) -> int:
     return layout.planes * layout.unit * spec.head_dim * jnp.dtype(spec.dtype).itemsize
 
 
-def gather(source: HostArray | None, ids: Array, units: int) -> Array | None:
-    """Units ids [B, heads, n] of a host array, on the device: [B, heads, n, width]. Ids are clipped."""
-    if source is None:
-        return None
-    ids = jnp.clip(ids, 0, max(units - 1, 0))
-    if source.memory == "device":
-        return gather_units(source.array, ids)
-    rows = on_host(gather_units)(source.array, to_host(ids))
-    return jax.device_put(rows, Space.Device)
+def gather(tier: HostTier, ids: Array, units: tuple[int, ...]) -> Array:
+    """Units ids [B, heads, n] of a tier, on the device: [B, heads, n, width]. Ids are clipped.
+
+    Args:
+        tier: the rows.
+        ids: of the prompt's units first, then of the tail's.
+        units: how many units its halves count, 0 for one that is not there.
+    """
+    sources = [part for part in (tier.prompt, tier.tail) if part is not None]
+    pick = functools.partial(gather_units, units=tuple(filter(None, units)))
+    arrays = [source.array for source in sources]
+    if sources[0].memory == "device":
+        return pick(ids, *arrays)
+    # The host chooses between the two halves: each row travels once.
+    return jax.device_put(on_host(pick)(to_host(ids), *arrays), Space.Device)
 
 
-def gather_units(array: Array, ids: Array) -> Array:
-    """array [B, heads, U, width] at ids [B, heads, n] -> [B, heads, n, width]."""
-    return jnp.take_along_axis(array, ids[..., None], axis=2, mode="clip")
+def gather_units(ids: Array, *arrays: Array, units: tuple[int, ...]) -> Array:
+    """Arrays [B, heads, U, width], of which the first `units` each count in turn, at ids -> [B, heads, n, width]."""
+    first, rows = 0, None
+    for array, count in zip(arrays, units, strict=True):
+        own = jnp.clip(ids - first, 0, max(count - 1, 0))
+        found = jnp.take_along_axis(array, own[..., None], axis=2, mode="clip")
+        rows = found if rows is None else jnp.where((ids >= first)[..., None], found, rows)
+        first += count
+    assert rows is not None
+    return rows
 
 
 def to_host(x: Array) -> Array:

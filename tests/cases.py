@@ -120,6 +120,10 @@ POLICY_CASES = {
         DenseFirst(SpeCache(bits=1, group=8, residual=8, fetched=6), layers=1),
         lambda num_tokens, config: DenseFirst(SpeCache.lossless(num_tokens, config), layers=1),
     ),
+    "quest_top_p": PolicyCase(Quest(budget=24, unit=4, dense_layers=0, top_p=0.3), lossless_quest),
+    "shadowkv_top_p": PolicyCase(
+        ShadowKV(rank=12, budget=16, top_p=0.6, **SMALL), shadowkv_case(ShadowKV, **SMALL).lossless
+    ),
     "pyramid": PolicyCase(
         Pyramid(DenseFirst(Quest(budget=12, unit=4, dense_layers=0), layers=1), steepness=4.0),
         lambda num_tokens, config: Pyramid(lossless_quest(num_tokens, config), steepness=1.0),

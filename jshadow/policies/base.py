@@ -275,6 +275,23 @@ def check_choice(policy: str, name: str, value: Any, choices: tuple[Any, ...]) -
         raise ConfigError(f"{policy}.{name} must be one of {choices}, got {value!r}")
 
 
+def check_share(policy: str, name: str, value: Any) -> None:
+    """Raise ConfigError unless value is a number in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(f"{policy}.{name} must be a number in (0, 1], got {value!r}")
+
+
+def within_share(weights: Array, share: float) -> Array:
+    """The fewest leading entries that make up a share of all: bool mask of float32 weights [..., k], falling.
+
+    The budget of Twilight (arXiv 2502.02770, section 4): as many as it takes, not a fixed number.
+    """
+    if share >= 1:
+        return jnp.ones(weights.shape, bool)
+    before = jnp.cumsum(weights, axis=-1) - weights
+    return before < share * weights.sum(axis=-1, keepdims=True)
+
+
 def check_fraction(fraction: float) -> None:
     """Raise ConfigError unless fraction is above 0."""
     if not fraction > 0:

@@ -30,7 +30,7 @@ class ChunkCosts(Policy):
 
     def selected_numbers(self, spec: CacheSpec, width: int) -> int:
         """Numbers of the selected tokens' rows of that width, each KV head its own; twice where there is a tail, for
-        a fetch gathers in both tiers."""
+        both of its halves are gathered from; from the host a row comes once."""
         layout = self.host_layout(spec)
         assert layout is not None
         tiers = bool(layout.units) + bool(layout.tail_units)
@@ -42,11 +42,12 @@ class ChunkCosts(Policy):
         item = jnp.dtype(spec.dtype).itemsize
         parts = super().step_bytes(spec, state)
         values = self.selected_numbers(spec, spec.head_dim) * item
+        once = spec.batch * spec.kv_heads * self.max_selected(spec.capacity) * self.chunk_size * spec.head_dim * item
         offloaded = any(tier is not None and tier.memory != "device" for tier in (state.host.prompt, state.host.tail))
         held = {part: size for part, size in parts.items() if part not in ("host rows", "host tail")}
         return held | {
             "left": (self.selected_numbers(spec, self.rank) * item, 0),
-            "values": (0, values) if offloaded else (values, 0),
+            "values": (0, once) if offloaded else (values, 0),
         }
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:

@@ -37,6 +37,7 @@ class InfiniGen(RetrievalPolicy):
         dense_layers: first layers that attend to everything; at least one, for the first cannot be foreseen.
         recent: newest tokens that are always attended.
         calibration: "online": the basis comes from each prompt's queries; "offline": from a text (`fit`).
+        top_p: share of the softmax over the budget that is enough, beside alpha.
     """
 
     budget: int | None = None  # type: ignore[assignment]
@@ -46,12 +47,17 @@ class InfiniGen(RetrievalPolicy):
     recent: int = 1
     calibration: str = "online"
     unit: int = 1
+    top_p: float = 1.0
 
     name = "infinigen"
     paper = "arXiv 2406.19707, section 4"
     foresees = True
     needs = frozenset({"q_all"})
-    extend_piece = 1  # how many tokens a query attends to is read off its own step
+
+    @property
+    def extend_piece(self) -> int:  # type: ignore[override]
+        """How many tokens a query attends to is read off its own step."""
+        return 1
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Fill in a fifth each, and check."""
@@ -109,12 +115,17 @@ class InfiniGen(RetrievalPolicy):
         scores = jnp.einsum("bhgtr,bhnr->bhgtn", short, summaries, preferred_element_type=jnp.float32)
         return scores.max(axis=2) * spec.scale
 
+    def score_scale(self, spec: CacheSpec) -> float:
+        """Scores are logits."""
+        return 1.0
+
     def query(self, step: StepKV, carry: Any) -> Array:
         """What the layer before foresaw."""
         return carry
 
     def enough(self, spec: CacheSpec, scores: Array, good: Array) -> Array:
         """As many as are within alpha of the best, mean over heads; each head its own best ones."""
+        good = super().enough(spec, scores, good)
         near = (scores > scores[..., :1] - self.alpha) & good
         count = jnp.round(near.sum(axis=3).astype(jnp.float32).mean(axis=1))
         return good & (jnp.arange(scores.shape[3]) < count[:, None, :, None])
@@ -139,7 +150,7 @@ class InfiniGen(RetrievalPolicy):
         """As many columns as fit beside the dense layers, keys and values offloaded."""
         own = own_share(cls.name, fraction, num_tokens, config)
         layers = sum(kind.window is None for kind in config.attention_kinds)
-        rest = (cls.recent + cls.extend_piece - 1) / num_tokens
+        rest = (cls.recent + cls().extend_piece - 1) / num_tokens
         for dense in (2, 1):
             share = (own * layers - dense) / max(layers - dense, 1) - rest
             columns = int(share * 2 * config.head_dim)

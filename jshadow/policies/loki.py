@@ -1,8 +1,7 @@
 """Loki: tokens by the leading principal components of their keys (Singhania et al. 2024, arXiv 2406.02542, section 4).
 
-The paper keeps all keys on the device, rotated into the basis, so that its leading columns serve for scoring. Here the
-leading columns lie on the device beside the ring, and whole keys and values in the host tier: resident, that takes the
-leading columns twice; offloaded, they are all that the device holds. A basis comes from the prompt itself
+Keys are kept rotated into the basis, so that their leading columns serve for scoring. Where keys and values are
+offloaded, the leading columns are all that stays on the device. A basis comes from the prompt itself
 (`calibration="online"`, which the ShadowKV authors found more accurate) or from a text (`fit`). The basis is that of
 keys after RoPE; their mean is subtracted to find it and not to score, for it moves all scores of a query alike.
 """
@@ -32,6 +31,7 @@ class Loki(RetrievalPolicy):
         columns: leading columns of the basis that score. None: a quarter of the head.
         recent: newest tokens that are always attended (the paper has none but the token itself).
         calibration: "online": a basis of each prompt; "offline": the `fitted` one.
+        top_p: share of the softmax over the budget that is enough.
     """
 
     budget: int | None = None  # type: ignore[assignment]
@@ -39,6 +39,7 @@ class Loki(RetrievalPolicy):
     recent: int = 1
     calibration: str = "online"
     unit: int = 1
+    top_p: float = 1.0
 
     name = "loki"
     paper = "arXiv 2406.02542, section 4"
@@ -54,30 +55,43 @@ class Loki(RetrievalPolicy):
         return super(Loki, made).resolve(config, capacity)
 
     def no_basis(self, spec: CacheSpec) -> Array:
-        """Zeros [B, h_kv, d, columns]."""
-        assert self.columns is not None
-        return jnp.zeros((spec.batch, spec.kv_heads, spec.head_dim, self.columns), jnp.float32)
+        """Zeros [B, h_kv, d, d]."""
+        return jnp.zeros((spec.batch, spec.kv_heads, spec.head_dim, spec.head_dim), jnp.float32)
 
     def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Array:
-        """The leading principal components of each head's keys, float32 [B, h_kv, d, columns]."""
+        """The principal components of each head's keys, float32 [B, h_kv, d, d]."""
         if self.calibration == "online":
-            return leading(principal(prompt), self.columns)
+            return principal(prompt)
         if not isinstance(fitted, dict) or "components" not in fitted:
             raise ConfigError("fitted must be what Loki.fit returned where calibration='offline', got something else")
-        own = leading(fitted["components"], self.columns)
-        return jnp.broadcast_to(own, (spec.batch, *own.shape))
+        return jnp.broadcast_to(fitted["components"], (spec.batch, *fitted["components"].shape))
 
     def fit(self, params: Any, tokens: Array) -> dict[str, Array]:
         """The components of a text's keys: {"components": float32 [L, h_kv, d, d]}."""
         return {"components": jnp.stack([principal(prompt)[0] for prompt in prompts_of(params, tokens)])}
 
+    def stored(self, keys: Array, basis: Any) -> Array:
+        """In the components: products of queries and keys are the same in any orthogonal basis (section 4.2)."""
+        batch, tokens, _, dim = keys.shape
+        grouped = keys.astype(jnp.float32).reshape(batch, tokens, basis.shape[1], -1, dim)
+        turned = jnp.einsum("bshgd,bhde->bshge", grouped, basis, precision="highest")
+        return turned.reshape(keys.shape).astype(keys.dtype)
+
     def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
         """Leading columns [B, h_kv, n, r]."""
-        return jnp.einsum("bhnud,bhdr->bhnr", keys.astype(jnp.float32), basis).astype(spec.dtype)
+        return keys[:, :, :, 0, : self.columns]
+
+    def kept_summaries(self, spec: CacheSpec) -> bool:
+        """On the device the leading columns are those of the keys themselves."""
+        return spec.fetch != "resident"
+
+    def resident_summaries(self, spec: CacheSpec, rows: Array) -> Array:
+        """The front of each row."""
+        return rows[..., : self.columns]
 
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
         """Products of the leading columns, the largest of the group."""
-        short = jnp.einsum("bhgtd,bhdr->bhgtr", q.astype(jnp.float32), basis).astype(spec.dtype)
+        short = q[..., : self.columns].astype(spec.dtype)
         return jnp.einsum("bhgtr,bhnr->bhgtn", short, summaries, preferred_element_type=jnp.float32).max(axis=2)
 
     @classmethod
@@ -88,7 +102,8 @@ class Loki(RetrievalPolicy):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """As many columns as fit, keys and values offloaded."""
-        rest = (cls.recent + cls.extend_piece - 1) / num_tokens
+        # the ring, and the basis: d * d of four bytes for each head
+        rest = (cls.recent + cls().extend_piece - 1 + config.head_dim) / num_tokens
         columns = int((own_share(cls.name, fraction, num_tokens, config) - rest) * 2 * config.head_dim)
         if columns < 1:
             least = rest + 0.5 / config.head_dim
@@ -104,8 +119,3 @@ def principal(prompt: PromptKV) -> Array:
     away = jnp.where(real, keys - mean, 0)
     spread = jnp.einsum("bshd,bshe->bhde", away, away, precision="highest")
     return jnp.linalg.eigh(spread)[1][..., ::-1]
-
-
-def leading(components: Array, columns: int | None) -> Array:
-    """The first columns."""
-    return components[..., :columns]

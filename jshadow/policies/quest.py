@@ -27,12 +27,14 @@ class Quest(RetrievalPolicy):
         unit: tokens of a page.
         recent: newest tokens that are always attended, with the pages they are in.
         dense_layers: first layers that attend to everything.
+        top_p: share of the softmax over the budget that is enough.
     """
 
     budget: int = 1024
     unit: int = 16
     recent: int = 1
     dense_layers: int = 2
+    top_p: float = 1.0
 
     name = "quest"
     paper = "arXiv 2406.10774, section 3"
@@ -74,7 +76,7 @@ class Quest(RetrievalPolicy):
         own, unit = own_share(cls.name, fraction, num_tokens, config), cls.unit
         while unit <= num_tokens:
             policy = cls(unit=unit, budget=max(cls.budget, unit), dense_layers=0)
-            pages, ring = num_tokens // unit + 2, 1 + unit + cls.extend_piece - 2
+            pages, ring = num_tokens // unit + 2, 1 + unit + policy.extend_piece - 2
             if (pages + ring) / num_tokens <= own:
                 return policy
             unit *= 2

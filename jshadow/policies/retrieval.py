@@ -17,7 +17,7 @@ from jax import Array
 from jshadow.attention import Piece, attend, group_queries
 from jshadow.chunking import fill_ring, ring_positions, to_chunks, top_k, write_rows
 from jshadow.config import ModelConfig
-from jshadow.policies.base import Policy, check_range
+from jshadow.policies.base import Policy, check_range, check_share, within_share
 from jshadow.state import (
     CacheSpec,
     Fetched,
@@ -60,23 +60,39 @@ class UnitLive(struct.PyTreeNode):
 
 
 class RetrievalPolicy(Policy, abc.ABC):
-    """Settings that every one has: `budget` tokens to fetch, `recent` newest tokens that are always attended."""
+    """Settings that every one has.
+
+    `budget` tokens to fetch, `recent` newest tokens that are always attended; with `top_p` below 1 only as many units
+    of the budget as it takes to make up that share of the softmax over them.
+    """
 
     budget: int
     recent: int
     unit: int
-    extend_piece = 8
+    top_p: float
     budget_fields = ("budget",)
 
     # What a policy says
 
     @abc.abstractmethod
     def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Any:
-        """A tree of [B, h_kv, n, ...] from the keys after RoPE [B, h_kv, n, unit, d] of units, `there` [B, n, unit]."""
+        """A tree of [B, h_kv, n, ...] from the stored keys [B, h_kv, n, unit, d] of units, `there` [B, n, unit]."""
 
     @abc.abstractmethod
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
         """How much each query wants each unit: q [B, h_kv, group, T, d] -> float32 [B, h_kv, T, n]."""
+
+    def stored(self, keys: Array, basis: Any) -> Array:
+        """Keys after RoPE [B, S, h, d] as they are kept, and queries as they meet them: products must not change."""
+        return keys
+
+    def kept_summaries(self, spec: CacheSpec) -> bool:
+        """Whether summaries are kept beside the units; else `resident_summaries` reads them off the units."""
+        return True
+
+    def resident_summaries(self, spec: CacheSpec, rows: Array) -> Any:
+        """Summaries of units that lie on the device [B, h_kv, n, 2 * unit * d], where none are kept."""
+        raise NotImplementedError
 
     def query(self, step: StepKV, carry: Any) -> Array:
         """The queries after RoPE [B, T, h_q, d] that choose."""
@@ -84,7 +100,20 @@ class RetrievalPolicy(Policy, abc.ABC):
 
     def enough(self, spec: CacheSpec, scores: Array, good: Array) -> Array:
         """Which of the best units are fetched: float32 scores [B, h_kv, T, k], falling; `good` ones exist."""
-        return good
+        if self.top_p == 1:
+            return good
+        logits = jnp.where(good, scores * self.score_scale(spec), -jnp.inf)
+        weights = jnp.where(good, jnp.exp(logits - logits[..., :1]), 0)
+        return good & within_share(weights, self.top_p)
+
+    def score_scale(self, spec: CacheSpec) -> float:
+        """What makes logits of scores."""
+        return spec.scale
+
+    @property
+    def extend_piece(self) -> int:  # type: ignore[override]
+        """How many units a query attends to is read off its own step where that follows from the scores."""
+        return 8 if self.top_p == 1 else 1
 
     def onward(self, step: StepKV, carry: Any) -> Any:
         """What this layer tells the next one."""
@@ -103,6 +132,7 @@ class RetrievalPolicy(Policy, abc.ABC):
         check_range(self.name, "unit", self.unit, 1)
         check_range(self.name, "budget", self.budget, self.unit)
         check_range(self.name, "recent", self.recent, 1)
+        check_share(self.name, "top_p", self.top_p)
         return self
 
     # Sizes and places
@@ -148,6 +178,8 @@ class RetrievalPolicy(Policy, abc.ABC):
         basis = self.no_basis(spec)
 
         def summaries(count: int) -> Any:
+            if not self.kept_summaries(spec):
+                return None
             there = jnp.zeros((spec.batch, count, self.unit), bool)
             return self.summarise(spec, zeros(count, self.unit, spec.head_dim), there, basis)
 
@@ -162,11 +194,12 @@ class RetrievalPolicy(Policy, abc.ABC):
         """Whole units to the host tier, their summaries and the newest tokens to the device."""
         layout, slots = self.host_layout(spec), self.ring_slots(spec)
         assert layout is not None
-        k, v = (fill_ring(x, prompt.lengths, slots) for x in (prompt.k_post, prompt.v))
         units, basis = prompt.lengths // self.unit, self.learn(spec, prompt, fitted)
-        planes = [to_chunks(x, layout.units, self.unit) for x in (prompt.k_post, prompt.v)]
+        rows = (self.stored(prompt.k_post, basis), prompt.v)
+        k, v = (fill_ring(x, prompt.lengths, slots) for x in rows)
+        planes = [to_chunks(x, layout.units, self.unit) for x in rows]
         there = (jnp.arange(layout.units) < units[:, None])[..., None] & jnp.ones(self.unit, bool)
-        summaries = self.summarise(spec, planes[0], there, basis)
+        summaries = self.summarise(spec, planes[0], there, basis) if self.kept_summaries(spec) else None
         data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, -1)
         live = state.live.replace(recent=KeyValues(k, v))
         # the unit that the prompt has begun lies in the ring; its place in the tail is written with the next token
@@ -174,8 +207,8 @@ class RetrievalPolicy(Policy, abc.ABC):
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write the new tokens to the ring, and each unit they are in, done or not, to the tail and its summary."""
-        slots, ring = self.ring_slots(spec), state.live.recent
-        k = write_rows(ring.k, step.k_post, step.positions % slots, step.valid)
+        slots, ring, basis = self.ring_slots(spec), state.live.recent, state.frozen.basis
+        k = write_rows(ring.k, self.stored(step.k_post, basis), step.positions % slots, step.valid)
         v = write_rows(ring.v, step.v, step.positions % slots, step.valid)
         touched = (step.positions.shape[1] - 1) // self.unit + 2 - (self.unit == 1)
         units = step.positions[:, :1] // self.unit + jnp.arange(touched)
@@ -189,8 +222,10 @@ class RetrievalPolicy(Policy, abc.ABC):
         data = jnp.stack([keys, values], axis=3).reshape(spec.batch, spec.kv_heads, touched, -1)
         place = units - state.frozen.units[:, None]
         valid = there.any(-1) & step.valid[:, :1]
-        made = self.summarise(spec, keys, there, state.frozen.basis)
-        summaries = jax.tree.map(functools.partial(put_units, place=place, valid=valid), state.live.summaries, made)
+        summaries = state.live.summaries
+        if self.kept_summaries(spec):
+            made = self.summarise(spec, keys, there, basis)
+            summaries = jax.tree.map(functools.partial(put_units, place=place, valid=valid), summaries, made)
         live = state.live.replace(recent=KeyValues(k, v), summaries=summaries)
         return state.replace(live=live), HostWrite(data, place, valid)
 
@@ -202,8 +237,8 @@ class RetrievalPolicy(Policy, abc.ABC):
         """The best units of each query, one query after the other."""
         layout, frozen = self.host_layout(spec), state.frozen
         assert layout is not None
-        q = group_queries(self.query(step, carry), spec.kv_heads)
-        parts = [self.score(spec, summaries, q, frozen.basis) for summaries in (frozen.summaries, state.live.summaries)]
+        q = group_queries(self.stored(self.query(step, carry), frozen.basis), spec.kv_heads)
+        parts = [self.score(spec, summaries, q, frozen.basis) for summaries in self.both_summaries(spec, state)]
         scores = jnp.concatenate(parts, axis=3)
         # unit of the sequence behind each place: the prompt's whole units, then the tail's
         start = frozen.units[:, None]
@@ -225,6 +260,16 @@ class RetrievalPolicy(Policy, abc.ABC):
         selection = Selection(ids.reshape(flat), good.reshape(flat), hit=hit.reshape(flat))
         return selection, state.replace(live=state.live.replace(selected=chosen)), carry
 
+    def both_summaries(self, spec: CacheSpec, state: LayerState) -> list[Any]:
+        """Of the prompt's units and of later ones."""
+        if self.kept_summaries(spec):
+            return [state.frozen.summaries, state.live.summaries]
+        layout, tier = self.host_layout(spec), state.host
+        assert layout is not None
+        assert tier.tail is not None
+        rows = [tier.prompt.array] if tier.prompt is not None else []
+        return [self.resident_summaries(spec, x) for x in (*rows, tier.tail.array[:, :, : layout.tail_units])]
+
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
     ) -> tuple[Array, LayerState, Any]:
@@ -238,12 +283,16 @@ class RetrievalPolicy(Policy, abc.ABC):
         shape = (spec.batch, spec.kv_heads, queries, -1)
         k, v = (x.reshape(*shape, spec.head_dim) for x in (fetched.k, fetched.v))
         pieces = [Piece(recent.k, recent.v, seen[:, None]), Piece(k, v, fetched.valid.reshape(shape))]
-        return attend(step.q_post, pieces, spec.scale), state, self.onward(step, carry)
+        query = self.stored(step.q_post, state.frozen.basis)
+        return attend(query, pieces, spec.scale), state, self.onward(step, carry)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Recent tokens, and whole units."""
         first = self.first_recent(lengths - 1)
-        parts = {"window": lengths - first, "selected": jnp.minimum(first, self.count(spec) * self.unit)}
+        selected = jnp.minimum(first, self.count(spec) * self.unit)
+        if self.top_p < 1:
+            selected = (state.live.selected >= 0).sum(axis=2).mean(axis=1, dtype=jnp.float32) * self.unit
+        parts = {"window": lengths - first, "selected": selected}
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
     # Accounting

@@ -22,7 +22,15 @@ from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.landmarks import MANTISSA, chunk_scores, landmark_logits, prompt_landmarks
 from jshadow.lowrank import BLOCK, key_factors
-from jshadow.policies.base import check_choice, check_range, infeasible, own_share, whole_share
+from jshadow.policies.base import (
+    check_choice,
+    check_range,
+    check_share,
+    infeasible,
+    own_share,
+    whole_share,
+    within_share,
+)
 from jshadow.policies.chunk_costs import ChunkCosts
 from jshadow.policies.places import in_turn
 from jshadow.policies.preload import Preload, exact_keys
@@ -97,6 +105,7 @@ class ShadowKV(ChunkCosts):
         score_dtype: to which the softmax over landmarks is rounded, "float32" or "bfloat16".
         exact_preload: chunks that the prompt's last query selects keep exact keys while every query selects them.
         chunk_multiple: the number of chunks of a prompt is rounded down to a multiple of it.
+        top_p: share of the budget's scores that is enough: fewer chunks where few matter (extend_piece is then 1).
     """
 
     rank: int | None = None
@@ -110,6 +119,7 @@ class ShadowKV(ChunkCosts):
     score_dtype: str = "float32"
     exact_preload: bool = False
     chunk_multiple: int = 1
+    top_p: float = 1.0
 
     name = "shadowkv"
     paper = "arXiv 2410.21465, section 4"
@@ -148,7 +158,9 @@ class ShadowKV(ChunkCosts):
         check_choice(self.name, "score_dtype", self.score_dtype, tuple(MANTISSA))
         check_choice(self.name, "exact_preload", self.exact_preload, (False, True))
         check_range(self.name, "chunk_multiple", self.chunk_multiple, 1)
-        return dataclasses.replace(self, rank=rank, budget=budget, outlier_chunks=outliers)
+        check_share(self.name, "top_p", self.top_p)
+        piece = self.extend_piece if self.top_p == 1 else 1  # what a query attends to is read off its own step
+        return dataclasses.replace(self, rank=rank, budget=budget, outlier_chunks=outliers, extend_piece=piece)
 
     @property
     def q_tail(self) -> int:  # type: ignore[override]
@@ -299,7 +311,9 @@ class ShadowKV(ChunkCosts):
             scores = self.scores(spec, state, step)
             ids = top_k(scores, count)  # [B, h_kv, Q, k], Q = 1 for a shared selection, else T
         asked = step.valid.any(axis=1, keepdims=True) if shared else step.valid
-        valid = asked[:, None, :, None] & (jnp.take_along_axis(scores, ids, axis=3) >= 0)
+        best = jnp.take_along_axis(scores, ids, axis=3)
+        enough = within_share(jnp.maximum(best, 0), self.top_p)
+        valid = asked[:, None, :, None] & (best >= 0) & enough
         ids, valid, hit, held = in_turn(ids, valid, asked, state.live.resident)
         flat = (*ids.shape[:2], -1)
         kept = None
@@ -379,6 +393,8 @@ class ShadowKV(ChunkCosts):
         chunks = state.frozen.chunks
         outliers = self.row_outliers(chunks)
         selected = jnp.minimum(self.budget // self.chunk_size, chunks - outliers)
+        if self.top_p < 1:
+            selected = (state.live.resident >= 0).sum(axis=2).mean(axis=1, dtype=jnp.float32)
         parts = {"selected": selected * self.chunk_size, "outliers": outliers * self.chunk_size,
                  "window": lengths - chunks * self.chunk_size}  # fmt: skip
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}

@@ -281,6 +281,8 @@ class ShadowKVPlus(ShadowKV):
         chunks = frozen.chunks + behind[:, 0]
         selected = jnp.minimum(self.budget // self.chunk_size, (chunks - outliers)[:, None] - extra)
         size = float(self.chunk_size)
+        if self.top_p < 1:
+            selected = (state.live.resident >= 0).sum(axis=2)
         return {
             "selected": selected.mean(axis=1, dtype=jnp.float32) * size,
             "outliers": outliers * size,

@@ -17,7 +17,7 @@ from jshadow.config import ModelConfig
 from jshadow.lowrank import EXACT, key_factors
 from jshadow.params import init_params
 from jshadow.policies import ShadowKV
-from jshadow.state import HostArray
+from jshadow.state import HostArray, HostTier
 from pallas_kernels import fetch_reconstruct
 
 MODEL = ModelConfig("llama", 499, 4, 256, 384, 8, 2, 64, 1e-5, 1024)
@@ -135,9 +135,13 @@ def check_big(sizes: Sizes) -> dict[str, Any]:
     want = expected((row * heads + head)[..., None] * units + ids, width)
     left, right = jnp.zeros((batch, units, chunk * rank), jnp.bfloat16), jnp.ones((batch, heads, rank, dim), "bfloat16")
     inverse = jnp.ones(dim // 2, jnp.float32)
+
+    def by_host(values: Any, ids: Any, left: Any) -> Any:
+        return offload.gather(HostTier(HostArray(values, "pinned_host")), ids, (units,))
+
     ways: dict[str, Callable[..., Any]] = {
         "zero_copy": lambda values, ids, left: fetch_reconstruct(values, left, right, ids, inverse)[1],
-        "device_put": lambda values, ids, left: offload.gather(HostArray(values, "pinned_host"), ids, units),
+        "device_put": by_host,
     }
 
     def equal(get: Callable[..., Any]) -> bool:

@@ -18,7 +18,7 @@ from gpu.synthetic import free, on_device, on_host
 from gpu.timing import build, series
 from jshadow import offload
 from jshadow.rope import inverse_frequencies
-from jshadow.state import HostArray
+from jshadow.state import HostArray, HostTier
 from pallas_kernels import fetch_reconstruct
 
 DRAWS, CALLS = 8, 16  # least sets of chunks that take turns; calls dispatched together
@@ -125,7 +125,7 @@ class Fetches:
         values = self.operands(batch)[0]
 
         def run(ids: Any, held: Any, values: Any) -> Any:
-            return offload.gather(HostArray(values, "pinned_host"), ids, self.units), held[0, 0, 0, 0]
+            return offload.gather(HostTier(HostArray(values, "pinned_host")), ids, (self.units,)), held[0, 0, 0, 0]
 
         return self.timed(batch, run, 0.0, values)
 

@@ -80,7 +80,7 @@ class Stages:
         fetched: Fetched = jax.jit(functools.partial(self.fetched, put))(layer.host, plain)
 
         def gather(tier: HostTier, ids: Any) -> Any:
-            return offload.gather(tier.prompt, ids, layout.units)
+            return offload.gather(tier, ids, (layout.units, layout.tail_units))
 
         def attention(layer: LayerState, step: StepKV, fetched: Fetched) -> Any:
             assert fetched.k is not None
