@@ -33,6 +33,24 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """One worker runs all cases of a policy (`--dist loadgroup`): they share traced programs and prefilled states.
+
+    They also come together in the order of the run, so that a worker needs no more than one policy's at a time.
+    """
+    from cases import POLICY_CASES
+
+    def policy_of(item: pytest.Item) -> str:
+        name = getattr(item, "callspec", None) and item.callspec.params.get("name")  # type: ignore[attr-defined]
+        return name if isinstance(name, str) and name in POLICY_CASES else ""
+
+    items.sort(key=policy_of)  # stable
+    for item in items:
+        if policy := policy_of(item):
+            item.add_marker(pytest.mark.xdist_group(policy))
+
+
 def pytest_terminal_summary(terminalreporter) -> None:
     """Say how many cases of laws ran, and how many near ties they skipped. Works under xdist: reports arrive here."""
     reports = [report for key in ("passed", "failed") for report in terminalreporter.stats.get(key, ())]
