@@ -10,6 +10,7 @@ from jshadow.policies.full import Full as Full
 from jshadow.policies.h2o import H2O as H2O
 from jshadow.policies.infinigen import InfiniGen as InfiniGen
 from jshadow.policies.kivi import KIVI as KIVI
+from jshadow.policies.less import LESS as LESS
 from jshadow.policies.loki import Loki as Loki
 from jshadow.policies.omnikv import OmniKV as OmniKV
 from jshadow.policies.quest import Quest as Quest
@@ -30,6 +31,7 @@ LISTED: tuple[type[Policy], ...] = (
     OmniKV,
     KIVI,
     SpeCache,
+    LESS,
     ShadowKV,
     ShadowKVPlus,
 )
