@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.policies.base import Policy as Policy
@@ -42,14 +43,28 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
     """The policy `name` with `key=value` settings. Raises ConfigError naming what is unknown."""
     if name not in POLICIES:
         raise ConfigError(f"policy must be one of {sorted(POLICIES)}, got {name!r}")
-    fields = {field.name for field in dataclasses.fields(POLICIES[name])}  # type: ignore[arg-type]
+    types = {field.name: str(field.type) for field in dataclasses.fields(POLICIES[name])}  # type: ignore[arg-type]
     values = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
-        if not equals or key not in fields:
-            raise ConfigError(f"--set must be KEY=VALUE with a key of {name} {sorted(fields)}, got {setting!r}")
-        try:
-            values[key] = json.loads(text.lower() if text in ("True", "False") else text)
-        except json.JSONDecodeError:
-            values[key] = text
+        if not equals or key not in types:
+            raise ConfigError(f"--set must be KEY=VALUE with a key of {name} {sorted(types)}, got {setting!r}")
+        values[key] = parse_tuple(text) if types[key].startswith("tuple") else parse_value(text)
     return POLICIES[name](**values)
+
+
+def parse_value(text: str) -> Any:
+    """A number, a truth value, null, or else the text itself."""
+    try:
+        value = json.loads(text.lower() if text in ("True", "False") else text)
+    except json.JSONDecodeError:
+        return text
+    return tuple(value) if isinstance(value, list) else value  # settings are hashed
+
+
+def parse_tuple(text: str) -> Any:
+    """Several values: "2,8,18", "(2, 8, 18)", "[2,8,18]", or "2+8+18" where a comma would begin another policy."""
+    if text in ("null", "None"):
+        return None
+    inside = text.strip().strip("[]()")
+    return tuple(parse_value(part.strip()) for part in inside.replace("+", ",").split(",") if part.strip())

@@ -102,6 +102,10 @@ class Policy(abc.ABC):
         """
         return None
 
+    def with_fitted(self) -> Self:
+        """These settings, where need be with the switch set that makes them use what `fit` learned."""
+        return self
+
     # State
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:

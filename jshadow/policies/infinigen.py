@@ -101,6 +101,10 @@ class InfiniGen(RetrievalPolicy):
         """Offline, a basis of the prompt's own needs none."""
         return self.calibration == "offline"
 
+    def with_fitted(self) -> Self:
+        """Offline."""
+        return dataclasses.replace(self, calibration="offline")
+
     def fitted_shapes(self, config: ModelConfig) -> Any:
         """A basis a head."""
         return {"skew": (config.num_layers, config.kv_heads, config.head_dim, config.head_dim)}

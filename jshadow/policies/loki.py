@@ -73,6 +73,10 @@ class Loki(RetrievalPolicy):
         """Offline, a basis of the prompt's own needs none."""
         return self.calibration == "offline"
 
+    def with_fitted(self) -> Self:
+        """Offline."""
+        return dataclasses.replace(self, calibration="offline")
+
     def fitted_shapes(self, config: ModelConfig) -> Any:
         """A basis a head."""
         return {"components": (config.num_layers, config.kv_heads, config.head_dim, config.head_dim)}
