@@ -130,7 +130,8 @@ def open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]
         digests, policy = read_json_text(texts, "sha256"), record["policy"]
         if not isinstance(digests, dict) or digests.keys() != file.shapes.keys():
             raise ValueError("sha256 must have one digest for each array")
-        if not isinstance(policy, dict) or policy.get("name") not in POLICIES or "settings" not in policy:
+        known = isinstance(policy, dict) and isinstance(policy.get("name"), str) and policy["name"] in POLICIES
+        if not known or not isinstance(policy.get("settings"), dict):
             raise ValueError(f"policy must have settings and a name of {sorted(POLICIES)}, got {policy!r:.80}")
         return file, record, digests
     except CheckpointError:
