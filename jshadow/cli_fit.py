@@ -16,6 +16,7 @@ from jshadow.errors import CheckpointError, ConfigError, PromptError
 from jshadow.policies import POLICIES, Policy, parse_policy
 from jshadow.progress import SlowProgress
 
+LONGEST = 64  # characters of a text that a token may take, mean: no more than needed is encoded
 LEARNERS = [name for name, policy in POLICIES.items() if policy.fit is not Policy.fit]
 ABOUT_FIT = """Learn the arrays of a policy from a text and write them to a safetensors file, for
 `jshadow generate --fitted FILE`. loki and infinigen take a basis of each head from it; less trains its kernels, layer
@@ -65,7 +66,11 @@ def read_text(path: str) -> str:
 
 
 def load_with_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
-    """The model, and all ids of the text. Whatever can be wrong without the model is told before it is loaded."""
+    """The model, and ids of the text, twice --tokens where it is so long: the rest is for a check.
+
+    Whatever can be wrong without the model is told before it is loaded.
+    """
+    from jshadow.convert.quiet import quiet_transformers
     from jshadow.params import load
     from jshadow.text import encode
 
@@ -73,7 +78,9 @@ def load_with_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
         raise ConfigError(f"--tokens must be at least 1, got {args.tokens}")
     text = read_text(args.text)
     params = load(args.model, dtype=args.dtype, quantize=args.quantize)
-    return params, encode(params.tokenizer, text, params.config.vocab_size)
+    with quiet_transformers():  # a text may be longer than the context, of which it then warns
+        ids = encode(params.tokenizer, text[: 2 * args.tokens * LONGEST], params.config.vocab_size)
+    return params, ids[: 2 * args.tokens]
 
 
 def run_fit(args: argparse.Namespace) -> int:
@@ -90,7 +97,7 @@ def run_fit(args: argparse.Namespace) -> int:
         raise ConfigError(f"--{next(iter(options))} must be left out for {args.policy}, which takes no steps")
     check_place(Path(args.out).expanduser())
     params, ids = load_with_text(args)
-    ids, rest = ids[: args.tokens], ids[args.tokens : 2 * args.tokens]
+    ids, rest = ids[: args.tokens], ids[args.tokens :]
     policy.resolve(params.config, len(ids))
     fit: Callable[..., Any] = policy.fit
     begun = time.perf_counter()

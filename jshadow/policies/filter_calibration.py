@@ -2,7 +2,8 @@
 
 A layer is a good filter where the tokens that its own attention ranks highest are those that later layers attend to.
 For each layer i and each later layer j: the share of j's attention that falls on i's top tokens, mean over queries and
-heads. Layers that see a window only neither choose nor count.
+heads. Layers that see a window only neither choose nor count. Most heads give much to the first token (a sink), which
+nearly every layer ranks high: masses are large and differ little, and it is their order that chooses.
 """
 
 import functools

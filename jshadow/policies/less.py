@@ -89,7 +89,7 @@ class LESS(H2O):
 
         H2O itself decodes the text from its first token on, on the exact queries, keys and values of the layer; what
         it holds and has evicted at each query makes the examples (`less_training`, which says how that differs from
-        a prompt taken in at once).
+        a prompt taken in at once). Settings that are None are resolved for a capacity of the text's length.
 
         Args:
             params: Params.
