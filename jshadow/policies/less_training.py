@@ -30,6 +30,7 @@ from jshadow.state import CacheSpec, LayerState, PromptKV, StepKV
 
 QUERIES = 128  # of a training step, all of one text
 TILE = 128  # queries whose scores exist at once
+LARGEST = 60.0  # logarithm of the factor that the key side may take
 ROUND = 50  # training steps of one compiled program
 SCALE = 1e-4  # at which the diagonal of the key side begins, beside the normaliser of the sparse part
 
@@ -199,9 +200,10 @@ def shift_of(examples: Examples, first: int) -> Array:
     """The mean log-sum-exp of each KV head's sparse part, float32 [h_kv].
 
     Models differ in the size of their scores. Kernels are trained for scores less that much, which a factor on the key
-    side takes back, so that they begin equally small beside the sparse part in every model.
+    side takes back, so that they begin equally small beside the sparse part in every model. That factor and sums of it
+    must be float32 numbers: heads of larger scores learn less, or nothing.
     """
-    return examples.lse[..., first:].mean(axis=(0, 2, 3))
+    return jnp.clip(examples.lse[..., first:].mean(axis=(0, 2, 3)), -LARGEST, LARGEST)
 
 
 def begin(policy: LESS, key: Array, examples: Examples) -> dict[str, Any]:
