@@ -5,6 +5,8 @@ from jshadow import policies as policies
 from jshadow.decode import decode_step as decode_step
 from jshadow.decode import decode_steps as decode_steps
 from jshadow.decode import extend as extend
+from jshadow.fitted import load_fitted as load_fitted
+from jshadow.fitted import save_fitted as save_fitted
 from jshadow.generate import Generation as Generation
 from jshadow.generate import generate as generate
 from jshadow.generate import stream as stream

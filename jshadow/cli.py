@@ -1,11 +1,14 @@
-"""The command line: `jshadow generate | eval | plan | bench | convert | policies`. Parses, calls, prints."""
+"""The command line: `jshadow generate | eval | fit | calibrate | plan | bench | convert | policies`.
+
+Parses, calls, prints.
+"""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
 
-from jshadow import cli_bench, cli_generate, cli_plan, cli_policies
+from jshadow import cli_bench, cli_fit, cli_generate, cli_plan, cli_policies
 from jshadow.errors import ConfigError, JshadowError
 from jshadow.progress import SlowProgress
 
@@ -67,6 +70,11 @@ def parser() -> argparse.ArgumentParser:
     cli_plan.add_options(commands.add_parser("plan", help="count KV bytes, plan a GPU", description=cli_plan.ABOUT))
 
     cli_bench.add_options(commands.add_parser("bench", help="measure decode steps", description=cli_bench.ABOUT))
+
+    cli_fit.add_fit_options(commands.add_parser("fit", help="learn a policy's arrays", description=cli_fit.ABOUT_FIT))
+    cli_fit.add_calibrate_options(
+        commands.add_parser("calibrate", help="find OmniKV's filter layers", description=cli_fit.ABOUT_CALIBRATE)
+    )
 
     add = commands.add_parser("eval", help="measure policies", description="Measure policies against full attention.")
     add.set_defaults(run=run_eval)

@@ -31,6 +31,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
     add.add_argument("--policy", help="policy name (default: shadowkv; see `jshadow policies`)")
     add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")
+    add.add_argument("--fitted", metavar="FILE", help="arrays of `jshadow fit`; without --policy: and their policy")
     add.add_argument("--baseline", metavar="POLICY", help="run this policy first and show both side by side")
     add.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")
     add.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s; 0 only saves the state")
@@ -69,18 +70,25 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 def run_generate(args: argparse.Namespace) -> int:
     """`jshadow generate`."""
+    from jshadow.fitted import load_fitted
     from jshadow.params import load  # JAX is imported by the commands that need it, not by --help
     from jshadow.sampling import Sampler
 
     text = read_prompt(args)
     check_options(args)
-    policies: list[Any] = [parse_policy(args.policy or "shadowkv", args.set)] if args.load_state is None else [None]
+    policies: list[Any] = [asked_policy(args)] if args.load_state is None else [None]
     if args.baseline:
         policies.insert(0, parse_policy(args.baseline, []))
     sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p)
     params = load(args.model, dtype=args.dtype, quantize=args.quantize)
     prompt: Any = [{"role": "user", "content": text}] if args.chat else text
-    results = [answer(args, params, prompt, policy, sampler, several=len(policies) > 1) for policy in policies]
+    learned: list[Any] = [None] * len(policies)
+    if args.fitted is not None:
+        learned[-1] = load_fitted(args.fitted, params, policies[-1])
+    results = [
+        answer(args, params, prompt, policy, sampler, several=len(policies) > 1, fitted=fitted)
+        for policy, fitted in zip(policies, learned, strict=True)
+    ]
     if args.json:
         print(json.dumps({"results": [made_json(made) for made in results]}))
     else:
@@ -88,10 +96,22 @@ def run_generate(args: argparse.Namespace) -> int:
     return 0
 
 
+def asked_policy(args: argparse.Namespace) -> Any:
+    """The policy of --policy and --set; with --fitted alone, the one that learned the arrays, as it was set then."""
+    if args.fitted is None or args.policy is not None:
+        return parse_policy(args.policy or "shadowkv", args.set)
+    from jshadow.fitted import read_fitted_info
+
+    told = read_fitted_info(args.fitted)["policy"]
+    own = [f"{key}={json.dumps(value)}" for key, value in told["settings"].items()]
+    return parse_policy(told["name"], own + args.set)
+
+
 def check_options(args: argparse.Namespace) -> None:
     """Raise ConfigError where options contradict each other."""
     if args.load_state is not None:
-        given = {"--policy": args.policy, "--set": args.set, "--baseline": args.baseline, "--capacity": args.capacity}
+        given = {"--policy": args.policy, "--set": args.set, "--baseline": args.baseline, "--capacity": args.capacity,
+                 "--fitted": args.fitted}  # fmt: skip
         wrong = [name for name, value in given.items() if value]
         if wrong or args.fetch != "auto":
             raise ConfigError(
@@ -104,8 +124,9 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def answer(
-    args: argparse.Namespace, params: Any, prompt: Any, policy: Any, sampler: Any, *, several: bool
-) -> "Generation":
+    args: argparse.Namespace, params: Any, prompt: Any, policy: Any, sampler: Any, *, several: bool,
+    fitted: Any = None,
+) -> "Generation":  # fmt: skip
     """One generation, streamed; its state is loaded and saved where that was asked for."""
     from jshadow.run import Run
     from jshadow.saved import load_state, read_state_info, save_state
@@ -119,6 +140,7 @@ def answer(
     run = Run(
         params, prompt, policy, max_new_tokens=args.max_new_tokens, sampler=sampler, seed=args.seed, fetch=args.fetch,
         capacity=args.capacity, state=state, stop=args.stop or None, verify=args.verify, progress=progress,
+        fitted=fitted,
         spare=SPARE if args.save_state is not None else 0,
     )  # fmt: skip
     write_answer(run, progress, f"[{policy.name}] " if several else "", silent=args.json)

@@ -16,6 +16,7 @@ PAPERS_SETTINGS = (
     ("full", "resident"),
     ("streaming_llm:sinks=4:window=2000", "resident"),
     ("h2o", "resident"),
+    ("less", "resident"),
     ("snapkv:max_capacity_prompt=2048", "resident"),
     ("snapkv:max_capacity_prompt=2048:granularity=q_head", "resident"),
     ("quest:budget=2048:dense_layers=0", "resident"),

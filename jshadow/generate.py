@@ -15,7 +15,7 @@ def generate(
     params: Any, prompt: Any, policy: Policy | None = None, *, max_new_tokens: int = 128,
     sampler: Sampler | None = None, seed: int = 0, fetch: str = "auto", capacity: int | None = None,
     state: KVState | None = None, stop: str | int | Sequence[str | int] | None = None, prefill: Any = None,
-    verify: bool = False,
+    verify: bool = False, fitted: Any = None,
 ) -> Any:  # fmt: skip
     """Answer a prompt, or a batch of prompts of any lengths.
 
@@ -35,6 +35,7 @@ def generate(
         prefill: reserved for sparse prefill.
         verify: run the resident path beside the offloaded one, and fail at the first selection, fetched row or logit
             that differs. Slow, and it needs the device memory that offloading saves.
+        fitted: arrays that the policy learned (`policy.fit`, `load_fitted`); not with a state, which has its own.
 
     Returns:
         A Generation for a bare prompt, a list of them for a list.
@@ -45,7 +46,7 @@ def generate(
     """
     run = Run(
         params, prompt, policy, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed, fetch=fetch,
-        capacity=capacity, state=state, stop=stop, prefill=prefill, verify=verify,
+        capacity=capacity, state=state, stop=stop, prefill=prefill, verify=verify, fitted=fitted,
     )  # fmt: skip
     for _ in run:
         pass

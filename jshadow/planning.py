@@ -15,7 +15,7 @@ from jshadow.models.transformer import abstract_weights
 from jshadow.policies import Policy
 from jshadow.policies.base import state_nbytes
 from jshadow.policies.sliding_window import SlidingWindow
-from jshadow.state import CacheSpec, Counters, KVState
+from jshadow.state import CacheSpec, Counters, KVState, of_layer
 
 
 @functools.lru_cache(maxsize=256)
@@ -77,11 +77,6 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
         fitted,
     )  # fmt: skip
     return KVState(tuple(layers), shared, lengths, lengths, counters, fitted, specs, policy)
-
-
-def of_layer(fitted: Any, layer: int) -> Any:
-    """What a policy learned about one layer."""
-    return jax.tree.map(lambda leaf: leaf[layer], fitted)
 
 
 def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:

@@ -27,11 +27,11 @@ from jshadow.config import AttentionKind, ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.models.transformer import Heads, apply_block, embed
 from jshadow.models.transformer import logits as model_logits
-from jshadow.planning import cache_specs, of_layer, pieces_of
+from jshadow.planning import cache_specs, pieces_of
 from jshadow.policies import Policy, ShadowKV
 from jshadow.prefill_attention import PrefillAttention, PrefillPiece
 from jshadow.rope import inverse_frequencies, rotation
-from jshadow.state import CacheSpec, Counters, HostTier, KVState, LayerState, PromptKV, Reads, Writes
+from jshadow.state import CacheSpec, Counters, HostTier, KVState, LayerState, PromptKV, Reads, Writes, of_layer
 from jshadow.step import step_writes
 
 Logits = str | Callable[[Array], Any]

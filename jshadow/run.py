@@ -18,7 +18,7 @@ from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.offload import resolve_fetch
 from jshadow.planning import full_bytes
 from jshadow.policies import Full, Policy, ShadowKV
-from jshadow.policies.base import why_dense
+from jshadow.policies.base import check_fitted, why_dense
 from jshadow.report import CompileClock, Report, attended_parts, measured_bytes, row_figures
 from jshadow.sampling import Sampler, sample
 from jshadow.state import KVState, Reads, Writes
@@ -65,6 +65,7 @@ class Run:
         self, params: Any, prompt: Any, policy: Policy | None = None, *, max_new_tokens: int = 128,
         sampler: Sampler | None = None, seed: int = 0, fetch: str = "auto", capacity: int | None = None,
         state: KVState | None = None, stop: Any = None, prefill: Any = None, verify: bool = False,
+        fitted: Any = None,
         progress: Progress | None = None, spare: int = 0,
     ) -> None:  # fmt: skip
         """Arguments of `generate`, and two more.
@@ -95,7 +96,10 @@ class Run:
         texts, ids = split_stops(stop, params.tokenizer)
         self.stop_ids = frozenset(params.config.eos_ids) | set(ids)
         self.streams = [TextStream(params.tokenizer, texts) for _ in self.prompts]
+        if fitted is not None and state is not None:
+            raise ConfigError("fitted must be left out with a state, which keeps those that it was made with")
         self.fallback: str | None = None
+        self.fitted = fitted
         self.verify = verify
         self.verifier: Verifier | None = None
         self.fetch, self.state = self._fetch_mode(fetch, state), state
@@ -120,6 +124,7 @@ class Run:
         self.capacity = round_up(needed + spare, context) if capacity is None else capacity
         check_capacity(self.params.config, self.capacity, longest)
         policy = policy.resolve(self.params.config, self.capacity)
+        check_fitted(policy, self.params.config, self.fitted)
         self.fallback = why_dense(policy, self.params.config, self.capacity)
         self.policy: Policy = Full() if self.fallback else policy
 
@@ -172,7 +177,8 @@ class Run:
         modes = [self.fetch, "resident"] if self.verify else [self.fetch]
         made = decode.prefill_many(
             self.params, tokens, lengths, [self.policy] * len(modes), capacity=self.capacity, fetch=modes,
-            shortest=shortest - shortest % bucket(shortest), progress=self.progress,
+            fitted=None if self.fallback else self.fitted, shortest=shortest - shortest % bucket(shortest),
+            progress=self.progress,
         )  # fmt: skip
         logits, self.state = made[0]
         if self.verify:

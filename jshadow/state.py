@@ -110,6 +110,7 @@ class StepKV(struct.PyTreeNode):
         x_in: normed input of the attention [B, T, D].
         inverse: angle per position of each rotated pair, float32 [d / 2].
         q_next: x_in -> queries after RoPE that the next layer would make of it; None in the last layer.
+        learned: this layer's slice of the `fitted` arrays, which the rows of a batch share; or None.
     """
 
     q_pre: Array
@@ -123,6 +124,7 @@ class StepKV(struct.PyTreeNode):
     x_in: Array
     inverse: Array
     q_next: Callable[[Array], Array] | None = struct.field(pytree_node=False, default=None)
+    learned: Any = None
 
 
 class KeyValues(struct.PyTreeNode):
@@ -437,6 +439,11 @@ class KVState(struct.PyTreeNode):
     def row_trees(self) -> tuple[Any, ...]:
         """The parts whose leaves have rows as their first axis."""
         return self.layers, self.shared, self.lengths, self.last, self.counters
+
+
+def of_layer(fitted: Any, layer: int) -> Any:
+    """What a policy learned about one layer: its slice of arrays whose first axis are the layers."""
+    return jax.tree.map(lambda leaf: leaf[layer], fitted)
 
 
 def set_row(mine: Any, row: int, theirs: Any) -> Any:

@@ -26,6 +26,7 @@ from jshadow.state import (
     Selection,
     StepKV,
     Writes,
+    of_layer,
 )
 
 # For jax.jit around a step: without it XLA's GPU compiler may let the host's work and the rebuilding of keys follow
@@ -147,6 +148,7 @@ def step_writes(
             step = StepKV(
                 heads.q_pre, turn.queries(heads.q_pre), heads.k_pre, turn.keys(heads.k_pre), heads.v, positions, valid,
                 lengths, heads.x_in, turn.inverse, q_next if index + 1 < len(specs) else None,
+                of_layer(reads.fitted, index),
             )  # fmt: skip
             out, layer, after, work = run_layer(spec, layers[index], step, carried, inbox, specs, tiers)
             return out, (layer, after, work)

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -19,6 +20,7 @@ from jshadow.params import Params, init_params
 from jshadow.policies import (
     H2O,
     KIVI,
+    LESS,
     DenseFirst,
     Full,
     InfiniGen,
@@ -80,6 +82,27 @@ def shadowkv_case(policy: type[ShadowKV], **settings: Any) -> PolicyCase:
     return PolicyCase(policy(rank=12, budget=16, **settings), lossless)
 
 
+@dataclasses.dataclass(frozen=True)
+class TaughtLESS(LESS):
+    """LESS with random kernels of its own, as if it had been given learned ones: the laws hold for those too."""
+
+    name = "taught_less"
+
+    def kernels(self, spec, learned):
+        """The same in all layers; large enough that a third of the attention goes to what was evicted."""
+        return random_kernels(self, spec.kv_heads, spec.head_dim)
+
+
+def random_kernels(policy: LESS, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    """One layer's arrays."""
+    shapes = policy.layer_shapes(kv_heads, head_dim)
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda node: isinstance(node, tuple))
+    rng = np.random.default_rng(23)
+    return jax.tree.unflatten(
+        tree, [jnp.asarray(rng.standard_normal(shape) / shape[-2] ** 0.5, jnp.float32) for shape in leaves]
+    )
+
+
 def lossless_omnikv(num_tokens: int, config: ModelConfig) -> Policy:
     """A sparse layer of three."""
     return dataclasses.replace(OmniKV.lossless(num_tokens, config), filter_layers=(0,))
@@ -94,6 +117,10 @@ POLICY_CASES = {
     "full": PolicyCase(Full(), Full.lossless),
     "streaming_llm": PolicyCase(StreamingLLM(sinks=2, window=12), StreamingLLM.lossless),
     "h2o": PolicyCase(H2O(heavy=6, recent=8), H2O.lossless),
+    "less": PolicyCase(LESS(heavy=6, recent=8, state_rank=4, hidden=16), LESS.lossless),
+    "less_taught": PolicyCase(
+        TaughtLESS(heavy=6, recent=8, normalise=True, state_rank=4, hidden=16), TaughtLESS.lossless
+    ),
     "snapkv": PolicyCase(SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3), SnapKV.lossless),
     "quest": PolicyCase(Quest(budget=12, unit=4, dense_layers=1), lossless_quest),
     "infinigen": PolicyCase(InfiniGen(budget=9, columns=4, alpha=0.5, dense_layers=1), InfiniGen.lossless),

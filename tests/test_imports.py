@@ -36,12 +36,13 @@ LEVELS = [
     ["checks", "planning", "step", "convert"],
     ["params", "prefill", "state_record", "capacity_plan"],
     ["decode", "verify", "saved"],
+    ["fitted"],
     ["report"],
     ["run"],
     ["generate"],
     ["evaluation"],
     ["bench"],
-    ["cli_generate", "cli_plan", "cli_bench"],
+    ["cli_generate", "cli_plan", "cli_bench", "cli_fit"],
     ["cli_policies"],
     ["cli"],
     ["__init__", "__main__"],
@@ -50,6 +51,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 SAME_LEVEL = {("lowrank", "rope"), ("landmarks", "lowrank"), ("report", "decode")}
 ONLY_IN = {"safetensors": {"convert"}, "orbax": {"convert"}, "gguf": {"convert"}, "huggingface_hub": {"convert"},
            "torch": {"bench"}, "transformers": {"convert", "params", "bench"}, "triton": set(), "jax_triton": set(),
+           "optax": {"policies"},
            "pallas_kernels": {"policies", "rope", "lowrank", "landmarks", "attention", "offload"}}  # fmt: skip
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
@@ -104,6 +106,7 @@ def test_models_know_no_policy():
 
 
 def test_the_package_imports_without_torch_or_transformers():
-    code = "import sys, jshadow; print([m for m in ('torch', 'transformers', 'gguf') if m in sys.modules])"
+    """And without optax, which only a training needs."""
+    code = "import sys, jshadow; print([m for m in ('torch', 'transformers', 'gguf', 'optax') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

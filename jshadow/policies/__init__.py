@@ -12,6 +12,7 @@ from jshadow.policies.h2o import H2O as H2O
 from jshadow.policies.infinigen import InfiniGen as InfiniGen
 from jshadow.policies.infllm import InfLLM as InfLLM
 from jshadow.policies.kivi import KIVI as KIVI
+from jshadow.policies.less import LESS as LESS
 from jshadow.policies.loki import Loki as Loki
 from jshadow.policies.omnikv import OmniKV as OmniKV
 from jshadow.policies.quest import Quest as Quest
@@ -37,6 +38,7 @@ LISTED: tuple[type[Policy], ...] = (
     KIVI,
     SpeCache,
     InfLLM,
+    LESS,
     ShadowKV,
     ShadowKVPlus,
 )
@@ -51,32 +53,44 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
     """
     if name not in POLICIES:
         raise ConfigError(f"policy must be one of {sorted(POLICIES)}, got {name!r}")
-    keys = settings_of(POLICIES[name])
-    around = [f"{one}.{key}" for one, wrapper in WRAPPERS.items() for key in settings_of(wrapper)]
+    types = settings_of(POLICIES[name])
+    around = {f"{one}.{key}": kind for one, wrapper in WRAPPERS.items() for key, kind in settings_of(wrapper).items()}
     values: dict[str, dict[str, Any]] = {name: {}}
     for setting in settings:
         key, equals, text = setting.partition("=")
-        if not equals or key not in [*keys, *around]:
+        kind = (types | around).get(key)
+        if not equals or kind is None:
             raise ConfigError(
-                f"--set must be KEY=VALUE with a key of {name} {sorted(keys)} or of a wrapper {around}, got {setting!r}"
+                f"--set must be KEY=VALUE with a key of {name} {sorted(types)} or of a wrapper {sorted(around)}, "
+                f"got {setting!r}"
             )
         target, _, field = key.rpartition(".")
-        values.setdefault(target or name, {})[field] = parse_value(text)
+        value = parse_tuple(text) if kind.startswith("tuple") else parse_value(text)
+        values.setdefault(target or name, {})[field] = value
     policy = POLICIES[name](**values.pop(name))
     for one, given in values.items():
         policy = WRAPPERS[one](inner=policy, **given)
     return policy
 
 
-def settings_of(policy: type[Policy]) -> list[str]:
-    """Names of a policy's settings."""
-    return [field.name for field in dataclasses.fields(policy) if field.name != "inner"]  # type: ignore[arg-type]
+def settings_of(policy: type[Policy]) -> dict[str, str]:
+    """Names of a policy's settings and their types."""
+    fields = dataclasses.fields(policy)  # type: ignore[arg-type]
+    return {field.name: str(field.type) for field in fields if field.name != "inner"}
 
 
 def parse_value(text: str) -> Any:
-    """A setting as JSON has it, a list as a tuple; what is no JSON is a text."""
+    """A number, a truth value, null, or else the text itself."""
     try:
         value = json.loads(text.lower() if text in ("True", "False") else text)
     except json.JSONDecodeError:
         return text
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(value) if isinstance(value, list) else value  # settings are hashed
+
+
+def parse_tuple(text: str) -> Any:
+    """Several values: "2,8,18", "(2, 8, 18)", "[2,8,18]", or "2+8+18" where a comma would begin another policy."""
+    if text in ("null", "None"):
+        return None
+    inside = text.strip().strip("[]()")
+    return tuple(parse_value(part.strip()) for part in inside.replace("+", ",").split(",") if part.strip())

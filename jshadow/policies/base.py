@@ -13,6 +13,7 @@ is attended. Then list it in policies/__init__.py and in tests/cases.py; the law
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax
@@ -51,6 +52,8 @@ class Policy(abc.ABC):
         couples_layers: what a layer attends to depends on what another one chooses.
         budget_fields: settings, in tokens, that say how much a layer keeps or attends to; a Pyramid scales them.
         predecode: a prompt ends with a step that is taken back but for what `adopt` keeps and `after_step` shares.
+        reads_fitted: it attends by arrays that `fit` learned, where it is given them.
+        trains: `fit` is a training that takes `steps`, `rate` and `seed`.
         extend_piece: new tokens of a turn that the hooks of a step take at once, with the result of as many single
             steps. 1: a turn is a loop over steps.
     """
@@ -64,6 +67,8 @@ class Policy(abc.ABC):
     budget_fields: tuple[str, ...] = ()
     predecode = False
     foresees = False
+    reads_fitted: bool = False
+    trains = False
     extend_piece: int = 1
 
     # Settings
@@ -92,12 +97,26 @@ class Policy(abc.ABC):
         """Slots for exactly kept tokens in a batch whose shortest prompt has `shortest` tokens."""
         return capacity
 
-    def fit(self, params: Any, tokens: Array) -> Any:
+    def fitted_shapes(self, config: ModelConfig) -> Any:
+        """Shapes of the float32 arrays that `fit` returns, in the same nested dict; None: it learns nothing."""
+        return None
+
+    def fit(self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None) -> Any:
         """Arrays learned from a calibration text, to be passed as `fitted=`; None for most policies.
 
-        A nested dict of arrays whose first axis are the layers; hooks are given that of their layer.
+        A nested dict of arrays whose first axis are the layers. Hooks are given that of their layer: `compress` as an
+        argument, those of a step in `StepKV.learned`.
+
+        Args:
+            params: Params.
+            tokens: int32 [S] or [B, S], no padding.
+            progress: called with (parts done, parts).
         """
         return None
+
+    def with_fitted(self) -> Self:
+        """These settings, where need be with the switch set that makes them use what `fit` learned."""
+        return self
 
     # State
 
@@ -296,6 +315,29 @@ def check_fraction(fraction: float) -> None:
     """Raise ConfigError unless fraction is above 0."""
     if not fraction > 0:
         raise ConfigError(f"fraction must be above 0, got {fraction!r}")
+
+
+def shape_problem(wanted: Any, got: Any, place: str = "fitted") -> str | None:
+    """What keeps nested dicts of arrays from having the wanted shapes and float32 numbers, told by place, or None."""
+    if not isinstance(wanted, dict):
+        told = (getattr(got, "shape", None), str(getattr(got, "dtype", None)))
+        return None if told == (wanted, "float32") else f"{place} must be float32 {wanted}, got {told[1]} {told[0]}"
+    if not isinstance(got, dict) or got.keys() != wanted.keys():
+        came = sorted(map(str, got)) if isinstance(got, dict) else type(got).__name__
+        return f"{place} must have {sorted(wanted)}, got {came}"
+    problems = (shape_problem(wanted[name], got[name], f"{place}.{name}") for name in wanted)
+    return next((problem for problem in problems if problem), None)
+
+
+def check_fitted(policy: Policy, config: ModelConfig, fitted: Any) -> None:
+    """Raise ConfigError unless fitted is None, or what the policy learned for such a model and can use."""
+    if fitted is None:
+        return
+    if not policy.reads_fitted:
+        raise ConfigError(f"fitted must be left out: {policy} uses no learned arrays")
+    problem = shape_problem(policy.fitted_shapes(config), fitted)
+    if problem:
+        raise ConfigError(f"fitted must be what the fit of {policy.name} returned for such a model: {problem}")
 
 
 def sliding_slots(window: int, capacity: int) -> int:

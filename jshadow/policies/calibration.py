@@ -1,35 +1,36 @@
 """What policies learn from a text: its queries, keys and values, layer by layer, outside any compiled program."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jshadow.attention import causal_attention
+from jshadow.config import ModelConfig
 from jshadow.errors import PromptError
 from jshadow.models.transformer import Heads, apply_block, embed
 from jshadow.rope import inverse_frequencies, rotation
 from jshadow.state import PromptKV
 
 
-def prompts_of(params: Any, tokens: Any) -> Iterator[PromptKV]:
+def prompts_of(params: Any, tokens: Any, progress: Callable[[int, int], None] | None = None) -> Iterator[PromptKV]:
     """Keys, values and queries of a text in each layer, all queries included.
 
     Args:
         params: Params.
         tokens: int32 [S] or [B, S], no padding.
+        progress: called with (layers done, layers), when the next one is asked for.
 
     Yields:
         A PromptKV for each layer; hold no two of them if they are large.
 
     Raises:
-        PromptError: no tokens, or a wrong shape.
+        PromptError: no tokens, a wrong shape, an id out of range, or more than the model's context.
     """
-    config, tokens = params.config, jnp.atleast_2d(jnp.asarray(tokens, jnp.int32))
-    if tokens.ndim != 2 or tokens.size == 0:
-        raise PromptError(f"tokens must be [S] or [B, S], and some, got shape {tokens.shape}")
+    config, tokens = params.config, check_text(params.config, tokens)
     batch, count = tokens.shape
     positions = jnp.arange(count, dtype=jnp.int32)[None]
     lengths = jnp.full(batch, count, jnp.int32)
@@ -52,3 +53,17 @@ def prompts_of(params: Any, tokens: Any) -> Iterator[PromptKV]:
         inverse = jnp.asarray(inverse_frequencies(kind.rope, config.head_dim, count))
         x, prompt = run(params.weights[f"layer_{index}"], x, inverse, kind=kind)
         yield prompt
+        if progress is not None:
+            progress(index + 1, config.num_layers)
+
+
+def check_text(config: ModelConfig, tokens: Any) -> Array:
+    """A calibration text as int32 [B, S]. Raises PromptError."""
+    ids = np.atleast_2d(np.asarray(tokens))
+    if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise PromptError(f"tokens must be integers [S] or [B, S], and some, got {ids.dtype} {np.shape(tokens)}")
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        raise PromptError(f"tokens must lie in [0, vocab_size={config.vocab_size}), got {ids.min()} to {ids.max()}")
+    if ids.shape[1] > config.context:
+        raise PromptError(f"tokens must be at most the model's context={config.context}, got {ids.shape[1]}")
+    return jnp.asarray(ids, jnp.int32)

@@ -94,7 +94,11 @@ class H2O(Policy):
         there = at < prompt.lengths[:, None, None]
         k, v = (take_positions(x, at).astype(spec.dtype) for x in (prompt.k_post, prompt.v))
         kept = jnp.take_along_axis(mass, jnp.minimum(at, mass.shape[2] - 1), axis=2)
-        return state.replace(live=H2OLive(KeyValues(k, v), jnp.where(there, at, -1), jnp.where(there, kept, 0))), None
+        live: H2OLive = state.live
+        held = live.replace(
+            cache=KeyValues(k, v), positions=jnp.where(there, at, -1), mass=jnp.where(there, kept, 0)
+        )  # fmt: skip
+        return state.replace(live=held), None
 
     def worth(self, mass: Array, positions: Array, held: Array) -> Array:
         """What a token's attention counts, once `held` tokens have come."""
@@ -117,7 +121,8 @@ class H2O(Policy):
         here = (jnp.arange(slots) == free[..., None]) & step.valid[:, :1, None]
         positions = jnp.where(here, step.positions[:, :1, None], live.positions)
         cache = KeyValues(put(live.cache.k, step.k_post[:, 0]), put(live.cache.v, step.v[:, 0]))
-        return state.replace(live=H2OLive(cache, positions, jnp.where(here, 0, live.mass))), None
+        held = live.replace(cache=cache, positions=positions, mass=jnp.where(here, 0, live.mass))
+        return state.replace(live=held), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any

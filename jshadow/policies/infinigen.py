@@ -9,6 +9,7 @@ fixed maximum: shapes are static. The first layers are dense.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -101,9 +102,24 @@ class InfiniGen(RetrievalPolicy):
         order = jnp.argsort(-weight, axis=-1, stable=True)[..., : self.columns]
         return jnp.take_along_axis(skew, order[:, :, None, :], axis=3)
 
-    def fit(self, params: Any, tokens: Array) -> dict[str, Array]:
+    @property
+    def reads_fitted(self) -> bool:  # type: ignore[override]
+        """Offline, a basis of the prompt's own needs none."""
+        return self.calibration == "offline"
+
+    def with_fitted(self) -> Self:
+        """Offline."""
+        return dataclasses.replace(self, calibration="offline")
+
+    def fitted_shapes(self, config: ModelConfig) -> Any:
+        """A basis a head."""
+        return {"skew": (config.num_layers, config.kv_heads, config.head_dim, config.head_dim)}
+
+    def fit(
+        self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, Array]:
         """The skewing bases of a text: {"skew": float32 [L, h_kv, d, d]}."""
-        return {"skew": jnp.stack([query_basis(prompt)[0] for prompt in prompts_of(params, tokens)])}
+        return {"skew": jnp.stack([query_basis(prompt)[0] for prompt in prompts_of(params, tokens, progress)])}
 
     def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
         """Partial keys [B, h_kv, n, columns]."""

@@ -7,6 +7,7 @@ keys after RoPE; their mean is subtracted to find it and not to score, for it mo
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -66,9 +67,24 @@ class Loki(RetrievalPolicy):
             raise ConfigError("fitted must be what Loki.fit returned where calibration='offline', got something else")
         return jnp.broadcast_to(fitted["components"], (spec.batch, *fitted["components"].shape))
 
-    def fit(self, params: Any, tokens: Array) -> dict[str, Array]:
+    @property
+    def reads_fitted(self) -> bool:  # type: ignore[override]
+        """Offline, a basis of the prompt's own needs none."""
+        return self.calibration == "offline"
+
+    def with_fitted(self) -> Self:
+        """Offline."""
+        return dataclasses.replace(self, calibration="offline")
+
+    def fitted_shapes(self, config: ModelConfig) -> Any:
+        """A basis a head."""
+        return {"components": (config.num_layers, config.kv_heads, config.head_dim, config.head_dim)}
+
+    def fit(
+        self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, Array]:
         """The components of a text's keys: {"components": float32 [L, h_kv, d, d]}."""
-        return {"components": jnp.stack([principal(prompt)[0] for prompt in prompts_of(params, tokens)])}
+        return {"components": jnp.stack([principal(prompt)[0] for prompt in prompts_of(params, tokens, progress)])}
 
     def stored(self, keys: Array, basis: Any) -> Array:
         """In the components: products of queries and keys are the same in any orthogonal basis (section 4.2)."""

@@ -88,9 +88,13 @@ class OmniKV(Full):
             return dataclasses.replace(self, filter_layers=())  # no layer is this policy's
         ranks = PAPERS_FILTERS.get(len(own), tuple(rank * len(own) // 32 for rank in PAPERS_FILTERS[32]))
         usual = sorted({own[rank] for rank in ranks})
-        layers = tuple(usual if self.filter_layers is None else self.filter_layers)
+        layers = usual if self.filter_layers is None else self.filter_layers
+        numbers = isinstance(layers, list | tuple) and all(type(one) is int for one in layers)
+        layers = tuple(layers) if numbers else ()
         if not layers or list(layers) != sorted(set(layers)) or not set(layers) <= set(own):
-            raise ConfigError(f"omnikv.filter_layers must be rising layers among {own}, at least one, got {layers}")
+            raise ConfigError(
+                f"omnikv.filter_layers must be rising layers among {own}, at least one, got {self.filter_layers!r}"
+            )
         return dataclasses.replace(self, filter_layers=layers)
 
     def for_layer(self, layer: int, config: ModelConfig) -> Policy:

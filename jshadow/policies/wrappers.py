@@ -75,9 +75,27 @@ class Wrapper(Policy):
         """The inner policy's."""
         return self.inner.fallback(config, capacity)
 
-    def fit(self, params: Any, tokens: Array) -> Any:
+    @property
+    def reads_fitted(self) -> bool:  # type: ignore[override]
         """The inner policy's."""
-        return self.inner.fit(params, tokens)
+        return self.inner.reads_fitted
+
+    @property
+    def trains(self) -> bool:  # type: ignore[override]
+        """The inner policy's."""
+        return self.inner.trains
+
+    def fitted_shapes(self, config: ModelConfig) -> Any:
+        """The inner policy's."""
+        return self.inner.fitted_shapes(config)
+
+    def fit(self, params: Any, tokens: Array, **options: Any) -> Any:
+        """The inner policy's."""
+        return self.inner.fit(params, tokens, **options)
+
+    def with_fitted(self) -> Self:
+        """Around the inner policy's."""
+        return dataclasses.replace(self, inner=self.inner.with_fitted())
 
     def prefill_attention(self) -> PrefillAttention | None:
         """The inner policy's."""
