@@ -32,7 +32,7 @@ LEVELS = [
     ["models"],
     ["offload"],
     ["host_memory", "prefill_attention"],
-    ["policies"],
+    ["policies", "sparse_prefill"],
     ["checks", "planning", "step", "convert"],
     ["params", "prefill", "state_record", "capacity_plan"],
     ["decode", "verify", "saved"],
