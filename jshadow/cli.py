@@ -74,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--tasks", default="needle_noise,needle_docs", help="comma list (default: %(default)s)")
     add.add_argument("--lengths", default="1024,2048", help="prompt tokens, comma list (default: %(default)s)")
     add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
+    add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=cli_generate.PREFILL_HELP)
     add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
     add.add_argument("--seed", type=int, default=0)
     add.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""`jshadow eval`: policies side by side on tasks with known answers, one exact prefill a sample for all of them."""
+"""`jshadow eval`: policies side by side on tasks with known answers, one prefill a sample for all of them."""
 
 import argparse
 import dataclasses
@@ -19,8 +19,10 @@ from jshadow.evaluation import metrics
 from jshadow.evaluation.tasks import TASKS, Case, make
 from jshadow.planning import footprint
 from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, parse_policy
+from jshadow.prefill_attention import PrefillAttention
 from jshadow.progress import SlowProgress
 from jshadow.report import row_figures
+from jshadow.sparse_prefill import parse_prefill
 from jshadow.state import Counters, KVState
 
 Progress = Callable[[int, int], None]
@@ -132,11 +134,16 @@ def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[
 
 
 def run_case(
-    params: Any, case: Case, policies: Sequence[Policy], capacity: int, fetch: str
+    params: Any,
+    case: Case,
+    policies: Sequence[Policy],
+    capacity: int,
+    fetch: str,
+    prefill: PrefillAttention | None = None,
 ) -> Iterator[dict[str, Any]]:
     """What each policy makes of one case, in order; an agreement case wants full attention first."""
     tokens, length = np.array([case.prompt], np.int32), np.array([len(case.prompt)], np.int32)
-    states = decode.prefill_many(params, tokens, length, policies, capacity=capacity, fetch=fetch)
+    states = decode.prefill_many(params, tokens, length, policies, capacity=capacity, fetch=fetch, attention=prefill)
     reference = None
     while states:
         logits, state = states.pop(0)  # each state goes as soon as it is used
@@ -163,17 +170,19 @@ def run_case(
 # All samples
 
 
-def sample_key(model: str, cell: Cell, index: int, policy: Policy, fetch: str) -> str:
+def sample_key(model: str, cell: Cell, index: int, policy: Policy, fetch: str, prefill: PrefillAttention | None) -> str:
     """A digest of all that decides a sample's record."""
     case = cell.cases[index]
     tokens = [case.prompt, case.turns, case.forced, [(one.answer, one.max_new_tokens) for one in case.samples]]
     what = [model, cell.task, tokens, cell.capacity, fetch, repr(policy)]
+    what += [] if prefill is None else [repr(prefill)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 
 def evaluate(
     params: Any, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], *, samples: int = 10,
     seed: int = 0, fetch: str = "auto", out: Any = None, progress: Progress | None = None,
+    prefill: PrefillAttention | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure policies against full attention.
 
@@ -188,12 +197,13 @@ def evaluate(
         fetch: "auto", "resident", "device_put" or "zero_copy".
         out: directory that keeps finished samples (samples.jsonl); a later call goes on from there. None: nowhere.
         progress: called with (samples done, samples).
+        prefill: how every prompt's tokens attend to each other, full attention's too; None: exactly.
 
     Returns:
         One row a task, length and policy: task, length, policy (as `--policies` takes it), name, settings, score and
         stderr (percent), samples, device_bytes, host_bytes and full_bytes as it ran, offloaded_device_bytes (under
-        "device_put", whatever ran), capacity, fetch, attended_tokens, hit_rate, control_of and control (what the
-        negative control says, in every row of its table); for needles also asked, found, found_by_full,
+        "device_put", whatever ran), capacity, fetch, prefill, attended_tokens, hit_rate, control_of and control (what
+        the negative control says, in every row of its table); for needles also asked, found, found_by_full,
         found_by_both, recall_of_full (percent) and turns (percent by turn); for agreement top1, top1_stderr, kl and
         kl_stderr (nats, full against this policy).
 
@@ -209,27 +219,31 @@ def evaluate(
     for cell in cells:
         table = []
         for index in range(samples):
-            table.append(finish_sample(params, cell, index, mode, store, model))
+            table.append(finish_sample(params, cell, index, mode, store, model, prefill))
             done += 1
             if progress is not None:
                 progress(done, len(cells) * samples)
-        rows += cell_rows(params, cell, mode, table)
+        rows += [
+            row | {"prefill": prefill.label if prefill else "exact"} for row in cell_rows(params, cell, mode, table)
+        ]
     return rows
 
 
 def finish_sample(
-    params: Any, cell: Cell, index: int, fetch: str, store: metrics.Store, model: str
+    params: Any, cell: Cell, index: int, fetch: str, store: metrics.Store, model: str, prefill: PrefillAttention | None
 ) -> dict[Policy, dict[str, Any]]:
     """The record of every policy on one case; what the store has is not run again."""
     policies = list(dict.fromkeys(entry.policy for entry in cell.entries))
-    keys = {policy: sample_key(model, cell, index, policy, fetch) for policy in policies}
+    keys = {policy: sample_key(model, cell, index, policy, fetch, prefill) for policy in policies}
     missing = [policy for policy in policies if keys[policy] not in store.records]
     case = cell.cases[index]
     # the divergence from full attention needs its logits
     run = [policies[0], *missing] if missing and case.forced and policies[0] not in missing else missing
     context = {"task": cell.task, "length": cell.length, "sample": index, "depth": (index + 0.5) / len(cell.cases)}
     context |= {"answers": [sample.answer for sample in case.samples], "fetch": fetch, "model": model}
-    for policy, record in zip(run, run_case(params, case, run, cell.capacity, fetch) if run else (), strict=True):
+    context |= {"prefill": prefill.label} if prefill else {}
+    made = run_case(params, case, run, cell.capacity, fetch, prefill) if run else iter(())
+    for policy, record in zip(run, made, strict=True):
         if policy in missing:
             store.add(keys[policy], record, context | {"policy": metrics.label(policy)})
     return {policy: store.records[keys[policy]] for policy in policies}
@@ -283,12 +297,14 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"tasks must be among {sorted(TASKS)}, got {unknown[0]!r}")
     parts = [part.split(":") for part in split_list(args.policies, "policies")]
     policies = [parse_policy(name, settings) for name, *settings in parts]
+    prefill = parse_prefill(args.prefill or "exact")
     offload.resolve_fetch(args.fetch)
     progress = SlowProgress("evaluating")
     try:
         rows = evaluate(
             load(args.model, dtype=args.dtype, quantize=args.quantize), tasks, lengths, policies,
             samples=args.samples, seed=args.seed, fetch=args.fetch, out=args.out, progress=progress,
+            prefill=prefill,
         )  # fmt: skip
     finally:
         progress.close()

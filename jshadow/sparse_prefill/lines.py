@@ -1,4 +1,4 @@
-"""Which keys each query head attends to in a sparse prefill: columns and diagonals, or key blocks of each query block."""
+"""Which keys a query head attends to in a sparse prefill: columns and diagonals, or key blocks of each query block."""
 
 import jax.numpy as jnp
 from flax import struct

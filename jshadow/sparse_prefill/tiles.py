@@ -22,7 +22,7 @@ class Chosen(struct.PyTreeNode):
         lines: columns and diagonals; None where no head has them.
         sizes: of each head; None where no head is block sparse.
         tiles: tiles of M x M scores that each head needed, int32 [B, h_q]; M gathered columns are one.
-        ran: tiles that were computed for each head: the heads run in step, so the one that needs most decides. int32 [].
+        ran: tiles that were computed for each head, int32 []: heads run in step, the one that needs most decides.
     """
 
     lines: Lines | None
@@ -50,8 +50,8 @@ class Softmax(NamedTuple):
 
 
 def attend_chosen(
-    q: Float[Array, "B P h_q d"], k: Float[Array, "B S h_kv d"], v: Float[Array, "B S h_kv d"], lengths: Int[Array, "B"],
-    first: Int[Array, ""] | int, chosen: Chosen, *, scale: float, block: int, most_blocks: int = 0,
+    q: Float[Array, "B P h_q d"], k: Float[Array, "B S h_kv d"], v: Float[Array, "B S h_kv d"],
+    lengths: Int[Array, "B"], first: Int[Array, ""] | int, chosen: Chosen, *, scale: float, block: int, most_blocks: int = 0,
 ) -> tuple[Float[Array, "B P h_q d"], Chosen]:  # fmt: skip
     """Causal attention of a piece of queries over the chosen keys; each key counts once.
 
@@ -97,7 +97,7 @@ def attend_block(
     Returns:
         Float32 output, tiles that each head needed, tiles that were computed for each.
     """
-    batch, heads, block, dim = q.shape
+    block = q.shape[2]
     ids, counts = key_blocks(chosen, index, means, most_blocks)
     state = Softmax(jnp.full(q.shape[:3], MASKED), jnp.zeros(q.shape[:3]), jnp.zeros(q.shape))
     state, ran = fold_blocks(state, q, index, k, v, ids, counts, chosen, scale)
@@ -171,7 +171,7 @@ def fold_columns(
     state: Softmax, q: Array, k: Array, v: Array, listed: Array, counts: Array, scale: float
 ) -> tuple[Softmax, Array]:
     """With single keys: the first `counts` [B, h_q] of those listed [B, h_q, most]."""
-    batch, heads, block, dim = q.shape
+    batch, heads, block, _ = q.shape
     several = min(max(GATHERED // block, 1) * block, -(-listed.shape[2] // block) * block)
     row, head, _ = jnp.ogrid[:batch, :heads, :1]
     head = head // (heads // k.shape[2])
