@@ -1,11 +1,11 @@
-"""The command line: `jshadow generate | eval | plan | bench | convert | policies`. Parses, calls, prints."""
+"""The command line, `jshadow generate | eval | plan | bench | convert | ...`: parses, calls, prints."""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
 
-from jshadow import cli_bench, cli_generate, cli_plan, cli_policies
+from jshadow import cli_bench, cli_generate, cli_patterns, cli_plan, cli_policies
 from jshadow.errors import ConfigError, JshadowError
 from jshadow.progress import SlowProgress
 
@@ -65,6 +65,12 @@ def parser() -> argparse.ArgumentParser:
     )
 
     cli_plan.add_options(commands.add_parser("plan", help="count KV bytes, plan a GPU", description=cli_plan.ABOUT))
+
+    cli_patterns.add_options(
+        commands.add_parser(
+            "prefill-patterns", help="search patterns of sparse prefill", description=cli_patterns.ABOUT
+        )
+    )
 
     cli_bench.add_options(commands.add_parser("bench", help="measure decode steps", description=cli_bench.ABOUT))
 

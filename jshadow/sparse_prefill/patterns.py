@@ -4,7 +4,9 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -98,3 +100,14 @@ def load_pattern(path: str | os.PathLike[str]) -> Pattern:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"pattern: {source} must be a readable file of {FORMAT!r}: {error!r}") from error
+
+
+def as_json(pattern: Pattern, told: Mapping[str, Any] | None = None) -> str:
+    """The text of a pattern's file.
+
+    Args:
+        pattern: what to write.
+        told: plain values about it, kept in the file and not read back.
+    """
+    layers = [[[head.kind, *head.sizes] for head in layer] for layer in pattern.heads]
+    return json.dumps({"format": FORMAT, "block": pattern.block, **(told or {}), "heads": layers}) + "\n"

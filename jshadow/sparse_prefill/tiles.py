@@ -51,7 +51,8 @@ class Softmax(NamedTuple):
 
 def attend_chosen(
     q: Float[Array, "B P h_q d"], k: Float[Array, "B S h_kv d"], v: Float[Array, "B S h_kv d"],
-    lengths: Int[Array, "B"], first: Int[Array, ""] | int, chosen: Chosen, *, scale: float, block: int, most_blocks: int = 0,
+    lengths: Int[Array, "B"], first: Int[Array, ""] | int, chosen: Chosen, *, scale: float, block: int,
+    most_blocks: int = 0,
 ) -> tuple[Float[Array, "B P h_q d"], Chosen]:  # fmt: skip
     """Causal attention of a piece of queries over the chosen keys; each key counts once.
 
