@@ -46,9 +46,8 @@ class PrefillAttention(abc.ABC):
     tail = 0
     multiple = 1
 
-    @property
-    def label(self) -> str:
-        """What a report calls it."""
+    def label(self, tokens: int | None = None) -> str:
+        """What a report calls it, and what it is to a prompt of so many tokens."""
         return type(self).__name__
 
     def prepared(self, config: ModelConfig) -> tuple["PrefillAttention", Any]:

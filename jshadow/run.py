@@ -19,7 +19,7 @@ from jshadow.offload import resolve_fetch
 from jshadow.planning import full_bytes
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.base import why_dense
-from jshadow.prefill import prepared_attention
+from jshadow.prefill import own_attention, prepared_attention
 from jshadow.prefill_attention import PrefillAttention
 from jshadow.report import CompileClock, Report, attended_parts, measured_bytes, row_figures
 from jshadow.sampling import Sampler, sample
@@ -105,8 +105,9 @@ class Run:
         self.fetch, self.state = self._fetch_mode(fetch, state), state
         if state is None:
             self._plan(policy or ShadowKV(), capacity, spare)
-            attention, _ = prepared_attention([self.policy], prefill, params.config)  # raises before anything runs
-            self.prefill_label = "exact" if attention is None else (prefill or attention).label
+            prepared_attention([self.policy], prefill, params.config)  # raises before anything runs
+            attention = own_attention([self.policy], prefill)
+            self.prefill_label = "exact" if attention is None else attention.label(max(map(len, self.prompts)))
         else:
             self._continue(state, capacity)
         self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0

@@ -289,9 +289,9 @@ def test_bad_settings_are_told(make, words):
 
 def test_names_and_labels():
     for text in ("vertical_slash", "a_shape:local=10", "block_sparse:block=16:blocks=2"):
-        assert parse_prefill(text).label == text
+        assert parse_prefill(text).label() == text
     assert parse_prefill("exact") is None
-    assert ATTENTIONS["pattern"].label.endswith(f"pattern={ATTENTIONS['pattern'].pattern.digest()}")
+    assert ATTENTIONS["pattern"].label().endswith(f"pattern={ATTENTIONS['pattern'].pattern.digest()}")
 
 
 # The search

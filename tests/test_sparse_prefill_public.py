@@ -52,8 +52,9 @@ def test_generate_tells_what_it_applied(params):
         for prefill in (None, VerticalSlash(), SMALL)
     )
     assert covering.tokens == exact.tokens
-    assert [made.report.prefill for made in (exact, covering, sparse)] == ["exact", "vertical_slash", SMALL.label]
-    assert SMALL.label in json.dumps(sparse.report.to_json())
+    covered = f"vertical_slash (exact: it covers {len(TEXT)} tokens)"
+    assert [made.report.prefill for made in (exact, covering, sparse)] == ["exact", covered, SMALL.label()]
+    assert SMALL.label() in json.dumps(sparse.report.to_json())
     pieces = "".join(jshadow.stream(params, TEXT, SHADOW, max_new_tokens=8, prefill=SMALL))
     assert pieces == sparse.text
 
@@ -61,7 +62,7 @@ def test_generate_tells_what_it_applied(params):
 def test_verify_takes_it(params):
     made = jshadow.generate(params, TEXT, SHADOW, max_new_tokens=4, prefill=SMALL, verify=True)
     assert made.report.verified_steps == 3
-    assert made.report.prefill == SMALL.label
+    assert made.report.prefill == SMALL.label()
 
 
 def test_a_state_has_its_prompt_already(params):
@@ -100,7 +101,7 @@ def test_the_commands(checkpoint, capsys, tmp_path):
     assert found["digest"] == digest
     short = ["--prompt", TEXT, "--policy", "full", "--max-new-tokens", "3"]
     for text, label in (
-        (SMALL_TEXT, SMALL.label),
+        (SMALL_TEXT, SMALL.label()),
         (f"vertical_slash:pattern={pattern}", f"vertical_slash:pattern={digest}"),
     ):
         made = run(capsys, "generate", checkpoint, *short, "--prefill", text)

@@ -19,6 +19,7 @@ from jshadow.evaluation import metrics
 from jshadow.evaluation.tasks import TASKS, Case, make
 from jshadow.planning import footprint
 from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, parse_policy
+from jshadow.prefill import prepared_attention
 from jshadow.prefill_attention import PrefillAttention
 from jshadow.progress import SlowProgress
 from jshadow.report import row_figures
@@ -212,6 +213,7 @@ def evaluate(
     """
     mode = offload.resolve_fetch(fetch)
     cells = plan(params, tasks, lengths, policies, samples, seed)
+    prepared_attention([], prefill, params.config)
     store, model = metrics.Store(out), f"{params.config} {params.digest}"
     if store.damaged:
         print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
@@ -223,9 +225,8 @@ def evaluate(
             done += 1
             if progress is not None:
                 progress(done, len(cells) * samples)
-        rows += [
-            row | {"prefill": prefill.label if prefill else "exact"} for row in cell_rows(params, cell, mode, table)
-        ]
+        told = {"prefill": prefill.label(cell.length) if prefill else "exact"}
+        rows += [row | told for row in cell_rows(params, cell, mode, table)]
     return rows
 
 
@@ -241,7 +242,7 @@ def finish_sample(
     run = [policies[0], *missing] if missing and case.forced and policies[0] not in missing else missing
     context = {"task": cell.task, "length": cell.length, "sample": index, "depth": (index + 0.5) / len(cell.cases)}
     context |= {"answers": [sample.answer for sample in case.samples], "fetch": fetch, "model": model}
-    context |= {"prefill": prefill.label} if prefill else {}
+    context |= {"prefill": prefill.label()} if prefill else {}
     made = run_case(params, case, run, cell.capacity, fetch, prefill) if run else iter(())
     for policy, record in zip(run, made, strict=True):
         if policy in missing:

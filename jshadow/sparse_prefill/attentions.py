@@ -45,16 +45,20 @@ class SparsePrefill(PrefillAttention):
         """Pieces are whole blocks."""
         return self.block
 
-    @property
-    def label(self) -> str:
-        """As `--prefill` takes it, with the settings that are not the defaults; a pattern by its digest."""
+    def label(self, tokens: int | None = None) -> str:
+        """As `--prefill` takes it, with the settings that are not the defaults; a pattern by its digest.
+
+        Where the settings cover all of so many tokens, that stands behind it: such a prefill is exact.
+        """
         changed = {
             field.name: value
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) != field.default
         }
         shown = {key: value.digest() if isinstance(value, Pattern) else value for key, value in changed.items()}
-        return ":".join([self.name, *(f"{key}={value}" for key, value in shown.items())])
+        text = ":".join([self.name, *(f"{key}={value}" for key, value in shown.items())])
+        whole = tokens is not None and "pattern" not in changed and self.covers(tokens)
+        return f"{text} (exact: it covers {tokens:,} tokens)" if whole else text
 
     @abc.abstractmethod
     def covers(self, tokens: int) -> bool:
