@@ -22,4 +22,7 @@ from jshadow.report import Report as Report
 from jshadow.sampling import Sampler as Sampler
 from jshadow.saved import load_state as load_state
 from jshadow.saved import save_state as save_state
+from jshadow.sparse_prefill import AShape as AShape
+from jshadow.sparse_prefill import BlockSparse as BlockSparse
+from jshadow.sparse_prefill import VerticalSlash as VerticalSlash
 from jshadow.state import KVState as KVState

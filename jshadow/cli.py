@@ -1,4 +1,4 @@
-"""The command line: `jshadow generate | eval | fit | calibrate | plan | bench | convert | policies`.
+"""The command line: `jshadow generate | eval | fit | calibrate | plan | bench | convert | ...`.
 
 Parses, calls, prints.
 """
@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from jshadow import cli_bench, cli_fit, cli_generate, cli_plan, cli_policies
+from jshadow import cli_bench, cli_fit, cli_generate, cli_patterns, cli_plan, cli_policies
 from jshadow.errors import ConfigError, JshadowError
 from jshadow.progress import SlowProgress
 
@@ -69,6 +69,12 @@ def parser() -> argparse.ArgumentParser:
 
     cli_plan.add_options(commands.add_parser("plan", help="count KV bytes, plan a GPU", description=cli_plan.ABOUT))
 
+    cli_patterns.add_options(
+        commands.add_parser(
+            "prefill-patterns", help="search patterns of sparse prefill", description=cli_patterns.ABOUT
+        )
+    )
+
     cli_bench.add_options(commands.add_parser("bench", help="measure decode steps", description=cli_bench.ABOUT))
 
     cli_fit.add_fit_options(commands.add_parser("fit", help="learn a policy's arrays", description=cli_fit.ABOUT_FIT))
@@ -83,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--lengths", default="1024,2048", help="prompt tokens, comma list (default: %(default)s)")
     add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
     add.add_argument("--shares", help="run each policy at these shares of full attention's device bytes, comma list")
+    add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=cli_generate.PREFILL_HELP)
     add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
     add.add_argument("--seed", type=int, default=0)
     add.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")

@@ -18,6 +18,7 @@ from jshadow.progress import SlowProgress, waiting
 if TYPE_CHECKING:
     from jshadow.run import Generation
 
+PREFILL_HELP = "exact (default), vertical_slash, a_shape or block_sparse: how the prompt's tokens attend to each other"
 SPARE = 1024  # tokens that a saved state can still take, unless --capacity says otherwise
 
 
@@ -33,6 +34,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")
     add.add_argument("--fitted", metavar="FILE", help="arrays of `jshadow fit`; without --policy: and their policy")
     add.add_argument("--baseline", metavar="POLICY", help="run this policy first and show both side by side")
+    add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=PREFILL_HELP)
     add.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")
     add.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s; 0 only saves the state")
     add.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
@@ -73,12 +75,14 @@ def run_generate(args: argparse.Namespace) -> int:
     from jshadow.fitted import load_fitted
     from jshadow.params import load  # JAX is imported by the commands that need it, not by --help
     from jshadow.sampling import Sampler
+    from jshadow.sparse_prefill import parse_prefill
 
     text = read_prompt(args)
     check_options(args)
     policies: list[Any] = [asked_policy(args)] if args.load_state is None else [None]
     if args.baseline:
         policies.insert(0, parse_policy(args.baseline, []))
+    prefill = parse_prefill(args.prefill or "exact")
     sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p)
     params = load(args.model, dtype=args.dtype, quantize=args.quantize)
     prompt: Any = [{"role": "user", "content": text}] if args.chat else text
@@ -86,7 +90,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.fitted is not None:
         learned[-1] = load_fitted(args.fitted, params, policies[-1])
     results = [
-        answer(args, params, prompt, policy, sampler, several=len(policies) > 1, fitted=fitted)
+        answer(args, params, prompt, policy, sampler, prefill, several=len(policies) > 1, fitted=fitted)
         for policy, fitted in zip(policies, learned, strict=True)
     ]
     if args.json:
@@ -111,7 +115,7 @@ def check_options(args: argparse.Namespace) -> None:
     """Raise ConfigError where options contradict each other."""
     if args.load_state is not None:
         given = {"--policy": args.policy, "--set": args.set, "--baseline": args.baseline, "--capacity": args.capacity,
-                 "--fitted": args.fitted}  # fmt: skip
+                 "--fitted": args.fitted, "--prefill": args.prefill}  # fmt: skip
         wrong = [name for name, value in given.items() if value]
         if wrong or args.fetch != "auto":
             raise ConfigError(
@@ -124,7 +128,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def answer(
-    args: argparse.Namespace, params: Any, prompt: Any, policy: Any, sampler: Any, *, several: bool,
+    args: argparse.Namespace, params: Any, prompt: Any, policy: Any, sampler: Any, prefill: Any, *, several: bool,
     fitted: Any = None,
 ) -> "Generation":  # fmt: skip
     """One generation, streamed; its state is loaded and saved where that was asked for."""
@@ -140,8 +144,7 @@ def answer(
     run = Run(
         params, prompt, policy, max_new_tokens=args.max_new_tokens, sampler=sampler, seed=args.seed, fetch=args.fetch,
         capacity=args.capacity, state=state, stop=args.stop or None, verify=args.verify, progress=progress,
-        fitted=fitted,
-        spare=SPARE if args.save_state is not None else 0,
+        spare=SPARE if args.save_state is not None else 0, prefill=prefill, fitted=fitted,
     )  # fmt: skip
     write_answer(run, progress, f"[{policy.name}] " if several else "", silent=args.json)
     made = run.results()[0]
@@ -194,6 +197,7 @@ def figures(results: Sequence[Any]) -> Table:
     row("KV bytes on the host", lambda m: f"{m.report.host_bytes:,}")
     row("device bytes, full / this", lambda m: f"{m.report.full_bytes / m.report.device_bytes:.2f}")
     row("repeat share", lambda m: optional(m.report.hit_rate, "{:.1%}"))
+    row("prefill", lambda m: m.report.prefill or "-")
     row("prefill seconds", lambda m: f"{m.report.prefill_seconds:.2f}")
     row("decode tokens/s", lambda m: optional(m.report.decode_tokens_per_second, "{:.1f}"))
     row("compile seconds", lambda m: f"{m.report.compile_seconds:.2f}")

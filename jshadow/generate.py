@@ -5,6 +5,7 @@ from typing import Any
 
 from jshadow.errors import PromptError
 from jshadow.policies import Policy
+from jshadow.prefill_attention import PrefillAttention
 from jshadow.run import Generation as Generation
 from jshadow.run import Run
 from jshadow.sampling import Sampler
@@ -14,8 +15,8 @@ from jshadow.state import KVState
 def generate(
     params: Any, prompt: Any, policy: Policy | None = None, *, max_new_tokens: int = 128,
     sampler: Sampler | None = None, seed: int = 0, fetch: str = "auto", capacity: int | None = None,
-    state: KVState | None = None, stop: str | int | Sequence[str | int] | None = None, prefill: Any = None,
-    verify: bool = False, fitted: Any = None,
+    state: KVState | None = None, stop: str | int | Sequence[str | int] | None = None,
+    prefill: PrefillAttention | None = None, verify: bool = False, fitted: Any = None,
 ) -> Any:  # fmt: skip
     """Answer a prompt, or a batch of prompts of any lengths.
 
@@ -32,7 +33,8 @@ def generate(
         state: continue this state instead of starting one; prompts are appended to it, and it is consumed. A chat is
             then the next turn: the template's end of the answer before it is added where it is not there yet.
         stop: strings or token ids that end a generation, beside the model's own end tokens.
-        prefill: reserved for sparse prefill.
+        prefill: how the prompt's queries attend to each other: `VerticalSlash()`, `AShape()` or `BlockSparse()`;
+            None: exactly. Not with a state, whose prompt is taken in already.
         verify: run the resident path beside the offloaded one, and fail at the first selection, fetched row or logit
             that differs. Slow, and it needs the device memory that offloading saves.
         fitted: arrays that the policy learned (`policy.fit`, `load_fitted`); not with a state, which has its own.

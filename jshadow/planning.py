@@ -15,6 +15,7 @@ from jshadow.models.transformer import abstract_weights
 from jshadow.policies import Policy
 from jshadow.policies.base import state_nbytes
 from jshadow.policies.sliding_window import SlidingWindow
+from jshadow.prefill_attention import PrefillAttention
 from jshadow.state import CacheSpec, Counters, KVState, of_layer
 
 
@@ -143,6 +144,7 @@ def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, 
 def prefill_peak(
     config: ModelConfig, policy: Policy, *, batch: int, tokens: int, capacity: int, prefill_chunk: int = 2048,
     shortest: int | None = None, dtype: str = "bfloat16", fetch: str = "auto",
+    attention: PrefillAttention | None = None,
 ) -> dict[str, int]:  # fmt: skip
     """Device bytes at the peak of a prefill, which its last layer reaches: an upper bound, by part.
 
@@ -159,9 +161,10 @@ def prefill_peak(
         shortest: tokens of the shortest prompt, which decides the windows; None: all are `tokens` long.
         dtype: of weights, keys and values.
         fetch: fetch mode.
+        attention: in place of exact attention; None: exactly, or as the policy itself says.
 
     Raises:
-        ConfigError: tokens or prefill_chunk below 1, or a policy setting out of range.
+        ConfigError: tokens or prefill_chunk below 1, a pattern of another model, or a policy setting out of range.
 
     Returns:
         {"weights", "hidden", "keys_values", "piece", "compress", "in_flight", "state"}; the peak is their sum.
@@ -171,8 +174,8 @@ def prefill_peak(
             raise ConfigError(f"{name} must be at least 1, got {value}")
     prompt = tokens if shortest is None else shortest
     item, columns = jnp.dtype(dtype).itemsize, config.key_columns
-    policy = policy.resolve(config, capacity)
-    own = policy.prefill_attention()
+    own = attention or policy.resolve(config, capacity).prefill_attention()
+    own = own.prepared(config)[0] if own else None
     count, size = pieces_of(tokens, prefill_chunk, own.multiple if own else 1)
     state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
     parts = state_nbytes(state)
@@ -180,12 +183,13 @@ def prefill_peak(
     # A float32 tile of scores and its softmax weights, the running sums, and per token: residual and normed input,
     # queries before and after RoPE and the attention's output, keys and values likewise, and the MLP's two halves.
     tile = 3 * config.q_heads * QUERY_BLOCK * KEY_BLOCK
+    sparse = own.piece_bytes(config, batch, count * size, size) if own else 0
     token = 2 * config.model_dim + 3 * queries + 3 * columns + 2 * config.ffn_dim
     return {
         "weights": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config))) * item,
         "hidden": batch * count * size * config.model_dim * item,
         "keys_values": 3 * batch * count * size * columns * item,  # keys before and after RoPE, values
-        "piece": batch * (tile + size * token) * 4 + (own.piece_bytes(config, batch, count * size, size) if own else 0),
+        "piece": batch * (tile + size * token) * 4 + sparse,
         "compress": max(spec.policy.compress_bytes(spec, count * size) for spec in state.specs),
         "in_flight": batch * capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
         "state": sum(device for device, _ in parts.values()),

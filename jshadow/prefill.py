@@ -222,7 +222,7 @@ def prefill_many(
     shortest: int | None = None, progress: Callable[[int, int], None] | None = None,
     attention: PrefillAttention | None = None,
 ) -> list[tuple[Any, KVState]]:  # fmt: skip
-    """Prefill once, exactly, and let every policy compress each layer.
+    """Prefill once and let every policy compress each layer.
 
     Args:
         params: Params.
@@ -258,7 +258,7 @@ def prefill_many(
         raise ConfigError(f"fetch must be 'resident' with weights on several devices, got {modes}")
     host_memory.check_host_memory(plans)
     row_lengths = jnp.asarray(lengths)
-    own = own_attention(resolved, attention)
+    own, learned = prepared_attention(resolved, attention, config)
     count, size = pieces_of(tokens.shape[1], prefill_chunk, own.multiple if own else 1)
     x = _embed(params.weights, fit_tokens(jnp.asarray(tokens), count * size), config=config)
     layers: list[list[LayerState]] = [[] for _ in resolved]
@@ -268,10 +268,10 @@ def prefill_many(
             specs, kind = [plan[index] for plan in plans], config.attention_kind(index)
             inverse = inverse_frequencies(kind.rope, config.head_dim, capacity)  # of NumPy: nothing stays on the device
             x, prompt = _prefill_layer(
-                params.weights[f"layer_{index}"], x, row_lengths, inverse, None, config=config, kind=kind,
-                needs_all=any("q_all" in spec.policy.needs for spec in specs),
+                params.weights[f"layer_{index}"], x, row_lengths, inverse, of_layer(learned, index), config=config,
+                kind=kind, needs_all=any("q_all" in spec.policy.needs for spec in specs),
                 q_tail=max(spec.policy.q_tail for spec in specs), size=size,
-                attention=attention if attention and kind.window is None else specs[0].policy.prefill_attention(),
+                attention=(own if kind.window is None else None) if attention else specs[0].policy.prefill_attention(),
             )  # fmt: skip
             # The layer before may still be on its way to the host, never two: that bounds the rows in flight.
             host_memory.settle(travelling, plans)
@@ -343,6 +343,20 @@ def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None
     return own[0] if changed else attention
 
 
+def prepared_attention(
+    policies: Sequence[Policy], attention: PrefillAttention | None, config: ModelConfig
+) -> tuple[PrefillAttention | None, Any]:
+    """What attends while the prompt is taken in, and its arrays [L, ...]; (None, None): exact attention.
+
+    Raises:
+        ConfigError: no PrefillAttention, one for another model, or beside a policy that has its own.
+    """
+    if attention is not None and not isinstance(attention, PrefillAttention):
+        raise ConfigError(f"prefill must be a PrefillAttention such as VerticalSlash(), or None, got {attention!r}")
+    own = own_attention(policies, attention)
+    return (None, None) if own is None else own.prepared(config)
+
+
 def spread(weights: dict) -> Sharding | None:
     """Every device of weights that lie on several; None where one holds all."""
     sharding = jax.tree.leaves(weights)[0].sharding
@@ -384,7 +398,8 @@ def prefill(
             float32 logits [B, P, V] of one piece of tokens after another and whose results [B, P, ...] are joined.
         prefill_chunk: tokens that go through a layer at once. Smaller pieces take less device memory
             (`planning.prefill_peak` tells how much), never another result.
-        attention: how the prompt's queries attend to each other; None: exactly, or as the policy itself says.
+        attention: how the prompt's queries attend to each other (`VerticalSlash()` and others); None: exactly, or as
+            the policy itself says. Keys, values and the scores by which a policy chooses them stay dense.
 
     Returns:
         float32 logits, and the state.
@@ -392,7 +407,8 @@ def prefill(
     Raises:
         PromptError: empty batch or row, misshaped tokens or lengths, a token id out of range.
         CapacityError: a prompt is longer than the capacity, or the capacity than the model's context.
-        ConfigError: a policy setting, fetch mode, logits choice or prefill_chunk is out of range.
+        ConfigError: a policy setting, fetch mode, logits choice or prefill_chunk is out of range, or `attention` is
+            none, is for another model, or stands beside a policy with an attention of its own.
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
     return prefill_many(

@@ -46,6 +46,20 @@ class PrefillAttention(abc.ABC):
     tail = 0
     multiple = 1
 
+    def label(self, tokens: int | None = None) -> str:
+        """What a report calls it, and what it is to a prompt of so many tokens."""
+        return type(self).__name__
+
+    def prepared(self, config: ModelConfig) -> tuple["PrefillAttention", Any]:
+        """What runs in place of this one, static in all layers, and arrays [L, ...] of which `begin` gets a layer's.
+
+        Sizes that differ from layer to layer go there, so that one compiled program serves all layers.
+
+        Raises:
+            ConfigError: they were searched for in another model.
+        """
+        return self, None
+
     @abc.abstractmethod
     def begin(
         self, config: ModelConfig, kind: AttentionKind, prompt: PromptKV, q_tail: Array | None, learned: Any
@@ -56,7 +70,7 @@ class PrefillAttention(abc.ABC):
             config, kind: the model and its layer.
             prompt: the whole prompt where `ahead`, else zeros of its shape.
             q_tail: queries after RoPE of each row's last `tail` real tokens [B, tail, h_q, d], or None.
-            learned: this layer's slice of what was searched for beforehand, or None.
+            learned: this layer's slice of the arrays of `prepared`, or None.
         """
 
     @abc.abstractmethod

@@ -57,6 +57,8 @@ class Report:
         decode_tokens_per_second: tokens of the whole batch a second; None where no step ran.
         verified_steps: steps in which the offloaded path was compared with the resident one; None: not asked for.
         fallback: why a dense cache was used instead of the policy, or None.
+        prefill: how the prompt's queries attended to each other: "exact", or the sparse attention with its settings;
+            None where a state was continued.
     """
 
     policy: Any
@@ -76,6 +78,7 @@ class Report:
     decode_tokens_per_second: float | None
     fallback: str | None
     verified_steps: int | None = None
+    prefill: str | None = "exact"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; the policy as its name and settings."""

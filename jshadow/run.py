@@ -19,6 +19,8 @@ from jshadow.offload import resolve_fetch
 from jshadow.planning import full_bytes
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.base import check_fitted, why_dense
+from jshadow.prefill import own_attention, prepared_attention
+from jshadow.prefill_attention import PrefillAttention
 from jshadow.report import CompileClock, Report, attended_parts, measured_bytes, row_figures
 from jshadow.sampling import Sampler, sample
 from jshadow.state import KVState, Reads, Writes
@@ -64,7 +66,7 @@ class Run:
     def __init__(
         self, params: Any, prompt: Any, policy: Policy | None = None, *, max_new_tokens: int = 128,
         sampler: Sampler | None = None, seed: int = 0, fetch: str = "auto", capacity: int | None = None,
-        state: KVState | None = None, stop: Any = None, prefill: Any = None, verify: bool = False,
+        state: KVState | None = None, stop: Any = None, prefill: PrefillAttention | None = None, verify: bool = False,
         fitted: Any = None,
         progress: Progress | None = None, spare: int = 0,
     ) -> None:  # fmt: skip
@@ -78,8 +80,8 @@ class Run:
             raise ConfigError(f"max_new_tokens must be an integer of at least 0, got {max_new_tokens!r}")
         if sampler is not None and not isinstance(sampler, Sampler):
             raise ConfigError(f"sampler must be a Sampler, got {sampler!r}")
-        if prefill is not None:
-            raise ConfigError(f"prefill must be left at None, got {prefill!r}")
+        if prefill is not None and state is not None:
+            raise ConfigError(f"prefill must be None where a state is continued: its prompt is in it, got {prefill!r}")
         self.params, self.max_new_tokens, self.progress = params, max_new_tokens, progress
         self.sampler, self.seed = sampler or Sampler(), seed
         prompts, self.bare = split_prompts(prompt)
@@ -102,9 +104,14 @@ class Run:
         self.fitted = fitted
         self.verify = verify
         self.verifier: Verifier | None = None
+        self.prefill = prefill
+        self.prefill_label: str | None = None
         self.fetch, self.state = self._fetch_mode(fetch, state), state
         if state is None:
             self._plan(policy or ShadowKV(), capacity, spare)
+            prepared_attention([self.policy], prefill, params.config)  # raises before anything runs
+            attention = own_attention([self.policy], prefill)
+            self.prefill_label = "exact" if attention is None else attention.label(max(map(len, self.prompts)))
         else:
             self._continue(state, capacity)
         self.prefill_seconds = self.decode_seconds = self.compile_seconds = 0.0
@@ -178,7 +185,7 @@ class Run:
         made = decode.prefill_many(
             self.params, tokens, lengths, [self.policy] * len(modes), capacity=self.capacity, fetch=modes,
             fitted=None if self.fallback else self.fitted, shortest=shortest - shortest % bucket(shortest),
-            progress=self.progress,
+            progress=self.progress, attention=self.prefill,
         )  # fmt: skip
         logits, self.state = made[0]
         if self.verify:
@@ -257,6 +264,7 @@ class Run:
                 decode_seconds=self.decode_seconds, compile_seconds=self.compile_seconds,
                 decode_tokens_per_second=self.decoded / self.decode_seconds if self.decode_seconds else None,
                 fallback=self.fallback, verified_steps=self.verifier.steps if self.verifier else None,
+                prefill=self.prefill_label,
                 **row_figures(self.before, counters, row, config.num_layers),
             )  # fmt: skip
             text = stream.text if self.params.tokenizer is not None else None

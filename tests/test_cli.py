@@ -154,7 +154,7 @@ def test_settings_become_numbers():
         parse_policy("shadowkv", ["outliers=2"])
 
 
-@pytest.mark.parametrize("command", ["", "generate", "convert", "policies", "plan", "eval"])
+@pytest.mark.parametrize("command", ["", "generate", "convert", "policies", "plan", "eval", "prefill-patterns"])
 def test_help(command):
     done = subprocess.run([sys.executable, "-m", "jshadow", *command.split(), "--help"], capture_output=True, text=True)
     assert done.returncode == 0

@@ -176,6 +176,9 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     console.print(figures(rows))
     if rows:
         console.print(f"Ran {rows[0]['fetch']}; KV bytes are those on the device with values offloaded.")
+    for prefill in dict.fromkeys(row.get("prefill", "exact") for row in rows):
+        if prefill != "exact":
+            console.print(f"Prefill of all policies, full attention too: {prefill}.")
     for task, length, said in dict.fromkeys((row["task"], row["length"], row["control"]) for row in rows):
         if said is not None:
             console.print(f"{task} at {length:,}, control: {said}")

@@ -1,4 +1,4 @@
-"""`jshadow eval`: policies side by side on tasks with known answers, one exact prefill a sample for all of them."""
+"""`jshadow eval`: policies side by side on tasks with known answers, one prefill a sample for all of them."""
 
 import argparse
 import dataclasses
@@ -19,8 +19,11 @@ from jshadow.evaluation import metrics
 from jshadow.evaluation.tasks import TASKS, Case, make
 from jshadow.planning import footprint
 from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, parse_policy
+from jshadow.prefill import prepared_attention
+from jshadow.prefill_attention import PrefillAttention
 from jshadow.progress import SlowProgress
 from jshadow.report import row_figures
+from jshadow.sparse_prefill import parse_prefill
 from jshadow.state import Counters, KVState
 
 Progress = Callable[[int, int], None]
@@ -171,11 +174,16 @@ def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[
 
 
 def run_case(
-    params: Any, case: Case, policies: Sequence[Policy], capacity: int, fetch: str
+    params: Any,
+    case: Case,
+    policies: Sequence[Policy],
+    capacity: int,
+    fetch: str,
+    prefill: PrefillAttention | None = None,
 ) -> Iterator[dict[str, Any]]:
     """What each policy makes of one case, in order; an agreement case wants full attention first."""
     reference = None
-    for logits, state in prefilled(params, case, policies, capacity, fetch):
+    for logits, state in prefilled(params, case, policies, capacity, fetch, prefill):
         if case.forced:
             forced = np.array([case.forced], np.int32)
             logits, state = decode.extend(params, forced, np.array([forced.shape[1]], np.int32), state, logits="all")
@@ -197,7 +205,7 @@ def run_case(
 
 
 def prefilled(
-    params: Any, case: Case, policies: Sequence[Policy], capacity: int, fetch: str
+    params: Any, case: Case, policies: Sequence[Policy], capacity: int, fetch: str, prefill: PrefillAttention | None
 ) -> Iterator[tuple[Any, KVState]]:
     """Logits and state of each policy, in order; one prefill for all but those that attend in their own way."""
     tokens, length = np.array([case.prompt], np.int32), np.array([len(case.prompt)], np.int32)
@@ -205,7 +213,9 @@ def prefilled(
     sharing = [policy for policy, its in zip(policies, alone, strict=True) if not its]
     together = []
     if sharing:
-        together = decode.prefill_many(params, tokens, length, sharing, capacity=capacity, fetch=fetch)
+        together = decode.prefill_many(
+            params, tokens, length, sharing, capacity=capacity, fetch=fetch, attention=prefill
+        )
     for policy, its in zip(policies, alone, strict=True):
         if its:
             yield decode.prefill(params, tokens, length, policy, capacity=capacity, fetch=fetch)
@@ -216,18 +226,19 @@ def prefilled(
 # All samples
 
 
-def sample_key(model: str, cell: Cell, index: int, policy: Policy, fetch: str) -> str:
+def sample_key(model: str, cell: Cell, index: int, policy: Policy, fetch: str, prefill: PrefillAttention | None) -> str:
     """A digest of all that decides a sample's record."""
     case = cell.cases[index]
     tokens = [case.prompt, case.turns, case.forced, [(one.answer, one.max_new_tokens) for one in case.samples]]
     what = [model, cell.task, tokens, cell.capacity, fetch, repr(policy)]
+    what += [] if prefill is None else [repr(prefill)]
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 
 def evaluate(
     params: Any, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], *, samples: int = 10,
     seed: int = 0, fetch: str = "auto", out: Any = None, progress: Progress | None = None,
-    shares: Sequence[float] = (),
+    shares: Sequence[float] = (), prefill: PrefillAttention | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure policies against full attention.
 
@@ -245,12 +256,13 @@ def evaluate(
         shares: run each policy at its `nominal` setting for each of these shares of full attention's device bytes,
             offloaded where it offloads, instead of as given. Then there is no control; all tasks of a length have one
             capacity.
+        prefill: how every prompt's tokens attend to each other, full attention's too; None: exactly.
 
     Returns:
         One row a task, length and policy: task, length, policy (as `--policies` takes it), name, settings, score and
         stderr (percent), samples, device_bytes, host_bytes and full_bytes as it ran, offloaded_device_bytes (under
-        "device_put", whatever ran), capacity, fetch, attended_tokens, hit_rate, control_of and control (what the
-        negative control says, in every row of its table); for needles also asked, found, found_by_full,
+        "device_put", whatever ran), capacity, fetch, prefill, attended_tokens, hit_rate, control_of and control (what
+        the negative control says, in every row of its table); for needles also asked, found, found_by_full,
         found_by_both, recall_of_full (percent) and turns (percent by turn); for agreement top1, top1_stderr, kl and
         kl_stderr (nats, full against this policy). With shares, also share, and infeasible: why nothing ran, where
         score and all that follows from it is None.
@@ -260,6 +272,7 @@ def evaluate(
     """
     mode = offload.resolve_fetch(fetch)
     cells = plan(params, tasks, lengths, policies, samples, seed, shares)
+    prepared_attention([], prefill, params.config)
     store, model = metrics.Store(out), f"{params.config} {params.digest}"
     if store.damaged:
         print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
@@ -267,27 +280,30 @@ def evaluate(
     for cell in cells:
         table = []
         for index in range(samples):
-            table.append(finish_sample(params, cell, index, mode, store, model))
+            table.append(finish_sample(params, cell, index, mode, store, model, prefill))
             done += 1
             if progress is not None:
                 progress(done, len(cells) * samples)
-        rows += cell_rows(params, cell, mode, table)
+        told = {"prefill": prefill.label(cell.length) if prefill else "exact"}
+        rows += [row | told for row in cell_rows(params, cell, mode, table)]
     return rows
 
 
 def finish_sample(
-    params: Any, cell: Cell, index: int, fetch: str, store: metrics.Store, model: str
+    params: Any, cell: Cell, index: int, fetch: str, store: metrics.Store, model: str, prefill: PrefillAttention | None
 ) -> dict[Policy, dict[str, Any]]:
     """The record of every policy on one case; what the store has is not run again."""
     policies = list(dict.fromkeys(entry.policy for entry in cell.entries if entry.policy is not None))
-    keys = {policy: sample_key(model, cell, index, policy, fetch) for policy in policies}
+    keys = {policy: sample_key(model, cell, index, policy, fetch, prefill) for policy in policies}
     missing = [policy for policy in policies if keys[policy] not in store.records]
     case = cell.cases[index]
     # the divergence from full attention needs its logits
     run = [policies[0], *missing] if missing and case.forced and policies[0] not in missing else missing
     context = {"task": cell.task, "length": cell.length, "sample": index, "depth": (index + 0.5) / len(cell.cases)}
     context |= {"answers": [sample.answer for sample in case.samples], "fetch": fetch, "model": model}
-    for policy, record in zip(run, run_case(params, case, run, cell.capacity, fetch) if run else (), strict=True):
+    context |= {"prefill": prefill.label()} if prefill else {}
+    made = run_case(params, case, run, cell.capacity, fetch, prefill) if run else iter(())
+    for policy, record in zip(run, made, strict=True):
         if policy in missing:
             store.add(keys[policy], record, context | {"policy": metrics.label(policy)})
     return {policy: store.records[keys[policy]] for policy in policies}
@@ -354,6 +370,7 @@ def main(args: argparse.Namespace) -> int:
         raise ConfigError(f"tasks must be among {sorted(TASKS)}, got {unknown[0]!r}")
     parts = [part.split(":") for part in split_list(args.policies, "policies")]
     policies = [parse_policy(name, settings) for name, *settings in parts]
+    prefill = parse_prefill(args.prefill or "exact")
     offload.resolve_fetch(args.fetch)
     shares = parse_shares(args.shares)
     progress = SlowProgress("evaluating")
@@ -361,6 +378,7 @@ def main(args: argparse.Namespace) -> int:
         rows = evaluate(
             load(args.model, dtype=args.dtype, quantize=args.quantize), tasks, lengths, policies,
             samples=args.samples, seed=args.seed, fetch=args.fetch, out=args.out, progress=progress, shares=shares,
+            prefill=prefill,
         )  # fmt: skip
     finally:
         progress.close()
