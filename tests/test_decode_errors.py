@@ -255,7 +255,8 @@ def test_nominal_keeps_to_its_share(name, config, dtype):
             bytes_ = footprint(config, policy, capacity=num_tokens, prompt=num_tokens, dtype=dtype, fetch="device_put")
             assert bytes_["device_bytes"] <= fraction * bytes_["full_bytes"], (num_tokens, fraction, policy)
     assert all("at least" in message and str(fraction) in message for message, fraction in refusals)
-    assert feasible >= (5 if name == "full" else 10)
+    # of three layers, two of OmniKV's are dense
+    assert feasible >= (5 if name == "full" or (name == "omnikv" and config is TINY) else 10)
 
 
 @pytest.mark.parametrize("name", POLICIES)

@@ -41,9 +41,15 @@ def as_seen(state):
             values[f"{layer}later keys"] = np.einsum("bsr,bhrd->bshd", later, right)
     for name in [name for name in values if name.endswith("frozen.basis")]:
         layer, basis = name.removesuffix("frozen.basis"), values.pop(name)
-        for half in ("frozen", "live"):
-            partial = f"{layer}{half}.summaries"
-            values[partial] = np.einsum("bhnr,bhdr->bhnd", values[partial], basis)
+        for path in (f"{layer}{half}.summaries" for half in ("frozen", "live")):
+            if path in values:
+                rows = values[path]
+                values[path] = np.einsum("bhnr,bhdr->bhnd", rows, basis[..., : rows.shape[3]])
+        if basis.shape[2] == basis.shape[3]:  # whole keys are kept in it (Loki), in front of their values
+            dim = basis.shape[2]
+            for path in (f"{layer}live.recent.k", f"{layer}host.prompt.array", f"{layer}host.tail.array"):
+                keys = np.einsum("bhnr,bhdr->bhnd", values[path][..., :dim], basis)
+                values[path] = np.concatenate([keys, values[path][..., dim:]], axis=3)
     return values
 
 

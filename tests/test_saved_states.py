@@ -139,8 +139,8 @@ def test_rows_taken_and_inserted_keep_their_window(tmp_path):
 
 
 def test_fitted_arrays_come_back(tmp_path):
-    basis = {"layer_0": {"basis": jnp.arange(6.0).reshape(2, 3), "kept": jnp.array([True, False])}, "none": None,
-             "b.c": jnp.int8(3), "empty": {}}  # fmt: skip
+    basis = {"part": {"basis": jnp.arange(18.0).reshape(3, 2, 3), "kept": jnp.array([[True, False]] * 3)}, "none": None,
+             "b.c": jnp.full(3, 3, jnp.int8), "empty": {}}  # fmt: skip
     state = decoded("full", "resident").replace(fitted=basis)
     save_state(tmp_path / "state", state, model())
     loaded = load_state(tmp_path / "state", model())
@@ -149,7 +149,7 @@ def test_fitted_arrays_come_back(tmp_path):
         assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
         np.testing.assert_array_equal(mine, theirs)
     first = read_state_info(tmp_path / "state")["fitted"]
-    save_state(tmp_path / "state", state.replace(fitted=basis | {"b.c": jnp.int8(4)}), model())
+    save_state(tmp_path / "state", state.replace(fitted=basis | {"b.c": jnp.full(3, 4, jnp.int8)}), model())
     assert first != read_state_info(tmp_path / "state")["fitted"] is not None
 
 

@@ -14,8 +14,9 @@ from jax import Array
 from jshadow.attention import Piece, attend, attention_probs, key_mass
 from jshadow.chunking import write_rows
 from jshadow.config import ModelConfig
-from jshadow.policies.base import Policy, check_range, infeasible, own_share, whole_share
+from jshadow.policies.base import Policy, check_fraction, check_range
 from jshadow.policies.eviction import best_positions, take_positions
+from jshadow.policies.nominal import largest
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
 SHARE = 0.1  # of the capacity, each for heavy hitters and for recent tokens: the paper's 20 % in all
@@ -169,10 +170,8 @@ class H2O(Policy):
 
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """Half of what fits for heavy hitters, half for recent tokens; a slot has a position and a mass too."""
-        row = 2 * 2 * config.head_dim  # bytes of a slot of one head, in bfloat16
-        slots = int(own_share(cls.name, fraction, num_tokens, config) * num_tokens * row / (row + 8)) - 1
-        if slots < 1:
-            least = 2 * (row + 8) / row / num_tokens
-            raise infeasible(cls.name, fraction, whole_share(least, num_tokens, config))
-        return cls(heavy=slots // 2, recent=slots - slots // 2)
+        """Half of what fits for heavy hitters, half for recent tokens."""
+        check_fraction(fraction)
+        return largest(
+            lambda slots: cls(heavy=slots // 2, recent=slots - slots // 2), 1, num_tokens, fraction, num_tokens, config
+        )

@@ -18,9 +18,10 @@ from jax import Array
 from jshadow.attention import group_queries
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
-from jshadow.policies.base import Policy, check_choice, check_range, foreseen, infeasible, own_share, whole_share
+from jshadow.policies.base import Policy, check_choice, check_fraction, check_range, foreseen, own_layers
 from jshadow.policies.calibration import prompts_of
 from jshadow.policies.full import Full
+from jshadow.policies.nominal import device_share, largest
 from jshadow.policies.retrieval import RetrievalPolicy
 from jshadow.state import CacheSpec, Fetched, LayerState, PromptKV, StepKV
 
@@ -164,16 +165,14 @@ class InfiniGen(RetrievalPolicy):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """As many columns as fit beside the dense layers, keys and values offloaded."""
-        own = own_share(cls.name, fraction, num_tokens, config)
-        layers = sum(kind.window is None for kind in config.attention_kinds)
-        rest = (cls.recent + cls().extend_piece - 1) / num_tokens
-        for dense in (2, 1):
-            share = (own * layers - dense) / max(layers - dense, 1) - rest
-            columns = int(share * 2 * config.head_dim)
-            if columns >= 1:
-                return cls(columns=min(columns, config.head_dim), dense_layers=dense)
-        least = (1 + (layers - 1) * (rest + 0.5 / config.head_dim)) / layers
-        raise infeasible(cls.name, fraction, whole_share(least, num_tokens, config))
+        check_fraction(fraction)
+        own = len(own_layers(config))
+        dense = cls(columns=1).dense_layers if own > cls.dense_layers else 1
+        if device_share(cls(columns=1, dense_layers=dense), num_tokens, config) > fraction:
+            dense = 1
+        return largest(
+            lambda columns: cls(columns=columns, dense_layers=dense), 1, config.head_dim, fraction, num_tokens, config
+        )
 
 
 @dataclasses.dataclass(frozen=True)

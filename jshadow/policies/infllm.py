@@ -12,7 +12,7 @@ most. Blocks are shared by all heads. Some of them stay on the device in a pool,
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax.numpy as jnp
 from flax import struct
@@ -21,8 +21,9 @@ from jax import Array
 from jshadow.attention import Piece, attend, attention_probs
 from jshadow.chunking import fill_ring, ring_positions, to_chunks, top_k, write_rows
 from jshadow.config import ModelConfig
-from jshadow.policies.base import Policy, check_range, infeasible, own_share, whole_share
+from jshadow.policies.base import Policy, check_fraction, check_range
 from jshadow.policies.infllm_prefill import InfLLMPrefill, far_queries, mean_key
+from jshadow.policies.nominal import device_share, largest
 from jshadow.prefill_attention import PrefillAttention
 from jshadow.rope import cos_sin, rotate
 from jshadow.state import (
@@ -362,14 +363,17 @@ class InfLLM(Policy):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """Half of what fits for the window, a 16th for sinks, the rest for the pool, in blocks of at most 128."""
-        slots = own_share(cls.name, fraction, num_tokens, config) * num_tokens
-        for unit in (128, 64, 32, 16, 8, 4):
-            # of each block half a row stays, and of each slot of the ring its mass
-            left = int(slots - num_tokens / unit / 2 - slots / config.head_dim) - unit
-            sinks, window = min(cls.sinks, left // 16), left // 2
-            cached = (left - sinks - window) // unit
-            if cached >= 8:
-                made = cls(window=window, sinks=sinks, budget=cached // 2 * unit, unit=unit, cached=cached * unit)
-                return dataclasses.replace(made, representatives=min(cls.representatives, unit))
-        least = (20 + 4 + num_tokens / 8 * 1.2 + 64) / num_tokens
-        raise infeasible(cls.name, fraction, whole_share(least, num_tokens, config))
+        check_fraction(fraction)
+
+        def make(slots: int, unit: int) -> InfLLM:
+            sinks, window = min(cls.sinks, slots // 16), max(slots // 2, 1)
+            cached = max((slots - sinks - window) // unit, 2)
+            return cls(
+                window=window, sinks=sinks, budget=cached // 2 * unit, unit=unit, cached=cached * unit,
+                representatives=min(cls.representatives, unit),
+            )  # fmt: skip
+
+        unit = 128  # large blocks where eight of them fit, smaller ones else
+        while unit > 4 and device_share(make(20 * unit, unit), num_tokens, config) > fraction:
+            unit //= 2
+        return cast(Self, largest(lambda slots: make(slots, unit), 2, num_tokens, fraction, num_tokens, config))

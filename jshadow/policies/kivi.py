@@ -20,7 +20,8 @@ from jshadow.chunking import fill_ring, fit_tokens, ring_positions, write_rows
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.packing import Packed, dequantise, quantise, scale_dtype, words_of
-from jshadow.policies.base import Policy, check_choice, check_range, infeasible, own_share, whole_share
+from jshadow.policies.base import Policy, check_choice, check_fraction, check_range
+from jshadow.policies.nominal import first_fitting
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
 BITS = (1, 2, 4, 8)
@@ -258,20 +259,15 @@ class KIVI(Policy):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """The most bits, the smallest groups, that fit."""
-        own = own_share(cls.name, fraction, num_tokens, config)
+        check_fraction(fraction)
         largest = math.gcd(config.head_dim, 64)
         groups = [group for group in (16, 32, 64) if group <= largest] or [largest]
-        found = []
-        for bits in BITS:
-            for group in groups:
-                residual = max(group, min(128, num_tokens // 16 // group * group))
-                share = (bits + 32 / group) / 16 + 2 * residual / num_tokens
-                found.append((share, bits, group, residual))
-        fitting = [one for one in found if one[0] <= own]
-        if not fitting:
-            raise infeasible(cls.name, fraction, whole_share(min(found)[0], num_tokens, config))
-        _, bits, group, residual = max(fitting, key=lambda one: (one[1], one[0]))
-        return cls(bits=bits, group=group, residual=residual)
+        made = [
+            cls(bits=bits, group=group, residual=max(group, min(128, num_tokens // 16 // group * group)))
+            for bits in sorted(BITS, reverse=True)
+            for group in groups
+        ]
+        return first_fitting(made, fraction, num_tokens, config)
 
 
 def put(old: Packed, new: Packed, place: Array, valid: Array) -> Packed:

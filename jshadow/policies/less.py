@@ -23,7 +23,7 @@ from jax import Array, lax
 from jshadow.attention import Piece, group_queries, masked_scores
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
-from jshadow.policies.base import check_range, infeasible, own_share, shape_problem, whole_share
+from jshadow.policies.base import check_range, shape_problem
 from jshadow.policies.h2o import H2O, H2OLive
 from jshadow.state import CacheSpec, Fetched, HostWrite, LayerState, PromptKV, StepKV
 
@@ -194,17 +194,6 @@ class LESS(H2O):
         slots = self.budget(spec.capacity) + 1
         query = slots + 2 * self.hidden + 3 * spec.head_dim + 4 * self.state_rank
         return super().step_temporaries(spec) + 2 * 4 * spec.batch * (spec.q_heads + spec.kv_heads) * query
-
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """As H2O's, with the state counted; the learned arrays are the model's, whatever the number of requests."""
-        row = 2 * 2 * config.head_dim  # bytes of a slot of one head, in bfloat16
-        state = 4 * cls.state_rank * (config.head_dim + 1)
-        slots = int((own_share(cls.name, fraction, num_tokens, config) * num_tokens * row - state) // (row + 8)) - 1
-        if slots < 1:
-            least = (2 * (row + 8) + state) / row / num_tokens
-            raise infeasible(cls.name, fraction, whole_share(least, num_tokens, config))
-        return cls(heavy=slots // 2, recent=slots - slots // 2)
 
 
 def layers_of(kernel: dict[str, Array], x: Array) -> Array:

@@ -15,8 +15,9 @@ from jax import Array
 
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
-from jshadow.policies.base import check_choice, check_range, infeasible, own_share, whole_share
+from jshadow.policies.base import check_choice, check_fraction, check_range
 from jshadow.policies.calibration import prompts_of
+from jshadow.policies.nominal import largest
 from jshadow.policies.retrieval import RetrievalPolicy
 from jshadow.state import CacheSpec, PromptKV
 
@@ -118,13 +119,8 @@ class Loki(RetrievalPolicy):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """As many columns as fit, keys and values offloaded."""
-        # the ring, and the basis: d * d of four bytes for each head
-        rest = (cls.recent + cls().extend_piece - 1 + config.head_dim) / num_tokens
-        columns = int((own_share(cls.name, fraction, num_tokens, config) - rest) * 2 * config.head_dim)
-        if columns < 1:
-            least = rest + 0.5 / config.head_dim
-            raise infeasible(cls.name, fraction, whole_share(least, num_tokens, config))
-        return cls(columns=min(columns, config.head_dim))
+        check_fraction(fraction)
+        return largest(lambda columns: cls(columns=columns), 1, config.head_dim, fraction, num_tokens, config)
 
 
 def principal(prompt: PromptKV) -> Array:

@@ -19,8 +19,9 @@ from jshadow.attention import MASKED, Piece, attend, group_queries
 from jshadow.chunking import to_chunks, top_k, write_rows
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
-from jshadow.policies.base import Policy, check_choice, check_range, infeasible, own_layers, own_share, whole_share
+from jshadow.policies.base import Policy, check_choice, check_fraction, check_range, own_layers
 from jshadow.policies.full import Full
+from jshadow.policies.nominal import first_fitting
 from jshadow.state import (
     CacheSpec,
     Fetched,
@@ -118,16 +119,14 @@ class OmniKV(Full):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """As many filter layers as fit, with sparse layers offloaded; the first one moves to the front if need be."""
-        share, own = own_share(cls.name, fraction, num_tokens, config), own_layers(config)
+        check_fraction(fraction)
+        own = own_layers(config)
         usual = cls().resolve(config, num_tokens).filter_layers
         assert usual is not None
         first = own[:1]
-        for layers in (usual, (*first, *usual[1:]), (*first, usual[len(usual) // 2]), first):
-            policy = dataclasses.replace(cls(), filter_layers=tuple(sorted(set(layers))))
-            kinds = [policy.for_layer(layer, config) for layer in own]
-            if sum(not isinstance(kind, OmniKVSparse) for kind in kinds) <= share * len(own):
-                return policy
-        raise infeasible(cls.name, fraction, whole_share(2 / len(own), num_tokens, config))
+        plans = (usual, (*first, *usual[1:]), (*first, usual[len(usual) // 2]), first)
+        made = [dataclasses.replace(cls(), filter_layers=tuple(sorted(set(layers)))) for layers in plans]
+        return first_fitting(made, fraction, num_tokens, config)
 
 
 @dataclasses.dataclass(frozen=True)

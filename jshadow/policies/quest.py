@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.config import ModelConfig
-from jshadow.policies.base import Policy, check_range, infeasible, own_share, whole_share
+from jshadow.policies.base import Policy, check_fraction, check_range
 from jshadow.policies.full import Full
+from jshadow.policies.nominal import first_fitting
 from jshadow.policies.retrieval import RetrievalPolicy
 from jshadow.state import CacheSpec
 
@@ -73,12 +74,7 @@ class Quest(RetrievalPolicy):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """Keys and values offloaded, no dense layer; larger pages where minima and maxima take more than that."""
-        own, unit = own_share(cls.name, fraction, num_tokens, config), cls.unit
-        while unit <= num_tokens:
-            policy = cls(unit=unit, budget=max(cls.budget, unit), dense_layers=0)
-            pages, ring = num_tokens // unit + 2, 1 + unit + policy.extend_piece - 2
-            if (pages + ring) / num_tokens <= own:
-                return policy
-            unit *= 2
-        least = 2 * 2**0.5 * num_tokens**0.5 / num_tokens
-        raise infeasible(cls.name, fraction, whole_share(least, num_tokens, config))
+        check_fraction(fraction)
+        units = [unit for unit in (16, 32, 64, 128, 256, 512, 1024) if unit <= max(num_tokens, 16)]
+        made = [cls(unit=unit, budget=max(cls.budget, unit), dense_layers=0) for unit in units]
+        return first_fitting(made, fraction, num_tokens, config)

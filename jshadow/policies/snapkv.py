@@ -6,7 +6,7 @@ Here: the maximum, as in the paper's LongBench settings, and one set for each KV
 """
 
 import dataclasses
-from typing import Self
+from typing import Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,9 @@ from jax import Array, lax
 
 from jshadow.attention import MASKED, group_queries
 from jshadow.config import ModelConfig
-from jshadow.policies.base import check_choice, check_range, infeasible, own_share, whole_share
+from jshadow.policies.base import check_choice, check_fraction, check_range
 from jshadow.policies.eviction import EvictingPolicy
+from jshadow.policies.nominal import largest
 from jshadow.state import CacheSpec, PromptKV
 
 
@@ -96,10 +97,12 @@ class SnapKV(EvictingPolicy):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """That share of the tokens; a small one has a small window."""
-        slots = int(own_share(cls.name, fraction, num_tokens, config) * num_tokens)
-        if slots < 1:
-            raise infeasible(cls.name, fraction, whole_share(1 / num_tokens, num_tokens, config))
-        return cls(max_capacity_prompt=slots, observation_window=max(1, min(cls.observation_window, slots // 2)))
+        check_fraction(fraction)
+
+        def make(slots: int) -> "SnapKV":
+            return cls(max_capacity_prompt=slots, observation_window=max(1, min(cls.observation_window, slots // 2)))
+
+        return cast(Self, largest(make, 1, num_tokens, fraction, num_tokens, config))
 
 
 def pool(scores: Array, kernel: int, pooling: str) -> Array:

@@ -20,8 +20,9 @@ from jax import Array
 from jshadow.attention import Piece, attend, group_queries, masked_scores
 from jshadow.chunking import to_chunks, top_k
 from jshadow.config import ModelConfig
-from jshadow.policies.base import check_range, infeasible, own_share, whole_share
+from jshadow.policies.base import check_fraction, check_range
 from jshadow.policies.kivi import KIVI, KiviLive
+from jshadow.policies.nominal import first_fitting
 from jshadow.state import (
     CacheSpec,
     Fetched,
@@ -216,21 +217,17 @@ class SpeCache(KIVI):
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
         """One or two bits, the smallest groups that fit beside the residual and the fetched rows."""
-        own = own_share(cls.name, fraction, num_tokens, config)
+        check_fraction(fraction)
         largest = math.gcd(config.head_dim, 64)
         groups = [group for group in (16, 32, 64) if group <= largest] or [largest]
-        found = []
-        for bits in (1, 2, 4, 8):
-            for group in groups:
-                residual = max(group, min(cls.residual, num_tokens // 32 // group * group))
-                rows = min(cls.fetched, max(1, num_tokens // 32))
-                share = (bits + 32 / group) / 16 + (2 * residual + 2 * rows) / num_tokens
-                found.append((share, bits, group, residual, rows))
-        fitting = [one for one in found if one[0] <= own]
-        if not fitting:
-            raise infeasible(cls.name, fraction, whole_share(min(found)[0], num_tokens, config))
-        _, bits, group, residual, rows = max(fitting, key=lambda one: (one[1], one[0]))
-        return cls(bits=bits, group=group, residual=residual, fetched=rows)
+        rows = min(cls.fetched, max(1, num_tokens // 32))
+        made = [
+            cls(bits=bits, group=group, residual=max(group, min(cls.residual, num_tokens // 32 // group * group)),
+                fetched=rows)
+            for bits in (8, 4, 2, 1)
+            for group in groups
+        ]  # fmt: skip
+        return first_fitting(made, fraction, num_tokens, config)
 
 
 def masked_scores_of(q: Array, piece: Piece, scale: float) -> Array:
