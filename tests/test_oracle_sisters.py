@@ -6,11 +6,12 @@ import functools
 import numpy as np
 import oracle_infllm
 import oracle_sisters
+import oracle_specache
 import pytest
 from cases import CONFIGS, model, random_tokens, run_steps
 
 from jshadow import decode
-from jshadow.policies import H2O, KIVI, InfiniGen, InfLLM, Loki, OmniKV, Quest, SnapKV
+from jshadow.policies import H2O, KIVI, InfiniGen, InfLLM, Loki, OmniKV, Quest, SnapKV, SpeCache
 
 # The middle row ends inside a chunk and a page, the last one is shorter than every window and budget.
 LENGTHS, CAPACITY, STEPS = (118, 67, 9), 160, 14
@@ -22,6 +23,11 @@ INFI = InfiniGen(budget=30, columns=5, alpha=1.0, dense_layers=1)
 CONFIGS = CONFIGS | {"deep": dataclasses.replace(CONFIGS["group2"], num_layers=6)}
 QUEST = Quest(budget=32, unit=8, dense_layers=0)
 INFLLM = InfLLM(window=20, sinks=5, budget=16, unit=8, representatives=3, query_block=16)
+SPE = SpeCache(bits=1, group=8, residual=16, fetched=12)
+ORACLES = {
+    InfLLM: (oracle_infllm, oracle_infllm.InfLLMOracle),
+    SpeCache: (oracle_specache, oracle_specache.SpeCacheOracle),
+}
 CASES = {
     "h2o": ("group2", H2O(heavy=10, recent=7)),
     "h2o_normalised": ("group2", H2O(heavy=10, recent=7, normalise=True)),
@@ -46,6 +52,9 @@ CASES = {
     "quest": ("group2", QUEST),
     "quest_pages_of_3": ("head_dim80", dataclasses.replace(QUEST, unit=3, budget=20, recent=5)),
     "quest_group1": ("group1", dataclasses.replace(QUEST, budget=8)),
+    "specache": ("group2", SPE),
+    "specache_2bit": ("group1", dataclasses.replace(SPE, bits=2, fetched=3)),
+    "specache_wide": ("head_dim80", dataclasses.replace(SPE, group=5, residual=10, fetched=30)),
     "snapkv": ("group2", SNAP),
     "snapkv_avg": ("group2", dataclasses.replace(SNAP, pooling="avg")),
     "snapkv_q_head": ("group2", dataclasses.replace(SNAP, granularity="q_head")),
@@ -53,9 +62,14 @@ CASES = {
 }
 
 
+def oracle_of(policy):
+    """Module and class of its oracle."""
+    return ORACLES.get(type(policy), (oracle_sisters, oracle_sisters.SetOracle))
+
+
 def oracle_policy(policy):
     """The oracle's own policy of the same settings."""
-    theirs = getattr(oracle_infllm if isinstance(policy, InfLLM) else oracle_sisters, type(policy).__name__)
+    theirs = getattr(oracle_of(policy)[0], type(policy).__name__)
     names = {field.name for field in dataclasses.fields(theirs)}
     return theirs(**{name: value for name, value in dataclasses.asdict(policy).items() if name in names})
 
@@ -64,8 +78,7 @@ def oracle_policy(policy):
 def oracle_run(case, row):
     """Logits [1 + STEPS, V] of one row, and the trace of its steps."""
     config = CONFIGS[CASES[case][0]]
-    kind = oracle_infllm.InfLLMOracle if isinstance(CASES[case][1], InfLLM) else oracle_sisters.SetOracle
-    run = kind(model(config).weights, config, oracle_policy(CASES[case][1]))
+    run = oracle_of(CASES[case][1])[1](model(config).weights, config, oracle_policy(CASES[case][1]))
     tokens, steps = prompts(config)
     logits = [run.prefill(tokens[row, : LENGTHS[row]].tolist())]
     logits += [run.step(int(token)) for token in steps[row]]
