@@ -96,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
     add.add_argument("--quantize", help="int8: keep the projections' weights in int8")
     add.add_argument("--out", help="directory for per-sample results")
+    add.add_argument("--plot", metavar="FILE", help="draw right answers by turn (.svg, .png, .pdf; extra `plots`)")
     add.add_argument("--json", action="store_true", help=json_help)
     return top
 

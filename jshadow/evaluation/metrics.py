@@ -160,7 +160,7 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         row = next(iter(found.values()))
         front = [f"{length:,}", f"{100 * share:g}", name]
         if row["infeasible"]:
-            table.add_row(*front, "-", row["infeasible"].rpartition("at least ")[2].partition(" of ")[0] + " at least")
+            table.add_row(*front, "-", "at least " + row["infeasible"].rpartition("at least ")[2].partition(" of ")[0])
             continue
         size, scores = row["offloaded_device_bytes"], (found[task] for task in tasks)
         marks = [f"{one['score']:.1f}" + ("" if one["stderr"] is None else f" ± {one['stderr']:.1f}") for one in scores]

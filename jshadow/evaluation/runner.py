@@ -14,9 +14,11 @@ import numpy as np
 from rich.console import Console
 
 from jshadow import decode, offload
+from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError, Infeasible
 from jshadow.evaluation import metrics
-from jshadow.evaluation.tasks import TASKS, Case, make
+from jshadow.evaluation.plots import check_plot, plot_turns
+from jshadow.evaluation.tasks import TASK_TURNS, TASKS, Case, make
 from jshadow.planning import footprint
 from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, parse_policy
 from jshadow.prefill import prepared_attention
@@ -75,13 +77,39 @@ def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> Stream
         return None
 
 
-def at_share(params: Any, policy: Policy, share: float, capacity: int) -> Entry:
-    """A policy at the largest setting within a share of full attention's device bytes."""
+def at_share(params: Any, policy: Policy, share: float, capacity: int, length: int) -> Entry:
+    """A policy at the largest setting that keeps to a share of full attention's device bytes for such a prompt.
+
+    `nominal` counts a prompt that fills the capacity; what a policy keeps of later tokens comes on top here.
+    """
+    sizes = {"capacity": capacity, "prompt": length, "dtype": params.dtype.name, "fetch": "device_put"}
+
+    def taken(made: Policy) -> float:
+        used = footprint(params.config, made, **sizes)
+        return float(used["device_bytes"] / used["full_bytes"])
+
+    fraction = share
     try:
-        made = type(policy).nominal(share, capacity, params.config)
-    except Infeasible as error:
-        return Entry(None, None, share, policy.name, str(error))
-    return Entry(made, share=share)
+        while (used := taken(made := type(policy).nominal(fraction, capacity, params.config))) > share:
+            fraction -= max(used - share, share / 200)
+        return Entry(made, share=share)
+    except (Infeasible, ConfigError):
+        least = least_share(policy, capacity, params.config, taken)
+    told = f"{policy.name}: the share must be at least {least:.4f} of full attention's bytes, got {share!r}"
+    return Entry(None, None, share, policy.name, told)
+
+
+def least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Callable[[Policy], float]) -> float:
+    """What a policy's smallest setting takes."""
+    low, high = 0.0, 2.0  # masks and positions may take a little more than full attention itself
+    for _ in range(13):
+        middle = (low + high) / 2
+        try:
+            type(policy).nominal(middle, capacity, config)
+            high = middle
+        except Infeasible:
+            low = middle
+    return taken(type(policy).nominal(high, capacity, config))
 
 
 def plan(
@@ -131,7 +159,10 @@ def entries_of(
     """Full attention first, then what runs beside it."""
     if shares:
         full, *others = policies
-        return (Entry(full), *(at_share(params, policy, share, capacity) for share in shares for policy in others))
+        return (
+            Entry(full),
+            *(at_share(params, policy, share, capacity, length) for share in shares for policy in others),
+        )
     entries = [Entry(policy) for policy in policies]
     for policy in policies:
         policy.resolve(params.config, capacity)
@@ -373,6 +404,8 @@ def main(args: argparse.Namespace) -> int:
     prefill = parse_prefill(args.prefill or "exact")
     offload.resolve_fetch(args.fetch)
     shares = parse_shares(args.shares)
+    if args.plot is not None:
+        check_plot(args.plot, tasks, TASK_TURNS)
     progress = SlowProgress("evaluating")
     try:
         rows = evaluate(
@@ -382,6 +415,8 @@ def main(args: argparse.Namespace) -> int:
         )  # fmt: skip
     finally:
         progress.close()
+    if args.plot is not None:
+        plot_turns(rows, args.plot)
     if args.json:
         print(json.dumps({"results": rows, "pooled": metrics.pooled(rows)}))
     else:

@@ -225,6 +225,7 @@ def agreement(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
 
 
 Task = Callable[[Any, int, float, int], Case]
+TASK_TURNS = {"needle_multiturn": TURNS}
 TASKS: dict[str, Task] = {
     "needle_noise": functools.partial(needles, source=noise),
     "needle_story": functools.partial(needles, source=story),

@@ -1,0 +1,116 @@
+"""`jshadow eval --shares` and `--plot`: policies at one share of full attention's bytes, and a picture of turns."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_text import byte_tokenizer
+
+from jshadow import cli, save
+from jshadow.config import ModelConfig
+from jshadow.errors import ConfigError
+from jshadow.evaluation import plots, runner
+from jshadow.params import Params, init_params
+from jshadow.planning import footprint
+from jshadow.policies import H2O, Full, InfLLM, ShadowKV, SnapKV, StreamingLLM
+
+CONFIG = ModelConfig("llama", 512, 2, 32, 48, 4, 2, 16, 1e-5, 2048, eos_ids=(256,))
+LENGTH = 420
+POLICIES = [StreamingLLM(), H2O(), SnapKV(), InfLLM(), ShadowKV()]
+
+
+@pytest.fixture(scope="module")
+def params() -> Params:
+    made = init_params(CONFIG, seed=1)
+    return Params(made.weights, made.config, byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def rows(params: Params) -> list[dict[str, Any]]:
+    """Two tasks, two shares, of which one is out of reach for some."""
+    return runner.evaluate(
+        params, ["agreement", "needle_noise"], [LENGTH], POLICIES, samples=1, shares=[0.5, 0.06], fetch="device_put"
+    )
+
+
+def test_every_policy_is_at_or_under_its_share(rows: list[dict[str, Any]], params: Params) -> None:
+    names = {policy.name for policy in POLICIES}
+    assert len(rows) == 2 * (1 + 2 * len(POLICIES))
+    assert len({row["capacity"] for row in rows if row["infeasible"] is None}) == 1
+    for share in (0.5, 0.06):
+        own = [row for row in rows if row["share"] == share]
+        assert {row["name"] for row in own} == names
+        for row in own:
+            if row["infeasible"]:
+                assert row["score"] is row["offloaded_device_bytes"] is None
+                assert "the share must be at least" in row["infeasible"]
+                continue
+            assert 0 < row["offloaded_device_bytes"] <= share * row["full_bytes"]
+    assert any(row["infeasible"] for row in rows if row["share"] == 0.06)
+    assert not any(row["infeasible"] for row in rows if row["share"] == 0.5)
+    full = [row for row in rows if row["name"] == "full"]
+    assert [row["share"] for row in full] == [None, None]
+    used = footprint(CONFIG, Full(), capacity=full[0]["capacity"], prompt=LENGTH, dtype="float32", fetch="device_put")
+    assert full[0]["offloaded_device_bytes"] == used["device_bytes"]
+
+
+def test_a_smaller_share_agrees_less(rows: list[dict[str, Any]]) -> None:
+    """Of what full attention says next, by its divergence: full itself has none."""
+    kl = {
+        (row["name"], row["share"]): row["kl"] for row in rows if row["task"] == "agreement" and not row["infeasible"]
+    }
+    assert kl["full", None] == pytest.approx(0, abs=1e-6)
+    assert all(value > 1e-6 for (name, _), value in kl.items() if name != "full")
+    assert kl["h2o", 0.06] > kl["h2o", 0.5]
+
+
+def test_the_command_prints_one_line_a_policy(
+    params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(params, tmp_path / "model")
+    call = ["eval", str(tmp_path / "model"), "--tasks", "needle_multiturn", "--lengths", "1000", "--samples", "1",
+            "--policies", "streaming_llm,omnikv", "--shares", "0.5,0.02", "--dtype", "float32"]  # fmt: skip
+    picture = tmp_path / "turns.svg"
+    assert cli.main([*call, "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert out.count("streaming_llm") == 2
+    assert "at least" in out  # omnikv at 2 %
+    text = picture.read_text(encoding="utf-8")
+    assert text.lstrip().startswith("<?xml")
+    assert [path.name for path in tmp_path.glob(".turns*")] == []
+    assert cli.main([*call, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["results"]
+    assert {row["share"] for row in told} == {None, 0.5, 0.02}
+    assert all(len(row["turns"]) == 4 for row in told if not row["infeasible"])
+
+
+@pytest.mark.parametrize("shares", [[0.0], [1.5], [-0.1], [True], [float("nan")]])
+def test_bad_shares_are_refused(params: Params, shares: list[float]) -> None:
+    with pytest.raises(ConfigError, match="shares must be in"):
+        runner.evaluate(params, ["agreement"], [LENGTH], POLICIES, samples=1, shares=shares)
+
+
+@pytest.mark.parametrize(
+    ("path", "tasks", "told"),
+    [
+        ("turns.gif", ["needle_multiturn"], "ends with one of"),
+        ("nowhere/turns.svg", ["needle_multiturn"], "directory that exists"),
+        ("turns.svg", ["needle_noise"], "needs a task of several turns"),
+    ],
+)
+def test_a_picture_that_cannot_be_is_refused_first(tmp_path: Path, path: str, tasks: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        plots.check_plot(tmp_path / path, tasks, {"needle_multiturn": 4})
+
+
+def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    row = {"task": "needle_multiturn", "length": 9, "policy": "full", "name": "full", "samples": 1,
+           "turns": [100.0, 50.0], "offloaded_device_bytes": 5, "full_bytes": 10}  # fmt: skip
+    target = tmp_path / "turns.png"
+    target.mkdir()  # nothing can take its place
+    with pytest.raises(ConfigError, match="can be written"):
+        plots.plot_turns([row], target)
+    assert [path.name for path in tmp_path.iterdir()] == ["turns.png"]
+    plots.plot_turns([row], tmp_path / "turns.pdf")
+    assert (tmp_path / "turns.pdf").read_bytes().startswith(b"%PDF")
