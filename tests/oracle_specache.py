@@ -62,7 +62,7 @@ class SpeCacheOracle(Oracle):
         """Outputs [2, h_q, d]; notes what the next step wants."""
         held, h_kv, dim = cache.k_post.shape
         k_low, v_low = self.policy.distort(cache.k_post, cache.v)
-        candidates = (held - 1) // self.policy.residual * self.policy.residual
+        candidates = held // self.policy.residual * self.policy.residual  # low-bit in the next step
         group, out, wanted = q.shape[1] // h_kv, np.zeros_like(q), []
         for h in range(h_kv):
             keys, values = k_low[:, h].copy(), v_low[:, h].copy()

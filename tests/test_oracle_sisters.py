@@ -40,6 +40,7 @@ CASES = {
     "infllm": ("group2", INFLLM),
     "infllm_no_sinks": ("group1", dataclasses.replace(INFLLM, sinks=0, unit=5, budget=15, query_block=64)),
     "infllm_wide": ("head_dim80", dataclasses.replace(INFLLM, window=11, unit=4, budget=8, query_block=4)),
+    "infinigen_all_columns": ("deep", dataclasses.replace(INFI, columns=16, budget=12)),
     "kivi": ("group2", KIVI(bits=2, group=8, residual=16)),
     "kivi_1bit": ("group1", KIVI(bits=1, group=4, residual=12)),
     "kivi_4bit": ("head_dim80", KIVI(bits=4, group=5, residual=10)),

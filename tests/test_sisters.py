@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
 from cases import TINY, model, random_tokens, run_steps
 
@@ -30,6 +31,7 @@ from jshadow.policies import (
     Quest,
     ShadowKV,
     SnapKV,
+    SpeCache,
     StreamingLLM,
     parse_policy,
 )
@@ -264,6 +266,52 @@ def test_kivi_s_bytes_at_128k_are_the_papers(bits, group, gib):
     assert made["device_bytes"] / 2**30 == pytest.approx(gib, rel=0.02)
     words = sum(made["parts"][part][0] for part in ("quantised",))
     assert words <= made["device_bytes"]
+
+
+# SpeCache
+
+
+def test_specache_without_quantisation_is_full_whatever_was_guessed():
+    """Nothing is low-bit while the residual holds all; the guess is never kept."""
+    tokens, steps = random_tokens(2, 40, seed=11), random_tokens(2, 6, seed=12)
+    _, state = decode.prefill(model(), tokens, [40, 23], SpeCache(group=8, residual=64, fetched=4), capacity=64)
+    _, full = decode.prefill(model(), tokens, [40, 23], Full(), capacity=64)
+    want, _ = run_steps(model(), full, steps)
+    rng = np.random.default_rng(13)
+    for step in range(6):
+        guess = jnp.asarray(rng.integers(0, TINY.vocab_size, 2), jnp.int32)
+        state = state.replace(shared=state.shared.replace(guess=guess))
+        logits, state = decode.decode_step(model(), steps[:, step], state)
+        np.testing.assert_allclose(logits, want[:, step], atol=1e-4)
+
+
+@pytest.mark.parametrize("fetch", ["resident", "device_put"])
+def test_specache_that_fetches_everything_is_full(fetch):
+    """One-bit keys and values, all of them replaced by exact ones."""
+    tokens, steps = random_tokens(2, 50, seed=14), random_tokens(2, 9, seed=15)
+    policy = SpeCache(bits=1, group=8, residual=8, fetched=64)
+    _, state = decode.prefill(model(), tokens, [50, 31], policy, capacity=64, fetch=fetch)
+    _, full = decode.prefill(model(), tokens, [50, 31], Full(), capacity=64)
+    mine, theirs = (run_steps(model(), one, steps)[0] for one in (state, full))
+    np.testing.assert_allclose(mine, theirs, atol=1e-4)
+    few = dataclasses.replace(policy, fetched=2)
+    _, state = decode.prefill(model(), tokens, [50, 31], few, capacity=64, fetch=fetch)
+    assert np.abs(run_steps(model(), state, steps)[0] - theirs).max() > 0.05
+
+
+# StreamingLLM
+
+
+def test_streaming_llm_is_stable_far_beyond_its_window():
+    """Ten windows long, against the NumPy oracle: re-based positions, nothing drifts."""
+    policy, prompt, steps = StreamingLLM(sinks=2, window=10), random_tokens(1, 20, seed=16), random_tokens(100, seed=17)
+    run = oracle.Oracle(model().weights, TINY, oracle.StreamingLLM(2, 10))
+    run.prefill(prompt[0].tolist())
+    want = np.stack([run.step(int(token)) for token in steps])
+    _, state = decode.prefill(model(), prompt, [20], policy, capacity=128)
+    got, state = run_steps(model(), state, steps[None])
+    np.testing.assert_allclose(got[0], want, atol=1e-4)
+    assert state.layers[0].live.cache.k.shape[2] == 12
 
 
 # InfLLM

@@ -4,8 +4,8 @@ A step carries two queries: of the current token, whose output counts, and of th
 the guess attends to most in the low-bit copy is fetched exactly while the step goes on, and takes the place of its
 low-bit rows in the next one. The guess is never verified and its keys are not kept: a wrong one costs accuracy of the
 next step's rows alone. Where text and printed algorithm differ (which rows are fetched, what is appended) the text is
-followed. Tokens are chosen for each KV head by the mean of its query heads' probabilities; exact tokens are no
-candidates. The first guess comes from a step that is taken back (`predecode`), as in the paper.
+followed. Tokens are chosen for each KV head by the mean of its query heads' probabilities; tokens that the next step
+has exactly are no candidates. The first guess comes from a step that is taken back (`predecode`), as in the paper.
 """
 
 import dataclasses
@@ -144,19 +144,22 @@ class SpeCache(KIVI):
         live: SpeLive = state.live
         batch, heads = live.positions.shape[:2]
         row, head = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
-        slot = jnp.where(live.positions >= 0, live.positions, spec.capacity)
+        held = step.positions[:, :1] + 1
+        # What is exact anyway is not replaced: after the step that was taken back it may be a token that never came.
+        used = (live.positions >= 0) & (live.positions < ((held - 1) // self.residual * self.residual)[:, None])
+        slot = jnp.where(used, live.positions, spec.capacity)
         exact = jnp.zeros((batch, heads, spec.capacity + 1), bool).at[row, head, slot].set(True)
         pieces, positions = [], []
-        for part in self.parts(spec, state, step.positions[:, :1] + 1):
+        low_bit = held // self.residual * self.residual  # in the next step, which what is chosen is for
+        for part in self.parts(spec, state, held):
             at = jnp.clip(part.positions, 0, spec.capacity - 1)[:, None]
             replaced = jnp.take_along_axis(exact, jnp.broadcast_to(at, (batch, heads, at.shape[2])), axis=2)
-            # only what is not exact is replaced: the buffer may hold a token that nobody has quantised
             seen = part.seen[:, None] & ~replaced
             pieces.append(part.piece(seen))
-            choosable = part.seen[:, None] & part.quantised
-            positions.append(jnp.where(choosable & seen, part.positions[:, None], -1))
-        pieces.append(Piece(live.buffer.k, live.buffer.v, (live.positions >= 0)[:, :, None]))
-        positions.append(live.positions)
+            choosable = part.positions < low_bit
+            positions.append(jnp.where(choosable[:, None] & seen, part.positions[:, None], -1))
+        pieces.append(Piece(live.buffer.k, live.buffer.v, used[:, :, None]))
+        positions.append(jnp.where(used, live.positions, -1))
         k, v = (x[:, 1:].transpose(0, 2, 1, 3) for x in (step.k_post, step.v))
         pieces.append(Piece(k, v, jnp.array([False, True])[None, None, :, None]))
         positions.append(jnp.full((1, 1, 1), -1))
