@@ -124,6 +124,9 @@ POLICY_CASES = {
     "snapkv": PolicyCase(SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3), SnapKV.lossless),
     "quest": PolicyCase(Quest(budget=12, unit=4, dense_layers=1), lossless_quest),
     "infinigen": PolicyCase(InfiniGen(budget=9, columns=4, alpha=0.5, dense_layers=1), InfiniGen.lossless),
+    "infinigen_pool": PolicyCase(
+        InfiniGen(budget=6, columns=4, alpha=2.0, dense_layers=1, pool=25, eviction="counter"), InfiniGen.lossless
+    ),
     "loki": PolicyCase(Loki(budget=9, columns=3, recent=4), Loki.lossless),
     "omnikv": PolicyCase(OmniKV(budget=9, filter_layers=(0,)), lossless_omnikv),
     "omnikv_window": PolicyCase(

@@ -23,6 +23,7 @@ from jshadow.policies import (
     POLICIES,
     DenseFirst,
     Full,
+    InfiniGen,
     InfLLM,
     Loki,
     OmniKV,
@@ -266,6 +267,46 @@ def test_kivi_s_bytes_at_128k_are_the_papers(bits, group, gib):
     assert made["device_bytes"] / 2**30 == pytest.approx(gib, rel=0.02)
     words = sum(made["parts"][part][0] for part in ("quantised",))
     assert words <= made["device_bytes"]
+
+
+# InfiniGen
+
+
+@pytest.mark.parametrize("eviction", ["counter", "lru", "fifo"])
+def test_a_full_pool_drops_what_its_rule_says(eviction):
+    """Against lists kept by hand, one for each head of a ragged batch."""
+    policy = InfiniGen(budget=5, columns=4, alpha=3.0, dense_layers=1, recent=2, pool=20, eviction=eviction)
+    lengths = [40, 13]
+    _, state = decode.prefill(model(), random_tokens(2, 40, seed=21), lengths, policy, capacity=80)
+    marks = {
+        (row, head): {p: 0 if eviction == "counter" else p for p in range(max(0, length - 20), length)}
+        for row, length in enumerate(lengths)
+        for head in range(TINY.kv_heads)
+    }
+    spec = state.specs[2]
+    for step in range(30):
+        active = [True, step % 3 != 0]
+        token = random_tokens(2, seed=100 + step)
+        _, state = decode.decode_step(model(), token, state, active=active)
+        live, units = state.layers[2].live, state.layers[2].frozen.units
+        at = np.asarray(spec.policy.unit_of_place(spec, units))
+        for (row, head), held in marks.items():
+            if not active[row]:
+                continue
+            new = int(state.lengths[row]) - 1
+            held[new] = 0 if eviction == "counter" else new
+            if len(held) > 20:
+                old = [p for p in held if p <= new - 2]
+                del held[min(old, key=lambda p: (held[p], p))]
+            places = [int(place) for place in np.asarray(live.selected[row, head]) if place >= 0]
+            for place in places:
+                position = int(at[row, place])
+                assert position in held
+                held[position] = {"counter": held[position] + 1, "lru": new, "fifo": held[position]}[eviction]
+        for (row, head), held in marks.items():
+            found = np.asarray(live.marks[row, head])
+            got = {int(at[row, place]): int(mark) for place, mark in enumerate(found) if mark >= 0}
+            assert got == held, (step, row, head)
 
 
 # SpeCache

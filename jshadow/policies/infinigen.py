@@ -22,8 +22,9 @@ from jshadow.policies.base import Policy, check_choice, check_fraction, check_ra
 from jshadow.policies.calibration import prompts_of
 from jshadow.policies.full import Full
 from jshadow.policies.nominal import device_share, largest
-from jshadow.policies.retrieval import RetrievalPolicy
-from jshadow.state import CacheSpec, Fetched, LayerState, PromptKV, StepKV
+from jshadow.policies.pool import EVICTIONS, first_marks, mark_selected, take_in
+from jshadow.policies.retrieval import RetrievalPolicy, UnitLive
+from jshadow.state import CacheSpec, Fetched, HostWrite, LayerState, PromptKV, StepKV
 
 SHARE = 0.2  # of the tokens, and of the columns: the published scripts' settings
 
@@ -40,6 +41,8 @@ class InfiniGen(RetrievalPolicy):
         recent: newest tokens that are always attended.
         calibration: "online": the basis comes from each prompt's queries; "offline": from a text (`fit`).
         top_p: share of the softmax over the budget that is enough, beside alpha.
+        pool: tokens of a head that may be fetched, recent ones counted. None: all.
+        eviction: what leaves a pool that is full: "counter", "lru" or "fifo".
     """
 
     budget: int | None = None  # type: ignore[assignment]
@@ -50,6 +53,8 @@ class InfiniGen(RetrievalPolicy):
     calibration: str = "online"
     unit: int = 1
     top_p: float = 1.0
+    pool: int | None = None
+    eviction: str = "counter"
 
     name = "infinigen"
     paper = "arXiv 2406.19707, section 4"
@@ -70,6 +75,9 @@ class InfiniGen(RetrievalPolicy):
         check_range(self.name, "dense_layers", self.dense_layers, 1)
         check_range(self.name, "unit", self.unit, 1, 1)
         check_choice(self.name, "calibration", self.calibration, ("online", "offline"))
+        check_choice(self.name, "eviction", self.eviction, EVICTIONS)
+        if self.pool is not None:
+            check_range(self.name, "pool", self.pool, self.recent + 1)
         if not self.alpha > 0:
             raise ConfigError(f"infinigen.alpha must be above 0, got {self.alpha!r}")
         return super(InfiniGen, made).resolve(config, capacity)
@@ -77,6 +85,49 @@ class InfiniGen(RetrievalPolicy):
     def for_layer(self, layer: int, config: ModelConfig) -> Policy:
         """The first layers see everything and foresee the next one's queries."""
         return ForeseeingFull() if layer < self.dense_layers else self
+
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        """Nothing held."""
+        state = super().init(spec, fitted)
+        if self.pool is None:
+            return state
+        marks = jnp.full((spec.batch, spec.kv_heads, self.places(spec)), -1, jnp.int32)
+        return state.replace(live=state.live.replace(marks=marks))
+
+    def places(self, spec: CacheSpec) -> int:
+        """Of the prompt's tokens and of later ones."""
+        layout = self.host_layout(spec)
+        assert layout is not None
+        return layout.units + layout.tail_units
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """As any retrieval policy; the pool holds the newest tokens."""
+        state, write = super().compress(spec, state, prompt, fitted)
+        if self.pool is not None:
+            at = self.unit_of_place(spec, state.frozen.units)
+            marks = first_marks(at, prompt.lengths, spec.kv_heads, self.pool, self.eviction)
+            state = state.replace(live=state.live.replace(marks=marks))
+        return state, write
+
+    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+        """Also into the pool, which drops a token for it where it is full."""
+        state, write = super().append(spec, state, step)
+        if state.live.marks is not None:
+            assert self.pool is not None
+            at = self.unit_of_place(spec, state.frozen.units)
+            marks = take_in(
+                state.live.marks, at, step.positions, step.valid, self.recent, self.pool, self.eviction
+            )  # fmt: skip
+            state = state.replace(live=state.live.replace(marks=marks))
+        return state, write
+
+    def note(self, live: UnitLive, places: Array, good: Array, step: StepKV) -> UnitLive:
+        """Count, or date, what was selected."""
+        if live.marks is None:
+            return live
+        return live.replace(marks=mark_selected(live.marks, places, good, step.positions, self.eviction))
 
     def no_basis(self, spec: CacheSpec) -> Array:
         """Zeros [B, h_kv, d, columns]."""

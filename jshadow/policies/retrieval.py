@@ -52,11 +52,13 @@ class UnitLive(struct.PyTreeNode):
         recent: the ring: keys after RoPE and values, token p in slot p % R [B, h_kv, R, d].
         summaries: of later units, as far as they are there, a tree of [B, h_kv, T, ...]; unit units_b + j in place j.
         selected: units of the last query, int32 [B, h_kv, k]; -1 for none.
+        marks: of each unit's place, int32 [B, h_kv, U + T], negative for one that is dropped; None: none ever is.
     """
 
     recent: KeyValues
     summaries: Any
     selected: Array
+    marks: Array | None = None
 
 
 class RetrievalPolicy(Policy, abc.ABC):
@@ -240,13 +242,11 @@ class RetrievalPolicy(Policy, abc.ABC):
         q = group_queries(self.stored(self.query(step, carry), frozen.basis), spec.kv_heads)
         parts = [self.score(spec, summaries, q, frozen.basis) for summaries in self.both_summaries(spec, state)]
         scores = jnp.concatenate(parts, axis=3)
-        # unit of the sequence behind each place: the prompt's whole units, then the tail's
-        start = frozen.units[:, None]
-        places = jnp.arange(layout.units + layout.tail_units)
-        unit = jnp.where(places < layout.units, places, places - layout.units + start)
-        real = (places < start) | (places >= layout.units)
+        unit = self.unit_of_place(spec, frozen.units)
         old = (unit + 1)[:, None] * self.unit <= self.first_recent(step.positions)[..., None]
-        candidate = (real[:, None] & old)[:, None]  # [B, 1, T, n]
+        candidate = ((unit >= 0)[:, None] & old)[:, None]  # [B, 1, T, n]
+        if state.live.marks is not None:
+            candidate &= (state.live.marks >= 0)[:, :, None]
         ids = top_k(jnp.where(candidate, scores, -jnp.inf), self.count(spec))
         good = jnp.take_along_axis(jnp.broadcast_to(candidate, scores.shape), ids, axis=3)
         good = self.enough(spec, jnp.take_along_axis(scores, ids, axis=3), good) & step.valid[:, None, :, None]
@@ -258,7 +258,20 @@ class RetrievalPolicy(Policy, abc.ABC):
         chosen = jnp.where(step.valid[:, :1, None], last, state.live.selected)
         flat = (spec.batch, spec.kv_heads, -1)
         selection = Selection(ids.reshape(flat), good.reshape(flat), hit=hit.reshape(flat))
-        return selection, state.replace(live=state.live.replace(selected=chosen)), carry
+        live = self.note(state.live.replace(selected=chosen), ids[:, :, 0], good[:, :, 0], step)
+        return selection, state.replace(live=live), carry
+
+    def unit_of_place(self, spec: CacheSpec, units: Array) -> Array:
+        """Unit of the sequence behind each place, int32 [B, U + T]: the prompt's, then the tail's; -1 for none."""
+        layout, start = self.host_layout(spec), units[:, None]
+        assert layout is not None
+        places = jnp.arange(layout.units + layout.tail_units)
+        unit = jnp.where(places < layout.units, places, places - layout.units + start)
+        return jnp.where((places < start) | (places >= layout.units), unit, -1)
+
+    def note(self, live: UnitLive, places: Array, good: Array, step: StepKV) -> UnitLive:
+        """Remember that `good` places [B, h_kv, k] were selected; for policies that keep marks."""
+        return live
 
     def both_summaries(self, spec: CacheSpec, state: LayerState) -> list[Any]:
         """Of the prompt's units and of later ones."""
