@@ -21,7 +21,7 @@ demo: $(BIN)/.demo
 setup: $(BIN)/.setup
 
 test: $(BIN)/.setup check
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 test-slow: $(BIN)/.setup
 	$(BIN)/python checkpoints/fetch_smollm2.py

@@ -14,6 +14,8 @@ REPO = Path(__file__).resolve().parent.parent
 CACHE = REPO / ".cache"  # git-ignored
 CHECKPOINT = REPO / "checkpoints" / "smollm2-135m-instruct"
 MOST_MAPPINGS = 30_000
+MOST_PAGES = 3 * 2**30 // os.sysconf("SC_PAGE_SIZE")  # of a worker's memory; two of them share a machine
+kept_pages = [0]  # what a worker held when its programs were dropped last
 LAW_FILES = ("test_laws", "test_oracle", "test_random")  # a report whose file begins so is a case of a law
 
 # Before anything imports jax. A second run, and a second xdist worker, find compiled programs on disk: the suite
@@ -70,8 +72,8 @@ def pytest_terminal_summary(terminalreporter) -> None:
 
 
 @pytest.fixture(autouse=True)
-def few_mappings():
-    """Drop compiled programs before a worker runs out of memory mappings.
+def few_programs():
+    """Drop compiled programs before a worker runs out of memory, or of memory mappings.
 
     XLA's CPU backend maps some pieces of memory for each program, a process may have 65,530 of them by default, and the
     program too many is a segmentation fault.
@@ -79,10 +81,14 @@ def few_mappings():
     yield
     import jax  # not before the environment above is set
 
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPPINGS:
+    maps, sizes = Path("/proc/self/maps"), Path("/proc/self/statm")
+    if not maps.exists():
+        return
+    pages = int(sizes.read_text().split()[1])
+    if maps.read_bytes().count(b"\n") > MOST_MAPPINGS or pages > max(MOST_PAGES, kept_pages[0] + MOST_PAGES // 3):
         jax.clear_caches()
         gc.collect()
+        kept_pages[0] = int(sizes.read_text().split()[1])
 
 
 @pytest.fixture(scope="session")
