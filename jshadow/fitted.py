@@ -16,10 +16,10 @@ import numpy as np
 from jshadow.convert.files import staged_file
 from jshadow.convert.safetensors_file import TAGS, TensorFile, encode_header, not_finite, raise_all, write_payload
 from jshadow.digest import canonical, host_array, raw_bytes, sha256
-from jshadow.errors import CheckpointError, ConfigError, StateMismatch
+from jshadow.errors import ConfigError, StateMismatch
 from jshadow.policies import POLICIES, Policy
 from jshadow.policies.base import check_fitted
-from jshadow.saved import header_digest, read_checked
+from jshadow.saved import described, header_digest, open_described, read_checked
 from jshadow.state_record import compare, plain, policy_record, read_json_text
 
 FORMAT, VERSION = "jshadow fitted arrays", 1
@@ -115,29 +115,14 @@ def read_fitted_info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]:
     """Open a file and check its header: the file, what it belongs to, and the SHA-256 of each array."""
-    file = TensorFile(path, KIND)
-    texts = dict(file.metadata)
-    if texts.get("format") != FORMAT:
-        raise CheckpointError(f"{path} must be {KIND}, got a safetensors file of format {texts.get('format')!r:.80}")
-    try:
-        version = read_json_text(texts, "version")
-        if version != VERSION:
-            raise CheckpointError(f"{path} is of format version {version}; this jshadow understands version {VERSION}")
-        told = texts.pop("header_sha256", None)
-        if told != header_digest(texts, {name: (file.tags[name], shape) for name, shape in file.shapes.items()}):
-            raise CheckpointError(f"{path} is damaged: its header does not have the SHA-256 that it tells")
+    file, texts, digests = open_described(path, KIND, FORMAT, VERSION)
+    with described(path, KIND):
         record = {name: read_json_text(texts, name) for name in FIELDS}
-        digests, policy = read_json_text(texts, "sha256"), record["policy"]
-        if not isinstance(digests, dict) or digests.keys() != file.shapes.keys():
-            raise ValueError("sha256 must have one digest for each array")
+        policy = record["policy"]
         known = isinstance(policy, dict) and isinstance(policy.get("name"), str) and policy["name"] in POLICIES
         if not known or not isinstance(policy.get("settings"), dict):
             raise ValueError(f"policy must have settings and a name of {sorted(POLICIES)}, got {policy!r:.80}")
         return file, record, digests
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} must be {KIND}, got metadata that do not fit: {error}") from error
 
 
 def identity(params: Any) -> dict[str, Any]:

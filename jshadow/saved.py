@@ -7,8 +7,9 @@ metadata and the tensor table in canonical JSON ("header_sha256"). A changed bit
 the parser does not see either (a space between two fields).
 """
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,33 +215,51 @@ def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple
 # Loading
 
 
-def open_state(path: Path) -> tuple[TensorFile, StateRecord, dict[str, str]]:
-    """Open a file and check its header: the file, its record, and the SHA-256 of each tensor.
+def open_described(path: Path, kind: str, form: str, version: int) -> tuple[TensorFile, dict[str, str], dict[str, str]]:
+    """Open a file of ours and check its header: the file, its texts, and the SHA-256 of each tensor.
 
     Raises:
         CheckpointError: missing, damaged or foreign, or of a newer format.
     """
-    file = TensorFile(path, KIND)
+    file = TensorFile(path, kind)
     texts = dict(file.metadata)
-    if texts.get("format") != FORMAT:
-        raise CheckpointError(f"{path} must be {KIND}, got a safetensors file of format {texts.get('format')!r:.80}")
-    try:
-        version = read_json_text(texts, "version")
-        if version != VERSION:
-            raise CheckpointError(f"{path} is of format version {version}; this jshadow understands version {VERSION}")
+    if texts.get("format") != form:
+        raise CheckpointError(f"{path} must be {kind}, got a safetensors file of format {texts.get('format')!r:.80}")
+    with described(path, kind):
+        came = read_json_text(texts, "version")
+        if came != version:
+            raise CheckpointError(f"{path} is of format version {came}; this jshadow understands version {version}")
         told = texts.pop("header_sha256", None)
         if told != header_digest(texts, {name: (file.tags[name], shape) for name, shape in file.shapes.items()}):
             raise CheckpointError(f"{path} is damaged: its header does not have the SHA-256 that it tells")
         digests = read_json_text(texts, "sha256")
         if not isinstance(digests, dict) or digests.keys() != file.shapes.keys():
             raise ValueError("sha256 must have one digest for each tensor")
+    return file, texts, digests
+
+
+@contextlib.contextmanager
+def described(path: Path, kind: str) -> Iterator[None]:
+    """Metadata that cannot be understood are a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} must be {kind}, got metadata that do not fit: {error}") from error
+
+
+def open_state(path: Path) -> tuple[TensorFile, StateRecord, dict[str, str]]:
+    """Open a saved state and check its header: the file, its record, and the SHA-256 of each tensor.
+
+    Raises:
+        CheckpointError: missing, damaged or foreign, or of a newer format.
+    """
+    file, texts, digests = open_described(path, KIND, FORMAT, VERSION)
+    with described(path, KIND):
         if unknown := set(file.tags.values()) - set(TAGS.values()):
             raise ValueError(f"dtypes must be of {sorted(TAGS.values())}, got {sorted(unknown)}")
         return file, StateRecord.read(texts), digests
-    except CheckpointError:
-        raise
-    except ValueError as error:
-        raise CheckpointError(f"{path} must be {KIND}, got metadata that do not fit: {error}") from error
 
 
 def read_checked(file: TensorFile, name: str, digests: Mapping[str, str]) -> np.ndarray:

@@ -146,7 +146,7 @@ FORGED = {
     "policy_a_list": (dict(policy="[]"), "policy must have settings"),
     "policy_unknown": (dict(policy=json.dumps({"name": "magic", "settings": {}})), "policy must have settings"),
     "settings_a_list": (dict(policy=json.dumps({"name": "less", "settings": []})), "policy must have settings"),
-    "digests": (dict(sha256="{}"), "one digest for each array"),
+    "digests": (dict(sha256="{}"), "one digest for each tensor"),
     "wrong_digests": (None, "does not have the SHA-256"),
     "config_a_number": (dict(config="3"), "config: file has 3"),
 }
