@@ -2,6 +2,9 @@
 
 import dataclasses
 import functools
+import importlib
+import inspect
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +13,7 @@ import oracle
 import pytest
 from cases import TINY, model, random_tokens, run_steps
 
-from jshadow import decode, offload
+from jshadow import decode, offload, policies
 from jshadow.attention import causal_attention, group_queries, key_mass
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError, Infeasible
@@ -21,6 +24,7 @@ from jshadow.policies import (
     H2O,
     KIVI,
     POLICIES,
+    WRAPPERS,
     DenseFirst,
     Full,
     InfiniGen,
@@ -557,6 +561,20 @@ def test_each_constructs_without_arguments_and_names_its_source():
         assert made.paper
         assert hash(made) == hash(policy())
     assert StreamingLLM in POLICIES.values()
+
+
+def test_a_policy_that_is_listed_nowhere_is_found():
+    """Every class of every file in policies/ goes by a listed name; a layer's own form goes by its policy's."""
+    for file in Path(policies.__file__).parent.glob("*.py"):
+        importlib.import_module(f"jshadow.policies.{file.stem}" if file.stem != "__init__" else "jshadow.policies")
+
+    def below(kind: type) -> set[type]:
+        return {kind}.union(*map(below, kind.__subclasses__()))
+
+    own = {kind for kind in below(Policy) if kind.__module__.startswith("jshadow.") and not inspect.isabstract(kind)}
+    names = {kind.name for kind in own} - {"sliding_window", ""}  # the model's own; and Wrapper, which is none itself
+    assert names == set(POLICIES) | set(WRAPPERS)
+    assert {kind.__name__ for kind in own if not kind.name} == {"Wrapper"}
 
 
 # METHODS 17: GiB on the device and on the host, MiB moved a step, at 131,072 tokens of Llama-3.1-8B; None: not told.
