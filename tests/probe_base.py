@@ -11,7 +11,8 @@ from jax import Array
 from jshadow.attention import Piece, attend, group_queries
 from jshadow.chunking import to_chunks, top_k, write_rows
 from jshadow.config import ModelConfig
-from jshadow.policies.base import Policy, check_range, infeasible
+from jshadow.policies.base import Policy, check_range
+from jshadow.policies.nominal import infeasible
 from jshadow.state import (
     CacheSpec,
     Fetched,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.config import ModelConfig
-from jshadow.errors import ConfigError, Infeasible
+from jshadow.errors import ConfigError
 from jshadow.prefill_attention import PrefillAttention
 from jshadow.state import (
     CacheSpec,
@@ -345,39 +345,9 @@ def sliding_slots(window: int, capacity: int) -> int:
     return min(window + SLIDING_PIECE - 1, capacity)
 
 
-def own_share(policy: str, fraction: float, num_tokens: int, config: ModelConfig) -> float:
-    """What of full attention's bytes in its own layers a policy may take, when all layers may take `fraction`.
-
-    Sliding layers keep their windows whatever the policy.
-
-    Raises:
-        ConfigError: fraction is not above 0.
-        Infeasible: the windows alone take more.
-    """
-    check_fraction(fraction)
-    sliding, own = layer_slots(num_tokens, config)
-    left = fraction * (sliding + own) - sliding
-    if left <= 0:
-        raise infeasible(policy, fraction, sliding / (sliding + own))
-    return left / max(own, 1)
-
-
-def whole_share(own_fraction: float, num_tokens: int, config: ModelConfig) -> float:
-    """`own_share` backwards: the share of all layers' bytes."""
-    sliding, own = layer_slots(num_tokens, config)
-    return (sliding + own_fraction * own) / (sliding + own)
-
-
 def own_layers(config: ModelConfig) -> tuple[int, ...]:
     """Layers that see everything; the others keep the model's own window whatever the policy."""
     return tuple(layer for layer, kind in enumerate(config.attention_kinds) if kind.window is None)
-
-
-def layer_slots(num_tokens: int, config: ModelConfig) -> tuple[int, int]:
-    """Slots of full attention at that many tokens: of all sliding layers, and of all others."""
-    windows = [kind.window for kind in config.attention_kinds]
-    sliding = sum(sliding_slots(window, num_tokens) for window in windows if window is not None)
-    return sliding, num_tokens * windows.count(None)
 
 
 def why_dense(policy: Policy, config: ModelConfig, capacity: int) -> str | None:
@@ -385,8 +355,3 @@ def why_dense(policy: Policy, config: ModelConfig, capacity: int) -> str | None:
     if all(kind.window is not None for kind in config.attention_kinds):
         return f"every layer of the model sees a window of {config.sliding_window} tokens only"
     return policy.fallback(config, capacity)
-
-
-def infeasible(policy: str, fraction: float, least: float) -> Infeasible:
-    """The error of a share of full attention's bytes that a policy cannot reach."""
-    return Infeasible(f"{policy}: fraction must be at least {least:.4f} of full attention's bytes, got {fraction!r}")

@@ -10,7 +10,8 @@ from jax import Array
 from jshadow.attention import Piece, attend
 from jshadow.chunking import fit_tokens, write_rows
 from jshadow.config import ModelConfig
-from jshadow.policies.base import Policy, check_fraction, infeasible
+from jshadow.policies.base import Policy, check_fraction
+from jshadow.policies.nominal import infeasible
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
 

@@ -7,7 +7,8 @@ from typing import TypeVar
 import jax
 
 from jshadow.config import ModelConfig
-from jshadow.policies.base import Policy, infeasible, layer_slots, leaf_bytes, own_layers
+from jshadow.errors import Infeasible
+from jshadow.policies.base import Policy, check_fraction, leaf_bytes, own_layers, sliding_slots
 from jshadow.state import CacheSpec
 
 P = TypeVar("P", bound=Policy)
@@ -71,3 +72,38 @@ def first_fitting(choices: Iterable[P], fraction: float, num_tokens: int, config
         if shares[-1] <= fraction:
             return policy
     raise infeasible(policy.name, fraction, min(shares))
+
+
+def own_share(policy: str, fraction: float, num_tokens: int, config: ModelConfig) -> float:
+    """What of full attention's bytes in its own layers a policy may take, when all layers may take `fraction`.
+
+    Sliding layers keep their windows whatever the policy.
+
+    Raises:
+        ConfigError: fraction is not above 0.
+        Infeasible: the windows alone take more.
+    """
+    check_fraction(fraction)
+    sliding, own = layer_slots(num_tokens, config)
+    left = fraction * (sliding + own) - sliding
+    if left <= 0:
+        raise infeasible(policy, fraction, sliding / (sliding + own))
+    return left / max(own, 1)
+
+
+def whole_share(own_fraction: float, num_tokens: int, config: ModelConfig) -> float:
+    """`own_share` backwards: the share of all layers' bytes."""
+    sliding, own = layer_slots(num_tokens, config)
+    return (sliding + own_fraction * own) / (sliding + own)
+
+
+def layer_slots(num_tokens: int, config: ModelConfig) -> tuple[int, int]:
+    """Slots of full attention at that many tokens: of all sliding layers, and of all others."""
+    windows = [kind.window for kind in config.attention_kinds]
+    sliding = sum(sliding_slots(window, num_tokens) for window in windows if window is not None)
+    return sliding, num_tokens * windows.count(None)
+
+
+def infeasible(policy: str, fraction: float, least: float) -> Infeasible:
+    """The error of a share of full attention's bytes that a policy cannot reach."""
+    return Infeasible(f"{policy}: fraction must be at least {least:.4f} of full attention's bytes, got {fraction!r}")

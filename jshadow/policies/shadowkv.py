@@ -26,12 +26,10 @@ from jshadow.policies.base import (
     check_choice,
     check_range,
     check_share,
-    infeasible,
-    own_share,
-    whole_share,
     within_share,
 )
 from jshadow.policies.chunk_costs import ChunkCosts
+from jshadow.policies.nominal import infeasible, own_share, whole_share
 from jshadow.policies.places import in_turn
 from jshadow.policies.preload import Preload, exact_keys
 from jshadow.state import (

@@ -10,7 +10,8 @@ from jax import Array
 from jshadow.attention import Piece, attend
 from jshadow.chunking import write_rows
 from jshadow.config import ModelConfig
-from jshadow.policies.base import Policy, check_range, infeasible, own_share, whole_share
+from jshadow.policies.base import Policy, check_range
+from jshadow.policies.nominal import infeasible, own_share, whole_share
 from jshadow.rope import cos_sin, query_factor, rotate
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 

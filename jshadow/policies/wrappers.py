@@ -11,9 +11,10 @@ from jax import Array
 
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
-from jshadow.policies.base import Policy, check_range, infeasible, own_layers, own_share, whole_share
+from jshadow.policies.base import Policy, check_range, own_layers
 from jshadow.policies.full import Full
 from jshadow.policies.infinigen import ForeseeingFull
+from jshadow.policies.nominal import infeasible, own_share, whole_share
 from jshadow.policies.shadowkv import ShadowKV
 from jshadow.prefill_attention import PrefillAttention
 from jshadow.state import CacheSpec, Fetched, HostWrite, LayerState, PromptKV, StepKV
