@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jshadow.errors import CheckpointError, ConfigError, PromptError
-from jshadow.policies import POLICIES, Policy, parse_policy
+from jshadow.policies import POLICIES, Policy, Wrapper, parse_policy
 from jshadow.progress import SlowProgress
 
 LONGEST = 64  # characters of a text that a token may take, mean: no more than needed is encoded
@@ -89,12 +89,19 @@ def run_fit(args: argparse.Namespace) -> int:
 
     from jshadow.fitted import save_fitted
 
-    policy = parse_policy(args.policy, args.set).with_fitted()
+    policy = parse_policy(args.policy, args.set)
+    if isinstance(policy, Wrapper):
+        raise ConfigError(
+            f"--set must be settings of {args.policy} itself, whose arrays any wrapper can use, got {args.set}"
+        )
+    policy = policy.with_fitted()
     if args.policy not in LEARNERS:
         raise ConfigError(f"--policy must be one that learns, of {LEARNERS}, got {args.policy!r}")
     options = {name: getattr(args, name) for name in ("steps", "seed") if getattr(args, name) is not None}
     if options and not policy.trains:
         raise ConfigError(f"--{next(iter(options))} must be left out for {args.policy}, which takes no steps")
+    if not 0 <= options.get("seed", 0) < 2**31:
+        raise ConfigError(f"--seed must be in [0, 2^31), got {args.seed}")
     check_place(Path(args.out).expanduser())
     params, ids = load_with_text(args)
     ids, rest = ids[: args.tokens], ids[args.tokens :]

@@ -19,6 +19,7 @@ from jshadow.digest import canonical, host_array, raw_bytes, sha256
 from jshadow.errors import ConfigError, StateMismatch
 from jshadow.policies import POLICIES, Policy
 from jshadow.policies.base import check_fitted
+from jshadow.policies.wrappers import innermost
 from jshadow.saved import described, header_digest, open_described, read_checked
 from jshadow.state_record import compare, plain, policy_record, read_json_text
 
@@ -50,7 +51,7 @@ def save_fitted(
     arrays = {name: host_array(leaf) for name, leaf in named(fitted).items()}
     bad = [f"{name}: {problem}" for name, value in arrays.items() if (problem := not_finite(value))]
     raise_all(str(path), bad)
-    record = identity(params) | {"policy": policy_record(policy), "about": plain_values(about or {})}
+    record = identity(params) | {"policy": policy_record(innermost(policy)), "about": plain_values(about or {})}
     texts = {name: canonical(record[name]).decode() for name in FIELDS}
     texts |= {
         "format": FORMAT, "version": str(VERSION),
@@ -82,7 +83,7 @@ def load_fitted(path: str | os.PathLike[str], params: Any, policy: Policy) -> An
     file, record, digests = open_fitted(Path(path).expanduser())
     mine = identity(params)
     lines = [line for name in mine for line in compare(name, record[name], mine[name], "params")]
-    lines += compare("policy.name", record["policy"]["name"], policy.name, "policy")
+    lines += compare("policy.name", record["policy"]["name"], innermost(policy).name, "policy")
     if lines:
         raise StateMismatch(
             "{} must hold arrays of these params and policy, got {} difference(s):\n  {}".format(

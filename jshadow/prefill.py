@@ -29,6 +29,8 @@ from jshadow.models.transformer import Heads, apply_block, embed
 from jshadow.models.transformer import logits as model_logits
 from jshadow.planning import cache_specs, pieces_of
 from jshadow.policies import Policy, ShadowKV
+from jshadow.policies.base import check_fitted
+from jshadow.policies.wrappers import innermost
 from jshadow.prefill_attention import PrefillAttention, PrefillPiece
 from jshadow.rope import inverse_frequencies, rotation
 from jshadow.state import CacheSpec, Counters, HostTier, KVState, LayerState, PromptKV, Reads, Writes, of_layer
@@ -256,6 +258,9 @@ def prefill_many(
     everywhere = spread(params.weights)
     if everywhere is not None and any(spec.fetch != "resident" for plan in plans for spec in plan):
         raise ConfigError(f"fetch must be 'resident' with weights on several devices, got {modes}")
+    readers = [policy for policy in resolved if policy.reads_fitted]
+    for policy in readers or resolved[:1]:
+        check_fitted(policy, config, fitted)
     host_memory.check_host_memory(plans)
     row_lengths = jnp.asarray(lengths)
     own, learned = prepared_attention(resolved, attention, config)
@@ -277,7 +282,8 @@ def prefill_many(
             host_memory.settle(travelling, plans)
             for done, spec in zip(layers, specs, strict=True):
                 state, write = compress_layer(
-                    needed(prompt, spec), of_layer(fitted, index), spec=dataclasses.replace(spec, layer=None)
+                    needed(prompt, spec), of_layer(fitted, index) if spec.policy.reads_fitted else None,
+                    spec=dataclasses.replace(spec, layer=None),
                 )  # fmt: skip
                 with host_memory.placing(plans):
                     done.append(state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write)))
@@ -294,7 +300,7 @@ def prefill_many(
     states = [
         commit(
             KVState(tuple(done), policy.init_shared(plan, fitted), jnp.array(lengths), jnp.array(last),
-                    Counters.zeros(batch), fitted, plan, policy), everywhere,
+                    Counters.zeros(batch), fitted if policy.reads_fitted else None, plan, policy), everywhere,
         )
         for done, policy, plan in zip(layers, resolved, plans, strict=True)
     ]  # fmt: skip
@@ -334,8 +340,9 @@ def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None
         ConfigError: a policy has its own beside another's, for one prefill serves all.
     """
     own = [policy.prefill_attention() for policy in policies]
-    changed = [policy.name for policy, its in zip(policies, own, strict=True) if its is not None]
-    if changed and (len(set(own)) > 1 or attention is not None):
+    changed = [innermost(policy).name for policy, its in zip(policies, own, strict=True) if its is not None]
+    # layers of a wrapped policy may differ, so that only the very same policy attends alike
+    if changed and (len(set(policies)) > 1 or attention is not None):
         raise ConfigError(
             f"{changed[0]} attends to a prompt in its own way: it takes no prefill= and shares its prefill with no "
             f"other policy, got {attention!r} and {[policy.name for policy in policies]}"
@@ -407,8 +414,9 @@ def prefill(
     Raises:
         PromptError: empty batch or row, misshaped tokens or lengths, a token id out of range.
         CapacityError: a prompt is longer than the capacity, or the capacity than the model's context.
-        ConfigError: a policy setting, fetch mode, logits choice or prefill_chunk is out of range, or `attention` is
-            none, is for another model, or stands beside a policy with an attention of its own.
+        ConfigError: a policy setting, fetch mode, logits choice or prefill_chunk is out of range, `fitted` is nothing
+            that the policy learned, or `attention` is none, is for another model, or stands beside a policy with an
+            attention of its own.
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
     return prefill_many(

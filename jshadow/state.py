@@ -410,6 +410,8 @@ class KVState(struct.PyTreeNode):
         came = tuple(dataclasses.replace(spec, window=0) for spec in other.specs)
         if wanted != came:
             raise StateMismatch(f"other must be one row of {self.specs[0]}, got {other.specs[0]}")
+        if not same_arrays(self.fitted, other.fitted):
+            raise StateMismatch("other must have the learned arrays (fitted) of this state, got others")
         new = self.map_rows(lambda mine, theirs: set_row(mine, row, theirs), other)
         if new.room()[row] < 0:
             raise StateMismatch(
@@ -444,6 +446,15 @@ class KVState(struct.PyTreeNode):
 def of_layer(fitted: Any, layer: int) -> Any:
     """What a policy learned about one layer: its slice of arrays whose first axis are the layers."""
     return jax.tree.map(lambda leaf: leaf[layer], fitted)
+
+
+def same_arrays(mine: Any, theirs: Any) -> bool:
+    """Whether two trees hold the same arrays."""
+    if mine is theirs:
+        return True
+    leaves, others = jax.tree.leaves(mine), jax.tree.leaves(theirs)
+    alike = str(jax.tree.structure(mine)) == str(jax.tree.structure(theirs))
+    return alike and all(a is b or np.array_equal(a, b) for a, b in zip(leaves, others, strict=True))
 
 
 def set_row(mine: Any, row: int, theirs: Any) -> Any:

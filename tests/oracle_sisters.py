@@ -225,7 +225,15 @@ class Loki(SetPolicy):
 
     def start(self, q: Array, k: Array, layer: int, shared: dict[str, Any]) -> list[Array]:
         """The leading components of each head, [d, r]."""
-        return [np.linalg.svd(k[:, h] - k[:, h].mean(axis=0))[2][: self.columns].T for h in range(k.shape[1])]
+        bases = []
+        for h in range(k.shape[1]):
+            _, sizes, rows = np.linalg.svd(k[:, h] - k[:, h].mean(axis=0))
+            spread = np.zeros(len(rows))
+            spread[: len(sizes)] = sizes**2
+            # what the prompt has nothing along is arbitrary, and says nothing unless it is all there
+            known = (spread > 1e-5 * spread[0]) | (self.columns == len(rows))
+            bases.append((rows * known[:, None])[: self.columns].T)
+        return bases
 
     def see(self, memory: Any, q: Array, k: Array) -> tuple[list[list[int]], float]:
         """The recent tokens and the best of the others."""

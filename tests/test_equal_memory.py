@@ -13,7 +13,19 @@ from jshadow.errors import ConfigError
 from jshadow.evaluation import plots, runner
 from jshadow.params import Params, init_params
 from jshadow.planning import footprint
-from jshadow.policies import H2O, Full, InfLLM, ShadowKV, SnapKV, StreamingLLM
+from jshadow.policies import (
+    H2O,
+    DenseFirst,
+    Full,
+    InfLLM,
+    Policy,
+    Pyramid,
+    Quest,
+    ShadowKV,
+    SnapKV,
+    StreamingLLM,
+)
+from jshadow.sparse_prefill import VerticalSlash
 
 CONFIG = ModelConfig("llama", 512, 2, 32, 48, 4, 2, 16, 1e-5, 2048, eos_ids=(256,))
 LENGTH = 420
@@ -89,6 +101,20 @@ def test_the_command_prints_one_line_a_policy(
 def test_bad_shares_are_refused(params: Params, shares: list[float]) -> None:
     with pytest.raises(ConfigError, match="shares must be in"):
         runner.evaluate(params, ["agreement"], [LENGTH], POLICIES, samples=1, shares=shares)
+
+
+@pytest.mark.parametrize("policy", [Quest(unit=4), DenseFirst(), Pyramid(SnapKV())])
+def test_shares_decide_all_settings(params: Params, policy: Policy) -> None:
+    with pytest.raises(ConfigError, match="shares decide all settings"):
+        runner.evaluate(params, ["agreement"], [LENGTH], [policy], samples=1, shares=[0.5])
+
+
+def test_a_prefill_of_the_policy_s_own_is_told(params: Params) -> None:
+    policy = InfLLM(window=64, sinks=4, budget=64, unit=16, query_block=64)
+    rows = runner.evaluate(params, ["agreement"], [LENGTH], [policy], samples=1)
+    assert {row["name"]: row["prefill"] for row in rows} == {"full": "exact", "infllm": "infllm"}
+    with pytest.raises(ConfigError, match="infllm attends to a prompt in its own way"):
+        runner.evaluate(params, ["agreement"], [LENGTH], [policy], samples=1, prefill=VerticalSlash())
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from oracle_less import LESSOracle
 import jshadow
 from jshadow import decode
 from jshadow.attention import group_queries
-from jshadow.errors import ConfigError, PromptError
+from jshadow.errors import ConfigError, PromptError, StateMismatch
 from jshadow.planning import cache_specs
-from jshadow.policies import H2O, LESS
+from jshadow.policies import H2O, LESS, Full, Loki
 from jshadow.policies.base import state_nbytes
 from jshadow.policies.calibration import prompts_of
 from jshadow.policies.less import combine
@@ -308,3 +308,29 @@ def test_bad_fits_are_told(case):
 def test_settings_are_checked(name, value):
     with pytest.raises(ConfigError, match=rf"less\.{name}"):
         LESS(**{name: value}).resolve(TINY, 96)
+
+
+# Whose arrays
+
+
+def test_a_row_of_other_learned_arrays_is_refused():
+    tokens, one = random_tokens(2, 40, seed=3), fitted_for(TINY)
+    _, state = decode.prefill(model(), tokens, [40, 30], SMALL, capacity=64, fitted=one)
+    for fitted in (fitted_for(TINY, scale=0.5), None):
+        _, other = decode.prefill(model(), tokens[:1], [40], SMALL, capacity=64, fitted=fitted)
+        with pytest.raises(StateMismatch, match="learned arrays"):
+            state.insert(1, other)
+    _, other = decode.prefill(model(), tokens[:1], [40], SMALL, capacity=64, fitted=jax.tree.map(jnp.array, one))
+    state.insert(1, other)
+
+
+@pytest.mark.parametrize("policy", [Full(), Loki()])
+def test_learned_arrays_that_nobody_reads_are_refused(policy):
+    with pytest.raises(ConfigError, match="fitted must be left out"):
+        decode.prefill(model(), random_tokens(1, 9), [9], policy, capacity=16, fitted={"components": jnp.zeros(3)})
+
+
+def test_learned_arrays_of_other_layers_are_refused():
+    short = jax.tree.map(lambda leaf: leaf[:1], fitted_for(TINY))
+    with pytest.raises(ConfigError, match="fitted must be what the fit of less returned"):
+        decode.prefill(model(), random_tokens(1, 9), [9], SMALL, capacity=16, fitted=short)

@@ -39,8 +39,8 @@ def as_seen(state):
         if f"{layer}live.left" in values:
             later = values.pop(f"{layer}live.left").reshape(len(left), -1, right.shape[2])
             values[f"{layer}later keys"] = np.einsum("bsr,bhrd->bshd", later, right)
-    for name in [name for name in values if name.endswith("frozen.basis")]:
-        layer, basis = name.removesuffix("frozen.basis"), values.pop(name)
+    for name in [name for name in values if name.endswith(("frozen.basis", "frozen.basis.turn"))]:
+        layer, basis = name.partition("frozen.basis")[0], values.pop(name)
         for path in (f"{layer}{half}.summaries" for half in ("frozen", "live")):
             if path in values:
                 rows = values[path]

@@ -23,6 +23,7 @@ from jshadow.planning import cache_specs, footprint
 from jshadow.policies import (
     H2O,
     KIVI,
+    LESS,
     POLICIES,
     WRAPPERS,
     DenseFirst,
@@ -41,6 +42,7 @@ from jshadow.policies import (
     parse_policy,
 )
 from jshadow.policies.base import within_share
+from jshadow.policies.eviction import best_positions
 from jshadow.policies.omnikv import OmniKVFilter, OmniKVSparse
 from jshadow.policies.snapkv import pool
 from jshadow.state import PromptKV
@@ -185,7 +187,7 @@ def test_loki_learns_from_a_text():
     tokens = random_tokens(2, 50, seed=4)
     _, state = decode.prefill(model(), tokens, [50, 31], policy, capacity=96, fitted=fitted)
     for layer, own in zip(state.layers, components, strict=True):
-        np.testing.assert_array_equal(layer.frozen.basis, np.broadcast_to(own, layer.frozen.basis.shape))
+        np.testing.assert_array_equal(layer.frozen.basis.turn, np.broadcast_to(own, layer.frozen.basis.turn.shape))
     # a prompt that is the text itself has that basis online
     online, _ = decode.prefill(model(), text[None], [120], Loki(budget=12, columns=5), capacity=128)
     offline, _ = decode.prefill(model(), text[None], [120], policy, capacity=128, fitted=fitted)
@@ -313,6 +315,28 @@ def test_a_full_pool_drops_what_its_rule_says(eviction):
             assert got == held, (step, row, head)
 
 
+@pytest.mark.parametrize("name", ["loki", "infinigen"])
+@pytest.mark.parametrize("length", [1, 3, 12, 20])
+def test_a_prompt_shorter_than_the_subspace_is_alone_what_it_is_in_a_batch(name, length):
+    """What a prompt has nothing along is arbitrary, a matter of rounding: it does not score."""
+    config = dataclasses.replace(TINY, num_layers=2, head_dim=64, kv_heads=1)
+    policy = {"loki": Loki(budget=4, columns=24), "infinigen": InfiniGen(budget=4, columns=24, dense_layers=1)}[name]
+    tokens, steps = random_tokens(2, 40, seed=31), random_tokens(2, 6, seed=32)
+    _, both = decode.prefill(model(config), tokens, [40, length], policy, capacity=64)
+    _, alone = decode.prefill(model(config), tokens[1:, :length], [length], policy, capacity=64)
+    together = run_steps(model(config), both, steps)[0][1]
+    np.testing.assert_allclose(together, run_steps(model(config), alone, steps[1:])[0][0], atol=1e-4)
+
+
+def test_a_capacity_below_a_page_is_no_error():
+    for policy in (Quest(dense_layers=0), Quest()):
+        tokens, steps = random_tokens(1, 6, seed=33), random_tokens(1, 4, seed=34)
+        _, state = decode.prefill(model(), tokens, [6], policy, capacity=10)
+        _, full = decode.prefill(model(), tokens, [6], Full(), capacity=10)
+        mine, theirs = (run_steps(model(), one, steps)[0] for one in (state, full))
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)
+
+
 # SpeCache
 
 
@@ -419,8 +443,12 @@ def test_the_window_has_a_block_to_itself_before_it_leaves():
 
 def test_a_prefill_of_its_own_is_not_shared():
     policy = InfLLM(window=16, unit=4, budget=8)
-    with pytest.raises(ConfigError, match="infllm attends to a prompt in its own way"):
-        decode.prefill_many(model(), random_tokens(1, 20), [20], [policy, Full()], capacity=40)
+    for other in (Full(), DenseFirst(policy, layers=1), Pyramid(policy, steepness=2.0)):
+        for both in ([policy, other], [other, policy]):
+            with pytest.raises(ConfigError, match="infllm attends to a prompt in its own way"):
+                decode.prefill_many(model(), random_tokens(1, 20), [20], both, capacity=40)
+    (one, _), (two, _) = decode.prefill_many(model(), random_tokens(1, 20), [20], [policy] * 2, capacity=40)
+    np.testing.assert_array_equal(one, two)
 
 
 # Wrappers
@@ -443,6 +471,28 @@ def test_a_pyramid_spends_what_it_was_given():
             assert sizes[-1] == pytest.approx(getattr(inner, name) / 5, abs=16)
 
 
+def test_a_pyramid_spends_it_on_the_layers_that_choose():
+    for policy in (Pyramid(DenseFirst(Quest(budget=128, dense_layers=0), layers=4)), Pyramid(Quest(budget=128))):
+        policy = policy.resolve(DEEP, 4096)
+        layers = [policy.for_layer(layer, DEEP) for layer in range(8)]
+        budgets = [layer.budget for layer in layers if isinstance(layer, Quest)]
+        assert budgets[0] > 128 > budgets[-1]
+        assert np.mean(budgets) == pytest.approx(128, rel=0.1)
+
+
+def test_a_pyramid_keeps_the_newest_tokens_of_a_prompt():
+    """Where the budget of a layer would not hold the observation window, that shrinks."""
+    policy = Pyramid(SnapKV(max_capacity_prompt=24, observation_window=16, kernel=3), steepness=4.0)
+    _, state = decode.prefill(model(), random_tokens(1, 61, seed=30), [61], policy, capacity=96)
+    for spec, layer in zip(state.specs, state.layers, strict=True):
+        spec.policy.resolve(TINY, 96)  # is in range
+        prompt = prompt_of(TINY, 61, tail=spec.policy.observation_window)
+        kept = best_positions(*spec.policy.score(spec, prompt)[:1], jnp.array([61]), jnp.array([16]), 6)
+        assert (np.asarray(kept)[0] >= 55).all()  # six of sixteen reserved ones: the newest
+        assert layer.frozen.kept.k.shape[2] == spec.policy.max_capacity_prompt
+    assert [spec.policy.observation_window for spec in state.specs] == [16, 12, 3]
+
+
 def test_dense_first_is_dense_first():
     gemma = dataclasses.replace(DEEP, sliding_window=8, sliding_layers=(0, 2, 4, 6))
     policy = DenseFirst(Quest(dense_layers=0), layers=2).resolve(gemma, 128)
@@ -461,6 +511,11 @@ WRAPPED = {
     "top_p flag": (ShadowKV(top_p=True), "shadowkv.top_p"),
     "infllm pool": (InfLLM(budget=256, cached=128), "infllm.cached"),
     "infllm fetched": (InfLLM(budget=256, fetched=512), "infllm.fetched"),
+    "normalise": (H2O(normalise="no"), "h2o.normalise"),
+    "alpha": (InfiniGen(alpha="abc"), "infinigen.alpha"),
+    "alpha flag": (InfiniGen(alpha=True), "infinigen.alpha"),
+    "recent": (InfiniGen(pool=20, recent="abc"), "infinigen.recent"),
+    "state rank": (LESS(state_rank=10**11), "less.state_rank"),
     "infllm unit": (InfLLM(unit=4096), "infllm.budget"),
     "infllm representatives": (InfLLM(unit=2, representatives=3), "infllm.representatives"),
 }

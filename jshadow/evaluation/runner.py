@@ -20,7 +20,7 @@ from jshadow.evaluation import metrics
 from jshadow.evaluation.plots import check_plot, plot_turns
 from jshadow.evaluation.tasks import TASK_TURNS, TASKS, Case, make
 from jshadow.planning import footprint
-from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, parse_policy
+from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, Wrapper, parse_policy
 from jshadow.prefill import prepared_attention
 from jshadow.prefill_attention import PrefillAttention
 from jshadow.progress import SlowProgress
@@ -131,6 +131,10 @@ def plan(
     if wrong := [share for share in shares if isinstance(share, bool) or not 0 < share <= 1]:
         raise ConfigError(f"shares must be in (0, 1], got {wrong[0]!r}")
     own = list(dict.fromkeys([Full(), *policies]))
+    if shares and (given := [policy for policy in own if isinstance(policy, Wrapper) or policy != type(policy)()]):
+        raise ConfigError(
+            f"shares decide all settings of a policy, so none may be given, got {metrics.label(given[0])}"
+        )
     cells = []
     for length in dict.fromkeys(lengths):
         made = {
@@ -303,7 +307,8 @@ def evaluate(
     """
     mode = offload.resolve_fetch(fetch)
     cells = plan(params, tasks, lengths, policies, samples, seed, shares)
-    prepared_attention([], prefill, params.config)
+    for policy in [*policies] or [Full()]:
+        prepared_attention([policy], prefill, params.config)  # one that attends in its own way takes no other
     store, model = metrics.Store(out), f"{params.config} {params.digest}"
     if store.damaged:
         print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
@@ -316,7 +321,7 @@ def evaluate(
             if progress is not None:
                 progress(done, len(cells) * samples)
         told = {"prefill": prefill.label(cell.length) if prefill else "exact"}
-        rows += [row | told for row in cell_rows(params, cell, mode, table)]
+        rows += [told | row for row in cell_rows(params, cell, mode, table)]
     return rows
 
 
@@ -357,6 +362,8 @@ def cell_rows(params: Any, cell: Cell, fetch: str, table: list[dict[Policy, dict
         row |= {name: used[name] for name in ("device_bytes", "host_bytes", "full_bytes")}
         offloaded = footprint(params.config, resolved, **sizes, fetch="device_put")
         row |= {"offloaded_device_bytes": offloaded["device_bytes"]}
+        if own := resolved.prefill_attention():
+            row["prefill"] = own.label(cell.length)
         rows.append(row | metrics.cell([records[entry.policy] for records in table], full))
     said = [metrics.verdict(row["found_by_full"], row["found"]) for row in rows if row["control_of"]]
     worst = max(said, key=lambda text: not text.startswith("ok"), default=None)

@@ -93,6 +93,14 @@ class Policy(abc.ABC):
         """Why a cache of this capacity is too small for the policy to do anything, or None."""
         return None
 
+    def scaled(self, share: float) -> "Policy":
+        """This policy, resolved, with that share of each of its budgets, in whole units and at least one."""
+        unit, changed = int(getattr(self, "chunk_size", getattr(self, "unit", 1))), {}
+        for name in self.budget_fields:
+            whole = getattr(self, name)
+            changed[name] = max(min(whole, unit), round(share * whole / unit) * unit)
+        return dataclasses.replace(self, **changed)  # type: ignore[type-var]
+
     def window_slots(self, capacity: int, shortest: int) -> int:
         """Slots for exactly kept tokens in a batch whose shortest prompt has `shortest` tokens."""
         return capacity

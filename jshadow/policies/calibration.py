@@ -15,6 +15,14 @@ from jshadow.models.transformer import Heads, apply_block, embed
 from jshadow.rope import inverse_frequencies, rotation
 from jshadow.state import PromptKV
 
+NOTHING = 1e-5  # of the largest eigenvalue: a direction with less is none of the data's
+
+
+def directions(spread: Array) -> tuple[Array, Array]:
+    """Eigenvectors of float32 [..., d, d], the largest eigenvalue first, and which of them are more than rounding."""
+    values, vectors = jnp.linalg.eigh(spread)
+    return vectors[..., ::-1], values[..., ::-1] > NOTHING * values[..., -1:]
+
 
 def prompts_of(params: Any, tokens: Any, progress: Callable[[int, int], None] | None = None) -> Iterator[PromptKV]:
     """Keys, values and queries of a text in each layer, all queries included.

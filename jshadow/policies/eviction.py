@@ -52,7 +52,8 @@ def best_positions(scores: Array, lengths: Array, reserved: Array, count: int) -
     """
     position = jnp.arange(scores.shape[2])
     last = lengths[:, None, None]
-    order = jnp.where(position >= last - reserved[:, None, None], jnp.inf, scores)
+    # of more reserved tokens than are kept the newest stay
+    order = jnp.where(position >= last - jnp.minimum(reserved, count)[:, None, None], jnp.inf, scores)
     order = jnp.where(position < last, order, -jnp.inf)
     found = top_k(order, min(count, scores.shape[2]))
     found = jnp.where(found < last, found, last)

@@ -14,7 +14,7 @@ from jax import Array
 from jshadow.attention import Piece, attend, attention_probs, key_mass
 from jshadow.chunking import write_rows
 from jshadow.config import ModelConfig
-from jshadow.policies.base import Policy, check_fraction, check_range
+from jshadow.policies.base import Policy, check_choice, check_fraction, check_range
 from jshadow.policies.eviction import best_positions, take_positions
 from jshadow.policies.nominal import largest
 from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
@@ -66,6 +66,7 @@ class H2O(Policy):
         )
         check_range(self.name, "heavy", made.heavy, 0)
         check_range(self.name, "recent", made.recent, 1)
+        check_choice(self.name, "normalise", self.normalise, (False, True))
         return made
 
     def budget(self, capacity: int) -> int:

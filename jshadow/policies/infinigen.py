@@ -19,7 +19,7 @@ from jshadow.attention import group_queries
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.policies.base import Policy, check_choice, check_fraction, check_range, foreseen, own_layers
-from jshadow.policies.calibration import prompts_of
+from jshadow.policies.calibration import directions, prompts_of
 from jshadow.policies.full import Full
 from jshadow.policies.nominal import device_share, largest
 from jshadow.policies.pool import EVICTIONS, first_marks, mark_selected, take_in
@@ -76,9 +76,11 @@ class InfiniGen(RetrievalPolicy):
         check_range(self.name, "unit", self.unit, 1, 1)
         check_choice(self.name, "calibration", self.calibration, ("online", "offline"))
         check_choice(self.name, "eviction", self.eviction, EVICTIONS)
+        check_range(self.name, "recent", self.recent, 1)
         if self.pool is not None:
             check_range(self.name, "pool", self.pool, self.recent + 1)
-        if not self.alpha > 0:
+        number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
+        if not number or not self.alpha > 0:
             raise ConfigError(f"infinigen.alpha must be above 0, got {self.alpha!r}")
         return super(InfiniGen, made).resolve(config, capacity)
 
@@ -139,7 +141,8 @@ class InfiniGen(RetrievalPolicy):
         assert self.columns is not None
         assert prompt.q_post is not None
         if self.calibration == "online":
-            skew = query_basis(prompt)
+            skew, known = query_basis(prompt)
+            skew = jnp.where(known[:, :, None], skew, 0)
         elif isinstance(fitted, dict) and "skew" in fitted:
             skew = jnp.broadcast_to(fitted["skew"], (spec.batch, *fitted["skew"].shape))
         else:
@@ -171,7 +174,7 @@ class InfiniGen(RetrievalPolicy):
         self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Array]:
         """The skewing bases of a text: {"skew": float32 [L, h_kv, d, d]}."""
-        return {"skew": jnp.stack([query_basis(prompt)[0] for prompt in prompts_of(params, tokens, progress)])}
+        return {"skew": jnp.stack([query_basis(prompt)[0][0] for prompt in prompts_of(params, tokens, progress)])}
 
     def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
         """Partial keys [B, h_kv, n, columns]."""
@@ -240,10 +243,15 @@ class ForeseeingFull(Full):
         return out, state, foreseen(step)
 
 
-def query_basis(prompt: PromptKV) -> Array:
-    """Orthonormal directions of each KV head's queries after RoPE, the strongest first, float32 [B, h_kv, d, d]."""
+def query_basis(prompt: PromptKV) -> tuple[Array, Array]:
+    """Orthonormal directions of each KV head's queries after RoPE, the strongest first.
+
+    Returns:
+        Float32 [B, h_kv, d, d], and bool [B, h_kv, d]: the queries are spread along them at all. The directions of a
+        short prompt that has nothing along them are arbitrary.
+    """
     assert prompt.q_post is not None
     queries = group_queries(prompt.q_post, prompt.k_post.shape[2]).astype(jnp.float32)
     real = (jnp.arange(queries.shape[3]) < prompt.lengths[:, None])[:, None, None, :, None]
     queries = jnp.where(real, queries, 0)
-    return jnp.linalg.eigh(jnp.einsum("bhgsd,bhgse->bhde", queries, queries, precision="highest"))[1][..., ::-1]
+    return directions(jnp.einsum("bhgsd,bhgse->bhde", queries, queries, precision="highest"))

@@ -59,6 +59,10 @@ class InfLLMPrefill(PrefillAttention):
     representatives: int
     multiple: int
 
+    def label(self, tokens: int | None = None) -> str:
+        """The policy's own."""
+        return "infllm"
+
     def blocks(self, tokens: int) -> int:
         """Blocks of a prompt of that width."""
         return max(tokens - self.sinks, 0) // self.unit

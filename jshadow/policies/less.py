@@ -27,6 +27,7 @@ from jshadow.policies.base import check_range, shape_problem
 from jshadow.policies.h2o import H2O, H2OLive
 from jshadow.state import CacheSpec, Fetched, HostWrite, LayerState, PromptKV, StepKV
 
+MOST_RANK, MOST_HIDDEN = 1024, 65536
 PIECE = 512  # tokens of a prompt whose features exist at once
 
 
@@ -61,8 +62,8 @@ class LESS(H2O):
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """As H2O's."""
-        check_range(self.name, "state_rank", self.state_rank, 1)
-        check_range(self.name, "hidden", self.hidden, 1)
+        check_range(self.name, "state_rank", self.state_rank, 1, MOST_RANK)
+        check_range(self.name, "hidden", self.hidden, 1, MOST_HIDDEN)
         return super().resolve(config, capacity)
 
     def fitted_shapes(self, config: ModelConfig) -> Any:

@@ -11,17 +11,31 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax.numpy as jnp
+from flax import struct
 from jax import Array
 
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.policies.base import check_choice, check_fraction, check_range
-from jshadow.policies.calibration import prompts_of
+from jshadow.policies.calibration import directions, prompts_of
 from jshadow.policies.nominal import largest
 from jshadow.policies.retrieval import RetrievalPolicy
 from jshadow.state import CacheSpec, PromptKV
 
 SHARE = 4  # of the tokens and of the columns, one in so many: the paper's k_f = d_f = 0.25
+
+
+class Components(struct.PyTreeNode):
+    """What keys are kept in.
+
+    Attributes:
+        turn: orthonormal columns, float32 [B, h_kv, d, d].
+        known: the prompt's keys are spread along them, bool [B, h_kv, d]; a short prompt leaves the last ones
+            arbitrary, and those do not score.
+    """
+
+    turn: Array
+    known: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,17 +70,19 @@ class Loki(RetrievalPolicy):
         check_choice(self.name, "calibration", self.calibration, ("online", "offline"))
         return super(Loki, made).resolve(config, capacity)
 
-    def no_basis(self, spec: CacheSpec) -> Array:
-        """Zeros [B, h_kv, d, d]."""
-        return jnp.zeros((spec.batch, spec.kv_heads, spec.head_dim, spec.head_dim), jnp.float32)
+    def no_basis(self, spec: CacheSpec) -> Components:
+        """Zeros."""
+        shape = (spec.batch, spec.kv_heads, spec.head_dim)
+        return Components(jnp.zeros((*shape, spec.head_dim), jnp.float32), jnp.zeros(shape, bool))
 
-    def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Array:
-        """The principal components of each head's keys, float32 [B, h_kv, d, d]."""
+    def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Components:
+        """The principal components of each head's keys."""
         if self.calibration == "online":
             return principal(prompt)
         if not isinstance(fitted, dict) or "components" not in fitted:
             raise ConfigError("fitted must be what Loki.fit returned where calibration='offline', got something else")
-        return jnp.broadcast_to(fitted["components"], (spec.batch, *fitted["components"].shape))
+        turn = jnp.broadcast_to(fitted["components"], (spec.batch, *fitted["components"].shape))
+        return Components(turn, jnp.ones(turn.shape[:3], bool))
 
     @property
     def reads_fitted(self) -> bool:  # type: ignore[override]
@@ -85,13 +101,13 @@ class Loki(RetrievalPolicy):
         self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Array]:
         """The components of a text's keys: {"components": float32 [L, h_kv, d, d]}."""
-        return {"components": jnp.stack([principal(prompt)[0] for prompt in prompts_of(params, tokens, progress)])}
+        return {"components": jnp.stack([principal(prompt).turn[0] for prompt in prompts_of(params, tokens, progress)])}
 
     def stored(self, keys: Array, basis: Any) -> Array:
         """In the components: products of queries and keys are the same in any orthogonal basis (section 4.2)."""
         batch, tokens, _, dim = keys.shape
-        grouped = keys.astype(jnp.float32).reshape(batch, tokens, basis.shape[1], -1, dim)
-        turned = jnp.einsum("bshgd,bhde->bshge", grouped, basis, precision="highest")
+        grouped = keys.astype(jnp.float32).reshape(batch, tokens, basis.turn.shape[1], -1, dim)
+        turned = jnp.einsum("bshgd,bhde->bshge", grouped, basis.turn, precision="highest")
         return turned.reshape(keys.shape).astype(keys.dtype)
 
     def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
@@ -108,7 +124,8 @@ class Loki(RetrievalPolicy):
 
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
         """Products of the leading columns, the largest of the group."""
-        short = q[..., : self.columns].astype(spec.dtype)
+        known = basis.known | (self.columns == spec.head_dim)  # with all of them any basis gives the same products
+        short = jnp.where(known[:, :, None, None], q, 0)[..., : self.columns].astype(spec.dtype)
         return jnp.einsum("bhgtr,bhnr->bhgtn", short, summaries, preferred_element_type=jnp.float32).max(axis=2)
 
     @classmethod
@@ -123,11 +140,11 @@ class Loki(RetrievalPolicy):
         return largest(lambda columns: cls(columns=columns), 1, config.head_dim, fraction, num_tokens, config)
 
 
-def principal(prompt: PromptKV) -> Array:
-    """Orthonormal components of each head's keys after RoPE, float32 [B, h_kv, d, d], the greatest variance first."""
+def principal(prompt: PromptKV) -> Components:
+    """Orthonormal components of each head's keys after RoPE, the greatest variance first."""
     keys = prompt.k_post.astype(jnp.float32)
     real = (jnp.arange(keys.shape[1]) < prompt.lengths[:, None])[..., None, None]
     mean = jnp.where(real, keys, 0).sum(axis=1, keepdims=True) / prompt.lengths[:, None, None, None]
     away = jnp.where(real, keys - mean, 0)
     spread = jnp.einsum("bshd,bshe->bhde", away, away, precision="highest")
-    return jnp.linalg.eigh(spread)[1][..., ::-1]
+    return Components(*directions(spread))

@@ -202,10 +202,13 @@ class RetrievalPolicy(Policy, abc.ABC):
         planes = [to_chunks(x, layout.units, self.unit) for x in rows]
         there = (jnp.arange(layout.units) < units[:, None])[..., None] & jnp.ones(self.unit, bool)
         summaries = self.summarise(spec, planes[0], there, basis) if self.kept_summaries(spec) else None
-        data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, -1)
+        width = 2 * self.unit * spec.head_dim
+        data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, width)
         live = state.live.replace(recent=KeyValues(k, v))
         # the unit that the prompt has begun lies in the ring; its place in the tail is written with the next token
-        return state.replace(frozen=UnitFrozen(units, summaries, basis), live=live), HostWrite(data)
+        return state.replace(frozen=UnitFrozen(units, summaries, basis), live=live), HostWrite(
+            data
+        ) if layout.units else None
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write the new tokens to the ring, and each unit they are in, done or not, to the tail and its summary."""

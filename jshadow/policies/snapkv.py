@@ -14,7 +14,7 @@ from jax import Array, lax
 
 from jshadow.attention import MASKED, group_queries
 from jshadow.config import ModelConfig
-from jshadow.policies.base import check_choice, check_fraction, check_range
+from jshadow.policies.base import Policy, check_choice, check_fraction, check_range
 from jshadow.policies.eviction import EvictingPolicy
 from jshadow.policies.nominal import largest
 from jshadow.state import CacheSpec, PromptKV
@@ -46,6 +46,13 @@ class SnapKV(EvictingPolicy):
     def q_tail(self) -> int:  # type: ignore[override]
         """Queries that choose."""
         return self.observation_window
+
+    def scaled(self, share: float) -> Policy:
+        """Also the window, where the prompt's budget would not hold it."""
+        made = cast(Self, super().scaled(share))
+        return dataclasses.replace(
+            made, observation_window=min(self.observation_window, max(1, made.max_capacity_prompt // 2))
+        )
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Check the settings."""

@@ -211,18 +211,14 @@ class Pyramid(Wrapper):
         return made
 
     def for_layer(self, layer: int, config: ModelConfig) -> Policy:
-        """The inner policy's with its share of the budget, in whole units."""
-        policy, own = self.inner.for_layer(layer, config), own_layers(config)
-        last, count = 1 / self.steepness, len(own)
-        rank = own.index(layer)
-        share = 1.0 if count == 1 else 2 - last - rank * (2 - 2 * last) / (count - 1)
-        unit = int(getattr(policy, "chunk_size", getattr(policy, "unit", 1)))
-        changed = {}
-        for name in policy.budget_fields:
-            whole = getattr(policy, name)
-            least = min(whole, unit)
-            changed[name] = max(least, round(share * whole / unit) * unit)
-        return dataclasses.replace(policy, **changed) if changed else policy  # type: ignore[type-var]
+        """The inner policy's with its share of the budget."""
+        policy = self.inner.for_layer(layer, config)
+        ranks = [other for other in own_layers(config) if self.inner.for_layer(other, config).budget_fields]
+        if layer not in ranks:
+            return policy  # a dense one
+        last, count = 1 / self.steepness, len(ranks)
+        step = (2 - 2 * last) / (count - 1) if count > 1 else 0.0
+        return policy.scaled(2 - last - ranks.index(layer) * step if count > 1 else 1.0)
 
 
 def innermost(policy: Policy) -> Policy:
