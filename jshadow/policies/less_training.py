@@ -119,11 +119,13 @@ def examples_of(policy: LESS, params: Any, tokens: Any) -> Iterator[tuple[int, i
     text = check_text(config, tokens)
     batch, count = text.shape
     policy = policy.resolve(config, count)
-    first = policy.budget(count) + 1
+    assert policy.heavy is not None
+    assert policy.recent is not None
+    first = policy.heavy + policy.recent + 1
     if first >= count:
         raise PromptError(
-            f"tokens must be more than {first} for heavy + recent = {policy.budget(count)}: of {count} nothing is "
-            "evicted that a query behind could miss"
+            f"tokens must be more than {first} for heavy + recent = {first - 1}: of {count} nothing is evicted that a "
+            "query behind could miss"
         )
     base = H2O(policy.heavy, policy.recent, policy.normalise)
     for layer, prompt in enumerate(prompts_of(params, text)):
