@@ -73,8 +73,8 @@ class Quest(RetrievalPolicy):
 
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """Keys and values offloaded, no dense layer; larger pages where minima and maxima take more than that."""
+        """Keys and values offloaded, no dense layer; the smallest pages whose minima and maxima fit."""
         check_fraction(fraction)
-        units = [unit for unit in (16, 32, 64, 128, 256, 512, 1024) if unit <= max(num_tokens, 16)]
+        units = [unit for unit in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if unit <= max(num_tokens, 16)]
         made = [cls(unit=unit, budget=max(cls.budget, unit), dense_layers=0) for unit in units]
         return first_fitting(made, fraction, num_tokens, config)
