@@ -433,7 +433,9 @@ class KVState(struct.PyTreeNode):
             if leaf.sharding.memory_kind == "pinned_host":
                 # Through NumPy: a gather on a pinned-host array has no good program on a GPU, a memcpy has.
                 leaves = tuple(np.asarray(one) for one in leaves)
-            return jax.device_put(change(*leaves), leaf.sharding)
+            new = change(*leaves)
+            # What holds nothing comes back as the very array that it was, and a step on either would consume both.
+            return jax.device_put(new if new.size else jnp.array(np.zeros(new.shape, new.dtype)), leaf.sharding)
 
         new = jax.tree.map(leaf_map, self.row_trees(), *[other.row_trees() for other in others])
         return self.replace(layers=new[0], shared=new[1], lengths=new[2], last=new[3], counters=new[4])
