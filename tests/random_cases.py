@@ -231,7 +231,9 @@ def pad(parts: list[list[int]], width: int) -> np.ndarray:
 def run_oracle(setting: Setting, row: Row) -> Wanted:
     """One fitted row in float64."""
     params = model(setting.model)
-    theirs = ORACLES[type(setting.policy)](**dataclasses.asdict(setting.policy))
+    settings = dataclasses.asdict(setting.policy)
+    assert settings.pop("top_p") == 1  # the oracle knows whole budgets only
+    theirs = ORACLES[type(setting.policy)](**settings)
     run = oracle.Oracle(params.weights, params.config, theirs)
     prompt, parts = tokens_of(row, params.config)
     logits, sets = [run.prefill(prompt)[None]], {}

@@ -79,12 +79,12 @@ def test_an_abstract_state_is_the_real_one(name, fetch):
         assert (mine.shape, mine.dtype) == (real.shape, real.dtype)
 
 
-SHADOW_MOVES, PROBE_MOVES = (3 * 2 * 4, 4 * 16 * 4), (3 * 2 * 3 * 2, 2 * 4 * 16 * 4)
+SHADOW_MOVES, PROBE_MOVES = (3 * 2 * 4, 4 * 16 * 4), (3 * 2 * 3, 2 * 4 * 16 * 4)
 
 
 @pytest.mark.parametrize(
     ("name", "fetch", "units", "unit_bytes"),
-    # 3 layers, 2 heads, 4 chunks of 4 values; 3 fetches, 2 heads, 3 units of 4 keys and values, from prompt and tail
+    # 3 layers, 2 heads, 4 chunks of 4 values; 3 fetches, 2 heads, 3 units of 4 keys and values
     [("shadowkv", "resident", *SHADOW_MOVES), ("shadowkv", "device_put", *SHADOW_MOVES),
      *[("probe", fetch, *PROBE_MOVES) for fetch in FETCH_MODES]],
 )  # fmt: skip

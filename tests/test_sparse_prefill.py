@@ -153,7 +153,8 @@ def close(mine, theirs, atol):
     return all(np.allclose(a, b, atol=atol) for a, b in zip([*mine[0], mine[1]], [*theirs[0], theirs[1]], strict=True))
 
 
-@pytest.mark.parametrize("name", POLICY_CASES)
+# but for those that attend to a prompt in their own way, which refuse it
+@pytest.mark.parametrize("name", [name for name in POLICY_CASES if not name.startswith("infllm")])
 def test_every_policy_takes_it(name):
     """What covers everything changes nothing, through the tiles too; what does not, does.
 

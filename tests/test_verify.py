@@ -142,9 +142,8 @@ def test_generate_with_verify_fails_where_the_gather_is_wrong(monkeypatch):
     """An offload that fetches its neighbour's chunk: fluent, and wrong."""
     plain = offload.gather
 
-    def off_by_one(source, ids, units):
-        shift = 1 if source is not None and source.memory == "pinned_host" else 0
-        return plain(source, ids + shift, units)
+    def off_by_one(tier, ids, units):
+        return plain(tier, ids + (tier.prompt.memory == "pinned_host"), units)
 
     monkeypatch.setattr(offload, "gather", off_by_one)
     policy = dataclasses.replace(SHADOW, budget=20)  # a setting of its own: nothing compiled before is used

@@ -102,17 +102,18 @@ def layer_state(shape: Shape, policy: Policy, fetch: str) -> tuple[CacheSpec, La
     return spec, state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write))
 
 
-def random_step(shape: Shape, seed: int) -> StepKV:
-    """Queries, keys and values of the token after the prompt."""
+def random_step(shape: Shape, seed: int, rows: int = 1) -> StepKV:
+    """Queries, keys and values of the token after the prompt; further rows are guesses."""
     keys = jax.random.split(jax.random.key(seed), 3)
     q, k, v = (
-        jax.random.normal(key, (shape.batch, 1, heads, shape.head_dim), shape.dtype)
+        jax.random.normal(key, (shape.batch, rows, heads, shape.head_dim), shape.dtype)
         for key, heads in zip(keys, (shape.heads, shape.kv_heads, shape.kv_heads), strict=True)
     )
     lengths = jnp.full(shape.batch, shape.context, jnp.int32)
+    positions = lengths[:, None] + jnp.arange(rows, dtype=jnp.int32)
     inverse = jnp.asarray(inverse_frequencies(shape.config().rope, shape.head_dim))
-    valid, x_in = jnp.ones((shape.batch, 1), bool), q.reshape(shape.batch, 1, -1)
-    return StepKV(q, q, k, k, v, lengths[:, None], valid, lengths, x_in, inverse)
+    valid = jnp.broadcast_to(jnp.arange(rows) == 0, positions.shape)
+    return StepKV(q, q, k, k, v, positions, valid, lengths, q.reshape(shape.batch, rows, -1), inverse)
 
 
 def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int = 10) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int 
         from the host), bytes_moved (both) and flops.
     """
     spec, state = layer_state(shape, policy, fetch)
-    steps = itertools.cycle([random_step(shape, seed) for seed in range(1, 1 + QUERIES)])
+    steps = itertools.cycle([random_step(shape, seed, policy.step_rows) for seed in range(1, 1 + QUERIES)])
 
     def run(reads: Any, writes: Any, step: StepKV) -> tuple[Array, Any]:
         layer = LayerState(reads[0], writes[0], HostTier(reads[1], writes[1]))

@@ -32,7 +32,7 @@ def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int
         must do: bytes_read, bytes_fetched and flops. What one stage leaves for the next is not counted.
     """
     spec, state = layer_state(shape, policy, fetch)
-    step = random_step(shape, 1)
+    step = random_step(shape, 1, policy.step_rows)
     runs, costs = programs(spec, state, step), stage_costs(spec, state)
     held = runs.pop("fetch", None) if spec.fetch == "zero_copy" else None
     times = {name: timed(run, *args, repeats=repeats) for name, (run, args) in runs.items()}
