@@ -34,7 +34,7 @@ from jshadow.errors import CheckpointError
 
 CHUNK_BYTES = 2**24  # what a device that holds a part of an array reads at least
 IN_FLIGHT_BYTES = 2**25  # read and being written; a larger tensor goes alone
-CACHE_BYTES = 2**20
+CACHE_BYTES = 2**20  # of what was written, which nobody reads again
 CONCURRENT_GB = 1  # arrays in flight while a checkpoint is restored
 
 
@@ -70,7 +70,7 @@ class PromiseHandler(type_handlers.NumpyHandler):
         """One after the other: while some are being written the next is read, if both are small."""
         writing: list[Any] = []
         held = 0
-        # orbax's own context caches up to 100 MB of what was written, which nobody reads again
+        # orbax's own context caches up to 100 MB
         context = tensorstore.Context({"cache_pool#ocdbt": {"total_bytes_limit": CACHE_BYTES}})
         infos = [copy.copy(info) for info in infos]
         for info in infos:
