@@ -22,6 +22,7 @@ from gpu.synthetic import steered
 import pallas_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
+one_worker = pytest.mark.xdist_group("dry run")  # it takes minutes: once is enough
 PARTS = ["ceilings", "correctness", "fetch", "decode", "layer", "decode-more", "compress"]
 
 
@@ -45,6 +46,7 @@ def numbers(value):
     return [value] if isinstance(value, float) else []
 
 
+@one_worker
 def test_all_parts_of_a_dry_run_report(dry):
     results, page, done, out = dry
     assert done.returncode == 0, done.stderr
@@ -61,6 +63,7 @@ def test_all_parts_of_a_dry_run_report(dry):
     assert page.count("not measured |") == 4  # a dry run reaches no goal
 
 
+@one_worker
 def test_a_dry_run_checks_everything_once(dry):
     rows = {row["name"]: row for row in dry[0]["parts"]["correctness"]}
     assert {f"kernel {name}" for name in kernels.OPS} <= set(rows)
@@ -71,6 +74,7 @@ def test_a_dry_run_checks_everything_once(dry):
     assert REAL.big_units * 2 * 4 * 8 * 128 * 2 > 2**32
 
 
+@one_worker
 def test_a_dry_run_decodes_with_the_shares_that_were_set(dry):
     parts = dry[0]["parts"]
     rows = parts["decode"] + parts["decode-more"]
@@ -94,6 +98,7 @@ def test_a_dry_run_decodes_with_the_shares_that_were_set(dry):
             assert phase["fetched_bytes_per_step"] == pytest.approx(moved * per_step)
 
 
+@one_worker
 def test_a_dry_run_takes_a_layer_apart(dry):
     for row in dry[0]["parts"]["layer"]:
         assert all(milliseconds > 0 for milliseconds in row["milliseconds"].values())

@@ -26,8 +26,11 @@ def pair(name="shadowkv", dtype="float32"):
     return made[0][1], made[1][1]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", [name for name in POLICY_CASES if name not in ("full", "streaming_llm")])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [(name, "float32") for name in POLICY_CASES if name not in ("full", "streaming_llm")]
+    + [(name, "bfloat16") for name in ("shadowkv", "shadowkv_plus", "quest", "loki", "kivi", "specache", "infllm")],
+)
 def test_a_sound_run_passes(name, dtype):
     """Ragged turns, then steps with a row at rest; the logits are those of an ordinary run."""
     state, resident = pair(name, dtype)
