@@ -36,9 +36,9 @@ def run_convert(args: argparse.Namespace) -> int:
 
 def run_eval(args: argparse.Namespace) -> int:
     """`jshadow eval`."""
-    from jshadow.evaluation.runner import main
+    from jshadow import cli_eval  # which imports JAX, as --help does not
 
-    return main(args)
+    return cli_eval.run_eval(args)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -90,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
     add.add_argument("--shares", help="run each policy at these shares of full attention's device bytes, comma list")
     add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=cli_generate.PREFILL_HELP)
+    add.add_argument("--fitted", metavar="FILES", help="arrays of `jshadow fit`, a file a policy, comma list")
     add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
     add.add_argument("--seed", type=int, default=0)
     add.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")

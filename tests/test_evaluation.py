@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from jshadow import Full, ShadowKV, StreamingLLM, cli, decode, save
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
-from jshadow.evaluation import metrics, runner, tasks
+from jshadow.evaluation import cells, metrics, runner, tasks
 from jshadow.params import Params, init_params
 from jshadow.report import measured_bytes
 
@@ -286,7 +286,7 @@ def test_every_turn_is_asked_and_answers_stay_in_the_cache(params: Params) -> No
     texts = []
     for policy in policies:
         [(logits, state)] = decode.prefill_many(
-            params, np.array([case.prompt]), np.array([700]), [policy], capacity=700 + runner.growth(case)
+            params, np.array([case.prompt]), np.array([700]), [policy], capacity=700 + cells.growth(case)
         )
         said, state = runner.answers(params, case, logits, state)
         texts.append(said)
@@ -298,7 +298,7 @@ def test_every_turn_is_asked_and_answers_stay_in_the_cache(params: Params) -> No
 
 def by_hand(params: Params, case: tasks.Case) -> list[str]:
     """Greedy answers token by token, every question fed in the same way: the slow way to the same."""
-    capacity = 700 + runner.growth(case)
+    capacity = 700 + cells.growth(case)
     logits, state = decode.prefill(params, np.array([case.prompt]), np.array([700]), Full(), capacity=capacity)
     texts = []
     for question in [*case.turns, ()]:
@@ -318,9 +318,9 @@ def test_a_killed_run_goes_on_where_it_stopped(
     ran: list[int] = []
     original = runner.run_case
 
-    def counted(params: Params, case: tasks.Case, policies: list, *rest: Any) -> Any:
+    def counted(setup: cells.Setup, case: tasks.Case, policies: list, capacity: int) -> Any:
         ran.append(len(policies))
-        return original(params, case, policies, *rest)
+        return original(setup, case, policies, capacity)
 
     monkeypatch.setattr(runner, "run_case", counted)
     both = ["needle_docs", "agreement"]

@@ -130,7 +130,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Table:
         return "-" if value is None else format(scale * value, spec)
 
     for row in rows:
-        name = row["policy"] + (" (control)" if row["control_of"] else "")
+        name = row["policy"] + (" (control)" if row["control_of"] else "") + (" (fitted)" if row["fitted"] else "")
         score = form(row["score"], ".1f") + ("" if row["stderr"] is None else f" ± {row['stderr']:.1f}")
         table.add_row(
             row["task"], f"{row['length']:,}", name, score, form(row.get("recall_of_full"), ".1f"),
@@ -145,7 +145,7 @@ def infeasible_row(task: str, length: int, name: str, share: float | None, why: 
     nothing = ("score", "stderr", "device_bytes", "host_bytes", "full_bytes", "offloaded_device_bytes", "settings")
     return {
         "task": task, "length": length, "policy": name, "name": name, "share": share, "infeasible": why,
-        "control_of": None, "control": None, **dict.fromkeys(nothing),
+        "control_of": None, "control": None, "fitted": False, **dict.fromkeys(nothing),
     }  # fmt: skip
 
 
@@ -154,7 +154,8 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
-        lines.setdefault((row["length"], row["share"] or 1.0, row["name"]), {})[row["task"]] = row
+        name = row["name"] + (" (fitted)" if row.get("fitted") else "")
+        lines.setdefault((row["length"], row["share"] or 1.0, name), {})[row["task"]] = row
     table = Table("length", "share %", "policy", "KV bytes", "of full %", *(f"{task} %" for task in tasks), "KL")
     for (length, share, name), found in sorted(lines.items(), key=lambda item: (item[0][0], -item[0][1])):
         row = next(iter(found.values()))

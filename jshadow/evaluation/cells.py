@@ -1,0 +1,197 @@
+"""What one evaluation runs: each task at each length, its cases, and the policies side by side on them."""
+
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jshadow.config import ModelConfig
+from jshadow.errors import ConfigError, Infeasible
+from jshadow.evaluation import metrics
+from jshadow.evaluation.tasks import Case, make
+from jshadow.planning import footprint
+from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, Wrapper
+from jshadow.policies.base import check_fitted
+from jshadow.policies.wrappers import innermost
+from jshadow.prefill_attention import PrefillAttention
+
+TURN_WIDTH = 32  # questions of later turns are padded to a multiple of this, so that they share a compiled program
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What all samples have in common.
+
+    Attributes:
+        params: Params with a tokenizer.
+        fetch: a fetch mode, resolved.
+        prefill: how a prompt's tokens attend to each other; None: exactly.
+        fitted: learned arrays, by the name of the policy that reads them.
+    """
+
+    params: Any
+    fetch: str
+    prefill: PrefillAttention | None
+    fitted: Mapping[str, Any]
+
+    def arrays_of(self, policy: Policy) -> Any:
+        """What a policy learned, or None."""
+        return self.fitted.get(innermost(policy).name) if policy.reads_fitted else None
+
+    def taught(self, policy: Policy) -> Policy:
+        """The policy, switched to what it learned where there is that."""
+        return policy.with_fitted() if innermost(policy).name in self.fitted else policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A policy in one table.
+
+    Attributes:
+        policy: what runs; None: `infeasible` says why nothing does.
+        control_of: the policy at whose bytes a negative control runs.
+        share: of full attention's device bytes that it was given.
+        name: where it has no policy.
+    """
+
+    policy: Policy | None
+    control_of: str | None = None
+    share: float | None = None
+    name: str = ""
+    infeasible: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One task at one length: the cases, the capacity that they share, and what runs on them."""
+
+    task: str
+    length: int
+    capacity: int
+    cases: tuple[Case, ...]
+    entries: tuple[Entry, ...]
+
+
+def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> StreamingLLM | None:
+    """StreamingLLM at the device bytes that ShadowKV takes with its values offloaded; None where none is that small.
+
+    It keeps the newest tokens whatever they say, so what it finds needs no selection.
+    """
+    sizes = {"capacity": capacity, "prompt": length, "dtype": params.dtype.name, "fetch": "device_put"}
+    taken = footprint(params.config, policy, **sizes)
+    try:
+        return StreamingLLM.nominal(taken["device_bytes"] / taken["full_bytes"], capacity, params.config)
+    except Infeasible:
+        return None
+
+
+def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: int) -> Entry:
+    """A policy at the largest setting that keeps to a share of full attention's device bytes for such a prompt.
+
+    `nominal` counts a prompt that fills the capacity; what a policy keeps of later tokens comes on top here.
+    """
+    config, dtype = setup.params.config, setup.params.dtype.name
+
+    def taken(made: Policy) -> float:
+        used = footprint(config, made, capacity=capacity, prompt=length, dtype=dtype, fetch="device_put")
+        return float(used["device_bytes"] / used["full_bytes"])
+
+    fraction = share
+    try:
+        while (used := taken(made := setup.taught(type(policy).nominal(fraction, capacity, config)))) > share:
+            fraction -= max(used - share, share / 200)
+        return Entry(made, share=share)
+    except (Infeasible, ConfigError):
+        least = least_share(policy, capacity, config, taken)
+    told = f"{policy.name}: the share must be at least {least:.4f} of full attention's bytes, got {share!r}"
+    return Entry(None, None, share, policy.name, told)
+
+
+def least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Callable[[Policy], float]) -> float:
+    """What a policy's smallest setting takes."""
+    low, high = 0.0, 2.0  # masks and positions may take a little more than full attention itself
+    for _ in range(13):
+        middle = (low + high) / 2
+        try:
+            type(policy).nominal(middle, capacity, config)
+            high = middle
+        except Infeasible:
+            low = middle
+    return taken(type(policy).nominal(high, capacity, config))
+
+
+def plan(
+    setup: Setup, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], samples: int, seed: int,
+    shares: Sequence[float] = (),
+) -> list[Cell]:  # fmt: skip
+    """Make every case and check every policy, before anything runs.
+
+    Raises:
+        ConfigError: an unknown task, no policy, a number out of range, a length that the model has no room for, or
+            learned arrays that no policy reads.
+    """
+    params = setup.params
+    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
+        raise ConfigError(f"samples must be an integer of at least 1, got {samples!r}")
+    for name, given in (("tasks", tasks), ("lengths", lengths), ("policies", policies)):
+        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
+            raise ConfigError(f"{name} must be a non-empty list, got {given!r}")
+    if bad := [policy for policy in policies if not isinstance(policy, Policy)]:
+        raise ConfigError(f"policies must be Policy values, got {bad[0]!r}")
+    if wrong := [share for share in shares if isinstance(share, bool) or not 0 < share <= 1]:
+        raise ConfigError(f"shares must be in (0, 1], got {wrong[0]!r}")
+    own = list(dict.fromkeys([Full(), *policies]))
+    if shares and (given := [policy for policy in own if isinstance(policy, Wrapper) or policy != type(policy)()]):
+        raise ConfigError(
+            f"shares decide all settings of a policy, so none may be given, got {metrics.label(given[0])}"
+        )
+    if unread := [name for name in setup.fitted if name not in {innermost(policy).name for policy in own}]:
+        raise ConfigError(f"fitted must be arrays of these policies, got those of {unread[0]}")
+    cells = []
+    for length in dict.fromkeys(lengths):
+        made = {
+            task: tuple(
+                make(task, params.tokenizer, length, (i + 0.5) / samples, random.Random(f"{seed}:{i}").getrandbits(32))
+                for i in range(samples)
+            )
+            for task in dict.fromkeys(tasks)
+        }
+        most = max(growth(case) for cases in made.values() for case in cases)
+        for task, cases in made.items():
+            # shares compare whole tables, so that all tasks of a length have one capacity
+            capacity = length + (most if shares else max(map(growth, cases)))
+            if capacity > params.config.context:
+                room = f"the model's context={params.config.context}"
+                raise ConfigError(f"lengths must leave room in {room}, got {length} + {capacity - length} for {task}")
+            entries = entries_of(setup, own, cases[0], length, capacity, shares)
+            cells.append(Cell(task, length, capacity, cases, entries))
+    return sorted(cells, key=lambda cell: tasks.index(cell.task)) if not shares else cells
+
+
+def entries_of(
+    setup: Setup, policies: Sequence[Policy], case: Case, length: int, capacity: int, shares: Sequence[float]
+) -> tuple[Entry, ...]:
+    """Full attention first, then what runs beside it. Raises ConfigError where a policy cannot run."""
+    if shares:
+        full, *others = policies
+        entries = [Entry(full)]
+        entries += [at_share(setup, policy, share, capacity, length) for share in shares for policy in others]
+    else:
+        entries = [Entry(setup.taught(policy)) for policy in policies]
+        for policy in policies:
+            if isinstance(policy, ShadowKV) and not case.forced:
+                policy.resolve(setup.params.config, capacity)
+                small = control(setup.params, policy, capacity, length)
+                entries += [Entry(small, metrics.label(policy))] if small is not None else []
+    for entry in entries:
+        if entry.policy is not None:
+            resolved = entry.policy.resolve(setup.params.config, capacity)
+            check_fitted(resolved, setup.params.config, setup.arrays_of(resolved))
+    return tuple(entries)
+
+
+def growth(case: Case) -> int:
+    """Tokens that a state needs beyond the prompt: what is forced, or all answers and later questions."""
+    answers = sum(sample.max_new_tokens for sample in case.samples)
+    questions = sum(map(len, case.turns))
+    return len(case.forced) or answers + -(-questions // TURN_WIDTH) * TURN_WIDTH
