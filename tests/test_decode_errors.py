@@ -259,6 +259,13 @@ def test_nominal_keeps_to_its_share(name, config, dtype):
     assert feasible >= (5 if name == "full" or (name == "omnikv" and config is TINY) else 10)
 
 
+def test_outliers_go_before_the_rank():
+    """2,304 tokens are 288 chunks: 48 of them exact would leave a quarter of the bytes to a rank of 16."""
+    made = [ShadowKV.nominal(fraction, 2304, SMOLLM2) for fraction in (0.5, 0.25, 0.12)]
+    assert [policy.outlier_chunks for policy in made] == [48, 24, 0]
+    assert made[0].rank > made[1].rank == 32 > made[2].rank
+
+
 @pytest.mark.parametrize("name", POLICIES)
 def test_nominal_refuses_what_cannot_be(name):
     for fraction in (0.0, -1.0, float("nan")):

@@ -1,5 +1,6 @@
 """Tasks, scores and the runner, on a tiny random model with a byte tokenizer: no checkpoint."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -310,6 +311,21 @@ def by_hand(params: Params, case: tasks.Case) -> list[str]:
         for token in question:
             logits, state = decode.decode_step(params, np.array([token]), state)
     return texts
+
+
+def test_prefills_of_few_states_and_forgotten_programs_change_nothing(
+    params: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policies = [POLICY, dataclasses.replace(POLICY, budget=16), StreamingLLM(window=30)]
+    options: dict[str, Any] = {"tasks": ["agreement", "needle_docs"], "policies": policies}
+    want = evaluate(params, **options)
+    monkeypatch.setattr(runner, "MOST_TOGETHER", 2)
+    monkeypatch.setattr(runner, "MOST_PROGRAMS", 1)
+    got = evaluate(params, **options)
+    assert [row["policy"] for row in got] == [row["policy"] for row in want]
+    for one, other in zip(got, want, strict=True):
+        assert one["score"] == other["score"]
+        assert one["kl"] == pytest.approx(other["kl"], abs=1e-6)
 
 
 def test_a_killed_run_goes_on_where_it_stopped(

@@ -22,6 +22,8 @@ from jshadow.report import row_figures
 from jshadow.state import Counters, KVState
 
 Progress = Callable[[int, int], None]
+MOST_TOGETHER = 12  # states of one prompt that exist at once
+MOST_PROGRAMS = 32  # decode programs that are kept: of a deep model, each takes some 100 MB
 
 
 # One sample
@@ -74,7 +76,7 @@ def run_case(setup: Setup, case: Case, policies: Sequence[Policy], capacity: int
 
 
 def prefilled(setup: Setup, case: Case, policies: Sequence[Policy], capacity: int) -> Iterator[tuple[Any, KVState]]:
-    """Logits and state of each policy, in order; one prefill for all but those that attend in their own way.
+    """Logits and state of each policy, in order; one prefill for many, but for those that attend in their own way.
 
     Those with learned arrays have one each as well: a shared prefill takes arrays of one policy.
     """
@@ -84,11 +86,12 @@ def prefilled(setup: Setup, case: Case, policies: Sequence[Policy], capacity: in
     own = [policy.resolve(params.config, capacity).prefill_attention() is not None for policy in policies]
     learned = [setup.arrays_of(policy) for policy in policies]
     sharing = [p for p, its, arrays in zip(policies, own, learned, strict=True) if not its and arrays is None]
-    together = []
-    if sharing:
-        together = decode.prefill_many(params, tokens, length, sharing, **options, attention=setup.prefill)
+    together: list[tuple[Any, KVState]] = []
     for policy, its, arrays in zip(policies, own, learned, strict=True):
         if not its and arrays is None:
+            if not together:
+                some, sharing = sharing[:MOST_TOGETHER], sharing[MOST_TOGETHER:]
+                together = decode.prefill_many(params, tokens, length, some, **options, attention=setup.prefill)
             yield together.pop(0)  # each state goes as soon as it is used
         else:
             attention = None if its else setup.prefill
@@ -152,8 +155,12 @@ def evaluate(
     store, model = metrics.Store(out), f"{params.config} {params.digest}"
     if store.damaged:
         print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
-    rows, done = [], 0
+    rows, done, programs = [], 0, 0
     for cell in cells:
+        programs += len(cell.entries)
+        if programs > MOST_PROGRAMS:
+            jax.clear_caches()
+            programs = len(cell.entries)
         table = []
         for index in range(samples):
             table.append(finish_sample(setup, cell, index, store, model))

@@ -404,13 +404,19 @@ class ShadowKV(ChunkCosts):
 
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """The highest rank that fits; where rank 8 does not, fewer outliers too."""
+        """The highest rank that fits; outliers go before it falls below the paper's share of the columns.
+
+        48 outlier chunks are few of 128K tokens and a fifth of 2K, where a low rank costs more than they save.
+        """
         limit = own_share(cls.name, fraction, num_tokens, config) * 2 * num_tokens * config.key_columns
-        for outliers in (48, 24, 8, 4, 1, 0):
-            for rank in range(config.key_columns // 8 * 8 or config.key_columns, 0, -8):
-                policy = cls(rank=rank, outlier_chunks=outliers)
-                if policy.resolve(config, num_tokens).device_numbers(num_tokens, config) <= limit:
-                    return policy
+        usual = cls().resolve(config, num_tokens).rank
+        assert usual is not None
+        ranks = range(config.key_columns // 8 * 8 or config.key_columns, 0, -8)
+        tries = [(count, rank) for count in (48, 24, 8, 4, 1, 0) for rank in ranks if rank >= usual]
+        for outliers, rank in tries + [(0, rank) for rank in ranks if rank < usual]:
+            policy = cls(rank=rank, outlier_chunks=outliers)
+            if policy.resolve(config, num_tokens).device_numbers(num_tokens, config) <= limit:
+                return policy
         smallest = cls(rank=min(8, config.key_columns), outlier_chunks=0).resolve(config, num_tokens)
         least = smallest.device_numbers(num_tokens, config) / (2 * num_tokens * config.key_columns)
         raise infeasible(cls.name, fraction, whole_share(least, num_tokens, config))
