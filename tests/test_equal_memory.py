@@ -105,7 +105,9 @@ def test_bad_shares_are_refused(params: Params, shares: list[float]) -> None:
         runner.evaluate(params, ["agreement"], [LENGTH], POLICIES, samples=1, shares=shares)
 
 
-@pytest.mark.parametrize("policy", [Quest(unit=4), DenseFirst(), Pyramid(SnapKV())])
+@pytest.mark.parametrize(
+    "policy", [Quest(unit=4), Quest(unit=32, budget=32), H2O(heavy=9), DenseFirst(), Pyramid(SnapKV())]
+)
 def test_shares_decide_all_settings(params: Params, policy: Policy) -> None:
     with pytest.raises(ConfigError, match="shares decide all settings"):
         runner.evaluate(params, ["agreement"], [LENGTH], [policy], samples=1, shares=[0.5])
@@ -125,6 +127,15 @@ LEARNER = LESS(heavy=8, recent=8, state_rank=2, hidden=8)
 @pytest.fixture(scope="module")
 def learned(params: Params) -> Any:
     return LEARNER.fit(params, np.random.default_rng(0).integers(0, 256, 96), steps=3)
+
+
+def test_a_budget_that_takes_no_memory_stays(params: Params) -> None:
+    rows = runner.evaluate(
+        params, ["agreement"], [LENGTH], [Quest(budget=256), Quest()], samples=1, shares=[0.5], fetch="device_put"
+    )
+    assert [row["settings"].get("budget") for row in rows] == [None, 256, 1024]
+    assert rows[1]["offloaded_device_bytes"] == pytest.approx(rows[2]["offloaded_device_bytes"], rel=0.05)
+    assert rows[1]["attended_tokens"] < rows[2]["attended_tokens"]
 
 
 def test_learned_arrays_reach_their_policy_alone(

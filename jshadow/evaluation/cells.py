@@ -16,6 +16,7 @@ from jshadow.policies.wrappers import innermost
 from jshadow.prefill_attention import PrefillAttention
 
 TURN_WIDTH = 32  # questions of later turns are padded to a multiple of this, so that they share a compiled program
+SLACK = 0.05  # of a policy's device bytes: what a setting changes that may be given with a share
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +89,11 @@ def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> Stream
 def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: int) -> Entry:
     """A policy at the largest setting that keeps to a share of full attention's device bytes for such a prompt.
 
-    `nominal` counts a prompt that fills the capacity; what a policy keeps of later tokens comes on top here.
+    `nominal` counts a prompt that fills the capacity; what a policy keeps of later tokens comes on top here. Settings
+    that hardly take device memory (how many tokens a query attends to, of which ids are kept) stay as they were given.
+
+    Raises:
+        ConfigError: a setting was given that the share decides.
     """
     config, dtype = setup.params.config, setup.params.dtype.name
 
@@ -100,11 +105,16 @@ def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: 
     try:
         while (used := taken(made := setup.taught(type(policy).nominal(fraction, capacity, config)))) > share:
             fraction -= max(used - share, share / 200)
-        return Entry(made, share=share)
     except (Infeasible, ConfigError):
         least = least_share(policy, capacity, config, taken)
-    told = f"{policy.name}: the share must be at least {least:.4f} of full attention's bytes, got {share!r}"
-    return Entry(None, None, share, policy.name, told)
+        told = f"{policy.name}: the share must be at least {least:.4f} of full attention's bytes, got {share!r}"
+        return Entry(None, None, share, policy.name, told)
+    usual, own = type(policy)().settings(), made.settings()
+    given = {name: value for name, value in policy.settings().items() if value != usual[name]}
+    asked = dataclasses.replace(made, **given)  # type: ignore[type-var]
+    if abs(taken(asked) - used) > SLACK * used or any(own[name] != usual[name] for name in given):
+        raise ConfigError(f"shares decide all settings of a policy that take memory, got {metrics.label(policy)}")
+    return Entry(asked, share=share)
 
 
 def least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Callable[[Policy], float]) -> float:
@@ -141,10 +151,8 @@ def plan(
     if wrong := [share for share in shares if isinstance(share, bool) or not 0 < share <= 1]:
         raise ConfigError(f"shares must be in (0, 1], got {wrong[0]!r}")
     own = list(dict.fromkeys([Full(), *policies]))
-    if shares and (given := [policy for policy in own if isinstance(policy, Wrapper) or policy != type(policy)()]):
-        raise ConfigError(
-            f"shares decide all settings of a policy, so none may be given, got {metrics.label(given[0])}"
-        )
+    if shares and (given := [policy for policy in own if isinstance(policy, Wrapper)]):
+        raise ConfigError(f"shares decide all settings of a policy, wrappers too, got {metrics.label(given[0])}")
     if unread := [name for name in setup.fitted if name not in {innermost(policy).name for policy in own}]:
         raise ConfigError(f"fitted must be arrays of these policies, got those of {unread[0]}")
     cells = []

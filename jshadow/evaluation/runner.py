@@ -131,8 +131,8 @@ def evaluate(
         out: directory that keeps finished samples (samples.jsonl); a later call goes on from there. None: nowhere.
         progress: called with (samples done, samples).
         shares: run each policy at its `nominal` setting for each of these shares of full attention's device bytes,
-            offloaded where it offloads, instead of as given. Then there is no control; all tasks of a length have one
-            capacity.
+            offloaded where it offloads. Of the settings given, those hold that take no memory (`quest:budget=256`).
+            Then there is no control; all tasks of a length have one capacity.
         prefill: how every prompt's tokens attend to each other, full attention's too; None: exactly.
         fitted: arrays that a policy learned (`policy.fit`, `load_fitted`), by the policy's name, for all its settings.
 
