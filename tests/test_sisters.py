@@ -268,7 +268,7 @@ def llama():
 
 @pytest.mark.parametrize(("bits", "group", "gib"), [(2, 32, 3.01), (2, 64, 2.51), (1, 32, 2.01), (1, 64, 1.51)])
 def test_kivi_s_bytes_at_128k_are_the_papers(bits, group, gib):
-    """METHODS 9: the table of KIVI and SpeCache, at 131,072 tokens of Llama-3.1-8B."""
+    """By hand from the papers of KIVI and SpeCache, at 131,072 tokens of Llama-3.1-8B."""
     made = footprint(llama(), KIVI(bits=bits, group=group), capacity=131_072, prompt=131_072, fetch="resident")
     assert made["device_bytes"] / 2**30 == pytest.approx(gib, rel=0.02)
     words = sum(made["parts"][part][0] for part in ("quantised",))
@@ -632,8 +632,8 @@ def test_a_policy_that_is_listed_nowhere_is_found():
     assert {kind.__name__ for kind in own if not kind.name} == {"Wrapper"}
 
 
-# METHODS 17: GiB on the device and on the host, MiB moved a step, at 131,072 tokens of Llama-3.1-8B; None: not told.
-# Rows that a step fetches are no state here, but what moves; the table counts them as device bytes (OmniKV, Quest).
+# By hand from the papers: GiB on the device and on the host, MiB moved a step, at 131,072 tokens of Llama-3.1-8B; None:
+# not told. Rows that a step fetches are no state here, but what moves; some papers count them as device bytes.
 PAPERS_BYTES = {
     ("full", "resident"): (16.0, 0, 0),
     ("streaming_llm:sinks=4:window=2000", "resident"): (0.245, 0, 0),
