@@ -16,6 +16,7 @@ from jshadow.policies.wrappers import innermost
 from jshadow.prefill_attention import PrefillAttention
 
 TURN_WIDTH = 32  # questions of later turns are padded to a multiple of this, so that they share a compiled program
+SERVED = "bfloat16"  # shares are of bytes in this dtype, whatever computes: packed bits are no fewer beside float32
 SLACK = 0.05  # of a policy's device bytes: what a setting changes that may be given with a share
 
 
@@ -95,10 +96,10 @@ def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: 
     Raises:
         ConfigError: a setting was given that the share decides.
     """
-    config, dtype = setup.params.config, setup.params.dtype.name
+    config = setup.params.config
 
     def taken(made: Policy) -> float:
-        used = footprint(config, made, capacity=capacity, prompt=length, dtype=dtype, fetch="device_put")
+        used = footprint(config, made, capacity=capacity, prompt=length, dtype=SERVED, fetch="device_put")
         return float(used["device_bytes"] / used["full_bytes"])
 
     fraction = share

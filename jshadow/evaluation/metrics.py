@@ -142,7 +142,8 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def infeasible_row(task: str, length: int, name: str, share: float | None, why: str | None) -> dict[str, Any]:
     """The row of a policy that no setting brings down to a share."""
-    nothing = ("score", "stderr", "device_bytes", "host_bytes", "full_bytes", "offloaded_device_bytes", "settings")
+    nothing = ("score", "stderr", "device_bytes", "host_bytes", "full_bytes", "offloaded_device_bytes",
+               "served_device_bytes", "served_full_bytes", "settings")  # fmt: skip
     return {
         "task": task, "length": length, "policy": name, "name": name, "share": share, "infeasible": why,
         "control_of": None, "control": None, "fitted": False, **dict.fromkeys(nothing),
@@ -163,13 +164,13 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         if row["infeasible"]:
             table.add_row(*front, "-", "at least " + row["infeasible"].rpartition("at least ")[2].partition(" of ")[0])
             continue
-        size, scores = row["offloaded_device_bytes"], (found[task] for task in tasks)
+        size, scores = row["served_device_bytes"], (found[task] for task in tasks)
         marks = [f"{one['score']:.1f}" + ("" if one["stderr"] is None else f" ± {one['stderr']:.1f}") for one in scores]
         told = [one["kl"] for one in found.values() if one.get("kl") is not None]
-        table.add_row(*front, f"{size:,}", f"{100 * size / row['full_bytes']:.1f}", *marks,
+        table.add_row(*front, f"{size:,}", f"{100 * size / row['served_full_bytes']:.1f}", *marks,
                       f"{told[0]:.4f}" if told else "-")  # fmt: skip
     console.print(table)
-    console.print("KV bytes are those on the device with keys and values offloaded where the method offloads them.")
+    console.print("KV bytes are those on the device, in bfloat16, with what the method offloads on the host.")
 
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:

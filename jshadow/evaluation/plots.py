@@ -51,7 +51,7 @@ def plot_turns(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) 
             if (row["task"], row["length"]) != (task, length):
                 continue
             number = names.index(row["policy"])
-            share = row["offloaded_device_bytes"] / row["full_bytes"]
+            share = row["served_device_bytes"] / row["served_full_bytes"]
             axis.plot(
                 range(1, len(row["turns"]) + 1), row["turns"], marker=MARKS[number % len(MARKS)],
                 color=f"C{number % 10}", alpha=0.85, label=f"{row['name']} ({100 * share:.0f} % of full's bytes)",

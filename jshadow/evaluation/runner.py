@@ -12,7 +12,7 @@ import numpy as np
 from jshadow import decode, offload
 from jshadow.digest import tree_digest
 from jshadow.evaluation import metrics
-from jshadow.evaluation.cells import TURN_WIDTH, Cell, Setup, plan
+from jshadow.evaluation.cells import SERVED, TURN_WIDTH, Cell, Setup, plan
 from jshadow.evaluation.tasks import Case
 from jshadow.planning import footprint
 from jshadow.policies import Full, Policy
@@ -130,18 +130,19 @@ def evaluate(
         fetch: "auto", "resident", "device_put" or "zero_copy".
         out: directory that keeps finished samples (samples.jsonl); a later call goes on from there. None: nowhere.
         progress: called with (samples done, samples).
-        shares: run each policy at its `nominal` setting for each of these shares of full attention's device bytes,
-            offloaded where it offloads. Of the settings given, those hold that take no memory (`quest:budget=256`).
-            Then there is no control; all tasks of a length have one capacity.
+        shares: run each policy at its `nominal` setting for each of these shares of full attention's device bytes in
+            bfloat16, offloaded where it offloads. Of the settings given, those hold that take no memory
+            (`quest:budget=256`). Then there is no control; all tasks of a length have one capacity.
         prefill: how every prompt's tokens attend to each other, full attention's too; None: exactly.
         fitted: arrays that a policy learned (`policy.fit`, `load_fitted`), by the policy's name, for all its settings.
 
     Returns:
         One row a task, length and policy: task, length, policy (as `--policies` takes it), name, settings, score and
         stderr (percent), samples, device_bytes, host_bytes and full_bytes as it ran, offloaded_device_bytes (under
-        "device_put", whatever ran), capacity, fetch, prefill, attended_tokens, hit_rate, control_of and control (what
-        the negative control says, in every row of its table); for needles also asked, found, found_by_full,
-        found_by_both, recall_of_full (percent) and turns (percent by turn); for agreement top1, top1_stderr, kl and
+        "device_put", whatever ran), served_device_bytes and served_full_bytes (likewise, in bfloat16), capacity, fetch,
+        prefill, fitted, attended_tokens, hit_rate, control_of and control (what the negative control says, in every row
+        of its table); for needles also asked, found, found_by_full, found_by_both, recall_of_full (percent) and turns
+        (percent by turn); for agreement top1, top1_stderr, kl and
         kl_stderr (nats, full against this policy). With shares, also share, and infeasible: why nothing ran, where
         score and all that follows from it is None.
 
@@ -211,6 +212,8 @@ def cell_rows(setup: Setup, cell: Cell, table: list[dict[Policy, dict[str, Any]]
         row |= {name: used[name] for name in ("device_bytes", "host_bytes", "full_bytes")}
         offloaded = footprint(params.config, resolved, **sizes, fetch="device_put")
         row |= {"offloaded_device_bytes": offloaded["device_bytes"]}
+        served = footprint(params.config, resolved, **sizes | {"dtype": SERVED}, fetch="device_put")
+        row |= {"served_device_bytes": served["device_bytes"], "served_full_bytes": served["full_bytes"]}
         if own := resolved.prefill_attention():
             row["prefill"] = own.label(cell.length)
         rows.append(row | metrics.cell([records[entry.policy] for records in table], full))
