@@ -42,7 +42,7 @@ LEVELS = [
     ["generate"],
     ["evaluation"],
     ["bench"],
-    ["cli_generate", "cli_plan", "cli_bench", "cli_fit", "cli_patterns"],
+    ["cli_generate", "cli_plan", "cli_bench", "cli_fit", "cli_patterns", "cli_eval"],
     ["cli_policies"],
     ["cli"],
     ["__init__", "__main__"],

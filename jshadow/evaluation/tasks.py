@@ -225,12 +225,13 @@ def agreement(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
 
 
 Task = Callable[[Any, int, float, int], Case]
-TASK_TURNS = {"needle_multiturn": TURNS}
+TASK_TURNS = {"needle_multiturn": TURNS, "needle_multiturn_noise": TURNS}
 TASKS: dict[str, Task] = {
     "needle_noise": functools.partial(needles, source=noise),
     "needle_story": functools.partial(needles, source=story),
     "needle_docs": functools.partial(needles, source=documentation),
     "needle_multiturn": functools.partial(needles, source=documentation, count=TURNS),
+    "needle_multiturn_noise": functools.partial(needles, source=noise, count=TURNS),
     "agreement": agreement,
 }
 
