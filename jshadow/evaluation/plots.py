@@ -52,9 +52,11 @@ def plot_turns(rows: Sequence[Mapping[str, Any]], path: str | os.PathLike[str]) 
                 continue
             number = names.index(row["policy"])
             share = row["served_device_bytes"] / row["served_full_bytes"]
+            band = row["name"] == "full"  # broad, behind the others, which may lie on it
             axis.plot(
                 range(1, len(row["turns"]) + 1), row["turns"], marker=MARKS[number % len(MARKS)],
-                color=f"C{number % 10}", alpha=0.85, label=f"{row['name']} ({100 * share:.0f} % of full's bytes)",
+                color="0.7" if band else f"C{number % 10}", linewidth=7 if band else 1.5, alpha=0.85,
+                label=f"{row['name']} ({100 * share:.0f} % of full's bytes)",
             )  # fmt: skip
         axis.set_title(f"{task}, {length:,} tokens, {drawn[0]['samples']} samples", fontsize=9)
         axis.set_xlabel("turn")
