@@ -1,4 +1,4 @@
-"""`jshadow eval`: its options, and what it prints."""
+"""`jshadow eval`: from its arguments to what it prints."""
 
 import argparse
 import json

@@ -58,7 +58,8 @@ def test_every_policy_is_at_or_under_its_share(rows: list[dict[str, Any]], param
         assert {row["name"] for row in own} == names
         for row in own:
             if row["infeasible"]:
-                assert row["score"] is row["served_device_bytes"] is None
+                assert row["score"] is row["offloaded_device_bytes"] is row["served_device_bytes"] is None
+                assert "the share must be at least" in row["infeasible"]
                 least = float(row["infeasible"].partition("at least ")[2].split()[0])
                 assert least > share
                 continue
