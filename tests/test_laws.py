@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import (
     CAPACITY,
+    DEVICE_ONLY,
     FETCH_MODES,
     LENGTHS,
     OFFLOADED,
@@ -24,6 +25,7 @@ from cases import (
 )  # fmt: skip
 
 from jshadow import decode, offload
+from jshadow.planning import abstract_state
 from jshadow.policies import POLICIES, ShadowKV
 from jshadow.rope import inverse_frequencies
 from jshadow.state import Selection, StepKV
@@ -63,6 +65,26 @@ def remembered(state):
 
 def test_every_policy_has_a_case():
     assert set(POLICIES) <= set(POLICY_CASES)
+
+
+@policies
+def test_what_keeps_nothing_on_the_host_has_one_program(name):
+    """Laws that go through the fetch modes leave the other modes of these out."""
+    states = [abstract(name, fetch) for fetch in FETCH_MODES[:2]]
+    assert (name in DEVICE_ONLY) == all(spec.policy.host_layout(spec) is None for spec in states[0].specs)
+    if name in DEVICE_ONLY:
+        token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+        one, other = (jax.jit(decode.step, static_argnums=1).lower(model().weights, TINY, token, state).as_text()
+                      for state in states)  # fmt: skip
+        assert one == other
+
+
+def abstract(name: str, fetch: str):
+    """Shapes of the restricted case's state."""
+    return abstract_state(
+        TINY, setting(name, "restricted"), batch=BATCH, capacity=CAPACITY, prompt=min(LENGTHS), dtype="float32",
+        fetch=fetch,
+    )  # fmt: skip
 
 
 # Law 1

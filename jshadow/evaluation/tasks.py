@@ -35,6 +35,10 @@ HEAD = "Read this text, then answer a question about it.\n\n"
 QUESTION = "What is the secret number of {city}? Answer with the number."
 PREFIX = "The secret number of {city} is"
 TURNS = 4  # facts planted, and questions asked, in a multi-turn task
+DIGITS = 7  # of a number, as in this field's other needles
+# Of each number where there are several. A small model at one token a digit mixes up long ones with full attention; and
+# SnapKV, which keeps three neighbours of what the question looks at, loses their ends in the very first turn.
+DIGITS_OF_MANY = 4
 NEW_TOKENS = 12  # room for a seven-digit number at one token a digit
 FORCED = 64  # tokens of an agreement task that are forced after its prompt
 SNAP = 0.02  # a fact moves to the nearest end of a paragraph, line or sentence within this share of the text
@@ -175,12 +179,14 @@ def snap(tokenizer: Any, text: Sequence[int], target: int) -> int:
     return target
 
 
-def needles(tokenizer: Any, length: int, depth: float, seed: int, *, source: Callable, count: int = 1) -> Case:
+def needles(
+    tokenizer: Any, length: int, depth: float, seed: int, *, source: Callable, count: int = 1, digits: int = DIGITS
+) -> Case:
     """Plant `count` facts in a text and ask for each; the first is at `depth`, the others spread from there on."""
     check(length, depth, seed)
     rng = random.Random(seed)
     cities = rng.sample(CITIES, count)
-    numbers = [str(number) for number in rng.sample(range(10**6, 10**7), count)]
+    numbers = [str(number) for number in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
     questions = [QUESTION.format(city=city) for city in cities]
     prefixes = [PREFIX.format(city=city) for city in cities]
     head, tail = frame(tokenizer, questions[0], prefixes[0])
@@ -230,8 +236,8 @@ TASKS: dict[str, Task] = {
     "needle_noise": functools.partial(needles, source=noise),
     "needle_story": functools.partial(needles, source=story),
     "needle_docs": functools.partial(needles, source=documentation),
-    "needle_multiturn": functools.partial(needles, source=documentation, count=TURNS),
-    "needle_multiturn_noise": functools.partial(needles, source=noise, count=TURNS),
+    "needle_multiturn": functools.partial(needles, source=documentation, count=TURNS, digits=DIGITS_OF_MANY),
+    "needle_multiturn_noise": functools.partial(needles, source=noise, count=TURNS, digits=DIGITS_OF_MANY),
     "agreement": agreement,
 }
 
