@@ -26,7 +26,7 @@ FORMS = (
     "{name} in {city} asked for {count} {goods}; this is order {order}. ",
     "Under number {order} we sent {count} {goods} to {city}, to be paid by {name}. ",
 )
-TOKENS_A_RECORD = 64  # of the prompt: more records for a longer text
+SPREAD = 3  # a record has so many times its own tokens of the prompt
 FEWEST, MOST = 3, 32
 HEAD = "This is a report on the orders of a shop.\n\n"
 QUESTION = (
@@ -47,9 +47,10 @@ def records(rng: random.Random) -> Iterator[dict[str, Any]]:
 def text_to_json(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     """Records spread evenly over filler sentences; the depth moves them all. Score: share of the fields got right."""
     rng = random.Random(seed)
-    count = min(max(length // TOKENS_A_RECORD, FEWEST), MOST)
-    wanted = list(itertools.islice(records(rng), count))
+    wanted = list(itertools.islice(records(rng), MOST))
     lines = [rng.choice(FORMS).format(**record) for record in wanted]
+    count = min(max(length // (SPREAD * len(encode(tokenizer, "".join(lines))) // MOST), FEWEST), MOST)
+    wanted, lines = wanted[:count], lines[:count]
     depths = [(index + depth) / count for index in range(count)]
     pieces = Pieces(noise_pieces(rng, STORY))
 

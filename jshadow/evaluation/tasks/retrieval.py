@@ -54,18 +54,18 @@ def two_stage(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
         pairs = ", ".join(f"{key}: {colour}" for key, colour in enumerate(pieces.first(count)))
         return "{" + pairs + "}" + padding
 
-    def sample(key: int) -> Sample:
+    def sample(key: int, answer: str) -> Sample:
         second = int(share * min(key, LARGEST_STEP))
         question = (
             f"The dictionary above has numbers and their colours. Add {key - second} + {second}, look the sum up, "
             "and answer with its colour."
         )
-        return Sample("", question, "The colour is", pieces.first(key + 1)[key], STAGES_NEW_TOKENS, "string_match_part")
+        return Sample("", question, "The colour is", answer, STAGES_NEW_TOKENS, "string_match_part")
 
     # how many keys there are is known when the text is full; a shorter question then only leaves room for more
-    count = filled(tokenizer, length, compose, [sample(LONG_KEY)], least=2).samples[0].context.count(":")
+    count = filled(tokenizer, length, compose, [sample(LONG_KEY, COLOURS[0])], least=2).samples[0].context.count(":")
     key = min(int(depth * count), count - 1)
-    return filled(tokenizer, length, compose, [sample(key)], least=key + 1)
+    return filled(tokenizer, length, compose, [sample(key, pieces.first(key + 1)[key])], least=key + 1)
 
 
 def colours(rng: random.Random) -> Iterator[str]:
