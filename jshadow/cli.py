@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from jshadow import cli_bench, cli_fit, cli_generate, cli_patterns, cli_plan, cli_policies
+from jshadow import cli_bench, cli_eval, cli_fit, cli_generate, cli_patterns, cli_plan, cli_policies
 from jshadow.errors import ConfigError, JshadowError
 from jshadow.progress import SlowProgress
 
@@ -32,13 +32,6 @@ def run_convert(args: argparse.Namespace) -> int:
     else:
         print(f"{args.target}: written")
     return 0
-
-
-def run_eval(args: argparse.Namespace) -> int:
-    """`jshadow eval`."""
-    from jshadow import cli_eval  # which imports JAX, as --help does not
-
-    return cli_eval.run_eval(args)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -82,23 +75,9 @@ def parser() -> argparse.ArgumentParser:
         commands.add_parser("calibrate", help="find OmniKV's filter layers", description=cli_fit.ABOUT_CALIBRATE)
     )
 
-    add = commands.add_parser("eval", help="measure policies", description="Measure policies against full attention.")
-    add.set_defaults(run=run_eval)
-    add.add_argument("model", help="HF directory, or hub id")
-    add.add_argument("--tasks", default="needle_noise,needle_docs", help="comma list (default: %(default)s)")
-    add.add_argument("--lengths", default="1024,2048", help="prompt tokens, comma list (default: %(default)s)")
-    add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
-    add.add_argument("--shares", help="run each policy at these shares of full attention's device bytes, comma list")
-    add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=cli_generate.PREFILL_HELP)
-    add.add_argument("--fitted", metavar="FILES", help="arrays of `jshadow fit`, a file a policy, comma list")
-    add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
-    add.add_argument("--seed", type=int, default=0)
-    add.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")
-    add.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
-    add.add_argument("--quantize", help="int8: keep the projections' weights in int8")
-    add.add_argument("--out", help="directory for per-sample results")
-    add.add_argument("--plot", metavar="FILE", help="draw right answers by turn (.svg, .png, .pdf; extra `plots`)")
-    add.add_argument("--json", action="store_true", help=json_help)
+    cli_eval.add_options(
+        commands.add_parser("eval", help="measure policies", description=cli_eval.ABOUT), cli_generate.PREFILL_HELP
+    )
     return top
 
 

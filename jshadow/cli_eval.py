@@ -4,22 +4,44 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from jshadow import offload
 from jshadow.errors import ConfigError
-from jshadow.evaluation import metrics
-from jshadow.evaluation.plots import check_plot, plot_turns
-from jshadow.evaluation.runner import evaluate
 from jshadow.evaluation.tasks import TASK_TURNS, TASKS
-from jshadow.fitted import load_fitted, read_fitted_info
-from jshadow.params import load
-from jshadow.policies import Policy, parse_policy
-from jshadow.policies.wrappers import innermost
 from jshadow.progress import SlowProgress
-from jshadow.sparse_prefill import parse_prefill
+
+if TYPE_CHECKING:
+    from jshadow.policies import Policy
+
+ABOUT = f"""Measure policies against full attention, on tasks with known answers that are made on the spot, and on
+local data. Tasks: {", ".join(TASKS)}."""
+USUAL_TASKS, USUAL_LENGTHS = "needle_noise,needle_docs", "1024,2048"
+
+
+def add_options(add: argparse.ArgumentParser, prefill_help: str) -> None:
+    """The options of `eval`; --prefill is told as other commands tell it."""
+    add.set_defaults(run=run_eval)
+    add.add_argument("model", help="HF directory, or hub id")
+    add.add_argument("--tasks", help=f"comma list (default: {USUAL_TASKS}; none with --data)")
+    add.add_argument("--lengths", help=f"prompt tokens of the tasks, comma list (default: {USUAL_LENGTHS})")
+    add.add_argument("--data", metavar="FILES", help="local .jsonl, .json or .parquet files, comma list: kvpress's "
+                     "columns, or the files of LongBench v1 and v2, InfiniteBench or RULER")  # fmt: skip
+    add.add_argument("--truncate", help="middle: cut a row of --data that the model has no room for, and tell it")
+    add.add_argument("--limit", type=int, help="rows of each file of --data (default: all)")
+    add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
+    add.add_argument("--shares", help="run each policy at these shares of full attention's device bytes, comma list")
+    add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=prefill_help)
+    add.add_argument("--fitted", metavar="FILES", help="arrays of `jshadow fit`, a file a policy, comma list")
+    add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
+    add.add_argument("--seed", type=int, default=0)
+    add.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")
+    add.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
+    add.add_argument("--quantize", help="int8: keep the projections' weights in int8")
+    add.add_argument("--out", help="directory for per-sample results")
+    add.add_argument("--plot", metavar="FILE", help="draw right answers by turn (.svg, .png, .pdf; extra `plots`)")
+    add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def split_list(text: str, name: str) -> list[str]:
@@ -48,8 +70,11 @@ def parse_shares(text: str | None) -> list[float]:
         raise ConfigError(f"shares must be a comma list of numbers, got {text!r}") from error
 
 
-def read_fitted(paths: Sequence[str], policies: Sequence[Policy], params: Any) -> dict[str, Any]:
+def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any) -> dict[str, Any]:
     """Learned arrays by their policy's name. Raises ConfigError where a policy has two files, or a file none."""
+    from jshadow.fitted import load_fitted, read_fitted_info
+    from jshadow.policies.wrappers import innermost
+
     arrays: dict[str, Any] = {}
     for path in paths:
         name = read_fitted_info(path)["policy"]["name"]
@@ -60,11 +85,29 @@ def read_fitted(paths: Sequence[str], policies: Sequence[Policy], params: Any) -
     return arrays
 
 
-def run_eval(args: argparse.Namespace) -> int:
-    """`jshadow eval`: parse, load, evaluate, print."""
-    tasks, lengths = split_list(args.tasks, "tasks"), parse_lengths(args.lengths)
+def asked_for(args: argparse.Namespace) -> dict[str, Any]:
+    """Tasks, lengths and data of `evaluate`. Raises ConfigError."""
+    files = split_list(args.data, "data") if args.data is not None else []
+    usual = USUAL_TASKS if not files else None
+    names = args.tasks if args.tasks is not None else usual
+    tasks = split_list(names, "tasks") if names is not None else []
     if unknown := [task for task in tasks if task not in TASKS]:
         raise ConfigError(f"tasks must be among {sorted(TASKS)}, got {unknown[0]!r}")
+    lengths = parse_lengths(args.lengths if args.lengths is not None else USUAL_LENGTHS)
+    return {"tasks": tasks, "lengths": lengths, "data": files, "truncate": args.truncate, "limit": args.limit}
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    """`jshadow eval`: parse, load, evaluate, print."""
+    from jshadow import offload
+    from jshadow.evaluation import metrics
+    from jshadow.evaluation.plots import check_plot, plot_turns
+    from jshadow.evaluation.runner import evaluate
+    from jshadow.params import load
+    from jshadow.policies import parse_policy
+    from jshadow.sparse_prefill import parse_prefill
+
+    asked = asked_for(args)
     parts = [part.split(":") for part in split_list(args.policies, "policies")]
     policies = [parse_policy(name, settings) for name, *settings in parts]
     prefill = parse_prefill(args.prefill or "exact")
@@ -72,14 +115,14 @@ def run_eval(args: argparse.Namespace) -> int:
     shares = parse_shares(args.shares)
     files = split_list(args.fitted, "fitted") if args.fitted is not None else []
     if args.plot is not None:
-        check_plot(args.plot, tasks, TASK_TURNS)
+        check_plot(args.plot, asked["tasks"], TASK_TURNS)
     params = load(args.model, dtype=args.dtype, quantize=args.quantize)
     fitted = read_fitted(files, policies, params)
     progress = SlowProgress("evaluating")
     try:
         rows = evaluate(
-            params, tasks, lengths, policies, samples=args.samples, seed=args.seed, fetch=args.fetch, out=args.out,
-            progress=progress, shares=shares, prefill=prefill, fitted=fitted,
+            params, policies=policies, samples=args.samples, seed=args.seed, fetch=args.fetch, out=args.out,
+            progress=progress, shares=shares, prefill=prefill, fitted=fitted, **asked,
         )  # fmt: skip
     finally:
         progress.close()

@@ -1,21 +1,22 @@
 """What one evaluation runs: each task at each length, its cases, and the policies side by side on them."""
 
 import dataclasses
-import random
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError, Infeasible
 from jshadow.evaluation import metrics
-from jshadow.evaluation.tasks import Case, make
+from jshadow.evaluation.data import read_cases
+from jshadow.evaluation.tasks import Case, sample_of
 from jshadow.planning import footprint
 from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, Wrapper
 from jshadow.policies.base import check_fitted
 from jshadow.policies.wrappers import innermost
 from jshadow.prefill_attention import PrefillAttention
 
-TURN_WIDTH = 32  # questions of later turns are padded to a multiple of this, so that they share a compiled program
+WIDTHS = 8  # to which prompts of many lengths are padded
 SERVED = "bfloat16"  # shares are of bytes in this dtype, whatever computes: packed bits are no fewer beside float32
 SLACK = 0.05  # of a policy's device bytes: what a setting changes that may be given with a share
 
@@ -46,6 +47,21 @@ class Setup:
 
 
 @dataclasses.dataclass(frozen=True)
+class Data:
+    """Local files to evaluate on.
+
+    Attributes:
+        paths: .jsonl, .json or .parquet.
+        truncate: "middle", or None: a prompt that does not fit is an error.
+        limit: rows of each file; None: all.
+    """
+
+    paths: Sequence[str | os.PathLike[str]]
+    truncate: str | None = None
+    limit: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Entry:
     """A policy in one table.
 
@@ -65,13 +81,33 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """One task at one length: the cases, the capacity that they share, and what runs on them."""
+    """One task at one length: the cases, the capacity that they share, and what runs on them.
+
+    Attributes:
+        task: its name.
+        length: tokens of the prompts as asked for; of data, of the longest one.
+        capacity: tokens that each state may hold.
+        cases: the samples.
+        entries: what runs.
+        depths: of the cases; None where there is none.
+    """
 
     task: str
     length: int
     capacity: int
     cases: tuple[Case, ...]
     entries: tuple[Entry, ...]
+    depths: tuple[float | None, ...] = ()
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest prompt: the windows of all are sized by it."""
+        return min(len(case.prompt) for case in self.cases)
+
+    def width(self, case: Case) -> int:
+        """Tokens to which a prompt is padded: an eighth of the longest one or another, so that few programs do."""
+        step = -(-self.length // WIDTHS)
+        return min(-(-len(case.prompt) // step) * step, self.length)
 
 
 def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> StreamingLLM | None:
@@ -133,20 +169,35 @@ def least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Calla
 
 def plan(
     setup: Setup, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], samples: int, seed: int,
-    shares: Sequence[float] = (),
+    shares: Sequence[float] = (), data: Data | None = None,
 ) -> list[Cell]:  # fmt: skip
     """Make every case and check every policy, before anything runs.
 
     Raises:
-        ConfigError: an unknown task, no policy, a number out of range, a length that the model has no room for, or
-            learned arrays that no policy reads.
+        ConfigError: an unknown task, no policy, a number out of range, a length or a row of data that the model has no
+            room for, a file that cannot be read, or learned arrays that no policy reads.
     """
-    params = setup.params
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ConfigError(f"samples must be an integer of at least 1, got {samples!r}")
-    for name, given in (("tasks", tasks), ("lengths", lengths), ("policies", policies)):
+    lists: list[tuple[str, Any]] = [("tasks", tasks), ("lengths", lengths), ("policies", policies)]
+    for name, given in lists[2 if data and not tasks else 0 :]:
         if isinstance(given, str) or not isinstance(given, Sequence) or not given:
             raise ConfigError(f"{name} must be a non-empty list, got {given!r}")
+    own = checked_policies(setup, policies, shares)
+    made = [cell for length in dict.fromkeys(lengths) for cell in cells_at(setup, tasks, length, samples, seed, shares)]
+    cells = sorted(made, key=lambda cell: tasks.index(cell.task)) if not shares else made
+    if data:
+        cells += data_cells(setup, data)
+    return [
+        dataclasses.replace(
+            cell, entries=entries_of(setup, own, cell.cases[0], cell.shortest, cell.capacity, shares)
+        )
+        for cell in cells
+    ]  # fmt: skip
+
+
+def checked_policies(setup: Setup, policies: Sequence[Policy], shares: Sequence[float]) -> list[Policy]:
+    """Full attention and the policies, each once. Raises ConfigError for what could not run."""
     if bad := [policy for policy in policies if not isinstance(policy, Policy)]:
         raise ConfigError(f"policies must be Policy values, got {bad[0]!r}")
     if wrong := [share for share in shares if isinstance(share, bool) or not 0 < share <= 1]:
@@ -156,25 +207,44 @@ def plan(
         raise ConfigError(f"shares decide all settings of a policy, wrappers too, got {metrics.label(given[0])}")
     if unread := [name for name in setup.fitted if name not in {innermost(policy).name for policy in own}]:
         raise ConfigError(f"fitted must be arrays of these policies, got those of {unread[0]}")
+    return own
+
+
+def cells_at(
+    setup: Setup, tasks: Sequence[str], length: int, samples: int, seed: int, shares: Sequence[float]
+) -> list[Cell]:
+    """The cells of all tasks at one length, nothing running on them yet. Raises ConfigError."""
+    params = setup.params
+    made = {
+        task: [sample_of(task, params.tokenizer, length, index, samples, seed) for index in range(samples)]
+        for task in dict.fromkeys(tasks)
+    }
+    if not made:
+        return []
+    most = max(growth(case) for cases in made.values() for case, _ in cases)
     cells = []
-    for length in dict.fromkeys(lengths):
-        made = {
-            task: tuple(
-                make(task, params.tokenizer, length, (i + 0.5) / samples, random.Random(f"{seed}:{i}").getrandbits(32))
-                for i in range(samples)
-            )
-            for task in dict.fromkeys(tasks)
-        }
-        most = max(growth(case) for cases in made.values() for case in cases)
-        for task, cases in made.items():
-            # shares compare whole tables, so that all tasks of a length have one capacity
-            capacity = length + (most if shares else max(map(growth, cases)))
-            if capacity > params.config.context:
-                room = f"the model's context={params.config.context}"
-                raise ConfigError(f"lengths must leave room in {room}, got {length} + {capacity - length} for {task}")
-            entries = entries_of(setup, own, cases[0], length, capacity, shares)
-            cells.append(Cell(task, length, capacity, cases, entries))
-    return sorted(cells, key=lambda cell: tasks.index(cell.task)) if not shares else cells
+    for task, pairs in made.items():
+        cases, depths = zip(*pairs, strict=True)
+        # shares compare whole tables, so that all tasks of a length have one capacity
+        capacity = length + (most if shares else max(map(growth, cases)))
+        if capacity > params.config.context:
+            room = f"the model's context={params.config.context}"
+            raise ConfigError(f"lengths must leave room in {room}, got {length} + {capacity - length} for {task}")
+        cells.append(Cell(task, length, capacity, cases, (), () if cases[0].forced else depths))
+    return cells
+
+
+def data_cells(setup: Setup, data: Data) -> list[Cell]:
+    """The cells of local files, nothing running on them yet. Raises ConfigError."""
+    params, cells = setup.params, []
+    for one in read_cases(
+        data.paths, params.tokenizer, params.config.context, truncate=data.truncate, limit=data.limit
+    ):  # fmt: skip
+        length = max(len(case.prompt) for case in one.cases)
+        # the longest prompt and the longest answer may be of two cases
+        capacity = min(length + max(map(growth, one.cases)), params.config.context)
+        cells.append(Cell(one.task, length, capacity, one.cases, (), one.depths))
+    return cells
 
 
 def entries_of(
@@ -200,7 +270,5 @@ def entries_of(
 
 
 def growth(case: Case) -> int:
-    """Tokens that a state needs beyond the prompt: what is forced, or all answers and later questions."""
-    answers = sum(sample.max_new_tokens for sample in case.samples)
-    questions = sum(map(len, case.turns))
-    return len(case.forced) or answers + -(-questions // TURN_WIDTH) * TURN_WIDTH
+    """Tokens that a state needs beyond the prompt."""
+    return case.growth

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,6 @@ RESULTS = "samples.jsonl"
 TELLING = 0.6  # a task tells nothing where its control finds this share of what full attention finds
 
 
-def found(answer: str, output: str) -> bool:
-    """Whether the number `answer` stands in the output, and not as a part of a longer number."""
-    return bool(answer) and re.search(rf"(?<!\d){re.escape(answer)}(?!\d)", output) is not None
-
-
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """Natural logarithms of the probabilities over the last axis, in float64."""
     shifted = np.asarray(logits, np.float64)
@@ -36,6 +30,12 @@ def kl(full: np.ndarray, other: np.ndarray) -> np.ndarray:
     """KL(full || other) in nats at each position of logits [..., V]."""
     p, q = log_softmax(full), log_softmax(other)
     return (np.exp(p) * (p - q)).sum(axis=-1)
+
+
+def perplexity(logits: np.ndarray, tokens: np.ndarray) -> float:
+    """exp of the mean loss of tokens [T], each by the logits [T, V] of the place before it."""
+    losses = -np.take_along_axis(log_softmax(logits), np.asarray(tokens)[:, None], axis=-1)
+    return float(np.exp(losses.mean()))
 
 
 def top1(full: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -58,39 +58,74 @@ def mean_known(values: Sequence[float | None]) -> float | None:
     return mean_stderr(known)[0] if known else None
 
 
-def cell(records: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def tidy(total: float) -> float:
+    """A sum of scores as a whole number where it is one."""
+    return int(total) if total == int(total) else total
+
+
+def scores_of(record: Mapping[str, Any]) -> list[float]:
+    """Each question's score, 0 to 1; older records have hits alone."""
+    return record.get("scores", record["hits"])
+
+
+def cell(
+    records: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, Any]], depths: Sequence[float | None] = ()
+) -> dict[str, Any]:
     """One table row's figures from the samples of one policy, and of full attention in the same order.
 
     Args:
         records: with "score" (percent), "hits" (one a question; empty for agreement), "kl" (nats, or None),
-            "attended_tokens" and "hit_rate".
+            "attended_tokens" and "hit_rate"; "scores" (0 to 1, one a question) where they are more than hits, "apart"
+            where questions are no turns, and "ppl".
         full: the same samples under full attention.
+        depths: of the samples, where their facts were planted; None, or none at all: unknown.
     """
     score, stderr = mean_stderr([record["score"] for record in records])
     row: dict[str, Any] = {"score": score, "stderr": stderr, "samples": len(records)}
     row |= {name: mean_known([record[name] for record in records]) for name in ("attended_tokens", "hit_rate")}
-    hits = [(mine["hits"], its["hits"]) for mine, its in zip(records, full, strict=True)]
-    pairs = [pair for mine, its in hits for pair in zip(mine, its, strict=True)]
+    pairs = [
+        pair for mine, its in zip(records, full, strict=True)
+        for pair in zip(scores_of(mine), scores_of(its), strict=True)
+    ]  # fmt: skip
     if not pairs:
         row["kl"], row["kl_stderr"] = mean_stderr([record["kl"] for record in records])
+        row |= {"ppl": mean_perplexity(records), "ppl_full": mean_perplexity(full)}
         return row | {"top1": score, "top1_stderr": stderr}
-    both, by_full = sum(mine and its for mine, its in pairs), sum(its for _, its in pairs)
-    turns = np.mean([record["hits"] for record in records], axis=0) * 100
-    row |= {"asked": len(pairs), "found": sum(mine for mine, _ in pairs), "found_by_full": by_full}
+    both, by_full = tidy(sum(min(pair) for pair in pairs)), tidy(sum(its for _, its in pairs))
+    row |= {"asked": len(pairs), "found": tidy(sum(mine for mine, _ in pairs)), "found_by_full": by_full}
     row |= {"found_by_both": both, "recall_of_full": 100 * both / by_full if by_full else None}
-    return row | {"turns": turns.tolist()}
+    row |= {"turns": turn_scores(records)}
+    if depths and None not in depths:
+        at = sorted({depth for depth in depths if depth is not None})
+        found = [[r["score"] for r, own in zip(records, depths, strict=True) if own == depth] for depth in at]
+        row |= {"depths": at, "depth_scores": [mean_stderr(some)[0] for some in found]}
+    return row
 
 
-def verdict(by_full: int, by_control: int) -> str:
+def mean_perplexity(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Of all samples' tokens together, which are equally many each; None where an older record has none."""
+    known = [record["ppl"] for record in records if record.get("ppl") is not None]
+    return math.exp(mean_stderr([math.log(value) for value in known])[0]) if len(known) == len(records) else None
+
+
+def turn_scores(records: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Percent by turn; questions asked apart, or conversations of several lengths, are one turn together."""
+    counts = {len(record["hits"]) for record in records}
+    if len(counts) > 1 or any(record.get("apart") for record in records):
+        return [mean_stderr([record["score"] for record in records])[0]]
+    return (np.mean([scores_of(record) for record in records], axis=0) * 100).tolist()
+
+
+def verdict(by_full: float, by_control: float) -> str:
     """What a negative control says about its task, in words that begin with "ok" where the task tells something."""
     if not by_full:
         return "full attention finds nothing: the task tells nothing"
-    share = f"the control finds {by_control}, full attention {by_full} ({by_control / by_full:.0%})"
+    share = f"the control finds {by_control:.4g}, full attention {by_full:.4g} ({by_control / by_full:.0%})"
     return f"{share}: the task tells nothing" if by_control >= TELLING * by_full else f"ok: {share}"
 
 
 def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Recall of full over all needle rows, one entry a policy; the controls of all lengths make one entry together."""
+    """Recall of full over all rows of questions, one entry a policy; controls of all lengths make one together."""
     groups: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
     for row in rows:
         if "found" in row:
@@ -99,7 +134,7 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     entries = []
     for (policy, control_of), members in groups.items():
         names = ("asked", "found", "found_by_full", "found_by_both")
-        totals = {name: sum(row[name] for row in members) for name in names}
+        totals = {name: tidy(sum(row[name] for row in members)) for name in names}
         by_full = totals["found_by_full"]
         share = 100 * totals["found_by_both"] / by_full if by_full else None
         entry = {"policy": policy, "control_of": control_of, **totals, "recall_of_full": share}
@@ -123,7 +158,18 @@ def label(policy: Policy) -> str:
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The result table."""
-    titles = ("task", "length", "policy", "score %", "recall of full %", "KL", "KV bytes", "full / this", "repeats %")
+    titles = (
+        "task",
+        "length",
+        "policy",
+        "score %",
+        "recall of full %",
+        "KL",
+        "ppl",
+        "KV bytes",
+        "full / this",
+        "repeats %",
+    )
     table = Table(*titles)
 
     def form(value: float | None, spec: str, scale: float = 1.0) -> str:
@@ -134,7 +180,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Table:
         score = form(row["score"], ".1f") + ("" if row["stderr"] is None else f" ± {row['stderr']:.1f}")
         table.add_row(
             row["task"], f"{row['length']:,}", name, score, form(row.get("recall_of_full"), ".1f"),
-            form(row.get("kl"), ".4f"), f"{row['offloaded_device_bytes']:,}",
+            form(row.get("kl"), ".4f"), form(row.get("ppl"), ".3f"), f"{row['offloaded_device_bytes']:,}",
             f"{row['full_bytes'] / row['offloaded_device_bytes']:.2f}", form(row["hit_rate"], ".1f", 100.0),
         )  # fmt: skip
     return table
@@ -173,8 +219,14 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     console.print("KV bytes are those on the device, in bfloat16, with what the method offloads on the host.")
 
 
+def cut_short(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int, int]]:
+    """Task, length, contexts cut and samples of what did not fit the model whole."""
+    cut = ((r["task"], r["length"], r["truncated"], r["samples"]) for r in rows if r.get("truncated"))
+    return list(dict.fromkeys(cut))
+
+
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print the table, what the controls say, and the recall over all needle tasks."""
+    """Print the table, what the controls say, and the recall over all tasks with questions."""
     console.print(figures(rows))
     if rows:
         console.print(f"Ran {rows[0]['fetch']}; KV bytes are those on the device with values offloaded.")
@@ -184,11 +236,14 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     for task, length, said in dict.fromkeys((row["task"], row["length"], row["control"]) for row in rows):
         if said is not None:
             console.print(f"{task} at {length:,}, control: {said}")
+    for task, length, cut, samples in cut_short(rows):
+        console.print(f"{task} at {length:,}: {cut} of {samples} contexts were cut in the middle to fit the model")
     for entry in pooled(rows):
         both, by_full = entry["found_by_both"], entry["found_by_full"]
-        console.print(f"all needles, {entry['policy']}: finds {both} of the {by_full} that full attention finds")
+        told = f"finds {both:.6g} of the {by_full:.6g} that full attention finds"
+        console.print(f"all questions, {entry['policy']}: {told}")
         if entry["control_of"]:
-            console.print(f"all needles, control of {entry['control_of']}: {entry['control']}")
+            console.print(f"all questions, control of {entry['control_of']}: {entry['control']}")
 
 
 class Store:

@@ -11,9 +11,12 @@ import numpy as np
 
 from jshadow import decode, offload
 from jshadow.digest import tree_digest
+from jshadow.errors import ConfigError
 from jshadow.evaluation import metrics
-from jshadow.evaluation.cells import SERVED, TURN_WIDTH, Cell, Setup, plan
+from jshadow.evaluation.cells import SERVED, Cell, Data, Setup, plan
+from jshadow.evaluation.scorers import score
 from jshadow.evaluation.tasks import Case
+from jshadow.evaluation.tasks.framing import padded
 from jshadow.planning import footprint
 from jshadow.policies import Full, Policy
 from jshadow.prefill import prepared_attention
@@ -29,61 +32,94 @@ MOST_PROGRAMS = 32  # decode programs that are kept: of a deep model, each takes
 # One sample
 
 
+def say(params: Any, logits: Any, state: KVState, count: int) -> tuple[list[int], KVState]:
+    """Greedy token ids of at most `count`, without what stops them. Consumes the state."""
+    stop = tuple(params.config.eos_ids)
+    token = np.asarray(logits).argmax(-1).astype(np.int32)
+    said = [] if int(token[0]) in stop else [int(token[0])]
+    if said and count > 1:
+        new, state = decode.decode_steps(params, token, state, count - 1, stop=stop)
+        said += [int(one) for one in np.asarray(new)[0] if one >= 0 and int(one) not in stop]
+    return said, state
+
+
+def feed(params: Any, question: Sequence[int], state: KVState) -> tuple[Any, KVState]:
+    """Logits after a question of any length, by one of few compiled programs. Consumes the state."""
+    tokens = np.zeros((1, padded(len(question))), np.int32)
+    tokens[0, : len(question)] = question
+    return decode.extend(params, tokens, np.array([len(question)], np.int32), state)
+
+
 def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[str], KVState]:
     """Greedy answers to every turn; answers stay in the cache, and later questions are appended to it."""
-    stop = tuple(params.config.eos_ids)
     texts = []
     for turn, sample in enumerate(case.samples):
         held = int(np.asarray(state.lengths)[0])
-        token = np.asarray(logits).argmax(-1).astype(np.int32)
-        said = [] if int(token[0]) in stop else [int(token[0])]
-        if said and sample.max_new_tokens > 1:
-            new, state = decode.decode_steps(params, token, state, sample.max_new_tokens - 1, stop=stop)
-            said += [int(one) for one in np.asarray(new)[0] if one >= 0 and int(one) not in stop]
+        said, state = say(params, logits, state, sample.max_new_tokens)
         texts.append(params.tokenizer.decode(said))
         if turn < len(case.turns):
             unfed = said[int(np.asarray(state.lengths)[0]) - held :]  # the last token was sampled, not fed
-            question = [*unfed, *case.turns[turn]]
-            width = -(-len(question) // TURN_WIDTH) * TURN_WIDTH
-            tokens = np.zeros((1, width), np.int32)
-            tokens[0, : len(question)] = question
-            logits, state = decode.extend(params, tokens, np.array([len(question)], np.int32), state)
+            logits, state = feed(params, [*unfed, *case.turns[turn]], state)
     return texts, state
 
 
-def run_case(setup: Setup, case: Case, policies: Sequence[Policy], capacity: int) -> Iterator[dict[str, Any]]:
+def answers_apart(params: Any, case: Case, state: KVState) -> tuple[list[str], Counters]:
+    """Greedy answers to independent questions, each asked of a fork of the prompt, and what all forks did."""
+    texts, did = [], []
+    for question, sample in zip(case.questions, case.samples, strict=True):
+        logits, fork = feed(params, question, state.fork())
+        said, fork = say(params, logits, fork, sample.max_new_tokens)
+        texts.append(params.tokenizer.decode(said))
+        did.append(jax.tree.map(np.asarray, fork.counters))
+    return texts, jax.tree.map(lambda *counts: sum(counts), *did)
+
+
+def run_case(setup: Setup, cell: Cell, index: int, policies: Sequence[Policy]) -> Iterator[dict[str, Any]]:
     """What each policy makes of one case, in order; an agreement case wants full attention first."""
-    params, reference = setup.params, None
-    for logits, state in prefilled(setup, case, policies, capacity):
+    params, reference, case = setup.params, None, cell.cases[index]
+    for logits, state in prefilled(setup, cell, case, policies):
+        record: dict[str, Any]
         if case.forced:
+            first = np.asarray(logits)  # of the last token of the prompt, which says the first forced one
             forced = np.array([case.forced], np.int32)
             logits, state = decode.extend(params, forced, np.array([forced.shape[1]], np.int32), state, logits="all")
             mine = np.asarray(logits)[0]
             reference = mine if reference is None else reference
-            score = 100 * float(metrics.top1(reference, mine).mean())
-            record: dict[str, Any] = {
-                "score": score,
-                "hits": [],
-                "kl": float(metrics.kl(reference, mine).mean()),
-                "outputs": [],
-            }
+            record = {"score": 100 * float(metrics.top1(reference, mine).mean()), "hits": []}
+            record |= {"kl": float(metrics.kl(reference, mine).mean()), "outputs": []}
+            record |= {"ppl": metrics.perplexity(np.concatenate([first, mine[:-1]]), forced[0])}
+            counters = jax.tree.map(np.asarray, state.counters)
+        elif case.questions:
+            texts, counters = answers_apart(params, case, state)
+            record = judged(case, texts) | {"apart": True}
         else:
             texts, state = answers(params, case, logits, state)
-            hits = [metrics.found(sample.answer, text) for sample, text in zip(case.samples, texts, strict=True)]
-            record = {"score": 100 * sum(hits) / len(hits), "hits": hits, "kl": None, "outputs": texts}
-        figures = row_figures(Counters.zeros(1), jax.tree.map(np.asarray, state.counters), 0, params.config.num_layers)
+            record, counters = judged(case, texts), jax.tree.map(np.asarray, state.counters)
+        figures = row_figures(Counters.zeros(1), counters, 0, params.config.num_layers)
         yield record | {name: figures[name] for name in ("attended_tokens", "hit_rate")}
 
 
-def prefilled(setup: Setup, case: Case, policies: Sequence[Policy], capacity: int) -> Iterator[tuple[Any, KVState]]:
+def judged(case: Case, texts: Sequence[str]) -> dict[str, Any]:
+    """The scores of the answers to a case."""
+    pairs = zip(case.samples, texts, strict=True)
+    scores = [score(sample.scorer, sample.answers, text, sample.choices) for sample, text in pairs]
+    hits = [one == 1 for one in scores]
+    record = {"score": 100 * sum(scores) / len(scores), "hits": hits, "kl": None, "outputs": list(texts)}
+    return record if scores == hits else record | {"scores": scores}
+
+
+def prefilled(
+    setup: Setup, cell: Cell, case: Case, policies: Sequence[Policy]
+) -> Iterator[tuple[Any, KVState]]:  # fmt: skip
     """Logits and state of each policy, in order; one prefill for many, but for those that attend in their own way.
 
     Those with learned arrays have one each as well: a shared prefill takes arrays of one policy.
     """
     params = setup.params
-    tokens, length = np.array([case.prompt], np.int32), np.array([len(case.prompt)], np.int32)
-    options: dict[str, Any] = {"capacity": capacity, "fetch": setup.fetch}
-    own = [policy.resolve(params.config, capacity).prefill_attention() is not None for policy in policies]
+    tokens, length = np.zeros((1, cell.width(case)), np.int32), np.array([len(case.prompt)], np.int32)
+    tokens[0, : len(case.prompt)] = case.prompt
+    options: dict[str, Any] = {"capacity": cell.capacity, "fetch": setup.fetch, "shortest": cell.shortest}
+    own = [policy.resolve(params.config, cell.capacity).prefill_attention() is not None for policy in policies]
     learned = [setup.arrays_of(policy) for policy in policies]
     sharing = [p for p, its, arrays in zip(policies, own, learned, strict=True) if not its and arrays is None]
     together: list[tuple[Any, KVState]] = []
@@ -95,7 +131,8 @@ def prefilled(setup: Setup, case: Case, policies: Sequence[Policy], capacity: in
             yield together.pop(0)  # each state goes as soon as it is used
         else:
             attention = None if its else setup.prefill
-            yield decode.prefill(params, tokens, length, policy, **options, attention=attention, fitted=arrays)
+            own_options = options | {"attention": attention, "fitted": arrays}
+            yield decode.prefill_many(params, tokens, length, [policy], **own_options)[0]
 
 
 # All samples
@@ -105,7 +142,12 @@ def sample_key(setup: Setup, model: str, cell: Cell, index: int, policy: Policy)
     """A digest of all that decides a sample's record."""
     case = cell.cases[index]
     tokens = [case.prompt, case.turns, case.forced, [(one.answer, one.max_new_tokens) for one in case.samples]]
-    what = [model, cell.task, tokens, cell.capacity, setup.fetch, repr(policy)]
+    what: list[Any] = [model, cell.task, tokens, cell.capacity, setup.fetch, repr(policy)]
+    what += [case.questions] if case.questions else []
+    if usual := [(one.scorer, one.choices) for one in case.samples if one.scorer != "number"]:
+        what += [usual]
+    if cell.shortest != len(case.prompt) or cell.width(case) != len(case.prompt):
+        what += [cell.shortest, cell.width(case)]  # windows and padding of prompts of several lengths
     what += [] if setup.prefill is None else [repr(setup.prefill)]
     learned = setup.arrays_of(policy)
     what += [] if learned is None else [tree_digest(learned)]
@@ -116,13 +158,14 @@ def evaluate(
     params: Any, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], *, samples: int = 10,
     seed: int = 0, fetch: str = "auto", out: Any = None, progress: Progress | None = None,
     shares: Sequence[float] = (), prefill: PrefillAttention | None = None, fitted: Mapping[str, Any] | None = None,
+    data: Sequence[Any] = (), truncate: str | None = None, limit: int | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure policies against full attention.
 
     Args:
         params: Params with a tokenizer.
-        tasks: names in TASKS.
-        lengths: prompt tokens.
+        tasks: names in TASKS; may be empty beside data.
+        lengths: prompt tokens of the tasks.
         policies: full attention is always measured too. Each ShadowKV brings a negative control to the needle tasks:
             StreamingLLM at the device bytes that ShadowKV takes with its values offloaded, whatever `fetch` is.
         samples: cases of each task and length, their depths spread evenly.
@@ -135,22 +178,30 @@ def evaluate(
             (`quest:budget=256`). Then there is no control; all tasks of a length have one capacity.
         prefill: how every prompt's tokens attend to each other, full attention's too; None: exactly.
         fitted: arrays that a policy learned (`policy.fit`, `load_fitted`), by the policy's name, for all its settings.
+        data: local files (.jsonl, .json, .parquet) whose rows are evaluated too (`evaluation.data`).
+        truncate: "middle": cut a context that does not fit the model, and tell it; None: that is an error.
+        limit: rows of each file; None: all.
 
     Returns:
         One row a task, length and policy: task, length, policy (as `--policies` takes it), name, settings, score and
         stderr (percent), samples, device_bytes, host_bytes and full_bytes as it ran, offloaded_device_bytes (under
         "device_put", whatever ran), served_device_bytes and served_full_bytes (likewise, in bfloat16), capacity, fetch,
-        prefill, fitted, attended_tokens, hit_rate, control_of and control (what the negative control says, in every row
-        of its table); for needles also asked, found, found_by_full, found_by_both, recall_of_full (percent) and turns
-        (percent by turn); for agreement top1, top1_stderr, kl and
-        kl_stderr (nats, full against this policy). With shares, also share, and infeasible: why nothing ran, where
-        score and all that follows from it is None.
+        prefill, fitted, attended_tokens, hit_rate, truncated (contexts that were cut), control_of and control (what the
+        negative control says, in every row of its table).
+        For questions also asked, found, found_by_full, found_by_both (sums of scores from 0 to 1), recall_of_full
+        (percent), turns (percent by turn), depths and depth_scores (percent at each depth of the fact, where there is
+        one). For agreement top1, top1_stderr, kl and kl_stderr (nats, full against this policy), ppl and ppl_full
+        (perplexity of the forced tokens, this policy's and full's). With shares, also share, and infeasible: why
+        nothing ran, where score and all that follows from it is None.
 
     Raises:
         ConfigError, HostMemoryError: before anything runs.
     """
     setup = Setup(params, offload.resolve_fetch(fetch), prefill, fitted or {})
-    cells = plan(setup, tasks, lengths, policies, samples, seed, shares)
+    if isinstance(data, str) or (not data and (truncate is not None or limit is not None)):
+        raise ConfigError(f"data must be a list of files (truncate and limit are for them), got {data!r}")
+    files = Data(tuple(data), truncate, limit) if data else None
+    cells = plan(setup, tasks, lengths if tasks else (), policies, samples, seed, shares, files)
     for policy in [*policies] or [Full()]:
         prepared_attention([policy], prefill, params.config)  # one that attends in its own way takes no other
     store, model = metrics.Store(out), f"{params.config} {params.digest}"
@@ -163,11 +214,11 @@ def evaluate(
             jax.clear_caches()
             programs = len(cell.entries)
         table = []
-        for index in range(samples):
+        for index in range(len(cell.cases)):
             table.append(finish_sample(setup, cell, index, store, model))
             done += 1
             if progress is not None:
-                progress(done, len(cells) * samples)
+                progress(done, sum(len(one.cases) for one in cells))
         told = {"prefill": prefill.label(cell.length) if prefill else "exact"}
         rows += [told | row for row in cell_rows(setup, cell, table)]
     return rows
@@ -183,10 +234,12 @@ def finish_sample(
     case = cell.cases[index]
     # the divergence from full attention needs its logits
     run = [policies[0], *missing] if missing and case.forced and policies[0] not in missing else missing
-    context = {"task": cell.task, "length": cell.length, "sample": index, "depth": (index + 0.5) / len(cell.cases)}
+    depth = cell.depths[index] if cell.depths else None
+    context: dict[str, Any] = {"task": cell.task, "length": cell.length, "sample": index, "depth": depth}
     context |= {"answers": [sample.answer for sample in case.samples], "fetch": setup.fetch, "model": model}
     context |= {"prefill": setup.prefill.label()} if setup.prefill else {}
-    made = run_case(setup, case, run, cell.capacity) if run else iter(())
+    context |= {"truncated": case.truncated} if case.truncated else {}
+    made = run_case(setup, cell, index, run) if run else iter(())
     for policy, record in zip(run, made, strict=True):
         if policy in missing:
             store.add(keys[policy], record, context | {"policy": metrics.label(policy)})
@@ -197,7 +250,7 @@ def cell_rows(setup: Setup, cell: Cell, table: list[dict[Policy, dict[str, Any]]
     """The result rows of one task at one length."""
     params, fetch = setup.params, setup.fetch
     full = [records[Full()] for records in table]
-    sizes = {"capacity": cell.capacity, "prompt": cell.length, "dtype": params.dtype.name}
+    sizes = {"capacity": cell.capacity, "prompt": cell.shortest, "dtype": params.dtype.name}
     rows = []
     for entry in cell.entries:
         if entry.policy is None:
@@ -209,6 +262,7 @@ def cell_rows(setup: Setup, cell: Cell, table: list[dict[Policy, dict[str, Any]]
         row |= {"share": entry.share, "infeasible": None, "name": resolved.name, "settings": resolved.settings()}
         row |= {"control_of": entry.control_of, "control": None, "capacity": cell.capacity, "fetch": fetch}
         row |= {"fitted": setup.arrays_of(resolved) is not None}
+        row |= {"truncated": sum(case.truncated > 0 for case in cell.cases)}
         row |= {name: used[name] for name in ("device_bytes", "host_bytes", "full_bytes")}
         offloaded = footprint(params.config, resolved, **sizes, fetch="device_put")
         row |= {"offloaded_device_bytes": offloaded["device_bytes"]}
@@ -216,7 +270,7 @@ def cell_rows(setup: Setup, cell: Cell, table: list[dict[Policy, dict[str, Any]]
         row |= {"served_device_bytes": served["device_bytes"], "served_full_bytes": served["full_bytes"]}
         if own := resolved.prefill_attention():
             row["prefill"] = own.label(cell.length)
-        rows.append(row | metrics.cell([records[entry.policy] for records in table], full))
+        rows.append(row | metrics.cell([records[entry.policy] for records in table], full, cell.depths))
     said = [metrics.verdict(row["found_by_full"], row["found"]) for row in rows if row["control_of"]]
     worst = max(said, key=lambda text: not text.startswith("ok"), default=None)
     return [row | {"control": worst} for row in rows]  # it speaks of the task, so it stands in every row

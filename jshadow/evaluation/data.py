@@ -1,0 +1,256 @@
+"""Rows of local data sets as cases, and cases as rows: JSONL, JSON or parquet, in the columns that kvpress reads.
+
+A row of our own has context, question, answer_prefix, answer, max_new_tokens. Optional: task, length (of the prompt, as
+asked for), scorer, choices, depth; instruction (the part of the context that is no text to ask about), turn (1, 2 ...
+where it goes on from the row before it), prompt_ids (where the text alone does not tell how it was cut into tokens).
+The files of LongBench v1 and v2, InfiniteBench and RULER are known by their columns (`suites`).
+"""
+
+import dataclasses
+import importlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jshadow.errors import ConfigError
+from jshadow.evaluation.scorers import SCORERS
+from jshadow.evaluation.suites import READERS
+from jshadow.evaluation.tasks.framing import Case, Sample, case_of, encode
+
+SPLITS = ("validation", "test", "train", "data")  # files of these names are called after their folder
+TRUNCATIONS = ("middle",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One row, read.
+
+    Attributes:
+        sample: its question.
+        task: what it belongs to.
+        where: file and row, for errors.
+        chat: whether its prompt is a chat.
+        length: of the prompt, where the row tells it.
+        instruction: what stands before the context.
+        turn: its place in a conversation about one context.
+        depth: where the fact was planted, if told.
+        prompt_ids: token ids of the prompt, if told.
+    """
+
+    sample: Sample
+    task: str
+    where: str
+    chat: bool = True
+    length: int | None = None
+    instruction: str = ""
+    turn: int = 0
+    depth: float | None = None
+    prompt_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class DataTask:
+    """All cases of one task in the data, and their depths (None where a row tells none)."""
+
+    task: str
+    cases: tuple[Case, ...]
+    depths: tuple[float | None, ...]
+
+
+# Reading
+
+
+def read_objects(path: Path) -> Iterator[tuple[int, Any]]:
+    """The rows of a file with their numbers, from 1 on. Raises ConfigError where it cannot be read."""
+    try:
+        if path.suffix == ".parquet":
+            try:
+                parquet = importlib.import_module("pyarrow.parquet")
+            except ImportError as error:
+                raise ConfigError(f"data {path} needs pyarrow: pip install pyarrow") from error
+            yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
+        elif path.suffix == ".json":
+            made = json.loads(path.read_text(encoding="utf-8"))
+            yield from enumerate(made if isinstance(made, list) else [made], start=1)
+        elif path.suffix == ".jsonl":
+            for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+                if line.strip():
+                    yield number, json.loads(line)
+        else:
+            raise ConfigError(f"data must be .jsonl, .json or .parquet files, got {str(path)!r}")
+    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+        raise ConfigError(f"data {path} cannot be read: {error}") from error
+
+
+def read_row(row: Any, path: Path, number: int) -> Row:
+    """One row as a sample. Raises ConfigError, with the file and the row."""
+    where = f"row {number} of {path}"
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} must be an object, got {row!r:.80}")
+    reader = next((one for columns, one in READERS if all(name in row for name in columns)), None)
+    if reader is None:
+        wanted = " or ".join("(" + ", ".join(columns) + ")" for columns, _ in READERS)
+        raise ConfigError(f"{where} must have the columns {wanted}, got {sorted(row)}")
+    name = path.parent.name if path.stem in SPLITS else path.stem
+    task = str(row.get("task") or name)
+    try:
+        sample, chat = reader(row, task)
+        own = reader is READERS[1][1]  # other suites' `length` is a count of their own
+        length = row.get("length") if own else None
+        made = Row(
+            sample, str(row.get("dataset") or task), where, chat, None if length is None else int(length),
+            str(row.get("instruction") or ""), int(row.get("turn") or 0),
+            None if row.get("depth") is None else float(row["depth"]), tuple(map(int, row.get("prompt_ids") or ())),
+        )  # fmt: skip
+    except (ConfigError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return checked(made)
+
+
+def checked(row: Row) -> Row:
+    """The row with its instruction taken off the context. Raises ConfigError where something is missing."""
+    sample = row.sample
+    for name in ("context", "question", "answer_prefix"):
+        if not isinstance(getattr(sample, name), str):
+            raise ConfigError(f"{row.where}: {name} must be text, got {getattr(sample, name)!r:.80}")
+    if not sample.context:
+        raise ConfigError(f"{row.where}: context must have text in it, got {sample.context!r}")
+    if not any(sample.answers):
+        raise ConfigError(f"{row.where}: answer must be text or a list of it, got {sample.answer!r}")
+    if sample.scorer not in SCORERS:
+        raise ConfigError(f"{row.where}: scorer must be one of {sorted(SCORERS)}, got {sample.scorer!r}")
+    if not sample.context.startswith(row.instruction):
+        raise ConfigError(f"{row.where}: context must begin with the instruction, got {sample.context!r:.80}")
+    context = sample.context.removeprefix(row.instruction)
+    return dataclasses.replace(row, sample=dataclasses.replace(sample, context=context))
+
+
+def read_rows(paths: Sequence[str | os.PathLike[str]], limit: int | None = None) -> list[Row]:
+    """The rows of all files, of each the first `limit`. Raises ConfigError before anything runs."""
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ConfigError(f"limit must be an integer of at least 1, got {limit!r}")
+    rows: list[Row] = []
+    for path in map(Path, paths):
+        own: list[Row] = []
+        for number, row in read_objects(path):
+            if len(own) == limit:
+                break
+            own.append(read_row(row, path, number))
+        if not own:
+            raise ConfigError(f"data {path} must have rows, got none")
+        rows += own
+    return rows
+
+
+def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
+    """Rows that come one after another with the same context and task."""
+    made: list[list[Row]] = []
+    for row in rows:
+        before = made[-1][-1] if made else None
+        alike = before is not None and all(
+            getattr(row, name) == getattr(before, name) for name in ("task", "length", "chat", "instruction")
+        )
+        if before is not None and alike and row.sample.context == before.sample.context and (
+            row.turn in (0, before.turn + 1) and (row.turn or not before.turn)
+        ):  # fmt: skip
+            made[-1].append(row)
+        elif row.turn:
+            raise ConfigError(f"{row.where}: turn {row.turn} must follow turn {row.turn - 1} on the same context")
+        else:
+            made.append([row])
+    return made
+
+
+def read_cases(
+    paths: Sequence[str | os.PathLike[str]], tokenizer: Any, room: int, *, truncate: str | None = None,
+    limit: int | None = None,
+) -> list[DataTask]:  # fmt: skip
+    """The cases of local files, by task and length.
+
+    Rows with equal contexts that come one after another are one case, prefilled once. Where a task has such a case, all
+    its questions are asked of forks of their contexts, so that they are all answered alike.
+
+    Args:
+        paths: .jsonl, .json or .parquet files.
+        tokenizer: of the model.
+        room: tokens that prompt, questions and answers may take: the model's context.
+        truncate: "middle" cuts what is too much out of the middle of the context, as LongBench does; None: an error.
+        limit: the first rows of each file; None: all.
+
+    Raises:
+        ConfigError: a file or row that cannot be read, or a prompt that does not fit.
+    """
+    if truncate is not None and truncate not in TRUNCATIONS:
+        raise ConfigError(f"truncate must be one of {TRUNCATIONS}, or None, got {truncate!r}")
+    if tokenizer is None:
+        raise ConfigError("data needs a tokenizer, and the checkpoint has none")
+    tasks: dict[tuple[str, int | None], list[list[Row]]] = {}
+    for group in groups_of(read_rows(paths, limit)):
+        tasks.setdefault((group[0].task, group[0].length), []).append(group)
+    made = []
+    for (task, _), groups in tasks.items():
+        apart = any(len(group) > 1 and not group[1].turn for group in groups)
+        cases = tuple(fitted_case(tokenizer, group, apart, room, truncate) for group in groups)
+        made.append(DataTask(task, cases, tuple(group[0].depth for group in groups)))
+    return made
+
+
+def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, truncate: str | None) -> Case:
+    """One case that fits. Raises ConfigError with row and length where it does not."""
+    first = group[0]
+    samples = [row.sample for row in group]
+    options: dict[str, Any] = {
+        "head": first.instruction, "apart": apart, "turns": len(group) > 1 and not apart, "chat": first.chat
+    }  # fmt: skip
+    case = case_of(tokenizer, samples, **options)
+    if first.prompt_ids and tokenizer.decode(list(first.prompt_ids)) == tokenizer.decode(list(case.prompt)):
+        case = dataclasses.replace(case, prompt=first.prompt_ids)
+    over = len(case.prompt) + case.growth - room
+    if over <= 0:
+        return case
+    told = f"{first.where} has {len(case.prompt):,} tokens and needs {case.growth:,} more, context={room:,}"
+    if truncate is None:
+        raise ConfigError(f"{told}; --truncate middle cuts it")
+    if over >= len(encode(tokenizer, samples[0].context)):
+        raise ConfigError(f"{told}: too little of it would be left")
+    return case_of(tokenizer, samples, **options, drop=over)
+
+
+# Writing
+
+
+def rows_of(task: str, tokenizer: Any, length: int, case: Case, depth: float) -> list[dict[str, Any]]:
+    """A case as rows, one a question. Raises ConfigError for a task without questions."""
+    if case.forced:
+        raise ConfigError(f"task must ask something that a row can hold, got {task}")
+    rows: list[dict[str, Any]] = []
+    again = case_of(
+        tokenizer, case.samples, head=case.instruction, apart=bool(case.questions), turns=bool(case.turns)
+    )  # fmt: skip
+    for number, sample in enumerate(case.samples):
+        row = dataclasses.asdict(sample) | {"context": case.instruction + sample.context}
+        row |= {"task": task, "length": length, "depth": depth, "instruction": case.instruction}
+        if not sample.choices:
+            del row["choices"]
+        if case.turns:
+            row["turn"] = number
+        if number == 0 and again.prompt != case.prompt:
+            row["prompt_ids"] = case.prompt
+        rows.append(row)
+    return rows
+
+
+def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as JSONL, whole or not at all. Raises ConfigError where the file cannot be written."""
+    target = Path(path)
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+        part.replace(target)
+    except OSError as error:
+        raise ConfigError(f"out must be a file that can be written, got {str(path)!r}: {error}") from error
+    finally:
+        part.unlink(missing_ok=True)

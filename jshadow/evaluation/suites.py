@@ -1,0 +1,175 @@
+"""What the published long-context suites ask of each of their tasks: scorer, new tokens, and how a row is a prompt.
+
+Scorers and token limits are the suites' own (the papers are named in `scorers`); the prompts are worded here, so that
+scores come near those published, and are not the same experiment. Tasks in Chinese are refused: their scores need a
+segmentation of words.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jshadow.errors import ConfigError
+from jshadow.evaluation.scorers import LETTERS
+from jshadow.evaluation.tasks.framing import Sample
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One task of a suite.
+
+    Attributes:
+        scorer: a name in `scorers.SCORERS`.
+        new_tokens: that an answer may take.
+        ask: the question, with {input} for the row's.
+        prefix: the beginning of the answer.
+        chat: whether the prompt is a chat. If not, the model goes on with a text: examples, or code.
+    """
+
+    scorer: str
+    new_tokens: int
+    ask: str = "{input}"
+    prefix: str = ""
+    chat: bool = True
+
+
+SHORT = "Answer the question from the text above alone, in as few words as you can. Question: {input}"
+SUMMARY = "Write a summary of the text above."
+PARAGRAPH = "Which paragraph is this summary made from? Answer with its number. Summary: {input}"
+DIFFERENT = "How many different paragraphs are there above, if the same one counts once? Answer with the number."
+CHOICE = "{input}\n\n{options}\n\nAnswer with the letter of the right choice."
+BROKEN = "One of these functions has a deliberate error. Which? Answer with the letter.\n\n{options}"
+
+LONGBENCH = {
+    "narrativeqa": Kind("f1", 128, SHORT),
+    "qasper": Kind("f1", 128, SHORT),
+    "multifieldqa_en": Kind("f1", 64, SHORT),
+    "hotpotqa": Kind("f1", 32, SHORT),
+    "2wikimqa": Kind("f1", 32, SHORT),
+    "musique": Kind("f1", 32, SHORT),
+    "gov_report": Kind("rouge_l", 512, SUMMARY),
+    "qmsum": Kind("rouge_l", 512, "Answer from the text above in a few sentences: {input}"),
+    "multi_news": Kind("rouge_l", 512, SUMMARY),
+    "trec": Kind("classes", 64, chat=False),
+    "triviaqa": Kind("f1_line", 32, chat=False),
+    "samsum": Kind("rouge_l_line", 128, chat=False),
+    "passage_count": Kind("number_share", 32, DIFFERENT),
+    "passage_retrieval_en": Kind("number_share", 32, PARAGRAPH),
+    "lcc": Kind("edit_similarity", 64, chat=False),
+    "repobench-p": Kind("edit_similarity", 64, chat=False),
+}
+LONGBENCH_V2 = Kind("letter", 128, CHOICE, "The correct answer is")
+INFINITEBENCH = {
+    "passkey": Kind("first_number", 6, prefix="The pass key is"),
+    "number_string": Kind("first_number", 12, prefix="The sequence of digits is"),
+    "kv_retrieval": Kind("string_match_part", 50),
+    "longdialogue_qa_eng": Kind("string_match_part", 40, "Which name stands for $$MASK$$ in the text above?"),
+    "longbook_sum_eng": Kind("rouge_l", 1200, SUMMARY),
+    "longbook_choice_eng": Kind("letter", 40, CHOICE),
+    "longbook_qa_eng": Kind("f1", 40, SHORT),
+    "math_find": Kind("decimal", 3),
+    "math_calc": Kind("leading_numbers", 30000),
+    "code_run": Kind("last_number", 5),
+    "code_debug": Kind("letter", 5, BROKEN, "The letter is"),
+}
+RULER = {
+    **{
+        name: Kind("string_match_all", 128, chat=False)
+        for name in (
+            "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
+            "niah_multivalue", "niah_multiquery",
+        )
+    },
+    "vt": Kind("string_match_all", 30, chat=False),
+    "cwe": Kind("string_match_all", 120, chat=False),
+    "fwe": Kind("string_match_all", 50, chat=False),
+    "qa_1": Kind("string_match_part", 32, chat=False),
+    "qa_2": Kind("string_match_part", 32, chat=False),
+}  # fmt: skip
+CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh", "longbook_qa_chn")
+ALIASES = {"repobench_p": "repobench-p"}
+GIVEN = ("context", "question", "answer_prefix", "answer", "max_new_tokens")  # kvpress's columns
+
+
+def kind_of(suite: str, kinds: Mapping[str, Kind], task: str) -> Kind:
+    """The kind of a task. Raises ConfigError for one that the suite lacks, or that nothing here can score."""
+    name = ALIASES.get(task, task).removesuffix("_e")
+    if name in CHINESE:
+        raise ConfigError(f"task {task} of {suite} is in Chinese, whose scores need a segmentation of words")
+    if name not in kinds:
+        raise ConfigError(f"task must be one of {suite}'s, {sorted(kinds)}, got {task!r}")
+    return kinds[name]
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """One answer or several, as text."""
+    return tuple(map(str, value)) if isinstance(value, list | tuple) else (str(value),)
+
+
+def listed(options: Any) -> str:
+    """Choices with their letters, a line each."""
+    return "\n".join(f"{name}. {option}" for name, option in zip(LETTERS, options, strict=True))
+
+
+def sample_of(kind: Kind, context: str, answers: tuple[str, ...], *, asked: Any = "", options: Any = ()) -> Sample:
+    """A row of a suite as a sample."""
+    question = kind.ask.format(input=asked or "", options=listed(options) if options else "")
+    return Sample(context, question, kind.prefix, answers, kind.new_tokens, kind.scorer)
+
+
+def of_longbench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """LongBench v1: input, context, answers, all_classes."""
+    task = str(row.get("dataset") or task)
+    kind = kind_of("LongBench", LONGBENCH, task)
+    made = sample_of(kind, row["context"], texts(row["answers"]), asked=row["input"])
+    return dataclasses.replace(made, choices=texts(row.get("all_classes") or ())), kind.chat
+
+
+def of_longbench_v2(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """LongBench v2: question, choice_A to choice_D, answer, context."""
+    options = [row[f"choice_{name}"] for name in LETTERS]
+    made = sample_of(LONGBENCH_V2, row["context"], texts(row["answer"]), asked=row["question"], options=options)
+    return made, LONGBENCH_V2.chat
+
+
+def of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """InfiniteBench: context, input, answer, options; the answer of a choice may be told as its text."""
+    kind = kind_of("InfiniteBench", INFINITEBENCH, task)
+    answers, options = texts(row["answer"]), list(row.get("options") or ())
+    if kind.scorer == "letter":
+        if len(options) != len(LETTERS):
+            raise ConfigError(f"options must be {len(LETTERS)}, got {len(options)}")
+        answers = tuple(LETTERS[options.index(one)] if one in options else one for one in answers)
+        answers = tuple(one for one in answers if one in LETTERS)
+    return sample_of(kind, row["context"], answers, asked=row["input"], options=options), kind.chat
+
+
+def of_ruler(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """RULER: input, which is the whole prompt, and outputs."""
+    kind = kind_of("RULER", RULER, task)
+    made = Sample(row["input"], "", row.get("answer_prefix") or "", texts(row["outputs"]), kind.new_tokens, kind.scorer)
+    return made, kind.chat
+
+
+def of_kvpress(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
+    """kvpress's columns. The scorer is the row's, else that of a known task, else whether any answer occurs."""
+    answers = row["answer"]
+    answers = str(answers) if isinstance(answers, str | int | float) else texts(answers)
+    known = RULER | LONGBENCH | INFINITEBENCH
+    usual = "string_match_part" if isinstance(answers, str) else "string_match_all"
+    scorer = row.get("scorer") or (known[task].scorer if task in known else usual)
+    most = row["max_new_tokens"]
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ConfigError(f"max_new_tokens must be an integer of at least 1, got {most!r}")
+    choices = texts(row.get("choices") or row.get("all_classes") or ())
+    made = Sample(row["context"], row["question"], row["answer_prefix"] or "", answers, most, str(scorer), choices)
+    return made, True
+
+
+READERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], tuple[Sample, bool]]], ...] = (
+    (("question", "choice_A", "choice_B", "choice_C", "choice_D", "answer", "context"), of_longbench_v2),
+    (GIVEN, of_kvpress),
+    (("input", "context", "answers"), of_longbench),
+    (("input", "outputs"), of_ruler),
+    (("context", "input", "answer"), of_infinitebench),
+)

@@ -1,0 +1,124 @@
+"""Tasks with known answers, made on the spot: no data set, no network.
+
+A task is a function (tokenizer, length, depth, seed) -> Case whose prompt has exactly `length` tokens, or a hundredth
+less where its text allows no better. Texts are own filler sentences, what ships with Python (which differs between its
+versions, so a seed means one prompt per version), or the Bible. As a program it prints one prompt, or writes many:
+
+    python -m jshadow.evaluation.tasks needle_docs --model DIR --tokens 2000 --depth 0.5 --seed 0
+    python -m jshadow.evaluation.tasks niah_single_1 --model DIR --tokens 4096 --samples 20 --out niah.jsonl
+"""
+
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+from jshadow.errors import ConfigError
+from jshadow.evaluation.tasks.agreement import FORCED as FORCED
+from jshadow.evaluation.tasks.agreement import agreement, agreement_bible, agreement_code
+from jshadow.evaluation.tasks.extraction import text_to_json
+from jshadow.evaluation.tasks.framing import HEAD as HEAD
+from jshadow.evaluation.tasks.framing import MARK as MARK
+from jshadow.evaluation.tasks.framing import Case as Case
+from jshadow.evaluation.tasks.framing import Sample as Sample
+from jshadow.evaluation.tasks.framing import encode as encode
+from jshadow.evaluation.tasks.framing import follow_up as follow_up
+from jshadow.evaluation.tasks.framing import frame as frame
+from jshadow.evaluation.tasks.framing import has_template as has_template
+from jshadow.evaluation.tasks.framing import opening as opening
+from jshadow.evaluation.tasks.framing import render as render
+from jshadow.evaluation.tasks.needles import CITIES as CITIES
+from jshadow.evaluation.tasks.needles import DIGITS as DIGITS
+from jshadow.evaluation.tasks.needles import DIGITS_OF_MANY as DIGITS_OF_MANY
+from jshadow.evaluation.tasks.needles import FACT as FACT
+from jshadow.evaluation.tasks.needles import NEW_TOKENS as NEW_TOKENS
+from jshadow.evaluation.tasks.needles import PREFIX as PREFIX
+from jshadow.evaluation.tasks.needles import QUESTION as QUESTION
+from jshadow.evaluation.tasks.needles import SNAP as SNAP
+from jshadow.evaluation.tasks.needles import TURNS as TURNS
+from jshadow.evaluation.tasks.needles import Kind, needles, niah, passkey
+from jshadow.evaluation.tasks.needles import snap as snap
+from jshadow.evaluation.tasks.retrieval import kv_retrieval, two_stage
+from jshadow.evaluation.tasks.texts import NOISE as NOISE
+from jshadow.evaluation.tasks.texts import STORY as STORY
+from jshadow.evaluation.tasks.texts import documentation, noise, story
+from jshadow.evaluation.tasks.texts import paragraphs as paragraphs
+from jshadow.evaluation.tasks.texts import repeated as repeated
+from jshadow.evaluation.tasks.tracing import common_words, frequent_words, variable_tracking
+from jshadow.evaluation.tasks.verses import qa_1, qa_1_apart, qa_2
+
+Task = Callable[[Any, int, float, int], Case]
+TASK_TURNS = {"needle_multiturn": TURNS, "needle_multiturn_noise": TURNS}
+GRIDS = ("needle_grid",)  # samples walk the depth from 0 to 1, both ends included: the rows of a heat map
+NIAH = {
+    "niah_single_1": Kind("noise"),
+    "niah_single_2": Kind(),
+    "niah_single_3": Kind(uuid_values=True),
+    "niah_multikey_1": Kind(keys=4),
+    "niah_multikey_2": Kind("needles"),
+    "niah_multikey_3": Kind("needles", uuid_keys=True, uuid_values=True),
+    "niah_multivalue": Kind(values=4),
+    "niah_multiquery": Kind(keys=4, asked=4),
+    "niah_multiquery_apart": Kind(keys=4, asked=4, apart=True),
+}
+TASKS: dict[str, Task] = {
+    "needle_noise": functools.partial(needles, source=noise),
+    "needle_story": functools.partial(needles, source=story),
+    "needle_docs": functools.partial(needles, source=documentation),
+    "needle_grid": functools.partial(needles, source=documentation),
+    "needle_multiturn": functools.partial(needles, source=documentation, count=TURNS, digits=DIGITS_OF_MANY),
+    "needle_multiturn_noise": functools.partial(needles, source=noise, count=TURNS, digits=DIGITS_OF_MANY),
+    **{name: functools.partial(niah, kind=kind) for name, kind in NIAH.items()},
+    "passkey": passkey,
+    "kv_retrieval": kv_retrieval,
+    "two_stage": two_stage,
+    "vt": variable_tracking,
+    "cwe": common_words,
+    "fwe": frequent_words,
+    "qa_1": qa_1,
+    "qa_2": qa_2,
+    "qa_1_apart": qa_1_apart,
+    "text_to_json": text_to_json,
+    "agreement": agreement,
+    "agreement_bible": agreement_bible,
+    "agreement_code": agreement_code,
+}
+
+
+def check(length: Any, depth: Any, seed: Any) -> None:
+    """Raise ConfigError unless length and seed are whole numbers in range and depth lies in [0, 1]."""
+    for name, value, least in (("length", length, 1), ("seed", seed, 0)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if isinstance(depth, bool) or not isinstance(depth, int | float) or not 0 <= depth <= 1:
+        raise ConfigError(f"depth must be a number in [0, 1], got {depth!r}")
+
+
+def make(task: str, tokenizer: Any, length: int, depth: float, seed: int) -> Case:
+    """One case of a task.
+
+    Args:
+        task: a name in TASKS.
+        tokenizer: of transformers; its chat template is used where it has one.
+        length: tokens of the prompt; where questions are asked apart, of the context.
+        depth: where in the text the (first) fact is planted, 0 the beginning and 1 the end.
+        seed: decides the text's offset, and what is planted in it.
+
+    Raises:
+        ConfigError: an unknown task, no tokenizer, a length, depth or seed out of range, a length too short for the
+            task, or a text that is not installed.
+    """
+    if task not in TASKS:
+        raise ConfigError(f"task must be one of {sorted(TASKS)}, got {task!r}")
+    if tokenizer is None:
+        raise ConfigError(f"task {task} needs a tokenizer, and the checkpoint has none")
+    check(length, depth, seed)
+    return TASKS[task](tokenizer, length, depth, seed)
+
+
+def sample_of(task: str, tokenizer: Any, length: int, index: int, samples: int, seed: int) -> tuple[Case, float]:
+    """Case number `index` of `samples`, whose depths are spread evenly, and its depth. Raises ConfigError."""
+    depth = (index + 0.5) / samples
+    if task in GRIDS and samples > 1:
+        depth = index / (samples - 1)
+    return make(task, tokenizer, length, depth, random.Random(f"{seed}:{index}").getrandbits(32)), depth

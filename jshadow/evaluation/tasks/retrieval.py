@@ -1,0 +1,76 @@
+"""Look-ups in long tables: a JSON object of UUIDs, and a dictionary whose key must be computed first."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from jshadow.evaluation.tasks.drawing import uuids
+from jshadow.evaluation.tasks.filling import Pieces, filled, place
+from jshadow.evaluation.tasks.framing import Case, Sample
+
+KV_NEW_TOKENS = 50  # InfiniteBench's
+STAGES_NEW_TOKENS = 32
+LARGEST_STEP = 20  # of the second number of an equation: sums that a small model can do
+LONG_KEY = 99_999  # takes as many tokens as any other
+COLOURS = (
+    "red", "blue", "green", "yellow", "black", "white", "brown", "purple", "orange", "pink", "teal", "gray", "maroon",
+    "violet", "beige", "cyan",
+)  # fmt: skip
+
+
+def kv_retrieval(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
+    """The value of one key in a JSON object of random UUIDs.
+
+    The task is that of arXiv 2307.03172, section 4, and InfiniteBench's Retrieve.KV (arXiv 2402.13718).
+    """
+    made = uuids(random.Random(seed))
+    pieces = Pieces(f'"{key}": "{value}"' for key, value in zip(made, made, strict=False))
+    key, value = next(made), next(made)
+
+    def compose(count: int, padding: str) -> str:
+        pairs = pieces.first(count)
+        at = place([len(pair) for pair in pairs], depth)
+        return "{" + ", ".join([*pairs[:at], f'"{key}": "{value}"', *pairs[at:]]) + "}" + padding
+
+    sample = Sample(
+        "", f'What is the value of the key "{key}" in the JSON object above?', f'The value of "{key}" is "', value,
+        KV_NEW_TOKENS, "string_match_part",
+    )  # fmt: skip
+    return filled(tokenizer, length, compose, [sample])
+
+
+def two_stage(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
+    """A sum whose result is a key of a dictionary of colours: 2StageRetr of OmniKV's paper (ICLR 2025, appendix A).
+
+    Keys count from 0 on, and the task is told after the dictionary, as there; here as many keys as the length has room
+    for, where the paper stops at 200.
+    """
+    rng = random.Random(seed)
+    pieces = Pieces(colours(rng))
+    share = rng.random()
+
+    def compose(count: int, padding: str) -> str:
+        pairs = ", ".join(f"{key}: {colour}" for key, colour in enumerate(pieces.first(count)))
+        return "{" + pairs + "}" + padding
+
+    def sample(key: int, answer: str) -> Sample:
+        second = int(share * min(key, LARGEST_STEP))
+        question = (
+            f"The dictionary above has numbers and their colours. Add {key - second} + {second}, look the sum up, "
+            "and answer with its colour."
+        )
+        return Sample("", question, "The colour is", answer, STAGES_NEW_TOKENS, "string_match_part")
+
+    # how many keys there are is known when the text is full; a shorter question then only leaves room for more
+    count = filled(tokenizer, length, compose, [sample(LONG_KEY, COLOURS[0])], least=2).samples[0].context.count(":")
+    key = min(int(depth * count), count - 1)
+    return filled(tokenizer, length, compose, [sample(key, pieces.first(key + 1)[key])], least=key + 1)
+
+
+def colours(rng: random.Random) -> Iterator[str]:
+    """Colours, none twice in a row."""
+    before = ""
+    for _ in itertools.count():
+        before = rng.choice([colour for colour in COLOURS if colour != before])
+        yield before
