@@ -199,7 +199,7 @@ def test_a_distribution_of_cosines() -> None:
     np.testing.assert_allclose(found.without_outliers(2), [[0.5]])
     np.testing.assert_allclose(found.quantiles([0.0, 0.5, 1.0]), [[0.1, 0.3, 0.9]], rtol=1e-6)
     for call in (lambda: found.outliers(5), lambda: found.outliers(-1), lambda: found.without_outliers(4)):
-        with pytest.raises(ConfigError, match="chunk_similarity.count"):
+        with pytest.raises(ConfigError, match=r"chunk_similarity\.count"):
             call()
     one = tensors(k_post=np.ones((6, 2, 3), np.float32))
     np.testing.assert_allclose(analysis.chunk_similarity([one], 3).least, 1, rtol=1e-6)

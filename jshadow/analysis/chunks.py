@@ -36,7 +36,7 @@ class ChunkSimilarity:
         return (self.least < cosine).mean(axis=(1, 2), dtype=np.float64)
 
     def outliers(self, count: int) -> np.ndarray:
-        """The chunks that ShadowKV would keep exactly: the least first, ties to the lower id, int64 [layers, h_kv, count].
+        """The chunks that ShadowKV would keep exactly, the least first, ties to the lower id: [layers, h_kv, count].
 
         Of all whole chunks of the text; ShadowKV leaves its `local_chunks` last ones out, they are in the window.
 

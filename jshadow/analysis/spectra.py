@@ -13,7 +13,7 @@ KINDS = ("k_pre", "k_post", "v", "x_in")  # fields of LayerTensors
 
 
 def as_matrix(tensor: np.ndarray) -> np.ndarray:
-    """Tokens by columns in float64: [S, h, d] with all heads side by side, as algorithm 1 factors keys; [S, m] as is."""
+    """Tokens by columns, float64: of [S, h, d] all heads side by side, as algorithm 1 factors keys; [S, m] as is."""
     if tensor.ndim not in (2, 3) or not tensor.size:
         raise ConfigError(f"a tensor of analysis must be [S, h, d] or [S, m], and some, got {tensor.shape}")
     return np.asarray(tensor, np.float64).reshape(tensor.shape[0], -1)
@@ -156,4 +156,5 @@ def compare_subspaces(
         base = tensor[:context]
         rows.append([subspace_similarity(base, one, rank) for one in (tensor, tensor[context:], getattr(there, kind))])
     table = np.array(rows)
-    return Subspaces(*table.T, chance=rank / as_matrix(getattr(mine[0], kind)).shape[1])
+    extended, continuation, apart = table.T
+    return Subspaces(extended, continuation, apart, rank / as_matrix(getattr(mine[0], kind)).shape[1])
