@@ -5,6 +5,7 @@ same numbers make the same bytes. A method has one colour and one marker in all 
 """
 
 from jshadow.evaluation.plots.observations import (
+    KIND_NAMES,
     plot_hit_rates,
     plot_least_cosines,
     plot_spectra,
@@ -16,6 +17,7 @@ from jshadow.evaluation.plots.style import FORMATS
 
 __all__ = [
     "FORMATS",
+    "KIND_NAMES",
     "check_plot",
     "plot_hit_rates",
     "plot_least_cosines",

@@ -11,7 +11,7 @@ from jshadow.evaluation.plots.style import MARKS, look_of, need, panels, series_
 
 Path = str | os.PathLike[str] | None
 KIND_NAMES = {"k_pre": "pre-RoPE keys", "k_post": "post-RoPE keys", "v": "values", "x_in": "hidden states"}
-SMALLEST = 1e-4  # relative singular values below are not drawn
+SMALLEST = 1e-3  # relative singular values below are not drawn
 FIELDS = {
     "rank": "rank", "chunk_size": "chunk size, tokens", "budget": "budget, tokens",
     "outlier_chunks": "outlier chunks a KV head", "local_chunks": "local chunks",

@@ -54,6 +54,7 @@ STYLE: dict[str, Any] = {
     "lines.linewidth": 1.5,
     "lines.markersize": 5,
     "figure.facecolor": "white",
+    "figure.constrained_layout.w_pad": 0.1,
     "savefig.dpi": 150,
 }
 Draw = TypeVar("Draw", bound=Callable[..., Any])
@@ -87,7 +88,8 @@ def styled(draw: Draw) -> Draw:
         import matplotlib
 
         # the defaults first: a picture must not depend on who draws it
-        with matplotlib.rc_context(matplotlib.rcParamsDefault.copy() | STYLE):
+        look: dict[Any, Any] = {**matplotlib.rcParamsDefault, **STYLE}
+        with matplotlib.rc_context(look):
             return draw(*args, **options)
 
     return inside  # type: ignore[return-value]
