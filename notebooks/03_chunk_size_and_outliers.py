@@ -87,21 +87,20 @@ for chunk in np.argsort(-where, kind="stable")[:4]:
 
 # %%
 base = {"rank": 32, "budget": 128}
-counts = [jshadow.ShadowKV(outlier_chunks=count, **base) for count in (0, 8, 24)]
-rows = analysis.sweep(params, [text], counts, steps=32)
-plots.plot_sweep(rows, "outlier_chunks")
-
-# %% [markdown]
-# Now the chunk size, with the same tokens in outliers. A larger chunk has fewer landmarks, and takes less memory.
-
-# %%
 by_size = [jshadow.ShadowKV(chunk_size=size, outlier_chunks=64 // size, **base) for size in sizes]
-rows = analysis.sweep(params, [text], by_size, steps=32)
+without = jshadow.ShadowKV(outlier_chunks=0, **base)
+rows = analysis.sweep(params, [text], [without, *by_size], steps=32)
 for row in rows[1:]:
     share = 100 * row["served_device_bytes"] / row["served_full_bytes"]
+    setting = f"chunks of {row['settings']['chunk_size']:>2} tokens, {row['settings']['outlier_chunks']:>2} outliers"
     told = f"KL {row['kl']:.4f} nats, same next token {row['top1']:.1f} %, device bytes {share:.1f} % of full's"
-    print(f"chunks of {row['settings']['chunk_size']:>2} tokens: {told}, hit rate {100 * row['hit_rate']:.1f} %")
-plots.plot_sweep(rows, "chunk_size")
+    print(f"{setting}: {told}, hit rate {100 * row['hit_rate']:.1f} %")
+
+# %% [markdown]
+# The chunk size alone, with the same number of tokens in outliers:
+
+# %%
+plots.plot_sweep([row for row in rows if row["settings"].get("outlier_chunks")], "chunk_size")
 
 # %% [markdown]
 # ## What stays selected

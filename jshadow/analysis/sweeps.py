@@ -19,8 +19,8 @@ def sweep(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """How far settings are from full attention on given texts, and what they take (figures 8 and 9, table 15).
 
-    The paper tells task accuracy on 128K tokens; here the measure is agreement: the last `steps` tokens of each text
-    are teacher-forced behind the others, and each position's distribution is compared with full attention's.
+    The paper tells task accuracy; here the last `steps` tokens of each text are teacher-forced behind the others, and
+    each position's distribution is compared with full attention's.
 
     Args:
         params: Params.
@@ -40,7 +40,7 @@ def sweep(
         ConfigError: no text, texts of several lengths, no policy, steps out of range, a setting out of range.
     """
     ids = [text_of(params, text) for text in texts]
-    lengths = sorted({len(text) for text in ids})
+    lengths = sorted(set(map(len, ids)))
     if len(lengths) != 1:
         raise ConfigError(f"texts must be one or more, and all as long, got lengths {lengths}")
     if not policies or any(not isinstance(policy, Policy) for policy in policies):
@@ -55,10 +55,9 @@ def sweep(
     )
     setup = Setup(params, offload.resolve_fetch(fetch), None, {})
     cell = Cell("agreement", prompt, total, cases, entries)
-    run = [entry.policy for entry in entries if entry.policy is not None]
+    table, run = [], [entry.policy for entry in entries if entry.policy is not None]
     for policy in run:
         policy.resolve(params.config, total)  # before anything runs
-    table = []
     for index, case in enumerate(cases):
         table.append(dict(zip(run, run_case(setup, case, run, total), strict=True)))
         if progress is not None:
