@@ -41,7 +41,7 @@ LEVELS = [
     ["run"],
     ["generate"],
     ["evaluation"],
-    ["bench"],
+    ["analysis", "bench"],
     ["cli_generate", "cli_plan", "cli_bench", "cli_fit", "cli_patterns", "cli_eval"],
     ["cli_policies"],
     ["cli"],

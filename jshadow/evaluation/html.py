@@ -1,0 +1,220 @@
+"""An evaluation as one HTML file that needs nothing else, and as pictures beside its samples."""
+
+import base64
+import importlib.metadata
+import importlib.resources
+import os
+import platform
+import shlex
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jinja2
+
+from jshadow.errors import ConfigError
+from jshadow.evaluation import metrics, plots
+from jshadow.evaluation.plots.results import check_matplotlib, with_memory, with_scores, with_turns
+from jshadow.evaluation.plots.style import whole_file
+
+Row = Mapping[str, Any]
+TEMPLATE = "report.html.jinja"
+REPORT = "report.html"
+PACKAGES = ("jshadow", "jax", "jaxlib", "flax", "numpy", "transformers")
+NOTHING = "–"
+POOLED = {"policy", "control_of", "asked", "found", "found_by_full", "found_by_both"}
+
+
+class Picture(NamedTuple):
+    """A picture that rows have something for.
+
+    Attributes:
+        name: of its file, without an ending.
+        caption: what it shows.
+        draw: writes it to a path.
+    """
+
+    name: str
+    caption: str
+    draw: Callable[[Path], Any]
+
+
+class Cell(NamedTuple):
+    """A cell of a table: what is shown, and the number it is sorted by."""
+
+    text: str
+    value: float | None = None
+
+
+def machine() -> dict[str, str]:
+    """This machine and what computes on it, name by name; nothing that tells whose machine it is."""
+    device, info = jax.devices()[0], Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    found = {
+        "processor": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores",
+        "device": f"{device.device_kind} ({device.platform}), {len(jax.devices())}",
+        "system": f"{platform.system()} {platform.machine()}",
+        "Python": platform.python_version(),
+    }
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed as a package"
+    return found
+
+
+def pictures(rows: Sequence[Row]) -> list[Picture]:
+    """The pictures that these rows have something for; none where matplotlib is not installed."""
+    try:
+        check_matplotlib()
+    except ConfigError:
+        return []
+    found = []
+    if with_memory(rows, "score"):
+        found.append(Picture("memory_score", "Score against the KV bytes that a request keeps on the device",
+                             lambda path: plots.plot_memory(rows, path)))  # fmt: skip
+    if [row for row in with_memory(rows, "kl") if row["kl"] > 0 and row["name"] != "full"]:
+        found.append(Picture("memory_kl", "Divergence from full attention against the KV bytes on the device",
+                             lambda path: plots.plot_memory(rows, path, measure="kl")))  # fmt: skip
+    if with_scores(rows):
+        found.append(Picture("needles", "Needles found by length of the prompt and depth of the needle",
+                             lambda path: plots.plot_needles(rows, path)))  # fmt: skip
+    if with_turns(rows):
+        found.append(Picture("turns", "Right answers turn by turn", lambda path: plots.plot_turns(rows, path)))
+    return found
+
+
+def number(value: float | None, spec: str, error: float | None = None, scale: float = 1.0) -> Cell:
+    """A cell of a number, with its standard error where there is one."""
+    if value is None:
+        return Cell(NOTHING)
+    shown = value if scale == 1 else scale * value  # a whole number stays one
+    return Cell(format(shown, spec) + ("" if error is None else f" ± {format(scale * error, spec)}"), shown)
+
+
+COLUMNS = (
+    "prompt, tokens", "policy", "share, %", "score, %", "recall of full, %", "same next token, %", "KL, nats",
+    "device, MB", "of full's, %", "full / this", "host, MB", "attended tokens", "hit rate, %", "samples",
+)  # fmt: skip
+
+
+def line_of(row: Row) -> list[Cell]:
+    """One row of a table, a cell a column."""
+    name = row["policy"] + (" (control)" if row.get("control_of") else "") + (" (fitted)" if row.get("fitted") else "")
+    served, full = row.get("served_device_bytes"), row.get("served_full_bytes")
+    share = served / full if served and full else None
+    score = Cell(NOTHING) if row.get("top1") is not None else number(row.get("score"), ".1f", row.get("stderr"))
+    return [
+        number(row["length"], ",d"), Cell(name), number(row.get("share"), "g", scale=100),
+        score, number(row.get("recall_of_full"), ".1f"),
+        number(row.get("top1"), ".1f", row.get("top1_stderr")), number(row.get("kl"), ".4f", row.get("kl_stderr")),
+        number(served, ",.2f", scale=1e-6), number(share, ".1f", scale=100), number(share and 1 / share, ".2f"),
+        number(row.get("host_bytes"), ",.2f", scale=1e-6), number(row.get("attended_tokens"), ",.0f"),
+        number(row.get("hit_rate"), ".1f", scale=100), number(row.get("samples"), "d"),
+    ]  # fmt: skip
+
+
+def table_of(task: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """What the template shows of one task: its lines without columns that say nothing, and notes below them."""
+    lines = [line_of(row) for row in rows]
+    told = [i for i in range(len(COLUMNS)) if any(line[i].text != NOTHING for line in lines)]
+    notes = [f"{row['length']:,} tokens, control: {row['control']}" for row in rows if row.get("control")]
+    notes += [f"prefill: {row['prefill']}" for row in rows if row.get("prefill", "exact") != "exact"]
+    return {
+        "task": task,
+        "columns": [COLUMNS[i] for i in told],
+        "lines": [
+            {"cells": [line[i] for i in told], "infeasible": row.get("infeasible")}
+            for line, row in zip(lines, rows, strict=True)
+        ],
+        "notes": list(dict.fromkeys(notes)),
+    }
+
+
+def check_rows(rows: Sequence[Row]) -> None:
+    """Raise ConfigError unless these are rows of `evaluate`."""
+    if isinstance(rows, str | Mapping) or not rows:
+        raise ConfigError(f"rows must be a non-empty list of results of evaluate, got {rows!r}")
+    for row in rows:
+        missing = [
+            key for key in ("task", "length", "policy", "name") if not isinstance(row, Mapping) or key not in row
+        ]
+        if missing:
+            raise ConfigError(f"a row must have {missing[0]!r}, got {row!r}")
+
+
+def embedded(picture: Picture, folder: Path) -> dict[str, str]:
+    """A picture as a data URI: an image of its own, so that the ids of two SVGs do not meet."""
+    path = folder / f"{picture.name}.svg"
+    picture.draw(path)
+    data = base64.b64encode(path.read_bytes()).decode("ascii")
+    return {"caption": picture.caption, "source": f"data:image/svg+xml;base64,{data}"}
+
+
+def report(rows: Sequence[Row], *, command: str | Sequence[str] = "") -> str:
+    """The text of `write_report`'s file."""
+    check_rows(rows)
+    by_task = {task: [row for row in rows if row["task"] == task] for task in dict.fromkeys(r["task"] for r in rows)}
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = [embedded(picture, Path(folder)) for picture in pictures(rows)]
+    needles = metrics.pooled([row for row in rows if row.keys() >= POOLED])
+    source = importlib.resources.files("jshadow.evaluation").joinpath(TEMPLATE).read_text(encoding="utf-8")
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
+                                  lstrip_blocks=True).from_string(source)  # fmt: skip
+    return template.render(
+        command=command if isinstance(command, str) else shlex.join(command),
+        machine=machine(),
+        ran=sorted({row["fetch"] for row in rows if row.get("fetch")}),
+        tables=[table_of(task, own) for task, own in by_task.items()],
+        pooled=needles,
+        pictures=drawn,
+    )
+
+
+def write_report(rows: Sequence[Row], path: str | os.PathLike[str], *, command: str | Sequence[str] = "") -> None:
+    """Write an evaluation as one HTML file that loads nothing: tables, pictures, the machine, versions, the command.
+
+    Args:
+        rows: of `evaluate`, or the "results" of `jshadow eval --json`.
+        path: file to make or to replace; it appears complete or not at all.
+        command: the command line that made the rows, whole or in parts.
+
+    Raises:
+        ConfigError: no rows, a row that lacks its task, length, policy or name, or a file that cannot be written.
+    """
+    text = report(rows, command=command)
+    with whole_file(path, "report") as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_results(
+    rows: Sequence[Row], directory: str | os.PathLike[str], command: str | Sequence[str] = ""
+) -> list[Path]:
+    """Write the pictures (PNG) of an evaluation and report.html to a directory, which is made if need be.
+
+    Args:
+        rows, command: as in `write_report`.
+        directory: where; files of these names are replaced.
+
+    Returns:
+        What was written: report.html last.
+
+    Raises:
+        ConfigError: as `write_report`.
+    """
+    check_rows(rows)
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"out must be a directory that can be written, got {str(directory)!r}: {error}") from error
+    paths = []
+    for picture in pictures(rows):
+        paths.append(folder / f"{picture.name}.png")
+        picture.draw(paths[-1])
+    write_report(rows, folder / REPORT, command=command)
+    return [*paths, folder / REPORT]

@@ -1,0 +1,30 @@
+"""Pictures of evaluation results and of what `jshadow.analysis` finds; only here is matplotlib imported.
+
+A function takes plain numbers, returns matplotlib's Figure, and with a path writes it too, whole or not at all. The
+same numbers make the same bytes. A method has one colour and one marker in all pictures (`style.look_of`).
+"""
+
+from jshadow.evaluation.plots.observations import (
+    KIND_NAMES,
+    plot_hit_rates,
+    plot_least_cosines,
+    plot_spectra,
+    plot_subspaces,
+    plot_sweep,
+)
+from jshadow.evaluation.plots.results import check_plot, plot_memory, plot_needles, plot_turns
+from jshadow.evaluation.plots.style import FORMATS
+
+__all__ = [
+    "FORMATS",
+    "KIND_NAMES",
+    "check_plot",
+    "plot_hit_rates",
+    "plot_least_cosines",
+    "plot_memory",
+    "plot_needles",
+    "plot_spectra",
+    "plot_subspaces",
+    "plot_sweep",
+    "plot_turns",
+]

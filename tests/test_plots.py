@@ -1,0 +1,210 @@
+"""Pictures: what is drawn of which rows, one look a method, and files that hang on the numbers alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+
+from jshadow.errors import ConfigError
+from jshadow.evaluation import plots
+from jshadow.evaluation.plots import results, style
+from jshadow.policies import POLICIES
+
+BASE: dict[str, Any] = {"share": None, "control_of": None, "fitted": False, "samples": 4, "infeasible": None,
+                        "served_full_bytes": 40_000_000}  # fmt: skip
+
+
+def row(name: str = "shadowkv", **given: Any) -> dict[str, Any]:
+    """A made-up result row of a needle task."""
+    own = {"task": "needle_noise", "length": 1024, "policy": name, "name": name, "score": 50.0, "stderr": 12.5,
+           "asked": 4, "found": 2, "found_by_full": 4, "found_by_both": 2, "recall_of_full": None,
+           "scores": [100.0, 0.0, 100.0, 0.0], "turns": [50.0], "served_device_bytes": 10_000_000}  # fmt: skip
+    return BASE | own | given
+
+
+NEEDLES = [
+    row("full", score=100.0, scores=[100.0] * 4, served_device_bytes=40_000_000),
+    row(share=0.5, served_device_bytes=20_000_000, score=75.0),
+    row(share=0.25),
+    row("quest", share=0.5),
+    row("kivi", share=0.12, score=None, stderr=None, scores=None, served_device_bytes=None, infeasible="too small"),
+]
+AGREEMENT = [
+    row(name, task="agreement", top1=90.0, top1_stderr=1.0, kl=kl, kl_stderr=0.01, score=90.0, scores=[90.0] * 4)
+    for name, kl in (("full", 0.0), ("shadowkv", 0.03), ("snapkv", 0.2))
+]
+for one in AGREEMENT:
+    del one["found"]
+TURNS = [row(name, task="needle_multiturn", turns=[100.0, 50.0]) for name in ("full", "shadowkv")]
+SWEEP = [
+    row(settings={"rank": rank, "budget": 256}, top1=90.0, top1_stderr=None, kl=1 / rank, kl_stderr=None)
+    for rank in (32, 8, 16)
+]
+RNG = np.random.default_rng(0)
+SPECTRUM = {kind: np.sort(RNG.random((3, width)))[:, ::-1] for kind, width in (("k_pre", 8), ("x_in", 12))}
+DRAWN: dict[str, Callable[[Any], Any]] = {
+    "turns": lambda path: plots.plot_turns(TURNS, path),
+    "needles": lambda path: plots.plot_needles(NEEDLES, path),
+    "memory": lambda path: plots.plot_memory(NEEDLES + AGREEMENT, path),
+    "kl": lambda path: plots.plot_memory(AGREEMENT, path, measure="kl"),
+    "spectra": lambda path: plots.plot_spectra({"text": SPECTRUM}, path),
+    "subspaces": lambda path: plots.plot_subspaces({"extended": np.ones(3), "other": np.zeros(3)}, 0.2, path),
+    "cosines": lambda path: plots.plot_least_cosines({"text": RNG.uniform(-1, 1, (3, 2, 9))}, path),
+    "hits": lambda path: plots.plot_hit_rates({"text": np.linspace(0, 1, 12).reshape(4, 3)}, path),
+    "sweep": lambda path: plots.plot_sweep(SWEEP, "rank", path),
+}
+
+
+def lines(axis: Any) -> dict[str, Any]:
+    """The lines of a panel that have a label."""
+    return {line.get_label(): line for line in axis.lines if not line.get_label().startswith("_")}
+
+
+def test_every_method_has_a_look_of_its_own() -> None:
+    assert set(style.METHODS) == set(POLICIES)
+    assert len(set(style.METHODS.values())) == len(POLICIES)
+    assert len({style.look_of(name)["color"] for name in ("shadowkv", "quest", "snapkv", "kivi", "h2o")}) == 5
+    one, two = style.look_of("shadowkv", 0), style.look_of("shadowkv", 1)
+    assert (one["color"], one["marker"]) == (two["color"], two["marker"])
+    assert one["linestyle"] != two["linestyle"]
+    assert style.look_of("probe") == style.look_of("probe")
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_the_same_numbers_are_the_same_bytes(name: str, suffix: str, tmp_path: Path) -> None:
+    if name == "cosines":
+        table = RNG.uniform(-1, 1, (3, 2, 9))
+        draw: Callable[[Any], Any] = lambda path: plots.plot_least_cosines({"text": table}, path)  # noqa: E731
+    else:
+        draw = DRAWN[name]
+    draw(tmp_path / f"one{suffix}")
+    with matplotlib.rc_context({"font.size": 20, "axes.grid": False, "svg.hashsalt": "other"}):  # a user's own style
+        draw(tmp_path / f"two{suffix}")
+    one, two = ((tmp_path / f"{part}{suffix}").read_bytes() for part in ("one", "two"))
+    assert one == two
+    assert one.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    assert b"dc:date" not in one
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"one{suffix}", f"two{suffix}"]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_all_axes_say_what_they_are(name: str) -> None:
+    figure = DRAWN[name](None)
+    axes = [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
+    assert axes
+    for axis in axes:
+        assert axis.get_xlabel()
+        grid = axis.get_subplotspec()
+        assert axis.get_ylabel() or not grid.is_first_col()
+
+
+def test_a_user_s_style_comes_back() -> None:
+    before = matplotlib.rcParams.copy()
+    DRAWN["turns"](None)
+    assert matplotlib.rcParams == before
+
+
+def test_memory_has_a_line_a_method_and_a_mark_a_setting() -> None:
+    figure = plots.plot_memory(NEEDLES)
+    [axis] = figure.axes
+    drawn = {box.lines[0].get_color(): box.lines[0] for box in axis.containers}
+    shadow = drawn[style.METHODS["shadowkv"][0]]
+    assert shadow.get_xdata().tolist() == [10.0, 20.0]  # MB, rising
+    assert shadow.get_ydata().tolist() == [50.0, 75.0]
+    assert drawn[style.METHODS["quest"][0]].get_xdata().tolist() == [10.0]
+    assert style.METHODS["kivi"][0] not in drawn  # nothing ran
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["full", "shadowkv", "quest"]
+
+
+def test_divergence_has_a_logarithmic_axis_without_full() -> None:
+    [axis] = plots.plot_memory(AGREEMENT, measure="kl").axes
+    assert axis.get_yscale() == "log"
+    assert sorted(float(box.lines[0].get_ydata()[0]) for box in axis.containers) == [0.03, 0.2]
+
+
+def test_a_control_and_a_taught_method_are_lines_of_their_own() -> None:
+    rows = [row("streaming_llm"), row("streaming_llm", control_of="shadowkv", score=20.0), row("less", fitted=True)]
+    [legend] = plots.plot_memory(rows).legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "streaming_llm", "streaming_llm (control)", "less (fitted)",
+    ]  # fmt: skip
+
+
+def test_a_heat_map_is_depth_by_length() -> None:
+    rows = [row(length=2048, scores=[0.0, 25.0, 50.0, 100.0]), row(length=1024), row("quest", length=1024)]
+    figure = plots.plot_needles(rows)
+    first, second, bar = figure.axes
+    assert bar.get_ylabel() == "found, %"
+    assert first.images[0].get_array().tolist() == [[100, 0], [0, 25], [100, 50], [0, 100]]  # lengths rise
+    assert [text.get_text() for text in first.get_xticklabels()] == ["1,024", "2,048"]
+    assert [text.get_text() for text in first.get_yticklabels()] == ["12", "38", "62", "88"]
+    assert second.images[0].get_array().shape == (4, 1)
+    assert first.yaxis_inverted()  # the beginning of the text is above
+    with pytest.raises(ConfigError, match="as many samples"):
+        plots.plot_needles([row(), row(length=2048, scores=[100.0])])
+
+
+def test_turns_draw_two_settings_of_a_method_apart() -> None:
+    rows = [*TURNS, row(task="needle_multiturn", turns=[0.0, 0.0], share=0.25)]
+    [axis] = plots.plot_turns(rows).axes
+    full, one, two = axis.lines
+    assert full.get_linewidth() > one.get_linewidth()
+    assert one.get_color() == two.get_color() == style.METHODS["shadowkv"][0]
+    assert one.get_linestyle() != two.get_linestyle()
+    assert two.get_ydata().tolist() == [0, 0]
+
+
+def test_observations_draw_what_they_are_given() -> None:
+    left, right = plots.plot_spectra({"text": SPECTRUM}).axes
+    assert left.get_xlim() == (1, 8)  # the narrower tensor's columns
+    squares = SPECTRUM["x_in"] ** 2
+    kept = lines(right)["hidden states"].get_ydata()
+    np.testing.assert_allclose(
+        kept, 100 * (np.cumsum(squares, 1) / squares.sum(1, keepdims=True)).mean(0)[:8], rtol=1e-12
+    )
+    below = np.array([[[-0.5, 0.25], [0.25, 0.75]]])
+    left, right = plots.plot_least_cosines({"text": below}).axes
+    found = dict(zip(lines(left)["text"].get_xdata().round(2), lines(left)["text"].get_ydata(), strict=True))
+    assert [found[-0.4], found[0.3], found[1.0]] == [25, 75, 100]
+    assert np.isnan(found[-0.6])
+    assert lines(right)["text"].get_ydata().tolist() == [0.25]
+    left, right = plots.plot_hit_rates({"text": np.array([[0.0, 1.0], [0.5, 1.0]])}).axes
+    assert lines(left)["text"].get_xdata().tolist() == [2, 3]
+    assert lines(left)["text"].get_ydata().tolist() == [50, 75]
+    assert lines(right)["text"].get_ydata().tolist() == [25, 100]
+    axes = plots.plot_sweep(SWEEP, "rank").axes
+    assert axes[1].containers[0].lines[0].get_xdata().tolist() == [8, 16, 32]
+    assert axes[1].containers[0].lines[0].get_ydata().tolist() == [1 / 8, 1 / 16, 1 / 32]
+    assert axes[2].containers[0].lines[0].get_ydata().tolist() == [25] * 3
+    assert axes[0].get_xlabel() == "rank"
+
+
+@pytest.mark.parametrize(
+    ("draw", "told"),
+    [
+        (lambda: plots.plot_turns([row()]), "turns"),
+        (lambda: plots.plot_needles(AGREEMENT), "needles"),
+        (lambda: plots.plot_memory([NEEDLES[-1]]), "score against memory"),
+        (lambda: plots.plot_memory(NEEDLES, measure="bytes"), "measure must be one of"),
+        (lambda: plots.plot_memory(AGREEMENT[:1], measure="kl"), "kl against memory"),
+        (lambda: plots.plot_sweep(SWEEP, "chunk_size"), "field must be a setting"),
+        (lambda: plots.plot_spectra({}), "spectra"),
+        (lambda: plots.plot_turns(TURNS, "turns.gif"), "ends with one of"),
+        (lambda: plots.plot_turns(TURNS, "nowhere/turns.svg"), "can be written"),
+    ],
+)  # fmt: skip
+def test_nothing_to_draw_or_nowhere_to_write_is_refused(draw: Callable[[], Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        draw()
+
+
+def test_a_panel_too_many_is_none(tmp_path: Path) -> None:
+    rows = [row("full", length=length) for length in range(100, 600, 100)]
+    assert len(plots.plot_memory(rows).axes) == 5  # in rows of two
+    assert results.policy_title(row(policy="shadowkv:rank=8:budget=64")) == "shadowkv\nrank=8, budget=64"
+    assert results.policy_title(row(share=0.125)) == "shadowkv, 12.5 %"
