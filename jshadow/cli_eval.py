@@ -39,7 +39,7 @@ def add_options(add: argparse.ArgumentParser, prefill_help: str) -> None:
     add.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")
     add.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
     add.add_argument("--quantize", help="int8: keep the projections' weights in int8")
-    add.add_argument("--out", help="directory for per-sample results")
+    add.add_argument("--out", help="directory for per-sample results, pictures and report.html")
     add.add_argument("--plot", metavar="FILE", help="draw right answers by turn (.svg, .png, .pdf; extra `plots`)")
     add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -101,6 +101,7 @@ def run_eval(args: argparse.Namespace) -> int:
     """`jshadow eval`: parse, load, evaluate, print."""
     from jshadow import offload
     from jshadow.evaluation import metrics
+    from jshadow.evaluation.html import write_results
     from jshadow.evaluation.plots import check_plot, plot_turns
     from jshadow.evaluation.runner import evaluate
     from jshadow.params import load
@@ -128,6 +129,8 @@ def run_eval(args: argparse.Namespace) -> int:
         progress.close()
     if args.plot is not None:
         plot_turns(rows, args.plot)
+    if args.out is not None:
+        write_results(rows, args.out, args.command_line)
     if args.json:
         print(json.dumps({"results": rows, "pooled": metrics.pooled(rows)}))
     else:

@@ -16,24 +16,36 @@ from jshadow.policies import POLICIES
 BASE: dict[str, Any] = {"share": None, "control_of": None, "fitted": False, "samples": 4, "infeasible": None,
                         "served_full_bytes": 40_000_000}  # fmt: skip
 
+DEPTHS = [0.125, 0.375, 0.625, 0.875]
+
 
 def row(name: str = "shadowkv", **given: Any) -> dict[str, Any]:
     """A made-up result row of a needle task."""
     own = {"task": "needle_noise", "length": 1024, "policy": name, "name": name, "score": 50.0, "stderr": 12.5,
            "asked": 4, "found": 2, "found_by_full": 4, "found_by_both": 2, "recall_of_full": None,
-           "scores": [100.0, 0.0, 100.0, 0.0], "turns": [50.0], "served_device_bytes": 10_000_000}  # fmt: skip
+           "depths": DEPTHS, "depth_scores": [100.0, 0.0, 100.0, 0.0],
+           "turns": [50.0], "served_device_bytes": 10_000_000}  # fmt: skip
     return BASE | own | given
 
 
 NEEDLES = [
-    row("full", score=100.0, scores=[100.0] * 4, served_device_bytes=40_000_000),
+    row("full", score=100.0, depth_scores=[100.0] * 4, served_device_bytes=40_000_000),
     row(share=0.5, served_device_bytes=20_000_000, score=75.0),
     row(share=0.25),
     row("quest", share=0.5),
-    row("kivi", share=0.12, score=None, stderr=None, scores=None, served_device_bytes=None, infeasible="too small"),
+    row(
+        "kivi",
+        share=0.12,
+        score=None,
+        stderr=None,
+        depths=None,
+        depth_scores=None,
+        served_device_bytes=None,
+        infeasible="too small",
+    ),
 ]
 AGREEMENT = [
-    row(name, task="agreement", top1=90.0, top1_stderr=1.0, kl=kl, kl_stderr=0.01, score=90.0, scores=[90.0] * 4)
+    row(name, task="agreement", top1=90.0, top1_stderr=1.0, kl=kl, kl_stderr=0.01, score=90.0, depths=None)
     for name, kl in (("full", 0.0), ("shadowkv", 0.03), ("snapkv", 0.2))
 ]
 for one in AGREEMENT:
@@ -136,7 +148,7 @@ def test_a_control_and_a_taught_method_are_lines_of_their_own() -> None:
 
 
 def test_a_heat_map_is_depth_by_length() -> None:
-    rows = [row(length=2048, scores=[0.0, 25.0, 50.0, 100.0]), row(length=1024), row("quest", length=1024)]
+    rows = [row(length=2048, depth_scores=[0.0, 25.0, 50.0, 100.0]), row(length=1024), row("quest", length=1024)]
     figure = plots.plot_needles(rows)
     first, second, bar = figure.axes
     assert bar.get_ylabel() == "found, %"
@@ -145,8 +157,8 @@ def test_a_heat_map_is_depth_by_length() -> None:
     assert [text.get_text() for text in first.get_yticklabels()] == ["12", "38", "62", "88"]
     assert second.images[0].get_array().shape == (4, 1)
     assert first.yaxis_inverted()  # the beginning of the text is above
-    with pytest.raises(ConfigError, match="as many samples"):
-        plots.plot_needles([row(), row(length=2048, scores=[100.0])])
+    with pytest.raises(ConfigError, match="same depths"):
+        plots.plot_needles([row(), row(length=2048, depths=[0.5, 1.0], depth_scores=[100.0, 0.0])])
 
 
 def test_turns_draw_two_settings_of_a_method_apart() -> None:

@@ -45,8 +45,8 @@ def with_turns(rows: Iterable[Row]) -> list[Row]:
 
 
 def with_scores(rows: Iterable[Row]) -> list[Row]:
-    """Rows that `plot_needles` draws: of needles, with a score for each sample."""
-    return [row for row in rows if row.get("scores") and "found" in row]
+    """Rows that `plot_needles` draws: of needles, with a score for each of several depths."""
+    return [row for row in rows if len(row.get("depths") or ()) > 1]
 
 
 def with_memory(rows: Iterable[Row], measure: str) -> list[Row]:
@@ -112,14 +112,14 @@ def plot_needles(rows: Sequence[Row], path: str | os.PathLike[str] | None = None
     """Draw a heat map of needles found, length by depth, a panel a task and policy (ShadowKV, figure 10).
 
     Args:
-        rows: of `evaluate`, with "scores": percent found by each sample, whose depths are (i + 0.5) / samples.
+        rows: of `evaluate`; those with "depths" of the needle, and "depth_scores" (percent) at each, are drawn.
         path: .svg, .png or .pdf to write.
 
     Returns:
         The Figure.
 
     Raises:
-        ConfigError: no such row, a task with several numbers of samples, or a file that cannot be written.
+        ConfigError: no such row, a task with other depths at other lengths, or a file that cannot be written.
     """
     import numpy as np
 
@@ -133,15 +133,15 @@ def plot_needles(rows: Sequence[Row], path: str | os.PathLike[str] | None = None
     image = None
     for axis, ((task, title), by_length) in zip(axes, groups.items(), strict=True):
         lengths = sorted(by_length)
-        depths = {len(row["scores"]) for row in by_length.values()}
+        depths = {tuple(row["depths"]) for row in by_length.values()}
         if len(depths) != 1:
-            raise ConfigError(f"rows must have as many samples at every length of {task}, got {sorted(depths)}")
-        [count] = depths
-        grid = np.array([by_length[length]["scores"] for length in lengths], float).T
+            raise ConfigError(f"rows must have the same depths at every length of {task}, got {sorted(depths)}")
+        [at] = depths
+        grid = np.array([by_length[length]["depth_scores"] for length in lengths], float).T
         image = axis.imshow(grid, vmin=0, vmax=100, cmap="cividis", aspect="auto", origin="upper")
         axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=45 * (len(lengths) > 4))
-        shown = range(0, count, max(1, -(-count // MOST_NUMBERS)))
-        axis.set_yticks(list(shown), [f"{100 * (i + 0.5) / count:.0f}" for i in shown])
+        shown = range(0, len(at), max(1, -(-len(at) // MOST_NUMBERS)))
+        axis.set_yticks(list(shown), [f"{100 * at[i]:.0f}" for i in shown])
         axis.grid(visible=False)
         if max(grid.shape) <= MOST_NUMBERS:
             for (depth, length), value in np.ndenumerate(grid):
