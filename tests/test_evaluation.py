@@ -408,6 +408,9 @@ def test_the_command_line(model_dir: Path, tmp_path: Path, capsys: pytest.Captur
     assert [entry["policy"] for entry in printed["pooled"]] == [rows[0]["policy"], rows[1]["policy"], "control"]
     lines = (tmp_path / metrics.RESULTS).read_text().splitlines()
     assert len({json.loads(line)["key"] for line in lines}) == len(lines) == 10
+    report = (tmp_path / "report.html").read_text()
+    assert all(name in report for name in ("needle_docs", "agreement", "jshadow eval", "--policies", "shadowkv"))
+    assert (tmp_path / "memory_kl.png").read_bytes().startswith(b"\x89PNG")
     assert cli.main(args) == 0
     table = capsys.readouterr().out
     assert "needle_docs" in table
