@@ -1,4 +1,4 @@
-"""The adapter of lm-evaluation-harness: against plain and step-by-step computation, and against its own `hf` backend."""
+"""The adapter of lm-evaluation-harness: against plain and single-step computation, and against its own `hf` backend."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from jshadow.evaluation.lm_eval_settings import parse_generation
 from jshadow.params import Params, init_params
 from jshadow.sampling import Sampler
 
-CONFIG = ModelConfig("llama", 257, 2, 32, 48, 4, 2, 16, 1e-5, 512, eos_ids=(256,))
+CONFIG = ModelConfig("llama", 257, 2, 32, 48, 4, 2, 16, 1e-5, 256, eos_ids=(256,))
 SHADOWKV = ShadowKV(rank=8, budget=16, chunk_size=4, outlier_chunks=2, local_chunks=2)
 POLICIES = {"full": Full(), "shadowkv": SHADOWKV, "streaming_llm": StreamingLLM(sinks=2, window=12)}
 END = 256
@@ -48,7 +48,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def step_by_step(params: Params, policy: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
     """Prefill alone and unpadded, then one decode step a token."""
-    capacity = params.config.context
+    capacity = 256
     logits, state = decode.prefill(
         params, np.array([context]), np.array([len(context)]), policy, capacity=capacity, fetch="resident"
     )  # fmt: skip
@@ -64,9 +64,7 @@ def step_by_step(params: Params, policy: Any, context: list[int], continuation: 
 def plainly(params: Params, context: list[int], continuation: list[int]) -> tuple[float, bool]:
     """Logits of the whole text at once."""
     whole = np.array([context + continuation])
-    logits, _ = decode.prefill(
-        params, whole, np.array([whole.shape[1]]), Full(), capacity=params.config.context, logits="all"
-    )
+    logits, _ = decode.prefill(params, whole, np.array([whole.shape[1]]), Full(), capacity=256, logits="all")
     rows = np.asarray(logits)[0, len(context) - 1 : -1]
     at = np.arange(len(continuation))
     return log_softmax(rows)[at, continuation].sum(), bool((rows.argmax(-1) == continuation).all())
@@ -74,21 +72,20 @@ def plainly(params: Params, context: list[int], continuation: list[int]) -> tupl
 
 def greedy_ids(params: Params, text: str, count: int) -> list[int]:
     ids = params.tokenizer.encode(text)
-    logits, state = decode.prefill(params, np.array([ids]), np.array([len(ids)]), Full(), capacity=512)
+    logits, state = decode.prefill(params, np.array([ids]), np.array([len(ids)]), Full(), capacity=256)
     first = int(np.asarray(logits).argmax())
     return [first, *np.asarray(decode.decode_steps(params, np.array([first]), state, count - 1)[0])[0].tolist()]
 
 
 PAIRS = [
-    (TALE, " yes"), (TALE, " n"), (TALE, " perhaps not at all, said the crow"), ("Rain", "y days"),
-    (TALE * 2, "The end."), ("", "Once upon"), (TALE[:70], "x"), ("Rain", " coat"), (TALE + "?", "!"),
+    (TALE, " yes"), (TALE, " n"), ("Rain", "y days"), (TALE, " perhaps not at all, said the crow"), ("", "Once upon"),
+    ("Rain", " coat"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize(("name", "batch"), [("full", 1), ("shadowkv", 3), ("streaming_llm", 2)])
 def test_loglikelihoods_are_those_of_single_steps(params, name, batch):
-    model = JshadowLM(params, policy=POLICIES[name], capacity=512, batch_size=batch)
+    model = JshadowLM(params, policy=POLICIES[name], capacity=256, batch_size=batch)
     got = model.loglikelihood(requests(*PAIRS), disable_tqdm=True)
     for (context, continuation), (score, greedy) in zip(PAIRS, got, strict=True):
         ids = params.tokenizer.encode(context) or [END]
@@ -105,7 +102,7 @@ def test_loglikelihoods_are_those_of_single_steps(params, name, batch):
 
 def test_policies_score_differently_and_greedy_ones_are_told(params):
     """What the tests above compare is no constant: a policy that drops tokens gives other numbers."""
-    made = {name: JshadowLM(params, policy=policy, capacity=512) for name, policy in POLICIES.items()}
+    made = {name: JshadowLM(params, policy=policy, capacity=256) for name, policy in POLICIES.items()}
     ids, continuation = params.tokenizer.encode(TALE), greedy_ids(params, TALE, 4)
     scores = {}
     for name, model in made.items():
@@ -143,7 +140,7 @@ def test_equal_contexts_are_prefilled_once(params, monkeypatch):
         return real(params, tokens, lengths, *args, **options)
 
     monkeypatch.setattr(decode, "prefill_many", counted)
-    model = JshadowLM(params, policy="full", capacity=512, batch_size=4)
+    model = JshadowLM(params, policy="full", capacity=256, batch_size=4)
     choices = requests(*[(f"Question {index}?", f" {answer}") for index in range(3) for answer in "abcd"])
     scores = model.loglikelihood(choices, disable_tqdm=True)
     assert len(set(scores)) == 12
@@ -151,10 +148,10 @@ def test_equal_contexts_are_prefilled_once(params, monkeypatch):
 
 
 def test_near_lengths_share_compiled_programs(params):
-    model = JshadowLM(params, policy=SHADOWKV, capacity=512)
-    model.loglikelihood(requests((TALE, " one two three"), ("short", "er")), disable_tqdm=True)
+    model = JshadowLM(params, policy=SHADOWKV, capacity=256, batch_size=3)
+    model.loglikelihood(requests((TALE + "one", " two three"), ("Short", "er")), disable_tqdm=True)
     before = scoring._forced._cache_size()
-    model.loglikelihood(requests((TALE[3:], " four"), ("shor", "test of all")), disable_tqdm=True)
+    model.loglikelihood(requests((TALE + "two ha", " three"), ("A bit", " longer")), disable_tqdm=True)
     assert scoring._forced._cache_size() == before
     widths = sorted({scoring.width_of(tokens, 8192) for tokens in range(1, 8193)})
     assert widths == [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
@@ -162,18 +159,17 @@ def test_near_lengths_share_compiled_programs(params):
     assert scoring.width_of(5000, 5120) == 5120
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_generations_are_those_of_generate(params, batch):
-    model = JshadowLM(params, policy=SHADOWKV, capacity=512, batch_size=batch)
-    contexts = [TALE, "Rain", TALE[:80], TALE * 2]
-    wanted = [generate(params, one, SHADOWKV, max_new_tokens=12, capacity=512) for one in contexts]
+def test_generations_are_those_of_generate(params):
+    model = JshadowLM(params, policy=SHADOWKV, capacity=256, batch_size=3)
+    contexts = [TALE, "Rain", TALE[1:]]
+    wanted = [generate(params, one, SHADOWKV, max_new_tokens=12, capacity=256) for one in contexts]
     assert not any(one.report.fallback for one in wanted)
     got = model.generate_until(requests(*[(one, {"max_gen_toks": 12}) for one in contexts]), disable_tqdm=True)
     assert got == [one.text for one in wanted]
 
 
 def test_until_strings_end_a_generation_and_are_cut_off(params):
-    model = JshadowLM(params, policy="full", capacity=512, batch_size=2)
+    model = JshadowLM(params, policy="full", capacity=256, batch_size=2)
     said = greedy_ids(params, TALE, 16)
     assert END not in said
     text = params.tokenizer.decode(said)
@@ -192,7 +188,7 @@ def test_a_special_token_among_until_ends_a_generation(params):
     said = greedy_ids(params, TALE, 8)
     target = tokenizer.convert_ids_to_tokens(said[4])
     tokenizer.add_special_tokens({"additional_special_tokens": [target]})
-    model = JshadowLM(dataclasses.replace(params, tokenizer=tokenizer), policy="full", capacity=512)
+    model = JshadowLM(dataclasses.replace(params, tokenizer=tokenizer), policy="full", capacity=256)
     ids = params.tokenizer.encode(TALE)
     model.tok_encode = lambda *_, **__: ids  # the text may hold that byte itself
     got = model.generate_until(requests((TALE, {"max_gen_toks": 8, "until": [target]})), disable_tqdm=True)
@@ -202,11 +198,11 @@ def test_a_special_token_among_until_ends_a_generation(params):
 def test_sampling_does_not_depend_on_the_batch(params):
     settings = {"max_gen_toks": 10, "do_sample": True, "temperature": 1.5, "top_p": 0.95}
     asked = requests(*[(text, settings) for text in (TALE, "Rain", TALE, "Snow")])
-    alone = JshadowLM(params, policy="full", capacity=512, seed=3).generate_until(asked, disable_tqdm=True)
-    together = JshadowLM(params, policy="full", capacity=512, seed=3, batch_size=4)
+    alone = JshadowLM(params, policy="full", capacity=256, seed=3).generate_until(asked, disable_tqdm=True)
+    together = JshadowLM(params, policy="full", capacity=256, seed=3, batch_size=4)
     assert together.generate_until(asked, disable_tqdm=True) == alone
     assert alone[0] != alone[2]  # a repeated request draws anew
-    other = JshadowLM(params, policy="full", capacity=512, seed=4, batch_size=4)
+    other = JshadowLM(params, policy="full", capacity=256, seed=4, batch_size=4)
     assert other.generate_until(asked, disable_tqdm=True) != alone
 
 
@@ -253,8 +249,8 @@ def test_bad_settings_are_typed_errors(params):
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=name):
             JshadowLM(params, **settings)
-    with pytest.raises(CapacityError, match="context=512"):
-        JshadowLM(params, capacity=513)
+    with pytest.raises(CapacityError, match="context=256"):
+        JshadowLM(params, capacity=257)
     with pytest.raises(ConfigError, match="tokenizer"):
         JshadowLM(dataclasses.replace(params, tokenizer=None))
     with pytest.raises(PromptError, match="continuation of request 1"):
@@ -281,7 +277,8 @@ def test_the_harness_finds_the_model_by_its_name(params, tmp_path):
     model = get_model("jshadow").create_from_arg_string(told, {"batch_size": "2", "device": None})
     assert isinstance(model, JshadowLM)
     info = model.get_model_info()
-    assert (info["jshadow_settings"]["rank"], info["model_dtype"], model.scorer.batch) == (8, "float32", 2)
+    assert (model.scorer.policy.inner.rank, info["model_dtype"], model.scorer.batch) == (8, "float32", 2)
+    assert model.scorer.policy.layers == 1
     assert json.dumps(info)
 
 
@@ -310,7 +307,9 @@ def write_tasks(folder: Any) -> dict[str, Any]:
         },
         "tiny_rolling": {
             "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
-            "metric_list": [{"metric": "word_perplexity"}],
+            "metric_list": [
+                {"metric": "word_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}
+            ],
         },
         "tiny_generation": {
             "output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{choices[label]}}",
@@ -331,14 +330,11 @@ def tiny_tasks(tmp_path, monkeypatch) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_tasks_run_through_the_harness(params, tiny_tasks):
-    model = JshadowLM(params, policy=SHADOWKV, batch_size=3)
+    model = JshadowLM(params, policy=SHADOWKV, capacity=256, batch_size=3)
     done = lm_eval.simple_evaluate(model=model, bootstrap_iters=0, **tiny_tasks)
-    assert done["config"]["jshadow_policy"] == "shadowkv"
-    samples = done["samples"]
-    first = samples["tiny_choice"][0]
-    asked = requests(*[(arguments["arg_0"], arguments["arg_1"]) for arguments in first["arguments"].values()])
-    again = model.loglikelihood(asked, disable_tqdm=True)
-    told = [float(one[0][0]) for one in first["resps"]]
-    assert told == pytest.approx([score for score, _ in again], abs=1e-4)
+    assert (done["config"]["jshadow_policy"], done["config"]["jshadow_capacity"]) == ("shadowkv", 256)
+    first = done["samples"]["tiny_choice"][0]
+    again = model.loglikelihood(requests(*first["arguments"]), disable_tqdm=True)
+    assert [one[0][0] for one in first["resps"]] == pytest.approx([score for score, _ in again], abs=1e-4)
     assert done["results"]["tiny_rolling"]["word_perplexity,none"] > 1
-    assert all(sample["resps"][0][0] for sample in samples["tiny_generation"])
+    assert all(sample["resps"][0][0] for sample in done["samples"]["tiny_generation"])
