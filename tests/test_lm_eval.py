@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import lm_eval
 import numpy as np
 import pytest
 import yaml
+from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 from tiny_text import TEMPLATE, byte_tokenizer
@@ -338,3 +340,68 @@ def test_tasks_run_through_the_harness(params, tiny_tasks):
     assert [one[0][0] for one in first["resps"]] == pytest.approx([score for score, _ in again], abs=1e-4)
     assert done["results"]["tiny_rolling"]["word_perplexity,none"] > 1
     assert all(sample["resps"][0][0] for sample in done["samples"]["tiny_generation"])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
+def test_full_attention_scores_as_the_hf_backend(smollm2_dir, tiny_tasks):
+    """SmolLM2 in float32, torch beside it: scores, greedy flags, windows and generations of the same requests."""
+    from lm_eval.models.huggingface import HFLM
+
+    mine = JshadowLM(smollm2_dir, policy="full", dtype="float32", capacity=64, batch_size=2)
+    theirs = HFLM(pretrained=str(smollm2_dir), device="cpu", dtype="float32", batch_size=1, max_length=64)
+    pairs = [
+        ("The capital of France is", " Paris"), ("The capital of France is", " a large city"), ("", "Once upon a time"),
+        ("One, two, three,", " four, five, six"), (TALE, "The crow"), ("Trailing space ", "goes on"),
+    ]  # fmt: skip
+    asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+    for one, other in zip(mine.loglikelihood(asked), theirs.loglikelihood(asked), strict=True):
+        assert one == (pytest.approx(other[0], abs=1e-3), other[1])
+    texts = [(TALE * 4,), ("A short one.",)]  # the first needs two windows
+    rolling = [Instance("loglikelihood_rolling", {}, text, index) for index, text in enumerate(texts)]
+    assert 64 < len(mine.tok_encode(texts[0][0])) <= 128
+    assert mine.loglikelihood_rolling(rolling) == pytest.approx(theirs.loglikelihood_rolling(rolling), abs=1e-3)
+    settings = {"max_gen_toks": 16, "until": [".", "\n"], "do_sample": False}
+    contexts = ["The capital of France is", "One, two, three, four,", TALE]
+    until = [Instance("generate_until", {}, (text, settings), index) for index, text in enumerate(contexts)]
+    assert mine.generate_until(until) == theirs.generate_until(until)
+    chat = [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "It was"}]
+    assert mine.apply_chat_template(chat, False) == theirs.apply_chat_template(chat, False)
+    assert mine.apply_chat_template(chat[:1]) == theirs.apply_chat_template(chat[:1])
+    results = [
+        lm_eval.simple_evaluate(model=model, bootstrap_iters=0, log_samples=False, **tiny_tasks)["results"]
+        for model in (mine, theirs)
+    ]
+    for task, scores in results[0].items():
+        numbers = {name: value for name, value in scores.items() if isinstance(value, float)}
+        assert numbers
+        assert numbers == pytest.approx({name: results[1][task][name] for name in numbers}, abs=1e-3, rel=1e-4), task
+
+
+@pytest.mark.slow
+def test_the_command_line(params, tmp_path):
+    """A run from a shell with its results in a file, and a typed error with exit status 2."""
+    write_tasks(tmp_path)
+    save(params, tmp_path / "model")
+
+    def run(settings: str) -> subprocess.CompletedProcess[str]:
+        told = [
+            "--model", "jshadow", "--model_args", f"pretrained={tmp_path / 'model'},dtype=float32,capacity=256,{settings}",
+            "--tasks", "tiny_choice", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"),
+        ]  # fmt: skip
+        return subprocess.run(
+            [sys.executable, "-m", "jshadow.evaluation.lm_eval", "run", *told], capture_output=True, text=True,
+            env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
+        )  # fmt: skip
+
+    done = run("policy=shadowkv,rank=8,budget=16,outlier_chunks=2")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "tiny_choice" in done.stdout
+    (path,) = (tmp_path / "out").rglob("results_*.json")
+    results = json.loads(path.read_text())
+    assert results["config"]["jshadow_settings"]["rank"] == 8
+    assert 0 <= results["results"]["tiny_choice"]["acc,none"] <= 1
+    wrong = run("policy=shadowkv,rnak=8")
+    assert wrong.returncode == 2
+    assert "jshadow: ConfigError" in wrong.stderr
+    assert "rnak" in wrong.stderr
