@@ -382,11 +382,12 @@ def test_full_attention_scores_as_the_hf_backend(smollm2_dir, tiny_tasks):
 def test_the_command_line(params, tmp_path):
     """A run from a shell with its results in a file, and a typed error with exit status 2."""
     write_tasks(tmp_path)
-    save(params, tmp_path / "model")
+    model = tmp_path / "model"
+    save(params, model)
 
     def run(settings: str) -> subprocess.CompletedProcess[str]:
         told = [
-            "--model", "jshadow", "--model_args", f"pretrained={tmp_path / 'model'},dtype=float32,capacity=256,{settings}",
+            "--model", "jshadow", "--model_args", f"pretrained={model},dtype=float32,capacity=256,{settings}",
             "--tasks", "tiny_choice", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"),
         ]  # fmt: skip
         return subprocess.run(
