@@ -29,8 +29,8 @@ import matplotlib.pyplot as plt
 import jshadow
 
 params = jshadow.load("../checkpoints/smollm2-135m-instruct", dtype="float32")
-facts = ["The bridge was closed in 1998.", "It was rebuilt in 2003.", "The ferry costs 7 crowns.", "Dogs travel free."]
-document = "<|im_start|>user\nA report: " + " ".join(facts * 24)  # opens a chat turn and leaves it open
+facts = ["The bridge was closed in 1998.", "It was rebuilt in 2003.", "The ferry costs 7 crowns."]
+document = "<|im_start|>user\nA report: " + " ".join(facts * 30)  # opens a chat turn and leaves it open
 print(len(params.tokenizer.encode(document)), "tokens")
 
 # %% [markdown]
@@ -52,7 +52,7 @@ print(read.state.lengths, "tokens held,", read.report.fallback)
 # clock runs.
 
 # %%
-questions = ["When was the bridge closed?", "When was it rebuilt?", "What does the ferry cost?", "Who travels free?"]
+questions = ["When was the bridge closed?", "When was it rebuilt?", "What does the ferry cost?"]
 
 
 def ask(state, question, count=16):

@@ -34,13 +34,15 @@ from jshadow.params import init_params
 from jshadow.policies import SnapKV
 from jshadow.policies.base import check_range
 from jshadow.policies.eviction import EvictingPolicy
+from jshadow.policies.nominal import largest
 
 # %% [markdown]
 # ## The class
 #
 # `EvictingPolicy` is the skeleton of methods that cut a prompt down once and keep all that follows. Such a method only
 # says how many tokens stay (`slots`) and which (`score`, and how many of the newest whatever their score). `resolve`
-# checks the settings, and `lossless` names the setting that must equal full attention: the laws below start from it.
+# checks the settings. `lossless` names the setting that must equal full attention, where the laws below start;
+# `nominal` the largest one within a share of full attention's bytes, so that methods can be compared at equal memory.
 
 
 # %%
@@ -73,6 +75,15 @@ class SmallNorms(EvictingPolicy):
     def lossless(cls, num_tokens, config):
         """All of the prompt."""
         return cls(kept=max(num_tokens, cls.recent))
+
+    @classmethod
+    def nominal(cls, fraction, num_tokens, config):
+        """The largest setting within a share of full attention's device bytes."""
+
+        def make(kept):
+            return cls(kept=kept, recent=min(cls.recent, kept))
+
+        return largest(make, 1, num_tokens, fraction, num_tokens, config)
 
 
 # %% [markdown]
@@ -130,7 +141,7 @@ print("rows are independent, and turns may be split")
 params = jshadow.load("../checkpoints/smollm2-135m-instruct", dtype="float32")
 case = make("agreement", params.tokenizer, 640, 0.5, 1)
 forced = np.array([case.forced[:32]])
-sizes = (64, 160, 400)
+sizes = (64, 256)
 entries = {
     "small norms": [SmallNorms(kept=size) for size in sizes],
     "SnapKV": [SnapKV(max_capacity_prompt=size, observation_window=32) for size in sizes],
@@ -144,13 +155,16 @@ for policy, (_, state) in zip(policies, made, strict=True):
 
 # %%
 figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
-for (name, some), marker in zip(entries.items(), "os", strict=True):
-    axis.plot(sizes, [metrics.kl(logits[policies[0]], logits[one]).mean() for one in some], marker=marker, label=name)
-axis.set_xlabel("tokens kept of 640")
+for number, (name, some) in enumerate(entries.items()):
+    distances = [metrics.kl(logits[policies[0]], logits[one]).mean() for one in some]
+    bars = axis.bar(np.arange(len(sizes)) + 0.4 * number, distances, width=0.38, label=name)
+    axis.bar_label(bars, fmt="%.3f")
+axis.set_xticks(np.arange(len(sizes)) + 0.2, [f"{size} of 640 tokens kept" for size in sizes])
 axis.set_ylabel("divergence from full attention, nats")
-axis.set_yscale("log")
 axis.legend()
 plt.show()
+share = made[1][1].policy.nominal(0.5, 704, params.config)
+print("at half of full attention's bytes:", share)
 
 # %% [markdown]
 # One text of one small model decides nothing; `jshadow eval --shares` compares methods at equal bytes over many cases.

@@ -18,13 +18,14 @@ from lm_eval.api.registry import get_model
 from lm_eval.tasks import TaskManager
 from tiny_text import TEMPLATE, byte_tokenizer
 
-from jshadow import Full, ShadowKV, StreamingLLM, decode, generate, save
+from jshadow import Full, ShadowKV, StreamingLLM, decode, generate, save, save_fitted
 from jshadow.config import ModelConfig
 from jshadow.errors import CapacityError, ConfigError, PromptError
 from jshadow.evaluation import scoring
 from jshadow.evaluation.lm_eval import JshadowLM
 from jshadow.evaluation.lm_eval_settings import parse_generation
 from jshadow.params import Params, init_params
+from jshadow.policies import Loki
 from jshadow.sampling import Sampler
 
 CONFIG = ModelConfig("llama", 257, 2, 32, 48, 4, 2, 16, 1e-5, 256, eos_ids=(256,))
@@ -114,6 +115,34 @@ def test_policies_score_differently_and_greedy_ones_are_told(params):
         assert greedy or name != "full"
         assert not other or name != "full"
     assert len({round(score, 3) for score in scores.values()}) == len(POLICIES)
+
+
+def test_offloaded_scores_are_the_resident_ones(params):
+    asked = requests((TALE + "one", " two three"), ("Short", "er"))
+    resident, offloaded = (
+        JshadowLM(params, policy=SHADOWKV, capacity=256, batch_size=3, fetch=fetch).loglikelihood(asked, True)
+        for fetch in ("resident", "device_put")
+    )
+    assert [score for score, _ in offloaded] == pytest.approx([score for score, _ in resident], abs=1e-4)
+    assert [greedy for _, greedy in offloaded] == [greedy for _, greedy in resident]
+
+
+def test_learned_arrays_come_from_a_file(params, tmp_path):
+    loki = Loki(budget=12, columns=3, recent=4, calibration="offline")
+    arrays = loki.fit(params, np.random.default_rng(0).integers(0, 256, (1, 200)))
+    save_fitted(tmp_path / "loki.safetensors", arrays, loki, params)
+    settings = {"policy": "loki", "budget": 12, "columns": 3, "recent": 4, "capacity": 256}
+    asked = requests((TALE, " yes and no"))
+    ((score, _),) = JshadowLM(params, **settings, fitted=str(tmp_path / "loki.safetensors")).loglikelihood(asked, True)
+    ids, more = params.tokenizer.encode(TALE[:-1]), params.tokenizer.encode("  yes and no")
+    logits, state = decode.prefill(
+        params, np.array([ids]), np.array([len(ids)]), loki, capacity=256, fetch="resident", fitted=arrays
+    )  # fmt: skip
+    rest, _ = decode.extend(params, np.array([more[:-1]]), np.array([len(more) - 1]), state, logits="all")
+    rows = np.concatenate([np.asarray(logits), np.asarray(rest)[0]])
+    assert score == pytest.approx(log_softmax(rows)[np.arange(len(more)), more].sum(), abs=1e-4)
+    ((plain, _),) = JshadowLM(params, **settings).loglikelihood(asked, True)
+    assert plain != pytest.approx(score, abs=1e-3)
 
 
 @pytest.mark.parametrize("context_tokens", [1, 20])
