@@ -62,11 +62,10 @@ for name, out in made.items():
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-left.bar(made, [out.report.device_bytes / 2**20 for out in made.values()], label="device")
-left.bar(
-    made, [out.report.host_bytes / 2**20 for out in made.values()], label="host",
-    bottom=[out.report.device_bytes / 2**20 for out in made.values()],
-)  # fmt: skip
+device = [out.report.device_bytes / 2**20 for out in made.values()]
+host = [out.report.host_bytes / 2**20 for out in made.values()]
+left.bar(list(made), device, label="device")
+left.bar(list(made), host, bottom=device, label="host")
 left.set_ylabel("KV cache, MiB")
 left.legend()
 for name, out in made.items():
