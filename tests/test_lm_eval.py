@@ -274,7 +274,7 @@ def test_what_is_too_long_is_an_error_or_cut_in_the_middle(params, caplog):
 def test_bad_settings_are_typed_errors(params):
     for settings, name in (
         ({"rnak": 3}, "rnak"), ({"batch_size": "auto"}, "batch_size"), ({"truncation": "left"}, "truncation"),
-        ({"device": "cuda"}, "device"), ({"policy": "none"}, "policy"), ({"fetch": "disk"}, "fetch"),
+        ({"max_batch_size": 8}, "max_batch_size"), ({"policy": "none"}, "policy"), ({"fetch": "disk"}, "fetch"),
         ({"policy": Full(), "rank": 3}, "rank"), ({"capacity": 64, "rolling_context": 65}, "rolling_context"),
         ({"prefill": "none"}, "prefill"), ({"rank": 4096}, "rank"),
     ):  # fmt: skip

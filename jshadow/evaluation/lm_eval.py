@@ -66,8 +66,9 @@ class JshadowLM(TemplateLM):
             add_bos_token: whether text gets the tokenizer's special tokens; None: as the tokenizer has it.
             prefix_token_id: what stands before an empty context; None: the BOS token, or else the EOS token.
             seed: of sampled generations.
-            max_batch_size, device: only None (lm-eval passes them on): there is no search for a batch size, and JAX
-                chooses the device (`JAX_PLATFORMS`).
+            max_batch_size: only None: there is no search for a batch size.
+            device: not read. lm-eval's command line passes "cuda:0" where nothing was said; JAX chooses
+                (`JAX_PLATFORMS`).
             settings: of the policy: `rank=32`.
 
         Raises:
@@ -75,9 +76,8 @@ class JshadowLM(TemplateLM):
             CheckpointError: as in `jshadow.load`.
         """
         super().__init__()
-        for name, value in (("max_batch_size", max_batch_size), ("device", device)):
-            if value is not None:
-                raise ConfigError(f"{name} must be left out, got {value!r}")
+        if max_batch_size is not None:
+            raise ConfigError(f"max_batch_size must be left out, for no batch size is searched, got {max_batch_size!r}")
         if truncation not in TRUNCATIONS:
             raise ConfigError(f"truncation must be one of {TRUNCATIONS}, got {truncation!r}")
         chosen = policy_of(policy, settings)
