@@ -50,7 +50,7 @@ LEVELS = [
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 SAME_LEVEL = {("lowrank", "rope"), ("landmarks", "lowrank"), ("report", "decode")}
 ONLY_IN = {"safetensors": {"convert"}, "orbax": {"convert"}, "gguf": {"convert"}, "huggingface_hub": {"convert"},
-           "torch": {"bench"}, "matplotlib": {"evaluation"}, "pyarrow": {"evaluation"},
+           "torch": {"bench"}, "matplotlib": {"evaluation"}, "pyarrow": {"evaluation"}, "lm_eval": {"evaluation"},
            "transformers": {"convert", "params", "bench"}, "triton": set(), "jax_triton": set(),
            "optax": {"policies"},
            "pallas_kernels": {"policies", "rope", "lowrank", "landmarks", "attention", "offload"}}  # fmt: skip

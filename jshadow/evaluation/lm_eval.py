@@ -1,0 +1,278 @@
+"""jshadow as a model of lm-evaluation-harness (extra `eval`): its tasks, on any policy.
+
+    python -m jshadow.evaluation.lm_eval run --model jshadow --tasks hellaswag --model_args \\
+        pretrained=DIR,policy=shadowkv,rank=32,budget=256,dtype=float32,capacity=2048
+
+is lm-eval's own command line with this model registered (version 0.4.13 looks for no plug-ins); in Python,
+`lm_eval.simple_evaluate(model=JshadowLM(...), tasks=[...])`.
+
+What a log-likelihood is: the context is prefilled and compressed by the policy, then the continuation is fed token by
+token and attends through the policy. With full attention that is plain scoring, as backend `hf` does it.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from jshadow.errors import ConfigError, JshadowError, PromptError
+from jshadow.evaluation.lm_eval_settings import parse_generation, policy_of, special_ids, whole
+from jshadow.evaluation.scoring import Score, Scorer
+from jshadow.fitted import load_fitted
+from jshadow.params import Params, load
+from jshadow.policies import Policy
+from jshadow.sampling import Sampler
+from jshadow.sparse_prefill import parse_prefill
+
+LOG = logging.getLogger(__name__)
+TRUNCATIONS = (None, "middle")
+
+
+class JshadowLM(TemplateLM):
+    """A checkpoint under a policy, with the interface of lm-eval's models."""
+
+    def __init__(
+        self, pretrained: Any, *, policy: str | Policy = "shadowkv", dtype: str = "bfloat16", fetch: str = "auto",
+        capacity: int | None = None, batch_size: int | str | None = 1, quantize: str | None = None,
+        prefill: str = "exact", fitted: str | None = None, max_gen_toks: int = 256, truncation: str | None = None,
+        rolling_context: int = 1, add_bos_token: bool | None = None, prefix_token_id: int | None = None,
+        seed: int = 0, max_batch_size: Any = None, device: Any = None, **settings: Any,
+    ) -> None:  # fmt: skip
+        """Load a model.
+
+        Contexts are padded to few widths (`scoring.width_of`), and those of one width are batched. The first batch
+        of each width compiles; with `capacity` given, what later widths share is not compiled again.
+
+        Args:
+            pretrained: a checkpoint directory or hub id as `jshadow.load` takes it, or Params.
+            policy: a name of `jshadow policies`, or a Policy.
+            dtype, quantize: as in `jshadow.load`; of no effect on Params.
+            fetch: "auto", "resident", "device_put" or "zero_copy".
+            capacity: tokens that a request may have, `max_length` in lm-eval's words, and what a policy's relative
+                settings are relative to. None: the model's context is the limit, and each width has a capacity.
+            batch_size: contexts that are prefilled together.
+            prefill: how a context's tokens attend to each other, as `--prefill` of `jshadow eval`.
+            fitted: a file of arrays that the policy learned (`jshadow fit`).
+            max_gen_toks: tokens of a generation whose task does not say.
+            truncation: "middle" cuts a context that is too long in its middle, and warns with the count; None: that
+                is an error.
+            rolling_context: tokens before each window but the first of a rolling log-likelihood, which are prefilled
+                and compressed. 1 is what `hf` does, and a policy that keeps new tokens exactly changes nothing there.
+            add_bos_token: whether text gets the tokenizer's special tokens; None: as the tokenizer has it.
+            prefix_token_id: what stands before an empty context; None: the BOS token, or else the EOS token.
+            seed: of sampled generations.
+            max_batch_size: only None: there is no search for a batch size.
+            device: not read. lm-eval's command line passes "cuda:0" where nothing was said; JAX chooses
+                (`JAX_PLATFORMS`).
+            settings: of the policy: `rank=32`.
+
+        Raises:
+            ConfigError, CapacityError: a setting is unknown or out of range.
+            CheckpointError: as in `jshadow.load`.
+        """
+        super().__init__()
+        if max_batch_size is not None:
+            raise ConfigError(f"max_batch_size must be left out, for no batch size is searched, got {max_batch_size!r}")
+        if truncation not in TRUNCATIONS:
+            raise ConfigError(f"truncation must be one of {TRUNCATIONS}, got {truncation!r}")
+        chosen = policy_of(policy, settings)
+        attention = parse_prefill(prefill)
+        batch = whole("batch_size", 1 if batch_size is None else batch_size)
+        self.default_tokens = whole("max_gen_toks", max_gen_toks)
+        self.rolling_context = whole("rolling_context", rolling_context)
+        params = pretrained if isinstance(pretrained, Params) else load(str(pretrained), dtype, quantize=quantize)
+        if params.tokenizer is None:
+            raise ConfigError("pretrained must have a tokenizer, got a checkpoint without")
+        arrays = None if fitted is None else load_fitted(fitted, params, chosen := chosen.with_fitted())
+        self.scorer = Scorer(params, chosen, fetch, capacity, batch, attention, arrays)
+        if self.rolling_context > self.max_length:
+            raise ConfigError(f"rolling_context must be at most {self.max_length}, got {rolling_context}")
+        self.tokenizer, self.truncation, self.seed = params.tokenizer, truncation, seed
+        self.add_bos_token, self.given_prefix = add_bos_token, prefix_token_id
+
+    # What lm-eval asks about a model
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a request may have."""
+        return self.scorer.limit
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        known = [self.tokenizer.eos_token_id, *self.scorer.params.config.eos_ids]
+        found = next((one for one in known if one is not None), None)
+        if found is None:
+            raise PromptError("prefix_token_id must be given, for neither tokenizer nor config has an EOS token")
+        return int(found)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before an empty context."""
+        known = (self.given_prefix, self.tokenizer.bos_token_id)
+        found = next((one for one in known if one is not None), None)
+        return self.eot_token_id if found is None else int(found)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name for the cache of requests: the tokenizer's place."""
+        return str(self.tokenizer.name_or_path).replace("/", "__")
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What stands beside the results: the policy as it was resolved, and how it ran."""
+        scorer = self.scorer
+        resolved = scorer.policy.resolve(scorer.params.config, self.max_length)
+        prefill = scorer.prefill.label() if scorer.prefill else "exact"
+        return {
+            "jshadow_policy": resolved.name, "jshadow_settings": resolved.settings(), "jshadow_fetch": scorer.fetch,
+            "jshadow_capacity": scorer.capacity, "jshadow_prefill": prefill, "model_dtype": scorer.params.dtype.name,
+        }  # fmt: skip
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids of a text; one that begins with the BOS token's own text, as of a chat template, gets no other."""
+        if add_special_tokens is None:
+            bos = self.tokenizer.bos_token
+            add_special_tokens = False if bos and string.startswith(bos) else self.add_bos_token
+        options = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
+        return list(self.tokenizer.encode(string, **options))
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A chat as text; without the generation prompt its last message, a `gen_prefix`, is left open.
+
+        Raises:
+            PromptError: no template, or one that refuses the chat.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise PromptError("apply_chat_template must be left out, for the tokenizer has no chat template")
+        try:
+            text = self.tokenizer.apply_chat_template(
+                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )  # fmt: skip
+        except Exception as error:  # a template is a program of the checkpoint and may raise anything
+            raise PromptError(f"the chat template refuses this chat: {error}") from error
+        return str(text)
+
+    # Requests
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Score]:
+        """(sum of natural-log probabilities, whether greedy) of each request (context, continuation).
+
+        An empty context is the BOS or EOS token alone.
+
+        Raises:
+            PromptError: an empty continuation.
+            CapacityError: a request is too long.
+        """
+        for index, request in enumerate(requests):
+            if not request.args[1]:
+                raise PromptError(f"continuation of request {index} must not be empty")
+        return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+
+    def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any) -> list[Score]:
+        """Scores of (key of the cache or None, context ids, continuation ids); equal contexts are prefilled once."""
+        fitted = self._fitted([context for _, context, _ in requests], [len(one) - 1 for *_, one in requests])
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, one in enumerate(fitted):
+            groups.setdefault(tuple(one), []).append(index)
+        members = list(groups.values())
+        found = self.scorer.score(list(groups), [[requests[index][2] for index in same] for same in members])
+        results: dict[int, Score] = {}
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="jshadow: loglikelihood") as bar:
+            for context, continuation, score in found:
+                which = members[context][continuation]
+                results[which] = score
+                if requests[which][0] is not None:
+                    self.cache_hook.add_partial("loglikelihood", requests[which][0], score)
+                bar.update()
+        return [results[index] for index in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Natural-log probability of each request's whole text, in windows of `max_length` tokens.
+
+        Every token is scored once. The first window begins with the prefix token alone, so that all of its text attends
+        through the policy; each later one with at least `rolling_context` tokens, which are compressed.
+        """
+        windows: list[tuple[int, list[int], list[int]]] = []
+        for index, request in enumerate(requests):
+            pairs = get_rolling_token_windows(
+                self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, self.rolling_context
+            )
+            windows += [(index, *make_disjoint_window(pair)) for pair in pairs]
+        scores = self._loglikelihood_tokens([(None, *window) for _, *window in windows], disable_tqdm)
+        totals = [0.0] * len(requests)
+        for (index, _, _), (score, _) in zip(windows, scores, strict=True):
+            totals[index] += score
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """The text that follows each request (context, generation settings), up to its first `until` string.
+
+        Raises:
+            ConfigError: an unknown generation setting, or one out of range.
+            CapacityError: a context is too long to leave room for max_gen_toks.
+        """
+        groups: dict[tuple[Sampler, int, tuple[str, ...]], list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(parse_generation(request.args[1], self.default_tokens), []).append(index)
+        counts = {one: count for (_, count, _), members in groups.items() for one in members}
+        prompts = self._fitted(
+            [self.tok_encode(request.args[0]) or [self.prefix_token_id] for request in requests],
+            [counts[index] for index in range(len(requests))],
+        )
+        texts: dict[int, str] = {}
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="jshadow: generate_until") as bar:
+            for (sampler, count, until), members in groups.items():
+                stop = [*until, *special_ids(self.tokenizer, until)]
+                some = [prompts[one] for one in members]
+                made = self.scorer.generate(some, count, sampler, stop=stop, seed=self.seed, names=members)
+                for index, text in made:
+                    texts[members[index]] = text
+                    self.cache_hook.add_partial("generate_until", requests[members[index]].args, text)
+                    bar.update()
+        return [texts[index] for index in range(len(requests))]
+
+    def _fitted(self, contexts: Sequence[list[int]], new: Sequence[int]) -> list[list[int]]:
+        """The contexts, each cut in its middle where it and its new tokens are too long and that was asked for."""
+        rooms = [self.max_length - more for more in new]
+        over = [len(one) - room for one, room in zip(contexts, rooms, strict=True) if len(one) > room]
+        if not over or self.truncation is None or min(rooms) < 1:
+            self.scorer.check([len(one) for one in contexts], new)
+            return list(contexts)
+        LOG.warning(
+            "%d of %d requests were too long for max_length=%d: %d tokens were cut out of the middle of their contexts",
+            len(over), len(contexts), self.max_length, sum(over),
+        )  # fmt: skip
+        halves = [(room // 2, room - room // 2) for room in rooms]
+        return [
+            one if len(one) <= first + last else one[:first] + one[len(one) - last :]
+            for one, (first, last) in zip(contexts, halves, strict=True)
+        ]
+
+
+def main() -> None:
+    """lm-eval's command line with this model registered; exit status 2 after a typed error."""
+    from lm_eval.__main__ import cli_evaluate
+
+    try:
+        cli_evaluate()
+    except JshadowError as error:
+        print(f"jshadow: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    # The module by its own name, which others may import too: the model is registered once.
+    import jshadow.evaluation.lm_eval
+
+    jshadow.evaluation.lm_eval.main()
+else:
+    register: Callable[[type[JshadowLM]], type[JshadowLM]] = register_model("jshadow")
+    register(JshadowLM)
