@@ -58,8 +58,8 @@ def sweep(
     table, run = [], [entry.policy for entry in entries if entry.policy is not None]
     for policy in run:
         policy.resolve(params.config, total)  # before anything runs
-    for index, case in enumerate(cases):
-        table.append(dict(zip(run, run_case(setup, case, run, total), strict=True)))
+    for index in range(len(cases)):
+        table.append(dict(zip(run, run_case(setup, cell, index, run), strict=True)))
         if progress is not None:
             progress(index + 1, len(cases))
     return cell_rows(setup, cell, table)
