@@ -29,7 +29,10 @@ def pair(name="shadowkv", dtype="float32"):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, "float32") for name in POLICY_CASES if name not in ("full", "streaming_llm")]
-    + [(name, "bfloat16") for name in ("shadowkv", "shadowkv_plus", "quest", "loki", "kivi", "specache", "infllm")],
+    + [
+        (name, "bfloat16")
+        for name in ("shadowkv", "shadowkv_transform", "shadowkv_plus", "quest", "loki", "kivi", "specache", "infllm")
+    ],
 )
 def test_a_sound_run_passes(name, dtype):
     """Ragged turns, then steps with a row at rest; the logits are those of an ordinary run."""
