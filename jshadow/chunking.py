@@ -11,7 +11,7 @@ def fit_tokens(x: Shaped[Array, "B S *rest"], tokens: int) -> Shaped[Array, "B {
     return jnp.pad(x, [(0, 0), (0, tokens - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
-def to_chunks(x: Float[Array, "B S h d"], chunks: int, size: int) -> Float[Array, "B h {chunks} {size} d"]:
+def to_chunks(x: Shaped[Array, "B S h d"], chunks: int, size: int) -> Shaped[Array, "B h {chunks} {size} d"]:
     """x [B, S, h, d] -> [B, h, chunks, size, d], cut or zero-padded."""
     batch, _, heads, dim = x.shape
     return fit_tokens(x, chunks * size).reshape(batch, chunks, size, heads, dim).transpose(0, 3, 1, 2, 4)

@@ -1,5 +1,7 @@
 """Chunk landmarks: how a chunk of keys is summed up, and how a query scores chunks by them (ShadowKV, section 4)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -7,31 +9,36 @@ from jaxtyping import Array, Bool, Float
 
 from jshadow.attention import MASKED, group_queries, grouped_product
 from jshadow.lowrank import BLOCK
+from jshadow.packing import ROW_BITS, Scaled, quantise_rows, row_codes
 
 EXACT = lax.Precision.HIGHEST  # choices must not hang on a GPU rounding float32 products to TF32
 
 
-def chunk_landmarks(keys: Float[Array, "B h n c d"]) -> tuple[Float[Array, "B h n d"], Float[Array, "B h n"]]:
+def chunk_landmarks(
+    keys: Float[Array, "B h n c d"], parts: int = 1
+) -> tuple[Float[Array, "B h m d"], Float[Array, "B h n"]]:  # fmt: skip
     """Landmarks and how badly they represent their chunk.
 
     Args:
         keys: post-RoPE keys [B, h, n, c, d].
+        parts: landmarks of a chunk, each of c / parts tokens in a row.
 
     Returns:
-        float32 means [B, h, n, d] and least cosine between a mean and a key of its chunk [B, h, n].
+        float32 means [B, h, n * parts, d] and least cosine between a key of a chunk and its mean [B, h, n].
     """
-    keys = keys.astype(jnp.float32)
+    batch, heads, count, size, dim = keys.shape
+    keys = keys.astype(jnp.float32).reshape(batch, heads, count * parts, size // parts, dim)
     mean = keys.mean(axis=3)
     length = jnp.linalg.norm(keys, axis=-1) * jnp.linalg.norm(mean, axis=-1)[..., None]
     cosine = jnp.einsum("bhncd,bhnd->bhnc", keys, mean, precision=EXACT) / jnp.maximum(
         length, jnp.finfo(jnp.float32).tiny
     )
-    return mean, cosine.min(axis=-1)
+    return mean, cosine.reshape(batch, heads, count, size).min(axis=-1)
 
 
 def prompt_landmarks(
-    keys: Float[Array, "B S h d"], chunks: int, size: int, block: int = BLOCK
-) -> tuple[Float[Array, "B h {chunks} d"], Float[Array, "B h {chunks}"]]:
+    keys: Float[Array, "B S h d"], chunks: int, size: int, block: int = BLOCK, parts: int = 1
+) -> tuple[Float[Array, "B h m d"], Float[Array, "B h {chunks}"]]:
     """`chunk_landmarks` of a prompt's first chunks, a float32 copy of at most `block` tokens at once.
 
     Args:
@@ -39,13 +46,15 @@ def prompt_landmarks(
         chunks: chunks to return; those past the prompt are zero.
         size: tokens of a chunk.
         block: tokens summed up at once, if a chunk is no larger.
+        parts: landmarks of a chunk.
 
     Returns:
-        means in the dtype of the keys, and float32 least cosines.
+        means [B, h, chunks * parts, d] in the dtype of the keys, and float32 least cosines.
     """
     batch, length, heads, dim = keys.shape
     there = min(chunks, length // size)
-    means, worst = jnp.zeros((batch, heads, chunks, dim), keys.dtype), jnp.zeros((batch, heads, chunks), jnp.float32)
+    means = jnp.zeros((batch, heads, chunks * parts, dim), keys.dtype)
+    worst = jnp.zeros((batch, heads, chunks), jnp.float32)
     if there == 0:
         return means, worst
     count = min(there, max(1, block // size))
@@ -54,28 +63,41 @@ def prompt_landmarks(
         first = jnp.minimum(index * count, there - count)  # an overlap is written twice, with the same numbers
         rows = lax.dynamic_slice_in_dim(keys, first * size, count * size, axis=1)
         rows = rows.reshape(batch, count, size, heads, dim).transpose(0, 3, 1, 2, 4)
-        mean, cosine = chunk_landmarks(rows)
+        mean, cosine = chunk_landmarks(rows, parts)
         return (
-            lax.dynamic_update_slice_in_dim(done[0], mean.astype(keys.dtype), first, axis=2),
+            lax.dynamic_update_slice_in_dim(done[0], mean.astype(keys.dtype), first * parts, axis=2),
             lax.dynamic_update_slice_in_dim(done[1], cosine, first, axis=2),
         )
 
     return lax.fori_loop(0, -(-there // count), sum_up, (means, worst))
 
 
+def keep_landmarks(means: Float[Array, "B h n d"], kind: str, dtype: Any) -> Array | Scaled:
+    """Landmarks as they are kept: "model" in dtype, "int8" or "int4" with a scale for each."""
+    return means.astype(dtype) if kind == "model" else quantise_rows(means, ROW_BITS[kind], dtype)
+
+
 def landmark_logits(
-    q: Float[Array, "B T h_q d"], landmarks: Float[Array, "B h_kv n d"], candidates: Bool[Array, "B h_kv #T n"],
-    scale: float,
+    q: Float[Array, "B T h_q d"], landmarks: Float[Array, "B h_kv n d"] | Scaled,
+    candidates: Bool[Array, "B h_kv #T n"], scale: float,
 ) -> Float[Array, "B h_kv group T n"]:  # fmt: skip
     """Float32 products of queries [B, T, h_q, d] and landmarks [B, h_kv, n, d], MASKED where no candidate."""
-    grouped = group_queries(q, landmarks.shape[1])
-    logits = grouped_product("bhgtd,bhnd->bhgtn", grouped, landmarks, EXACT)
+    if isinstance(landmarks, Scaled):
+        bits = 8 * landmarks.codes.shape[3] // q.shape[3]
+        grouped = group_queries(q, landmarks.codes.shape[1])
+        # Whole numbers of up to seven bits are exact in every dtype; their scale can wait.
+        logits = grouped_product("bhgtd,bhnd->bhgtn", grouped, row_codes(landmarks.codes, bits, q.dtype), EXACT)
+        logits *= landmarks.scale.astype(jnp.float32)[:, :, None, None, :, 0]
+    else:
+        grouped = group_queries(q, landmarks.shape[1])
+        logits = grouped_product("bhgtd,bhnd->bhgtn", grouped, landmarks, EXACT)
     return jnp.where(candidates[:, :, None], logits * scale, MASKED)
 
 
 def chunk_scores(
-    logits: Float[Array, "B h_kv group T n"], valid: Bool[Array, "B T"], shared: bool, dtype: str = "float32"
-) -> Float[Array, "B h_kv Q n"]:
+    logits: Float[Array, "B h_kv group T m"], valid: Bool[Array, "B T"], shared: bool, dtype: str = "float32",
+    parts: int = 1,
+) -> Float[Array, "B h_kv Q n"]:  # fmt: skip
     """Score of each chunk: softmax over the candidates per query head, then the maximum over the group.
 
     Args:
@@ -83,6 +105,7 @@ def chunk_scores(
         valid: bool [B, T], queries that count.
         shared: sum over the queries before the maximum: one set of scores (Q = 1) for all of them.
         dtype: to which the softmax is rounded, as the published code rounds to bfloat16.
+        parts: landmarks of a chunk, whose mass is added up; m = n * parts.
 
     Returns:
         float32 [B, h_kv, Q, n], Q = T unless shared; -1 where not a candidate.
@@ -90,6 +113,9 @@ def chunk_scores(
     there = logits > MASKED
     mass = jnp.where(there & valid[:, None, None, :, None], jax.nn.softmax(logits, axis=-1), 0.0)
     mass = lax.reduce_precision(mass, *MANTISSA[dtype])
+    if parts > 1:
+        mass = mass.reshape(*mass.shape[:4], mass.shape[4] // parts, parts).sum(axis=-1)
+        there = there[..., ::parts]
     if shared:
         mass, there = mass.sum(axis=3, keepdims=True), there.any(axis=3, keepdims=True)
     return jnp.where(there[:, :, 0], mass.max(axis=2), -1.0)

@@ -34,24 +34,14 @@ def key_factors(
     batch, length, heads, dim = k_pre.shape
     width, block = heads * dim, min(block, length)
 
-    def keys(index: Array) -> tuple[Array, Array]:
-        # The last block overlaps the one before: its first tokens must count once.
-        start = jnp.minimum(index * block, length - block)
-        token = start + jnp.arange(block)
-        own = (token >= index * block) & (token < lengths[:, None])
-        rows = lax.dynamic_slice_in_dim(k_pre, start, block, axis=1).reshape(batch, block, width)
-        return jnp.where(own[..., None], rows.astype(jnp.float32), 0.0), start
-
     def add(index: Array, gram: Array) -> Array:
-        rows, _ = keys(index)
+        rows, _ = token_block(k_pre, lengths, index, block)
         return gram + jnp.einsum("bsm,bsn->bmn", rows, rows, precision=EXACT)
 
     def project(index: Array, left: Array) -> Array:
-        rows, start = keys(index)
+        rows, start = token_block(k_pre, lengths, index, block)
         new = jnp.einsum("bsm,bmr->bsr", rows, basis, precision=EXACT).astype(left.dtype)
-        old = lax.dynamic_slice_in_dim(left, start, block, axis=1)
-        counted = (start + jnp.arange(block) < index * block)[:, None]
-        return lax.dynamic_update_slice_in_dim(left, jnp.where(counted, old, new), start, axis=1)
+        return put_block(left, new, index, start)
 
     blocks = -(-length // block)
     gram = lax.fori_loop(0, blocks, add, jnp.zeros((batch, width, width), jnp.float32))
@@ -60,6 +50,33 @@ def key_factors(
         basis = jnp.where(jnp.arange(rank) < lengths[:, None, None], basis, 0.0)
     left = lax.fori_loop(0, blocks, project, jnp.zeros((batch, length, rank), k_pre.dtype))
     return left, basis.reshape(batch, heads, dim, rank).transpose(0, 1, 3, 2)
+
+
+def token_block(k_pre: Array, lengths: Array, index: Array, block: int) -> tuple[Array, Array]:
+    """Tokens index * block and on of k_pre [B, S, h_kv, d], all heads side by side in float32, and the first's number.
+
+    [B, block, h_kv * d]; zeros for padding and, as the last block overlaps the one before, for tokens that were there
+    already: every token counts once.
+    """
+    batch, length, heads, dim = k_pre.shape
+    start = jnp.minimum(index * block, length - block)
+    rows = lax.dynamic_slice_in_dim(k_pre, start, block, axis=1).reshape(batch, block, heads * dim)
+    own = own_tokens(lengths, index, start, block)
+    return jnp.where(own[..., None], rows.astype(jnp.float32), 0.0), start
+
+
+def own_tokens(lengths: Array, index: Array, start: Array, block: int) -> Array:
+    """Which tokens of `token_block` are real and not of the block before, bool [B, block]."""
+    token = start + jnp.arange(block)
+    return (token >= index * block) & (token < lengths[:, None])
+
+
+def put_block(buffer: Array, new: Array, index: Array, start: Array) -> Array:
+    """buffer [B, S, ...] with a block's rows, but for tokens that the block before has written."""
+    block = new.shape[1]
+    old = lax.dynamic_slice_in_dim(buffer, start, block, axis=1)
+    counted = (start + jnp.arange(block) < index * block).reshape(block, *[1] * (buffer.ndim - 2))
+    return lax.dynamic_update_slice_in_dim(buffer, jnp.where(counted, old, new), start, axis=1)
 
 
 def project_keys(k_pre: Float[Array, "B T h_kv d"], right: Float[Array, "B h_kv r d"]) -> Float[Array, "B T r"]:

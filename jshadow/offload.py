@@ -5,7 +5,7 @@ must equal. "device_put" keeps them in pinned host memory; inside the compiled s
 the host gathers, and `jax.device_put` brings the rows back while the device rebuilds the keys (XLA overlaps the two,
 because both only meet at an optimization barrier). "zero_copy" keeps them there too, and on an NVIDIA GPU one kernel
 reads them itself while it rebuilds the keys, all but those that the step before has left on the device; elsewhere, and
-where no keys are rebuilt, its rows come as by "device_put".
+where no keys are rebuilt, its rows come as by "device_put". Codes that the kernel cannot read are refused there.
 
 On host arrays inside jit only four things are safe on a GPU: device_put of a whole array, dynamic_slice,
 dynamic_update_slice, a function under compute_on("device_host"), and a kernel of ours. So there is no indexing,
@@ -22,7 +22,8 @@ from jax import Array, lax
 from jax.sharding import SingleDeviceSharding
 
 from jshadow.errors import ConfigError
-from jshadow.lowrank import reconstruct_keys
+from jshadow.key_codecs import has_kernel, reconstruct_keys
+from jshadow.packing import dequantise_rows, row_bytes, split_rows
 from jshadow.state import CacheSpec, Fetched, HostArray, HostLayout, HostTier, HostWrite, Selection
 from pallas_kernels import fetch_reconstruct, on_host
 
@@ -50,15 +51,26 @@ def memory_of(fetch: str) -> str:
 
 
 def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
-    """The host tier of a layer as ShapeDtypeStructs: no allocation."""
+    """The host tier of a layer as ShapeDtypeStructs: no allocation.
+
+    Raises:
+        ConfigError: zero_copy, on a GPU, of rows that no kernel there can read.
+    """
     if layout is None:
         return HostTier()
-    width = layout.planes * layout.unit * spec.head_dim
+    if layout.no_kernel and spec.fetch == "zero_copy" and jax.default_backend() == "gpu":
+        raise ConfigError(
+            f"fetch must be 'device_put' or 'resident' for {spec.policy.name} with {layout.no_kernel} on a GPU, where "
+            "no kernel reads these rows from host memory yet, got 'zero_copy'"
+        )
+    shape = (spec.head_dim * layout.planes * layout.unit, jnp.dtype(spec.dtype))
+    if layout.bits is not None:
+        shape = (row_bytes(layout.unit, spec.head_dim, layout.bits, spec.dtype), jnp.dtype(jnp.uint8))
 
     def part(units: int) -> HostArray | None:
         if units == 0:
             return None
-        array = jax.ShapeDtypeStruct((spec.batch, layout.heads, units, width), jnp.dtype(spec.dtype))
+        array = jax.ShapeDtypeStruct((spec.batch, layout.heads, units, shape[0]), shape[1])
         return HostArray(array, memory_of(spec.fetch))
 
     # One unit more than the tail holds: where rows that must not be written are sent.
@@ -122,7 +134,7 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     shape = (spec.batch, layout.heads, selection.ids.shape[2])
     ids = jnp.broadcast_to(selection.ids, shape)
     valid = jnp.repeat(selection.valid, layout.unit, axis=2)
-    if spec.fetch == "zero_copy" and selection.rebuild is not None and tier.prompt is not None:
+    if spec.fetch == "zero_copy" and tier.prompt is not None and not layout.bits and has_kernel(selection.rebuild):
         with jax.named_scope("fetch"):
             return Fetched(*fetch_by_kernel(tier, selection, ids), valid, selection.ids)
     with jax.named_scope("fetch"):
@@ -133,9 +145,14 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
             if spec.fetch != "resident":
                 # Or the keys are rebuilt before the ids have left, and the host has nothing to overlap with.
                 ids, _ = lax.optimization_barrier((ids, to_host(ids)))
-            keys = reconstruct_keys(selection.rebuild, ids)
+            keys = reconstruct_keys(selection.rebuild, ids).astype(spec.dtype)
         # Both must exist before either is used, even reshaped: without this the scheduler waits for the rows first.
         keys, rows = lax.optimization_barrier((keys, rows))
+    if layout.bits is not None:
+        scaled = split_rows(rows, layout.unit, spec.dtype)
+        rows = dequantise_rows(scaled, layout.bits, spec.dtype).reshape(*shape, layout.unit * spec.head_dim)
+    if selection.kept is not None:
+        rows = jnp.where(selection.kept.stay[..., None], selection.kept.rows, rows)
     rows = rows.reshape(*shape, layout.planes, layout.unit, spec.head_dim)
     planes = [
         rows[:, :, :, plane].reshape(*shape[:2], shape[2] * layout.unit, spec.head_dim)
@@ -180,6 +197,8 @@ def missed_quanta(spec: CacheSpec, selection: Selection, layout: HostLayout) -> 
 
 def unit_bytes(spec: CacheSpec, layout: HostLayout) -> int:
     """Bytes of one unit of one head."""
+    if layout.bits is not None:
+        return row_bytes(layout.unit, spec.head_dim, layout.bits, spec.dtype)
     return layout.planes * layout.unit * spec.head_dim * jnp.dtype(spec.dtype).itemsize
 
 

@@ -1,10 +1,13 @@
-"""Numbers of a few bits: asymmetric quantisation by groups, in 32-bit words (KIVI, arXiv 2402.02750, section 3)."""
+"""Numbers of a few bits: asymmetric quantisation by groups in 32-bit words (KIVI, arXiv 2402.02750, section 3), and
+symmetric quantisation by rows in bytes.
+"""
 
 from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, UInt
+from jax import lax
+from jaxtyping import Array, Float, Shaped, UInt, UInt8
 
 
 class Packed(struct.PyTreeNode):
@@ -73,3 +76,83 @@ def unpack(words: UInt[Array, "*n w"], group: int, bits: int) -> UInt[Array, "*n
     each = 32 // bits
     lanes = (words[..., None] >> (jnp.arange(each, dtype=jnp.uint32) * bits)) & jnp.uint32(2**bits - 1)
     return lanes.reshape(*words.shape[:-1], words.shape[-1] * each)[..., :group]
+
+
+# Bytes
+
+ROW_BITS = {"int8": 8, "int4": 4}
+
+
+class Scaled(struct.PyTreeNode):
+    """Rows of d numbers, each row with a scale of its own.
+
+    Attributes:
+        codes: two's complement, uint8 [..., d * bits / 8], in the order of `pack_bytes`.
+        scale: the step of a row [..., 1].
+    """
+
+    codes: Array
+    scale: Array
+
+
+def pack_bytes(codes: UInt8[Array, "*n d"], bits: int) -> UInt8[Array, "*n w"]:
+    """Codes below 2**bits, 8 / bits of them in a byte: byte j has the numbers j, j + w, j + 2 w, ..., the first lowest.
+
+    The numbers of one place in all bytes are neighbours, so that to unpack takes no shuffle.
+    """
+    width = codes.shape[-1] * bits // 8
+    parts = [codes[..., first : first + width] for first in range(0, codes.shape[-1], max(width, 1))]
+    packed = jnp.zeros((*codes.shape[:-1], width), jnp.uint8)
+    for place, part in enumerate(parts):
+        packed |= part << jnp.uint8(place * bits)
+    return packed
+
+
+def unpack_bytes(packed: UInt8[Array, "*n w"], bits: int) -> UInt8[Array, "*n d"]:
+    """`pack_bytes` backwards."""
+    mask = jnp.uint8(2**bits - 1)
+    return jnp.concatenate([packed >> jnp.uint8(shift) & mask for shift in range(0, 8, bits)], axis=-1)
+
+
+def quantise_rows(x: Float[Array, "*n d"], bits: int, dtype: Any) -> Scaled:
+    """Rows of the last axis in whole steps from -(2**(bits - 1) - 1) to as much; scales in `scale_dtype(dtype)`.
+
+    A row of zeros has only zero bytes. d must be a multiple of 8 / bits.
+    """
+    most, x = 2 ** (bits - 1) - 1, x.astype(jnp.float32)
+    scale = (jnp.abs(x).max(axis=-1, keepdims=True) / most).astype(scale_dtype(dtype))
+    step = scale.astype(jnp.float32)  # codes must be those of the scale that is kept, rounded as it is
+    codes = jnp.clip(jnp.round(x / jnp.where(step > 0, step, 1)), -most, most).astype(jnp.int8)
+    return Scaled(pack_bytes(lax.bitcast_convert_type(codes, jnp.uint8) & jnp.uint8(2**bits - 1), bits), scale)
+
+
+def row_codes(codes: UInt8[Array, "*n w"], bits: int, dtype: Any) -> Float[Array, "*n d"]:
+    """The whole numbers of `Scaled.codes`; exact in every dtype of a model."""
+    sign = 2 ** (bits - 1)
+    wide = unpack_bytes(codes, bits).astype(jnp.int32)
+    return ((wide ^ sign) - sign).astype(dtype)
+
+
+def dequantise_rows(rows: Scaled, bits: int, dtype: Any) -> Float[Array, "*n d"]:
+    """The numbers that the rows stand for, in dtype."""
+    return (row_codes(rows.codes, bits, jnp.float32) * rows.scale.astype(jnp.float32)).astype(dtype)
+
+
+def row_bytes(tokens: int, dim: int, bits: int, dtype: Any) -> int:
+    """Bytes of `join_rows` of so many rows of dim numbers."""
+    return tokens * (dim * bits // 8 + jnp.dtype(scale_dtype(dtype)).itemsize)
+
+
+def join_rows(rows: Scaled) -> UInt8[Array, "*n w"]:
+    """Rows [..., c, d * bits / 8] with their scales as one row of bytes: the codes of all, then the scales of all."""
+    lead = rows.codes.shape[:-2]
+    scales = lax.bitcast_convert_type(rows.scale, jnp.uint8)
+    return jnp.concatenate([part.reshape(*lead, -1) for part in (rows.codes, scales)], axis=-1)
+
+
+def split_rows(joined: UInt8[Array, "*n w"], tokens: int, dtype: Any) -> Scaled:
+    """`join_rows` backwards, of `tokens` rows."""
+    kind, lead = jnp.dtype(scale_dtype(dtype)), joined.shape[:-1]
+    cut = joined.shape[-1] - tokens * kind.itemsize
+    scales: Shaped[Array, "..."] = joined[..., cut:].reshape(*lead, tokens, 1, kind.itemsize)
+    return Scaled(joined[..., :cut].reshape(*lead, tokens, -1), lax.bitcast_convert_type(scales, kind))

@@ -144,6 +144,9 @@ class HostLayout:
         unit: tokens in a unit.
         planes: 1 for values, 2 for keys and values.
         tail_units: units that may be written after the prompt (0: nothing is).
+        bits: of a number: 8 or 4; a unit is then one row of bytes with a scale for each token, as `packing.join_rows`
+            makes it (planes = 1). None: numbers of the model's dtype.
+        no_kernel: settings for which there is no GPU kernel that reads host memory itself ("" where there is one).
     """
 
     heads: int
@@ -151,10 +154,12 @@ class HostLayout:
     unit: int
     planes: int = 1
     tail_units: int = 0
+    bits: int | None = None
+    no_kernel: str = ""
 
 
 class HostArray(struct.PyTreeNode):
-    """Rows kept in the host tier: [B, heads, units, planes * unit * d], one unit contiguous.
+    """Rows kept in the host tier: [B, heads, units, planes * unit * d], one unit contiguous, or bytes of `bits`.
 
     `memory` says where they lie: "pinned_host" when offloaded, "device" in resident mode. The field, not the array's
     sharding, carries it, so that abstract states account for it too.
@@ -175,7 +180,7 @@ class HostWrite(struct.PyTreeNode):
     """Rows on their way to the host tier, executed by offload.py alone.
 
     Attributes:
-        data: [B, heads, n, planes * unit * d].
+        data: [B, heads, n, planes * unit * d], or a unit's row of bytes.
         start: tail unit of each of the n, int32 [B, n]; None: `data` is the whole prompt.
         valid: bool [B, n]; units that are False are written nowhere. None: all are written.
     """
@@ -186,28 +191,32 @@ class HostWrite(struct.PyTreeNode):
 
 
 class Rebuild(struct.PyTreeNode):
-    """Low-rank factors from which the keys of selected units are rebuilt while their values travel.
+    """What the keys of selected units are rebuilt from while their values travel: low-rank factors, or another code.
 
     Attributes:
-        left: [B, U, unit * r], one unit contiguous.
-        right: [B, heads, r, d].
+        left: [B, U, unit * r], one unit contiguous; see key_codecs for other codes.
+        right: [B, heads, r, d], or another code's tree of arrays.
         inverse: angle per position of each rotated pair, float32 [d / 2]; token j of unit u sits at u * unit + j.
         tail: left rows of the units written after the prompt [B, T, unit * r], with ids from U on.
         tail_unit: unit of the sequence at the front of the tail, int32 [B].
+        codec: the KeyCodec that made it; None: low-rank factors.
+        unit: tokens of a unit; 0: those that the factors' widths tell.
     """
 
     left: Array
-    right: Array
+    right: Any
     inverse: Array
     tail: Array | None = None
     tail_unit: Array | None = None
+    codec: Any = struct.field(pytree_node=False, default=None)
+    unit: int = struct.field(pytree_node=False, default=0)
 
 
 class Kept(struct.PyTreeNode):
     """Rows that lie on the device from the step before, in the order of the units that are selected now.
 
     Attributes:
-        rows: [B, heads, n, planes * unit * d].
+        rows: [B, heads, n, planes * unit * d], numbers of the model's dtype.
         stay: bool [B, heads, n]: the row of unit n is right, or nobody attends to it; else it must be fetched.
     """
 
@@ -222,7 +231,7 @@ class Selection(struct.PyTreeNode):
         ids: int32 [B, heads | 1, n]; prompt units first, then tail units.
         valid: bool, same shape; False ids are moved where shapes are static, but never attended.
         hit: bool, same shape: selected in the previous step as well. None: the policy does not follow that.
-        rebuild: factors of the keys, None where keys are fetched or not needed.
+        rebuild: what the keys are rebuilt from, None where keys are fetched or not needed.
         kept: rows that need not travel again, only where the fetch mode can leave them out ("zero_copy").
         layer: layer whose units these are; None: the layer that selects.
         when: "now" (attended in this step) or "next_step" (received after the target has attended).

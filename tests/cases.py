@@ -73,6 +73,23 @@ REFERENCE: dict[str, Any] = dict(score_dim=128, score_dtype="bfloat16", exact_pr
 PLUS: dict[str, Any] = dict(chunk_size=4, outlier_chunks=2, local_chunks=1, extra_outlier_chunks=2, extend_piece=6)
 
 
+# Codes beyond the paper's, small enough that each loses something.
+PACKED: dict[str, Any] = dict(landmark_tokens=2, landmark_dtype="int4")
+TRANSFORM: dict[str, Any] = dict(key_codec="transform", key_profile=(3, 6, 8))
+
+
+def codec_case(
+    policy: type[ShadowKV], value_dtype: str = "model", lossy: dict[str, Any] | None = None, **settings: Any
+):
+    """A ShadowKV whose keys are in the code of `lossy` and whose values may be packed; and with exact keys and values,
+    where landmarks choose among all chunks."""
+
+    def lossless(num_tokens: int, config: ModelConfig) -> Policy:
+        return policy(key_codec="exact", budget=max(num_tokens, 8), **settings)
+
+    return PolicyCase(policy(budget=16, value_dtype=value_dtype, **(lossy or {}), **settings), lossless)
+
+
 def shadowkv_case(policy: type[ShadowKV], **settings: Any) -> PolicyCase:
     """A ShadowKV that rebuilds a part of the keys roughly, and the same with everything kept."""
 
@@ -146,6 +163,9 @@ POLICY_CASES = {
     "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, **REFERENCE),
     "shadowkv_plus": shadowkv_case(ShadowKVPlus, **PLUS),
     "shadowkv_projected": shadowkv_case(ShadowKVPlus, **SMALL, plus_mode="project_only"),
+    "shadowkv_transform": codec_case(ShadowKV, "int4", TRANSFORM, **SMALL, **PACKED),
+    "shadowkv_int4": codec_case(ShadowKV, "int8", dict(key_codec="int4"), **SMALL, landmark_dtype="int8"),
+    "shadowkv_plus_transform": codec_case(ShadowKVPlus, "int4", TRANSFORM, **PLUS, **PACKED),
     "dense_first": PolicyCase(
         DenseFirst(SpeCache(bits=1, group=8, residual=8, fetched=6), layers=1),
         lambda num_tokens, config: DenseFirst(SpeCache.lossless(num_tokens, config), layers=1),

@@ -38,6 +38,7 @@ class ShadowKV:
         score_dtype: "bfloat16" rounds each query head's softmax before sum and maximum.
         exact_preload: chunks that the last prompt query selects keep exact keys until they first miss a step.
         chunk_multiple: the number of chunks is rounded down to a multiple of it.
+        landmark_tokens: tokens of a landmark; a chunk's score adds up its landmarks' softmax. None: chunk_size.
     """
 
     rank: int
@@ -51,6 +52,12 @@ class ShadowKV:
     score_dtype: str = "float32"
     exact_preload: bool = False
     chunk_multiple: int = 1
+    landmark_tokens: int | None = None
+
+    @property
+    def parts(self) -> int:
+        """Landmarks of a chunk."""
+        return self.chunk_size // (self.landmark_tokens or self.chunk_size)
 
     def chunks(self, tokens: int) -> int:
         """Chunks of a prompt."""
@@ -107,8 +114,8 @@ class Memory:
     projection: Array  # [h_kv * d, h_kv * d] V_r V_r^T
     factor_error: float
     rebuilt: Array  # [T, h_kv, d] post-RoPE keys after projection, of the prompt and of every new token
-    landmarks: Array  # [h_kv, n, d] mean exact key of each chunk; grows where chunks join
-    worst: Array  # [h_kv, n] least cosine between it and a key of its chunk
+    landmarks: Array  # [h_kv, n, s, d] mean exact keys of the parts of each chunk; grows where chunks join
+    worst: Array  # [h_kv, n] least cosine between one of them and a key of its part
     exact: list[set[int]]  # [h_kv] preloaded chunks that have been selected in every step so far
     preload_gap: float = np.inf
 
@@ -129,7 +136,7 @@ def compress(policy: ShadowKV, cache: LayerCache, last_query: Array, rope: "Rope
     n = policy.chunks(length)
     wanted = 24 * (policy.budget // 1024) if policy.outlier_chunks is None else policy.outlier_chunks
     o = min(wanted, n)
-    landmarks, worst = landmarks_of(cache.k_post[: n * policy.chunk_size], policy.chunk_size)
+    landmarks, worst = landmarks_of(cache.k_post[: n * policy.chunk_size], policy.chunk_size, policy.parts)
     outliers = [sorted(lowest(row, o)) for row in worst]
     gaps = [float(np.diff(np.sort(row))[o - 1]) if 0 < o < n else np.inf for row in worst]
     threshold = [float(row[ids].max()) if ids else -np.inf for row, ids in zip(worst, outliers, strict=True)]
@@ -174,14 +181,15 @@ def rebuild(cache: LayerCache, rope: "RopeConfig") -> None:
     memory.rebuilt = np.concatenate([memory.rebuilt, apply_rope(low_rank, new, rope)])
 
 
-def landmarks_of(keys: Array, c: int) -> tuple[Array, Array]:
-    """Mean [h_kv, n, d] of each chunk of post-RoPE keys [n * c, h_kv, d], and its least cosine to a key [h_kv, n]."""
+def landmarks_of(keys: Array, c: int, parts: int) -> tuple[Array, Array]:
+    """Means [h_kv, n, parts, d] of the parts of each chunk of post-RoPE keys [n * c, h_kv, d], and the least cosine of
+    one to a key of its part [h_kv, n]."""
     _, h_kv, d = keys.shape
-    chunks = keys.reshape(-1, c, h_kv, d).transpose(2, 0, 1, 3)  # [h_kv, n, c, d]
-    means = chunks.mean(axis=2)
-    dots = (chunks * means[:, :, None]).sum(axis=-1)
+    chunks = keys.reshape(-1, parts, c // parts, h_kv, d).transpose(3, 0, 1, 2, 4)
+    means = chunks.mean(axis=3)
+    dots = (chunks * means[:, :, :, None]).sum(axis=-1)
     norms = np.linalg.norm(chunks, axis=-1) * np.linalg.norm(means, axis=-1)[..., None]
-    return means, (dots / norms).min(axis=2)
+    return means, (dots / norms).min(axis=(2, 3))
 
 
 def choose(policy: ShadowKV, queries: Array, landmarks: Array) -> tuple[list[int], Array, float]:
@@ -190,7 +198,7 @@ def choose(policy: ShadowKV, queries: Array, landmarks: Array) -> tuple[list[int
     Args:
         policy: its budget, chunk size and scoring.
         queries: [t, g, d], after RoPE.
-        landmarks: of the candidates [m, d].
+        landmarks: of the candidates [m, s, d], or [m, d] where each has one.
 
     Returns:
         Indices of the chosen candidates, best first; the scores [m]; the gap at the cut.
@@ -199,7 +207,11 @@ def choose(policy: ShadowKV, queries: Array, landmarks: Array) -> tuple[list[int
     if k == 0:
         return [], np.zeros(len(landmarks)), np.inf
     dim = queries.shape[-1] if policy.score_dim is None else policy.score_dim
-    mass = softmax(queries @ landmarks.T / np.sqrt(dim))  # [t, g, m]
+    rows = landmarks.reshape(-1, queries.shape[-1])
+    mass = softmax(queries @ rows.T / np.sqrt(dim))
+    if policy.parts > 1:
+        assert policy.score_dtype == "float32", "what is rounded before it is added up is not followed here"
+        mass = mass.reshape(*mass.shape[:2], len(landmarks), -1).sum(axis=-1)  # [t, g, m]
     scores = total(policy, mass)
     order = lowest(-scores, len(scores))
     if k == len(scores):
@@ -253,7 +265,7 @@ def attend_piece(policy: ShadowKV, cache: LayerCache, q: Array, entry: Trace) ->
     if plus == "join":
         assert len(q) == 1, "ShadowKV+ knows no shared selection"
         n = max(n, (held - 1) // c + 1 - max(2, policy.local_chunks + policy.chunk_multiple))
-        joined = landmarks_of(cache.k_post[memory.landmarks.shape[1] * c : n * c], c)
+        joined = landmarks_of(cache.k_post[memory.landmarks.shape[1] * c : n * c], c, policy.parts)
         memory.landmarks = np.concatenate([memory.landmarks, joined[0]], axis=1)
         memory.worst = np.concatenate([memory.worst, joined[1]], axis=1)
     entry["scores"] = np.full((h_kv, n), -np.inf)

@@ -39,9 +39,9 @@ MODELS = {
 class Setting(NamedTuple):
     """A policy on one of MODELS, in a cache of each of the capacities in the slow test.
 
-    The fast test has the first capacity of those that are marked so. Rank and budget must be numbers: the oracle
-    resolves nothing. Both fetch modes prefill in pieces of `prefill_chunk` tokens, for the order of sums shifts keys
-    by a rounding, which low rank may enlarge beyond what the modes may differ by.
+    The fast test has the first capacity of those that are marked so. Rank (of low rank) and budget must be numbers: the
+    oracle resolves nothing. Both fetch modes prefill in pieces of `prefill_chunk` tokens, for the order of sums shifts
+    keys by a rounding, which low rank may enlarge beyond what the modes may differ by.
     """
 
     model: str
@@ -85,7 +85,13 @@ SETTINGS = {
     "reference_outliers": Setting(  # 24 of them, and all others are selected
         "one", (736,), ShadowKV(12, 8, 1024, None, 4, "shared", 16, 128, "bfloat16", True, chunk_multiple=8)
     ),
+    "landmarks_of_2": Setting("two", (160,), ShadowKV(12, 4, 24, 2, 2, landmark_tokens=2), fast=True),
+    "landmarks_of_3": Setting("group4", (288,), ShadowKV(16, 6, 42, 3, 1, extend_piece=7, landmark_tokens=3)),
+    "exact_keys": Setting("one", (160,), ShadowKV(None, 4, 24, 2, 2, key_codec="exact", landmark_tokens=2)),
     "plus": Setting("two", (96,), ShadowKVPlus(12, 4, 24, 2, 2), fast=True),
+    "plus_exact_keys": Setting(
+        "one", (96,), ShadowKVPlus(None, 4, 24, 2, 2, key_codec="exact", landmark_tokens=2), fast=True
+    ),
     "plus_c1": Setting("one", (96,), ShadowKVPlus(32, 1, 9, 0, 0)),
     "plus_c2": Setting(
         "group4",
@@ -233,6 +239,10 @@ def run_oracle(setting: Setting, row: Row) -> Wanted:
     params = model(setting.model)
     settings = dataclasses.asdict(setting.policy)
     assert settings.pop("top_p") == 1  # the oracle knows whole budgets only
+    exact = {"key_profile": None, "landmark_dtype": "model", "value_dtype": "model"}
+    assert {name: settings.pop(name) for name in exact} == exact  # and no rounding; tests/oracle_codec.py does
+    if settings.pop("key_codec") == "exact":
+        settings["rank"] = params.config.key_columns
     theirs = ORACLES[type(setting.policy)](**settings)
     run = oracle.Oracle(params.weights, params.config, theirs)
     prompt, parts = tokens_of(row, params.config)

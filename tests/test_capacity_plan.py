@@ -157,10 +157,11 @@ def test_what_a_step_moves_is_what_steps_count(name, fetch):
 
 MIDDLE = dataclasses.replace(TINY, num_layers=2, model_dim=128, ffn_dim=256, q_heads=8, kv_heads=4, head_dim=32,
                              vocab_size=503, context=8192)  # fmt: skip
+MIDDLE_CODES = {"lowrank": {"rank": 64}, "transform": {"key_profile": (32, 64, 32)}, "int4": {}}
 MIDDLE_POLICIES = {
     "full": Full(),
     "streaming_llm": StreamingLLM(window=1000),
-    **{name: dataclasses.replace(case.restricted, rank=64, budget=512, chunk_size=8)
+    **{name: dataclasses.replace(case.restricted, budget=512, chunk_size=8, **MIDDLE_CODES[case.restricted.key_codec])
        for name, case in POLICY_CASES.items() if name.startswith("shadowkv")},
 }  # fmt: skip
 

@@ -29,6 +29,7 @@ LEVELS = [
         "packing",
     ],
     ["lowrank", "landmarks"],
+    ["key_codecs"],
     ["models"],
     ["offload"],
     ["host_memory", "prefill_attention"],

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle_codec
 import pytest
 from cases import (
     CAPACITY,
@@ -79,6 +80,7 @@ def test_an_abstract_state_is_the_real_one(name, fetch):
         assert (mine.shape, mine.dtype) == (real.shape, real.dtype)
 
 
+PACKED_MOVES = (3 * 2 * 4, 4 * (16 // 2 + 4))  # codes of half a byte, and a scale for each value
 SHADOW_MOVES, PROBE_MOVES = (3 * 2 * 4, 4 * 16 * 4), (3 * 2 * 3, 2 * 4 * 16 * 4)
 
 
@@ -86,7 +88,7 @@ SHADOW_MOVES, PROBE_MOVES = (3 * 2 * 4, 4 * 16 * 4), (3 * 2 * 3, 2 * 4 * 16 * 4)
     ("name", "fetch", "units", "unit_bytes"),
     # 3 layers, 2 heads, 4 chunks of 4 values; 3 fetches, 2 heads, 3 units of 4 keys and values
     [("shadowkv", "resident", *SHADOW_MOVES), ("shadowkv", "device_put", *SHADOW_MOVES),
-     *[("probe", fetch, *PROBE_MOVES) for fetch in FETCH_MODES]],
+     ("shadowkv_transform", "device_put", *PACKED_MOVES), *[("probe", fetch, *PROBE_MOVES) for fetch in FETCH_MODES]],
 )  # fmt: skip
 def test_fetched_bytes_are_counted(name, fetch, units, unit_bytes):
     """All that a step moves, for the rows that took part; nothing where nothing is offloaded."""
@@ -99,7 +101,7 @@ def test_fetched_bytes_are_counted(name, fetch, units, unit_bytes):
     assert np.asarray(state.counters.steps).tolist() == [2, 1, 0]
 
 
-@pytest.mark.parametrize("name", ["shadowkv", "shadowkv_plus"])
+@pytest.mark.parametrize("name", ["shadowkv", "shadowkv_plus", "shadowkv_transform", "shadowkv_plus_transform"])
 def test_zero_copy_moves_only_what_the_step_before_did_not_leave(name):
     """Chunk by chunk, with rows that pause; and what is kept are the values of the chunks that are resident."""
     _, state = prefilled(name, "restricted", "zero_copy")
@@ -116,13 +118,19 @@ def test_zero_copy_moves_only_what_the_step_before_did_not_leave(name):
         for layer in state.layers:
             kept, ids = np.asarray(layer.live.values), np.asarray(layer.live.resident)
             tiers = [np.asarray(part.array) for part in (layer.host.prompt, layer.host.tail) if part is not None]
-            tiers[0] = tiers[0][:, :, : layer.frozen.left.shape[1]]
+            tiers[0] = tiers[0][:, :, : layer.frozen.candidates.shape[2]]
             row, head, place = np.nonzero(ids >= 0)
             want = np.concatenate(tiers, axis=2)[row, head, ids[row, head, place]]
+            if setting(name, "restricted").value_dtype == "int4":
+                want = oracle_codec.host_row_values(want, tokens=4, dim=16, bits=4).reshape(len(want), -1)
             np.testing.assert_array_equal(kept[row, head, place], want)
     counted = np.asarray(state.counters.fetched) * offload.FETCH_QUANTUM
-    assert counted.tolist() == (chunks * 4 * 16 * 4).tolist()
-    assert 0 < counted[0] < 6 * 3 * 2 * 4 * 4 * 16 * 4
+    unit = 4 * 16 * 4 if state.policy.value_dtype == "model" else PACKED_MOVES[1]
+    # Each step's count is cut to whole quanta.
+    assert (np.abs(counted - chunks * unit) < 6 * 3 * offload.FETCH_QUANTUM).all()
+    if unit % offload.FETCH_QUANTUM == 0:
+        assert counted.tolist() == (chunks * unit).tolist()
+    assert 0 < counted[0] < 6 * 3 * 2 * 4 * unit
 
 
 def test_hits_are_the_chunks_selected_twice():

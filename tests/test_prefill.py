@@ -17,6 +17,8 @@ from jshadow import decode
 from jshadow.attention import Piece, attend, causal_attention
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
+from jshadow.key_codecs import by_token
+from jshadow.packing import ROW_BITS, Scaled, dequantise_rows, split_rows
 from jshadow.params import init_params
 from jshadow.planning import abstract_state, cache_specs, pieces_of, prefill_peak
 from jshadow.policies import Full, ShadowKV, ShadowKVPlus
@@ -26,11 +28,41 @@ PREFILL = sys.modules["jshadow.prefill"]  # the module: jshadow.prefill is the f
 PIECES = [1, 7, 16, 60, 2048]  # 61 tokens: single ones, an uneven cut, two nearly whole halves, and one piece
 
 
+def decoded(values, prefix, spec, layer):
+    """Replace a layer's codes in `values` by what they stand for, as far as tokens go: bases may turn, scales differ in
+    their last bit."""
+    policy, names = spec.policy, list(values)
+    if getattr(policy, "key_codec", "lowrank") != "lowrank":
+        for name in [name for name in names if name.startswith(f"{prefix}frozen.right")]:
+            del values[name]
+        for half in ("frozen", "live"):
+            if values.pop(f"{prefix}{half}.left", None) is not None:
+                rows = by_token(getattr(layer, half).left, policy.chunk_size)
+                keys = np.asarray(policy.codec.expand(rows, layer.frozen.right))
+                first = 0 if half == "frozen" else layer.frozen.chunks[:, None] * policy.chunk_size
+                real = first + np.arange(keys.shape[2]) < np.asarray(LENGTHS)[:, None]
+                values[f"{prefix}{half}.left decoded"] = np.where(real[:, None, :, None], keys, 0)
+    for half in ("frozen", "live"):
+        marks = getattr(getattr(layer, half), "landmarks", None)
+        if isinstance(marks, Scaled):
+            for part in ("codes", "scale"):
+                del values[f"{prefix}{half}.landmarks.{part}"]
+            kept = dequantise_rows(marks, ROW_BITS[policy.landmark_dtype], "float32")
+            values[f"{prefix}{half}.landmarks decoded"] = np.asarray(kept)
+    if (layout := policy.host_layout(spec)) is not None and layout.bits:
+        for half in ("prompt", "tail"):
+            if values.pop(f"{prefix}host.{half}.array", None) is not None:
+                rows = split_rows(getattr(layer.host, half).array, layout.unit, spec.dtype)
+                values[f"{prefix}host.{half} decoded"] = np.asarray(dequantise_rows(rows, layout.bits, "float32"))
+
+
 def as_seen(state):
     """A state's leaves, with factors, and keys in a basis, as their product: eigenvectors may turn."""
     values = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         values[jax.tree_util.keystr(path, simple=True, separator=".")] = np.asarray(leaf, np.float64)
+    for index, (spec, layer) in enumerate(zip(state.specs, state.layers, strict=True)):
+        decoded(values, f"layers.{index}.", spec, layer)
     for name in [name for name in values if name.endswith("frozen.left")]:
         layer = name.removesuffix("frozen.left")
         left, right = values.pop(name), values.pop(f"{layer}frozen.right")
@@ -63,7 +95,10 @@ def test_every_piece_size_gives_the_same_state(name, prefill_chunk):
     np.testing.assert_allclose(logits, want_logits, atol=1e-4)
     seen = as_seen(want)
     for path, leaf in as_seen(state).items():
-        np.testing.assert_allclose(leaf, seen[path], atol=2e-4, err_msg=path)
+        if path.endswith(" decoded"):  # a code may be its neighbour where the number lies next to an edge
+            assert np.isclose(leaf, seen[path], atol=2e-4).mean() > 0.99, path
+        else:
+            np.testing.assert_allclose(leaf, seen[path], atol=2e-4, err_msg=path)
     mine, _ = run_steps(model(), state, STEPS[:, :3])
     theirs, _ = run_steps(model(), want, STEPS[:, :3])
     np.testing.assert_allclose(mine, theirs, atol=2e-4)

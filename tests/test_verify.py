@@ -29,7 +29,7 @@ def pair(name="shadowkv", dtype="float32"):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, "float32") for name in POLICY_CASES if name not in DEVICE_ONLY or name == "kivi"]
-    + [(name, "bfloat16") for name in ("shadowkv", "shadowkv_plus", "quest", "kivi", "specache")],
+    + [(name, "bfloat16") for name in ("shadowkv", "shadowkv_transform", "shadowkv_plus", "quest", "kivi", "specache")],
 )
 def test_a_sound_run_passes(name, dtype):
     """Ragged turns, then steps with a row at rest; the logits are those of an ordinary run."""

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jshadow import lowrank, offload
+from jshadow import key_codecs, offload
 from jshadow.bench.layer import Shape, layer_state, random_step
 from jshadow.bench.timing import Times, compiled, measure, timed
 from jshadow.policies import Policy, ShadowKV
-from jshadow.policies.chunk_costs import ChunkCosts
+from jshadow.policies.chunk_costs import ChunkCosts, sizes_of
 from jshadow.state import CacheSpec, HostTier, LayerState, StepKV
 
 # The stages in their order, with the one that contains them: a fetch brings values while it rebuilds keys.
@@ -78,7 +78,7 @@ def programs(spec: CacheSpec, state: LayerState, step: StepKV) -> dict[str, tupl
 
         runs["fetch"] = (fetch, (state.host, selection))
         if selection.rebuild is not None and spec.fetch != "zero_copy":  # there one kernel does both
-            runs["keys"] = (lowrank.reconstruct_keys, (selection.rebuild, ids))
+            runs["keys"] = (key_codecs.reconstruct_keys, (selection.rebuild, ids))
             runs["values"] = (fetch, (state.host, selection.replace(rebuild=None)))
         fetched = jax.jit(fetch)(state.host, selection)
     runs["attend"] = (attend, (state, step, fetched, carry))
@@ -127,9 +127,9 @@ def stage_costs(spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int,
         read[stage] += device
         moved[stage] += host
     if isinstance(policy, ChunkCosts):
-        assert policy.rank is not None
-        flops["scores"] = 2 * spec.group * (read["scores"] // item)
-        flops["keys"] = 2 * policy.selected_numbers(spec, spec.head_dim) * policy.rank
+        products = policy.codec.products(sizes_of(spec))
+        flops["scores"] = 2 * spec.group * (read["scores"] // item + policy.packed_landmarks(spec))
+        flops["keys"] = 2 * policy.selected_numbers(spec, spec.head_dim) * products
     flops["attend"] = policy.step_flops(spec, state) - flops["scores"] - flops["keys"]
     for table in (read, moved, flops):
         table["select"] += table["scores"]

@@ -1,24 +1,49 @@
-"""What a decode step costs that fetches selected chunks and rebuilds their keys (ShadowKV and its kin)."""
+"""What it costs to keep a prompt's chunks, and a decode step that fetches some and rebuilds their keys (ShadowKV and
+its kin).
+"""
 
 import abc
 
 import jax.numpy as jnp
 
+from jshadow.config import ModelConfig
+from jshadow.errors import ConfigError
+from jshadow.key_codecs import KeyCodec, Sizes
+from jshadow.lowrank import BLOCK as TOKENS
+from jshadow.offload import unit_bytes
+from jshadow.packing import ROW_BITS, row_bytes
 from jshadow.policies.base import Policy
 from jshadow.policies.places import BLOCK
-from jshadow.state import CacheSpec, LayerState
+from jshadow.state import CacheSpec, HostLayout, LayerState
 
 
 class ChunkCosts(Policy):
-    """The accounting of a step, apart from the step.
+    """The accounting, apart from the steps.
 
     Attributes:
-        rank: columns of the factors; resolved before anything is counted.
+        budget: tokens selected in a step.
         chunk_size: tokens in a chunk.
+        landmark_dtype, value_dtype: how landmarks and host values are kept.
     """
 
-    rank: int | None
+    budget: int | None
     chunk_size: int
+    landmark_dtype: str
+    value_dtype: str
+
+    @property
+    @abc.abstractmethod
+    def codec(self) -> KeyCodec:
+        """How keys are kept."""
+
+    @property
+    @abc.abstractmethod
+    def landmark_parts(self) -> int:
+        """Landmarks of a chunk."""
+
+    @abc.abstractmethod
+    def max_chunks(self, capacity: int) -> int:
+        """Chunks of the longest prompt that fits."""
 
     @abc.abstractmethod
     def max_outliers(self, capacity: int) -> int:
@@ -28,47 +53,113 @@ class ChunkCosts(Policy):
     def max_selected(self, capacity: int) -> int:
         """Chunks selected in a step for the longest prompt that fits."""
 
+    # What is kept
+
+    def landmark_bytes(self, chunks: int, sizes: Sizes) -> int:
+        """Landmarks of so many chunks, scales included."""
+        rows = chunks * self.landmark_parts * sizes.heads
+        if self.landmark_dtype == "model":
+            return rows * sizes.dim * jnp.dtype(sizes.dtype).itemsize
+        return row_bytes(rows, sizes.dim, ROW_BITS[self.landmark_dtype], sizes.dtype)
+
+    def device_numbers(self, num_tokens: int, config: ModelConfig) -> float:
+        """Numbers of 16 bits that one layer keeps on the device for a prompt that fills the capacity.
+
+        Raises:
+            ConfigError: the settings are not resolved yet.
+        """
+        if self.budget is None or None in vars(self.codec).values():
+            raise ConfigError(f"{self.name}.rank and budget must be resolved before bytes are counted, got None")
+        sizes = Sizes(config.kv_heads, config.head_dim, "bfloat16")
+        chunks, columns, size = self.max_chunks(num_tokens), config.key_columns, self.chunk_size
+        exact = self.max_outliers(num_tokens) * size + self.window_slots(num_tokens, num_tokens)
+        kept = self.codec.nbytes(chunks, size, sizes) + self.landmark_bytes(chunks, sizes)
+        # A 16-bit number holds two masks; an id takes two numbers. Wider numbers make both cheaper.
+        small = config.kv_heads * (chunks / 2 + 2 * self.max_selected(num_tokens)) + 2
+        return kept / 2 + 2 * exact * columns + small
+
+    def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
+        """What the codec takes for a while; where rows are packed, landmarks and values as they were before."""
+        sizes, item = sizes_of(spec), itemsize(spec)
+        total = self.codec.encode_bytes(sizes, tokens, min(tokens, TOKENS))
+        if self.landmark_dtype != "model" or self.landmark_parts > 1:
+            total += 2 * self.max_chunks(spec.capacity) * self.landmark_parts * sizes.columns * (item + 4)
+        if self.value_dtype != "model":
+            total += max(tokens, spec.capacity) * sizes.columns * (item + 4)
+        return spec.batch * total
+
+    # What a step reads
+
+    def tiers(self, spec: CacheSpec) -> tuple[HostLayout, int]:
+        """The host tier's layout, and how many of its two halves there are."""
+        layout = self.host_layout(spec)
+        assert layout is not None
+        return layout, bool(layout.units) + bool(layout.tail_units)
+
     def selected_numbers(self, spec: CacheSpec, width: int) -> int:
         """Numbers of the selected tokens' rows of that width, each KV head its own; twice where there is a tail, for
         both of its halves are gathered from; from the host a row comes once."""
-        layout = self.host_layout(spec)
-        assert layout is not None
-        tiers = bool(layout.units) + bool(layout.tail_units)
+        _, tiers = self.tiers(spec)
         return tiers * spec.batch * spec.kv_heads * self.max_selected(spec.capacity) * self.chunk_size * width
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
         """Of left rows and values only what is selected, of all else everything."""
-        assert self.rank is not None
-        item = jnp.dtype(spec.dtype).itemsize
-        parts = super().step_bytes(spec, state)
-        values = self.selected_numbers(spec, spec.head_dim) * item
-        once = spec.batch * spec.kv_heads * self.max_selected(spec.capacity) * self.chunk_size * spec.head_dim * item
+        parts, (layout, tiers) = super().step_bytes(spec, state), self.tiers(spec)
+        once = spec.batch * spec.kv_heads * self.max_selected(spec.capacity) * unit_bytes(spec, layout)
         offloaded = any(tier is not None and tier.memory != "device" for tier in (state.host.prompt, state.host.tail))
         held = {part: size for part, size in parts.items() if part not in ("host rows", "host tail")}
         return held | {
-            "left": (self.selected_numbers(spec, self.rank) * item, 0),
-            "values": (0, once) if offloaded else (values, 0),
+            "left": (self.selected_numbers(spec, self.codec.read_bytes(sizes_of(spec))), 0),
+            "values": (0, once) if offloaded else (tiers * once, 0),
         }
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
-        """Also the rebuilding of the selected keys, and their scores."""
-        assert self.rank is not None
-        rebuilt = self.selected_numbers(spec, spec.head_dim)
-        return super().step_flops(spec, state) + 2 * rebuilt * (self.rank + spec.group)
+        """Also the rebuilding of the selected keys, and their scores; packed numbers as if they were wide."""
+        rebuilt, packed = self.selected_numbers(spec, spec.head_dim), self.packed_landmarks(spec)
+        if self.value_dtype != "model":
+            layout, tiers = self.tiers(spec)
+            rows = tiers * spec.batch * spec.kv_heads * self.max_selected(spec.capacity)
+            packed += rows * (self.chunk_size * spec.head_dim - unit_bytes(spec, layout) // itemsize(spec))
+        rebuilding = 2 * rebuilt * (self.codec.products(sizes_of(spec)) + spec.group)
+        return super().step_flops(spec, state) + rebuilding + 2 * spec.group * packed
+
+    def packed_landmarks(self, spec: CacheSpec) -> int:
+        """Numbers of landmarks beyond those that would fill as many bytes in the model's dtype."""
+        if self.landmark_dtype == "model":
+            return 0
+        layout, _ = self.tiers(spec)
+        chunks = spec.batch * (layout.units + layout.tail_units)
+        numbers = chunks * self.landmark_parts * spec.kv_heads * spec.head_dim
+        return numbers - self.landmark_bytes(chunks, sizes_of(spec)) // itemsize(spec)
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Scores and sorting of all chunks, places; selected left rows, keys and values; scores of what is attended.
 
         Keys are float32 until they are rotated; values lie there as they came and as they are attended.
         """
-        assert self.rank is not None
-        layout = self.host_layout(spec)
-        assert layout is not None
-        item, chunks = jnp.dtype(spec.dtype).itemsize, layout.units + layout.tail_units
-        scores = spec.batch * chunks * 4 * (3 * spec.q_heads + 4 * spec.kv_heads)
-        selected = self.selected_numbers(spec, 1) * (self.rank * item + spec.head_dim * (2 * 4 + 3 * item))
+        (layout, _), parts = self.tiers(spec), self.landmark_parts
+        item, chunks = itemsize(spec), layout.units + layout.tail_units
+        scores = spec.batch * chunks * 4 * (3 * spec.q_heads * parts + 4 * spec.kv_heads)
+        if parts > 1:  # added up, too
+            scores += spec.batch * chunks * 4 * spec.q_heads
+        if self.landmark_dtype != "model":
+            scores += spec.batch * chunks * parts * spec.kv_heads * spec.head_dim * (4 + item)
+        selected = self.codec.expand_bytes(sizes_of(spec)) + spec.head_dim * (2 * 4 + 3 * item)
+        if self.value_dtype != "model":
+            selected += spec.head_dim * (1 + 4)
         count = self.max_selected(spec.capacity)
         # Each selected unit is compared with a block of those selected before, in four bytes.
         places = 5 * spec.batch * spec.kv_heads * count * min(count, BLOCK)
-        exact = spec.window + (self.max_outliers(spec.capacity) + self.max_selected(spec.capacity)) * self.chunk_size
-        return scores + selected + places + 3 * 4 * spec.batch * spec.q_heads * exact
+        exact = spec.window + (self.max_outliers(spec.capacity) + count) * self.chunk_size
+        attended = 3 * 4 * spec.batch * spec.q_heads * exact
+        return scores + self.selected_numbers(spec, selected) + places + attended
+
+
+def sizes_of(spec: CacheSpec) -> Sizes:
+    """What a codec must know of a layer."""
+    return Sizes(spec.kv_heads, spec.head_dim, spec.dtype)
+
+
+def itemsize(spec: CacheSpec) -> int:
+    """Bytes of a number of the model's dtype."""
+    return jnp.dtype(spec.dtype).itemsize

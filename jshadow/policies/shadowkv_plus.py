@@ -10,6 +10,7 @@ that its landmark represents worse than any outlier kept at prefill stays exact,
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -17,39 +18,17 @@ from jshadow.attention import Piece
 from jshadow.chunking import take_span, write_rows
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
-from jshadow.landmarks import chunk_landmarks, landmark_logits
-from jshadow.lowrank import project_keys
+from jshadow.key_codecs import Sizes, by_token
+from jshadow.landmarks import chunk_landmarks, keep_landmarks
+from jshadow.packing import Scaled
 from jshadow.policies.base import check_choice, check_range
-from jshadow.policies.shadowkv import ShadowFrozen, ShadowKV, ShadowLive, fields_of
+from jshadow.policies.chunk_costs import sizes_of
+from jshadow.policies.shadowkv import ShadowKV
 from jshadow.policies.shadowkv_projected import ShadowKVProjected
+from jshadow.policies.shadowkv_state import PlusFrozen, PlusLive, ShadowFrozen, fields_of
 from jshadow.state import CacheSpec, HostLayout, HostWrite, KeyValues, LayerState, PromptKV, Rebuild, StepKV
 
 MOST_TOKENS = 64  # of a piece of a turn: the ring holds them beside the window, and each chunk is a write of its own
-
-
-class PlusFrozen(ShadowFrozen, kw_only=True):
-    """Also `cut`: the best represented outlier that was kept, float32 [B, h_kv]; -inf where none was."""
-
-    cut: Array
-
-
-class PlusLive(ShadowLive, kw_only=True):
-    """What decoding changes. Later chunk j is chunk `chunks + j` of the sequence; m of them fit.
-
-    Attributes:
-        window: the ring: token p in slot p % R [B, h_kv, R, d].
-        left: left rows of all tokens from chunks * c on, one chunk contiguous [B, m, c * rank].
-        landmarks: of later chunks [B, h_kv, m, d].
-        kept: later chunks that are kept exactly, bool [B, h_kv, m].
-        extra: their keys and values [B, h_kv, x * c, d].
-        extra_ids: their numbers, int32 [B, h_kv, x]; -1 for a free slot.
-    """
-
-    left: Array
-    landmarks: Array
-    kept: Array
-    extra: KeyValues
-    extra_ids: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +103,6 @@ class ShadowKVPlus(ShadowKV):
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Zeros: no chunk, an empty ring."""
-        assert self.rank is not None
         state = super().init(spec, fitted)
         heads, later, extra = spec.kv_heads, self.later_chunks(spec), self.extra_outlier_chunks
 
@@ -134,7 +112,8 @@ class ShadowKVPlus(ShadowKV):
         ring, slots = zeros(heads, self.ring_slots, spec.head_dim), zeros(heads, extra * self.chunk_size, spec.head_dim)
         live = PlusLive(
             KeyValues(ring, ring), state.live.resident, state.live.fresh, state.live.values,
-            left=zeros(later, self.chunk_size * self.rank), landmarks=zeros(heads, later, spec.head_dim),
+            left=self.codec.empty(spec.batch, later, self.chunk_size, sizes_of(spec)).left,
+            landmarks=self.no_landmarks(spec, later),
             kept=zeros(heads, later, dtype=bool), extra=KeyValues(slots, slots),
             extra_ids=zeros(heads, extra, dtype=jnp.int32) - 1,
         )  # fmt: skip
@@ -146,9 +125,8 @@ class ShadowKVPlus(ShadowKV):
         """As ShadowKV; the end of the prompt goes to the ring, and its left rows to the live segment."""
         compressed, write = super().compress(spec, state, prompt, fitted)
         frozen: ShadowFrozen = compressed.frozen
-        batch, heads = frozen.landmarks.shape[:2]
-        exact = frozen.outliers.k.reshape(batch, heads, -1, self.chunk_size, spec.head_dim)
-        _, worst = chunk_landmarks(exact)
+        exact = frozen.outliers.k.reshape(spec.batch, spec.kv_heads, -1, self.chunk_size, spec.head_dim)
+        _, worst = chunk_landmarks(exact, self.landmark_parts)
         slot = jnp.arange(worst.shape[2])
         used = slot < self.row_outliers(frozen.chunks)[:, None, None]
         cut = jnp.where(used, worst, -jnp.inf).max(axis=2, initial=-jnp.inf)
@@ -158,7 +136,9 @@ class ShadowKVPlus(ShadowKV):
                 for x in (prompt.k_post, prompt.v))  # fmt: skip
         span = min(self.window_chunks * self.chunk_size, self.later_chunks(spec) * self.chunk_size)
         rest = take_span(prompt.k_pre, frozen.chunks * self.chunk_size, span).transpose(0, 2, 1, 3)
-        left = self.by_token(state.live.left).at[:, :span].set(project_keys(rest, frozen.right))
+        real = frozen.chunks[:, None] * self.chunk_size + jnp.arange(span) < prompt.lengths[:, None]
+        rows = jnp.where(real[..., None, None], self.codec.project(rest, frozen.right), 0).swapaxes(1, 2)
+        left = by_token(state.live.left, self.chunk_size).at[:, :, :span].set(rows)
         live = state.live.replace(
             window=KeyValues(*ring), fresh=compressed.live.fresh, left=left.reshape(state.live.left.shape)
         )  # fmt: skip
@@ -168,10 +148,6 @@ class ShadowKVPlus(ShadowKV):
         """Token in each slot of the ring of rows that hold so many tokens, int32 [B, R]; negative where none is."""
         last = lengths[:, None] - 1
         return last - (last - jnp.arange(self.ring_slots)) % self.ring_slots
-
-    def by_token(self, left: Array) -> Array:
-        """Left rows [B, m, c * rank] one token a row [B, m * c, rank]."""
-        return left.reshape(left.shape[0], left.shape[1] * self.chunk_size, -1)
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Up to the end of the live segment."""
@@ -193,8 +169,8 @@ class ShadowKVPlus(ShadowKV):
         """The live left rows with those of the new tokens."""
         left = state.live.left
         places = step.positions - state.frozen.chunks[:, None] * self.chunk_size
-        rows = project_keys(step.k_pre, state.frozen.right)[:, :, None]
-        return write_rows(self.by_token(left)[:, None], rows, places, step.valid)[:, 0].reshape(left.shape)
+        rows = self.codec.project(step.k_pre, state.frozen.right)
+        return write_rows(by_token(left, self.chunk_size), rows, places, step.valid).reshape(left.shape)
 
     def join(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Take in the chunks that left the window with this step: landmark, values to the host, or an exact slot."""
@@ -212,11 +188,23 @@ class ShadowKVPlus(ShadowKV):
             jnp.take_along_axis(x, (tokens % self.ring_slots)[:, None, :, None], axis=2)
             .reshape(batch, spec.kv_heads, most, size, spec.head_dim) for x in (live.window.k, live.window.v)
         )  # fmt: skip
-        mean, worst = chunk_landmarks(k)
-        landmarks = write_rows(live.landmarks, mean.transpose(0, 2, 1, 3), number, leaves)
+        mean, worst = chunk_landmarks(k, self.landmark_parts)
+        landmarks = self.write_landmarks(spec, live.landmarks, mean, number, leaves)
         live = self.keep_exact(live.replace(landmarks=landmarks), state.frozen, number, leaves, worst, k, v)
-        data = v.reshape(batch, spec.kv_heads, most, size * spec.head_dim)
-        return state.replace(live=live), HostWrite(data, number, leaves)
+        return state.replace(live=live), HostWrite(self.host_rows(spec, v), number, leaves)
+
+    def write_landmarks(
+        self, spec: CacheSpec, landmarks: Array | Scaled, mean: Array, number: Array, leaves: Array
+    ) -> Array | Scaled:
+        """Means of joining chunks [B, h_kv, most * s, d] at their places, where the chunk `leaves` [B, most]."""
+        parts = self.landmark_parts
+        places = (number[..., None] * parts + jnp.arange(parts)).reshape(number.shape[0], -1)
+        valid = jnp.repeat(leaves, parts, axis=1)
+
+        def write(old: Array, new: Array) -> Array:
+            return write_rows(old, new.transpose(0, 2, 1, 3), places, valid)
+
+        return jax.tree.map(write, landmarks, keep_landmarks(mean, self.landmark_dtype, spec.dtype))
 
     def keep_exact(
         self, live: PlusLive, frozen: PlusFrozen, number: Array, leaves: Array, worst: Array, k: Array, v: Array
@@ -248,14 +236,17 @@ class ShadowKVPlus(ShadowKV):
         """The prompt's chunks, then the later ones that each query has left behind."""
         live: PlusLive = state.live
         behind = self.left_behind(state.frozen, step.positions)[:, None, :, None]
-        open_to = (jnp.arange(live.landmarks.shape[2]) < behind) & ~live.kept[:, :, None]
-        later = landmark_logits(step.q_post, live.landmarks, open_to, self.score_scale(spec))
+        open_to = (jnp.arange(live.kept.shape[2]) < behind) & ~live.kept[:, :, None]
+        later = self.products(spec, step.q_post, live.landmarks, open_to)
         return jnp.concatenate([super().logits(spec, state, step), later], axis=-1)
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
         """The prompt's left rows, and those of the later chunks."""
         frozen = state.frozen
-        return Rebuild(frozen.left, frozen.right, step.inverse, tail=state.live.left, tail_unit=frozen.chunks)
+        return Rebuild(
+            frozen.left, frozen.right, step.inverse, tail=state.live.left, tail_unit=frozen.chunks, codec=self.codec,
+            unit=self.chunk_size,
+        )  # fmt: skip
 
     def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
         """Each query's window in the ring, outliers, and exact later chunks that it has left behind."""
@@ -292,9 +283,9 @@ class ShadowKVPlus(ShadowKV):
 
     def device_numbers(self, num_tokens: int, config: ModelConfig) -> float:
         """The ring takes the window's place; slots for later outliers and the live segment's end come on top."""
-        assert self.rank is not None
         columns, window = config.key_columns, self.window_slots(num_tokens, num_tokens)
-        later = -(-window // self.chunk_size)
+        later, sizes = -(-window // self.chunk_size), Sizes(config.kv_heads, config.head_dim, "bfloat16")
         exact = self.ring_slots - window + self.extra_outlier_chunks * self.chunk_size
-        segment = later * (self.chunk_size * self.rank + columns + config.kv_heads)
+        left = self.codec.nbytes(later, self.chunk_size, sizes) - self.codec.nbytes(0, self.chunk_size, sizes)
+        segment = (left + self.landmark_bytes(later, sizes)) / 2 + later * config.kv_heads
         return super().device_numbers(num_tokens, config) + 2 * exact * columns + segment + 64 * config.kv_heads

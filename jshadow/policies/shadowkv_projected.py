@@ -10,9 +10,11 @@ from jax import Array
 
 from jshadow.attention import Piece
 from jshadow.chunking import write_rows
-from jshadow.lowrank import project_keys
+from jshadow.key_codecs import by_head
 from jshadow.policies.base import leaf_bytes
-from jshadow.policies.shadowkv import ShadowFrozen, ShadowKV, ShadowLive, fields_of
+from jshadow.policies.chunk_costs import sizes_of
+from jshadow.policies.shadowkv import ShadowKV
+from jshadow.policies.shadowkv_state import ShadowFrozen, ShadowLive, fields_of
 from jshadow.rope import cos_sin, rotate
 from jshadow.state import CacheSpec, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
@@ -29,7 +31,7 @@ class ProjectedLive(ShadowLive, kw_only=True):
     Attributes:
         window: exact keys of the prompt's end [B, h_kv, e, d]; values of all tokens from chunks * c on
             [B, h_kv, window, d].
-        left: left rows of the same tokens [B, window, rank].
+        left: left rows of the same tokens [B, window, rank], or [B, h_kv, window, w] where heads have their own.
     """
 
     left: Array
@@ -49,7 +51,7 @@ class ShadowKVProjected(ShadowKV):
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Zeros."""
         state = super().init(spec, fitted)
-        left = jnp.zeros((spec.batch, spec.window, self.rank or 0), spec.dtype)
+        left = self.codec.empty(spec.batch, spec.window, 1, sizes_of(spec)).left
         window = state.live.window
         live = ProjectedLive(**fields_of(state.live) | {"window": KeyValues(self.exact(window.k), window.v)}, left=left)
         return LayerState(ProjectedFrozen(**fields_of(state.frozen), lengths=state.frozen.chunks), live)
@@ -72,8 +74,8 @@ class ShadowKVProjected(ShadowKV):
         live: ProjectedLive = state.live
         slots = step.positions - state.frozen.chunks[:, None] * self.chunk_size
         v = write_rows(live.window.v, step.v, slots, step.valid)
-        rows = project_keys(step.k_pre, state.frozen.right)[:, :, None]
-        left = write_rows(live.left[:, None], rows, slots, step.valid)[:, 0]
+        rows = self.codec.project(step.k_pre, state.frozen.right)
+        left = write_rows(by_head(live.left), rows, slots, step.valid).reshape(live.left.shape)
         return state.replace(live=live.replace(window=KeyValues(live.window.k, v), left=left)), None
 
     def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
@@ -81,7 +83,7 @@ class ShadowKVProjected(ShadowKV):
         live, frozen = state.live, state.frozen
         first = frozen.chunks * self.chunk_size
         slot, rest = jnp.arange(spec.window), (frozen.lengths - first)[:, None, None]
-        keys = jnp.einsum("bsr,bhrd->bhsd", live.left, frozen.right, preferred_element_type=jnp.float32)
+        keys = self.codec.expand(by_head(live.left), frozen.right)
         positions = jnp.broadcast_to((first[:, None] + slot)[:, None], keys.shape[:3])
         keys = rotate(keys, *cos_sin(positions, step.inverse)).astype(spec.dtype)
         seen = (slot >= rest) & (slot <= step.positions[..., None] - first[:, None, None])
@@ -97,11 +99,13 @@ class ShadowKVProjected(ShadowKV):
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
         """Also the rebuilding of the window's keys, and their scores."""
-        assert self.rank is not None
         window = spec.batch * spec.window * spec.kv_heads * spec.head_dim
-        return super().step_flops(spec, state) + 2 * window * (self.rank + spec.group)
+        return super().step_flops(spec, state) + 2 * window * (self.codec.products(sizes_of(spec)) + spec.group)
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Also the window's keys, in float32 until they are rotated."""
         window = spec.batch * spec.window * spec.kv_heads * spec.head_dim
-        return super().step_temporaries(spec) + window * (2 * 4 + jnp.dtype(spec.dtype).itemsize)
+        codes = spec.batch * spec.window * spec.kv_heads * self.codec.expand_bytes(sizes_of(spec))
+        if self.codec.compiled:
+            codes = 0  # left rows as they lie there
+        return super().step_temporaries(spec) + codes + window * (2 * 4 + jnp.dtype(spec.dtype).itemsize)

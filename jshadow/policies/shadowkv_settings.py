@@ -1,0 +1,214 @@
+"""ShadowKV's settings, their ranges, and the counts that follow from them (Sun et al. 2024, arXiv 2410.21465)."""
+
+import dataclasses
+from typing import Self
+
+import jax.numpy as jnp
+from jax import Array
+
+from jshadow.config import ModelConfig
+from jshadow.errors import ConfigError
+from jshadow.key_codecs import CODECS, KeyCodec, Profile, make_codec, resolve_profile, resolve_rank
+from jshadow.landmarks import MANTISSA
+from jshadow.packing import ROW_BITS
+from jshadow.policies.base import check_choice, check_range, check_share
+from jshadow.policies.chunk_costs import ChunkCosts
+from jshadow.policies.nominal import infeasible, own_share, whole_share
+from jshadow.state import CacheSpec, HostLayout
+
+
+@dataclasses.dataclass(frozen=True)
+class ShadowSettings(ChunkCosts):
+    """What `ShadowKV` can be told, apart from what it does.
+
+    Attributes:
+        rank: columns of the factors; None: 160 of every 1024 key columns, in multiples of 8. Only of "lowrank".
+        chunk_size: tokens in a chunk.
+        budget: tokens selected in a step, outliers and window not counted; None: 1.56 % of the capacity, at least 256.
+        outlier_chunks: chunks per KV head that are kept exactly, those least like their landmark; None: 24 per 1,024
+            tokens of budget.
+        local_chunks: whole chunks at the end of the prompt that stay in the window.
+        turn_selection: "each": every query of a turn selects for itself, so that a turn equals as many single steps;
+            "shared": the queries of a piece select together.
+        extend_piece: tokens of a turn that pass the model at once.
+        score_dim: selection scores are divided by its root; None: the head width.
+        score_dtype: to which the softmax over landmarks is rounded, "float32" or "bfloat16".
+        exact_preload: chunks that the prompt's last query selects keep exact keys while every query selects them.
+        chunk_multiple: the number of chunks of a prompt is rounded down to a multiple of it.
+        top_p: share of the budget's scores that is enough: fewer chunks where few matter (extend_piece is then 1).
+        key_codec: what the keys are kept as: "lowrank", the paper's factors; "transform", the eigenbasis in 8, 4 and 2
+            bits; "int4", each channel in four bits; "exact", the keys before RoPE themselves.
+        key_profile: columns of "transform" in 8, 4 and 2 bits (n8, n4, n2), n4 even and n2 a multiple of 4; None: the
+            bits of the usual rank, (16, 64, 64) of 192 key columns.
+        landmark_tokens: tokens of a landmark, a divisor of chunk_size; a chunk's score is the sum over its landmarks.
+            None: chunk_size.
+        landmark_dtype: "model", or "int8" or "int4" with a scale for each landmark.
+        value_dtype: of the values in host memory: "model", or "int8" or "int4" with a scale for each token and head.
+    """
+
+    rank: int | None = None
+    chunk_size: int = 8
+    budget: int | None = None
+    outlier_chunks: int | None = 48
+    local_chunks: int = 4
+    turn_selection: str = "each"
+    extend_piece: int = 16
+    score_dim: int | None = None
+    score_dtype: str = "float32"
+    exact_preload: bool = False
+    chunk_multiple: int = 1
+    top_p: float = 1.0
+    key_codec: str = "lowrank"
+    key_profile: Profile | None = None
+    landmark_tokens: int | None = None
+    landmark_dtype: str = "model"
+    value_dtype: str = "model"
+
+    name = "shadowkv"
+    paper = "arXiv 2410.21465, section 4"
+    budget_fields = ("budget",)
+
+    @classmethod
+    def reference(cls) -> Self:
+        """The choices of the published code's throughput class (github.com/ByteDance-Seed/ShadowKV, e51904c).
+
+        A turn of at most 4,096 tokens selects once; scores are divided by sqrt(128) whatever the head, and rounded to
+        bfloat16; chunks that the prompt's last query selects begin with exact keys; chunks come in eights, outliers
+        by the budget. What it does not repeat: tokens dropped at a full window, ties broken at random, equal prompts.
+        """
+        return cls(
+            outlier_chunks=None, turn_selection="shared", extend_piece=4096, score_dim=128, score_dtype="bfloat16",
+            exact_preload=True, chunk_multiple=8,
+        )  # fmt: skip
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Fill in every None but that of another codec's setting, check every range."""
+        check_choice(self.name, "key_codec", self.key_codec, tuple(CODECS))
+        rank = resolve_rank(self.name, self.key_codec, self.rank, config)
+        profile = resolve_profile(self.name, self.key_codec, self.key_profile, config)
+        check_range(self.name, "chunk_size", self.chunk_size, 1)
+        budget = self.budget
+        if budget is None:
+            budget = max(256, round(capacity * 0.0156), self.chunk_size)
+        check_range(self.name, "budget", budget, self.chunk_size)
+        outliers = 24 * (budget // 1024) if self.outlier_chunks is None else self.outlier_chunks
+        check_range(self.name, "outlier_chunks", outliers, 0)
+        check_range(self.name, "local_chunks", self.local_chunks, 0)
+        check_choice(self.name, "turn_selection", self.turn_selection, ("each", "shared"))
+        check_range(self.name, "extend_piece", self.extend_piece, 1)
+        if self.score_dim is not None:
+            check_range(self.name, "score_dim", self.score_dim, 1)
+        check_choice(self.name, "score_dtype", self.score_dtype, tuple(MANTISSA))
+        check_choice(self.name, "exact_preload", self.exact_preload, (False, True))
+        check_range(self.name, "chunk_multiple", self.chunk_multiple, 1)
+        check_share(self.name, "top_p", self.top_p)
+        landmark_tokens = self.resolve_rows(config)
+        piece = self.extend_piece if self.top_p == 1 else 1  # what a query attends to is read off its own step
+        return dataclasses.replace(
+            self, rank=rank, key_profile=profile, budget=budget, outlier_chunks=outliers, extend_piece=piece,
+            landmark_tokens=landmark_tokens,
+        )  # fmt: skip
+
+    def resolve_rows(self, config: ModelConfig) -> int:
+        """Check how landmarks and values are kept; the tokens of a landmark."""
+        tokens = self.chunk_size if self.landmark_tokens is None else self.landmark_tokens
+        check_range(self.name, "landmark_tokens", tokens, 1, self.chunk_size)
+        if self.chunk_size % tokens:
+            raise ConfigError(f"{self.name}.landmark_tokens must divide chunk_size={self.chunk_size}, got {tokens}")
+        for field in ("landmark_dtype", "value_dtype"):
+            value = getattr(self, field)
+            check_choice(self.name, field, value, ("model", *ROW_BITS))
+            if value == "int4" and config.head_dim % 2:
+                raise ConfigError(f"{self.name}.{field}='int4' must have an even head_dim, got {config.head_dim}")
+        return tokens
+
+    @property
+    def q_tail(self) -> int:  # type: ignore[override]
+        """The prompt's last query, where it selects."""
+        return int(self.exact_preload)
+
+    @property
+    def codec(self) -> KeyCodec:
+        """How keys are kept."""
+        return make_codec(self.key_codec, self.rank, self.key_profile)
+
+    @property
+    def landmark_parts(self) -> int:
+        """Landmarks of a chunk."""
+        return self.chunk_size // (self.landmark_tokens or self.chunk_size)
+
+    # Counts. Static ones are maxima that follow from the capacity; a row's own follow from its chunks.
+
+    def max_chunks(self, capacity: int) -> int:
+        """Chunks of the longest prompt that fits."""
+        return max(0, capacity // self.chunk_size - self.local_chunks) // self.chunk_multiple * self.chunk_multiple
+
+    def prompt_chunks(self, lengths: Array) -> Array:
+        """Chunks of prompts of these lengths, int32 [B]; what follows them is the window."""
+        chunks = jnp.maximum(0, lengths // self.chunk_size - self.local_chunks)
+        return chunks // self.chunk_multiple * self.chunk_multiple
+
+    def max_outliers(self, capacity: int) -> int:
+        """Outlier chunks of the longest prompt that fits."""
+        assert self.outlier_chunks is not None
+        return min(self.outlier_chunks, self.max_chunks(capacity))
+
+    def max_selected(self, capacity: int) -> int:
+        """Chunks selected in a step for the longest prompt that fits."""
+        assert self.budget is not None
+        return min(self.budget // self.chunk_size, self.max_chunks(capacity) - self.max_outliers(capacity))
+
+    def row_outliers(self, chunks: Array) -> Array:
+        """Outlier chunks of rows with that many chunks, int32 [B]."""
+        assert self.outlier_chunks is not None
+        return jnp.minimum(self.outlier_chunks, chunks)
+
+    def score_scale(self, spec: CacheSpec) -> float:
+        """Factor on the products of queries and landmarks."""
+        return spec.scale if self.score_dim is None else float(self.score_dim**-0.5)
+
+    def fallback(self, config: ModelConfig, capacity: int) -> str | None:
+        """A capacity with nothing to select from."""
+        if self.max_selected(capacity) > 0:
+            return None
+        return (
+            f"{self.name} has nothing to select at capacity={capacity}: {self.max_chunks(capacity)} whole chunks, "
+            f"outlier_chunks={self.outlier_chunks}; dense cache used"
+        )
+
+    def window_slots(self, capacity: int, shortest: int) -> int:
+        """The shortest prompt leaves the most tokens to the window; one slot at least, for a step needs a place."""
+        return max(1, capacity - self.chunk_size * self.max_chunks(min(shortest, capacity)))
+
+    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
+        """Values of every whole chunk, outliers too (as in the published code)."""
+        wanting = {"key_codec": self.codec.compiled, "value_dtype": self.value_dtype == "model"}
+        told = " and ".join(f"{name}={getattr(self, name)!r}" for name, there in wanting.items() if not there)
+        return HostLayout(
+            heads=spec.kv_heads, units=self.max_chunks(spec.capacity), unit=self.chunk_size,
+            bits=ROW_BITS.get(self.value_dtype), no_kernel=told,
+        )  # fmt: skip
+
+    @classmethod
+    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
+        """Full rank and a budget of everything."""
+        return cls(rank=config.key_columns, budget=max(num_tokens, cls.chunk_size))
+
+    @classmethod
+    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """The highest rank that fits; outliers go before it falls below the paper's share of the columns.
+
+        48 outlier chunks are few of 128K tokens and a fifth of 2K, where a low rank costs more than they save.
+        """
+        limit = own_share(cls.name, fraction, num_tokens, config) * 2 * num_tokens * config.key_columns
+        usual = cls().resolve(config, num_tokens).rank
+        assert usual is not None
+        ranks = range(config.key_columns // 8 * 8 or config.key_columns, 0, -8)
+        tries = [(count, rank) for count in (48, 24, 8, 4, 1, 0) for rank in ranks if rank >= usual]
+        for outliers, rank in tries + [(0, rank) for rank in ranks if rank < usual]:
+            policy = cls(rank=rank, outlier_chunks=outliers)
+            if policy.resolve(config, num_tokens).device_numbers(num_tokens, config) <= limit:
+                return policy
+        smallest = cls(rank=min(8, config.key_columns), outlier_chunks=0).resolve(config, num_tokens)
+        least = smallest.device_numbers(num_tokens, config) / (2 * num_tokens * config.key_columns)
+        raise infeasible(cls.name, fraction, whole_share(least, num_tokens, config))

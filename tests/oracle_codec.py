@@ -1,0 +1,135 @@
+"""An independent oracle of what ShadowKV keeps beyond low rank: transform-coded keys, landmarks and values of few bits.
+
+Written from their description alone, in float64 and one number after the other where that is clearer. T tokens, W
+key columns (all KV heads side by side), r columns that have bits.
+
+The transform code: the mean of the real tokens; eigenvectors of the centred keys, by falling variance; a profile
+(n8, n4, n2) of columns with 8, 4 and 2 bits; a mid-rise quantiser each, which has its largest magnitude at `LOAD`
+standard deviations. A token is a row of bytes: 8-bit columns, then 4-bit, then 2-bit; in a part of w bytes, byte j
+holds the columns j, j + w, ..., the first in the lowest bits.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+from oracle_maths import Array, softmax
+
+LOAD = {8: 8.0, 4: 3.2, 2: 1.9}
+
+
+@dataclasses.dataclass(frozen=True)
+class Coder:
+    """What a prompt's keys are coded with.
+
+    Attributes:
+        mean: [W].
+        basis: columns [W, r].
+        bits: of each column, int [r].
+        step: of each column's quantiser [r]; 0 for one that is constant.
+    """
+
+    mean: Array
+    basis: Array
+    bits: Array
+    step: Array
+
+    def coefficients(self, keys: Array) -> Array:
+        """Keys [T, W] in the basis [T, r]."""
+        return (keys - self.mean) @ self.basis
+
+    def codes(self, keys: Array) -> Array:
+        """Codes of keys [T, W], int [T, r]."""
+        codes = np.zeros((len(keys), len(self.bits)), int)
+        for t, row in enumerate(self.coefficients(keys)):
+            for j, (x, step, bits) in enumerate(zip(row, self.step, self.bits, strict=True)):
+                if step > 0:
+                    codes[t, j] = min(max(int(np.floor(x / step)) + 2 ** (bits - 1), 0), 2**bits - 1)
+        return codes
+
+    def margin(self, keys: Array) -> Array:
+        """How far each coefficient lies from where its code would change, in steps [T, r]."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            place = self.coefficients(keys) / self.step
+        half = 2.0 ** (self.bits - 1)
+        edge = np.clip(np.round(place), 1 - half, half - 1)
+        return np.where(self.step > 0, np.abs(place - edge), np.inf)
+
+    def values(self, codes: Array) -> Array:
+        """What codes [T, r] stand for."""
+        return (codes + 0.5 - 2.0 ** (self.bits - 1)) * self.step
+
+    def keys(self, codes: Array) -> Array:
+        """Keys [T, W] of codes."""
+        return self.values(codes) @ self.basis.T + self.mean
+
+
+def coder_of(keys: Array, profile: Sequence[int]) -> Coder:
+    """The coder of a prompt's keys [T, W]."""
+    mean = keys.mean(axis=0)
+    variance, vectors = np.linalg.eigh(np.cov(keys, rowvar=False, bias=True).reshape(keys.shape[1], -1))
+    order = np.argsort(-variance, kind="stable")[: sum(profile)]
+    bits = np.array([8] * profile[0] + [4] * profile[1] + [2] * profile[2])
+    sigma = np.sqrt(np.maximum(variance[order], 0))
+    constant = sigma <= 1e-5 * sigma.max(initial=0)
+    step = np.array([2 * LOAD[int(b)] * s / 2.0**b for b, s in zip(bits, sigma, strict=True)])
+    return Coder(mean, vectors[:, order], bits, np.where(constant, 0, step))
+
+
+def packed(codes: Array, profile: Sequence[int]) -> Array:
+    """Codes [T, r] as bytes, uint8 [T, w]."""
+    rows = []
+    for row in codes.tolist():
+        out: list[int] = []
+        for count, bits in zip(profile, (8, 4, 2), strict=True):
+            part, row = row[:count], row[count:]
+            width = count * bits // 8
+            out += [sum(part[j + place * width] << (place * bits) for place in range(8 // bits)) for j in range(width)]
+        rows.append(out)
+    return np.array(rows, np.uint8).reshape(len(codes), -1)
+
+
+def unpacked(rows: Array, profile: Sequence[int]) -> Array:
+    """`packed` backwards: bytes [T, w] to codes int [T, r]."""
+    rows, parts = np.asarray(rows, int), []
+    for count, bits in zip(profile, (8, 4, 2), strict=True):
+        width = count * bits // 8
+        part, rows = rows[:, :width], rows[:, width:]
+        parts += [part >> (place * bits) & (2**bits - 1) for place in range(8 // bits)]
+    return np.concatenate(parts, axis=1)
+
+
+def rounded_rows(x: Array, bits: int, dtype: str = "float32") -> Array:
+    """Rows of the last axis in whole steps, the largest magnitude of each 7 or 127 of them; the scale as it is kept."""
+    most = 2 ** (bits - 1) - 1
+    scale = np.abs(x).max(axis=-1, keepdims=True) / most
+    scale = scale.astype(np.float32 if dtype == "float32" else np.float16).astype(np.float64)
+    return np.clip(np.round(x / np.where(scale > 0, scale, 1)), -most, most) * scale
+
+
+def host_row_values(rows: Array, tokens: int, dim: int, bits: int, dtype: str = "float32") -> Array:
+    """Values [n, tokens, dim] of rows of bytes [n, w]: two's complement codes of all tokens, then a scale for each."""
+    kind = np.float32 if dtype == "float32" else np.float16
+    width = dim * bits // 8
+    values = np.zeros((len(rows), tokens, dim), np.float32)
+    for n, row in enumerate(np.asarray(rows, np.uint8)):
+        scales = np.frombuffer(row[tokens * width :].tobytes(), kind)
+        assert len(scales) == tokens
+        for token in range(tokens):
+            codes = row[token * width : (token + 1) * width].astype(int)
+            part = np.concatenate([codes >> (place * bits) & (2**bits - 1) for place in range(8 // bits)])
+            part = np.where(part >= 2 ** (bits - 1), part - 2**bits, part)
+            values[n, token] = part.astype(np.float32) * np.float32(scales[token])
+    return values
+
+
+def chunk_scores(queries: Array, landmarks: Array, candidates: Array, scale: float) -> Array:
+    """Scores of n chunks by the queries of one KV head [g, d]: landmarks [n, s, d], candidates bool [n]; -1 for others.
+
+    Softmax over the landmarks of all candidates; a chunk's is the sum over its own; the largest of the group's.
+    """
+    ids = np.flatnonzero(candidates)
+    mass = softmax(queries @ landmarks[ids].reshape(-1, landmarks.shape[2]).T * scale)
+    scores = np.full(len(landmarks), -1.0)
+    scores[ids] = mass.reshape(len(queries), len(ids), -1).sum(axis=2).max(axis=0)
+    return scores
