@@ -157,6 +157,7 @@ def test_a_heat_map_is_depth_by_length() -> None:
     assert [text.get_text() for text in first.get_yticklabels()] == ["12", "38", "62", "88"]
     assert second.images[0].get_array().shape == (4, 1)
     assert first.yaxis_inverted()  # the beginning of the text is above
+    assert len(plots.plot_needles([*rows, *TURNS]).axes) == len(figure.axes)  # several facts lie at several depths
     with pytest.raises(ConfigError, match="same depths"):
         plots.plot_needles([row(), row(length=2048, depths=[0.5, 1.0], depth_scores=[100.0, 0.0])])
 

@@ -45,8 +45,8 @@ def with_turns(rows: Iterable[Row]) -> list[Row]:
 
 
 def with_scores(rows: Iterable[Row]) -> list[Row]:
-    """Rows that `plot_needles` draws: of needles, with a score for each of several depths."""
-    return [row for row in rows if len(row.get("depths") or ()) > 1]
+    """Rows that `plot_needles` draws: a score for each of several depths, of one fact and not of several in turn."""
+    return [row for row in rows if len(row.get("depths") or ()) > 1 and len(row.get("turns") or ()) < 2]
 
 
 def with_memory(rows: Iterable[Row], measure: str) -> list[Row]:
