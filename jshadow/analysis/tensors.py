@@ -4,16 +4,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from jshadow.attention import causal_attention
 from jshadow.errors import PromptError
-from jshadow.models.transformer import Heads, apply_block, embed
-from jshadow.policies.calibration import check_text
-from jshadow.rope import inverse_frequencies, rotation
+from jshadow.models.transformer import Heads
+from jshadow.policies.calibration import check_text, walk_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,25 +62,12 @@ def prompt_tensors(
 
 def layers_of(params: Any, ids: Array, progress: Callable[[int, int], None] | None) -> Iterator[LayerTensors]:
     """`prompt_tensors` of checked ids [1, S]."""
-    config, count = params.config, ids.shape[1]
-    positions = jnp.arange(count, dtype=jnp.int32)[None]
 
-    def layer(weights: dict, x: Array, inverse: Array, kind: Any) -> tuple[Array, tuple[Array, ...]]:
-        turn = rotation(kind.rope, inverse, positions)
+    def keep(heads: Heads, turn: Any, kind: Any) -> tuple[Array, tuple[Array, ...]]:
+        k = turn.keys(heads.k_pre)
+        scale = params.config.attention_scale
+        out, _ = causal_attention(turn.queries(heads.q_pre), k, heads.v, scale, 0, kind.window)
+        return out, (heads.k_pre, k, heads.v, heads.x_in)
 
-        def cache(heads: Heads) -> tuple[Array, tuple[Array, ...]]:
-            k = turn.keys(heads.k_pre)
-            out, _ = causal_attention(turn.queries(heads.q_pre), k, heads.v, config.attention_scale, 0, kind.window)
-            return out, (heads.k_pre, k, heads.v, heads.x_in)
-
-        return apply_block({"layer_0": weights}, config, 0, x, cache)
-
-    run = jax.jit(layer, static_argnames=("kind",))
-    x = embed(params.weights, config, ids)
-    for index in range(config.num_layers):
-        kind = config.attention_kind(index)
-        inverse = jnp.asarray(inverse_frequencies(kind.rope, config.head_dim, count))
-        x, found = run(params.weights[f"layer_{index}"], x, inverse, kind=kind)
+    for found in walk_layers(params, ids, keep, progress):
         yield LayerTensors(*(np.asarray(part[0], np.float32) for part in found))
-        if progress is not None:
-            progress(index + 1, config.num_layers)

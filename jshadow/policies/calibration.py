@@ -40,27 +40,39 @@ def prompts_of(params: Any, tokens: Any, progress: Callable[[int, int], None] | 
     """
     config, tokens = params.config, check_text(params.config, tokens)
     batch, count = tokens.shape
-    positions = jnp.arange(count, dtype=jnp.int32)[None]
+    at = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), tokens.shape)
     lengths = jnp.full(batch, count, jnp.int32)
 
-    def layer(weights: dict, x: Array, inverse: Array, kind: Any) -> tuple[Array, PromptKV]:
+    def keep(heads: Heads, turn: Any, kind: Any) -> tuple[Array, PromptKV]:
+        q, k = turn.queries(heads.q_pre), turn.keys(heads.k_pre)
+        out, lse = causal_attention(q, k, heads.v, config.attention_scale, 0, kind.window)
+        return out, PromptKV(heads.k_pre, k, heads.v, lengths, at, q_post=q, lse=lse)
+
+    yield from walk_layers(params, tokens, keep, progress)
+
+
+def walk_layers(
+    params: Any, tokens: Array, keep: Callable[[Heads, Any, Any], tuple[Array, Any]],
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Any]:  # fmt: skip
+    """Take checked tokens [B, S] through the model, a compiled layer at a time, and yield what `keep` made of each.
+
+    `keep(heads, rotation, attention kind)` is traced; it returns the attention's output and what is yielded.
+    """
+    config, count = params.config, tokens.shape[1]
+    positions = jnp.arange(count, dtype=jnp.int32)[None]
+
+    def layer(weights: dict, x: Array, inverse: Array, kind: Any) -> tuple[Array, Any]:
         turn = rotation(kind.rope, inverse, positions)
-
-        def cache(heads: Heads) -> tuple[Array, PromptKV]:
-            q, k = turn.queries(heads.q_pre), turn.keys(heads.k_pre)
-            out, lse = causal_attention(q, k, heads.v, config.attention_scale, 0, kind.window)
-            at = jnp.broadcast_to(positions, tokens.shape)
-            return out, PromptKV(heads.k_pre, k, heads.v, lengths, at, q_post=q, lse=lse)
-
-        return apply_block({"layer_0": weights}, config, 0, x, cache)
+        return apply_block({"layer_0": weights}, config, 0, x, lambda heads: keep(heads, turn, kind))
 
     run = jax.jit(layer, static_argnames=("kind",))
     x = embed(params.weights, config, tokens)
     for index in range(config.num_layers):
         kind = config.attention_kind(index)
         inverse = jnp.asarray(inverse_frequencies(kind.rope, config.head_dim, count))
-        x, prompt = run(params.weights[f"layer_{index}"], x, inverse, kind=kind)
-        yield prompt
+        x, found = run(params.weights[f"layer_{index}"], x, inverse, kind=kind)
+        yield found
         if progress is not None:
             progress(index + 1, config.num_layers)
 
