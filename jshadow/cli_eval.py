@@ -32,6 +32,8 @@ def add_options(add: argparse.ArgumentParser, prefill_help: str) -> None:
     add.add_argument("--limit", type=int, help="rows of each file of --data (default: all)")
     add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
     add.add_argument("--shares", help="run each policy at these shares of full attention's device bytes, comma list")
+    add.add_argument("--sweep", action="append", metavar="NAME:KEY=A|B", help="also run each of these settings of a "
+                     "policy, beside those at --shares; again for another setting")  # fmt: skip
     add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=prefill_help)
     add.add_argument("--fitted", metavar="FILES", help="arrays of `jshadow fit`, a file a policy, comma list")
     add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
@@ -68,6 +70,24 @@ def parse_shares(text: str | None) -> list[float]:
         return [float(part) for part in split_list(text, "shares")]
     except ValueError as error:
         raise ConfigError(f"shares must be a comma list of numbers, got {text!r}") from error
+
+
+def parse_sweeps(texts: Sequence[str]) -> dict[str, list["Policy"]]:
+    """Policies by the setting that differs, from NAME:key=a|b:other=value each. Raises ConfigError."""
+    from jshadow.policies import parse_policy
+
+    sweeps: dict[str, list[Policy]] = {}
+    for text in texts:
+        name, *settings = text.split(":")
+        swept = [setting for setting in settings if "|" in setting]
+        key, _, values = swept[0].partition("=") if len(swept) == 1 else ("", "", "")
+        if not all(values.split("|")) or key in sweeps:
+            raise ConfigError(f"sweep must be NAME:KEY=A|B with one such setting, each once, got {text!r}")
+        at = settings.index(swept[0])
+        sweeps[key] = [
+            parse_policy(name, [*settings[:at], f"{key}={value}", *settings[at + 1 :]]) for value in values.split("|")
+        ]
+    return sweeps
 
 
 def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any) -> dict[str, Any]:
@@ -113,7 +133,7 @@ def run_eval(args: argparse.Namespace) -> int:
     policies = [parse_policy(name, settings) for name, *settings in parts]
     prefill = parse_prefill(args.prefill or "exact")
     offload.resolve_fetch(args.fetch)
-    shares = parse_shares(args.shares)
+    shares, sweeps = parse_shares(args.shares), parse_sweeps(args.sweep or [])
     files = split_list(args.fitted, "fitted") if args.fitted is not None else []
     if args.plot is not None:
         check_plot(args.plot, asked["tasks"], TASK_TURNS)
@@ -123,7 +143,7 @@ def run_eval(args: argparse.Namespace) -> int:
     try:
         rows = evaluate(
             params, policies=policies, samples=args.samples, seed=args.seed, fetch=args.fetch, out=args.out,
-            progress=progress, shares=shares, prefill=prefill, fitted=fitted, **asked,
+            progress=progress, shares=shares, sweeps=sweeps, prefill=prefill, fitted=fitted, **asked,
         )  # fmt: skip
     finally:
         progress.close()
@@ -134,6 +154,6 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"results": rows, "pooled": metrics.pooled(rows)}))
     else:
-        shown = metrics.show_shares if shares else metrics.show
+        shown = metrics.show_shares if shares or sweeps else metrics.show
         shown(rows, Console(width=None if sys.stdout.isatty() else 160))
     return 0

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tiny_text import byte_tokenizer
 
-from jshadow import cli, load, save, save_fitted
+from jshadow import cli, cli_eval, load, save, save_fitted
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
-from jshadow.evaluation import metrics, plots, runner
+from jshadow.evaluation import html, metrics, plots, runner
 from jshadow.params import Params, init_params
 from jshadow.planning import footprint
 from jshadow.policies import (
@@ -100,6 +100,47 @@ def test_the_command_prints_one_line_a_policy(
     told = json.loads(capsys.readouterr().out)["results"]
     assert {row["share"] for row in told} == {None, 0.5, 0.02}
     assert all(len(row["turns"]) == 4 for row in told if not row["infeasible"])
+
+
+SWEEPS = {"rank": [ShadowKV(rank=rank, budget=32) for rank in (8, 16)],
+          "budget": [ShadowKV(rank=16, budget=budget) for budget in (32, 64)]}  # fmt: skip
+
+
+def test_sweeps_run_beside_shares(params: Params, tmp_path: Path) -> None:
+    """A step that two sweeps share is run once, and told in both."""
+    made = runner.evaluate(
+        params, ["agreement", "passkey"], [LENGTH], [H2O()], samples=1, shares=[0.5], sweeps=SWEEPS, out=tmp_path
+    )
+    lines = (tmp_path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 2 * (1 + 1 + 3)
+    for task in ("agreement", "passkey"):
+        rows = [row for row in made if row["task"] == task]
+        assert [row["sweeps"] for row in rows] == [[], [], ["rank"], ["rank", "budget"], ["budget"]]
+        assert [row["share"] for row in rows] == [None, 0.5, None, None, None]
+        assert [(row["settings"]["rank"], row["settings"]["budget"]) for row in rows[2:]] == [
+            (8, 32),
+            (16, 32),
+            (16, 64),
+        ]
+        assert not any(row["control_of"] for row in rows)
+    assert len({row["capacity"] for row in made}) == 1
+    assert {path.name for path in html.write_results(made, tmp_path)} >= {"sweep_rank.png", "sweep_budget.png"}
+
+
+@pytest.mark.parametrize("sweeps", [{"rank": [H2O()]}, {"rank": ["shadowkv"]}, {"depth": [ShadowKV()]}])
+def test_bad_sweeps_are_refused(params: Params, sweeps: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="sweeps must map a setting to policies"):
+        runner.evaluate(params, ["agreement"], [LENGTH], [H2O()], samples=1, sweeps=sweeps)
+
+
+def test_sweeps_are_read(capsys: pytest.CaptureFixture[str]) -> None:
+    found = cli_eval.parse_sweeps(["shadowkv:rank=8|16:budget=32", "quest:unit=4|8"])
+    assert found == {"rank": SWEEPS["rank"], "unit": [Quest(unit=4), Quest(unit=8)]}
+    for wrong in ("shadowkv", "shadowkv:rank=8", "shadowkv:rank=8|", "shadowkv:rank=8|9:budget=8|9", "nobody:rank=1|2"):
+        with pytest.raises(ConfigError, match=r"sweep must be|policy must be"):
+            cli_eval.parse_sweeps([wrong])
+    with pytest.raises(ConfigError, match="each once"):
+        cli_eval.parse_sweeps(["shadowkv:rank=8|16", "loki:rank=1|2"])
 
 
 @pytest.mark.parametrize("shares", [[0.0], [1.5], [-0.1], [True], [float("nan")]])

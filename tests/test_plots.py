@@ -191,10 +191,26 @@ def test_observations_draw_what_they_are_given() -> None:
     assert lines(left)["text"].get_ydata().tolist() == [50, 75]
     assert lines(right)["text"].get_ydata().tolist() == [25, 100]
     axes = plots.plot_sweep(SWEEP, "rank").axes
+    assert len(axes) == 3  # agreement has no answers
     assert axes[1].containers[0].lines[0].get_xdata().tolist() == [8, 16, 32]
     assert axes[1].containers[0].lines[0].get_ydata().tolist() == [1 / 8, 1 / 16, 1 / 32]
     assert axes[2].containers[0].lines[0].get_ydata().tolist() == [25] * 3
     assert axes[0].get_xlabel() == "rank"
+
+
+def test_a_sweep_has_a_line_a_task_and_length() -> None:
+    """In each panel what has that measure; bytes once, though two tasks tell them; other sweeps' steps left out."""
+    longer = [one | {"length": 2 * one["length"], "kl": 3.0} for one in SWEEP]
+    answers = [row(task="passkey", score=10.0 * i, settings={"rank": i}, sweeps=["rank"]) for i in (2, 4)]
+    other = row(task="passkey", score=0.0, settings={"rank": 3, "budget": 64}, sweeps=["budget"])
+    right, top1, kl, size = plots.plot_sweep([*SWEEP, *longer, *answers, other], "rank").axes
+    [line] = right.containers
+    assert line.lines[0].get_xdata().tolist() == [2, 4]
+    assert line.lines[0].get_ydata().tolist() == [20, 40]
+    names = [text.get_text() for text in kl.get_legend().get_texts()]
+    assert names == [f"{SWEEP[0]['length']:,} tokens", f"{2 * SWEEP[0]['length']:,} tokens"]
+    assert [len(axis.containers) for axis in (top1, kl, size)] == [2, 2, 2]
+    assert kl.containers[1].lines[0].get_ydata().tolist() == [3.0] * 3
 
 
 @pytest.mark.parametrize(

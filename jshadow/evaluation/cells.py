@@ -70,6 +70,8 @@ class Entry:
         control_of: the policy at whose bytes a negative control runs.
         share: of full attention's device bytes that it was given.
         name: where it has no policy.
+        infeasible: why there is no policy.
+        sweeps: settings that it is a step in the sweep of.
     """
 
     policy: Policy | None
@@ -77,6 +79,7 @@ class Entry:
     share: float | None = None
     name: str = ""
     infeasible: str | None = None
+    sweeps: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +172,7 @@ def least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Calla
 
 def plan(
     setup: Setup, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], samples: int, seed: int,
-    shares: Sequence[float] = (), data: Data | None = None,
+    shares: Sequence[float] = (), data: Data | None = None, sweeps: Mapping[str, Sequence[Policy]] | None = None,
 ) -> list[Cell]:  # fmt: skip
     """Make every case and check every policy, before anything runs.
 
@@ -183,14 +186,15 @@ def plan(
     for name, given in lists[2 if data and not tasks else 0 :]:
         if isinstance(given, str) or not isinstance(given, Sequence) or not given:
             raise ConfigError(f"{name} must be a non-empty list, got {given!r}")
-    own = checked_policies(setup, policies, shares)
-    made = [cell for length in dict.fromkeys(lengths) for cell in cells_at(setup, tasks, length, samples, seed, shares)]
-    cells = sorted(made, key=lambda cell: tasks.index(cell.task)) if not shares else made
+    own, swept = checked_policies(setup, policies, shares), checked_sweeps(sweeps or {})
+    whole = bool(shares or swept)  # one table of all tasks
+    made = [cell for length in dict.fromkeys(lengths) for cell in cells_at(setup, tasks, length, samples, seed, whole)]
+    cells = sorted(made, key=lambda cell: tasks.index(cell.task)) if not whole else made
     if data:
         cells += data_cells(setup, data)
     return [
         dataclasses.replace(
-            cell, entries=entries_of(setup, own, cell.cases[0], cell.shortest, cell.capacity, shares)
+            cell, entries=entries_of(setup, own, cell.cases[0], cell.shortest, cell.capacity, shares, swept)
         )
         for cell in cells
     ]  # fmt: skip
@@ -210,8 +214,19 @@ def checked_policies(setup: Setup, policies: Sequence[Policy], shares: Sequence[
     return own
 
 
+def checked_sweeps(sweeps: Mapping[str, Sequence[Policy]]) -> dict[Policy, tuple[str, ...]]:
+    """Each policy of the sweeps once, with the settings whose sweep it is in. Raises ConfigError."""
+    found: dict[Policy, tuple[str, ...]] = {}
+    for name, policies in sweeps.items():
+        for policy in policies:
+            if not isinstance(policy, Policy) or name not in policy.settings():
+                raise ConfigError(f"sweeps must map a setting to policies that have it, got {policy!r} for {name!r}")
+            found[policy] = (*found.get(policy, ()), name)
+    return found
+
+
 def cells_at(
-    setup: Setup, tasks: Sequence[str], length: int, samples: int, seed: int, shares: Sequence[float]
+    setup: Setup, tasks: Sequence[str], length: int, samples: int, seed: int, one_capacity: bool
 ) -> list[Cell]:
     """The cells of all tasks at one length, nothing running on them yet. Raises ConfigError."""
     params = setup.params
@@ -225,8 +240,8 @@ def cells_at(
     cells = []
     for task, pairs in made.items():
         cases, depths = zip(*pairs, strict=True)
-        # shares compare whole tables, so that all tasks of a length have one capacity
-        capacity = length + (most if shares else max(map(growth, cases)))
+        # shares and sweeps compare whole tables, so that all tasks of a length have one capacity
+        capacity = length + (most if one_capacity else max(map(growth, cases)))
         if capacity > params.config.context:
             room = f"the model's context={params.config.context}"
             raise ConfigError(f"lengths must leave room in {room}, got {length} + {capacity - length} for {task}")
@@ -248,8 +263,9 @@ def data_cells(setup: Setup, data: Data) -> list[Cell]:
 
 
 def entries_of(
-    setup: Setup, policies: Sequence[Policy], case: Case, length: int, capacity: int, shares: Sequence[float]
-) -> tuple[Entry, ...]:
+    setup: Setup, policies: Sequence[Policy], case: Case, length: int, capacity: int, shares: Sequence[float],
+    swept: Mapping[Policy, tuple[str, ...]],
+) -> tuple[Entry, ...]:  # fmt: skip
     """Full attention first, then what runs beside it. Raises ConfigError where a policy cannot run."""
     if shares:
         full, *others = policies
@@ -258,10 +274,11 @@ def entries_of(
     else:
         entries = [Entry(setup.taught(policy)) for policy in policies]
         for policy in policies:
-            if isinstance(policy, ShadowKV) and not case.forced:
+            if isinstance(policy, ShadowKV) and not case.forced and not swept:
                 policy.resolve(setup.params.config, capacity)
                 small = control(setup.params, policy, capacity, length)
                 entries += [Entry(small, metrics.label(policy))] if small is not None else []
+    entries += [Entry(setup.taught(policy), sweeps=names) for policy, names in swept.items()]
     for entry in entries:
         if entry.policy is not None:
             resolved = entry.policy.resolve(setup.params.config, capacity)

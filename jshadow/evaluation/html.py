@@ -18,6 +18,7 @@ from jshadow.errors import ConfigError
 from jshadow.evaluation import metrics, plots
 from jshadow.evaluation.plots.results import check_matplotlib, with_memory, with_scores, with_turns
 from jshadow.evaluation.plots.style import whole_file
+from jshadow.evaluation.plots.sweeps import FIELDS
 
 Row = Mapping[str, Any]
 TEMPLATE = "report.html.jinja"
@@ -85,6 +86,9 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
                              lambda path: plots.plot_needles(rows, path)))  # fmt: skip
     if with_turns(rows):
         found.append(Picture("turns", "Right answers turn by turn", lambda path: plots.plot_turns(rows, path)))
+    for name in dict.fromkeys(name for row in rows for name in row.get("sweeps") or ()):
+        found.append(Picture(f"sweep_{name}", f"What {FIELDS.get(name, name)} does",
+                             lambda path, name=name: plots.plot_sweep(rows, name, path)))  # fmt: skip
     return found
 
 

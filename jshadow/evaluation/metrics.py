@@ -197,24 +197,26 @@ def infeasible_row(task: str, length: int, name: str, share: float | None, why: 
 
 
 def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """One line a length, share and policy: bytes that it really takes, and what each task says."""
+    """One line a length and policy: its bytes, what each task says. Full attention, then by share, then the sweeps."""
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
-        name = row["name"] + (" (fitted)" if row.get("fitted") else "")
-        lines.setdefault((row["length"], row["share"] or 1.0, name), {})[row["task"]] = row
+        swept = bool(row.get("sweeps"))
+        name = (row["policy"] if swept else row["name"]) + (" (fitted)" if row.get("fitted") else "")
+        share = row["share"] or (0.0 if swept else 1.0)
+        lines.setdefault((row["length"], share, name), {})[row["task"]] = row
     table = Table("length", "share %", "policy", "KV bytes", "of full %", *(f"{task} %" for task in tasks), "KL")
     for (length, share, name), found in sorted(lines.items(), key=lambda item: (item[0][0], -item[0][1])):
         row = next(iter(found.values()))
-        front = [f"{length:,}", f"{100 * share:g}", name]
+        front = [f"{length:,}", f"{100 * share:g}" if share else "-", name]
         if row["infeasible"]:
             table.add_row(*front, "-", "at least " + row["infeasible"].rpartition("at least ")[2].partition(" of ")[0])
             continue
         size, scores = row["served_device_bytes"], (found[task] for task in tasks)
         marks = [f"{one['score']:.1f}" + ("" if one["stderr"] is None else f" ± {one['stderr']:.1f}") for one in scores]
-        told = [one["kl"] for one in found.values() if one.get("kl") is not None]
-        table.add_row(*front, f"{size:,}", f"{100 * size / row['served_full_bytes']:.1f}", *marks,
-                      f"{told[0]:.4f}" if told else "-")  # fmt: skip
+        told = [(one["kl"], one["kl_stderr"]) for one in found.values() if one.get("kl") is not None]
+        divergence = [f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}") for value, error in told]
+        table.add_row(*front, f"{size:,}", f"{100 * size / row['served_full_bytes']:.1f}", *marks, *divergence[:1])
     console.print(table)
     console.print("KV bytes are those on the device, in bfloat16, with what the method offloads on the host.")
 

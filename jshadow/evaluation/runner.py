@@ -158,7 +158,8 @@ def evaluate(
     params: Any, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], *, samples: int = 10,
     seed: int = 0, fetch: str = "auto", out: Any = None, progress: Progress | None = None,
     shares: Sequence[float] = (), prefill: PrefillAttention | None = None, fitted: Mapping[str, Any] | None = None,
-    data: Sequence[Any] = (), truncate: str | None = None, limit: int | None = None,
+    sweeps: Mapping[str, Sequence[Policy]] | None = None, data: Sequence[Any] = (), truncate: str | None = None,
+    limit: int | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Measure policies against full attention.
 
@@ -178,6 +179,7 @@ def evaluate(
             (`quest:budget=256`). Then there is no control; all tasks of a length have one capacity.
         prefill: how every prompt's tokens attend to each other, full attention's too; None: exactly.
         fitted: arrays that a policy learned (`policy.fit`, `load_fitted`), by the policy's name, for all its settings.
+        sweeps: policies by the setting in which they differ, run as they are beside those at shares. No controls then.
         data: local files (.jsonl, .json, .parquet) whose rows are evaluated too (`evaluation.data`).
         truncate: "middle": cut a context that does not fit the model, and tell it; None: that is an error.
         limit: rows of each file; None: all.
@@ -192,7 +194,8 @@ def evaluate(
         (percent), turns (percent by turn), depths and depth_scores (percent at each depth of the fact, where there is
         one). For agreement top1, top1_stderr, kl and kl_stderr (nats, full against this policy), ppl and ppl_full
         (perplexity of the forced tokens, this policy's and full's). With shares, also share, and infeasible: why
-        nothing ran, where score and all that follows from it is None.
+        nothing ran, where score and all that follows from it is None. With sweeps, also sweeps: the settings in whose
+        sweep the row is.
 
     Raises:
         ConfigError, HostMemoryError: before anything runs.
@@ -201,7 +204,7 @@ def evaluate(
     if isinstance(data, str) or (not data and (truncate is not None or limit is not None)):
         raise ConfigError(f"data must be a list of files (truncate and limit are for them), got {data!r}")
     files = Data(tuple(data), truncate, limit) if data else None
-    cells = plan(setup, tasks, lengths if tasks else (), policies, samples, seed, shares, files)
+    cells = plan(setup, tasks, lengths if tasks else (), policies, samples, seed, shares, files, sweeps)
     for policy in [*policies] or [Full()]:
         prepared_attention([policy], prefill, params.config)  # one that attends in its own way takes no other
     store, model = metrics.Store(out), f"{params.config} {params.digest}"
@@ -261,7 +264,7 @@ def cell_rows(setup: Setup, cell: Cell, table: list[dict[Policy, dict[str, Any]]
         row: dict[str, Any] = {"task": cell.task, "length": cell.length, "policy": metrics.label(entry.policy)}
         row |= {"share": entry.share, "infeasible": None, "name": resolved.name, "settings": resolved.settings()}
         row |= {"control_of": entry.control_of, "control": None, "capacity": cell.capacity, "fetch": fetch}
-        row |= {"fitted": setup.arrays_of(resolved) is not None}
+        row |= {"fitted": setup.arrays_of(resolved) is not None, "sweeps": list(entry.sweeps)}
         row |= {"truncated": sum(case.truncated > 0 for case in cell.cases)}
         row |= {name: used[name] for name in ("device_bytes", "host_bytes", "full_bytes")}
         offloaded = footprint(params.config, resolved, **sizes, fetch="device_put")

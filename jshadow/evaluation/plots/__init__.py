@@ -10,10 +10,10 @@ from jshadow.evaluation.plots.observations import (
     plot_least_cosines,
     plot_spectra,
     plot_subspaces,
-    plot_sweep,
 )
 from jshadow.evaluation.plots.results import check_plot, plot_memory, plot_needles, plot_turns
 from jshadow.evaluation.plots.style import FORMATS
+from jshadow.evaluation.plots.sweeps import plot_sweep
 
 __all__ = [
     "FORMATS",

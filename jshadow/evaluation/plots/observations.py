@@ -1,21 +1,16 @@
-"""Pictures of what `jshadow.analysis` finds: spectra, subspaces, least cosines, hit rates, sweeps."""
+"""Pictures of what `jshadow.analysis` finds: spectra, subspaces, least cosines, hit rates."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jshadow.errors import ConfigError
-from jshadow.evaluation.plots.style import MARKS, look_of, need, panels, series_look, styled, write
+from jshadow.evaluation.plots.style import MARKS, need, panels, series_look, styled, write
 
 Path = str | os.PathLike[str] | None
 KIND_NAMES = {"k_pre": "pre-RoPE keys", "k_post": "post-RoPE keys", "v": "values", "x_in": "hidden states"}
 SMALLEST = 1e-3  # relative singular values below are not drawn
-FIELDS = {
-    "rank": "rank", "chunk_size": "chunk size, tokens", "budget": "budget, tokens",
-    "outlier_chunks": "outlier chunks a KV head", "local_chunks": "local chunks",
-}  # fmt: skip
 
 
 def band(axis: Any, x: Any, table: np.ndarray, look: dict[str, Any], label: str | None) -> None:
@@ -157,43 +152,4 @@ def plot_hit_rates(texts: Mapping[str, np.ndarray], path: Path = None) -> Any:
     left.set_ylabel("selected in the step before too, %")
     left.legend(loc="lower right")
     right.set_xlabel("layer")
-    return write(figure, path)
-
-
-@styled
-def plot_sweep(rows: Sequence[Mapping[str, Any]], field: str, path: Path = None) -> Any:
-    """Draw what a setting does to agreement with full attention and to device bytes (ShadowKV, figures 8 and 9).
-
-    Args:
-        rows: of `sweep`; full attention's and those without the setting are left out.
-        field: the setting on the horizontal axis.
-        path: .svg, .png or .pdf to write.
-
-    Returns:
-        The Figure.
-
-    Raises:
-        ConfigError: no row with that setting, or a file that cannot be written.
-    """
-    drawn = sorted((row for row in rows if (row.get("settings") or {}).get(field) is not None),
-                   key=lambda row: row["settings"][field])  # fmt: skip
-    if not drawn:
-        raise ConfigError(f"field must be a setting that some row has, got {field!r}")
-    figure, axes = panels(3, 3, 3.4, 3.0)
-    units = {"top1": "same next token, %", "kl": "KL(full, method), nats", "bytes": "device bytes, % of full's"}
-    for name in dict.fromkeys(row["name"] for row in drawn):
-        own = [row for row in drawn if row["name"] == name]
-        x = [row["settings"][field] for row in own]
-        for axis, measure in zip(axes, units, strict=True):
-            y = [100 * row["served_device_bytes"] / row["served_full_bytes"] if measure == "bytes" else row[measure]
-                 for row in own]  # fmt: skip
-            error = None if measure == "bytes" else [row[f"{measure}_stderr"] or 0.0 for row in own]
-            axis.errorbar(x, y, yerr=error, elinewidth=0.8, label=name, **look_of(name))
-    for axis, label in zip(axes, units.values(), strict=True):
-        axis.set_xlabel(FIELDS.get(field, field))
-        axis.set_ylabel(label)
-    axes[1].set_ylim(bottom=0)
-    axes[2].set_ylim(bottom=0)
-    if len({row["name"] for row in drawn}) > 1:
-        axes[0].legend()
     return write(figure, path)

@@ -1,0 +1,85 @@
+"""Pictures of what one setting does: answers, agreement with full attention, bytes."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jshadow.errors import ConfigError
+from jshadow.evaluation.plots.style import look_of, panels, styled, write
+
+Row = Mapping[str, Any]
+FIELDS = {
+    "rank": "rank", "chunk_size": "chunk size, tokens", "budget": "budget, tokens",
+    "outlier_chunks": "outlier chunks a KV head", "local_chunks": "local chunks",
+}  # fmt: skip
+MEASURES = {
+    "score": "right answers, %", "top1": "same next token, %", "kl": "KL(full, method), nats",
+    "bytes": "device bytes, % of full's",
+}  # fmt: skip
+ERRORS = {"score": "stderr", "top1": "top1_stderr", "kl": "kl_stderr"}
+
+
+def measured(row: Row, measure: str) -> float | None:
+    """A row's figure; the score of an agreement task is its top1."""
+    if measure == "bytes":
+        return float(100 * row["served_device_bytes"] / row["served_full_bytes"])
+    value: float | None = row.get(measure)
+    return value if measure != "score" or row.get("top1") is None else None
+
+
+def steps_of(rows: Sequence[Row], field: str) -> list[Row]:
+    """Rows whose settings have the field, in its order; what is in other sweeps only is not in this one."""
+    asked = [row for row in rows if (row.get("settings") or {}).get(field) is not None]
+    own = [row for row in asked if field in (row.get("sweeps") or [field])]
+    return sorted(own, key=lambda row: row["settings"][field])
+
+
+@styled
+def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw what a setting does to answers, agreement and device bytes (ShadowKV, figures 8 and 9, table 15).
+
+    Args:
+        rows: of `jshadow.analysis.sweep` or `evaluate`; full attention's and those without the setting are left out,
+            and those that are in sweeps of other settings.
+        field: the setting on the horizontal axis.
+        path: .svg, .png or .pdf to write.
+
+    Returns:
+        The Figure: a panel a measure that some row has, in it a line a task, method and length.
+
+    Raises:
+        ConfigError: no row with that setting, or a file that cannot be written.
+    """
+    drawn = steps_of(rows, field)
+    if not drawn:
+        raise ConfigError(f"field must be a setting that some row has, got {field!r}")
+    shown = [measure for measure in MEASURES if any(measured(row, measure) is not None for row in drawn)]
+    figure, axes = panels(len(shown), len(MEASURES), 3.4, 3.0)
+    for axis, measure in zip(axes, shown, strict=True):
+        lines: dict[tuple[Any, ...], dict[Any, Row]] = {}
+        for row in drawn:
+            if measured(row, measure) is not None:
+                task = None if measure == "bytes" else row["task"]  # bytes are those of every task
+                lines.setdefault((task, row["name"], row["length"]), {})[row["settings"][field]] = row
+        kinds: dict[str, int] = {}
+        for line, at in lines.items():
+            number = kinds[line[1]] = kinds.get(line[1], -1) + 1
+            error = [at[x].get(ERRORS[measure]) or 0.0 for x in at] if measure in ERRORS else None
+            axis.errorbar(list(at), [measured(row, measure) for row in at.values()], yerr=error, elinewidth=0.8,
+                          label=line_name(line, list(lines)), **look_of(line[1], number))  # fmt: skip
+        axis.set_xlabel(FIELDS.get(field, field))
+        axis.set_ylabel(MEASURES[measure])
+        if measure == "score":
+            axis.set_ylim(-4, 104)
+        elif measure != "top1":
+            axis.set_ylim(bottom=0)
+        if len(lines) > 1:
+            axis.legend()
+    return write(figure, path)
+
+
+def line_name(line: tuple[Any, ...], lines: Sequence[tuple[Any, ...]]) -> str:
+    """Of a line's task, method and length, those that tell it from the other lines."""
+    parts = [f"{part:,} tokens" if isinstance(part, int) else str(part) for part in line]
+    told = [part for i, part in enumerate(parts) if len({other[i] for other in lines}) > 1]
+    return ", ".join(told) or parts[1]
