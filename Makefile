@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := checkpoints/smollm2-135m-instruct
 WORKERS ?= 2
+# all: every law in every fetch mode, long tests on every policy. For a release: hours.
+TESTS ?= few
 export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -21,11 +23,11 @@ demo: $(BIN)/.demo
 setup: $(BIN)/.setup
 
 test: $(BIN)/.setup check
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	TESTS=$(TESTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 test-slow: $(BIN)/.setup
 	$(BIN)/python checkpoints/fetch_smollm2.py
-	$(BIN)/python -m pytest -m slow -n $(WORKERS) --timeout=2400
+	TESTS=$(TESTS) $(BIN)/python -m pytest -m slow -n $(WORKERS) --timeout=2400
 
 # The GPU compiler (and Triton) alone, beside the environment and not in it: no driver, no CUDA libraries.
 AOT := .cache/aot

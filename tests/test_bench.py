@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cases import POLICY_CASES
+from cases import POLICY_CASES, policies_of
 
 from jshadow import bench, cli
 from jshadow.bench import layer, timing
@@ -38,7 +38,7 @@ def test_a_row_of_shadowkv(fetch):
     assert row["bytes_moved"] < row["bytes_device"] + row["bytes_host"]
 
 
-@pytest.mark.parametrize("name", POLICY_CASES)
+@pytest.mark.parametrize("name", policies_of("full", "specache", "infllm", "shadowkv_plus_transform"))
 def test_every_policy_can_be_measured(name):
     row = bench.bench_layer(SHAPE, POLICY_CASES[name].restricted, "resident", repeats=1)
     assert row["step_seconds"] > 0
@@ -105,7 +105,7 @@ def test_the_stages_of_shadowkv(fetch):
     assert all(row["step_seconds"] > 0 for row in rows.values())
 
 
-@pytest.mark.parametrize("name", POLICY_CASES)
+@pytest.mark.parametrize("name", policies_of("full", "specache", "infllm", "shadowkv_plus_transform"))
 def test_every_policy_has_stages(name):
     rows = bench.bench_stages(SHAPE, POLICY_CASES[name].restricted, "resident", repeats=1)
     assert {"append", "attend"} <= {row["stage"] for row in rows}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CAPACITY, POLICY_CASES, STEPS, TINY, model, prefilled, run_steps
+from cases import CAPACITY, POLICY_CASES, POLICY_FETCHES, STEPS, TINY, model, prefilled, run_steps
 
 from jshadow import offload
 from jshadow.capacity_plan import capacity_plan
@@ -138,8 +138,8 @@ def test_full_attention_reads_all_keys_and_values():
     assert step.flops == dense + 4 * step.hbm_bytes["weights"]
 
 
-@pytest.mark.parametrize("fetch", ["resident", "device_put"])
-@pytest.mark.parametrize("name", [name for name in POLICY_CASES if name != "probe"])
+@pytest.mark.parametrize(("name", "fetch"), [pair for pair in POLICY_FETCHES if "probe" not in pair]
+                         + [("shadowkv", "resident")])  # fmt: skip
 def test_what_a_step_moves_is_what_steps_count(name, fetch):
     _, state = prefilled(name, "restricted", fetch)
     told = [spec.policy.step_bytes(spec, layer) for spec, layer in zip(state.specs, state.layers, strict=True)]
@@ -150,7 +150,7 @@ def test_what_a_step_moves_is_what_steps_count(name, fetch):
     counted = np.asarray(after.counters.fetched) - np.asarray(state.counters.fetched)
     assert moved == counted.sum() * offload.FETCH_QUANTUM
     tiers = any(spec.policy.host_layout(spec) is not None for spec in state.specs)
-    assert (moved > 0) == (fetch == "device_put" and tiers)
+    assert (moved > 0) == (fetch != "resident" and tiers)
     if name in ("full", "streaming_llm"):
         assert read == held
 

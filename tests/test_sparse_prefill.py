@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import sparse_oracle as oracle
-from cases import CAPACITY, LENGTHS, POLICY_CASES, PROMPT, STEPS, TINY, model, random_tokens, run_steps, setting
+from cases import CAPACITY, LENGTHS, PROMPT, STEPS, TINY, model, policies_of, random_tokens, run_steps, setting
 
 from jshadow import decode
 from jshadow.errors import ConfigError, PromptError
@@ -154,7 +154,8 @@ def close(mine, theirs, atol):
 
 
 # but for those that attend to a prompt in their own way, which refuse it
-@pytest.mark.parametrize("name", [name for name in POLICY_CASES if not name.startswith("infllm")])
+@pytest.mark.parametrize("name", [name for name in policies_of("full", "h2o", "infinigen", "shadowkv")
+                                  if not name.startswith("infllm")])  # fmt: skip
 def test_every_policy_takes_it(name):
     """What covers everything changes nothing, through the tiles too; what does not, does.
 

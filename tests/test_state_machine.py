@@ -14,7 +14,7 @@ from pathlib import Path
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from cases import DEVICE_ONLY, POLICY_CASES, POLICY_FETCHES, TINY, setting
+from cases import DEVICE_ONLY, TINY, policies_of, setting
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import (
     Bundle,
@@ -41,7 +41,6 @@ PIECES = (PROMPT, 5)  # prefill_chunk
 STEPS, STOP = 3, 4  # of decode_steps
 TOLERANCE = 1e-4
 
-policies = pytest.mark.parametrize("name", POLICY_CASES)
 generators = st.integers(0, 10**6).map(np.random.default_rng)
 turns = st.lists(st.integers(0, TURN), min_size=3, max_size=3)
 feeds = st.sampled_from(["extend", "decode_step", "decode_steps"])
@@ -307,15 +306,16 @@ def run(name: str, fetch: str, examples: int, steps: int, **fields: object) -> N
     )
 
 
-@policies
+@pytest.mark.parametrize("name", policies_of("h2o", "specache", "shadowkv_plus_transform", "probe"))
 def test_any_order_of_calls_is_dense_attention(name):
     """Each size of batch and window is compiled anew: the fast suite tries few."""
     run(name, "device_put", examples=8, steps=8, batches=(2,))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in POLICY_CASES if name not in DEVICE_ONLY])
+@pytest.mark.parametrize("name", [name for name in policies_of("quest", "omnikv", "shadowkv", "shadowkv_plus")
+                                  if name not in DEVICE_ONLY])  # fmt: skip
 def test_many_orders_of_calls(name):
-    """In the other mode, for those that have one; of two others, the one that a CPU can only stand in for."""
-    fetch = "zero_copy" if (name, "zero_copy") in POLICY_FETCHES else "resident"
+    """In the other mode; of two others, the one that a CPU can only stand in for."""
+    fetch = "zero_copy" if name.startswith("shadowkv") else "resident"
     run(name, fetch, examples=8, steps=12, batches=(1, 2, 3))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CAPACITY, DEVICE_ONLY, LENGTHS, POLICY_CASES, PROMPT, STEPS, TINY, model, setting
+from cases import CAPACITY, DEVICE_ONLY, LENGTHS, PROMPT, STEPS, TINY, model, policies_of, setting
 
 import jshadow
 from jshadow import decode, offload
@@ -28,8 +28,12 @@ def pair(name="shadowkv", dtype="float32"):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, "float32") for name in POLICY_CASES if name not in DEVICE_ONLY or name == "kivi"]
-    + [(name, "bfloat16") for name in ("shadowkv", "shadowkv_transform", "shadowkv_plus", "quest", "kivi", "specache")],
+    [
+        (name, "float32")
+        for name in policies_of("kivi", "omnikv", "specache", "shadowkv_plus")
+        if name not in DEVICE_ONLY or name == "kivi"
+    ]
+    + [("shadowkv_transform", "bfloat16")],
 )
 def test_a_sound_run_passes(name, dtype):
     """Ragged turns, then steps with a row at rest; the logits are those of an ordinary run."""

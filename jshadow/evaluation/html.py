@@ -1,6 +1,7 @@
 """An evaluation as one HTML file that needs nothing else, and as pictures beside its samples."""
 
 import base64
+import functools
 import importlib.metadata
 import importlib.resources
 import os
@@ -88,7 +89,7 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
         found.append(Picture("turns", "Right answers turn by turn", lambda path: plots.plot_turns(rows, path)))
     for name in dict.fromkeys(name for row in rows for name in row.get("sweeps") or ()):
         found.append(Picture(f"sweep_{name}", f"What {FIELDS.get(name, name)} does",
-                             lambda path, name=name: plots.plot_sweep(rows, name, path)))  # fmt: skip
+                             functools.partial(plots.plot_sweep, rows, name)))  # fmt: skip
     return found
 
 
