@@ -62,6 +62,7 @@ DRAWN: dict[str, Callable[[Any], Any]] = {
     "needles": lambda path: plots.plot_needles(NEEDLES, path),
     "memory": lambda path: plots.plot_memory(NEEDLES + AGREEMENT, path),
     "kl": lambda path: plots.plot_memory(AGREEMENT, path, measure="kl"),
+    "moved": lambda path: plots.plot_memory(AGREEMENT, path, measure="kl", moved=True),
     "spectra": lambda path: plots.plot_spectra({"text": SPECTRUM}, path),
     "subspaces": lambda path: plots.plot_subspaces({"extended": np.ones(3), "other": np.zeros(3)}, 0.2, path),
     "cosines": lambda path: plots.plot_least_cosines({"text": RNG.uniform(-1, 1, (3, 2, 9))}, path),
@@ -137,6 +138,19 @@ def test_divergence_has_a_logarithmic_axis_without_full() -> None:
     [axis] = plots.plot_memory(AGREEMENT, measure="kl").axes
     assert axis.get_yscale() == "log"
     assert sorted(float(box.lines[0].get_ydata()[0]) for box in axis.containers) == [0.03, 0.2]
+
+
+def test_a_key_code_is_a_line_of_its_own_and_bytes_moved_a_panel() -> None:
+    coded = [row(task="agreement", kl=kl, kl_stderr=0.0, settings={"key_codec": "transform"}, served_moved_bytes=size)
+             for kl, size in ((0.02, 3_000_000), (0.04, 1_000_000))]  # fmt: skip
+    figure = plots.plot_memory([*AGREEMENT, *coded], measure="kl", moved=True)
+    held, moved = figure.axes
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["shadowkv", "snapkv", "shadowkv transform"]
+    assert moved.get_xlabel() == "from the host a step, MB"
+    assert moved.containers[-1].lines[0].get_xdata().tolist() == [1.0, 3.0]
+    assert moved.containers[-1].lines[0].get_ydata().tolist() == [0.04, 0.02]
+    assert held.containers[0].lines[0].get_color() == held.containers[-1].lines[0].get_color()
+    assert held.containers[0].lines[0].get_linestyle() != held.containers[-1].lines[0].get_linestyle()
 
 
 def test_a_control_and_a_taught_method_are_lines_of_their_own() -> None:

@@ -80,8 +80,10 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
         found.append(Picture("memory_score", "Score against the KV bytes that a request keeps on the device",
                              lambda path: plots.plot_memory(rows, path)))  # fmt: skip
     if [row for row in with_memory(rows, "kl") if row["kl"] > 0 and row["name"] != "full"]:
-        found.append(Picture("memory_kl", "Divergence from full attention against the KV bytes on the device",
-                             lambda path: plots.plot_memory(rows, path, measure="kl")))  # fmt: skip
+        moved = any(row.get("served_moved_bytes") for row in rows)
+        against = "the KV bytes on the device" + (", and the bytes that a step moves from the host" if moved else "")
+        draw = functools.partial(plots.plot_memory, rows, measure="kl", moved=moved)
+        found.append(Picture("memory_kl", f"Divergence from full attention against {against}", draw))
     if with_scores(rows):
         found.append(Picture("needles", "Needles found by length of the prompt and depth of the needle",
                              lambda path: plots.plot_needles(rows, path)))  # fmt: skip

@@ -189,7 +189,7 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Table:
 def infeasible_row(task: str, length: int, name: str, share: float | None, why: str | None) -> dict[str, Any]:
     """The row of a policy that no setting brings down to a share."""
     nothing = ("score", "stderr", "device_bytes", "host_bytes", "full_bytes", "offloaded_device_bytes",
-               "served_device_bytes", "served_full_bytes", "settings")  # fmt: skip
+               "served_device_bytes", "served_full_bytes", "served_moved_bytes", "settings")  # fmt: skip
     return {
         "task": task, "length": length, "policy": name, "name": name, "share": share, "infeasible": why,
         "control_of": None, "control": None, "fitted": False, **dict.fromkeys(nothing),

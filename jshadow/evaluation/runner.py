@@ -17,7 +17,7 @@ from jshadow.evaluation.cells import SERVED, Cell, Data, Setup, plan
 from jshadow.evaluation.scorers import score
 from jshadow.evaluation.tasks import Case
 from jshadow.evaluation.tasks.framing import padded
-from jshadow.planning import footprint
+from jshadow.planning import footprint, step_footprint
 from jshadow.policies import Full, Policy
 from jshadow.prefill import prepared_attention
 from jshadow.prefill_attention import PrefillAttention
@@ -187,9 +187,9 @@ def evaluate(
     Returns:
         One row a task, length and policy: task, length, policy (as `--policies` takes it), name, settings, score and
         stderr (percent), samples, device_bytes, host_bytes and full_bytes as it ran, offloaded_device_bytes (under
-        "device_put", whatever ran), served_device_bytes and served_full_bytes (likewise, in bfloat16), capacity, fetch,
-        prefill, fitted, attended_tokens, hit_rate, truncated (contexts that were cut), control_of and control (what the
-        negative control says, in every row of its table).
+        "device_put", whatever ran), served_device_bytes, served_full_bytes and served_moved_bytes (from host in one
+        step; likewise, in bfloat16), capacity, fetch, prefill, fitted, attended_tokens, hit_rate, truncated (contexts
+        that were cut), control_of and control (what the negative control says, in every row of its table).
         For questions also asked, found, found_by_full, found_by_both (sums of scores from 0 to 1), recall_of_full
         (percent), turns (percent by turn), depths and depth_scores (percent at each depth of the fact, where there is
         one). For agreement top1, top1_stderr, kl and kl_stderr (nats, full against this policy), ppl and ppl_full
@@ -271,6 +271,8 @@ def cell_rows(setup: Setup, cell: Cell, table: list[dict[Policy, dict[str, Any]]
         row |= {"offloaded_device_bytes": offloaded["device_bytes"]}
         served = footprint(params.config, resolved, **sizes | {"dtype": SERVED}, fetch="device_put")
         row |= {"served_device_bytes": served["device_bytes"], "served_full_bytes": served["full_bytes"]}
+        step = step_footprint(params.config, resolved, **sizes | {"dtype": SERVED}, fetch="device_put")
+        row |= {"served_moved_bytes": step["bytes_moved"]}
         if own := resolved.prefill_attention():
             row["prefill"] = own.label(cell.length)
         rows.append(row | metrics.cell([records[entry.policy] for records in table], full, cell.depths))

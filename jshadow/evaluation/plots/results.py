@@ -164,19 +164,24 @@ def policy_title(row: Row) -> str:
     return "\n".join([f"{name}{marks}", *textwrap.wrap(settings.replace(":", ", "), 30)])
 
 
+SIZES = {"served_device_bytes": "KV bytes on the device, MB", "served_moved_bytes": "from the host a step, MB"}
 MEASURES = {"score": "score, %", "top1": "same next token as full attention, %", "kl": "KL(full, method), nats"}
 
 
 @styled
-def plot_memory(rows: Sequence[Row], path: str | os.PathLike[str] | None = None, *, measure: str = "score") -> Any:
+def plot_memory(
+    rows: Sequence[Row], path: str | os.PathLike[str] | None = None, *, measure: str = "score", moved: bool = False
+) -> Any:
     """Draw accuracy against device memory: a mark a method, a line where one has several settings or shares.
 
-    Memory is that of the KV cache of one request in bfloat16, with what the method offloads on the host.
+    Memory is that of the KV cache of one request in bfloat16, with what the method offloads on the host. ShadowKV with
+    another key code is a line of its own.
 
     Args:
         rows: of `evaluate`; those that have the measure are drawn, a panel a task and length.
         path: .svg, .png or .pdf to write.
         measure: "score", "top1" or "kl"; the axis of "kl" is logarithmic, and full attention (0) is not on it.
+        moved: also draw it against the bytes that a step moves from the host, in a panel beside each.
 
     Returns:
         The Figure.
@@ -190,23 +195,26 @@ def plot_memory(rows: Sequence[Row], path: str | os.PathLike[str] | None = None,
     if measure == "kl":
         drawn = [row for row in drawn if row["kl"] > 0 and row["name"] != "full"]
     need(drawn, f"{measure} against memory")
-    places = list(dict.fromkeys((row["task"], row["length"]) for row in drawn))
+    sizes = ["served_device_bytes", *(["served_moved_bytes"] if moved else [])]
+    places = list(dict.fromkeys((row["task"], row["length"], size) for row in drawn for size in sizes))
     figure, axes = panels(len(places), 2, WIDE, 3.4, beside=1.8)
+    methods = list(dict.fromkeys((row["name"], method_of(row)) for row in drawn))
     handles: dict[str, Any] = {}
-    for axis, (task, length) in zip(axes, places, strict=True):
+    for axis, (task, length, size) in zip(axes, places, strict=True):
         own = [row for row in drawn if (row["task"], row["length"]) == (task, length)]
-        for name in dict.fromkeys(method_of(row) for row in own):
-            points = sorted((row["served_device_bytes"] / 1e6, row[measure], row.get(error_of(measure)) or 0.0)
+        for base, name in methods:
+            points = sorted(((row.get(size) or 0) / 1e6, row[measure], row.get(error_of(measure)) or 0.0)
                             for row in own if method_of(row) == name)  # fmt: skip
-            base = name.partition(" ")[0]
-            look = look_of(base, int(name != base))
+            if not points:
+                continue
+            look = look_of(base, [one for one in methods if one[0] == base].index((base, name)))
             if base == "full":
                 axis.axhline(points[0][1], color=look["color"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
             line = axis.errorbar(*zip(*[p[:2] for p in points], strict=True), yerr=[p[2] for p in points],
                                  elinewidth=0.8, alpha=0.9, **look)  # fmt: skip
             handles.setdefault(name, line)
         axis.set_title(f"{plain(task)}, {length:,} tokens, {own[0]['samples']} samples")
-        axis.set_xlabel("KV bytes on the device, MB")
+        axis.set_xlabel(SIZES[size])
         axis.set_ylabel(MEASURES["top1" if "top1" in own[0] and measure == "score" else measure])
         axis.set_xlim(left=0)
         if measure == "kl":
@@ -218,8 +226,11 @@ def plot_memory(rows: Sequence[Row], path: str | os.PathLike[str] | None = None,
 
 
 def method_of(row: Row) -> str:
-    """What makes a line of its own: a method, as a control or not, taught or not."""
-    return row["name"] + (" (control)" if row.get("control_of") else "") + (" (fitted)" if row.get("fitted") else "")
+    """What makes a line of its own: a method, its key code where that is not the paper's, a control or not, taught or
+    not."""
+    codec = (row.get("settings") or {}).get("key_codec", "lowrank")
+    name = row["name"] + (f" {codec}" if codec != "lowrank" else "")
+    return name + (" (control)" if row.get("control_of") else "") + (" (fitted)" if row.get("fitted") else "")
 
 
 def error_of(measure: str) -> str:
