@@ -54,6 +54,21 @@ def split_list(text: str, name: str) -> list[str]:
     return parts
 
 
+def split_policies(text: str) -> list[str]:
+    """The policies of a comma list: a part that begins with no letter goes on with the tuple before it.
+
+    Raises:
+        ConfigError: as `split_list`.
+    """
+    parts: list[str] = []
+    for part in split_list(text, "policies"):
+        if parts and not part[0].isalpha():
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part)
+    return parts
+
+
 def parse_lengths(text: str) -> list[int]:
     """Prompt lengths from a comma list. Raises ConfigError."""
     parts = split_list(text, "lengths")
@@ -81,12 +96,12 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list["Policy"]]:
         name, *settings = text.split(":")
         swept = [setting for setting in settings if "|" in setting]
         key, _, values = swept[0].partition("=") if len(swept) == 1 else ("", "", "")
-        if not all(values.split("|")) or key in sweeps:
-            raise ConfigError(f"sweep must be NAME:KEY=A|B with one such setting, each once, got {text!r}")
+        if not all(values.split("|")):
+            raise ConfigError(f"sweep must be NAME:KEY=A|B with one such setting, got {text!r}")
         at = settings.index(swept[0])
-        sweeps[key] = [
+        sweeps.setdefault(key, []).extend(
             parse_policy(name, [*settings[:at], f"{key}={value}", *settings[at + 1 :]]) for value in values.split("|")
-        ]
+        )
     return sweeps
 
 
@@ -129,7 +144,7 @@ def run_eval(args: argparse.Namespace) -> int:
     from jshadow.sparse_prefill import parse_prefill
 
     asked = asked_for(args)
-    parts = [part.split(":") for part in split_list(args.policies, "policies")]
+    parts = [part.split(":") for part in split_policies(args.policies)]
     policies = [parse_policy(name, settings) for name, *settings in parts]
     prefill = parse_prefill(args.prefill or "exact")
     offload.resolve_fetch(args.fetch)

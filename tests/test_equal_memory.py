@@ -139,8 +139,17 @@ def test_sweeps_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     for wrong in ("shadowkv", "shadowkv:rank=8", "shadowkv:rank=8|", "shadowkv:rank=8|9:budget=8|9", "nobody:rank=1|2"):
         with pytest.raises(ConfigError, match=r"sweep must be|policy must be"):
             cli_eval.parse_sweeps([wrong])
-    with pytest.raises(ConfigError, match="each once"):
-        cli_eval.parse_sweeps(["shadowkv:rank=8|16", "loki:rank=1|2"])
+    more = cli_eval.parse_sweeps(["shadowkv:rank=8|16:budget=32", "shadowkv:rank=24|32", "loki:columns=1|2"])
+    assert more["rank"] == [*SWEEPS["rank"], ShadowKV(rank=24), ShadowKV(rank=32)]
+    profiles = cli_eval.parse_sweeps(["shadowkv:key_profile=3,6,8|0,2,4:key_codec=transform"])["key_profile"]
+    assert [policy.settings()["key_profile"] for policy in profiles] == [(3, 6, 8), (0, 2, 4)]
+
+
+def test_a_tuple_in_a_list_of_policies_is_one_setting() -> None:
+    coded = "shadowkv:key_codec=transform:key_profile=3,6,8"
+    assert cli_eval.split_policies(f"full, {coded}:budget=32,quest") == ["full", f"{coded}:budget=32", "quest"]
+    with pytest.raises(ConfigError, match="without empty parts"):
+        cli_eval.split_policies("full,,quest")
 
 
 @pytest.mark.parametrize("shares", [[0.0], [1.5], [-0.1], [True], [float("nan")]])

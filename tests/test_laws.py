@@ -208,9 +208,9 @@ def test_fetch_modes_agree(name, fetch, kind, record_property):
 # Law 3
 
 
-@policies_fetched
+@pytest.mark.parametrize(("name", "fetch"), [pair for pair in POLICY_FETCHES if pair[0] in policies_of()])
 def test_jit_is_no_jit(name, fetch):
-    """The core, called operation by operation, gives the step's logits and state."""
+    """The core, called operation by operation, gives the step's logits and state. Each operation is a program."""
     _, state = prefilled(name, "restricted", fetch)
     token = jnp.asarray(STEPS[:, 0])
     plain, plain_state = decode.step(model().weights, TINY, token, state)
@@ -220,16 +220,15 @@ def test_jit_is_no_jit(name, fetch):
         np.testing.assert_allclose(changing(plain_state)[path], leaf, atol=1e-4, err_msg=path)
 
 
-@policies
-@pytest.mark.parametrize("row", range(BATCH))
+@pytest.mark.parametrize(
+    ("name", "row"), [(name, row) for name in POLICY_CASES for row in (range(BATCH) if name in policies_of() else [1])]
+)
 def test_row_alone_is_row_in_batch(name, row):
-    """The middle row unpadded, with a window of its own size; the others with the batch's padding and window."""
+    """Alone, unpadded, and with a window of its own size."""
     length, fetch = LENGTHS[row], modes_of(name)[0]
-    width, shortest = (length, length) if row == 1 else (PROMPT.shape[1], min(LENGTHS))
-    [(logits, state)] = decode.prefill_many(
-        model(), PROMPT[row : row + 1, :width], [length], [setting(name, "restricted")], capacity=CAPACITY,
-        fetch=fetch, shortest=shortest,
-    )  # fmt: skip
+    logits, state = decode.prefill(
+        model(), PROMPT[row : row + 1, :length], [length], setting(name, "restricted"), capacity=CAPACITY, fetch=fetch
+    )
     batch_logits, _ = prefilled(name, "restricted", fetch)
     np.testing.assert_allclose(logits[0], batch_logits[row], atol=1e-4)
     alone, _ = run_steps(model(), state, STEPS[row : row + 1, :6])
@@ -298,7 +297,7 @@ def test_inactive_rows_do_not_change(name, fetch):
         np.testing.assert_array_equal(leaf[1], before[path][1], err_msg=path)
 
 
-@pytest.mark.parametrize("name", ["full", "infllm", "specache", "shadowkv", "probe"])
+@pytest.mark.parametrize("name", ["infllm", "specache", "shadowkv"])
 def test_a_callable_is_given_pieces(name):
     """prefill and extend with a callable give what it would make of all logits.
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshadow.errors import ConfigError
+from jshadow.evaluation.plots.results import method_of
 from jshadow.evaluation.plots.style import look_of, panels, styled, write
 
 Row = Mapping[str, Any]
@@ -50,7 +51,7 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
     Raises:
         ConfigError: no row with that setting, or a file that cannot be written.
     """
-    drawn = steps_of(rows, field)
+    drawn = [row | {"name": method_of(row)} for row in steps_of(rows, field)]
     if not drawn:
         raise ConfigError(f"field must be a setting that some row has, got {field!r}")
     shown = [measure for measure in MEASURES if any(measured(row, measure) is not None for row in drawn)]
@@ -63,10 +64,11 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
                 lines.setdefault((task, row["name"], row["length"]), {})[row["settings"][field]] = row
         kinds: dict[str, int] = {}
         for line, at in lines.items():
-            number = kinds[line[1]] = kinds.get(line[1], -1) + 1
+            kind = line[1].partition(" ")[0]
+            number = kinds[kind] = kinds.get(kind, -1) + 1
             error = [at[x].get(ERRORS[measure]) or 0.0 for x in at] if measure in ERRORS else None
             axis.errorbar(list(at), [measured(row, measure) for row in at.values()], yerr=error, elinewidth=0.8,
-                          label=line_name(line, list(lines)), **look_of(line[1], number))  # fmt: skip
+                          label=line_name(line, list(lines)), **look_of(kind, number))  # fmt: skip
         axis.set_xlabel(FIELDS.get(field, field))
         axis.set_ylabel(MEASURES[measure])
         if measure == "score":
