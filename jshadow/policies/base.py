@@ -264,6 +264,14 @@ class Policy(abc.ABC):
             Infeasible: no setting is that small; the message names the least share.
         """
 
+    def at_share(self, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """`nominal`, for a policy of which some settings say how things are kept: those stay. The default keeps none.
+
+        Raises:
+            Infeasible: as `nominal`.
+        """
+        return type(self).nominal(fraction, num_tokens, config)
+
 
 def foreseen(step: StepKV) -> Array | None:
     """The next layer's queries after RoPE [B, T, h_q, d], from this layer's input; None behind the last one."""
