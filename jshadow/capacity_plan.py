@@ -203,7 +203,7 @@ class Planner:
     dtype: str
     fetch: str
     repeat_share: float
-    host_limit: int | None
+    host_limit: int | None = None
 
     @property
     def item(self) -> int:

@@ -216,7 +216,7 @@ def run_profile(args: argparse.Namespace) -> int:
     usual = profile_of(columns, bits)
     layers = with_bar("measuring keys", lambda bar: key_errors(params, np.asarray(ids), bar))[:, :, :columns]
     found = best_profile(layers.mean(axis=0), bits)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"name": name, "key_profile": list(profile), "bytes": packed_width(profile),
          "lost": profile_error(layers.mean(axis=0), profile), "layers": [profile_error(one, profile) for one in layers]}
         for name, profile in (("default", usual), ("found", found))

@@ -95,8 +95,9 @@ def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:
     """ShadowKV's low rank in packed codes: at equal bytes of keys, and small. Nothing for other policies or codes."""
     if not isinstance(policy, ShadowKV) or policy.key_codec != "lowrank":
         return {}
-    rank, made = policy.resolve(config, config.context).rank, {}
+    rank = policy.resolve(config, config.context).rank
     assert rank is not None
+    made: dict[str, Policy] = {}
     if policy.chunk_size % 2 or config.head_dim % 2:
         return {}
     for name, small in (("packed", False), ("packed_small", True)):
