@@ -30,6 +30,7 @@ def test_the_measured_profiles_come_out():
     assert profile_of(192, 256) == (4, 40, 32)
     assert profile_of(1024, 2560) == (80, 320, 320) == usual_profile(1024)
     assert profile_of(1024, 1024 * 4 / 3) == (21, 214, 172)  # a third and more of 512 bits each, in whole bytes
+    assert [profile_of(192, bits) for bits in (768, 1024, 1280)] == [(33, 102, 48), (75, 96, 20), (130, 58, 4)]
     assert profile_of(192, 8 * 192) == (192, 0, 0)
 
 

@@ -14,12 +14,14 @@ from jshadow.errors import ConfigError
 from jshadow.key_codecs.midrise import Profile, dequantise, quantise, steps
 
 KINDS = (8, 4, 2)
-# Bits of a key column in the mean, and the shares of all columns that have 8, 4 and 2. Chosen on SmolLM2-135M, by
-# divergence from full attention: 4/3 and 8/3, which are (4, 40, 32) and (16, 64, 64) of its 192 columns. At 5/2, the
-# usual rank's bits of wide keys, the latter in proportion: (80, 320, 320) of 1,024. Between and beyond, straight lines.
+# Bits of a key column in the mean, and the shares of all columns that have 8, 4 and 2. All of SmolLM2-135M's 192
+# columns: 4/3 and 8/3 by divergence from full attention, (4, 40, 32) and (16, 64, 64); more bits by the least variance
+# lost (`jshadow key-profile`). At 5/2, the usual rank's bits of wide keys, 8/3 in proportion: (80, 320, 320) of 1,024.
+# Between them straight lines.
 POINTS = (
-    (0, (0, 0, 0)), (4 / 3, (1 / 48, 5 / 24, 1 / 6)), (5 / 2, (5 / 64, 5 / 16, 5 / 16)),
-    (8 / 3, (1 / 12, 1 / 3, 1 / 3)), (8, (1, 0, 0)),
+    (0, (0, 0, 0)), (4 / 3, (4 / 192, 40 / 192, 32 / 192)), (5 / 2, (80 / 1024, 320 / 1024, 320 / 1024)),
+    (8 / 3, (16 / 192, 64 / 192, 64 / 192)), (4, (33 / 192, 102 / 192, 48 / 192)),
+    (16 / 3, (75 / 192, 96 / 192, 20 / 192)), (20 / 3, (130 / 192, 58 / 192, 4 / 192)), (8, (1, 0, 0)),
 )  # fmt: skip
 
 
