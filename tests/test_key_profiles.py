@@ -20,6 +20,7 @@ from jshadow.planning import footprint
 from jshadow.policies import Policy, Quest, ShadowKV, ShadowKVPlus, parse_policy
 from jshadow.policies.calibration import prompts_of
 from jshadow.policies.profile_calibration import key_errors
+from jshadow.policies.shadowkv_shares import largest_shadow
 
 SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
 LLAMA = ModelConfig("llama", 128256, 32, 4096, 14336, 32, 8, 128, 1e-5, 131072)
@@ -155,13 +156,12 @@ def test_bad_bits_are_refused(settings):
 
 
 CODES: dict[str, ShadowKV] = {
-    "transform": ShadowKV(key_codec="transform", landmark_dtype="int4", value_dtype="int4", budget=256),
+    "transform": ShadowKV(key_codec="transform", landmark_dtype="int4", value_dtype="int4"),
     "packed_plus": ShadowKVPlus.packed(),
     "int4": ShadowKV(key_codec="int4", landmark_dtype="int8"),
     "lowrank_int4": ShadowKV(landmark_dtype="int4"),
-    "chunks_of_6": ShadowKV(key_codec="transform", chunk_size=6),
 }
-KEPT = ("key_codec", "landmark_dtype", "value_dtype", "chunk_size", "budget")
+KEPT = ("key_codec", "landmark_dtype", "value_dtype")
 
 
 def share_of(policy: Policy, config: ModelConfig, tokens: int) -> float:
@@ -203,6 +203,7 @@ def test_the_bits_follow_the_share():
         size = packed_width(made.key_profile) + 1024 // 128
         more = dataclasses.replace(made, key_profile=profile_of(1024, 8 * size))
         assert share_of(made, LLAMA, 122_880) <= fraction < share_of(more, LLAMA, 122_880)
+    assert largest_shadow(dataclasses.replace(policy, chunk_size=9), 0.11, 122_880, LLAMA).landmark_tokens == 3
     assert packed_width(rich.key_profile) >= 2 * usual_rank(1024) > packed_width(middle.key_profile)
     for paper in (ShadowKV(), ShadowKV(budget=512), ShadowKVPlus()):
         assert paper.at_share(0.25, 2304, SMOLLM2) == type(paper).nominal(0.25, 2304, SMOLLM2)

@@ -71,6 +71,7 @@ class ShadowSettings(ChunkCosts):
     name = "shadowkv"
     paper = "arXiv 2410.21465, section 4"
     budget_fields = ("budget",)
+    kept_fields = ("key_codec", "landmark_tokens", "landmark_dtype", "value_dtype")
 
     @classmethod
     def reference(cls) -> Self:
@@ -230,11 +231,14 @@ class ShadowSettings(ChunkCosts):
         return largest_shadow(cls(), fraction, num_tokens, config)
 
     def at_share(self, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """`nominal`; of settings with other codes than the paper's, these with what the share decides.
+        """`nominal` with the codes of these settings: with "transform", landmarks are the share's too unless given.
 
-        That is outliers, the rank or the profile, and with "transform" the landmarks of a chunk unless they are given.
+        Raises:
+            ConfigError: the bits of the keys are given, which the share decides.
+            Infeasible: as `nominal`.
         """
-        kept = (self.key_codec, self.landmark_tokens, self.landmark_dtype, self.value_dtype)
-        if kept == ("lowrank", None, "model", "model"):
-            return self.nominal(fraction, num_tokens, config)
-        return largest_shadow(self, fraction, num_tokens, config)
+        for field in ("key_profile", "key_bits"):
+            if (value := getattr(self, field)) is not None:
+                raise ConfigError(f"{self.name}.{field} must be None where a share decides it, got {value!r}")
+        kept = type(self)(**{name: getattr(self, name) for name in self.kept_fields})
+        return largest_shadow(kept, fraction, num_tokens, config)

@@ -6,7 +6,6 @@ import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from jshadow.config import ModelConfig
-from jshadow.errors import ConfigError
 from jshadow.key_codecs import usual_rank
 from jshadow.key_codecs.profiles import profile_of
 from jshadow.policies.nominal import infeasible, own_share, whole_share
@@ -25,12 +24,8 @@ def largest_shadow(policy: S, fraction: float, num_tokens: int, config: ModelCon
     fifth of 2K, where a low rank costs more than they save.
 
     Raises:
-        ConfigError: the rank or the bits of the keys are given, which the share decides.
         Infeasible: nothing fits.
     """
-    for field in ("rank", "key_profile", "key_bits"):
-        if (value := getattr(policy, field)) is not None:
-            raise ConfigError(f"{policy.name}.{field} must be None where a share decides it, got {value!r}")
     row = 2 * num_tokens * config.key_columns
     limit = own_share(policy.name, fraction, num_tokens, config) * row
     rich, poor = code_sizes(policy, config)
