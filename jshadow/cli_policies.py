@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from jshadow.errors import ConfigError
 from jshadow.policies import POLICIES, parse_policy
@@ -95,7 +95,8 @@ def show_bytes(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"context": args.context, "policies": rows}))
         return 0
-    table = Table("policy", "fetch", "device GiB", "of full", "moved MiB a step", "host GiB")
+    policy = Column("policy", overflow="fold")  # settings have no blanks, and the ends of two may differ
+    table = Table(policy, "fetch", "device GiB", "of full", "moved MiB a step", "host GiB")
     for row in rows:
         table.add_row(
             row["setting"], row["fetch"], f"{row['bytes_device'] / 2**30:.3f}",

@@ -98,6 +98,13 @@ def test_bytes_of_packed_codes(config, capsys):
         )
 
 
+def test_long_settings_are_told_whole(config, capsys):
+    long = "shadowkv:key_codec=transform:landmark_dtype=int4:value_dtype=int4:key_bits=1.333:chunk_size=8:budget=2048"
+    assert main(["policies", "--model", config, "--context", "8192", "--policies", long]) == 0
+    rows = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert "".join(rows) == long
+
+
 def test_a_directory_means_the_same(config, capsys, tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_31_8B))
