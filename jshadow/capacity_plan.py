@@ -7,6 +7,7 @@ host's own gathering, traffic between GPUs) only makes a real step slower.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -65,7 +66,7 @@ class PolicyPlan:
 
 @dataclasses.dataclass(frozen=True)
 class CapacityPlan:
-    """A policy and full attention on the same GPUs.
+    """A policy, what it is compared with, and full attention on the same GPUs.
 
     Attributes:
         gpu: its figures.
@@ -77,7 +78,9 @@ class CapacityPlan:
         repeat_share: share of the selected units that was taken not to move.
         weights_bytes: on one GPU.
         reserve_bytes: on one GPU, for what is no array.
+        host_limit: bytes of host memory that requests may take; None: as many as they need.
         chosen: the policy that was asked for.
+        beside: other policies by name, as `chosen`.
         full: full attention, its batch no larger than was asked for.
     """
 
@@ -90,30 +93,37 @@ class CapacityPlan:
     repeat_share: float
     weights_bytes: int
     reserve_bytes: int
+    host_limit: int | None
     chosen: PolicyPlan
+    beside: dict[str, PolicyPlan]
     full: PolicyPlan
 
     @property
     def ratio(self) -> float | None:
-        """Overlapped tokens a second, the policy's to full attention's; None where one of them does not fit."""
-        mine, theirs = self.chosen.step, self.full.step
+        """`ratio_of` the policy that was asked for."""
+        return self.ratio_of(self.chosen)
+
+    def ratio_of(self, side: PolicyPlan) -> float | None:
+        """Overlapped tokens a second, a policy's to full attention's; None where one of them does not fit."""
+        mine, theirs = side.step, self.full.step
         return mine.tokens_per_second / theirs.tokens_per_second if mine and theirs else None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; policies as their names and settings."""
         values = dataclasses.asdict(self)
-        for name in ("chosen", "full"):
-            side: PolicyPlan = getattr(self, name)
+        told = [(values, "chosen", self.chosen), (values, "full", self.full)]
+        for place, name, side in told + [(values["beside"], name, side) for name, side in self.beside.items()]:
             device, host = side.row_bytes
             settings = side.policy.settings()
-            values[name] |= {"policy": {"name": side.policy.name, **settings}, "row_device_bytes": device,
-                             "row_host_bytes": host}  # fmt: skip
+            place[name] |= {"policy": {"name": side.policy.name, **settings}, "row_device_bytes": device,
+                            "row_host_bytes": host, "ratio": self.ratio_of(side)}  # fmt: skip
         return values | {"ratio": self.ratio}
 
 
 def capacity_plan(
     config: ModelConfig, policy: Policy, gpu: Gpu, *, context: int, max_new_tokens: int = 64, count: int = 1,
     batch: int | None = None, dtype: str = "bfloat16", fetch: str = "device_put", repeat_share: float | None = None,
+    host_limit: int | None = None, beside: Mapping[str, Policy] | None = None,
 ) -> CapacityPlan:  # fmt: skip
     """Plan decoding on one GPU, or on several that share weights and KV heads (each then holds an equal part).
 
@@ -129,13 +139,16 @@ def capacity_plan(
         fetch: fetch mode; "auto" is what it means on a GPU.
         repeat_share: share of the selected units that the step before had fetched already; None: the paper's where
             the mode keeps them, else 0.
+        host_limit: bytes of host memory that all requests together may take; None: as many as they need.
+        beside: other policies by a name, planned likewise.
 
     Raises:
         ConfigError: a count, share or setting out of range, or KV heads that do not split.
         CapacityError: more tokens than the model's context.
     """
     for name, value, least in (("context", context, 1), ("max_new_tokens", max_new_tokens, 0), ("count", count, 1),
-                               ("batch", 1 if batch is None else batch, 1)):  # fmt: skip
+                               ("batch", 1 if batch is None else batch, 1),
+                               ("host_limit", 0 if host_limit is None else host_limit, 0)):  # fmt: skip
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
     capacity = context + max_new_tokens
@@ -147,12 +160,12 @@ def capacity_plan(
     # A CPU plans for a GPU here: "auto" is what it would be there.
     fetch = offload.resolve_fetch("device_put" if fetch == "auto" else fetch)
     share = repeats(fetch, repeat_share)
-    planner = Planner(share_of(config, count), config, gpu, count, context, capacity, dtype, fetch, share)
-    chosen = planner.plan(policy, batch, capped=False)
-    full = planner.plan(Full(), batch, capped=True)
+    planner = Planner(share_of(config, count), config, gpu, count, context, capacity, dtype, fetch, share, host_limit)
+    others = {name: planner.plan(other, batch, capped=False) for name, other in (beside or {}).items()}
     return CapacityPlan(
-        gpu, count, dtype, fetch, context, capacity, share, planner.weights_bytes, CONTEXT_RESERVE, chosen, full
-    )
+        gpu, count, dtype, fetch, context, capacity, share, planner.weights_bytes, CONTEXT_RESERVE, host_limit,
+        planner.plan(policy, batch, capped=False), others, planner.plan(Full(), batch, capped=True),
+    )  # fmt: skip
 
 
 def repeats(fetch: str, repeat_share: float | None) -> float:
@@ -190,6 +203,7 @@ class Planner:
     dtype: str
     fetch: str
     repeat_share: float
+    host_limit: int | None = None
 
     @property
     def item(self) -> int:
@@ -212,6 +226,8 @@ class Planner:
             return self.weights_bytes + rows * device + sum(self.temporaries(policy, rows).values()) + CONTEXT_RESERVE
 
         largest, above = 0, max(1, self.gpu.memory_bytes // device) + 1
+        if self.host_limit is not None and host:
+            above = min(above, self.host_limit // (host * self.count) + 1)
         while largest + 1 < above:
             middle = (largest + above) // 2
             largest, above = (middle, above) if needed(middle) <= self.gpu.memory_bytes else (largest, middle)

@@ -6,12 +6,14 @@ import sys
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from jshadow.errors import ConfigError
 from jshadow.policies import POLICIES, parse_policy
 
-# As the papers run them, one row each: NAME:key=value:..., and where their rows lie.
+# ShadowKV's keys in the transform code, landmarks and host values in four bits: this project's own, no paper's.
+PACKED = "key_codec=transform:landmark_dtype=int4:value_dtype=int4"
+# As the papers run them, one row each: NAME:key=value:..., and where their rows lie; then packed codes.
 PAPERS_SETTINGS = (
     ("full", "resident"),
     ("streaming_llm:sinks=4:window=2000", "resident"),
@@ -33,6 +35,8 @@ PAPERS_SETTINGS = (
     ("infllm", "device_put"),
     ("shadowkv:rank=160:budget=2048", "device_put"),
     ("shadowkv_plus:rank=160:budget=2048", "device_put"),
+    (f"shadowkv:{PACKED}:landmark_tokens=2:budget=2048", "device_put"),
+    (f"shadowkv:{PACKED}:key_bits=1.333:budget=2048", "device_put"),
 )
 ABOUT = """List the policies with their settings and sources. With --model and --context: the bytes of one request's
 keys and values, on the device and on the host, counted from the state's own shapes; and what a decode step moves from
@@ -91,7 +95,8 @@ def show_bytes(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"context": args.context, "policies": rows}))
         return 0
-    table = Table("policy", "fetch", "device GiB", "of full", "moved MiB a step", "host GiB")
+    policy = Column("policy", overflow="fold")  # settings have no blanks, and the ends of two may differ
+    table = Table(policy, "fetch", "device GiB", "of full", "moved MiB a step", "host GiB")
     for row in rows:
         table.add_row(
             row["setting"], row["fetch"], f"{row['bytes_device'] / 2**30:.3f}",

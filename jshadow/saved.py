@@ -20,16 +20,9 @@ from jax.sharding import SingleDeviceSharding
 from jshadow import host_memory
 from jshadow.checks import check_ids, check_state
 from jshadow.convert.files import staged_file
-from jshadow.convert.safetensors_file import (
-    TAGS,
-    Layout,
-    TensorFile,
-    encode_header,
-    raise_all,
-    write_payload,
-)  # fmt: skip
+from jshadow.convert.safetensors_file import TAGS, Layout, TensorFile, encode_header, raise_all, write_payload
 from jshadow.digest import canonical, host_array, raw_bytes, sha256
-from jshadow.errors import CheckpointError, PromptError, StateMismatch
+from jshadow.errors import CheckpointError, ConfigError, PromptError, StateMismatch
 from jshadow.policies import POLICIES, WRAPPERS, Policy
 from jshadow.state import HostArray, KVState
 from jshadow.state_record import StateRecord, read_json_text
@@ -91,6 +84,7 @@ def load_state(path: str | os.PathLike[str], params: Any, policy: Policy | None 
     Raises:
         StateMismatch: another model, tokenizer, dtype or policy; one error names every difference.
         CheckpointError: missing, truncated, damaged or foreign file, or one of a newer format.
+        ConfigError: a state that cannot be held here in its fetch mode.
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
     file, record, digests = open_state(Path(path).expanduser())
@@ -98,6 +92,8 @@ def load_state(path: str | os.PathLike[str], params: Any, policy: Policy | None 
         expected = record.abstract(params.config, record.match(params, policy))
     except StateMismatch as error:
         raise StateMismatch(f"{file.path} must hold a state of these params and policy, got {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{file.path} cannot be loaded here: {error}") from error
     except ValueError as error:
         raise CheckpointError(f"{file.path} is damaged: {error}") from error
     wanted = places(expected)

@@ -12,12 +12,22 @@ from jshadow import offload
 from jshadow.config import ModelConfig
 from jshadow.convert.safetensors_file import TAGS
 from jshadow.digest import canonical, tree_digest
-from jshadow.errors import CheckpointError, StateMismatch
+from jshadow.errors import CheckpointError, ConfigError, StateMismatch
 from jshadow.planning import abstract_of, cache_specs
 from jshadow.policies import POLICIES, WRAPPERS, Policy
 from jshadow.state import KVState
 
 NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
+# Settings that policies have been given since files were first written, with what a file without them means. Wrappers
+# hold records of such policies.
+CODES = {
+    "key_codec": "lowrank",
+    "key_profile": None,
+    "key_bits": None,
+    "landmark_dtype": "model",
+    "value_dtype": "model",
+}
+LATER: dict[str, dict[str, Any]] = {"shadowkv": CODES, "shadowkv_plus": CODES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,19 +112,25 @@ class StateRecord:
 
     def match_policy(self, config: ModelConfig, policy: Policy | None) -> tuple[Policy | None, list[str]]:
         """The resolved policy of the state, and a line for each difference from the one given."""
-        name, settings = self.policy["name"], self.policy["settings"]
+        recorded = completed(self.policy)
+        name, settings = recorded["name"], recorded["settings"]
         if policy is None and name not in POLICIES | WRAPPERS:
             return None, [f"policy.name: file has {name!r}, POLICIES has {sorted(POLICIES)}; pass policy="]
         try:
             if policy is None:
                 policy = recorded_policy(name, settings)
             resolved = policy.resolve(config, self.capacity)
-            return resolved, compare("policy", self.policy, policy_record(resolved), "policy")
+            return resolved, compare("policy", recorded, policy_record(resolved), "policy")
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             return None, [f"policy: file has {self.policy}, which is no policy of this model here: {error}"]
 
     def abstract(self, config: ModelConfig, policy: Policy) -> KVState:
-        """The state as ShapeDtypeStructs. Raises ValueError where the sizes make none."""
+        """The state as ShapeDtypeStructs.
+
+        Raises:
+            ConfigError: such a state cannot be held here, in its fetch mode.
+            ValueError: the sizes make no state.
+        """
         if len(self.windows) != config.num_layers or self.capacity > config.context:
             raise ValueError(
                 f"windows and capacity must fit {config.num_layers} layers and the model's context={config.context}, "
@@ -128,6 +144,8 @@ class StateRecord:
                 dataclasses.replace(spec, window=window) for spec, window in zip(specs, self.windows, strict=True)
             )
             return abstract_of(specs, policy, abstract_tree(self.fitted_tree))
+        except ConfigError:
+            raise
         except (TypeError, ValueError, OverflowError, AssertionError) as error:
             raise ValueError(f"the sizes make no state: {error}") from error
 
@@ -159,6 +177,21 @@ def policy_record(policy: Policy) -> dict[str, Any]:
     """{"name", "settings"} of a policy."""
     names = [field.name for field in dataclasses.fields(policy)]  # type: ignore[arg-type]
     return {"name": policy.name, "settings": {name: plain(getattr(policy, name)) for name in names}}
+
+
+def completed(record: Any) -> Any:
+    """A policy's record with the settings that it was written before, or whatever else came."""
+    if (
+        not isinstance(record, dict)
+        or record.keys() != {"name", "settings"}
+        or not isinstance(record["settings"], dict)
+    ):
+        return record
+    settings = {name: completed(value) for name, value in record["settings"].items()}
+    later = LATER.get(record["name"], {}) if isinstance(record["name"], str) else {}
+    if later and "chunk_size" in settings:
+        later = later | {"landmark_tokens": settings["chunk_size"]}
+    return {"name": record["name"], "settings": later | settings}
 
 
 def recorded_policy(name: str, settings: dict[str, Any]) -> Policy:

@@ -64,6 +64,53 @@ def test_table_4_of_the_paper(name, kilo, batch, tokens):
         assert bound.tokens_per_second > tokens
 
 
+# The same at 120K tokens beside keys in the transform code, landmarks and values in four bits: no paper's figures.
+MACHINE_HOST = 128 * 2**30
+
+
+@functools.cache
+def packed_beside(gpu, batch=None, host_limit=None):
+    return capacity_plan(
+        LLAMA_3_8B_1M, PAPERS, GPUS[gpu], context=122_880, batch=batch, host_limit=host_limit,
+        beside={"equal": ShadowKV.packed(), "small": ShadowKV.packed(small=True)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", ["a100-80gb", "h200"])
+def test_fifty_packed_requests_fit(gpu):
+    """Device and host bytes of 50 requests; the paper's setting holds half as many on an A100."""
+    plan = packed_beside(gpu, 50)
+    small, chunks = plan.beside["small"], 122_944 // 8 - 4
+    assert small.policy.key_profile == (21, 214, 172)
+    assert small.fits
+    assert small.largest_batch >= 50
+    # A token's code and its part of a landmark, in each of 32 layers
+    assert small.row_parts["left"][0] == 32 * 8 * chunks * 171
+    assert small.row_parts["landmarks"][0] == 32 * chunks * 8 * (64 + 2)
+    device = plan.weights_bytes + 50 * small.row_bytes[0] + sum(small.temporaries.values()) + plan.reserve_bytes
+    assert small.device_bytes == device <= GPUS[gpu].memory_bytes
+    assert small.host_bytes == 50 * 32 * 8 * 8 * chunks * (64 + 2) <= MACHINE_HOST
+    assert plan.chosen.host_bytes > 3.8 * small.host_bytes
+    if gpu == "a100-80gb":
+        assert not plan.chosen.fits
+        assert 24 <= plan.chosen.largest_batch <= 30
+
+
+def test_a_host_s_memory_is_a_limit():
+    free, limited = packed_beside("h200"), packed_beside("h200", None, MACHINE_HOST)
+    pairs = [(limited.chosen, free.chosen)] + [(side, free.beside[name]) for name, side in limited.beside.items()]
+    for side, unlimited in pairs:
+        assert side.batch == side.largest_batch == min(unlimited.largest_batch, MACHINE_HOST // side.row_bytes[1])
+    assert limited.chosen.largest_batch < 20 < free.chosen.largest_batch
+    assert 50 <= limited.beside["small"].largest_batch < free.beside["small"].largest_batch
+    assert limited.full == free.full  # nothing of it is on the host
+    told = limited.to_json()
+    assert told["host_limit"] == MACHINE_HOST
+    for name, side in limited.beside.items():
+        assert told["beside"][name]["policy"]["key_profile"] == side.policy.key_profile
+        assert told["beside"][name]["ratio"] == limited.ratio_of(side) > told["ratio"]
+
+
 def test_full_attention_beside_it_is_the_same_as_by_itself():
     assert planned("shadowkv").full == planned("full").chosen
     assert planned("shadowkv", batch=3).full == planned("full", batch=3).chosen
@@ -247,6 +294,7 @@ BAD = {
     "no_gpu": (dict(count=0), ConfigError, "count must be at least 1, got 0"),
     "split": (dict(count=3), ConfigError, "count must divide kv_heads=2, got 3"),
     "batch": (dict(batch=0), ConfigError, "batch must be at least 1, got 0"),
+    "host": (dict(host_limit=-1), ConfigError, "host_limit must be at least 0, got -1"),
     "fetch": (dict(fetch="mail"), ConfigError, "fetch must be"),
     "repeats": (dict(repeat_share=0.5), ConfigError, "repeat_share must be 0 with fetch='device_put'"),
 }

@@ -1,11 +1,13 @@
 """`jshadow plan` as a user calls it: a lone config.json, tables, --json, typed errors."""
 
+import dataclasses
 import json
 
 import pytest
 
 from jshadow.cli import main
 from jshadow.gpus import GPUS
+from jshadow.policies import ShadowKV
 
 # As Meta publishes it, the keys that matter here.
 LLAMA_31_8B = {
@@ -39,8 +41,68 @@ def test_a_config_alone_is_planned_on_every_gpu(config, capsys):
         step = plan["chosen"]["step"]
         assert {"weights", "left", "right", "landmarks", "outliers", "window"} <= step["hbm_bytes"].keys()
         assert step["pcie_bytes"] > 0
+        packed, small = plan["beside"]["packed"], plan["beside"]["packed_small"]
+        assert [side["policy"]["key_profile"] for side in (packed, small)] == [[80, 320, 320], [21, 214, 172]]
+        assert packed["row_parts"]["left"] == plan["chosen"]["row_parts"]["left"]
+        assert packed["row_host_bytes"] == small["row_host_bytes"] < 0.26 * plan["chosen"]["row_host_bytes"]
+        assert small["largest_batch"] > 1.9 * plan["chosen"]["largest_batch"]
         ratio = step["tokens_per_second"] / plan["full"]["step"]["tokens_per_second"]
         assert plan["ratio"] == pytest.approx(ratio)
+
+
+def test_packed_codes_stand_beside_the_paper_s(config, capsys):
+    """At equal bytes of keys whatever the rank, in tables and at several lengths; beside no other policy or code."""
+    [plan] = answer(capsys, config, "--context", "8192", "--gpu", "h200", "--set", "rank=96", "--host-gib", "4")
+    packed = plan["beside"]["packed"]
+    assert packed["row_parts"]["left"] == plan["chosen"]["row_parts"]["left"]
+    assert plan["host_limit"] == 4 * 2**30 >= plan["chosen"]["host_bytes"]
+    assert packed["batch"] * packed["row_host_bytes"] == packed["host_bytes"] <= 4 * 2**30
+    assert main(["plan", config, "--context", "8192", "--gpu", "h200"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("packed_small") == 2
+    for row in answer(capsys, config, "--lengths", "4096,8192"):
+        assert row["beside"]["packed_small"]["device_bytes"] < row["beside"]["packed"]["device_bytes"]
+        assert row["beside"]["packed"]["host_bytes"] * 256 == row["host_bytes"] * 66
+    assert main(["plan", config, "--lengths", "4096"]) == 0
+    assert "full / packed_small" in capsys.readouterr().out
+    for other in (["--policy", "quest"], ["--set", "key_codec=int4"], ["--set", "chunk_size=5"]):
+        assert [row["beside"] for row in answer(capsys, config, "--lengths", "4096", *other)] == [{}]
+
+
+def test_what_no_kernel_can_fetch_is_not_planned(config, capsys, monkeypatch):
+    kernels = {"": {"packed", "packed_small"}, "value_dtype='int4'": set()}
+    layout = ShadowKV.host_layout
+    for told, there in kernels.items():
+        monkeypatch.setattr(
+            ShadowKV, "host_layout", lambda *given, told=told: dataclasses.replace(layout(*given), no_kernel=told)
+        )
+        [plan] = answer(capsys, config, "--context", "8192", "--gpu", "h200", "--fetch", "zero_copy")
+        assert plan["beside"].keys() == there
+
+
+def test_bytes_of_packed_codes(config, capsys):
+    """`jshadow policies`: a token's key code and landmarks, and a quarter of the host's bytes and of what moves."""
+    assert main(["policies", "--model", config, "--context", "131072", "--json"]) == 0
+    rows = {
+        row["setting"]: row
+        for row in json.loads(capsys.readouterr().out)["policies"]
+        if "budget=2048" in row["setting"]
+    }
+    paper, tokens = rows.pop("shadowkv:rank=160:budget=2048"), 32 * 8 * 16380
+    found = [row for setting, row in rows.items() if "transform" in setting]
+    for row, code, landmarks in zip(found, (320, 171), (264, 66), strict=True):
+        assert [row["parts"][part][0] for part in ("left", "landmarks")] == [code * tokens, landmarks * tokens]
+        assert (row["bytes_host"] * 256, row["bytes_moved"] * 256) == (
+            paper["bytes_host"] * 66,
+            paper["bytes_moved"] * 66,
+        )
+
+
+def test_long_settings_are_told_whole(config, capsys):
+    long = "shadowkv:key_codec=transform:landmark_dtype=int4:value_dtype=int4:key_bits=1.333:chunk_size=8:budget=2048"
+    assert main(["policies", "--model", config, "--context", "8192", "--policies", long]) == 0
+    rows = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert "".join(rows) == long
 
 
 def test_a_directory_means_the_same(config, capsys, tmp_path):
@@ -100,6 +162,8 @@ BAD = {
     "no_context_repeats": (["--repeat-share", "0"], "ConfigError: --repeat-share must come with --context"),
     "both": ([*GPU, "--lengths", "5"], "ConfigError: --lengths must be left out"),
     "lengths": (["--lengths", "4,x"], "ConfigError: --lengths must be a comma list"),
+    "host_gib": ([*GPU, "--host-gib", "0"], "ConfigError: --host-gib must be above 0"),
+    "no_context_host": (["--host-gib", "9"], "ConfigError: --host-gib must come with --context"),
     "repeats": ([*GPU, "--repeat-share", "0.6"], "ConfigError: repeat_share must be 0"),
     "policy": ([*GPU, "--policy", "magic"], "ConfigError: policy must be one of"),
     "setting": ([*GPU, "--set", "rank=9999"], "ConfigError: shadowkv.rank"),

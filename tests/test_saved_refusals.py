@@ -19,12 +19,14 @@ from safetensors.numpy import save_file
 from small_state import POLICY, SMALL, equal, save_small, small
 from tiny_text import byte_tokenizer
 
-from jshadow import Full, StreamingLLM, host_memory, load_state, save_state
+from jshadow import Full, StreamingLLM, host_memory, load_state, offload, save_state
 from jshadow.config import RopeConfig
 from jshadow.digest import canonical, raw_bytes, sha256
-from jshadow.errors import CheckpointError, HostMemoryError, StateMismatch
+from jshadow.errors import CheckpointError, ConfigError, HostMemoryError, StateMismatch
 from jshadow.params import Params, init_params
+from jshadow.policies import Pyramid
 from jshadow.saved import header_digest, read_state_info
+from jshadow.state_record import completed, policy_record
 
 # Other files
 
@@ -150,6 +152,48 @@ def test_digests_of_other_tensors_than_the_files(tmp_path):
 def test_a_policy_that_is_none_here(tmp_path, settings, told):
     seal(tmp_path / "state", sets(policy=settings))
     with pytest.raises(StateMismatch, match=told):
+        load_state(tmp_path / "state", small()[0])
+
+
+# Files of an older version, and files that are good but not for this machine
+
+CODES = ("key_codec", "key_profile", "key_bits", "landmark_tokens", "landmark_dtype", "value_dtype")
+
+
+def before_codes(tensors: Tensors, texts: Texts) -> None:
+    """As it was written when ShadowKV had one code for its keys."""
+    for name in CODES:
+        del texts["policy"]["settings"][name]
+
+
+def test_a_state_from_before_there_were_codes(tmp_path):
+    seal(tmp_path / "state", before_codes)
+    for policy in (None, POLICY):
+        loaded = load_state(tmp_path / "state", small()[0], policy)
+        assert equal(loaded, small()[1])
+        assert (loaded.policy.key_codec, loaded.policy.landmark_tokens) == ("lowrank", POLICY.chunk_size)
+    other = dataclasses.replace(POLICY, landmark_tokens=2, value_dtype="int8")
+    found = lines_of(tmp_path / "state", small()[0], other)
+    assert found == ["policy.settings.landmark_tokens", "policy.settings.value_dtype"]
+
+
+def test_records_from_before_in_a_wrapper():
+    wrapped = policy_record(Pyramid(POLICY).resolve(SMALL, 16))
+    old = {name: value for name, value in wrapped["settings"]["inner"]["settings"].items() if name not in CODES}
+    record = wrapped | {"settings": wrapped["settings"] | {"inner": {"name": "shadowkv", "settings": old}}}
+    assert completed(record) == wrapped != record
+    assert completed(wrapped) == wrapped
+
+
+def test_a_state_that_cannot_be_held_here_is_not_damaged(tmp_path, monkeypatch):
+    """A fetch mode that this machine lacks for such rows."""
+    save_small(tmp_path / "state")
+
+    def refuse(layout, spec):
+        raise ConfigError("fetch must be 'device_put' or 'resident'")
+
+    monkeypatch.setattr(offload, "tier_shapes", refuse)
+    with pytest.raises(ConfigError, match="state cannot be loaded here: fetch must be 'device_put'"):
         load_state(tmp_path / "state", small()[0])
 
 

@@ -51,6 +51,7 @@ class Policy(abc.ABC):
         foresees: every layer hands the next one what its queries will be; sliding layers do too.
         couples_layers: what a layer attends to depends on what another one chooses.
         budget_fields: settings, in tokens, that say how much a layer keeps or attends to; a Pyramid scales them.
+        kept_fields: settings that say how things are kept, which `at_share` leaves as they are.
         predecode: a prompt ends with a step that is taken back but for what `adopt` keeps and `after_step` shares.
         reads_fitted: it attends by arrays that `fit` learned, where it is given them.
         trains: `fit` is a training that takes `steps`, `rate` and `seed`.
@@ -65,6 +66,7 @@ class Policy(abc.ABC):
     step_rows = 1
     couples_layers = False
     budget_fields: tuple[str, ...] = ()
+    kept_fields: tuple[str, ...] = ()
     predecode = False
     foresees = False
     reads_fitted: bool = False
@@ -263,6 +265,14 @@ class Policy(abc.ABC):
         Raises:
             Infeasible: no setting is that small; the message names the least share.
         """
+
+    def at_share(self, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """`nominal`, but that `kept_fields` stay as they are.
+
+        Raises:
+            Infeasible: as `nominal`.
+        """
+        return type(self).nominal(fraction, num_tokens, config)
 
 
 def foreseen(step: StepKV) -> Array | None:

@@ -9,11 +9,12 @@ from jax import Array
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.key_codecs import CODECS, KeyCodec, Profile, make_codec, resolve_profile, resolve_rank
+from jshadow.key_codecs.profiles import profile_of
 from jshadow.landmarks import MANTISSA
 from jshadow.packing import ROW_BITS
 from jshadow.policies.base import check_choice, check_range, check_share
 from jshadow.policies.chunk_costs import ChunkCosts
-from jshadow.policies.nominal import infeasible, own_share, whole_share
+from jshadow.policies.shadowkv_shares import largest_shadow
 from jshadow.state import CacheSpec, HostLayout
 
 
@@ -38,8 +39,10 @@ class ShadowSettings(ChunkCosts):
         top_p: share of the budget's scores that is enough: fewer chunks where few matter (extend_piece is then 1).
         key_codec: what the keys are kept as: "lowrank", the paper's factors; "transform", the eigenbasis in 8, 4 and 2
             bits; "int4", each channel in four bits; "exact", the keys before RoPE themselves.
-        key_profile: columns of "transform" in 8, 4 and 2 bits (n8, n4, n2), n4 even and n2 a multiple of 4; None: the
-            bits of the usual rank, (16, 64, 64) of 192 key columns.
+        key_profile: columns of "transform" in 8, 4 and 2 bits (n8, n4, n2), n4 even and n2 a multiple of 4; None: by
+            key_bits. `jshadow key-profile` finds a model's own.
+        key_bits: bits of a key column of "transform" in the mean, in (0, 8], in place of key_profile
+            (`key_codecs.profiles.profile_of`); None: those of the usual rank, (16, 64, 64) of 192 key columns.
         landmark_tokens: tokens of a landmark, a divisor of chunk_size; a chunk's score is the sum over its landmarks.
             None: chunk_size.
         landmark_dtype: "model", or "int8" or "int4" with a scale for each landmark.
@@ -60,6 +63,7 @@ class ShadowSettings(ChunkCosts):
     top_p: float = 1.0
     key_codec: str = "lowrank"
     key_profile: Profile | None = None
+    key_bits: float | None = None
     landmark_tokens: int | None = None
     landmark_dtype: str = "model"
     value_dtype: str = "model"
@@ -67,6 +71,7 @@ class ShadowSettings(ChunkCosts):
     name = "shadowkv"
     paper = "arXiv 2410.21465, section 4"
     budget_fields = ("budget",)
+    kept_fields = ("key_codec", "landmark_tokens", "landmark_dtype", "value_dtype")
 
     @classmethod
     def reference(cls) -> Self:
@@ -81,11 +86,23 @@ class ShadowSettings(ChunkCosts):
             exact_preload=True, chunk_multiple=8,
         )  # fmt: skip
 
+    @classmethod
+    def packed(cls, *, small: bool = False) -> Self:
+        """Transform-coded keys, landmarks and host values in four bits, at the paper's device bytes: not the paper's.
+
+        With a landmark for every two tokens; `small`: 4/3 bits of a key column and one landmark a chunk, two fifths of
+        those bytes. Host values take a good quarter of theirs. BENCHMARKS.md tells what both cost on SmolLM2.
+        """
+        return cls(
+            key_codec="transform", key_bits=4 / 3 if small else None, landmark_tokens=None if small else 2,
+            landmark_dtype="int4", value_dtype="int4",
+        )  # fmt: skip
+
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Fill in every None but that of another codec's setting, check every range."""
+        """Fill in every None but that of another codec's setting, check every range; key_bits becomes a profile."""
         check_choice(self.name, "key_codec", self.key_codec, tuple(CODECS))
         rank = resolve_rank(self.name, self.key_codec, self.rank, config)
-        profile = resolve_profile(self.name, self.key_codec, self.key_profile, config)
+        profile = resolve_profile(self.name, self.key_codec, self.asked_profile(config), config)
         check_range(self.name, "chunk_size", self.chunk_size, 1)
         budget = self.budget
         if budget is None:
@@ -105,9 +122,23 @@ class ShadowSettings(ChunkCosts):
         landmark_tokens = self.resolve_rows(config)
         piece = self.extend_piece if self.top_p == 1 else 1  # what a query attends to is read off its own step
         return dataclasses.replace(
-            self, rank=rank, key_profile=profile, budget=budget, outlier_chunks=outliers, extend_piece=piece,
-            landmark_tokens=landmark_tokens,
+            self, rank=rank, key_profile=profile, key_bits=None, budget=budget, outlier_chunks=outliers,
+            extend_piece=piece, landmark_tokens=landmark_tokens,
         )  # fmt: skip
+
+    def asked_profile(self, config: ModelConfig) -> Profile | None:
+        """The profile that was given, or that of the bits that were."""
+        bits = self.key_bits
+        if bits is None:
+            return self.key_profile
+        if self.key_codec != "transform" or self.key_profile is not None:
+            raise ConfigError(
+                f"{self.name}.key_bits must be None but with key_codec='transform' and no key_profile, got {bits!r} "
+                f"with {self.key_codec!r} and {self.key_profile!r}"
+            )
+        if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits <= 8:
+            raise ConfigError(f"{self.name}.key_bits must be a number in (0, 8], got {bits!r}")
+        return profile_of(config.key_columns, max(8, bits * config.key_columns))
 
     def resolve_rows(self, config: ModelConfig) -> int:
         """Check how landmarks and values are kept; the tokens of a landmark."""
@@ -196,19 +227,18 @@ class ShadowSettings(ChunkCosts):
 
     @classmethod
     def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """The highest rank that fits; outliers go before it falls below the paper's share of the columns.
+        """The highest rank that fits; outliers go before it falls below the paper's share of the columns."""
+        return largest_shadow(cls(), fraction, num_tokens, config)
 
-        48 outlier chunks are few of 128K tokens and a fifth of 2K, where a low rank costs more than they save.
+    def at_share(self, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """`nominal` with the codes of these settings: with "transform", landmarks are the share's too unless given.
+
+        Raises:
+            ConfigError: the bits of the keys are given, which the share decides.
+            Infeasible: as `nominal`.
         """
-        limit = own_share(cls.name, fraction, num_tokens, config) * 2 * num_tokens * config.key_columns
-        usual = cls().resolve(config, num_tokens).rank
-        assert usual is not None
-        ranks = range(config.key_columns // 8 * 8 or config.key_columns, 0, -8)
-        tries = [(count, rank) for count in (48, 24, 8, 4, 1, 0) for rank in ranks if rank >= usual]
-        for outliers, rank in tries + [(0, rank) for rank in ranks if rank < usual]:
-            policy = cls(rank=rank, outlier_chunks=outliers)
-            if policy.resolve(config, num_tokens).device_numbers(num_tokens, config) <= limit:
-                return policy
-        smallest = cls(rank=min(8, config.key_columns), outlier_chunks=0).resolve(config, num_tokens)
-        least = smallest.device_numbers(num_tokens, config) / (2 * num_tokens * config.key_columns)
-        raise infeasible(cls.name, fraction, whole_share(least, num_tokens, config))
+        for field in ("key_profile", "key_bits"):
+            if (value := getattr(self, field)) is not None:
+                raise ConfigError(f"{self.name}.{field} must be None where a share decides it, got {value!r}")
+        kept = type(self)(**{name: getattr(self, name) for name in self.kept_fields})
+        return largest_shadow(kept, fraction, num_tokens, config)

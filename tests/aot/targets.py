@@ -65,6 +65,7 @@ class Target(NamedTuple):
 # Where a process runs, the scheduler works with what its allocator was given (XLA_PYTHON_CLIENT_MEM_FRACTION); without
 # one it assumes a share of the device, and near that share it saves memory instead of overlapping anything.
 ALLOCATED, ASSUMED = 0.97, 0.8
+HOST_MEMORY = 128 * 2**30  # of the machine that packed requests must fit on, beside either GPU
 VERSIONS = {"driver": "12.8.0", "runtime": "12.8.0", "compile_time_toolkit": "12.8.0", "dnn": "9.10.0"}
 TARGETS = {
     "a100-80gb": Target(

@@ -1,0 +1,59 @@
+"""What the transform code loses on a model's own keys, by bits: measured on a text, to choose `ShadowKV.key_profile`.
+
+The quantiser of a column knows no other, so what a profile loses is a sum over columns: each is coded once in 8, 4 and
+2 bits, and every profile is then a look-up. Layers count alike, each by the share of its keys' variance that is lost.
+Left out are the rounding of the basis to the model's dtype and what queries make of an error.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jshadow.errors import PromptError
+from jshadow.key_codecs.profiles import column_errors
+from jshadow.lowrank import EXACT
+from jshadow.policies.base import own_layers
+from jshadow.policies.calibration import check_text, directions, prompts_of
+
+
+def key_errors(params: Any, tokens: Any, progress: Callable[[int, int], None] | None = None) -> np.ndarray:
+    """Shares of the variance of centred keys before RoPE that each column of their eigenbasis loses.
+
+    Args:
+        params: Params.
+        tokens: int32 [S] or [B, S], no padding; each row has a basis of its own, as a prompt has.
+        progress: called with (layers done, layers).
+
+    Returns:
+        float64 [layers, 4, columns], of the layers that see everything: in 8, 4 and 2 bits, and left out. Columns are
+        filled up with zeros to a multiple of four.
+
+    Raises:
+        PromptError: tokens of a wrong shape, out of range, or too few to tell the columns apart.
+    """
+    text, config = check_text(params.config, tokens), params.config
+    if text.shape[1] <= config.key_columns:
+        raise PromptError(f"tokens must be more than the {config.key_columns} key columns, got {text.shape[1]}")
+    layers = own_layers(config)
+    return np.stack(
+        [
+            np.asarray(layer_errors(prompt.k_pre), np.float64)
+            for layer, prompt in enumerate(prompts_of(params, text, progress)) if layer in layers
+        ]
+    )  # fmt: skip
+
+
+@jax.jit
+def layer_errors(k_pre: Array) -> Array:
+    """One layer's, of keys before RoPE [B, S, h_kv, d]: float32 [4, columns], mean over the rows."""
+    rows = k_pre.astype(jnp.float32).reshape(*k_pre.shape[:2], -1)
+    rows -= rows.mean(axis=1, keepdims=True)
+    basis, _ = directions(jnp.einsum("bsm,bsn->bmn", rows, rows, precision=EXACT))
+    rows = jnp.einsum("bsm,bmr->bsr", rows, basis, precision=EXACT)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -rows.shape[2] % 4)))
+    errors = jax.vmap(column_errors)(rows)
+    return (errors / errors[:, 3].sum(axis=1)[:, None, None]).mean(axis=0)
