@@ -129,7 +129,7 @@ def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> Stream
 def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: int) -> Entry:
     """A policy at the largest setting that keeps to a share of full attention's device bytes for such a prompt.
 
-    `nominal` counts a prompt that fills the capacity; what a policy keeps of later tokens comes on top here. Settings
+    `at_share` counts a prompt that fills the capacity; what a policy keeps of later tokens comes on top here. Settings
     that hardly take device memory (how many tokens a query attends to, of which ids are kept) stay as they were given.
 
     Raises:
@@ -143,7 +143,7 @@ def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: 
 
     fraction = share
     try:
-        while (used := taken(made := setup.taught(type(policy).nominal(fraction, capacity, config)))) > share:
+        while (used := taken(made := setup.taught(policy.at_share(fraction, capacity, config)))) > share:
             fraction -= max(used - share, share / 200)
     except (Infeasible, ConfigError):
         least = least_share(policy, capacity, config, taken)
@@ -152,7 +152,8 @@ def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: 
     usual, own = type(policy)().settings(), made.settings()
     given = {name: value for name, value in policy.settings().items() if value != usual[name]}
     asked = dataclasses.replace(made, **given)  # type: ignore[type-var]
-    if abs(taken(asked) - used) > SLACK * used or any(own[name] != usual[name] for name in given):
+    decided = [name for name in given if own[name] != usual[name] and name not in policy.kept_fields]
+    if decided or abs(taken(asked) - used) > SLACK * used:
         raise ConfigError(f"shares decide all settings of a policy that take memory, got {metrics.label(policy)}")
     return Entry(asked, share=share)
 
@@ -163,11 +164,11 @@ def least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Calla
     for _ in range(13):
         middle = (low + high) / 2
         try:
-            type(policy).nominal(middle, capacity, config)
+            policy.at_share(middle, capacity, config)
             high = middle
         except Infeasible:
             low = middle
-    return taken(type(policy).nominal(high, capacity, config))
+    return taken(policy.at_share(high, capacity, config))
 
 
 def plan(
