@@ -19,7 +19,7 @@ from jshadow.policies import ShadowKV
 from jshadow.rope import cos_sin, rotate
 from pallas_kernels import chunk_scores, codes, fetch_reconstruct, reconstruct_keys
 
-SLOW_TO_WATCH = [PACKED[0], PACKED[2], PACKED[4]]
+TO_WATCH = [PACKED[0], PACKED[2], PACKED[4]]
 
 
 @pytest.mark.parametrize("case", PACKED, ids=name)
@@ -96,7 +96,7 @@ def test_values_of_a_prompt_come_back():
 # Bytes
 
 
-@pytest.mark.parametrize("case", SLOW_TO_WATCH, ids=name)
+@pytest.mark.parametrize("case", TO_WATCH, ids=name)
 def test_the_kernel_reads_what_it_must_and_once(case, watched):  # noqa: F811
     """Of host rows those that do not stay; of left rows the chosen chunks, once a head (a byte of two channels may be
     read for each); nothing beyond any array."""
