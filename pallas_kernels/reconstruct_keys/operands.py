@@ -26,6 +26,6 @@ def keys_of(
         return factors
     if mean is None or step is None:
         raise ValueError("mean, step and profile belong together, got a profile without one of them")
-    codes = Codes(left, right, ids, inverse, tail, tail_unit, mean, step, tuple(profile))
+    codes = Codes(left, right, ids, inverse, tail, tail_unit, mean, step, profile)
     check_codes(codes)
     return codes
