@@ -142,7 +142,7 @@ def basis(right: Any, seed: int) -> Any:
     if isinstance(right, Array):
         return on_device(seed, math.sqrt(1 / right.shape[2]), right.shape)
     columns = on_device(seed, math.sqrt(1 / right.columns.shape[2]), right.columns.shape)
-    return right.replace(columns=columns, step=on_device(seed + 1, 0.1, right.step.shape, jnp.float32))
+    return right.replace(columns=columns, step=on_device(seed + 1, 0.1, right.step.shape, "float32"))
 
 
 def refetched(state: KVState, fetch: str) -> KVState:
