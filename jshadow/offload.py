@@ -5,7 +5,7 @@ must equal. "device_put" keeps them in pinned host memory; inside the compiled s
 the host gathers, and `jax.device_put` brings the rows back while the device rebuilds the keys (XLA overlaps the two,
 because both only meet at an optimization barrier). "zero_copy" keeps them there too, and on an NVIDIA GPU one kernel
 reads them itself while it rebuilds the keys, all but those that the step before has left on the device; elsewhere, and
-where no keys are rebuilt, its rows come as by "device_put". Codes that the kernel cannot read are refused there.
+where no keys are rebuilt, its rows come as by "device_put". Keys that no kernel rebuilds are refused there.
 
 On host arrays inside jit only four things are safe on a GPU: device_put of a whole array, dynamic_slice,
 dynamic_update_slice, a function under compute_on("device_host"), and a kernel of ours. So there is no indexing,
@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax.sharding import SingleDeviceSharding
 
 from jshadow.errors import ConfigError
-from jshadow.key_codecs import has_kernel, reconstruct_keys
+from jshadow.key_codecs import has_kernel, kernel_operands, reconstruct_keys
 from jshadow.packing import dequantise_rows, row_bytes, split_rows
 from jshadow.state import CacheSpec, Fetched, HostArray, HostLayout, HostTier, HostWrite, Selection
 from pallas_kernels import fetch_reconstruct, on_host
@@ -54,14 +54,14 @@ def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
     """The host tier of a layer as ShapeDtypeStructs: no allocation.
 
     Raises:
-        ConfigError: zero_copy, on a GPU, of rows that no kernel there can read.
+        ConfigError: zero_copy, on a GPU, beside keys that no kernel there rebuilds.
     """
     if layout is None:
         return HostTier()
     if layout.no_kernel and spec.fetch == "zero_copy" and jax.default_backend() == "gpu":
         raise ConfigError(
             f"fetch must be 'device_put' or 'resident' for {spec.policy.name} with {layout.no_kernel} on a GPU, where "
-            "no kernel reads these rows from host memory yet, got 'zero_copy'"
+            "no kernel rebuilds such keys while it fetches, got 'zero_copy'"
         )
     shape = (spec.head_dim * layout.planes * layout.unit, jnp.dtype(spec.dtype))
     if layout.bits is not None:
@@ -134,9 +134,9 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     shape = (spec.batch, layout.heads, selection.ids.shape[2])
     ids = jnp.broadcast_to(selection.ids, shape)
     valid = jnp.repeat(selection.valid, layout.unit, axis=2)
-    if spec.fetch == "zero_copy" and tier.prompt is not None and not layout.bits and has_kernel(selection.rebuild):
+    if spec.fetch == "zero_copy" and tier.prompt is not None and has_kernel(selection.rebuild):
         with jax.named_scope("fetch"):
-            return Fetched(*fetch_by_kernel(tier, selection, ids), valid, selection.ids)
+            return Fetched(*fetch_by_kernel(spec, tier, selection, ids, layout.bits), valid, selection.ids)
     with jax.named_scope("fetch"):
         rows = gather(tier, ids, (layout.units, layout.tail_units))
     keys = None
@@ -162,16 +162,19 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     return Fetched(keys, planes[-1], valid, selection.ids)
 
 
-def fetch_by_kernel(tier: HostTier, selection: Selection, ids: Array) -> tuple[Array, Array]:
-    """Keys and values [B, heads, n * unit, d] by the kernel that reads host memory itself."""
+def fetch_by_kernel(
+    spec: CacheSpec, tier: HostTier, selection: Selection, ids: Array, bits: int | None
+) -> tuple[Array, Array]:
+    """Keys and values [B, heads, n * unit, d] by the kernel that reads host memory itself, numbers or their codes."""
     factors, kept = selection.rebuild, selection.kept
     assert factors is not None
     assert tier.prompt is not None
     with jax.named_scope("rebuild"):
         return fetch_reconstruct(
-            tier.prompt.array, factors.left, factors.right, ids, factors.inverse,
+            tier.prompt.array, factors.left, ids=ids, inverse=factors.inverse,
             kept=kept.rows if kept else None, stay=kept.stay if kept else None, tail=factors.tail,
             tail_unit=factors.tail_unit, values_tail=tier.tail.array if tier.tail else None,
+            value_bits=bits, value_dtype=spec.dtype if bits else None, **kernel_operands(factors),
         )  # fmt: skip
 
 

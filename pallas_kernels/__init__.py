@@ -1,4 +1,4 @@
-"""Four GPU ops of sparse attention over an offloaded KV cache, each in plain jax.numpy and as a Pallas kernel.
+"""Four GPU ops of sparse attention over an offloaded KV cache, each in plain jax.numpy and as Pallas kernels.
 
 This package imports JAX and NumPy alone and knows nothing of jshadow.
 """

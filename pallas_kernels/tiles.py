@@ -97,16 +97,17 @@ def row_block(rows: int, *arrays: Any) -> int:
     return min(16 if any(x.dtype == jnp.float32 for x in arrays) else 64, power_of_two(rows))
 
 
-def can_do(name: str, dim: int, *arrays: jax.Array) -> None:
-    """Check what no kernel here can do.
+def can_do(name: str, dim: int, *arrays: jax.Array, packed: tuple[jax.Array, ...] = ()) -> None:
+    """Check what no kernel here can do; `packed` are arrays of bytes.
 
     Raises:
         NotImplementedError: heads wider than 256, an array of no elements, or an unusual dtype.
     """
     if dim > 256:
         raise NotImplementedError(f"{name}: the kernel takes heads up to 256 wide, got {dim}")
-    for x in arrays:
+    for x in (*arrays, *packed):
         if math.prod(x.shape) == 0:
             raise NotImplementedError(f"{name}: the kernel takes no empty array, got shape {list(x.shape)}")
+    for x in arrays:
         if x.dtype not in DTYPES:
             raise NotImplementedError(f"{name}: the kernel takes float32, bfloat16 and float16, got {x.dtype}")

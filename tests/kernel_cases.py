@@ -17,18 +17,20 @@ TOLERANCE: dict[str, dict[str, float]] = {
 class Heads:
     """Queries and rows: what scores and attention see."""
 
-    rows: tuple[int, ...]  # landmarks, or the rows of each piece
+    rows: tuple[int, ...]  # chunks, or the rows of each piece
     dim: int
     group: int = 1
     queries: int = 1
     kv_heads: int = 1
     batch: int = 1
     dtype: str = "float32"
+    parts: int = 1  # landmarks of a chunk
+    bits: int | None = None  # of their numbers; None: numbers of the dtype
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Factors, and values of the same chunks: what reconstruction and fetch see."""
+    """Factors or codes, and values of the same chunks: what reconstruction and fetch see."""
 
     units: int
     chunk: int
@@ -41,6 +43,9 @@ class Chunks:
     kv_heads: int = 1
     batch: int = 1
     dtype: str = "float32"
+    profile: tuple[int, int, int] | None = None  # columns in 8, 4 and 2 bits in place of the rank
+    channels: bool = False  # the head's own columns in four bits
+    value_bits: int | None = None
 
 
 SCORES = (
@@ -76,6 +81,29 @@ CHUNKS = (
     Chunks(61, 1, 120, 80, count=5, rotated=2, dtype="bfloat16"),
 )
 
+# Few bits: widths that are no power of two, a part of the profile missing, programs that end past the arrays. In
+# float32 positions are small, for an angle may be rounded before it is reduced, or not.
+PACKED_SCORES = (
+    Heads((61,), 128, group=4, kv_heads=2, dtype="bfloat16", parts=4, bits=4),
+    Heads((27,), 64, kv_heads=2, batch=2, parts=4, bits=4),
+    Heads((33,), 80, group=8, queries=3, parts=2, bits=8),
+    Heads((113,), 96, group=3, dtype="bfloat16", bits=8),
+    Heads((19,), 256, group=2, queries=2, dtype="bfloat16", parts=8, bits=4),
+    Heads((27,), 64, group=7, queries=10, dtype="bfloat16", parts=4),
+    Heads((1,), 64, group=5, parts=3, bits=4),
+)
+
+PACKED = (
+    Chunks(27, 8, 0, 128, kv_heads=2, tail=3, kept=True, dtype="bfloat16", profile=(5, 22, 28), value_bits=4),
+    Chunks(13, 4, 0, 64, count=27, batch=2, kept=True, profile=(16, 64, 64), value_bits=4),
+    Chunks(17, 4, 0, 64, kv_heads=2, batch=2, tail=2, kept=True, channels=True, value_bits=8),
+    Chunks(29, 8, 0, 128, count=3, rotated=48, dtype="bfloat16", channels=True, value_bits=8),
+    Chunks(13, 3, 0, 80, count=5, rotated=20, tail=2, dtype="bfloat16", profile=(0, 18, 0), value_bits=8),
+    Chunks(17, 1, 0, 64, count=5, profile=(0, 0, 12)),
+    Chunks(9, 8, 24, 64, kept=True, tail=2, value_bits=4),
+    Chunks(9, 4, 0, 256, count=5, kept=True, dtype="bfloat16", profile=(3, 0, 0)),
+)
+
 
 def name(case: Heads | Chunks) -> str:
     """The case as the id of a test."""
@@ -94,12 +122,28 @@ def score_inputs(case: Heads) -> dict[str, Any]:
     candidates = rng.random((case.batch, case.kv_heads, count)) < 0.6
     candidates[-1, -1] = False
     candidates[0, 0, 0] = True
-    return {
+    lead = (case.batch, case.kv_heads, count * case.parts)
+    inputs = {
         "q": normal(rng, case.batch, case.queries, case.kv_heads * case.group, case.dim, dtype=case.dtype),
-        "landmarks": normal(rng, case.batch, case.kv_heads, count, case.dim, dtype=case.dtype),
+        "landmarks": normal(rng, *lead, case.dim, dtype=case.dtype),
         "candidates": jnp.asarray(candidates),
         "scale": case.dim**-0.5,
     }
+    if case.bits is not None:
+        steps = (0.5 + rng.random((*lead, 1))) * 2.0 ** (2 - case.bits)
+        inputs["landmarks"] = random_bytes(rng, *lead, case.dim * case.bits // 8)
+        inputs["landmark_scale"] = jnp.asarray(steps, scale_dtype(case.dtype))
+    return inputs
+
+
+def random_bytes(rng: np.random.Generator, *shape: int) -> jax.Array:
+    """Any bytes: each is a code, or several."""
+    return jnp.asarray(rng.integers(0, 256, shape, np.uint8))
+
+
+def scale_dtype(dtype: str) -> str:
+    """Dtype of the scales beside numbers of a dtype."""
+    return "float32" if dtype == "float32" else "float16"
 
 
 def attention_inputs(case: Heads) -> dict[str, Any]:
@@ -122,26 +166,66 @@ def factor_inputs(case: Chunks) -> dict[str, Any]:
     half = (case.dim if case.rotated is None else case.rotated) // 2
     ids = rng.integers(0, case.units + case.tail, (case.batch, case.kv_heads, case.count))
     ids[..., 0], ids[..., 1], ids[..., 2] = -2, case.units + case.tail + 5, case.units + case.tail - 1
-    inputs = {
-        "left": normal(rng, case.batch, case.units, case.chunk * case.rank, dtype=case.dtype, scale=case.rank**-0.5),
-        "right": normal(rng, case.batch, case.kv_heads, case.rank, case.dim, dtype=case.dtype),
+    inputs: dict[str, Any] = {
         "ids": jnp.asarray(ids, jnp.int32),
         "inverse": jnp.asarray(10_000.0 ** -(np.arange(half) / half), jnp.float32),
     }
+    if case.profile is not None or case.channels:
+        inputs |= code_inputs(case, rng)
+    else:
+        inputs |= {"left": left_rows(case, rng, case.units),
+                   "right": normal(rng, case.batch, case.kv_heads, case.rank, case.dim, dtype=case.dtype)}  # fmt: skip
     if case.tail:
-        shape = (case.batch, case.tail, case.chunk * case.rank)
-        inputs["tail"] = normal(rng, *shape, dtype=case.dtype, scale=case.rank**-0.5)
+        inputs["tail"] = left_rows(case, rng, case.tail)
         inputs["tail_unit"] = jnp.asarray(case.units - 1 - np.arange(case.batch), jnp.int32)
     return inputs
+
+
+def left_rows(case: Chunks, rng: np.random.Generator, units: int) -> jax.Array:
+    """Left rows of so many chunks."""
+    if case.channels:
+        return random_bytes(rng, case.batch, case.kv_heads, units, case.chunk * case.dim // 2)
+    if case.profile is not None:
+        width = case.profile[0] + case.profile[1] // 2 + case.profile[2] // 4
+        return random_bytes(rng, case.batch, units, case.chunk * width)
+    return normal(rng, case.batch, units, case.chunk * case.rank, dtype=case.dtype, scale=case.rank**-0.5)
+
+
+def code_inputs(case: Chunks, rng: np.random.Generator) -> dict[str, Any]:
+    """Codes of deviation about 1 / sqrt(r), what they stand for, and what they are multiplied with."""
+    profile = (0, case.dim, 0) if case.channels else case.profile
+    assert profile is not None
+    steps = 4.0 / 2.0 ** np.repeat((8, 4, 2), profile)
+    shape = (case.batch, case.kv_heads, case.dim) if case.channels else (case.batch, sum(profile))
+    steps = steps * (0.5 + rng.random(shape)) * (1.0 if case.channels else sum(profile) ** -0.5)
+    right = None if case.channels else normal(
+        rng, case.batch, case.kv_heads, sum(profile), case.dim, dtype=case.dtype
+    )  # fmt: skip
+    return {
+        "left": left_rows(case, rng, case.units), "right": right,
+        "mean": normal(rng, case.batch, case.kv_heads, case.dim, dtype=case.dtype),
+        "step": jnp.asarray(steps, jnp.float32), "profile": profile,
+    }  # fmt: skip
+
+
+def host_rows(case: Chunks, rng: np.random.Generator, *lead: int) -> jax.Array:
+    """Values in host memory: numbers, or the codes of a chunk's tokens and then their scales, in bytes."""
+    if case.value_bits is None:
+        return on_host(normal(rng, *lead, case.chunk * case.dim, dtype=case.dtype))
+    codes = np.asarray(random_bytes(rng, *lead, case.chunk * case.dim * case.value_bits // 8))
+    scales = (0.5 + rng.random((*lead, case.chunk))).astype(scale_dtype(case.dtype))
+    return on_host(jnp.asarray(np.concatenate([codes, scales.view(np.uint8)], axis=-1)))
 
 
 def fetch_inputs(case: Chunks) -> dict[str, Any]:
     """Arguments of fetch_reconstruct: values in host memory, of which some need not come."""
     inputs, rng = factor_inputs(case), np.random.default_rng(case.rank)
     lead, width = (case.batch, case.kv_heads), case.chunk * case.dim
-    inputs["values"] = on_host(normal(rng, *lead, case.units, width, dtype=case.dtype))
+    inputs["values"] = host_rows(case, rng, *lead, case.units)
     if case.tail:
-        inputs["values_tail"] = on_host(normal(rng, *lead, case.tail + 1, width, dtype=case.dtype))
+        inputs["values_tail"] = host_rows(case, rng, *lead, case.tail + 1)
+    if case.value_bits is not None:
+        inputs |= {"value_bits": case.value_bits, "value_dtype": case.dtype}
     if case.kept:
         inputs["kept"] = normal(rng, *inputs["ids"].shape, width, dtype=case.dtype)
         stay = rng.integers(0, 2, inputs["ids"].shape).astype(bool)

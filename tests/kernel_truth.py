@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -14,16 +15,37 @@ def softmax(scores: np.ndarray) -> np.ndarray:
     return weight / weight.sum()
 
 
-def chunk_scores(q: Any, landmarks: Any, candidates: Any, scale: float) -> np.ndarray:
-    q, landmarks, candidates = wide(q), wide(landmarks), np.asarray(candidates)
+def codes_in(row: np.ndarray, count: int, bits: int) -> np.ndarray:
+    """Codes of a row of w bytes, number after number: byte j has the numbers j, j + w, ..., the first lowest."""
+    width = count * bits // 8
+    assert len(row) == width
+    return np.array([int(row[j % width]) >> (j // width * bits) & (2**bits - 1) for j in range(count)], int)
+
+
+def two_s_complement(codes: np.ndarray, bits: int) -> np.ndarray:
+    return np.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes)
+
+
+def chunk_scores(q: Any, landmarks: Any, candidates: Any, scale: float, landmark_scale: Any = None) -> np.ndarray:
+    q, candidates = wide(q), np.asarray(candidates)
+    if landmark_scale is not None:
+        rows, dim = np.asarray(landmarks), q.shape[3]
+        bits = 8 * rows.shape[3] // dim
+        numbers = [two_s_complement(codes_in(row, dim, bits), bits) for row in rows.reshape(-1, rows.shape[3])]
+        landmarks = np.reshape(numbers, (*rows.shape[:3], dim)) * wide(landmark_scale)
     batch, heads, count = candidates.shape
+    landmarks = wide(landmarks).reshape(batch, heads, count, -1, q.shape[3])
     group = q.shape[2] // heads
     out = np.full((batch, heads, q.shape[1], count), -1.0)
     for b, h, t in np.ndindex(batch, heads, q.shape[1]):
         there = candidates[b, h]
         if there.any():
-            own = q[b, t, h * group : (h + 1) * group]
-            out[b, h, t, there] = np.max([softmax(landmarks[b, h][there] @ one * scale) for one in own], axis=0)
+            own = landmarks[b, h][there]
+            mass = [
+                softmax((own @ one * scale).ravel()).reshape(own.shape[:2]).sum(axis=1)
+                for one in q[b, t, h * group : (h + 1) * group]
+            ]
+            out[b, h, t, there] = np.max(mass, axis=0)
     return out
 
 
@@ -45,40 +67,77 @@ def sparse_attention(q: Any, pieces: Any, scale: float) -> np.ndarray:
 
 def chunk_of(ids: Any, units: int, tail: Any, tail_unit: Any, b: int, h: int, j: int) -> tuple[int, bool, int]:
     """Row of the prompt or of the tail, whether of the tail, and the chunk in the sequence."""
-    most = units + (0 if tail is None else tail.shape[1])
+    most = units + (0 if tail is None else tail.shape[-2])
     one = min(max(int(ids[b, h, j]), 0), most - 1)
     if one < units:
         return one, False, one
     return one - units, True, one - units + int(tail_unit[b])
 
 
+def coded_keys(row: np.ndarray, right: Any, mean: Any, step: Any, profile: Any, b: int, h: int) -> np.ndarray:
+    """Keys [c, d] of a chunk's row of bytes."""
+    sizes = [(count, bits, count * bits // 8) for count, bits in zip(profile, (8, 4, 2), strict=True)]
+    found = []
+    for token in row.reshape(-1, sum(size for _, _, size in sizes)):
+        numbers = []
+        for count, bits, size in sizes:
+            part, token = token[:size], token[size:]
+            numbers += list(codes_in(part, count, bits) + 0.5 - 2 ** (bits - 1))
+        found.append(np.array(numbers) * wide(step)[(b,) if right is not None else (b, h)])
+    keys = np.array(found)
+    if right is not None:
+        keys = wide(keys.astype(np.asarray(right).dtype)) @ wide(right)[b, h]
+    return keys + wide(mean)[b, h]
+
+
 def reconstruct_keys(
-    left: Any, right: Any, ids: Any, inverse: Any, tail: Any = None, tail_unit: Any = None
-) -> np.ndarray:
-    left, right, inverse, ids = wide(left), wide(right), np.asarray(inverse), np.asarray(ids)
-    tail = None if tail is None else wide(tail)
-    rank, dim, half = right.shape[2], right.shape[3], len(inverse)
-    chunk = left.shape[2] // rank
+    left: Any, right: Any, ids: Any, inverse: Any, tail: Any = None, tail_unit: Any = None, mean: Any = None,
+    step: Any = None, profile: Any = None,
+) -> np.ndarray:  # fmt: skip
+    left, inverse, ids = np.asarray(left), np.asarray(inverse), np.asarray(ids)
+    tail = None if tail is None else np.asarray(tail)
+    dim, half = (right if mean is None else mean).shape[-1], len(inverse)
+    rank = right.shape[2] if profile is None else sum(np.array(profile) * (8, 4, 2)) // 8
+    chunk = left.shape[-1] // rank
     out = np.zeros((*ids.shape, chunk, dim))
     for b, h, j in np.ndindex(ids.shape):
-        row, later, place = chunk_of(ids, left.shape[1], tail, tail_unit, b, h, j)
-        key = (tail if later else left)[b, row].reshape(chunk, rank) @ right[b, h]
+        row, later, place = chunk_of(ids, left.shape[-2], tail, tail_unit, b, h, j)
+        source = tail if later else left
+        own = source[b, h, row] if source.ndim == 4 else source[b, row]
+        if profile is None:
+            key = wide(own).reshape(chunk, rank) @ wide(right[b, h])
+        else:
+            key = coded_keys(own, right, mean, step, profile, b, h)
         angle = (place * chunk + np.arange(chunk, dtype=np.float32))[:, None] * inverse  # rounded, as the ops do
         turned = (key[:, :half] + 1j * key[:, half : 2 * half]) * np.exp(1j * wide(angle))
         out[b, h, j] = np.concatenate([turned.real, turned.imag, key[:, 2 * half :]], axis=1)
     return out.reshape(*ids.shape[:2], -1, dim)
 
 
+def unpacked_values(row: np.ndarray, dim: int, bits: int, dtype: Any) -> np.ndarray:
+    """Values of a chunk's row of bytes: the codes of all tokens, then their scales."""
+    kind = np.float32 if dtype == "float32" else np.float16
+    width = dim * bits // 8
+    chunk = len(row) // (width + np.dtype(kind).itemsize)
+    scales = np.frombuffer(row[chunk * width :].tobytes(), kind).astype(np.float32)
+    codes = [codes_in(row[token * width : (token + 1) * width], dim, bits) for token in range(chunk)]
+    return (two_s_complement(np.array(codes), bits).astype(np.float32) * scales[:, None]).ravel()
+
+
 def fetched_values(
-    values: Any, left: Any, right: Any, ids: Any, kept: Any = None, stay: Any = None, tail: Any = None,
-    tail_unit: Any = None, values_tail: Any = None, **_: Any,
+    values: Any, left: Any, ids: Any, kept: Any = None, stay: Any = None, tail: Any = None, tail_unit: Any = None,
+    values_tail: Any = None, right: Any = None, mean: Any = None, value_bits: Any = None, value_dtype: Any = None,
+    **_: Any,
 ) -> np.ndarray:  # fmt: skip
-    """In the dtype of the values: they are moved, not computed."""
-    values, ids = np.asarray(values), np.asarray(ids)
-    out = np.zeros((*ids.shape, values.shape[3]), values.dtype)
+    """In the dtype of the values: they are moved, not computed, but for the product of a code and its scale."""
+    values, ids, dim = np.asarray(values), np.asarray(ids), (right if mean is None else mean).shape[-1]
+    out: list[Any] = []
     for b, h, j in np.ndindex(ids.shape):
-        row, later, _ = chunk_of(ids, left.shape[1], tail, tail_unit, b, h, j)
-        out[b, h, j] = (np.asarray(values_tail) if later else values)[b, h, row]
+        row, later, _ = chunk_of(ids, left.shape[-2], tail, tail_unit, b, h, j)
+        came = (np.asarray(values_tail) if later else values)[b, h, row]
         if stay is not None and np.asarray(stay)[b, h, j]:
-            out[b, h, j] = np.asarray(kept)[b, h, j]
-    return out.reshape(*ids.shape[:2], -1, right.shape[3])
+            came = np.asarray(kept)[b, h, j]
+        elif value_bits is not None:
+            came = unpacked_values(came, dim, value_bits, value_dtype).astype(jnp.dtype(value_dtype))
+        out.append(came)
+    return np.array(out).reshape(*ids.shape[:2], -1, dim)

@@ -1,40 +1,23 @@
 """Which implementation runs, and what callers are told when they are wrong."""
 
 import functools
-import warnings
-from contextlib import ExitStack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import ATTENTION, CHUNKS, SCORES, attention_inputs, factor_inputs, fetch_inputs, score_inputs
+from kernel_lowering import TARGET, lowered
 
 import pallas_kernels
 from pallas_kernels import IMPLEMENTATIONS, in_host_memory, on_host
 
-TARGET = "__gpu$xla.gpu.triton"
 OPS = {
     "chunk_scores": functools.partial(score_inputs, SCORES[1]),
     "reconstruct_keys": functools.partial(factor_inputs, CHUNKS[0]),
     "fetch_reconstruct": functools.partial(fetch_inputs, CHUNKS[0]),
     "sparse_attention": functools.partial(attention_inputs, ATTENTION[1]),
 }
-
-
-def lowered(op, inputs, platform, **choice):
-    """The program of one op, lowered on this machine for another."""
-    static = {key: inputs[key] for key in ("scale",) if key in inputs}
-    arrays = {key: x for key, x in inputs.items() if key not in static}
-    traced = jax.jit(lambda x: getattr(pallas_kernels, op)(**x, **static, **choice)).trace(arrays)
-    with ExitStack() as stack:
-        if hasattr(jax.sharding, "AbstractDevice"):  # JAX 0.11 on asks which GPU it is for
-            device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-            mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        return traced.lower(lowering_platforms=(platform,)).as_text()
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -95,9 +78,10 @@ WRONG = [
     ("chunk_scores", "q", lambda x: x[0], r"q must have shape \[B, T, h_q, d\], got \[1, 8, 128\]"),
     ("chunk_scores", "q", lambda x: x[:, :, :7], "q's heads must be a multiple of the 2 KV heads, got 7"),
     ("chunk_scores", "q", lambda x: x.astype(int), "q must be floating, got int"),
-    ("chunk_scores", "landmarks", lambda x: cut(x, 3), r"landmarks must have shape \[1, h_kv, n, 128\], got .*127\]"),
+    ("chunk_scores", "landmarks", lambda x: cut(x, 3), r"landmarks must have shape \[1, h_kv, m, 128\], got .*127\]"),
     ("chunk_scores", "landmarks", lambda x: x.astype(int), "landmarks must be floating"),
-    ("chunk_scores", "candidates", lambda x: cut(x, 2), r"candidates must have shape \[1, 2, 61\], got \[1, 2, 60\]"),
+    ("chunk_scores", "candidates", lambda x: cut(x, 2), "s for each of the 60 candidates, got 61 landmarks"),
+    ("chunk_scores", "candidates", lambda x: cut(x, 1), r"candidates must have shape \[1, 2, n\], got \[1, 1, 61\]"),
     ("chunk_scores", "candidates", lambda x: x.astype(int), "candidates must be bool, got int"),
     ("reconstruct_keys", "left", lambda x: x[0], "left must have shape"),
     ("reconstruct_keys", "left", lambda x: cut(x, 2), "left's rows must be a multiple of the rank 160, got 1279"),

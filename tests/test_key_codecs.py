@@ -373,23 +373,52 @@ def test_settings_as_text():
     assert parse_policy("shadowkv_plus", ["key_profile=16+64+64"]).key_profile == (16, 64, 64)
 
 
-@pytest.mark.parametrize(
-    ("given", "named"),
-    [(dict(key_codec="transform"), "key_codec='transform'"), (dict(value_dtype="int4"), "value_dtype='int4'"),
-     (dict(key_codec="int4", value_dtype="int8"), "key_codec='int4' and value_dtype='int8'")],
-)  # fmt: skip
-def test_zero_copy_is_refused_where_no_kernel_reads_the_rows(given, named, monkeypatch):
-    """On a GPU, before anything runs; the other modes are not."""
+@pytest.mark.parametrize("policy", [ShadowKV, ShadowKVPlus])
+def test_zero_copy_is_refused_where_no_kernel_rebuilds_the_keys(policy, monkeypatch):
+    """On a GPU, before anything runs; the other modes are not, nor are packed numbers of any kind."""
     sizes = dict(batch=1, capacity=96, prompt=90, dtype="float32")
-    abstract_state(TINY, ShadowKV(**SMALL, **given), **sizes, fetch="zero_copy")
+    exact = policy(**SMALL, key_codec="exact", value_dtype="int4")
+    abstract_state(TINY, exact, **sizes, fetch="zero_copy")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(
-        ConfigError, match=f"fetch must be 'device_put' or 'resident' for shadowkv with {named} on a GPU"
-    ):
-        abstract_state(TINY, ShadowKV(**SMALL, **given), **sizes, fetch="zero_copy")
-    abstract_state(TINY, ShadowKV(**SMALL, **given), **sizes, fetch="device_put")
-    packed = ShadowKV(**SMALL, landmark_tokens=2, landmark_dtype="int4")  # these lie on the device
-    abstract_state(TINY, packed, **sizes, fetch="zero_copy")
+    told = f"fetch must be 'device_put' or 'resident' for {policy.name} with key_codec='exact' on a GPU"
+    with pytest.raises(ConfigError, match=told):
+        abstract_state(TINY, exact, **sizes, fetch="zero_copy")
+    abstract_state(TINY, exact, **sizes, fetch="device_put")
+    for codec, kind in (("lowrank", "int4"), ("transform", "model"), ("transform", "int4"), ("int4", "int8")):
+        packed = policy(**SMALL, key_codec=codec, value_dtype=kind, landmark_tokens=2, landmark_dtype="int4")
+        assert abstract_state(TINY, packed, **sizes, fetch="zero_copy").fetch == "zero_copy"
+
+
+MODES = {
+    "transform": ShadowKV(key_codec="transform", budget=24, **SMALL, **PACKED),
+    "int4": ShadowKV(key_codec="int4", budget=24, **SMALL, landmark_dtype="int8", value_dtype="int8"),
+    "plus": ShadowKVPlus(key_codec="transform", budget=24, **PLUS, **PACKED),
+    "lowrank": ShadowKV(rank=12, budget=24, **SMALL, value_dtype="int4"),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_packed_rows_come_alike_in_every_fetch_mode(name):
+    """What `zero_copy` keeps on the device are numbers; what it moves, and counts, are the bytes of misses."""
+    modes = ["resident", "device_put", "zero_copy"]
+    made = decode.prefill_many(model(), PROMPT, LENGTHS, [MODES[name]] * 3, capacity=96, fetch=modes)
+    fetched = [np.asarray(state.counters.fetched, np.int64) for _, state in made]
+    runs = [run_steps(model(), state, STEPS[:, :4]) for _, state in made]
+    for logits, _ in runs[1:]:
+        np.testing.assert_allclose(logits, runs[0][0], atol=1e-5)
+    states = [state for _, state in runs]
+    assert states[2].layers[0].live.values.dtype == jnp.float32
+    counters, spec = states[2].counters, states[2].specs[0]
+    needed = (np.asarray(counters.selected, np.int64) - np.asarray(counters.hits)) * offload.unit_bytes(
+        spec, spec.policy.host_layout(spec)
+    )
+    moved = [
+        (np.asarray(state.counters.fetched, np.int64) - before) * offload.FETCH_QUANTUM
+        for state, before in zip(states, fetched, strict=True)
+    ]
+    assert not moved[0].any()
+    assert ((needed - 4 * 3 * offload.FETCH_QUANTUM < moved[2]) & (moved[2] <= needed)).all()  # each layer rounds down
+    assert (moved[2] < moved[1]).all()
 
 
 # What the laws' table leaves out: heads with rows of their own behind the prompt, and keys that stay projected.

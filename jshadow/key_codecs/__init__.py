@@ -89,6 +89,11 @@ def has_kernel(rebuild: Rebuild | None) -> bool:
     return rebuild is not None and (rebuild.codec is None or rebuild.codec.compiled)
 
 
+def kernel_operands(rebuild: Rebuild) -> dict[str, Any]:
+    """What that kernel takes beside the left rows and their places."""
+    return {"right": rebuild.right} if rebuild.codec is None else rebuild.codec.operands(rebuild.right)
+
+
 def reconstruct_keys(rebuild: Rebuild, ids: Array) -> Array:
     """Keys after RoPE of the selected units ids int32 [B, heads, n]: [B, heads, n * unit, d], float32 or the model's
     dtype.

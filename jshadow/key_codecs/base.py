@@ -15,6 +15,7 @@ from flax import struct
 from jax import Array
 from jaxtyping import Float, Int, Shaped
 
+import pallas_kernels
 from jshadow.rope import cos_sin, rotate
 from jshadow.state import Rebuild
 
@@ -49,7 +50,8 @@ class KeyCodec(abc.ABC):
 
     Class attributes:
         name: as `ShadowKV.key_codec` names it.
-        compiled: `pallas_kernels` has a GPU kernel that rebuilds from it, and one that fetches values meanwhile.
+        compiled: `pallas_kernels` has a GPU kernel that rebuilds from it, and one that fetches values meanwhile; they
+            are given `operands`.
     """
 
     name = ""
@@ -94,6 +96,10 @@ class KeyCodec(abc.ABC):
 
     # What all have
 
+    def operands(self, right: Any) -> dict[str, Any]:
+        """What the kernels take beside left: `right` and more of the arguments of `pallas_kernels.reconstruct_keys`."""
+        raise NotImplementedError(f"{self.name} has no kernel")
+
     def decode(
         self, code: KeyCode, ids: Int[Array, "B h_kv k"], chunk: int, tail: Array | None = None
     ) -> Float[Array, "B h_kv tokens d"]:
@@ -113,11 +119,16 @@ class KeyCodec(abc.ABC):
         return self.expand(rows.reshape(batch, heads, count * chunk, rows.shape[3] // chunk), code.right)
 
     def reconstruct(self, rebuild: Rebuild, ids: Int[Array, "B h_kv k"]) -> Float[Array, "B h_kv tokens d"]:
-        """Keys after RoPE of selected units, each at its place in the sequence.
+        """Keys after RoPE of selected units, each at its place in the sequence; by the GPU's kernel, where both are.
 
         Returns:
             [B, h_kv, k * unit, d], float32 or in the model's dtype.
         """
+        if self.compiled:
+            return pallas_kernels.reconstruct_keys(
+                rebuild.left, ids=ids, inverse=rebuild.inverse, tail=rebuild.tail, tail_unit=rebuild.tail_unit,
+                **self.operands(rebuild.right),
+            )  # fmt: skip
         units, chunk, tail = rebuild.left.shape[-2], rebuild.unit, rebuild.tail
         ids = jnp.clip(ids, 0, units + (tail.shape[-2] if tail is not None else 0) - 1)
         keys = self.decode(KeyCode(rebuild.left, rebuild.right), ids, chunk, tail)

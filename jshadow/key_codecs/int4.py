@@ -32,6 +32,7 @@ class Int4(KeyCodec):
     """left uint8 [B, h_kv, n, c * d / 2]."""
 
     name = "int4"
+    compiled = True
 
     def profile(self, dim: int) -> Profile:
         """Four bits for each channel of a head."""
@@ -71,6 +72,10 @@ class Int4(KeyCodec):
         """Codes times steps, and the means."""
         keys = dequantise(rows, right.step[:, :, None], self.profile(right.step.shape[2]))
         return keys + right.mean.astype(jnp.float32)[:, :, None]
+
+    def operands(self, right: Any) -> dict[str, Any]:
+        """No basis; means and steps."""
+        return {"right": None, "mean": right.mean, "step": right.step, "profile": self.profile(right.mean.shape[2])}
 
     def products(self, sizes: Sizes) -> int:
         """One, with the step."""

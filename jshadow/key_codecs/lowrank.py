@@ -10,7 +10,6 @@ from jax import Array
 from jshadow import lowrank
 from jshadow.chunking import fit_tokens
 from jshadow.key_codecs.base import KeyCode, KeyCodec, Sizes
-from jshadow.state import Rebuild
 
 
 def usual_rank(columns: int) -> int:
@@ -53,9 +52,9 @@ class LowRank(KeyCodec):
             return jnp.einsum("bsr,bhrd->bhsd", rows[:, 0], right, preferred_element_type=jnp.float32)
         return jnp.einsum("bhtr,bhrd->bhtd", rows, right, precision=lowrank.EXACT, preferred_element_type=jnp.float32)
 
-    def reconstruct(self, rebuild: Rebuild, ids: Array) -> Array:
-        """By the GPU's kernel, where there is a GPU."""
-        return lowrank.reconstruct_keys(rebuild, ids)
+    def operands(self, right: Any) -> dict[str, Any]:
+        """The other factor."""
+        return {"right": right}
 
     def products(self, sizes: Sizes) -> int:
         """One for each column of the factors."""

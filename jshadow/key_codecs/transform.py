@@ -54,6 +54,7 @@ class Transform(KeyCodec):
     profile: Profile
 
     name = "transform"
+    compiled = True
 
     @property
     def rank(self) -> int:
@@ -111,6 +112,10 @@ class Transform(KeyCodec):
         else:
             keys = jnp.einsum("bhtr,bhrd->bhtd", found, right.columns, **PRODUCT)
         return keys + right.mean.astype(jnp.float32)[:, :, None]
+
+    def operands(self, right: Any) -> dict[str, Any]:
+        """All of it, and the profile."""
+        return {"right": right.columns, "mean": right.mean, "step": right.step, "profile": self.profile}
 
     def products(self, sizes: Sizes) -> int:
         """One for each column that has bits."""

@@ -29,6 +29,7 @@ from jshadow.policies.shadowkv_state import ShadowFrozen, ShadowLive
 from jshadow.state import (
     CacheSpec,
     Fetched,
+    HostLayout,
     HostWrite,
     Kept,
     KeyValues,
@@ -74,6 +75,14 @@ class ShadowKV(ShadowSettings):
         if spec.fetch == "zero_copy" and count:
             live = live.replace(values=zeros(heads, count, self.chunk_size * dim))
         return LayerState(frozen, live)
+
+    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
+        """Values of every whole chunk, outliers too (as in the published code)."""
+        told = "" if self.codec.compiled else f"key_codec={self.key_codec!r}"
+        return HostLayout(
+            heads=spec.kv_heads, units=self.max_chunks(spec.capacity), unit=self.chunk_size,
+            bits=ROW_BITS.get(self.value_dtype), no_kernel=told,
+        )  # fmt: skip
 
     def no_landmarks(self, spec: CacheSpec, chunks: int) -> Array | Scaled:
         """Zeros for so many chunks, as `keep_landmarks` keeps them."""
@@ -189,11 +198,11 @@ class ShadowKV(ShadowSettings):
 
     def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
         """Float32 scores of all chunks [B, h_kv, Q, n], -1 where one may not be selected; Q = 1 if shared, else T."""
-        shared, frozen = self.turn_selection == "shared", state.frozen
-        plain = self.landmark_parts == 1 and self.landmark_dtype == "model" and type(self).logits is ShadowKV.logits
-        if not shared and self.score_dtype == "float32" and plain:
+        shared, kept = self.turn_selection == "shared", state.frozen.landmarks
+        if not shared and self.score_dtype == "float32" and type(self).logits is ShadowKV.logits:
+            rows, scales = (kept.codes, kept.scale) if isinstance(kept, Scaled) else (kept, None)
             return pallas_kernels.chunk_scores(
-                step.q_post, frozen.landmarks, frozen.candidates, scale=self.score_scale(spec)
+                step.q_post, rows, state.frozen.candidates, scale=self.score_scale(spec), landmark_scale=scales
             )
         logits = self.logits(spec, state, step)
         return chunk_scores(logits, step.valid, shared, self.score_dtype, self.landmark_parts)

@@ -10,7 +10,7 @@ from jax import Array
 
 from jshadow.attention import Piece
 from jshadow.chunking import write_rows
-from jshadow.key_codecs import by_head
+from jshadow.key_codecs import LowRank, by_head
 from jshadow.policies.base import leaf_bytes
 from jshadow.policies.chunk_costs import sizes_of
 from jshadow.policies.shadowkv import ShadowKV
@@ -106,6 +106,6 @@ class ShadowKVProjected(ShadowKV):
         """Also the window's keys, in float32 until they are rotated."""
         window = spec.batch * spec.window * spec.kv_heads * spec.head_dim
         codes = spec.batch * spec.window * spec.kv_heads * self.codec.expand_bytes(sizes_of(spec))
-        if self.codec.compiled:
+        if isinstance(self.codec, LowRank):
             codes = 0  # left rows as they lie there
         return super().step_temporaries(spec) + codes + window * (2 * 4 + jnp.dtype(spec.dtype).itemsize)

@@ -24,7 +24,7 @@ def fetch_reconstruct(values: Values, factors: Factors) -> tuple[jax.Array, jax.
 
     Args:
         values: checked by its `check`.
-        factors: likewise; of the dtype of right.
+        factors: likewise; of the dtype of right. Numbers: it takes no packed codes, of keys or of values.
 
     Returns:
         keys and values [B, h_kv, k * c, d].

@@ -1,4 +1,5 @@
-"""Keys rebuilt from low-rank factors by a Triton kernel: gather, product and rotation without a trip to memory."""
+"""Keys rebuilt from low-rank factors or packed codes by a Triton kernel: gather, product and rotation without a trip
+to memory."""
 
 import functools
 from typing import Any, NamedTuple
@@ -9,7 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.reconstruct_keys.factors import Factors
+from pallas_kernels.reconstruct_keys.code_tiles import code_tiles
+from pallas_kernels.reconstruct_keys.codes import Codes
+from pallas_kernels.reconstruct_keys.operands import Keys
 from pallas_kernels.rotation import cos_sin_of
 from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, summed, warps
 
@@ -40,13 +43,12 @@ class Tokens(NamedTuple):
 
 def tokens_of(factors: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: int) -> Tokens:
     """Tokens first .. first + count - 1 of head h in row b; factors holds the kernel's refs."""
-    chunk, units = factors.left.shape[2] // factors.right.shape[2], factors.left.shape[1]
+    chunk, units = factors.chunk, factors.left.shape[-2]
     place = iota(first, count)
     there = place < factors.ids.shape[2] * chunk
     slot, within = lax.div(place, jnp.int32(chunk)), lax.rem(place, jnp.int32(chunk))
     ids = pltriton.load(factors.ids.at[b, h, slot], mask=there, other=0)
-    last = units - 1 + (factors.tail.shape[1] if factors.tail is not None else 0)
-    ids = jnp.minimum(jnp.maximum(ids, 0), last)
+    ids = jnp.minimum(jnp.maximum(ids, 0), factors.units - 1)
     later = ids >= units
     tail_row = jnp.where(later, ids - units, 0)
     unit = jnp.where(later, 0, ids)
@@ -58,12 +60,13 @@ def tokens_of(factors: Any, b: jax.Array, h: jax.Array, first: jax.Array, count:
 
 def store_keys(factors: Any, keys: Any, tokens: Tokens, b: jax.Array, h: jax.Array) -> None:
     """Rebuild the tokens' keys and write them; the halves that RoPE mixes are blocks of their own."""
-    dim, half = factors.right.shape[3], factors.inverse.shape[0]
+    dim, half = factors.dim, factors.inverse.shape[0]
     columns = [(start, width, half) for start, width in spans(half)]
     columns += [(half + start, width, 2 * half) for start, width in spans(half)]
     columns += [(2 * half + start, width, dim) for start, width in spans(dim - 2 * half)]
     places = [(iota(start, width)[None], iota(start, width)[None] < end) for start, width, end in columns]
-    product = products(factors, tokens, places, b, h)
+    rebuilt = code_tiles if isinstance(factors, Codes) else products
+    product = rebuilt(factors, tokens, places, b, h)
 
     there, row = tokens.there[:, None], tokens.place[:, None]
 
@@ -111,14 +114,13 @@ def reconstruct_keys_kernel(factors, keys, *, count):  # type: ignore[no-untyped
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
-def reconstruct_keys(factors: Factors, interpret: bool) -> jax.Array:
+def reconstruct_keys(factors: Keys, interpret: bool) -> jax.Array:
     """See `pallas_kernels.reconstruct_keys`.
 
     Raises:
         NotImplementedError: heads wider than 256, an empty array, an unusual dtype.
     """
-    tails = () if factors.tail is None else (factors.tail,)
-    can_do("reconstruct_keys", factors.right.shape[3], factors.left, factors.right, *tails)
+    can_do("reconstruct_keys", factors.dim, *factors.factors, packed=factors.packed)
     batch, heads, tokens, _ = factors.out_shape
     anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(factors, 64)
     return pl.pallas_call(
@@ -126,19 +128,28 @@ def reconstruct_keys(factors: Factors, interpret: bool) -> jax.Array:
         grid=(blocks(tokens, count), heads, batch),
         in_specs=[jax.tree.map(lambda _: anywhere, factors)],
         out_specs=anywhere,
-        out_shape=jax.ShapeDtypeStruct(factors.out_shape, factors.left.dtype),
-        compiler_params=pltriton.CompilerParams(
-            num_warps=warps(factors.right.shape[3], factors.left, factors.right), num_stages=2
-        ),
+        out_shape=jax.ShapeDtypeStruct(factors.out_shape, factors.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=warps_of(factors), num_stages=2),
         interpret=interpret,
         name="reconstruct_keys",
     )(factors)
 
 
-def block_of_tokens(factors: Factors, most: int) -> int:
-    """Tokens of one program: fewer where float32 tiles or wide heads would fill the registers."""
-    if jnp.float32 in (factors.left.dtype, factors.right.dtype):
+def block_of_tokens(factors: Keys, most: int) -> int:
+    """Tokens of one program: fewer where float32 tiles or wide heads would fill the registers, more where the basis is
+    large, for each program reads it as a whole."""
+    if any(x.dtype == jnp.float32 for x in factors.factors):
         most //= 2
-    if factors.right.shape[3] > 128:
+    if factors.dim > 128:
         most //= 2
-    return max(LEAST, most)
+    return max(LEAST, 2 * most if wide_basis(factors) else most)
+
+
+def warps_of(factors: Keys) -> int:
+    """Warps of one program."""
+    return 8 if wide_basis(factors) else warps(factors.dim, *factors.factors)
+
+
+def wide_basis(factors: Keys) -> bool:
+    """Whether keys are rebuilt from packed coefficients: the bits of a low rank, of four times as many columns."""
+    return isinstance(factors, Codes) and factors.right is not None

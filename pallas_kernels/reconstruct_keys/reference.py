@@ -1,39 +1,62 @@
-"""Keys rebuilt from low-rank factors in plain jax.numpy."""
+"""Keys rebuilt from low-rank factors or packed codes in plain jax.numpy."""
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.reconstruct_keys.factors import Factors
+from pallas_kernels.codes import dequantise
+from pallas_kernels.reconstruct_keys.codes import Codes
+from pallas_kernels.reconstruct_keys.operands import Keys
 from pallas_kernels.rotation import cos_sin_of
 from pallas_kernels.tiles import exact
 
 
-def reconstruct_keys(factors: Factors) -> jax.Array:
+def reconstruct_keys(factors: Keys) -> jax.Array:
     """See `pallas_kernels.reconstruct_keys`."""
-    left, right = factors.left, factors.right
+    left = factors.left
     ids = jnp.clip(factors.ids, 0, factors.units - 1)
     batch, heads, count = ids.shape
-    rows, chunks = two_part_rows(left[:, None], factors.tail, ids), ids
+    rows, chunks = two_part_rows(by_head(left), factors.tail, ids), ids
     if factors.tail_unit is not None:
-        chunks = jnp.where(ids < left.shape[1], ids, ids - left.shape[1] + factors.tail_unit[:, None, None])
-    rows = rows.reshape(batch, heads, count * factors.chunk, right.shape[2])
-    keys = jnp.einsum(
-        "bhtr,bhrd->bhtd", rows, right,
-        precision=exact(jnp.promote_types(left.dtype, right.dtype)), preferred_element_type=jnp.float32,
-    )  # fmt: skip
+        chunks = jnp.where(ids < left.shape[-2], ids, ids - left.shape[-2] + factors.tail_unit[:, None, None])
+    keys = product(factors, rows.reshape(batch, heads, count * factors.chunk, -1))
     positions = (chunks[..., None] * factors.chunk + jnp.arange(factors.chunk)).reshape(keys.shape[:3])
     cos, sin = cos_sin_of(positions[..., None].astype(jnp.float32) * factors.inverse)
     half = cos.shape[-1]
     first, second, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1).astype(left.dtype)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    return turned.astype(factors.dtype)
+
+
+def product(factors: Keys, rows: jax.Array) -> jax.Array:
+    """Float32 keys before RoPE [B, h, t, d] of left rows [B, h, t, r] or [B, h, t, w]."""
+    if not isinstance(factors, Codes):
+        return multiplied(rows, factors.right)
+    mean = factors.mean.astype(jnp.float32)[:, :, None]
+    if factors.right is None:
+        return dequantise(rows, factors.step[:, :, None], factors.profile) + mean
+    found = dequantise(rows, factors.step[:, None, None], factors.profile).astype(factors.right.dtype)
+    return multiplied(found, factors.right) + mean
+
+
+def multiplied(rows: jax.Array, right: jax.Array) -> jax.Array:
+    """Float32 rows [B, h, t, r] times right [B, h, r, d]."""
+    return jnp.einsum(
+        "bhtr,bhrd->bhtd", rows, right,
+        precision=exact(jnp.promote_types(rows.dtype, right.dtype)), preferred_element_type=jnp.float32,
+    )  # fmt: skip
+
+
+def by_head(left: jax.Array) -> jax.Array:
+    """Left rows with an axis for heads, of size 1 where a row is of all heads together."""
+    return left if left.ndim == 4 else left[:, None]
 
 
 def two_part_rows(first: jax.Array, tail: jax.Array | None, ids: jax.Array) -> jax.Array:
-    """Rows ids [B, h, k] of first [B, 1 or h, U, width], ids from U on of tail [B, W, width]."""
+    """Rows ids [B, h, k] of first [B, 1 or h, U, width], ids from U on of tail [B, W, width] or [B, h, W, width]."""
     if tail is None:
         return rows_at(first, ids)
     units = first.shape[2]
-    later = rows_at(tail[:, None], ids - units)
+    later = rows_at(by_head(tail), ids - units)
     return later if units == 0 else jnp.where((ids >= units)[..., None], later, rows_at(first, ids))
 
 

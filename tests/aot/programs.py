@@ -21,6 +21,9 @@ from jshadow.state import KVState
 from jshadow.step import step_writes
 
 DTYPE = jnp.bfloat16
+# The bits of the usual rank, on more columns; landmarks of two tokens, and landmarks and values in four bits.
+PACKED = ShadowKV(key_codec="transform", landmark_tokens=2, landmark_dtype="int4", value_dtype="int4")
+CHANNELS = ShadowKV(key_codec="int4", landmark_dtype="int8", value_dtype="int8")
 
 
 class Task(NamedTuple):
@@ -132,16 +135,63 @@ def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[
     yield Task("sparse_attention", gpu, attend, (q, pieces), kernel=True)
 
 
+def packed_tasks(
+    gpu: str, told: str, policy: ShadowKV, batch: int = 2, capacity: int = 122_880
+) -> Iterator[Task]:  # fmt: skip
+    """The kernels of a decode step on the arrays of a state whose numbers are packed."""
+    state = abstract_state(
+        ONE_LAYER, policy, batch=batch, capacity=capacity, prompt=capacity - 64, dtype="bfloat16", fetch="zero_copy"
+    )
+    policy, layer, layout = state.policy, state.layers[0], state.policy.host_layout(state.specs[0])
+    assert layout is not None
+    frozen, host, heads, dim = place(layer.frozen), place(layer.host).prompt, LLAMA.kv_heads, LLAMA.head_dim
+    given = policy.codec.operands(frozen.right)
+    static = {name: x for name, x in given.items() if name in ("profile", "right") and not hasattr(x, "shape")}
+    arrays = {name: x for name, x in given.items() if name not in static}
+    count, width = policy.max_selected(capacity), policy.chunk_size * dim
+
+    def array(*shape: int, dtype: Any = DTYPE) -> Any:
+        return place(Shape((batch, *shape), dtype))
+
+    def scores(q: Any, landmarks: Any, candidates: Any) -> Any:
+        return pallas_kernels.chunk_scores(
+            q, landmarks.codes, candidates, scale=dim**-0.5, landmark_scale=landmarks.scale
+        )  # fmt: skip
+
+    def rebuild(left: Any, ids: Any, inverse: Any, arrays: Any) -> Any:
+        return pallas_kernels.reconstruct_keys(left, ids=ids, inverse=inverse, **arrays, **static)
+
+    def fetch(values: Any, left: Any, ids: Any, inverse: Any, kept: Any, stay: Any, arrays: Any) -> Any:
+        keys, rows = pallas_kernels.fetch_reconstruct(
+            values, left, ids=ids, inverse=inverse, kept=kept, stay=stay, value_bits=layout.bits, value_dtype=DTYPE,
+            **arrays, **static,
+        )  # fmt: skip
+        return keys, rows.reshape(kept.shape)
+
+    q, ids, inverse = array(1, LLAMA.q_heads, dim), array(heads, count, dtype=jnp.int32), place(
+        Shape((dim // 2,), jnp.float32)
+    )  # fmt: skip
+    yield Task(f"chunk_scores, {told}", gpu, scores, (q, frozen.landmarks, frozen.candidates), kernel=True)
+    yield Task(f"reconstruct_keys, {told}", gpu, rebuild, (frozen.left, ids, inverse, arrays), kernel=True)
+    kept, stay = array(heads, count, width), array(heads, count, dtype=jnp.bool_)
+    yield Task(f"fetch_reconstruct, {told}", gpu, fetch, (host.array, frozen.left, ids, inverse, kept, stay, arrays),
+               donate=(4,), resident=2 * batch * heads * count * width * 2, kernel=True)  # fmt: skip
+
+
 def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
     """All programs for one GPU; full attention at the largest batch that fits it."""
     yield from kernel_tasks(gpu)
+    for told, policy in (("packed", PACKED), ("packed channels", CHANNELS)):
+        yield from packed_tasks(gpu, told, policy)
     for fetch in ("device_put", "zero_copy"):
         yield step_task("decode layer", gpu, ONE_LAYER, ShadowKV(), 8, 131_072, fetch)
+        yield step_task("decode layer, packed", gpu, ONE_LAYER, PACKED, 8, 131_072, fetch)
     yield prefill_task(gpu, 122_880)
     yield step_task("Llama-3.1-8B, full", gpu, LLAMA, Full(), full_batch, 122_880, "resident")
     for fetch in ("device_put", "zero_copy"):
         yield step_task("Llama-3.1-8B, shadowkv", gpu, LLAMA, ShadowKV(), 24, 122_880, fetch)
         yield step_task("Llama-3.1-8B, shadowkv", gpu, LLAMA, ShadowKV(), 12, 249_856, fetch)
+        yield step_task("Llama-3.1-8B, packed", gpu, LLAMA, PACKED, 24, 122_880, fetch)
 
 
 def planned(task: Task) -> tuple[int, int]:

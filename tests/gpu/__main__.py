@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-PARTS = ("ceilings", "correctness", "fetch", "decode", "layer", "decode-more", "compress")
+PARTS = ("ceilings", "correctness", "fetch", "decode", "layer", "decode-more", "decode-packed", "compress")
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:

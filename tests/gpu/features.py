@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpu.runner import Task, attempt, brief
-from gpu.sizes import Sizes
+from gpu.sizes import PACKED, Sizes
 from gpu.synthetic import free, sharding
 from jshadow import decode, offload
 from jshadow.chunking import top_k
@@ -23,6 +23,10 @@ from pallas_kernels import fetch_reconstruct
 MODEL = ModelConfig("llama", 499, 4, 256, 384, 8, 2, 64, 1e-5, 1024)
 SMALL_MODEL = ModelConfig("llama", 101, 2, 32, 48, 4, 2, 16, 1e-5, 1024)
 LENGTHS, CAPACITY, STEPS = (310, 171, 59), 352, 6
+POLICIES = {
+    "": ShadowKV(rank=24, chunk_size=8, budget=64, outlier_chunks=4),
+    "packed, ": ShadowKV(**PACKED, key_profile=(4, 16, 12), chunk_size=8, budget=64, outlier_chunks=4),
+}
 # Of logits of unit variance (sums in another order), and the share of selected ids: a near tie may fall to either side.
 NEAR = {"float32": 2e-3, "bfloat16": 0.1}
 ALIKE = {"float32": 0.99, "bfloat16": 0.9}
@@ -70,10 +74,9 @@ def check_gram(sizes: Sizes) -> dict[str, Any]:
             "rebuilt_error": rebuilt}  # fmt: skip
 
 
-def decoded(sizes: Sizes, params: Any, fetch: str) -> tuple[np.ndarray, np.ndarray, float]:
+def decoded(sizes: Sizes, params: Any, fetch: str, policy: ShadowKV) -> tuple[np.ndarray, np.ndarray, float]:
     """Logits [T, B, V], sorted ids of selected chunks [T, layers, B, h_kv, k], share of them that stayed."""
-    config = SMALL_MODEL if sizes.dry else MODEL
-    rng, policy = np.random.default_rng(0), ShadowKV(rank=24, chunk_size=8, budget=64, outlier_chunks=4)
+    config, rng = SMALL_MODEL if sizes.dry else MODEL, np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, (len(LENGTHS), max(LENGTHS)), dtype=np.int32)
     fed = rng.integers(0, config.vocab_size, (STEPS, len(LENGTHS)), dtype=np.int32)
     _, state = decode.prefill(params, tokens, np.asarray(LENGTHS), policy, capacity=CAPACITY, fetch=fetch)
@@ -87,15 +90,15 @@ def decoded(sizes: Sizes, params: Any, fetch: str) -> tuple[np.ndarray, np.ndarr
     return np.asarray(logits), np.asarray(ids), hits
 
 
-def check_modes(sizes: Sizes, dtype: str) -> dict[str, Any]:
+def check_modes(sizes: Sizes, dtype: str, policy: ShadowKV) -> dict[str, Any]:
     """The same prompts and tokens in all fetch modes: selected chunks, and logits where those agree so far."""
     with jax.default_matmul_precision("highest"):  # else TF32 makes near ties of what is none
         params = init_params(SMALL_MODEL if sizes.dry else MODEL, dtype=dtype)
-        base, chosen, hits = decoded(sizes, params, "resident")
+        base, chosen, hits = decoded(sizes, params, "resident", policy)
         row: dict[str, Any] = {"ok": bool(np.isfinite(base).all()), "repeat_share": hits}
         for fetch in offload.FETCH_MODES[1:]:
             try:
-                mine, picked, _ = decoded(sizes, params, fetch)
+                mine, picked, _ = decoded(sizes, params, fetch, policy)
             except Exception as error:
                 row |= {"ok": False, fetch: {"error": brief(error)}}
                 continue
@@ -158,7 +161,8 @@ def tasks(sizes: Sizes) -> Iterator[Task]:
     """The checks that are of no one kernel."""
     yield Task("memories", 1, check_memories)
     for dtype in NEAR:
-        yield Task(f"fetch modes, {dtype}", 20, functools.partial(check_modes, sizes, dtype))
+        for told, policy in POLICIES.items():
+            yield Task(f"fetch modes, {told}{dtype}", 20, functools.partial(check_modes, sizes, dtype, policy))
     yield Task("pinned array beyond 4 GiB", 20, functools.partial(check_big, sizes))
     yield Task("top_k", 5, functools.partial(check_top_k, sizes))
     yield Task("Gram matrix in float32", 10, functools.partial(check_gram, sizes))

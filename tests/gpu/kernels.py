@@ -1,5 +1,6 @@
 """Every kernel of pallas_kernels: against float64 NumPy at awkward sizes, the float32 reference at real ones."""
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from jax.experimental.pallas import triton as pltriton
 from kernel_cases import (
     ATTENTION,
     CHUNKS,
+    PACKED,
+    PACKED_SCORES,
     SCORES,
     TOLERANCE,
     Chunks,
@@ -41,32 +44,49 @@ REAL_CHUNKS = tuple(
     Chunks(n, 8, 160, 128, count=239, kept=True, kv_heads=8, dtype=t)
     for n, t in ((15_356, "bfloat16"), (1_532, "float32"))
 )
+# The same bits of codes, landmarks and values.
+REAL_PACKED_SCORES = tuple(dataclasses.replace(case, parts=4, bits=4) for case in REAL_SCORES)
+REAL_PACKED = tuple(dataclasses.replace(case, rank=0, profile=(80, 320, 320), value_bits=4) for case in REAL_CHUNKS)
 
 
 class Op(NamedTuple):
-    """A kernel: its awkward and real cases, its arguments, the op, and its results in float64."""
+    """A kernel: its awkward and real cases, its arguments, the op, and its results in float64.
+
+    Attributes:
+        scores: results are float32 whatever goes in.
+        moved: the second result is copied, or exact in its dtype.
+    """
 
     cases: tuple[Any, ...]
     real: tuple[Any, ...]
     inputs: Callable[[Any], dict[str, Any]]
     call: Callable[..., Any]
     truth: Callable[..., tuple[np.ndarray, ...]]
+    scores: bool = False
+    moved: bool = False
 
 
 def fetch_truth(**inputs: Any) -> tuple[np.ndarray, ...]:
     """Keys and values."""
-    factors = {key: x for key, x in inputs.items() if key not in ("values", "values_tail", "kept", "stay")}
+    others = ("values", "values_tail", "kept", "stay", "value_bits", "value_dtype")
+    factors = {key: x for key, x in inputs.items() if key not in others}
     return kernel_truth.reconstruct_keys(**factors), kernel_truth.fetched_values(**inputs)
 
 
 OPS = {
     "chunk_scores": Op(SCORES, REAL_SCORES, score_inputs, pallas_kernels.chunk_scores,
-                       lambda **x: (kernel_truth.chunk_scores(**x),)),
+                       lambda **x: (kernel_truth.chunk_scores(**x),), scores=True),
     "reconstruct_keys": Op(CHUNKS, REAL_CHUNKS, factor_inputs, pallas_kernels.reconstruct_keys,
                            lambda **x: (kernel_truth.reconstruct_keys(**x),)),
-    "fetch_reconstruct": Op(CHUNKS, REAL_CHUNKS, fetch_inputs, pallas_kernels.fetch_reconstruct, fetch_truth),
+    "fetch_reconstruct": Op(CHUNKS, REAL_CHUNKS, fetch_inputs, pallas_kernels.fetch_reconstruct, fetch_truth,
+                            moved=True),
     "sparse_attention": Op(ATTENTION, REAL_ATTENTION, attention_inputs, pallas_kernels.sparse_attention,
                            lambda **x: (kernel_truth.sparse_attention(**x),)),
+    "packed landmarks": Op(PACKED_SCORES, REAL_PACKED_SCORES, score_inputs, pallas_kernels.chunk_scores,
+                           lambda **x: (kernel_truth.chunk_scores(**x),), scores=True),
+    "packed keys": Op(PACKED, REAL_PACKED, factor_inputs, pallas_kernels.reconstruct_keys,
+                      lambda **x: (kernel_truth.reconstruct_keys(**x),)),
+    "packed fetch": Op(PACKED, REAL_PACKED, fetch_inputs, pallas_kernels.fetch_reconstruct, fetch_truth, moved=True),
 }  # fmt: skip
 
 
@@ -79,18 +99,22 @@ def compiled(op: Op, arrays: dict[str, Any], fixed: dict[str, Any], implementati
 
 
 def wide(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments on the device, in float32 where they are shorter: exact, and with the reference exact in its sums."""
+    """Arguments on the device, in float32 where they are shorter: exact, and with the reference exact in its sums.
+
+    Not what is kept beside packed values, which become numbers of its dtype.
+    """
 
     def one(x: jax.Array) -> jax.Array:
         x = jax.device_put(x, jax.memory.Space.Device)
         return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    return jax.tree.map(one, inputs)
+    alone = parts_of(inputs)[1].keys() | ({"kept"} if "value_bits" in inputs else set())
+    return {key: x if key in alone else jax.tree.map(one, x) for key, x in inputs.items()}
 
 
 def parts_of(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arrays, and what is none."""
-    fixed = {key: x for key, x in inputs.items() if isinstance(x, float)}
+    fixed = {key: x for key, x in inputs.items() if not isinstance(x, (jax.Array, list))}
     return {key: x for key, x in inputs.items() if key not in fixed}, fixed
 
 
@@ -111,15 +135,11 @@ def outputs(made: Any) -> list[Any]:
 def check_case(key: str, case: Any, inputs: dict[str, Any], real: bool, program: Any) -> tuple[list[str], float]:
     """What is wrong with a compiled case, and its largest relative error."""
     op, made = OPS[key], outputs(program(parts_of(inputs)[0]))
-    if real:
-        big, fixed = parts_of(wide(inputs))
-        truth = outputs(op.call(**big, **fixed, implementation="xla"))
-    else:
-        truth = list(op.truth(**inputs))
-    kinds = ["float32" if key == "chunk_scores" else case.dtype] * len(made)
+    truth = outputs(op.call(**wide(inputs), implementation="xla")) if real else list(op.truth(**inputs))
+    kinds = ["float32" if op.scores else case.dtype] * len(made)
     found = [compare(got, want, kind) for got, want, kind in zip(made, truth, kinds, strict=True)]
     wrong = [f"error {one['error']:.3g}, relative {one['relative']:.3g}" for one in found if not one["ok"]]
-    if key == "fetch_reconstruct" and found[1]["error"] != 0:
+    if op.moved and found[1]["error"] != 0:
         wrong.append(f"values differ by up to {found[1]['error']:.3g}, they should be copies")
     return wrong, max(one["relative"] for one in found)
 

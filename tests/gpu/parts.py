@@ -38,7 +38,8 @@ def all_parts(sizes: Sizes, runner: Runner, pool: int) -> Parts:
 
     @functools.cache
     def throughput() -> Throughput:
-        earlier = [row for part in ("decode", "decode-more") for row in runner.results["parts"][part]]
+        done = ("decode", "decode-more", "decode-packed")
+        earlier = [row for part in done for row in runner.results["parts"].get(part, [])]
         return Throughput(sizes, Room(sizes, pool, ceilings), lambda: runner.left, earlier)
 
     def correctness() -> Iterator[Task]:
@@ -58,5 +59,6 @@ def all_parts(sizes: Sizes, runner: Runner, pool: int) -> Parts:
     return {
         "ceilings": measure_ceilings, "correctness": correctness, "fetch": fetch,
         "decode": lambda: throughput().longest(), "layer": lambda: stages.tasks(sizes),
-        "decode-more": lambda: throughput().others(), "compress": lambda: compress.tasks(sizes),
+        "decode-more": lambda: throughput().others(), "decode-packed": lambda: throughput().packed(),
+        "compress": lambda: compress.tasks(sizes),
     }  # fmt: skip

@@ -138,8 +138,9 @@ def decode_cells(row: Row) -> Iterator[tuple[str, ...]]:
 
 def stage_cells(row: Row) -> Iterator[tuple[str, ...]]:
     """One line a stage."""
+    told = ", packed" if row.get("packed") else ""
     for stage, value in row["milliseconds"].items():
-        yield f"{row['batch']} x {row['capacity']:,}", stage, number(value)
+        yield f"{row['batch']} x {row['capacity']:,}{told}", stage, number(value)
 
 
 def compress_cells(row: Row) -> Iterator[tuple[str, ...]]:
@@ -178,7 +179,7 @@ TABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], Callable[[Row], Itera
     ("Ceilings", ("ceilings",), ("ceiling", "a second", ""), ceiling_cells),
     ("Fetch of one layer", ("fetch",),
      ("way", "MB over the bus", "us", "least to most", "empty program, us", "GB a second", "of the bus"), fetch_cells),
-    ("Decode", ("decode", "decode-more"),
+    ("Decode", ("decode", "decode-more", "decode-packed"),
      ("policy", "capacity", "rows", "kept", "tokens a second", "least to most", "step by step", "to full",
       "of the bound", "GB fetched a step", "device GB", "peak so far, GB", "host GB", "compile, s"), decode_cells),
     ("One layer's decode step", ("layer",), ("rows x capacity", "stage", "ms"), stage_cells),

@@ -19,6 +19,7 @@ class Sizes:
         dry: whether figures mean nothing.
         config: the model of the decode part; its layers are those of all others.
         policy: ShadowKV's settings.
+        packed: settings of the same bits in which keys, landmarks and values are codes of a few bits.
         capacities: tokens that a row may hold, in the order in which they are measured.
         layer_batch: rows of the single layers, by capacity, in the same order.
         device_bytes, host_bytes: what states may take; None: what the machine has.
@@ -33,6 +34,7 @@ class Sizes:
     dry: bool
     config: ModelConfig
     policy: ShadowKV
+    packed: ShadowKV
     capacities: tuple[int, ...]
     layer_batch: tuple[int, ...]
     device_bytes: int | None
@@ -57,13 +59,14 @@ class Sizes:
         return capacity - LEFT
 
 
+PACKED = {"key_codec": "transform", "landmark_tokens": 2, "landmark_dtype": "int4", "value_dtype": "int4"}
 # Ceilings of gigabytes: at half a gigabyte, a launch takes as long as the reading.
 REAL = Sizes(
-    False, LLAMA, ShadowKV(), (122_880, 61_440), (24, 48), None, None, singles=8, runs=3, run_steps=6, repeats=10,
-    big_units=300_000, ceiling_bytes=4 * GIB, ceiling_side=8192, cases=None, workers=4,
+    False, LLAMA, ShadowKV(), ShadowKV(**PACKED), (122_880, 61_440), (24, 48), None, None, singles=8, runs=3,
+    run_steps=6, repeats=10, big_units=300_000, ceiling_bytes=4 * GIB, ceiling_side=8192, cases=None, workers=4,
 )  # fmt: skip
 DRY = Sizes(
     True, ModelConfig("llama", 128, 2, 64, 96, 4, 2, 16, 1e-5, 4096), ShadowKV(rank=8, outlier_chunks=4, budget=80),
-    (1024, 512), (2, 2), 2 * GIB, 2**19, singles=2, runs=2, run_steps=3, repeats=2, big_units=96, ceiling_bytes=2**20,
-    ceiling_side=64, cases=1, workers=2,
+    ShadowKV(**PACKED, key_profile=(4, 16, 12), outlier_chunks=4, budget=80), (1024, 512), (2, 2), 2 * GIB, 2**19,
+    singles=2, runs=2, run_steps=3, repeats=2, big_units=96, ceiling_bytes=2**20, ceiling_side=64, cases=1, workers=2,
 )  # fmt: skip

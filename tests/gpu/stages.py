@@ -17,7 +17,7 @@ from jshadow import offload
 from jshadow.attention import Piece, attend
 from jshadow.bench.layer import Shape, random_step
 from jshadow.chunking import top_k
-from jshadow.lowrank import reconstruct_keys
+from jshadow.key_codecs import reconstruct_keys
 from jshadow.policies.shadowkv import own_piece
 from jshadow.state import Fetched, HostTier, LayerState, Selection, StepKV
 from jshadow.step import step_layer
@@ -33,11 +33,13 @@ class Stages:
         sizes: of everything.
         capacity: tokens that a row may hold.
         batch: rows.
+        packed: whether keys, landmarks and values are codes of a few bits.
     """
 
     sizes: Sizes
     capacity: int
     batch: int
+    packed: bool = False
 
     def timed(self, function: Any, *args: Any, unused: bool = False) -> Any:
         """Milliseconds of a stage, or its error."""
@@ -51,7 +53,7 @@ class Stages:
     def measured(self) -> dict[str, Any]:
         """Milliseconds of each stage, with what `device_put` and `zero_copy` make of the fetch."""
         sizes, prompt = self.sizes, self.sizes.prompt(self.capacity)
-        config, policy = sizes.layer_config, steered(sizes.policy, prompt)
+        config, policy = sizes.layer_config, steered(sizes.packed if self.packed else sizes.policy, prompt)
         held = state(config, policy, self.batch, self.capacity, prompt, "zero_copy")
         try:
             shape = Shape(prompt, self.batch, config.q_heads, config.kv_heads, config.head_dim)
@@ -65,7 +67,8 @@ class Stages:
             for fetch in ("device_put", "zero_copy"):
                 run = functools.partial(self.whole, dataclasses.replace(spec, fetch=fetch), layer, step)
                 found[f"whole, {fetch}"] = attempt(lambda run=run: 1e3 * run().median)
-            return {"capacity": self.capacity, "batch": self.batch, "milliseconds": found}
+            told = {"packed": True} if self.packed else {}
+            return {"capacity": self.capacity, "batch": self.batch, "milliseconds": found} | told
         finally:
             free(held)
 
@@ -164,8 +167,9 @@ def attended(sizes: Sizes, function: Any, q: Any, shape: tuple[int, ...]) -> flo
 
 
 def tasks(sizes: Sizes) -> Iterator[Task]:
-    """Two tasks a context."""
+    """Three tasks a context."""
     for capacity, batch in zip(sizes.capacities, sizes.layer_batch, strict=True):
         needs, few = 0 if sizes.dry else 30, max(1, batch // 4)
         yield Task(f"stages, {batch} x {capacity:,}", needs, Stages(sizes, capacity, batch).measured)
+        yield Task(f"stages, packed, {batch} x {capacity:,}", needs, Stages(sizes, capacity, batch, True).measured)
         yield Task(f"full attention, {few} x {capacity:,}", needs / 3, functools.partial(dense, sizes, capacity, few))

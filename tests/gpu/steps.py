@@ -26,11 +26,12 @@ from jshadow.step import step_writes
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """One configuration: "full" or a fetch mode of ShadowKV, tokens a row may hold, rows."""
+    """One configuration: "full" or a fetch mode of ShadowKV, tokens a row may hold, rows, whether codes are packed."""
 
     kind: str
     capacity: int
     batch: int
+    packed: bool = False
 
     @property
     def fetch(self) -> str:
@@ -39,10 +40,21 @@ class Setup:
 
     def policy(self, sizes: Sizes) -> Policy:
         """Full attention, or ShadowKV with a set repeat share."""
-        return Full() if self.kind == "full" else steered(sizes.policy, sizes.prompt(self.capacity))
+        if self.kind == "full":
+            return Full()
+        return steered(sizes.packed if self.packed else sizes.policy, sizes.prompt(self.capacity))
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        return f"{self.kind}, packed" if self.packed else self.kind
+
+    def shares_rows(self, other: "Setup") -> bool:
+        """Whether what one keeps in host memory serves the other."""
+        return "full" not in (self.kind, other.kind) and dataclasses.replace(self, kind=other.kind) == other
 
     def __str__(self) -> str:
-        return f"{self.kind}, {self.batch} x {self.capacity:,}"
+        return f"{self.label}, {self.batch} x {self.capacity:,}"
 
 
 def greedy_step(

@@ -16,7 +16,6 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gpu.steered import Steered
-from jshadow import offload
 from jshadow.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planning import abstract_state
@@ -34,13 +33,17 @@ def sharding(memory: str) -> SingleDeviceSharding:
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def drawn(seed: int, scale: float, *, shape: tuple[int, ...], dtype: str) -> Array:
-    """Normal numbers of deviation `scale`."""
+    """Normal numbers of deviation `scale`; bytes are below 64, so that two of them are no scale that is not finite."""
+    if dtype == "uint8":
+        return jax.random.randint(jax.random.key(seed), shape, 0, 64, jnp.int32).astype(jnp.uint8)
     return scale * jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("count",))
 def spread(row: Array, *, count: int) -> Array:
     """`count` multiples of an array, nearly as large: so few numbers are drawn, by one program for any batch."""
+    if row.dtype == jnp.uint8:
+        return jnp.broadcast_to(row, (count, *row.shape))
     factors = 1 + jnp.arange(count, dtype=row.dtype).reshape(-1, *[1] * row.ndim) / (8 * count)
     return row * factors
 
@@ -110,7 +113,7 @@ def fill(layer: LayerState, policy: Policy, capacity: int, seed: int) -> LayerSt
     """One layer, leaf by leaf."""
 
     def one(leaf: Any, seed: int) -> Array:
-        if jnp.issubdtype(leaf.dtype, jnp.floating):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.uint8:
             return on_device(seed, 1.0, leaf.shape, leaf.dtype)
         return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), sharding("device"))
 
@@ -119,7 +122,7 @@ def fill(layer: LayerState, policy: Policy, capacity: int, seed: int) -> LayerSt
     if isinstance(policy, Steered):
         batch = frozen.candidates.shape[0]
         frozen = frozen.replace(
-            right=on_device(seed + 90, math.sqrt(1 / frozen.right.shape[2]), frozen.right.shape),
+            right=basis(frozen.right, seed + 90),
             candidates=jax.device_put(
                 jnp.broadcast_to(policy.eligible(capacity), frozen.candidates.shape).copy(), sharding("device")
             ),
@@ -134,19 +137,27 @@ def fill(layer: LayerState, policy: Policy, capacity: int, seed: int) -> LayerSt
     return LayerState(frozen, live, HostTier(HostArray(array, prompt.memory)))
 
 
+def basis(right: Any, seed: int) -> Any:
+    """What gives rebuilt keys a deviation of about one: of low-rank factors, or of codes with their steps."""
+    if isinstance(right, Array):
+        return on_device(seed, math.sqrt(1 / right.shape[2]), right.shape)
+    columns = on_device(seed, math.sqrt(1 / right.columns.shape[2]), right.columns.shape)
+    return right.replace(columns=columns, step=on_device(seed + 1, 0.1, right.step.shape, "float32"))
+
+
 def refetched(state: KVState, fetch: str) -> KVState:
     """The same state in the other offloading fetch mode: what lies in host memory stays where it is."""
     assert "resident" not in (fetch, state.fetch), "resident rows lie elsewhere"
     layers = []
     for spec, layer in zip(state.specs, state.layers, strict=True):
-        shape, live = offload.tier_shapes(spec.policy.host_layout(spec), spec), layer.live
+        live = layer.live
         if fetch != "zero_copy":
             if live.values is not None:
                 live.values.delete()
             live = live.replace(values=None)
         elif live.values is None:
-            assert shape.prompt is not None
-            live = live.replace(values=on_device(7, 1.0, (*live.resident.shape, shape.prompt.array.shape[3])))
+            width = spec.policy.chunk_size * spec.head_dim
+            live = live.replace(values=on_device(7, 1.0, (*live.resident.shape, width)))
             # What is held would no longer be the values of these chunks.
             live = live.replace(resident=jax.device_put(jnp.full_like(live.resident, -1), sharding("device")))
         layers.append(layer.replace(live=live))

@@ -45,14 +45,17 @@ class Throughput:
         # pool grows and after that.
         self.compiling, self.filling, self.grown = 70.0, {False: 3e9, True: 10e9}, False
 
-    def setups(self, capacity: int) -> list[list[Setup]]:
-        """Groups that are compiled together: largest batches first, then single rows."""
-        policy = steered(self.sizes.policy, self.sizes.prompt(capacity))
-        full = Setup("full", capacity, self.room.largest(Full(), capacity, "resident"))
+    def setups(self, capacity: int, packed: bool = False) -> list[list[Setup]]:
+        """Groups that are compiled together: largest batches first, then single rows; full attention with the first,
+        but where numbers are packed, for it has been measured then."""
+        sizes = self.sizes
+        policy = steered(sizes.packed if packed else sizes.policy, sizes.prompt(capacity))
         most = self.room.largest(policy, capacity, "zero_copy")
         kinds = ("zero_copy", "device_put")
-        many, one = ([Setup(kind, capacity, batch) for kind in kinds] for batch in (most, 1))
-        return [[full, *many], one] if most > 1 else [[full, *many]]
+        many, one = ([Setup(kind, capacity, batch, packed) for kind in kinds] for batch in (most, 1))
+        if not packed:
+            many.insert(0, Setup("full", capacity, self.room.largest(Full(), capacity, "resident")))
+        return [many, one] if most > 1 else [many]
 
     def longest(self) -> Iterator[Task]:
         """The longest context with all rows that fit: what matters most."""
@@ -63,6 +66,10 @@ class Throughput:
         first, *shorter = [self.setups(capacity) for capacity in self.sizes.capacities]
         single = [group for groups in (first, *shorter) for group in groups[1:]]
         return self.tasks([groups[0] for groups in shorter] + single)
+
+    def packed(self) -> Iterator[Task]:
+        """Keys, landmarks and values of a few bits, at every context with all rows that fit: beside the paper's."""
+        return self.tasks([self.setups(capacity, packed=True)[0] for capacity in self.sizes.capacities])
 
     def tasks(self, groups: list[list[Setup]]) -> Iterator[Task]:
         """One task a configuration; also of those of which no row fits, which say so."""
@@ -95,9 +102,7 @@ class Throughput:
         """Seconds that a configuration will take."""
         if self.sizes.dry:
             return 0.0
-        filled = self.held is not None and self.held[0].kind != "full" and setup.kind != "full" and (
-            (self.held[0].capacity, self.held[0].batch) == (setup.capacity, setup.batch)
-        )  # fmt: skip
+        filled = self.held is not None and setup.shares_rows(self.held[0])
         host = 0 if filled or setup.kind == "full" else setup.batch * self.room.host_row(
             setup.policy(self.sizes), setup.capacity, setup.fetch
         )  # fmt: skip
@@ -125,9 +130,7 @@ class Throughput:
         sizes = self.sizes
         if self.held is not None:
             other, held = self.held
-            if "full" not in (setup.kind, other.kind) and (other.capacity, other.batch) == (
-                setup.capacity, setup.batch
-            ):  # fmt: skip
+            if setup.shares_rows(other):
                 return refetched(held, setup.kind)
             self.drop()
         return state(
@@ -139,7 +142,7 @@ class Throughput:
         if self.tensors is None:
             self.tensors = weights(self.sizes.config)
         while True:
-            batch = min(setup.batch, self.fallen.get((setup.kind, setup.capacity), setup.batch))
+            batch = min(setup.batch, self.fallen.get((setup.label, setup.capacity), setup.batch))
             now = dataclasses.replace(setup, batch=batch)
             try:
                 return self.figures(now, group if now in group else [now])
@@ -149,7 +152,7 @@ class Throughput:
                 self.drop()
                 kinds = ("full",) if setup.kind == "full" else ("zero_copy", "device_put")
                 less = max(1, math.floor(batch * 0.8))
-                self.fallen |= {(kind, setup.capacity): less for kind in kinds}
+                self.fallen |= {(dataclasses.replace(setup, kind=kind).label, setup.capacity): less for kind in kinds}
                 needs = self.needs(dataclasses.replace(setup, batch=less))
                 if self.left() < needs:
                     raise Late(f"{brief(error)}; no time to try {less} rows") from error
@@ -180,7 +183,7 @@ class Throughput:
         self.held = (setup, made)
         seconds = time.perf_counter() - start
         row: dict[str, Any] = self.room.in_use() | {
-            "kind": setup.kind, "capacity": setup.capacity, "batch": setup.batch, "fill_seconds": seconds,
+            "kind": setup.label, "capacity": setup.capacity, "batch": setup.batch, "fill_seconds": seconds,
             "program_temporary_bytes": temporaries(program),
         }  # fmt: skip
         if fresh and setup.kind != "full" and setup.batch > 1:
