@@ -23,7 +23,7 @@ import pallas_kernels
 
 ROOT = Path(__file__).resolve().parent.parent
 one_worker = pytest.mark.xdist_group("dry run")  # it takes minutes: once is enough
-PARTS = ["ceilings", "correctness", "fetch", "decode", "layer", "decode-more", "compress"]
+PARTS = ["ceilings", "correctness", "fetch", "decode", "layer", "decode-more", "decode-packed", "compress"]
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from jshadow.chunking import fit_tokens
 from jshadow.key_codecs.base import KeyCode, KeyCodec, Sizes
 from jshadow.key_codecs.lowrank import usual_rank
 from jshadow.key_codecs.midrise import Profile, dequantise, packed_width, profile_bits, quantise, steps
+from jshadow.key_codecs.profiles import profile_of
 from jshadow.lowrank import BLOCK, EXACT, own_tokens, put_block, token_block
 
 
@@ -36,11 +37,8 @@ class Basis(struct.PyTreeNode):
 
 
 def usual_profile(columns: int) -> Profile:
-    """The bits of the usual low rank on four and a half times as many columns: (16, 64, 64) of 192."""
-    rank = usual_rank(columns)
-    eight = min(rank // 2, columns)
-    four = min(2 * rank, columns - eight) // 2 * 2
-    return eight, four, min(2 * rank, columns - eight - four) // 4 * 4
+    """The bits of the usual low rank: (16, 64, 64) of 192 columns, (80, 320, 320) of 1,024."""
+    return profile_of(columns, min(16 * usual_rank(columns), 8 * columns))
 
 
 @dataclasses.dataclass(frozen=True)

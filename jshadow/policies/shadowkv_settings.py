@@ -15,7 +15,7 @@ from jshadow.packing import ROW_BITS
 from jshadow.policies.base import check_choice, check_range, check_share
 from jshadow.policies.chunk_costs import ChunkCosts
 from jshadow.policies.shadowkv_shares import largest_shadow
-from jshadow.state import CacheSpec, HostLayout
+from jshadow.state import CacheSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,15 +210,6 @@ class ShadowSettings(ChunkCosts):
     def window_slots(self, capacity: int, shortest: int) -> int:
         """The shortest prompt leaves the most tokens to the window; one slot at least, for a step needs a place."""
         return max(1, capacity - self.chunk_size * self.max_chunks(min(shortest, capacity)))
-
-    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Values of every whole chunk, outliers too (as in the published code)."""
-        wanting = {"key_codec": self.codec.compiled, "value_dtype": self.value_dtype == "model"}
-        told = " and ".join(f"{name}={getattr(self, name)!r}" for name, there in wanting.items() if not there)
-        return HostLayout(
-            heads=spec.kv_heads, units=self.max_chunks(spec.capacity), unit=self.chunk_size,
-            bits=ROW_BITS.get(self.value_dtype), no_kernel=told,
-        )  # fmt: skip
 
     @classmethod
     def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:

@@ -191,7 +191,6 @@ def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
     for fetch in ("device_put", "zero_copy"):
         yield step_task("Llama-3.1-8B, shadowkv", gpu, LLAMA, ShadowKV(), 24, 122_880, fetch)
         yield step_task("Llama-3.1-8B, shadowkv", gpu, LLAMA, ShadowKV(), 12, 249_856, fetch)
-        yield step_task("Llama-3.1-8B, packed", gpu, LLAMA, PACKED, 24, 122_880, fetch)
 
 
 def planned(task: Task) -> tuple[int, int]:
