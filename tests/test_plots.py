@@ -215,9 +215,11 @@ def test_observations_draw_what_they_are_given() -> None:
 def test_a_sweep_has_a_line_a_task_and_length() -> None:
     """In each panel what has that measure; bytes once, though two tasks tell them; other sweeps' steps left out."""
     longer = [one | {"length": 2 * one["length"], "kl": 3.0} for one in SWEEP]
-    answers = [row(task="passkey", score=10.0 * i, settings={"rank": i}, sweeps=["rank"]) for i in (2, 4)]
+    answers = [row(task="passkey", score=10.0 * i, settings={"rank": i}) for i in (2, 4)]
+    own = [one | {"sweeps": ["rank"]} for one in [*SWEEP, *longer, *answers]]
     other = row(task="passkey", score=0.0, settings={"rank": 3, "budget": 64}, sweeps=["budget"])
-    right, top1, kl, size = plots.plot_sweep([*SWEEP, *longer, *answers, other], "rank").axes
+    none = row("quest", task="passkey", score=0.0, settings={"rank": 3}, sweeps=[], share=0.5)
+    right, top1, kl, size = plots.plot_sweep([*own, other, none], "rank").axes
     [line] = right.containers
     assert line.lines[0].get_xdata().tolist() == [2, 4]
     assert line.lines[0].get_ydata().tolist() == [20, 40]

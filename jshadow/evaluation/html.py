@@ -130,7 +130,9 @@ def table_of(task: str, rows: Sequence[Row]) -> dict[str, Any]:
     lines = [line_of(row) for row in rows]
     told = [i for i in range(len(COLUMNS)) if any(line[i].text != NOTHING for line in lines)]
     notes = [f"{row['length']:,} tokens, control: {row['control']}" for row in rows if row.get("control")]
-    notes += [f"prefill: {row['prefill']}" for row in rows if row.get("prefill", "exact") != "exact"]
+    prefills = {row.get("prefill", "exact") for row in rows}
+    notes += [f"prefill{'' if len(prefills) == 1 else ' of ' + row['name']}: {row['prefill']}"
+              for row in rows if row.get("prefill", "exact") != "exact"]  # fmt: skip
     return {
         "task": task,
         "columns": [COLUMNS[i] for i in told],

@@ -29,10 +29,11 @@ def measured(row: Row, measure: str) -> float | None:
 
 
 def steps_of(rows: Sequence[Row], field: str) -> list[Row]:
-    """Rows whose settings have the field, in its order; what is in other sweeps only is not in this one."""
+    """Rows whose settings have the field, in its order; where rows are in sweeps, only those in this one."""
     asked = [row for row in rows if (row.get("settings") or {}).get(field) is not None]
-    own = [row for row in asked if field in (row.get("sweeps") or [field])]
-    return sorted(own, key=lambda row: row["settings"][field])
+    if any(row.get("sweeps") for row in rows):
+        asked = [row for row in asked if field in row.get("sweeps", ())]
+    return sorted(asked, key=lambda row: row["settings"][field])
 
 
 @styled
@@ -41,7 +42,7 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
 
     Args:
         rows: of `jshadow.analysis.sweep` or `evaluate`; full attention's and those without the setting are left out,
-            and those that are in sweeps of other settings.
+            and where some are in sweeps, those that are not in this one.
         field: the setting on the horizontal axis.
         path: .svg, .png or .pdf to write.
 
