@@ -153,6 +153,16 @@ def test_a_key_code_is_a_line_of_its_own_and_bytes_moved_a_panel() -> None:
     assert held.containers[0].lines[0].get_linestyle() != held.containers[-1].lines[0].get_linestyle()
 
 
+def test_each_sweep_is_a_line() -> None:
+    """A setting that two sweeps share is a mark of both."""
+    rows = [row(score=score, served_device_bytes=size, sweeps=sweeps) for score, size, sweeps in (
+        (50.0, 10_000_000, ["rank", "budget"]), (75.0, 20_000_000, ["rank"]), (80.0, 10_000_000, ["budget"]))]  # fmt: skip
+    figure = plots.plot_memory([row("full"), *rows])
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["full", "shadowkv, rank", "shadowkv, budget, tokens"]
+    assert [box.lines[0].get_ydata().tolist() for box in figure.axes[0].containers[1:]] == [[50, 75], [50, 80]]
+
+
 def test_a_control_and_a_taught_method_are_lines_of_their_own() -> None:
     rows = [row("streaming_llm"), row("streaming_llm", control_of="shadowkv", score=20.0), row("less", fitted=True)]
     [legend] = plots.plot_memory(rows).legends

@@ -17,9 +17,8 @@ import jinja2
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation import metrics, plots
-from jshadow.evaluation.plots.results import check_matplotlib, with_memory, with_scores, with_turns
+from jshadow.evaluation.plots.results import FIELDS, check_matplotlib, with_memory, with_scores, with_turns
 from jshadow.evaluation.plots.style import whole_file
-from jshadow.evaluation.plots.sweeps import FIELDS
 
 Row = Mapping[str, Any]
 TEMPLATE = "report.html.jinja"

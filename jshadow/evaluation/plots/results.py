@@ -164,6 +164,10 @@ def policy_title(row: Row) -> str:
     return "\n".join([f"{name}{marks}", *textwrap.wrap(settings.replace(":", ", "), 30)])
 
 
+FIELDS = {
+    "rank": "rank", "chunk_size": "chunk size, tokens", "budget": "budget, tokens",
+    "outlier_chunks": "outlier chunks a KV head", "local_chunks": "local chunks",
+}  # fmt: skip
 SIZES = {"served_device_bytes": "KV bytes on the device, MB", "served_moved_bytes": "from the host a step, MB"}
 MEASURES = {"score": "score, %", "top1": "same next token as full attention, %", "kl": "KL(full, method), nats"}
 
@@ -175,7 +179,7 @@ def plot_memory(
     """Draw accuracy against device memory: a mark a method, a line where one has several settings or shares.
 
     Memory is that of the KV cache of one request in bfloat16, with what the method offloads on the host. ShadowKV with
-    another key code is a line of its own.
+    another key code is a line of its own, and so is each sweep.
 
     Args:
         rows: of `evaluate`; those that have the measure are drawn, a panel a task and length.
@@ -198,13 +202,13 @@ def plot_memory(
     sizes = ["served_device_bytes", *(["served_moved_bytes"] if moved else [])]
     places = list(dict.fromkeys((row["task"], row["length"], size) for row in drawn for size in sizes))
     figure, axes = panels(len(places), 2, WIDE, 3.4, beside=1.8)
-    methods = list(dict.fromkeys((row["name"], method_of(row)) for row in drawn))
+    methods = list(dict.fromkeys((row["name"], name) for row in drawn for name in lines_of(row)))
     handles: dict[str, Any] = {}
     for axis, (task, length, size) in zip(axes, places, strict=True):
         own = [row for row in drawn if (row["task"], row["length"]) == (task, length)]
         for base, name in methods:
             points = sorted(((row.get(size) or 0) / 1e6, row[measure], row.get(error_of(measure)) or 0.0)
-                            for row in own if method_of(row) == name)  # fmt: skip
+                            for row in own if name in lines_of(row))  # fmt: skip
             if not points:
                 continue
             look = look_of(base, [one for one in methods if one[0] == base].index((base, name)))
@@ -231,6 +235,11 @@ def method_of(row: Row) -> str:
     codec = (row.get("settings") or {}).get("key_codec", "lowrank")
     name = row["name"] + (f" {codec}" if codec != "lowrank" else "")
     return name + (" (control)" if row.get("control_of") else "") + (" (fitted)" if row.get("fitted") else "")
+
+
+def lines_of(row: Row) -> list[str]:
+    """The lines that a row is a mark of: one a sweep that it is in."""
+    return [f"{method_of(row)}, {FIELDS.get(name, name)}" for name in row.get("sweeps") or ()] or [method_of(row)]
 
 
 def error_of(measure: str) -> str:

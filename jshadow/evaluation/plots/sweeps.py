@@ -5,14 +5,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.plots.results import method_of
+from jshadow.evaluation.plots.results import FIELDS, method_of
 from jshadow.evaluation.plots.style import look_of, panels, styled, write
 
 Row = Mapping[str, Any]
-FIELDS = {
-    "rank": "rank", "chunk_size": "chunk size, tokens", "budget": "budget, tokens",
-    "outlier_chunks": "outlier chunks a KV head", "local_chunks": "local chunks",
-}  # fmt: skip
 MEASURES = {
     "score": "right answers, %", "top1": "same next token, %", "kl": "KL(full, method), nats",
     "bytes": "device bytes, % of full's",
