@@ -155,8 +155,8 @@ def test_a_key_code_is_a_line_of_its_own_and_bytes_moved_a_panel() -> None:
 
 def test_each_sweep_is_a_line() -> None:
     """A setting that two sweeps share is a mark of both."""
-    rows = [row(score=score, served_device_bytes=size, sweeps=sweeps) for score, size, sweeps in (
-        (50.0, 10_000_000, ["rank", "budget"]), (75.0, 20_000_000, ["rank"]), (80.0, 10_000_000, ["budget"]))]  # fmt: skip
+    marks = ((50.0, 10_000_000, ["rank", "budget"]), (75.0, 20_000_000, ["rank"]), (80.0, 10_000_000, ["budget"]))
+    rows = [row(score=score, served_device_bytes=size, sweeps=sweeps) for score, size, sweeps in marks]
     figure = plots.plot_memory([row("full"), *rows])
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["full", "shadowkv, rank", "shadowkv, budget, tokens"]
