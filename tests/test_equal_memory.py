@@ -1,11 +1,13 @@
 """`jshadow eval --shares` and `--plot`: policies at one share of full attention's bytes, and a picture of turns."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from tiny_text import byte_tokenizer
 
 from jshadow import cli, cli_eval, load, save, save_fitted
@@ -125,6 +127,36 @@ def test_sweeps_run_beside_shares(params: Params, tmp_path: Path) -> None:
         assert not any(row["control_of"] for row in rows)
     assert len({row["capacity"] for row in made}) == 1
     assert {path.name for path in html.write_results(made, tmp_path)} >= {"sweep_rank.png", "sweep_budget.png"}
+
+
+def test_what_has_no_share_is_told_by_its_settings() -> None:
+    rows = [
+        {
+            "task": "agreement",
+            "length": 64,
+            "policy": policy,
+            "name": policy.partition(":")[0],
+            "share": share,
+            "infeasible": None,
+            "served_device_bytes": 1,
+            "served_full_bytes": 4,
+            "score": 9.0,
+            "stderr": None,
+            "sweeps": sweeps,
+        }
+        for policy, share, sweeps in (
+            ("full", None, []),
+            ("h2o:heavy=3", 0.5, []),
+            ("h2o:heavy=4", None, []),
+            ("quest:unit=8", None, ["unit"]),
+        )
+    ]
+    with Console(width=120, record=True, quiet=False, file=io.StringIO()) as console:
+        metrics.show_shares(rows, console)
+    told = [line.split("│")[2:4] for line in console.export_text().splitlines() if line.startswith("│")]
+    assert [[part.strip() for part in line] for line in told] == [
+        ["100", "full"], ["50", "h2o"], ["-", "h2o:heavy=4"], ["-", "quest:unit=8"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("sweeps", [{"rank": [H2O()]}, {"rank": ["shadowkv"]}, {"depth": [ShadowKV()]}])

@@ -201,9 +201,9 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
-        swept = bool(row.get("sweeps"))
-        name = (row["policy"] if swept else row["name"]) + (" (fitted)" if row.get("fitted") else "")
-        share = row["share"] or (0.0 if swept else 1.0)
+        given = row["share"] is None and row["name"] != "full"  # its settings are what the user said, no share's
+        name = (row["policy"] if given else row["name"]) + (" (fitted)" if row.get("fitted") else "")
+        share = row["share"] or (0.0 if given else 1.0)
         lines.setdefault((row["length"], share, name), {})[row["task"]] = row
     table = Table("length", "share %", "policy", "KV bytes", "of full %", *(f"{task} %" for task in tasks), "KL")
     for (length, share, name), found in sorted(lines.items(), key=lambda item: (item[0][0], -item[0][1])):
