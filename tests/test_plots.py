@@ -153,6 +153,14 @@ def test_a_key_code_is_a_line_of_its_own_and_bytes_moved_a_panel() -> None:
     assert held.containers[0].lines[0].get_linestyle() != held.containers[-1].lines[0].get_linestyle()
 
 
+@pytest.mark.parametrize("profiles", [((16, 64, 64), (4, 40, 32)), ([16, 64, 64], [4, 40, 32]), ("int4", "exact")])
+def test_steps_that_are_no_numbers_stand_by_name(profiles: Any, tmp_path: Path) -> None:
+    """A profile is a tuple, and a list once it was JSON."""
+    rows = [one | {"settings": {"key_profile": profile}} for one, profile in zip(SWEEP, profiles, strict=False)]
+    axis = plots.plot_sweep(rows, "key_profile", tmp_path / "sweep.png").axes[0]
+    assert [text.get_text() for text in axis.get_xticklabels()] == [str(profile) for profile in sorted(profiles)]
+
+
 def test_each_sweep_is_a_line() -> None:
     """A setting that two sweeps share is a mark of both."""
     marks = ((50.0, 10_000_000, ["rank", "budget"]), (75.0, 20_000_000, ["rank"]), (80.0, 10_000_000, ["budget"]))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.plots.results import FIELDS, method_of
+from jshadow.evaluation.plots.results import FIELDS, error_of, method_of
 from jshadow.evaluation.plots.style import look_of, panels, styled, write
 
 Row = Mapping[str, Any]
@@ -13,7 +13,6 @@ MEASURES = {
     "score": "right answers, %", "top1": "same next token, %", "kl": "KL(full, method), nats",
     "bytes": "device bytes, % of full's",
 }  # fmt: skip
-ERRORS = {"score": "stderr", "top1": "top1_stderr", "kl": "kl_stderr"}
 
 
 def measured(row: Row, measure: str) -> float | None:
@@ -22,6 +21,12 @@ def measured(row: Row, measure: str) -> float | None:
         return float(100 * row["served_device_bytes"] / row["served_full_bytes"])
     value: float | None = row.get(measure)
     return value if measure != "score" or row.get("top1") is None else None
+
+
+def place_of(row: Row, field: str) -> Any:
+    """Where a step stands on the axis: at its number, or at a name of what is none (a profile, a code)."""
+    value = row["settings"][field]
+    return value if isinstance(value, int | float) else str(value)
 
 
 def steps_of(rows: Sequence[Row], field: str) -> list[Row]:
@@ -58,12 +63,12 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
         for row in drawn:
             if measured(row, measure) is not None:
                 task = None if measure == "bytes" else row["task"]  # bytes are those of every task
-                lines.setdefault((task, row["name"], row["length"]), {})[row["settings"][field]] = row
+                lines.setdefault((task, row["name"], row["length"]), {})[place_of(row, field)] = row
         kinds: dict[str, int] = {}
         for line, at in lines.items():
             kind = line[1].partition(" ")[0]
             number = kinds[kind] = kinds.get(kind, -1) + 1
-            error = [at[x].get(ERRORS[measure]) or 0.0 for x in at] if measure in ERRORS else None
+            error = None if measure == "bytes" else [row.get(error_of(measure)) or 0.0 for row in at.values()]
             axis.errorbar(list(at), [measured(row, measure) for row in at.values()], yerr=error, elinewidth=0.8,
                           label=line_name(line, list(lines)), **look_of(kind, number))  # fmt: skip
         axis.set_xlabel(FIELDS.get(field, field))
