@@ -9,7 +9,8 @@ from jaxtyping import Array, Bool, Float
 
 from jshadow.attention import MASKED, group_queries, grouped_product
 from jshadow.lowrank import BLOCK
-from jshadow.packing import ROW_BITS, Scaled, quantise_rows, row_codes
+from jshadow.packing import ROW_BITS, Scaled, quantise_rows
+from pallas_kernels.codes import whole_products
 
 EXACT = lax.Precision.HIGHEST  # choices must not hang on a GPU rounding float32 products to TF32
 
@@ -85,8 +86,8 @@ def landmark_logits(
     if isinstance(landmarks, Scaled):
         bits = 8 * landmarks.codes.shape[3] // q.shape[3]
         grouped = group_queries(q, landmarks.codes.shape[1])
-        # Whole numbers of up to seven bits are exact in every dtype; their scale can wait.
-        logits = grouped_product("bhgtd,bhnd->bhgtn", grouped, row_codes(landmarks.codes, bits, q.dtype), EXACT)
+        rows = grouped.reshape(*grouped.shape[:2], -1, q.shape[3])
+        logits = whole_products(rows, landmarks.codes, bits).reshape(*grouped.shape[:4], -1)
         logits *= landmarks.scale.astype(jnp.float32)[:, :, None, None, :, 0]
     else:
         grouped = group_queries(q, landmarks.shape[1])

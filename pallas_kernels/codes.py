@@ -5,10 +5,13 @@ first in its lowest bits. So the numbers of one place in all bytes are neighbour
 bytes shifts it once for each place: no lane needs what another one has.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.tiles import exact, key_products
 
 BITS = (8, 4, 2)
 Profile = tuple[int, int, int]  # numbers of a row in 8, 4 and 2 bits, in this order
@@ -78,3 +81,76 @@ def dequantise(packed: jax.Array, step: jax.Array, profile: Profile) -> jax.Arra
         for part in parts_of(profile)
     ]
     return jnp.concatenate(parts, axis=-1) * step
+
+
+def coded_products(packed: jax.Array, right: jax.Array, step: jax.Array, profile: Profile) -> jax.Array:
+    """Mid-rise codes in rows of bytes times a matrix, without the numbers that the codes stand for.
+
+    Codes are whole numbers below 256 and so exact in every dtype of a model: the matrix takes the steps, and what the
+    codes are off their middle by is the same for all rows. On a CPU that is six times as fast as to scale the codes.
+
+    Args:
+        packed: uint8 [B, h or 1, t, w], w the width of the profile; of all heads together, or each its own.
+        right: floating [B, h, r, d].
+        step: float32 [B, r].
+        profile: columns in 8, 4 and 2 bits, r in all.
+
+    Returns:
+        float32 [B, h, t, d].
+    """
+    parts = parts_of(profile)
+    codes = [unpack(packed[..., part.byte : part.byte + part.size], part.bits) for part in parts]
+    off = jnp.concatenate([jnp.full(part.size * 8 // part.bits, 2.0 ** (part.bits - 1) - 0.5) for part in parts])
+    scaled = (right.astype(jnp.float32) * step[:, None, :, None]).astype(right.dtype)
+    numbers = jnp.concatenate(codes, axis=-1).astype(right.dtype)
+    options: Any = {"precision": exact(right.dtype), "preferred_element_type": jnp.float32}
+    if packed.shape[1] < right.shape[1]:
+        found = jnp.einsum("btr,bhrd->bhtd", numbers[:, 0], scaled, **options)
+    else:
+        found = jnp.einsum("bhtr,bhrd->bhtd", numbers, scaled, **options)
+    constant = jnp.einsum("r,bhrd->bhd", off, scaled.astype(jnp.float32), precision=exact(jnp.float32))
+    return found - constant[:, :, None]
+
+
+def whole_products(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
+    """Rows times packed whole numbers: floating [B, h, R, d] and uint8 [B, h, n, w] to float32 [B, h, R, n].
+
+    Whole numbers of up to seven bits are exact in every dtype of a model.
+    """
+    return lax.platform_dependent(
+        rows, packed, cpu=lambda rows, packed: by_blocks(rows, packed, bits),
+        default=lambda rows, packed: wide_products(rows, packed, bits),
+    )  # fmt: skip
+
+
+def wide_products(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
+    """By unpacking all numbers into the dtype of the rows."""
+    return key_products(rows, signed(unpack(packed, bits), bits).astype(rows.dtype))
+
+
+BLOCK = 16_384  # rows, about, whose unpacked numbers stay in a CPU's cache
+
+
+def by_blocks(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
+    """`wide_products` of one head and block of packed rows after the other, for a CPU.
+
+    Eight times as fast at 65,536 rows of 128 numbers, of which that writes 128 MiB.
+    """
+    lead, count = packed.shape[:2], packed.shape[2]
+    blocks = max(1, round(count / BLOCK))
+    block = -(-count // blocks)
+    heads = (rows.reshape(-1, *rows.shape[2:]), packed.reshape(-1, *packed.shape[2:]))
+    each = rows.shape[2]
+
+    def head(operands: tuple[jax.Array, jax.Array]) -> jax.Array:
+        rows, packed = operands
+
+        def step(index: jax.Array, found: jax.Array) -> jax.Array:
+            start = jnp.minimum(index * block, count - block)  # the last block overlaps the one before
+            part = wide_products(rows[None, None], lax.dynamic_slice_in_dim(packed, start, block)[None, None], bits)
+            return lax.dynamic_update_slice_in_dim(found, part[0, 0], start, axis=1)
+
+        return lax.fori_loop(0, blocks, step, jnp.zeros((each, count), jnp.float32))
+
+    found = lax.map(head, heads)
+    return found.reshape(*lead, *found.shape[1:])

@@ -17,9 +17,10 @@ from jax import Array, lax
 from jshadow.chunking import fit_tokens
 from jshadow.key_codecs.base import KeyCode, KeyCodec, Sizes
 from jshadow.key_codecs.lowrank import usual_rank
-from jshadow.key_codecs.midrise import Profile, dequantise, packed_width, profile_bits, quantise, steps
+from jshadow.key_codecs.midrise import Profile, packed_width, profile_bits, quantise, steps
 from jshadow.key_codecs.profiles import profile_of
 from jshadow.lowrank import BLOCK, EXACT, own_tokens, put_block, token_block
+from pallas_kernels.codes import coded_products
 
 
 class Basis(struct.PyTreeNode):
@@ -103,12 +104,8 @@ class Transform(KeyCodec):
         return quantise(found, right.step[:, None], self.profile)[:, :, None]
 
     def expand(self, rows: Array, right: Any) -> Array:
-        """Coefficients in the dtype of the basis, its columns, and the mean."""
-        found = dequantise(rows, right.step[:, None, None], self.profile).astype(right.columns.dtype)
-        if found.shape[1] == 1:
-            keys = jnp.einsum("btr,bhrd->bhtd", found[:, 0], right.columns, **PRODUCT)
-        else:
-            keys = jnp.einsum("bhtr,bhrd->bhtd", found, right.columns, **PRODUCT)
+        """Codes, the basis times the steps in its dtype, and the mean."""
+        keys = coded_products(rows, right.columns, right.step, self.profile)
         return keys + right.mean.astype(jnp.float32)[:, :, None]
 
     def operands(self, right: Any) -> dict[str, Any]:
@@ -128,9 +125,6 @@ class Transform(KeyCodec):
         columns, coefficients = sizes.columns, 4 * block * len(profile_bits(self.profile))
         rows = 2 * tokens * packed_width(self.profile)
         return rows + 4 * (6 * columns * columns + 4 * block * columns + coefficients)
-
-
-PRODUCT: dict[str, Any] = {"precision": EXACT, "preferred_element_type": jnp.float32}
 
 
 def mean_key(k_pre: Array, lengths: Array, block: int) -> Array:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.codes import signed, unpack
+from pallas_kernels.codes import whole_products
 from pallas_kernels.tiles import MASKED, group_rows, key_products
 
 
@@ -13,12 +13,11 @@ def chunk_scores(
     """See `pallas_kernels.chunk_scores`."""
     batch, kv_heads, count = candidates.shape
     parts = landmarks.shape[2] // count
-    if landmark_scale is not None:
-        bits = 8 * landmarks.shape[3] // q.shape[3]
-        # Whole numbers of up to seven bits are exact in every dtype; their scale can wait.
-        landmarks = signed(unpack(landmarks, bits), bits).astype(q.dtype)
-    logits = key_products(group_rows(q, kv_heads), landmarks)
-    if landmark_scale is not None:
+    rows = group_rows(q, kv_heads)
+    if landmark_scale is None:
+        logits = key_products(rows, landmarks)
+    else:
+        logits = whole_products(rows, landmarks, 8 * landmarks.shape[3] // q.shape[3])
         logits *= landmark_scale.astype(jnp.float32)[:, :, None, :, 0]
     there = (candidates if parts == 1 else jnp.repeat(candidates, parts, axis=2))[:, :, None]
     logits = jnp.where(there, logits * scale, MASKED)

@@ -1,9 +1,12 @@
 """Keys rebuilt from low-rank factors or packed codes in plain jax.numpy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from pallas_kernels.codes import dequantise
+from pallas_kernels.codes import coded_products, dequantise
 from pallas_kernels.reconstruct_keys.codes import Codes
 from pallas_kernels.reconstruct_keys.operands import Keys
 from pallas_kernels.rotation import cos_sin_of
@@ -12,6 +15,24 @@ from pallas_kernels.tiles import exact
 
 def reconstruct_keys(factors: Keys) -> jax.Array:
     """See `pallas_kernels.reconstruct_keys`."""
+    if not isinstance(factors, Codes) or factors.right is None:
+        return rebuilt(factors)
+    return lax.platform_dependent(factors, cpu=head_by_head, default=rebuilt)
+
+
+def head_by_head(codes: Codes) -> jax.Array:
+    """`rebuilt` with the unpacked numbers of one KV head at a time: a CPU's caches hold those, and no more."""
+    assert codes.right is not None
+
+    def head(operands: tuple[jax.Array, ...]) -> jax.Array:
+        right, ids, mean = (x[:, None] for x in operands)
+        return rebuilt(dataclasses.replace(codes, right=right, ids=ids, mean=mean))[:, 0]
+
+    return jnp.moveaxis(lax.map(head, tuple(jnp.moveaxis(x, 1, 0) for x in (codes.right, codes.ids, codes.mean))), 0, 1)
+
+
+def rebuilt(factors: Keys) -> jax.Array:
+    """All KV heads at once."""
     left = factors.left
     ids = jnp.clip(factors.ids, 0, factors.units - 1)
     batch, heads, count = ids.shape
@@ -34,8 +55,7 @@ def product(factors: Keys, rows: jax.Array) -> jax.Array:
     mean = factors.mean.astype(jnp.float32)[:, :, None]
     if factors.right is None:
         return dequantise(rows, factors.step[:, :, None], factors.profile) + mean
-    found = dequantise(rows, factors.step[:, None, None], factors.profile).astype(factors.right.dtype)
-    return multiplied(found, factors.right) + mean
+    return coded_products(rows, factors.right, factors.step, factors.profile) + mean
 
 
 def multiplied(rows: jax.Array, right: jax.Array) -> jax.Array:
