@@ -64,7 +64,7 @@ def run_policies(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name} must come with --model and --context, got {getattr(args, name)!r}")
     rows: list[dict[str, Any]] = [
-        {"name": name, "paper": policy.paper, "settings": policy().settings()} for name, policy in POLICIES.items()
+        {"name": name, "paper": policy.source, "settings": policy().settings()} for name, policy in POLICIES.items()
     ]
     if args.json:
         print(json.dumps({"policies": rows}))

@@ -54,18 +54,18 @@ def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
     """The host tier of a layer as ShapeDtypeStructs: no allocation.
 
     Raises:
-        ConfigError: zero_copy, on a GPU, beside keys that no kernel there rebuilds.
+        ConfigError: zero_copy, on a GPU, of values or beside keys that no kernel there knows.
     """
     if layout is None:
         return HostTier()
     if layout.no_kernel and spec.fetch == "zero_copy" and jax.default_backend() == "gpu":
         raise ConfigError(
             f"fetch must be 'device_put' or 'resident' for {spec.policy.name} with {layout.no_kernel} on a GPU, where "
-            "no kernel rebuilds such keys while it fetches, got 'zero_copy'"
+            "no kernel fetches such values while it rebuilds such keys, got 'zero_copy'"
         )
     shape = (spec.head_dim * layout.planes * layout.unit, jnp.dtype(spec.dtype))
-    if layout.bits is not None:
-        shape = (row_bytes(layout.unit, spec.head_dim, layout.bits, spec.dtype), jnp.dtype(jnp.uint8))
+    if layout.bits is not None or layout.float8:
+        shape = (unit_bytes(spec, layout), jnp.dtype(jnp.uint8))
 
     def part(units: int) -> HostArray | None:
         if units == 0:
@@ -134,7 +134,8 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     shape = (spec.batch, layout.heads, selection.ids.shape[2])
     ids = jnp.broadcast_to(selection.ids, shape)
     valid = jnp.repeat(selection.valid, layout.unit, axis=2)
-    if spec.fetch == "zero_copy" and tier.prompt is not None and has_kernel(selection.rebuild):
+    kernel = has_kernel(selection.rebuild) and not layout.float8
+    if spec.fetch == "zero_copy" and tier.prompt is not None and kernel:
         with jax.named_scope("fetch"):
             return Fetched(*fetch_by_kernel(spec, tier, selection, ids, layout.bits), valid, selection.ids)
     with jax.named_scope("fetch"):
@@ -151,6 +152,8 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     if layout.bits is not None:
         scaled = split_rows(rows, layout.unit, spec.dtype)
         rows = dequantise_rows(scaled, layout.bits, spec.dtype).reshape(*shape, layout.unit * spec.head_dim)
+    elif layout.float8:
+        rows = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn).astype(spec.dtype)
     if selection.kept is not None:
         rows = jnp.where(selection.kept.stay[..., None], selection.kept.rows, rows)
     rows = rows.reshape(*shape, layout.planes, layout.unit, spec.head_dim)
@@ -202,7 +205,7 @@ def unit_bytes(spec: CacheSpec, layout: HostLayout) -> int:
     """Bytes of one unit of one head."""
     if layout.bits is not None:
         return row_bytes(layout.unit, spec.head_dim, layout.bits, spec.dtype)
-    return layout.planes * layout.unit * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+    return layout.planes * layout.unit * spec.head_dim * (1 if layout.float8 else jnp.dtype(spec.dtype).itemsize)
 
 
 def gather(tier: HostTier, ids: Array, units: tuple[int, ...]) -> Array:

@@ -54,7 +54,7 @@ class SmallNorms(EvictingPolicy):
     recent: int = 32
 
     name = "small_norms"
-    paper = "arXiv 2406.11430"
+    source = "arXiv 2406.11430"
 
     def resolve(self, config, capacity):
         """Check the settings."""

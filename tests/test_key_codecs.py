@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import oracle_codec
 import pytest
@@ -253,15 +254,15 @@ PACKED = dict(landmark_tokens=2, landmark_dtype="int4", value_dtype="int4")
 @pytest.mark.parametrize(
     "policy",
     [ShadowKV(), ShadowKV(key_codec="transform", **PACKED), ShadowKV(key_codec="int4", landmark_dtype="int8"),
-     ShadowKV(key_codec="exact", landmark_tokens=4, value_dtype="int8")],
-    ids=lambda policy: policy.key_codec,
+     ShadowKV(key_codec="exact", landmark_tokens=4, value_dtype="int8"), ShadowKV(rank=8, value_dtype="fp8")],
+    ids=lambda policy: f"{policy.key_codec}-{policy.value_dtype}",
 )  # fmt: skip
 def test_planned_bytes_are_the_state_s(policy):
     """By `nominal`'s own count, and by the shapes of a state."""
     made = footprint(LLAMA, policy, capacity=32768, prompt=32768, fetch="device_put")
     resolved = policy.resolve(LLAMA, 32768)
     assert 2 * resolved.device_numbers(32768, LLAMA) * LLAMA.num_layers == made["device_bytes"]
-    row = {"model": 8 * 128 * 2, "int8": 8 * (128 + 2), "int4": 8 * (64 + 2)}[policy.value_dtype]
+    row = {"model": 8 * 128 * 2, "int8": 8 * (128 + 2), "int4": 8 * (64 + 2), "fp8": 8 * 128}[policy.value_dtype]
     assert made["host_bytes"] == LLAMA.num_layers * 8 * resolved.max_chunks(32768) * row
 
 
@@ -332,6 +333,21 @@ def test_host_rows_are_the_oracle_s(bits, dtype):
     assert (np.abs(want - wide) <= scale * 0.51).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp8_values_are_rounded_and_never_become_nothing(dtype):
+    """To the nearest of ml_dtypes' numbers, past the largest to the largest, in a byte each."""
+    values = np.random.default_rng(0).standard_normal((1, 2, 3, 4, 16)) * 10.0 ** np.arange(-8, 8)
+    policy = ShadowKV(value_dtype="fp8", chunk_size=4)
+    spec = abstract_state(TINY, policy, batch=1, capacity=96, prompt=90, dtype=dtype, fetch="resident").specs[0]
+    held = policy.host_rows(spec, jnp.asarray(values, dtype))
+    assert (held.shape, held.dtype) == ((1, 2, 3, 4 * 16), jnp.uint8)
+    got = np.asarray(held).view(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(values.shape)
+    asked = np.asarray(jnp.asarray(values, dtype), np.float64)
+    assert (np.abs(got) <= 448).all()
+    near = np.clip(asked, -448, 448)
+    assert (np.abs(got - near) <= np.maximum(np.abs(near) * 2.0**-4, 2.0**-10)).all()
+
+
 # A policy's settings
 
 BAD = {
@@ -348,7 +364,8 @@ BAD = {
     "landmark": (dict(landmark_tokens=3), r"landmark_tokens must divide chunk_size=8, got 3"),
     "long_landmark": (dict(landmark_tokens=16), r"landmark_tokens must be an integer in \[1, 8\], got 16"),
     "landmark_dtype": (dict(landmark_dtype="int2"), r"landmark_dtype must be one of \('model', 'int8', 'int4'\)"),
-    "value_dtype": (dict(value_dtype=4), r"value_dtype must be one of .*got 4"),
+    "value_dtype": (dict(value_dtype=4), r"value_dtype must be one of .*'fp8'\), got 4"),
+    "landmark_fp8": (dict(landmark_dtype="fp8"), r"landmark_dtype must be one of .*'int4'\), got 'fp8'"),
 }
 
 
@@ -384,6 +401,8 @@ def test_zero_copy_is_refused_where_no_kernel_rebuilds_the_keys(policy, monkeypa
     with pytest.raises(ConfigError, match=told):
         abstract_state(TINY, exact, **sizes, fetch="zero_copy")
     abstract_state(TINY, exact, **sizes, fetch="device_put")
+    with pytest.raises(ConfigError, match=r"with value_dtype='fp8' on a GPU"):
+        abstract_state(TINY, policy(**SMALL, value_dtype="fp8"), **sizes, fetch="zero_copy")
     for codec, kind in (("lowrank", "int4"), ("transform", "model"), ("transform", "int4"), ("int4", "int8")):
         packed = policy(**SMALL, key_codec=codec, value_dtype=kind, landmark_tokens=2, landmark_dtype="int4")
         assert abstract_state(TINY, packed, **sizes, fetch="zero_copy").fetch == "zero_copy"
@@ -394,6 +413,7 @@ MODES = {
     "int4": ShadowKV(key_codec="int4", budget=24, **SMALL, landmark_dtype="int8", value_dtype="int8"),
     "plus": ShadowKVPlus(key_codec="transform", budget=24, **PLUS, **PACKED),
     "lowrank": ShadowKV(rank=12, budget=24, **SMALL, value_dtype="int4"),
+    "fp8": ShadowKV(rank=12, budget=24, **SMALL, value_dtype="fp8"),
 }
 
 

@@ -135,6 +135,15 @@ def test_packed_settings(kind):
         assert (left + landmarks) / tokens == own
 
 
+def test_the_paper_s_codes_stay_to_be_had():
+    """Whatever the defaults become."""
+    for kind in (ShadowKV, ShadowKVPlus):
+        resolved = kind.paper().resolve(LLAMA, 131_072)
+        assert (resolved.key_codec, resolved.rank, resolved.landmark_tokens) == ("lowrank", 160, 8)
+        assert (resolved.landmark_dtype, resolved.value_dtype, resolved.outlier_chunks) == ("model", "model", 48)
+        assert (resolved.chunk_size, resolved.budget) == (8, 2045)
+
+
 def test_bits_of_a_column_are_a_setting():
     policy = parse_policy("shadowkv", ["key_codec=transform", "key_bits=1.333"])
     assert policy.resolve(SMOLLM2, 512).key_profile == (4, 40, 32)

@@ -613,7 +613,7 @@ def test_each_constructs_without_arguments_and_names_its_source():
     for name, policy in POLICIES.items():
         made = policy()
         assert made.name == name
-        assert made.paper
+        assert made.source
         assert hash(made) == hash(policy())
     assert StreamingLLM in POLICIES.values()
 

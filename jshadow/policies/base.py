@@ -44,7 +44,7 @@ class Policy(abc.ABC):
 
     Class attributes:
         name: as on the command line and in POLICIES.
-        paper: source, with the section.
+        source: paper, with the section.
         needs: what `compress` reads beyond keys and values: "q_all" for all queries and their log-sum-exps.
         q_tail: trailing queries that `compress` reads.
         step_rows: query rows of a decode step (2 where a guessed token runs along).
@@ -60,7 +60,7 @@ class Policy(abc.ABC):
     """
 
     name = ""
-    paper = ""
+    source = ""
     needs: frozenset[str] = frozenset()
     q_tail = 0
     step_rows = 1

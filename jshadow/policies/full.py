@@ -26,7 +26,7 @@ class Full(Policy):
     """Keep and attend everything."""
 
     name = "full"
-    paper = "the dense baseline"
+    source = "the dense baseline"
     extend_piece = 16
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:

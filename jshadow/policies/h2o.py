@@ -52,7 +52,7 @@ class H2O(Policy):
     normalise: bool = False
 
     name = "h2o"
-    paper = "arXiv 2306.14048, section 4"
+    source = "arXiv 2306.14048, section 4"
     needs = frozenset({"q_all"})
     budget_fields = ("heavy", "recent")
 

@@ -57,7 +57,7 @@ class InfiniGen(RetrievalPolicy):
     eviction: str = "counter"
 
     name = "infinigen"
-    paper = "arXiv 2406.19707, section 4"
+    source = "arXiv 2406.19707, section 4"
     foresees = True
     needs = frozenset({"q_all"})
 

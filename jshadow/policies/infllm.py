@@ -99,7 +99,7 @@ class InfLLM(Policy):
     query_block: int = 512
 
     name = "infllm"
-    paper = "arXiv 2402.04617, section 3"
+    source = "arXiv 2402.04617, section 3"
     budget_fields = ("budget", "cached", "fetched")
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:

@@ -94,7 +94,7 @@ class KIVI(Policy):
     residual: int = 128
 
     name = "kivi"
-    paper = "arXiv 2402.02750, section 3"
+    source = "arXiv 2402.02750, section 3"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Check that groups divide heads and blocks."""

@@ -56,7 +56,7 @@ class LESS(H2O):
     hidden: int = 512
 
     name = "less"
-    paper = "arXiv 2402.09398, section 3"
+    source = "arXiv 2402.09398, section 3"
     reads_fitted = True
     trains = True
 

@@ -58,7 +58,7 @@ class Loki(RetrievalPolicy):
     top_p: float = 1.0
 
     name = "loki"
-    paper = "arXiv 2406.02542, section 4"
+    source = "arXiv 2406.02542, section 4"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Fill in a quarter each, and check."""

@@ -75,7 +75,7 @@ class OmniKV(Full):
     observation_window: int = 16
 
     name = "omnikv"
-    paper = "OmniKV (ICLR 2025), sections 3 and 4"
+    source = "OmniKV (ICLR 2025), sections 3 and 4"
     extend_piece = 1  # each query chooses for itself
     couples_layers = True
 

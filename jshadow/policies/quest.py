@@ -38,7 +38,7 @@ class Quest(RetrievalPolicy):
     top_p: float = 1.0
 
     name = "quest"
-    paper = "arXiv 2406.10774, section 3"
+    source = "arXiv 2406.10774, section 3"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Check the settings."""

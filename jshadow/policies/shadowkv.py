@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 import pallas_kernels
 from jshadow.attention import Piece, attend
@@ -79,9 +79,11 @@ class ShadowKV(ShadowSettings):
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
         """Values of every whole chunk, outliers too (as in the published code)."""
         told = "" if self.codec.compiled else f"key_codec={self.key_codec!r}"
+        if float8 := self.value_dtype == "fp8":
+            told = f"value_dtype={self.value_dtype!r}"
         return HostLayout(
             heads=spec.kv_heads, units=self.max_chunks(spec.capacity), unit=self.chunk_size,
-            bits=ROW_BITS.get(self.value_dtype), no_kernel=told,
+            bits=ROW_BITS.get(self.value_dtype), float8=float8, no_kernel=told,
         )  # fmt: skip
 
     def no_landmarks(self, spec: CacheSpec, chunks: int) -> Array | Scaled:
@@ -128,6 +130,10 @@ class ShadowKV(ShadowSettings):
         """Values of chunks [B, h_kv, n, c, d] as they lie in host memory, one row a chunk."""
         if self.value_dtype == "model":
             return values.reshape(*values.shape[:3], self.chunk_size * spec.head_dim)
+        if self.value_dtype == "fp8":
+            most = float(jnp.finfo(jnp.float8_e4m3fn).max)  # past which there is no infinity, but no number
+            rows = jnp.clip(values.astype(jnp.float32), -most, most).astype(jnp.float8_e4m3fn)
+            return lax.bitcast_convert_type(rows, jnp.uint8).reshape(*values.shape[:3], -1)
         return join_rows(quantise_rows(values, ROW_BITS[self.value_dtype], spec.dtype))
 
     def preloaded(self, spec: CacheSpec, frozen: ShadowFrozen, prompt: PromptKV) -> Array:

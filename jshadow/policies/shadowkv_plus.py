@@ -45,7 +45,7 @@ class ShadowKVPlus(ShadowKV):
     extra_outlier_chunks: int = 16
 
     name = "shadowkv_plus"
-    paper = "arXiv 2410.21465, section 7.1"
+    source = "arXiv 2410.21465, section 7.1"
 
     @classmethod
     def reference(cls) -> "ShadowKVPlus":

@@ -46,7 +46,8 @@ class ShadowSettings(ChunkCosts):
         landmark_tokens: tokens of a landmark, a divisor of chunk_size; a chunk's score is the sum over its landmarks.
             None: chunk_size.
         landmark_dtype: "model", or "int8" or "int4" with a scale for each landmark.
-        value_dtype: of the values in host memory: "model", or "int8" or "int4" with a scale for each token and head.
+        value_dtype: of the values in host memory: "model", "int8" or "int4" with a scale for each token and head, or
+            "fp8", float8_e4m3fn without one, for which there is no zero-copy kernel.
     """
 
     rank: int | None = None
@@ -69,9 +70,18 @@ class ShadowSettings(ChunkCosts):
     value_dtype: str = "model"
 
     name = "shadowkv"
-    paper = "arXiv 2410.21465, section 4"
+    source = "arXiv 2410.21465, section 4"
     budget_fields = ("budget",)
     kept_fields = ("key_codec", "landmark_tokens", "landmark_dtype", "value_dtype")
+
+    @classmethod
+    def paper(cls) -> Self:
+        """The paper's codes, whatever the defaults are: keys of low rank, a landmark a chunk, and 16 bits throughout.
+
+        Of everything else the defaults, as the paper has it: rank 160 of 1,024 columns, chunks of 8, 1.56 % of the
+        tokens, 48 outlier chunks (sections 4 and 5.1).
+        """
+        return cls(key_codec="lowrank", landmark_dtype="model", value_dtype="model")
 
     @classmethod
     def reference(cls) -> Self:
@@ -148,7 +158,7 @@ class ShadowSettings(ChunkCosts):
             raise ConfigError(f"{self.name}.landmark_tokens must divide chunk_size={self.chunk_size}, got {tokens}")
         for field in ("landmark_dtype", "value_dtype"):
             value = getattr(self, field)
-            check_choice(self.name, field, value, ("model", *ROW_BITS))
+            check_choice(self.name, field, value, ("model", *ROW_BITS, *(("fp8",) if field == "value_dtype" else ())))
             if value == "int4" and config.head_dim % 2:
                 raise ConfigError(f"{self.name}.{field}='int4' must have an even head_dim, got {config.head_dim}")
         return tokens

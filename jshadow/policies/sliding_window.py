@@ -37,7 +37,7 @@ class SlidingWindow(Policy):
     foresees: bool = False
 
     name = "sliding_window"
-    paper = "arXiv 2310.06825, section 2"
+    source = "arXiv 2310.06825, section 2"
     extend_piece = SLIDING_PIECE
 
     def slots(self, capacity: int) -> int:

@@ -39,7 +39,7 @@ class SnapKV(EvictingPolicy):
     granularity: str = "kv_head"
 
     name = "snapkv"
-    paper = "arXiv 2404.14469, section 4"
+    source = "arXiv 2404.14469, section 4"
     budget_fields = ("max_capacity_prompt",)
 
     @property

@@ -73,7 +73,7 @@ class SpeCache(KIVI):
     fetched: int = 64
 
     name = "specache"
-    paper = "arXiv 2503.16163, section 3"
+    source = "arXiv 2503.16163, section 3"
     budget_fields = ("fetched",)
     step_rows = 2
     predecode = True

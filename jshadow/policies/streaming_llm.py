@@ -42,7 +42,7 @@ class StreamingLLM(Policy):
     rebase_positions: bool = True
 
     name = "streaming_llm"
-    paper = "arXiv 2309.17453, section 3.2"
+    source = "arXiv 2309.17453, section 3.2"
     budget_fields = ("window",)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:

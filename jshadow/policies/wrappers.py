@@ -162,7 +162,7 @@ class DenseFirst(Wrapper):
     layers: int = 2
 
     name = "dense_first"
-    paper = "arXiv 2406.10774, section 4.2"
+    source = "arXiv 2406.10774, section 4.2"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Check the number too."""
@@ -198,7 +198,7 @@ class Pyramid(Wrapper):
     steepness: float = 20.0
 
     name = "pyramid"
-    paper = "arXiv 2406.02069, section 4.2"
+    source = "arXiv 2406.02069, section 4.2"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Check the steepness, and that the inner policy has a budget."""
