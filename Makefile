@@ -31,9 +31,10 @@ test-slow: $(BIN)/.setup
 
 # The GPU compiler (and Triton) alone, beside the environment and not in it: no driver, no CUDA libraries.
 AOT := .cache/aot
+AOT_OPTIONS ?=
 aot: $(BIN)/.setup $(AOT)/.done
 	PYTHONPATH=$(AOT):tests $(BIN)/python -m pytest -m aot
-	PYTHONPATH=$(AOT):tests $(BIN)/python -m aot
+	PYTHONPATH=$(AOT):tests $(BIN)/python -m aot $(AOT_OPTIONS)
 
 $(AOT)/.done: constraints.txt
 	version=$$($(BIN)/python -c "import jax; print(jax.__version__)"); \
