@@ -39,7 +39,7 @@ def test_rank_32_budget_256_finds_what_full_attention_finds(smollm2: Params) -> 
     FIGURES.write_text(json.dumps(rows))  # git-ignored: for BENCHMARKS.md
     shadow, control = totals(rows)
     assert shadow["asked"] == 20 * len(lengths)
-    assert shadow["found_by_full"] >= 10 * len(lengths), "full attention finds too little for the comparison to mean anything"
+    assert shadow["found_by_full"] >= 10 * len(lengths), "full attention finds too little for this to mean anything"
     assert shadow["found_by_both"] >= 0.9 * shadow["found_by_full"]
     assert control["found"] < 0.6 * control["found_by_full"]
     assert control["control"].startswith("ok")
