@@ -14,6 +14,7 @@ from jshadow import cli, cli_eval, load, save, save_fitted
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.evaluation import html, metrics, plots, runner
+from jshadow.evaluation.cells import Entry
 from jshadow.params import Params, init_params
 from jshadow.planning import footprint
 from jshadow.policies import (
@@ -175,6 +176,16 @@ def test_sweeps_are_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert more["rank"] == [*SWEEPS["rank"], ShadowKV(rank=24), ShadowKV(rank=32)]
     profiles = cli_eval.parse_sweeps(["shadowkv:key_profile=3,6,8|0,2,4:key_codec=transform"])["key_profile"]
     assert [policy.settings()["key_profile"] for policy in profiles] == [(3, 6, 8), (0, 2, 4)]
+
+
+def test_a_swept_setting_that_another_one_stands_for_is_told_as_given(params: Params) -> None:
+    """Bits become a profile; of what is not swept the settings are those that ran."""
+    policy = ShadowKV(key_codec="transform", key_bits=2.0)
+    resolved = policy.resolve(params.config, 96)
+    assert resolved.key_bits is None
+    swept = runner.settings_of(Entry(policy, sweeps=("key_bits", "rank")), resolved)
+    assert swept == resolved.settings() | {"key_bits": 2.0}
+    assert runner.settings_of(Entry(policy), resolved) == resolved.settings()
 
 
 def test_a_tuple_in_a_list_of_policies_is_one_setting() -> None:

@@ -171,6 +171,21 @@ def test_each_sweep_is_a_line() -> None:
     assert [box.lines[0].get_ydata().tolist() for box in figure.axes[0].containers[1:]] == [[50, 75], [50, 80]]
 
 
+def test_landmarks_of_another_length_are_a_line_of_their_own() -> None:
+    """But for the sweep over those lengths."""
+    settings = {"key_codec": "transform", "chunk_size": 8}
+    marks = [(2, ["key_bits"]), (8, ["key_bits"]), (2, ["landmark_tokens"]), (8, ["landmark_tokens"])]
+    rows = [row(settings=settings | {"landmark_tokens": tokens}, sweeps=sweeps) for tokens, sweeps in marks]
+    names = [name for one in rows for name in results.lines_of(one)]
+    assert names == [
+        "shadowkv transform, landmarks of 2, bits a key column", "shadowkv transform, bits a key column",
+        "shadowkv transform, tokens a landmark", "shadowkv transform, tokens a landmark",
+    ]  # fmt: skip
+    bits = [row(score=50.0, settings=settings | {"landmark_tokens": tokens, "key_bits": bits}, sweeps=["key_bits"])
+            for tokens in (2, 8) for bits in (2.0, 4.0)]  # fmt: skip
+    assert [len(box.lines[0].get_xdata()) for box in plots.plot_sweep(bits, "key_bits").axes[0].containers] == [2, 2]
+
+
 def test_a_control_and_a_taught_method_are_lines_of_their_own() -> None:
     rows = [row("streaming_llm"), row("streaming_llm", control_of="shadowkv", score=20.0), row("less", fitted=True)]
     [legend] = plots.plot_memory(rows).legends

@@ -13,7 +13,7 @@ from jshadow import decode, offload
 from jshadow.digest import tree_digest
 from jshadow.errors import ConfigError
 from jshadow.evaluation import metrics
-from jshadow.evaluation.cells import SERVED, Cell, Data, Setup, plan
+from jshadow.evaluation.cells import SERVED, Cell, Data, Entry, Setup, plan
 from jshadow.evaluation.scorers import score
 from jshadow.evaluation.tasks import Case
 from jshadow.evaluation.tasks.framing import padded
@@ -249,6 +249,13 @@ def finish_sample(
     return {policy: store.records[keys[policy]] for policy in policies}
 
 
+def settings_of(entry: Entry, resolved: Policy) -> dict[str, Any]:
+    """What the policy resolved to; a swept setting that another one stands for then (key_bits) as it was given."""
+    assert entry.policy is not None
+    given, settings = entry.policy.settings(), resolved.settings()
+    return settings | {name: given[name] for name in entry.sweeps if settings[name] is None}
+
+
 def cell_rows(setup: Setup, cell: Cell, table: list[dict[Policy, dict[str, Any]]]) -> list[dict[str, Any]]:
     """The result rows of one task at one length."""
     params, fetch = setup.params, setup.fetch
@@ -262,7 +269,8 @@ def cell_rows(setup: Setup, cell: Cell, table: list[dict[Policy, dict[str, Any]]
         resolved = entry.policy.resolve(params.config, cell.capacity)
         used = footprint(params.config, resolved, **sizes, fetch=fetch)
         row: dict[str, Any] = {"task": cell.task, "length": cell.length, "policy": metrics.label(entry.policy)}
-        row |= {"share": entry.share, "infeasible": None, "name": resolved.name, "settings": resolved.settings()}
+        row |= {"share": entry.share, "infeasible": None, "name": resolved.name}
+        row |= {"settings": settings_of(entry, resolved)}
         row |= {"control_of": entry.control_of, "control": None, "capacity": cell.capacity, "fetch": fetch}
         row |= {"fitted": setup.arrays_of(resolved) is not None, "sweeps": list(entry.sweeps)}
         row |= {"truncated": sum(case.truncated > 0 for case in cell.cases)}

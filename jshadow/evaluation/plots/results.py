@@ -166,7 +166,8 @@ def policy_title(row: Row) -> str:
 
 FIELDS = {
     "rank": "rank", "chunk_size": "chunk size, tokens", "budget": "budget, tokens",
-    "outlier_chunks": "outlier chunks a KV head", "local_chunks": "local chunks",
+    "outlier_chunks": "outlier chunks a KV head", "local_chunks": "local chunks", "key_bits": "bits a key column",
+    "landmark_tokens": "tokens a landmark",
 }  # fmt: skip
 SIZES = {"served_device_bytes": "KV bytes on the device, MB", "served_moved_bytes": "from the host a step, MB"}
 MEASURES = {"score": "score, %", "top1": "same next token as full attention, %", "kl": "KL(full, method), nats"}
@@ -239,7 +240,16 @@ def method_of(row: Row) -> str:
 
 def lines_of(row: Row) -> list[str]:
     """The lines that a row is a mark of: one a sweep that it is in."""
-    return [f"{method_of(row)}, {FIELDS.get(name, name)}" for name in row.get("sweeps") or ()] or [method_of(row)]
+    names = row.get("sweeps") or ()
+    return [f"{kind_of(row, name)}, {FIELDS.get(name, name)}" for name in names] or [method_of(row)]
+
+
+def kind_of(row: Row, field: str) -> str:
+    """The method whose setting is swept; one that has landmarks of another length is another one."""
+    settings = row.get("settings") or {}
+    tokens = settings.get("landmark_tokens")
+    same = field == "landmark_tokens" or tokens in (None, settings.get("chunk_size"))
+    return method_of(row) + ("" if same else f", landmarks of {tokens}")
 
 
 def error_of(measure: str) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.plots.results import FIELDS, error_of, method_of
+from jshadow.evaluation.plots.results import FIELDS, error_of, kind_of
 from jshadow.evaluation.plots.style import look_of, panels, styled, write
 
 Row = Mapping[str, Any]
@@ -53,7 +53,7 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
     Raises:
         ConfigError: no row with that setting, or a file that cannot be written.
     """
-    drawn = [{**row, "name": method_of(row)} for row in steps_of(rows, field)]
+    drawn = [{**row, "name": kind_of(row, field)} for row in steps_of(rows, field)]
     if not drawn:
         raise ConfigError(f"field must be a setting that some row has, got {field!r}")
     shown = [measure for measure in MEASURES if any(measured(row, measure) is not None for row in drawn)]
