@@ -15,6 +15,7 @@ from jshadow.packing import ROW_BITS, row_bytes
 from jshadow.policies.base import Policy
 from jshadow.policies.places import BLOCK
 from jshadow.state import CacheSpec, HostLayout, LayerState
+from pallas_kernels.codes import BLOCK as UNPACKED
 
 
 class ChunkCosts(Policy):
@@ -40,6 +41,11 @@ class ChunkCosts(Policy):
     @abc.abstractmethod
     def landmark_parts(self) -> int:
         """Landmarks of a chunk."""
+
+    @property
+    @abc.abstractmethod
+    def scored_by_kernel(self) -> bool:
+        """Whether `pallas_kernels.chunk_scores` scores the landmarks."""
 
     @abc.abstractmethod
     def max_chunks(self, capacity: int) -> int:
@@ -143,7 +149,10 @@ class ChunkCosts(Policy):
         if parts > 1:  # added up, too
             scores += spec.batch * chunks * 4 * spec.q_heads
         if self.landmark_dtype != "model":
-            scores += spec.batch * chunks * parts * spec.kv_heads * spec.head_dim * (4 + item)
+            rows = spec.batch * chunks * parts * spec.kv_heads
+            # A GPU's kernel has them in registers; `pallas_kernels` brings a block at a time into a CPU's cache.
+            rows = min(rows, 2 * UNPACKED) if self.scored_by_kernel else rows
+            scores += rows * spec.head_dim * (4 + item)
         selected = self.codec.expand_bytes(sizes_of(spec)) + spec.head_dim * (2 * 4 + 3 * item)
         if self.value_dtype != "model":
             selected += spec.head_dim * (1 + 4)

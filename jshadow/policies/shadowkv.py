@@ -205,13 +205,19 @@ class ShadowKV(ShadowSettings):
     def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
         """Float32 scores of all chunks [B, h_kv, Q, n], -1 where one may not be selected; Q = 1 if shared, else T."""
         shared, kept = self.turn_selection == "shared", state.frozen.landmarks
-        if not shared and self.score_dtype == "float32" and type(self).logits is ShadowKV.logits:
+        if self.scored_by_kernel:
             rows, scales = (kept.codes, kept.scale) if isinstance(kept, Scaled) else (kept, None)
             return pallas_kernels.chunk_scores(
                 step.q_post, rows, state.frozen.candidates, scale=self.score_scale(spec), landmark_scale=scales
             )
         logits = self.logits(spec, state, step)
         return chunk_scores(logits, step.valid, shared, self.score_dtype, self.landmark_parts)
+
+    @property
+    def scored_by_kernel(self) -> bool:
+        """Where each query selects by itself, exactly, and from the prompt's chunks alone."""
+        own = type(self).logits is ShadowKV.logits
+        return own and self.turn_selection != "shared" and self.score_dtype == "float32"
 
     def logits(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
         """Products with all landmarks, s of them for each chunk, float32 [B, h_kv, group, T, n * s]."""
