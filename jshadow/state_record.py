@@ -21,6 +21,7 @@ NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
 # Settings that policies have been given since files were first written, with what a file without them means. Wrappers
 # hold records of such policies.
 CODES = {
+    "selection_rounds": 1,
     "key_codec": "lowrank",
     "key_profile": None,
     "key_bits": None,

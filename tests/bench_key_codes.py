@@ -23,8 +23,6 @@ from rich.table import Table
 
 import jshadow
 from jshadow import decode
-from jshadow.attention import group_queries, grouped_product
-from jshadow.chunking import top_k
 from jshadow.config import ModelConfig
 from jshadow.evaluation.cells import Setup, plan
 from jshadow.evaluation.metrics import mean_stderr
@@ -34,7 +32,6 @@ from jshadow.key_codecs import Exact, KeyCode, Profile, Transform
 from jshadow.key_codecs.profiles import best_profile, profile_error, profile_of
 from jshadow.policies import ShadowKV
 from jshadow.policies.profile_calibration import key_errors
-from jshadow.state import CacheSpec, LayerState, StepKV
 
 TASKS = ("agreement", "agreement_bible", "agreement_code")
 BITS = 512  # of a token: rank 32 in 16 bits
@@ -80,27 +77,6 @@ class Idea(ShadowKV):
         return dataclasses.replace(self, profiles=(self.profiles[layer % len(self.profiles)],))
 
 
-@dataclasses.dataclass(frozen=True)
-class TwoRounds(ShadowKV):
-    """Twice the chunks by landmarks; of those the best half by their rebuilt keys."""
-
-    def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
-        """The second round's, -1 for what the first one left out."""
-        first = super().scores(spec, state, step)  # [B, h, T, n]
-        batch, heads, length, chunks = first.shape
-        ids = top_k(first, min(2 * self.max_selected(spec.capacity), chunks))
-        keys = self.codec.reconstruct(self.rebuild(spec, state, step), ids.reshape(batch, heads, -1))
-        keys = keys.reshape(batch, heads, length, -1, spec.head_dim)
-        queries = group_queries(step.q_post, heads)  # [B, h, group, T, d]
-        found = [
-            grouped_product("bhgtd,bhnd->bhgtn", queries[:, :, :, t : t + 1], keys[:, :, t]) for t in range(length)
-        ]
-        weight = jax.nn.softmax(jnp.concatenate(found, axis=3) * spec.scale, axis=-1)
-        mass = weight.reshape(*weight.shape[:4], -1, self.chunk_size).sum(axis=-1).max(axis=2)
-        there = jnp.take_along_axis(first, ids, axis=3) >= 0
-        return jnp.put_along_axis(jnp.full_like(first, -1), ids, jnp.where(there, mass, -1), axis=3, inplace=False)
-
-
 def allocated(errors: np.ndarray, bits: int, step: int = 64) -> tuple[Profile, ...]:
     """A profile for each layer, `bits` in the mean, that lose least in all: errors [layers, 4, columns]."""
     layers, columns = len(errors), errors.shape[2]
@@ -132,8 +108,8 @@ def ideas(params: Any) -> dict[str, ShadowKV]:
         f"a basis for each head {head}": Idea(**exact, idea="per_head", profiles=(head,)),
         "the basis of the middle half": Idea(**exact, idea="middle", profiles=(profile,)),
         "bits by layer, least variance lost": Idea(**exact, profiles=allocated(shares, BITS)),
-        "a second round of selection": TwoRounds(**transform),
-        "a second round, rank 32": TwoRounds(rank=32, **COMMON),
+        "a second round of selection": ShadowKV(**transform, selection_rounds=2),
+        "a second round, rank 32": ShadowKV(rank=32, **COMMON, selection_rounds=2),
         "top_p 0.9 of a budget of 512": ShadowKV(**transform | {"budget": 512, "top_p": 0.9}),
         "budget 512": ShadowKV(**transform | {"budget": 512}),
         "4/3 bits (4, 40, 32), landmarks of 8": ShadowKV(**transform | {"landmark_tokens": 8}, key_bits=4 / 3),

@@ -239,6 +239,7 @@ def run_oracle(setting: Setting, row: Row) -> Wanted:
     params = model(setting.model)
     settings = dataclasses.asdict(setting.policy)
     assert settings.pop("top_p") == 1  # the oracle knows whole budgets only
+    assert settings.pop("selection_rounds") == 1
     exact = {"key_profile": None, "key_bits": None, "landmark_dtype": "model", "value_dtype": "model"}
     assert {name: settings.pop(name) for name in exact} == exact  # and no rounding; tests/oracle_codec.py does
     if settings.pop("key_codec") == "exact":

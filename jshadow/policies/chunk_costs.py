@@ -44,6 +44,11 @@ class ChunkCosts(Policy):
 
     @property
     @abc.abstractmethod
+    def rebuilt_rounds(self) -> int:
+        """How often as many keys are rebuilt in a step as are attended to."""
+
+    @property
+    @abc.abstractmethod
     def scored_by_kernel(self) -> bool:
         """Whether `pallas_kernels.chunk_scores` scores the landmarks."""
 
@@ -115,13 +120,14 @@ class ChunkCosts(Policy):
         offloaded = any(tier is not None and tier.memory != "device" for tier in (state.host.prompt, state.host.tail))
         held = {part: size for part, size in parts.items() if part not in ("host rows", "host tail")}
         return held | {
-            "left": (self.selected_numbers(spec, self.codec.read_bytes(sizes_of(spec))), 0),
+            "left": (self.rebuilt_rounds * self.selected_numbers(spec, self.codec.read_bytes(sizes_of(spec))), 0),
             "values": (0, once) if offloaded else (tiers * once, 0),
         }
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
         """Also the rebuilding of the selected keys, and their scores; packed numbers as if they were wide."""
-        rebuilt, packed = self.selected_numbers(spec, spec.head_dim), self.packed_landmarks(spec)
+        rebuilt = self.rebuilt_rounds * self.selected_numbers(spec, spec.head_dim)
+        packed = self.packed_landmarks(spec)
         if self.value_dtype != "model":
             layout, tiers = self.tiers(spec)
             rows = tiers * spec.batch * spec.kv_heads * self.max_selected(spec.capacity)
@@ -161,7 +167,7 @@ class ChunkCosts(Policy):
         places = 5 * spec.batch * spec.kv_heads * count * min(count, BLOCK)
         exact = spec.window + (self.max_outliers(spec.capacity) + count) * self.chunk_size
         attended = 3 * 4 * spec.batch * spec.q_heads * exact
-        return scores + self.selected_numbers(spec, selected) + places + attended
+        return scores + self.rebuilt_rounds * self.selected_numbers(spec, selected) + places + attended
 
 
 def sizes_of(spec: CacheSpec) -> Sizes:

@@ -18,12 +18,14 @@ from jax import Array, lax
 import pallas_kernels
 from jshadow.attention import Piece, attend
 from jshadow.chunking import take_chunks, take_span, to_chunks, top_k, write_rows
+from jshadow.key_codecs import reconstruct_keys
 from jshadow.landmarks import chunk_scores, keep_landmarks, landmark_logits, prompt_landmarks
 from jshadow.packing import ROW_BITS, Scaled, join_rows, quantise_rows
 from jshadow.policies.base import within_share
 from jshadow.policies.chunk_costs import sizes_of
 from jshadow.policies.places import in_turn
 from jshadow.policies.preload import Preload, exact_keys
+from jshadow.policies.second_round import WIDER, scores_by_keys
 from jshadow.policies.shadowkv_settings import ShadowSettings
 from jshadow.policies.shadowkv_state import ShadowFrozen, ShadowLive
 from jshadow.state import (
@@ -167,10 +169,8 @@ class ShadowKV(ShadowSettings):
             return None, state, carry
         shared = self.turn_selection == "shared"
         with jax.named_scope("select"):
-            scores = self.scores(spec, state, step)
-            ids = top_k(scores, count)  # [B, h_kv, Q, k], Q = 1 for a shared selection, else T
+            ids, best = self.choose(spec, state, step, count)
         asked = step.valid.any(axis=1, keepdims=True) if shared else step.valid
-        best = jnp.take_along_axis(scores, ids, axis=3)
         enough = within_share(jnp.maximum(best, 0), self.top_p)
         valid = asked[:, None, :, None] & (best >= 0) & enough
         ids, valid, hit, held = in_turn(ids, valid, asked, state.live.resident)
@@ -187,6 +187,22 @@ class ShadowKV(ShadowSettings):
             kept=kept,
         )  # fmt: skip
         return selection, state.replace(live=state.live.replace(resident=held)), carry
+
+    def choose(self, spec: CacheSpec, state: LayerState, step: StepKV, count: int) -> tuple[Array, Array]:
+        """The best chunks, int32 [B, h_kv, Q, k], and their scores; Q = 1 for a shared selection, else T."""
+        scores = self.scores(spec, state, step)
+        if self.selection_rounds == 1:
+            ids = top_k(scores, count)
+            return ids, jnp.take_along_axis(scores, ids, axis=3)
+        wide = top_k(scores, min(WIDER * count, scores.shape[3]))
+        there = jnp.take_along_axis(scores, wide, axis=3) >= 0
+        keys = reconstruct_keys(self.rebuild(spec, state, step), wide.reshape(*wide.shape[:2], -1)).astype(spec.dtype)
+        scores = scores_by_keys(
+            step.q_post, keys, there, step.valid, self.score_scale(spec), self.turn_selection == "shared",
+            self.score_dtype,
+        )  # fmt: skip
+        order = top_k(scores, count)
+        return jnp.take_along_axis(wide, order, axis=3), jnp.take_along_axis(scores, order, axis=3)
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
         """Keep the values of the last query's chunks, where the next fetch can leave them out."""

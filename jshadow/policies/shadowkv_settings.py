@@ -14,6 +14,7 @@ from jshadow.landmarks import MANTISSA
 from jshadow.packing import ROW_BITS
 from jshadow.policies.base import check_choice, check_range, check_share
 from jshadow.policies.chunk_costs import ChunkCosts
+from jshadow.policies.second_round import WIDER
 from jshadow.policies.shadowkv_shares import largest_shadow
 from jshadow.state import CacheSpec
 
@@ -37,6 +38,7 @@ class ShadowSettings(ChunkCosts):
         exact_preload: chunks that the prompt's last query selects keep exact keys while every query selects them.
         chunk_multiple: the number of chunks of a prompt is rounded down to a multiple of it.
         top_p: share of the budget's scores that is enough: fewer chunks where few matter (extend_piece is then 1).
+        selection_rounds: 2: landmarks choose twice the chunks, and of those their rebuilt keys the budget's.
         key_codec: what the keys are kept as: "lowrank", the paper's factors; "transform", the eigenbasis in 8, 4 and 2
             bits; "int4", each channel in four bits; "exact", the keys before RoPE themselves.
         key_profile: columns of "transform" in 8, 4 and 2 bits (n8, n4, n2), n4 even and n2 a multiple of 4; None: by
@@ -62,6 +64,7 @@ class ShadowSettings(ChunkCosts):
     exact_preload: bool = False
     chunk_multiple: int = 1
     top_p: float = 1.0
+    selection_rounds: int = 1
     key_codec: str = "lowrank"
     key_profile: Profile | None = None
     key_bits: float | None = None
@@ -72,7 +75,7 @@ class ShadowSettings(ChunkCosts):
     name = "shadowkv"
     source = "arXiv 2410.21465, section 4"
     budget_fields = ("budget",)
-    kept_fields = ("key_codec", "landmark_tokens", "landmark_dtype", "value_dtype")
+    kept_fields = ("selection_rounds", "key_codec", "landmark_tokens", "landmark_dtype", "value_dtype")
 
     @classmethod
     def paper(cls) -> Self:
@@ -129,6 +132,7 @@ class ShadowSettings(ChunkCosts):
         check_choice(self.name, "exact_preload", self.exact_preload, (False, True))
         check_range(self.name, "chunk_multiple", self.chunk_multiple, 1)
         check_share(self.name, "top_p", self.top_p)
+        check_range(self.name, "selection_rounds", self.selection_rounds, 1, 2)
         landmark_tokens = self.resolve_rows(config)
         piece = self.extend_piece if self.top_p == 1 else 1  # what a query attends to is read off its own step
         return dataclasses.replace(
@@ -172,6 +176,11 @@ class ShadowSettings(ChunkCosts):
     def codec(self) -> KeyCodec:
         """How keys are kept."""
         return make_codec(self.key_codec, self.rank, self.key_profile)
+
+    @property
+    def rebuilt_rounds(self) -> int:
+        """How often as many keys are rebuilt in a step as are attended to."""
+        return 1 if self.selection_rounds == 1 else 1 + WIDER
 
     @property
     def landmark_parts(self) -> int:
