@@ -1,5 +1,6 @@
 """The programs that are compiled: each is a function, its abstract arguments, and what must hold of the result."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -186,6 +187,8 @@ def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
     for fetch in ("device_put", "zero_copy"):
         yield step_task("decode layer", gpu, ONE_LAYER, ShadowKV(), 8, 131_072, fetch)
         yield step_task("decode layer, packed", gpu, ONE_LAYER, PACKED, 8, 131_072, fetch)
+        twice = dataclasses.replace(PACKED, selection_rounds=2)
+        yield step_task("decode layer, two rounds", gpu, ONE_LAYER, twice, 8, 131_072, fetch)
     yield prefill_task(gpu, 122_880)
     yield step_task("Llama-3.1-8B, full", gpu, LLAMA, Full(), full_batch, 122_880, "resident")
     for fetch in ("device_put", "zero_copy"):
