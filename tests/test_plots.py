@@ -81,8 +81,8 @@ def test_every_method_has_a_look_of_its_own() -> None:
     assert len(set(style.METHODS.values())) == len(POLICIES)
     assert len({style.look_of(name)["color"] for name in ("shadowkv", "quest", "snapkv", "kivi", "h2o")}) == 5
     one, two = style.look_of("shadowkv", 0), style.look_of("shadowkv", 1)
-    assert (one["color"], one["marker"]) == (two["color"], two["marker"])
-    assert one["linestyle"] != two["linestyle"]
+    assert one["color"] == two["color"]
+    assert all(one[part] != two[part] for part in ("linestyle", "marker"))
     assert style.look_of("probe") == style.look_of("probe")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.plots.style import FORMATS, look_of, need, panels, plain, styled, write
+from jshadow.evaluation.plots.style import FORMATS, LONG, look_of, need, panels, plain, styled, write
 
 Row = Mapping[str, Any]
 WIDE, MOST_ACROSS = 4.2, 4  # inches of a panel, panels side by side
@@ -202,8 +202,9 @@ def plot_memory(
     need(drawn, f"{measure} against memory")
     sizes = ["served_device_bytes", *(["served_moved_bytes"] if moved else [])]
     places = list(dict.fromkeys((row["task"], row["length"], size) for row in drawn for size in sizes))
-    figure, axes = panels(len(places), 2, WIDE, 3.4, beside=1.8)
     methods = list(dict.fromkeys((row["name"], name) for row in drawn for name in lines_of(row)))
+    longest = min(LONG, max(len(name) for _, name in methods))
+    figure, axes = panels(len(places), 2, WIDE, 3.4, beside=max(1.8, 0.075 * longest))
     handles: dict[str, Any] = {}
     for axis, (task, length, size) in zip(axes, places, strict=True):
         own = [row for row in drawn if (row["task"], row["length"]) == (task, length)]
@@ -226,7 +227,7 @@ def plot_memory(
             axis.set_yscale("log", nonpositive="clip")
         else:
             axis.set_ylim(-4 if min(row[measure] for row in own) < 50 else None, 104)
-    figure.legend(handles.values(), map(plain, handles), loc="outside right upper")
+    figure.legend(handles.values(), [plain(name, LONG) for name in handles], loc="outside right upper")
     return write(figure, path)
 
 

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from jshadow.errors import ConfigError
 
+LONG = 52  # letters of a line's name where it has room
 FORMATS = (".svg", ".png", ".pdf")
 PLAIN = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}  # no date in a file
 # Colours that the common kinds of colour blindness tell apart (Okabe and Ito; Tol); the families of methods have a hue
@@ -61,7 +62,7 @@ Draw = TypeVar("Draw", bound=Callable[..., Any])
 
 
 def look_of(name: str, number: int = 0) -> dict[str, Any]:
-    """Line2D properties of a method: its colour and marker always, a dash pattern for its n-th setting in one panel.
+    """Line2D properties of a method: its colour always; dashes and a hollow marker for its n-th setting in one panel.
 
     Args:
         name: as a row's "name"; one that is not in METHODS gets a look that hangs on the name alone.
@@ -72,7 +73,8 @@ def look_of(name: str, number: int = 0) -> dict[str, Any]:
     else:
         own = zlib.crc32(name.encode())
         colour, mark = SERIES[own % len(SERIES)], MARKS[own // len(SERIES) % len(MARKS)]
-    return {"color": colour, "marker": mark, "linestyle": DASHES[number % len(DASHES)]}
+    look = {"color": colour, "marker": mark, "linestyle": DASHES[number % len(DASHES)]}
+    return look if not number else look | {"markerfacecolor": "white", "marker": MARKS[number % len(MARKS)]}
 
 
 def series_look(number: int) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation.plots.results import FIELDS, error_of, kind_of
-from jshadow.evaluation.plots.style import look_of, panels, styled, write
+from jshadow.evaluation.plots.style import LONG, look_of, panels, plain, styled, write
 
 Row = Mapping[str, Any]
+CROWD = 3  # lines whose legend still finds room among them
 MEASURES = {
     "score": "right answers, %", "top1": "same next token, %", "kl": "KL(full, method), nats",
     "bytes": "device bytes, % of full's",
@@ -57,7 +58,8 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
     if not drawn:
         raise ConfigError(f"field must be a setting that some row has, got {field!r}")
     shown = [measure for measure in MEASURES if any(measured(row, measure) is not None for row in drawn)]
-    figure, axes = panels(len(shown), len(MEASURES), 3.4, 3.0)
+    many = len({(row["task"], row["name"], row["length"]) for row in drawn})
+    figure, axes = panels(len(shown), len(MEASURES), 3.4, 3.0 + (0.2 * many if many > CROWD else 0))
     for axis, measure in zip(axes, shown, strict=True):
         lines: dict[tuple[Any, ...], dict[Any, Row]] = {}
         for row in drawn:
@@ -77,7 +79,9 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
             axis.set_ylim(-4, 104)
         elif measure != "top1":
             axis.set_ylim(bottom=0)
-        if len(lines) > 1:
+        if many > CROWD:
+            axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2))
+        elif len(lines) > 1:
             axis.legend()
     return write(figure, path)
 
@@ -86,4 +90,4 @@ def line_name(line: tuple[Any, ...], lines: Sequence[tuple[Any, ...]]) -> str:
     """Of a line's task, method and length, those that tell it from the other lines."""
     parts = [f"{part:,} tokens" if isinstance(part, int) else str(part) for part in line]
     told = [part for i, part in enumerate(parts) if len({other[i] for other in lines}) > 1]
-    return ", ".join(told) or parts[1]
+    return plain(", ".join(told) or parts[1], LONG)
