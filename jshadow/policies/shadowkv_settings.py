@@ -104,7 +104,8 @@ class ShadowSettings(ChunkCosts):
         """Transform-coded keys, landmarks and host values in four bits, at the paper's device bytes: not the paper's.
 
         With a landmark for every two tokens; `small`: 4/3 bits of a key column and one landmark a chunk, two fifths of
-        those bytes. Host values take a good quarter of theirs. BENCHMARKS.md tells what both cost on SmolLM2.
+        those bytes. Host values take a good quarter of theirs. BENCHMARKS.md tells what both cost on SmolLM2, and where
+        they lose: what stands out of a text that repeats itself is clipped.
         """
         return cls(
             key_codec="transform", key_bits=4 / 3 if small else None, landmark_tokens=None if small else 2,
