@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from test_saved_faults import file_size_limit
 
 from jshadow.cli import main
 from jshadow.convert import convert
+from jshadow.convert.files import workspace
 from jshadow.convert.huggingface import flat_abstract
 from jshadow.errors import CheckpointError, ConfigError
 from jshadow.models.registry import family_of
@@ -383,6 +385,28 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, format, limit):
     assert os.listdir(tmp_path) == ["m"]
     convert(directory, tmp_path / "out", "float32", format=format)
     assert_same(load(tmp_path / "out", "float32"), params)
+
+
+@pytest.mark.parametrize("late", [0.05, 0.15])
+def test_what_a_late_writer_makes_is_removed_too(tmp_path, late):
+    """A thread of a writer that failed makes the directory anew after it was removed."""
+
+    def write(made):
+        time.sleep(late)
+        made.mkdir(parents=True, exist_ok=True)
+        (made / "file").write_text("late")
+
+    def fail():
+        with workspace(tmp_path, ".out.partial-") as made:
+            threads.append(threading.Thread(target=write, args=(made,)))
+            threads[0].start()
+            raise KeyboardInterrupt
+
+    threads: list[threading.Thread] = []
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    threads[0].join()
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, OSError])

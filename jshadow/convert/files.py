@@ -14,7 +14,7 @@ from typing import Any
 
 from jshadow.errors import CheckpointError, ConfigError
 
-REMOVALS = 50
+REMOVALS, QUIET = 50, 3  # tries to remove a directory, and looks that must find it gone, a tenth of a second apart
 LFS_HEAD = b"version https://git-lfs"
 
 
@@ -168,12 +168,21 @@ def workspace(parent: Path, prefix: str) -> Iterator[Path]:
     try:
         with _locked(made):
             yield made
-    finally:
-        for _ in range(REMOVALS):  # also on KeyboardInterrupt; after a rename there is nothing here
-            shutil.rmtree(made, ignore_errors=True)
-            if not made.exists():
-                break
-            time.sleep(0.1)  # a thread of a writer that failed may still be at its last file
+    except BaseException:  # also KeyboardInterrupt
+        remove_for_good(made)
+        raise
+    shutil.rmtree(made, ignore_errors=True)  # after a rename there is nothing here
+
+
+def remove_for_good(path: Path) -> None:
+    """Remove a directory to which a thread of a writer that failed may still write: it may even make it anew."""
+    gone = 0
+    for _ in range(REMOVALS):
+        shutil.rmtree(path, ignore_errors=True)
+        gone = 0 if path.exists() else gone + 1
+        if gone == QUIET:
+            return
+        time.sleep(0.1)
 
 
 @contextlib.contextmanager
