@@ -86,8 +86,8 @@ def dequantise(packed: jax.Array, step: jax.Array, profile: Profile) -> jax.Arra
 def coded_products(packed: jax.Array, right: jax.Array, step: jax.Array, profile: Profile) -> jax.Array:
     """Mid-rise codes in rows of bytes times a matrix, without the numbers that the codes stand for.
 
-    Codes are whole numbers below 256 and so exact in every dtype of a model: the matrix takes the steps, and what the
-    codes are off their middle by is the same for all rows. On a CPU that is six times as fast as to scale the codes.
+    Codes are whole numbers below 256 and so exact in every dtype of a model: the matrix takes the steps, and what
+    codes of zero stand for is the same for all rows. On a CPU that is six times as fast as to scale the codes.
 
     Args:
         packed: uint8 [B, h or 1, t, w], w the width of the profile; of all heads together, or each its own.
@@ -100,7 +100,7 @@ def coded_products(packed: jax.Array, right: jax.Array, step: jax.Array, profile
     """
     parts = parts_of(profile)
     codes = [unpack(packed[..., part.byte : part.byte + part.size], part.bits) for part in parts]
-    off = jnp.concatenate([jnp.full(part.size * 8 // part.bits, 2.0 ** (part.bits - 1) - 0.5) for part in parts])
+    zeros = jnp.concatenate([middle(jnp.zeros(part.size * 8 // part.bits), part.bits) for part in parts])
     scaled = (right.astype(jnp.float32) * step[:, None, :, None]).astype(right.dtype)
     numbers = jnp.concatenate(codes, axis=-1).astype(right.dtype)
     options: Any = {"precision": exact(right.dtype), "preferred_element_type": jnp.float32}
@@ -108,8 +108,8 @@ def coded_products(packed: jax.Array, right: jax.Array, step: jax.Array, profile
         found = jnp.einsum("btr,bhrd->bhtd", numbers[:, 0], scaled, **options)
     else:
         found = jnp.einsum("bhtr,bhrd->bhtd", numbers, scaled, **options)
-    constant = jnp.einsum("r,bhrd->bhd", off, scaled.astype(jnp.float32), precision=exact(jnp.float32))
-    return found - constant[:, :, None]
+    constant = jnp.einsum("r,bhrd->bhd", zeros, scaled.astype(jnp.float32), precision=exact(jnp.float32))
+    return found + constant[:, :, None]
 
 
 def whole_products(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
