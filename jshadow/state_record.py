@@ -22,6 +22,7 @@ NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
 # hold records of such policies.
 CODES = {
     "selection_rounds": 1,
+    "outlier_rule": "landmark",
     "key_codec": "lowrank",
     "key_profile": None,
     "key_bits": None,

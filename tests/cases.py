@@ -82,13 +82,14 @@ TRANSFORM: dict[str, Any] = dict(key_codec="transform", key_profile=(3, 6, 8))
 def codec_case(
     policy: type[ShadowKV], value_dtype: str = "model", lossy: dict[str, Any] | None = None, **settings: Any
 ):
-    """A ShadowKV whose keys are in the code of `lossy` and whose values may be packed; and with exact keys and values,
-    where landmarks choose among all chunks."""
+    """A ShadowKV whose keys are in the code of `lossy`, by which outliers are chosen too, and whose values may be
+    packed; and with exact keys and values, where landmarks choose among all chunks."""
 
     def lossless(num_tokens: int, config: ModelConfig) -> Policy:
         return policy(key_codec="exact", budget=max(num_tokens, 8), **settings)
 
-    return PolicyCase(policy(budget=16, value_dtype=value_dtype, **(lossy or {}), **settings), lossless)
+    settings_of_codes = {"outlier_rule": "both", "value_dtype": value_dtype, **(lossy or {})}
+    return PolicyCase(policy(budget=16, **settings_of_codes, **settings), lossless)
 
 
 def shadowkv_case(policy: type[ShadowKV], **settings: Any) -> PolicyCase:

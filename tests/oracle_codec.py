@@ -4,9 +4,9 @@ Written from their description alone, in float64 and one number after the other 
 key columns (all KV heads side by side), r columns that have bits.
 
 The transform code: the mean of the real tokens; eigenvectors of the centred keys, by falling variance; a profile
-(n8, n4, n2) of columns with 8, 4 and 2 bits; a mid-rise quantiser each, which has its largest magnitude at `LOAD`
-standard deviations. A token is a row of bytes: 8-bit columns, then 4-bit, then 2-bit; in a part of w bytes, byte j
-holds the columns j, j + w, ..., the first in the lowest bits.
+(n8, n4, n2) of columns with 8, 4 and 2 bits; a mid-rise quantiser each, which ends at `LOAD` standard deviations or at
+`REACH` of the column's largest magnitude, whichever is more. A token is a row of bytes: 8-bit columns, then 4-bit, then
+2-bit; in a part of w bytes, byte j holds the columns j, j + w, ..., the first in the lowest bits.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import numpy as np
 from oracle_maths import Array, softmax
 
 LOAD = {8: 8.0, 4: 3.2, 2: 1.9}
+REACH = {8: 1.0, 4: 0.7, 2: 0.5}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +73,16 @@ def coder_of(keys: Array, profile: Sequence[int]) -> Coder:
     bits = np.array([8] * profile[0] + [4] * profile[1] + [2] * profile[2])
     sigma = np.sqrt(np.maximum(variance[order], 0))
     constant = sigma <= 1e-5 * sigma.max(initial=0)
-    step = np.array([2 * LOAD[int(b)] * s / 2.0**b for b, s in zip(bits, sigma, strict=True)])
+    step = column_steps((keys - mean) @ vectors[:, order], bits)
     return Coder(mean, vectors[:, order], bits, np.where(constant, 0, step))
+
+
+def column_steps(columns: Array, bits: Array) -> Array:
+    """Step of the quantiser of each of the centred columns [T, r], whether it is constant or not."""
+    ends = []
+    for column, b in zip(columns.T, bits, strict=True):
+        ends.append(max(LOAD[int(b)] * np.sqrt((column**2).mean()), REACH[int(b)] * np.abs(column).max()))
+    return 2 * np.array(ends) / 2.0**bits
 
 
 def packed(codes: Array, profile: Sequence[int]) -> Array:

@@ -39,6 +39,8 @@ class ShadowKV:
         exact_preload: chunks that the last prompt query selects keep exact keys until they first miss a step.
         chunk_multiple: the number of chunks is rounded down to a multiple of it.
         landmark_tokens: tokens of a landmark; a chunk's score adds up its landmarks' softmax. None: chunk_size.
+        outlier_rule: "both": of outlier_chunks the smaller half are, of the chunks the landmarks leave, those with the
+            key that the projection moves farthest.
     """
 
     rank: int
@@ -53,6 +55,7 @@ class ShadowKV:
     exact_preload: bool = False
     chunk_multiple: int = 1
     landmark_tokens: int | None = None
+    outlier_rule: str = "landmark"
 
     @property
     def parts(self) -> int:
@@ -94,7 +97,7 @@ class Trace(TypedDict):
     extra: list[set[int]]  # [h_kv] ids of the joined chunks that are kept exact
     scores: Array  # [h_kv, n] by chunk id; -inf where the chunk is no candidate
     gap: float  # smallest over KV heads of (last score in - first score out) / last score in
-    outlier_gap: float  # the same at the outliers' cut, but the plain difference of the two cosines
+    outlier_gap: float  # the same at the outliers' cut, but the plain difference of cosines, or of key lengths
     extra_gap: float  # smallest difference of cosines to the threshold of extra outliers
     preload_gap: float  # as `gap`, of the last prompt query; infinite unless it selects
     factor_error: float  # by how much float32 low-rank keys may be off, over the largest singular value
@@ -137,11 +140,20 @@ def compress(policy: ShadowKV, cache: LayerCache, last_query: Array, rope: "Rope
     wanted = 24 * (policy.budget // 1024) if policy.outlier_chunks is None else policy.outlier_chunks
     o = min(wanted, n)
     landmarks, worst = landmarks_of(cache.k_post[: n * policy.chunk_size], policy.chunk_size, policy.parts)
-    outliers = [sorted(lowest(row, o)) for row in worst]
-    gaps = [float(np.diff(np.sort(row))[o - 1]) if 0 < o < n else np.inf for row in worst]
-    threshold = [float(row[ids].max()) if ids else -np.inf for row, ids in zip(worst, outliers, strict=True)]
     new_keys = isinstance(policy, ShadowKVPlus)
     projection, error = project_onto_prompt(cache.k_pre.reshape(length, -1), policy.rank, new_keys=new_keys)
+    by_landmark = min(n, wanted - wanted // 2) if policy.outlier_rule == "both" else o
+    outliers = [lowest(row, by_landmark) for row in worst]
+    gaps = [float(np.diff(np.sort(row))[by_landmark - 1]) if 0 < by_landmark < n else np.inf for row in worst]
+    threshold = [float(row[ids].max()) if ids else -np.inf for row, ids in zip(worst, outliers, strict=True)]
+    moved = cache.k_pre - (cache.k_pre.reshape(length, -1) @ projection).reshape(cache.k_pre.shape)
+    far = np.linalg.norm(moved[: n * policy.chunk_size], axis=2).reshape(n, policy.chunk_size, h_kv).max(axis=1)
+    for head, row in enumerate(far.T):
+        row[outliers[head]] = -np.inf
+        outliers[head] = sorted(outliers[head] + lowest(-row, o - by_landmark))
+        if by_landmark < o < n:
+            last, first_out = -np.sort(-row)[[o - by_landmark - 1, o - by_landmark]]
+            gaps.append(float(last - first_out) / np.linalg.norm(cache.k_pre, axis=2).max())
     memory = Memory(
         length, n, outliers, min(gaps), threshold, projection, error, rebuilt=cache.k_post[:0], landmarks=landmarks,
         worst=worst, exact=[set() for _ in range(h_kv)],

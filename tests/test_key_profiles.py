@@ -84,7 +84,7 @@ def test_errors_of_columns_are_the_oracle_s():
     np.testing.assert_allclose(errors[3], (rows**2).mean(axis=0), rtol=1e-5)
     for kind, bits in enumerate((8, 4, 2)):
         sigma = np.sqrt((rows**2).mean(axis=0))
-        steps = np.where(sigma > 1e-5 * sigma[0], 2 * oracle_codec.LOAD[bits] * sigma / 2**bits, 0)
+        steps = np.where(sigma > 1e-5 * sigma[0], oracle_codec.column_steps(rows, np.full(8, bits)), 0)
         coder = oracle_codec.Coder(np.zeros(8), np.eye(8), np.full(8, bits), steps)
         want = ((coder.values(coder.codes(rows)) - rows) ** 2).mean(axis=0)
         np.testing.assert_allclose(errors[kind], want, rtol=2e-3, atol=1e-12)

@@ -157,7 +157,10 @@ def test_a_policy_that_is_none_here(tmp_path, settings, told):
 
 # Files of an older version, and files that are good but not for this machine
 
-CODES = ("selection_rounds", "key_codec", "key_profile", "key_bits", "landmark_tokens", "landmark_dtype", "value_dtype")
+CODES = (
+    "selection_rounds", "outlier_rule", "key_codec", "key_profile", "key_bits", "landmark_tokens", "landmark_dtype",
+    "value_dtype",
+)  # fmt: skip
 
 
 def before_codes(tensors: Tensors, texts: Texts) -> None:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import Array
+from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
 import pallas_kernels
+from jshadow.lowrank import BLOCK
 from jshadow.rope import cos_sin, rotate
 from jshadow.state import Rebuild
 
@@ -118,6 +119,38 @@ class KeyCodec(abc.ABC):
         rows = chosen_rows(code.left, tail, ids)
         return self.expand(rows.reshape(batch, heads, count * chunk, rows.shape[3] // chunk), code.right)
 
+    def losses(
+        self, code: KeyCode, k_pre: Float[Array, "B S h_kv d"], chunk: int, block: int = BLOCK
+    ) -> Float[Array, "B h_kv n"]:  # fmt: skip
+        """How far off the worst rebuilt key of each chunk is, as a squared distance.
+
+        Args:
+            code: from `encode`, of n chunks.
+            k_pre: the keys it was made of [B, S, h_kv, d].
+            chunk: tokens of a chunk.
+            block: tokens rebuilt at once, if a chunk is no larger.
+
+        Returns:
+            float32 [B, h_kv, n]; 0 for chunks past S, anything for those that hold padding.
+        """
+        batch, length, heads = k_pre.shape[:3]
+        units = code.left.shape[-2]
+        there = min(units, length // chunk)
+        lost = jnp.zeros((batch, heads, units), jnp.float32)
+        if there == 0:
+            return lost
+        count = min(there, max(1, block // chunk))
+
+        def rebuild(index: Array, lost: Array) -> Array:
+            first = jnp.minimum(index * count, there - count)  # an overlap is written twice, with the same numbers
+            keys = lax.dynamic_slice_in_dim(k_pre, first * chunk, count * chunk, axis=1).swapaxes(1, 2)
+            ids = jnp.broadcast_to(first + jnp.arange(count), (batch, heads, count))
+            errors = ((self.decode(code, ids, chunk) - keys.astype(jnp.float32)) ** 2).sum(axis=3)
+            errors = errors.reshape(batch, heads, count, chunk).max(axis=3)
+            return lax.dynamic_update_slice_in_dim(lost, errors, first, axis=2)
+
+        return lax.fori_loop(0, -(-there // count), rebuild, lost)
+
     def reconstruct(self, rebuild: Rebuild, ids: Int[Array, "B h_kv k"]) -> Float[Array, "B h_kv tokens d"]:
         """Keys after RoPE of selected units, each at its place in the sequence; by the GPU's kernel, where both are.
 
@@ -137,6 +170,11 @@ class KeyCodec(abc.ABC):
             place = jnp.where(ids < units, ids, ids - units + rebuild.tail_unit[:, None, None])
         positions = (place[..., None] * chunk + jnp.arange(chunk)).reshape(keys.shape[:3])
         return rotate(keys, *cos_sin(positions, rebuild.inverse))
+
+    def losses_bytes(self, sizes: Sizes, block: int) -> int:
+        """Device bytes that `losses` takes for a while for a row, `block` tokens at once."""
+        item = jnp.dtype(sizes.dtype).itemsize
+        return block * sizes.heads * (self.expand_bytes(sizes) + sizes.dim * (item + 3 * 4))
 
     def empty(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
         """Zeros."""

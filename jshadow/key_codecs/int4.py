@@ -47,17 +47,20 @@ class Int4(KeyCodec):
         return KeyCode(left, Channels(mean, step))
 
     def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int) -> KeyCode:
-        """One pass for the means, one for the deviations, one for the codes."""
+        """One pass for the means, one for deviations and magnitudes, one for the codes."""
         batch, length, heads, dim = k_pre.shape
         block = min(BLOCK, length)
         mean = mean_key(k_pre, lengths, block)
 
-        def add(index: Array, total: Array) -> Array:
-            return total + (centred_block(k_pre, lengths, mean, index, block)[0] ** 2).sum(axis=1)
+        def spread(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+            rows = centred_block(k_pre, lengths, mean, index, block)[0]
+            return found[0] + (rows**2).sum(axis=1), jnp.maximum(found[1], jnp.abs(rows).max(axis=1))
 
-        squares = jax.lax.fori_loop(0, -(-length // block), add, jnp.zeros((batch, heads * dim), jnp.float32))
-        sigma = jnp.sqrt(squares / jnp.maximum(lengths, 1)[:, None]).reshape(batch, heads, dim)
-        right = Channels(mean, steps(sigma, self.profile(dim)))
+        nothing = jnp.zeros((batch, heads * dim), jnp.float32)
+        squares, largest = jax.lax.fori_loop(0, -(-length // block), spread, (nothing, nothing))
+        sigma = jnp.sqrt(squares / jnp.maximum(lengths, 1)[:, None])
+        sigma, largest = (x.reshape(batch, heads, dim) for x in (sigma, largest))
+        right = Channels(mean, steps(sigma, largest, self.profile(dim)))
         rows = self.project(k_pre, right)
         real = jnp.arange(length) < lengths[:, None]
         left = to_chunks(jnp.where(real[..., None, None], rows, 0), units, chunk)

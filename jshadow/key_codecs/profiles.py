@@ -59,12 +59,12 @@ def column_errors(rows: Float[Array, "tokens columns"]) -> Float[Array, "4 colum
     Args:
         rows: centred coefficients [tokens, columns], a multiple of four columns, the first of largest deviation.
     """
-    squares = (rows**2).mean(axis=0)
+    squares, largest = (rows**2).mean(axis=0), jnp.abs(rows).max(axis=0)
     lost = []
     for kind in KINDS:
         eight, four, two = (rows.shape[1] * (kind == other) for other in KINDS)
         profile = (eight, four, two)
-        step = steps(jnp.sqrt(squares), profile)
+        step = steps(jnp.sqrt(squares), largest, profile)
         lost.append(((rows - dequantise(quantise(rows, step, profile), step, profile)) ** 2).mean(axis=0))
     return jnp.stack([*lost, squares])
 

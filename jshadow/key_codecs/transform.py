@@ -69,7 +69,7 @@ class Transform(KeyCodec):
         return KeyCode(left, Basis(columns, mean, jax.ShapeDtypeStruct((batch, self.rank), jnp.float32)))  # type: ignore[arg-type]
 
     def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int) -> KeyCode:
-        """Two passes for the basis, one for the deviations, one for the codes."""
+        """Two passes for the basis, one for deviations and magnitudes, one for the codes."""
         batch, length, heads, dim = k_pre.shape
         block = min(BLOCK, length)
         blocks = -(-length // block)
@@ -80,8 +80,9 @@ class Transform(KeyCodec):
             rows, start = centred_block(k_pre, lengths, mean, index, block)
             return jnp.einsum("bsm,bmr->bsr", rows, basis, precision=EXACT), start
 
-        def add(index: Array, total: Array) -> Array:
-            return total + (coefficients(index)[0] ** 2).sum(axis=1)
+        def spread(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+            rows = coefficients(index)[0]
+            return found[0] + (rows**2).sum(axis=1), jnp.maximum(found[1], jnp.abs(rows).max(axis=1))
 
         def code(index: Array, left: Array) -> Array:
             rows, start = coefficients(index)
@@ -89,8 +90,9 @@ class Transform(KeyCodec):
             packed = jnp.where(own_tokens(lengths, index, start, block)[..., None], packed, 0)
             return put_block(left, packed, index, start)
 
-        squares = lax.fori_loop(0, blocks, add, jnp.zeros((batch, self.rank), jnp.float32))
-        step = steps(jnp.sqrt(squares / jnp.maximum(lengths, 1)[:, None]), self.profile)
+        nothing = jnp.zeros((batch, self.rank), jnp.float32)
+        squares, largest = lax.fori_loop(0, blocks, spread, (nothing, nothing))
+        step = steps(jnp.sqrt(squares / jnp.maximum(lengths, 1)[:, None]), largest, self.profile)
         left = jnp.zeros((batch, length, packed_width(self.profile)), jnp.uint8)
         left = fit_tokens(lax.fori_loop(0, blocks, code, left), units * chunk)
         columns = basis.reshape(batch, heads, dim, self.rank).transpose(0, 1, 3, 2).astype(k_pre.dtype)

@@ -25,12 +25,14 @@ class ChunkCosts(Policy):
         budget: tokens selected in a step.
         chunk_size: tokens in a chunk.
         landmark_dtype, value_dtype: how landmarks and host values are kept.
+        outlier_rule: by what the chunks that are kept exactly are chosen.
     """
 
     budget: int | None
     chunk_size: int
     landmark_dtype: str
     value_dtype: str
+    outlier_rule: str
 
     @property
     @abc.abstractmethod
@@ -90,9 +92,13 @@ class ChunkCosts(Policy):
         return kept / 2 + 2 * exact * columns + small
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """What the codec takes for a while; where rows are packed, landmarks and values as they were before."""
+        """What the codec takes for a while, to encode or, where outliers are chosen by that, to see what it lost; where
+        rows are packed, landmarks and values as they were before.
+        """
         sizes, item = sizes_of(spec), itemsize(spec)
         total = self.codec.encode_bytes(sizes, tokens, min(tokens, TOKENS))
+        if self.outlier_rule != "landmark":
+            total = max(total, self.codec.losses_bytes(sizes, min(tokens, TOKENS)))
         if self.landmark_dtype != "model" or self.landmark_parts > 1:
             total += 2 * self.max_chunks(spec.capacity) * self.landmark_parts * sizes.columns * (item + 4)
         if self.value_dtype != "model":

@@ -18,7 +18,7 @@ from jax import Array, lax
 import pallas_kernels
 from jshadow.attention import Piece, attend
 from jshadow.chunking import take_chunks, take_span, to_chunks, top_k, write_rows
-from jshadow.key_codecs import reconstruct_keys
+from jshadow.key_codecs import KeyCode, reconstruct_keys
 from jshadow.landmarks import chunk_scores, keep_landmarks, landmark_logits, prompt_landmarks
 from jshadow.packing import ROW_BITS, Scaled, join_rows, quantise_rows
 from jshadow.policies.base import within_share
@@ -97,18 +97,15 @@ class ShadowKV(ShadowSettings):
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
         """Key code, landmarks and outliers of the prompt; its values to the host (algorithm 1)."""
-        size, count, batch = self.chunk_size, self.max_chunks(spec.capacity), spec.batch
+        size, count = self.chunk_size, self.max_chunks(spec.capacity)
         row_chunks, parts = self.prompt_chunks(prompt.lengths), self.landmark_parts
         code = self.codec.encode(prompt.k_pre, prompt.lengths, count, size)
         landmarks, worst = prompt_landmarks(prompt.k_post, count, size, parts=parts)
         whole = (jnp.arange(count) < row_chunks[:, None])[:, None, :]
-        outlier_ids = top_k(jnp.where(whole, -worst, -jnp.inf), self.max_outliers(spec.capacity))
+        whole = jnp.broadcast_to(whole, worst.shape)
+        outlier_ids = self.choose_outliers(spec, prompt, code, whole, worst)
         kept = jnp.arange(outlier_ids.shape[2]) < self.row_outliers(row_chunks)[:, None, None]
-        row, head = jnp.ogrid[:batch, : spec.kv_heads]
-        candidates = jnp.broadcast_to(whole, worst.shape)
-        candidates = candidates.at[row[..., None], head[..., None], jnp.where(kept, outlier_ids, count)].set(
-            False, mode="drop"
-        )
+        candidates = leave_out(whole, outlier_ids, kept)
         frozen = ShadowFrozen(
             left=code.left,
             right=code.right,
@@ -127,6 +124,24 @@ class ShadowKV(ShadowSettings):
             live = live.replace(fresh=ids >= 0)
         rows = self.host_rows(spec, to_chunks(prompt.v, count, size))
         return LayerState(frozen, live), HostWrite(rows) if count else None
+
+    def choose_outliers(
+        self, spec: CacheSpec, prompt: PromptKV, code: KeyCode, whole: Array, worst: Array
+    ) -> Array:  # fmt: skip
+        """The chunks that stay exact, int32 [B, h_kv, o], a row's own first: those least like their landmark, then,
+        with outlier_rule="both", as many others whose keys the code loses most of.
+
+        The two find different things. What is far from its landmark is not selected when it should be: the first
+        tokens of a text. What the code cannot hold is rebuilt as something else: a number in a text that repeats
+        itself.
+        """
+        count, first = self.max_outliers(spec.capacity), self.landmark_outliers(spec.capacity)
+        ids = top_k(jnp.where(whole, -worst, -jnp.inf), first)
+        if first == count:
+            return ids
+        others = leave_out(whole, ids, jnp.ones(ids.shape, bool))
+        lost = self.codec.losses(code, prompt.k_pre, self.chunk_size)
+        return jnp.concatenate([ids, top_k(jnp.where(others, lost, -jnp.inf), count - first)], axis=2)
 
     def host_rows(self, spec: CacheSpec, values: Array) -> Array:
         """Values of chunks [B, h_kv, n, c, d] as they lie in host memory, one row a chunk."""
@@ -287,6 +302,13 @@ class ShadowKV(ShadowSettings):
         parts = {"selected": selected * self.chunk_size, "outliers": outliers * self.chunk_size,
                  "window": lengths - chunks * self.chunk_size}  # fmt: skip
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
+
+
+def leave_out(chunks: Array, ids: Array, chosen: Array) -> Array:
+    """Bool [B, h_kv, n] without the ids [B, h_kv, o] that are chosen, bool like them."""
+    row, head = jnp.ogrid[: chunks.shape[0], : chunks.shape[1]]
+    ids = jnp.where(chosen, ids, chunks.shape[2])
+    return chunks.at[row[..., None], head[..., None], ids].set(False, mode="drop")
 
 
 def own_piece(k: Array, fetched: Fetched, queries: int) -> Piece:

@@ -126,7 +126,7 @@ class ShadowKVPlus(ShadowKV):
         compressed, write = super().compress(spec, state, prompt, fitted)
         frozen: ShadowFrozen = compressed.frozen
         exact = frozen.outliers.k.reshape(spec.batch, spec.kv_heads, -1, self.chunk_size, spec.head_dim)
-        _, worst = chunk_landmarks(exact, self.landmark_parts)
+        _, worst = chunk_landmarks(exact[:, :, : self.landmark_outliers(spec.capacity)], self.landmark_parts)
         slot = jnp.arange(worst.shape[2])
         used = slot < self.row_outliers(frozen.chunks)[:, None, None]
         cut = jnp.where(used, worst, -jnp.inf).max(axis=2, initial=-jnp.inf)

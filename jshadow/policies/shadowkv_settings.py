@@ -29,6 +29,8 @@ class ShadowSettings(ChunkCosts):
         budget: tokens selected in a step, outliers and window not counted; None: 1.56 % of the capacity, at least 256.
         outlier_chunks: chunks per KV head that are kept exactly, those least like their landmark; None: 24 per 1,024
             tokens of budget.
+        outlier_rule: which those are: "landmark": all of them as said, the paper's rule; "both": of every two, one is
+            among those whose keys the code loses most of, in squared distance.
         local_chunks: whole chunks at the end of the prompt that stay in the window.
         turn_selection: "each": every query of a turn selects for itself, so that a turn equals as many single steps;
             "shared": the queries of a piece select together.
@@ -65,6 +67,7 @@ class ShadowSettings(ChunkCosts):
     chunk_multiple: int = 1
     top_p: float = 1.0
     selection_rounds: int = 1
+    outlier_rule: str = "landmark"
     key_codec: str = "lowrank"
     key_profile: Profile | None = None
     key_bits: float | None = None
@@ -75,7 +78,7 @@ class ShadowSettings(ChunkCosts):
     name = "shadowkv"
     source = "arXiv 2410.21465, section 4"
     budget_fields = ("budget",)
-    kept_fields = ("selection_rounds", "key_codec", "landmark_tokens", "landmark_dtype", "value_dtype")
+    kept_fields = ("selection_rounds", "outlier_rule", "key_codec", "landmark_tokens", "landmark_dtype", "value_dtype")
 
     @classmethod
     def paper(cls) -> Self:
@@ -84,7 +87,7 @@ class ShadowSettings(ChunkCosts):
         Of everything else the defaults, as the paper has it: rank 160 of 1,024 columns, chunks of 8, 1.56 % of the
         tokens, 48 outlier chunks (sections 4 and 5.1).
         """
-        return cls(key_codec="lowrank", landmark_dtype="model", value_dtype="model")
+        return cls(outlier_rule="landmark", key_codec="lowrank", landmark_dtype="model", value_dtype="model")
 
     @classmethod
     def reference(cls) -> Self:
@@ -104,12 +107,12 @@ class ShadowSettings(ChunkCosts):
         """Transform-coded keys, landmarks and host values in four bits, at the paper's device bytes: not the paper's.
 
         With a landmark for every two tokens; `small`: 4/3 bits of a key column and one landmark a chunk, two fifths of
-        those bytes. Host values take a good quarter of theirs. BENCHMARKS.md tells what both cost on SmolLM2, and where
-        they lose: what stands out of a text that repeats itself is clipped.
+        those bytes. Host values take a good quarter of theirs. Half of the outliers are what the code holds worst.
+        BENCHMARKS.md tells what both cost on SmolLM2.
         """
         return cls(
-            key_codec="transform", key_bits=4 / 3 if small else None, landmark_tokens=None if small else 2,
-            landmark_dtype="int4", value_dtype="int4",
+            outlier_rule="both", key_codec="transform", key_bits=4 / 3 if small else None,
+            landmark_tokens=None if small else 2, landmark_dtype="int4", value_dtype="int4",
         )  # fmt: skip
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
@@ -124,6 +127,7 @@ class ShadowSettings(ChunkCosts):
         check_range(self.name, "budget", budget, self.chunk_size)
         outliers = 24 * (budget // 1024) if self.outlier_chunks is None else self.outlier_chunks
         check_range(self.name, "outlier_chunks", outliers, 0)
+        self.check_outlier_rule()
         check_range(self.name, "local_chunks", self.local_chunks, 0)
         check_choice(self.name, "turn_selection", self.turn_selection, ("each", "shared"))
         check_range(self.name, "extend_piece", self.extend_piece, 1)
@@ -140,6 +144,12 @@ class ShadowSettings(ChunkCosts):
             self, rank=rank, key_profile=profile, key_bits=None, budget=budget, outlier_chunks=outliers,
             extend_piece=piece, landmark_tokens=landmark_tokens,
         )  # fmt: skip
+
+    def check_outlier_rule(self) -> None:
+        """Exact keys lose nothing to choose by."""
+        check_choice(self.name, "outlier_rule", self.outlier_rule, ("landmark", "both"))
+        if self.outlier_rule == "both" and self.key_codec == "exact":
+            raise ConfigError(f"{self.name}.outlier_rule must be 'landmark' with key_codec='exact', got 'both'")
 
     def asked_profile(self, config: ModelConfig) -> Profile | None:
         """The profile that was given, or that of the bits that were."""
@@ -203,6 +213,12 @@ class ShadowSettings(ChunkCosts):
         """Outlier chunks of the longest prompt that fits."""
         assert self.outlier_chunks is not None
         return min(self.outlier_chunks, self.max_chunks(capacity))
+
+    def landmark_outliers(self, capacity: int) -> int:
+        """Of these, those that are chosen by their landmark; they come first."""
+        assert self.outlier_chunks is not None
+        first = self.outlier_chunks if self.outlier_rule == "landmark" else -(-self.outlier_chunks // 2)
+        return min(first, self.max_outliers(capacity))
 
     def max_selected(self, capacity: int) -> int:
         """Chunks selected in a step for the longest prompt that fits."""
