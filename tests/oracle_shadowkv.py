@@ -119,6 +119,7 @@ class Memory:
     rebuilt: Array  # [T, h_kv, d] post-RoPE keys after projection, of the prompt and of every new token
     landmarks: Array  # [h_kv, n, s, d] mean exact keys of the parts of each chunk; grows where chunks join
     worst: Array  # [h_kv, n] least cosine between one of them and a key of its part
+    longest: Array  # [h_kv] a joined chunk with a key that the projection moves farther is badly kept; inf: none is
     exact: list[set[int]]  # [h_kv] preloaded chunks that have been selected in every step so far
     preload_gap: float = np.inf
 
@@ -148,15 +149,17 @@ def compress(policy: ShadowKV, cache: LayerCache, last_query: Array, rope: "Rope
     threshold = [float(row[ids].max()) if ids else -np.inf for row, ids in zip(worst, outliers, strict=True)]
     moved = cache.k_pre - (cache.k_pre.reshape(length, -1) @ projection).reshape(cache.k_pre.shape)
     far = np.linalg.norm(moved[: n * policy.chunk_size], axis=2).reshape(n, policy.chunk_size, h_kv).max(axis=1)
+    longest = np.full(h_kv, np.inf)
     for head, row in enumerate(far.T):
         row[outliers[head]] = -np.inf
         outliers[head] = sorted(outliers[head] + lowest(-row, o - by_landmark))
         if by_landmark < o < n:
             last, first_out = -np.sort(-row)[[o - by_landmark - 1, o - by_landmark]]
             gaps.append(float(last - first_out) / np.linalg.norm(cache.k_pre, axis=2).max())
+            longest[head] = first_out
     memory = Memory(
         length, n, outliers, min(gaps), threshold, projection, error, rebuilt=cache.k_post[:0], landmarks=landmarks,
-        worst=worst, exact=[set() for _ in range(h_kv)],
+        worst=worst, longest=longest, exact=[set() for _ in range(h_kv)],
     )  # fmt: skip
     cache.memory = memory
     rebuild(cache, rope)
@@ -253,15 +256,20 @@ def total(policy: ShadowKV, mass: Array, error: float = 0.0) -> Array:
     return np.asarray((sums * (1 + error * SUM_ERROR * inexact)).max(axis=0))
 
 
-def extra_outliers(policy: ShadowKV, memory: Memory, head: int) -> tuple[list[int], float]:
+def extra_outliers(policy: ShadowKV, cache: LayerCache, head: int) -> tuple[list[int], float]:
     """Joined chunks of one KV head that are kept exact, and how near the threshold a chunk came that might be."""
-    limit = getattr(policy, "extra_outlier_chunks", 0)
+    limit, memory, c = getattr(policy, "extra_outlier_chunks", 0), cache.memory, policy.chunk_size
+    assert memory is not None
     kept: list[int] = []
     gap = np.inf
     for chunk in range(memory.chunks, memory.worst.shape[1]):
         if len(kept) < limit:
-            gap = min(gap, abs(float(memory.worst[head, chunk]) - memory.threshold[head]))
-            if memory.worst[head, chunk] < memory.threshold[head]:
+            moved = (memory.rebuilt - cache.k_post[: len(memory.rebuilt)])[chunk * c : (chunk + 1) * c, head]
+            far = np.linalg.norm(moved, axis=1).max()
+            length = np.linalg.norm(cache.k_post[:, head], axis=1).max()
+            gap = min(gap, abs(float(memory.worst[head, chunk]) - memory.threshold[head]),
+                      abs(far - memory.longest[head]) / length)  # fmt: skip
+            if memory.worst[head, chunk] < memory.threshold[head] or far > memory.longest[head]:
                 kept.append(chunk)
     return kept, gap
 
@@ -285,7 +293,7 @@ def attend_piece(policy: ShadowKV, cache: LayerCache, q: Array, entry: Trace) ->
     entry["preload_gap"], entry["factor_error"] = memory.preload_gap, memory.factor_error
     outputs, attended = [], 0
     for head, queries in enumerate(np.split(q, h_kv, axis=1)):
-        extra, extra_gap = extra_outliers(policy, memory, head)
+        extra, extra_gap = extra_outliers(policy, cache, head)
         always = memory.outliers[head] + extra
         candidates = np.setdiff1d(np.arange(n), always)
         ids, scores, gap = choose(policy, queries, memory.landmarks[head, candidates])

@@ -94,7 +94,7 @@ SETTINGS = {
     "plus_exact_keys": Setting(
         "one", (96,), ShadowKVPlus(None, 4, 24, 2, 2, key_codec="exact", landmark_tokens=2), fast=True
     ),
-    "plus_both_rules": Setting("one", (96,), ShadowKVPlus(12, 4, 24, 3, 2, outlier_rule="both")),
+    "plus_both_rules": Setting("one", (160,), ShadowKVPlus(12, 4, 24, 3, 2, outlier_rule="both"), fast=True),
     "plus_c1": Setting("one", (96,), ShadowKVPlus(32, 1, 9, 0, 0)),
     "plus_c2": Setting(
         "group4",

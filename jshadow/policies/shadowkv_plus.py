@@ -3,7 +3,8 @@
 The paper projects new keys onto the prompt's right factor. What it leaves open is decided so: a bounded ring keeps the
 newest tokens exact. When a chunk has left every query's window, its landmark joins the landmarks, its values follow
 the prompt's to the host, and its keys are rebuilt from left rows that were projected when the tokens came. A chunk
-that its landmark represents worse than any outlier kept at prefill stays exact, in a bounded number of slots.
+that its landmark represents worse than any outlier kept at prefill stays exact, in a bounded number of slots; with
+outlier_rule="both" also one of which the prompt's code loses more than of any chunk of the prompt that is rebuilt.
 `plus_mode="project_only"` is the paper's table instead: every new key is attended through its projection.
 """
 
@@ -18,7 +19,7 @@ from jshadow.attention import Piece
 from jshadow.chunking import take_span, write_rows
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
-from jshadow.key_codecs import Sizes, by_token
+from jshadow.key_codecs import KeyCode, Sizes, by_token, reconstruct_keys
 from jshadow.landmarks import chunk_landmarks, keep_landmarks
 from jshadow.packing import Scaled
 from jshadow.policies.base import check_choice, check_range
@@ -117,7 +118,9 @@ class ShadowKVPlus(ShadowKV):
             kept=zeros(heads, later, dtype=bool), extra=KeyValues(slots, slots),
             extra_ids=zeros(heads, extra, dtype=jnp.int32) - 1,
         )  # fmt: skip
-        return LayerState(PlusFrozen(**fields_of(state.frozen), cut=zeros(heads, dtype=jnp.float32)), live)
+        cut = zeros(heads, dtype=jnp.float32)
+        most = cut if self.outlier_rule != "landmark" else None
+        return LayerState(PlusFrozen(**fields_of(state.frozen), cut=cut, most=most), live)
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
@@ -142,7 +145,17 @@ class ShadowKVPlus(ShadowKV):
         live = state.live.replace(
             window=KeyValues(*ring), fresh=compressed.live.fresh, left=left.reshape(state.live.left.shape)
         )  # fmt: skip
-        return compressed.replace(frozen=PlusFrozen(**fields_of(frozen), cut=cut), live=live), write
+        frozen = PlusFrozen(**fields_of(frozen), cut=cut, most=self.most_lost(spec, frozen, prompt))
+        return compressed.replace(frozen=frozen, live=live), write
+
+    def most_lost(self, spec: CacheSpec, frozen: ShadowFrozen, prompt: PromptKV) -> Array | None:
+        """What the code loses of the worst chunk it is trusted with [B, h_kv]; infinite where it chose no outlier."""
+        if self.outlier_rule == "landmark":
+            return None
+        lost = self.codec.losses(KeyCode(frozen.left, frozen.right), prompt.k_pre, self.chunk_size)
+        most = jnp.where(frozen.candidates, lost, -jnp.inf).max(axis=2, initial=-jnp.inf)
+        chosen = self.row_outliers(frozen.chunks)[:, None] > self.landmark_outliers(spec.capacity)
+        return jnp.where(chosen & (most >= 0), most, jnp.inf)
 
     def held_positions(self, lengths: Array) -> Array:
         """Token in each slot of the ring of rows that hold so many tokens, int32 [B, R]; negative where none is."""
@@ -190,7 +203,13 @@ class ShadowKVPlus(ShadowKV):
         )  # fmt: skip
         mean, worst = chunk_landmarks(k, self.landmark_parts)
         landmarks = self.write_landmarks(spec, live.landmarks, mean, number, leaves)
-        live = self.keep_exact(live.replace(landmarks=landmarks), state.frozen, number, leaves, worst, k, v)
+        bad = worst < state.frozen.cut[..., None]
+        if state.frozen.most is not None:
+            ids = jnp.broadcast_to(self.max_chunks(spec.capacity) + number[:, None], bad.shape)
+            keys = reconstruct_keys(self.rebuild(spec, state, step), ids).reshape(k.shape)
+            lost = ((keys.astype(jnp.float32) - k.astype(jnp.float32)) ** 2).sum(axis=4).max(axis=3)
+            bad |= lost > state.frozen.most[..., None]
+        live = self.keep_exact(live.replace(landmarks=landmarks), number, bad & leaves[:, None], k, v)
         return state.replace(live=live), HostWrite(self.host_rows(spec, v), number, leaves)
 
     def write_landmarks(
@@ -206,14 +225,11 @@ class ShadowKVPlus(ShadowKV):
 
         return jax.tree.map(write, landmarks, keep_landmarks(mean, self.landmark_dtype, spec.dtype))
 
-    def keep_exact(
-        self, live: PlusLive, frozen: PlusFrozen, number: Array, leaves: Array, worst: Array, k: Array, v: Array
-    ) -> PlusLive:
-        """Give a slot to each joining chunk [B, h_kv, most] that is represented worse than the prompt's outliers."""
-        batch, heads = worst.shape[:2]
+    def keep_exact(self, live: PlusLive, number: Array, bad: Array, k: Array, v: Array) -> PlusLive:
+        """Give a slot to each of the joining chunks [B, h_kv, most] that are badly represented, while there is one."""
+        batch, heads = bad.shape[:2]
         slots = live.extra_ids.shape[2]
         used = (live.extra_ids >= 0).sum(axis=2, keepdims=True)
-        bad = (worst < frozen.cut[..., None]) & leaves[:, None]
         slot = jnp.where(bad, used + jnp.cumsum(bad, axis=2) - 1, slots)  # past the last slot: dropped
         bad = bad & (slot < slots)
         row, head = jnp.ogrid[:batch, :heads]

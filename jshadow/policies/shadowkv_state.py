@@ -50,9 +50,16 @@ class ShadowLive(struct.PyTreeNode):
 
 
 class PlusFrozen(ShadowFrozen, kw_only=True):
-    """ShadowKV+'s. Also `cut`: the best represented outlier that was kept, float32 [B, h_kv]; -inf where none was."""
+    """ShadowKV+'s. By these, later chunks are kept exactly too.
+
+    Attributes:
+        cut: least cosine of the best represented outlier that was kept, float32 [B, h_kv]; -inf where none was.
+        most: squared error of the worst chunk that may be rebuilt, float32 [B, h_kv]; infinite where no outlier was
+            chosen by that, None where it is not the rule.
+    """
 
     cut: Array
+    most: Array | None = None
 
 
 class PlusLive(ShadowLive, kw_only=True):
