@@ -11,7 +11,7 @@ from jax import Array
 from jshadow.chunking import to_chunks
 from jshadow.key_codecs.base import KeyCode, KeyCodec, Sizes
 from jshadow.key_codecs.midrise import Profile, dequantise, quantise, steps
-from jshadow.key_codecs.transform import centred_block, mean_key
+from jshadow.key_codecs.transform import centred_block, mean_key, spread
 from jshadow.lowrank import BLOCK
 
 
@@ -52,14 +52,11 @@ class Int4(KeyCodec):
         block = min(BLOCK, length)
         mean = mean_key(k_pre, lengths, block)
 
-        def spread(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-            rows = centred_block(k_pre, lengths, mean, index, block)[0]
-            return found[0] + (rows**2).sum(axis=1), jnp.maximum(found[1], jnp.abs(rows).max(axis=1))
+        def rows_of(index: Array) -> Array:
+            return centred_block(k_pre, lengths, mean, index, block)[0]
 
-        nothing = jnp.zeros((batch, heads * dim), jnp.float32)
-        squares, largest = jax.lax.fori_loop(0, -(-length // block), spread, (nothing, nothing))
-        sigma = jnp.sqrt(squares / jnp.maximum(lengths, 1)[:, None])
-        sigma, largest = (x.reshape(batch, heads, dim) for x in (sigma, largest))
+        found = spread(rows_of, lengths, -(-length // block), heads * dim)
+        sigma, largest = (x.reshape(batch, heads, dim) for x in found)
         right = Channels(mean, steps(sigma, largest, self.profile(dim)))
         rows = self.project(k_pre, right)
         real = jnp.arange(length) < lengths[:, None]

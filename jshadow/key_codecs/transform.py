@@ -7,6 +7,7 @@ so that shapes are static: 8, 4 and 2 bits. The mean goes apart, or it would be 
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -80,19 +81,13 @@ class Transform(KeyCodec):
             rows, start = centred_block(k_pre, lengths, mean, index, block)
             return jnp.einsum("bsm,bmr->bsr", rows, basis, precision=EXACT), start
 
-        def spread(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
-            rows = coefficients(index)[0]
-            return found[0] + (rows**2).sum(axis=1), jnp.maximum(found[1], jnp.abs(rows).max(axis=1))
-
         def code(index: Array, left: Array) -> Array:
             rows, start = coefficients(index)
             packed = quantise(rows, step[:, None], self.profile)
             packed = jnp.where(own_tokens(lengths, index, start, block)[..., None], packed, 0)
             return put_block(left, packed, index, start)
 
-        nothing = jnp.zeros((batch, self.rank), jnp.float32)
-        squares, largest = lax.fori_loop(0, blocks, spread, (nothing, nothing))
-        step = steps(jnp.sqrt(squares / jnp.maximum(lengths, 1)[:, None]), largest, self.profile)
+        step = steps(*spread(lambda index: coefficients(index)[0], lengths, blocks, self.rank), self.profile)
         left = jnp.zeros((batch, length, packed_width(self.profile)), jnp.uint8)
         left = fit_tokens(lax.fori_loop(0, blocks, code, left), units * chunk)
         columns = basis.reshape(batch, heads, dim, self.rank).transpose(0, 1, 3, 2).astype(k_pre.dtype)
@@ -145,6 +140,27 @@ def centred_block(k_pre: Array, lengths: Array, mean: Array, index: Array, block
     rows, start = token_block(k_pre, lengths, index, block)
     own = own_tokens(lengths, index, start, block)
     return jnp.where(own[..., None], rows - mean.reshape(rows.shape[0], 1, -1).astype(jnp.float32), 0.0), start
+
+
+def spread(
+    block_of: Callable[[Array], Array], lengths: Array, blocks: int, columns: int
+) -> tuple[Array, Array]:  # fmt: skip
+    """Deviation and largest magnitude of each column [B, columns].
+
+    Args:
+        block_of: centred rows [B, tokens, columns] of a block, zero where there is no token.
+        lengths: tokens of each row, int32 [B].
+        blocks: how many there are.
+        columns: of a row.
+    """
+
+    def add(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        rows = block_of(index)
+        return found[0] + (rows**2).sum(axis=1), jnp.maximum(found[1], jnp.abs(rows).max(axis=1))
+
+    nothing = jnp.zeros((lengths.shape[0], columns), jnp.float32)
+    squares, largest = lax.fori_loop(0, blocks, add, (nothing, nothing))
+    return jnp.sqrt(squares / jnp.maximum(lengths, 1)[:, None]), largest
 
 
 def eigenbasis(k_pre: Array, lengths: Array, mean: Array, block: int) -> Array:
