@@ -178,7 +178,7 @@ def test_landmarks_of_another_length_are_a_line_of_their_own() -> None:
     rows = [row(settings=settings | {"landmark_tokens": tokens}, sweeps=sweeps) for tokens, sweeps in marks]
     names = [name for one in rows for name in results.lines_of(one)]
     assert names == [
-        "shadowkv transform, landmarks of 2, bits a key column", "shadowkv transform, bits a key column",
+        "shadowkv transform, landmarks of 2, bits a column", "shadowkv transform, bits a column",
         "shadowkv transform, tokens a landmark", "shadowkv transform, tokens a landmark",
     ]  # fmt: skip
     bits = [row(score=50.0, settings=settings | {"landmark_tokens": tokens, "key_bits": bits}, sweeps=["key_bits"])

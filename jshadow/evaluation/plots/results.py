@@ -166,7 +166,7 @@ def policy_title(row: Row) -> str:
 
 FIELDS = {
     "rank": "rank", "chunk_size": "chunk size, tokens", "budget": "budget, tokens",
-    "outlier_chunks": "outlier chunks a KV head", "local_chunks": "local chunks", "key_bits": "bits a key column",
+    "outlier_chunks": "outlier chunks a KV head", "local_chunks": "local chunks", "key_bits": "bits a column",
     "landmark_tokens": "tokens a landmark",
 }  # fmt: skip
 SIZES = {"served_device_bytes": "KV bytes on the device, MB", "served_moved_bytes": "from the host a step, MB"}
