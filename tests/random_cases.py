@@ -88,7 +88,7 @@ SETTINGS = {
     "landmarks_of_2": Setting("two", (160,), ShadowKV(12, 4, 24, 2, 2, landmark_tokens=2), fast=True),
     "landmarks_of_3": Setting("group4", (288,), ShadowKV(16, 6, 42, 3, 1, extend_piece=7, landmark_tokens=3)),
     "both_rules": Setting("two", (160,), ShadowKV(12, 4, 24, 5, 2, outlier_rule="both"), fast=True),
-    "both_rules_many": Setting("group4", (288,), ShadowKV(7, 3, 30, 60, 1, outlier_rule="both", landmark_tokens=1)),
+    "both_rules_many": Setting("group4", (288,), ShadowKV(7, 3, 30, 60, 1, outlier_rule="both")),
     "exact_keys": Setting("one", (160,), ShadowKV(None, 4, 24, 2, 2, key_codec="exact", landmark_tokens=2)),
     "plus": Setting("two", (96,), ShadowKVPlus(12, 4, 24, 2, 2), fast=True),
     "plus_exact_keys": Setting(
