@@ -41,7 +41,9 @@ PACKED: dict[str, Any] = {**COMMON, "landmark_tokens": 2, "landmark_dtype": "int
 
 @dataclasses.dataclass(frozen=True)
 class Rounded(Exact):
-    """Keys as `Transform` would rebuild them: with a basis of each head, or of the prompt's middle half."""
+    """Keys as `Transform` would rebuild them: with a basis of each head, of the prompt's middle half, or a scale for
+    each token.
+    """
 
     profile: Profile = (16, 64, 64)
     idea: str = "whole"
@@ -55,9 +57,22 @@ class Rounded(Exact):
         near = keys[:, length // 4 : 3 * length // 4] if self.idea == "middle" else keys
         ends = jnp.full(len(near), near.shape[1]) if self.idea == "middle" else jnp.repeat(lengths, len(near) // batch)
         right = codec.encode(near, ends, near.shape[1], 1).right
-        rounded = codec.expand(codec.project(keys, right).swapaxes(1, 2), right)  # [rows, heads, S, d]
+        rounded = rebuilt(codec, keys, right)
+        if self.idea == "scale":
+            off = jnp.full(keys.shape[:2], jnp.inf)
+            for power in range(-5, 11):  # half a byte a token
+                step = right.step * 2.0 ** (power / 2.5)
+                tried = rebuilt(codec, keys, right.replace(step=step))
+                error = ((tried.swapaxes(1, 2) - keys) ** 2).sum(axis=(2, 3))
+                rounded = jnp.where((error < off)[:, None, :, None], tried, rounded)
+                off = jnp.minimum(off, error)
         rounded = rounded.reshape(batch, heads, length, dim).swapaxes(1, 2).astype(k_pre.dtype)
         return super().encode(rounded, lengths, units, chunk)
+
+
+def rebuilt(codec: Transform, keys: Array, right: Any) -> Array:
+    """Keys [rows, S, heads, d] there and back [rows, heads, S, d]."""
+    return codec.expand(codec.project(keys, right).swapaxes(1, 2), right)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +121,8 @@ def ideas(params: Any) -> dict[str, ShadowKV]:
         f"the same, profile found {found[BITS]}": ShadowKV(**transform, key_profile=found[BITS]),
         "the same code, kept exactly (a check)": Idea(**exact, profiles=(profile,)),
         f"a basis for each head {head}": Idea(**exact, idea="per_head", profiles=(head,)),
+        "a scale for each token (16, 64, 60)": Idea(**exact, idea="scale", profiles=((16, 64, 60),)),
+        "half of the outliers by the code": ShadowKV(**transform, outlier_rule="both"),
         "the basis of the middle half": Idea(**exact, idea="middle", profiles=(profile,)),
         "bits by layer, least variance lost": Idea(**exact, profiles=allocated(shares, BITS)),
         "a second round of selection": ShadowKV(**transform, selection_rounds=2),
@@ -226,14 +243,17 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--lengths", default="2048,4096")
     parser.add_argument("--samples", type=int, default=2, help="prompts of each kind of text and length")
+    parser.add_argument("--only", default="", help="ideas whose name holds one of these, comma list; no reuse then")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     params, lengths = jshadow.load(args.model, "float32"), [int(length) for length in args.lengths.split(",")]
     console = Console(stderr=True)
-    found = {
-        "divergence": divergences(params, ideas(params), lengths, args.samples, console),
-        "reuse": [row for length in lengths for row in reuse(params, length)],
-    }
+    wanted = {
+        name: idea for name, idea in ideas(params).items() if any(text in name for text in args.only.split(","))
+    }  # fmt: skip
+    found = {"divergence": divergences(params, wanted, lengths, args.samples, console)}
+    if not args.only:
+        found["reuse"] = [row for length in lengths for row in reuse(params, length)]
     if args.json:
         print(json.dumps(found))
         return

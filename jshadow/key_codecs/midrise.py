@@ -41,10 +41,8 @@ def steps(
         profile: columns by bits.
     """
     bits = profile_bits(profile)
-    load, reach, half = (
-        np.array([of(bit) for bit in bits], np.float32)
-        for of in (LOAD.__getitem__, REACH.__getitem__, lambda bit: 2.0 ** (bit - 1))
-    )
+    load, reach = (np.array([of[bit] for bit in bits], np.float32) for of in (LOAD, REACH))
+    half = np.float32(2.0) ** (bits - 1)
     floor = NOTHING * sigma.max(axis=-1, keepdims=True, initial=0.0)
     return jnp.where(sigma > floor, jnp.maximum(sigma * load, largest * reach) / half, 0.0)
 
