@@ -17,15 +17,17 @@ EXACT = lax.Precision.HIGHEST  # TF32 products would bend the basis
 
 
 def key_factors(
-    k_pre: Float[Array, "B S h_kv d"], lengths: Int[Array, "B"], rank: int, block: int = BLOCK
-) -> tuple[Float[Array, "B S {rank}"], Float[Array, "B h_kv {rank} d"]]:
+    k_pre: Float[Array, "B S h_kv d"], lengths: Int[Array, "B"], rank: int,
+    weights: Float[Array, "B h_kv d"] | None = None, block: int = BLOCK,
+) -> tuple[Float[Array, "B S {rank}"], Float[Array, "B h_kv {rank} d"]]:  # fmt: skip
     """Factor each row's pre-RoPE keys, all KV heads side by side.
 
     Args:
         k_pre: [B, S, h_kv, d], right padded.
         lengths: int32 [B].
         rank: columns to keep, at most h_kv * d. Columns beyond a row's length are zero, unless all are kept: then
-            right is a whole orthonormal basis, and every key of any token survives it.
+            right is a whole basis, and every key of any token survives it.
+        weights: what an error in each number of a key counts, float32; None: all alike, and right is orthonormal.
         block: tokens of which a float32 copy exists at once.
 
     Returns:
@@ -35,11 +37,11 @@ def key_factors(
     width, block = heads * dim, min(block, length)
 
     def add(index: Array, gram: Array) -> Array:
-        rows, _ = token_block(k_pre, lengths, index, block)
+        rows, _ = token_block(k_pre, lengths, index, block, weights)
         return gram + jnp.einsum("bsm,bsn->bmn", rows, rows, precision=EXACT)
 
     def project(index: Array, left: Array) -> Array:
-        rows, start = token_block(k_pre, lengths, index, block)
+        rows, start = token_block(k_pre, lengths, index, block, weights)
         new = jnp.einsum("bsm,bmr->bsr", rows, basis, precision=EXACT).astype(left.dtype)
         return put_block(left, new, index, start)
 
@@ -49,11 +51,23 @@ def key_factors(
     if rank < width:
         basis = jnp.where(jnp.arange(rank) < lengths[:, None, None], basis, 0.0)
     left = lax.fori_loop(0, blocks, project, jnp.zeros((batch, length, rank), k_pre.dtype))
-    return left, basis.reshape(batch, heads, dim, rank).transpose(0, 1, 3, 2)
+    return left, head_columns(basis, weights, heads)
 
 
-def token_block(k_pre: Array, lengths: Array, index: Array, block: int) -> tuple[Array, Array]:
-    """Tokens index * block and on of k_pre [B, S, h_kv, d], all heads side by side in float32, and the first's number.
+def head_columns(
+    basis: Float[Array, "B columns r"], weights: Float[Array, "B h_kv d"] | None, heads: int
+) -> Float[Array, "B {heads} r d"]:
+    """A basis of weighed keys, all heads side by side, as what makes keys themselves of coefficients."""
+    if weights is not None:
+        basis = basis / weights.reshape(basis.shape[0], -1, 1)
+    return basis.reshape(basis.shape[0], heads, -1, basis.shape[2]).transpose(0, 1, 3, 2)
+
+
+def token_block(
+    k_pre: Array, lengths: Array, index: Array, block: int, weights: Array | None = None
+) -> tuple[Array, Array]:
+    """Tokens index * block and on of k_pre [B, S, h_kv, d], times weights [B, h_kv, d], all heads side by side in
+    float32, and the first's number.
 
     [B, block, h_kv * d]; zeros for padding and, as the last block overlaps the one before, for tokens that were there
     already: every token counts once.
@@ -62,7 +76,10 @@ def token_block(k_pre: Array, lengths: Array, index: Array, block: int) -> tuple
     start = jnp.minimum(index * block, length - block)
     rows = lax.dynamic_slice_in_dim(k_pre, start, block, axis=1).reshape(batch, block, heads * dim)
     own = own_tokens(lengths, index, start, block)
-    return jnp.where(own[..., None], rows.astype(jnp.float32), 0.0), start
+    rows = rows.astype(jnp.float32)
+    if weights is not None:
+        rows *= weights.reshape(batch, 1, -1)
+    return jnp.where(own[..., None], rows, 0.0), start
 
 
 def own_tokens(lengths: Array, index: Array, start: Array, block: int) -> Array:
@@ -79,8 +96,13 @@ def put_block(buffer: Array, new: Array, index: Array, start: Array) -> Array:
     return lax.dynamic_update_slice_in_dim(buffer, jnp.where(counted, old, new), start, axis=1)
 
 
-def project_keys(k_pre: Float[Array, "B T h_kv d"], right: Float[Array, "B h_kv r d"]) -> Float[Array, "B T r"]:
+def project_keys(
+    k_pre: Float[Array, "B T h_kv d"], right: Float[Array, "B h_kv r d"],
+    weights: Float[Array, "B h_kv d"] | None = None,
+) -> Float[Array, "B T r"]:  # fmt: skip
     """Left rows [B, T, r] of later keys before RoPE, on a prompt's basis (ShadowKV, section 7.1), in right's dtype."""
+    if weights is not None:  # once for the keys, once for right, which lacks it
+        k_pre = k_pre.astype(jnp.float32) * weights[:, None] ** 2
     rows = jnp.einsum("bthd,bhrd->btr", k_pre, right, precision=EXACT, preferred_element_type=jnp.float32)
     return rows.astype(right.dtype)
 

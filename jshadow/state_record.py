@@ -26,6 +26,7 @@ CODES = {
     "key_codec": "lowrank",
     "key_profile": None,
     "key_bits": None,
+    "key_weights": "none",
     "landmark_dtype": "model",
     "value_dtype": "model",
 }

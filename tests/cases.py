@@ -76,7 +76,7 @@ PLUS: dict[str, Any] = dict(chunk_size=4, outlier_chunks=2, local_chunks=1, extr
 
 # Codes beyond the paper's, small enough that each loses something.
 PACKED: dict[str, Any] = dict(landmark_tokens=2, landmark_dtype="int4")
-TRANSFORM: dict[str, Any] = dict(key_codec="transform", key_profile=(3, 6, 8))
+TRANSFORM: dict[str, Any] = dict(key_codec="transform", key_profile=(3, 6, 8), key_weights="queries")
 
 
 def codec_case(
@@ -168,7 +168,7 @@ POLICY_CASES = {
     "shadowkv_transform": codec_case(ShadowKV, "int4", TRANSFORM, **SMALL, **PACKED),
     "shadowkv_int4": codec_case(ShadowKV, "int8", dict(key_codec="int4"), **SMALL, landmark_dtype="int8"),
     "shadowkv_plus_transform": codec_case(ShadowKVPlus, "int4", TRANSFORM, **PLUS, **PACKED),
-    "shadowkv_two_rounds": shadowkv_case(ShadowKV, **SMALL, **PACKED, selection_rounds=2),
+    "shadowkv_two_rounds": shadowkv_case(ShadowKV, **SMALL, **PACKED, selection_rounds=2, key_weights="queries"),
     "dense_first": PolicyCase(
         DenseFirst(SpeCache(bits=1, group=8, residual=8, fetched=6), layers=1),
         lambda num_tokens, config: DenseFirst(SpeCache.lossless(num_tokens, config), layers=1),

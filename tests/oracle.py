@@ -92,7 +92,7 @@ class Oracle:
     def remember(self, layer: int, cache: LayerCache, q: Array) -> None:
         """What the policy takes from a prompt's keys, values and rotated queries [T, h_q, d]."""
         if isinstance(self.policy, ShadowKV):
-            compress(self.policy, cache, q[-1], self.config.rope)
+            compress(self.policy, cache, q, self.config.rope)
 
     def step(self, token: int) -> Array:
         """Append one token to the cache, attend as the policy says; logits [V]."""

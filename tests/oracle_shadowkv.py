@@ -41,6 +41,8 @@ class ShadowKV:
         landmark_tokens: tokens of a landmark; a chunk's score adds up its landmarks' softmax. None: chunk_size.
         outlier_rule: "both": of outlier_chunks the smaller half are, of the chunks the landmarks leave, those with the
             key that the projection moves farthest.
+        key_weights: "queries": what is projected are keys times the root of the mean square of the prompt's last 64
+            queries there, and distances of keys are measured so; "none": the keys themselves.
     """
 
     rank: int
@@ -56,6 +58,7 @@ class ShadowKV:
     chunk_multiple: int = 1
     landmark_tokens: int | None = None
     outlier_rule: str = "landmark"
+    key_weights: str = "none"
 
     @property
     def parts(self) -> int:
@@ -114,7 +117,8 @@ class Memory:
     outliers: list[list[int]]  # [h_kv][o] ascending chunk ids
     outlier_gap: float
     threshold: list[float]  # [h_kv] a joined chunk below it is badly represented; -inf: none is
-    projection: Array  # [h_kv * d, h_kv * d] V_r V_r^T
+    projection: Array  # [h_kv * d, h_kv * d] V_r V_r^T, between weighing and its inverse
+    weights: Array  # [h_kv, d] what the numbers of a key are multiplied with; 1 where they are not weighed
     factor_error: float
     rebuilt: Array  # [T, h_kv, d] post-RoPE keys after projection, of the prompt and of every new token
     landmarks: Array  # [h_kv, n, s, d] mean exact keys of the parts of each chunk; grows where chunks join
@@ -134,20 +138,27 @@ class LayerCache:
     memory: Memory | None = None
 
 
-def compress(policy: ShadowKV, cache: LayerCache, last_query: Array, rope: "RopeConfig") -> None:
-    """ShadowKV's prefill for one layer: the cache's memory, of its prompt and its last query [h_q, d] after RoPE."""
-    length, h_kv, _ = cache.k_pre.shape
+def compress(policy: ShadowKV, cache: LayerCache, prompt_queries: Array, rope: "RopeConfig") -> None:
+    """ShadowKV's prefill for one layer: the cache's memory, of its prompt and its queries [T, h_q, d] after RoPE."""
+    length, h_kv, d = cache.k_pre.shape
     n = policy.chunks(length)
     wanted = 24 * (policy.budget // 1024) if policy.outlier_chunks is None else policy.outlier_chunks
     o = min(wanted, n)
     landmarks, worst = landmarks_of(cache.k_post[: n * policy.chunk_size], policy.chunk_size, policy.parts)
     new_keys = isinstance(policy, ShadowKVPlus)
-    projection, error = project_onto_prompt(cache.k_pre.reshape(length, -1), policy.rank, new_keys=new_keys)
+    weights = np.ones((h_kv, d))
+    if policy.key_weights == "queries":
+        weights = query_weights(prompt_queries[-64:], h_kv, rope.rotary_dim(d))
+    weighed = (cache.k_pre * weights).reshape(length, -1)
+    projection, error = project_onto_prompt(weighed, policy.rank, new_keys=new_keys)
+    projection = weights.reshape(-1, 1) * projection / weights.ravel()
+    error *= weights.max() / weights.min()
     by_landmark = min(n, wanted - wanted // 2) if policy.outlier_rule == "both" else o
     outliers = [lowest(row, by_landmark) for row in worst]
     gaps = [float(np.diff(np.sort(row))[by_landmark - 1]) if 0 < by_landmark < n else np.inf for row in worst]
     threshold = [float(row[ids].max()) if ids else -np.inf for row, ids in zip(worst, outliers, strict=True)]
     moved = cache.k_pre - (cache.k_pre.reshape(length, -1) @ projection).reshape(cache.k_pre.shape)
+    moved *= weights
     far = np.linalg.norm(moved[: n * policy.chunk_size], axis=2).reshape(n, policy.chunk_size, h_kv).max(axis=1)
     longest = np.full(h_kv, np.inf)
     for head, row in enumerate(far.T):
@@ -155,16 +166,16 @@ def compress(policy: ShadowKV, cache: LayerCache, last_query: Array, rope: "Rope
         outliers[head] = sorted(outliers[head] + lowest(-row, o - by_landmark))
         if by_landmark < o < n:
             last, first_out = -np.sort(-row)[[o - by_landmark - 1, o - by_landmark]]
-            gaps.append(float(last - first_out) / np.linalg.norm(cache.k_pre, axis=2).max())
+            gaps.append(float(last - first_out) / np.linalg.norm(cache.k_pre * weights, axis=2).max())
             longest[head] = first_out
     memory = Memory(
-        length, n, outliers, min(gaps), threshold, projection, error, rebuilt=cache.k_post[:0], landmarks=landmarks,
-        worst=worst, longest=longest, exact=[set() for _ in range(h_kv)],
+        length, n, outliers, min(gaps), threshold, projection, weights, error, rebuilt=cache.k_post[:0],
+        landmarks=landmarks, worst=worst, longest=longest, exact=[set() for _ in range(h_kv)],
     )  # fmt: skip
     cache.memory = memory
     rebuild(cache, rope)
     if policy.exact_preload:
-        for head, queries in enumerate(np.split(last_query[None], h_kv, axis=1)):
+        for head, queries in enumerate(np.split(prompt_queries[-1:], h_kv, axis=1)):
             candidates = np.setdiff1d(np.arange(n), outliers[head])
             ids, _, gap = choose(policy, queries, landmarks[head, candidates])
             memory.exact[head] = {int(candidates[i]) for i in ids}
@@ -184,6 +195,18 @@ def project_onto_prompt(keys: Array, rank: int, *, new_keys: bool) -> tuple[Arra
     last, first_out = np.append(s / s[0], 0.0)[min(rank, len(s)) - 1 :][:2]
     angle = min(1.0, FLOAT32 / max(last**2 - first_out**2, FLOAT32))
     return vt[:rank].T @ vt[:rank], float(angle if new_keys else angle * last)
+
+
+def query_weights(queries: Array, h_kv: int, rotated: int) -> Array:
+    """[h_kv, d] from rotated queries [t, h_q, d]: of each pair that RoPE turns, the root of the mean square of all
+    queries of a KV head, over that of all heads; a hundredth of the latter is added to every mean square."""
+    d = queries.shape[2]
+    square = np.zeros((h_kv, d))
+    for head, group in enumerate(np.split(queries, h_kv, axis=1)):
+        for i in range(d):
+            pair = [i] if i >= rotated else [i % (rotated // 2), i % (rotated // 2) + rotated // 2]
+            square[head, i] = np.mean(group[:, :, pair] ** 2)
+    return np.sqrt(square / square.mean() + 0.01)
 
 
 def rebuild(cache: LayerCache, rope: "RopeConfig") -> None:
@@ -265,8 +288,8 @@ def extra_outliers(policy: ShadowKV, cache: LayerCache, head: int) -> tuple[list
     for chunk in range(memory.chunks, memory.worst.shape[1]):
         if len(kept) < limit:
             moved = (memory.rebuilt - cache.k_post[: len(memory.rebuilt)])[chunk * c : (chunk + 1) * c, head]
-            far = np.linalg.norm(moved, axis=1).max()
-            length = np.linalg.norm(cache.k_post[:, head], axis=1).max()
+            far = np.linalg.norm(moved * memory.weights[head], axis=1).max()
+            length = np.linalg.norm(cache.k_post[:, head] * memory.weights[head], axis=1).max()
             gap = min(gap, abs(float(memory.worst[head, chunk]) - memory.threshold[head]),
                       abs(far - memory.longest[head]) / length)  # fmt: skip
             if memory.worst[head, chunk] < memory.threshold[head] or far > memory.longest[head]:

@@ -89,12 +89,19 @@ SETTINGS = {
     "landmarks_of_3": Setting("group4", (288,), ShadowKV(16, 6, 42, 3, 1, extend_piece=7, landmark_tokens=3)),
     "both_rules": Setting("two", (160,), ShadowKV(12, 4, 24, 5, 2, outlier_rule="both"), fast=True),
     "both_rules_many": Setting("group4", (288,), ShadowKV(7, 3, 30, 60, 1, outlier_rule="both")),
+    "weighed": Setting("two", (160,), ShadowKV(12, 4, 24, 2, 2, key_weights="queries"), fast=True),
+    "weighed_both_rules": Setting(
+        "group4", (288,), ShadowKV(7, 3, 30, 9, 1, outlier_rule="both", exact_preload=True, key_weights="queries")
+    ),
     "exact_keys": Setting("one", (160,), ShadowKV(None, 4, 24, 2, 2, key_codec="exact", landmark_tokens=2)),
     "plus": Setting("two", (96,), ShadowKVPlus(12, 4, 24, 2, 2), fast=True),
     "plus_exact_keys": Setting(
         "one", (96,), ShadowKVPlus(None, 4, 24, 2, 2, key_codec="exact", landmark_tokens=2), fast=True
     ),
     "plus_both_rules": Setting("one", (160,), ShadowKVPlus(12, 4, 24, 3, 2, outlier_rule="both"), fast=True),
+    "plus_weighed": Setting(
+        "two", (160,), ShadowKVPlus(12, 4, 24, 3, 2, outlier_rule="both", key_weights="queries"), fast=True
+    ),
     "plus_c1": Setting("one", (96,), ShadowKVPlus(32, 1, 9, 0, 0)),
     "plus_c2": Setting(
         "group4",
@@ -108,6 +115,9 @@ SETTINGS = {
     "plus_preload": Setting("one", (96,), ShadowKVPlus(16, 3, 30, 4, 0, exact_preload=True, extra_outlier_chunks=1)),
     "project_only": Setting(
         "two", (160,), ShadowKVPlus(12, 4, 24, 2, 2, plus_mode="project_only"), fast=True, prefill_chunk=2048
+    ),
+    "project_weighed": Setting(
+        "group1", (160,), ShadowKVPlus(20, 4, 24, 2, 2, plus_mode="project_only", key_weights="queries")
     ),
     "project_full_rank": Setting("group1", (96,), ShadowKVPlus(32, 3, 12, 2, 0, plus_mode="project_only")),
 }

@@ -61,29 +61,35 @@ def lefts(code, row: int, chunk: int = CHUNK) -> np.ndarray:
     return left.reshape(left.shape[0] * chunk, -1)
 
 
-def own_coder(right, row: int, profile) -> oracle_codec.Coder:
-    """The oracle's coder with the basis, mean and steps that the library found."""
+def own_coder(right, row: int, profile, weights=1.0) -> oracle_codec.Coder:
+    """The oracle's coder, of keys times weights [W], with the basis, mean and steps that the library found."""
     columns = np.asarray(right.columns, np.float64)[row]
-    basis = columns.transpose(0, 2, 1).reshape(-1, columns.shape[1])
-    bits = np.repeat((8, 4, 2), profile)
-    return oracle_codec.Coder(
-        np.asarray(right.mean, np.float64)[row].ravel(), basis, bits, np.asarray(right.step, np.float64)[row]
-    )
+    basis = (columns.transpose(0, 2, 1).reshape(-1, columns.shape[1]).T * weights).T
+    bits, mean = np.repeat((8, 4, 2), profile), np.asarray(right.mean, np.float64)[row].ravel()
+    return oracle_codec.Coder(mean * weights, basis, bits, np.asarray(right.step, np.float64)[row])
 
 
+@pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("block", [16, 2048])
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_transform_is_the_oracle_s(name, block, monkeypatch):
-    """Mean, basis, steps and every byte; a code may be its neighbour's where the coefficient lies next to its edge."""
+def test_the_transform_is_the_oracle_s(name, block, weighed, monkeypatch):
+    """Mean, basis, steps and every byte; a code may be its neighbour's where the coefficient lies next to its edge.
+    With weights: that of the weighed keys, and what is rebuilt are keys again.
+    """
     heads, dim, profile = SHAPES[name]
+    weights = np.random.default_rng(6).uniform(0.1, 3, (2, heads, dim)) if weighed else np.ones((2, heads, dim))
     monkeypatch.setattr("jshadow.key_codecs.transform.BLOCK", block)
     rows = [spread_keys(61, heads, dim, 1), spread_keys(97, heads, dim, 2)]
     keys, lengths = batch_of(rows)
-    code = jax.jit(lambda k, n: Transform(profile).encode(k, n, 26, CHUNK))(keys, lengths)
+    given = jnp.asarray(weights, jnp.float32) if weighed else None
+    code = jax.jit(lambda k, n: Transform(profile).encode(k, n, 26, CHUNK, given))(keys, lengths)
+    ids = jnp.arange(26)[None, None].repeat(2, 0).repeat(heads, 1)
+    decoded = np.asarray(Transform(profile).decode(code, ids, CHUNK)).swapaxes(1, 2)
+    projected = np.asarray(Transform(profile).project(keys, code.right, given))[:, :, 0]
     compared = skipped = 0
     for row, own in enumerate(rows):
-        flat = own.reshape(len(own), -1)
-        want, got = oracle_codec.coder_of(flat, profile), own_coder(code.right, row, profile)
+        flat = (own * weights[row]).reshape(len(own), -1)
+        want, got = oracle_codec.coder_of(flat, profile), own_coder(code.right, row, profile, weights[row].ravel())
         np.testing.assert_allclose(got.mean, want.mean, atol=1e-5)
         np.testing.assert_allclose(got.step, want.step, rtol=2e-4)
         along = (want.basis * got.basis).sum(axis=0)
@@ -95,6 +101,9 @@ def test_the_transform_is_the_oracle_s(name, block, monkeypatch):
         np.testing.assert_array_equal(mine[sure], want.codes(flat)[sure])
         np.testing.assert_array_equal(oracle_codec.packed(mine, profile), left[: len(own)])
         assert not left[len(own) :].any()  # padding
+        rebuilt = got.keys(mine) / weights[row].ravel()
+        np.testing.assert_allclose(decoded[row, : len(own)].reshape(len(own), -1), rebuilt, atol=1e-4)
+        np.testing.assert_array_equal(oracle_codec.unpacked(projected[row, : len(own)], profile)[sure], mine[sure])
         compared, skipped = compared + sure.sum(), skipped + (~sure).sum()
     assert skipped < 0.05 * compared
 

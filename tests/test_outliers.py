@@ -37,27 +37,33 @@ def keys_of(lengths: list[int], heads: int = 2, dim: int = 12, seed: int = 0) ->
     return keys
 
 
-def lost_by(codec: KeyCodec, code, keys: np.ndarray, chunks: int) -> np.ndarray:
-    """Largest squared distance of a token of each chunk from its rebuilt key [B, h, chunks], in float64."""
+def lost_by(codec: KeyCodec, code, keys: np.ndarray, chunks: int, weights=1.0) -> np.ndarray:
+    """Largest squared distance of a token of each chunk from its rebuilt key, both times weights [B, h, d]:
+    [B, h, chunks], in float64."""
     batch, _, heads, dim = keys.shape
     every = jnp.broadcast_to(jnp.arange(chunks), (batch, heads, chunks))
     rebuilt = np.asarray(codec.decode(code, every, CHUNK), np.float64).reshape(batch, heads, chunks, CHUNK, dim)
     real = np.asarray(keys, np.float64)[:, : chunks * CHUNK].reshape(batch, chunks, CHUNK, heads, dim)
-    return ((rebuilt - real.transpose(0, 3, 1, 2, 4)) ** 2).sum(axis=4).max(axis=3)
+    sizes = np.broadcast_to(weights, (batch, heads, dim))[:, :, None, None]
+    off = (rebuilt - real.transpose(0, 3, 1, 2, 4)) * sizes
+    return (off**2).sum(axis=4).max(axis=3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("block", [3, 16, 2048])
+@pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("name", CODECS)
-def test_losses_are_those_of_the_worst_token(name, block, dtype):
+def test_losses_are_those_of_the_worst_token(name, weighed, block, dtype):
     """Blocks smaller than a chunk, ragged and whole; chunks past the prompt lose nothing."""
     codec, lengths = CODECS[name], [57, 30]
     keys = jnp.asarray(keys_of(lengths), dtype)
-    code = codec.encode(keys, jnp.array(lengths), 20, CHUNK)
-    lost = np.asarray(jax.jit(lambda code, keys: codec.losses(code, keys, CHUNK, block))(code, keys))
+    sizes = np.random.default_rng(1).uniform(0.2, 2, (2, 2, 12)) if weighed else np.ones((2, 2, 12))
+    weights = jnp.asarray(sizes, jnp.float32) if weighed else None
+    code = codec.encode(keys, jnp.array(lengths), 20, CHUNK, weights)
+    lost = np.asarray(jax.jit(lambda code, keys: codec.losses(code, keys, CHUNK, weights, block))(code, keys))
     assert lost.shape == (2, 2, 20)
     assert not lost[:, :, 15:].any()
-    want = lost_by(codec, code, np.asarray(keys, np.float64), 15)
+    want = lost_by(codec, code, np.asarray(keys, np.float64), 15, sizes)
     for row, length in enumerate(lengths):
         own = length // CHUNK
         np.testing.assert_allclose(lost[row, :, :own], want[row, :, :own], rtol=1e-3, atol=1e-5)

@@ -158,8 +158,8 @@ def test_a_policy_that_is_none_here(tmp_path, settings, told):
 # Files of an older version, and files that are good but not for this machine
 
 CODES = (
-    "selection_rounds", "outlier_rule", "key_codec", "key_profile", "key_bits", "landmark_tokens", "landmark_dtype",
-    "value_dtype",
+    "selection_rounds", "outlier_rule", "key_codec", "key_profile", "key_bits", "key_weights", "landmark_tokens",
+    "landmark_dtype", "value_dtype",
 )  # fmt: skip
 
 

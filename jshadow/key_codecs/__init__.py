@@ -16,6 +16,7 @@ from jshadow.key_codecs.base import KeyCodec as KeyCodec
 from jshadow.key_codecs.base import Sizes as Sizes
 from jshadow.key_codecs.base import by_head as by_head
 from jshadow.key_codecs.base import by_token as by_token
+from jshadow.key_codecs.base import squared_error as squared_error
 from jshadow.key_codecs.exact import Exact as Exact
 from jshadow.key_codecs.int4 import Int4 as Int4
 from jshadow.key_codecs.lowrank import LowRank as LowRank

@@ -53,10 +53,12 @@ class KeyCodec(abc.ABC):
         name: as `ShadowKV.key_codec` names it.
         compiled: `pallas_kernels` has a GPU kernel that rebuilds from it, and one that fetches values meanwhile; they
             are given `operands`.
+        weighed: weights change the code: it mixes the numbers of a key.
     """
 
     name = ""
     compiled = False
+    weighed = False
 
     @abc.abstractmethod
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
@@ -64,7 +66,8 @@ class KeyCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode(
-        self, k_pre: Float[Array, "B S h_kv d"], lengths: Int[Array, "B"], units: int, chunk: int
+        self, k_pre: Float[Array, "B S h_kv d"], lengths: Int[Array, "B"], units: int, chunk: int,
+        weights: Float[Array, "B h_kv d"] | None = None,
     ) -> KeyCode:  # fmt: skip
         """Code the first `units` chunks of a right-padded prompt by what all of its tokens are like.
 
@@ -73,11 +76,15 @@ class KeyCodec(abc.ABC):
             lengths: real tokens of each row, int32 [B].
             units: chunks to keep; those past the prompt are zero.
             chunk: tokens of a chunk.
+            weights: what an error in each number of a key counts, float32 [B, h_kv, d], for `weighed` codecs: they lose
+                least of keys times these. None: all alike.
         """
 
     @abc.abstractmethod
-    def project(self, k_pre: Float[Array, "B T h_kv d"], right: Any) -> Shaped[Array, "B T heads w"]:
-        """Left rows of other tokens by a prompt's `right`: [B, T, 1 or h_kv, w] (ShadowKV, section 7.1)."""
+    def project(
+        self, k_pre: Float[Array, "B T h_kv d"], right: Any, weights: Float[Array, "B h_kv d"] | None = None
+    ) -> Shaped[Array, "B T heads w"]:  # fmt: skip
+        """Left rows of other tokens by a prompt's `right` and its weights: [B, T, 1 or h_kv, w] (section 7.1)."""
 
     @abc.abstractmethod
     def expand(self, rows: Shaped[Array, "B heads t w"], right: Any) -> Float[Array, "B h_kv t d"]:
@@ -120,7 +127,8 @@ class KeyCodec(abc.ABC):
         return self.expand(rows.reshape(batch, heads, count * chunk, rows.shape[3] // chunk), code.right)
 
     def losses(
-        self, code: KeyCode, k_pre: Float[Array, "B S h_kv d"], chunk: int, block: int = BLOCK
+        self, code: KeyCode, k_pre: Float[Array, "B S h_kv d"], chunk: int,
+        weights: Float[Array, "B h_kv d"] | None = None, block: int = BLOCK,
     ) -> Float[Array, "B h_kv n"]:  # fmt: skip
         """How far off the worst rebuilt key of each chunk is, as a squared distance.
 
@@ -128,6 +136,7 @@ class KeyCodec(abc.ABC):
             code: from `encode`, of n chunks.
             k_pre: the keys it was made of [B, S, h_kv, d].
             chunk: tokens of a chunk.
+            weights: of `encode`; the distance is that of keys times these.
             block: tokens rebuilt at once, if a chunk is no larger.
 
         Returns:
@@ -145,7 +154,7 @@ class KeyCodec(abc.ABC):
             first = jnp.minimum(index * count, there - count)  # an overlap is written twice, with the same numbers
             keys = lax.dynamic_slice_in_dim(k_pre, first * chunk, count * chunk, axis=1).swapaxes(1, 2)
             ids = jnp.broadcast_to(first + jnp.arange(count), (batch, heads, count))
-            errors = ((self.decode(code, ids, chunk) - keys.astype(jnp.float32)) ** 2).sum(axis=3)
+            errors = squared_error(self.decode(code, ids, chunk), keys, weights)
             errors = errors.reshape(batch, heads, count, chunk).max(axis=3)
             return lax.dynamic_update_slice_in_dim(lost, errors, first, axis=2)
 
@@ -189,6 +198,16 @@ class KeyCodec(abc.ABC):
         """Bytes of the left row that one KV head reads of a token."""
         left = self.shapes(1, 1, 1, sizes).left
         return int(left.shape[-1]) * left.dtype.itemsize
+
+
+def squared_error(
+    keys: Float[Array, "B h_kv *n d"], real: Float[Array, "B h_kv *n d"], weights: Float[Array, "B h_kv d"] | None
+) -> Float[Array, "B h_kv *n"]:
+    """Squared distance of keys from the real ones, both times weights; RoPE leaves it as it is."""
+    off = keys.astype(jnp.float32) - real.astype(jnp.float32)
+    if weights is not None:
+        off *= jnp.expand_dims(weights, tuple(range(2, off.ndim - 1)))
+    return (off**2).sum(axis=-1)
 
 
 def by_head(left: Shaped[Array, "..."]) -> Shaped[Array, "B heads n w"]:

@@ -23,13 +23,15 @@ class Exact(KeyCodec):
         left: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))
         return KeyCode(left, None)
 
-    def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int) -> KeyCode:
+    def encode(
+        self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None
+    ) -> KeyCode:  # fmt: skip
         """Chunk by chunk."""
         real = jnp.arange(k_pre.shape[1]) < lengths[:, None]
         chunks = to_chunks(jnp.where(real[..., None, None], k_pre, 0), units, chunk)
         return KeyCode(chunks.reshape(*chunks.shape[:3], -1), None)
 
-    def project(self, k_pre: Array, right: Any) -> Array:
+    def project(self, k_pre: Array, right: Any, weights: Array | None = None) -> Array:
         """As they are."""
         return k_pre
 

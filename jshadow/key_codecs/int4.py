@@ -46,7 +46,9 @@ class Int4(KeyCodec):
         step: Any = jax.ShapeDtypeStruct(channels, jnp.float32)
         return KeyCode(left, Channels(mean, step))
 
-    def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int) -> KeyCode:
+    def encode(
+        self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None
+    ) -> KeyCode:  # fmt: skip
         """One pass for the means, one for deviations and magnitudes, one for the codes."""
         batch, length, heads, dim = k_pre.shape
         block = min(BLOCK, length)
@@ -63,7 +65,7 @@ class Int4(KeyCodec):
         left = to_chunks(jnp.where(real[..., None, None], rows, 0), units, chunk)
         return KeyCode(left.reshape(*left.shape[:3], -1), right)
 
-    def project(self, k_pre: Array, right: Any) -> Array:
+    def project(self, k_pre: Array, right: Any, weights: Array | None = None) -> Array:
         """With the prompt's means and steps."""
         rows = k_pre.astype(jnp.float32) - right.mean.astype(jnp.float32)[:, None]
         return quantise(rows, right.step[:, None], self.profile(k_pre.shape[3]))

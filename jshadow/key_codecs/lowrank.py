@@ -29,6 +29,7 @@ class LowRank(KeyCodec):
 
     name = "lowrank"
     compiled = True
+    weighed = True
 
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
         """The two factors."""
@@ -36,15 +37,17 @@ class LowRank(KeyCodec):
         left: Any = jax.ShapeDtypeStruct((batch, units, chunk * self.rank), dtype)
         return KeyCode(left, jax.ShapeDtypeStruct((batch, sizes.heads, self.rank, sizes.dim), dtype))
 
-    def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int) -> KeyCode:
+    def encode(
+        self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None
+    ) -> KeyCode:  # fmt: skip
         """By the Gram matrix."""
-        left, right = lowrank.key_factors(k_pre, lengths, self.rank)
+        left, right = lowrank.key_factors(k_pre, lengths, self.rank, weights)
         left = fit_tokens(left, units * chunk).reshape(left.shape[0], units, chunk * self.rank)
         return KeyCode(left, right.astype(k_pre.dtype))
 
-    def project(self, k_pre: Array, right: Any) -> Array:
+    def project(self, k_pre: Array, right: Any, weights: Array | None = None) -> Array:
         """On the prompt's basis."""
-        return lowrank.project_keys(k_pre, right)[:, :, None]
+        return lowrank.project_keys(k_pre, right, weights)[:, :, None]
 
     def expand(self, rows: Array, right: Any) -> Array:
         """The product."""

@@ -20,7 +20,7 @@ from jshadow.key_codecs.base import KeyCode, KeyCodec, Sizes
 from jshadow.key_codecs.lowrank import usual_rank
 from jshadow.key_codecs.midrise import Profile, packed_width, profile_bits, quantise, steps
 from jshadow.key_codecs.profiles import profile_of
-from jshadow.lowrank import BLOCK, EXACT, own_tokens, put_block, token_block
+from jshadow.lowrank import BLOCK, EXACT, head_columns, own_tokens, put_block, token_block
 from pallas_kernels.codes import coded_products
 
 
@@ -28,7 +28,8 @@ class Basis(struct.PyTreeNode):
     """What all rows of a prompt share.
 
     Attributes:
-        columns: eigenvectors of the centred keys, falling variance, each KV head its part [B, h_kv, r, d].
+        columns: eigenvectors of the centred keys, falling variance, each KV head its part [B, h_kv, r, d]. Of weighed
+            keys: those divided by the weights, so that sums of them are keys.
         mean: of the prompt's keys [B, h_kv, d].
         step: of each column's quantiser, float32 [B, r].
     """
@@ -55,6 +56,7 @@ class Transform(KeyCodec):
 
     name = "transform"
     compiled = True
+    weighed = True
 
     @property
     def rank(self) -> int:
@@ -69,16 +71,18 @@ class Transform(KeyCodec):
         mean: Any = jax.ShapeDtypeStruct((batch, sizes.heads, sizes.dim), dtype)
         return KeyCode(left, Basis(columns, mean, jax.ShapeDtypeStruct((batch, self.rank), jnp.float32)))  # type: ignore[arg-type]
 
-    def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int) -> KeyCode:
+    def encode(
+        self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None
+    ) -> KeyCode:  # fmt: skip
         """Two passes for the basis, one for deviations and magnitudes, one for the codes."""
-        batch, length, heads, dim = k_pre.shape
+        batch, length, heads, _ = k_pre.shape
         block = min(BLOCK, length)
         blocks = -(-length // block)
         mean = mean_key(k_pre, lengths, block)
-        basis = eigenbasis(k_pre, lengths, mean, block)[:, :, : self.rank]
+        basis = eigenbasis(k_pre, lengths, mean, block, weights)[:, :, : self.rank]
 
         def coefficients(index: Array) -> tuple[Array, Array]:
-            rows, start = centred_block(k_pre, lengths, mean, index, block)
+            rows, start = centred_block(k_pre, lengths, mean, index, block, weights)
             return jnp.einsum("bsm,bmr->bsr", rows, basis, precision=EXACT), start
 
         def code(index: Array, left: Array) -> Array:
@@ -90,12 +94,14 @@ class Transform(KeyCodec):
         step = steps(*spread(lambda index: coefficients(index)[0], lengths, blocks, self.rank), self.profile)
         left = jnp.zeros((batch, length, packed_width(self.profile)), jnp.uint8)
         left = fit_tokens(lax.fori_loop(0, blocks, code, left), units * chunk)
-        columns = basis.reshape(batch, heads, dim, self.rank).transpose(0, 1, 3, 2).astype(k_pre.dtype)
+        columns = head_columns(basis, weights, heads).astype(k_pre.dtype)
         return KeyCode(left.reshape(batch, units, chunk * left.shape[2]), Basis(columns, mean, step))
 
-    def project(self, k_pre: Array, right: Any) -> Array:
+    def project(self, k_pre: Array, right: Any, weights: Array | None = None) -> Array:
         """On the prompt's basis, with its mean and steps."""
         rows = k_pre.astype(jnp.float32) - right.mean.astype(jnp.float32)[:, None]
+        if weights is not None:  # once for the keys, once for the columns, which lack it
+            rows *= weights[:, None] ** 2
         columns = right.columns.astype(jnp.float32)
         found = jnp.einsum("bthd,bhrd->btr", rows, columns, precision=EXACT)
         return quantise(found, right.step[:, None], self.profile)[:, :, None]
@@ -135,11 +141,16 @@ def mean_key(k_pre: Array, lengths: Array, block: int) -> Array:
     return (total / jnp.maximum(lengths, 1)[:, None]).reshape(batch, heads, dim).astype(k_pre.dtype)
 
 
-def centred_block(k_pre: Array, lengths: Array, mean: Array, index: Array, block: int) -> tuple[Array, Array]:
+def centred_block(
+    k_pre: Array, lengths: Array, mean: Array, index: Array, block: int, weights: Array | None = None
+) -> tuple[Array, Array]:
     """`token_block` without the mean."""
     rows, start = token_block(k_pre, lengths, index, block)
     own = own_tokens(lengths, index, start, block)
-    return jnp.where(own[..., None], rows - mean.reshape(rows.shape[0], 1, -1).astype(jnp.float32), 0.0), start
+    rows -= mean.reshape(rows.shape[0], 1, -1).astype(jnp.float32)
+    if weights is not None:
+        rows *= weights.reshape(rows.shape[0], 1, -1)
+    return jnp.where(own[..., None], rows, 0.0), start
 
 
 def spread(
@@ -163,13 +174,13 @@ def spread(
     return jnp.sqrt(squares / jnp.maximum(lengths, 1)[:, None]), largest
 
 
-def eigenbasis(k_pre: Array, lengths: Array, mean: Array, block: int) -> Array:
+def eigenbasis(k_pre: Array, lengths: Array, mean: Array, block: int, weights: Array | None = None) -> Array:
     """Eigenvectors of the centred keys, all heads side by side, falling variance: float32 [B, h_kv * d, h_kv * d]."""
     batch, length, heads, dim = k_pre.shape
     width = heads * dim
 
     def add(index: Array, gram: Array) -> Array:
-        rows, _ = centred_block(k_pre, lengths, mean, index, block)
+        rows, _ = centred_block(k_pre, lengths, mean, index, block, weights)
         return gram + jnp.einsum("bsm,bsn->bmn", rows, rows, precision=EXACT)
 
     gram = lax.fori_loop(0, -(-length // block), add, jnp.zeros((batch, width, width), jnp.float32))

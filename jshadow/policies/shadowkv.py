@@ -25,6 +25,7 @@ from jshadow.policies.base import within_share
 from jshadow.policies.chunk_costs import sizes_of
 from jshadow.policies.places import in_turn
 from jshadow.policies.preload import Preload, exact_keys
+from jshadow.policies.query_weights import query_weights
 from jshadow.policies.second_round import WIDER, scores_by_keys
 from jshadow.policies.shadowkv_settings import ShadowSettings
 from jshadow.policies.shadowkv_state import ShadowFrozen, ShadowLive
@@ -66,6 +67,7 @@ class ShadowKV(ShadowSettings):
             candidates=jnp.zeros((spec.batch, heads, chunks), bool),
             chunks=jnp.zeros(spec.batch, jnp.int32),
             outliers=KeyValues(exact, exact),
+            key_weights=None if self.key_weights == "none" else jnp.zeros((spec.batch, heads, dim), jnp.float32),
         )
         recent = zeros(heads, spec.window, dim)
         count = self.max_selected(spec.capacity)
@@ -99,11 +101,12 @@ class ShadowKV(ShadowSettings):
         """Key code, landmarks and outliers of the prompt; its values to the host (algorithm 1)."""
         size, count = self.chunk_size, self.max_chunks(spec.capacity)
         row_chunks, parts = self.prompt_chunks(prompt.lengths), self.landmark_parts
-        code = self.codec.encode(prompt.k_pre, prompt.lengths, count, size)
+        weights = self.weights_of(spec, prompt)
+        code = self.codec.encode(prompt.k_pre, prompt.lengths, count, size, weights)
         landmarks, worst = prompt_landmarks(prompt.k_post, count, size, parts=parts)
         whole = (jnp.arange(count) < row_chunks[:, None])[:, None, :]
         whole = jnp.broadcast_to(whole, worst.shape)
-        outlier_ids = self.choose_outliers(spec, prompt, code, whole, worst)
+        outlier_ids = self.choose_outliers(spec, prompt, code, weights, whole, worst)
         kept = jnp.arange(outlier_ids.shape[2]) < self.row_outliers(row_chunks)[:, None, None]
         candidates = leave_out(whole, outlier_ids, kept)
         frozen = ShadowFrozen(
@@ -115,6 +118,7 @@ class ShadowKV(ShadowSettings):
             candidates=candidates,
             chunks=row_chunks,
             outliers=KeyValues(*(take_chunks(x, outlier_ids, size) for x in (prompt.k_post, prompt.v))),
+            key_weights=weights,
         )
         recent = (take_span(x, row_chunks * size, spec.window) for x in (prompt.k_post, prompt.v))
         live = state.live.replace(window=KeyValues(*recent))
@@ -125,8 +129,15 @@ class ShadowKV(ShadowSettings):
         rows = self.host_rows(spec, to_chunks(prompt.v, count, size))
         return LayerState(frozen, live), HostWrite(rows) if count else None
 
+    def weights_of(self, spec: CacheSpec, prompt: PromptKV) -> Array | None:
+        """What an error in each number of a key counts [B, h_kv, d]; None: all alike."""
+        if self.key_weights == "none":
+            return None
+        assert prompt.q_tail is not None
+        return query_weights(prompt.q_tail, prompt.lengths, spec.kv_heads, spec.rope.rotary_dim(spec.head_dim))
+
     def choose_outliers(
-        self, spec: CacheSpec, prompt: PromptKV, code: KeyCode, whole: Array, worst: Array
+        self, spec: CacheSpec, prompt: PromptKV, code: KeyCode, weights: Array | None, whole: Array, worst: Array
     ) -> Array:  # fmt: skip
         """The chunks that stay exact, int32 [B, h_kv, o], a row's own first: those least like their landmark, then,
         with outlier_rule="both", as many others whose keys the code loses most of.
@@ -140,7 +151,7 @@ class ShadowKV(ShadowSettings):
         if first == count:
             return ids
         others = leave_out(whole, ids, jnp.ones(ids.shape, bool))
-        lost = self.codec.losses(code, prompt.k_pre, self.chunk_size)
+        lost = self.codec.losses(code, prompt.k_pre, self.chunk_size, weights)
         return jnp.concatenate([ids, top_k(jnp.where(others, lost, -jnp.inf), count - first)], axis=2)
 
     def host_rows(self, spec: CacheSpec, values: Array) -> Array:
@@ -156,7 +167,7 @@ class ShadowKV(ShadowSettings):
     def preloaded(self, spec: CacheSpec, frozen: ShadowFrozen, prompt: PromptKV) -> Array:
         """Chunks that the prompt's last query selects, int32 [B, h_kv, k]; -1 past a row's own."""
         assert prompt.q_tail is not None
-        logits = self.products(spec, prompt.q_tail, frozen.landmarks, frozen.candidates[:, :, None])
+        logits = self.products(spec, prompt.q_tail[:, -1:], frozen.landmarks, frozen.candidates[:, :, None])
         valid = jnp.ones((spec.batch, 1), bool)
         scores = chunk_scores(logits, valid, False, self.score_dtype, self.landmark_parts)[:, :, 0]
         ids = top_k(scores, self.max_selected(spec.capacity))

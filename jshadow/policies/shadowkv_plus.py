@@ -19,7 +19,7 @@ from jshadow.attention import Piece
 from jshadow.chunking import take_span, write_rows
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
-from jshadow.key_codecs import KeyCode, Sizes, by_token, reconstruct_keys
+from jshadow.key_codecs import KeyCode, Sizes, by_token, reconstruct_keys, squared_error
 from jshadow.landmarks import chunk_landmarks, keep_landmarks
 from jshadow.packing import Scaled
 from jshadow.policies.base import check_choice, check_range
@@ -140,7 +140,8 @@ class ShadowKVPlus(ShadowKV):
         span = min(self.window_chunks * self.chunk_size, self.later_chunks(spec) * self.chunk_size)
         rest = take_span(prompt.k_pre, frozen.chunks * self.chunk_size, span).transpose(0, 2, 1, 3)
         real = frozen.chunks[:, None] * self.chunk_size + jnp.arange(span) < prompt.lengths[:, None]
-        rows = jnp.where(real[..., None, None], self.codec.project(rest, frozen.right), 0).swapaxes(1, 2)
+        rows = self.codec.project(rest, frozen.right, frozen.key_weights)
+        rows = jnp.where(real[..., None, None], rows, 0).swapaxes(1, 2)
         left = by_token(state.live.left, self.chunk_size).at[:, :, :span].set(rows)
         live = state.live.replace(
             window=KeyValues(*ring), fresh=compressed.live.fresh, left=left.reshape(state.live.left.shape)
@@ -152,7 +153,8 @@ class ShadowKVPlus(ShadowKV):
         """What the code loses of the worst chunk it is trusted with [B, h_kv]; infinite where it chose no outlier."""
         if self.outlier_rule == "landmark":
             return None
-        lost = self.codec.losses(KeyCode(frozen.left, frozen.right), prompt.k_pre, self.chunk_size)
+        code = KeyCode(frozen.left, frozen.right)
+        lost = self.codec.losses(code, prompt.k_pre, self.chunk_size, frozen.key_weights)
         most = jnp.where(frozen.candidates, lost, -jnp.inf).max(axis=2, initial=-jnp.inf)
         chosen = self.row_outliers(frozen.chunks)[:, None] > self.landmark_outliers(spec.capacity)
         return jnp.where(chosen & (most >= 0), most, jnp.inf)
@@ -182,7 +184,7 @@ class ShadowKVPlus(ShadowKV):
         """The live left rows with those of the new tokens."""
         left = state.live.left
         places = step.positions - state.frozen.chunks[:, None] * self.chunk_size
-        rows = self.codec.project(step.k_pre, state.frozen.right)
+        rows = self.codec.project(step.k_pre, state.frozen.right, state.frozen.key_weights)
         return write_rows(by_token(left, self.chunk_size), rows, places, step.valid).reshape(left.shape)
 
     def join(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
@@ -207,7 +209,7 @@ class ShadowKVPlus(ShadowKV):
         if state.frozen.most is not None:
             ids = jnp.broadcast_to(self.max_chunks(spec.capacity) + number[:, None], bad.shape)
             keys = reconstruct_keys(self.rebuild(spec, state, step), ids).reshape(k.shape)
-            lost = ((keys.astype(jnp.float32) - k.astype(jnp.float32)) ** 2).sum(axis=4).max(axis=3)
+            lost = squared_error(keys, k, state.frozen.key_weights).max(axis=3)
             bad |= lost > state.frozen.most[..., None]
         live = self.keep_exact(live.replace(landmarks=landmarks), number, bad & leaves[:, None], k, v)
         return state.replace(live=live), HostWrite(self.host_rows(spec, v), number, leaves)

@@ -74,7 +74,7 @@ class ShadowKVProjected(ShadowKV):
         live: ProjectedLive = state.live
         slots = step.positions - state.frozen.chunks[:, None] * self.chunk_size
         v = write_rows(live.window.v, step.v, slots, step.valid)
-        rows = self.codec.project(step.k_pre, state.frozen.right)
+        rows = self.codec.project(step.k_pre, state.frozen.right, state.frozen.key_weights)
         left = write_rows(by_head(live.left), rows, slots, step.valid).reshape(live.left.shape)
         return state.replace(live=live.replace(window=KeyValues(live.window.k, v), left=left)), None
 

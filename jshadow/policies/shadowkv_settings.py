@@ -14,6 +14,7 @@ from jshadow.landmarks import MANTISSA
 from jshadow.packing import ROW_BITS
 from jshadow.policies.base import check_choice, check_range, check_share
 from jshadow.policies.chunk_costs import ChunkCosts
+from jshadow.policies.query_weights import TAIL
 from jshadow.policies.second_round import WIDER
 from jshadow.policies.shadowkv_shares import largest_shadow
 from jshadow.state import CacheSpec
@@ -47,6 +48,8 @@ class ShadowSettings(ChunkCosts):
             key_bits. `jshadow key-profile` finds a model's own.
         key_bits: bits of a key column of "transform" in the mean, in (0, 8], in place of key_profile
             (`key_codecs.profiles.profile_of`); None: those of the usual rank, (16, 64, 64) of 192 key columns.
+        key_weights: what of the keys "lowrank" and "transform" lose least of: "none": of their squares, the paper's;
+            "queries": of their products with queries like the prompt's last ones (`query_weights`).
         landmark_tokens: tokens of a landmark, a divisor of chunk_size; a chunk's score is the sum over its landmarks.
             None: chunk_size.
         landmark_dtype: "model", or "int8" or "int4" with a scale for each landmark.
@@ -71,6 +74,7 @@ class ShadowSettings(ChunkCosts):
     key_codec: str = "lowrank"
     key_profile: Profile | None = None
     key_bits: float | None = None
+    key_weights: str = "none"
     landmark_tokens: int | None = None
     landmark_dtype: str = "model"
     value_dtype: str = "model"
@@ -78,7 +82,10 @@ class ShadowSettings(ChunkCosts):
     name = "shadowkv"
     source = "arXiv 2410.21465, section 4"
     budget_fields = ("budget",)
-    kept_fields = ("selection_rounds", "outlier_rule", "key_codec", "landmark_tokens", "landmark_dtype", "value_dtype")
+    kept_fields = (
+        "selection_rounds", "outlier_rule", "key_codec", "key_weights", "landmark_tokens", "landmark_dtype",
+        "value_dtype",
+    )  # fmt: skip
 
     @classmethod
     def paper(cls) -> Self:
@@ -87,7 +94,10 @@ class ShadowSettings(ChunkCosts):
         Of everything else the defaults, as the paper has it: rank 160 of 1,024 columns, chunks of 8, 1.56 % of the
         tokens, 48 outlier chunks (sections 4 and 5.1).
         """
-        return cls(outlier_rule="landmark", key_codec="lowrank", landmark_dtype="model", value_dtype="model")
+        return cls(
+            outlier_rule="landmark", key_codec="lowrank", key_weights="none", landmark_dtype="model",
+            value_dtype="model",
+        )  # fmt: skip
 
     @classmethod
     def reference(cls) -> Self:
@@ -111,7 +121,7 @@ class ShadowSettings(ChunkCosts):
         BENCHMARKS.md tells what both cost on SmolLM2.
         """
         return cls(
-            outlier_rule="both", key_codec="transform", key_bits=4 / 3 if small else None,
+            outlier_rule="both", key_codec="transform", key_bits=4 / 3 if small else None, key_weights="queries",
             landmark_tokens=None if small else 2, landmark_dtype="int4", value_dtype="int4",
         )  # fmt: skip
 
@@ -128,6 +138,11 @@ class ShadowSettings(ChunkCosts):
         outliers = 24 * (budget // 1024) if self.outlier_chunks is None else self.outlier_chunks
         check_range(self.name, "outlier_chunks", outliers, 0)
         self.check_outlier_rule()
+        check_choice(self.name, "key_weights", self.key_weights, ("none", "queries"))
+        if self.key_weights != "none" and not CODECS[self.key_codec](rank, profile).weighed:
+            raise ConfigError(
+                f"{self.name}.key_weights must be 'none' with key_codec={self.key_codec!r}, got {self.key_weights!r}"
+            )
         check_range(self.name, "local_chunks", self.local_chunks, 0)
         check_choice(self.name, "turn_selection", self.turn_selection, ("each", "shared"))
         check_range(self.name, "extend_piece", self.extend_piece, 1)
@@ -180,8 +195,8 @@ class ShadowSettings(ChunkCosts):
 
     @property
     def q_tail(self) -> int:  # type: ignore[override]
-        """The prompt's last query, where it selects."""
-        return int(self.exact_preload)
+        """The prompt's last query, where it selects; more, where they weigh the keys."""
+        return TAIL if self.key_weights == "queries" else int(self.exact_preload)
 
     @property
     def codec(self) -> KeyCodec:

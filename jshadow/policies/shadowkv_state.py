@@ -22,6 +22,7 @@ class ShadowFrozen(struct.PyTreeNode):
         chunks: chunks of each row, int32 [B]; the window begins at token chunks * c.
         outliers: exact keys and values of the outlier chunks [B, h_kv, o * c, d].
         preload: chunks that begin with exact keys, only with `exact_preload`.
+        key_weights: what an error in each number of a key counts, float32 [B, h_kv, d], only where keys are weighed.
     """
 
     left: Array
@@ -31,6 +32,7 @@ class ShadowFrozen(struct.PyTreeNode):
     chunks: Array
     outliers: KeyValues
     preload: Preload | None = None
+    key_weights: Array | None = None
 
 
 class ShadowLive(struct.PyTreeNode):
