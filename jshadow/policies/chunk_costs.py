@@ -26,7 +26,6 @@ class ChunkCosts(Policy):
         chunk_size: tokens in a chunk.
         landmark_dtype, value_dtype: how landmarks and host values are kept.
         outlier_rule: by what the chunks that are kept exactly are chosen.
-        key_weights: what an error in a key is weighed by.
     """
 
     budget: int | None
@@ -34,7 +33,6 @@ class ChunkCosts(Policy):
     landmark_dtype: str
     value_dtype: str
     outlier_rule: str
-    key_weights: str
 
     @property
     @abc.abstractmethod
@@ -89,7 +87,6 @@ class ChunkCosts(Policy):
         chunks, columns, size = self.max_chunks(num_tokens), config.key_columns, self.chunk_size
         exact = self.max_outliers(num_tokens) * size + self.window_slots(num_tokens, num_tokens)
         kept = self.codec.nbytes(chunks, size, sizes) + self.landmark_bytes(chunks, sizes)
-        kept += 4 * columns * (self.key_weights != "none")
         # A 16-bit number holds two masks; an id takes two numbers. Wider numbers make both cheaper.
         small = config.kv_heads * (chunks / 2 + 2 * self.max_selected(num_tokens)) + 2
         return kept / 2 + 2 * exact * columns + small

@@ -67,7 +67,6 @@ class ShadowKV(ShadowSettings):
             candidates=jnp.zeros((spec.batch, heads, chunks), bool),
             chunks=jnp.zeros(spec.batch, jnp.int32),
             outliers=KeyValues(exact, exact),
-            key_weights=None if self.key_weights == "none" else jnp.zeros((spec.batch, heads, dim), jnp.float32),
         )
         recent = zeros(heads, spec.window, dim)
         count = self.max_selected(spec.capacity)
@@ -118,7 +117,6 @@ class ShadowKV(ShadowSettings):
             candidates=candidates,
             chunks=row_chunks,
             outliers=KeyValues(*(take_chunks(x, outlier_ids, size) for x in (prompt.k_post, prompt.v))),
-            key_weights=weights,
         )
         recent = (take_span(x, row_chunks * size, spec.window) for x in (prompt.k_post, prompt.v))
         live = state.live.replace(window=KeyValues(*recent))
@@ -135,6 +133,11 @@ class ShadowKV(ShadowSettings):
             return None
         assert prompt.q_tail is not None
         return query_weights(prompt.q_tail, prompt.lengths, spec.kv_heads, spec.rope.rotary_dim(spec.head_dim))
+
+    def no_weights(self, spec: CacheSpec) -> Array | None:
+        """Weights before any prompt."""
+        shape = (spec.batch, spec.kv_heads, spec.head_dim)
+        return None if self.key_weights == "none" else jnp.zeros(shape, jnp.float32)
 
     def choose_outliers(
         self, spec: CacheSpec, prompt: PromptKV, code: KeyCode, weights: Array | None, whole: Array, worst: Array

@@ -120,7 +120,8 @@ class ShadowKVPlus(ShadowKV):
         )  # fmt: skip
         cut = zeros(heads, dtype=jnp.float32)
         most = cut if self.outlier_rule != "landmark" else None
-        return LayerState(PlusFrozen(**fields_of(state.frozen), cut=cut, most=most), live)
+        frozen = PlusFrozen(**fields_of(state.frozen), cut=cut, most=most, key_weights=self.no_weights(spec))
+        return LayerState(frozen, live)
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
@@ -128,6 +129,7 @@ class ShadowKVPlus(ShadowKV):
         """As ShadowKV; the end of the prompt goes to the ring, and its left rows to the live segment."""
         compressed, write = super().compress(spec, state, prompt, fitted)
         frozen: ShadowFrozen = compressed.frozen
+        weights = self.weights_of(spec, prompt)
         exact = frozen.outliers.k.reshape(spec.batch, spec.kv_heads, -1, self.chunk_size, spec.head_dim)
         _, worst = chunk_landmarks(exact[:, :, : self.landmark_outliers(spec.capacity)], self.landmark_parts)
         slot = jnp.arange(worst.shape[2])
@@ -140,21 +142,24 @@ class ShadowKVPlus(ShadowKV):
         span = min(self.window_chunks * self.chunk_size, self.later_chunks(spec) * self.chunk_size)
         rest = take_span(prompt.k_pre, frozen.chunks * self.chunk_size, span).transpose(0, 2, 1, 3)
         real = frozen.chunks[:, None] * self.chunk_size + jnp.arange(span) < prompt.lengths[:, None]
-        rows = self.codec.project(rest, frozen.right, frozen.key_weights)
+        rows = self.codec.project(rest, frozen.right, weights)
         rows = jnp.where(real[..., None, None], rows, 0).swapaxes(1, 2)
         left = by_token(state.live.left, self.chunk_size).at[:, :, :span].set(rows)
         live = state.live.replace(
             window=KeyValues(*ring), fresh=compressed.live.fresh, left=left.reshape(state.live.left.shape)
         )  # fmt: skip
-        frozen = PlusFrozen(**fields_of(frozen), cut=cut, most=self.most_lost(spec, frozen, prompt))
+        most = self.most_lost(spec, frozen, prompt, weights)
+        frozen = PlusFrozen(**fields_of(frozen), cut=cut, most=most, key_weights=weights)
         return compressed.replace(frozen=frozen, live=live), write
 
-    def most_lost(self, spec: CacheSpec, frozen: ShadowFrozen, prompt: PromptKV) -> Array | None:
+    def most_lost(
+        self, spec: CacheSpec, frozen: ShadowFrozen, prompt: PromptKV, weights: Array | None
+    ) -> Array | None:  # fmt: skip
         """What the code loses of the worst chunk it is trusted with [B, h_kv]; infinite where it chose no outlier."""
         if self.outlier_rule == "landmark":
             return None
         code = KeyCode(frozen.left, frozen.right)
-        lost = self.codec.losses(code, prompt.k_pre, self.chunk_size, frozen.key_weights)
+        lost = self.codec.losses(code, prompt.k_pre, self.chunk_size, weights)
         most = jnp.where(frozen.candidates, lost, -jnp.inf).max(axis=2, initial=-jnp.inf)
         chosen = self.row_outliers(frozen.chunks)[:, None] > self.landmark_outliers(spec.capacity)
         return jnp.where(chosen & (most >= 0), most, jnp.inf)
@@ -306,4 +311,7 @@ class ShadowKVPlus(ShadowKV):
         exact = self.ring_slots - window + self.extra_outlier_chunks * self.chunk_size
         left = self.codec.nbytes(later, self.chunk_size, sizes) - self.codec.nbytes(0, self.chunk_size, sizes)
         segment = (left + self.landmark_bytes(later, sizes)) / 2 + later * config.kv_heads
-        return super().device_numbers(num_tokens, config) + 2 * exact * columns + segment + 64 * config.kv_heads
+        weights = 2 * columns * (self.key_weights != "none")
+        return (
+            super().device_numbers(num_tokens, config) + 2 * exact * columns + segment + weights + 64 * config.kv_heads
+        )

@@ -20,9 +20,10 @@ from jshadow.state import CacheSpec, HostWrite, KeyValues, LayerState, PromptKV,
 
 
 class ProjectedFrozen(ShadowFrozen, kw_only=True):
-    """Also `lengths`: tokens of the prompt, int32 [B]."""
+    """Also `lengths`: tokens of the prompt, int32 [B]; `key_weights` as ShadowKV+ has them."""
 
     lengths: Array
+    key_weights: Array | None = None
 
 
 class ProjectedLive(ShadowLive, kw_only=True):
@@ -54,7 +55,10 @@ class ShadowKVProjected(ShadowKV):
         left = self.codec.empty(spec.batch, spec.window, 1, sizes_of(spec)).left
         window = state.live.window
         live = ProjectedLive(**fields_of(state.live) | {"window": KeyValues(self.exact(window.k), window.v)}, left=left)
-        return LayerState(ProjectedFrozen(**fields_of(state.frozen), lengths=state.frozen.chunks), live)
+        frozen = ProjectedFrozen(
+            **fields_of(state.frozen), lengths=state.frozen.chunks, key_weights=self.no_weights(spec)
+        )  # fmt: skip
+        return LayerState(frozen, live)
 
     def exact(self, rows: Array) -> Array:
         """The slots of the prompt's end out of the window's [B, h_kv, window, d]."""
@@ -67,7 +71,10 @@ class ShadowKVProjected(ShadowKV):
         done, write = super().compress(spec, state, prompt, fitted)
         window = done.live.window
         live = done.live.replace(window=KeyValues(self.exact(window.k), window.v))
-        return LayerState(ProjectedFrozen(**fields_of(done.frozen), lengths=prompt.lengths), live), write
+        frozen = ProjectedFrozen(
+            **fields_of(done.frozen), lengths=prompt.lengths, key_weights=self.weights_of(spec, prompt)
+        )  # fmt: skip
+        return LayerState(frozen, live), write
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Values to the window, projected keys beside them."""

@@ -22,7 +22,6 @@ class ShadowFrozen(struct.PyTreeNode):
         chunks: chunks of each row, int32 [B]; the window begins at token chunks * c.
         outliers: exact keys and values of the outlier chunks [B, h_kv, o * c, d].
         preload: chunks that begin with exact keys, only with `exact_preload`.
-        key_weights: what an error in each number of a key counts, float32 [B, h_kv, d], only where keys are weighed.
     """
 
     left: Array
@@ -32,7 +31,6 @@ class ShadowFrozen(struct.PyTreeNode):
     chunks: Array
     outliers: KeyValues
     preload: Preload | None = None
-    key_weights: Array | None = None
 
 
 class ShadowLive(struct.PyTreeNode):
@@ -58,10 +56,12 @@ class PlusFrozen(ShadowFrozen, kw_only=True):
         cut: least cosine of the best represented outlier that was kept, float32 [B, h_kv]; -inf where none was.
         most: squared error of the worst chunk that may be rebuilt, float32 [B, h_kv]; infinite where no outlier was
             chosen by that, None where it is not the rule.
+        key_weights: what an error in each number of a key counts, float32 [B, h_kv, d], only where keys are weighed.
     """
 
     cut: Array
     most: Array | None = None
+    key_weights: Array | None = None
 
 
 class PlusLive(ShadowLive, kw_only=True):
