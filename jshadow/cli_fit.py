@@ -51,6 +51,10 @@ def add_profile_options(add: argparse.ArgumentParser) -> None:
     """The options of `key-profile`."""
     add.set_defaults(run=run_profile)
     add.add_argument("--bits", type=int, help="of a token's key code (default: those of the usual rank)")
+    add.add_argument(
+        "--key-weights", default="none", choices=("none", "queries"),
+        help="what is to be lost least of: the keys, or their products with queries (default: %(default)s)",
+    )  # fmt: skip
     add_text_options(add)
 
 
@@ -214,7 +218,8 @@ def run_profile(args: argparse.Namespace) -> int:
     columns, ids = params.config.key_columns, ids[: args.tokens]
     bits = min(16 * usual_rank(columns), 8 * columns) if args.bits is None else args.bits
     usual = profile_of(columns, bits)
-    layers = with_bar("measuring keys", lambda bar: key_errors(params, np.asarray(ids), bar))[:, :, :columns]
+    weighed, text = args.key_weights == "queries", np.asarray(ids)
+    layers = with_bar("measuring keys", lambda bar: key_errors(params, text, bar, weighed))[:, :, :columns]
     found = best_profile(layers.mean(axis=0), bits)
     rows: list[dict[str, Any]] = [
         {"name": name, "key_profile": list(profile), "bytes": packed_width(profile),
@@ -223,7 +228,8 @@ def run_profile(args: argparse.Namespace) -> int:
     ]  # fmt: skip
     setting = "key_profile=" + ",".join(map(str, found))
     if args.json:
-        print(json.dumps({"columns": columns, "bits": bits, "tokens": len(ids), "profiles": rows, "set": setting}))
+        asked = {"columns": columns, "bits": bits, "tokens": len(ids), "key_weights": args.key_weights}
+        print(json.dumps(asked | {"profiles": rows, "set": setting}))
         return 0
     table = Table("profile", "8, 4 and 2 bits", "bytes a token", "variance lost", "in the worst layer",
                   title=f"{columns} key columns, {len(ids):,} tokens")  # fmt: skip
@@ -236,7 +242,7 @@ def run_profile(args: argparse.Namespace) -> int:
         )
         table.add_row(row["name"], *told)
     console().print(table)
-    print(f"--policy shadowkv --set key_codec=transform --set {setting}")
+    print(f"--policy shadowkv --set key_codec=transform --set key_weights={args.key_weights} --set {setting}")
     return 0
 
 

@@ -123,6 +123,8 @@ def ideas(params: Any) -> dict[str, ShadowKV]:
         f"a basis for each head {head}": Idea(**exact, idea="per_head", profiles=(head,)),
         "a scale for each token (16, 64, 60)": Idea(**exact, idea="scale", profiles=((16, 64, 60),)),
         "half of the outliers by the code": ShadowKV(**transform, outlier_rule="both"),
+        "keys weighed by queries": ShadowKV(**transform, key_weights="queries"),
+        "rank 32, keys weighed by queries": ShadowKV(rank=32, **COMMON, key_weights="queries"),
         "the basis of the middle half": Idea(**exact, idea="middle", profiles=(profile,)),
         "bits by layer, least variance lost": Idea(**exact, profiles=allocated(shares, BITS)),
         "a second round of selection": ShadowKV(**transform, selection_rounds=2),
@@ -131,6 +133,9 @@ def ideas(params: Any) -> dict[str, ShadowKV]:
         "budget 512": ShadowKV(**transform | {"budget": 512}),
         "4/3 bits (4, 40, 32), landmarks of 8": ShadowKV(**transform | {"landmark_tokens": 8}, key_bits=4 / 3),
         f"the same, profile found {found[256]}": ShadowKV(**transform | {"landmark_tokens": 8}, key_profile=found[256]),
+        "4/3 bits (4, 40, 32), keys weighed": ShadowKV(
+            **transform | {"landmark_tokens": 8}, key_bits=4 / 3, key_weights="queries"
+        ),
     }
 
 

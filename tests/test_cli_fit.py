@@ -194,7 +194,13 @@ def test_a_profile_is_found_that_shadowkv_takes(place, capsys):
     assert main(asked) == 0
     out = capsys.readouterr().out
     assert "variance lost" in out
-    assert "--policy shadowkv --set key_codec=transform --set key_profile=" in out
+    assert "--policy shadowkv --set key_codec=transform --set key_weights=none --set key_profile=" in out
+    assert main([*asked, "--json", "--bits", "64", "--key-weights", "queries"]) == 0
+    weighed = json.loads(capsys.readouterr().out)
+    assert (weighed["key_weights"], told["key_weights"]) == ("queries", "none")
+    lost = [[row["lost"] for row in one["profiles"]] for one in (told, weighed)]
+    assert lost[0] != lost[1]
+    assert lost[1][1] <= lost[1][0]
     for more, error in ((["--bits", "7"], "--bits must be at least 8"), (["--bits", "999"], "must be in [8, 256]"),
                         (["--tokens", "20"], "more than the 32 key columns")):  # fmt: skip
         assert main([*asked, *more]) == 2

@@ -20,6 +20,7 @@ from jshadow.planning import footprint
 from jshadow.policies import Policy, Quest, ShadowKV, ShadowKVPlus, parse_policy
 from jshadow.policies.calibration import prompts_of
 from jshadow.policies.profile_calibration import key_errors
+from jshadow.policies.query_weights import query_weights
 from jshadow.policies.shadowkv_shares import largest_shadow
 
 SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
@@ -90,21 +91,24 @@ def test_errors_of_columns_are_the_oracle_s():
         np.testing.assert_allclose(errors[kind], want, rtol=2e-3, atol=1e-12)
 
 
-def test_what_is_foretold_is_what_the_code_loses():
+@pytest.mark.parametrize("weighed", [False, True])
+def test_what_is_foretold_is_what_the_code_loses(weighed):
     """The transform code itself, on the keys of every layer of a tiny model: 32 columns."""
     text = random_tokens(2, 90, seed=3)
-    errors = key_errors(model(), text)
+    errors = key_errors(model(), text, weighed=weighed)
     assert errors.shape == (3, 4, 32)
     np.testing.assert_allclose(errors[:, 3].sum(axis=1), 1, rtol=1e-5)
     own = best_profile(errors.mean(axis=0), 64)
     assert profile_error(errors.mean(axis=0), own) <= profile_error(errors.mean(axis=0), profile_of(32, 64))
     for layer, prompt in enumerate(prompts_of(model(), text)):
-        keys = np.asarray(prompt.k_pre, np.float64)
+        weights = query_weights(prompt.q_post[:, -64:], prompt.lengths, 2, 16) if weighed else None
+        sizes = np.ones((2, 1, 2, 16)) if weights is None else np.asarray(weights, np.float64)[:, None]
+        keys = np.asarray(prompt.k_pre, np.float64) * sizes
         for profile in (own, (3, 10, 8)):
             codec = Transform(profile)
-            code = codec.encode(prompt.k_pre, prompt.lengths, 90, 1)
+            code = codec.encode(prompt.k_pre, prompt.lengths, 90, 1, weights)
             ids = jnp.broadcast_to(jnp.arange(90, dtype=jnp.int32), (2, 2, 90))
-            back = np.asarray(codec.decode(code, ids, 1), np.float64).swapaxes(1, 2)
+            back = np.asarray(codec.decode(code, ids, 1), np.float64).swapaxes(1, 2) * sizes
             spread = ((keys - keys.mean(axis=1, keepdims=True)) ** 2).sum(axis=(1, 2, 3))
             lost = (((back - keys) ** 2).sum(axis=(1, 2, 3)) / spread).mean()
             assert profile_error(errors[layer], profile) == pytest.approx(lost, rel=0.02)
