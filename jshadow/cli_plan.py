@@ -88,7 +88,10 @@ def config_of(model: str) -> "ModelConfig":
 
 # What is shown beside the paper's setting
 
-CODE_SETTINGS = ("rank", "key_codec", "key_profile", "key_bits", "landmark_tokens", "landmark_dtype", "value_dtype")
+CODE_SETTINGS = (
+    "rank", "outlier_rule", "key_codec", "key_profile", "key_bits", "key_weights", "landmark_tokens", "landmark_dtype",
+    "value_dtype",
+)  # fmt: skip
 
 
 def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:

@@ -43,6 +43,9 @@ def test_a_config_alone_is_planned_on_every_gpu(config, capsys):
         assert step["pcie_bytes"] > 0
         packed, small = plan["beside"]["packed"], plan["beside"]["packed_small"]
         assert [side["policy"]["key_profile"] for side in (packed, small)] == [[80, 320, 320], [21, 214, 172]]
+        assert {(side["policy"]["outlier_rule"], side["policy"]["key_weights"]) for side in (packed, small)} == {
+            ("both", "queries")
+        }
         assert packed["row_parts"]["left"] == plan["chosen"]["row_parts"]["left"]
         assert packed["row_host_bytes"] == small["row_host_bytes"] < 0.26 * plan["chosen"]["row_host_bytes"]
         assert small["largest_batch"] > 1.9 * plan["chosen"]["largest_batch"]
