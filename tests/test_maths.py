@@ -285,7 +285,7 @@ def test_landmarks_of_a_prompt_do_not_depend_on_the_block(tokens, size, chunks, 
 def test_factors_do_not_depend_on_the_block(block):
     """Each token counts once, though the last block overlaps the one before."""
     keys, lengths = normal(2, 61, 2, 16, seed=8), jnp.array([61, 22])
-    want, got = lowrank.key_factors(keys, lengths, 12), lowrank.key_factors(keys, lengths, 12, block)
+    want, got = lowrank.key_factors(keys, lengths, 12), lowrank.key_factors(keys, lengths, 12, block=block)
     product = [np.einsum("bsr,bhrd->bshd", wide(left), wide(right)) for left, right in (want, got)]
     np.testing.assert_allclose(product[0], product[1], atol=2e-5)
 

@@ -95,15 +95,18 @@ def test_every_piece_size_gives_the_same_state(name, prefill_chunk):
     want_logits, want = decode.prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY)
     logits, state = decode.prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY, prefill_chunk=prefill_chunk)
     np.testing.assert_allclose(logits, want_logits, atol=1e-4)
-    seen = as_seen(want)
+    seen, same_codes = as_seen(want), np.ones(len(LENGTHS), bool)
     for path, leaf in as_seen(state).items():
         if path.endswith(" decoded"):  # a code may be its neighbour where the number lies next to an edge
-            assert np.isclose(leaf, seen[path], atol=2e-4).mean() > 0.99, path
+            close = np.isclose(leaf, seen[path], atol=2e-4)
+            assert close.mean() > 0.99, path
+            same_codes &= close.reshape(len(LENGTHS), -1).all(axis=1)
         else:
             np.testing.assert_allclose(leaf, seen[path], atol=2e-4, err_msg=path)
-    mine, _ = run_steps(model(), state, STEPS[:, :3])
-    theirs, _ = run_steps(model(), want, STEPS[:, :3])
-    np.testing.assert_allclose(mine, theirs, atol=2e-4)
+    assert same_codes.any()
+    mine, theirs = (run_steps(model(), one, STEPS[:, :3])[0] for one in (state, want))
+    np.testing.assert_allclose(mine[same_codes], theirs[same_codes], atol=2e-4)
+    np.testing.assert_allclose(mine, theirs, atol=5e-3)  # a key that one code moves by a step
 
 
 @pytest.mark.parametrize("logits", ["all", "last"])
