@@ -88,10 +88,7 @@ def config_of(model: str) -> "ModelConfig":
 
 # What is shown beside the paper's setting
 
-CODE_SETTINGS = (
-    "rank", "outlier_rule", "key_codec", "key_profile", "key_bits", "key_weights", "landmark_tokens", "landmark_dtype",
-    "value_dtype",
-)  # fmt: skip
+CODE_SETTINGS = {"rank", "key_profile", "key_bits", *ShadowKV.kept_fields} - {"selection_rounds"}
 
 
 def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:
