@@ -24,8 +24,8 @@ by layer, which takes a while: the fit tells how far each layer is from full att
 ABOUT_CALIBRATE = """Measure which layers of a model serve as OmniKV's filters: of the attention of all later layers,
 how much falls on the tokens that a layer itself attends to most. Tells the filter layers, ready for --set."""
 ABOUT_PROFILE = """Find how many columns of ShadowKV's transform code should have 8, 4 and 2 bits: the profile that
-loses the least of the variance of a text's keys within --bits, all layers alike. Tells it beside the default, ready for
---set."""
+loses the least of the variance of a text's keys within --bits, all layers alike; with --key-weights queries, of keys
+weighed as ShadowKV weighs them then. Tells it beside the default, ready for --set."""
 
 
 def add_fit_options(add: argparse.ArgumentParser) -> None:

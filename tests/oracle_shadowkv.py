@@ -152,7 +152,6 @@ def compress(policy: ShadowKV, cache: LayerCache, prompt_queries: Array, rope: "
     weighed = (cache.k_pre * weights).reshape(length, -1)
     projection, error = project_onto_prompt(weighed, policy.rank, new_keys=new_keys)
     projection = weights.reshape(-1, 1) * projection / weights.ravel()
-    error *= weights.max() / weights.min()
     by_landmark = min(n, wanted - wanted // 2) if policy.outlier_rule == "both" else o
     outliers = [lowest(row, by_landmark) for row in worst]
     gaps = [float(np.diff(np.sort(row))[by_landmark - 1]) if 0 < by_landmark < n else np.inf for row in worst]
