@@ -17,12 +17,16 @@ def to_chunks(x: Shaped[Array, "B S h d"], chunks: int, size: int) -> Shaped[Arr
     return fit_tokens(x, chunks * size).reshape(batch, chunks, size, heads, dim).transpose(0, 3, 1, 2, 4)
 
 
-def take_chunks(x: Float[Array, "B S h d"], ids: Int[Array, "B h n"], size: int) -> Float[Array, "B h tokens d"]:
-    """Chunks of x [B, S, h, d] at ids [B, h, n], each head its own -> their tokens [B, h, n * size, d]."""
+def take_chunks(
+    x: Float[Array, "B S h d"], ids: Int[Array, "B h n"], there: Bool[Array, "B #h n"], size: int
+) -> Float[Array, "B h tokens d"]:  # fmt: skip
+    """Chunks of x [B, S, h, d] at ids [B, h, n], each head its own -> their tokens [B, h, n * size, d]; zeros where no
+    chunk is `there` [B, h or 1, n]."""
     batch, heads, count = ids.shape
     tokens = (ids[..., None] * size + jnp.arange(size)).reshape(batch, heads, count * size)
     row, head, _ = jnp.ogrid[:batch, :heads, :1]
-    return x.at[row, tokens, head].get(mode="clip")
+    rows = x.at[row, tokens, head].get(mode="clip")
+    return jnp.where(jnp.repeat(there, size, axis=2)[..., None], rows, 0)
 
 
 def take_span(x: Float[Array, "B S h d"], start: Int[Array, "B"], count: int) -> Float[Array, "B h {count} d"]:

@@ -25,11 +25,14 @@ def chunk_landmarks(
         parts: landmarks of a chunk, each of c / parts tokens in a row.
 
     Returns:
-        float32 means [B, h, n * parts, d] and least cosine between a key of a chunk and its mean [B, h, n].
+        float32 means [B, h, n * parts, d] and least cosine between a key of a chunk and its mean [B, h, n]: 1 where
+        each key is its own.
     """
     batch, heads, count, size, dim = keys.shape
     keys = keys.astype(jnp.float32).reshape(batch, heads, count * parts, size // parts, dim)
     mean = keys.mean(axis=3)
+    if size == parts:  # what rounding leaves of the ones must choose no outliers
+        return mean, jnp.ones((batch, heads, count), jnp.float32)
     length = jnp.linalg.norm(keys, axis=-1) * jnp.linalg.norm(mean, axis=-1)[..., None]
     cosine = jnp.einsum("bhncd,bhnd->bhnc", keys, mean, precision=EXACT) / jnp.maximum(
         length, jnp.finfo(jnp.float32).tiny
@@ -87,7 +90,7 @@ def landmark_logits(
         bits = 8 * landmarks.codes.shape[3] // q.shape[3]
         grouped = group_queries(q, landmarks.codes.shape[1])
         rows = grouped.reshape(*grouped.shape[:2], -1, q.shape[3])
-        logits = whole_products(rows, landmarks.codes, bits).reshape(*grouped.shape[:4], -1)
+        logits = whole_products(rows, landmarks.codes, bits).reshape(*grouped.shape[:4], landmarks.codes.shape[2])
         logits *= landmarks.scale.astype(jnp.float32)[:, :, None, None, :, 0]
     else:
         grouped = group_queries(q, landmarks.shape[1])

@@ -2,6 +2,7 @@
 symmetric quantisation by rows in bytes.
 """
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -117,10 +118,11 @@ def unpack_bytes(packed: UInt8[Array, "*n w"], bits: int) -> UInt8[Array, "*n d"
 def quantise_rows(x: Float[Array, "*n d"], bits: int, dtype: Any) -> Scaled:
     """Rows of the last axis in whole steps from -(2**(bits - 1) - 1) to as much; scales in `scale_dtype(dtype)`.
 
-    A row of zeros has only zero bytes. d must be a multiple of 8 / bits.
+    A row of zeros has only zero bytes; of one whose scale there is no number for, what is too large is clipped. d must
+    be a multiple of 8 / bits.
     """
-    most, x = 2 ** (bits - 1) - 1, x.astype(jnp.float32)
-    scale = (jnp.abs(x).max(axis=-1, keepdims=True) / most).astype(scale_dtype(dtype))
+    most, x, kind = 2 ** (bits - 1) - 1, x.astype(jnp.float32), scale_dtype(dtype)
+    scale = jnp.minimum(jnp.abs(x).max(axis=-1, keepdims=True) / most, float(jnp.finfo(kind).max)).astype(kind)
     step = scale.astype(jnp.float32)  # codes must be those of the scale that is kept, rounded as it is
     codes = jnp.clip(jnp.round(x / jnp.where(step > 0, step, 1)), -most, most).astype(jnp.int8)
     return Scaled(pack_bytes(lax.bitcast_convert_type(codes, jnp.uint8) & jnp.uint8(2**bits - 1), bits), scale)
@@ -146,8 +148,8 @@ def row_bytes(tokens: int, dim: int, bits: int, dtype: Any) -> int:
 def join_rows(rows: Scaled) -> UInt8[Array, "*n w"]:
     """Rows [..., c, d * bits / 8] with their scales as one row of bytes: the codes of all, then the scales of all."""
     lead = rows.codes.shape[:-2]
-    scales = lax.bitcast_convert_type(rows.scale, jnp.uint8)
-    return jnp.concatenate([part.reshape(*lead, -1) for part in (rows.codes, scales)], axis=-1)
+    parts = rows.codes, lax.bitcast_convert_type(rows.scale, jnp.uint8)
+    return jnp.concatenate([x.reshape(*lead, math.prod(x.shape[len(lead) :])) for x in parts], axis=-1)
 
 
 def split_rows(joined: UInt8[Array, "*n w"], tokens: int, dtype: Any) -> Scaled:
@@ -155,4 +157,5 @@ def split_rows(joined: UInt8[Array, "*n w"], tokens: int, dtype: Any) -> Scaled:
     kind, lead = jnp.dtype(scale_dtype(dtype)), joined.shape[:-1]
     cut = joined.shape[-1] - tokens * kind.itemsize
     scales: Shaped[Array, "..."] = joined[..., cut:].reshape(*lead, tokens, 1, kind.itemsize)
-    return Scaled(joined[..., :cut].reshape(*lead, tokens, -1), lax.bitcast_convert_type(scales, kind))
+    codes = joined[..., :cut].reshape(*lead, tokens, cut // tokens)
+    return Scaled(codes, lax.bitcast_convert_type(scales, kind))

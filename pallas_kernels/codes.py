@@ -5,6 +5,7 @@ first in its lowest bits. So the numbers of one place in all bytes are neighbour
 bytes shifts it once for each place: no lane needs what another one has.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -139,7 +140,7 @@ def by_blocks(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
     lead, count = packed.shape[:2], packed.shape[2]
     blocks = max(1, round(count / BLOCK))
     block = -(-count // blocks)
-    heads = (rows.reshape(-1, *rows.shape[2:]), packed.reshape(-1, *packed.shape[2:]))
+    heads = tuple(x.reshape(math.prod(lead), *x.shape[2:]) for x in (rows, packed))
     each = rows.shape[2]
 
     def head(operands: tuple[jax.Array, jax.Array]) -> jax.Array:

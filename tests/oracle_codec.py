@@ -111,8 +111,9 @@ def unpacked(rows: Array, profile: Sequence[int]) -> Array:
 def rounded_rows(x: Array, bits: int, dtype: str = "float32") -> Array:
     """Rows of the last axis in whole steps, the largest magnitude of each 7 or 127 of them; the scale as it is kept."""
     most = 2 ** (bits - 1) - 1
-    scale = np.abs(x).max(axis=-1, keepdims=True) / most
-    scale = scale.astype(np.float32 if dtype == "float32" else np.float16).astype(np.float64)
+    kind = np.float32 if dtype == "float32" else np.float16
+    scale = np.minimum(np.abs(x).max(axis=-1, keepdims=True) / most, np.finfo(kind).max)
+    scale = scale.astype(kind).astype(np.float64)
     return np.clip(np.round(x / np.where(scale > 0, scale, 1)), -most, most) * scale
 
 

@@ -123,7 +123,8 @@ class Memory:
     rebuilt: Array  # [T, h_kv, d] post-RoPE keys after projection, of the prompt and of every new token
     landmarks: Array  # [h_kv, n, s, d] mean exact keys of the parts of each chunk; grows where chunks join
     worst: Array  # [h_kv, n] least cosine between one of them and a key of its part
-    longest: Array  # [h_kv] a joined chunk with a key that the projection moves farther is badly kept; inf: none is
+    longest: Array  # [h_kv] a joined chunk with a key that the projection moves farther is badly kept; inf: none is,
+    # -1: all are
     exact: list[set[int]]  # [h_kv] preloaded chunks that have been selected in every step so far
     preload_gap: float = np.inf
 
@@ -154,12 +155,13 @@ def compress(policy: ShadowKV, cache: LayerCache, prompt_queries: Array, rope: "
     projection = weights.reshape(-1, 1) * projection / weights.ravel()
     by_landmark = min(n, wanted - wanted // 2) if policy.outlier_rule == "both" else o
     outliers = [lowest(row, by_landmark) for row in worst]
-    gaps = [float(np.diff(np.sort(row))[by_landmark - 1]) if 0 < by_landmark < n else np.inf for row in worst]
+    cut = 0 < by_landmark < n and policy.parts < policy.chunk_size  # else all are 1, and the id decides
+    gaps = [float(np.diff(np.sort(row))[by_landmark - 1]) if cut else np.inf for row in worst]
     threshold = [float(row[ids].max()) if ids else -np.inf for row, ids in zip(worst, outliers, strict=True)]
     moved = cache.k_pre - (cache.k_pre.reshape(length, -1) @ projection).reshape(cache.k_pre.shape)
     moved *= weights
     far = np.linalg.norm(moved[: n * policy.chunk_size], axis=2).reshape(n, policy.chunk_size, h_kv).max(axis=1)
-    longest = np.full(h_kv, np.inf)
+    longest = np.full(h_kv, -1.0 if n <= o and policy.outlier_rule == "both" and wanted > 1 else np.inf)
     for head, row in enumerate(far.T):
         row[outliers[head]] = -np.inf
         outliers[head] = sorted(outliers[head] + lowest(-row, o - by_landmark))
@@ -224,6 +226,8 @@ def landmarks_of(keys: Array, c: int, parts: int) -> tuple[Array, Array]:
     _, h_kv, d = keys.shape
     chunks = keys.reshape(-1, parts, c // parts, h_kv, d).transpose(3, 0, 1, 2, 4)
     means = chunks.mean(axis=3)
+    if c == parts:
+        return means, np.ones(chunks.shape[:2])
     dots = (chunks * means[:, :, :, None]).sum(axis=-1)
     norms = np.linalg.norm(chunks, axis=-1) * np.linalg.norm(means, axis=-1)[..., None]
     return means, (dots / norms).min(axis=(2, 3))
@@ -289,8 +293,9 @@ def extra_outliers(policy: ShadowKV, cache: LayerCache, head: int) -> tuple[list
             moved = (memory.rebuilt - cache.k_post[: len(memory.rebuilt)])[chunk * c : (chunk + 1) * c, head]
             far = np.linalg.norm(moved * memory.weights[head], axis=1).max()
             length = np.linalg.norm(cache.k_post[:, head] * memory.weights[head], axis=1).max()
-            gap = min(gap, abs(float(memory.worst[head, chunk]) - memory.threshold[head]),
-                      abs(far - memory.longest[head]) / length)  # fmt: skip
+            gap = min(gap, abs(far - memory.longest[head]) / length)
+            if policy.parts < c:
+                gap = min(gap, abs(float(memory.worst[head, chunk]) - memory.threshold[head]))
             if memory.worst[head, chunk] < memory.threshold[head] or far > memory.longest[head]:
                 kept.append(chunk)
     return kept, gap

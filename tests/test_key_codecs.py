@@ -345,6 +345,19 @@ def test_host_rows_are_the_oracle_s(bits, dtype):
     assert (np.abs(want - wide) <= scale * 0.51).all()
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_past_their_scale_are_clipped(bits):
+    """A model's bfloat16 reaches farther than float16, in which its scales are."""
+    most = 2 ** (bits - 1) - 1
+    values = jnp.asarray([[3e9, -1e9, 70000.0 * most, 1.0], [60000.0 * most, -9e4, 1.0, 0.0]], jnp.bfloat16)
+    rows = packing.quantise_rows(values, bits, "bfloat16")
+    assert (rows.scale.dtype, float(rows.scale[0, 0])) == (jnp.float16, 65504.0)
+    back = np.asarray(packing.dequantise_rows(rows, bits, "float32"))
+    np.testing.assert_array_equal(back[0], 65504.0 * most * np.array([1, -1, 1, 0]))
+    assert (np.abs(back[1] - np.asarray(values, np.float32)[1]) <= 32_000).all()
+    np.testing.assert_allclose(back, oracle_codec.rounded_rows(np.asarray(values, np.float64), bits, "bfloat16"))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fp8_values_are_rounded_and_never_become_nothing(dtype):
     """To the nearest of ml_dtypes' numbers, past the largest to the largest, in a byte each."""
@@ -451,6 +464,27 @@ def test_packed_rows_come_alike_in_every_fetch_mode(name):
     assert not moved[0].any()
     assert ((needed - 4 * 3 * offload.FETCH_QUANTUM < moved[2]) & (moved[2] <= needed)).all()  # each layer rounds down
     assert (moved[2] < moved[1]).all()
+
+
+SHORT = {
+    "small": ShadowKV.packed(small=True),
+    "fp8": ShadowKV(value_dtype="fp8"),
+    "multiple": ShadowKV(landmark_dtype="int8", value_dtype="int8", chunk_multiple=16, exact_preload=True),
+    "plus": ShadowKVPlus.packed(),
+    "projected": ShadowKVPlus(plus_mode="project_only", value_dtype="int4"),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_capacity_without_a_whole_chunk(name):
+    """Nothing to select from, nothing to pack: all tokens are in the window."""
+    wanted, dense = decode.prefill(model(), PROMPT[:, :12], [12, 3, 1], capacity=39)
+    logits, state = decode.prefill(model(), PROMPT[:, :12], [12, 3, 1], SHORT[name], capacity=39, fetch="device_put")
+    assert state.specs[0].policy.max_chunks(39) == 0
+    np.testing.assert_allclose(logits, wanted, atol=1e-4)
+    if name != "projected":  # whose new keys are projected onto a few tokens'
+        steps = [run_steps(model(), one, STEPS[:, :4])[0] for one in (state, dense)]
+        np.testing.assert_allclose(*steps, atol=1e-4)
 
 
 # What the laws' table leaves out: heads with rows of their own behind the prompt, and keys that stay projected.

@@ -117,6 +117,8 @@ def test_what_is_foretold_is_what_the_code_loses(weighed):
 def test_too_short_a_text_tells_no_profile():
     with pytest.raises(PromptError, match="more than the 32 key columns, got 32"):
         key_errors(model(), random_tokens(1, 32))
+    with pytest.raises(PromptError, match="tokens must not all be the same in any row"):
+        key_errors(model(), np.concatenate([random_tokens(1, 40), np.full((1, 40), 7, np.int32)]))
 
 
 # Settings

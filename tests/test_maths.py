@@ -221,9 +221,12 @@ def test_chunks_hold_the_tokens_in_order(length, size, count):
 def test_gathers_and_writes():
     x = normal(2, 12, 3, 4)
     ids = jnp.array([[[2, 0], [1, 1], [0, 2]], [[0, 0], [2, 1], [1, 0]]])
-    picked = chunking.take_chunks(x, ids, 4)
+    there = jnp.array([[[True, True]], [[True, False]]])
+    picked = chunking.take_chunks(x, ids, there, 4)
     for b, h in np.ndindex(2, 3):
-        np.testing.assert_array_equal(picked[b, h], x[b, oracle.tokens_of(np.asarray(ids[b, h]), 4), h])
+        own = np.asarray(ids[b, h])[np.asarray(there[b, 0])]
+        np.testing.assert_array_equal(picked[b, h, : 4 * len(own)], x[b, oracle.tokens_of(own, 4), h])
+        assert not np.asarray(picked[b, h, 4 * len(own) :]).any()
     span = chunking.take_span(x, jnp.array([3, 10]), 5)
     np.testing.assert_array_equal(span[0].transpose(1, 0, 2), x[0, 3:8])
     np.testing.assert_array_equal(span[1, :, :2].transpose(1, 0, 2), x[1, 10:])

@@ -44,6 +44,8 @@ def key_errors(
     text, config = check_text(params.config, tokens), params.config
     if text.shape[1] <= config.key_columns:
         raise PromptError(f"tokens must be more than the {config.key_columns} key columns, got {text.shape[1]}")
+    if (text == text[:, :1]).all(axis=1).any():
+        raise PromptError("tokens must not all be the same in any row")
     layers = own_layers(config)
     return np.stack(
         [

@@ -116,13 +116,13 @@ class ShadowKV(ShadowSettings):
             ),
             candidates=candidates,
             chunks=row_chunks,
-            outliers=KeyValues(*(take_chunks(x, outlier_ids, size) for x in (prompt.k_post, prompt.v))),
+            outliers=KeyValues(*(take_chunks(x, outlier_ids, kept, size) for x in (prompt.k_post, prompt.v))),
         )
         recent = (take_span(x, row_chunks * size, spec.window) for x in (prompt.k_post, prompt.v))
         live = state.live.replace(window=KeyValues(*recent))
         if self.exact_preload:
             ids = self.preloaded(spec, frozen, prompt)
-            frozen = frozen.replace(preload=Preload(ids, take_chunks(prompt.k_post, ids, size)))
+            frozen = frozen.replace(preload=Preload(ids, take_chunks(prompt.k_post, ids, ids >= 0, size)))
             live = live.replace(fresh=ids >= 0)
         rows = self.host_rows(spec, to_chunks(prompt.v, count, size))
         return LayerState(frozen, live), HostWrite(rows) if count else None
@@ -164,7 +164,7 @@ class ShadowKV(ShadowSettings):
         if self.value_dtype == "fp8":
             most = float(jnp.finfo(jnp.float8_e4m3fn).max)  # past which there is no infinity, but no number
             rows = jnp.clip(values.astype(jnp.float32), -most, most).astype(jnp.float8_e4m3fn)
-            return lax.bitcast_convert_type(rows, jnp.uint8).reshape(*values.shape[:3], -1)
+            return lax.bitcast_convert_type(rows, jnp.uint8).reshape(*values.shape[:3], self.chunk_size * spec.head_dim)
         return join_rows(quantise_rows(values, ROW_BITS[self.value_dtype], spec.dtype))
 
     def preloaded(self, spec: CacheSpec, frozen: ShadowFrozen, prompt: PromptKV) -> Array:

@@ -4,8 +4,9 @@ The paper projects new keys onto the prompt's right factor. What it leaves open 
 newest tokens exact. When a chunk has left every query's window, its landmark joins the landmarks, its values follow
 the prompt's to the host, and its keys are rebuilt from left rows that were projected when the tokens came. A chunk
 that its landmark represents worse than any outlier kept at prefill stays exact, in a bounded number of slots; with
-outlier_rule="both" also one of which the prompt's code loses more than of any chunk of the prompt that is rebuilt.
-`plus_mode="project_only"` is the paper's table instead: every new key is attended through its projection.
+outlier_rule="both" also one of which the prompt's code loses more than of any chunk of the prompt that is rebuilt;
+where none is, any. What the prompt has no direction for is lost: the code of a prompt of few tokens knows little of
+later ones. `plus_mode="project_only"` is the paper's table instead: every new key is attended through its projection.
 """
 
 import dataclasses
@@ -155,14 +156,16 @@ class ShadowKVPlus(ShadowKV):
     def most_lost(
         self, spec: CacheSpec, frozen: ShadowFrozen, prompt: PromptKV, weights: Array | None
     ) -> Array | None:  # fmt: skip
-        """What the code loses of the worst chunk it is trusted with [B, h_kv]; infinite where it chose no outlier."""
+        """What the code loses of the worst chunk it is trusted with [B, h_kv]: below 0 where it is trusted with none,
+        infinite where it may choose no outlier."""
+        assert self.outlier_chunks is not None
         if self.outlier_rule == "landmark":
             return None
+        if self.outlier_chunks < 2:  # of one, the landmarks' rule is the first
+            return jnp.full((spec.batch, spec.kv_heads), jnp.inf)
         code = KeyCode(frozen.left, frozen.right)
         lost = self.codec.losses(code, prompt.k_pre, self.chunk_size, weights)
-        most = jnp.where(frozen.candidates, lost, -jnp.inf).max(axis=2, initial=-jnp.inf)
-        chosen = self.row_outliers(frozen.chunks)[:, None] > self.landmark_outliers(spec.capacity)
-        return jnp.where(chosen & (most >= 0), most, jnp.inf)
+        return jnp.where(frozen.candidates, lost, -1.0).max(axis=2, initial=-1.0)
 
     def held_positions(self, lengths: Array) -> Array:
         """Token in each slot of the ring of rows that hold so many tokens, int32 [B, R]; negative where none is."""
@@ -214,8 +217,7 @@ class ShadowKVPlus(ShadowKV):
         if state.frozen.most is not None:
             ids = jnp.broadcast_to(self.max_chunks(spec.capacity) + number[:, None], bad.shape)
             keys = reconstruct_keys(self.rebuild(spec, state, step), ids).reshape(k.shape)
-            lost = squared_error(keys, k, state.frozen.key_weights).max(axis=3)
-            bad |= lost > state.frozen.most[..., None]
+            bad |= loses_more(keys, k, state.frozen.key_weights, state.frozen.most)
         live = self.keep_exact(live.replace(landmarks=landmarks), number, bad & leaves[:, None], k, v)
         return state.replace(live=live), HostWrite(self.host_rows(spec, v), number, leaves)
 
@@ -315,3 +317,15 @@ class ShadowKVPlus(ShadowKV):
         return (
             super().device_numbers(num_tokens, config) + 2 * exact * columns + segment + weights + 64 * config.kv_heads
         )
+
+
+def loses_more(keys: Array, real: Array, weights: Array | None, most: Array) -> Array:
+    """Whether a code loses more of a chunk than `most` [B, h_kv] of its squared error in float32: bool [B, h_kv, n].
+
+    Rebuilt keys and real ones [B, h_kv, n, c, d], after RoPE, were both rounded to the model's dtype, and the prompt's
+    were not when they were measured: how far that alone can move them apart counts for nothing.
+    """
+    rounding = float(jnp.finfo(real.dtype).eps)
+    off, size = (jnp.sqrt(squared_error(x, real, weights)) for x in (keys, jnp.zeros_like(real)))
+    limit = jnp.where(most < 0, -jnp.inf, jnp.sqrt(jnp.maximum(most, 0)))
+    return (off - rounding * size).max(axis=3) > limit[..., None]
