@@ -2,6 +2,7 @@
 
 A multiple of the standard deviation is the best range for a column like a Gaussian one. Where most tokens are alike,
 deviations are small and the few that differ lie many of them away; then the range is a share of the largest magnitude.
+So one key a hundred times as long as all others costs them their precision, also where it is kept exactly elsewhere.
 """
 
 import jax.numpy as jnp
