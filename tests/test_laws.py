@@ -26,6 +26,7 @@ from cases import (
     run_steps,
     setting,
 )  # fmt: skip
+from seen import NEIGHBOUR, as_seen, same_codes
 
 from jshadow import decode, offload
 from jshadow.planning import abstract_state
@@ -224,15 +225,18 @@ def test_jit_is_no_jit(name, fetch):
     ("name", "row"), [(name, row) for name in POLICY_CASES for row in (range(BATCH) if name in policies_of() else [1])]
 )
 def test_row_alone_is_row_in_batch(name, row):
-    """Alone, unpadded, and with a window of its own size."""
+    """Alone, unpadded, and with a window of its own size; the programs differ, so codes may be neighbours."""
     length, fetch = LENGTHS[row], modes_of(name)[0]
     logits, state = decode.prefill(
         model(), PROMPT[row : row + 1, :length], [length], setting(name, "restricted"), capacity=CAPACITY, fetch=fetch
     )
-    batch_logits, _ = prefilled(name, "restricted", fetch)
+    batch_logits, batch = prefilled(name, "restricted", fetch)
     np.testing.assert_allclose(logits[0], batch_logits[row], atol=1e-4)
+    same = same_codes(as_seen(state, [length]), as_seen(batch, LENGTHS), row).all()
     alone, _ = run_steps(model(), state, STEPS[row : row + 1, :6])
-    np.testing.assert_allclose(alone[0], teacher_forced(name, "restricted", fetch)[row], atol=1e-4)
+    np.testing.assert_allclose(
+        alone[0], teacher_forced(name, "restricted", fetch)[row], atol=1e-4 if same else NEIGHBOUR
+    )
 
 
 @policies_fetched
