@@ -71,10 +71,24 @@ def check_piece(name: str, tokens: Any) -> None:
         raise ConfigError(f"{name} must be an integer of at least 1, got {tokens!r}")
 
 
+def check_stop(stop: Any) -> tuple[int, ...]:
+    """Stop tokens as a tuple; None: none. Raises ConfigError unless they are a sequence of token ids."""
+    ids = () if stop is None else tuple(stop) if np.iterable(stop) else (stop,)
+    if any(isinstance(item, bool) or not isinstance(item, int | np.integer) for item in ids):
+        raise ConfigError(f"stop must be token ids, got {stop!r}")
+    return tuple(map(int, ids))
+
+
 def check_logits(want: Any) -> None:
     """Raise ConfigError unless want is "last", "all" or a callable."""
     if want not in ("last", "all") and not callable(want):
         raise ConfigError(f"logits must be 'last', 'all' or a callable, got {want!r}")
+
+
+def check_policy(policy: Any) -> None:
+    """Raise ConfigError unless policy is a Policy: not its name, nor its class."""
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"policy must be a Policy, such as ShadowKV() or parse_policy('quest'), got {policy!r:.80}")
 
 
 def check_state(params: Any, state: KVState, policy: Policy | None) -> None:
@@ -87,5 +101,8 @@ def check_state(params: Any, state: KVState, policy: Policy | None) -> None:
     got = (spec.num_layers, spec.q_heads, spec.kv_heads, spec.head_dim, spec.model_dim, kinds)
     if want != got or str(params.dtype) != spec.dtype:
         raise StateMismatch(f"state must come from a model like params {want} {params.dtype}, got {got} {spec.dtype}")
-    if policy is not None and policy.resolve(config, state.capacity) != state.policy:
+    if policy is None:
+        return
+    check_policy(policy)
+    if policy.resolve(config, state.capacity) != state.policy:
         raise StateMismatch(f"policy must be the state's own {state.policy}, got {policy}")

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshadow.checks import check_ids, check_logits, check_room, check_state, check_tokens
+from jshadow.checks import check_ids, check_logits, check_piece, check_room, check_state, check_stop, check_tokens
 from jshadow.chunking import fit_tokens
 from jshadow.config import ModelConfig
-from jshadow.errors import ConfigError, PromptError
+from jshadow.errors import PromptError
 from jshadow.planning import abstract_state as abstract_state
 from jshadow.policies import Policy
 from jshadow.prefill import Logits
@@ -27,7 +27,7 @@ from jshadow.prefill import prefill_many as prefill_many
 from jshadow.sampling import Sampler, sample
 from jshadow.state import KVState, Reads, Writes
 from jshadow.step import COMPILER_OPTIONS as COMPILER_OPTIONS
-from jshadow.step import step_writes
+from jshadow.step import step_writes, turn_piece
 
 
 def step(
@@ -99,22 +99,27 @@ def _scan_tokens(
 ) -> tuple[Any, Writes]:  # fmt: skip
     """Piece after piece of as many tokens as every layer's policy takes at once."""
     batch, count = tokens.shape
-    size = min(count, *(spec.policy.extend_piece for spec in reads.specs))
+    size = turn_piece(reads, count)
     pieces = -(-count // size)
-    tokens = fit_tokens(tokens, pieces * size).reshape(batch, pieces, size).swapaxes(0, 1)
+    real = jnp.arange(pieces * size) < lengths[:, None]
+    tokens = jnp.where(real, fit_tokens(tokens, pieces * size), 0)  # padding may be anything
+    # A step tells of its own piece; those behind one with an impossible token have read what it left.
+    wrong = jnp.cumsum(real & ((tokens < 0) | (tokens >= config.vocab_size)), axis=1) > 0
+    tokens, wrong = (x.reshape(batch, pieces, size).swapaxes(0, 1) for x in (tokens, wrong))
 
-    def body(carry: tuple[Writes, Array], xs: tuple[Array, Array]) -> tuple[tuple[Writes, Array], Any]:
+    def body(carry: tuple[Writes, Array], xs: tuple[Array, Array, Array]) -> tuple[tuple[Writes, Array], Any]:
         writes, last = carry
-        piece, index = xs
+        piece, after, index = xs
         new = jnp.clip(lengths - index * size, 0, size)
         out, writes = step_writes(weights, config, piece, new, reads, writes, every=want != "last")
+        out = jnp.where(after[:, 0].reshape(-1, *[1] * (out.ndim - 1)), jnp.nan, out)
         if want == "last":
             return (writes, jnp.where((new > 0)[:, None], out, last)), None
         return (writes, last), out if want == "all" else want(out)  # type: ignore[operator]
 
     shape = (batch, config.vocab_size) if want == "last" else (0,)
     start = (writes, jnp.zeros(shape, jnp.float32))
-    (writes, last), outs = lax.scan(body, start, (tokens, jnp.arange(pieces)))
+    (writes, last), outs = lax.scan(body, start, (tokens, wrong, jnp.arange(pieces)))
     if want == "last":
         return last, writes
     # [pieces, B, size, ...] -> [B, count, ...]
@@ -220,16 +225,16 @@ def decode_steps(
 
     Raises:
         PromptError, CapacityError, StateMismatch: as in `decode_step`.
-        ConfigError: n below 1.
+        ConfigError: n below 1, or stop is not of token ids.
     """
     check_state(params, state, None)
-    if not isinstance(n, int) or n < 1:
-        raise ConfigError(f"n must be an integer of at least 1, got {n!r}")
+    check_piece("n", n)
+    ends = check_stop(stop)
     token = check_ids(params.config, token, (state.batch,), "token")
     check_room(state, np.full(state.batch, n, np.int64))
     reads, writes = state.split()
     tokens, writes = _generate_steps(
         params.weights, jnp.asarray(token), reads, writes, jax.random.key(seed), config=params.config, n=n,
-        sampler=sampler or Sampler(), stop=tuple(stop or ()),
+        sampler=sampler or Sampler(), stop=ends,
     )  # fmt: skip
     return tokens, state.join(writes)

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jshadow import host_memory, offload
 from jshadow.attention import causal_attention
-from jshadow.checks import check_capacity, check_logits, check_piece, check_tokens
+from jshadow.checks import check_capacity, check_logits, check_piece, check_policy, check_tokens
 from jshadow.chunking import fit_tokens
 from jshadow.config import AttentionKind, ModelConfig
 from jshadow.errors import ConfigError
@@ -249,7 +249,10 @@ def prefill_many(
     modes: list[Any] = list(fetch) if isinstance(fetch, tuple | list) else [fetch] * len(policies)
     if not policies or len(modes) != len(policies):
         raise ConfigError(f"policies must be some, with a fetch mode each, got {len(policies)} and {len(modes)} modes")
-    resolved = [(policy or ShadowKV()).resolve(config, capacity) for policy in policies]
+    given = [ShadowKV() if policy is None else policy for policy in policies]
+    for policy in given:
+        check_policy(policy)
+    resolved = [policy.resolve(config, capacity) for policy in given]
     floor = int(lengths.min()) if shortest is None else min(shortest, int(lengths.min()))
     plans = [
         cache_specs(config, policy, len(lengths), capacity, floor, dtype, offload.resolve_fetch(mode))

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jshadow import decode
-from jshadow.checks import check_capacity, check_room, check_state
+from jshadow.checks import check_capacity, check_policy, check_room, check_state
 from jshadow.config import ModelConfig
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.offload import resolve_fetch
@@ -108,7 +108,7 @@ class Run:
         self.prefill_label: str | None = None
         self.fetch, self.state = self._fetch_mode(fetch, state), state
         if state is None:
-            self._plan(policy or ShadowKV(), capacity, spare)
+            self._plan(ShadowKV() if policy is None else policy, capacity, spare)
             prepared_attention([self.policy], prefill, params.config)  # raises before anything runs
             attention = own_attention([self.policy], prefill)
             self.prefill_label = "exact" if attention is None else attention.label(max(map(len, self.prompts)))
@@ -130,6 +130,7 @@ class Run:
             )
         self.capacity = round_up(needed + spare, context) if capacity is None else capacity
         check_capacity(self.params.config, self.capacity, longest)
+        check_policy(policy)
         policy = policy.resolve(self.params.config, self.capacity)
         check_fitted(policy, self.params.config, self.fitted)
         self.fallback = why_dense(policy, self.params.config, self.capacity)

@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, Int, Key
 from jshadow.config import check_positive
 from jshadow.errors import ConfigError
 
+COLDEST = 1e-30  # temperatures below it are it: float32 has no smaller ones
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
@@ -53,7 +55,9 @@ def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -
     """
     if sampler.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    kept = filter_logits(sampler, logits / sampler.temperature)
+    # Of 0 and less, so that no temperature makes two of them infinite.
+    cooled = (logits - logits.max(axis=-1, keepdims=True)) / max(sampler.temperature, COLDEST)
+    kept = filter_logits(sampler, cooled)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
     return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
 

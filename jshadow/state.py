@@ -397,9 +397,12 @@ class KVState(struct.PyTreeNode):
         """
         self.check_alive()
         try:
-            rows = [operator.index(row) for row in rows]
+            found = [operator.index(row) for row in rows]
         except TypeError as error:
             raise StateMismatch(f"rows must be whole numbers, got {rows!r:.80}") from error
+        if any(isinstance(row, bool) for row in rows):  # a mask, which would be rows 0 and 1
+            raise StateMismatch(f"rows must be whole numbers, got {rows!r:.80}")
+        rows = found
         if not rows or not all(0 <= row < self.batch for row in rows):
             raise StateMismatch(f"rows must be a non-empty list of numbers in [0, {self.batch}), got {rows}")
         specs = tuple(dataclasses.replace(spec, batch=len(rows)) for spec in self.specs)

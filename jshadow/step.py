@@ -107,6 +107,13 @@ def step_layer(
     return out, state, carry, work
 
 
+def turn_piece(source: Reads | KVState, count: int) -> int:
+    """How many of a turn's `count` tokens pass the model at once: as many as every layer takes, one beside a guess."""
+    if source.policy.step_rows > 1:
+        return 1
+    return min(count, *(spec.policy.extend_piece for spec in source.specs))
+
+
 def step_writes(
     weights: dict, config: ModelConfig, tokens: Array, new: Array, reads: Reads, writes: Writes, *, every: bool = False,
     run_layer: Callable[..., tuple[Array, LayerState, Any, LayerWork]] = step_layer,
@@ -115,7 +122,7 @@ def step_writes(
 
     Args:
         weights, config: the model.
-        tokens: int32 [B, T], right padded; T > 1 only up to every layer's `policy.extend_piece`.
+        tokens: int32 [B, T], right padded; T > 1 only up to `turn_piece`.
         new: how many of them are real, int32 [B], 0 .. T.
         reads, writes: the state.
         every: logits of all tokens, not only of each row's last real one.

@@ -19,7 +19,7 @@ from jshadow.digest import host_array
 from jshadow.errors import StateMismatch, VerificationError
 from jshadow.planning import abstract_of
 from jshadow.state import CacheSpec, Fetched, HostArray, HostTier, KVState, LayerState, Reads, StepKV, Writes
-from jshadow.step import LayerWork, step_layer, step_writes
+from jshadow.step import LayerWork, step_layer, step_writes, turn_piece
 
 # Largest difference that rounding may cause, as a share of the largest number compared.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.005}
@@ -177,7 +177,7 @@ class Verifier:
 
     def extend(self, tokens: np.ndarray, lengths: np.ndarray, state: KVState) -> tuple[Array, KVState]:
         """A verified turn: tokens int32 [B, T], lengths [B]; float32 logits of each row's last new token."""
-        size = min(tokens.shape[1], *(spec.policy.extend_piece for spec in state.specs))
+        size = turn_piece(state, tokens.shape[1])
         last = jnp.zeros((len(lengths), self.params.config.vocab_size))
         for first in range(0, tokens.shape[1], size):
             piece = np.pad(tokens[:, first : first + size], ((0, 0), (0, max(0, first + size - tokens.shape[1]))))

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from cases import CAPACITY, LENGTHS, PROMPT, STEPS, TINY, model, prefilled, random_tokens, run_steps, setting
 
-from jshadow import decode
+from jshadow import decode, generate
 from jshadow.config import ModelConfig
 from jshadow.errors import CapacityError, ConfigError, Infeasible, PromptError, StateMismatch
 from jshadow.params import init_params
 from jshadow.planning import footprint
-from jshadow.policies import POLICIES, Full, ShadowKV, ShadowKVPlus, StreamingLLM
+from jshadow.policies import POLICIES, DenseFirst, Full, ShadowKV, ShadowKVPlus, SpeCache, StreamingLLM
 from jshadow.sampling import Sampler
 
 VOCAB = TINY.vocab_size
@@ -168,6 +168,55 @@ def test_impossible_tokens_in_a_user_s_jit_give_nan():
         np.testing.assert_array_equal(mine[0], was[0])  # an idle row is not harmed by what it is fed
 
 
+@pytest.mark.parametrize("bad", [-1, VOCAB])
+@pytest.mark.parametrize("place", [0, 7, 19])
+def test_an_impossible_token_spoils_the_rest_of_its_turn(place, bad):
+    """Also where the model takes the turn in pieces: all logits of its piece, and of those behind."""
+    _, state = prefilled("full", "restricted")
+    turn = np.resize(STEPS, (3, 20))
+    turn[1, place] = bad
+    core = jax.jit(decode.extend_steps, static_argnums=(1, 5))
+    lengths = jnp.array([20, 20, 12])
+    for want in ("last", "all"):
+        logits, _ = core(model().weights, TINY, jnp.asarray(turn), lengths, state, want)
+        assert np.isfinite(logits[0]).all()
+        assert np.isfinite(logits[2] if want == "last" else logits[2, :12]).all()
+        spoiled = np.isnan(np.asarray(logits[1])).all(axis=-1)
+        assert spoiled[place:].all() if want == "all" else spoiled
+        if want == "all":
+            assert not spoiled[: place - place % Full.extend_piece].any()
+    turn[1, place], turn[2, 12:] = 1, bad  # past a row's own
+    assert np.isfinite(core(model().weights, TINY, jnp.asarray(turn), lengths, state, "last")[0]).all()
+
+
+GUESSING = SpeCache(bits=1, group=8, residual=8, fetched=6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sliding"),
+    [(GUESSING, (0, 1, 2)), (DenseFirst(GUESSING, layers=3), ()), (DenseFirst(GUESSING, layers=1), (1, 2))],
+)
+def test_a_turn_beside_a_guess_that_no_layer_uses(policy, sliding):
+    """SpeCache's guess belongs to the whole policy, also where no layer is its own."""
+    config = dataclasses.replace(TINY, sliding_window=8 if sliding else None, sliding_layers=sliding)
+    _, state = decode.prefill(model(config), PROMPT, LENGTHS, policy, capacity=CAPACITY)
+    last, _ = decode.extend(model(config), STEPS[:, :5], [5, 3, 0], state.fork())
+    by_steps, _ = run_steps(model(config), state, STEPS[:, :5], np.arange(5) < np.array([5, 3, 0])[:, None])
+    np.testing.assert_allclose(last[0], by_steps[0, 4], atol=1e-4)
+    np.testing.assert_allclose(last[1], by_steps[1, 2], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "probe"])
+def test_nominal_of_a_model_whose_layers_all_slide(name):
+    """Nothing is the policy's: what it is set to does not matter, but it must be an answer or an Infeasible."""
+    config = dataclasses.replace(TINY, sliding_window=8, sliding_layers=(0, 1, 2))
+    try:
+        policy = POLICIES[name].nominal(1.0, 256, config)
+    except Infeasible:
+        return
+    policy.resolve(config, 256)
+
+
 @pytest.mark.parametrize("name", ["full", "streaming_llm"])
 def test_a_full_row_in_a_user_s_jit_gives_nan(name):
     _, state = decode.prefill(model(), GOOD, [3, 2], setting(name, "restricted"), capacity=3)
@@ -209,6 +258,22 @@ def test_decode_steps_samples_by_seed_and_row():
     assert (np.asarray(runs[0]) != np.asarray(runs[2])).any()
     alone, _ = decode.decode_steps(model(), STEPS[:1, 0], state.take([0]), 8, sampler=sampler, seed=1)
     np.testing.assert_array_equal(alone[0], runs[0][0])
+
+
+@pytest.mark.parametrize("stop", ["45", ["45"], [4.0], [True], 1.5, [None]])
+def test_stops_must_be_token_ids(stop):
+    state = prefilled("full", "restricted")[1]
+    with pytest.raises(ConfigError, match="stop must be token ids, got"):
+        decode.decode_steps(model(), STEPS[:, 0], state, 2, stop=stop)
+    state.check_alive()
+
+
+def test_a_stop_may_be_one_id_or_an_array():
+    state = prefilled("full", "restricted")[1]
+    greedy = np.asarray(decode.decode_steps(model(), STEPS[:, 0], state.fork(), 3)[0])
+    for stop in (int(greedy[0, 0]), np.array([greedy[0, 0]]), [np.int64(greedy[0, 0])]):
+        tokens, _ = decode.decode_steps(model(), STEPS[:, 0], state.fork(), 3, stop=stop)
+        assert np.asarray(tokens)[0].tolist() == [greedy[0, 0], -1, -1]
 
 
 @pytest.mark.parametrize("fetch", ["resident", "device_put"])
@@ -302,6 +367,23 @@ def test_settings_of_shadowkv_plus():
     assert "shadowkv_plus has nothing" in ShadowKVPlus().resolve(TINY, 32).fallback(TINY, 32)
 
 
+@pytest.mark.parametrize("policy", ["quest", StreamingLLM, {}, 0])
+def test_a_policy_is_neither_its_name_nor_its_class(policy):
+    state = prefilled("full", "restricted")[1]
+    calls = (
+        lambda: decode.prefill(model(), GOOD, [3, 2], policy, capacity=8),
+        lambda: generate(model(), [1, 2], policy, max_new_tokens=1),
+        lambda: decode.decode_step(model(), STEPS[:, 0], state, policy),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"policy must be a Policy, such as ShadowKV\(\)"):
+            call()
+    state.check_alive()
+
+
 def test_rows_must_be_whole_numbers():
-    with pytest.raises(StateMismatch, match="whole numbers"):
-        prefilled("full", "restricted")[1].take([0.7])
+    state = prefilled("full", "restricted")[1]
+    for rows in ([0.7], [True, False], np.array([True, False, True])):  # of a mask, rows 1 and 0 would be taken
+        with pytest.raises(StateMismatch, match="whole numbers"):
+            state.take(rows)
+    assert state.take(np.array([2, 0])).lengths.tolist() == [LENGTHS[2], LENGTHS[0]]

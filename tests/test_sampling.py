@@ -67,6 +67,14 @@ def test_draws_follow_the_seed_and_not_the_neighbours():
     np.testing.assert_array_equal(sampling.sample(sampler, logits[:1], jax.random.key(1)), first[:1])
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-38, 1e-40, 1e-300])
+@pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"min_p": 0.5, "top_k": 3}])
+def test_next_to_nothing_is_greedy(temperature, settings):
+    logits = jnp.array([[5.0, 7.0, -80.0, 6.9], [-3.0, -90.0, -2.0, -jnp.inf]])
+    drawn = sampling.sample(Sampler(temperature, **settings), logits, jax.random.key(0))
+    assert drawn.tolist() == [1, 2]
+
+
 def test_draws_have_the_probabilities():
     logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
     keys = jax.random.split(jax.random.key(0), 4000)

@@ -25,6 +25,7 @@ from jshadow.prefill import prepared_attention
 from jshadow.prefill_attention import PrefillAttention
 from jshadow.sampling import Sampler, sample
 from jshadow.state import KVState, Reads, Writes
+from jshadow.step import turn_piece
 from jshadow.text import TextStream, split_stops
 
 NARROWEST = 64  # tokens
@@ -72,7 +73,7 @@ def _forced(
 
     As many pieces run as the longest row needs, whatever T: one program serves short and long continuations.
     """
-    size = min(tokens.shape[1], *(spec.policy.extend_piece for spec in reads.specs))
+    size = turn_piece(reads, tokens.shape[1])
     tokens, targets = (fit_tokens(x, -(-x.shape[1] // size) * size) for x in (tokens, targets))
 
     def body(index: Array, carry: tuple[Writes, Array, Array]) -> tuple[Writes, Array, Array]:

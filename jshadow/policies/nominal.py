@@ -23,7 +23,7 @@ def device_share(policy: Policy, num_tokens: int, config: ModelConfig) -> float:
     row = 2 * config.key_columns * 2  # bytes of a token's key and value
     sliding, own = layer_slots(num_tokens, config)
     specs = [layer_spec(policy, layer, num_tokens, config) for layer in own_layers(config)]
-    shared = jax.eval_shape(functools.partial(policy.init_shared, tuple(specs)))
+    shared = jax.eval_shape(functools.partial(policy.init_shared, tuple(specs))) if specs else None
     small = sum(map(leaf_bytes, jax.tree.leaves(shared)))
     sizes: dict[Policy, int] = {}
     for spec in specs:

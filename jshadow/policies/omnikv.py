@@ -121,6 +121,8 @@ class OmniKV(Full):
         """As many filter layers as fit, with sparse layers offloaded; the first one moves to the front if need be."""
         check_fraction(fraction)
         own = own_layers(config)
+        if not own:
+            return first_fitting([cls()], fraction, num_tokens, config)
         usual = cls().resolve(config, num_tokens).filter_layers
         assert usual is not None
         first = own[:1]
