@@ -6,7 +6,8 @@ import numpy as np
 
 from jshadow.config import AttentionKind, ModelConfig
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
-from jshadow.policies import Policy
+from jshadow.policies import Full, Policy
+from jshadow.policies.base import why_dense
 from jshadow.state import KVState
 
 
@@ -104,5 +105,8 @@ def check_state(params: Any, state: KVState, policy: Policy | None) -> None:
     if policy is None:
         return
     check_policy(policy)
-    if policy.resolve(config, state.capacity) != state.policy:
+    policy = policy.resolve(config, state.capacity)
+    if state.policy == Full() and why_dense(policy, config, state.capacity):
+        return  # as `generate` made it: it falls back at this capacity
+    if policy != state.policy:
         raise StateMismatch(f"policy must be the state's own {state.policy}, got {policy}")

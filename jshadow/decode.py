@@ -175,14 +175,14 @@ def generate_steps(
     weights: dict, config: ModelConfig, token: Array, state: KVState, n: int, sampler: Sampler, key: Array,
     stop: tuple[int, ...] = (), active: Array | None = None,
 ) -> tuple[Array, KVState]:  # fmt: skip
-    """Traceable core of `decode_steps`."""
+    """Traceable core of `decode_steps`; -1 also where a row is given an impossible token or has no room left."""
     reads, writes = state.split()
     active = jnp.ones_like(state.lengths, bool) if active is None else active
 
     def body(carry: tuple[Writes, Array, Array], index: Array) -> tuple[tuple[Writes, Array, Array], Array]:
         writes, token, active = carry
         out, writes = step_writes(weights, config, token[:, None], active.astype(jnp.int32), reads, writes)
-        new = sample(sampler, out, jax.random.fold_in(key, index))
+        new = jnp.where(jnp.isnan(out).all(axis=1), -1, sample(sampler, out, jax.random.fold_in(key, index)))
         emitted = jnp.where(active, new, -1)
         ended = functools.reduce(jnp.logical_or, [new == s for s in stop], jnp.zeros_like(active))
         return (writes, jnp.where(active, new, token), active & ~ended), emitted

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jshadow import offload
 from jshadow.attention import KEY_BLOCK, QUERY_BLOCK
 from jshadow.config import ModelConfig
-from jshadow.errors import ConfigError
+from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.transformer import abstract_weights
 from jshadow.policies import Policy
 from jshadow.policies.base import state_nbytes
@@ -104,7 +104,12 @@ def footprint(
 
     Returns:
         {"parts": {name: (device, host)}, "device_bytes", "host_bytes", "full_bytes"}.
+
+    Raises:
+        CapacityError: the prompt has no token, or more than the capacity.
+        ConfigError: a setting or the fetch mode is out of range.
     """
+    check_prompt(prompt, capacity)
     state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
     parts = state_nbytes(state)
     return {
@@ -113,6 +118,12 @@ def footprint(
         "host_bytes": sum(host for _, host in parts.values()),
         "full_bytes": full_bytes(config, capacity, jnp.dtype(dtype).itemsize),
     }
+
+
+def check_prompt(prompt: int, capacity: int) -> None:
+    """Raise CapacityError unless a prompt of so many tokens fits."""
+    if not 1 <= prompt <= capacity:
+        raise CapacityError(f"prompt must have 1 to capacity={capacity} tokens, got {prompt}")
 
 
 def step_footprint(
@@ -124,7 +135,11 @@ def step_footprint(
 
     Returns:
         {"bytes_moved", "bytes_read"}; what comes from the host is not in the second.
+
+    Raises:
+        CapacityError, ConfigError: as in `footprint`.
     """
+    check_prompt(prompt, capacity)
     state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
     steps = [spec.policy.step_bytes(spec, layer) for spec, layer in zip(state.specs, state.layers, strict=True)]
     moved = sum(host for step in steps for _, host in step.values())

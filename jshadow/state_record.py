@@ -14,7 +14,8 @@ from jshadow.convert.safetensors_file import TAGS
 from jshadow.digest import canonical, tree_digest
 from jshadow.errors import CheckpointError, ConfigError, StateMismatch
 from jshadow.planning import abstract_of, cache_specs
-from jshadow.policies import POLICIES, WRAPPERS, Policy
+from jshadow.policies import POLICIES, WRAPPERS, Full, Policy
+from jshadow.policies.base import why_dense
 from jshadow.state import KVState
 
 NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
@@ -123,6 +124,8 @@ class StateRecord:
             if policy is None:
                 policy = recorded_policy(name, settings)
             resolved = policy.resolve(config, self.capacity)
+            if name == Full.name and why_dense(resolved, config, self.capacity):
+                resolved = Full()  # what `generate` falls back to
             return resolved, compare("policy", recorded, policy_record(resolved), "policy")
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             return None, [f"policy: file has {self.policy}, which is no policy of this model here: {error}"]

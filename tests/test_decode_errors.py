@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from cases import CAPACITY, LENGTHS, PROMPT, STEPS, TINY, model, prefilled, random_tokens, run_steps, setting
 
-from jshadow import decode, generate
+from jshadow import decode, generate, load_state, save_state
 from jshadow.config import ModelConfig
 from jshadow.errors import CapacityError, ConfigError, Infeasible, PromptError, StateMismatch
 from jshadow.params import init_params
-from jshadow.planning import footprint
+from jshadow.planning import footprint, step_footprint
 from jshadow.policies import POLICIES, DenseFirst, Full, ShadowKV, ShadowKVPlus, SpeCache, StreamingLLM
 from jshadow.sampling import Sampler
 
@@ -224,7 +224,33 @@ def test_a_full_row_in_a_user_s_jit_gives_nan(name):
     assert np.isnan(logits).all(axis=1).tolist() == [True, False]
 
 
+def test_a_policy_that_falls_back_may_be_named_again(tmp_path):
+    """A chat passes its policy every turn, also where the capacity leaves it nothing to do."""
+    first = generate(model(), [1, 2, 3], ShadowKV(), max_new_tokens=2, capacity=20)
+    assert (first.state.policy, bool(first.report.fallback)) == (Full(), True)
+    second = generate(model(), [4], ShadowKV(), max_new_tokens=2, state=first.state.fork())
+    assert second.tokens == generate(model(), [4], max_new_tokens=2, state=first.state.fork()).tokens
+    save_state(tmp_path / "state", first.state, model())
+    assert load_state(tmp_path / "state", model(), ShadowKV()).policy == Full()
+    with pytest.raises(StateMismatch, match="policy must be the state's own"):
+        generate(model(), [4], StreamingLLM(sinks=1, window=2), max_new_tokens=2, state=first.state)
+
+
+def test_planned_prompts_must_fit():
+    for prompt in (0, -5, 21):
+        for plan in (footprint, step_footprint):
+            with pytest.raises(CapacityError, match=f"prompt must have 1 to capacity=20 tokens, got {prompt}"):
+                plan(TINY, Full(), capacity=20, prompt=prompt)
+
+
 # decode_steps
+
+
+def test_the_core_emits_no_token_past_the_room():
+    _, state = decode.prefill(model(), GOOD, [3, 2], capacity=5)
+    core = jax.jit(decode.generate_steps, static_argnums=(1, 4, 5))
+    tokens, _ = core(model().weights, TINY, jnp.array([1, VOCAB]), state, 5, Sampler(), jax.random.key(0))
+    assert (np.asarray(tokens) >= 0).tolist() == [[True, True, False, False, False], [False] * 5]
 
 
 @pytest.mark.parametrize("name", ["shadowkv", "probe"])
