@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Key
 from jshadow.config import check_positive
 from jshadow.errors import ConfigError
 
-COLDEST = 1e-30  # temperatures below it are it: float32 has no smaller ones
+COLDEST = 1e-30  # any two logits are too far apart to draw the lesser: a lower temperature would change nothing
 
 
 @dataclasses.dataclass(frozen=True)
