@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from jshadow.attention import MASKED, group_queries, grouped_product
+from jshadow.attention import MASKED, group_queries
 from jshadow.lowrank import BLOCK
 from jshadow.packing import ROW_BITS, Scaled, quantise_rows
 from pallas_kernels.codes import whole_products
@@ -86,16 +86,24 @@ def landmark_logits(
     candidates: Bool[Array, "B h_kv #T n"], scale: float,
 ) -> Float[Array, "B h_kv group T n"]:  # fmt: skip
     """Float32 products of queries [B, T, h_q, d] and landmarks [B, h_kv, n, d], MASKED where no candidate."""
-    if isinstance(landmarks, Scaled):
-        bits = 8 * landmarks.codes.shape[3] // q.shape[3]
-        grouped = group_queries(q, landmarks.codes.shape[1])
-        rows = grouped.reshape(*grouped.shape[:2], -1, q.shape[3])
-        logits = whole_products(rows, landmarks.codes, bits).reshape(*grouped.shape[:4], landmarks.codes.shape[2])
-        logits *= landmarks.scale.astype(jnp.float32)[:, :, None, None, :, 0]
-    else:
-        grouped = group_queries(q, landmarks.shape[1])
-        logits = grouped_product("bhgtd,bhnd->bhgtn", grouped, landmarks, EXACT)
+    grouped = group_queries(q, candidates.shape[1])
+    # One axis of rows: over two, XLA's CPU backend takes five times as long.
+    logits = landmark_products(grouped.reshape(*grouped.shape[:2], -1, q.shape[3]), landmarks)
+    logits = logits.reshape(*grouped.shape[:4], candidates.shape[3])
     return jnp.where(candidates[:, :, None], logits * scale, MASKED)
+
+
+def landmark_products(
+    rows: Float[Array, "B h R d"], landmarks: Float[Array, "B h n d"] | Scaled
+) -> Float[Array, "B h R n"]:  # fmt: skip
+    """Float32 products of rows and landmarks as they are kept, each head its own."""
+    if not isinstance(landmarks, Scaled):
+        return jnp.einsum(
+            "bhrd,bhnd->bhrn", rows, landmarks, precision=EXACT, preferred_element_type=jnp.float32
+        )  # fmt: skip
+    bits = 8 * landmarks.codes.shape[3] // max(rows.shape[3], 1)
+    products = whole_products(rows, landmarks.codes, bits)
+    return products * landmarks.scale.astype(jnp.float32)[:, :, None, :, 0]
 
 
 def chunk_scores(

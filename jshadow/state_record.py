@@ -28,6 +28,7 @@ CODES = {
     "key_profile": None,
     "key_bits": None,
     "key_weights": "none",
+    "landmark_levels": 1,
     "landmark_dtype": "model",
     "value_dtype": "model",
 }

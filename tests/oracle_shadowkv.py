@@ -39,6 +39,8 @@ class ShadowKV:
         exact_preload: chunks that the last prompt query selects keep exact keys until they first miss a step.
         chunk_multiple: the number of chunks is rounded down to a multiple of it.
         landmark_tokens: tokens of a landmark; a chunk's score adds up its landmarks' softmax. None: chunk_size.
+        landmark_levels: 2: chunks are scored by their landmarks in the fours of neighbours whose best by the landmarks'
+            mean are the best, as many fours as chunks are chosen.
         outlier_rule: "both": of outlier_chunks the smaller half are, of the chunks the landmarks leave, those with the
             key that the projection moves farthest.
         key_weights: "queries": what is projected are keys times the root of the mean square of the prompt's last 64
@@ -57,6 +59,7 @@ class ShadowKV:
     exact_preload: bool = False
     chunk_multiple: int = 1
     landmark_tokens: int | None = None
+    landmark_levels: int = 1
     outlier_rule: str = "landmark"
     key_weights: str = "none"
 
@@ -178,7 +181,7 @@ def compress(policy: ShadowKV, cache: LayerCache, prompt_queries: Array, rope: "
     if policy.exact_preload:
         for head, queries in enumerate(np.split(prompt_queries[-1:], h_kv, axis=1)):
             candidates = np.setdiff1d(np.arange(n), outliers[head])
-            ids, _, gap = choose(policy, queries, landmarks[head, candidates])
+            ids, _, gap = choose(policy, queries, landmarks[head, candidates], fours_of(candidates, n))
             memory.exact[head] = {int(candidates[i]) for i in ids}
             memory.preload_gap = min(memory.preload_gap, gap)
 
@@ -233,13 +236,42 @@ def landmarks_of(keys: Array, c: int, parts: int) -> tuple[Array, Array]:
     return means, (dots / norms).min(axis=(2, 3))
 
 
-def choose(policy: ShadowKV, queries: Array, landmarks: Array) -> tuple[list[int], Array, float]:
+def fours_of(chunks: Array, prompt: int) -> Array:
+    """A number for each four neighbours that a chunk belongs to, of the prompt's chunks and of those that joined."""
+    return np.where(chunks < prompt, chunks // 4, prompt + (chunks - prompt) // 4)
+
+
+def choose_by_levels(
+    policy: ShadowKV, queries: Array, landmarks: Array, fours: Array
+) -> tuple[list[int], Array, float]:
+    """`choose` by the mean of each candidate's landmarks first, and by the landmarks of the best and their neighbours.
+
+    The gap is the smaller one of both choices.
+    """
+    whole = dataclasses.replace(policy, landmark_levels=1, landmark_tokens=None, budget=policy.chunk_size)
+    _, first, _ = choose(whole, queries, landmarks.mean(axis=1), fours)
+    names = np.unique(fours)
+    best = np.array([first[fours == four].max() for four in names])
+    order = lowest(-best, len(best))
+    k, gap = policy.budget // policy.chunk_size, np.inf
+    if k < len(order):
+        gap = float((best[order[k - 1]] - best[order[k]]) / best[order[k - 1]])
+    near = np.flatnonzero(np.isin(fours, names[order[:k]]))
+    fine = dataclasses.replace(policy, landmark_levels=1)
+    ids, found, second_gap = choose(fine, queries, landmarks[near], fours[near])
+    scores = np.full(len(landmarks), -np.inf)
+    scores[near] = found
+    return [int(near[i]) for i in ids], scores, min(gap, second_gap)
+
+
+def choose(policy: ShadowKV, queries: Array, landmarks: Array, fours: Array) -> tuple[list[int], Array, float]:
     """The selection of one KV head.
 
     Args:
         policy: its budget, chunk size and scoring.
         queries: [t, g, d], after RoPE.
         landmarks: of the candidates [m, s, d], or [m, d] where each has one.
+        fours: of `fours_of` [m].
 
     Returns:
         Indices of the chosen candidates, best first; the scores [m]; the gap at the cut.
@@ -247,6 +279,8 @@ def choose(policy: ShadowKV, queries: Array, landmarks: Array) -> tuple[list[int
     k = min(policy.budget // policy.chunk_size, len(landmarks))
     if k == 0:
         return [], np.zeros(len(landmarks)), np.inf
+    if policy.landmark_levels == 2 and landmarks.ndim == 3:
+        return choose_by_levels(policy, queries, landmarks, fours)
     dim = queries.shape[-1] if policy.score_dim is None else policy.score_dim
     rows = landmarks.reshape(-1, queries.shape[-1])
     mass = softmax(queries @ rows.T / np.sqrt(dim))
@@ -323,7 +357,9 @@ def attend_piece(policy: ShadowKV, cache: LayerCache, q: Array, entry: Trace) ->
         extra, extra_gap = extra_outliers(policy, cache, head)
         always = memory.outliers[head] + extra
         candidates = np.setdiff1d(np.arange(n), always)
-        ids, scores, gap = choose(policy, queries, memory.landmarks[head, candidates])
+        ids, scores, gap = choose(
+            policy, queries, memory.landmarks[head, candidates], fours_of(candidates, memory.chunks)
+        )
         selected = {int(candidates[i]) for i in ids}
         memory.exact[head] &= selected
         exact = tokens_of(always + sorted(memory.exact[head]), c)

@@ -5,6 +5,7 @@ import jax
 import numpy as np
 
 from jshadow.key_codecs import by_token
+from jshadow.landmark_levels import Levels, mean_kind
 from jshadow.packing import ROW_BITS, Scaled, dequantise_rows, split_rows
 
 NEIGHBOUR = 5e-3  # what a key that one code moves by a step may do to a logit
@@ -26,11 +27,18 @@ def decoded(values, prefix, spec, layer, lengths):
                 values[f"{prefix}{half}.left decoded"] = np.where(real[:, None, :, None], keys, 0)
     for half in ("frozen", "live"):
         marks = getattr(getattr(layer, half), "landmarks", None)
-        if isinstance(marks, Scaled):
-            for part in ("codes", "scale"):
-                del values[f"{prefix}{half}.landmarks.{part}"]
-            kept = dequantise_rows(marks, ROW_BITS[policy.landmark_dtype], "float32")
-            values[f"{prefix}{half}.landmarks decoded"] = np.asarray(kept)
+        levels = {"": (marks, policy.landmark_dtype)}
+        if isinstance(marks, Levels):
+            kind = mean_kind(policy.landmark_dtype)
+            levels = {".means": (marks.means, kind), ".details": (marks.details, policy.landmark_dtype)}
+        for name, (rows, kind) in levels.items():
+            if isinstance(rows, Scaled):
+                for part in ("codes", "scale"):
+                    del values[f"{prefix}{half}.landmarks{name}.{part}"]
+                each = rows.scale.shape[3]
+                rows = jax.tree.map(lambda x, each=each: x.reshape(*x.shape[:3], each, -1), rows)
+                kept = dequantise_rows(rows, ROW_BITS[kind], "float32")
+                values[f"{prefix}{half}.landmarks{name} decoded"] = np.asarray(kept)
     if (layout := policy.host_layout(spec)) is not None and layout.bits:
         for half in ("prompt", "tail"):
             if values.pop(f"{prefix}host.{half}.array", None) is not None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.key_codecs import KeyCodec, Sizes
+from jshadow.landmark_levels import mean_kind
 from jshadow.lowrank import BLOCK as TOKENS
 from jshadow.offload import unit_bytes
 from jshadow.packing import ROW_BITS, row_bytes
@@ -24,13 +25,14 @@ class ChunkCosts(Policy):
     Attributes:
         budget: tokens selected in a step.
         chunk_size: tokens in a chunk.
-        landmark_dtype, value_dtype: how landmarks and host values are kept.
+        landmark_dtype, landmark_levels, value_dtype: how landmarks and host values are kept.
         outlier_rule: by what the chunks that are kept exactly are chosen.
     """
 
     budget: int | None
     chunk_size: int
     landmark_dtype: str
+    landmark_levels: int
     value_dtype: str
     outlier_rule: str
 
@@ -43,6 +45,11 @@ class ChunkCosts(Policy):
     @abc.abstractmethod
     def landmark_parts(self) -> int:
         """Landmarks of a chunk."""
+
+    @property
+    @abc.abstractmethod
+    def read_parts(self) -> int:
+        """Rows of a chunk's landmarks that every step reads; of the others only those of `max_near` chunks."""
 
     @property
     @abc.abstractmethod
@@ -66,14 +73,19 @@ class ChunkCosts(Policy):
     def max_selected(self, capacity: int) -> int:
         """Chunks selected in a step for the longest prompt that fits."""
 
+    @abc.abstractmethod
+    def near_chunks(self, capacity: int, later: int) -> int:
+        """Chunks of which a step reads all landmarks, where it does not of every chunk; `later` follow the prompt's."""
+
     # What is kept
 
     def landmark_bytes(self, chunks: int, sizes: Sizes) -> int:
         """Landmarks of so many chunks, scales included."""
-        rows = chunks * self.landmark_parts * sizes.heads
-        if self.landmark_dtype == "model":
-            return rows * sizes.dim * jnp.dtype(sizes.dtype).itemsize
-        return row_bytes(rows, sizes.dim, ROW_BITS[self.landmark_dtype], sizes.dtype)
+        rows, kind = chunks * sizes.heads, self.landmark_dtype
+        if self.landmark_levels == 1:
+            return landmark_row_bytes(rows * self.landmark_parts, kind, sizes)
+        details = landmark_row_bytes(rows * (self.landmark_parts - 1), kind, sizes)
+        return landmark_row_bytes(rows, mean_kind(kind), sizes) + details
 
     def device_numbers(self, num_tokens: int, config: ModelConfig) -> float:
         """Numbers of 16 bits that one layer keeps on the device for a prompt that fills the capacity.
@@ -125,6 +137,7 @@ class ChunkCosts(Policy):
         once = spec.batch * spec.kv_heads * self.max_selected(spec.capacity) * unit_bytes(spec, layout)
         offloaded = any(tier is not None and tier.memory != "device" for tier in (state.host.prompt, state.host.tail))
         held = {part: size for part, size in parts.items() if part not in ("host rows", "host tail")}
+        held["landmarks"] = (self.landmark_reads(spec)[1], 0)
         return held | {
             "left": (self.rebuilt_rounds * self.selected_numbers(spec, self.codec.read_bytes(sizes_of(spec))), 0),
             "values": (0, once) if offloaded else (tiers * once, 0),
@@ -142,20 +155,30 @@ class ChunkCosts(Policy):
         return super().step_flops(spec, state) + rebuilding + 2 * spec.group * packed
 
     def packed_landmarks(self, spec: CacheSpec) -> int:
-        """Numbers of landmarks beyond those that would fill as many bytes in the model's dtype."""
+        """Numbers of landmarks that a step reads beyond those that would fill as many bytes in the model's dtype."""
         if self.landmark_dtype == "model":
             return 0
-        layout, _ = self.tiers(spec)
-        chunks = spec.batch * (layout.units + layout.tail_units)
-        numbers = chunks * self.landmark_parts * spec.kv_heads * spec.head_dim
-        return numbers - self.landmark_bytes(chunks, sizes_of(spec)) // itemsize(spec)
+        numbers, size = self.landmark_reads(spec)
+        return numbers - size // itemsize(spec)
+
+    def landmark_reads(self, spec: CacheSpec) -> tuple[int, int]:
+        """Numbers and bytes of landmarks that a step reads: of all chunks all; or their means, and once more with all
+        details those of few of them, from both halves where there is a tail."""
+        (layout, tiers), sizes = self.tiers(spec), sizes_of(spec)
+        chunks, row = layout.units + layout.tail_units, spec.kv_heads * spec.head_dim
+        if self.landmark_levels == 1:
+            return spec.batch * chunks * self.landmark_parts * row, spec.batch * self.landmark_bytes(chunks, sizes)
+        near = tiers * self.near_chunks(spec.capacity, layout.tail_units)
+        means = landmark_row_bytes(chunks * spec.kv_heads, mean_kind(self.landmark_dtype), sizes)
+        numbers = (chunks + near * self.landmark_parts) * row
+        return spec.batch * numbers, spec.batch * (means + self.landmark_bytes(near, sizes))
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Scores and sorting of all chunks, places; selected left rows, keys and values; scores of what is attended.
 
         Keys are float32 until they are rotated; values lie there as they came and as they are attended.
         """
-        (layout, _), parts = self.tiers(spec), self.landmark_parts
+        (layout, tiers), parts = self.tiers(spec), self.read_parts
         item, chunks = itemsize(spec), layout.units + layout.tail_units
         scores = spec.batch * chunks * 4 * (3 * spec.q_heads * parts + 4 * spec.kv_heads)
         if parts > 1:  # added up, too
@@ -165,6 +188,9 @@ class ChunkCosts(Policy):
             # A GPU's kernel has them in registers; `pallas_kernels` brings a block at a time into a CPU's cache.
             rows = min(rows, 2 * UNPACKED) if self.scored_by_kernel else rows
             scores += rows * spec.head_dim * (4 + item)
+        if self.landmark_levels == 2:
+            near = spec.batch * self.near_chunks(spec.capacity, layout.tail_units) * self.landmark_parts
+            scores += near * (spec.kv_heads * spec.head_dim * (tiers + 4 + item) + 4 * 4 * spec.q_heads)
         selected = self.codec.expand_bytes(sizes_of(spec)) + spec.head_dim * (2 * 4 + 3 * item)
         if self.value_dtype != "model":
             selected += spec.head_dim * (1 + 4)
@@ -174,6 +200,13 @@ class ChunkCosts(Policy):
         exact = spec.window + (self.max_outliers(spec.capacity) + count) * self.chunk_size
         attended = 3 * 4 * spec.batch * spec.q_heads * exact
         return scores + self.rebuilt_rounds * self.selected_numbers(spec, selected) + places + attended
+
+
+def landmark_row_bytes(rows: int, kind: str, sizes: Sizes) -> int:
+    """So many rows of landmarks, kept as that kind."""
+    if kind == "model":
+        return rows * sizes.dim * jnp.dtype(sizes.dtype).itemsize
+    return row_bytes(rows, sizes.dim, ROW_BITS[kind], sizes.dtype)
 
 
 def sizes_of(spec: CacheSpec) -> Sizes:

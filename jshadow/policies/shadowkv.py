@@ -19,6 +19,15 @@ import pallas_kernels
 from jshadow.attention import Piece, attend
 from jshadow.chunking import take_chunks, take_span, to_chunks, top_k, write_rows
 from jshadow.key_codecs import KeyCode, reconstruct_keys
+from jshadow.landmark_levels import (
+    Landmarks,
+    Levels,
+    first_level,
+    keep_levels,
+    levels_at,
+    near_chunks,
+    scores_by_details,
+)
 from jshadow.landmarks import chunk_scores, keep_landmarks, landmark_logits, prompt_landmarks
 from jshadow.packing import ROW_BITS, Scaled, join_rows, quantise_rows
 from jshadow.policies.base import within_share
@@ -89,10 +98,16 @@ class ShadowKV(ShadowSettings):
             bits=ROW_BITS.get(self.value_dtype), float8=float8, no_kernel=told,
         )  # fmt: skip
 
-    def no_landmarks(self, spec: CacheSpec, chunks: int) -> Array | Scaled:
-        """Zeros for so many chunks, as `keep_landmarks` keeps them."""
+    def keep_marks(self, spec: CacheSpec, landmarks: Array) -> Landmarks:
+        """Landmarks [B, h_kv, n * s, d] as they are kept."""
+        if self.landmark_levels == 1:
+            return keep_landmarks(landmarks, self.landmark_dtype, spec.dtype)
+        return keep_levels(landmarks, self.landmark_parts, self.landmark_dtype, spec.dtype)
+
+    def no_landmarks(self, spec: CacheSpec, chunks: int) -> Landmarks:
+        """Zeros for so many chunks, as they are kept."""
         shape = (spec.batch, spec.kv_heads, chunks * self.landmark_parts, spec.head_dim)
-        return keep_landmarks(jnp.zeros(shape, spec.dtype), self.landmark_dtype, spec.dtype)
+        return self.keep_marks(spec, jnp.zeros(shape, spec.dtype))
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
@@ -111,9 +126,7 @@ class ShadowKV(ShadowSettings):
         frozen = ShadowFrozen(
             left=code.left,
             right=code.right,
-            landmarks=keep_landmarks(
-                jnp.where(jnp.repeat(whole, parts, axis=2)[..., None], landmarks, 0), self.landmark_dtype, spec.dtype
-            ),
+            landmarks=self.keep_marks(spec, jnp.where(jnp.repeat(whole, parts, axis=2)[..., None], landmarks, 0)),
             candidates=candidates,
             chunks=row_chunks,
             outliers=KeyValues(*(take_chunks(x, outlier_ids, kept, size) for x in (prompt.k_post, prompt.v))),
@@ -170,11 +183,12 @@ class ShadowKV(ShadowSettings):
     def preloaded(self, spec: CacheSpec, frozen: ShadowFrozen, prompt: PromptKV) -> Array:
         """Chunks that the prompt's last query selects, int32 [B, h_kv, k]; -1 past a row's own."""
         assert prompt.q_tail is not None
-        logits = self.products(spec, prompt.q_tail[:, -1:], frozen.landmarks, frozen.candidates[:, :, None])
+        q, count = prompt.q_tail[:, -1:], self.max_selected(spec.capacity)
+        logits = self.products(spec, q, frozen.landmarks, frozen.candidates[:, :, None])
         valid = jnp.ones((spec.batch, 1), bool)
-        scores = chunk_scores(logits, valid, False, self.score_dtype, self.landmark_parts)[:, :, 0]
-        ids = top_k(scores, self.max_selected(spec.capacity))
-        return jnp.where(jnp.take_along_axis(scores, ids, axis=2) >= 0, ids, -1)
+        scores = chunk_scores(logits, valid, False, self.score_dtype, self.read_parts)
+        ids, scores = self.by_landmarks(spec, scores, count, q, valid, frozen.landmarks)
+        return jnp.where(scores >= 0, ids, -1)[:, :, 0]
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Limited by the capacity and by the window."""
@@ -220,11 +234,13 @@ class ShadowKV(ShadowSettings):
     def choose(self, spec: CacheSpec, state: LayerState, step: StepKV, count: int) -> tuple[Array, Array]:
         """The best chunks, int32 [B, h_kv, Q, k], and their scores; Q = 1 for a shared selection, else T."""
         scores = self.scores(spec, state, step)
+        wanted = count if self.selection_rounds == 1 else min(WIDER * count, scores.shape[3])
+        wide, scores = self.by_landmarks(
+            spec, scores, wanted, step.q_post, step.valid, state.frozen.landmarks, self.later_landmarks(state)
+        )  # fmt: skip
         if self.selection_rounds == 1:
-            ids = top_k(scores, count)
-            return ids, jnp.take_along_axis(scores, ids, axis=3)
-        wide = top_k(scores, min(WIDER * count, scores.shape[3]))
-        there = jnp.take_along_axis(scores, wide, axis=3) >= 0
+            return wide, scores
+        there = scores >= 0
         keys = reconstruct_keys(self.rebuild(spec, state, step), wide.reshape(*wide.shape[:2], -1)).astype(spec.dtype)
         scores = scores_by_keys(
             step.q_post, keys, there, step.valid, self.score_scale(spec), self.turn_selection == "shared",
@@ -232,6 +248,27 @@ class ShadowKV(ShadowSettings):
         )  # fmt: skip
         order = top_k(scores, count)
         return jnp.take_along_axis(wide, order, axis=3), jnp.take_along_axis(scores, order, axis=3)
+
+    def by_landmarks(
+        self, spec: CacheSpec, scores: Array, count: int, q: Array, valid: Array, landmarks: Landmarks,
+        later: Levels | None = None,
+    ) -> tuple[Array, Array]:  # fmt: skip
+        """The best chunks by scores [B, h_kv, Q, n] of what of their landmarks all queries read, and by the rest of
+        those that come near: int32 [B, h_kv, Q, count], and their scores."""
+        if not isinstance(landmarks, Levels):
+            ids = top_k(scores, count)
+            return ids, jnp.take_along_axis(scores, ids, axis=3)
+        near, there = near_chunks(scores, count, self.max_chunks(spec.capacity))
+        rows = levels_at(landmarks, later, near.reshape(*near.shape[:2], -1))
+        scores = scores_by_details(
+            q, rows, there, valid, self.score_scale(spec), self.turn_selection == "shared", self.score_dtype
+        )  # fmt: skip
+        order = top_k(scores, count)
+        return jnp.take_along_axis(near, order, axis=3), jnp.take_along_axis(scores, order, axis=3)
+
+    def later_landmarks(self, state: LayerState) -> Any:
+        """Of chunks after the prompt's, where there may be any."""
+        return None
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
         """Keep the values of the last query's chunks, where the next fetch can leave them out."""
@@ -249,14 +286,14 @@ class ShadowKV(ShadowSettings):
 
     def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
         """Float32 scores of all chunks [B, h_kv, Q, n], -1 where one may not be selected; Q = 1 if shared, else T."""
-        shared, kept = self.turn_selection == "shared", state.frozen.landmarks
+        shared, kept = self.turn_selection == "shared", first_level(state.frozen.landmarks)
         if self.scored_by_kernel:
             rows, scales = (kept.codes, kept.scale) if isinstance(kept, Scaled) else (kept, None)
             return pallas_kernels.chunk_scores(
                 step.q_post, rows, state.frozen.candidates, scale=self.score_scale(spec), landmark_scale=scales
             )
         logits = self.logits(spec, state, step)
-        return chunk_scores(logits, step.valid, shared, self.score_dtype, self.landmark_parts)
+        return chunk_scores(logits, step.valid, shared, self.score_dtype, self.read_parts)
 
     @property
     def scored_by_kernel(self) -> bool:
@@ -265,14 +302,13 @@ class ShadowKV(ShadowSettings):
         return own and self.turn_selection != "shared" and self.score_dtype == "float32"
 
     def logits(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
-        """Products with all landmarks, s of them for each chunk, float32 [B, h_kv, group, T, n * s]."""
+        """Products with all landmarks, s of them for each chunk, or their means: float32 [B, h_kv, group, T, n * s]."""
         return self.products(spec, step.q_post, state.frozen.landmarks, state.frozen.candidates[:, :, None])
 
-    def products(self, spec: CacheSpec, q: Array, landmarks: Array | Scaled, candidates: Array) -> Array:
+    def products(self, spec: CacheSpec, q: Array, landmarks: Landmarks, candidates: Array) -> Array:
         """`landmark_logits` of queries [B, T, h_q, d] where chunks bool [B, h_kv, 1 or T, n] are candidates."""
-        return landmark_logits(
-            q, landmarks, jnp.repeat(candidates, self.landmark_parts, axis=3), self.score_scale(spec)
-        )  # fmt: skip
+        candidates = jnp.repeat(candidates, self.read_parts, axis=3)
+        return landmark_logits(q, first_level(landmarks), candidates, self.score_scale(spec))
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
         """The code of all chunks that may be selected."""

@@ -21,8 +21,8 @@ from jshadow.chunking import take_span, write_rows
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.key_codecs import KeyCode, Sizes, by_token, reconstruct_keys, squared_error
-from jshadow.landmarks import chunk_landmarks, keep_landmarks
-from jshadow.packing import Scaled
+from jshadow.landmark_levels import Landmarks
+from jshadow.landmarks import chunk_landmarks
 from jshadow.policies.base import check_choice, check_range
 from jshadow.policies.chunk_costs import sizes_of
 from jshadow.policies.shadowkv import ShadowKV
@@ -222,17 +222,17 @@ class ShadowKVPlus(ShadowKV):
         return state.replace(live=live), HostWrite(self.host_rows(spec, v), number, leaves)
 
     def write_landmarks(
-        self, spec: CacheSpec, landmarks: Array | Scaled, mean: Array, number: Array, leaves: Array
-    ) -> Array | Scaled:
+        self, spec: CacheSpec, landmarks: Landmarks, mean: Array, number: Array, leaves: Array
+    ) -> Landmarks:  # fmt: skip
         """Means of joining chunks [B, h_kv, most * s, d] at their places, where the chunk `leaves` [B, most]."""
-        parts = self.landmark_parts
+        parts = self.read_parts  # rows of a chunk that are rows of the arrays
         places = (number[..., None] * parts + jnp.arange(parts)).reshape(number.shape[0], -1)
         valid = jnp.repeat(leaves, parts, axis=1)
 
         def write(old: Array, new: Array) -> Array:
             return write_rows(old, new.transpose(0, 2, 1, 3), places, valid)
 
-        return jax.tree.map(write, landmarks, keep_landmarks(mean, self.landmark_dtype, spec.dtype))
+        return jax.tree.map(write, landmarks, self.keep_marks(spec, mean))
 
     def keep_exact(self, live: PlusLive, number: Array, bad: Array, k: Array, v: Array) -> PlusLive:
         """Give a slot to each of the joining chunks [B, h_kv, most] that are badly represented, while there is one."""
@@ -264,6 +264,10 @@ class ShadowKVPlus(ShadowKV):
         open_to = (jnp.arange(live.kept.shape[2]) < behind) & ~live.kept[:, :, None]
         later = self.products(spec, step.q_post, live.landmarks, open_to)
         return jnp.concatenate([super().logits(spec, state, step), later], axis=-1)
+
+    def later_landmarks(self, state: LayerState) -> Any:
+        """Those of the live segment."""
+        return state.live.landmarks
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
         """The prompt's left rows, and those of the later chunks."""

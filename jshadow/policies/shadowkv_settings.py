@@ -10,6 +10,7 @@ from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.key_codecs import CODECS, KeyCodec, Profile, make_codec, resolve_profile, resolve_rank
 from jshadow.key_codecs.profiles import profile_of
+from jshadow.landmark_levels import GROUP
 from jshadow.landmarks import MANTISSA
 from jshadow.packing import ROW_BITS
 from jshadow.policies.base import check_choice, check_range, check_share
@@ -52,6 +53,8 @@ class ShadowSettings(ChunkCosts):
             "queries": of their products with queries like the prompt's last ones (`query_weights`).
         landmark_tokens: tokens of a landmark, a divisor of chunk_size; a chunk's score is the sum over its landmarks.
             None: chunk_size.
+        landmark_levels: 2: all landmarks of a chunk are read only where their mean comes near to being selected
+            (`landmark_levels`); their number in a chunk is a power of two. 1: all are read.
         landmark_dtype: "model", or "int8" or "int4" with a scale for each landmark.
         value_dtype: of the values in host memory: "model", "int8" or "int4" with a scale for each token and head, or
             "fp8", float8_e4m3fn without one, for which there is no zero-copy kernel.
@@ -76,6 +79,7 @@ class ShadowSettings(ChunkCosts):
     key_bits: float | None = None
     key_weights: str = "none"
     landmark_tokens: int | None = None
+    landmark_levels: int = 1
     landmark_dtype: str = "model"
     value_dtype: str = "model"
 
@@ -83,8 +87,8 @@ class ShadowSettings(ChunkCosts):
     source = "arXiv 2410.21465, section 4"
     budget_fields = ("budget",)
     kept_fields = (
-        "selection_rounds", "outlier_rule", "key_codec", "key_weights", "landmark_tokens", "landmark_dtype",
-        "value_dtype",
+        "selection_rounds", "outlier_rule", "key_codec", "key_weights", "landmark_tokens", "landmark_levels",
+        "landmark_dtype", "value_dtype",
     )  # fmt: skip
 
     @classmethod
@@ -156,10 +160,11 @@ class ShadowSettings(ChunkCosts):
         check_share(self.name, "top_p", self.top_p)
         check_range(self.name, "selection_rounds", self.selection_rounds, 1, 2)
         landmark_tokens = self.resolve_rows(config)
+        levels = self.resolve_levels(self.chunk_size // landmark_tokens)
         piece = self.extend_piece if self.top_p == 1 else 1  # what a query attends to is read off its own step
         return dataclasses.replace(
             self, rank=rank, key_profile=profile, key_bits=None, budget=budget, outlier_chunks=outliers,
-            extend_piece=piece, landmark_tokens=landmark_tokens,
+            extend_piece=piece, landmark_tokens=landmark_tokens, landmark_levels=levels,
         )  # fmt: skip
 
     def check_outlier_rule(self) -> None:
@@ -195,6 +200,16 @@ class ShadowSettings(ChunkCosts):
                 raise ConfigError(f"{self.name}.{field}='int4' must have an even head_dim, got {config.head_dim}")
         return tokens
 
+    def resolve_levels(self, parts: int) -> int:
+        """Check the levels of so many landmarks a chunk; of a single one there is one."""
+        check_range(self.name, "landmark_levels", self.landmark_levels, 1, 2)
+        if self.landmark_levels == 2 and parts & (parts - 1):
+            raise ConfigError(
+                f"{self.name}.landmark_tokens must leave a power of two of landmarks a chunk with landmark_levels=2, "
+                f"got {parts}"
+            )
+        return min(self.landmark_levels, parts)
+
     @property
     def q_tail(self) -> int:  # type: ignore[override]
         """The prompt's last query, where it selects; more, where they weigh the keys."""
@@ -214,6 +229,16 @@ class ShadowSettings(ChunkCosts):
     def landmark_parts(self) -> int:
         """Landmarks of a chunk."""
         return self.chunk_size // (self.landmark_tokens or self.chunk_size)
+
+    @property
+    def read_parts(self) -> int:
+        """Rows of a chunk's landmarks that every step reads."""
+        return self.landmark_parts if self.landmark_levels == 1 else 1
+
+    def near_chunks(self, capacity: int, later: int) -> int:
+        """Chunks of which a step reads all landmarks, where it does not of every chunk; `later` follow the prompt's."""
+        wanted = self.max_selected(capacity) * (1 if self.selection_rounds == 1 else WIDER)
+        return GROUP * min(wanted, -(-self.max_chunks(capacity) // GROUP) - -later // GROUP)
 
     # Counts. Static ones are maxima that follow from the capacity; a row's own follow from its chunks.
 

@@ -6,7 +6,7 @@ from typing import Any
 from flax import struct
 from jax import Array
 
-from jshadow.packing import Scaled
+from jshadow.landmark_levels import Landmarks
 from jshadow.policies.preload import Preload
 from jshadow.state import KeyValues
 
@@ -17,7 +17,7 @@ class ShadowFrozen(struct.PyTreeNode):
     Attributes:
         left: left factor of the pre-RoPE keys, one chunk contiguous [B, n, c * rank]; of other codecs their rows.
         right: right factor [B, h_kv, rank, d]; of other codecs what their rows share, or None.
-        landmarks: mean post-RoPE keys, s for each chunk [B, h_kv, n * s, d], or `Scaled` rows of them.
+        landmarks: mean post-RoPE keys, s for each chunk [B, h_kv, n * s, d], or `Scaled` rows, or `Levels` of them.
         candidates: chunks that may be selected, bool [B, h_kv, n]: whole chunks of the row that are no outliers.
         chunks: chunks of each row, int32 [B]; the window begins at token chunks * c.
         outliers: exact keys and values of the outlier chunks [B, h_kv, o * c, d].
@@ -26,7 +26,7 @@ class ShadowFrozen(struct.PyTreeNode):
 
     left: Array
     right: Any
-    landmarks: Array | Scaled
+    landmarks: Landmarks
     candidates: Array
     chunks: Array
     outliers: KeyValues
@@ -70,14 +70,14 @@ class PlusLive(ShadowLive, kw_only=True):
     Attributes:
         window: the ring: token p in slot p % R [B, h_kv, R, d].
         left: left rows of all tokens from chunks * c on, one chunk contiguous [B, m, c * rank], or as the codec's are.
-        landmarks: of later chunks [B, h_kv, m * s, d], or `Scaled` rows of them.
+        landmarks: of later chunks [B, h_kv, m * s, d], or kept as the prompt's.
         kept: later chunks that are kept exactly, bool [B, h_kv, m].
         extra: their keys and values [B, h_kv, x * c, d].
         extra_ids: their numbers, int32 [B, h_kv, x]; -1 for a free slot.
     """
 
     left: Array
-    landmarks: Array | Scaled
+    landmarks: Landmarks
     kept: Array
     extra: KeyValues
     extra_ids: Array

@@ -1,0 +1,152 @@
+"""Landmarks in two levels: a chunk's mean, which every query reads, and its landmarks, read where they may count.
+
+Not the paper's. The finer landmarks are, the better they choose, and the more of the device's memory every step reads
+only to choose. Their Hadamard transform takes as many numbers, and the first is the mean of the chunk: what a landmark
+of the whole chunk would be. So a query scores all chunks by their means, and by all of their landmarks those alone that
+come near to being selected. An error of a mean is one of all landmarks of its chunk, so it has eight bits where they
+have four.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from jshadow.attention import MASKED, group_queries
+from jshadow.chunking import top_k
+from jshadow.key_codecs.base import chosen_rows
+from jshadow.landmarks import chunk_scores, keep_landmarks, landmark_products
+from jshadow.packing import Scaled
+
+GROUP = 4  # neighbouring chunks whose landmarks are read together; as many groups are as chunks are chosen
+
+
+class Levels(struct.PyTreeNode):
+    """Landmarks of n chunks, s of each: their transform over a chunk, as `keep_landmarks` keeps rows.
+
+    Attributes:
+        means: of chunks [B, h_kv, n, d], or `Scaled` rows of them.
+        details: the s - 1 other rows of each chunk side by side [B, h_kv, n, (s - 1) * d], or `Scaled` rows of them
+            with s - 1 scales.
+    """
+
+    means: Array | Scaled
+    details: Array | Scaled
+
+    @property
+    def parts(self) -> int:
+        """Landmarks of a chunk."""
+        mean, details = (x.scale if isinstance(x, Scaled) else x for x in (self.means, self.details))
+        return 1 + details.shape[3] // mean.shape[3]
+
+
+Landmarks = Array | Scaled | Levels
+
+
+def first_level(landmarks: Landmarks) -> Array | Scaled:
+    """What every query reads of them."""
+    return landmarks.means if isinstance(landmarks, Levels) else landmarks
+
+
+def hadamard(size: int) -> np.ndarray:
+    """The matrix of 1 and -1 [size, size] whose rows are orthogonal, the first of ones; size is a power of two."""
+    matrix = np.ones((1, 1), np.float32)
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix
+
+
+def mean_kind(kind: str) -> str:
+    """What means are kept as, where details are kept as `kind`."""
+    return "int8" if kind == "int4" else kind
+
+
+def near_chunks(
+    scores: Float[Array, "B h Q n"], count: int, first: int
+) -> tuple[Int[Array, "B h Q m"], Bool[Array, "B h Q m"]]:  # fmt: skip
+    """Chunks among which the `count` best by these scores are: theirs are the groups with the best chunk, all if fewer.
+
+    Args:
+        scores: negative where a chunk may not be chosen.
+        count: groups.
+        first: chunks of the prompt; groups of later ones begin anew, so that they do not hang on the capacity.
+
+    Returns:
+        int32 ids, those of a group side by side, and whether each may be chosen.
+    """
+    ids, grouped = [], []
+    for start, end in ((0, first), (first, scores.shape[3])):
+        groups = -(-(end - start) // GROUP)
+        ends = [(0, 0)] * 3 + [(0, groups * GROUP - (end - start))]
+        padded = jnp.pad(scores[..., start:end], ends, constant_values=-1.0)
+        grouped.append(padded.reshape(*scores.shape[:3], groups, GROUP))
+        ids.append(np.minimum(np.arange(start, start + groups * GROUP), max(end - 1, 0)).reshape(groups, GROUP))
+    every = jnp.concatenate(grouped, axis=3)
+    best = top_k(every.max(axis=4), min(count, every.shape[3]))
+    shape = (*scores.shape[:3], best.shape[3] * GROUP)
+    there = jnp.take_along_axis(every, best[..., None], axis=3).reshape(shape) >= 0
+    return jnp.asarray(np.concatenate(ids), jnp.int32)[best].reshape(shape), there
+
+
+def keep_levels(landmarks: Float[Array, "B h m d"], parts: int, kind: str, dtype: Any) -> Levels:
+    """Landmarks [B, h, n * parts, d], a chunk's side by side, as their levels; kind and dtype as `keep_landmarks`, of
+    the details."""
+    batch, heads, count, dim = landmarks.shape
+    chunked = landmarks.astype(jnp.float32).reshape(batch, heads, count // parts, parts, dim)
+    rows = jnp.einsum("ks,bhnsd->bhnkd", hadamard(parts) / parts, chunked, precision=jax.lax.Precision.HIGHEST)
+    means = keep_landmarks(rows[:, :, :, 0], mean_kind(kind), dtype)
+    details = keep_landmarks(rows[:, :, :, 1:], kind, dtype)
+    return Levels(means, jax.tree.map(lambda x: x.reshape(*x.shape[:3], -1), details))
+
+
+def levels_at(levels: Levels, later: Levels | None, ids: Int[Array, "B h_kv k"]) -> Levels:
+    """Levels of chunks [B, h_kv, k]; ids past those of levels mean the later ones'."""
+    if later is None:
+        return jax.tree.map(lambda rows: chosen_rows(rows, None, ids), levels)
+    return jax.tree.map(lambda rows, tail: chosen_rows(rows, tail, ids), levels, later)
+
+
+def scores_by_details(
+    q: Float[Array, "B T h_q d"], near: Levels, there: Bool[Array, "B h_kv Q m"], valid: Bool[Array, "B T"],
+    scale: float, shared: bool, dtype: str = "float32",
+) -> Float[Array, "B h_kv Q m"]:  # fmt: skip
+    """`chunk_scores` of m chunks by all of their landmarks.
+
+    Args:
+        q: after RoPE [B, T, h_q, d].
+        near: levels of Q sets of m chunks [B, h_kv, Q * m, ...], one a query or one for all queries.
+        there: bool [B, h_kv, Q, m], chunks that may be chosen.
+        valid: bool [B, T], queries that count.
+        scale: factor on the products.
+        shared: the queries choose together (Q = 1).
+        dtype: to which the softmax is rounded.
+
+    Returns:
+        float32 [B, h_kv, Q, m]; -1 where not there.
+    """
+    batch, heads, sets, count = there.shape
+    grouped = group_queries(q, heads)
+    group, length = grouped.shape[2:4]
+    # A set meets the queries whose it is: all of them, or one.
+    asking = grouped.reshape(batch, heads, 1, group * length, -1) if sets == 1 else grouped.transpose(0, 1, 3, 2, 4)
+    asking = asking.reshape(batch, heads * sets, -1, q.shape[3])
+    parts = near.parts
+
+    def products(level: Array | Scaled, rows: int) -> Array:
+        """With each of the rows of a chunk, [B, h_kv * Q, R, m, rows]."""
+        shape = (batch, heads * sets, count * rows)
+        level = jax.tree.map(lambda x: x.reshape(*shape, x.shape[3] // rows), level)
+        return landmark_products(asking, level).reshape(*asking.shape[:3], count, rows)
+
+    found = jnp.concatenate([products(near.means, 1), products(near.details, parts - 1)], axis=4)
+    back = (found[..., None] * hadamard(parts)).sum(axis=4)  # no dot: a GPU would round it to TF32
+    logits = back.reshape(batch, heads, sets, -1, count * parts)
+    if sets == 1:
+        logits = logits.reshape(batch, heads, group, length, count * parts)
+    else:
+        logits = logits.transpose(0, 1, 3, 2, 4)
+    mask = jnp.repeat(there, parts, axis=3)[:, :, None]
+    return chunk_scores(jnp.where(mask, logits * scale, MASKED), valid, shared, dtype, parts)
