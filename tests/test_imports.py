@@ -30,6 +30,7 @@ LEVELS = [
     ],
     ["lowrank", "landmarks"],
     ["key_codecs"],
+    ["landmark_levels"],
     ["models"],
     ["offload"],
     ["host_memory", "prefill_attention"],
