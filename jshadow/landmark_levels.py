@@ -20,6 +20,7 @@ from jshadow.chunking import top_k
 from jshadow.key_codecs.base import chosen_rows
 from jshadow.landmarks import chunk_scores, keep_landmarks, landmark_products
 from jshadow.packing import Scaled
+from pallas_kernels.chunk_scores.reference import half_variance
 
 GROUP = 4  # neighbouring chunks whose landmarks are read together; as many groups are as chunks are chosen
 
@@ -46,9 +47,17 @@ class Levels(struct.PyTreeNode):
 Landmarks = Array | Scaled | Levels
 
 
+Marks = tuple[Landmarks, Any]  # landmarks and their spread, as a state keeps them
+
+
 def first_level(landmarks: Landmarks) -> Array | Scaled:
     """What every query reads of them."""
     return landmarks.means if isinstance(landmarks, Levels) else landmarks
+
+
+def first_spread(spread: Any) -> Array | None:
+    """What every query reads of spreads."""
+    return spread[0] if isinstance(spread, tuple) else spread
 
 
 def hadamard(size: int) -> np.ndarray:
@@ -102,16 +111,17 @@ def keep_levels(landmarks: Float[Array, "B h m d"], parts: int, kind: str, dtype
     return Levels(means, jax.tree.map(lambda x: x.reshape(*x.shape[:3], -1), details))
 
 
-def levels_at(levels: Levels, later: Levels | None, ids: Int[Array, "B h_kv k"]) -> Levels:
-    """Levels of chunks [B, h_kv, k]; ids past those of levels mean the later ones'."""
+def chosen_marks(marks: Any, later: Any, ids: Int[Array, "B h_kv k"]) -> Any:
+    """Of a tree of arrays with a row a chunk, those of chunks [B, h_kv, k]; ids past its end mean those of `later`, a
+    tree like it or None."""
     if later is None:
-        return jax.tree.map(lambda rows: chosen_rows(rows, None, ids), levels)
-    return jax.tree.map(lambda rows, tail: chosen_rows(rows, tail, ids), levels, later)
+        return jax.tree.map(lambda rows: chosen_rows(rows, None, ids), marks)
+    return jax.tree.map(lambda rows, tail: chosen_rows(rows, tail, ids), marks, later)
 
 
 def scores_by_details(
     q: Float[Array, "B T h_q d"], near: Levels, there: Bool[Array, "B h_kv Q m"], valid: Bool[Array, "B T"],
-    scale: float, shared: bool, dtype: str = "float32",
+    scale: float, shared: bool, dtype: str = "float32", spread: Float[Array, "B h_kv Q_m s"] | None = None,
 ) -> Float[Array, "B h_kv Q m"]:  # fmt: skip
     """`chunk_scores` of m chunks by all of their landmarks.
 
@@ -123,6 +133,7 @@ def scores_by_details(
         scale: factor on the products.
         shared: the queries choose together (Q = 1).
         dtype: to which the softmax is rounded.
+        spread: of the landmarks [B, h_kv, Q * m, s].
 
     Returns:
         float32 [B, h_kv, Q, m]; -1 where not there.
@@ -139,14 +150,17 @@ def scores_by_details(
         """With each of the rows of a chunk, [B, h_kv * Q, R, m, rows]."""
         shape = (batch, heads * sets, count * rows)
         level = jax.tree.map(lambda x: x.reshape(*shape, x.shape[3] // rows), level)
-        return landmark_products(asking, level).reshape(*asking.shape[:3], count, rows)
+        return landmark_products(asking, level, scale).reshape(*asking.shape[:3], count, rows)
 
     found = jnp.concatenate([products(near.means, 1), products(near.details, parts - 1)], axis=4)
     back = (found[..., None] * hadamard(parts)).sum(axis=4)  # no dot: a GPU would round it to TF32
+    if spread is not None:
+        one = spread.reshape(batch, heads * sets, count * parts, 1)
+        back += half_variance(asking, one, scale).reshape(back.shape)
     logits = back.reshape(batch, heads, sets, -1, count * parts)
     if sets == 1:
         logits = logits.reshape(batch, heads, group, length, count * parts)
     else:
         logits = logits.transpose(0, 1, 3, 2, 4)
     mask = jnp.repeat(there, parts, axis=3)[:, :, None]
-    return chunk_scores(jnp.where(mask, logits * scale, MASKED), valid, shared, dtype, parts)
+    return chunk_scores(jnp.where(mask, logits, MASKED), valid, shared, dtype, parts)

@@ -1,5 +1,6 @@
 """Chunk landmarks: how a chunk of keys is summed up, and how a query scores chunks by them (ShadowKV, section 4)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jaxtyping import Array, Bool, Float
 from jshadow.attention import MASKED, group_queries
 from jshadow.lowrank import BLOCK
 from jshadow.packing import ROW_BITS, Scaled, quantise_rows
+from pallas_kernels.chunk_scores.reference import half_variance
 from pallas_kernels.codes import whole_products
 
 EXACT = lax.Precision.HIGHEST  # choices must not hang on a GPU rounding float32 products to TF32
@@ -40,6 +42,21 @@ def chunk_landmarks(
     return mean, cosine.reshape(batch, heads, count, size).min(axis=-1)
 
 
+def chunk_spread(keys: Float[Array, "B h n c d"], parts: int = 1) -> Float[Array, "B h m"]:
+    """Root mean square of the numbers by which keys differ from their landmark.
+
+    Args:
+        keys: post-RoPE keys [B, h, n, c, d].
+        parts: landmarks of a chunk, each of c / parts tokens in a row.
+
+    Returns:
+        float32 [B, h, n * parts].
+    """
+    batch, heads, count, size, dim = keys.shape
+    keys = keys.astype(jnp.float32).reshape(batch, heads, count * parts, size // parts, dim)
+    return jnp.sqrt(((keys - keys.mean(axis=3, keepdims=True)) ** 2).mean(axis=(3, 4)))
+
+
 def prompt_landmarks(
     keys: Float[Array, "B S h d"], chunks: int, size: int, block: int = BLOCK, parts: int = 1
 ) -> tuple[Float[Array, "B h m d"], Float[Array, "B h {chunks}"]]:
@@ -55,25 +72,41 @@ def prompt_landmarks(
     Returns:
         means [B, h, chunks * parts, d] in the dtype of the keys, and float32 least cosines.
     """
-    batch, length, heads, dim = keys.shape
-    there = min(chunks, length // size)
+    batch, _, heads, dim = keys.shape
     means = jnp.zeros((batch, heads, chunks * parts, dim), keys.dtype)
     worst = jnp.zeros((batch, heads, chunks), jnp.float32)
+    return over_chunks(lambda rows: chunk_landmarks(rows, parts), keys, chunks, size, block, (means, worst))
+
+
+def prompt_spread(
+    keys: Float[Array, "B S h d"], chunks: int, size: int, block: int = BLOCK, parts: int = 1
+) -> Float[Array, "B h m"]:
+    """`chunk_spread` of a prompt's first chunks; arguments as `prompt_landmarks` has them. Float32."""
+    none = jnp.zeros((keys.shape[0], keys.shape[2], chunks * parts), jnp.float32)
+    return over_chunks(lambda rows: (chunk_spread(rows, parts),), keys, chunks, size, block, (none,))[0]
+
+
+def over_chunks(
+    summary: Callable[[Array], tuple[Array, ...]], keys: Array, chunks: int, size: int, block: int,
+    none: tuple[Array, ...],
+) -> Any:  # fmt: skip
+    """What `summary` makes of a prompt's chunks [B, h, some, size, d], a block after the other, in arrays like none."""
+    batch, length, heads, dim = keys.shape
+    there = min(chunks, length // size)
     if there == 0:
-        return means, worst
+        return none
     count = min(there, max(1, block // size))
 
-    def sum_up(index: Array, done: tuple[Array, Array]) -> tuple[Array, Array]:
+    def sum_up(index: Array, done: tuple[Array, ...]) -> tuple[Array, ...]:
         first = jnp.minimum(index * count, there - count)  # an overlap is written twice, with the same numbers
         rows = lax.dynamic_slice_in_dim(keys, first * size, count * size, axis=1)
         rows = rows.reshape(batch, count, size, heads, dim).transpose(0, 3, 1, 2, 4)
-        mean, cosine = chunk_landmarks(rows, parts)
-        return (
-            lax.dynamic_update_slice_in_dim(done[0], mean.astype(keys.dtype), first * parts, axis=2),
-            lax.dynamic_update_slice_in_dim(done[1], cosine, first, axis=2),
+        return tuple(
+            lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), first * (new.shape[2] // count), axis=2)
+            for old, new in zip(done, summary(rows), strict=True)
         )
 
-    return lax.fori_loop(0, -(-there // count), sum_up, (means, worst))
+    return lax.fori_loop(0, -(-there // count), sum_up, none)
 
 
 def keep_landmarks(means: Float[Array, "B h n d"], kind: str, dtype: Any) -> Array | Scaled:
@@ -83,27 +116,31 @@ def keep_landmarks(means: Float[Array, "B h n d"], kind: str, dtype: Any) -> Arr
 
 def landmark_logits(
     q: Float[Array, "B T h_q d"], landmarks: Float[Array, "B h_kv n d"] | Scaled,
-    candidates: Bool[Array, "B h_kv #T n"], scale: float,
+    candidates: Bool[Array, "B h_kv #T n"], scale: float, spread: Float[Array, "B h_kv n 1"] | None = None,
 ) -> Float[Array, "B h_kv group T n"]:  # fmt: skip
-    """Float32 products of queries [B, T, h_q, d] and landmarks [B, h_kv, n, d], MASKED where no candidate."""
+    """Float32 products of queries [B, T, h_q, d] and landmarks [B, h_kv, n, d], and half the variance of those with the
+    keys behind where there is a spread; MASKED where no candidate.
+    """
     grouped = group_queries(q, candidates.shape[1])
     # One axis of rows: over two, XLA's CPU backend takes five times as long.
-    logits = landmark_products(grouped.reshape(*grouped.shape[:2], -1, q.shape[3]), landmarks)
-    logits = logits.reshape(*grouped.shape[:4], candidates.shape[3])
-    return jnp.where(candidates[:, :, None], logits * scale, MASKED)
+    logits = landmark_products(grouped.reshape(*grouped.shape[:2], -1, q.shape[3]), landmarks, scale, spread)
+    return jnp.where(candidates[:, :, None], logits.reshape(*grouped.shape[:4], candidates.shape[3]), MASKED)
 
 
 def landmark_products(
-    rows: Float[Array, "B h R d"], landmarks: Float[Array, "B h n d"] | Scaled
+    rows: Float[Array, "B h R d"], landmarks: Float[Array, "B h n d"] | Scaled, scale: float,
+    spread: Float[Array, "B h n 1"] | None = None,
 ) -> Float[Array, "B h R n"]:  # fmt: skip
-    """Float32 products of rows and landmarks as they are kept, each head its own."""
-    if not isinstance(landmarks, Scaled):
-        return jnp.einsum(
-            "bhrd,bhnd->bhrn", rows, landmarks, precision=EXACT, preferred_element_type=jnp.float32
-        )  # fmt: skip
-    bits = 8 * landmarks.codes.shape[3] // max(rows.shape[3], 1)
-    products = whole_products(rows, landmarks.codes, bits)
-    return products * landmarks.scale.astype(jnp.float32)[:, :, None, :, 0]
+    """Float32 products of rows and landmarks as they are kept, each head its own, times scale; with a spread, half
+    their variance more."""
+    if isinstance(landmarks, Scaled):
+        bits = 8 * landmarks.codes.shape[3] // max(rows.shape[3], 1)
+        products = whole_products(rows, landmarks.codes, bits)
+        products *= landmarks.scale.astype(jnp.float32)[:, :, None, :, 0]
+    else:
+        products = jnp.einsum("bhrd,bhnd->bhrn", rows, landmarks, precision=EXACT, preferred_element_type=jnp.float32)
+    products *= scale
+    return products if spread is None else products + half_variance(rows, spread, scale)
 
 
 def chunk_scores(

@@ -29,6 +29,7 @@ CODES = {
     "key_bits": None,
     "key_weights": "none",
     "landmark_levels": 1,
+    "landmark_order": 1,
     "landmark_dtype": "model",
     "value_dtype": "model",
 }

@@ -167,9 +167,13 @@ POLICY_CASES = {
     "shadowkv_projected": shadowkv_case(ShadowKVPlus, **SMALL, plus_mode="project_only"),
     "shadowkv_transform": codec_case(ShadowKV, "int4", TRANSFORM, **SMALL, **PACKED),
     "shadowkv_int4": codec_case(ShadowKV, "int8", dict(key_codec="int4"), **SMALL, landmark_dtype="int8"),
-    "shadowkv_plus_transform": codec_case(ShadowKVPlus, "int4", TRANSFORM, **PLUS, **PACKED, landmark_levels=2),
+    "shadowkv_plus_transform": codec_case(
+        ShadowKVPlus, "int4", TRANSFORM, **PLUS, **PACKED, landmark_levels=2, landmark_order=2
+    ),
     "shadowkv_two_rounds": shadowkv_case(ShadowKV, **SMALL, **PACKED, selection_rounds=2, key_weights="queries"),
-    "shadowkv_levels": shadowkv_case(ShadowKV, **SMALL, landmark_tokens=1, landmark_levels=2, exact_preload=True),
+    "shadowkv_levels": shadowkv_case(
+        ShadowKV, **SMALL, landmark_tokens=1, landmark_levels=2, landmark_order=2, exact_preload=True
+    ),
     "dense_first": PolicyCase(
         DenseFirst(SpeCache(bits=1, group=8, residual=8, fetched=6), layers=1),
         lambda num_tokens, config: DenseFirst(SpeCache.lossless(num_tokens, config), layers=1),

@@ -26,6 +26,7 @@ class Heads:
     dtype: str = "float32"
     parts: int = 1  # landmarks of a chunk
     bits: int | None = None  # of their numbers; None: numbers of the dtype
+    spread: bool = False  # of the keys behind each
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ PACKED_SCORES = (
     Heads((19,), 256, group=2, queries=2, dtype="bfloat16", parts=8, bits=4),
     Heads((27,), 64, group=7, queries=10, dtype="bfloat16", parts=4),
     Heads((1,), 64, group=5, parts=3, bits=4),
+    Heads((61,), 128, group=4, kv_heads=2, dtype="bfloat16", bits=8, spread=True),
+    Heads((35,), 80, group=3, queries=2, parts=2, bits=4, spread=True),
+    Heads((27,), 64, kv_heads=2, batch=2, dtype="bfloat16", spread=True),
 )
 
 PACKED = (
@@ -133,6 +137,8 @@ def score_inputs(case: Heads) -> dict[str, Any]:
         steps = (0.5 + rng.random((*lead, 1))) * 2.0 ** (2 - case.bits)
         inputs["landmarks"] = random_bytes(rng, *lead, case.dim * case.bits // 8)
         inputs["landmark_scale"] = jnp.asarray(steps, scale_dtype(case.dtype))
+    if case.spread:
+        inputs["spread"] = jnp.asarray(0.5 * rng.random((*lead, 1)), scale_dtype(case.dtype))
     return inputs
 
 

@@ -26,8 +26,12 @@ def two_s_complement(codes: np.ndarray, bits: int) -> np.ndarray:
     return np.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes)
 
 
-def chunk_scores(q: Any, landmarks: Any, candidates: Any, scale: float, landmark_scale: Any = None) -> np.ndarray:
+def chunk_scores(
+    q: Any, landmarks: Any, candidates: Any, scale: float, landmark_scale: Any = None, spread: Any = None
+) -> np.ndarray:
     q, candidates = wide(q), np.asarray(candidates)
+    variance = np.zeros((*landmarks.shape[:3], 1)) if spread is None else (scale * wide(spread)) ** 2
+    variance = variance.reshape(*candidates.shape, -1)
     if landmark_scale is not None:
         rows, dim = np.asarray(landmarks), q.shape[3]
         bits = 8 * rows.shape[3] // dim
@@ -40,9 +44,9 @@ def chunk_scores(q: Any, landmarks: Any, candidates: Any, scale: float, landmark
     for b, h, t in np.ndindex(batch, heads, q.shape[1]):
         there = candidates[b, h]
         if there.any():
-            own = landmarks[b, h][there]
+            own, half = landmarks[b, h][there], variance[b, h][there] / 2
             mass = [
-                softmax((own @ one * scale).ravel()).reshape(own.shape[:2]).sum(axis=1)
+                softmax((own @ one * scale + one @ one * half).ravel()).reshape(own.shape[:2]).sum(axis=1)
                 for one in q[b, t, h * group : (h + 1) * group]
             ]
             out[b, h, t, there] = np.max(mass, axis=0)

@@ -41,6 +41,8 @@ class ShadowKV:
         landmark_tokens: tokens of a landmark; a chunk's score adds up its landmarks' softmax. None: chunk_size.
         landmark_levels: 2: chunks are scored by their landmarks in the fours of neighbours whose best by the landmarks'
             mean are the best, as many fours as chunks are chosen.
+        landmark_order: 2: a landmark's logit has half the variance that products with its keys would have, were each
+            number of a key as far from the mean as their root mean square; of levels, both have their own.
         outlier_rule: "both": of outlier_chunks the smaller half are, of the chunks the landmarks leave, those with the
             key that the projection moves farthest.
         key_weights: "queries": what is projected are keys times the root of the mean square of the prompt's last 64
@@ -60,6 +62,7 @@ class ShadowKV:
     chunk_multiple: int = 1
     landmark_tokens: int | None = None
     landmark_levels: int = 1
+    landmark_order: int = 1
     outlier_rule: str = "landmark"
     key_weights: str = "none"
 
@@ -124,8 +127,7 @@ class Memory:
     weights: Array  # [h_kv, d] what the numbers of a key are multiplied with; 1 where they are not weighed
     factor_error: float
     rebuilt: Array  # [T, h_kv, d] post-RoPE keys after projection, of the prompt and of every new token
-    landmarks: Array  # [h_kv, n, s, d] mean exact keys of the parts of each chunk; grows where chunks join
-    worst: Array  # [h_kv, n] least cosine between one of them and a key of its part
+    worst: Array  # [h_kv, n] least cosine of a key of each chunk to the mean of its part; grows where chunks join
     longest: Array  # [h_kv] a joined chunk with a key that the projection moves farther is badly kept; inf: none is,
     # -1: all are
     exact: list[set[int]]  # [h_kv] preloaded chunks that have been selected in every step so far
@@ -148,7 +150,7 @@ def compress(policy: ShadowKV, cache: LayerCache, prompt_queries: Array, rope: "
     n = policy.chunks(length)
     wanted = 24 * (policy.budget // 1024) if policy.outlier_chunks is None else policy.outlier_chunks
     o = min(wanted, n)
-    landmarks, worst = landmarks_of(cache.k_post[: n * policy.chunk_size], policy.chunk_size, policy.parts)
+    worst = worst_of(cache.k_post[: n * policy.chunk_size], policy.chunk_size, policy.parts)
     new_keys = isinstance(policy, ShadowKVPlus)
     weights = np.ones((h_kv, d))
     if policy.key_weights == "queries":
@@ -174,14 +176,14 @@ def compress(policy: ShadowKV, cache: LayerCache, prompt_queries: Array, rope: "
             longest[head] = first_out
     memory = Memory(
         length, n, outliers, min(gaps), threshold, projection, weights, error, rebuilt=cache.k_post[:0],
-        landmarks=landmarks, worst=worst, longest=longest, exact=[set() for _ in range(h_kv)],
+        worst=worst, longest=longest, exact=[set() for _ in range(h_kv)],
     )  # fmt: skip
     cache.memory = memory
     rebuild(cache, rope)
     if policy.exact_preload:
         for head, queries in enumerate(np.split(prompt_queries[-1:], h_kv, axis=1)):
             candidates = np.setdiff1d(np.arange(n), outliers[head])
-            ids, _, gap = choose(policy, queries, landmarks[head, candidates], fours_of(candidates, n))
+            ids, _, gap = choose(policy, queries, chunks_of(cache, policy, head)[candidates], fours_of(candidates, n))
             memory.exact[head] = {int(candidates[i]) for i in ids}
             memory.preload_gap = min(memory.preload_gap, gap)
 
@@ -223,17 +225,23 @@ def rebuild(cache: LayerCache, rope: "RopeConfig") -> None:
     memory.rebuilt = np.concatenate([memory.rebuilt, apply_rope(low_rank, new, rope)])
 
 
-def landmarks_of(keys: Array, c: int, parts: int) -> tuple[Array, Array]:
-    """Means [h_kv, n, parts, d] of the parts of each chunk of post-RoPE keys [n * c, h_kv, d], and the least cosine of
-    one to a key of its part [h_kv, n]."""
+def worst_of(keys: Array, c: int, parts: int) -> Array:
+    """Of the chunks of post-RoPE keys [n * c, h_kv, d] the least cosine of one to the mean of its part [h_kv, n]."""
     _, h_kv, d = keys.shape
     chunks = keys.reshape(-1, parts, c // parts, h_kv, d).transpose(3, 0, 1, 2, 4)
     means = chunks.mean(axis=3)
     if c == parts:
-        return means, np.ones(chunks.shape[:2])
+        return np.ones(chunks.shape[:2])
     dots = (chunks * means[:, :, :, None]).sum(axis=-1)
     norms = np.linalg.norm(chunks, axis=-1) * np.linalg.norm(means, axis=-1)[..., None]
-    return means, (dots / norms).min(axis=(2, 3))
+    return np.asarray((dots / norms).min(axis=(2, 3)))
+
+
+def chunks_of(cache: LayerCache, policy: ShadowKV, head: int) -> Array:
+    """The post-RoPE keys of one head in whole chunks [n, c, d]."""
+    whole = len(cache.k_post) // policy.chunk_size
+    keys = cache.k_post[: whole * policy.chunk_size, head]
+    return keys.reshape(whole, policy.chunk_size, keys.shape[1])
 
 
 def fours_of(chunks: Array, prompt: int) -> Array:
@@ -241,15 +249,13 @@ def fours_of(chunks: Array, prompt: int) -> Array:
     return np.where(chunks < prompt, chunks // 4, prompt + (chunks - prompt) // 4)
 
 
-def choose_by_levels(
-    policy: ShadowKV, queries: Array, landmarks: Array, fours: Array
-) -> tuple[list[int], Array, float]:
+def choose_by_levels(policy: ShadowKV, queries: Array, keys: Array, fours: Array) -> tuple[list[int], Array, float]:
     """`choose` by the mean of each candidate's landmarks first, and by the landmarks of the best and their neighbours.
 
     The gap is the smaller one of both choices.
     """
     whole = dataclasses.replace(policy, landmark_levels=1, landmark_tokens=None, budget=policy.chunk_size)
-    _, first, _ = choose(whole, queries, landmarks.mean(axis=1), fours)
+    _, first, _ = choose(whole, queries, keys, fours)
     names = np.unique(fours)
     best = np.array([first[fours == four].max() for four in names])
     order = lowest(-best, len(best))
@@ -258,35 +264,40 @@ def choose_by_levels(
         gap = float((best[order[k - 1]] - best[order[k]]) / best[order[k - 1]])
     near = np.flatnonzero(np.isin(fours, names[order[:k]]))
     fine = dataclasses.replace(policy, landmark_levels=1)
-    ids, found, second_gap = choose(fine, queries, landmarks[near], fours[near])
-    scores = np.full(len(landmarks), -np.inf)
+    ids, found, second_gap = choose(fine, queries, keys[near], fours[near])
+    scores = np.full(len(keys), -np.inf)
     scores[near] = found
     return [int(near[i]) for i in ids], scores, min(gap, second_gap)
 
 
-def choose(policy: ShadowKV, queries: Array, landmarks: Array, fours: Array) -> tuple[list[int], Array, float]:
+def choose(policy: ShadowKV, queries: Array, keys: Array, fours: Array) -> tuple[list[int], Array, float]:
     """The selection of one KV head.
 
     Args:
         policy: its budget, chunk size and scoring.
         queries: [t, g, d], after RoPE.
-        landmarks: of the candidates [m, s, d], or [m, d] where each has one.
+        keys: of the candidates [m, c, d], after RoPE.
         fours: of `fours_of` [m].
 
     Returns:
         Indices of the chosen candidates, best first; the scores [m]; the gap at the cut.
     """
-    k = min(policy.budget // policy.chunk_size, len(landmarks))
+    k = min(policy.budget // policy.chunk_size, len(keys))
     if k == 0:
-        return [], np.zeros(len(landmarks)), np.inf
-    if policy.landmark_levels == 2 and landmarks.ndim == 3:
-        return choose_by_levels(policy, queries, landmarks, fours)
+        return [], np.zeros(len(keys)), np.inf
+    if policy.landmark_levels == 2:
+        return choose_by_levels(policy, queries, keys, fours)
     dim = queries.shape[-1] if policy.score_dim is None else policy.score_dim
-    rows = landmarks.reshape(-1, queries.shape[-1])
-    mass = softmax(queries @ rows.T / np.sqrt(dim))
+    parts = keys.reshape(len(keys) * policy.parts, -1, keys.shape[2])
+    landmarks = parts.mean(axis=1)
+    logits = queries @ landmarks.T / np.sqrt(dim)
+    if policy.landmark_order == 2:
+        far = ((parts - landmarks[:, None]) ** 2).mean(axis=(1, 2))
+        logits = logits + (queries**2).sum(axis=-1, keepdims=True) / dim * far / 2
+    mass = softmax(logits)
     if policy.parts > 1:
         assert policy.score_dtype == "float32", "what is rounded before it is added up is not followed here"
-        mass = mass.reshape(*mass.shape[:2], len(landmarks), -1).sum(axis=-1)  # [t, g, m]
+        mass = mass.reshape(*mass.shape[:2], len(keys), -1).sum(axis=-1)  # [t, g, m]
     scores = total(policy, mass)
     order = lowest(-scores, len(scores))
     if k == len(scores):
@@ -346,9 +357,8 @@ def attend_piece(policy: ShadowKV, cache: LayerCache, q: Array, entry: Trace) ->
     if plus == "join":
         assert len(q) == 1, "ShadowKV+ knows no shared selection"
         n = max(n, (held - 1) // c + 1 - max(2, policy.local_chunks + policy.chunk_multiple))
-        joined = landmarks_of(cache.k_post[memory.landmarks.shape[1] * c : n * c], c, policy.parts)
-        memory.landmarks = np.concatenate([memory.landmarks, joined[0]], axis=1)
-        memory.worst = np.concatenate([memory.worst, joined[1]], axis=1)
+        joined = worst_of(cache.k_post[memory.worst.shape[1] * c : n * c], c, policy.parts)
+        memory.worst = np.concatenate([memory.worst, joined], axis=1)
     entry["scores"] = np.full((h_kv, n), -np.inf)
     entry["outliers"], entry["outlier_gap"] = [set(ids) for ids in memory.outliers], memory.outlier_gap
     entry["preload_gap"], entry["factor_error"] = memory.preload_gap, memory.factor_error
@@ -358,7 +368,7 @@ def attend_piece(policy: ShadowKV, cache: LayerCache, q: Array, entry: Trace) ->
         always = memory.outliers[head] + extra
         candidates = np.setdiff1d(np.arange(n), always)
         ids, scores, gap = choose(
-            policy, queries, memory.landmarks[head, candidates], fours_of(candidates, memory.chunks)
+            policy, queries, chunks_of(cache, policy, head)[candidates], fours_of(candidates, memory.chunks)
         )
         selected = {int(candidates[i]) for i in ids}
         memory.exact[head] &= selected

@@ -89,13 +89,21 @@ SETTINGS = {
     "landmarks_of_3": Setting("group4", (288,), ShadowKV(16, 6, 42, 3, 1, extend_piece=7, landmark_tokens=3)),
     "landmarks_of_1": Setting("two", (160,), ShadowKV(12, 4, 24, 3, 2, landmark_tokens=1), fast=True),
     "levels": Setting("two", (288,), ShadowKV(12, 4, 16, 2, 2, landmark_tokens=1, landmark_levels=2), fast=True),
+    "variance": Setting("group4", (160,), ShadowKV(12, 4, 24, 2, 2, landmark_order=2), fast=True),
+    "levels_variance": Setting(
+        "two",
+        (288,),
+        ShadowKV(12, 4, 16, 3, 2, landmark_tokens=2, landmark_levels=2, landmark_order=2, exact_preload=True),
+        fast=True,
+    ),
+    "plus_variance": Setting("two", (160,), ShadowKVPlus(12, 4, 12, 2, 2, landmark_tokens=2, landmark_order=2)),
     "levels_shared": Setting(
         "group4",
         (288, 480),
         ShadowKV(16, 4, 24, 3, 1, "shared", 7, landmark_tokens=2, landmark_levels=2, exact_preload=True),
     ),
     "plus_levels": Setting(
-        "two", (160,), ShadowKVPlus(12, 4, 12, 2, 2, landmark_tokens=2, landmark_levels=2), fast=True
+        "two", (160,), ShadowKVPlus(12, 4, 12, 2, 2, landmark_tokens=2, landmark_levels=2, landmark_order=2), fast=True
     ),
     "both_rules": Setting("two", (160,), ShadowKV(12, 4, 24, 5, 2, outlier_rule="both"), fast=True),
     "both_rules_many": Setting("group4", (288,), ShadowKV(7, 3, 30, 60, 1, outlier_rule="both")),

@@ -130,9 +130,9 @@ def test_the_kernel_reads_what_it_must_and_once(case, watched):  # noqa: F811
         np.testing.assert_array_equal(source.kept.reads, 0)
 
 
-@pytest.mark.parametrize("case", [PACKED_SCORES[0], PACKED_SCORES[2], PACKED_SCORES[5]], ids=name)
+@pytest.mark.parametrize("case", [PACKED_SCORES[0], PACKED_SCORES[2], PACKED_SCORES[5], *PACKED_SCORES[7:]], ids=name)
 def test_each_landmark_is_read_once(case, watched):  # noqa: F811
-    """And its scale, for all queries of its head; of four landmarks a chunk one number is written."""
+    """And its scale and spread, for all queries of its head; of four landmarks a chunk one number is written."""
     inputs = score_inputs(case)
     got = chunk_scores(**inputs, implementation="interpret")
     np.testing.assert_allclose(got, kernel_truth.chunk_scores(**inputs), **TOLERANCE["float32"])
@@ -173,7 +173,7 @@ def test_a_step_reads_the_bytes_that_the_plan_counts(dtype, watched):  # noqa: F
         jnp.ones((2, 2, layout.units), bool), scale=1.0, landmark_scale=frozen.landmarks.scale,
         implementation="interpret",
     )  # fmt: skip
-    (source, factors), (_, landmarks, _, scales) = watched
+    (source, factors), (_, landmarks, _, scales, _) = watched
     planned = policy.step_bytes(spec, layer)
     width = packed_width(policy.key_profile)
     assert factors.left.reads.sum() == planned["left"][0] == 2 * 2 * count * policy.chunk_size * width

@@ -1,4 +1,6 @@
-"""Landmarks in two levels: the transform, the choice by both against a plain search in float64, what a step reads."""
+"""Landmarks in two levels, and with the variance of their keys: the transform, the spread, the choice against a plain
+search in float64, what a step reads.
+"""
 
 import dataclasses
 
@@ -9,10 +11,10 @@ import pytest
 from cases import LENGTHS, PROMPT, SMALL, STEPS, TINY, model, run_steps
 
 from jshadow import decode
-from jshadow.bench.layer import Shape, layer_state, random_step
+from jshadow.bench.layer import Shape, layer_state, random_prompt, random_step
 from jshadow.errors import ConfigError
 from jshadow.landmark_levels import GROUP, hadamard, keep_levels, mean_kind
-from jshadow.landmarks import keep_landmarks
+from jshadow.landmarks import keep_landmarks, prompt_spread
 from jshadow.packing import ROW_BITS, dequantise_rows
 from jshadow.planning import footprint, step_footprint
 from jshadow.policies import ShadowKV, ShadowKVPlus
@@ -25,6 +27,12 @@ SETTINGS = {
     "int4": dataclasses.replace(POLICY, landmark_dtype="int4", landmark_tokens=2),
     "int8": dataclasses.replace(POLICY, landmark_dtype="int8"),
     "few_chunks": dataclasses.replace(POLICY, budget=60),  # there are fewer groups
+    "variance": dataclasses.replace(POLICY, landmark_levels=1, landmark_tokens=2, landmark_order=2),
+    "levels_variance": dataclasses.replace(POLICY, landmark_tokens=2, landmark_dtype="int4", landmark_order=2),
+    "shared_variance": dataclasses.replace(
+        POLICY, turn_selection="shared", landmark_dtype="int8", landmark_tokens=2, landmark_order=2
+    ),
+    "one_variance": dataclasses.replace(POLICY, landmark_tokens=None, landmark_order=2),
     "shared": dataclasses.replace(POLICY, turn_selection="shared"),
     "shared_int4": dataclasses.replace(POLICY, turn_selection="shared", landmark_dtype="int4"),
 }
@@ -73,9 +81,10 @@ def test_levels_are_the_landmarks(parts, kind):
     assert sizes[0] - sizes[1] == (2 * 3 * 5 * 16 // 2 if kind == "int4" else 0)
 
 
-def scored(q, rows):
-    """Scores [n] of chunks by their rows [n, s, d], for queries [t, group, d] together."""
-    weight = np.exp(np.einsum("tgd,nsd->tgns", q, rows) / 4)
+def scored(q, rows, spread):
+    """Scores [n] of chunks by their rows [n, s, d], whose keys have a spread [n, s], for queries [t, group, d]."""
+    half = (np.linalg.norm(q, axis=2)[..., None, None] * spread / 4) ** 2 / 2
+    weight = np.exp(np.einsum("tgd,nsd->tgns", q, rows) / 4 + half)
     mass = weight / weight.sum(axis=(2, 3), keepdims=True)
     return mass.sum(axis=(0, 3)).max(axis=0)
 
@@ -83,13 +92,21 @@ def scored(q, rows):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype):
-    """For one query and for three of a turn, which choose apart or together; a query that does not count has no say."""
+    """Or of all, where there is one level. For one query and for three of a turn, which choose apart or together; one
+    that does not count has no say."""
     shape = Shape(context=157, batch=2, heads=6, kv_heads=2, head_dim=16, dtype=dtype)
     spec, state = layer_state(shape, SETTINGS[name], "resident")
     policy, count = spec.policy, spec.policy.max_selected(spec.capacity)
     parts, shared = policy.landmark_parts, policy.turn_selection == "shared"
-    marks = landmarks_of(state.frozen.landmarks, parts, policy.landmark_dtype)
+    levels, kind = policy.landmark_levels, policy.landmark_dtype
+    kept_marks = state.frozen.landmarks
+    marks = landmarks_of(kept_marks, parts, kind) if levels == 2 else np.asarray(kept_marks, np.float64)
+    marks = marks.reshape(2, 2, -1, parts, 16)
     chunks = marks.shape[2]
+    first_spread, spread = np.zeros((2, 2, chunks, 1)), np.zeros((2, 2, chunks, parts))
+    if policy.landmark_order == 2:
+        told = state.frozen.spread if levels == 2 else (first_spread, state.frozen.spread)
+        first_spread, spread = (np.asarray(x, np.float64).reshape(2, 2, chunks, -1) for x in told)
     assert (GROUP * count < chunks) == (name != "few_chunks")
     assert chunks % GROUP
     for queries in (1, 3):
@@ -105,18 +122,44 @@ def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype)
                 continue
             open_to = np.flatnonzero(free[b, h])
             ours = q[b, asking, 3 * h : 3 * h + 3]
-            first = scored(ours, marks[b, h, open_to].mean(axis=1, keepdims=True))
+            first = scored(ours, marks[b, h, open_to].mean(axis=1, keepdims=True), first_spread[b, h, open_to])
             groups = np.unique(open_to // GROUP)
             most = np.array([first[open_to // GROUP == group].max() for group in groups])
             wanted_groups = groups[np.argsort(-most, kind="stable")[:count]]
-            near = open_to[np.isin(open_to // GROUP, wanted_groups)]
-            wanted = scored(ours, marks[b, h, near])
+            near = open_to[np.isin(open_to // GROUP, wanted_groups)] if levels == 2 else open_to
+            wanted = scored(ours, marks[b, h, near], spread[b, h, near])
             order = np.argsort(-wanted, kind="stable")[:count]
             real = best[b, h, own] >= 0
             assert real.sum() == len(order)
             np.testing.assert_allclose(best[b, h, own][real], wanted[order], rtol=3e-4 if dtype == "float32" else 0.05)
             if dtype == "float32":
                 assert set(ids[b, h, own][real]) == set(near[order])
+
+
+@pytest.mark.parametrize(("tokens", "block"), [(53, 8), (64, 1000), (3, 8)])
+def test_the_spread_is_the_deviation_from_the_landmark(tokens, block):
+    """Of whole chunks, in whatever blocks; none where a landmark is a key."""
+    keys = 3 + jax.random.normal(jax.random.key(tokens), (2, tokens, 3, 16))
+    got = np.asarray(prompt_spread(keys, 9, 4, block=block, parts=2))
+    assert got.shape == (2, 3, 18)
+    rows = np.asarray(keys, np.float64)[:, : tokens // 4 * 4].reshape(2, -1, 2, 3, 16)[:, :18]
+    want = np.sqrt(rows.var(axis=2).mean(axis=3)).swapaxes(1, 2)
+    np.testing.assert_allclose(got[:, :, : want.shape[2]], want, rtol=1e-5)
+    assert not got[:, :, want.shape[2] :].any()
+    assert not np.asarray(prompt_spread(keys, 9, 4, parts=4)).any()
+
+
+def test_a_spread_that_float16_cannot_hold_is_its_largest_number():
+    shape = Shape(context=64, batch=1, heads=2, kv_heads=1, head_dim=8, dtype="bfloat16")
+    spec, state = layer_state(shape, dataclasses.replace(POLICY, rank=8, landmark_order=2), "resident")
+    prompt = random_prompt(shape, spec.policy)
+    huge = prompt.replace(
+        k_post=prompt.k_post * jnp.where(jnp.arange(64) % 2, 1e6, -1e6)[:, None, None].astype("bfloat16")
+    )
+    state, _ = spec.policy.compress(spec, state, huge)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in state.frozen.spread)
+    best = spec.policy.choose(spec, state, random_step(shape, 1, 1), 3)[1]
+    assert np.isfinite(np.asarray(best)).all()
 
 
 @pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
@@ -151,11 +194,29 @@ def test_a_step_reads_all_means_and_the_landmarks_of_few_chunks(kind, rounds):
     assert one - two == ((4 * chunks - (chunks + 4 * near)) * row - (chunks + near) * more) * heads
 
 
-@pytest.mark.parametrize("levels", [0, 3, 2.0, True])
-def test_levels_are_one_or_two(levels):
+@pytest.mark.parametrize(("tokens", "levels", "first", "each"), [(None, 1, 1, 0), (1, 1, 4, 0), (2, 2, 1, 2)])
+def test_the_variance_takes_a_number_for_each_landmark(tokens, levels, first, each):
+    """A step reads those of all chunks, and of levels those of the landmarks of few."""
+    sizes = dict(capacity=1024, prompt=1000, dtype="bfloat16", fetch="device_put")
+    policies = [
+        ShadowKV(budget=32, **SMALL, landmark_tokens=tokens, landmark_levels=levels, landmark_order=order)
+        for order in (1, 2)
+    ]
+    chunks, near, heads = 1024 // 4 - 2, GROUP * 32 // 4, TINY.kv_heads * TINY.num_layers
+    held = [footprint(TINY, policy, **sizes)["device_bytes"] for policy in policies]
+    assert held[1] - held[0] == 2 * chunks * (first + each) * heads
+    one, two = (step_footprint(TINY, policy, **sizes)["bytes_read"] for policy in policies)
+    assert two - one == 2 * (chunks * first + near * each) * heads
+    for policy in policies:
+        assert dataclasses.replace(policy, budget=None).resolve(TINY, 96).landmark_order == policy.landmark_order
+
+
+@pytest.mark.parametrize("value", [0, 3, 2.0, True])
+@pytest.mark.parametrize("field", ["landmark_levels", "landmark_order"])
+def test_levels_and_order_are_one_or_two(field, value):
     for kind in (ShadowKV, ShadowKVPlus):
-        with pytest.raises(ConfigError, match=r"landmark_levels must be an integer in \[1, 2\]"):
-            kind(landmark_levels=levels).resolve(TINY, 96)
+        with pytest.raises(ConfigError, match=rf"{field} must be an integer in \[1, 2\]"):
+            kind(**{field: value}).resolve(TINY, 96)
 
 
 def test_a_chunk_s_landmarks_are_a_power_of_two():

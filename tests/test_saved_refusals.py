@@ -159,7 +159,7 @@ def test_a_policy_that_is_none_here(tmp_path, settings, told):
 
 CODES = (
     "selection_rounds", "outlier_rule", "key_codec", "key_profile", "key_bits", "key_weights", "landmark_tokens",
-    "landmark_levels", "landmark_dtype", "value_dtype",
+    "landmark_levels", "landmark_order", "landmark_dtype", "value_dtype",
 )  # fmt: skip
 
 

@@ -19,7 +19,10 @@ STAGES = {
     "attend": None,
 }  # fmt: skip
 # What reads which part of a state (`Policy.step_bytes`); a part that is not named is attended.
-READ_BY = {"landmarks": "scores", "candidates": "scores", "left": "keys", "right": "keys", "values": "values"}
+READ_BY = {
+    "landmarks": "scores", "spread": "scores", "candidates": "scores", "left": "keys", "right": "keys",
+    "values": "values",
+}  # fmt: skip
 
 
 def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int = 10) -> list[dict[str, Any]]:

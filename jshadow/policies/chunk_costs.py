@@ -12,7 +12,7 @@ from jshadow.key_codecs import KeyCodec, Sizes
 from jshadow.landmark_levels import mean_kind
 from jshadow.lowrank import BLOCK as TOKENS
 from jshadow.offload import unit_bytes
-from jshadow.packing import ROW_BITS, row_bytes
+from jshadow.packing import ROW_BITS, row_bytes, scale_dtype
 from jshadow.policies.base import Policy
 from jshadow.policies.places import BLOCK
 from jshadow.state import CacheSpec, HostLayout, LayerState
@@ -25,7 +25,7 @@ class ChunkCosts(Policy):
     Attributes:
         budget: tokens selected in a step.
         chunk_size: tokens in a chunk.
-        landmark_dtype, landmark_levels, value_dtype: how landmarks and host values are kept.
+        landmark_dtype, landmark_levels, landmark_order, value_dtype: how landmarks and host values are kept.
         outlier_rule: by what the chunks that are kept exactly are chosen.
     """
 
@@ -33,6 +33,7 @@ class ChunkCosts(Policy):
     chunk_size: int
     landmark_dtype: str
     landmark_levels: int
+    landmark_order: int
     value_dtype: str
     outlier_rule: str
 
@@ -87,6 +88,13 @@ class ChunkCosts(Policy):
         details = landmark_row_bytes(rows * (self.landmark_parts - 1), kind, sizes)
         return landmark_row_bytes(rows, mean_kind(kind), sizes) + details
 
+    def spread_bytes(self, chunks: int, sizes: Sizes) -> int:
+        """How far keys lie from the landmarks of so many chunks."""
+        if self.landmark_order == 1:
+            return 0
+        each = self.landmark_parts + (self.landmark_levels == 2)
+        return chunks * sizes.heads * each * jnp.dtype(scale_dtype(sizes.dtype)).itemsize
+
     def device_numbers(self, num_tokens: int, config: ModelConfig) -> float:
         """Numbers of 16 bits that one layer keeps on the device for a prompt that fills the capacity.
 
@@ -99,6 +107,7 @@ class ChunkCosts(Policy):
         chunks, columns, size = self.max_chunks(num_tokens), config.key_columns, self.chunk_size
         exact = self.max_outliers(num_tokens) * size + self.window_slots(num_tokens, num_tokens)
         kept = self.codec.nbytes(chunks, size, sizes) + self.landmark_bytes(chunks, sizes)
+        kept += self.spread_bytes(chunks, sizes)
         # A 16-bit number holds two masks; an id takes two numbers. Wider numbers make both cheaper.
         small = config.kv_heads * (chunks / 2 + 2 * self.max_selected(num_tokens)) + 2
         return kept / 2 + 2 * exact * columns + small
@@ -138,6 +147,8 @@ class ChunkCosts(Policy):
         offloaded = any(tier is not None and tier.memory != "device" for tier in (state.host.prompt, state.host.tail))
         held = {part: size for part, size in parts.items() if part not in ("host rows", "host tail")}
         held["landmarks"] = (self.landmark_reads(spec)[1], 0)
+        if self.landmark_order == 2:
+            held["spread"] = (self.spread_reads(spec), 0)
         return held | {
             "left": (self.rebuilt_rounds * self.selected_numbers(spec, self.codec.read_bytes(sizes_of(spec))), 0),
             "values": (0, once) if offloaded else (tiers * once, 0),
@@ -172,6 +183,15 @@ class ChunkCosts(Policy):
         means = landmark_row_bytes(chunks * spec.kv_heads, mean_kind(self.landmark_dtype), sizes)
         numbers = (chunks + near * self.landmark_parts) * row
         return spec.batch * numbers, spec.batch * (means + self.landmark_bytes(near, sizes))
+
+    def spread_reads(self, spec: CacheSpec) -> int:
+        """Bytes of spreads that a step reads, of chunks as of their landmarks."""
+        (layout, tiers), sizes = self.tiers(spec), sizes_of(spec)
+        chunks = layout.units + layout.tail_units
+        if self.landmark_levels == 1:
+            return spec.batch * self.spread_bytes(chunks, sizes)
+        near = tiers * self.near_chunks(spec.capacity, layout.tail_units) * self.landmark_parts
+        return spec.batch * spec.kv_heads * (chunks + near) * jnp.dtype(scale_dtype(spec.dtype)).itemsize
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Scores and sorting of all chunks, places; selected left rows, keys and values; scores of what is attended.

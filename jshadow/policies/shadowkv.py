@@ -9,6 +9,7 @@ than low rank (`key_codecs`), and landmarks and host values in 8 or 4 bits.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,15 +22,16 @@ from jshadow.chunking import take_chunks, take_span, to_chunks, top_k, write_row
 from jshadow.key_codecs import KeyCode, reconstruct_keys
 from jshadow.landmark_levels import (
     Landmarks,
-    Levels,
+    Marks,
+    chosen_marks,
     first_level,
+    first_spread,
     keep_levels,
-    levels_at,
     near_chunks,
     scores_by_details,
 )
-from jshadow.landmarks import chunk_scores, keep_landmarks, landmark_logits, prompt_landmarks
-from jshadow.packing import ROW_BITS, Scaled, join_rows, quantise_rows
+from jshadow.landmarks import chunk_scores, keep_landmarks, landmark_logits, prompt_landmarks, prompt_spread
+from jshadow.packing import ROW_BITS, Scaled, join_rows, quantise_rows, scale_dtype
 from jshadow.policies.base import within_share
 from jshadow.policies.chunk_costs import sizes_of
 from jshadow.policies.places import in_turn
@@ -76,6 +78,7 @@ class ShadowKV(ShadowSettings):
             candidates=jnp.zeros((spec.batch, heads, chunks), bool),
             chunks=jnp.zeros(spec.batch, jnp.int32),
             outliers=KeyValues(exact, exact),
+            spread=self.no_spread(spec, chunks),
         )
         recent = zeros(heads, spec.window, dim)
         count = self.max_selected(spec.capacity)
@@ -109,6 +112,23 @@ class ShadowKV(ShadowSettings):
         shape = (spec.batch, spec.kv_heads, chunks * self.landmark_parts, spec.head_dim)
         return self.keep_marks(spec, jnp.zeros(shape, spec.dtype))
 
+    def spread_of(self, spec: CacheSpec, find: Callable[[int], Array]) -> Any:
+        """Spreads as they are kept, of what `find` finds for so many landmarks a chunk, float32 [B, h_kv, n * s]."""
+        if self.landmark_order == 1:
+            return None
+        kind = scale_dtype(spec.dtype)
+
+        def kept(parts: int, width: int) -> Array:
+            found = jnp.minimum(find(parts), float(jnp.finfo(kind).max)).astype(kind)
+            return found.reshape(*found.shape[:2], -1, width)
+
+        parts = self.landmark_parts
+        return kept(parts, 1) if self.landmark_levels == 1 else (kept(1, 1), kept(parts, parts))
+
+    def no_spread(self, spec: CacheSpec, chunks: int) -> Any:
+        """Zeros for so many chunks."""
+        return self.spread_of(spec, lambda parts: jnp.zeros((spec.batch, spec.kv_heads, chunks * parts)))
+
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
@@ -123,12 +143,18 @@ class ShadowKV(ShadowSettings):
         outlier_ids = self.choose_outliers(spec, prompt, code, weights, whole, worst)
         kept = jnp.arange(outlier_ids.shape[2]) < self.row_outliers(row_chunks)[:, None, None]
         candidates = leave_out(whole, outlier_ids, kept)
+
+        def spread(parts: int) -> Array:
+            found = prompt_spread(prompt.k_post, count, size, parts=parts)
+            return jnp.where(jnp.repeat(whole, parts, axis=2), found, 0)
+
         frozen = ShadowFrozen(
             left=code.left,
             right=code.right,
             landmarks=self.keep_marks(spec, jnp.where(jnp.repeat(whole, parts, axis=2)[..., None], landmarks, 0)),
             candidates=candidates,
             chunks=row_chunks,
+            spread=self.spread_of(spec, spread),
             outliers=KeyValues(*(take_chunks(x, outlier_ids, kept, size) for x in (prompt.k_post, prompt.v))),
         )
         recent = (take_span(x, row_chunks * size, spec.window) for x in (prompt.k_post, prompt.v))
@@ -184,10 +210,10 @@ class ShadowKV(ShadowSettings):
         """Chunks that the prompt's last query selects, int32 [B, h_kv, k]; -1 past a row's own."""
         assert prompt.q_tail is not None
         q, count = prompt.q_tail[:, -1:], self.max_selected(spec.capacity)
-        logits = self.products(spec, q, frozen.landmarks, frozen.candidates[:, :, None])
+        logits = self.products(spec, q, (frozen.landmarks, frozen.spread), frozen.candidates[:, :, None])
         valid = jnp.ones((spec.batch, 1), bool)
         scores = chunk_scores(logits, valid, False, self.score_dtype, self.read_parts)
-        ids, scores = self.by_landmarks(spec, scores, count, q, valid, frozen.landmarks)
+        ids, scores = self.by_landmarks(spec, scores, count, q, valid, (frozen.landmarks, frozen.spread))
         return jnp.where(scores >= 0, ids, -1)[:, :, 0]
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
@@ -236,7 +262,8 @@ class ShadowKV(ShadowSettings):
         scores = self.scores(spec, state, step)
         wanted = count if self.selection_rounds == 1 else min(WIDER * count, scores.shape[3])
         wide, scores = self.by_landmarks(
-            spec, scores, wanted, step.q_post, step.valid, state.frozen.landmarks, self.later_landmarks(state)
+            spec, scores, wanted, step.q_post, step.valid, (state.frozen.landmarks, state.frozen.spread),
+            self.later_marks(state),
         )  # fmt: skip
         if self.selection_rounds == 1:
             return wide, scores
@@ -250,24 +277,24 @@ class ShadowKV(ShadowSettings):
         return jnp.take_along_axis(wide, order, axis=3), jnp.take_along_axis(scores, order, axis=3)
 
     def by_landmarks(
-        self, spec: CacheSpec, scores: Array, count: int, q: Array, valid: Array, landmarks: Landmarks,
-        later: Levels | None = None,
+        self, spec: CacheSpec, scores: Array, count: int, q: Array, valid: Array, marks: Marks, later: Any = None
     ) -> tuple[Array, Array]:  # fmt: skip
         """The best chunks by scores [B, h_kv, Q, n] of what of their landmarks all queries read, and by the rest of
         those that come near: int32 [B, h_kv, Q, count], and their scores."""
-        if not isinstance(landmarks, Levels):
+        if self.landmark_levels == 1:
             ids = top_k(scores, count)
             return ids, jnp.take_along_axis(scores, ids, axis=3)
         near, there = near_chunks(scores, count, self.max_chunks(spec.capacity))
-        rows = levels_at(landmarks, later, near.reshape(*near.shape[:2], -1))
+        levels, spread = chosen_marks(marks, later, near.reshape(*near.shape[:2], -1))
         scores = scores_by_details(
-            q, rows, there, valid, self.score_scale(spec), self.turn_selection == "shared", self.score_dtype
+            q, levels, there, valid, self.score_scale(spec), self.turn_selection == "shared", self.score_dtype,
+            None if spread is None else spread[1],
         )  # fmt: skip
         order = top_k(scores, count)
         return jnp.take_along_axis(near, order, axis=3), jnp.take_along_axis(scores, order, axis=3)
 
-    def later_landmarks(self, state: LayerState) -> Any:
-        """Of chunks after the prompt's, where there may be any."""
+    def later_marks(self, state: LayerState) -> Any:
+        """Landmarks and spreads of chunks after the prompt's, where there may be any."""
         return None
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
@@ -290,8 +317,9 @@ class ShadowKV(ShadowSettings):
         if self.scored_by_kernel:
             rows, scales = (kept.codes, kept.scale) if isinstance(kept, Scaled) else (kept, None)
             return pallas_kernels.chunk_scores(
-                step.q_post, rows, state.frozen.candidates, scale=self.score_scale(spec), landmark_scale=scales
-            )
+                step.q_post, rows, state.frozen.candidates, scale=self.score_scale(spec), landmark_scale=scales,
+                spread=first_spread(state.frozen.spread),
+            )  # fmt: skip
         logits = self.logits(spec, state, step)
         return chunk_scores(logits, step.valid, shared, self.score_dtype, self.read_parts)
 
@@ -303,12 +331,16 @@ class ShadowKV(ShadowSettings):
 
     def logits(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
         """Products with all landmarks, s of them for each chunk, or their means: float32 [B, h_kv, group, T, n * s]."""
-        return self.products(spec, step.q_post, state.frozen.landmarks, state.frozen.candidates[:, :, None])
+        marks = state.frozen.landmarks, state.frozen.spread
+        return self.products(spec, step.q_post, marks, state.frozen.candidates[:, :, None])
 
-    def products(self, spec: CacheSpec, q: Array, landmarks: Landmarks, candidates: Array) -> Array:
+    def products(self, spec: CacheSpec, q: Array, marks: Marks, candidates: Array) -> Array:
         """`landmark_logits` of queries [B, T, h_q, d] where chunks bool [B, h_kv, 1 or T, n] are candidates."""
+        landmarks, spread = marks
         candidates = jnp.repeat(candidates, self.read_parts, axis=3)
-        return landmark_logits(q, first_level(landmarks), candidates, self.score_scale(spec))
+        return landmark_logits(
+            q, first_level(landmarks), candidates, self.score_scale(spec), first_spread(spread)
+        )  # fmt: skip
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
         """The code of all chunks that may be selected."""

@@ -21,8 +21,7 @@ from jshadow.chunking import take_span, write_rows
 from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.key_codecs import KeyCode, Sizes, by_token, reconstruct_keys, squared_error
-from jshadow.landmark_levels import Landmarks
-from jshadow.landmarks import chunk_landmarks
+from jshadow.landmarks import chunk_landmarks, chunk_spread
 from jshadow.policies.base import check_choice, check_range
 from jshadow.policies.chunk_costs import sizes_of
 from jshadow.policies.shadowkv import ShadowKV
@@ -117,7 +116,7 @@ class ShadowKVPlus(ShadowKV):
             left=self.codec.empty(spec.batch, later, self.chunk_size, sizes_of(spec)).left,
             landmarks=self.no_landmarks(spec, later),
             kept=zeros(heads, later, dtype=bool), extra=KeyValues(slots, slots),
-            extra_ids=zeros(heads, extra, dtype=jnp.int32) - 1,
+            extra_ids=zeros(heads, extra, dtype=jnp.int32) - 1, spread=self.no_spread(spec, later),
         )  # fmt: skip
         cut = zeros(heads, dtype=jnp.float32)
         most = cut if self.outlier_rule != "landmark" else None
@@ -212,19 +211,19 @@ class ShadowKVPlus(ShadowKV):
             .reshape(batch, spec.kv_heads, most, size, spec.head_dim) for x in (live.window.k, live.window.v)
         )  # fmt: skip
         mean, worst = chunk_landmarks(k, self.landmark_parts)
-        landmarks = self.write_landmarks(spec, live.landmarks, mean, number, leaves)
+        spread = self.spread_of(spec, lambda parts: chunk_spread(k, parts))
+        landmarks = self.write_marks(live.landmarks, self.keep_marks(spec, mean), number, leaves)
+        spread = self.write_marks(live.spread, spread, number, leaves)
         bad = worst < state.frozen.cut[..., None]
         if state.frozen.most is not None:
             ids = jnp.broadcast_to(self.max_chunks(spec.capacity) + number[:, None], bad.shape)
             keys = reconstruct_keys(self.rebuild(spec, state, step), ids).reshape(k.shape)
             bad |= loses_more(keys, k, state.frozen.key_weights, state.frozen.most)
-        live = self.keep_exact(live.replace(landmarks=landmarks), number, bad & leaves[:, None], k, v)
+        live = self.keep_exact(live.replace(landmarks=landmarks, spread=spread), number, bad & leaves[:, None], k, v)
         return state.replace(live=live), HostWrite(self.host_rows(spec, v), number, leaves)
 
-    def write_landmarks(
-        self, spec: CacheSpec, landmarks: Landmarks, mean: Array, number: Array, leaves: Array
-    ) -> Landmarks:  # fmt: skip
-        """Means of joining chunks [B, h_kv, most * s, d] at their places, where the chunk `leaves` [B, most]."""
+    def write_marks(self, marks: Any, new: Any, number: Array, leaves: Array) -> Any:
+        """Landmarks or spreads of joining chunks at their places, where the chunk `leaves` [B, most]."""
         parts = self.read_parts  # rows of a chunk that are rows of the arrays
         places = (number[..., None] * parts + jnp.arange(parts)).reshape(number.shape[0], -1)
         valid = jnp.repeat(leaves, parts, axis=1)
@@ -232,7 +231,7 @@ class ShadowKVPlus(ShadowKV):
         def write(old: Array, new: Array) -> Array:
             return write_rows(old, new.transpose(0, 2, 1, 3), places, valid)
 
-        return jax.tree.map(write, landmarks, self.keep_marks(spec, mean))
+        return jax.tree.map(write, marks, new)
 
     def keep_exact(self, live: PlusLive, number: Array, bad: Array, k: Array, v: Array) -> PlusLive:
         """Give a slot to each of the joining chunks [B, h_kv, most] that are badly represented, while there is one."""
@@ -262,12 +261,12 @@ class ShadowKVPlus(ShadowKV):
         live: PlusLive = state.live
         behind = self.left_behind(state.frozen, step.positions)[:, None, :, None]
         open_to = (jnp.arange(live.kept.shape[2]) < behind) & ~live.kept[:, :, None]
-        later = self.products(spec, step.q_post, live.landmarks, open_to)
+        later = self.products(spec, step.q_post, (live.landmarks, live.spread), open_to)
         return jnp.concatenate([super().logits(spec, state, step), later], axis=-1)
 
-    def later_landmarks(self, state: LayerState) -> Any:
+    def later_marks(self, state: LayerState) -> Any:
         """Those of the live segment."""
-        return state.live.landmarks
+        return state.live.landmarks, state.live.spread
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
         """The prompt's left rows, and those of the later chunks."""
@@ -316,7 +315,9 @@ class ShadowKVPlus(ShadowKV):
         later, sizes = -(-window // self.chunk_size), Sizes(config.kv_heads, config.head_dim, "bfloat16")
         exact = self.ring_slots - window + self.extra_outlier_chunks * self.chunk_size
         left = self.codec.nbytes(later, self.chunk_size, sizes) - self.codec.nbytes(0, self.chunk_size, sizes)
-        segment = (left + self.landmark_bytes(later, sizes)) / 2 + later * config.kv_heads
+        segment = (
+            left + self.landmark_bytes(later, sizes) + self.spread_bytes(later, sizes)
+        ) / 2 + later * config.kv_heads
         weights = 2 * columns * (self.key_weights != "none")
         return (
             super().device_numbers(num_tokens, config) + 2 * exact * columns + segment + weights + 64 * config.kv_heads

@@ -55,6 +55,8 @@ class ShadowSettings(ChunkCosts):
             None: chunk_size.
         landmark_levels: 2: all landmarks of a chunk are read only where their mean comes near to being selected
             (`landmark_levels`); their number in a chunk is a power of two. 1: all are read.
+        landmark_order: moments of its keys by which a chunk's softmax mass is told: 1: their mean, the paper's rule; 2:
+            also half the variance of their products with a query, by how far from the mean they lie in any direction.
         landmark_dtype: "model", or "int8" or "int4" with a scale for each landmark.
         value_dtype: of the values in host memory: "model", "int8" or "int4" with a scale for each token and head, or
             "fp8", float8_e4m3fn without one, for which there is no zero-copy kernel.
@@ -80,6 +82,7 @@ class ShadowSettings(ChunkCosts):
     key_weights: str = "none"
     landmark_tokens: int | None = None
     landmark_levels: int = 1
+    landmark_order: int = 1
     landmark_dtype: str = "model"
     value_dtype: str = "model"
 
@@ -88,6 +91,7 @@ class ShadowSettings(ChunkCosts):
     budget_fields = ("budget",)
     kept_fields = (
         "selection_rounds", "outlier_rule", "key_codec", "key_weights", "landmark_tokens", "landmark_levels",
+        "landmark_order",
         "landmark_dtype", "value_dtype",
     )  # fmt: skip
 
@@ -201,7 +205,8 @@ class ShadowSettings(ChunkCosts):
         return tokens
 
     def resolve_levels(self, parts: int) -> int:
-        """Check the levels of so many landmarks a chunk; of a single one there is one."""
+        """Check order and levels of so many landmarks a chunk; of a single one there is one level."""
+        check_range(self.name, "landmark_order", self.landmark_order, 1, 2)
         check_range(self.name, "landmark_levels", self.landmark_levels, 1, 2)
         if self.landmark_levels == 2 and parts & (parts - 1):
             raise ConfigError(

@@ -18,6 +18,8 @@ class ShadowFrozen(struct.PyTreeNode):
         left: left factor of the pre-RoPE keys, one chunk contiguous [B, n, c * rank]; of other codecs their rows.
         right: right factor [B, h_kv, rank, d]; of other codecs what their rows share, or None.
         landmarks: mean post-RoPE keys, s for each chunk [B, h_kv, n * s, d], or `Scaled` rows, or `Levels` of them.
+        spread: with landmark_order=2, `chunk_spread` of landmarks [B, h_kv, n * s, 1]; of levels, that of the chunks
+            [B, h_kv, n, 1] and of their landmarks [B, h_kv, n, s].
         candidates: chunks that may be selected, bool [B, h_kv, n]: whole chunks of the row that are no outliers.
         chunks: chunks of each row, int32 [B]; the window begins at token chunks * c.
         outliers: exact keys and values of the outlier chunks [B, h_kv, o * c, d].
@@ -31,6 +33,7 @@ class ShadowFrozen(struct.PyTreeNode):
     chunks: Array
     outliers: KeyValues
     preload: Preload | None = None
+    spread: Any = None
 
 
 class ShadowLive(struct.PyTreeNode):
@@ -71,6 +74,7 @@ class PlusLive(ShadowLive, kw_only=True):
         window: the ring: token p in slot p % R [B, h_kv, R, d].
         left: left rows of all tokens from chunks * c on, one chunk contiguous [B, m, c * rank], or as the codec's are.
         landmarks: of later chunks [B, h_kv, m * s, d], or kept as the prompt's.
+        spread: of later chunks, as the prompt's.
         kept: later chunks that are kept exactly, bool [B, h_kv, m].
         extra: their keys and values [B, h_kv, x * c, d].
         extra_ids: their numbers, int32 [B, h_kv, x]; -1 for a free slot.
@@ -81,6 +85,7 @@ class PlusLive(ShadowLive, kw_only=True):
     kept: Array
     extra: KeyValues
     extra_ids: Array
+    spread: Any = None
 
 
 def fields_of(record: Any) -> dict[str, Any]:

@@ -12,11 +12,13 @@ from pallas_kernels.chunk_scores import pallas, parts, reference
 
 def chunk_scores(
     q: jax.Array, landmarks: jax.Array, candidates: jax.Array, *, scale: float,
-    landmark_scale: jax.Array | None = None, implementation: str = "auto",
+    landmark_scale: jax.Array | None = None, spread: jax.Array | None = None, implementation: str = "auto",
 ) -> jax.Array:  # fmt: skip
     """Softmax of scale * q . landmark over the candidates for each query head, then the maximum over the group.
 
     Of s landmarks a chunk, m = n * s, the softmax is over those of all candidates, and a chunk's score is their sum.
+    With a spread, (scale * |q| * spread)**2 / 2 is added to the products: half the variance of those with the keys that
+    a landmark is the mean of, were they spread alike in all directions.
     Products and softmax are float32, not rounded to TF32: which chunks win must not hang on the machine.
 
     Args:
@@ -26,6 +28,7 @@ def chunk_scores(
         candidates: bool [B, h_kv, n].
         scale: factor on the products.
         landmark_scale: the step of each landmark [B, h_kv, m, 1], floating.
+        spread: root mean square of the numbers by which keys differ from their landmark [B, h_kv, m, 1], floating.
         implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
@@ -41,12 +44,15 @@ def chunk_scores(
     expect_shape("candidates", candidates, (*landmarks.shape[:2], "n"))
     expect_groups(q.shape[2], landmarks.shape[1])
     expect_dtype("candidates", candidates, jnp.bool_)
+    if spread is not None:
+        expect_shape("spread", spread, (*landmarks.shape[:3], 1))
+        expect_dtype("spread", spread, jnp.floating)
     rows, chunks = landmarks.shape[2], candidates.shape[2]
     if (rows > 0) != (chunks > 0) or (chunks and rows % chunks):
         raise ValueError(f"landmarks must have s for each of the {chunks} candidates, got {rows} landmarks")
     if chunks == 0:
         return jnp.zeros((q.shape[0], landmarks.shape[1], q.shape[1], 0), jnp.float32)
-    if landmark_scale is None and rows == chunks:
+    if landmark_scale is None and spread is None and rows == chunks:
         return run(
             implementation,
             functools.partial(pallas.chunk_scores, scale=float(scale)),
@@ -57,7 +63,7 @@ def chunk_scores(
         implementation,
         functools.partial(parts.chunk_scores, scale=float(scale)),
         functools.partial(reference.chunk_scores, scale=float(scale)),
-        q, landmarks, candidates, landmark_scale,
+        q, landmarks, candidates, landmark_scale, spread,
     )  # fmt: skip
 
 

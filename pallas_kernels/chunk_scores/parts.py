@@ -1,4 +1,4 @@
-"""Scores of chunks that have several landmarks, or landmarks of few bits, by a Triton kernel.
+"""Scores of chunks that have several landmarks, landmarks of few bits, or landmarks with a spread, by a Triton kernel.
 
 Each landmark is read once, for all queries of its KV head. Where `pallas` writes a logit a landmark, this writes the
 mass of a chunk beside the largest logit of its program, which is what the softmax over all programs still needs.
@@ -20,7 +20,7 @@ MOST_PARTS = 16  # landmarks of a chunk: a tile of logits each
 
 
 def chunk_masses_kernel(  # type: ignore[no-untyped-def]
-    q, landmarks, candidates, scales, masses, top, total, *, scale, rows, block, bits
+    q, landmarks, candidates, scales, spreads, masses, top, total, *, scale, rows, block, bits
 ):  # fmt: skip
     """One program: `rows` query rows and all landmarks of `block` chunks."""
     j, i, h, b = (pl.program_id(axis) for axis in range(4))
@@ -30,8 +30,11 @@ def chunk_masses_kernel(  # type: ignore[no-untyped-def]
     queries = query_tiles(q, landmarks, row, row_there, b, h, bits)
     parts, logits = landmarks.shape[2] // candidates.shape[2], []
     for part in range(parts):
-        product = products(queries, landmarks, scales, chunk * parts + part, chunk_there, b, h, bits)
-        logits.append(jnp.where(candidate, product * scale, MASKED))
+        number = chunk * parts + part
+        product = scale * products(queries, landmarks, scales, number, chunk_there, b, h, bits)
+        if spreads is not None:
+            product += half_variance(queries, spreads, number, chunk_there, b, h, scale)
+        logits.append(jnp.where(candidate, product, MASKED))
     peak = functools.reduce(jnp.maximum, [tile.max(axis=1) for tile in logits])
     mass = sum(jnp.where(candidate, jnp.exp(tile - peak[:, None]), 0.0) for tile in logits)
     assert not isinstance(mass, int)
@@ -89,10 +92,21 @@ def products(
     return out
 
 
+def half_variance(
+    queries: list[list[jax.Array]], spreads: Any, number: jax.Array, there: jax.Array, b: jax.Array, h: jax.Array,
+    scale: float,
+) -> jax.Array:  # fmt: skip
+    """Half the variance of the scaled products of the query rows with the keys behind landmarks [n]."""
+    squares = [(tile.astype(jnp.float32) ** 2).sum(axis=1) for tiles in queries for tile in tiles]
+    length = functools.reduce(jnp.add, squares) * (scale**2 / 2)
+    spread = pltriton.load(spreads.at[b, h, number, jnp.zeros_like(number)], mask=there, other=0.0)
+    return length[:, None] * (spread.astype(jnp.float32) ** 2)[None]
+
+
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))
 def chunk_scores(
-    q: jax.Array, landmarks: jax.Array, candidates: jax.Array, landmark_scale: jax.Array | None, scale: float,
-    interpret: bool,
+    q: jax.Array, landmarks: jax.Array, candidates: jax.Array, landmark_scale: jax.Array | None,
+    spread: jax.Array | None, scale: float, interpret: bool,
 ) -> jax.Array:  # fmt: skip
     """See `pallas_kernels.chunk_scores`.
 
@@ -114,7 +128,7 @@ def chunk_scores(
     most = 128 if all(x.dtype != jnp.float32 for x in multiplied) else 64
     block = max(LEAST, 1 << ((most // parts).bit_length() - 1)) if parts < most else LEAST
     programs = blocks(count, block)
-    operands = (queries, landmarks, candidates, landmark_scale)
+    operands = (queries, landmarks, candidates, landmark_scale, spread)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     masses, top, total = pl.pallas_call(
         functools.partial(chunk_masses_kernel, scale=scale, rows=rows, block=block, bits=bits),
