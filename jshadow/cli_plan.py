@@ -92,19 +92,22 @@ CODE_SETTINGS = {"rank", "key_profile", "key_bits", *ShadowKV.kept_fields} - {"s
 
 
 def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:
-    """ShadowKV's low rank in packed codes: at equal bytes of keys, and small. Nothing for other policies or codes."""
+    """ShadowKV's low rank in packed codes: at equal bytes, and small. Nothing for other policies or codes."""
     if not isinstance(policy, ShadowKV) or policy.key_codec != "lowrank":
         return {}
     rank = policy.resolve(config, config.context).rank
     assert rank is not None
     made: dict[str, Policy] = {}
-    if policy.chunk_size % 2 or config.head_dim % 2:
+    size, columns = policy.chunk_size, config.key_columns
+    if size % 2 or config.head_dim % 2:
         return {}
     for name, small in (("packed", False), ("packed_small", True)):
         code = type(policy).packed(small=small)
         settings = {field: getattr(code, field) for field in CODE_SETTINGS}
-        if not small:
-            settings["key_bits"] = min(8.0, 16 * rank / config.key_columns)
+        if not small and size & (size - 1):
+            continue  # no levels of landmarks
+        if not small:  # what the chunks' means have more than four bits, keys have less
+            settings["key_bits"] = min(8.0, max(16 * rank / columns - 4 / size, 8 / columns))
         made[name] = dataclasses.replace(policy, **settings)
     return made
 

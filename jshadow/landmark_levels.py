@@ -22,7 +22,8 @@ from jshadow.landmarks import chunk_scores, keep_landmarks, landmark_products
 from jshadow.packing import Scaled
 from pallas_kernels.chunk_scores.reference import half_variance
 
-GROUP = 4  # neighbouring chunks whose landmarks are read together; as many groups are as chunks are chosen
+GROUP = 2  # neighbouring chunks whose landmarks are read together
+NEAR = 2  # such groups to each chunk that is chosen
 
 
 class Levels(struct.PyTreeNode):
@@ -76,11 +77,11 @@ def mean_kind(kind: str) -> str:
 def near_chunks(
     scores: Float[Array, "B h Q n"], count: int, first: int
 ) -> tuple[Int[Array, "B h Q m"], Bool[Array, "B h Q m"]]:  # fmt: skip
-    """Chunks among which the `count` best by these scores are: theirs are the groups with the best chunk, all if fewer.
+    """Chunks that come near to being chosen: the groups whose best chunk is among the best.
 
     Args:
-        scores: negative where a chunk may not be chosen.
-        count: groups.
+        scores: by the means; negative where a chunk may not be chosen.
+        count: chunks that are chosen in the end.
         first: chunks of the prompt; groups of later ones begin anew, so that they do not hang on the capacity.
 
     Returns:
@@ -94,7 +95,7 @@ def near_chunks(
         grouped.append(padded.reshape(*scores.shape[:3], groups, GROUP))
         ids.append(np.minimum(np.arange(start, start + groups * GROUP), max(end - 1, 0)).reshape(groups, GROUP))
     every = jnp.concatenate(grouped, axis=3)
-    best = top_k(every.max(axis=4), min(count, every.shape[3]))
+    best = top_k(every.max(axis=4), min(NEAR * count, every.shape[3]))
     shape = (*scores.shape[:3], best.shape[3] * GROUP)
     there = jnp.take_along_axis(every, best[..., None], axis=3).reshape(shape) >= 0
     return jnp.asarray(np.concatenate(ids), jnp.int32)[best].reshape(shape), there
@@ -108,7 +109,7 @@ def keep_levels(landmarks: Float[Array, "B h m d"], parts: int, kind: str, dtype
     rows = jnp.einsum("ks,bhnsd->bhnkd", hadamard(parts) / parts, chunked, precision=jax.lax.Precision.HIGHEST)
     means = keep_landmarks(rows[:, :, :, 0], mean_kind(kind), dtype)
     details = keep_landmarks(rows[:, :, :, 1:], kind, dtype)
-    return Levels(means, jax.tree.map(lambda x: x.reshape(*x.shape[:3], -1), details))
+    return Levels(means, jax.tree.map(lambda x: x.reshape(*x.shape[:3], x.shape[3] * x.shape[4]), details))
 
 
 def chosen_marks(marks: Any, later: Any, ids: Int[Array, "B h_kv k"]) -> Any:

@@ -27,10 +27,10 @@ def decoded(values, prefix, spec, layer, lengths):
                 values[f"{prefix}{half}.left decoded"] = np.where(real[:, None, :, None], keys, 0)
     for half in ("frozen", "live"):
         marks = getattr(getattr(layer, half), "landmarks", None)
-        levels = {"": (marks, policy.landmark_dtype)}
+        kind = getattr(policy, "landmark_dtype", "model")
+        levels = {"": (marks, kind)}
         if isinstance(marks, Levels):
-            kind = mean_kind(policy.landmark_dtype)
-            levels = {".means": (marks.means, kind), ".details": (marks.details, policy.landmark_dtype)}
+            levels = {".means": (marks.means, mean_kind(kind)), ".details": (marks.details, kind)}
         for name, (rows, kind) in levels.items():
             if isinstance(rows, Scaled):
                 for part in ("codes", "scale"):

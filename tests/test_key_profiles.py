@@ -30,8 +30,9 @@ LLAMA = ModelConfig("llama", 128256, 32, 4096, 14336, 32, 8, 128, 1e-5, 131072)
 def test_the_measured_profiles_come_out():
     assert profile_of(192, 512) == (16, 64, 64) == usual_profile(192)
     assert profile_of(192, 256) == (4, 40, 32)
+    assert profile_of(192, 384) == (16, 64, 0)
     assert profile_of(1024, 2560) == (80, 320, 320) == usual_profile(1024)
-    assert profile_of(1024, 1024 * 4 / 3) == (21, 214, 172)  # a third and more of 512 bits each, in whole bytes
+    assert profile_of(1024, 1024 * 4 / 3) == (22, 214, 168)  # a third and more of 512 bits each, in whole bytes
     assert [profile_of(192, bits) for bits in (768, 1024, 1280)] == [(33, 102, 48), (75, 96, 20), (130, 58, 4)]
     assert profile_of(192, 8 * 192) == (192, 0, 0)
 
@@ -127,18 +128,17 @@ def test_too_short_a_text_tells_no_profile():
 @pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
 def test_packed_settings(kind):
     """Bytes of a prompt token and layer: what BENCHMARKS tells of SmolLM2, scales counted."""
-    for small, profile, own in ((False, (16, 64, 64), 64 + 51), (True, (4, 40, 32), 32 + 12.75)):
+    for small, profile, own in ((False, (16, 64, 0), 48 + 63 + 3.75), (True, (4, 40, 32), 32 + 12.75 + 0.75)):
         policy = kind.packed(small=small)
         assert type(policy) is kind
         resolved = policy.resolve(SMOLLM2, 4096)
         assert resolved == resolved.resolve(SMOLLM2, 4096)
         assert (resolved.key_profile, resolved.key_bits, resolved.rank) == (profile, None, None)
-        left, landmarks = (footprint(SMOLLM2, policy, capacity=4096, prompt=4096, fetch="device_put")["parts"][part][0]
-                           for part in ("left", "landmarks"))  # fmt: skip
+        parts = footprint(SMOLLM2, policy, capacity=4096, prompt=4096, fetch="device_put")["parts"]
         tokens = 30 * 8 * resolved.max_chunks(4096) + (30 * 8 * -(-resolved.window_slots(4096, 4096) // 8)) * (
             kind is ShadowKVPlus
         )
-        assert (left + landmarks) / tokens == own
+        assert sum(parts[part][0] for part in ("left", "landmarks", "spread")) / tokens == own
 
 
 def test_the_paper_s_codes_stay_to_be_had():
@@ -153,7 +153,7 @@ def test_the_paper_s_codes_stay_to_be_had():
 def test_bits_of_a_column_are_a_setting():
     policy = parse_policy("shadowkv", ["key_codec=transform", "key_bits=1.333"])
     assert policy.resolve(SMOLLM2, 512).key_profile == (4, 40, 32)
-    assert policy.resolve(LLAMA, 512) == ShadowKV(key_codec="transform", key_profile=(21, 214, 172)).resolve(LLAMA, 512)
+    assert policy.resolve(LLAMA, 512) == ShadowKV(key_codec="transform", key_profile=(22, 214, 168)).resolve(LLAMA, 512)
     assert ShadowKV(key_codec="transform", key_bits=1e-9).resolve(SMOLLM2, 512).codec.profile == profile_of(192, 8)
 
 
@@ -172,7 +172,7 @@ def test_bad_bits_are_refused(settings):
 
 CODES: dict[str, ShadowKV] = {
     "transform": ShadowKV(key_codec="transform", landmark_dtype="int4", value_dtype="int4"),
-    "packed_plus": ShadowKVPlus.packed(),
+    "packed_plus": dataclasses.replace(ShadowKVPlus.packed(), key_bits=None),
     "int4": ShadowKV(key_codec="int4", landmark_dtype="int8"),
     "lowrank_int4": ShadowKV(landmark_dtype="int4"),
 }

@@ -120,7 +120,7 @@ class ShadowKV(ShadowSettings):
 
         def kept(parts: int, width: int) -> Array:
             found = jnp.minimum(find(parts), float(jnp.finfo(kind).max)).astype(kind)
-            return found.reshape(*found.shape[:2], -1, width)
+            return found.reshape(*found.shape[:2], found.shape[2] // width, width)
 
         parts = self.landmark_parts
         return kept(parts, 1) if self.landmark_levels == 1 else (kept(1, 1), kept(parts, parts))

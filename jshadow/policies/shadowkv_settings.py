@@ -10,7 +10,7 @@ from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.key_codecs import CODECS, KeyCodec, Profile, make_codec, resolve_profile, resolve_rank
 from jshadow.key_codecs.profiles import profile_of
-from jshadow.landmark_levels import GROUP
+from jshadow.landmark_levels import GROUP, NEAR
 from jshadow.landmarks import MANTISSA
 from jshadow.packing import ROW_BITS
 from jshadow.policies.base import check_choice, check_range, check_share
@@ -103,8 +103,8 @@ class ShadowSettings(ChunkCosts):
         tokens, 48 outlier chunks (sections 4 and 5.1).
         """
         return cls(
-            outlier_rule="landmark", key_codec="lowrank", key_weights="none", landmark_dtype="model",
-            value_dtype="model",
+            outlier_rule="landmark", key_codec="lowrank", key_weights="none", landmark_levels=1, landmark_order=1,
+            landmark_dtype="model", value_dtype="model",
         )  # fmt: skip
 
     @classmethod
@@ -131,8 +131,9 @@ class ShadowSettings(ChunkCosts):
         what both cost on SmolLM2.
         """
         return cls(
-            outlier_rule="both", key_codec="transform", key_bits=4 / 3 if small else None, key_weights="queries",
-            landmark_tokens=None if small else 2, landmark_dtype="int4", value_dtype="int4",
+            outlier_rule="both", key_codec="transform", key_bits=4 / 3 if small else 2, key_weights="queries",
+            landmark_tokens=None if small else 2, landmark_levels=1 if small else 2, landmark_order=2,
+            landmark_dtype="int4", value_dtype="int4",
         )  # fmt: skip
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
@@ -243,7 +244,7 @@ class ShadowSettings(ChunkCosts):
     def near_chunks(self, capacity: int, later: int) -> int:
         """Chunks of which a step reads all landmarks, where it does not of every chunk; `later` follow the prompt's."""
         wanted = self.max_selected(capacity) * (1 if self.selection_rounds == 1 else WIDER)
-        return GROUP * min(wanted, -(-self.max_chunks(capacity) // GROUP) - -later // GROUP)
+        return GROUP * min(NEAR * wanted, -(-self.max_chunks(capacity) // GROUP) - -later // GROUP)
 
     # Counts. Static ones are maxima that follow from the capacity; a row's own follow from its chunks.
 

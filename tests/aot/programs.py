@@ -14,7 +14,9 @@ import pallas_kernels
 from aot.compiler import place
 from aot.models import LLAMA, ONE_LAYER
 from jshadow.config import ModelConfig
+from jshadow.landmark_levels import first_level, first_spread
 from jshadow.models.transformer import abstract_weights
+from jshadow.packing import Scaled
 from jshadow.planning import abstract_state, footprint
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.prefill import _prefill_layer
@@ -22,8 +24,9 @@ from jshadow.state import KVState
 from jshadow.step import step_writes
 
 DTYPE = jnp.bfloat16
-# The bits of the usual rank, on more columns; landmarks of two tokens, and landmarks and values in four bits.
-PACKED = ShadowKV(key_codec="transform", landmark_tokens=2, landmark_dtype="int4", value_dtype="int4")
+PACKED = ShadowKV.packed()
+# The bits of the usual rank, on more columns; landmarks of two tokens, all read by all queries.
+ONE_LEVEL = ShadowKV(key_codec="transform", landmark_tokens=2, landmark_dtype="int4", value_dtype="int4")
 CHANNELS = ShadowKV(key_codec="int4", landmark_dtype="int8", value_dtype="int8")
 
 
@@ -154,9 +157,11 @@ def packed_tasks(
     def array(*shape: int, dtype: Any = DTYPE) -> Any:
         return place(Shape((batch, *shape), dtype))
 
-    def scores(q: Any, landmarks: Any, candidates: Any) -> Any:
+    def scores(q: Any, landmarks: Any, spread: Any, candidates: Any) -> Any:
+        first = first_level(landmarks)
+        assert isinstance(first, Scaled)
         return pallas_kernels.chunk_scores(
-            q, landmarks.codes, candidates, scale=dim**-0.5, landmark_scale=landmarks.scale
+            q, first.codes, candidates, scale=dim**-0.5, landmark_scale=first.scale, spread=first_spread(spread)
         )  # fmt: skip
 
     def rebuild(left: Any, ids: Any, inverse: Any, arrays: Any) -> Any:
@@ -172,7 +177,8 @@ def packed_tasks(
     q, ids, inverse = array(1, LLAMA.q_heads, dim), array(heads, count, dtype=jnp.int32), place(
         Shape((dim // 2,), jnp.float32)
     )  # fmt: skip
-    yield Task(f"chunk_scores, {told}", gpu, scores, (q, frozen.landmarks, frozen.candidates), kernel=True)
+    marks = frozen.landmarks, frozen.spread
+    yield Task(f"chunk_scores, {told}", gpu, scores, (q, *marks, frozen.candidates), kernel=True)
     yield Task(f"reconstruct_keys, {told}", gpu, rebuild, (frozen.left, ids, inverse, arrays), kernel=True)
     kept, stay = array(heads, count, width), array(heads, count, dtype=jnp.bool_)
     yield Task(f"fetch_reconstruct, {told}", gpu, fetch, (host.array, frozen.left, ids, inverse, kept, stay, arrays),
@@ -182,11 +188,12 @@ def packed_tasks(
 def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
     """All programs for one GPU; full attention at the largest batch that fits it."""
     yield from kernel_tasks(gpu)
-    for told, policy in (("packed", PACKED), ("packed channels", CHANNELS)):
+    for told, policy in (("packed", PACKED), ("one level", ONE_LEVEL), ("channels", CHANNELS)):
         yield from packed_tasks(gpu, told, policy)
     for fetch in ("device_put", "zero_copy"):
         yield step_task("decode layer", gpu, ONE_LAYER, ShadowKV(), 8, 131_072, fetch)
         yield step_task("decode layer, packed", gpu, ONE_LAYER, PACKED, 8, 131_072, fetch)
+        yield step_task("decode layer, one level", gpu, ONE_LAYER, ONE_LEVEL, 8, 131_072, fetch)
         twice = dataclasses.replace(PACKED, selection_rounds=2)
         yield step_task("decode layer, two rounds", gpu, ONE_LAYER, twice, 8, 131_072, fetch)
     yield prefill_task(gpu, 122_880)

@@ -45,8 +45,12 @@ REAL_CHUNKS = tuple(
     for n, t in ((15_356, "bfloat16"), (1_532, "float32"))
 )
 # The same bits of codes, landmarks and values.
-REAL_PACKED_SCORES = tuple(dataclasses.replace(case, parts=4, bits=4) for case in REAL_SCORES)
-REAL_PACKED = tuple(dataclasses.replace(case, rank=0, profile=(80, 320, 320), value_bits=4) for case in REAL_CHUNKS)
+REAL_PACKED_SCORES = tuple(
+    dataclasses.replace(case, **kind) for case in REAL_SCORES for kind in (
+        {"parts": 4, "bits": 4}, {"bits": 8, "spread": True}
+    )
+)  # fmt: skip
+REAL_PACKED = tuple(dataclasses.replace(case, rank=0, profile=(85, 342, 0), value_bits=4) for case in REAL_CHUNKS)
 
 
 class Op(NamedTuple):

@@ -59,11 +59,15 @@ class Sizes:
         return capacity - LEFT
 
 
-PACKED = {"key_codec": "transform", "landmark_tokens": 2, "landmark_dtype": "int4", "value_dtype": "int4"}
+PACKED = {
+    "key_codec": "transform", "landmark_tokens": 2, "landmark_levels": 2, "landmark_order": 2, "landmark_dtype": "int4",
+    "value_dtype": "int4",
+}  # fmt: skip
 # Ceilings of gigabytes: at half a gigabyte, a launch takes as long as the reading.
 REAL = Sizes(
-    False, LLAMA, ShadowKV(), ShadowKV(**PACKED), (122_880, 61_440), (24, 48), None, None, singles=8, runs=3,
-    run_steps=6, repeats=10, big_units=300_000, ceiling_bytes=4 * GIB, ceiling_side=8192, cases=None, workers=4,
+    False, LLAMA, ShadowKV(), ShadowKV(**PACKED, key_bits=2), (122_880, 61_440), (24, 48), None, None, singles=8,
+    runs=3, run_steps=6, repeats=10, big_units=300_000, ceiling_bytes=4 * GIB, ceiling_side=8192, cases=None,
+    workers=4,
 )  # fmt: skip
 DRY = Sizes(
     True, ModelConfig("llama", 128, 2, 64, 96, 4, 2, 16, 1e-5, 4096), ShadowKV(rank=8, outlier_chunks=4, budget=80),
