@@ -21,6 +21,7 @@ from jshadow.key_codecs.base import chosen_rows
 from jshadow.landmarks import chunk_scores, keep_landmarks, landmark_products
 from jshadow.packing import Scaled
 from pallas_kernels.chunk_scores.reference import half_variance
+from pallas_kernels.codes import code_at, signed
 
 GROUP = 2  # neighbouring chunks whose landmarks are read together
 NEAR = 2  # such groups to each chunk that is chosen
@@ -120,6 +121,24 @@ def chosen_marks(marks: Any, later: Any, ids: Int[Array, "B h_kv k"]) -> Any:
     return jax.tree.map(lambda rows, tail: chosen_rows(rows, tail, ids), marks, later)
 
 
+def gathered_products(rows: Float[Array, "B h R d"], landmarks: Array | Scaled) -> Float[Array, "B h R n"]:
+    """`landmark_products` of few rows with landmarks that were gathered, for a GPU: as a sum, XLA reads them where they
+    lie, and for a product of matrices it would write them all to memory first."""
+
+    def summed(rows: Array, numbers: Array) -> Array:
+        return (rows[:, :, :, None].astype(jnp.float32) * numbers[:, :, None].astype(jnp.float32)).sum(axis=4)
+
+    if not isinstance(landmarks, Scaled):
+        return summed(rows, landmarks)
+    width = landmarks.codes.shape[3]
+    bits = 8 * width // max(rows.shape[3], 1)
+    codes, found = landmarks.codes.astype(jnp.int32), jnp.zeros((), jnp.float32)
+    for place in range(8 // bits):
+        numbers = signed(code_at(codes, place, bits), bits)
+        found += summed(rows[..., place * width : (place + 1) * width], numbers)
+    return found * landmarks.scale.astype(jnp.float32)[:, :, None, :, 0]
+
+
 def scores_by_details(
     q: Float[Array, "B T h_q d"], near: Levels, there: Bool[Array, "B h_kv Q m"], valid: Bool[Array, "B T"],
     scale: float, shared: bool, dtype: str = "float32", spread: Float[Array, "B h_kv Q_m s"] | None = None,
@@ -151,9 +170,10 @@ def scores_by_details(
         """With each of the rows of a chunk, [B, h_kv * Q, R, m, rows]."""
         shape = (batch, heads * sets, count * rows)
         level = jax.tree.map(lambda x: x.reshape(*shape, x.shape[3] // rows), level)
-        return landmark_products(asking, level, scale).reshape(*asking.shape[:3], count, rows)
+        found = jax.lax.platform_dependent(asking, level, cpu=landmark_products, default=gathered_products)
+        return found.reshape(*asking.shape[:3], count, rows)
 
-    found = jnp.concatenate([products(near.means, 1), products(near.details, parts - 1)], axis=4)
+    found = scale * jnp.concatenate([products(near.means, 1), products(near.details, parts - 1)], axis=4)
     back = (found[..., None] * hadamard(parts)).sum(axis=4)  # no dot: a GPU would round it to TF32
     if spread is not None:
         one = spread.reshape(batch, heads * sets, count * parts, 1)

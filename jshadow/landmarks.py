@@ -123,24 +123,22 @@ def landmark_logits(
     """
     grouped = group_queries(q, candidates.shape[1])
     # One axis of rows: over two, XLA's CPU backend takes five times as long.
-    logits = landmark_products(grouped.reshape(*grouped.shape[:2], -1, q.shape[3]), landmarks, scale, spread)
+    rows = grouped.reshape(*grouped.shape[:2], -1, q.shape[3])
+    logits = scale * landmark_products(rows, landmarks)
+    if spread is not None:
+        logits += half_variance(rows, spread, scale)
     return jnp.where(candidates[:, :, None], logits.reshape(*grouped.shape[:4], candidates.shape[3]), MASKED)
 
 
 def landmark_products(
-    rows: Float[Array, "B h R d"], landmarks: Float[Array, "B h n d"] | Scaled, scale: float,
-    spread: Float[Array, "B h n 1"] | None = None,
+    rows: Float[Array, "B h R d"], landmarks: Float[Array, "B h n d"] | Scaled
 ) -> Float[Array, "B h R n"]:  # fmt: skip
-    """Float32 products of rows and landmarks as they are kept, each head its own, times scale; with a spread, half
-    their variance more."""
+    """Float32 products of rows and landmarks as they are kept, each head its own."""
     if isinstance(landmarks, Scaled):
         bits = 8 * landmarks.codes.shape[3] // max(rows.shape[3], 1)
         products = whole_products(rows, landmarks.codes, bits)
-        products *= landmarks.scale.astype(jnp.float32)[:, :, None, :, 0]
-    else:
-        products = jnp.einsum("bhrd,bhnd->bhrn", rows, landmarks, precision=EXACT, preferred_element_type=jnp.float32)
-    products *= scale
-    return products if spread is None else products + half_variance(rows, spread, scale)
+        return products * landmarks.scale.astype(jnp.float32)[:, :, None, :, 0]
+    return jnp.einsum("bhrd,bhnd->bhrn", rows, landmarks, precision=EXACT, preferred_element_type=jnp.float32)
 
 
 def chunk_scores(

@@ -13,8 +13,8 @@ from cases import LENGTHS, PROMPT, SMALL, STEPS, TINY, model, run_steps
 from jshadow import decode
 from jshadow.bench.layer import Shape, layer_state, random_prompt, random_step
 from jshadow.errors import ConfigError
-from jshadow.landmark_levels import GROUP, NEAR, hadamard, keep_levels, mean_kind
-from jshadow.landmarks import keep_landmarks, prompt_spread
+from jshadow.landmark_levels import GROUP, NEAR, gathered_products, hadamard, keep_levels, mean_kind
+from jshadow.landmarks import keep_landmarks, landmark_products, prompt_spread
 from jshadow.packing import ROW_BITS, dequantise_rows
 from jshadow.planning import footprint, step_footprint
 from jshadow.policies import ShadowKV, ShadowKVPlus
@@ -223,3 +223,13 @@ def test_a_chunk_s_landmarks_are_a_power_of_two():
     with pytest.raises(ConfigError, match="a power of two of landmarks a chunk with landmark_levels=2, got 3"):
         ShadowKV(chunk_size=6, landmark_tokens=2, landmark_levels=2).resolve(TINY, 96)
     assert ShadowKV(landmark_levels=2).resolve(TINY, 96).landmark_levels == 1  # the mean is all there is
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["model", "int8", "int4"])
+def test_a_gpu_s_products_are_those_of_all_machines(kind, dtype):
+    rows, marks = (jax.random.normal(jax.random.key(i), (2, 3, n, 16), dtype) for i, n in ((0, 5), (1, 11)))
+    landmarks = keep_landmarks(marks, kind, dtype)
+    got, want = gathered_products(rows, landmarks), landmark_products(rows, landmarks)
+    assert got.dtype == want.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TINY
-from oracle_shadowkv import landmarks_of
+from oracle_shadowkv import worst_of
 
 from jshadow.errors import ConfigError
 from jshadow.key_codecs import Exact, Int4, KeyCode, KeyCodec, LowRank, Transform, reconstruct_keys, squared_error
@@ -96,7 +96,7 @@ def test_half_by_landmark_and_half_by_code(outliers, landmark_tokens):
         chunks = max(0, length // CHUNK - 1)
         assert int(frozen.chunks[row]) == chunks
         own = np.float64(np.float32(keys[row, : chunks * CHUNK]))
-        _, worst = landmarks_of(own, CHUNK, CHUNK // landmark_tokens)
+        worst = worst_of(own, CHUNK, CHUNK // landmark_tokens)
         code = KeyCode(*jax.tree.map(lambda x, row=row: x[row : row + 1], (frozen.left, frozen.right)))
         lost = lost_by(policy.codec, code, own[None], chunks)[0]
         for head in range(2):
