@@ -118,7 +118,7 @@ def test_equal_bfloat16_scores_go_to_the_lower_chunk():
     picks = {}
     for dtype in ("float32", "bfloat16"):
         policy = oracle.ShadowKV(rank=1, budget=1, chunk_size=1, score_dtype=dtype)
-        picks[dtype] = oracle_shadowkv.choose(policy, queries, landmarks)
+        picks[dtype] = oracle_shadowkv.choose(policy, queries, landmarks[:, None], np.arange(3))
     assert picks["float32"][0] == [2]
     assert picks["bfloat16"][0] == [0]
     assert picks["bfloat16"][2] == np.inf
@@ -130,7 +130,8 @@ def test_a_rounding_that_hangs_on_a_bit_is_a_near_tie():
     gaps = []
     for more in (1 / 1024, 1 / 4096):
         for mass in ([0.25, 0.25 + more, 0.5 - more], [0.25 + more, 0.25, 0.5 - more]):
-            gaps.append(oracle_shadowkv.choose(policy, np.ones((1, 1, 1)), np.log(mass)[:, None])[2])
+            keys = np.log(mass)[:, None, None]
+            gaps.append(oracle_shadowkv.choose(policy, np.ones((1, 1, 1)), keys, np.arange(3))[2])
     assert gaps == [0.0, np.inf, np.inf, np.inf]  # where the lower id is the larger one, both roundings choose it
 
 

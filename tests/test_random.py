@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from random_cases import SETTINGS, TURN, TURNS, Batch, Row, Tally, compare
 
 ROWS = 4  # of a batch in the fast test; shapes must be few
-SLOW_ROWS, SLOW_CASES, SHARDS = 32, 10_000 if ALL else 1_600, 2
+SLOW_ROWS, SLOW_CASES, SHARDS = 32, 10_000 if ALL else 1_760, 2
 
 rows = st.builds(
     Row, length=st.integers(1, 736), turns=st.tuples(*[st.integers(0, TURN)] * TURNS), seed=st.integers(0, 2**16)
