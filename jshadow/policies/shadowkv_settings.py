@@ -124,11 +124,11 @@ class ShadowSettings(ChunkCosts):
     def packed(cls, *, small: bool = False) -> Self:
         """Transform-coded keys, landmarks and host values in four bits, at the paper's device bytes: not the paper's.
 
-        With a landmark for every two tokens; `small`: 4/3 bits of a key column and one landmark a chunk, two fifths of
-        those bytes. So it is of long prompts: a basis takes 4.8 and 2.5 times the bytes of the paper's, whatever the
-        prompt (Llama-3.1-8B: 1.03 and 0.43 of all the paper's bytes at 131,072 tokens, 1.27 and 0.80 at 4,096). Host
-        values take a good quarter of theirs. Half of the outliers are what the code holds worst. BENCHMARKS.md tells
-        what both cost on SmolLM2.
+        With a landmark for every two tokens, in two levels; `small`: 4/3 bits of a key column and one landmark a chunk,
+        two fifths of those bytes. Both tell the variance of a chunk's keys. So it is of long prompts: a basis takes 2.7
+        and 2.5 times the bytes of the paper's, whatever the prompt (Llama-3.1-8B: 1.04 and 0.44 of all the paper's
+        bytes at 131,072 tokens, 1.13 and 0.81 at 4,096). Host values take a good quarter of theirs. Half of the
+        outliers are what the code holds worst. BENCHMARKS.md tells what both cost on SmolLM2.
         """
         return cls(
             outlier_rule="both", key_codec="transform", key_bits=4 / 3 if small else 2, key_weights="queries",
