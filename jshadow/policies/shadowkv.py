@@ -5,7 +5,8 @@ Where the paper and its code leave a choice, this one is made: float32 selection
 the lower chunk, per-row lengths, selected keys always rebuilt, the outlier count a number of chunks, a selection for
 each query, and an exact window that holds what follows the last whole chunks of the prompt and all new tokens.
 `ShadowKV.reference()` makes the published code's choices instead. Beyond the paper, keys can be kept in other codes
-than low rank (`key_codecs`), and landmarks and host values in 8 or 4 bits.
+than low rank (`key_codecs`), landmarks and host values in 8 or 4 bits; landmarks can tell the variance of their keys,
+and be of few tokens without all being read (`landmark_levels`).
 """
 
 import dataclasses
