@@ -55,7 +55,7 @@ ONLY_IN = {"safetensors": {"convert"}, "orbax": {"convert"}, "gguf": {"convert"}
            "torch": {"bench"}, "matplotlib": {"evaluation"}, "pyarrow": {"evaluation"}, "lm_eval": {"evaluation"},
            "transformers": {"convert", "params", "bench"}, "triton": set(), "jax_triton": set(),
            "optax": {"policies"},
-           "pallas_kernels": {"policies", "rope", "lowrank", "landmarks", "attention", "offload",
+           "pallas_kernels": {"policies", "rope", "lowrank", "landmarks", "landmark_levels", "attention", "offload",
                               "key_codecs"}}  # fmt: skip
 MODULES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
 
