@@ -104,9 +104,10 @@ def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:
     for name, small in (("packed", False), ("packed_small", True)):
         code = type(policy).packed(small=small)
         settings = {field: getattr(code, field) for field in CODE_SETTINGS}
-        if not small and size & (size - 1):
-            continue  # no levels of landmarks
-        if not small:  # what the chunks' means have more than four bits, keys have less
+        if not small:
+            if size & (size - 1):
+                continue  # no levels of landmarks
+            # What the chunks' means have more than four bits, keys have less.
             settings["key_bits"] = min(8.0, max(16 * rank / columns - 4 / size, 8 / columns))
         made[name] = dataclasses.replace(policy, **settings)
     return made

@@ -75,7 +75,7 @@ class ChunkCosts(Policy):
         """Chunks selected in a step for the longest prompt that fits."""
 
     @abc.abstractmethod
-    def near_chunks(self, capacity: int, later: int) -> int:
+    def max_near(self, capacity: int, later: int) -> int:
         """Chunks of which a step reads all landmarks, where it does not of every chunk; `later` follow the prompt's."""
 
     # What is kept
@@ -179,7 +179,7 @@ class ChunkCosts(Policy):
         chunks, row = layout.units + layout.tail_units, spec.kv_heads * spec.head_dim
         if self.landmark_levels == 1:
             return spec.batch * chunks * self.landmark_parts * row, spec.batch * self.landmark_bytes(chunks, sizes)
-        near = tiers * self.near_chunks(spec.capacity, layout.tail_units)
+        near = tiers * self.max_near(spec.capacity, layout.tail_units)
         means = landmark_row_bytes(chunks * spec.kv_heads, mean_kind(self.landmark_dtype), sizes)
         numbers = (chunks + near * self.landmark_parts) * row
         return spec.batch * numbers, spec.batch * (means + self.landmark_bytes(near, sizes))
@@ -190,7 +190,7 @@ class ChunkCosts(Policy):
         chunks = layout.units + layout.tail_units
         if self.landmark_levels == 1:
             return spec.batch * self.spread_bytes(chunks, sizes)
-        near = tiers * self.near_chunks(spec.capacity, layout.tail_units) * self.landmark_parts
+        near = tiers * self.max_near(spec.capacity, layout.tail_units) * self.landmark_parts
         return spec.batch * spec.kv_heads * (chunks + near) * jnp.dtype(scale_dtype(spec.dtype)).itemsize
 
     def step_temporaries(self, spec: CacheSpec) -> int:
@@ -209,7 +209,7 @@ class ChunkCosts(Policy):
             rows = min(rows, 2 * UNPACKED) if self.scored_by_kernel else rows
             scores += rows * spec.head_dim * (4 + item)
         if self.landmark_levels == 2:
-            near = spec.batch * self.near_chunks(spec.capacity, layout.tail_units) * self.landmark_parts
+            near = spec.batch * self.max_near(spec.capacity, layout.tail_units) * self.landmark_parts
             scores += near * (spec.kv_heads * spec.head_dim * (tiers + 4 + item) + 4 * 4 * spec.q_heads)
         selected = self.codec.expand_bytes(sizes_of(spec)) + spec.head_dim * (2 * 4 + 3 * item)
         if self.value_dtype != "model":

@@ -241,7 +241,7 @@ class ShadowSettings(ChunkCosts):
         """Rows of a chunk's landmarks that every step reads."""
         return self.landmark_parts if self.landmark_levels == 1 else 1
 
-    def near_chunks(self, capacity: int, later: int) -> int:
+    def max_near(self, capacity: int, later: int) -> int:
         """Chunks of which a step reads all landmarks, where it does not of every chunk; `later` follow the prompt's."""
         wanted = self.max_selected(capacity) * (1 if self.selection_rounds == 1 else WIDER)
         return GROUP * min(NEAR * wanted, -(-self.max_chunks(capacity) // GROUP) - -later // GROUP)
