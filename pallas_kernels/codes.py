@@ -75,6 +75,20 @@ def unpack(packed: jax.Array, bits: int) -> jax.Array:
     return jnp.concatenate([packed >> jnp.uint8(shift) & mask for shift in range(0, 8, bits)], axis=-1)
 
 
+def signed_at(packed: jax.Array, place: int, bits: int) -> jax.Array:
+    """The whole numbers of two's complement codes in one place of uint8 bytes [..., w]: int8 [..., w].
+
+    The shift of a signed byte carries its sign along. That is half the time of `signed` on a CPU, of four bytes each.
+    """
+    top = packed << jnp.uint8(8 - bits * (place + 1))
+    return lax.bitcast_convert_type(top, jnp.int8) >> jnp.int8(8 - bits)
+
+
+def unpack_signed(packed: jax.Array, bits: int) -> jax.Array:
+    """The whole numbers of two's complement codes in uint8 bytes [..., w], in their order: int8 [..., w * 8 / bits]."""
+    return jnp.concatenate([signed_at(packed, place, bits) for place in range(8 // bits)], axis=-1)
+
+
 def dequantise(packed: jax.Array, step: jax.Array, profile: Profile) -> jax.Array:
     """Float32 [..., r] of mid-rise codes in rows of bytes [..., w], step broadcastable to the result."""
     parts = [
@@ -125,8 +139,13 @@ def whole_products(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
 
 
 def wide_products(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
-    """By unpacking all numbers into the dtype of the rows."""
-    return key_products(rows, signed(unpack(packed, bits), bits).astype(rows.dtype))
+    """By turning all numbers into the dtype of the rows; those of each place apart, which saves a CPU to put them side
+    by side."""
+    width, found = packed.shape[3], jnp.zeros((), jnp.float32)
+    for place in range(8 // bits):
+        numbers = signed_at(packed, place, bits).astype(rows.dtype)
+        found += key_products(rows[..., place * width : (place + 1) * width], numbers)
+    return found
 
 
 BLOCK = 16_384  # rows, about, whose unpacked numbers stay in a CPU's cache

@@ -223,6 +223,10 @@ def test_bytes_are_taken_apart_as_they_were_packed(count, bits):
     np.testing.assert_array_equal(
         np.concatenate([codes.code_at(wide, place, bits) for place in range(8 // bits)], axis=-1), found
     )
+    whole = codes.unpack_signed(packed, bits)
+    assert whole.dtype == jnp.int8
+    np.testing.assert_array_equal(whole, np.where(found < 2 ** (bits - 1), found, found - 2**bits))
+    np.testing.assert_array_equal(whole, codes.signed(jnp.asarray(found, jnp.int32), bits))
 
 
 WRONG = [

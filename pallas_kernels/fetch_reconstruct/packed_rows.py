@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.codes import code_at, signed, unpack
+from pallas_kernels.codes import code_at, signed, unpack_signed
 from pallas_kernels.tiles import iota
 
 
@@ -41,7 +41,7 @@ def dequantised(rows: jax.Array, chunk: int, dim: int, packed: Packed) -> jax.Ar
     """Values [..., c * d] of rows of bytes [..., w], by XLA."""
     cut, lead = chunk * packed.token_bytes(dim), rows.shape[:-1]
     scales = lax.bitcast_convert_type(rows[..., cut:].reshape(*lead, chunk, -1), packed.scale_dtype)
-    codes = signed(unpack(rows[..., :cut].reshape(*lead, chunk, -1), packed.bits), packed.bits)
+    codes = unpack_signed(rows[..., :cut].reshape(*lead, chunk, -1), packed.bits)
     values = codes.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]
     return values.astype(packed.dtype).reshape(*lead, chunk * dim)
 
