@@ -62,12 +62,18 @@ def first_spread(spread: Any) -> Array | None:
     return spread[0] if isinstance(spread, tuple) else spread
 
 
-def hadamard(size: int) -> np.ndarray:
-    """The matrix of 1 and -1 [size, size] whose rows are orthogonal, the first of ones; size is a power of two."""
-    matrix = np.ones((1, 1), np.float32)
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return matrix
+def hadamard(x: Float[Array, "*rows s"]) -> Float[Array, "*rows s"]:
+    """Hadamard transform over the last axis, whose size is a power of two: first the sum, then other sums with half of
+    the signs turned; s times its own inverse.
+
+    By additions: a GPU would round a product of matrices to TF32, and a CPU takes ten times as long for the sum of
+    products.
+    """
+    half = x.shape[-1] // 2
+    if half == 0:
+        return x
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([hadamard(first + second), hadamard(first - second)], axis=-1)
 
 
 def mean_kind(kind: str) -> str:
@@ -88,6 +94,8 @@ def near_chunks(
     Returns:
         int32 ids, those of a group side by side, and whether each may be chosen.
     """
+    # What is there hangs on the scores as what is best does: XLA's CPU backend would compute them once for each.
+    scores = jax.lax.optimization_barrier(scores)
     ids, grouped = [], []
     for start, end in ((0, first), (first, scores.shape[3])):
         groups = -(-(end - start) // GROUP)
@@ -107,7 +115,7 @@ def keep_levels(landmarks: Float[Array, "B h m d"], parts: int, kind: str, dtype
     the details."""
     batch, heads, count, dim = landmarks.shape
     chunked = landmarks.astype(jnp.float32).reshape(batch, heads, count // parts, parts, dim)
-    rows = jnp.einsum("ks,bhnsd->bhnkd", hadamard(parts) / parts, chunked, precision=jax.lax.Precision.HIGHEST)
+    rows = hadamard(chunked.swapaxes(3, 4) / parts).swapaxes(3, 4)
     means = keep_landmarks(rows[:, :, :, 0], mean_kind(kind), dtype)
     details = keep_landmarks(rows[:, :, :, 1:], kind, dtype)
     return Levels(means, jax.tree.map(lambda x: x.reshape(*x.shape[:3], x.shape[3] * x.shape[4]), details))
@@ -174,7 +182,7 @@ def scores_by_details(
         return found.reshape(*asking.shape[:3], count, rows)
 
     found = scale * jnp.concatenate([products(near.means, 1), products(near.details, parts - 1)], axis=4)
-    back = (found[..., None] * hadamard(parts)).sum(axis=4)  # no dot: a GPU would round it to TF32
+    back = hadamard(found)
     if spread is not None:
         one = spread.reshape(batch, heads * sets, count * parts, 1)
         back += half_variance(asking, one, scale).reshape(back.shape)
