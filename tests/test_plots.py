@@ -181,6 +181,12 @@ def test_landmarks_of_another_length_are_a_line_of_their_own() -> None:
         "shadowkv transform, landmarks of 2, bits a column", "shadowkv transform, bits a column",
         "shadowkv transform, tokens a landmark", "shadowkv transform, tokens a landmark",
     ]  # fmt: skip
+    both = settings | {"landmark_tokens": 2, "landmark_levels": 2, "landmark_order": 2}
+    swept = ("key_bits", "landmark_order", "landmark_levels")
+    assert [results.kind_of(row(settings=both), name) for name in swept] == [
+        "shadowkv transform, landmarks of 2, in two levels, variance",
+        "shadowkv transform, landmarks of 2, in two levels", "shadowkv transform, landmarks of 2, variance",
+    ]  # fmt: skip
     bits = [row(score=50.0, settings=settings | {"landmark_tokens": tokens, "key_bits": bits}, sweeps=["key_bits"])
             for tokens in (2, 8) for bits in (2.0, 4.0)]  # fmt: skip
     assert [len(box.lines[0].get_xdata()) for box in plots.plot_sweep(bits, "key_bits").axes[0].containers] == [2, 2]

@@ -167,7 +167,8 @@ def policy_title(row: Row) -> str:
 FIELDS = {
     "rank": "rank", "chunk_size": "chunk size, tokens", "budget": "budget, tokens",
     "outlier_chunks": "outlier chunks a KV head", "local_chunks": "local chunks", "key_bits": "bits a column",
-    "landmark_tokens": "tokens a landmark",
+    "landmark_tokens": "tokens a landmark", "landmark_levels": "levels of landmarks",
+    "landmark_order": "order of landmarks",
 }  # fmt: skip
 SIZES = {"served_device_bytes": "KV bytes on the device, MB", "served_moved_bytes": "from the host a step, MB"}
 MEASURES = {"score": "score, %", "top1": "same next token as full attention, %", "kl": "KL(full, method), nats"}
@@ -246,11 +247,15 @@ def lines_of(row: Row) -> list[str]:
 
 
 def kind_of(row: Row, field: str) -> str:
-    """The method whose setting is swept; one that has landmarks of another length is another one."""
+    """The method whose setting is swept; one that has other landmarks is another one."""
     settings = row.get("settings") or {}
     tokens = settings.get("landmark_tokens")
-    same = field == "landmark_tokens" or tokens in (None, settings.get("chunk_size"))
-    return method_of(row) + ("" if same else f", landmarks of {tokens}")
+    told = {
+        "landmark_tokens": f"landmarks of {tokens}" if tokens not in (None, settings.get("chunk_size")) else "",
+        "landmark_levels": "in two levels" if settings.get("landmark_levels") == 2 else "",
+        "landmark_order": "variance" if settings.get("landmark_order") == 2 else "",
+    }
+    return ", ".join([method_of(row), *(text for name, text in told.items() if text and name != field)])
 
 
 def error_of(measure: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from jshadow.errors import ConfigError
 
-LONG = 52  # letters of a line's name where it has room
+LONG = 72  # letters of a line's name where it has room
 FORMATS = (".svg", ".png", ".pdf")
 PLAIN = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}  # no date in a file
 # Colours that the common kinds of colour blindness tell apart (Okabe and Ito; Tol); the families of methods have a hue
