@@ -42,7 +42,7 @@ def test_a_config_alone_is_planned_on_every_gpu(config, capsys):
         assert {"weights", "left", "right", "landmarks", "outliers", "window"} <= step["hbm_bytes"].keys()
         assert step["pcie_bytes"] > 0
         packed, small = plan["beside"]["packed"], plan["beside"]["packed_small"]
-        assert [side["policy"]["key_profile"] for side in (packed, small)] == [[85, 342, 0], [22, 214, 168]]
+        assert [side["policy"]["key_profile"] for side in (packed, small)] == [[149, 214, 0], [22, 214, 168]]
         assert {(side["policy"]["outlier_rule"], side["policy"]["key_weights"]) for side in (packed, small)} == {
             ("both", "queries")
         }

@@ -30,7 +30,7 @@ LLAMA = ModelConfig("llama", 128256, 32, 4096, 14336, 32, 8, 128, 1e-5, 131072)
 def test_the_measured_profiles_come_out():
     assert profile_of(192, 512) == (16, 64, 64) == usual_profile(192)
     assert profile_of(192, 256) == (4, 40, 32)
-    assert profile_of(192, 384) == (16, 64, 0)
+    assert profile_of(192, 384) == (28, 40, 0)
     assert profile_of(1024, 2560) == (80, 320, 320) == usual_profile(1024)
     assert profile_of(1024, 1024 * 4 / 3) == (22, 214, 168)  # a third and more of 512 bits each, in whole bytes
     assert [profile_of(192, bits) for bits in (768, 1024, 1280)] == [(33, 102, 48), (75, 96, 20), (130, 58, 4)]
@@ -128,7 +128,7 @@ def test_too_short_a_text_tells_no_profile():
 @pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
 def test_packed_settings(kind):
     """Bytes of a prompt token and layer: what BENCHMARKS tells of SmolLM2, scales counted."""
-    for small, profile, own in ((False, (16, 64, 0), 48 + 63 + 3.75), (True, (4, 40, 32), 32 + 12.75 + 0.75)):
+    for small, profile, own in ((False, (28, 40, 0), 48 + 63 + 3.75), (True, (4, 40, 32), 32 + 12.75 + 0.75)):
         policy = kind.packed(small=small)
         assert type(policy) is kind
         resolved = policy.resolve(SMOLLM2, 4096)

@@ -50,7 +50,7 @@ REAL_PACKED_SCORES = tuple(
         {"parts": 4, "bits": 4}, {"bits": 8, "spread": True}
     )
 )  # fmt: skip
-REAL_PACKED = tuple(dataclasses.replace(case, rank=0, profile=(85, 342, 0), value_bits=4) for case in REAL_CHUNKS)
+REAL_PACKED = tuple(dataclasses.replace(case, rank=0, profile=(149, 214, 0), value_bits=4) for case in REAL_CHUNKS)
 
 
 class Op(NamedTuple):
