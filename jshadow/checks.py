@@ -8,6 +8,7 @@ from jshadow.config import AttentionKind, ModelConfig
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
 from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
+from jshadow.sampling import Sampler
 from jshadow.state import KVState
 
 
@@ -43,7 +44,7 @@ def check_tokens(
 
 def check_capacity(config: ModelConfig, capacity: Any, longest: int) -> None:
     """Raise CapacityError unless longest <= capacity <= the model's context."""
-    if not isinstance(capacity, int | np.integer) or capacity < 1:
+    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
         raise CapacityError(f"capacity must be an integer of at least 1, got {capacity!r}")
     if capacity > config.context:
         raise CapacityError(f"capacity must be at most the model's context={config.context} tokens, got {capacity}")
@@ -80,6 +81,14 @@ def check_stop(stop: Any) -> tuple[int, ...]:
     return tuple(map(int, ids))
 
 
+def check_sampling(sampler: Any, seed: Any) -> None:
+    """Raise ConfigError unless they are a Sampler, or None, and an integer of 64 bits."""
+    if sampler is not None and not isinstance(sampler, Sampler):
+        raise ConfigError(f"sampler must be a Sampler, got {sampler!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not -(2**63) <= seed < 2**63:
+        raise ConfigError(f"seed must be an integer in [-2**63, 2**63), got {seed!r}")
+
+
 def check_logits(want: Any) -> None:
     """Raise ConfigError unless want is "last", "all" or a callable."""
     if want not in ("last", "all") and not callable(want):
@@ -93,7 +102,9 @@ def check_policy(policy: Any) -> None:
 
 
 def check_state(params: Any, state: KVState, policy: Policy | None) -> None:
-    """Raise StateMismatch unless the state is alive and was made by this model and policy."""
+    """Raise StateMismatch unless the state is one, alive, and was made by this model and policy."""
+    if not isinstance(state, KVState):
+        raise StateMismatch(f"state must be a KVState, as prefill and generate return it, got {state!r:.80}")
     state.check_alive()
     spec, config = state.specs[0], params.config
     want = (config.num_layers, config.q_heads, config.kv_heads, config.head_dim, config.model_dim,

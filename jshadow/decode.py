@@ -15,7 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshadow.checks import check_ids, check_logits, check_piece, check_room, check_state, check_stop, check_tokens
+from jshadow.checks import (
+    check_ids,
+    check_logits,
+    check_piece,
+    check_room,
+    check_sampling,
+    check_state,
+    check_stop,
+    check_tokens,
+)
 from jshadow.chunking import fit_tokens
 from jshadow.config import ModelConfig
 from jshadow.errors import PromptError
@@ -225,10 +234,11 @@ def decode_steps(
 
     Raises:
         PromptError, CapacityError, StateMismatch: as in `decode_step`.
-        ConfigError: n below 1, or stop is not of token ids.
+        ConfigError: n below 1, not a sampler or a seed, or stop is not of token ids.
     """
     check_state(params, state, None)
     check_piece("n", n)
+    check_sampling(sampler, seed)
     ends = check_stop(stop)
     token = check_ids(params.config, token, (state.batch,), "token")
     check_room(state, np.full(state.batch, n, np.int64))

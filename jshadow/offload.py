@@ -38,10 +38,10 @@ def resolve_fetch(fetch: str) -> str:
     Raises:
         ConfigError: not a fetch mode.
     """
+    if not isinstance(fetch, str) or fetch not in ("auto", *FETCH_MODES):
+        raise ConfigError(f"fetch must be 'auto' or one of {FETCH_MODES}, got {fetch!r}")
     if fetch == "auto":
         return "resident" if jax.default_backend() == "cpu" else "device_put"
-    if fetch not in FETCH_MODES:
-        raise ConfigError(f"fetch must be 'auto' or one of {FETCH_MODES}, got {fetch!r}")
     return fetch
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 
 from jshadow import decode
-from jshadow.checks import check_capacity, check_policy, check_room, check_state
+from jshadow.checks import check_capacity, check_policy, check_room, check_sampling, check_state
 from jshadow.config import ModelConfig
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.offload import resolve_fetch
@@ -78,8 +78,9 @@ class Run:
         """
         if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, int) or max_new_tokens < 0:
             raise ConfigError(f"max_new_tokens must be an integer of at least 0, got {max_new_tokens!r}")
-        if sampler is not None and not isinstance(sampler, Sampler):
-            raise ConfigError(f"sampler must be a Sampler, got {sampler!r}")
+        check_sampling(sampler, seed)
+        if capacity is not None:
+            check_capacity(params.config, capacity, 1)
         if prefill is not None and state is not None:
             raise ConfigError(f"prefill must be None where a state is continued: its prompt is in it, got {prefill!r}")
         self.params, self.max_new_tokens, self.progress = params, max_new_tokens, progress
@@ -138,7 +139,9 @@ class Run:
 
     def _fetch_mode(self, fetch: str, state: KVState | None) -> str:
         """The resolved fetch mode, a state's own; verifying means offloading."""
-        mode = "device_put" if self.verify and fetch == "auto" else resolve_fetch(fetch)
+        mode = resolve_fetch(fetch)
+        if self.verify and fetch == "auto":
+            mode = "device_put"
         if state is not None:
             if fetch not in ("auto", state.fetch):
                 raise StateMismatch(f"fetch must be the state's own {state.fetch!r}, got {fetch!r}")

@@ -105,7 +105,7 @@ def split_stops(stop: Any, tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, 
     Raises:
         ConfigError: something else, an empty string, or a string without a tokenizer.
     """
-    items = [] if stop is None else [stop] if isinstance(stop, str | int) else list(stop)
+    items = [] if stop is None else list(stop) if np.iterable(stop) and not isinstance(stop, str) else [stop]
     texts = tuple(item for item in items if isinstance(item, str))
     ids = tuple(int(item) for item in items if isinstance(item, int | np.integer) and not isinstance(item, bool))
     if len(texts) + len(ids) != len(items) or "" in texts:
