@@ -184,8 +184,8 @@ def test_landmarks_of_another_length_are_a_line_of_their_own() -> None:
     both = settings | {"landmark_tokens": 2, "landmark_levels": 2, "landmark_order": 2}
     swept = ("key_bits", "landmark_order", "landmark_levels")
     assert [results.kind_of(row(settings=both), name) for name in swept] == [
-        "shadowkv transform, landmarks of 2, in two levels, variance",
-        "shadowkv transform, landmarks of 2, in two levels", "shadowkv transform, landmarks of 2, variance",
+        "shadowkv transform, landmarks of 2, 2 levels, variance",
+        "shadowkv transform, landmarks of 2, 2 levels", "shadowkv transform, landmarks of 2, variance",
     ]  # fmt: skip
     bits = [row(score=50.0, settings=settings | {"landmark_tokens": tokens, "key_bits": bits}, sweeps=["key_bits"])
             for tokens in (2, 8) for bits in (2.0, 4.0)]  # fmt: skip

@@ -252,7 +252,7 @@ def kind_of(row: Row, field: str) -> str:
     tokens = settings.get("landmark_tokens")
     told = {
         "landmark_tokens": f"landmarks of {tokens}" if tokens not in (None, settings.get("chunk_size")) else "",
-        "landmark_levels": "in two levels" if settings.get("landmark_levels") == 2 else "",
+        "landmark_levels": "2 levels" if settings.get("landmark_levels") == 2 else "",
         "landmark_order": "variance" if settings.get("landmark_order") == 2 else "",
     }
     return ", ".join([method_of(row), *(text for name, text in told.items() if text and name != field)])
