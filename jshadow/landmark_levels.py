@@ -23,8 +23,7 @@ from jshadow.packing import Scaled
 from pallas_kernels.chunk_scores.reference import half_variance
 from pallas_kernels.codes import code_at, signed
 
-GROUP = 2  # neighbouring chunks whose landmarks are read together
-NEAR = 2  # such groups to each chunk that is chosen
+GROUP = 4  # neighbouring chunks whose landmarks are read together; as many groups as chunks are chosen
 
 
 class Levels(struct.PyTreeNode):
@@ -104,7 +103,7 @@ def near_chunks(
         grouped.append(padded.reshape(*scores.shape[:3], groups, GROUP))
         ids.append(np.minimum(np.arange(start, start + groups * GROUP), max(end - 1, 0)).reshape(groups, GROUP))
     every = jnp.concatenate(grouped, axis=3)
-    best = top_k(every.max(axis=4), min(NEAR * count, every.shape[3]))
+    best = top_k(every.max(axis=4), min(count, every.shape[3]))
     shape = (*scores.shape[:3], best.shape[3] * GROUP)
     there = jnp.take_along_axis(every, best[..., None], axis=3).reshape(shape) >= 0
     return jnp.asarray(np.concatenate(ids), jnp.int32)[best].reshape(shape), there

@@ -39,8 +39,8 @@ class ShadowKV:
         exact_preload: chunks that the last prompt query selects keep exact keys until they first miss a step.
         chunk_multiple: the number of chunks is rounded down to a multiple of it.
         landmark_tokens: tokens of a landmark; a chunk's score adds up its landmarks' softmax. None: chunk_size.
-        landmark_levels: 2: chunks are scored by their landmarks in the pairs of neighbours whose best by the landmarks'
-            mean are the best, twice as many pairs as chunks are chosen.
+        landmark_levels: 2: chunks are scored by their landmarks in the fours of neighbours whose best by the landmarks'
+            mean are the best, as many fours as chunks are chosen.
         landmark_order: 2: a landmark's logit has half the variance that products with its keys would have, were each
             number of a key as far from the mean as their root mean square; of levels, both have their own.
         outlier_rule: "both": of outlier_chunks the smaller half are, of the chunks the landmarks leave, those with the
@@ -183,7 +183,7 @@ def compress(policy: ShadowKV, cache: LayerCache, prompt_queries: Array, rope: "
     if policy.exact_preload:
         for head, queries in enumerate(np.split(prompt_queries[-1:], h_kv, axis=1)):
             candidates = np.setdiff1d(np.arange(n), outliers[head])
-            ids, _, gap = choose(policy, queries, chunks_of(cache, policy, head)[candidates], pairs_of(candidates, n))
+            ids, _, gap = choose(policy, queries, chunks_of(cache, policy, head)[candidates], fours_of(candidates, n))
             memory.exact[head] = {int(candidates[i]) for i in ids}
             memory.preload_gap = min(memory.preload_gap, gap)
 
@@ -244,40 +244,40 @@ def chunks_of(cache: LayerCache, policy: ShadowKV, head: int) -> Array:
     return keys.reshape(whole, policy.chunk_size, keys.shape[1])
 
 
-def pairs_of(chunks: Array, prompt: int) -> Array:
-    """A number for each pair of neighbours that a chunk belongs to, of the prompt's chunks and of those that joined."""
-    return np.where(chunks < prompt, chunks // 2, prompt + (chunks - prompt) // 2)
+def fours_of(chunks: Array, prompt: int) -> Array:
+    """A number for the four neighbours that a chunk belongs to, of the prompt's chunks and of those that joined."""
+    return np.where(chunks < prompt, chunks // 4, prompt + (chunks - prompt) // 4)
 
 
-def choose_by_levels(policy: ShadowKV, queries: Array, keys: Array, pairs: Array) -> tuple[list[int], Array, float]:
+def choose_by_levels(policy: ShadowKV, queries: Array, keys: Array, fours: Array) -> tuple[list[int], Array, float]:
     """`choose` by the mean of each candidate's landmarks first, and by the landmarks of the best and their neighbours.
 
     The gap is the smaller one of both choices.
     """
     whole = dataclasses.replace(policy, landmark_levels=1, landmark_tokens=None, budget=policy.chunk_size)
-    _, first, _ = choose(whole, queries, keys, pairs)
-    names = np.unique(pairs)
-    best = np.array([first[pairs == pair].max() for pair in names])
+    _, first, _ = choose(whole, queries, keys, fours)
+    names = np.unique(fours)
+    best = np.array([first[fours == four].max() for four in names])
     order = lowest(-best, len(best))
-    k, gap = 2 * (policy.budget // policy.chunk_size), np.inf
+    k, gap = policy.budget // policy.chunk_size, np.inf
     if k < len(order):
         gap = float((best[order[k - 1]] - best[order[k]]) / best[order[k - 1]])
-    near = np.flatnonzero(np.isin(pairs, names[order[:k]]))
+    near = np.flatnonzero(np.isin(fours, names[order[:k]]))
     fine = dataclasses.replace(policy, landmark_levels=1)
-    ids, found, second_gap = choose(fine, queries, keys[near], pairs[near])
+    ids, found, second_gap = choose(fine, queries, keys[near], fours[near])
     scores = np.full(len(keys), -np.inf)
     scores[near] = found
     return [int(near[i]) for i in ids], scores, min(gap, second_gap)
 
 
-def choose(policy: ShadowKV, queries: Array, keys: Array, pairs: Array) -> tuple[list[int], Array, float]:
+def choose(policy: ShadowKV, queries: Array, keys: Array, fours: Array) -> tuple[list[int], Array, float]:
     """The selection of one KV head.
 
     Args:
         policy: its budget, chunk size and scoring.
         queries: [t, g, d], after RoPE.
         keys: of the candidates [m, c, d], after RoPE.
-        pairs: of `pairs_of` [m].
+        fours: of `fours_of` [m].
 
     Returns:
         Indices of the chosen candidates, best first; the scores [m]; the gap at the cut.
@@ -286,7 +286,7 @@ def choose(policy: ShadowKV, queries: Array, keys: Array, pairs: Array) -> tuple
     if k == 0:
         return [], np.zeros(len(keys)), np.inf
     if policy.landmark_levels == 2:
-        return choose_by_levels(policy, queries, keys, pairs)
+        return choose_by_levels(policy, queries, keys, fours)
     dim = queries.shape[-1] if policy.score_dim is None else policy.score_dim
     parts = keys.reshape(len(keys) * policy.parts, -1, keys.shape[2])
     landmarks = parts.mean(axis=1)
@@ -368,7 +368,7 @@ def attend_piece(policy: ShadowKV, cache: LayerCache, q: Array, entry: Trace) ->
         always = memory.outliers[head] + extra
         candidates = np.setdiff1d(np.arange(n), always)
         ids, scores, gap = choose(
-            policy, queries, chunks_of(cache, policy, head)[candidates], pairs_of(candidates, memory.chunks)
+            policy, queries, chunks_of(cache, policy, head)[candidates], fours_of(candidates, memory.chunks)
         )
         selected = {int(candidates[i]) for i in ids}
         memory.exact[head] &= selected

@@ -13,7 +13,7 @@ from cases import LENGTHS, PROMPT, SMALL, STEPS, TINY, model, run_steps
 from jshadow import decode
 from jshadow.bench.layer import Shape, layer_state, random_prompt, random_step
 from jshadow.errors import ConfigError
-from jshadow.landmark_levels import GROUP, NEAR, gathered_products, hadamard, keep_levels, mean_kind
+from jshadow.landmark_levels import GROUP, gathered_products, hadamard, keep_levels, mean_kind
 from jshadow.landmarks import keep_landmarks, landmark_products, prompt_spread
 from jshadow.packing import ROW_BITS, dequantise_rows
 from jshadow.planning import footprint, step_footprint
@@ -107,7 +107,7 @@ def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype)
     if policy.landmark_order == 2:
         told = state.frozen.spread if levels == 2 else (first_spread, state.frozen.spread)
         first_spread, spread = (np.asarray(x, np.float64).reshape(2, 2, chunks, -1) for x in told)
-    assert (GROUP * NEAR * count < chunks) == (name != "few_chunks")
+    assert (GROUP * count < chunks) == (name != "few_chunks")
     assert chunks % GROUP
     for queries in (1, 3):
         step = random_step(shape, queries, queries)
@@ -125,7 +125,7 @@ def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype)
             first = scored(ours, marks[b, h, open_to].mean(axis=1, keepdims=True), first_spread[b, h, open_to])
             groups = np.unique(open_to // GROUP)
             most = np.array([first[open_to // GROUP == group].max() for group in groups])
-            wanted_groups = groups[np.argsort(-most, kind="stable")[: NEAR * count]]
+            wanted_groups = groups[np.argsort(-most, kind="stable")[:count]]
             near = open_to[np.isin(open_to // GROUP, wanted_groups)] if levels == 2 else open_to
             wanted = scored(ours, marks[b, h, near], spread[b, h, near])
             order = np.argsort(-wanted, kind="stable")[:count]
@@ -186,7 +186,7 @@ def test_a_step_reads_all_means_and_the_landmarks_of_few_chunks(kind, rounds):
                  selection_rounds=rounds) for levels in (1, 2)
     ]  # fmt: skip
     kept = [footprint(TINY, policy, **sizes)["device_bytes"] for policy in policies]
-    chunks, near = 1024 // 4 - 2, GROUP * NEAR * rounds * 32 // 4
+    chunks, near = 1024 // 4 - 2, GROUP * rounds * 32 // 4
     heads, more = TINY.kv_heads * TINY.num_layers, 0 if kind == "model" else TINY.head_dim // 2
     assert kept[1] - kept[0] == chunks * more * heads
     one, two = (step_footprint(TINY, policy, **sizes)["bytes_read"] for policy in policies)
@@ -202,7 +202,7 @@ def test_the_variance_takes_a_number_for_each_landmark(tokens, levels, first, ea
         ShadowKV(budget=32, **SMALL, landmark_tokens=tokens, landmark_levels=levels, landmark_order=order)
         for order in (1, 2)
     ]
-    chunks, near, heads = 1024 // 4 - 2, GROUP * NEAR * 32 // 4, TINY.kv_heads * TINY.num_layers
+    chunks, near, heads = 1024 // 4 - 2, GROUP * 32 // 4, TINY.kv_heads * TINY.num_layers
     held = [footprint(TINY, policy, **sizes)["device_bytes"] for policy in policies]
     assert held[1] - held[0] == 2 * chunks * (first + each) * heads
     one, two = (step_footprint(TINY, policy, **sizes)["bytes_read"] for policy in policies)

@@ -10,7 +10,7 @@ from jshadow.config import ModelConfig
 from jshadow.errors import ConfigError
 from jshadow.key_codecs import CODECS, KeyCodec, Profile, make_codec, resolve_profile, resolve_rank
 from jshadow.key_codecs.profiles import profile_of
-from jshadow.landmark_levels import GROUP, NEAR
+from jshadow.landmark_levels import GROUP
 from jshadow.landmarks import MANTISSA
 from jshadow.packing import ROW_BITS
 from jshadow.policies.base import check_choice, check_range, check_share
@@ -244,7 +244,7 @@ class ShadowSettings(ChunkCosts):
     def max_near(self, capacity: int, later: int) -> int:
         """Chunks of which a step reads all landmarks, where it does not of every chunk; `later` follow the prompt's."""
         wanted = self.max_selected(capacity) * (1 if self.selection_rounds == 1 else WIDER)
-        return GROUP * min(NEAR * wanted, -(-self.max_chunks(capacity) // GROUP) - -later // GROUP)
+        return GROUP * min(wanted, -(-self.max_chunks(capacity) // GROUP) - -later // GROUP)
 
     # Counts. Static ones are maxima that follow from the capacity; a row's own follow from its chunks.
 
