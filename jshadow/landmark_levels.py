@@ -21,7 +21,7 @@ from jshadow.key_codecs.base import chosen_rows
 from jshadow.landmarks import chunk_scores, keep_landmarks, landmark_products
 from jshadow.packing import Scaled
 from pallas_kernels.chunk_scores.reference import half_variance
-from pallas_kernels.codes import code_at, signed
+from pallas_kernels.codes import signed_at
 
 GROUP = 4  # neighbouring chunks whose landmarks are read together; as many groups as chunks are chosen
 
@@ -139,9 +139,9 @@ def gathered_products(rows: Float[Array, "B h R d"], landmarks: Array | Scaled) 
         return summed(rows, landmarks)
     width = landmarks.codes.shape[3]
     bits = 8 * width // max(rows.shape[3], 1)
-    codes, found = landmarks.codes.astype(jnp.int32), jnp.zeros((), jnp.float32)
+    found = jnp.zeros((), jnp.float32)
     for place in range(8 // bits):
-        numbers = signed(code_at(codes, place, bits), bits)
+        numbers = signed_at(landmarks.codes, place, bits)
         found += summed(rows[..., place * width : (place + 1) * width], numbers)
     return found * landmarks.scale.astype(jnp.float32)[:, :, None, :, 0]
 
