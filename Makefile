@@ -33,8 +33,8 @@ test-slow: $(BIN)/.setup
 AOT := .cache/aot
 AOT_OPTIONS ?=
 aot: $(BIN)/.setup $(AOT)/.done
-	PYTHONPATH=$(AOT):tests $(BIN)/python -m pytest -m aot
-	PYTHONPATH=$(AOT):tests $(BIN)/python -m aot $(AOT_OPTIONS)
+	PYTHONPATH=$(AOT):tests:tests/support $(BIN)/python -m pytest -m aot
+	PYTHONPATH=$(AOT):tests:tests/support $(BIN)/python -m aot $(AOT_OPTIONS)
 
 $(AOT)/.done: constraints.txt
 	version=$$($(BIN)/python -c "import jax; print(jax.__version__)"); \
@@ -45,7 +45,7 @@ $(AOT)/.done: constraints.txt
 GPU_PYTHON ?= python3
 GPU_OPTIONS ?=
 gpu:
-	env -u JAX_PLATFORMS -u JAX_COMPILATION_CACHE_DIR PYTHONPATH=.:tests$${PYTHONPATH:+:$$PYTHONPATH} \
+	env -u JAX_PLATFORMS -u JAX_COMPILATION_CACHE_DIR PYTHONPATH=.:tests:tests/support$${PYTHONPATH:+:$$PYTHONPATH} \
 	    $(GPU_PYTHON) -m gpu $(GPU_OPTIONS)
 
 check: $(BIN)/.setup

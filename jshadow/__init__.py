@@ -1,28 +1,106 @@
 """Long-context LLM inference in JAX: ShadowKV and its sister methods, with a checked host offload."""
 
+import importlib
+import importlib.abc
+import importlib.metadata
+import importlib.util
+import sys
+from types import ModuleType
+
 from jshadow import errors as errors
 from jshadow import policies as policies
-from jshadow.decode import decode_step as decode_step
-from jshadow.decode import decode_steps as decode_steps
-from jshadow.decode import extend as extend
-from jshadow.fitted import load_fitted as load_fitted
-from jshadow.fitted import save_fitted as save_fitted
+from jshadow.cache.state import KVState as KVState
+from jshadow.engine import decode as decode
+from jshadow.engine.decode import decode_step as decode_step
+from jshadow.engine.decode import decode_steps as decode_steps
+from jshadow.engine.decode import extend as extend
+from jshadow.engine.fitted_arrays import load_fitted as load_fitted
+from jshadow.engine.fitted_arrays import save_fitted as save_fitted
+from jshadow.engine.prefill import prefill as prefill
+from jshadow.engine.prefill import prefill_many as prefill_many
+from jshadow.engine.report import Report as Report
+from jshadow.engine.sampling import Sampler as Sampler
+from jshadow.engine.saved_state import load_state as load_state
+from jshadow.engine.saved_state import save_state as save_state
+from jshadow.engine.sparse_prefill import AShape as AShape
+from jshadow.engine.sparse_prefill import BlockSparse as BlockSparse
+from jshadow.engine.sparse_prefill import VerticalSlash as VerticalSlash
 from jshadow.generate import Generation as Generation
 from jshadow.generate import generate as generate
 from jshadow.generate import stream as stream
-from jshadow.params import Params as Params
-from jshadow.params import load as load
-from jshadow.params import save as save
+from jshadow.models.config import ModelConfig as ModelConfig
+from jshadow.models.transformer import abstract_weights as abstract_weights
+from jshadow.planner.bytes import abstract_state as abstract_state
+from jshadow.policies import H2O as H2O
+from jshadow.policies import KIVI as KIVI
+from jshadow.policies import LESS as LESS
+from jshadow.policies import DenseFirst as DenseFirst
 from jshadow.policies import Full as Full
+from jshadow.policies import InfiniGen as InfiniGen
+from jshadow.policies import InfLLM as InfLLM
+from jshadow.policies import Loki as Loki
+from jshadow.policies import OmniKV as OmniKV
+from jshadow.policies import Policy as Policy
+from jshadow.policies import Pyramid as Pyramid
+from jshadow.policies import Quest as Quest
 from jshadow.policies import ShadowKV as ShadowKV
+from jshadow.policies import ShadowKVPlus as ShadowKVPlus
+from jshadow.policies import SnapKV as SnapKV
+from jshadow.policies import SpeCache as SpeCache
 from jshadow.policies import StreamingLLM as StreamingLLM
-from jshadow.prefill import prefill as prefill
-from jshadow.prefill import prefill_many as prefill_many
-from jshadow.report import Report as Report
-from jshadow.sampling import Sampler as Sampler
-from jshadow.saved import load_state as load_state
-from jshadow.saved import save_state as save_state
-from jshadow.sparse_prefill import AShape as AShape
-from jshadow.sparse_prefill import BlockSparse as BlockSparse
-from jshadow.sparse_prefill import VerticalSlash as VerticalSlash
-from jshadow.state import KVState as KVState
+from jshadow.weights.params import Params as Params
+from jshadow.weights.params import load as load
+from jshadow.weights.params import save as save
+
+__version__ = importlib.metadata.version("jshadow")
+
+# Public import paths that stay valid, and where their modules are.
+STABLE_PATHS = {
+    "analysis": "evaluation.analysis",
+    "attention": "ops.attention",
+    "bench": "evaluation.speed",
+    "chunking": "ops.layout",
+    "config": "models.config",
+    "convert": "weights.convert",
+    "decode": "engine.decode",
+    "lowrank": "policies.shadowkv.key_codecs.factorise",
+    "offload": "cache.offload",
+    "params": "weights.params",
+    "planning": "planner.bytes",
+    "rope": "ops.rope",
+    "sampling": "engine.sampling",
+    "sparse_prefill": "engine.sparse_prefill",
+    "state": "cache.state",
+}
+
+
+class _StablePaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes `import jshadow.planning` the import of `jshadow.planner.bytes`, and likewise for all `STABLE_PATHS`."""
+
+    @staticmethod
+    def target(name: str) -> str | None:
+        """The real name of a module that is asked for by a stable path."""
+        package, _, rest = name.partition(".")
+        first, dot, inside = rest.partition(".")
+        if package != __name__ or first not in STABLE_PATHS:
+            return None
+        return f"{package}.{STABLE_PATHS[first]}{dot}{inside}"
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        """A spec where the name begins with a stable path."""
+        return importlib.util.spec_from_loader(name, self) if self.target(name) else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the real module in place of the empty one that was made for the name."""
+        real = self.target(module.__name__)
+        assert real is not None
+        sys.modules[module.__name__] = importlib.import_module(real)
+
+
+sys.meta_path.insert(0, _StablePaths())
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name not in STABLE_PATHS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f"{__name__}.{name}")

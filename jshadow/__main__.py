@@ -2,6 +2,6 @@
 
 import sys
 
-from jshadow.cli import main
+from jshadow.cli.main import main
 
 sys.exit(main())

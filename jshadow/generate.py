@@ -3,13 +3,13 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jshadow.cache.state import KVState
+from jshadow.engine.generation import Generation as Generation
+from jshadow.engine.generation import Run
+from jshadow.engine.sampling import Sampler
 from jshadow.errors import PromptError
 from jshadow.policies import Policy
-from jshadow.prefill_attention import PrefillAttention
-from jshadow.run import Generation as Generation
-from jshadow.run import Run
-from jshadow.sampling import Sampler
-from jshadow.state import KVState
+from jshadow.policies.prefill_attention import PrefillAttention
 
 
 def generate(

@@ -27,8 +27,7 @@ import random
 import numpy as np
 
 import jshadow
-from jshadow import analysis
-from jshadow.evaluation import plots, tasks
+from jshadow.evaluation import analysis, plots, tasks
 
 params = jshadow.load("../checkpoints/smollm2-135m-instruct", dtype="float32")
 tokens = 1024

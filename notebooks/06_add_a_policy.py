@@ -27,14 +27,14 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jshadow
-from jshadow.config import ModelConfig
-from jshadow.evaluation import metrics
+from jshadow.evaluation import results as metrics
 from jshadow.evaluation.tasks import make
-from jshadow.params import init_params
+from jshadow.models.config import ModelConfig
 from jshadow.policies import SnapKV
 from jshadow.policies.base import check_range
 from jshadow.policies.eviction import EvictingPolicy
-from jshadow.policies.nominal import largest
+from jshadow.policies.sizing import largest
+from jshadow.weights.params import init_params
 
 # %% [markdown]
 # ## The class

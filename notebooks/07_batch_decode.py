@@ -30,8 +30,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jshadow
-from jshadow.decode import COMPILER_OPTIONS, step
-from jshadow.state import KVState
+from jshadow.cache.state import KVState
+from jshadow.engine.decode import COMPILER_OPTIONS, step
 
 params = jshadow.load("../checkpoints/smollm2-135m-instruct", dtype="float32")
 config, tokenizer = params.config, params.tokenizer

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.scorers import SCORERS
 from jshadow.evaluation.suites import READERS
 from jshadow.evaluation.tasks.framing import Case, Sample, case_of, encode
+from jshadow.evaluation.text_metrics import SCORERS
 
 SPLITS = ("validation", "test", "train", "data")  # files of these names are called after their folder
 TRUNCATIONS = ("middle",)

@@ -16,7 +16,8 @@ import jax
 import jinja2
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation import metrics, plots
+from jshadow.evaluation import plots
+from jshadow.evaluation import results as metrics
 from jshadow.evaluation.plots.results import FIELDS, check_matplotlib, with_memory, with_scores, with_turns
 from jshadow.evaluation.plots.style import whole_file
 

@@ -20,14 +20,14 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
+from jshadow.engine.fitted_arrays import load_fitted
+from jshadow.engine.sampling import Sampler
+from jshadow.engine.sparse_prefill import parse_prefill
 from jshadow.errors import ConfigError, JshadowError, PromptError
+from jshadow.evaluation.likelihood import Score, Scorer
 from jshadow.evaluation.lm_eval_settings import parse_generation, policy_of, special_ids, whole
-from jshadow.evaluation.scoring import Score, Scorer
-from jshadow.fitted import load_fitted
-from jshadow.params import Params, load
 from jshadow.policies import Policy
-from jshadow.sampling import Sampler
-from jshadow.sparse_prefill import parse_prefill
+from jshadow.weights.params import Params, load
 
 LOG = logging.getLogger(__name__)
 TRUNCATIONS = (None, "middle")

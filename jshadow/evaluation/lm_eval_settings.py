@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from typing import Any
 
+from jshadow.engine.sampling import Sampler
 from jshadow.errors import ConfigError
 from jshadow.policies import Policy, parse_policy
-from jshadow.sampling import Sampler
 
 MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # all mean the same
 FILTERS = ("top_k", "top_p", "min_p")

@@ -9,20 +9,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshadow import decode, offload
-from jshadow.digest import tree_digest
+from jshadow.cache import offload
+from jshadow.cache.state import Counters, KVState
+from jshadow.engine import decode
+from jshadow.engine.prefill import prepared_attention
+from jshadow.engine.report import row_figures
 from jshadow.errors import ConfigError
-from jshadow.evaluation import metrics
-from jshadow.evaluation.cells import SERVED, Cell, Data, Entry, Setup, plan
-from jshadow.evaluation.scorers import score
+from jshadow.evaluation import results as metrics
+from jshadow.evaluation.plan import SERVED, Cell, Data, Entry, Setup, plan
 from jshadow.evaluation.tasks import Case
 from jshadow.evaluation.tasks.framing import padded
-from jshadow.planning import footprint, step_footprint
+from jshadow.evaluation.text_metrics import score
+from jshadow.planner.bytes import footprint, step_footprint
 from jshadow.policies import Full, Policy
-from jshadow.prefill import prepared_attention
-from jshadow.prefill_attention import PrefillAttention
-from jshadow.report import row_figures
-from jshadow.state import Counters, KVState
+from jshadow.policies.prefill_attention import PrefillAttention
+from jshadow.weights.digest import tree_digest
 
 Progress = Callable[[int, int], None]
 MOST_TOGETHER = 12  # states of one prompt that exist at once

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation.scorers import LETTERS
 from jshadow.evaluation.tasks.framing import Sample
+from jshadow.evaluation.text_metrics import LETTERS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jshadow.config import ModelConfig, token_ids
 from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig, token_ids
 
 
 @dataclasses.dataclass(frozen=True)

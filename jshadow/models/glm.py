@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.config import ModelConfig
+from jshadow.models.config import ModelConfig
 from jshadow.models.family import ModelFamily, Rule
 from jshadow.models.llama import ATTENTION, DOWN, EMBEDDING, FUSED_GATE_AND_UP, NORMS, OUTPUT, VALUES
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jshadow.config import ModelConfig
+from jshadow.models.config import ModelConfig
 
 
 class RMSNorm(nn.Module):

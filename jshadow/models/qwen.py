@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.config import ModelConfig
+from jshadow.models.config import ModelConfig
 from jshadow.models.family import ModelFamily
 from jshadow.models.llama import QK_NORMS, RULES
 from jshadow.models.sliding import last_layers, layer_types

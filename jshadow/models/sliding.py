@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.config import ModelConfig, check_positive
 from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig, check_positive
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jshadow.config import ModelConfig, check_positive
 from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig, check_positive
 from jshadow.models.family import ModelFamily
 from jshadow.models.llama import RULES
 from jshadow.models.sliding import layer_count, layer_types, sliding_fields

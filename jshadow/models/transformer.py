@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.config import ModelConfig
+from jshadow.models.config import ModelConfig
 from jshadow.models.layers import MLP, Attention, RMSNorm
 
 

@@ -20,10 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.config import ModelConfig
-from jshadow.errors import ConfigError
-from jshadow.prefill_attention import PrefillAttention
-from jshadow.state import (
+from jshadow.cache.state import (
     CacheSpec,
     Fetched,
     HostArray,
@@ -35,6 +32,9 @@ from jshadow.state import (
     Selection,
     StepKV,
 )  # fmt: skip
+from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig
+from jshadow.policies.prefill_attention import PrefillAttention
 
 SLIDING_PIECE = 16  # tokens of a turn that a sliding layer takes at once
 

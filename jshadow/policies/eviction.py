@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.attention import Piece, attend
-from jshadow.chunking import top_k, write_rows
+from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.ops.attention import Piece, attend
+from jshadow.ops.layout import top_k, write_rows
 from jshadow.policies.base import Policy
-from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
 
 class KeptPrompt(struct.PyTreeNode):

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.attention import Piece, attend
-from jshadow.chunking import fit_tokens, write_rows
-from jshadow.config import ModelConfig
+from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.models.config import ModelConfig
+from jshadow.ops.attention import Piece, attend
+from jshadow.ops.layout import fit_tokens, write_rows
 from jshadow.policies.base import Policy, check_fraction
-from jshadow.policies.nominal import infeasible
-from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.policies.sizing import infeasible
 
 
 class FullLive(struct.PyTreeNode):

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.attention import Piece, attend, attention_probs, key_mass
-from jshadow.chunking import write_rows
-from jshadow.config import ModelConfig
+from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.models.config import ModelConfig
+from jshadow.ops.attention import Piece, attend, attention_probs, key_mass
+from jshadow.ops.layout import write_rows
 from jshadow.policies.base import Policy, check_choice, check_fraction, check_range
 from jshadow.policies.eviction import best_positions, take_positions
-from jshadow.policies.nominal import largest
-from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.policies.sizing import largest
 
 SHARE = 0.1  # of the capacity, each for heavy hitters and for recent tokens: the paper's 20 % in all
 

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.attention import Piece, attend
-from jshadow.chunking import fill_ring, fit_tokens, ring_positions, write_rows
-from jshadow.config import ModelConfig
+from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 from jshadow.errors import ConfigError
-from jshadow.packing import Packed, dequantise, quantise, scale_dtype, words_of
+from jshadow.models.config import ModelConfig
+from jshadow.ops.attention import Piece, attend
+from jshadow.ops.layout import fill_ring, fit_tokens, ring_positions, write_rows
+from jshadow.ops.packing import Packed, dequantise, quantise, scale_dtype, words_of
 from jshadow.policies.base import Policy, check_choice, check_fraction, check_range
-from jshadow.policies.nominal import first_fitting
-from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.policies.sizing import first_fitting
 
 BITS = (1, 2, 4, 8)
 

@@ -14,13 +14,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.config import ModelConfig
+from jshadow.cache.prompt_walk import directions, prompts_of
+from jshadow.cache.state import CacheSpec, PromptKV
 from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig
 from jshadow.policies.base import check_choice, check_fraction, check_range
-from jshadow.policies.calibration import directions, prompts_of
-from jshadow.policies.nominal import largest
 from jshadow.policies.retrieval import RetrievalPolicy
-from jshadow.state import CacheSpec, PromptKV
+from jshadow.policies.sizing import largest
 
 SHARE = 4  # of the tokens and of the columns, one in so many: the paper's k_f = d_f = 0.25
 

@@ -11,12 +11,12 @@ from typing import Any, Self
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.config import ModelConfig
+from jshadow.cache.state import CacheSpec
+from jshadow.models.config import ModelConfig
 from jshadow.policies.base import Policy, check_fraction, check_range
 from jshadow.policies.full import Full
-from jshadow.policies.nominal import first_fitting
 from jshadow.policies.retrieval import RetrievalPolicy
-from jshadow.state import CacheSpec
+from jshadow.policies.sizing import first_fitting
 
 
 @dataclasses.dataclass(frozen=True)

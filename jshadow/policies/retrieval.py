@@ -14,11 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.attention import Piece, attend, group_queries
-from jshadow.chunking import fill_ring, ring_positions, to_chunks, top_k, write_rows
-from jshadow.config import ModelConfig
-from jshadow.policies.base import Policy, check_range, check_share, within_share
-from jshadow.state import (
+from jshadow.cache.state import (
     CacheSpec,
     Fetched,
     HostLayout,
@@ -29,6 +25,10 @@ from jshadow.state import (
     Selection,
     StepKV,
 )  # fmt: skip
+from jshadow.models.config import ModelConfig
+from jshadow.ops.attention import Piece, attend, group_queries
+from jshadow.ops.layout import fill_ring, ring_positions, to_chunks, top_k, write_rows
+from jshadow.policies.base import Policy, check_range, check_share, within_share
 
 
 class UnitFrozen(struct.PyTreeNode):

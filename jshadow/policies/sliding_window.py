@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.attention import Piece, attend
-from jshadow.chunking import fill_ring, ring_positions, write_rows
-from jshadow.config import ModelConfig
+from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.models.config import ModelConfig
+from jshadow.ops.attention import Piece, attend
+from jshadow.ops.layout import fill_ring, ring_positions, write_rows
 from jshadow.policies.base import SLIDING_PIECE, Policy, foreseen, sliding_slots
-from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 
 
 class SlidingLive(struct.PyTreeNode):

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jshadow.attention import MASKED, group_queries
-from jshadow.config import ModelConfig
+from jshadow.cache.state import CacheSpec, PromptKV
+from jshadow.models.config import ModelConfig
+from jshadow.ops.attention import MASKED, group_queries
 from jshadow.policies.base import Policy, check_choice, check_fraction, check_range
 from jshadow.policies.eviction import EvictingPolicy
-from jshadow.policies.nominal import largest
-from jshadow.state import CacheSpec, PromptKV
+from jshadow.policies.sizing import largest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,13 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.attention import Piece, attend, group_queries, masked_scores
-from jshadow.chunking import to_chunks, top_k
-from jshadow.config import ModelConfig
-from jshadow.policies.base import check_fraction, check_range
-from jshadow.policies.kivi import KIVI, KiviLive
-from jshadow.policies.nominal import first_fitting
-from jshadow.state import (
+from jshadow.cache.state import (
     CacheSpec,
     Fetched,
     HostLayout,
@@ -34,6 +28,12 @@ from jshadow.state import (
     Selection,
     StepKV,
 )  # fmt: skip
+from jshadow.models.config import ModelConfig
+from jshadow.ops.attention import Piece, attend, group_queries, masked_scores
+from jshadow.ops.layout import to_chunks, top_k
+from jshadow.policies.base import check_fraction, check_range
+from jshadow.policies.kivi import KIVI, KiviLive
+from jshadow.policies.sizing import first_fitting
 
 
 class Guess(struct.PyTreeNode):

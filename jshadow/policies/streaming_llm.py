@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.attention import Piece, attend
-from jshadow.chunking import write_rows
-from jshadow.config import ModelConfig
+from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.models.config import ModelConfig
+from jshadow.ops.attention import Piece, attend
+from jshadow.ops.layout import write_rows
+from jshadow.ops.rope import cos_sin, query_factor, rotate
 from jshadow.policies.base import Policy, check_range
-from jshadow.policies.nominal import infeasible, own_share, whole_share
-from jshadow.rope import cos_sin, query_factor, rotate
-from jshadow.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.policies.sizing import infeasible, own_share, whole_share
 
 
 class StreamingLive(struct.PyTreeNode):

@@ -9,15 +9,15 @@ from typing import Any, Self
 
 from jax import Array
 
-from jshadow.config import ModelConfig
+from jshadow.cache.state import CacheSpec, Fetched, HostWrite, LayerState, PromptKV, StepKV
 from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig
 from jshadow.policies.base import Policy, check_range, own_layers
 from jshadow.policies.full import Full
-from jshadow.policies.infinigen import ForeseeingFull
-from jshadow.policies.nominal import infeasible, own_share, whole_share
-from jshadow.policies.shadowkv import ShadowKV
-from jshadow.prefill_attention import PrefillAttention
-from jshadow.state import CacheSpec, Fetched, HostWrite, LayerState, PromptKV, StepKV
+from jshadow.policies.infinigen.policy import ForeseeingFull
+from jshadow.policies.prefill_attention import PrefillAttention
+from jshadow.policies.shadowkv.policy import ShadowKV
+from jshadow.policies.sizing import infeasible, own_share, whole_share
 
 
 @dataclasses.dataclass(frozen=True)

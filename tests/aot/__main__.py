@@ -17,7 +17,7 @@ from aot import programs
 from aot.compiler import Program, compile_for
 from aot.programs import Task
 from aot.targets import HOST_MEMORY, TARGETS
-from jshadow.planning import full_bytes
+from jshadow.planner.bytes import full_bytes
 from jshadow.policies import ShadowKV
 
 FIRST = next(iter(TARGETS))

@@ -1,6 +1,6 @@
 """The models whose steps are compiled for absent GPUs (`make aot`) and run on real ones (`make gpu`)."""
 
-from jshadow.config import ModelConfig, RopeConfig
+from jshadow.models.config import ModelConfig, RopeConfig
 
 # Llama-3.1-8B's shape; the context is that of Llama-3-8B-1M, so that 244K fits too.
 LLAMA = ModelConfig(

@@ -13,15 +13,15 @@ from jax import ShapeDtypeStruct as Shape
 import pallas_kernels
 from aot.compiler import place
 from aot.models import LLAMA, ONE_LAYER
-from jshadow.config import ModelConfig
-from jshadow.landmark_levels import first_level, first_spread
+from jshadow.cache.state import KVState
+from jshadow.engine.prefill import _prefill_layer
+from jshadow.engine.step import step_writes
+from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
-from jshadow.packing import Scaled
-from jshadow.planning import abstract_state, footprint
+from jshadow.ops.packing import Scaled
+from jshadow.planner.bytes import abstract_state, footprint
 from jshadow.policies import Full, Policy, ShadowKV
-from jshadow.prefill import _prefill_layer
-from jshadow.state import KVState
-from jshadow.step import step_writes
+from jshadow.policies.shadowkv.landmark_levels import first_level, first_spread
 
 DTYPE = jnp.bfloat16
 PACKED = ShadowKV.packed()

@@ -11,13 +11,14 @@ import numpy as np
 from gpu.runner import Task, attempt, brief
 from gpu.sizes import PACKED, Sizes
 from gpu.synthetic import free, sharding
-from jshadow import decode, offload
-from jshadow.chunking import top_k
-from jshadow.config import ModelConfig
-from jshadow.lowrank import EXACT, key_factors
-from jshadow.params import init_params
+from jshadow.cache import offload
+from jshadow.cache.state import HostArray, HostTier
+from jshadow.engine import decode
+from jshadow.models.config import ModelConfig
+from jshadow.ops.layout import top_k
 from jshadow.policies import ShadowKV
-from jshadow.state import HostArray, HostTier
+from jshadow.policies.shadowkv.key_codecs.factorise import EXACT, key_factors
+from jshadow.weights.params import init_params
 from pallas_kernels import fetch_reconstruct
 
 MODEL = ModelConfig("llama", 499, 4, 256, 384, 8, 2, 64, 1e-5, 1024)

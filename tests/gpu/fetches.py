@@ -16,9 +16,9 @@ from gpu.sizes import Sizes
 from gpu.steered import SHARE
 from gpu.synthetic import free, on_device, on_host
 from gpu.timing import build, series
-from jshadow import offload
-from jshadow.rope import inverse_frequencies
-from jshadow.state import HostArray, HostTier
+from jshadow.cache import offload
+from jshadow.cache.state import HostArray, HostTier
+from jshadow.ops.rope import inverse_frequencies
 from pallas_kernels import fetch_reconstruct
 
 DRAWS, CALLS = 8, 16  # least sets of chunks that take turns; calls dispatched together

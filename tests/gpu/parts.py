@@ -10,8 +10,8 @@ from gpu.room import Room
 from gpu.runner import Parts, Runner, Task, brief
 from gpu.sizes import Sizes
 from gpu.throughput import Throughput
-from jshadow import bench
-from jshadow.gpus import GPUS
+from jshadow.evaluation import speed as bench
+from jshadow.planner.gpu_specs import GPUS
 
 
 def all_parts(sizes: Sizes, runner: Runner, pool: int) -> Parts:

@@ -7,11 +7,11 @@ import jax
 
 from gpu.environment import GIB
 from gpu.sizes import Sizes
-from jshadow.capacity_plan import capacity_plan
-from jshadow.gpus import Gpu
-from jshadow.planning import footprint
+from jshadow.planner.bytes import footprint
+from jshadow.planner.gpu import capacity_plan
+from jshadow.planner.gpu_specs import Gpu
+from jshadow.planner.roofline import StepBound
 from jshadow.policies import Full, Policy
-from jshadow.roofline import StepBound
 
 SPARE = GIB  # of the device, for what the allocator cannot use between large arrays
 # The pool of pinned memory grows by regions, each twice the one before, and wastes their ends.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from aot.models import LLAMA
 
 from gpu.environment import GIB
-from jshadow.config import ModelConfig
+from jshadow.models.config import ModelConfig
 from jshadow.policies import ShadowKV
 
 LEFT = 64  # tokens of a capacity that the prompt leaves

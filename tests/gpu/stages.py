@@ -13,14 +13,13 @@ from gpu.sizes import Sizes
 from gpu.steered import PHASE
 from gpu.synthetic import free, on_device, sharding, state, steered
 from gpu.timing import Seconds, build, series
-from jshadow import offload
-from jshadow.attention import Piece, attend
-from jshadow.bench.layer import Shape, random_step
-from jshadow.chunking import top_k
-from jshadow.key_codecs import reconstruct_keys
-from jshadow.policies.shadowkv import own_piece
-from jshadow.state import Fetched, HostTier, LayerState, Selection, StepKV
-from jshadow.step import step_layer
+from jshadow.cache import offload
+from jshadow.cache.state import Fetched, HostTier, LayerState, Selection, StepKV
+from jshadow.engine.step import step_layer
+from jshadow.evaluation.speed.layer import Shape, random_step
+from jshadow.ops.attention import Piece, attend
+from jshadow.ops.layout import top_k
+from jshadow.policies.shadowkv.policy import own_piece
 
 CALLS = 8
 
@@ -95,7 +94,7 @@ class Stages:
             "scores": self.timed(functools.partial(policy.scores, spec), layer, step),
             "top_k": self.timed(functools.partial(top_k, count=count), scores),
             "fetch V (host gather, device_put)": self.timed(gather, layer.host, ids),
-            "rebuild K": self.timed(reconstruct_keys, selection.rebuild, ids),
+            "rebuild K": self.timed(lambda rebuild, ids: rebuild.keys(ids), selection.rebuild, ids),
             "fetch V and rebuild K (device_put)": self.timed(functools.partial(self.fetched, put), layer.host, plain),
             "fetch V and rebuild K (zero_copy)": self.timed(functools.partial(self.fetched, spec), layer.host, plain),
             "attention": self.timed(attention, layer, step, fetched),

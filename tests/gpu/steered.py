@@ -6,8 +6,8 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
+from jshadow.cache.state import CacheSpec, LayerState, StepKV
 from jshadow.policies import ShadowKV
-from jshadow.state import CacheSpec, LayerState, StepKV
 
 BONUS = 4.0  # scores are probabilities
 PHASE = 32  # tokens after the prompt that share nothing with each other; those that follow share SHARE

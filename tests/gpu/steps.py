@@ -15,13 +15,13 @@ from gpu.sizes import Sizes
 from gpu.steered import PHASE
 from gpu.synthetic import abstract, placed, sharding, steered
 from gpu.timing import Built, build
-from jshadow.config import ModelConfig
+from jshadow.cache.offload import FETCH_QUANTUM
+from jshadow.cache.state import Counters, KVState, Reads, Writes
+from jshadow.engine.step import step_writes
+from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
-from jshadow.offload import FETCH_QUANTUM
-from jshadow.planning import abstract_state
+from jshadow.planner.bytes import abstract_state
 from jshadow.policies import Full, Policy
-from jshadow.state import Counters, KVState, Reads, Writes
-from jshadow.step import step_writes
 
 
 @dataclasses.dataclass(frozen=True)

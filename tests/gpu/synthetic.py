@@ -16,11 +16,11 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gpu.steered import Steered
-from jshadow.config import ModelConfig
+from jshadow.cache.state import Counters, HostArray, HostTier, KVState, LayerState
+from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
-from jshadow.planning import abstract_state
+from jshadow.planner.bytes import abstract_state
 from jshadow.policies import Policy, ShadowKV
-from jshadow.state import Counters, HostArray, HostTier, KVState, LayerState
 
 DTYPE = "bfloat16"
 

@@ -17,8 +17,8 @@ from gpu.steered import PHASE, SHARE
 from gpu.steps import Setup, Steps, built, temporaries
 from gpu.synthetic import free, refetched, state, steered, weights
 from gpu.timing import Built, side_by_side
+from jshadow.cache.state import KVState
 from jshadow.policies import Full
-from jshadow.state import KVState
 
 
 class Throughput:

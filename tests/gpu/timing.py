@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jshadow.step import COMPILER_OPTIONS
+from jshadow.engine.step import COMPILER_OPTIONS
 
 
 class Built(NamedTuple):

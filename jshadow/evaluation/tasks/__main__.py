@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 
 def write(args: argparse.Namespace) -> None:
     """The rows of several cases. Raises ConfigError."""
-    from jshadow.params import load_tokenizer
+    from jshadow.weights.params import load_tokenizer
 
     if args.samples < 1:
         raise ConfigError(f"--samples must be at least 1, got {args.samples}")
@@ -47,7 +47,7 @@ def write(args: argparse.Namespace) -> None:
 
 def show(args: argparse.Namespace) -> None:
     """One prompt. Raises ConfigError."""
-    from jshadow.params import load_tokenizer
+    from jshadow.weights.params import load_tokenizer
 
     depth = 0.5 if args.depth is None else args.depth
     case = make(args.task, load_tokenizer(Path(args.model)), args.tokens, depth, args.seed)

@@ -1,0 +1,95 @@
+"""What int8 projections change, beside bfloat16: `python benchmarks/int8.py MODEL [--json]`.
+
+Teacher-forced logits of a text (Python's documentation) with full attention. Float32 is the truth; bfloat16 and int8
+with bfloat16 activations are compared with it and with each other: error of the logits, top-1 agreement, KL
+divergence, perplexity. Needles are `jshadow eval MODEL --tasks needle_noise,needle_docs [--quantize int8]`.
+"""
+
+import argparse
+import json
+from pydoc_data import topics
+
+import jax
+import numpy as np
+
+import jshadow
+
+TOPICS = (
+    "assert",
+    "binary",
+    "calls",
+    "class",
+    "comparisons",
+    "compound",
+    "context-managers",
+    "customization",
+    "exceptions",
+)
+
+
+def logits_of(model: str, ids: np.ndarray, dtype: str, quantize: str | None) -> tuple[np.ndarray, int]:
+    """Float64 logits [T, V] of every token, and the bytes of all weights."""
+    params = jshadow.load(model, dtype, quantize=quantize)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
+    logits, _ = jshadow.prefill(
+        params, ids[None], np.array([len(ids)]), jshadow.Full(), capacity=len(ids), logits="all"
+    )
+    return np.asarray(logits[0], np.float64), size
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities of the last axis."""
+    logits = logits - logits.max(-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+
+
+def compared(name: str, got: np.ndarray, truth: np.ndarray, ids: np.ndarray) -> dict[str, float | str]:
+    """One row: `got` beside `truth`, both [T, V]."""
+    error, mine, theirs = got - truth, log_softmax(got), log_softmax(truth)
+    return {
+        "what": name,
+        "rms_error": float(np.sqrt((error**2).mean())),
+        "largest_error": float(np.abs(error).max()),
+        "deviation_of_logits": float(truth.std()),
+        "top1_agreement": float((got.argmax(-1) == truth.argmax(-1)).mean()),
+        "kl": float((np.exp(theirs) * (theirs - mine)).sum(-1).mean()),
+        "perplexity": float(np.exp(-mine[np.arange(len(ids) - 1), ids[1:]].mean())),
+    }
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    tokenizer = jshadow.load(args.model).tokenizer
+    text = "".join(topics.topics[name] for name in TOPICS)
+    ids = np.asarray(tokenizer.encode(text)[: args.tokens])
+    assert len(ids) == args.tokens, f"the text has {len(ids)} tokens only"
+    truth, whole = logits_of(args.model, ids, "float32", None)
+    half, halved = logits_of(args.model, ids, "bfloat16", None)
+    int8, least = logits_of(args.model, ids, "bfloat16", "int8")
+    wide, _ = logits_of(args.model, ids, "float32", "int8")
+    rows = [
+        compared("float32", truth, truth, ids),
+        compared("bfloat16 to float32", half, truth, ids),
+        compared("int8, float32 activations, to float32", wide, truth, ids),
+        compared("int8, bfloat16 activations, to float32", int8, truth, ids),
+        compared("int8 to bfloat16", int8, half, ids),
+    ]
+    sizes = {"float32": whole, "bfloat16": halved, "int8": least}
+    if args.json:
+        print(json.dumps({"tokens": len(ids), "bytes": sizes, "results": rows}))
+        return
+    print(f"{len(ids)} tokens; bytes of all weights: {sizes}")
+    print("| what | RMS error | largest | top-1 | KL | perplexity |\n|---|---|---|---|---|---|")
+    columns = {"rms_error": ".4f", "largest_error": ".3f", "top1_agreement": ".4f", "kl": ".6f", "perplexity": ".3f"}
+    for row in rows:
+        print(" | ".join([f"| {row['what']}", *(format(row[key], form) for key, form in columns.items())]) + " |")
+    print(f"deviation of the logits: {rows[0]['deviation_of_logits']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

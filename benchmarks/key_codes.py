@@ -1,0 +1,273 @@
+"""Ideas beyond the transform code, beside it at equal device bytes: `python benchmarks/key_codes.py MODEL [--json]`.
+
+Teacher-forced divergence from full attention on documentation, a Bible and source code (`jshadow eval`'s agreement
+tasks), paired by prompt. Whatever an idea does to keys is done here once, at the end of the prefill: the rounded keys
+are then kept exactly, so that a basis or an allocation is tried without a codec of its own. Then, from what the steps
+of one prompt select: what a larger pool of resident chunks, and a fetch by the query before, would have found.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+from collections import OrderedDict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from rich.console import Console
+from rich.table import Table
+
+import jshadow
+from jshadow.engine import decode
+from jshadow.evaluation.plan import Setup, plan
+from jshadow.evaluation.results import mean_stderr
+from jshadow.evaluation.runner import run_case
+from jshadow.evaluation.tasks import TASKS as TASK_TABLE
+from jshadow.models.config import ModelConfig
+from jshadow.policies import ShadowKV
+from jshadow.policies.shadowkv.key_codecs import Exact, KeyCode, Profile, Transform
+from jshadow.policies.shadowkv.key_codecs.profiles import best_profile, profile_error, profile_of
+from jshadow.policies.shadowkv.profile_calibration import key_errors
+
+TASKS = ("agreement", "agreement_bible", "agreement_code")
+BITS = 512  # of a token: rank 32 in 16 bits
+COMMON: dict[str, Any] = {"budget": 256, "outlier_chunks": 8}
+PACKED: dict[str, Any] = {**COMMON, "landmark_tokens": 2, "landmark_dtype": "int4", "value_dtype": "int4"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounded(Exact):
+    """Keys as `Transform` would rebuild them: with a basis of each head, of the prompt's middle half, or a scale for
+    each token.
+    """
+
+    profile: Profile = (16, 64, 64)
+    idea: str = "whole"
+
+    def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int) -> KeyCode:
+        """Round, then keep."""
+        batch, length, heads, dim = k_pre.shape
+        keys, codec = k_pre, Transform(self.profile)
+        if self.idea == "per_head":
+            keys = k_pre.swapaxes(1, 2).reshape(batch * heads, length, 1, dim)
+        near = keys[:, length // 4 : 3 * length // 4] if self.idea == "middle" else keys
+        ends = jnp.full(len(near), near.shape[1]) if self.idea == "middle" else jnp.repeat(lengths, len(near) // batch)
+        right = codec.encode(near, ends, near.shape[1], 1).right
+        rounded = rebuilt(codec, keys, right)
+        if self.idea == "scale":
+            off = jnp.full(keys.shape[:2], jnp.inf)
+            for power in range(-5, 11):  # half a byte a token
+                step = right.step * 2.0 ** (power / 2.5)
+                tried = rebuilt(codec, keys, right.replace(step=step))
+                error = ((tried.swapaxes(1, 2) - keys) ** 2).sum(axis=(2, 3))
+                rounded = jnp.where((error < off)[:, None, :, None], tried, rounded)
+                off = jnp.minimum(off, error)
+        rounded = rounded.reshape(batch, heads, length, dim).swapaxes(1, 2).astype(k_pre.dtype)
+        return super().encode(rounded, lengths, units, chunk)
+
+
+def rebuilt(codec: Transform, keys: Array, right: Any) -> Array:
+    """Keys [rows, S, heads, d] there and back [rows, heads, S, d]."""
+    return codec.expand(codec.project(keys, right).swapaxes(1, 2), right)
+
+
+@dataclasses.dataclass(frozen=True)
+class Idea(ShadowKV):
+    """ShadowKV with rounded keys; a profile for all layers, or for each."""
+
+    idea: str = "whole"
+    profiles: tuple[Profile, ...] = ((16, 64, 64),)
+
+    @property
+    def codec(self) -> Any:
+        """How keys are kept."""
+        return Rounded(self.profiles[0], self.idea)
+
+    def for_layer(self, layer: int, config: ModelConfig) -> "Idea":
+        """With the layer's profile."""
+        return dataclasses.replace(self, profiles=(self.profiles[layer % len(self.profiles)],))
+
+
+def allocated(errors: np.ndarray, bits: int, step: int = 64) -> tuple[Profile, ...]:
+    """A profile for each layer, `bits` in the mean, that lose least in all: errors [layers, 4, columns]."""
+    layers, columns = len(errors), errors.shape[2]
+    profiles = {size: profile_of(columns, size) for size in range(step, 2 * bits + 1, step)}
+    lost = {size: [profile_error(one, profile) for one in errors] for size, profile in profiles.items()}
+    have = [step] * layers
+    for _ in range(layers * (bits - step) // step):
+        gains = [lost[size][i] - lost[size + step][i] if size < 2 * bits else -math.inf for i, size in enumerate(have)]
+        have[int(np.argmax(gains))] += step
+    assert sum(have) == bits * layers
+    return tuple(profiles[size] for size in have)
+
+
+def ideas(params: Any) -> dict[str, ShadowKV]:
+    """What is compared, by name."""
+    config = params.config
+    text = agreement_text(params, 2048)
+    shares = key_errors(params, text)  # of each layer's own variance
+    transform: dict[str, Any] = {**PACKED, "key_codec": "transform"}
+    exact: dict[str, Any] = {**PACKED, "key_codec": "exact"}
+    found = {bits: best_profile(shares.mean(axis=0), bits) for bits in (256, BITS)}
+    head = profile_of(config.head_dim, BITS / config.kv_heads)
+    profile = profile_of(config.key_columns, BITS)
+    return {
+        "rank 32, landmarks of 8, all 16 bits": ShadowKV(rank=32, **COMMON),
+        f"transform {profile}": ShadowKV(**transform),
+        f"the same, profile found {found[BITS]}": ShadowKV(**transform, key_profile=found[BITS]),
+        "the same code, kept exactly (a check)": Idea(**exact, profiles=(profile,)),
+        f"a basis for each head {head}": Idea(**exact, idea="per_head", profiles=(head,)),
+        "a scale for each token (16, 64, 60)": Idea(**exact, idea="scale", profiles=((16, 64, 60),)),
+        "half of the outliers by the code": ShadowKV(**transform, outlier_rule="both"),
+        "keys weighed by queries": ShadowKV(**transform, key_weights="queries"),
+        "rank 32, keys weighed by queries": ShadowKV(rank=32, **COMMON, key_weights="queries"),
+        "the basis of the middle half": Idea(**exact, idea="middle", profiles=(profile,)),
+        "bits by layer, least variance lost": Idea(**exact, profiles=allocated(shares, BITS)),
+        "a second round of selection": ShadowKV(**transform, selection_rounds=2),
+        "a second round, rank 32": ShadowKV(rank=32, **COMMON, selection_rounds=2),
+        "top_p 0.9 of a budget of 512": ShadowKV(**transform | {"budget": 512, "top_p": 0.9}),
+        "budget 512": ShadowKV(**transform | {"budget": 512}),
+        "4/3 bits (4, 40, 32), landmarks of 8": ShadowKV(**transform | {"landmark_tokens": 8}, key_bits=4 / 3),
+        f"the same, profile found {found[256]}": ShadowKV(**transform | {"landmark_tokens": 8}, key_profile=found[256]),
+        "4/3 bits (4, 40, 32), keys weighed": ShadowKV(
+            **transform | {"landmark_tokens": 8}, key_bits=4 / 3, key_weights="queries"
+        ),
+    }
+
+
+def agreement_text(params: Any, tokens: int) -> np.ndarray:
+    """Documentation, in tokens; not that of the cases."""
+    from pydoc_data import topics
+
+    names = ("specialnames", "typesmapping", "formatstrings", "customization", "classes", "objects")
+    text = "".join(topics.topics.get(name, "") for name in names)
+    ids = np.asarray(params.tokenizer.encode(text), np.int32)
+    assert len(ids) >= tokens, f"the text has {len(ids)} tokens only"
+    return ids[:tokens]
+
+
+# Divergence
+
+
+def divergences(
+    params: Any, policies: dict[str, ShadowKV], lengths: list[int], samples: int, console: Console
+) -> list[dict[str, Any]]:
+    """A row an idea: mean KL over all prompts, by kind of text too, and on how many it is below the first idea's."""
+    setup = Setup(params, "resident", None, {})
+    cells = plan(setup, TASKS, lengths, list(policies.values()), samples, 0)
+    cells.sort(key=lambda cell: cell.length)  # each length has programs of its own
+    found: list[dict[tuple, dict[str, Any]]] = [{} for _ in policies]
+    for done, cell in enumerate(cells):
+        told = [entry.policy for entry in cell.entries if entry.policy is not None]  # full attention first
+        for index in range(samples):
+            _, *records = run_case(setup, cell, index, told)
+            for own, record in zip(found, records, strict=True):
+                own[cell.task, cell.length, index] = record
+            console.print(f"{cell.task}, {cell.length} tokens, prompt {index + 1}: {done + 1} of {len(cells)} cells")
+        if done % len(TASKS) == len(TASKS) - 1:
+            jax.clear_caches()
+    rows = []
+    for name, own in zip(policies, found, strict=True):
+        kl = {place: record["kl"] for place, record in own.items()}
+        mean, error = mean_stderr(list(kl.values()))
+        rows.append({
+            "idea": name, "prompts": len(kl), "kl": mean, "kl_stderr": error,
+            "of_first": mean / float(np.mean([record["kl"] for record in found[0].values()])),
+            "lower_on": sum(kl[place] < found[0][place]["kl"] for place in kl),
+            "top1": float(np.mean([record["score"] for record in own.values()])),
+            "by_text": {task: float(np.mean([kl[place] for place in kl if place[0] == task])) for task in TASKS},
+            "attended_tokens": float(np.mean([record["attended_tokens"] for record in own.values()])),
+        })  # fmt: skip
+    return rows
+
+
+# What a larger pool, or the query before, would have found
+
+
+def selections(params: Any, tokens: np.ndarray, policy: ShadowKV, steps: int) -> list[np.ndarray]:
+    """Chunks that each forced step selects, int [layers, h_kv, k], -1 for none."""
+    prompt = len(tokens) - steps
+    _, state = decode.prefill(
+        params, tokens[None, :prompt], np.array([prompt], np.int32), policy, capacity=len(tokens), fetch="resident"
+    )
+    held = []
+    for token in tokens[prompt:]:
+        _, state = decode.decode_step(params, np.array([token], np.int32), state)
+        held.append(np.stack([np.asarray(layer.live.resident[0]) for layer in state.layers]))
+    return held
+
+
+def pool_hits(held: list[np.ndarray], size: float) -> float:
+    """Share of selected chunks found in a pool of `size` selections, the least recently used leave; 1: the last."""
+    layers, heads, count = held[0].shape
+    asked = hits = 0
+    for layer, head in itertools.product(range(layers), range(heads)):
+        pool: OrderedDict[int, None] = OrderedDict((int(chunk), None) for chunk in held[0][layer, head] if chunk >= 0)
+        for step in held[1:]:
+            chosen = [int(chunk) for chunk in step[layer, head] if chunk >= 0]
+            asked, hits = asked + len(chosen), hits + sum(chunk in pool for chunk in chosen)
+            for chunk in chosen:
+                pool.pop(chunk, None)
+                pool[chunk] = None
+            while len(pool) > size * count:
+                pool.popitem(last=False)
+    return hits / asked
+
+
+def foreseen(held: list[np.ndarray], wide: list[np.ndarray]) -> float:
+    """Share of selected chunks among those that the step before selected with another budget."""
+    now, before = np.stack(held[1:]), np.stack(wide[:-1])
+    found = (now[..., :, None] == before[..., None, :]).any(axis=-1) & (now >= 0)
+    return float(found.sum() / (now >= 0).sum())
+
+
+def reuse(params: Any, length: int, steps: int = 64) -> list[dict[str, Any]]:
+    """A row a kind of text: hits by pool, and by fetching for the query before."""
+    packed: dict[str, Any] = PACKED | {"key_codec": "transform"}
+    rows = []
+    for task in TASKS:
+        case = TASK_TABLE[task](params.tokenizer, length, 0.5, 0)
+        tokens = np.array([*case.prompt, *case.forced[:steps]], np.int32)
+        own = selections(params, tokens, ShadowKV(**packed), steps)
+        row: dict[str, Any] = {"text": task, "tokens": length}
+        row |= {f"pool of {size:g}": pool_hits(own, size) for size in (1, 1.5, 2, 4)}
+        for more in (1.5, 2):
+            wide = selections(params, tokens, ShadowKV(**packed | {"budget": round(more * COMMON["budget"])}), steps)
+            row[f"the query before, {more:g} budgets"] = foreseen(own, wide)
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--lengths", default="2048,4096")
+    parser.add_argument("--samples", type=int, default=2, help="prompts of each kind of text and length")
+    parser.add_argument("--only", default="", help="ideas whose name holds one of these, comma list; no reuse then")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    params, lengths = jshadow.load(args.model, "float32"), [int(length) for length in args.lengths.split(",")]
+    console = Console(stderr=True)
+    wanted = {
+        name: idea for name, idea in ideas(params).items() if any(text in name for text in args.only.split(","))
+    }  # fmt: skip
+    found = {"divergence": divergences(params, wanted, lengths, args.samples, console)}
+    if not args.only:
+        found["reuse"] = [row for length in lengths for row in reuse(params, length)]
+    if args.json:
+        print(json.dumps(found))
+        return
+    for name, rows in found.items():
+        table = Table(*rows[0], title=name)
+        for row in rows:
+            table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What policies learn from a text: its queries, keys and values, layer by layer, outside any compiled program."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jshadow.cache.state import PromptKV
+from jshadow.errors import PromptError
+from jshadow.models.config import ModelConfig
+from jshadow.models.transformer import Heads, apply_block, embed
+from jshadow.ops.attention import causal_attention
+from jshadow.ops.rope import inverse_frequencies, rotation
+
+NOTHING = 1e-5  # of the largest eigenvalue: a direction with less is none of the data's
+
+
+def directions(spread: Array) -> tuple[Array, Array]:
+    """Eigenvectors of float32 [..., d, d], the largest eigenvalue first, and which of them are more than rounding."""
+    values, vectors = jnp.linalg.eigh(spread)
+    return vectors[..., ::-1], values[..., ::-1] > NOTHING * values[..., -1:]
+
+
+def prompts_of(params: Any, tokens: Any, progress: Callable[[int, int], None] | None = None) -> Iterator[PromptKV]:
+    """Keys, values and queries of a text in each layer, all queries included.
+
+    Args:
+        params: Params.
+        tokens: int32 [S] or [B, S], no padding.
+        progress: called with (layers done, layers), when the next one is asked for.
+
+    Yields:
+        A PromptKV for each layer; hold no two of them if they are large.
+
+    Raises:
+        PromptError: no tokens, a wrong shape, an id out of range, or more than the model's context.
+    """
+    config, tokens = params.config, check_text(params.config, tokens)
+    batch, count = tokens.shape
+    at = jnp.broadcast_to(jnp.arange(count, dtype=jnp.int32), tokens.shape)
+    lengths = jnp.full(batch, count, jnp.int32)
+
+    def keep(heads: Heads, turn: Any, kind: Any) -> tuple[Array, PromptKV]:
+        q, k = turn.queries(heads.q_pre), turn.keys(heads.k_pre)
+        out, lse = causal_attention(q, k, heads.v, config.attention_scale, 0, kind.window)
+        return out, PromptKV(heads.k_pre, k, heads.v, lengths, at, q_post=q, lse=lse)
+
+    yield from walk_layers(params, tokens, keep, progress)
+
+
+def walk_layers(
+    params: Any, tokens: Array, keep: Callable[[Heads, Any, Any], tuple[Array, Any]],
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Any]:  # fmt: skip
+    """Take checked tokens [B, S] through the model, a compiled layer at a time, and yield what `keep` made of each.
+
+    `keep(heads, rotation, attention kind)` is traced; it returns the attention's output and what is yielded.
+    """
+    config, count = params.config, tokens.shape[1]
+    positions = jnp.arange(count, dtype=jnp.int32)[None]
+
+    def layer(weights: dict, x: Array, inverse: Array, kind: Any) -> tuple[Array, Any]:
+        turn = rotation(kind.rope, inverse, positions)
+        return apply_block({"layer_0": weights}, config, 0, x, lambda heads: keep(heads, turn, kind))
+
+    run = jax.jit(layer, static_argnames=("kind",))
+    x = embed(params.weights, config, tokens)
+    for index in range(config.num_layers):
+        kind = config.attention_kind(index)
+        inverse = jnp.asarray(inverse_frequencies(kind.rope, config.head_dim, count))
+        x, found = run(params.weights[f"layer_{index}"], x, inverse, kind=kind)
+        yield found
+        if progress is not None:
+            progress(index + 1, config.num_layers)
+
+
+def check_text(config: ModelConfig, tokens: Any) -> Array:
+    """A calibration text as int32 [B, S]. Raises PromptError."""
+    ids = np.atleast_2d(np.asarray(tokens))
+    if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
+        raise PromptError(f"tokens must be integers [S] or [B, S], and some, got {ids.dtype} {np.shape(tokens)}")
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        raise PromptError(f"tokens must lie in [0, vocab_size={config.vocab_size}), got {ids.min()} to {ids.max()}")
+    if ids.shape[1] > config.context:
+        raise PromptError(f"tokens must be at most the model's context={config.context}, got {ids.shape[1]}")
+    return jnp.asarray(ids, jnp.int32)

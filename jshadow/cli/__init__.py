@@ -1,0 +1,3 @@
+"""The command line."""
+
+from jshadow.cli.main import main as main

@@ -1,0 +1,174 @@
+"""`jshadow eval`: from its arguments to what it prints."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from jshadow.cli.progress import SlowProgress
+from jshadow.errors import ConfigError
+from jshadow.evaluation.tasks import TASK_TURNS, TASKS
+
+if TYPE_CHECKING:
+    from jshadow.policies import Policy
+
+ABOUT = f"""Measure policies against full attention, on tasks with known answers that are made on the spot, and on
+local data. Tasks: {", ".join(TASKS)}."""
+USUAL_TASKS, USUAL_LENGTHS = "needle_noise,needle_docs", "1024,2048"
+
+
+def add_options(add: argparse.ArgumentParser, prefill_help: str) -> None:
+    """The options of `eval`; --prefill is told as other commands tell it."""
+    add.set_defaults(run=run_eval)
+    add.add_argument("model", help="HF directory, or hub id")
+    add.add_argument("--tasks", help=f"comma list (default: {USUAL_TASKS}; none with --data)")
+    add.add_argument("--lengths", help=f"prompt tokens of the tasks, comma list (default: {USUAL_LENGTHS})")
+    add.add_argument("--data", metavar="FILES", help="local .jsonl, .json or .parquet files, comma list: kvpress's "
+                     "columns, or the files of LongBench v1 and v2, InfiniteBench or RULER")  # fmt: skip
+    add.add_argument("--truncate", help="middle: cut a row of --data that the model has no room for, and tell it")
+    add.add_argument("--limit", type=int, help="rows of each file of --data (default: all)")
+    add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
+    add.add_argument("--shares", help="run each policy at these shares of full attention's device bytes, comma list")
+    add.add_argument("--sweep", action="append", metavar="NAME:KEY=A|B", help="also run each of these settings of a "
+                     "policy, beside those at --shares; again for another setting")  # fmt: skip
+    add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=prefill_help)
+    add.add_argument("--fitted", metavar="FILES", help="arrays of `jshadow fit`, a file a policy, comma list")
+    add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
+    add.add_argument("--seed", type=int, default=0)
+    add.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")
+    add.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
+    add.add_argument("--quantize", help="int8: keep the projections' weights in int8")
+    add.add_argument("--out", help="directory for per-sample results, pictures and report.html")
+    add.add_argument("--plot", metavar="FILE", help="draw right answers by turn (.svg, .png, .pdf; extra `plots`)")
+    add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def split_list(text: str, name: str) -> list[str]:
+    """The parts of a comma list. Raises ConfigError where there is none or one is empty."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise ConfigError(f"{name} must be a comma list without empty parts, got {text!r}")
+    return parts
+
+
+def split_policies(text: str) -> list[str]:
+    """The policies of a comma list: a part that begins with no letter goes on with the tuple before it.
+
+    Raises:
+        ConfigError: as `split_list`.
+    """
+    parts: list[str] = []
+    for part in split_list(text, "policies"):
+        if parts and not part[0].isalpha():
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part)
+    return parts
+
+
+def parse_lengths(text: str) -> list[int]:
+    """Prompt lengths from a comma list. Raises ConfigError."""
+    parts = split_list(text, "lengths")
+    if not all(part.isdecimal() for part in parts):
+        raise ConfigError(f"lengths must be a comma list of integers, got {text!r}")
+    return [int(part) for part in parts]
+
+
+def parse_shares(text: str | None) -> list[float]:
+    """Shares of full attention's bytes from a comma list; none where there is no text. Raises ConfigError."""
+    if text is None:
+        return []
+    try:
+        return [float(part) for part in split_list(text, "shares")]
+    except ValueError as error:
+        raise ConfigError(f"shares must be a comma list of numbers, got {text!r}") from error
+
+
+def parse_sweeps(texts: Sequence[str]) -> dict[str, list["Policy"]]:
+    """Policies by the setting that differs, from NAME:key=a|b:other=value each. Raises ConfigError."""
+    from jshadow.policies import parse_policy
+
+    sweeps: dict[str, list[Policy]] = {}
+    for text in texts:
+        name, *settings = text.split(":")
+        swept = [setting for setting in settings if "|" in setting]
+        key, _, values = swept[0].partition("=") if len(swept) == 1 else ("", "", "")
+        if not all(values.split("|")):
+            raise ConfigError(f"sweep must be NAME:KEY=A|B with one such setting, got {text!r}")
+        at = settings.index(swept[0])
+        sweeps.setdefault(key, []).extend(
+            parse_policy(name, [*settings[:at], f"{key}={value}", *settings[at + 1 :]]) for value in values.split("|")
+        )
+    return sweeps
+
+
+def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any) -> dict[str, Any]:
+    """Learned arrays by their policy's name. Raises ConfigError where a policy has two files, or a file none."""
+    from jshadow.engine.fitted_arrays import load_fitted, read_fitted_info
+    from jshadow.policies.wrappers import innermost
+
+    arrays: dict[str, Any] = {}
+    for path in paths:
+        name = read_fitted_info(path)["policy"]["name"]
+        readers = [policy for policy in policies if innermost(policy).name == name]
+        if not readers or name in arrays:
+            raise ConfigError(f"fitted must be one file for a policy of --policies, got {path} of {name}")
+        arrays[name] = load_fitted(path, params, readers[0].with_fitted())
+    return arrays
+
+
+def asked_for(args: argparse.Namespace) -> dict[str, Any]:
+    """Tasks, lengths and data of `evaluate`. Raises ConfigError."""
+    files = split_list(args.data, "data") if args.data is not None else []
+    usual = USUAL_TASKS if not files else None
+    names = args.tasks if args.tasks is not None else usual
+    tasks = split_list(names, "tasks") if names is not None else []
+    if unknown := [task for task in tasks if task not in TASKS]:
+        raise ConfigError(f"tasks must be among {sorted(TASKS)}, got {unknown[0]!r}")
+    lengths = parse_lengths(args.lengths if args.lengths is not None else USUAL_LENGTHS)
+    return {"tasks": tasks, "lengths": lengths, "data": files, "truncate": args.truncate, "limit": args.limit}
+
+
+def run_eval(args: argparse.Namespace) -> int:
+    """`jshadow eval`: parse, load, evaluate, print."""
+    from jshadow.cache import offload
+    from jshadow.engine.sparse_prefill import parse_prefill
+    from jshadow.evaluation import results as metrics
+    from jshadow.evaluation.html import write_results
+    from jshadow.evaluation.plots import check_plot, plot_turns
+    from jshadow.evaluation.runner import evaluate
+    from jshadow.policies import parse_policy
+    from jshadow.weights.params import load
+
+    asked = asked_for(args)
+    parts = [part.split(":") for part in split_policies(args.policies)]
+    policies = [parse_policy(name, settings) for name, *settings in parts]
+    prefill = parse_prefill(args.prefill or "exact")
+    offload.resolve_fetch(args.fetch)
+    shares, sweeps = parse_shares(args.shares), parse_sweeps(args.sweep or [])
+    files = split_list(args.fitted, "fitted") if args.fitted is not None else []
+    if args.plot is not None:
+        check_plot(args.plot, asked["tasks"], TASK_TURNS)
+    params = load(args.model, dtype=args.dtype, quantize=args.quantize)
+    fitted = read_fitted(files, policies, params)
+    progress = SlowProgress("evaluating")
+    try:
+        rows = evaluate(
+            params, policies=policies, samples=args.samples, seed=args.seed, fetch=args.fetch, out=args.out,
+            progress=progress, shares=shares, sweeps=sweeps, prefill=prefill, fitted=fitted, **asked,
+        )  # fmt: skip
+    finally:
+        progress.close()
+    if args.plot is not None:
+        plot_turns(rows, args.plot)
+    if args.out is not None:
+        write_results(rows, args.out, args.command_line)
+    if args.json:
+        print(json.dumps({"results": rows, "pooled": metrics.pooled(rows)}))
+    else:
+        shown = metrics.show_shares if shares or sweeps else metrics.show
+        shown(rows, Console(width=None if sys.stdout.isatty() else 160))
+    return 0

@@ -1,0 +1,260 @@
+"""`jshadow fit`, `calibrate` and `key-profile`: what a policy learns from a text, before it meets a prompt."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jshadow.cli.progress import SlowProgress
+from jshadow.errors import CheckpointError, ConfigError, PromptError
+from jshadow.policies import POLICIES, Policy, Wrapper, parse_policy
+
+LONGEST = 64  # characters of a text that a token may take, mean: no more than needed is encoded
+LEARNERS = [name for name, policy in POLICIES.items() if policy.fit is not Policy.fit]
+ABOUT_FIT = """Learn the arrays of a policy from a text and write them to a safetensors file, for
+`jshadow generate --fitted FILE`. loki and infinigen take a basis of each head from it; less trains its kernels, layer
+by layer, which takes a while: the fit tells how far each layer is from full attention on the rest of the text."""
+ABOUT_CALIBRATE = """Measure which layers of a model serve as OmniKV's filters: of the attention of all later layers,
+how much falls on the tokens that a layer itself attends to most. Tells the filter layers, ready for --set."""
+ABOUT_PROFILE = """Find how many columns of ShadowKV's transform code should have 8, 4 and 2 bits: the profile that
+loses the least of the variance of a text's keys within --bits, all layers alike; with --key-weights queries, of keys
+weighed as ShadowKV weighs them then. Tells it beside the default, ready for --set."""
+
+
+def add_fit_options(add: argparse.ArgumentParser) -> None:
+    """The options of `fit`."""
+    add.set_defaults(run=run_fit)
+    add.add_argument("--policy", required=True, help=f"one of {', '.join(LEARNERS)}")
+    add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")
+    add.add_argument("--steps", type=int, help="less: training steps of a layer (default: 400)")
+    add.add_argument("--seed", type=int, help="less: of the first weights and the draws (default: 0)")
+    add.add_argument("--out", required=True, metavar="FILE", help="safetensors file to write")
+    add_text_options(add)
+
+
+def add_calibrate_options(add: argparse.ArgumentParser) -> None:
+    """The options of `calibrate`."""
+    add.set_defaults(run=run_calibrate)
+    add.add_argument("--filters", type=int, default=3, help="filter layers to choose (default: %(default)s)")
+    add.add_argument("--budget", type=int, help="tokens that a filter chooses (default: a sixteenth of the text)")
+    add_text_options(add)
+
+
+def add_profile_options(add: argparse.ArgumentParser) -> None:
+    """The options of `key-profile`."""
+    add.set_defaults(run=run_profile)
+    add.add_argument("--bits", type=int, help="of a token's key code (default: those of the usual rank)")
+    add.add_argument(
+        "--key-weights", default="none", choices=("none", "queries"),
+        help="what is to be lost least of: the keys, or their products with queries (default: %(default)s)",
+    )  # fmt: skip
+    add_text_options(add)
+
+
+def add_text_options(add: argparse.ArgumentParser) -> None:
+    """The model and its text."""
+    add.add_argument("model", help="HF directory, or hub id")
+    add.add_argument("--text", required=True, metavar="FILE", help="a UTF-8 text to learn from")
+    add.add_argument("--tokens", type=int, default=2048, help="of the text, at most (default: %(default)s)")
+    add.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
+    add.add_argument("--quantize", help="int8: keep the projections' weights in int8")
+    add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def read_text(path: str) -> str:
+    """A text. Raises PromptError where it cannot be read, or is empty."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"--text must be readable UTF-8 text: {error}") from error
+    if not text.strip():
+        raise PromptError(f"--text must have text in it, got {text!r:.20}")
+    return text
+
+
+def load_with_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
+    """The model, and ids of the text, twice --tokens where it is so long: the rest is for a check.
+
+    Whatever can be wrong without the model is told before it is loaded.
+    """
+    from jshadow.engine.text import encode
+    from jshadow.weights.convert.quiet import quiet_transformers
+    from jshadow.weights.params import load
+
+    if args.tokens < 1:
+        raise ConfigError(f"--tokens must be at least 1, got {args.tokens}")
+    text = read_text(args.text)
+    params = load(args.model, dtype=args.dtype, quantize=args.quantize)
+    with quiet_transformers():  # a text may be longer than the context, of which it then warns
+        ids = encode(params.tokenizer, text[: 2 * args.tokens * LONGEST], params.config.vocab_size)
+    return params, ids[: 2 * args.tokens]
+
+
+def run_fit(args: argparse.Namespace) -> int:
+    """`jshadow fit`."""
+    import numpy as np
+
+    from jshadow.engine.fitted_arrays import save_fitted
+
+    policy = parse_policy(args.policy, args.set)
+    if isinstance(policy, Wrapper):
+        raise ConfigError(
+            f"--set must be settings of {args.policy} itself, whose arrays any wrapper can use, got {args.set}"
+        )
+    policy = policy.with_fitted()
+    if args.policy not in LEARNERS:
+        raise ConfigError(f"--policy must be one that learns, of {LEARNERS}, got {args.policy!r}")
+    options = {name: getattr(args, name) for name in ("steps", "seed") if getattr(args, name) is not None}
+    if options and not policy.trains:
+        raise ConfigError(f"--{next(iter(options))} must be left out for {args.policy}, which takes no steps")
+    if not 0 <= options.get("seed", 0) < 2**31:
+        raise ConfigError(f"--seed must be in [0, 2^31), got {args.seed}")
+    check_place(Path(args.out).expanduser())
+    params, ids = load_with_text(args)
+    ids, rest = ids[: args.tokens], ids[args.tokens :]
+    policy.resolve(params.config, len(ids))
+    fit: Callable[..., Any] = policy.fit
+    begun = time.perf_counter()
+    text = np.asarray(ids, np.int32)
+    fitted = with_bar(f"fitting {policy.name}", lambda bar: fit(params, text, progress=bar, **options))
+    told: dict[str, Any] = {
+        "policy": args.policy, "tokens": len(ids), "seconds": time.perf_counter() - begun, "out": str(args.out)
+    }  # fmt: skip
+    save_fitted(args.out, fitted, policy, params, about={"text": str(args.text), "tokens": len(ids)} | options)
+    told["nbytes"] = Path(args.out).expanduser().stat().st_size
+    told["errors"] = held_out_errors(policy, params, rest, fitted)
+    if args.json:
+        print(json.dumps(told))
+        return 0
+    print(f"{args.out}: {told['nbytes']:,} bytes, learned from {len(ids):,} tokens in {told['seconds']:.1f} s")
+    if told["errors"]:
+        table = Table("layer", "h2o's error", "less's error", title=f"held out, the next {len(rest):,} tokens")
+        for row in told["errors"]:
+            table.add_row(str(row["layer"]), f"{row['sparse']:.4f}", f"{row['fitted']:.4f}")
+        console().print(table)
+    return 0
+
+
+def check_place(out: Path) -> None:
+    """Raise CheckpointError where a file could not be written, before a long training."""
+    there = next(one for one in out.absolute().parents if one.exists())
+    if out.is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
+        raise CheckpointError(
+            f"file {out} cannot be written: --out must be a file in a directory that can be written to"
+        )
+
+
+def held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> list[dict[str, float]] | None:
+    """Of less, each layer's relative squared error behind what was learned from; None where too little is left."""
+    if not policy.trains:
+        return None
+    import numpy as np
+
+    from jshadow.policies.less.training import errors_of
+
+    if len(rest) < 2 or policy.resolve(params.config, len(rest)).budget(len(rest)) + 1 >= len(rest):
+        return None
+    errors = errors_of(policy, params, np.asarray(rest), fitted)
+    return [
+        {"layer": layer, "sparse": float(row[0]), "fitted": float(row[1])}
+        for layer, row in enumerate(errors) if not np.isnan(row[0])
+    ]  # fmt: skip
+
+
+def run_calibrate(args: argparse.Namespace) -> int:
+    """`jshadow calibrate`."""
+    import numpy as np
+
+    from jshadow.policies.omnikv.calibration import choose_filters, dense_share, filter_masses
+
+    for name in ("filters", "budget"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name} must be at least 1, got {value}")
+    params, ids = load_with_text(args)
+    ids = ids[: args.tokens]
+    budget = max(1, len(ids) // 16) if args.budget is None else args.budget
+    found = with_bar(
+        "measuring attention", lambda bar: filter_masses(params, np.asarray(ids), budget=budget, progress=bar)
+    )
+    chosen = choose_filters(found, args.filters)
+    scores = {layer: float(score) for layer, score in zip(found.layers, found.scores, strict=True) if score == score}
+    setting = "filter_layers=" + ",".join(map(str, chosen))
+    if args.json:
+        made = {"filter_layers": list(chosen), "set": setting, "budget": budget, "tokens": len(ids),
+                "scores": [{"layer": layer, "score": score} for layer, score in scores.items()],
+                "dense_share": dense_share(chosen, params.config)}  # fmt: skip
+        print(json.dumps(made))
+        return 0
+    table = Table(
+        "layer", "attention of later layers on its top tokens", "", title=f"{len(ids):,} tokens, top {budget:,}"
+    )
+    for layer, score in scores.items():
+        table.add_row(str(layer), f"{score:.4f}", "filter" if layer in chosen else "")
+    console().print(table)
+    print(f"dense layers: {dense_share(chosen, params.config):.0%}\n--policy omnikv --set {setting}")
+    return 0
+
+
+def run_profile(args: argparse.Namespace) -> int:
+    """`jshadow key-profile`."""
+    import numpy as np
+
+    from jshadow.policies.shadowkv.key_codecs import usual_rank
+    from jshadow.policies.shadowkv.key_codecs.midrise import packed_width
+    from jshadow.policies.shadowkv.key_codecs.profiles import best_profile, profile_error, profile_of
+    from jshadow.policies.shadowkv.profile_calibration import key_errors
+
+    if args.bits is not None and args.bits < 8:
+        raise ConfigError(f"--bits must be at least 8, got {args.bits}")
+    params, ids = load_with_text(args)
+    columns, ids = params.config.key_columns, ids[: args.tokens]
+    bits = min(16 * usual_rank(columns), 8 * columns) if args.bits is None else args.bits
+    usual = profile_of(columns, bits)
+    weighed, text = args.key_weights == "queries", np.asarray(ids)
+    layers = with_bar("measuring keys", lambda bar: key_errors(params, text, bar, weighed))[:, :, :columns]
+    found = best_profile(layers.mean(axis=0), bits)
+    rows: list[dict[str, Any]] = [
+        {"name": name, "key_profile": list(profile), "bytes": packed_width(profile),
+         "lost": profile_error(layers.mean(axis=0), profile), "layers": [profile_error(one, profile) for one in layers]}
+        for name, profile in (("default", usual), ("found", found))
+    ]  # fmt: skip
+    setting = "key_profile=" + ",".join(map(str, found))
+    if args.json:
+        asked = {"columns": columns, "bits": bits, "tokens": len(ids), "key_weights": args.key_weights}
+        print(json.dumps(asked | {"profiles": rows, "set": setting}))
+        return 0
+    table = Table("profile", "8, 4 and 2 bits", "bytes a token", "variance lost", "in the worst layer",
+                  title=f"{columns} key columns, {len(ids):,} tokens")  # fmt: skip
+    for row in rows:
+        told = (
+            ", ".join(map(str, row["key_profile"])),
+            str(row["bytes"]),
+            f"{row['lost']:.3%}",
+            f"{max(row['layers']):.3%}",
+        )
+        table.add_row(row["name"], *told)
+    console().print(table)
+    print(f"--policy shadowkv --set key_codec=transform --set key_weights={args.key_weights} --set {setting}")
+    return 0
+
+
+def with_bar(title: str, work: Callable[[SlowProgress], Any]) -> Any:
+    """What some work gives that tells its progress to a bar."""
+    progress = SlowProgress(title)
+    try:
+        return work(progress)
+    finally:
+        progress.close()
+
+
+def console() -> Console:
+    """As wide as the terminal, or wide enough for a file."""
+    return Console(width=None if sys.stdout.isatty() else 100)

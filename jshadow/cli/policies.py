@@ -1,0 +1,128 @@
+"""`jshadow policies`: what there is; with --model and --context, the bytes that each takes."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Column, Table
+
+from jshadow.errors import ConfigError
+from jshadow.policies import POLICIES, parse_policy
+
+# ShadowKV's keys in the transform code, landmarks and host values in four bits: this project's own, no paper's.
+PACKED = "key_codec=transform:landmark_order=2:landmark_dtype=int4:value_dtype=int4"
+# As the papers run them, one row each: NAME:key=value:..., and where their rows lie; then packed codes.
+PAPERS_SETTINGS = (
+    ("full", "resident"),
+    ("streaming_llm:sinks=4:window=2000", "resident"),
+    ("h2o", "resident"),
+    ("less", "resident"),
+    ("snapkv:max_capacity_prompt=2048", "resident"),
+    ("snapkv:max_capacity_prompt=2048:granularity=q_head", "resident"),
+    ("quest:budget=2048:dense_layers=0", "resident"),
+    ("quest:budget=2048:dense_layers=0", "device_put"),
+    ("loki", "resident"),
+    ("loki", "device_put"),
+    ("infinigen:columns=25", "device_put"),
+    ("infinigen:columns=16", "device_put"),
+    ("omnikv:budget=2048", "device_put"),
+    ("kivi:bits=2:group=32", "resident"),
+    ("kivi:bits=2:group=64", "resident"),
+    ("specache:bits=2:group=64", "device_put"),
+    ("specache:bits=1:group=64", "device_put"),
+    ("infllm", "device_put"),
+    ("shadowkv:rank=160:budget=2048", "device_put"),
+    ("shadowkv_plus:rank=160:budget=2048", "device_put"),
+    (f"shadowkv:{PACKED}:key_bits=2:landmark_tokens=2:landmark_levels=2:budget=2048", "device_put"),
+    (f"shadowkv:{PACKED}:key_bits=1.333:budget=2048", "device_put"),
+)
+ABOUT = """List the policies with their settings and sources. With --model and --context: the bytes of one request's
+keys and values, on the device and on the host, counted from the state's own shapes; and what a decode step moves from
+the host, which lies on the device for the length of a layer's step. Nothing is loaded or allocated."""
+
+
+def add_options(add: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    add.set_defaults(run=run_policies)
+    add.add_argument("--model", help="HF directory, hub id, path of a config.json, or a published model (llama-3.1-8b)")
+    add.add_argument("--context", type=int, metavar="TOKENS", help="prompt tokens of the request")
+    add.add_argument("--policies", help="NAME or NAME:key=value:..., comma list (default: as the papers run them)")
+    add.add_argument("--fetch", help="with --policies: resident, device_put or zero_copy (default: device_put)")
+    add.add_argument("--dtype", default="bfloat16", help="of keys and values (default: %(default)s)")
+    add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run_policies(args: argparse.Namespace) -> int:
+    """`jshadow policies`."""
+    if (args.model is None) != (args.context is None):
+        raise ConfigError(f"--model and --context must come together, got {args.model!r} and {args.context!r}")
+    if args.model is not None:
+        return show_bytes(args)
+    for name in ("policies", "fetch"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name} must come with --model and --context, got {getattr(args, name)!r}")
+    rows: list[dict[str, Any]] = [
+        {"name": name, "paper": policy.source, "settings": policy().settings()} for name, policy in POLICIES.items()
+    ]
+    if args.json:
+        print(json.dumps({"policies": rows}))
+        return 0
+    table = Table("policy", "settings", "source")
+    for row in rows:
+        settings = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
+        table.add_row(str(row["name"]), settings or "-", str(row["paper"]))
+    console().print(table)
+    return 0
+
+
+def show_bytes(args: argparse.Namespace) -> int:
+    """The table of bytes."""
+    from jshadow.cli.plan import config_of
+    from jshadow.weights.convert.safetensors_file import check_dtype
+
+    check_dtype(args.dtype)
+    if args.context < 1:
+        raise ConfigError(f"--context must be at least 1, got {args.context}")
+    config = config_of(args.model)
+    asked: Any = PAPERS_SETTINGS
+    if args.policies is not None:
+        asked = [(text, args.fetch or "device_put") for text in args.policies.split(",")]
+    elif args.fetch is not None:
+        raise ConfigError(f"--fetch must come with --policies, got {args.fetch!r}")
+    rows = [byte_row(config, text, fetch, args.context, args.dtype) for text, fetch in asked]
+    if args.json:
+        print(json.dumps({"context": args.context, "policies": rows}))
+        return 0
+    policy = Column("policy", overflow="fold")  # settings have no blanks, and the ends of two may differ
+    table = Table(policy, "fetch", "device GiB", "of full", "moved MiB a step", "host GiB")
+    for row in rows:
+        table.add_row(
+            row["setting"], row["fetch"], f"{row['bytes_device'] / 2**30:.3f}",
+            f"{row['bytes_device'] / row['bytes_full']:.3f}", f"{row['bytes_moved'] / 2**20:.1f}",
+            f"{row['bytes_host'] / 2**30:.2f}",
+        )  # fmt: skip
+    console().print(table)
+    return 0
+
+
+def byte_row(config: Any, text: str, fetch: str, context: int, dtype: str) -> dict[str, Any]:
+    """One policy: `text` is NAME:key=value:..."""
+    from jshadow.planner.bytes import footprint, step_footprint
+
+    name, *settings = text.split(":")
+    policy = parse_policy(name, settings)
+    sizes: dict[str, Any] = {"capacity": context, "prompt": context, "dtype": dtype, "fetch": fetch}
+    made = footprint(config, policy, **sizes)
+    return {
+        "policy": name, "setting": text, "fetch": fetch, "bytes_device": made["device_bytes"],
+        "bytes_host": made["host_bytes"], "bytes_full": made["full_bytes"],
+        "bytes_moved": step_footprint(config, policy, **sizes)["bytes_moved"],
+        "parts": {part: list(sizes) for part, sizes in made["parts"].items()},
+    }  # fmt: skip
+
+
+def console() -> Console:
+    """As wide as the terminal, or wide enough for a file."""
+    return Console(width=None if sys.stdout.isatty() else 120)

@@ -1,0 +1,1 @@
+"""The loop of a request: prefill, steps, sampling, saved states."""

@@ -1,0 +1,123 @@
+"""Checks of what a caller hands in, before anything is traced: JAX clamps an impossible index silently."""
+
+from typing import Any
+
+import numpy as np
+
+from jshadow.cache.state import KVState
+from jshadow.engine.sampling import Sampler
+from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
+from jshadow.models.config import AttentionKind, ModelConfig
+from jshadow.policies import Full, Policy
+from jshadow.policies.base import why_dense
+
+
+def check_ids(config: ModelConfig, tokens: Any, shape: tuple[int | None, ...], name: str) -> np.ndarray:
+    """Token ids as int32 of that shape. Raises PromptError naming the first id out of range."""
+    array = np.asarray(tokens)
+    if array.dtype.kind not in "iu" or array.ndim != len(shape):
+        raise PromptError(f"{name} must be integers with {len(shape)} axes, got {array.dtype} {array.shape}")
+    if any(want is not None and want != got for want, got in zip(shape, array.shape, strict=True)):
+        raise PromptError(f"{name} must have shape {shape}, got {array.shape}")
+    bad = array[(array < 0) | (array >= config.vocab_size)]
+    if bad.size:
+        raise PromptError(f"{name} must lie in [0, vocab_size={config.vocab_size}), got {int(bad.flat[0])}")
+    return array.astype(np.int32)
+
+
+def check_tokens(
+    config: ModelConfig, tokens: Any, lengths: Any, *, least: int, batch: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Right-padded tokens [B, T] and lengths [B], padding set to 0. Raises PromptError."""
+    array, counts = np.asarray(tokens), np.asarray(lengths)
+    if array.ndim != 2 or array.size == 0:
+        raise PromptError(f"tokens must be a non-empty array [B, T], got shape {array.shape}")
+    if counts.shape != array.shape[:1] or counts.dtype.kind not in "iu":
+        raise PromptError(f"lengths must be integers of shape ({array.shape[0]},), got {counts.dtype} {counts.shape}")
+    if batch is not None and array.shape[0] != batch:
+        raise PromptError(f"tokens must have {batch} rows, as the state, got {array.shape[0]}")
+    if counts.min() < least or counts.max() > array.shape[1]:
+        raise PromptError(f"lengths must lie in [{least}, {array.shape[1]}], got {counts.tolist()}")
+    real = np.arange(array.shape[1]) < counts[:, None]
+    return check_ids(config, np.where(real, array, 0), (None, None), "tokens"), counts.astype(np.int32)
+
+
+def check_capacity(config: ModelConfig, capacity: Any, longest: int) -> None:
+    """Raise CapacityError unless longest <= capacity <= the model's context."""
+    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
+        raise CapacityError(f"capacity must be an integer of at least 1, got {capacity!r}")
+    if capacity > config.context:
+        raise CapacityError(f"capacity must be at most the model's context={config.context} tokens, got {capacity}")
+    if longest > capacity:
+        raise CapacityError(f"prompt must have at most capacity={capacity} tokens, got {longest}")
+
+
+def check_room(state: KVState, new: np.ndarray) -> None:
+    """Raise CapacityError where a row has no room for its new tokens, before any is lost."""
+    if not new.any():
+        return
+    room = np.asarray(state.room())
+    row = int(np.argmin(room - new))
+    if new[row] > room[row]:
+        held = int(np.asarray(state.lengths)[row])
+        window = min(spec.window for spec in state.specs)
+        raise CapacityError(
+            f"row {row} holds {held} tokens of capacity={state.capacity} (window={window}) and has room for "
+            f"{int(room[row])} more, got {int(new[row])}"
+        )
+
+
+def check_piece(name: str, tokens: Any) -> None:
+    """Raise ConfigError unless tokens is an integer of at least 1."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+        raise ConfigError(f"{name} must be an integer of at least 1, got {tokens!r}")
+
+
+def check_stop(stop: Any) -> tuple[int, ...]:
+    """Stop tokens as a tuple; None: none. Raises ConfigError unless they are a sequence of token ids."""
+    ids = () if stop is None else tuple(stop) if np.iterable(stop) else (stop,)
+    if any(isinstance(item, bool) or not isinstance(item, int | np.integer) for item in ids):
+        raise ConfigError(f"stop must be token ids, got {stop!r}")
+    return tuple(map(int, ids))
+
+
+def check_sampling(sampler: Any, seed: Any) -> None:
+    """Raise ConfigError unless they are a Sampler, or None, and an integer of 64 bits."""
+    if sampler is not None and not isinstance(sampler, Sampler):
+        raise ConfigError(f"sampler must be a Sampler, got {sampler!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not -(2**63) <= seed < 2**63:
+        raise ConfigError(f"seed must be an integer in [-2**63, 2**63), got {seed!r}")
+
+
+def check_logits(want: Any) -> None:
+    """Raise ConfigError unless want is "last", "all" or a callable."""
+    if want not in ("last", "all") and not callable(want):
+        raise ConfigError(f"logits must be 'last', 'all' or a callable, got {want!r}")
+
+
+def check_policy(policy: Any) -> None:
+    """Raise ConfigError unless policy is a Policy: not its name, nor its class."""
+    if not isinstance(policy, Policy):
+        raise ConfigError(f"policy must be a Policy, such as ShadowKV() or parse_policy('quest'), got {policy!r:.80}")
+
+
+def check_state(params: Any, state: KVState, policy: Policy | None) -> None:
+    """Raise StateMismatch unless the state is one, alive, and was made by this model and policy."""
+    if not isinstance(state, KVState):
+        raise StateMismatch(f"state must be a KVState, as prefill and generate return it, got {state!r:.80}")
+    state.check_alive()
+    spec, config = state.specs[0], params.config
+    want = (config.num_layers, config.q_heads, config.kv_heads, config.head_dim, config.model_dim,
+            config.attention_kinds)  # fmt: skip
+    kinds = tuple(AttentionKind(spec.rope, spec.sliding_window) for spec in state.specs)
+    got = (spec.num_layers, spec.q_heads, spec.kv_heads, spec.head_dim, spec.model_dim, kinds)
+    if want != got or str(params.dtype) != spec.dtype:
+        raise StateMismatch(f"state must come from a model like params {want} {params.dtype}, got {got} {spec.dtype}")
+    if policy is None:
+        return
+    check_policy(policy)
+    policy = policy.resolve(config, state.capacity)
+    if state.policy == Full() and why_dense(policy, config, state.capacity):
+        return  # as `generate` made it: it falls back at this capacity
+    if policy != state.policy:
+        raise StateMismatch(f"policy must be the state's own {state.policy}, got {policy}")

@@ -1,0 +1,161 @@
+"""Learned arrays of a policy in files: written whole or not at all, and refused by every other model and policy.
+
+A file is one safetensors file. Its tensors are the arrays by their place in the nested dict ("psi.scale"), its metadata
+the policy, the model's config, the SHA-256 of its weights, of every array, and of the header, as in a saved state
+(`saved.py`).
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jshadow.engine.saved_record import compare, plain, policy_record, read_json_text
+from jshadow.engine.saved_state import described, header_digest, open_described, read_checked
+from jshadow.errors import ConfigError, StateMismatch
+from jshadow.policies import POLICIES, Policy
+from jshadow.policies.base import check_fitted
+from jshadow.policies.wrappers import innermost
+from jshadow.weights.convert.files import staged_file
+from jshadow.weights.convert.safetensors_file import (
+    TAGS,
+    TensorFile,
+    encode_header,
+    not_finite,
+    raise_all,
+    write_payload,
+)
+from jshadow.weights.digest import canonical, host_array, raw_bytes, sha256
+
+FORMAT, VERSION = "jshadow fitted arrays", 1
+KIND = "a file of fitted arrays (safetensors)"
+FIELDS = ("policy", "config", "weights", "dtype", "about")  # each a JSON text of the metadata
+
+
+def save_fitted(
+    path: str | os.PathLike[str], fitted: Any, policy: Policy, params: Any, *, about: dict[str, Any] | None = None
+) -> None:
+    """Write what `policy.fit(params, tokens)` returned to one file.
+
+    Args:
+        path: file to make or to replace; it appears complete or not at all.
+        fitted: nested dict of float32 arrays, as `policy.fitted_shapes` has them.
+        policy: that learned them.
+        params: the Params that they were learned on.
+        about: what else the file should tell (the text, the steps), plain values; not checked when it is read.
+
+    Raises:
+        ConfigError: the arrays are not those of the policy and model, or the policy learns none.
+        CheckpointError: the file cannot be written, an array has NaN or Inf, or JSON cannot hold a setting.
+    """
+    policy = policy.with_fitted()
+    if fitted is None:
+        raise ConfigError(f"fitted must be what fit returned, got None; {policy.name} may learn nothing")
+    check_fitted(policy, params.config, fitted)
+    arrays = {name: host_array(leaf) for name, leaf in named(fitted).items()}
+    bad = [f"{name}: {problem}" for name, value in arrays.items() if (problem := not_finite(value))]
+    raise_all(str(path), bad)
+    record = identity(params) | {"policy": policy_record(innermost(policy)), "about": plain_values(about or {})}
+    texts = {name: canonical(record[name]).decode() for name in FIELDS}
+    texts |= {
+        "format": FORMAT, "version": str(VERSION),
+        "sha256": canonical({name: sha256(raw_bytes(value)) for name, value in arrays.items()}).decode(),
+    }  # fmt: skip
+    layout = {name: (value.dtype.name, value.shape) for name, value in arrays.items()}
+    table = {name: (TAGS[dtype], shape) for name, (dtype, shape) in layout.items()}
+    with staged_file(Path(path).expanduser()) as fresh, fresh.open("wb") as file:
+        file.write(encode_header(layout, texts | {"header_sha256": header_digest(texts, table)}))
+        write_payload(file, layout, lambda name: arrays[name])
+
+
+def load_fitted(path: str | os.PathLike[str], params: Any, policy: Policy) -> Any:
+    """Read learned arrays back, for `fitted=` of prefill and generate.
+
+    Args:
+        path: written by `save_fitted`.
+        params: the model that they were learned on: same config, weights and dtype.
+        policy: the policy that learned them. Settings that decide no shape (a budget) may differ.
+
+    Returns:
+        The nested dict of float32 arrays that `policy.fit` returned.
+
+    Raises:
+        StateMismatch: another model, dtype or policy; one error names every difference.
+        ConfigError: these settings of the policy use no learned arrays.
+        CheckpointError: missing, truncated, damaged or foreign file, or one of a newer format.
+    """
+    file, record, digests = open_fitted(Path(path).expanduser())
+    mine = identity(params)
+    lines = [line for name in mine for line in compare(name, record[name], mine[name], "params")]
+    lines += compare("policy.name", record["policy"]["name"], innermost(policy).name, "policy")
+    if lines:
+        raise StateMismatch(
+            "{} must hold arrays of these params and policy, got {} difference(s):\n  {}".format(
+                file.path, len(lines), "\n  ".join(lines)
+            )
+        )
+    if not policy.reads_fitted:
+        raise ConfigError(f"policy must use learned arrays, with {file.path}, got {policy}")
+    wanted = named(policy.fitted_shapes(params.config))
+    got = {name: (file.tags[name], shape) for name, shape in file.shapes.items()}
+    lines = compare("arrays", got, {name: ("F32", shape) for name, shape in wanted.items()}, "policy")
+    if lines:
+        settings = record["policy"]["settings"]
+        raise StateMismatch(
+            f"{file.path} must hold arrays of these settings, learned with {settings}:\n  " + "\n  ".join(lines)
+        )
+    arrays = {name: read_checked(file, name, digests) for name in wanted}
+    raise_all(str(file.path), [f"{name}: {told}" for name, x in arrays.items() if (told := not_finite(x))])
+    return nested({name: jnp.asarray(value) for name, value in arrays.items()})
+
+
+def read_fitted_info(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file says of itself: "policy" ({"name", "settings"}), "config", "weights" (a digest), "dtype", "about".
+
+    Raises:
+        CheckpointError: as `load_fitted`; damage inside the arrays is not looked for.
+    """
+    return open_fitted(Path(path).expanduser())[1]
+
+
+def open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]:
+    """Open a file and check its header: the file, what it belongs to, and the SHA-256 of each array."""
+    file, texts, digests = open_described(path, KIND, FORMAT, VERSION)
+    with described(path, KIND):
+        record = {name: read_json_text(texts, name) for name in FIELDS}
+        policy = record["policy"]
+        known = isinstance(policy, dict) and isinstance(policy.get("name"), str) and policy["name"] in POLICIES
+        if not known or not isinstance(policy.get("settings"), dict):
+            raise ValueError(f"policy must have settings and a name of {sorted(POLICIES)}, got {policy!r:.80}")
+        return file, record, digests
+
+
+def identity(params: Any) -> dict[str, Any]:
+    """What tells a model from another."""
+    return {"config": plain(params.config), "weights": params.digest, "dtype": str(params.dtype)}
+
+
+def named(tree: Any) -> dict[str, Any]:
+    """The leaves of a nested dict by their place; a shape is a leaf."""
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, tuple))[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+
+
+def nested(leaves: dict[str, Any]) -> dict[str, Any]:
+    """`named` backwards."""
+    tree: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *outer, last = name.split(".")
+        node = tree
+        for part in outer:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    return tree
+
+
+def plain_values(about: dict[str, Any]) -> dict[str, Any]:
+    """As JSON has them."""
+    return {str(name): plain(value.item() if isinstance(value, np.generic) else value) for name, value in about.items()}

@@ -1,0 +1,129 @@
+"""What a generation really did: measured bytes, counted tokens, seconds with compilation apart."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jshadow.cache.offload import FETCH_QUANTUM
+from jshadow.cache.state import Counters, KVState
+
+COMPILE_EVENTS = (
+    "/jax/core/compile/jaxpr_trace_duration",
+    "/jax/core/compile/jaxpr_to_mlir_module_duration",
+    "/jax/core/compile/backend_compile_duration",
+)
+
+
+class CompileClock:
+    """Seconds that JAX spent tracing, lowering and compiling, and how many programs it compiled, in this process."""
+
+    seconds = 0.0
+    programs = 0
+
+    @classmethod
+    def on_event(cls, event: str, duration_secs: float, **_: Any) -> None:
+        """Add one of JAX's monitoring events."""
+        if event in COMPILE_EVENTS:
+            cls.seconds += duration_secs
+            cls.programs += event == COMPILE_EVENTS[-1]
+
+
+jax.monitoring.register_event_duration_secs_listener(CompileClock.on_event)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One row of a generation. Bytes are the row's share of the state, at its allocated capacity.
+
+    Attributes:
+        policy: the resolved policy that ran.
+        fetch: fetch mode.
+        prompt_tokens: tokens of the prompt (of this turn's prompt, where a state was continued).
+        generated_tokens: tokens sampled, a stop token included.
+        attended_tokens: mean over decode steps, layers and heads, window, outliers and generated tokens included;
+            None where no step ran.
+        attended_parts: the last step's by part, mean over layers and heads: "selected", "outliers", "window" (without
+            generated tokens), "generated"; empty where no step ran. What a budget really means.
+        device_bytes: KV bytes in device memory.
+        host_bytes: KV bytes in host memory.
+        full_bytes: KV bytes of full attention at the same capacity.
+        bytes_fetched: bytes moved from host to device in this generation.
+        hit_rate: share of the selected units that the step before had selected too; None where nothing is selected.
+        prefill_seconds: the prompt, compilation excluded; of the whole batch.
+        decode_seconds: the decode steps, compilation excluded; of the whole batch.
+        compile_seconds: tracing, lowering and compiling; of the whole batch.
+        decode_tokens_per_second: tokens of the whole batch a second; None where no step ran.
+        verified_steps: steps in which the offloaded path was compared with the resident one; None: not asked for.
+        fallback: why a dense cache was used instead of the policy, or None.
+        prefill: how the prompt's queries attended to each other: "exact", or the sparse attention with its settings;
+            None where a state was continued.
+    """
+
+    policy: Any
+    fetch: str
+    prompt_tokens: int
+    generated_tokens: int
+    attended_tokens: float | None
+    attended_parts: dict[str, float]
+    device_bytes: int
+    host_bytes: int
+    full_bytes: int
+    bytes_fetched: int
+    hit_rate: float | None
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+    decode_tokens_per_second: float | None
+    fallback: str | None
+    verified_steps: int | None = None
+    prefill: str | None = "exact"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; the policy as its name and settings."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return values | {"policy": {"name": self.policy.name, **self.policy.settings()}}
+
+
+def measured_bytes(state: KVState) -> dict[str, int]:
+    """KV bytes of a state's arrays by the memory they really lie in: {"device": n, "host": n}."""
+    sizes = {"device": 0, "host": 0}
+    for leaf in jax.tree.leaves((state.layers, state.shared, state.fitted)):
+        sizes["device" if leaf.sharding.memory_kind in (None, "device") else "host"] += leaf.nbytes
+    return sizes
+
+
+def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, float]]:
+    """What each row's last query attended to, by part, mean over layers; {} for a row whose last token is a prompt's.
+
+    Args:
+        state: after the step.
+        generated: generated tokens that each row holds, int [B].
+    """
+    totals: dict[str, Any] = {}
+    for spec, layer in zip(state.specs, state.layers, strict=True):
+        attended = spec.policy.attended_parts(spec, layer, state.lengths)
+        parts = {part: np.asarray(tokens, np.float64) for part, tokens in attended.items()}
+        if "window" in parts:  # whose newest tokens are the generated ones
+            parts["generated"] = np.minimum(generated, parts["window"])
+            parts["window"] = parts["window"] - parts["generated"]
+        for part, tokens in parts.items():
+            totals[part] = totals.get(part, 0.0) + tokens / len(state.specs)
+    rows = [{part: float(tokens[row]) for part, tokens in totals.items()} for row in range(state.batch)]
+    return [parts if held else {} for parts, held in zip(rows, generated.tolist(), strict=True)]
+
+
+def row_figures(before: Counters, after: Counters, row: int, num_layers: int) -> dict[str, Any]:
+    """attended_tokens, hit_rate and bytes_fetched of one row between two readings of the counters."""
+
+    def gained(name: str) -> Any:
+        new, old = (np.asarray(getattr(counters, name))[row] for counters in (after, before))
+        return float(new - old) if name == "attended" else int(np.uint32(np.int64(new) - np.int64(old)))
+
+    steps, selected = gained("steps"), gained("selected")
+    return {
+        "attended_tokens": gained("attended") / (steps * num_layers) if steps else None,
+        "hit_rate": gained("hits") / selected if selected else None,
+        "bytes_fetched": gained("fetched") * FETCH_QUANTUM,
+    }

@@ -1,0 +1,82 @@
+"""Samplers: frozen settings, and one pure function from logits to token ids."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from jshadow.errors import ConfigError
+from jshadow.models.config import check_positive
+
+COLDEST = 1e-30  # any two logits are too far apart to draw the lesser: a lower temperature would change nothing
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """How the next token is drawn. The default is greedy: the most likely token, the lower id in a tie.
+
+    The filters apply in this order to the logits divided by the temperature; the most likely token always stays.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k most likely tokens.
+        top_p: keep the fewest tokens whose probabilities sum to at least p.
+        min_p: keep tokens with at least that share of the most likely token's probability.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < math.inf):
+            raise ConfigError(f"sampler.temperature must be at least 0 and finite, got {self.temperature!r}")
+        if self.top_k is not None:
+            check_positive("sampler", top_k=self.top_k)
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int | float) and 0 < value <= 1):
+                raise ConfigError(f"sampler.{name} must lie in (0, 1], got {value!r}")
+
+
+def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -> Int[Array, "B"]:
+    """Draw a token for each row.
+
+    Args:
+        sampler: static settings.
+        logits: float32 [B, V].
+        key: PRNG key; row b draws with fold_in(key, b), so a row does not depend on its neighbours.
+
+    Returns:
+        int32 [B].
+    """
+    if sampler.temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    # Of 0 and less, so that no temperature makes two of them infinite.
+    cooled = (logits - logits.max(axis=-1, keepdims=True)) / max(sampler.temperature, COLDEST)
+    kept = filter_logits(sampler, cooled)
+    keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
+    return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+
+
+def filter_logits(sampler: Sampler, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    """Logits [B, V] with -inf where a filter drops the token."""
+    if sampler.top_k is not None and sampler.top_k < logits.shape[-1]:
+        # By rank, not by value: a tie at the cut keeps the lower ids and exactly k tokens.
+        chosen = jax.lax.top_k(logits, sampler.top_k)[1]
+        rows = jnp.arange(logits.shape[0])[:, None]
+        mask = jnp.zeros(logits.shape, bool).at[rows, chosen].set(True)
+        logits = jnp.where(mask, logits, -jnp.inf)
+    if sampler.top_p is not None and sampler.top_p < 1:
+        order = jnp.argsort(-logits, axis=-1, stable=True)
+        probs = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), order, axis=-1)
+        before = jnp.cumsum(probs, axis=-1) - probs
+        keep = jnp.take_along_axis(before < sampler.top_p, jnp.argsort(order, axis=-1), axis=-1)
+        logits = jnp.where(keep, logits, -jnp.inf)
+    if sampler.min_p is not None:
+        probs = jax.nn.softmax(logits, axis=-1)
+        logits = jnp.where(probs >= sampler.min_p * probs.max(axis=-1, keepdims=True), logits, -jnp.inf)
+    return logits

@@ -1,0 +1,250 @@
+"""What a saved state says of itself: the model, policy and sizes it belongs to, as plain JSON, and what differs."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jshadow.cache import offload
+from jshadow.cache.state import KVState
+from jshadow.errors import CheckpointError, ConfigError, StateMismatch
+from jshadow.models.config import ModelConfig
+from jshadow.planner.bytes import abstract_of, cache_specs
+from jshadow.policies import POLICIES, WRAPPERS, Full, Policy
+from jshadow.policies.base import why_dense
+from jshadow.weights.convert.safetensors_file import TAGS
+from jshadow.weights.digest import canonical, tree_digest
+
+NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
+# Settings that policies have been given since files were first written, with what a file without them means. Wrappers
+# hold records of such policies.
+CODES = {
+    "selection_rounds": 1,
+    "outlier_rule": "landmark",
+    "key_codec": "lowrank",
+    "key_profile": None,
+    "key_bits": None,
+    "key_weights": "none",
+    "landmark_levels": 1,
+    "landmark_order": 1,
+    "landmark_dtype": "model",
+    "value_dtype": "model",
+}
+LATER: dict[str, dict[str, Any]] = {"shadowkv": CODES, "shadowkv_plus": CODES}
+
+
+@dataclasses.dataclass(frozen=True)
+class StateRecord:
+    """Attributes are what the metadata of a file holds, each a JSON text there.
+
+    Attributes:
+        config: every field of the ModelConfig.
+        weights: Params.digest.
+        tokenizer: Params.tokenizer_digest.
+        policy: {"name", "settings"}, resolved.
+        fitted: digest of the policy's fitted arrays, or None.
+        fitted_tree: their nested dict with [dtype, shape] for each array, or None.
+        batch, capacity, dtype, fetch: of every layer's CacheSpec.
+        windows: window of each layer's CacheSpec.
+    """
+
+    config: dict[str, Any]
+    weights: str
+    tokenizer: str | None
+    policy: dict[str, Any]
+    fitted: str | None
+    fitted_tree: Any
+    batch: int
+    capacity: int
+    dtype: str
+    fetch: str
+    windows: list[int]
+
+    @classmethod
+    def of(cls, state: KVState, params: Any) -> "StateRecord":
+        """The record of a state. Raises CheckpointError where JSON cannot hold a setting, or the file an array."""
+        return cls(
+            config=plain(params.config), weights=params.digest, tokenizer=params.tokenizer_digest,
+            policy=policy_record(state.policy), fitted=None if state.fitted is None else tree_digest(state.fitted),
+            fitted_tree=describe_tree(state.fitted), batch=state.batch, capacity=state.capacity,
+            dtype=state.specs[0].dtype, fetch=state.fetch, windows=[spec.window for spec in state.specs],
+        )  # fmt: skip
+
+    def texts(self) -> dict[str, str]:
+        """Field -> JSON text."""
+        return {field.name: canonical(getattr(self, field.name)).decode() for field in dataclasses.fields(self)}
+
+    @classmethod
+    def read(cls, texts: Mapping[str, str]) -> "StateRecord":
+        """The record behind JSON texts. Raises ValueError naming the field that is missing or of the wrong kind."""
+        values = {}
+        for field in dataclasses.fields(cls):
+            values[field.name] = read_json_text(texts, field.name)
+        record = cls(**values)
+        sizes = [record.batch, record.capacity]
+        checks = {
+            "config": isinstance(record.config, dict),
+            "policy": isinstance(record.policy, dict)
+            and isinstance(record.policy.get("name"), str)
+            and isinstance(record.policy.get("settings"), dict),
+            "batch, capacity": all(type(size) is int and 0 < size < 2**31 for size in sizes),
+            "dtype": isinstance(record.dtype, str) and record.dtype in TAGS,
+            "fetch": isinstance(record.fetch, str) and record.fetch in offload.FETCH_MODES,
+            "windows": isinstance(record.windows, list)
+            and all(type(window) is int and 0 <= window < 2**31 for window in record.windows),
+        }
+        for name, good in checks.items():
+            if not good:
+                raise ValueError(f"{name} must be as jshadow writes it, got {texts.get(name)!r:.80}")
+        return record
+
+    def match(self, params: Any, policy: Policy | None) -> Policy:
+        """The resolved policy of the state, where everything is as params (and policy, if given) have it.
+
+        Raises:
+            StateMismatch: something is not; the message has a line for each difference.
+        """
+        mine = {"config": plain(params.config), "dtype": str(params.dtype), "weights": params.digest,
+                "tokenizer": params.tokenizer_digest}  # fmt: skip
+        lines = [line for name in mine for line in compare(name, getattr(self, name), mine[name], "params")]
+        resolved, more = self.match_policy(params.config, policy)
+        lines += more
+        if lines or resolved is None:
+            raise StateMismatch("{} difference(s):\n  {}".format(len(lines), "\n  ".join(lines)))
+        return resolved
+
+    def match_policy(self, config: ModelConfig, policy: Policy | None) -> tuple[Policy | None, list[str]]:
+        """The resolved policy of the state, and a line for each difference from the one given."""
+        recorded = completed(self.policy)
+        name, settings = recorded["name"], recorded["settings"]
+        if policy is None and name not in POLICIES | WRAPPERS:
+            return None, [f"policy.name: file has {name!r}, POLICIES has {sorted(POLICIES)}; pass policy="]
+        try:
+            if policy is None:
+                policy = recorded_policy(name, settings)
+            resolved = policy.resolve(config, self.capacity)
+            if name == Full.name and why_dense(resolved, config, self.capacity):
+                resolved = Full()  # what `generate` falls back to
+            return resolved, compare("policy", recorded, policy_record(resolved), "policy")
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            return None, [f"policy: file has {self.policy}, which is no policy of this model here: {error}"]
+
+    def abstract(self, config: ModelConfig, policy: Policy) -> KVState:
+        """The state as ShapeDtypeStructs.
+
+        Raises:
+            ConfigError: such a state cannot be held here, in its fetch mode.
+            ValueError: the sizes make no state.
+        """
+        if len(self.windows) != config.num_layers or self.capacity > config.context:
+            raise ValueError(
+                f"windows and capacity must fit {config.num_layers} layers and the model's context={config.context}, "
+                f"got {len(self.windows)} windows and {self.capacity}"
+            )
+        try:
+            specs = cache_specs(
+                config, policy, self.batch, self.capacity, self.capacity, self.dtype, self.fetch
+            )  # fmt: skip
+            specs = tuple(
+                dataclasses.replace(spec, window=window) for spec, window in zip(specs, self.windows, strict=True)
+            )
+            return abstract_of(specs, policy, abstract_tree(self.fitted_tree))
+        except ConfigError:
+            raise
+        except (TypeError, ValueError, OverflowError, AssertionError) as error:
+            raise ValueError(f"the sizes make no state: {error}") from error
+
+
+def read_json_text(texts: Mapping[str, str], name: str) -> Any:
+    """The value of one JSON text. Raises ValueError naming it."""
+    if name not in texts:
+        raise ValueError(f"{name} must be there, got nothing")
+    try:
+        return json.loads(texts[name])
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} must be JSON, got {texts[name]!r:.80}") from error
+
+
+def plain(value: Any) -> Any:
+    """A setting as JSON has it. Raises CheckpointError where it has no such thing."""
+    if isinstance(value, Policy):
+        return policy_record(value)
+    if dataclasses.is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and np.isfinite(value)):
+        return value
+    raise CheckpointError(f"a saved state must have settings that are numbers, texts or tuples of them, got {value!r}")
+
+
+def policy_record(policy: Policy) -> dict[str, Any]:
+    """{"name", "settings"} of a policy."""
+    names = [field.name for field in dataclasses.fields(policy)]  # type: ignore[arg-type]
+    return {"name": policy.name, "settings": {name: plain(getattr(policy, name)) for name in names}}
+
+
+def completed(record: Any) -> Any:
+    """A policy's record with the settings that it was written before, or whatever else came."""
+    if (
+        not isinstance(record, dict)
+        or record.keys() != {"name", "settings"}
+        or not isinstance(record["settings"], dict)
+    ):
+        return record
+    settings = {name: completed(value) for name, value in record["settings"].items()}
+    later = LATER.get(record["name"], {}) if isinstance(record["name"], str) else {}
+    if later and "chunk_size" in settings:
+        later = later | {"landmark_tokens": settings["chunk_size"]}
+    return {"name": record["name"], "settings": later | settings}
+
+
+def recorded_policy(name: str, settings: dict[str, Any]) -> Policy:
+    """The policy of such a record. Raises KeyError, TypeError or ConfigError where there is none."""
+    return (POLICIES | WRAPPERS)[name](**{key: hashable(value) for key, value in settings.items()})
+
+
+def hashable(value: Any) -> Any:
+    """A setting that JSON brought, as a dataclass of settings holds it."""
+    if isinstance(value, dict) and value.keys() == {"name", "settings"}:
+        return recorded_policy(**value)
+    return tuple(map(hashable, value)) if isinstance(value, list) else value
+
+
+def describe_tree(tree: Any) -> Any:
+    """A nested dict of arrays with [dtype, shape] for each; None stays. Raises CheckpointError for another tree."""
+    if tree is None:
+        return None
+    if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
+        return {key: describe_tree(value) for key, value in tree.items()}
+    if isinstance(tree, jax.Array | np.ndarray) and tree.dtype.name in TAGS:
+        return [tree.dtype.name, list(tree.shape)]
+    raise CheckpointError(
+        f"state.fitted must be None or a nested dict of arrays (text keys, dtypes {sorted(TAGS)}), got {tree!r:.80}"
+    )
+
+
+def abstract_tree(tree: Any) -> Any:
+    """ShapeDtypeStructs of what `describe_tree` made. Raises ValueError or TypeError for anything else."""
+    if tree is None:
+        return None
+    if isinstance(tree, dict):
+        return {key: abstract_tree(value) for key, value in tree.items()}
+    dtype, shape = tree
+    if dtype not in TAGS or not all(type(size) is int and 0 <= size < 2**31 for size in shape):
+        raise ValueError(f"fitted_tree must hold [dtype, shape], got {tree!r:.80}")
+    return jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
+
+
+def compare(field: str, theirs: Any, ours: Any, owner: str) -> list[str]:
+    """A line for each difference between what the file has and what its owner-to-be has."""
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        keys = sorted(theirs.keys() | ours.keys())
+        return [
+            line for key in keys
+            for line in compare(f"{field}.{key}", theirs.get(key, NOTHING), ours.get(key, NOTHING), owner)
+        ]  # fmt: skip
+    return [] if theirs == ours else [f"{field}: file has {theirs!r}, {owner} has {ours!r}"]

@@ -1,0 +1,296 @@
+"""KV states in files: written whole or not at all, and never loaded into a model or policy they do not belong to.
+
+A file is one safetensors file. Its tensors are the leaves of the state, named by their place in it
+("layers.3.frozen.left", "lengths"), and the token ids if they were given ("tokens.0"). Its metadata holds the record of
+`state_record.py`, the SHA-256 of every tensor ("sha256"), and the SHA-256 of all of that: of the parsed header, the
+metadata and the tensor table in canonical JSON ("header_sha256"). A changed bit is therefore refused, or is one that
+the parser does not see either (a space between two fields).
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jshadow.cache import host_memory
+from jshadow.cache.state import HostArray, KVState
+from jshadow.engine.checks import check_ids, check_state
+from jshadow.engine.saved_record import StateRecord, read_json_text
+from jshadow.errors import CheckpointError, ConfigError, PromptError, StateMismatch
+from jshadow.policies import POLICIES, WRAPPERS, Policy
+from jshadow.weights.convert.files import staged_file
+from jshadow.weights.convert.safetensors_file import TAGS, Layout, TensorFile, encode_header, raise_all, write_payload
+from jshadow.weights.digest import canonical, host_array, raw_bytes, sha256
+
+FORMAT, VERSION = "jshadow KV state", 1
+KIND = "a saved KV state (safetensors)"
+UNKNOWN = "0" * 64  # stands for a digest until the tensors are written
+
+
+def save_state(
+    path: str | os.PathLike[str], state: KVState, params: Any, *, tokens: Sequence[Sequence[int]] | None = None
+) -> None:
+    """Write a state to one file, tensor by tensor. The state is left as it is.
+
+    Args:
+        path: file to make or to replace; it appears complete or not at all.
+        state: from prefill, extend or decode_step, not yet consumed.
+        params: the Params that made it.
+        tokens: the ids that each row holds, to be kept beside the state; None: not kept.
+
+    Raises:
+        StateMismatch: the state was consumed or is of another model, or `tokens` are not as many as it holds.
+        PromptError: a token id out of range.
+        CheckpointError: the file cannot be written (disk full, no such place), or a setting not be told in JSON.
+    """
+    target = Path(path).expanduser()
+    check_state(params, state, None)
+    record = StateRecord.of(state, params)
+    check_loadable(record, state, params)
+    leaves: dict[str, Any] = {name: bare(leaf) for name, leaf in places(state).items()}
+    kept = token_arrays(state, params, tokens)
+    assert not leaves.keys() & kept.keys(), "a field of the state has the name of the token ids"
+    leaves |= kept
+    # Wide numbers first: readers that map a file need each tensor aligned.
+    ordered = sorted(leaves.items(), key=lambda item: -item[1].dtype.itemsize)
+    layout = {name: (leaf.dtype.name, tuple(leaf.shape)) for name, leaf in ordered}
+    digests = dict.fromkeys(layout, UNKNOWN)
+
+    def read(name: str) -> np.ndarray:
+        value = host_array(leaves[name])
+        digests[name] = sha256(raw_bytes(value))
+        return value
+
+    with staged_file(target) as fresh, fresh.open("wb") as file:
+        file.write(encode_header(layout, header_texts(record, layout, digests)))
+        write_payload(file, layout, read)
+        file.seek(0)
+        file.write(encode_header(layout, header_texts(record, layout, digests)))  # as long as before
+
+
+def load_state(path: str | os.PathLike[str], params: Any, policy: Policy | None = None) -> KVState:
+    """Read a state back, in the fetch mode it had. All of the file is checked before anything is put on a device.
+
+    Args:
+        path: written by `save_state`.
+        params: the model that made the state: same config, weights, dtype and tokenizer.
+        policy: None, or the policy that made it. A policy that is not in POLICIES must be given.
+
+    Raises:
+        StateMismatch: another model, tokenizer, dtype or policy; one error names every difference.
+        CheckpointError: missing, truncated, damaged or foreign file, or one of a newer format.
+        ConfigError: a state that cannot be held here in its fetch mode.
+        HostMemoryError: the host lacks the memory for the offloaded rows.
+    """
+    file, record, digests = open_state(Path(path).expanduser())
+    try:
+        expected = record.abstract(params.config, record.match(params, policy))
+    except StateMismatch as error:
+        raise StateMismatch(f"{file.path} must hold a state of these params and policy, got {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{file.path} cannot be loaded here: {error}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file.path} is damaged: {error}") from error
+    wanted = places(expected)
+    check_table(file, {name: bare(leaf) for name, leaf in wanted.items()}, record.batch)
+    host_memory.check_host_memory([expected.specs])
+    for name in file.shapes:
+        read_checked(file, name, digests)
+    check_lengths(file, record)
+    with host_memory.placing([expected.specs]):
+        hosted = {name: put(leaf, file.read(name)) for name, leaf in wanted.items() if is_place(leaf)}
+        jax.block_until_ready(hosted)
+    leaves = [hosted[name] if name in hosted else put(leaf, file.read(name)) for name, leaf in wanted.items()]
+    state: KVState = jax.tree.unflatten(jax.tree.structure(expected, is_leaf=is_place), leaves)
+    if (room := np.asarray(state.room())).min() < 0:
+        raise CheckpointError(f"{file.path}: room of each row must be at least 0, got {room.tolist()}")
+    return state
+
+
+def read_state_info(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a file says of itself, without loading it: the StateRecord's fields, and lengths, tokens and bytes.
+
+    Returns:
+        The fields of StateRecord, and "format", "version", "lengths" (one a row), "tokens" (a list of ids a row, or
+        None where they were not kept), "nbytes" (of the file).
+
+    Raises:
+        CheckpointError: as `load_state`; damage inside tensors other than lengths and tokens is not looked for.
+    """
+    file, record, digests = open_state(Path(path).expanduser())
+    kept = [name for name in token_names(record.batch) if name in file.shapes]
+    if "lengths" not in file.shapes:
+        raise CheckpointError(f"{file.path} must hold the tensor lengths, got none")
+    tokens = [read_checked(file, name, digests).tolist() for name in kept]
+    return vars(record) | {
+        "format": FORMAT, "version": VERSION, "lengths": read_checked(file, "lengths", digests).tolist(),
+        "tokens": tokens or None, "nbytes": file.path.stat().st_size,
+    }  # fmt: skip
+
+
+# Names
+
+
+def is_place(node: Any) -> bool:
+    """A host array is one tensor, and knows the memory it belongs in."""
+    return isinstance(node, HostArray)
+
+
+def places(state: KVState) -> dict[str, Any]:
+    """Every array of a state (or HostArray with one) by its name. Raises CheckpointError where two have the same."""
+    flat = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_place)[0]
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+    if len(named) != len(flat):
+        raise CheckpointError(f"leaves of the state must have distinct names, got {len(flat)} with {len(named)} names")
+    return named
+
+
+def bare(leaf: Any) -> Any:
+    """The array of a place."""
+    return leaf.array if isinstance(leaf, HostArray) else leaf
+
+
+def token_names(batch: int) -> list[str]:
+    """Names of the token ids, one a row."""
+    return [f"tokens.{row}" for row in range(batch)]
+
+
+# Saving
+
+
+def check_loadable(record: StateRecord, state: KVState, params: Any) -> None:
+    """Raise CheckpointError where the record would not lead back to the very structure of the state."""
+    try:
+        policy = record.match(params, None if state.policy.name in POLICIES | WRAPPERS else state.policy)
+        expected = record.abstract(params.config, policy)
+    except ValueError as error:
+        raise CheckpointError(f"state cannot be stored: {error}") from error
+    structure: Any = jax.tree.structure(expected)  # static fields are part of it: specs, policy, memory kinds
+    same = structure == jax.tree.structure(state) and all(
+        (mine.shape, mine.dtype) == (leaf.shape, leaf.dtype)
+        for mine, leaf in zip(jax.tree.leaves(expected), jax.tree.leaves(state), strict=True)
+    )
+    if not same:
+        raise CheckpointError(
+            f"state must have the structure that {state.policy} makes for these params, got another one"
+        )
+
+
+def token_arrays(state: KVState, params: Any, tokens: Sequence[Sequence[int]] | None) -> dict[str, np.ndarray]:
+    """Token ids as int32 [length] of each row, by their names in the file."""
+    if tokens is None:
+        return {}
+    lengths = np.asarray(state.lengths).tolist()
+    if not all(isinstance(row, Sequence | np.ndarray) and not isinstance(row, str) for row in tokens):
+        raise PromptError(f"tokens must have a list of ids for each row, got {tokens!r:.80}")
+    if [len(row) for row in tokens] != lengths:
+        raise StateMismatch(f"tokens must have {lengths} ids, as the state, got {[len(row) for row in tokens]}")
+    return {
+        name: check_ids(params.config, np.asarray(row, np.int64 if not len(row) else None), (None,), name)
+        for name, row in zip(token_names(state.batch), tokens, strict=True)
+    }
+
+
+def header_texts(record: StateRecord, layout: Layout, digests: Mapping[str, str]) -> dict[str, str]:
+    """The metadata of a file, header digest included."""
+    texts = record.texts() | {"format": FORMAT, "version": str(VERSION), "sha256": canonical(dict(digests)).decode()}
+    table = {name: (TAGS[dtype], shape) for name, (dtype, shape) in layout.items()}
+    return texts | {"header_sha256": header_digest(texts, table)}
+
+
+def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+    """SHA-256 of the parsed header. Offsets follow from the sizes: the format allows neither gap nor overlap."""
+    return sha256(canonical({"metadata": dict(texts), "tensors": {name: list(entry) for name, entry in table.items()}}))
+
+
+# Loading
+
+
+def open_described(path: Path, kind: str, form: str, version: int) -> tuple[TensorFile, dict[str, str], dict[str, str]]:
+    """Open a file of ours and check its header: the file, its texts, and the SHA-256 of each tensor.
+
+    Raises:
+        CheckpointError: missing, damaged or foreign, or of a newer format.
+    """
+    file = TensorFile(path, kind)
+    texts = dict(file.metadata)
+    if texts.get("format") != form:
+        raise CheckpointError(f"{path} must be {kind}, got a safetensors file of format {texts.get('format')!r:.80}")
+    with described(path, kind):
+        came = read_json_text(texts, "version")
+        if came != version:
+            raise CheckpointError(f"{path} is of format version {came}; this jshadow understands version {version}")
+        told = texts.pop("header_sha256", None)
+        if told != header_digest(texts, {name: (file.tags[name], shape) for name, shape in file.shapes.items()}):
+            raise CheckpointError(f"{path} is damaged: its header does not have the SHA-256 that it tells")
+        digests = read_json_text(texts, "sha256")
+        if not isinstance(digests, dict) or digests.keys() != file.shapes.keys():
+            raise ValueError("sha256 must have one digest for each tensor")
+    return file, texts, digests
+
+
+@contextlib.contextmanager
+def described(path: Path, kind: str) -> Iterator[None]:
+    """Metadata that cannot be understood are a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path} must be {kind}, got metadata that do not fit: {error}") from error
+
+
+def open_state(path: Path) -> tuple[TensorFile, StateRecord, dict[str, str]]:
+    """Open a saved state and check its header: the file, its record, and the SHA-256 of each tensor.
+
+    Raises:
+        CheckpointError: missing, damaged or foreign, or of a newer format.
+    """
+    file, texts, digests = open_described(path, KIND, FORMAT, VERSION)
+    with described(path, KIND):
+        if unknown := set(file.tags.values()) - set(TAGS.values()):
+            raise ValueError(f"dtypes must be of {sorted(TAGS.values())}, got {sorted(unknown)}")
+        return file, StateRecord.read(texts), digests
+
+
+def read_checked(file: TensorFile, name: str, digests: Mapping[str, str]) -> np.ndarray:
+    """A tensor of the file. Raises CheckpointError where its bytes are not those that were written."""
+    value = file.read(name)
+    if sha256(raw_bytes(value)) != digests[name]:
+        raise CheckpointError(f"{file.path} is damaged: {name} does not have the SHA-256 that the header tells")
+    return value
+
+
+def check_table(file: TensorFile, wanted: Mapping[str, Any], batch: int) -> None:
+    """Raise CheckpointError unless the file has just the wanted tensors (name, dtype, shape), and all ids or none."""
+    extra = [name for name in file.shapes if name not in wanted]
+    if set(extra) == set(token_names(batch)):
+        extra = [name for name in extra if file.tags[name] != TAGS["int32"] or len(file.shapes[name]) != 1]
+    problems = [f"{name}: extra, no such place in this state" for name in extra]
+    for name, leaf in wanted.items():
+        expected, got = (TAGS[leaf.dtype.name], leaf.shape), (file.tags.get(name), file.shapes.get(name))
+        if got != expected:
+            problems.append(f"{name}: " + ("missing" if name not in file.shapes else f"expected {expected}, got {got}"))
+    raise_all(str(file.path), problems)
+
+
+def check_lengths(file: TensorFile, record: StateRecord) -> None:
+    """Raise CheckpointError where a row holds an impossible number of tokens, or another one than its token ids are."""
+    lengths = file.read("lengths").tolist()
+    if not all(0 <= length <= record.capacity for length in lengths):
+        raise CheckpointError(f"{file.path}: lengths must lie in [0, capacity={record.capacity}], got {lengths}")
+    for name, length in zip(token_names(record.batch), lengths, strict=True):
+        if file.shapes.get(name, (length,)) != (length,):
+            raise CheckpointError(f"{file.path}: {name} must have {length} ids, got {file.shapes[name][0]}")
+
+
+def put(place: Any, value: np.ndarray) -> Any:
+    """An array in the memory of its place, bound to the device as a step returns it: the step is not compiled anew."""
+    memory = place.memory if isinstance(place, HostArray) else "device"
+    array = jax.device_put(value, SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
+    return HostArray(array, memory) if isinstance(place, HostArray) else array

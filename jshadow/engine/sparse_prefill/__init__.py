@@ -1,0 +1,15 @@
+"""Sparse prefill: which keys a prompt's queries attend to, estimated on the fly (MInference, arXiv 2407.02490).
+
+`estimate` says what the last queries see, `lines` what is chosen of it, `tiles` computes attention over that, and
+`attentions` are the settings.
+"""
+
+from jshadow.engine.sparse_prefill.attentions import AShape as AShape
+from jshadow.engine.sparse_prefill.attentions import BlockSparse as BlockSparse
+from jshadow.engine.sparse_prefill.attentions import SparsePrefill as SparsePrefill
+from jshadow.engine.sparse_prefill.attentions import VerticalSlash as VerticalSlash
+from jshadow.engine.sparse_prefill.parse import PREFILLS as PREFILLS
+from jshadow.engine.sparse_prefill.parse import parse_prefill as parse_prefill
+from jshadow.engine.sparse_prefill.patterns import HeadPattern as HeadPattern
+from jshadow.engine.sparse_prefill.patterns import Pattern as Pattern
+from jshadow.engine.sparse_prefill.patterns import load_pattern as load_pattern

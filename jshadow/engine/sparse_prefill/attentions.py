@@ -1,0 +1,284 @@
+"""The sparse attentions of a prefill: vertical-slash, A-shape and block-sparse (MInference)."""
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jshadow.cache.state import PromptKV
+from jshadow.engine.sparse_prefill.estimate import KEY_TILE, line_sums
+from jshadow.engine.sparse_prefill.lines import HeadSizes, Lines, choose, make_lines
+from jshadow.engine.sparse_prefill.patterns import Pattern, load_pattern
+from jshadow.engine.sparse_prefill.tiles import GATHERED, Chosen, attend_chosen
+from jshadow.errors import ConfigError
+from jshadow.models.config import AttentionKind, ModelConfig, check_positive
+from jshadow.ops.attention import causal_attention
+from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
+
+
+@dataclasses.dataclass(frozen=True)
+class SparsePrefill(PrefillAttention):
+    """What the three share: each query head attends to chosen columns and diagonals, or to chosen key blocks.
+
+    Causal, float32 softmax, each key once; what is computed grows with what was chosen, never with S x S. `aux` is a
+    `Chosen`, which counts it. Where the settings cover the whole prompt, attention is exact.
+
+    Attributes:
+        block: queries and keys of a tile. Any size gives the same result with columns and diagonals.
+
+    Class attributes:
+        name: as `--prefill` takes it.
+    """
+
+    name = ""
+
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        check_positive(self.name, block=self.block)
+
+    @property
+    def multiple(self) -> int:  # type: ignore[override]
+        """Pieces are whole blocks."""
+        return self.block
+
+    def label(self, tokens: int | None = None) -> str:
+        """As `--prefill` takes it, with the settings that are not the defaults; a pattern by its digest.
+
+        Where the settings cover all of so many tokens, that stands behind it: such a prefill is exact.
+        """
+        changed = {
+            field.name: value
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        }
+        shown = {key: value.digest() if isinstance(value, Pattern) else value for key, value in changed.items()}
+        text = ":".join([self.name, *(f"{key}={value}" for key, value in shown.items())])
+        whole = tokens is not None and "pattern" not in changed and self.covers(tokens)
+        return f"{text} (exact: it covers {tokens:,} tokens)" if whole else text
+
+    @abc.abstractmethod
+    def covers(self, tokens: int) -> bool:
+        """Whether every query sees all keys before it, by the settings alone."""
+
+    @abc.abstractmethod
+    def sizes(self, heads: int) -> HeadSizes:
+        """How much each of the heads attends to, where no pattern says it."""
+
+    @abc.abstractmethod
+    def choose_lines(
+        self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes
+    ) -> Lines | None:  # fmt: skip
+        """The chosen columns and diagonals; None where all heads are block sparse."""
+
+    @property
+    def most_blocks(self) -> int:
+        """Key blocks of a block-sparse head at most; 0: there is none."""
+        return 0
+
+    def begin(
+        self, config: ModelConfig, kind: AttentionKind, prompt: PromptKV, q_tail: Array | None, learned: Any
+    ) -> Chosen:
+        """As PrefillAttention; learned: HeadSizes of this layer."""
+        batch, tokens = prompt.k_post.shape[:2]
+        counted = Chosen(None, None, jnp.zeros((batch, config.q_heads), jnp.int32), jnp.int32(0))
+        if learned is None and self.covers(tokens):
+            return counted
+        sizes = self.sizes(config.q_heads) if learned is None else jax.tree.map(jnp.asarray, learned)
+        lines = self.choose_lines(config, prompt, q_tail, sizes)
+        return counted.replace(lines=lines, sizes=sizes if self.most_blocks else None)
+
+    def attend(
+        self, config: ModelConfig, kind: AttentionKind, piece: PrefillPiece, prompt: PromptKV, aux: Chosen
+    ) -> tuple[Array, Chosen]:
+        """As PrefillAttention."""
+        scale = config.attention_scale
+        if aux.lines is None and aux.sizes is None:
+            return causal_attention(piece.q_post, prompt.k_post, prompt.v, scale, piece.first)[0], aux
+        return attend_chosen(
+            piece.q_post, prompt.k_post, prompt.v, prompt.lengths, piece.first, aux, scale=scale, block=self.block,
+            most_blocks=min(self.most_blocks, prompt.k_post.shape[1] // self.block),
+        )  # fmt: skip
+
+    def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
+        """As PrefillAttention: the estimate's sums and what was chosen from them, a tile, a piece's queries."""
+        heads, dim = config.q_heads, config.head_dim
+        gathered = max(GATHERED, self.block)
+        chosen = heads * tokens * 40  # sums, their order, masks; diagonals twice; a sort's own copies
+        estimate = heads * self.tail * (4 * KEY_TILE + 2 * dim) * 4
+        tile = heads * gathered * (4 * self.block + 4 * dim) * 4
+        queries = 3 * heads * size * dim * 4
+        means = (heads * size + config.kv_heads * tokens) * dim * 8 if self.most_blocks else 0
+        return batch * (chosen + estimate + tile + queries + means)
+
+
+@dataclasses.dataclass(frozen=True)
+class VerticalSlash(SparsePrefill):
+    """Columns and diagonals with most attention mass (MInference, Jiang et al. 2024, arXiv 2407.02490, section 3.2).
+
+    The last `last_queries` queries attend to the whole prompt. Their probabilities, summed by column and by diagonal,
+    choose what all queries of the head attend to: the union, at single tokens and single diagonals. (The published
+    kernel rounds a diagonal up to blocks of 64 keys, and so attends to somewhat more.) The last queries are each row's
+    own last real ones; a shorter prompt has fewer.
+
+    Attributes:
+        vertical: columns of each head.
+        slash: diagonals of each head.
+        last_queries: queries that the estimate looks at.
+        first_columns: columns from the first token on that are always among them.
+        local_diagonals: diagonals from a query's own token on that are always among them.
+        pattern: sizes of its own for each head, in place of vertical and slash, or None; a file's path is read.
+        key_blocks: most key blocks of a block-sparse head; filled in by a pattern that has such heads.
+
+    Raises:
+        ConfigError: a setting is out of range, or a pattern file unreadable.
+    """
+
+    name = "vertical_slash"
+    ahead = True
+
+    vertical: int = 1000
+    slash: int = 6096
+    last_queries: int = 64
+    first_columns: int = 30
+    local_diagonals: int = 100
+    pattern: Pattern | str | None = None
+    key_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = ("vertical", "slash", "last_queries", "local_diagonals")
+        check_positive(self.name, **{name: getattr(self, name) for name in names})
+        for name in ("first_columns", "key_blocks"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{self.name}.{name} must be an integer of at least 0, got {value!r}")
+        if isinstance(self.pattern, str):
+            object.__setattr__(self, "pattern", load_pattern(self.pattern))
+        if self.pattern is not None and not isinstance(self.pattern, Pattern):
+            raise ConfigError(f"{self.name}.pattern must be a Pattern or the path of a file, got {self.pattern!r}")
+
+    @property
+    def tail(self) -> int:  # type: ignore[override]
+        """Queries of the estimate."""
+        return self.last_queries
+
+    @property
+    def most_blocks(self) -> int:
+        """Of the pattern's block-sparse heads."""
+        return self.key_blocks
+
+    def prepared(self, config: ModelConfig) -> tuple[PrefillAttention, HeadSizes | None]:
+        """As PrefillAttention: a pattern becomes arrays, and its largest sizes the static ones."""
+        if not isinstance(self.pattern, Pattern):
+            return self, None
+        self.pattern.check(config, self.block)
+        sizes = self.pattern.arrays()
+        largest = {"vertical": sizes.columns, "slash": sizes.diagonals, "key_blocks": sizes.blocks}
+        most: dict[str, Any] = {name: int(values.max()) for name, values in largest.items()}
+        most |= {name: max(1, most[name]) for name in ("vertical", "slash")}
+        return dataclasses.replace(self, pattern=None, **most), sizes
+
+    def covers(self, tokens: int) -> bool:
+        """All columns, or all diagonals."""
+        return max(self.vertical, self.slash) >= tokens
+
+    def sizes(self, heads: int) -> HeadSizes:
+        """Alike for all heads."""
+        return HeadSizes.equal(heads, self.vertical, self.slash)
+
+    def choose_lines(self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes) -> Lines:
+        """By the estimate; the first columns and nearest diagonals of an A-shaped head of a pattern."""
+        assert q_tail is not None
+        tokens = prompt.k_post.shape[1]
+        by_column, by_diagonal = line_sums(q_tail, prompt.k_post, prompt.lengths, config.attention_scale)
+        columns, in_column = choose(
+            by_column, sizes.columns, sizes.by_position, prompt.lengths,
+            forced=self.first_columns, most=min(self.vertical, tokens),
+        )  # fmt: skip
+        _, diagonals = choose(
+            by_diagonal, sizes.diagonals, sizes.by_position, prompt.lengths,
+            forced=self.local_diagonals, most=min(self.slash, tokens),
+        )  # fmt: skip
+        return make_lines(columns, in_column, diagonals, self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class AShape(SparsePrefill):
+    """The first tokens and the nearest ones, whatever they say (MInference's A-shape, arXiv 2407.02490, section 3.2).
+
+    Attributes:
+        initial: tokens at the prompt's start that every query sees.
+        local: newest tokens that a query sees, itself included.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+
+    name = "a_shape"
+
+    initial: int = 1024
+    local: int = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self.name, initial=self.initial, local=self.local)
+
+    def covers(self, tokens: int) -> bool:
+        """All of them at the start, or all of them near."""
+        return max(self.initial, self.local) >= tokens
+
+    def sizes(self, heads: int) -> HeadSizes:
+        """Alike for all heads."""
+        return HeadSizes.equal(heads, self.initial, self.local, by_position=True)
+
+    def choose_lines(self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes) -> Lines:
+        """The same for every row: what lies past its end comes after its queries."""
+        batch, tokens = prompt.k_post.shape[:2]
+        shape = (batch, config.q_heads, tokens)
+        columns = jnp.broadcast_to(jnp.arange(min(self.initial, tokens), dtype=jnp.int32), (*shape[:2], self.initial))
+        index = jnp.broadcast_to(jnp.arange(tokens), shape)
+        return make_lines(columns, index < self.initial, index < self.local, self.block)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSparse(SparsePrefill):
+    """For each block of queries the key blocks whose mean key suits its mean query best
+    (MInference, arXiv 2407.02490, section 3.2).
+
+    A block of queries always sees its own block of keys.
+
+    Attributes:
+        blocks: key blocks that a block of queries sees.
+
+    Raises:
+        ConfigError: a setting is out of range.
+    """
+
+    name = "block_sparse"
+
+    blocks: int = 100
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self.name, blocks=self.blocks)
+
+    @property
+    def most_blocks(self) -> int:
+        """As many as any."""
+        return self.blocks
+
+    def covers(self, tokens: int) -> bool:
+        """As many blocks as there are."""
+        return self.blocks * self.block >= tokens
+
+    def sizes(self, heads: int) -> HeadSizes:
+        """Alike for all heads."""
+        return HeadSizes.equal(heads, blocks=self.blocks)
+
+    def choose_lines(self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes) -> None:
+        """None: blocks are chosen where the queries are at hand."""
+        return None

@@ -1,0 +1,87 @@
+"""What the last queries of a prompt say of all of it: attention mass by column and by diagonal; means of key blocks."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jshadow.ops.attention import MASKED, group_queries
+
+KEY_TILE = 512  # keys whose scores exist at once
+
+
+def line_sums(
+    q_tail: Float[Array, "B w h_q d"], k: Float[Array, "B S h_kv d"], lengths: Int[Array, "B"], scale: float
+) -> tuple[Float[Array, "B h_q S"], Float[Array, "B h_q S"]]:
+    """Column sums and diagonal sums of the causal attention of each row's last w real queries.
+
+    Tile by tile, each computed twice: once for the log-sum-exps, once for the sums.
+
+    Args:
+        q_tail: after RoPE, of positions lengths - w .. lengths - 1; those before position 0 are not looked at.
+        k: after RoPE, right padded.
+        lengths: int32 [B], real tokens of each row.
+        scale: factor on the scores.
+
+    Returns:
+        Float32 [B, h_q, S] by key, and by distance from query to key; 0 for padding.
+    """
+    batch, w, q_heads, _ = q_tail.shape
+    tokens, tile = k.shape[1], min(KEY_TILE, k.shape[1])
+    count = -(-tokens // tile)
+    grouped = group_queries(q_tail, k.shape[2])
+    query = lengths[:, None] - w + jnp.arange(w)
+
+    def scores_of(index: Array) -> tuple[Array, Array]:
+        """Where a tile begins, and its scores [B, h_q, w, K]. The last one overlaps the one before, masked there."""
+        start = jnp.minimum(index * tile, tokens - tile)
+        key = start + jnp.arange(tile)
+        k_tile = lax.dynamic_slice_in_dim(k, start, tile, axis=1)
+        scores = jnp.einsum("bhgtd,bshd->bhgts", grouped, k_tile, preferred_element_type=jnp.float32) * scale
+        seen = (key >= index * tile) & (key <= query[..., None])
+        return start, jnp.where(seen[:, None], scores.reshape(batch, q_heads, w, tile), MASKED)
+
+    def add_up(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        top, total = carry
+        _, scores = scores_of(index)
+        new_top = jnp.maximum(top, scores.max(-1))
+        return new_top, total * jnp.exp(top - new_top) + jnp.exp(scores - new_top[..., None]).sum(-1)
+
+    shape = (batch, q_heads, w)
+    top, total = lax.fori_loop(0, count, add_up, (jnp.full(shape, MASKED), jnp.zeros(shape)))
+    real = (query >= 0)[:, None]
+
+    def spread(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        columns, slants = sums
+        start, scores = scores_of(index)
+        weight = jnp.where(scores > MASKED / 2, jnp.exp(scores - top[..., None]) / total[..., None], 0)
+        weight = jnp.where(real[..., None], weight, 0)
+        # Each row one further to the right than the row below it: a diagonal becomes a column.
+        rows = jnp.pad(weight[:, :, ::-1], ((0, 0), (0, 0), (0, 0), (0, w))).reshape(batch, q_heads, -1)
+        slanted = rows[..., :-w].reshape(batch, q_heads, w, tile + w - 1).sum(2)
+        return add_at(columns, weight.sum(2), start), add_at(slants, slanted, start)
+
+    zeros = jnp.zeros((batch, q_heads, tokens + w - 1))
+    columns, slants = lax.fori_loop(0, count, spread, (zeros[..., :tokens], zeros))
+    back = (lengths[:, None] - 1 - jnp.arange(tokens))[:, None]
+    diagonals = jnp.take_along_axis(slants, jnp.maximum(back, 0), axis=2, mode="clip")
+    return columns, jnp.where(back >= 0, diagonals, 0)
+
+
+def add_at(whole: Array, part: Array, start: Array) -> Array:
+    """whole [B, h, n] with part [B, h, m] added from start on."""
+    old = lax.dynamic_slice_in_dim(whole, start, part.shape[2], axis=2)
+    return lax.dynamic_update_slice_in_dim(whole, old + part, start, axis=2)
+
+
+def block_means(
+    x: Float[Array, "B T h d"], lengths: Int[Array, "B"], first: Int[Array, ""] | int, block: int
+) -> Float[Array, "B h n d"]:
+    """Float32 means over the real tokens of each block: x [B, T, h, d], of positions first .. -> [B, h, T / block, d].
+
+    Zeros where a block has none.
+    """
+    batch, tokens, heads, dim = x.shape
+    real = first + jnp.arange(tokens) < lengths[:, None]
+    kept = jnp.where(real[..., None, None], x, 0).astype(jnp.float32).reshape(batch, -1, block, heads, dim)
+    counts = real.reshape(batch, -1, block).sum(2)
+    return (kept.sum(2) / jnp.maximum(counts, 1)[..., None, None]).transpose(0, 2, 1, 3)

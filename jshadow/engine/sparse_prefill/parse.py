@@ -1,0 +1,42 @@
+"""The sparse attentions by name, as the command line takes them."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from jshadow.engine.sparse_prefill.attentions import AShape, BlockSparse, SparsePrefill, VerticalSlash
+from jshadow.errors import ConfigError
+
+PREFILLS: dict[str, type[SparsePrefill]] = {
+    "vertical_slash": VerticalSlash, "a_shape": AShape, "block_sparse": BlockSparse,
+}  # fmt: skip
+
+
+def parse_prefill(text: str) -> SparsePrefill | None:
+    """NAME or NAME:key=value:... as `--prefill` takes it; None for "exact".
+
+    Raises:
+        ConfigError: naming what is unknown or out of range.
+    """
+    name, *settings = text.split(":")
+    if name == "exact" and not settings:
+        return None
+    if name not in PREFILLS:
+        raise ConfigError(f"prefill must be one of {['exact', *sorted(PREFILLS)]}, got {text!r}")
+    return PREFILLS[name](**parse_settings(name, settings))
+
+
+def parse_settings(name: str, settings: Sequence[str]) -> dict[str, Any]:
+    """The values of `key=value` settings; what is no JSON is text."""
+    fields = {field.name for field in dataclasses.fields(PREFILLS[name])} - {"key_blocks"}
+    values: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals or key not in fields:
+            raise ConfigError(f"prefill must be {name}:KEY=VALUE with a key of {sorted(fields)}, got {setting!r}")
+        try:
+            values[key] = text if key == "pattern" else json.loads(text)
+        except json.JSONDecodeError:
+            values[key] = text
+    return values

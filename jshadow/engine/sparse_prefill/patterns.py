@@ -1,0 +1,113 @@
+"""A pattern: how much each query head of each layer attends to in a sparse prefill, as `prefill-patterns` finds it."""
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jshadow.engine.sparse_prefill.lines import HeadSizes
+from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig, check_positive
+
+FORMAT = "jshadow prefill pattern 1"
+KINDS = {"vertical_slash": ("vertical", "slash"), "a_shape": ("initial", "local"), "block_sparse": ("blocks",)}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadPattern:
+    """What one query head attends to.
+
+    Attributes:
+        kind: "vertical_slash", "a_shape" or "block_sparse".
+        sizes: (vertical, slash), (initial, local) or (blocks,), as those settings of the attention of that name.
+    """
+
+    kind: str
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"pattern: kind must be one of {sorted(KINDS)}, got {self.kind!r}")
+        whole = all(isinstance(size, int) and not isinstance(size, bool) and size >= 1 for size in self.sizes)
+        if not isinstance(self.sizes, tuple) or len(self.sizes) != len(KINDS[self.kind]) or not whole:
+            wanted = ", ".join(KINDS[self.kind])
+            raise ConfigError(f"pattern: sizes of {self.kind} must be ({wanted}), each at least 1, got {self.sizes!r}")
+
+    @property
+    def row(self) -> tuple[int, int, int, int]:
+        """(columns, diagonals, by_position, blocks), as HeadSizes has them."""
+        if self.kind == "block_sparse":
+            return 0, 0, 0, self.sizes[0]
+        return self.sizes[0], self.sizes[1], int(self.kind == "a_shape"), 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """Patterns of all heads: numbers, so that settings that hold it stay hashable.
+
+    Attributes:
+        heads: heads[layer][query head].
+        block: tokens of the blocks that a block-sparse head's size counts.
+    """
+
+    heads: tuple[tuple[HeadPattern, ...], ...]
+    block: int = 64
+
+    def __post_init__(self) -> None:
+        check_positive("pattern", block=self.block)
+        if not self.heads or not all(self.heads) or len({len(layer) for layer in self.heads}) != 1:
+            raise ConfigError("pattern: heads must be some, and as many in each layer")
+
+    def arrays(self) -> HeadSizes:
+        """The sizes as arrays [L, h_q]."""
+        rows = np.array([[head.row for head in layer] for layer in self.heads], np.int32)
+        return HeadSizes(*(rows[..., index] for index in range(4)))  # type: ignore[arg-type]
+
+    def check(self, config: ModelConfig, block: int) -> None:
+        """Raise ConfigError where this is the pattern of another model, or of other blocks."""
+        mine, its = (len(self.heads), len(self.heads[0])), (config.num_layers, config.q_heads)
+        if mine != its:
+            raise ConfigError(
+                f"pattern must be of this model, {its[0]} layers of {its[1]} query heads, got {mine[0]} of {mine[1]}"
+            )
+        if block != self.block and any(head.kind == "block_sparse" for layer in self.heads for head in layer):
+            raise ConfigError(f"block must be the pattern's own {self.block}, got {block}")
+
+    def digest(self) -> str:
+        """Eight hex digits that tell patterns apart."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
+
+    def __repr__(self) -> str:
+        kinds = [[[head.kind, *head.sizes] for head in layer] for layer in self.heads]
+        return f"Pattern({kinds}, block={self.block})"
+
+
+def load_pattern(path: str | os.PathLike[str]) -> Pattern:
+    """Read a pattern that `jshadow prefill-patterns` wrote. Raises ConfigError naming what is wrong with the file."""
+    source = Path(path).expanduser()
+    try:
+        told = json.loads(source.read_text(encoding="utf-8"))
+        if not isinstance(told, dict) or told.get("format") != FORMAT:
+            raise ConfigError(f"pattern: {source} must be a file of {FORMAT!r}")
+        layers = tuple(tuple(HeadPattern(kind, tuple(sizes)) for kind, *sizes in layer) for layer in told["heads"])
+        return Pattern(layers, told["block"])
+    except ConfigError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"pattern: {source} must be a readable file of {FORMAT!r}: {error!r}") from error
+
+
+def as_json(pattern: Pattern, told: Mapping[str, Any] | None = None) -> str:
+    """The text of a pattern's file.
+
+    Args:
+        pattern: what to write.
+        told: plain values about it, kept in the file and not read back.
+    """
+    layers = [[[head.kind, *head.sizes] for head in layer] for layer in pattern.heads]
+    return json.dumps({"format": FORMAT, "block": pattern.block, **(told or {}), "heads": layers}) + "\n"

@@ -1,0 +1,220 @@
+"""Proof at run time that offloading changes nothing: the resident path beside the offloaded one, step by step.
+
+Two comparisons, of which the first names the culprit. In each layer both paths are given the very same queries, keys
+and values: selection and fetched rows must be equal bit by bit, rebuilt keys and the attention's output to the dtype's
+rounding. And a resident state of its own runs freely: its logits must stay within the dtype's tolerance.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jshadow.cache.state import CacheSpec, Fetched, HostArray, HostTier, KVState, LayerState, Reads, StepKV, Writes
+from jshadow.engine.step import LayerWork, step_layer, step_writes, turn_piece
+from jshadow.errors import StateMismatch, VerificationError
+from jshadow.models.config import ModelConfig
+from jshadow.planner.bytes import abstract_of
+from jshadow.weights.digest import host_array
+
+# Largest difference that rounding may cause, as a share of the largest number compared.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.005}
+BITS = {4: jnp.uint32, 2: jnp.uint16, 1: jnp.uint8}
+
+
+class Finding(NamedTuple):
+    """One comparison of a layer: bad, bool [B, heads], and the unit where it first is, int32 [B, heads] or None."""
+
+    bad: Array
+    unit: Array | None = None
+
+
+class LayerFindings(NamedTuple):
+    """The comparisons of one layer, in the order in which a fault shows."""
+
+    selected: Finding | None = None
+    values: Finding | None = None
+    keys: Finding | None = None
+    attention: Finding | None = None
+
+
+NAMES = ("selected chunks", "fetched values", "keys", "attention outputs")
+
+
+def _differs(mine: Array, theirs: Array) -> Array:
+    """Whether two arrays differ in any bit, elementwise: a NaN is equal to itself."""
+    if jnp.issubdtype(mine.dtype, jnp.floating):
+        bits = BITS[mine.dtype.itemsize]
+        mine, theirs = lax.bitcast_convert_type(mine, bits), lax.bitcast_convert_type(theirs, bits)
+    return mine != theirs
+
+
+def _far(mine: Array, theirs: Array, axes: tuple[int, ...], dtype: str) -> Array:
+    """Whether arrays differ by more than rounding, reduced over axes; a NaN differs from everything."""
+    mine, theirs = mine.astype(jnp.float32), theirs.astype(jnp.float32)
+    limit = TOLERANCE[dtype] * jnp.maximum(jnp.abs(theirs).max(axis=axes, keepdims=True), 1e-3)
+    return ~(jnp.abs(mine - theirs) <= limit).all(axis=axes)
+
+
+def _compare_fetch(spec: CacheSpec, mine: Fetched, theirs: Fetched) -> LayerFindings:
+    """What two fetches of the same layer brought; rows that are not attended may hold anything."""
+    units = mine.ids.shape[2]
+    valid = mine.valid.reshape(*mine.ids.shape, -1).any(-1)
+    chosen = (_differs(mine.ids, theirs.ids) & valid).any(-1) | _differs(mine.valid, theirs.valid).any(-1)
+    wrong = _differs(mine.v, theirs.v) & mine.valid[..., None]
+    wrong = wrong.reshape(*wrong.shape[:2], units, -1).any(-1)
+    first = jnp.take_along_axis(jnp.broadcast_to(mine.ids, wrong.shape), wrong.argmax(-1)[..., None], 2)[..., 0]
+    keys = None
+    if mine.k is not None and theirs.k is not None:
+        one, other = (jnp.where(mine.valid[..., None], x, 0) for x in (mine.k, theirs.k))
+        keys = Finding(_far(one, other, (2, 3), spec.dtype))
+    return LayerFindings(Finding(chosen), Finding(wrong.any(-1), first), keys)
+
+
+def _worse(one: Finding | None, other: Finding | None) -> Finding | None:
+    """Two findings of the same kind as one."""
+    if one is None or other is None:
+        return one or other
+    unit = None if one.unit is None or other.unit is None else jnp.where(one.bad, one.unit, other.unit)
+    return Finding(one.bad | other.bad, unit)
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("writes", "twin_writes", "free_writes"))
+def _watched_step(
+    weights: dict, tokens: Array, new: Array, reads: Reads, writes: Writes, twin_reads: Reads, twin_writes: Writes,
+    free_writes: Writes, *, config: ModelConfig,
+) -> tuple[Array, Writes, Writes, Writes, list[LayerFindings], Finding]:  # fmt: skip
+    """One step of the offloaded state, of a resident twin fed with its inputs, and of a free resident state."""
+    twin = KVState.of(twin_reads, twin_writes)
+    layers, tiers = list(twin.layers), [layer.host for layer in twin.layers]
+    findings: list[LayerFindings] = []
+    later: list[Any] = []
+    twin_inbox: dict[int, Fetched] = {}
+    twin_carry: list[Any] = [None]
+
+    def both(
+        spec: CacheSpec, state: LayerState, step: StepKV, carry: Any, inbox: dict[int, Fetched],
+        specs: tuple[CacheSpec, ...], tiers_of: list[HostTier],
+    ) -> tuple[Array, LayerState, Any, LayerWork]:  # fmt: skip
+        index = spec.layer
+        assert index is not None
+        out, state, carry, work = step_layer(spec, state, step, carry, inbox, specs, tiers_of)
+        same, layers[index], twin_carry[0], other = step_layer(
+            twin.specs[index], layers[index], step, twin_carry[0], twin_inbox, twin.specs, tiers
+        )
+        tiers[index] = layers[index].host
+        later.extend(other.later)
+        seen = step.valid[:, :, None, None]
+        attention = Finding(_far(jnp.where(seen, out, 0), jnp.where(seen, same, 0), (1, 3), spec.dtype))
+        found = LayerFindings(attention=attention)
+        for mine, theirs in zip(work.fetches, other.fetches, strict=True):
+            found = LayerFindings(*map(_worse, found, _compare_fetch(spec, mine, theirs)))
+        findings.append(found)
+        return out, state, carry, work
+
+    logits, after = step_writes(weights, config, tokens, new, reads, writes, run_layer=both)
+    for target, selection, brought in later:
+        layers[target] = twin.specs[target].policy.receive(twin.specs[target], layers[target], selection, brought)
+    changed = tuple((layer.live, layer.host.tail) for layer in layers)
+    twin_after = Writes(changed, *jax.tree.map(jnp.copy, (after.shared, after.lengths, after.last, after.counters)))
+    free_logits, free_after = step_writes(weights, config, tokens, new, twin_reads, free_writes)
+    apart = _far(logits, free_logits, (1,), reads.specs[0].dtype) & (new > 0)
+    return logits, after, twin_after, free_after, findings, Finding(apart[:, None])
+
+
+class Verifier:
+    """Keeps the two resident states beside an offloaded one.
+
+    Attributes:
+        steps: steps (or pieces of a turn) that were verified so far.
+    """
+
+    def __init__(self, params: Any, state: KVState, resident: KVState) -> None:
+        """`resident` holds what `state` holds, with its host rows on the device; it is consumed.
+
+        Raises:
+            VerificationError: rows in the host tier differ from their origin already.
+        """
+        if state.fetch == "resident":
+            raise StateMismatch("state must be offloaded to be verified, got fetch='resident'")
+        self.params, self.twin, self.free = params, resident, resident.fork()
+        self.steps = 0
+        for index, (mine, theirs) in enumerate(zip(state.layers, resident.layers, strict=True)):
+            if mine.host.prompt is None or theirs.host.prompt is None:
+                continue
+            one, other = host_array(mine.host.prompt.array), host_array(theirs.host.prompt.array)
+            bad = (one.view(np.uint8) != other.view(np.uint8)).any(-1)
+            if bad.any():
+                row, head, unit = (int(x) for x in np.argwhere(bad)[0])
+                raise VerificationError(
+                    f"prefill, layer {index}, row {row}, KV head {head}: values of chunk {unit} in host memory differ "
+                    "from those that were sent"
+                )
+
+    def step(self, tokens: Any, new: Any, state: KVState) -> tuple[Array, KVState]:
+        """One verified step: tokens int32 [B, T], of which `new` [B] are real. Consumes the state.
+
+        Raises:
+            VerificationError: the first difference, with layer, head and step.
+        """
+        reads, writes = state.split()
+        logits, writes, twin, free, findings, apart = _watched_step(
+            self.params.weights, jnp.asarray(tokens), jnp.asarray(new, jnp.int32), reads, writes, *self.twin.split(),
+            self.free.split()[1], config=self.params.config,
+        )  # fmt: skip
+        self.twin, self.free = self.twin.join(twin), self.free.join(free)
+        for layer, found in enumerate(jax.tree.map(np.asarray, findings)):
+            for name, finding in zip(NAMES, found, strict=True):
+                if finding is not None:
+                    self._check(finding, f"layer {layer}", name)
+        self._check(jax.tree.map(np.asarray, apart), "last layer", "logits")
+        self.steps += 1
+        return logits, state.join(writes)
+
+    def extend(self, tokens: np.ndarray, lengths: np.ndarray, state: KVState) -> tuple[Array, KVState]:
+        """A verified turn: tokens int32 [B, T], lengths [B]; float32 logits of each row's last new token."""
+        size = turn_piece(state, tokens.shape[1])
+        last = jnp.zeros((len(lengths), self.params.config.vocab_size))
+        for first in range(0, tokens.shape[1], size):
+            piece = np.pad(tokens[:, first : first + size], ((0, 0), (0, max(0, first + size - tokens.shape[1]))))
+            new = np.clip(lengths - first, 0, size)
+            logits, state = self.step(piece, new, state)
+            last = jnp.where((new > 0)[:, None], logits, last)
+        return last, state
+
+    def _check(self, finding: Finding, where: str, name: str) -> None:
+        if not finding.bad.any():
+            return
+        row, head = (int(x) for x in np.argwhere(finding.bad)[0])
+        place = f"step {self.steps}, {where}, row {row}"
+        place += f", head {head}" if where != "last layer" else ""
+        unit = f" of chunk {int(finding.unit[row, head])}" if finding.unit is not None else ""
+        raise VerificationError(f"{place}: {name}{unit} differ between the offloaded and the resident path")
+
+
+def resident_twin(state: KVState) -> KVState:
+    """A fork of an offloaded state with its host rows on the device."""
+
+    def bring(part: HostArray | None) -> HostArray | None:
+        if part is None:
+            return None
+        return HostArray(jax.device_put(part.array, part.array.sharding.with_memory_kind("device")), "device")
+
+    fork = state.fork()
+    specs = tuple(dataclasses.replace(spec, fetch="resident") for spec in state.specs)
+    layers = tuple(
+        layer.replace(live=without_extra(layer.live, like.live),
+                      host=HostTier(bring(layer.host.prompt), bring(layer.host.tail)))
+        for layer, like in zip(fork.layers, abstract_of(specs, state.policy, state.fitted).layers, strict=True)
+    )  # fmt: skip
+    return fork.replace(layers=layers, specs=specs)
+
+
+def without_extra(live: Any, like: Any) -> Any:
+    """A layer's changing half without the fields that an offloaded state alone has."""
+    extra = [field.name for field in dataclasses.fields(live) if getattr(like, field.name) is None]
+    return live.replace(**dict.fromkeys(extra))

@@ -1,0 +1,33 @@
+"""What ShadowKV's observations say of a model and a text: spectra, subspaces, landmarks, hit rates, sweeps of settings.
+
+Functions return NumPy arrays in frozen records, or the rows of `evaluate`; they draw nothing (`evaluation.plots` does).
+"""
+
+from jshadow.evaluation.analysis.chunks import ChunkSimilarity, chunk_similarity
+from jshadow.evaluation.analysis.hits import HitRates, hit_rates
+from jshadow.evaluation.analysis.spectra import (
+    KINDS,
+    Spectra,
+    Subspaces,
+    compare_subspaces,
+    singular_values,
+    subspace_similarity,
+)
+from jshadow.evaluation.analysis.sweeps import sweep
+from jshadow.evaluation.analysis.tensors import LayerTensors, prompt_tensors
+
+__all__ = [
+    "KINDS",
+    "ChunkSimilarity",
+    "HitRates",
+    "LayerTensors",
+    "Spectra",
+    "Subspaces",
+    "chunk_similarity",
+    "compare_subspaces",
+    "hit_rates",
+    "prompt_tensors",
+    "singular_values",
+    "subspace_similarity",
+    "sweep",
+]

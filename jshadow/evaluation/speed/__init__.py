@@ -1,0 +1,13 @@
+"""Times of decode steps and prefills on this machine, beside dense baselines and beside what the machine can do.
+
+A bench compiles first, warms up, and tells the median of its repeats with the least and the most. Peers (torch,
+transformers) are measured in the same run where they are installed.
+"""
+
+from jshadow.evaluation.speed.dense import bench_baselines as bench_baselines
+from jshadow.evaluation.speed.layer import Shape as Shape
+from jshadow.evaluation.speed.layer import bench_layer as bench_layer
+from jshadow.evaluation.speed.model import bench_model as bench_model
+from jshadow.evaluation.speed.request import Request as Request
+from jshadow.evaluation.speed.stages import bench_stages as bench_stages
+from jshadow.evaluation.speed.timing import ceilings as ceilings

@@ -1,0 +1,154 @@
+"""One decode step of one layer's attention, on a real state: a random prompt, compressed by the policy."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jshadow.cache import offload
+from jshadow.cache.state import CacheSpec, HostTier, LayerState, PromptKV, StepKV
+from jshadow.engine.prefill import compress_layer
+from jshadow.engine.step import step_layer
+from jshadow.errors import ConfigError
+from jshadow.evaluation.speed.timing import compiled, measure
+from jshadow.models.config import ModelConfig
+from jshadow.ops.rope import inverse_frequencies
+from jshadow.planner.bytes import cache_specs
+from jshadow.policies import Policy
+
+LEFT = 64  # tokens that the caches can take beyond the prompt
+QUERIES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One layer's attention.
+
+    Attributes:
+        context: prompt tokens.
+        batch: rows.
+        heads: query heads.
+        kv_heads: key and value heads.
+        head_dim: width of a head.
+        dtype: of keys and values.
+    """
+
+    context: int
+    batch: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        for name in ("context", "batch", "heads", "kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise ConfigError(f"heads must be a multiple of kv_heads={self.kv_heads}, got {self.heads}")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even, got {self.head_dim}")
+
+    def config(self) -> ModelConfig:
+        """A model of one such layer, of which nothing but the attention is ever run."""
+        return ModelConfig(
+            "llama", 2, 1, self.heads * self.head_dim, 1, self.heads, self.kv_heads, self.head_dim, 1e-5,
+            self.context + LEFT,
+        )  # fmt: skip
+
+
+def random_prompt(shape: Shape, policy: Policy, seed: int = 0) -> PromptKV:
+    """Random keys and values [B, S, h_kv, d] of a prompt that fills the context, and the queries that a policy needs.
+
+    All log-sum-exps are those of even attention; a prefill attention of the policy's own has found nothing.
+    """
+
+    def normal(key: Array, count: int, heads: int) -> Array:
+        return jax.random.normal(key, (shape.batch, count, heads, shape.head_dim), shape.dtype)
+
+    k, v, q, tail = jax.random.split(jax.random.key(seed), 4)
+    keys, everything = normal(k, shape.context, shape.kv_heads), "q_all" in policy.needs
+    positions = jnp.arange(shape.context, dtype=jnp.int32)
+    even = jnp.log(positions + 1.0)
+    prompt = PromptKV(
+        k_pre=keys, k_post=keys, v=normal(v, shape.context, shape.kv_heads),
+        lengths=jnp.full(shape.batch, shape.context, jnp.int32),
+        positions=jnp.broadcast_to(positions, (shape.batch, shape.context)),
+        q_tail=normal(tail, policy.q_tail, shape.heads) if policy.q_tail else None,
+        q_post=normal(q, shape.context, shape.heads) if everything else None,
+        lse=jnp.broadcast_to(even, (shape.batch, shape.heads, shape.context)) if everything else None,
+    )  # fmt: skip
+    own, config = policy.prefill_attention(), shape.config()
+    extra = None if own is None else own.begin(config, config.attention_kind(0), prompt, None, None)
+    return prompt.replace(extra=extra)
+
+
+def layer_state(shape: Shape, policy: Policy, fetch: str) -> tuple[CacheSpec, LayerState]:
+    """A layer's state after a random prompt.
+
+    Raises:
+        ConfigError: a setting of the policy or the fetch mode is out of range.
+    """
+    config = shape.config()
+    policy = policy.resolve(config, shape.context + LEFT)
+    spec = cache_specs(
+        config, policy, shape.batch, shape.context + LEFT, shape.context, shape.dtype, offload.resolve_fetch(fetch)
+    )[0]  # fmt: skip
+    state, write = compress_layer(random_prompt(shape, spec.policy), None, spec=dataclasses.replace(spec, layer=None))
+    return spec, state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write))
+
+
+def random_step(shape: Shape, seed: int, rows: int = 1) -> StepKV:
+    """Queries, keys and values of the token after the prompt; further rows are guesses."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    q, k, v = (
+        jax.random.normal(key, (shape.batch, rows, heads, shape.head_dim), shape.dtype)
+        for key, heads in zip(keys, (shape.heads, shape.kv_heads, shape.kv_heads), strict=True)
+    )
+    lengths = jnp.full(shape.batch, shape.context, jnp.int32)
+    positions = lengths[:, None] + jnp.arange(rows, dtype=jnp.int32)
+    inverse = jnp.asarray(inverse_frequencies(shape.config().rope, shape.head_dim))
+    valid = jnp.broadcast_to(jnp.arange(rows) == 0, positions.shape)
+    return StepKV(q, q, k, k, v, positions, valid, lengths, q.reshape(shape.batch, rows, -1), inverse)
+
+
+def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int = 10) -> dict[str, Any]:
+    """One decode step of one layer's attention, again and again on the state that it leaves.
+
+    Unrelated queries take turns, so that what one selects is hardly ever what the one before selected.
+
+    Returns:
+        A row: policy, fetch, context, batch, dtype, step_seconds, least, most, compile_seconds, bytes_device and
+        bytes_host of the layer's state, bytes_read and bytes_fetched (what a step must read on the device, and bring
+        from the host), bytes_moved (both) and flops.
+    """
+    spec, state = layer_state(shape, policy, fetch)
+    steps = itertools.cycle([random_step(shape, seed, policy.step_rows) for seed in range(1, 1 + QUERIES)])
+
+    def run(reads: Any, writes: Any, step: StepKV) -> tuple[Array, Any]:
+        layer = LayerState(reads[0], writes[0], HostTier(reads[1], writes[1]))
+        out, layer, _, _ = step_layer(spec, layer, step, None, {}, (spec,), [layer.host])
+        return out, (layer.live, layer.host.tail)
+
+    reads, writes = (state.frozen, state.host.prompt), (state.live, state.host.tail)
+    program, seconds = compiled(run, reads, writes, next(steps), donate=(1,))
+    held = [writes]
+
+    def once() -> None:
+        out, held[0] = program(reads, held[0], next(steps))
+        jax.block_until_ready((out, held[0]))
+
+    times = measure(once, repeats, seconds)
+    sizes = np.array(list(spec.policy.nbytes(state).values())).sum(axis=0)
+    moved = np.array(list(spec.policy.step_bytes(spec, state).values())).sum(axis=0)
+    return {
+        "policy": spec.policy.name, "fetch": spec.fetch, "context": shape.context, "batch": shape.batch,
+        "dtype": shape.dtype, "step_seconds": times.median, "least": times.least, "most": times.most,
+        "compile_seconds": times.compile, "bytes_device": int(sizes[0]), "bytes_host": int(sizes[1]),
+        "bytes_read": int(moved[0]), "bytes_fetched": int(moved[1]), "bytes_moved": int(moved.sum()),
+        "flops": int(spec.policy.step_flops(spec, state)),
+    }  # fmt: skip

@@ -1,0 +1,40 @@
+"""The same request through transformers, on torch: what people use today."""
+
+import time
+from typing import Any
+
+from jshadow.evaluation.speed.request import Answer, Request
+
+CACHES = ("DynamicCache", "OffloadedCache")
+
+
+def answer_transformers(request: Request, cache: str) -> Answer:
+    """Prefill and greedy steps with one of transformers' caches; the second of two answers."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+    kind = getattr(torch, request.dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(request.model, dtype=kind).eval()
+    ids = torch.tensor(request.prompts(model.config.vocab_size).astype("int64"))
+
+    def step(tokens: Any, held: Any) -> Any:
+        logits = model(tokens, past_key_values=held, use_cache=True, logits_to_keep=1).logits
+        return logits[:, -1:].argmax(-1)
+
+    def once() -> Answer:
+        held: Any = DynamicCache(config=model.config, offloading=cache == "OffloadedCache")
+        start = time.perf_counter()
+        token = step(ids, held)
+        middle = time.perf_counter()
+        for _ in range(request.steps):
+            token = step(token, held)
+        end = time.perf_counter()
+        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in held.layers)
+        return Answer(middle - start, end - middle, size, 0)
+
+    with torch.no_grad():
+        once()
+        return once()

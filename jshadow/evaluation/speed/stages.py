@@ -1,0 +1,140 @@
+"""Where the time of one layer's decode step goes: each stage a program of its own, on the same state."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jshadow.cache import offload
+from jshadow.cache.state import CacheSpec, HostTier, LayerState, StepKV
+from jshadow.evaluation.speed.layer import Shape, layer_state, random_step
+from jshadow.evaluation.speed.timing import Times, compiled, measure, timed
+from jshadow.policies import Policy, ShadowKV
+from jshadow.policies.shadowkv.costs import ChunkCosts, sizes_of
+
+# The stages in their order, with the one that contains them: a fetch brings values while it rebuilds keys.
+STAGES = {
+    "append": None, "scores": "select", "select": None, "keys": "fetch", "values": "fetch", "fetch": None,
+    "attend": None,
+}  # fmt: skip
+# What reads which part of a state (`Policy.step_bytes`); a part that is not named is attended.
+READ_BY = {
+    "landmarks": "scores", "spread": "scores", "candidates": "scores", "left": "keys", "right": "keys",
+    "values": "values",
+}  # fmt: skip
+
+
+def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int = 10) -> list[dict[str, Any]]:
+    """The stages of one decode step of one layer.
+
+    Their sum is not the step's time: a step overlaps and fuses them, and saves the calls. It says where to look.
+
+    Returns:
+        Rows: stage, part_of (the stage that contains this one, or None), step_seconds, least, most, and what the stage
+        must do: bytes_read, bytes_fetched and flops. What one stage leaves for the next is not counted.
+    """
+    spec, state = layer_state(shape, policy, fetch)
+    step = random_step(shape, 1, policy.step_rows)
+    runs, costs = programs(spec, state, step), stage_costs(spec, state)
+    held = runs.pop("fetch", None) if spec.fetch == "zero_copy" else None
+    times = {name: timed(run, *args, repeats=repeats) for name, (run, args) in runs.items()}
+    if held is not None:
+        times["fetch"] = time_kept_fetch(*held, repeats=repeats)
+    times["append"] = time_append(spec, state, step, repeats)  # last, for it consumes the state
+    return [
+        {
+            "stage": name, "part_of": outer, "step_seconds": times[name].median, "least": times[name].least,
+            "most": times[name].most, **dict(zip(("bytes_read", "bytes_fetched", "flops"), costs[name], strict=True)),
+        }
+        for name, outer in STAGES.items() if name in times
+    ]  # fmt: skip
+
+
+def programs(spec: CacheSpec, state: LayerState, step: StepKV) -> dict[str, tuple[Callable[..., Any], tuple]]:
+    """The stages that this policy has and that change nothing: a function and its arguments each."""
+    policy, layout = spec.policy, spec.policy.host_layout(spec)
+    runs: dict[str, tuple[Callable[..., Any], tuple]] = {}
+
+    def select(state: LayerState, step: StepKV) -> Any:
+        selection, _, carry = policy.select(spec, state, step, None)
+        return selection, carry
+
+    def attend(state: LayerState, step: StepKV, fetched: Any, carry: Any) -> Any:
+        return policy.attend(spec, state, step, fetched, carry)[0]
+
+    selection, carry = jax.jit(select)(state, step)
+    fetched = None
+    if selection is not None:
+        assert layout is not None
+        ids = jnp.broadcast_to(selection.ids, (spec.batch, layout.heads, selection.ids.shape[2]))
+
+        def choose(state: LayerState, step: StepKV) -> Any:
+            return select(state, step)[0].replace(rebuild=None, kept=None)  # or they would be copied out
+
+        runs["select"] = (choose, (state, step))
+        if isinstance(policy, ShadowKV):
+            runs["scores"] = (lambda state, step: policy.scores(spec, state, step), (state, step))
+
+        def fetch(tier: HostTier, selection: Any) -> Any:
+            return offload.fetch(spec, tier, selection, layout)
+
+        runs["fetch"] = (fetch, (state.host, selection))
+        if selection.rebuild is not None and spec.fetch != "zero_copy":  # there one kernel does both
+            runs["keys"] = (lambda rebuild, ids: rebuild.keys(ids), (selection.rebuild, ids))
+            runs["values"] = (fetch, (state.host, selection.replace(rebuild=None)))
+        fetched = jax.jit(fetch)(state.host, selection)
+    runs["attend"] = (attend, (state, step, fetched, carry))
+    return runs
+
+
+def time_kept_fetch(fetch: Callable[..., Any], args: tuple[HostTier, Any], *, repeats: int) -> Times:
+    """A fetch into the buffer of the fetch before, which is donated, as in a step."""
+    tier, selection = args
+    rows = [jnp.array(selection.kept.rows)]
+
+    def run(rows: Any, tier: HostTier, selection: Any) -> Any:
+        fetched = fetch(tier, selection.replace(kept=selection.kept.replace(rows=rows)))
+        return fetched.v.reshape(rows.shape), fetched.k
+
+    program, seconds = compiled(run, rows[0], tier, selection, donate=(0,))
+
+    def once() -> None:
+        rows[0], _ = jax.block_until_ready(program(rows[0], tier, selection))
+
+    return measure(once, repeats, seconds)
+
+
+def time_append(spec: CacheSpec, state: LayerState, step: StepKV, repeats: int) -> Times:
+    """The writing of a token into what each call leaves: what changes is donated, as in a step."""
+
+    def append(writes: Any, reads: Any, step: StepKV) -> Any:
+        layer, rows = spec.policy.append(spec, LayerState(reads[0], writes[0], HostTier(reads[1], writes[1])), step)
+        return layer.live, offload.write(layer.host, rows).tail
+
+    held, reads = [(state.live, state.host.tail)], (state.frozen, state.host.prompt)
+    program, seconds = compiled(append, held[0], reads, step, donate=(0,))
+
+    def once() -> None:
+        held[0] = jax.block_until_ready(program(held[0], reads, step))
+
+    return measure(once, repeats, seconds)
+
+
+def stage_costs(spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int, int]]:
+    """Bytes read, bytes brought from the host and operations of each stage."""
+    policy, item = spec.policy, jnp.dtype(spec.dtype).itemsize
+    read, moved, flops = (dict.fromkeys(STAGES, 0) for _ in range(3))
+    for part, (device, host) in policy.step_bytes(spec, state).items():
+        stage = READ_BY.get(part, "attend")
+        read[stage] += device
+        moved[stage] += host
+    if isinstance(policy, ChunkCosts):
+        products = policy.codec.products(sizes_of(spec))
+        flops["scores"] = 2 * spec.group * (read["scores"] // item + policy.packed_landmarks(spec))
+        flops["keys"] = 2 * policy.selected_numbers(spec, spec.head_dim) * products
+    flops["attend"] = policy.step_flops(spec, state) - flops["scores"] - flops["keys"]
+    for table in (read, moved, flops):
+        table["select"] += table["scores"]
+        table["fetch"] += table["keys"] + table["values"]
+    return {name: (read[name], moved[name], flops[name]) for name in STAGES}

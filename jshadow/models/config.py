@@ -1,0 +1,237 @@
+"""What a model is, as numbers: frozen, hashable, validated.
+
+Knows nothing of run-time choices: no dtype, no capacity, no policy. Two loads of the same checkpoint give equal
+configs, so they share one compiled program.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from jshadow.errors import ConfigError
+from jshadow.ops.rope_config import RopeConfig as RopeConfig
+
+# How Hugging Face names what stands between the MLP's gate and its product.
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def check_positive(owner: str, **fields: Any) -> None:
+    """Raise ConfigError unless every field is an integer of at least 1."""
+    for name, value in fields.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ConfigError(f"{owner}.{name} must be an integer of at least 1, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionKind:
+    """In what the attention of one layer may differ from another's: its rotation, and how far back it reaches.
+
+    Attributes:
+        rope: rotary position embedding.
+        window: tokens that a query sees, itself included; None: all of them.
+    """
+
+    rope: RopeConfig
+    window: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and switches of a decoder-only transformer.
+
+    Attributes:
+        model_type: the family, as Hugging Face names it ("llama").
+        vocab_size: number of token ids.
+        num_layers: transformer blocks.
+        model_dim: width of the residual stream.
+        ffn_dim: width of the gated MLP.
+        q_heads: query heads.
+        kv_heads: key and value heads; q_heads is a multiple of it.
+        head_dim: width of one head.
+        norm_eps: epsilon of the RMS norms.
+        context: longest sequence, in tokens, that the model was made for.
+        rope: rotary position embedding.
+        tie_embeddings: the output head is the transposed embedding.
+        attention_bias: q, k, v and o projections carry a bias.
+        mlp_bias: the MLP projections carry a bias.
+        eos_ids: token ids that end a generation.
+        output_bias: with attention_bias, the o projection carries one too.
+        qk_norm: queries and keys are normed, head by head, before RoPE.
+        post_norms: attention and MLP are normed behind as well, before they join the residual stream.
+        unit_norms: norms multiply with 1 + scale, in float32.
+        activation: of the gated MLP, "silu" or "gelu_tanh".
+        scale_embedding: embeddings are multiplied with sqrt(model_dim).
+        query_scalar: scores are divided by the square root of this; None: of head_dim.
+        sliding_window: tokens that the sliding layers see.
+        sliding_layers: indices of the layers that see no further.
+        sliding_rope: rotary position embedding of the sliding layers; None: as the others.
+        unrotated_layers: indices of the layers whose keys carry no position.
+    """
+
+    model_type: str
+    vocab_size: int
+    num_layers: int
+    model_dim: int
+    ffn_dim: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    context: int
+    rope: RopeConfig = dataclasses.field(default_factory=RopeConfig)
+    tie_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos_ids: tuple[int, ...] = ()
+    output_bias: bool = True
+    qk_norm: bool = False
+    post_norms: bool = False
+    unit_norms: bool = False
+    activation: str = "silu"
+    scale_embedding: bool = False
+    query_scalar: float | None = None
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    sliding_rope: RopeConfig | None = None
+    unrotated_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "num_layers", "model_dim", "ffn_dim", "q_heads", "kv_heads", "head_dim", "context")
+        check_positive("config", **{name: getattr(self, name) for name in sizes})
+        if self.q_heads % self.kv_heads:
+            raise ConfigError(f"config.q_heads must be a multiple of kv_heads={self.kv_heads}, got {self.q_heads}")
+        for rope in {self.rope, self.sliding_rope or self.rope}:
+            rope.check_width(self.head_dim)
+        if not self.norm_eps > 0:
+            raise ConfigError(f"config.norm_eps must be above 0, got {self.norm_eps!r}")
+        for token in self.eos_ids:
+            if not 0 <= token < self.vocab_size:
+                raise ConfigError(f"config.eos_ids must lie in [0, {self.vocab_size}), got {token}")
+        if self.activation not in ACTIVATIONS.values():
+            raise ConfigError(
+                f"config.activation must be one of {sorted(ACTIVATIONS.values())}, got {self.activation!r}"
+            )
+        if self.query_scalar is not None and not self.query_scalar > 0:
+            raise ConfigError(f"config.query_scalar must be above 0, got {self.query_scalar!r}")
+        if self.sliding_window is not None:
+            check_positive("config", sliding_window=self.sliding_window)
+        for name in ("sliding_layers", "unrotated_layers"):
+            for layer in getattr(self, name):
+                if not 0 <= layer < self.num_layers:
+                    raise ConfigError(f"config.{name} must lie in [0, {self.num_layers}), got {layer}")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def key_columns(self) -> int:
+        """Width of all KV heads side by side: the columns that ShadowKV factorises."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor on attention scores."""
+        return float((self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5)
+
+    def attention_kind(self, layer: int) -> AttentionKind:
+        """The rotation and the reach of one layer's attention."""
+        return self.attention_kinds[layer]
+
+    @functools.cached_property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """That of every layer. A window that no token ever falls out of is none."""
+        window = self.sliding_window
+        if window is not None and window >= self.context:
+            window = None
+        near = AttentionKind(self.sliding_rope or self.rope, window)
+        kinds = []
+        for layer in range(self.num_layers):
+            kind = near if layer in self.sliding_layers else AttentionKind(self.rope)
+            if layer in self.unrotated_layers:  # its attention factor goes too
+                kind = AttentionKind(RopeConfig(kind="none"), kind.window)
+            kinds.append(kind)
+        return tuple(kinds)
+
+    @classmethod
+    def from_hf(cls, hf: Mapping[str, Any], **overrides: Any) -> "ModelConfig":
+        """Read the keys that every Llama-like `config.json` shares; a family passes what differs as overrides.
+
+        Raises:
+            ConfigError: a key is missing or of the wrong kind, the weights are quantised, the model needs remote
+                code (`auto_map`), or it uses something that is not built (activation, RoPE variant).
+        """
+        refuse_unsafe(hf)
+        missing = sorted(set(REQUIRED_HF_KEYS) - hf.keys())
+        if missing:
+            raise ConfigError(f"config.json lacks {', '.join(missing)}")
+        heads = hf["num_attention_heads"]
+        check_positive("config.json", num_attention_heads=heads, hidden_size=hf["hidden_size"])
+        fields = dict(
+            model_type=str(hf["model_type"]),
+            vocab_size=hf["vocab_size"],
+            num_layers=hf["num_hidden_layers"],
+            model_dim=hf["hidden_size"],
+            ffn_dim=hf["intermediate_size"],
+            q_heads=heads,
+            kv_heads=hf.get("num_key_value_heads") or heads,
+            head_dim=hf.get("head_dim") or hf["hidden_size"] // heads,
+            norm_eps=hf["rms_norm_eps"],
+            tie_embeddings=flag(hf, "tie_word_embeddings"),
+            attention_bias=flag(hf, "attention_bias"),
+            mlp_bias=flag(hf, "mlp_bias"),
+            eos_ids=token_ids(hf.get("eos_token_id")),
+        )
+        rope = overrides["rope"] if "rope" in overrides else RopeConfig.from_hf(hf)
+        if "activation" not in overrides:
+            fields["activation"] = activation_of(hf, "hidden_act")
+        # Dynamic scaling and YaRN stretch what the file still calls the context.
+        stretched = rope.kind in ("dynamic", "yarn")
+        reach = int(rope.original_context * rope.factor) if stretched else 0
+        context = max(hf["max_position_embeddings"], reach)
+        return cls(**(fields | {"rope": rope, "context": context} | overrides))
+
+
+REQUIRED_HF_KEYS = (
+    "model_type", "vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "rms_norm_eps", "max_position_embeddings",
+)  # fmt: skip
+
+
+def activation_of(hf: Mapping[str, Any], key: str) -> str:
+    """The activation that a key of config.json names; SiLU where there is none."""
+    name = hf.get(key) or "silu"
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"config.json {key} must be one of {sorted(ACTIVATIONS)}, got {name!r}")
+    return ACTIVATIONS[name]
+
+
+def flag(hf: Mapping[str, Any], key: str) -> bool:
+    """A switch of config.json, off where it is missing or null."""
+    value = hf.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"config.json {key} must be true or false, got {value!r}")
+    return bool(value)
+
+
+def refuse_unsafe(hf: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a checkpoint that is quantised or that asks to run code of its own."""
+    if hf.get("quantization_config") is not None:
+        method = hf["quantization_config"]
+        method = method.get("quant_method", method) if isinstance(method, Mapping) else method
+        raise ConfigError(f"config.json quantization_config must be absent (plain weights only), got {method!r}")
+    if hf.get("auto_map"):
+        raise ConfigError(f"config.json auto_map must be absent (remote code is never run), got {hf['auto_map']!r}")
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Token ids from a JSON field that may be null, one id or a list of ids."""
+    if value is None:
+        return ()
+    values = value if isinstance(value, list) else [value]
+    for item in values:
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise ConfigError(f"eos_token_id must be an integer or a list of integers, got {value!r}")
+    return tuple(values)

@@ -1,0 +1,1 @@
+"""What a state and a GPU will hold, counted before anything runs."""

@@ -1,0 +1,211 @@
+"""What a state will be before it exists: static specs, shapes, bytes. Allocates nothing, needs no weights."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jshadow.cache import offload
+from jshadow.cache.state import CacheSpec, Counters, KVState, of_layer
+from jshadow.errors import CapacityError, ConfigError
+from jshadow.models.config import ModelConfig
+from jshadow.models.transformer import abstract_weights
+from jshadow.ops.attention import KEY_BLOCK, QUERY_BLOCK
+from jshadow.policies import Policy
+from jshadow.policies.base import state_nbytes
+from jshadow.policies.prefill_attention import PrefillAttention
+from jshadow.policies.sliding_window import SlidingWindow
+
+
+@functools.lru_cache(maxsize=256)
+def cache_specs(
+    config: ModelConfig, policy: Policy, batch: int, capacity: int, shortest: int, dtype: str, fetch: str
+) -> tuple[CacheSpec, ...]:
+    """Static description of every layer's cache.
+
+    Args:
+        config: the model.
+        policy: resolved for this capacity.
+        batch: rows.
+        capacity: tokens that a row may ever hold.
+        shortest: tokens of the shortest prompt, which decides how many tokens the windows must hold.
+        dtype: dtype of keys and values.
+        fetch: resolved fetch mode.
+    """
+    specs = []
+    for layer in range(config.num_layers):
+        kind = config.attention_kind(layer)
+        own = policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window, policy.foresees)
+        specs.append(
+            CacheSpec(
+                layer=layer, num_layers=config.num_layers, batch=batch, capacity=capacity,
+                window=own.window_slots(capacity, shortest), q_heads=config.q_heads, kv_heads=config.kv_heads,
+                head_dim=config.head_dim, model_dim=config.model_dim, dtype=dtype,
+                scale=config.attention_scale, rope=kind.rope, sliding_window=kind.window, fetch=fetch, policy=own,
+            )
+        )  # fmt: skip
+    return tuple(specs)
+
+
+def abstract_state(
+    config: ModelConfig, policy: Policy, *, batch: int, capacity: int, prompt: int, dtype: str, fetch: str
+) -> KVState:
+    """The state of `batch` prompts of `prompt` tokens as ShapeDtypeStructs: nothing is allocated, no weights needed."""
+    policy = policy.resolve(config, capacity)
+    specs = cache_specs(config, policy, batch, capacity, prompt, dtype, offload.resolve_fetch(fetch))
+    return abstract_of(specs, policy)
+
+
+def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None) -> KVState:
+    """The state of the given specs as ShapeDtypeStructs.
+
+    Args:
+        specs: one a layer.
+        policy: resolved.
+        fitted: arrays that the policy learned, or ShapeDtypeStructs of them.
+    """
+    layers = []
+    for spec in specs:
+        layer = jax.eval_shape(lambda fitted, spec=spec: spec.policy.init(spec, of_layer(fitted, spec.layer)), fitted)
+        layers.append(layer.replace(host=offload.tier_shapes(spec.policy.host_layout(spec), spec)))
+    batch = specs[0].batch
+    shared, lengths, counters, fitted = jax.eval_shape(
+        lambda fitted: (
+            policy.init_shared(specs, fitted), jnp.zeros(batch, jnp.int32), Counters.zeros(batch), fitted
+        ),
+        fitted,
+    )  # fmt: skip
+    return KVState(tuple(layers), shared, lengths, lengths, counters, fitted, specs, policy)
+
+
+def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
+    """KV bytes of one row of full attention; a sliding layer holds its window."""
+    slots = [
+        capacity if window is None else SlidingWindow(window).slots(capacity)
+        for window in (config.attention_kind(layer).window for layer in range(config.num_layers))
+    ]
+    return 2 * sum(slots) * config.key_columns * itemsize
+
+
+def footprint(
+    config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
+) -> dict[str, Any]:
+    """Bytes of one row's KV state, by part, beside full attention's at the same capacity.
+
+    Args:
+        config: the model.
+        policy: its settings; None in them is resolved for this capacity.
+        capacity: tokens that the row may ever hold.
+        prompt: tokens of its prompt.
+        dtype: of keys and values.
+        fetch: fetch mode.
+
+    Returns:
+        {"parts": {name: (device, host)}, "device_bytes", "host_bytes", "full_bytes"}.
+
+    Raises:
+        CapacityError: the prompt has no token, or more than the capacity.
+        ConfigError: a setting or the fetch mode is out of range.
+    """
+    check_prompt(prompt, capacity)
+    state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
+    parts = state_nbytes(state)
+    return {
+        "parts": parts,
+        "device_bytes": sum(device for device, _ in parts.values()),
+        "host_bytes": sum(host for _, host in parts.values()),
+        "full_bytes": full_bytes(config, capacity, jnp.dtype(dtype).itemsize),
+    }
+
+
+def check_prompt(prompt: int, capacity: int) -> None:
+    """Raise CapacityError unless a prompt of so many tokens fits."""
+    if not 1 <= prompt <= capacity:
+        raise CapacityError(f"prompt must have 1 to capacity={capacity} tokens, got {prompt}")
+
+
+def step_footprint(
+    config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
+) -> dict[str, int]:  # fmt: skip
+    """Bytes that one decode step of one row moves from the host, and that it reads on the device, all layers.
+
+    Args and their meaning as in `footprint`.
+
+    Returns:
+        {"bytes_moved", "bytes_read"}; what comes from the host is not in the second.
+
+    Raises:
+        CapacityError, ConfigError: as in `footprint`.
+    """
+    check_prompt(prompt, capacity)
+    state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
+    steps = [spec.policy.step_bytes(spec, layer) for spec, layer in zip(state.specs, state.layers, strict=True)]
+    moved = sum(host for step in steps for _, host in step.values())
+    return {"bytes_moved": moved, "bytes_read": sum(device for step in steps for device, _ in step.values())}
+
+
+def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, int]:
+    """How a prompt is cut: (pieces, tokens of each), equal pieces that cover the tokens.
+
+    At most prefill_chunk each, and whole multiples of `multiple`, if need be a larger one.
+    """
+    units = -(-tokens // multiple)
+    count = -(-units // max(prefill_chunk // multiple, 1))
+    return count, -(-units // count) * multiple
+
+
+def prefill_peak(
+    config: ModelConfig, policy: Policy, *, batch: int, tokens: int, capacity: int, prefill_chunk: int = 2048,
+    shortest: int | None = None, dtype: str = "bfloat16", fetch: str = "auto",
+    attention: PrefillAttention | None = None,
+) -> dict[str, int]:  # fmt: skip
+    """Device bytes at the peak of a prefill, which its last layer reaches: an upper bound, by part.
+
+    Only "state" grows with the layers, and "piece" alone with prefill_chunk. Logits and the weights' own copies while
+    they are loaded are not in it.
+
+    Args:
+        config: the model.
+        policy: its settings; None in them is resolved for this capacity.
+        batch: rows.
+        tokens: width of the right-padded prompts.
+        capacity: tokens that a row may ever hold.
+        prefill_chunk: tokens that go through a layer at once.
+        shortest: tokens of the shortest prompt, which decides the windows; None: all are `tokens` long.
+        dtype: of weights, keys and values.
+        fetch: fetch mode.
+        attention: in place of exact attention; None: exactly, or as the policy itself says.
+
+    Raises:
+        ConfigError: tokens or prefill_chunk below 1, a pattern of another model, or a policy setting out of range.
+
+    Returns:
+        {"weights", "hidden", "keys_values", "piece", "compress", "in_flight", "state"}; the peak is their sum.
+    """
+    for name, value in (("tokens", tokens), ("prefill_chunk", prefill_chunk)):
+        if value < 1:
+            raise ConfigError(f"{name} must be at least 1, got {value}")
+    prompt = tokens if shortest is None else shortest
+    item, columns = jnp.dtype(dtype).itemsize, config.key_columns
+    own = attention or policy.resolve(config, capacity).prefill_attention()
+    own = own.prepared(config)[0] if own else None
+    count, size = pieces_of(tokens, prefill_chunk, own.multiple if own else 1)
+    state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
+    parts = state_nbytes(state)
+    queries = config.q_heads * config.head_dim
+    # A float32 tile of scores and its softmax weights, the running sums, and per token: residual and normed input,
+    # queries before and after RoPE and the attention's output, keys and values likewise, and the MLP's two halves.
+    tile = 3 * config.q_heads * QUERY_BLOCK * KEY_BLOCK
+    sparse = own.piece_bytes(config, batch, count * size, size) if own else 0
+    token = 2 * config.model_dim + 3 * queries + 3 * columns + 2 * config.ffn_dim
+    return {
+        "weights": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config))) * item,
+        "hidden": batch * count * size * config.model_dim * item,
+        "keys_values": 3 * batch * count * size * columns * item,  # keys before and after RoPE, values
+        "piece": batch * (tile + size * token) * 4 + sparse,
+        "compress": max(spec.policy.compress_bytes(spec, count * size) for spec in state.specs),
+        "in_flight": batch * capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
+        "state": sum(device for device, _ in parts.values()),
+    }

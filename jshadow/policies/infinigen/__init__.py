@@ -1,0 +1,3 @@
+"""InfiniGen (arXiv 2406.19707)."""
+
+from jshadow.policies.infinigen.policy import InfiniGen as InfiniGen

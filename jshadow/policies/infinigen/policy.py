@@ -1,0 +1,257 @@
+"""InfiniGen: tokens are chosen while the layer before computes (Lee et al. 2024, arXiv 2406.19707, section 4).
+
+The input of two neighbouring layers differs little, so a layer's queries can be foreseen from the input of the one
+before. Foreseen queries meet a few columns of the keys, in a basis that gathers the queries' variance in few columns
+(skewing); tokens within `alpha` of the best score are fetched. Skewing cannot be folded into weights where keys are
+rotated, so it is applied to queries and keys after RoPE. Columns are chosen by the paper's sum of queries' and keys'
+magnitudes (its code has two other ways). The number of tokens follows from the scores, the same for all heads, up to a
+fixed maximum: shapes are static. The first layers are dense.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Self
+
+import jax.numpy as jnp
+from jax import Array
+
+from jshadow.cache.prompt_walk import directions, prompts_of
+from jshadow.cache.state import CacheSpec, Fetched, HostWrite, LayerState, PromptKV, StepKV
+from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig
+from jshadow.ops.attention import group_queries
+from jshadow.policies.base import Policy, check_choice, check_fraction, check_range, foreseen, own_layers
+from jshadow.policies.full import Full
+from jshadow.policies.infinigen.pool import EVICTIONS, first_marks, mark_selected, take_in
+from jshadow.policies.retrieval import RetrievalPolicy, UnitLive
+from jshadow.policies.sizing import device_share, largest
+
+SHARE = 0.2  # of the tokens, and of the columns: the published scripts' settings
+
+
+@dataclasses.dataclass(frozen=True)
+class InfiniGen(RetrievalPolicy):
+    """Fetch what the foreseen query wants.
+
+    Attributes:
+        budget: tokens fetched at most. None: a fifth of the capacity.
+        columns: of keys and queries that score. None: a fifth of the head.
+        alpha: scores that much below the best one are not fetched.
+        dense_layers: first layers that attend to everything; at least one, for the first cannot be foreseen.
+        recent: newest tokens that are always attended.
+        calibration: "online": the basis comes from each prompt's queries; "offline": from a text (`fit`).
+        top_p: share of the softmax over the budget that is enough, beside alpha.
+        pool: tokens of a head that may be fetched, recent ones counted. None: all.
+        eviction: what leaves a pool that is full: "counter", "lru" or "fifo".
+    """
+
+    budget: int | None = None  # type: ignore[assignment]
+    columns: int | None = None
+    alpha: float = 5.0
+    dense_layers: int = 2
+    recent: int = 1
+    calibration: str = "online"
+    unit: int = 1
+    top_p: float = 1.0
+    pool: int | None = None
+    eviction: str = "counter"
+
+    name = "infinigen"
+    source = "arXiv 2406.19707, section 4"
+    foresees = True
+    needs = frozenset({"q_all"})
+
+    @property
+    def extend_piece(self) -> int:  # type: ignore[override]
+        """How many tokens a query attends to is read off its own step."""
+        return 1
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Fill in a fifth each, and check."""
+        budget = max(1, int(SHARE * capacity)) if self.budget is None else self.budget
+        columns = max(1, round(SHARE * config.head_dim)) if self.columns is None else self.columns
+        made = dataclasses.replace(self, budget=budget, columns=columns)
+        check_range(self.name, "columns", columns, 1, config.head_dim)
+        check_range(self.name, "dense_layers", self.dense_layers, 1)
+        check_range(self.name, "unit", self.unit, 1, 1)
+        check_choice(self.name, "calibration", self.calibration, ("online", "offline"))
+        check_choice(self.name, "eviction", self.eviction, EVICTIONS)
+        check_range(self.name, "recent", self.recent, 1)
+        if self.pool is not None:
+            check_range(self.name, "pool", self.pool, self.recent + 1)
+        number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
+        if not number or not self.alpha > 0:
+            raise ConfigError(f"infinigen.alpha must be above 0, got {self.alpha!r}")
+        return super(InfiniGen, made).resolve(config, capacity)
+
+    def for_layer(self, layer: int, config: ModelConfig) -> Policy:
+        """The first layers see everything and foresee the next one's queries."""
+        return ForeseeingFull() if layer < self.dense_layers else self
+
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        """Nothing held."""
+        state = super().init(spec, fitted)
+        if self.pool is None:
+            return state
+        marks = jnp.full((spec.batch, spec.kv_heads, self.places(spec)), -1, jnp.int32)
+        return state.replace(live=state.live.replace(marks=marks))
+
+    def places(self, spec: CacheSpec) -> int:
+        """Of the prompt's tokens and of later ones."""
+        layout = self.host_layout(spec)
+        assert layout is not None
+        return layout.units + layout.tail_units
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """As any retrieval policy; the pool holds the newest tokens."""
+        state, write = super().compress(spec, state, prompt, fitted)
+        if self.pool is not None:
+            at = self.unit_of_place(spec, state.frozen.units)
+            marks = first_marks(at, prompt.lengths, spec.kv_heads, self.pool, self.eviction)
+            state = state.replace(live=state.live.replace(marks=marks))
+        return state, write
+
+    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+        """Also into the pool, which drops a token for it where it is full."""
+        state, write = super().append(spec, state, step)
+        if state.live.marks is not None:
+            assert self.pool is not None
+            at = self.unit_of_place(spec, state.frozen.units)
+            marks = take_in(
+                state.live.marks, at, step.positions, step.valid, self.recent, self.pool, self.eviction
+            )  # fmt: skip
+            state = state.replace(live=state.live.replace(marks=marks))
+        return state, write
+
+    def note(self, live: UnitLive, places: Array, good: Array, step: StepKV) -> UnitLive:
+        """Count, or date, what was selected."""
+        if live.marks is None:
+            return live
+        return live.replace(marks=mark_selected(live.marks, places, good, step.positions, self.eviction))
+
+    def no_basis(self, spec: CacheSpec) -> Array:
+        """Zeros [B, h_kv, d, columns]."""
+        assert self.columns is not None
+        return jnp.zeros((spec.batch, spec.kv_heads, spec.head_dim, self.columns), jnp.float32)
+
+    def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Array:
+        """The chosen columns of the skewing basis, float32 [B, h_kv, d, columns]."""
+        assert self.columns is not None
+        assert prompt.q_post is not None
+        if self.calibration == "online":
+            skew, known = query_basis(prompt)
+            skew = jnp.where(known[:, :, None], skew, 0)
+        elif isinstance(fitted, dict) and "skew" in fitted:
+            skew = jnp.broadcast_to(fitted["skew"], (spec.batch, *fitted["skew"].shape))
+        else:
+            raise ConfigError("fitted must be what InfiniGen.fit returned where calibration='offline'")
+        real = (jnp.arange(prompt.k_post.shape[1]) < prompt.lengths[:, None])[:, None, :, None]
+        queries = group_queries(prompt.q_post, spec.kv_heads).astype(jnp.float32)
+        skewed_q = jnp.where(real[:, :, None], jnp.abs(jnp.einsum("bhgsd,bhde->bhgse", queries, skew)), 0)
+        keys = prompt.k_post.astype(jnp.float32)
+        skewed_k = jnp.where(real, jnp.abs(jnp.einsum("bshd,bhde->bhse", keys, skew)), 0)
+        weight = skewed_q.sum(axis=(2, 3)) + skewed_k.sum(axis=2)
+        # a stable choice: ties go to the lower column
+        order = jnp.argsort(-weight, axis=-1, stable=True)[..., : self.columns]
+        return jnp.take_along_axis(skew, order[:, :, None, :], axis=3)
+
+    @property
+    def reads_fitted(self) -> bool:  # type: ignore[override]
+        """Offline, a basis of the prompt's own needs none."""
+        return self.calibration == "offline"
+
+    def with_fitted(self) -> Self:
+        """Offline."""
+        return dataclasses.replace(self, calibration="offline")
+
+    def fitted_shapes(self, config: ModelConfig) -> Any:
+        """A basis a head."""
+        return {"skew": (config.num_layers, config.kv_heads, config.head_dim, config.head_dim)}
+
+    def fit(
+        self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, Array]:
+        """The skewing bases of a text: {"skew": float32 [L, h_kv, d, d]}."""
+        return {"skew": jnp.stack([query_basis(prompt)[0][0] for prompt in prompts_of(params, tokens, progress)])}
+
+    def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
+        """Partial keys [B, h_kv, n, columns]."""
+        return jnp.einsum("bhnud,bhdr->bhnr", keys.astype(jnp.float32), basis).astype(spec.dtype)
+
+    def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
+        """Foreseen scores, the largest of the group."""
+        short = jnp.einsum("bhgtd,bhdr->bhgtr", q.astype(jnp.float32), basis).astype(spec.dtype)
+        scores = jnp.einsum("bhgtr,bhnr->bhgtn", short, summaries, preferred_element_type=jnp.float32)
+        return scores.max(axis=2) * spec.scale
+
+    def score_scale(self, spec: CacheSpec) -> float:
+        """Scores are logits."""
+        return 1.0
+
+    def query(self, step: StepKV, carry: Any) -> Array:
+        """What the layer before foresaw."""
+        return carry
+
+    def enough(self, spec: CacheSpec, scores: Array, good: Array) -> Array:
+        """As many as are within alpha of the best, mean over heads; each head its own best ones."""
+        good = super().enough(spec, scores, good)
+        near = (scores > scores[..., :1] - self.alpha) & good
+        count = jnp.round(near.sum(axis=3).astype(jnp.float32).mean(axis=1))
+        return good & (jnp.arange(scores.shape[3]) < count[:, None, :, None])
+
+    def onward(self, step: StepKV, carry: Any) -> Any:
+        """The next layer's queries, from this one's input."""
+        return foreseen(step)
+
+    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
+        """Recent tokens, and as many as were near enough."""
+        first = self.first_recent(lengths - 1)
+        chosen = (state.live.selected >= 0).sum(axis=2).astype(jnp.float32).mean(axis=1)
+        return {"window": (lengths - first).astype(jnp.float32), "selected": chosen}
+
+    @classmethod
+    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
+        """Everything is near enough."""
+        return cls(budget=num_tokens, alpha=1e9)
+
+    @classmethod
+    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """As many columns as fit beside the dense layers, keys and values offloaded."""
+        check_fraction(fraction)
+        own = len(own_layers(config))
+        dense = cls(columns=1).dense_layers if own > cls.dense_layers else 1
+        if device_share(cls(columns=1, dense_layers=dense), num_tokens, config) > fraction:
+            dense = 1
+        return largest(
+            lambda columns: cls(columns=columns, dense_layers=dense), 1, config.head_dim, fraction, num_tokens, config
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ForeseeingFull(Full):
+    """Full attention that tells the next layer what its queries will be."""
+
+    name = "infinigen"
+
+    def attend(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
+    ) -> tuple[Array, LayerState, Any]:
+        """Exact attention."""
+        out, state, _ = super().attend(spec, state, step, fetched, carry)
+        return out, state, foreseen(step)
+
+
+def query_basis(prompt: PromptKV) -> tuple[Array, Array]:
+    """Orthonormal directions of each KV head's queries after RoPE, the strongest first.
+
+    Returns:
+        Float32 [B, h_kv, d, d], and bool [B, h_kv, d]: the queries are spread along them at all. The directions of a
+        short prompt that has nothing along them are arbitrary.
+    """
+    assert prompt.q_post is not None
+    queries = group_queries(prompt.q_post, prompt.k_post.shape[2]).astype(jnp.float32)
+    real = (jnp.arange(queries.shape[3]) < prompt.lengths[:, None])[:, None, None, :, None]
+    queries = jnp.where(real, queries, 0)
+    return directions(jnp.einsum("bhgsd,bhgse->bhde", queries, queries, precision="highest"))

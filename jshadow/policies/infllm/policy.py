@@ -1,0 +1,379 @@
+"""InfLLM: block memory behind a sliding window (Xiao et al. 2024, arXiv 2402.04617, section 3).
+
+A query sees three things: the window that ends at it, with true distances; the first tokens; and, of all that lies
+between, the few blocks whose representative tokens it matches best. Whatever the window has left stands at one and the
+same distance, the window's size, so that a model is never asked about a distance it was not trained on: its keys stay
+unrotated, and queries are rotated to that distance. The prompt is taken in the same way, `query_block` tokens sharing
+their blocks: unlike with every other policy here, prefill itself is approximate.
+
+Where the paper and its code differ, this follows the code: representatives are averaged. Where the code keeps one per
+query head, this keeps one per KV head. A block's representatives are the tokens that the window's own softmax gave
+most. Blocks are shared by all heads. Some of them stay on the device in a pool, the least recently used one goes first.
+"""
+
+import dataclasses
+from typing import Any, Self, cast
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jshadow.cache.state import (
+    CacheSpec,
+    Fetched,
+    HostLayout,
+    HostWrite,
+    KeyValues,
+    LayerState,
+    PromptKV,
+    Selection,
+    StepKV,
+)  # fmt: skip
+from jshadow.models.config import ModelConfig
+from jshadow.ops.attention import Piece, attend, attention_probs
+from jshadow.ops.layout import fill_ring, ring_positions, to_chunks, top_k, write_rows
+from jshadow.ops.rope import cos_sin, rotate
+from jshadow.policies.base import Policy, check_fraction, check_range
+from jshadow.policies.infllm.prefill import InfLLMPrefill, far_queries, mean_key
+from jshadow.policies.prefill_attention import PrefillAttention
+from jshadow.policies.sizing import device_share, largest
+
+
+class InfLLMFrozen(struct.PyTreeNode):
+    """The prompt.
+
+    Attributes:
+        units: blocks that its window has left, int32 [B].
+        representatives: of them, mean keys before RoPE [B, h_kv, U, d].
+    """
+
+    units: Array
+    representatives: Array
+
+
+class InfLLMLive(struct.PyTreeNode):
+    """What decoding changes. Keys are before RoPE.
+
+    Attributes:
+        sinks: the first tokens [B, h_kv, sinks, d].
+        ring: the newest tokens, token p in slot p % R [B, h_kv, R, d].
+        mass: attention that each of those got from the windows it was in, float32 [B, h_kv, R].
+        representatives: of later blocks, block units_b + j in place j [B, h_kv, T, d].
+        pool: C blocks on the device [B, h_kv, C * unit, d].
+        held: place of the block in each slot of the pool, int32 [B, C]; -1 for none.
+        used: position of the query that last attended to it, int32 [B, C].
+    """
+
+    sinks: KeyValues
+    ring: KeyValues
+    mass: Array
+    representatives: Array
+    pool: KeyValues
+    held: Array
+    used: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class InfLLM(Policy):
+    """A window, the first tokens, and the blocks that match.
+
+    Attributes:
+        window: newest tokens, attended with their true distance.
+        sinks: first tokens, attended always.
+        budget: tokens of the blocks that a query attends to.
+        unit: tokens of a block.
+        representatives: tokens of a block whose mean key stands for it.
+        cached: tokens of blocks that stay on the device. None: twice the budget.
+        fetched: tokens of blocks that a step fetches at most, the best ones that are not in the pool. None: the budget,
+            as published. Less caps what moves: what is wanted and not fetched is not attended in this step.
+        query_block: tokens of a prompt that share their blocks.
+    """
+
+    window: int = 4096
+    sinks: int = 128
+    budget: int = 2048
+    unit: int = 128
+    representatives: int = 4
+    cached: int | None = None
+    fetched: int | None = None
+    query_block: int = 512
+
+    name = "infllm"
+    source = "arXiv 2402.04617, section 3"
+    budget_fields = ("budget", "cached", "fetched")
+
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Fill in the pool's size, and check."""
+        check_range(self.name, "window", self.window, 1)
+        check_range(self.name, "sinks", self.sinks, 0)
+        check_range(self.name, "unit", self.unit, 1)
+        check_range(self.name, "budget", self.budget, self.unit)
+        check_range(self.name, "representatives", self.representatives, 1, self.unit)
+        check_range(self.name, "query_block", self.query_block, 1)
+        made = dataclasses.replace(
+            self,
+            cached=2 * self.budget if self.cached is None else self.cached,
+            fetched=self.budget if self.fetched is None else self.fetched,
+        )
+        check_range(self.name, "cached", made.cached, self.budget)
+        check_range(self.name, "fetched", made.fetched, self.unit, self.budget)
+        return made
+
+    def fallback(self, config: ModelConfig, capacity: int) -> str | None:
+        """No block ever leaves the window."""
+        if self.left(capacity - 1) >= 1:
+            return None
+        least = self.window + self.sinks + self.unit
+        return f"capacity {capacity} is below infllm's window + sinks + unit = {least} tokens"
+
+    def prefill_attention(self) -> PrefillAttention:
+        """The same for the prompt."""
+        return InfLLMPrefill(
+            self.window, self.sinks, self.budget // self.unit, self.unit, self.representatives, self.query_block
+        )
+
+    # Sizes and places
+
+    def left(self, position: int) -> int:
+        """Blocks that the window of a query at that position has left as a whole."""
+        return max(position - self.window + 1 - self.sinks, 0) // self.unit
+
+    def ring_slots(self, spec: CacheSpec) -> int:
+        """The window, and the block that it is leaving."""
+        return min(self.window + self.unit, spec.capacity)
+
+    def count(self, spec: CacheSpec) -> int:
+        """Blocks that a query attends to at most."""
+        return min(self.budget // self.unit, self.left(spec.capacity - 1))
+
+    def pool_slots(self, spec: CacheSpec) -> int:
+        """Blocks that fit the pool."""
+        assert self.cached is not None
+        return min(self.cached // self.unit, self.left(spec.capacity - 1))
+
+    def moved(self, spec: CacheSpec) -> int:
+        """Blocks that a step fetches."""
+        assert self.fetched is not None
+        return min(self.fetched // self.unit, self.count(spec))
+
+    def window_slots(self, capacity: int, shortest: int) -> int:
+        """Blocks that may have to be written after the shortest prompt."""
+        return self.left(capacity - 1) - self.left(shortest - 1)
+
+    def host_layout(self, spec: CacheSpec) -> HostLayout | None:
+        """Keys before RoPE and values of the prompt's blocks and of later ones; nothing where none leaves."""
+        units = self.left(spec.capacity - 1)
+        return HostLayout(spec.kv_heads, units, self.unit, 2, max(spec.window, 1)) if units else None
+
+    def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+        """Capacity and tail both end."""
+        if self.host_layout(spec) is None:
+            return spec.capacity - lengths
+        blocks = state.frozen.units + max(spec.window, 1) + 1  # the one that does not fit
+        return jnp.minimum(spec.capacity, self.sinks + blocks * self.unit + self.window - 1) - lengths
+
+    # State
+
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        """Nothing held."""
+
+        def zeros(count: int) -> Array:
+            return jnp.zeros((spec.batch, spec.kv_heads, count, spec.head_dim), spec.dtype)
+
+        def pair(count: int) -> KeyValues:
+            return KeyValues(zeros(count), zeros(count))
+
+        layout, cached = self.host_layout(spec), self.pool_slots(spec)
+        units, tail = (layout.units, layout.tail_units) if layout else (0, 0)
+        nothing = jnp.full((spec.batch, cached), -1, jnp.int32)
+        mass = jnp.zeros((spec.batch, spec.kv_heads, self.ring_slots(spec)), jnp.float32)
+        sinks = min(self.sinks, spec.capacity)
+        return LayerState(
+            InfLLMFrozen(jnp.zeros(spec.batch, jnp.int32), zeros(units)),
+            InfLLMLive(
+                pair(sinks), pair(self.ring_slots(spec)), mass, zeros(tail), pair(cached * self.unit), nothing, nothing
+            ),
+        )  # fmt: skip
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """Blocks that the window has left to the host tier; their representatives, window and sinks stay."""
+        mass = prompt.extra.mass
+        slots, live = self.ring_slots(spec), state.live
+        sinks = live.sinks.k.shape[2]
+        first = KeyValues(*(to_chunks(x, 1, sinks)[:, :, 0] for x in (prompt.k_pre, prompt.v)))
+        ring = KeyValues(*(fill_ring(x, prompt.lengths, slots) for x in (prompt.k_pre, prompt.v)))
+        kept = fill_ring(mass.transpose(0, 2, 1)[..., None], prompt.lengths, slots)[..., 0]
+        live = live.replace(sinks=first, ring=ring, mass=kept)
+        layout = self.host_layout(spec)
+        if layout is None:
+            return state.replace(live=live), None
+        units = jnp.maximum(prompt.lengths - self.window - self.sinks, 0) // self.unit
+        planes = [to_chunks(x[:, self.sinks :], layout.units, self.unit) for x in (prompt.k_pre, prompt.v)]
+        given = to_chunks(mass.transpose(0, 2, 1)[:, self.sinks :, :, None], layout.units, self.unit)[..., 0]
+        made = mean_key(planes[0], given, self.representatives)
+        there = (jnp.arange(layout.units) < units[:, None])[:, None, :, None]
+        data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, -1)
+        frozen = InfLLMFrozen(units, jnp.where(there, made, 0))
+        return state.replace(frozen=frozen, live=live), HostWrite(data)
+
+    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+        """Write the token to the ring, and the block that the window leaves with it, if it does, to the tail."""
+        slots, live, position = self.ring_slots(spec), state.live, step.positions
+        ring = KeyValues(
+            *(
+                write_rows(old, new, position % slots, step.valid)
+                for old, new in ((live.ring.k, step.k_pre), (live.ring.v, step.v))
+            )
+        )
+        if live.sinks.k.shape[2]:
+            early = step.valid & (position < live.sinks.k.shape[2])
+            sinks = KeyValues(
+                *(
+                    write_rows(old, new, position, early)
+                    for old, new in ((live.sinks.k, step.k_pre), (live.sinks.v, step.v))
+                )
+            )
+            live = live.replace(sinks=sinks)
+        fresh = (jnp.arange(slots) == position % slots) & step.valid
+        live = live.replace(ring=ring, mass=jnp.where(fresh[:, None], 0, live.mass))
+        if self.host_layout(spec) is None:
+            return state.replace(live=live), None
+        end = position[:, 0] - self.window + 1  # the first token that this window holds
+        leaving = (end - self.sinks) // self.unit - 1
+        complete = ((end - self.sinks) % self.unit == 0) & (leaving >= state.frozen.units) & step.valid[:, 0]
+        tokens = (end[:, None] - self.unit + jnp.arange(self.unit)) % slots
+        keys, values = (jnp.take_along_axis(x, tokens[:, None, :, None], axis=2) for x in (ring.k, ring.v))
+        given = jnp.take_along_axis(live.mass, tokens[:, None], axis=2)
+        made = mean_key(keys[:, :, None], given[:, :, None], self.representatives)
+        place, valid = (leaving - state.frozen.units)[:, None], complete[:, None]
+        representatives = write_rows(live.representatives, made.transpose(0, 2, 1, 3), place, valid)
+        data = jnp.stack([keys, values], axis=2).reshape(spec.batch, spec.kv_heads, 1, -1)
+        return state.replace(live=live.replace(representatives=representatives)), HostWrite(data, place, valid)
+
+    # One step
+
+    def select(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any
+    ) -> tuple[Selection | None, LayerState, Any]:
+        """The best blocks, the same for all heads; those that are not in the pool first."""
+        layout, frozen, live = self.host_layout(spec), state.frozen, state.live
+        if layout is None:
+            return None, state, carry
+        far = far_queries(step.q_pre, self.window, step.inverse, spec.rope)[:, 0].astype(jnp.float32)
+        q = far.reshape(spec.batch, spec.kv_heads, spec.group, spec.head_dim).sum(axis=2)
+        both = jnp.concatenate([frozen.representatives, live.representatives], axis=2)
+        scores = jnp.einsum("bhd,bhnd->bn", q, both.astype(jnp.float32), precision="highest")
+        places, start = jnp.arange(layout.units + layout.tail_units), frozen.units[:, None]
+        block = jnp.where(places < layout.units, places, places - layout.units + start)
+        real = (places < start) | (places >= layout.units)
+        out = self.sinks + (block + 1) * self.unit <= step.positions - self.window + 1
+        candidate = real & out & step.valid
+        ids = top_k(jnp.where(candidate, scores, -jnp.inf), self.count(spec))
+        good = jnp.take_along_axis(candidate, ids, axis=1)
+        there = (ids[:, :, None] == live.held[:, None]) & good[:, :, None]  # [B, n, C]
+        used = jnp.where(there.any(axis=1), step.positions, live.used)
+        hit = there.any(axis=2)
+        order = jnp.argsort(hit | ~good, axis=1, stable=True)[:, : self.moved(spec)]
+        ids, good, hit = (jnp.take_along_axis(x, order, axis=1) for x in (ids, good, hit))
+        missing = good & ~hit
+        # the n-th of what is missing takes the place of the n-th least recently used block
+        slots = jnp.argsort(used, axis=1, stable=True)[:, : self.moved(spec)]
+        row, slots = jnp.arange(spec.batch)[:, None], jnp.where(missing, slots, self.pool_slots(spec))
+        held = live.held.at[row, slots].set(ids, mode="drop")
+        used = used.at[row, slots].set(step.positions, mode="drop")
+        state = state.replace(live=live.replace(held=held, used=used))
+        if self.moved(spec) < self.count(spec):
+            return Selection(ids[:, None], missing[:, None]), state, carry
+        return Selection(ids[:, None], good[:, None], hit[:, None]), state, carry
+
+    def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
+        """Put what came where `select` has made room for it; what was there already comes to the same place."""
+        assert fetched.k is not None
+        live, ids = state.live, selection.ids[:, 0]
+        slots = jnp.argmax(ids[:, :, None] == live.held[:, None], axis=2)
+
+        def put(pool: Array, rows: Array) -> Array:
+            units = (spec.batch, spec.kv_heads, -1, self.unit * spec.head_dim)
+            rows = rows.reshape(units).swapaxes(1, 2)
+            return write_rows(pool.reshape(units), rows, slots, selection.valid[:, 0]).reshape(pool.shape)
+
+        pool = KeyValues(put(live.pool.k, fetched.k), put(live.pool.v, fetched.v))
+        return state.replace(live=live.replace(pool=pool))
+
+    def attend(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
+    ) -> tuple[Array, LayerState, Any]:
+        """One softmax over the window at true distances and over all else at the window's."""
+        live, slots, position = state.live, self.ring_slots(spec), step.positions
+        lengths = step.lengths + step.valid.sum(axis=1, dtype=jnp.int32)
+        token = ring_positions(lengths, slots)
+        near = (token >= 0) & (token <= position) & (token > position - self.window)
+        blocks = jnp.maximum(position - self.window + 1 - self.sinks, 0) // self.unit
+        rest = (token >= self.sinks + blocks * self.unit) & (token <= position - self.window)
+        first = jnp.arange(live.sinks.k.shape[2]) <= position - self.window
+        chosen = jnp.repeat((live.held >= 0) & (live.used == position), self.unit, axis=1)
+        # The query stands at `window`: what has left the window at 0, a token in it at its distance from the query.
+        query = far_queries(step.q_pre, self.window, step.inverse, spec.rope)
+        place = jnp.where(near, token - position + self.window, 0)
+        window = Piece(rotate(live.ring.k, *cos_sin(place[:, None], step.inverse)), live.ring.v, near[:, None, None])
+        away = [(live.ring, rest), (live.sinks, first), (live.pool, chosen)]
+        pieces = [window, *(Piece(kv.k, kv.v, seen[:, None, None]) for kv, seen in away)]
+        out = attend(query, pieces, spec.scale)
+        given = jnp.where(near[:, None], attention_probs(query, window, spec.scale).sum(axis=(2, 3)), 0)
+        mass = jnp.where(step.valid[:, :1, None], live.mass + given, live.mass)
+        return out, state.replace(live=live.replace(mass=mass)), carry
+
+    def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
+        """Window, sinks and the rest of a block that have left it, and the blocks attended to."""
+        out = jnp.maximum(lengths - self.window, 0)
+        rest = jnp.maximum(out - self.sinks, 0) % self.unit
+        chosen = ((state.live.held >= 0) & (state.live.used == lengths[:, None] - 1)).sum(axis=1) * self.unit
+        window = jnp.minimum(lengths, self.window) + rest
+        parts = {"window": window, "sinks": jnp.minimum(out, self.sinks), "selected": chosen}
+        return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
+
+    # Accounting
+
+    def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
+        """Beside the rows on their way: the order of tokens in their blocks."""
+        return super().compress_bytes(spec, tokens) + 4 * 4 * spec.batch * max(tokens, spec.capacity) * spec.kv_heads
+
+    def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
+        """All that lies on the device is read, the blocks move."""
+        parts = {name: (device, 0) for name, (device, _) in self.nbytes(state).items() if not name.startswith("host")}
+        moved = 2 * spec.batch * spec.kv_heads * self.moved(spec) * self.unit * spec.head_dim
+        size = moved * jnp.dtype(spec.dtype).itemsize
+        return parts | {"moved": (size, 0 if spec.fetch == "resident" else size)}
+
+    def step_temporaries(self, spec: CacheSpec) -> int:
+        """The rotated window, scores of all slots, and the blocks that came."""
+        ring, item = self.ring_slots(spec), jnp.dtype(spec.dtype).itemsize
+        slots = 2 * ring + min(self.sinks, spec.capacity) + self.pool_slots(spec) * self.unit
+        rows = 3 * ring + 4 * self.moved(spec) * self.unit + slots
+        wide = spec.batch * spec.kv_heads * rows * spec.head_dim * (4 + item)
+        return wide + 5 * 4 * spec.batch * spec.q_heads * slots
+
+    @classmethod
+    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
+        """A window that nothing leaves."""
+        return cls(window=num_tokens)
+
+    @classmethod
+    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+        """Half of what fits for the window, a 16th for sinks, the rest for the pool, in blocks of at most 128."""
+        check_fraction(fraction)
+
+        def make(slots: int, unit: int) -> InfLLM:
+            sinks, window = min(cls.sinks, slots // 16), max(slots // 2, 1)
+            cached = max((slots - sinks - window) // unit, 2)
+            return cls(
+                window=window, sinks=sinks, budget=cached // 2 * unit, unit=unit, cached=cached * unit,
+                representatives=min(cls.representatives, unit),
+            )  # fmt: skip
+
+        unit = 128  # large blocks where eight of them fit, smaller ones else
+        while unit > 4 and device_share(make(20 * unit, unit), num_tokens, config) > fraction:
+            unit //= 2
+        return cast(Self, largest(lambda slots: make(slots, unit), 2, num_tokens, fraction, num_tokens, config))

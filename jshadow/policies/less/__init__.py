@@ -1,0 +1,3 @@
+"""LESS (arXiv 2402.09398)."""
+
+from jshadow.policies.less.policy import LESS as LESS

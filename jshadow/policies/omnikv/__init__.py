@@ -1,0 +1,3 @@
+"""OmniKV (ICLR 2025)."""
+
+from jshadow.policies.omnikv.policy import OmniKV as OmniKV

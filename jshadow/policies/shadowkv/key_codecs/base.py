@@ -1,0 +1,238 @@
+"""What a prompt's keys before RoPE are kept as (`KeyCodec`), and how selected chunks come back.
+
+A code has two parts, as the factors of ShadowKV have: `left`, a row for every token, a chunk's rows contiguous; and
+`right`, what all of them share. B rows of the batch, S tokens, n chunks of c tokens, h_kv heads of width d. A codec
+that mixes heads has one row a token, the others one for each head: left is [B, n, c * w] or [B, h_kv, n, c * w].
+"""
+
+import abc
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+from jaxtyping import Float, Int, Shaped
+
+import pallas_kernels
+from jshadow.cache.state import Rebuild
+from jshadow.ops.rope import cos_sin, rotate
+from jshadow.policies.shadowkv.key_codecs.factorise import BLOCK
+
+
+class KeyCode(struct.PyTreeNode):
+    """A prompt's keys.
+
+    Attributes:
+        left: [B, n, c * w] or [B, h_kv, n, c * w]; zeros for padding.
+        right: a tree of arrays with rows of the batch first, or None.
+    """
+
+    left: Array
+    right: Any
+
+
+class Sizes(NamedTuple):
+    """Attributes: heads: KV heads h_kv; dim: their width d; dtype: name of the model's."""
+
+    heads: int
+    dim: int
+    dtype: str
+
+    @property
+    def columns(self) -> int:
+        """Numbers of a token's key."""
+        return self.heads * self.dim
+
+
+class KeyCodec(abc.ABC):
+    """Pure functions of arrays; settings are static, rows of a batch may be ragged.
+
+    Class attributes:
+        name: as `ShadowKV.key_codec` names it.
+        compiled: `pallas_kernels` has a GPU kernel that rebuilds from it, and one that fetches values meanwhile; they
+            are given `operands`.
+        weighed: weights change the code: it mixes the numbers of a key.
+    """
+
+    name = ""
+    compiled = False
+    weighed = False
+
+    @abc.abstractmethod
+    def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
+        """The code of so many chunks as ShapeDtypeStructs."""
+
+    @abc.abstractmethod
+    def encode(
+        self, k_pre: Float[Array, "B S h_kv d"], lengths: Int[Array, "B"], units: int, chunk: int,
+        weights: Float[Array, "B h_kv d"] | None = None,
+    ) -> KeyCode:  # fmt: skip
+        """Code the first `units` chunks of a right-padded prompt by what all of its tokens are like.
+
+        Args:
+            k_pre: keys before RoPE [B, S, h_kv, d].
+            lengths: real tokens of each row, int32 [B].
+            units: chunks to keep; those past the prompt are zero.
+            chunk: tokens of a chunk.
+            weights: what an error in each number of a key counts, float32 [B, h_kv, d], for `weighed` codecs: they lose
+                least of keys times these. None: all alike.
+        """
+
+    @abc.abstractmethod
+    def project(
+        self, k_pre: Float[Array, "B T h_kv d"], right: Any, weights: Float[Array, "B h_kv d"] | None = None
+    ) -> Shaped[Array, "B T heads w"]:  # fmt: skip
+        """Left rows of other tokens by a prompt's `right` and its weights: [B, T, 1 or h_kv, w] (section 7.1)."""
+
+    @abc.abstractmethod
+    def expand(self, rows: Shaped[Array, "B heads t w"], right: Any) -> Float[Array, "B h_kv t d"]:
+        """Keys before RoPE of left rows [B, 1 or h_kv, t, w]: float32 [B, h_kv, t, d]."""
+
+    @abc.abstractmethod
+    def products(self, sizes: Sizes) -> int:
+        """Multiplications for each number of a rebuilt key."""
+
+    @abc.abstractmethod
+    def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
+        """Device bytes that `encode` takes for a while for a row of so many tokens, `block` at once in float32."""
+
+    @abc.abstractmethod
+    def expand_bytes(self, sizes: Sizes) -> int:
+        """Device bytes that one KV head's token takes while it is rebuilt, the key itself not counted."""
+
+    # What all have
+
+    def operands(self, right: Any) -> dict[str, Any]:
+        """What the kernels take beside left: `right` and more of the arguments of `pallas_kernels.reconstruct_keys`."""
+        raise NotImplementedError(f"{self.name} has no kernel")
+
+    def decode(
+        self, code: KeyCode, ids: Int[Array, "B h_kv k"], chunk: int, tail: Array | None = None
+    ) -> Float[Array, "B h_kv tokens d"]:
+        """Keys before RoPE of chosen chunks.
+
+        Args:
+            code: from `encode`, of n chunks.
+            ids: int32 [B, h_kv, k]; clipped; ids from n on mean the tail's.
+            chunk: tokens of a chunk.
+            tail: left rows of later chunks, as `KeyCode.left`.
+
+        Returns:
+            float32 [B, h_kv, k * chunk, d].
+        """
+        batch, heads, count = ids.shape
+        rows = chosen_rows(code.left, tail, ids)
+        return self.expand(rows.reshape(batch, heads, count * chunk, rows.shape[3] // chunk), code.right)
+
+    def losses(
+        self, code: KeyCode, k_pre: Float[Array, "B S h_kv d"], chunk: int,
+        weights: Float[Array, "B h_kv d"] | None = None, block: int = BLOCK,
+    ) -> Float[Array, "B h_kv n"]:  # fmt: skip
+        """How far off the worst rebuilt key of each chunk is, as a squared distance.
+
+        Args:
+            code: from `encode`, of n chunks.
+            k_pre: the keys it was made of [B, S, h_kv, d].
+            chunk: tokens of a chunk.
+            weights: of `encode`; the distance is that of keys times these.
+            block: tokens rebuilt at once, if a chunk is no larger.
+
+        Returns:
+            float32 [B, h_kv, n]; 0 for chunks past S, anything for those that hold padding.
+        """
+        batch, length, heads = k_pre.shape[:3]
+        units = code.left.shape[-2]
+        there = min(units, length // chunk)
+        lost = jnp.zeros((batch, heads, units), jnp.float32)
+        if there == 0:
+            return lost
+        count = min(there, max(1, block // chunk))
+
+        def rebuild(index: Array, lost: Array) -> Array:
+            first = jnp.minimum(index * count, there - count)  # an overlap is written twice, with the same numbers
+            keys = lax.dynamic_slice_in_dim(k_pre, first * chunk, count * chunk, axis=1).swapaxes(1, 2)
+            ids = jnp.broadcast_to(first + jnp.arange(count), (batch, heads, count))
+            errors = squared_error(self.decode(code, ids, chunk), keys, weights)
+            errors = errors.reshape(batch, heads, count, chunk).max(axis=3)
+            return lax.dynamic_update_slice_in_dim(lost, errors, first, axis=2)
+
+        return lax.fori_loop(0, -(-there // count), rebuild, lost)
+
+    def reconstruct(self, rebuild: Rebuild, ids: Int[Array, "B h_kv k"]) -> Float[Array, "B h_kv tokens d"]:
+        """Keys after RoPE of selected units, each at its place in the sequence; by the GPU's kernel, where both are.
+
+        Returns:
+            [B, h_kv, k * unit, d], float32 or in the model's dtype.
+        """
+        if self.compiled:
+            return pallas_kernels.reconstruct_keys(
+                rebuild.left, ids=ids, inverse=rebuild.inverse, tail=rebuild.tail, tail_unit=rebuild.tail_unit,
+                **self.operands(rebuild.right),
+            )  # fmt: skip
+        units, chunk, tail = rebuild.left.shape[-2], rebuild.unit, rebuild.tail
+        ids = jnp.clip(ids, 0, units + (tail.shape[-2] if tail is not None else 0) - 1)
+        keys = self.decode(KeyCode(rebuild.left, rebuild.right), ids, chunk, tail)
+        place = ids
+        if rebuild.tail_unit is not None:
+            place = jnp.where(ids < units, ids, ids - units + rebuild.tail_unit[:, None, None])
+        positions = (place[..., None] * chunk + jnp.arange(chunk)).reshape(keys.shape[:3])
+        return rotate(keys, *cos_sin(positions, rebuild.inverse))
+
+    def losses_bytes(self, sizes: Sizes, block: int) -> int:
+        """Device bytes that `losses` takes for a while for a row, `block` tokens at once."""
+        item = jnp.dtype(sizes.dtype).itemsize
+        return block * sizes.heads * (self.expand_bytes(sizes) + sizes.dim * (item + 3 * 4))
+
+    def empty(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
+        """Zeros."""
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes(batch, units, chunk, sizes))
+
+    def nbytes(self, units: int, chunk: int, sizes: Sizes) -> int:
+        """Bytes of a row's code of so many chunks."""
+        leaves = jax.tree.leaves(self.shapes(1, units, chunk, sizes))
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+
+    def read_bytes(self, sizes: Sizes) -> int:
+        """Bytes of the left row that one KV head reads of a token."""
+        left = self.shapes(1, 1, 1, sizes).left
+        return int(left.shape[-1]) * left.dtype.itemsize
+
+
+def squared_error(
+    keys: Float[Array, "B h_kv *n d"], real: Float[Array, "B h_kv *n d"], weights: Float[Array, "B h_kv d"] | None
+) -> Float[Array, "B h_kv *n"]:
+    """Squared distance of keys from the real ones, both times weights; RoPE leaves it as it is."""
+    off = keys.astype(jnp.float32) - real.astype(jnp.float32)
+    if weights is not None:
+        off *= jnp.expand_dims(weights, tuple(range(2, off.ndim - 1)))
+    return (off**2).sum(axis=-1)
+
+
+def by_head(left: Shaped[Array, "..."]) -> Shaped[Array, "B heads n w"]:
+    """Left rows with an axis for heads, of size 1 where a row is of all heads together."""
+    return left if left.ndim == 4 else left[:, None]
+
+
+def by_token(left: Shaped[Array, "..."], chunk: int) -> Shaped[Array, "B heads tokens w"]:
+    """Left rows of chunks as one row a token, [B, 1 or h_kv, n * chunk, w]."""
+    left = by_head(left)
+    return left.reshape(*left.shape[:2], left.shape[2] * chunk, left.shape[3] // chunk)
+
+
+def chosen_rows(
+    left: Shaped[Array, "..."], tail: Shaped[Array, "..."] | None, ids: Int[Array, "B h_kv k"]
+) -> Shaped[Array, "B h_kv k w"]:
+    """Left rows of chunks [B, h_kv, k]; ids past those of left mean the tail's."""
+    first = by_head(left)
+    units = first.shape[2]
+    if tail is None:
+        return rows_at(first, ids)
+    later = rows_at(by_head(tail), ids - units)
+    return later if units == 0 else jnp.where((ids >= units)[..., None], later, rows_at(first, ids))
+
+
+def rows_at(source: Shaped[Array, "B heads n w"], ids: Int[Array, "B h_kv k"]) -> Shaped[Array, "B h_kv k w"]:
+    """Rows of source [B, 1 or h_kv, n, w]; ids are clipped."""
+    return jnp.take_along_axis(source, ids[..., None], axis=2, mode="clip")

@@ -1,0 +1,52 @@
+"""Keys before RoPE as they are: what every other code is measured against."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jshadow.ops.layout import to_chunks
+from jshadow.policies.shadowkv.key_codecs.base import KeyCode, KeyCodec, Sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact(KeyCodec):
+    """left [B, h_kv, n, c * d] in the model's dtype, and no right."""
+
+    name = "exact"
+
+    def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
+        """The keys."""
+        shape = (batch, sizes.heads, units, chunk * sizes.dim)
+        left: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))
+        return KeyCode(left, None)
+
+    def encode(
+        self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None
+    ) -> KeyCode:  # fmt: skip
+        """Chunk by chunk."""
+        real = jnp.arange(k_pre.shape[1]) < lengths[:, None]
+        chunks = to_chunks(jnp.where(real[..., None, None], k_pre, 0), units, chunk)
+        return KeyCode(chunks.reshape(*chunks.shape[:3], -1), None)
+
+    def project(self, k_pre: Array, right: Any, weights: Array | None = None) -> Array:
+        """As they are."""
+        return k_pre
+
+    def expand(self, rows: Array, right: Any) -> Array:
+        """As they are."""
+        return rows.astype(jnp.float32)
+
+    def products(self, sizes: Sizes) -> int:
+        """None."""
+        return 0
+
+    def expand_bytes(self, sizes: Sizes) -> int:
+        """The row."""
+        return sizes.dim * jnp.dtype(sizes.dtype).itemsize
+
+    def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
+        """The keys once more, without their padding."""
+        return 2 * tokens * sizes.columns * jnp.dtype(sizes.dtype).itemsize

@@ -1,0 +1,194 @@
+"""Transform-coded keys: the prompt's own eigenbasis, with more bits for columns of more variance.
+
+Low rank spends 16 bits on each of a few columns and none on the rest. Of a source in its eigenbasis that is one way to
+spend bits; the least squared error for a Gaussian one lies where bits follow the logarithm of the variance (Cover &
+Thomas, Elements of Information Theory, section 10.3.3), and so on many more columns. Here they follow a fixed profile,
+so that shapes are static: 8, 4 and 2 bits. The mean goes apart, or it would be the first column and drive every step.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array, lax
+
+from jshadow.ops.layout import fit_tokens
+from jshadow.policies.shadowkv.key_codecs.base import KeyCode, KeyCodec, Sizes
+from jshadow.policies.shadowkv.key_codecs.factorise import (
+    BLOCK,
+    EXACT,
+    head_columns,
+    own_tokens,
+    put_block,
+    token_block,
+)
+from jshadow.policies.shadowkv.key_codecs.lowrank import usual_rank
+from jshadow.policies.shadowkv.key_codecs.midrise import Profile, packed_width, profile_bits, quantise, steps
+from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
+from pallas_kernels.codes import coded_products
+
+
+class Basis(struct.PyTreeNode):
+    """What all rows of a prompt share.
+
+    Attributes:
+        columns: eigenvectors of the centred keys, falling variance, each KV head its part [B, h_kv, r, d]. Of weighed
+            keys: those divided by the weights, so that sums of them are keys.
+        mean: of the prompt's keys [B, h_kv, d].
+        step: of each column's quantiser, float32 [B, r].
+    """
+
+    columns: Array
+    mean: Array
+    step: Array
+
+
+def usual_profile(columns: int) -> Profile:
+    """The bits of the usual low rank: (16, 64, 64) of 192 columns, (80, 320, 320) of 1,024."""
+    return profile_of(columns, min(16 * usual_rank(columns), 8 * columns))
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform(KeyCodec):
+    """left uint8 [B, n, c * w], w = n8 + n4 / 2 + n2 / 4: a token's 8-bit columns, then 4-bit, then 2-bit ones.
+
+    Attributes:
+        profile: (n8, n4, n2), columns by bits: the first n8 have eight, the next n4 four, the next n2 two.
+    """
+
+    profile: Profile
+
+    name = "transform"
+    compiled = True
+    weighed = True
+
+    @property
+    def rank(self) -> int:
+        """Columns that have any bits."""
+        return sum(self.profile)
+
+    def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
+        """Rows of bytes, and a Basis."""
+        dtype = jnp.dtype(sizes.dtype)
+        left: Any = jax.ShapeDtypeStruct((batch, units, chunk * packed_width(self.profile)), jnp.uint8)
+        columns: Any = jax.ShapeDtypeStruct((batch, sizes.heads, self.rank, sizes.dim), dtype)
+        mean: Any = jax.ShapeDtypeStruct((batch, sizes.heads, sizes.dim), dtype)
+        return KeyCode(left, Basis(columns, mean, jax.ShapeDtypeStruct((batch, self.rank), jnp.float32)))  # type: ignore[arg-type]
+
+    def encode(
+        self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None
+    ) -> KeyCode:  # fmt: skip
+        """Two passes for the basis, one for deviations and magnitudes, one for the codes."""
+        batch, length, heads, _ = k_pre.shape
+        block = min(BLOCK, length)
+        blocks = -(-length // block)
+        mean = mean_key(k_pre, lengths, block)
+        basis = eigenbasis(k_pre, lengths, mean, block, weights)[:, :, : self.rank]
+
+        def coefficients(index: Array) -> tuple[Array, Array]:
+            rows, start = centred_block(k_pre, lengths, mean, index, block, weights)
+            return jnp.einsum("bsm,bmr->bsr", rows, basis, precision=EXACT), start
+
+        def code(index: Array, left: Array) -> Array:
+            rows, start = coefficients(index)
+            packed = quantise(rows, step[:, None], self.profile)
+            packed = jnp.where(own_tokens(lengths, index, start, block)[..., None], packed, 0)
+            return put_block(left, packed, index, start)
+
+        step = steps(*spread(lambda index: coefficients(index)[0], lengths, blocks, self.rank), self.profile)
+        left = jnp.zeros((batch, length, packed_width(self.profile)), jnp.uint8)
+        left = fit_tokens(lax.fori_loop(0, blocks, code, left), units * chunk)
+        columns = head_columns(basis, weights, heads).astype(k_pre.dtype)
+        return KeyCode(left.reshape(batch, units, chunk * left.shape[2]), Basis(columns, mean, step))
+
+    def project(self, k_pre: Array, right: Any, weights: Array | None = None) -> Array:
+        """On the prompt's basis, with its mean and steps."""
+        rows = k_pre.astype(jnp.float32) - right.mean.astype(jnp.float32)[:, None]
+        if weights is not None:  # once for the keys, once for the columns, which lack it
+            rows *= weights[:, None] ** 2
+        columns = right.columns.astype(jnp.float32)
+        found = jnp.einsum("bthd,bhrd->btr", rows, columns, precision=EXACT)
+        return quantise(found, right.step[:, None], self.profile)[:, :, None]
+
+    def expand(self, rows: Array, right: Any) -> Array:
+        """Codes, the basis times the steps in its dtype, and the mean."""
+        keys = coded_products(rows, right.columns, right.step, self.profile)
+        return keys + right.mean.astype(jnp.float32)[:, :, None]
+
+    def operands(self, right: Any) -> dict[str, Any]:
+        """All of it, and the profile."""
+        return {"right": right.columns, "mean": right.mean, "step": right.step, "profile": self.profile}
+
+    def products(self, sizes: Sizes) -> int:
+        """One for each column that has bits."""
+        return self.rank
+
+    def expand_bytes(self, sizes: Sizes) -> int:
+        """The row, codes of a byte each, and coefficients in float32 and in the model's dtype."""
+        return packed_width(self.profile) + self.rank * (1 + 4 + jnp.dtype(sizes.dtype).itemsize)
+
+    def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
+        """Rows in the order of the prompt, the Gram matrix and its eigenvectors, float32 copies of a block."""
+        columns, coefficients = sizes.columns, 4 * block * len(profile_bits(self.profile))
+        rows = 2 * tokens * packed_width(self.profile)
+        return rows + 4 * (6 * columns * columns + 4 * block * columns + coefficients)
+
+
+def mean_key(k_pre: Array, lengths: Array, block: int) -> Array:
+    """Mean of each row's keys, rounded as it is kept: [B, h_kv, d] in k_pre's dtype."""
+    batch, length, heads, dim = k_pre.shape
+
+    def add(index: Array, total: Array) -> Array:
+        return total + token_block(k_pre, lengths, index, block)[0].sum(axis=1)
+
+    total = lax.fori_loop(0, -(-length // block), add, jnp.zeros((batch, heads * dim), jnp.float32))
+    return (total / jnp.maximum(lengths, 1)[:, None]).reshape(batch, heads, dim).astype(k_pre.dtype)
+
+
+def centred_block(
+    k_pre: Array, lengths: Array, mean: Array, index: Array, block: int, weights: Array | None = None
+) -> tuple[Array, Array]:
+    """`token_block` without the mean."""
+    rows, start = token_block(k_pre, lengths, index, block)
+    own = own_tokens(lengths, index, start, block)
+    rows -= mean.reshape(rows.shape[0], 1, -1).astype(jnp.float32)
+    if weights is not None:
+        rows *= weights.reshape(rows.shape[0], 1, -1)
+    return jnp.where(own[..., None], rows, 0.0), start
+
+
+def spread(
+    block_of: Callable[[Array], Array], lengths: Array, blocks: int, columns: int
+) -> tuple[Array, Array]:  # fmt: skip
+    """Deviation and largest magnitude of each column [B, columns].
+
+    Args:
+        block_of: centred rows [B, tokens, columns] of a block, zero where there is no token.
+        lengths: tokens of each row, int32 [B].
+        blocks: how many there are.
+        columns: of a row.
+    """
+
+    def add(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        rows = block_of(index)
+        return found[0] + (rows**2).sum(axis=1), jnp.maximum(found[1], jnp.abs(rows).max(axis=1))
+
+    nothing = jnp.zeros((lengths.shape[0], columns), jnp.float32)
+    squares, largest = lax.fori_loop(0, blocks, add, (nothing, nothing))
+    return jnp.sqrt(squares / jnp.maximum(lengths, 1)[:, None]), largest
+
+
+def eigenbasis(k_pre: Array, lengths: Array, mean: Array, block: int, weights: Array | None = None) -> Array:
+    """Eigenvectors of the centred keys, all heads side by side, falling variance: float32 [B, h_kv * d, h_kv * d]."""
+    batch, length, heads, dim = k_pre.shape
+    width = heads * dim
+
+    def add(index: Array, gram: Array) -> Array:
+        rows, _ = centred_block(k_pre, lengths, mean, index, block, weights)
+        return gram + jnp.einsum("bsm,bsn->bmn", rows, rows, precision=EXACT)
+
+    gram = lax.fori_loop(0, -(-length // block), add, jnp.zeros((batch, width, width), jnp.float32))
+    return jnp.linalg.eigh(gram)[1][:, :, ::-1]

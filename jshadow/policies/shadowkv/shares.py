@@ -1,0 +1,65 @@
+"""ShadowKV at a share of full attention's device bytes, whatever its keys are kept as."""
+
+import bisect
+import dataclasses
+import itertools
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from jshadow.models.config import ModelConfig
+from jshadow.policies.shadowkv.key_codecs import usual_rank
+from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
+from jshadow.policies.sizing import infeasible, own_share, whole_share
+
+if TYPE_CHECKING:
+    from jshadow.policies.shadowkv.settings import ShadowSettings
+
+S = TypeVar("S", bound="ShadowSettings")
+OUTLIERS = (48, 24, 8, 4, 1, 0)
+
+
+def largest_shadow(policy: S, fraction: float, num_tokens: int, config: ModelConfig) -> S:
+    """A policy with the most outliers and bits of its key code that a share allows; all else stays.
+
+    Outliers go before the keys fall below the bits of the usual rank: 48 outlier chunks are few of 128K tokens and a
+    fifth of 2K, where a low rank costs more than they save.
+
+    Raises:
+        Infeasible: nothing fits.
+    """
+    row = 2 * num_tokens * config.key_columns
+    limit = own_share(policy.name, fraction, num_tokens, config) * row
+    rich, poor = code_sizes(policy, config)
+
+    def taken(made: S) -> float:
+        return made.resolve(config, num_tokens).device_numbers(num_tokens, config)
+
+    for outliers, codes in (*itertools.product(OUTLIERS, [rich]), (0, poor)):
+        made = [dataclasses.replace(policy, outlier_chunks=outliers, **code) for code in codes]
+        if made and taken(made[-1]) <= limit:
+            return made[bisect.bisect_left(made, True, key=lambda one: taken(one) <= limit)]
+    least = dataclasses.replace(policy, outlier_chunks=0, **[*rich, *poor][-1])
+    raise infeasible(policy.name, fraction, whole_share(taken(least) / row, num_tokens, config))
+
+
+def code_sizes(policy: "ShadowSettings", config: ModelConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Settings of the key code from most bits to least: those with the bits of the usual rank or more, and the others.
+
+    With "transform", landmarks are the finer the more bits the keys have, unless they were given.
+    """
+    columns, usual = config.key_columns, usual_rank(config.key_columns)
+    if policy.key_codec == "lowrank":
+        ranks = range(columns // 8 * 8 or columns, 0, -8)
+        return [{"rank": rank} for rank in ranks if rank >= usual], [{"rank": rank} for rank in ranks if rank < usual]
+    if policy.key_codec != "transform":
+        return [{}], []
+    enough = min(2 * usual, columns)
+    rich: list[dict[str, Any]] = []
+    poor: list[dict[str, Any]] = []
+    for size in range(columns, 0, -max(1, columns // 128)):
+        tokens = policy.landmark_tokens
+        if tokens is None and size > columns / 6:  # the bits that `packed(small=True)` has with one landmark a chunk
+            most = 2 if size >= enough else 4
+            tokens = max(count for count in range(1, most + 1) if policy.chunk_size % count == 0)
+        made = {"key_profile": profile_of(columns, 8 * size), "key_bits": None, "landmark_tokens": tokens}
+        (rich if size >= enough else poor).append(made)
+    return rich, poor

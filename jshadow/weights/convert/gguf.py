@@ -1,0 +1,196 @@
+"""GGUF (llama architecture) read as a Hugging Face checkpoint: names, shapes and metadata keys as tables."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jshadow.errors import CheckpointError, ConfigError, JshadowError
+from jshadow.models.config import ModelConfig, RopeConfig
+from jshadow.models.family import ModelFamily, Rule
+from jshadow.models.registry import family_of
+from jshadow.ops.rope import inverse_frequencies
+from jshadow.weights.convert.files import write_json
+from jshadow.weights.convert.gguf_file import GGUFFile
+from jshadow.weights.convert.gguf_tokenizer import write_tokenizer
+from jshadow.weights.convert.huggingface import GENERATION, place
+from jshadow.weights.convert.safetensors_file import raise_all
+from jshadow.weights.convert.source import Source
+
+ROPE_FACTORS = "rope_freqs.weight"  # no weight: the llama3 frequency divisors, spelled out
+STEMS = (
+    (r"token_embd", "model.embed_tokens", "copy"),
+    (r"output_norm", "model.norm", "copy"),
+    (r"output", "lm_head", "copy"),
+    (r"blk\.(\d+)\.attn_norm", "model.layers.{0}.input_layernorm", "copy"),
+    (r"blk\.(\d+)\.attn_q", "model.layers.{0}.self_attn.q_proj", "unpermute_q"),
+    (r"blk\.(\d+)\.attn_k", "model.layers.{0}.self_attn.k_proj", "unpermute_k"),
+    (r"blk\.(\d+)\.attn_v", "model.layers.{0}.self_attn.v_proj", "copy"),
+    (r"blk\.(\d+)\.attn_output", "model.layers.{0}.self_attn.o_proj", "copy"),
+    (r"blk\.(\d+)\.ffn_norm", "model.layers.{0}.post_attention_layernorm", "copy"),
+    (r"blk\.(\d+)\.ffn_gate", "model.layers.{0}.mlp.gate_proj", "copy"),
+    (r"blk\.(\d+)\.ffn_up", "model.layers.{0}.mlp.up_proj", "copy"),
+    (r"blk\.(\d+)\.ffn_down", "model.layers.{0}.mlp.down_proj", "copy"),
+)
+NAMES = tuple(
+    Rule(rf"{stem}\.{part}", f"{name}.{part}", transform)
+    for stem, name, transform in STEMS
+    for part in ("weight", "bias")
+)
+"""GGUF name -> Hugging Face name, for weights and biases."""
+
+KEYS = (
+    ("num_hidden_layers", "llama.block_count", int),
+    ("hidden_size", "llama.embedding_length", int),
+    ("intermediate_size", "llama.feed_forward_length", int),
+    ("num_attention_heads", "llama.attention.head_count", int),
+    ("max_position_embeddings", "llama.context_length", int),
+    ("rms_norm_eps", "llama.attention.layer_norm_rms_epsilon", float),
+)
+LLAMA3_FACTORS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+"""GGUF stores the divisors that llama3 scaling gives, not its settings; these are those of every published model."""
+
+
+def open_gguf(path: Path) -> Source:
+    """A GGUF file as a source: llama architecture, any quantisation that `gguf.quants` can undo.
+
+    Raises:
+        CheckpointError: a damaged file, tensors that do not fit its metadata (all in one error), no `gguf` package.
+        ConfigError: another architecture, tokenizer or RoPE scaling than those known.
+    """
+    file = GGUFFile(path)
+    hf = config_of(file)
+    family, config = _parsed(hf, path)
+    rules, shapes, problems = _renamed(file)
+    _, misfits = place(shapes, family, config)
+    raise_all(str(path), problems + misfits)
+
+    def read(name: str) -> np.ndarray:
+        original, transform = rules[name]
+        value = file.read(original)
+        heads = {"unpermute_q": config.q_heads, "unpermute_k": config.kv_heads}.get(transform)
+        return unpermute(value, heads) if heads else value
+
+    def accompany(target: Path) -> None:
+        ids = {key: hf[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if hf.get(key) is not None}
+        write_json(target / GENERATION, ids)
+        write_tokenizer(file.metadata, target, config.context)
+
+    return Source(hf, family, config, shapes, read, accompany)
+
+
+def unpermute(value: np.ndarray, heads: int) -> np.ndarray:
+    """Undo GGML's order of the rows of q and k, [heads * d, ...] -> the same shape.
+
+    GGML rotates neighbours (2i, 2i + 1), Hugging Face halves (i, i + d / 2); llama.cpp's converter reorders the rows
+    of each head accordingly.
+    """
+    rows = value.reshape(heads, value.shape[0] // heads // 2, 2, *value.shape[1:])
+    return rows.swapaxes(1, 2).reshape(value.shape)
+
+
+def config_of(file: GGUFFile) -> dict[str, Any]:
+    """The config.json that a GGUF file's metadata says.
+
+    Raises:
+        ConfigError: another architecture than llama, experts, or RoPE scaling that cannot be told faithfully.
+        CheckpointError: a key is missing or of the wrong kind.
+    """
+    metadata = file.metadata
+    if metadata.get("general.architecture") != "llama":
+        raise ConfigError(f"general.architecture must be 'llama', got {metadata.get('general.architecture')!r}")
+    if metadata.get("llama.expert_count"):
+        raise ConfigError(f"llama.expert_count must be 0 (no experts), got {metadata['llama.expert_count']!r}")
+    hf: dict[str, Any] = {name: _number(metadata, key, kind) for name, key, kind in KEYS}
+    heads, width = hf["num_attention_heads"], hf["hidden_size"]
+    if heads < 1:
+        raise CheckpointError(f"llama.attention.head_count must be at least 1, got {heads}")
+    head_dim = _number(metadata, "llama.attention.key_length", int, width // heads)
+    rotated = _number(metadata, "llama.rope.dimension_count", int, head_dim)
+    if rotated != head_dim:
+        raise ConfigError(f"llama.rope.dimension_count must be the head width {head_dim}, got {rotated}")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"{file.path}: token_embd.weight: missing")
+    return hf | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": embedding.shape[0],
+        "num_key_value_heads": _number(metadata, "llama.attention.head_count_kv", int, heads),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "rope_theta": _number(metadata, "llama.rope.freq_base", float, 10000.0),
+        "rope_scaling": _rope_scaling(file, head_dim),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _eos(metadata),
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _eos(metadata: dict[str, Any]) -> int | list[int] | None:
+    """End of text, and end of turn where the file tells it apart."""
+    ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    told = list(dict.fromkeys(i for i in ids if i is not None))
+    return told[0] if len(told) == 1 else (told or None)
+
+
+def _number(metadata: dict[str, Any], key: str, kind: type, default: Any = None) -> Any:
+    value = metadata.get(key, default)
+    if value is None:
+        raise CheckpointError(f"GGUF metadata lacks {key}")
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
+        raise CheckpointError(f"{key} must be one number ({kind.__name__}), got {value!r:.80}")
+    # A float32 is told by its shortest decimal: 1e-05, not the 9.999999747378752e-06 of its widening.
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value))) if kind is float and np.float32(value) == value else value
+
+
+def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
+    """rope_scaling of config.json. Divisors that no llama3 setting reproduces are refused, never approximated."""
+    kind = file.metadata.get("llama.rope.scaling.type", "none")
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": _number(file.metadata, "llama.rope.scaling.factor", float)}
+    if kind != "none":
+        raise ConfigError(f"llama.rope.scaling.type must be 'none' or 'linear', got {kind!r}")
+    if ROPE_FACTORS not in file.tensors:
+        return None
+    divisors = file.read(ROPE_FACTORS).reshape(-1)
+    theta = _number(file.metadata, "llama.rope.freq_base", float, 10000.0)
+    scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3_FACTORS}
+    sound = divisors.shape == (head_dim // 2,) and bool(np.isfinite(divisors).all()) and divisors.min() >= 1
+    if sound:
+        plain = inverse_frequencies(RopeConfig(theta=theta), head_dim)
+        scaled = inverse_frequencies(RopeConfig.from_hf({"rope_theta": theta, "rope_scaling": scaling}), head_dim)
+        if np.allclose(plain / divisors, scaled, rtol=1e-4, atol=0):
+            return scaling
+    raise ConfigError(
+        f"{ROPE_FACTORS} must be the divisors of llama3 scaling with {LLAMA3_FACTORS}, got {divisors[:4].tolist()}..."
+    )
+
+
+def _parsed(hf: dict[str, Any], source: Path) -> tuple[ModelFamily, ModelConfig]:
+    try:
+        family = family_of(hf)
+        return family, family.config_from_hf(hf)
+    except JshadowError as error:
+        raise type(error)(f"{source}, metadata read as a config: {error}") from error
+
+
+def _renamed(file: GGUFFile) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[int, ...]], list[str]]:
+    """Hugging Face name -> (GGUF name, transform), Hugging Face name -> shape, and the tensors that no rule knows."""
+    rules: dict[str, tuple[str, str]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    problems: list[str] = []
+    for original, info in file.tensors.items():
+        if original == ROPE_FACTORS:
+            continue  # read into the config
+        found = [(name, rule.transform) for rule in NAMES for name in rule.match(original)]
+        if len(found) != 1 or found[0][0] in rules:
+            problems.append(f"{original}: extra, no weight of a llama model takes it")
+            continue
+        rules[found[0][0]] = (original, found[0][1])
+        shapes[found[0][0]] = info.shape
+    return rules, shapes, problems

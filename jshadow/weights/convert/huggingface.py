@@ -1,0 +1,264 @@
+"""Hugging Face directories: finding them, reading their config, and mapping tensors to weights by a family's rules.
+
+No model is named here: which tensor becomes which weight is the family's table, which shape it must have follows from
+the config (`abstract_weights`), and what does not fit is collected and told in one error.
+"""
+
+import dataclasses
+import functools
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from flax import traverse_util
+
+from jshadow.errors import CheckpointError, ConfigError, JshadowError
+from jshadow.models.config import ModelConfig, token_ids
+from jshadow.models.family import ModelFamily
+from jshadow.models.registry import family_of
+from jshadow.models.transformer import abstract_weights
+from jshadow.weights.convert.files import check_path, read_json, readable
+from jshadow.weights.convert.safetensors_file import READABLE_TAGS, TensorFile, not_finite, raise_all
+from jshadow.weights.convert.source import Source
+from jshadow.weights.convert.tensors import Placement, placements
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+# What a hub download takes. Never *.bin: unpickling runs code. Sub-folders hold other formats of the same weights.
+HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
+HUB_IGNORED = ("*/*", "consolidated*")
+LARGEST_SIZE = 2**31 - 1
+# What a directory may carry beside config and weights.
+SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
+              "special_tokens_map.json", "added_tokens.json", "merges.txt", "*.jinja")  # fmt: skip
+Put = Callable[[str, np.ndarray], tuple[dict[str, Any], str | None]]
+
+# Tensors that some checkpoints carry and that hold nothing of the model's own: (name, when, why).
+IGNORED: tuple[tuple[str, Callable[[ModelConfig], bool], str], ...] = (
+    (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", lambda config: True, "a buffer that the config implies"),
+    (r"lm_head\.weight", lambda config: config.tie_embeddings, "a copy of the tied embedding"),
+)
+
+
+def locate(source: str | os.PathLike[str]) -> Path:
+    """The directory of a checkpoint, downloaded first where `source` is a hub id ("org/name") and no local path.
+
+    Raises:
+        CheckpointError: no such directory, a file instead (GGUF is told to be converted), or the download failed.
+    """
+    path = check_path("checkpoint", source)
+    if path.suffix == ".gguf":
+        raise CheckpointError(f"{path} is a GGUF file; make a directory of it first: `jshadow convert {path} DST`")
+    with readable(path):
+        found, there = path.is_dir(), path.exists()
+    if found:
+        return path
+    if there:
+        raise CheckpointError(f"checkpoint {path} must be a directory with {CONFIG} and *.safetensors, got a file")
+    # "checkpoints/name" has the form of a hub id too; a local first half tells that a path was meant.
+    if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(source)) and not path.parent.is_dir():
+        return _download(str(source))
+    raise CheckpointError(f"checkpoint directory {path} does not exist (and a hub id has the form org/name)")
+
+
+def _download(hub_id: str) -> Path:
+    import huggingface_hub  # here, because it is slow to import and a local checkpoint never needs it
+
+    try:
+        found = huggingface_hub.snapshot_download(
+            hub_id, allow_patterns=list(HUB_PATTERNS), ignore_patterns=list(HUB_IGNORED)
+        )
+    except Exception as error:  # the hub client and its transport raise many unrelated types
+        raise CheckpointError(
+            f"checkpoint {hub_id!r} is no local directory and could not be downloaded as a hub id: {error}"
+        ) from error
+    return Path(found)
+
+
+def read_config(directory: Path) -> tuple[dict[str, Any], ModelFamily, ModelConfig]:
+    """Read config.json, and eos ids from generation_config.json where it gives them (it wins).
+
+    Returns:
+        The raw config.json, the model family, the config.
+
+    Raises:
+        CheckpointError: a file is missing or garbage.
+        ConfigError: unknown model_type, quantised or remote-code config, a value out of range or of the wrong kind.
+    """
+    if not directory.is_dir():
+        raise CheckpointError(f"checkpoint directory {directory} does not exist")
+    hf, family, config = read_config_file(directory / CONFIG)
+    if (directory / GENERATION).exists():
+        eos = token_ids(read_json(directory / GENERATION).get("eos_token_id"))
+        config = dataclasses.replace(config, eos_ids=eos or config.eos_ids)
+    return hf, family, config
+
+
+def read_config_file(path: Path) -> tuple[dict[str, Any], ModelFamily, ModelConfig]:
+    """As `read_config`, from a config.json alone."""
+    hf = read_json(path)
+    try:
+        family = family_of(hf)
+        config = family.config_from_hf(hf)
+    except JshadowError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(f"{path} holds a value of the wrong kind: {error}") from error
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, int) and value > LARGEST_SIZE:
+            raise ConfigError(f"config.{field.name} must be at most {LARGEST_SIZE}, got {value}")
+    return hf, family, config
+
+
+def open_files(directory: Path) -> list[TensorFile]:
+    """Open the safetensors of a directory: model.safetensors, or every shard of the index.
+
+    Raises:
+        CheckpointError: no safetensors (with a hint where there are pickles), a shard missing or outside the
+            directory, a damaged file.
+    """
+    if (directory / WEIGHTS).exists():
+        return [TensorFile(directory / WEIGHTS)]
+    if not (directory / INDEX).exists():
+        pickles = sorted(path.name for pattern in PICKLED for path in directory.glob(pattern))
+        loose = sorted(path.name for path in directory.glob("*.safetensors"))
+        hint = ""
+        if loose:
+            hint = f"; {loose[0]} is there, but {INDEX} is not"
+        elif pickles:
+            hint = f"; {', '.join(pickles)} is refused: unpickling runs code, save the model as safetensors"
+        raise CheckpointError(f"{directory} must hold {WEIGHTS} or {INDEX}{hint}")
+    table = read_json(directory / INDEX).get("weight_map")
+    if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
+        raise CheckpointError(f"{directory / INDEX}: weight_map must map tensor names to file names")
+    shards = sorted(set(table.values()))
+    foreign = [name for name in shards if Path(name).name != name or not name.endswith(".safetensors")]
+    if foreign:
+        raise CheckpointError(f"{directory / INDEX}: weight_map must name *.safetensors beside it, got {foreign[0]!r}")
+    missing = [name for name in shards if not (directory / name).exists()]
+    if missing:
+        raise CheckpointError(f"{directory} lacks {len(missing)} of {len(shards)} shards: {', '.join(missing)}")
+    return [TensorFile(directory / name) for name in shards]
+
+
+def flat_abstract(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Weight path ("layer_0/mlp/up/kernel") -> shape, from the config alone."""
+    try:
+        tree = abstract_weights(config)
+    except (TypeError, ValueError, OverflowError, MemoryError) as error:
+        raise ConfigError(f"config.json describes a model that cannot be built: {error}") from error
+    return {path: tuple(leaf.shape) for path, leaf in traverse_util.flatten_dict(tree, sep="/").items()}
+
+
+def place(
+    shapes: Mapping[str, tuple[int, ...]], family: ModelFamily, config: ModelConfig
+) -> tuple[dict[str, Placement], list[str]]:
+    """Match tensors with weights: one rule a tensor, one tensor a weight, shapes equal.
+
+    Args:
+        shapes: tensor name -> shape, as the checkpoint has them.
+        family: gives the rules.
+        config: gives the weights and their shapes.
+
+    Returns:
+        Placements by tensor name, and a line for every misfit.
+    """
+    if config.num_layers > len(shapes):  # before a model of a billion layers is traced
+        return {}, [f"config.json num_hidden_layers is {config.num_layers}, but there are {len(shapes)} tensors"]
+    wanted = flat_abstract(config)
+    expected = placements(family, wanted)
+    problems: list[str] = []
+    for name, shape in shapes.items():
+        if name not in expected:
+            if not any(re.fullmatch(pattern, name) and when(config) for pattern, when, _ in IGNORED):
+                problems.append(f"{name}: extra, no weight of this {config.model_type} config takes it")
+        elif shape != (right := expected[name].tensor_shape(wanted)):
+            paths = ", ".join(expected[name].paths)
+            problems.append(f"{name}: misshaped, expected {list(right)}, got {list(shape)} (it becomes {paths})")
+    problems += [f"{name}: missing" for name in expected if name not in shapes]
+    return {name: expected[name] for name in shapes if name in expected}, problems
+
+
+def plan(
+    directory: Path, family: ModelFamily, config: ModelConfig
+) -> tuple[list[tuple[TensorFile, Placement]], list[str]]:
+    """Open a checkpoint and match its tensors; returns (file, placement) in file order, and a line a misfit."""
+    files = open_files(directory)
+    shapes: dict[str, tuple[int, ...]] = {}
+    problems: list[str] = []
+    for file in files:
+        for name, shape in file.shapes.items():
+            if name in shapes:
+                problems.append(f"{name}: comes twice, again in {file.path.name}")
+            elif file.tags[name] not in READABLE_TAGS:
+                problems.append(f"{name}: dtype must be one of {READABLE_TAGS}, got {file.tags[name]}")
+            shapes.setdefault(name, shape)
+    placed, misfits = place(shapes, family, config)
+    order = []
+    for file in files:
+        for name in file.shapes:
+            if name in placed and file.tags[name] in READABLE_TAGS:
+                order.append((file, placed.pop(name)))
+    return order, problems + misfits
+
+
+def open_huggingface(directory: Path) -> Source:
+    """A Hugging Face directory as a source.
+
+    Raises:
+        CheckpointError: damaged files, or tensors that are missing, extra or misshaped, all in one error.
+        ConfigError: as `read_config`.
+    """
+    hf, family, config = read_config(directory)
+    order, problems = plan(directory, family, config)
+    raise_all(str(directory), problems)
+    files = {placement.name: file for file, placement in order}
+    return Source(
+        hf, family, config, {name: file.shapes[name] for name, file in files.items()},
+        lambda name: files[name].read(name), functools.partial(copy_side_files, directory),
+    )  # fmt: skip
+
+
+def copy_side_files(directory: Path, target: Path) -> None:
+    """Copy what a directory carries beside config and weights; code (*.py) never."""
+    for path in sorted({path for pattern in SIDE_FILES for path in directory.glob(pattern) if path.is_file()}):
+        shutil.copyfile(path, target / path.name)
+
+
+def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put: Put) -> dict[str, Any]:
+    """Read all weights, tensor by tensor.
+
+    Args:
+        directory: the checkpoint.
+        family, config: as `read_config` gives them.
+        put: (weight path, NumPy value) -> the leaf or leaves that stand for it, by path, and what is wrong with its
+            values, or None.
+
+    Returns:
+        The nested weight tree of `abstract_weights(config)`.
+
+    Raises:
+        CheckpointError: damaged files, files that differ from their manifest, or tensors that are missing, extra,
+            misshaped or not finite, all in one error.
+    """
+    order, problems = plan(directory, family, config)
+    sound = not problems
+    wanted = flat_abstract(config) if sound else {}
+    flat: dict[str, Any] = {}
+    for file, placement in order:
+        if sound:
+            for path, part in placement.to_weights(file.read(placement.name), wanted, config).items():
+                leaves, problem = put(path, part)
+                flat |= leaves
+                if problem:
+                    problems.append(f"{placement.name}: {problem}")
+        elif problem := not_finite(file.read(placement.name)):  # the rest is only checked
+            problems.append(f"{placement.name}: {problem}")
+    raise_all(str(directory), problems)
+    return dict(traverse_util.unflatten_dict(flat, sep="/"))

@@ -1,0 +1,267 @@
+"""Orbax checkpoints: written tensor by tensor, read whole, to a mesh, or tensor by tensor again.
+
+A directory holds `config.json` and tokenizer files as Hugging Face has them, `weights/`, which is one ordinary orbax
+checkpoint of the weight tree, and a manifest. Orbax writes a tree of arrays; a tree of a large model does not fit the
+host. So its leaves here are promises (`Promise`) that a type handler of orbax's own kind keeps one after the other:
+small tensors are written while the next are read.
+"""
+
+import asyncio
+import contextlib
+import copy
+import functools
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import tensorstore
+from flax import traverse_util
+from orbax.checkpoint import type_handlers
+
+from jshadow.errors import CheckpointError
+from jshadow.models.config import ModelConfig
+from jshadow.weights.convert.huggingface import Put, copy_side_files, flat_abstract, read_config
+from jshadow.weights.convert.manifest import ORBAX_WEIGHTS
+from jshadow.weights.convert.safetensors_file import cast, raise_all
+from jshadow.weights.convert.source import Source
+from jshadow.weights.convert.tensors import Shape, placements
+
+CHUNK_BYTES = 2**24  # what a device that holds a part of an array reads at least
+IN_FLIGHT_BYTES = 2**25  # read and being written; a larger tensor goes alone
+CACHE_BYTES = 2**20  # of what was written, which nobody reads again
+CONCURRENT_GB = 1  # arrays in flight while a checkpoint is restored
+
+
+class Promise:
+    """A weight that is not read yet. Attributes: shape, dtype; read: gives it."""
+
+    def __init__(self, shape: Shape, dtype: np.dtype[Any], read: Callable[[], np.ndarray]) -> None:
+        self.shape, self.dtype, self.read = shape, dtype, read
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.size * self.dtype.itemsize
+
+
+class PromiseHandler(type_handlers.NumpyHandler):
+    """Writes promises as orbax writes NumPy arrays, which is what they are read back as."""
+
+    def __init__(self) -> None:
+        super().__init__(deepcopy_host_arrays=False)
+
+    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+        """One after the other: while some are being written the next is read, if both are small."""
+        writing: list[Any] = []
+        held = 0
+        # orbax's own context caches up to 100 MB
+        context = tensorstore.Context({"cache_pool#ocdbt": {"total_bytes_limit": CACHE_BYTES}})
+        infos = [copy.copy(info) for info in infos]
+        for info in infos:
+            info.ts_context = context
+        try:
+            for value, info, arg in zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True):
+                if held + value.nbytes > IN_FLIGHT_BYTES:
+                    for done in writing:
+                        await asyncio.to_thread(done.result)
+                    writing, held = [], 0
+                array = await asyncio.to_thread(value.read)
+                writing += await super().serialize([array], [info], [arg])
+                held += value.nbytes
+                del array
+        except BaseException:  # an interrupt too: nobody may still write when the directory is taken away
+            for done in writing:
+                with contextlib.suppress(Exception):
+                    done.result()
+            raise
+        return writing
+
+
+def write_orbax(
+    path: Path, shapes: Mapping[str, Shape], dtype: np.dtype[Any], read: Callable[[str], np.ndarray],
+    progress: Callable[[int, int], None] | None = None,
+) -> None:  # fmt: skip
+    """Write a weight tree.
+
+    Args:
+        path: directory to make.
+        shapes: weight path ("layer_0/mlp/up/kernel") -> shape.
+        dtype: of all weights.
+        read: gives the weight at a path, any float dtype; asked once for each.
+        progress: called with (weights written, weights in all).
+
+    Raises:
+        CheckpointError: it cannot be written, or weights with NaN or Inf, all of them in one message.
+    """
+    problems: list[str] = []
+    done = 0
+
+    def checked(name: str) -> np.ndarray:
+        nonlocal done
+        value, problem = cast(read(name), dtype)
+        if problem:
+            problems.append(f"{name}: {problem}")
+        done += 1
+        if progress:
+            progress(done, len(shapes))
+        return value
+
+    flat = {name: Promise(shape, dtype, functools.partial(checked, name)) for name, shape in shapes.items()}
+    tree = traverse_util.unflatten_dict(flat, sep="/")
+    saving = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
+    registry = type_handlers.create_type_handler_registry((Promise, PromiseHandler()))
+    with _told(path, "cannot be written"):
+        # Weights hardly compress, and reading them back would wait for one core.
+        handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
+        with ocp.Checkpointer(handler) as checkpointer:
+            checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree, save_args=saving))
+    raise_all(str(path), problems)
+
+
+class OrbaxWeights:
+    """The weights of a directory, opened for reading.
+
+    Attributes:
+        path: the orbax checkpoint.
+        shapes: weight path -> shape.
+        dtypes: weight path -> dtype.
+
+    Raises:
+        CheckpointError: missing, unfinished or damaged.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / ORBAX_WEIGHTS
+        if not self.path.is_dir():
+            raise CheckpointError(f"{directory} must hold an orbax checkpoint named {ORBAX_WEIGHTS}, but there is none")
+        with _told(self.path, "cannot be read"), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            told = checkpointer.metadata(self.path.absolute()).item_metadata
+        if told is None:
+            raise CheckpointError(f"orbax checkpoint {self.path} cannot be read: its metadata are missing or closed")
+        tree = dict(told.tree)
+        leaves = traverse_util.flatten_dict(tree, sep="/")
+        self.shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+        self.dtypes = {name: np.dtype(leaf.dtype) for name, leaf in leaves.items()}
+
+    def misfits(self, wanted: Mapping[str, Shape]) -> list[str]:
+        """A line for every weight that is missing, extra or misshaped."""
+        lines = [f"{path}: missing" for path in wanted if path not in self.shapes]
+        lines += [f"{path}: extra, the config has no such weight" for path in self.shapes if path not in wanted]
+        lines += [
+            f"{path}: misshaped, expected {list(wanted[path])}, got {list(shape)}"
+            for path, shape in self.shapes.items() if path in wanted and shape != wanted[path]
+        ]  # fmt: skip
+        return lines
+
+    def read(self, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+        """Some weights as NumPy arrays, by path."""
+        return self._restore({name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names})
+
+    def restore(
+        self, names: tuple[str, ...], dtype: np.dtype[Any], sharding: Callable[[str], jax.sharding.Sharding]
+    ) -> dict[str, jax.Array]:
+        """Weights as arrays on the devices that `sharding` names: each device reads its own part."""
+        return self._restore({
+            name: ocp.ArrayRestoreArgs(sharding=sharding(name), global_shape=self.shapes[name], dtype=dtype)
+            for name in names
+        })  # fmt: skip
+
+    def _restore(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        args = traverse_util.unflatten_dict(wanted, sep="/")
+        item = jax.tree.map(lambda _: 0, args)
+        handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=CONCURRENT_GB)
+        with _told(self.path, "cannot be read"), ocp.Checkpointer(handler) as checkpointer:
+            asked = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
+            found = checkpointer.restore(self.path.absolute(), args=asked)
+        return dict(traverse_util.flatten_dict(found, sep="/"))
+
+
+@contextlib.contextmanager
+def _told(path: Path, what: str) -> Iterator[None]:
+    """Orbax's and tensorstore's many errors as one of ours; their chatter on the log left out."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # tensorstore raises ValueError for a full disk as well as for damage
+        raise CheckpointError(f"orbax checkpoint {path} {what}: {error}") from error
+    finally:
+        logger.setLevel(level)
+
+
+def open_orbax(directory: Path) -> Source:
+    """A directory that holds an orbax checkpoint, as a source.
+
+    Raises:
+        CheckpointError: damaged, or weights that are missing, extra or misshaped, all in one error.
+        ConfigError: as `read_config`.
+    """
+    hf, family, config = read_config(directory)
+    weights, wanted = OrbaxWeights(directory), flat_abstract(config)
+    raise_all(str(directory), weights.misfits(wanted))
+    tensors = placements(family, wanted)
+
+    def read(name: str) -> np.ndarray:
+        tensor = tensors[name]
+        return tensor.to_tensor(weights.read(tensor.paths), config)
+
+    shapes = {name: tensor.tensor_shape(wanted) for name, tensor in tensors.items()}
+    return Source(hf, family, config, shapes, read, functools.partial(copy_side_files, directory))
+
+
+def read_orbax(
+    directory: Path, config: ModelConfig, dtype: np.dtype[Any], put: Put | None,
+    sharding: Callable[[str, Shape], jax.sharding.Sharding] | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Read all weights of a directory.
+
+    Args:
+        directory: the checkpoint.
+        config: what its config.json says.
+        dtype: of the result.
+        put: what to make of each weight, one after the other (as in `huggingface.read_weights`); None: all are read
+            at once, straight to their devices.
+        sharding: (weight path, shape) -> where it lies; None: on the default device.
+
+    Returns:
+        The nested weight tree.
+
+    Raises:
+        CheckpointError: damaged, or weights that are missing, extra, misshaped or not finite, all in one error.
+    """
+    weights, wanted = OrbaxWeights(directory), flat_abstract(config)
+    raise_all(str(directory), weights.misfits(wanted))
+    flat: dict[str, Any] = {}
+    problems: list[str] = []
+    if put is not None:
+        for path in wanted:
+            leaves, problem = put(path, weights.read((path,))[path])
+            flat |= leaves
+            if problem:
+                problems.append(f"{path}: {problem}")
+    else:
+        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        flat = weights.restore(tuple(wanted), dtype, lambda path: sharding(path, wanted[path]) if sharding else one)
+        bad = {path: int(leaf.size - jnp.isfinite(leaf).sum()) for path, leaf in flat.items()}
+        problems = [f"{path}: {count} values are NaN or Inf in {dtype.name}" for path, count in bad.items() if count]
+    raise_all(str(directory), problems)
+    return dict(traverse_util.unflatten_dict(flat, sep="/"))

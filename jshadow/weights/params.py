@@ -1,0 +1,216 @@
+"""A model in memory: weights, config and tokenizer; loading, saving, and random weights for tests."""
+
+import dataclasses
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jax import Array
+from jax.sharding import Mesh
+
+from jshadow.errors import CheckpointError, ConfigError
+from jshadow.models.config import ModelConfig
+from jshadow.models.int8 import check_quantize, quantize_int8, quantized
+from jshadow.models.partition import check_mesh, sharding_of
+from jshadow.models.registry import FAMILIES
+from jshadow.weights.convert.files import check_path, read_json, readable, staged, write_json
+from jshadow.weights.convert.huggingface import (
+    CONFIG,
+    GENERATION,
+    flat_abstract,
+    locate,
+    plan,
+    read_config,
+    read_weights,
+)
+from jshadow.weights.convert.huggingface_write import config_to_hf, tensors_of, write_shards
+from jshadow.weights.convert.manifest import KINDS, ORBAX_WEIGHTS, check_manifest, kind_of, write_manifest
+from jshadow.weights.convert.orbax import read_orbax, write_orbax
+from jshadow.weights.convert.quiet import quiet_transformers
+from jshadow.weights.convert.safetensors_file import cast, check_dtype
+from jshadow.weights.digest import host_array, tokenizer_digest, tree_digest
+
+# Any of these makes a tokenizer; tokenizer_config.json alone does not.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Params:
+    """A loaded model. Not a pytree: jitted code takes `weights` and the static `config`, never this.
+
+    Attributes:
+        weights: nested dict of arrays, the tree of `models.transformer.abstract_weights(config)`, one dtype; int8
+            kernels have a `kernel_scale` beside them.
+        config: sizes and switches; equal for two loads of one checkpoint.
+        tokenizer: a transformers tokenizer, or None where the checkpoint has none (token ids still work).
+    """
+
+    weights: dict[str, Any]
+    config: ModelConfig
+    tokenizer: Any = None
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the weights."""
+        return np.dtype(self.weights["embed"]["embedding"].dtype)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 over the names, dtype, shapes and bytes of all weights; read leaf by leaf on first use."""
+        return tree_digest(self.weights)
+
+    @functools.cached_property
+    def tokenizer_digest(self) -> str | None:
+        """SHA-256 of the tokenizer and its chat template; None without one."""
+        return tokenizer_digest(self.tokenizer)
+
+    def __repr__(self) -> str:
+        tokenizer = type(self.tokenizer).__name__ if self.tokenizer is not None else None
+        return f"Params(weights={self.dtype.name}, config={self.config}, tokenizer={tokenizer})"
+
+
+def load(
+    path_or_hub_id: str | os.PathLike[str], dtype: str = "bfloat16", *, quantize: str | None = None,
+    mesh: Mesh | None = None, verify: bool = True,
+) -> Params:  # fmt: skip
+    """Load a checkpoint: a Hugging Face directory, or one that `jshadow.convert` made, orbax included.
+
+    Args:
+        path_or_hub_id: a local directory (config.json, one or many safetensors or an orbax checkpoint, tokenizer
+            files if any); where there is none of that name, a hub id "org/name", of which only JSON, safetensors and
+            tokenizer files are taken.
+        dtype: "float32", "bfloat16" or "float16"; tensors are cast while they are read.
+        quantize: "int8" keeps the projections of all layers in int8, with a float32 factor for each output.
+        mesh: devices to spread the weights over, along its last axis; each device is given its own part (of an orbax
+            checkpoint, reads it). States then stay on the devices: `fetch` is "resident". None: the default device.
+        verify: compare every file with the manifest that a conversion leaves.
+
+    Returns:
+        Params with every weight checked: present once, shaped as the config says, finite.
+
+    Raises:
+        CheckpointError: missing, damaged, pickled or GGUF weights, files that differ from their manifest, or tensors
+            that do not fit (all in one error).
+        ConfigError: an unknown dtype, quantize or model_type, a quantised or remote-code model, a config out of range.
+    """
+    target = check_dtype(dtype)
+    check_quantize(quantize)
+    mesh = check_mesh(mesh)
+    check_path("path_or_hub_id", path_or_hub_id)
+    directory = locate(path_or_hub_id)
+    with readable(directory):
+        _, family, config = read_config(directory)
+        tokenizer = load_tokenizer(directory)  # before the weights: it fails sooner
+        orbax = kind_of(directory) == "orbax"
+        if not orbax:
+            plan(directory, family, config)  # what is wrong with a file says more than that it was changed
+        if verify:
+            check_manifest(directory)
+
+    def give(path: str, value: np.ndarray) -> Array:
+        return jnp.array(value) if mesh is None else jax.device_put(value, sharding_of(mesh, path, value.shape))
+
+    def put(path: str, value: np.ndarray) -> tuple[dict[str, Array], str | None]:
+        held, problem = cast(value, target)
+        if quantize is None or not quantized(path) or problem:
+            return {path: give(path, held)}, problem
+        kernel, factors = quantize_int8(value)
+        return {path: give(path, kernel), f"{path}_scale": give(f"{path}_scale", factors)}, None
+
+    if not orbax:
+        return Params(read_weights(directory, family, config, put), config, tokenizer)
+    places = (lambda path, shape: sharding_of(mesh, path, shape)) if mesh is not None else None
+    return Params(read_orbax(directory, config, target, None if quantize is None else put, places), config, tokenizer)
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The transformers tokenizer of a checkpoint directory, or None where it has no tokenizer files.
+
+    Raises:
+        CheckpointError: the files do not make a tokenizer, or it would need remote code.
+    """
+    if not any((directory / name).exists() for name in TOKENIZER_FILES):
+        return None
+    settings = directory / "tokenizer_config.json"
+    if settings.exists() and (code := read_json(settings).get("auto_map")):
+        raise CheckpointError(f"{settings}: auto_map must be absent (remote code is never run), got {code!r}")
+    with quiet_transformers() as transformers:
+        try:
+            return transformers.AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        except Exception as error:  # transformers and its Rust parts raise many unrelated types on damaged files
+            raise CheckpointError(f"{directory}: the tokenizer files do not load: {error}") from error
+
+
+def save(params: Params, directory: str | os.PathLike[str], *, format: str = "huggingface") -> None:
+    """Write a directory that `load` reads, and transformers too where it is an ordinary Hugging Face one.
+
+    Args:
+        params: any dtype of the three; the files keep it.
+        directory: must not exist; it appears complete or not at all.
+        format: "huggingface" (safetensors), or "orbax" with a manifest; weights may be spread over devices.
+
+    Raises:
+        CheckpointError: `directory` exists or cannot be written, or a weight is NaN or Inf.
+        ConfigError: the weights' dtype is none of the three, they are quantised, or the config's family or the format
+            is unknown.
+    """
+    config, dtype = params.config, params.dtype.name
+    check_dtype(dtype)
+    if format not in KINDS:
+        raise ConfigError(f"format must be one of {KINDS}, got {format!r}")
+    if config.model_type not in FAMILIES:
+        raise ConfigError(f"config.model_type must be one of {sorted(FAMILIES)}, got {config.model_type!r}")
+    if any(leaf.dtype == jnp.int8 for leaf in jax.tree.leaves(params.weights)):
+        raise ConfigError("params must hold plain weights, got int8: save what they were loaded from")
+    with staged(check_path("directory", directory)) as partial:
+        special = {name: getattr(params.tokenizer, name, None) for name in ("bos_token_id", "pad_token_id")}
+        write_json(partial / CONFIG, config_to_hf(config, dtype) | special)
+        write_json(partial / GENERATION, {"eos_token_id": list(config.eos_ids)} if config.eos_ids else {})
+        if params.tokenizer is not None:
+            params.tokenizer.save_pretrained(partial)
+        if format == "huggingface":
+            shapes, read = tensors_of(params.weights, config)
+            write_shards(partial, shapes, dtype, read)
+        else:
+            flat = traverse_util.flatten_dict(params.weights, sep="/")
+            shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
+            write_orbax(partial / ORBAX_WEIGHTS, shapes, params.dtype, lambda path: host_array(flat[path]))
+            write_manifest(partial, format)
+
+
+def init_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> Params:
+    """Random weights, for tests and for timing without a checkpoint; the same seed gives the same weights.
+
+    Kernels are normal with deviation 1 / sqrt(fan_in), the embedding with 1 / sqrt(D), so that queries, keys and
+    logits have about unit variance and attention is neither flat nor one-hot. Biases are normal with 0.02 (a zero
+    bias would hide a forgotten one); norms are one.
+
+    Args:
+        config: sizes.
+        seed: integer of at least 0.
+        dtype: "float32", "bfloat16" or "float16".
+
+    Raises:
+        ConfigError: an unknown dtype or a bad seed.
+    """
+    target = check_dtype(dtype)
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        raise ConfigError(f"seed must be an integer of at least 0, got {seed!r}")
+    flat = {}
+    for index, (path, shape) in enumerate(sorted(flat_abstract(config).items())):
+        values = _initial(path, shape, np.random.default_rng((seed, index)))
+        flat[path] = jnp.asarray(values.astype(target))
+    return Params(traverse_util.unflatten_dict(flat, sep="/"), config)
+
+
+def _initial(path: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
+    kind = path.rsplit("/", 1)[-1]
+    if kind == "scale":
+        return np.ones(shape, np.float32)
+    deviation = {"bias": 0.02, "embedding": shape[-1] ** -0.5}.get(kind, shape[0] ** -0.5)
+    return generator.standard_normal(shape, np.float32) * np.float32(deviation)

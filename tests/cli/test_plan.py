@@ -1,0 +1,198 @@
+"""`jshadow plan` as a user calls it: a lone config.json, tables, --json, typed errors."""
+
+import dataclasses
+import json
+
+import pytest
+from real_shapes import LLAMA_31_8B_JSON
+
+from jshadow.cli.main import main
+from jshadow.planner.gpu_specs import GPUS
+from jshadow.policies import ShadowKV
+
+# As Meta publishes it, the keys that matter here.
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config.json with nothing beside it."""
+    (tmp_path / "llama.json").write_text(json.dumps(LLAMA_31_8B_JSON))
+    return str(tmp_path / "llama.json")
+
+
+def answer(capsys, *arguments):
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)["plans"]
+
+
+def test_a_config_alone_is_planned_on_every_gpu(config, capsys):
+    plans = answer(capsys, config, "--context", "122880")
+    assert [plan["gpu"]["name"] for plan in plans] == list(GPUS)
+    assert [plan["full"]["largest_batch"] for plan in plans] == [4, 4, 8]
+    for plan in plans:
+        assert plan["capacity"] == 122880 + 64
+        assert plan["chosen"]["policy"]["name"] == "shadowkv"
+        assert plan["chosen"]["policy"]["rank"] == 160
+        assert plan["chosen"]["largest_batch"] >= 6 * plan["full"]["largest_batch"]
+        step = plan["chosen"]["step"]
+        assert {"weights", "left", "right", "landmarks", "outliers", "window"} <= step["hbm_bytes"].keys()
+        assert step["pcie_bytes"] > 0
+        packed, small = plan["beside"]["packed"], plan["beside"]["packed_small"]
+        assert [side["policy"]["key_profile"] for side in (packed, small)] == [[149, 214, 0], [22, 214, 168]]
+        assert {(side["policy"]["outlier_rule"], side["policy"]["key_weights"]) for side in (packed, small)} == {
+            ("both", "queries")
+        }
+        # per key column: means have 4 / 8 bits more; scales and spreads of 16 bits come on top
+        pair = [sum(side["row_parts"][part][0] for part in side["row_parts"] if part in ("left", "landmarks"))
+                for side in (packed, plan["chosen"])]  # fmt: skip
+        assert pair[1] < pair[0] < 1.02 * pair[1]
+        assert packed["row_host_bytes"] == small["row_host_bytes"] < 0.26 * plan["chosen"]["row_host_bytes"]
+        assert small["largest_batch"] > 1.9 * plan["chosen"]["largest_batch"]
+        ratio = step["tokens_per_second"] / plan["full"]["step"]["tokens_per_second"]
+        assert plan["ratio"] == pytest.approx(ratio)
+
+
+def test_packed_codes_stand_beside_the_paper_s(config, capsys):
+    """At equal bytes whatever the rank, in tables and at several lengths; beside no other policy or code."""
+    [plan] = answer(capsys, config, "--context", "8192", "--gpu", "h200", "--set", "rank=96", "--host-gib", "4")
+    packed = plan["beside"]["packed"]
+    assert packed["row_parts"]["left"][0] * 192 == plan["chosen"]["row_parts"]["left"][0] * 128
+    assert plan["host_limit"] == 4 * 2**30 >= plan["chosen"]["host_bytes"]
+    assert packed["batch"] * packed["row_host_bytes"] == packed["host_bytes"] <= 4 * 2**30
+    assert main(["plan", config, "--context", "8192", "--gpu", "h200"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("packed_small") == 2
+    for row in answer(capsys, config, "--lengths", "4096,8192"):
+        assert row["beside"]["packed_small"]["device_bytes"] < row["beside"]["packed"]["device_bytes"]
+        assert row["beside"]["packed"]["host_bytes"] * 256 == row["host_bytes"] * 66
+    assert main(["plan", config, "--lengths", "4096"]) == 0
+    assert "full / packed_small" in capsys.readouterr().out
+    for other in (["--policy", "quest"], ["--set", "key_codec=int4"], ["--set", "chunk_size=5"]):
+        assert [row["beside"] for row in answer(capsys, config, "--lengths", "4096", *other)] == [{}]
+
+
+def test_what_no_kernel_can_fetch_is_not_planned(config, capsys, monkeypatch):
+    kernels = {"": {"packed", "packed_small"}, "value_dtype='int4'": set()}
+    layout = ShadowKV.host_layout
+    for told, there in kernels.items():
+        monkeypatch.setattr(
+            ShadowKV, "host_layout", lambda *given, told=told: dataclasses.replace(layout(*given), no_kernel=told)
+        )
+        [plan] = answer(capsys, config, "--context", "8192", "--gpu", "h200", "--fetch", "zero_copy")
+        assert plan["beside"].keys() == there
+
+
+def test_bytes_of_packed_codes(config, capsys):
+    """`jshadow policies`: a token's key code and landmarks, and a quarter of the host's bytes and of what moves."""
+    assert main(["policies", "--model", config, "--context", "131072", "--json"]) == 0
+    rows = {
+        row["setting"]: row
+        for row in json.loads(capsys.readouterr().out)["policies"]
+        if "budget=2048" in row["setting"]
+    }
+    paper, tokens = rows.pop("shadowkv:rank=160:budget=2048"), 32 * 8 * 16380
+    found = [row for setting, row in rows.items() if "transform" in setting]
+    for row, code, landmarks, spread in zip(found, (256, 171), (328, 66), (10, 2), strict=True):
+        parts = [row["parts"][part][0] for part in ("left", "landmarks", "spread")]
+        assert parts == [code * tokens, landmarks * tokens, spread * tokens]
+        assert (row["bytes_host"] * 256, row["bytes_moved"] * 256) == (
+            paper["bytes_host"] * 66,
+            paper["bytes_moved"] * 66,
+        )
+
+
+def test_long_settings_are_told_whole(config, capsys):
+    long = "shadowkv:key_codec=transform:landmark_dtype=int4:value_dtype=int4:key_bits=1.333:chunk_size=8:budget=2048"
+    assert main(["policies", "--model", config, "--context", "8192", "--policies", long]) == 0
+    rows = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert "".join(rows) == long
+
+
+def test_a_directory_means_the_same(config, capsys, tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA_31_8B_JSON))
+    options = ("--context", "4096", "--gpu", "h200", "--count", "2", "--batch", "3", "--fetch", "resident")
+    [plan] = answer(capsys, config, *options)
+    assert [plan] == answer(capsys, str(tmp_path / "model"), *options)
+    assert (plan["count"], plan["chosen"]["batch"], plan["fetch"]) == (2, 3, "resident")
+    assert plan["chosen"]["host_bytes"] == plan["chosen"]["step"]["pcie_bytes"] == 0
+
+
+def test_auto_means_what_it_means_on_a_gpu(config, capsys):
+    [plan] = answer(capsys, config, "--context", "4096", "--gpu", "h100", "--fetch", "auto")
+    assert plan["fetch"] == "device_put"
+
+
+def test_tables_say_what_they_stand_on(config, capsys):
+    assert main(["plan", config, "--context", "122880", "--gpu", "a100-80gb"]) == 0
+    out = capsys.readouterr().out
+    for told in ("largest batch", "prefilled in one call", "step reads landmarks, GB", "step reads cache, GB",
+                 "step moves over PCIe, GB", "tokens/s, overlapped", "2,039 GB/s HBM, 31.5 GB/s PCIe",
+                 "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):  # fmt: skip
+        assert told in out.replace("\n", " ").replace("  ", " ")
+    assert "nan" not in out
+
+
+def test_a_batch_that_does_not_fit_is_shown_as_such(config, capsys):
+    assert main(["plan", config, "--context", "122880", "--gpu", "h100", "--policy", "full", "--batch", "5"]) == 0
+    assert "5 (no fit)" in capsys.readouterr().out
+    assert main(["plan", config, "--context", "8", "--gpu", "h100", "--set", "rank=8"]) == 0
+    assert "nothing to select" in capsys.readouterr().out
+
+
+def test_bytes_by_length_from_a_config_alone(config, capsys):
+    [plan] = answer(capsys, config, "--lengths", "1024")
+    assert plan["full_bytes"] == (1024 + 64) * 2 * 2 * 1024 * 32
+
+
+def test_help_names_the_variable(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    for told in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "75 %", "--repeat-share", "a100-80gb, h100, h200"):
+        assert told in out
+
+
+GPU = ["--context", "4096", "--gpu", "h100"]
+BAD = {
+    "gpu": (["--context", "4096", "--gpu", "tpu"], "ConfigError: gpu must be one of"),
+    "count": ([*GPU, "--count", "3"], "ConfigError: count must divide kv_heads=8, got 3"),
+    "no_gpu": ([*GPU, "--count", "0"], "ConfigError: count must be at least 1"),
+    "batch": ([*GPU, "--batch", "-1"], "ConfigError: batch must be at least 1"),
+    "context": (["--context", "131072"], "CapacityError: context + max_new_tokens"),
+    "no_context": (["--gpu", "h100"], "ConfigError: --gpu must come with --context"),
+    "no_context_repeats": (["--repeat-share", "0"], "ConfigError: --repeat-share must come with --context"),
+    "both": ([*GPU, "--lengths", "5"], "ConfigError: --lengths must be left out"),
+    "lengths": (["--lengths", "4,x"], "ConfigError: --lengths must be a comma list"),
+    "host_gib": ([*GPU, "--host-gib", "0"], "ConfigError: --host-gib must be above 0"),
+    "no_context_host": (["--host-gib", "9"], "ConfigError: --host-gib must come with --context"),
+    "repeats": ([*GPU, "--repeat-share", "0.6"], "ConfigError: repeat_share must be 0"),
+    "policy": ([*GPU, "--policy", "magic"], "ConfigError: policy must be one of"),
+    "setting": ([*GPU, "--set", "rank=9999"], "ConfigError: shadowkv.rank"),
+    "dtype": ([*GPU, "--dtype", "int3"], "ConfigError: dtype must be one of"),
+    "fetch": ([*GPU, "--fetch", "mail"], "ConfigError: fetch must be"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options_are_told_on_stderr_alone(config, case, capsys):
+    options, told = BAD[case]
+    assert main(["plan", config, *options, "--json"]) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("none.json", None), ("none/config.json", None), ("list.json", "[]"), ("torn.json", '{"model_type"'),
+    ("other.json", '{"model_type": "magic"}'), ("odd.json", json.dumps(LLAMA_31_8B_JSON | {"hidden_size": "wide"})),
+])  # fmt: skip
+def test_a_bad_config_is_told(name, text, capsys, tmp_path):
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["plan", str(tmp_path / name), *GPU]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("jshadow: C")
+    assert "Error" in captured.err
+    assert captured.out == ""

@@ -1,0 +1,419 @@
+"""Bad input to prefill and the steps: a typed error that names the field and the limit, and a state that survives it.
+
+Also what the steps do at their edges: no room left, stop tokens, impossible tokens inside a user's own jit.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CAPACITY, LENGTHS, PROMPT, STEPS, TINY, model, prefilled, random_tokens, run_steps, setting
+
+from jshadow import generate, load_state, save_state
+from jshadow.engine import decode
+from jshadow.engine.sampling import Sampler
+from jshadow.errors import CapacityError, ConfigError, Infeasible, PromptError, StateMismatch
+from jshadow.models.config import ModelConfig
+from jshadow.planner.bytes import footprint, step_footprint
+from jshadow.policies import POLICIES, DenseFirst, Full, ShadowKV, ShadowKVPlus, SpeCache, StreamingLLM
+from jshadow.weights.params import init_params
+
+VOCAB = TINY.vocab_size
+GOOD = np.array([[1, 2, 3], [4, 5, 0]])
+
+
+def with_id(value):
+    tokens = GOOD.copy()
+    tokens[1, 1] = value
+    return tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "message"),
+    [
+        (np.zeros((0, 4), int), [], "non-empty"),
+        (np.zeros((2, 0), int), [0, 0], "non-empty"),
+        (GOOD[0], [3], r"\[B, T\]"),
+        (GOOD, [3, 0], r"lengths must lie in \[1, 3\], got \[3, 0\]"),
+        (GOOD, [4, 2], r"lengths must lie in \[1, 3\]"),
+        (GOOD, [3], r"shape \(2,\)"),
+        (GOOD, [3.0, 2.0], "integers"),
+        (GOOD * 1.0, [3, 2], "integers"),
+        (with_id(-1), [3, 2], rf"\[0, vocab_size={VOCAB}\), got -1"),
+        (with_id(VOCAB), [3, 2], f"got {VOCAB}"),
+    ],
+)
+def test_bad_prompts(tokens, lengths, message):
+    with pytest.raises(PromptError, match=message):
+        decode.prefill(model(), tokens, lengths, Full(), capacity=8)
+
+
+def test_padding_is_never_looked_at():
+    padded = np.where(GOOD == 0, VOCAB + 7, GOOD)
+    logits, _ = decode.prefill(model(), padded, [3, 2], Full(), capacity=8)
+    want, _ = decode.prefill(model(), GOOD, [3, 2], Full(), capacity=8)
+    np.testing.assert_array_equal(logits, want)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "message"),
+    [
+        (TINY.context + 1, f"context={TINY.context} tokens, got {TINY.context + 1}"),
+        (2, "capacity=2 tokens, got 3"),
+        (0, "capacity must be an integer of at least 1, got 0"),
+        ("8", "capacity must be an integer"),
+        (8.0, "capacity must be an integer"),
+    ],
+)
+def test_bad_capacity(capacity, message):
+    with pytest.raises(CapacityError, match=message):
+        decode.prefill(model(), GOOD, [3, 2], Full(), capacity=capacity)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"fetch": "disk"}, "fetch must be"), ({"fetch": None}, "fetch must be"), ({"logits": "first"}, "logits must be"),
+     ({"logits": None}, "logits must be")],
+)  # fmt: skip
+def test_bad_options(options, message):
+    with pytest.raises(ConfigError, match=message):
+        decode.prefill(model(), GOOD, [3, 2], Full(), **{"capacity": 8, **options})
+
+
+@pytest.mark.parametrize(
+    ("policy", "field"),
+    [
+        (ShadowKV(rank=0), "shadowkv.rank"),
+        (ShadowKV(rank=33), r"shadowkv.rank must be an integer in \[1, 32\], got 33"),
+        (ShadowKV(rank=8.0), "shadowkv.rank"),
+        (ShadowKV(budget=7), "shadowkv.budget must be an integer at least 8, got 7"),
+        (ShadowKV(budget=-1), "shadowkv.budget"),
+        (ShadowKV(budget=64.0), "shadowkv.budget"),
+        (ShadowKV(chunk_size=0), "shadowkv.chunk_size"),
+        (ShadowKV(chunk_size=True), "shadowkv.chunk_size"),
+        (ShadowKV(outlier_chunks=-1), "shadowkv.outlier_chunks"),
+        (ShadowKV(local_chunks=-1), "shadowkv.local_chunks"),
+        (StreamingLLM(sinks=-1), "streaming_llm.sinks"),
+        (StreamingLLM(window=0), "streaming_llm.window"),
+    ],
+)
+def test_bad_settings_name_the_field(policy, field):
+    with pytest.raises(ConfigError, match=field):
+        decode.prefill(model(), GOOD, [3, 2], policy, capacity=64)
+
+
+# A state that survives
+
+
+@pytest.mark.parametrize("name", ["full", "shadowkv", "streaming_llm", "probe"])
+def test_no_room_left(name):
+    """Row 0 is full: it may not step, the other row may, and the refused calls have consumed nothing."""
+    tokens = random_tokens(2, 16, seed=9)
+    _, state = decode.prefill(model(), tokens, [16, 12], setting(name, "restricted"), capacity=16)
+    assert np.asarray(state.room()).tolist() == [0, 4]
+    refused = (
+        lambda: decode.decode_step(model(), [1, 2], state),
+        lambda: decode.decode_steps(model(), [1, 2], state, 1),
+        lambda: decode.extend(model(), [[1], [2]], [1, 1], state),
+        lambda: decode.extend(model(), np.ones((2, 5), int), [0, 5], state),
+    )
+    for call in refused:
+        with pytest.raises(CapacityError, match=r"row [01] holds 1[62] tokens of capacity=16"):
+            call()
+    logits, state = decode.extend(model(), np.ones((2, 4), int), [0, 4], state)
+    assert np.isfinite(logits).all()
+    assert np.asarray(state.room()).tolist() == [0, 0]
+    with pytest.raises(CapacityError, match="row 1 holds 16 tokens"):
+        decode.decode_step(model(), [1, 2], state, active=[False, True])
+
+
+def test_bad_steps_consume_nothing():
+    _, state = prefilled("shadowkv", "restricted")
+    other = init_params(dataclasses.replace(TINY, num_layers=2), seed=0)
+    calls = (
+        (PromptError, f"token must lie in .*got {VOCAB}", lambda: decode.decode_step(model(), [0, 1, VOCAB], state)),
+        (PromptError, "token must lie in .*got -1", lambda: decode.decode_steps(model(), [0, 1, -1], state, 2)),
+        (PromptError, r"shape \(3,\)", lambda: decode.decode_step(model(), [0, 1], state)),
+        (PromptError, "integers", lambda: decode.decode_step(model(), [0.0, 1.0, 2.0], state)),
+        (PromptError, "active must", lambda: decode.decode_step(model(), [0, 1, 2], state, active=[True])),
+        (PromptError, "3 rows", lambda: decode.extend(model(), [[1], [1]], [1, 1], state)),
+        (PromptError, r"\[0, 1\]", lambda: decode.extend(model(), [[1], [1], [1]], [1, 1, -1], state)),
+        (PromptError, f"got {VOCAB}", lambda: decode.extend(model(), [[1], [VOCAB], [1]], [1, 1, 1], state)),
+        (ConfigError, "logits must", lambda: decode.extend(model(), [[1]] * 3, [1, 1, 1], state, logits="none")),
+        (ConfigError, "n must", lambda: decode.decode_steps(model(), [0, 1, 2], state, 0)),
+        (ConfigError, "n must", lambda: decode.decode_steps(model(), [0, 1, 2], state, 2.0)),
+        (ConfigError, "seed must", lambda: decode.decode_steps(model(), [0, 1, 2], state, 2, seed="one")),
+        (ConfigError, "sampler must", lambda: decode.decode_steps(model(), [0, 1, 2], state, 2, sampler="greedy")),
+        (StateMismatch, "state must be a KVState", lambda: decode.decode_step(model(), [0, 1, 2], [state])),
+        (StateMismatch, "policy must", lambda: decode.decode_step(model(), [0, 1, 2], state, Full())),
+        (StateMismatch, "policy must", lambda: decode.extend(model(), [[1]] * 3, [1, 1, 1], state, ShadowKV())),
+        (StateMismatch, "model like", lambda: decode.decode_step(other, [0, 1, 2], state)),
+        (StateMismatch, "model like", lambda: decode.decode_step(model(TINY, "bfloat16"), [0, 1, 2], state)),
+    )
+    for kind, message, call in calls:
+        with pytest.raises(kind, match=message):
+            call()
+    logits, _ = decode.decode_step(model(), STEPS[:, 0], state, setting("shadowkv", "restricted"))
+    assert np.isfinite(logits).all()
+
+
+def test_impossible_tokens_in_a_user_s_jit_give_nan():
+    """The core cannot raise; it must not clamp silently either. Only the row concerned, and only where active."""
+    _, state = prefilled("shadowkv", "restricted")
+    core = jax.jit(lambda token, state, active: decode.step(model().weights, TINY, token, state, active))
+    logits, _ = core(jnp.array([VOCAB, -1, 5]), state, jnp.array([True, True, True]))
+    assert np.isnan(logits).all(axis=1).tolist() == [True, True, False]
+    assert np.isfinite(logits[2]).all()
+    logits, after = core(jnp.array([VOCAB, 1, 5]), state, jnp.array([False, True, True]))
+    assert np.isfinite(logits[1:]).all()
+    for mine, was in zip(jax.tree.leaves(after.split()[1]), jax.tree.leaves(state.split()[1]), strict=True):
+        np.testing.assert_array_equal(mine[0], was[0])  # an idle row is not harmed by what it is fed
+
+
+@pytest.mark.parametrize("bad", [-1, VOCAB])
+@pytest.mark.parametrize("place", [0, 7, 19])
+def test_an_impossible_token_spoils_the_rest_of_its_turn(place, bad):
+    """Also where the model takes the turn in pieces: all logits of its piece, and of those behind."""
+    _, state = prefilled("full", "restricted")
+    turn = np.resize(STEPS, (3, 20))
+    turn[1, place] = bad
+    core = jax.jit(decode.extend_steps, static_argnums=(1, 5))
+    lengths = jnp.array([20, 20, 12])
+    for want in ("last", "all"):
+        logits, _ = core(model().weights, TINY, jnp.asarray(turn), lengths, state, want)
+        assert np.isfinite(logits[0]).all()
+        assert np.isfinite(logits[2] if want == "last" else logits[2, :12]).all()
+        spoiled = np.isnan(np.asarray(logits[1])).all(axis=-1)
+        assert spoiled[place:].all() if want == "all" else spoiled
+        if want == "all":
+            assert not spoiled[: place - place % Full.extend_piece].any()
+    turn[1, place], turn[2, 12:] = 1, bad  # past a row's own
+    assert np.isfinite(core(model().weights, TINY, jnp.asarray(turn), lengths, state, "last")[0]).all()
+
+
+GUESSING = SpeCache(bits=1, group=8, residual=8, fetched=6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sliding"),
+    [(GUESSING, (0, 1, 2)), (DenseFirst(GUESSING, layers=3), ()), (DenseFirst(GUESSING, layers=1), (1, 2))],
+)
+def test_a_turn_beside_a_guess_that_no_layer_uses(policy, sliding):
+    """SpeCache's guess belongs to the whole policy, also where no layer is its own."""
+    config = dataclasses.replace(TINY, sliding_window=8 if sliding else None, sliding_layers=sliding)
+    _, state = decode.prefill(model(config), PROMPT, LENGTHS, policy, capacity=CAPACITY)
+    last, _ = decode.extend(model(config), STEPS[:, :5], [5, 3, 0], state.fork())
+    by_steps, _ = run_steps(model(config), state, STEPS[:, :5], np.arange(5) < np.array([5, 3, 0])[:, None])
+    np.testing.assert_allclose(last[0], by_steps[0, 4], atol=1e-4)
+    np.testing.assert_allclose(last[1], by_steps[1, 2], atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "probe"])
+def test_nominal_of_a_model_whose_layers_all_slide(name):
+    """Nothing is the policy's: what it is set to does not matter, but it must be an answer or an Infeasible."""
+    config = dataclasses.replace(TINY, sliding_window=8, sliding_layers=(0, 1, 2))
+    try:
+        policy = POLICIES[name].nominal(1.0, 256, config)
+    except Infeasible:
+        return
+    policy.resolve(config, 256)
+
+
+@pytest.mark.parametrize("name", ["full", "streaming_llm"])
+def test_a_full_row_in_a_user_s_jit_gives_nan(name):
+    _, state = decode.prefill(model(), GOOD, [3, 2], setting(name, "restricted"), capacity=3)
+    logits, _ = jax.jit(lambda token, state: decode.step(model().weights, TINY, token, state))(jnp.array([1, 2]), state)
+    assert np.isnan(logits).all(axis=1).tolist() == [True, False]
+
+
+def test_a_policy_that_falls_back_may_be_named_again(tmp_path):
+    """A chat passes its policy every turn, also where the capacity leaves it nothing to do."""
+    first = generate(model(), [1, 2, 3], ShadowKV(), max_new_tokens=2, capacity=20)
+    assert (first.state.policy, bool(first.report.fallback)) == (Full(), True)
+    second = generate(model(), [4], ShadowKV(), max_new_tokens=2, state=first.state.fork())
+    assert second.tokens == generate(model(), [4], max_new_tokens=2, state=first.state.fork()).tokens
+    save_state(tmp_path / "state", first.state, model())
+    assert load_state(tmp_path / "state", model(), ShadowKV()).policy == Full()
+    with pytest.raises(StateMismatch, match="policy must be the state's own"):
+        generate(model(), [4], StreamingLLM(sinks=1, window=2), max_new_tokens=2, state=first.state)
+
+
+def test_planned_prompts_must_fit():
+    for prompt in (0, -5, 21):
+        for plan in (footprint, step_footprint):
+            with pytest.raises(CapacityError, match=f"prompt must have 1 to capacity=20 tokens, got {prompt}"):
+                plan(TINY, Full(), capacity=20, prompt=prompt)
+
+
+# decode_steps
+
+
+def test_the_core_emits_no_token_past_the_room():
+    _, state = decode.prefill(model(), GOOD, [3, 2], capacity=5)
+    core = jax.jit(decode.generate_steps, static_argnums=(1, 4, 5))
+    tokens, _ = core(model().weights, TINY, jnp.array([1, VOCAB]), state, 5, Sampler(), jax.random.key(0))
+    assert (np.asarray(tokens) >= 0).tolist() == [[True, True, False, False, False], [False] * 5]
+
+
+@pytest.mark.parametrize("name", ["shadowkv", "probe"])
+def test_decode_steps_is_the_greedy_loop(name):
+    logits, state = prefilled(name, "restricted", "device_put")
+    first = np.asarray(logits.argmax(-1), np.int32)
+    token, want, held = first, [], state.fork()
+    for _ in range(6):
+        out, held = decode.decode_step(model(), token, held)
+        token = np.asarray(out.argmax(-1), np.int32)
+        want.append(token)
+    want = np.stack(want, axis=1)
+    tokens, after = decode.decode_steps(model(), first, state.fork(), 6)
+    np.testing.assert_array_equal(tokens, want)
+    assert np.asarray(after.lengths).tolist() == [length + 6 for length in LENGTHS]
+    # the third token of row 0 stops it: it is emitted, and the row then neither emits nor feeds
+    stop = int(want[0, 2])
+    stopped, after = decode.decode_steps(model(), first, state, 6, stop=[stop, VOCAB + 5])
+    ends = [(row == stop).argmax() if stop in row else 5 for row in want]
+    for row, end in enumerate(ends):
+        np.testing.assert_array_equal(stopped[row, : end + 1], want[row, : end + 1])
+        assert (np.asarray(stopped[row, end + 1 :]) == -1).all()
+    assert np.asarray(after.lengths).tolist() == [n + end + 1 for n, end in zip(LENGTHS, ends, strict=True)]
+
+
+def test_decode_steps_samples_by_seed_and_row():
+    _, state = prefilled("full", "restricted")
+    sampler = Sampler(temperature=1.5, top_k=20)
+    runs = [decode.decode_steps(model(), STEPS[:, 0], state.fork(), 8, sampler=sampler, seed=s)[0] for s in (1, 1, 2)]
+    np.testing.assert_array_equal(runs[0], runs[1])
+    assert (np.asarray(runs[0]) != np.asarray(runs[2])).any()
+    alone, _ = decode.decode_steps(model(), STEPS[:1, 0], state.take([0]), 8, sampler=sampler, seed=1)
+    np.testing.assert_array_equal(alone[0], runs[0][0])
+
+
+@pytest.mark.parametrize("stop", ["45", ["45"], [4.0], [True], 1.5, [None]])
+def test_stops_must_be_token_ids(stop):
+    state = prefilled("full", "restricted")[1]
+    with pytest.raises(ConfigError, match="stop must be token ids, got"):
+        decode.decode_steps(model(), STEPS[:, 0], state, 2, stop=stop)
+    state.check_alive()
+
+
+def test_a_stop_may_be_one_id_or_an_array():
+    state = prefilled("full", "restricted")[1]
+    greedy = np.asarray(decode.decode_steps(model(), STEPS[:, 0], state.fork(), 3)[0])
+    for stop in (int(greedy[0, 0]), np.array([greedy[0, 0]]), [np.int64(greedy[0, 0])]):
+        tokens, _ = decode.decode_steps(model(), STEPS[:, 0], state.fork(), 3, stop=stop)
+        assert np.asarray(tokens)[0].tolist() == [greedy[0, 0], -1, -1]
+
+
+@pytest.mark.parametrize("fetch", ["resident", "device_put"])
+def test_one_compiled_step_serves_all_tokens(fetch):
+    """The first step after a prefill, later ones, a fork's, a taken and an inserted row's: one program."""
+    before = decode._step._cache_size()
+    policy = ShadowKV(rank=4, budget=8, chunk_size=4)  # of no other test: compiled here
+    _, state = decode.prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY, fetch=fetch)
+    _, state = run_steps(model(), state, STEPS[:, :3])
+    run_steps(model(), state.fork(), STEPS[:, 3:6])
+    run_steps(model(), state.take([2, 1, 0]), STEPS[:, 3:6])
+    run_steps(model(), state.insert(0, state.take([1])), STEPS[:, 3:6])
+    assert decode._step._cache_size() == before + 1
+
+
+def test_the_state_carries_its_policy_and_mode():
+    _, state = decode.prefill(model(), PROMPT, LENGTHS, capacity=CAPACITY, fetch="auto")
+    assert isinstance(state.policy, ShadowKV)
+    assert state.policy == ShadowKV().resolve(TINY, CAPACITY)  # None is ShadowKV(), resolved
+    assert (state.policy.rank, state.policy.budget) == (8, 256)
+    assert (state.capacity, state.fetch, state.batch) == (CAPACITY, "resident", len(LENGTHS))
+
+
+# nominal
+
+
+SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
+
+
+@pytest.mark.parametrize(("config", "dtype"), [(TINY, "float32"), (SMOLLM2, "bfloat16")], ids=["tiny", "smollm2"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_nominal_keeps_to_its_share(name, config, dtype):
+    """By the abstract state's own count of device bytes, prompt = capacity, values offloaded."""
+    feasible, refusals = 0, []
+    for num_tokens in (96, 256, 500, 1024, 4096):
+        for fraction in (1.0, 0.6, 0.5, 0.33, 0.25, 0.2, 0.1):
+            try:
+                policy = POLICIES[name].nominal(fraction, num_tokens, config)
+            except Infeasible as error:
+                refusals.append((str(error), fraction))
+                continue
+            feasible += 1
+            bytes_ = footprint(config, policy, capacity=num_tokens, prompt=num_tokens, dtype=dtype, fetch="device_put")
+            assert bytes_["device_bytes"] <= fraction * bytes_["full_bytes"], (num_tokens, fraction, policy)
+    assert all("at least" in message and str(fraction) in message for message, fraction in refusals)
+    # of three layers, two of OmniKV's are dense
+    assert feasible >= (5 if name == "full" or (name == "omnikv" and config is TINY) else 10)
+
+
+def test_outliers_go_before_the_rank():
+    """2,304 tokens are 288 chunks: 48 of them exact would leave a quarter of the bytes to a rank of 16."""
+    made = [ShadowKV.nominal(fraction, 2304, SMOLLM2) for fraction in (0.5, 0.25, 0.12)]
+    assert [policy.outlier_chunks for policy in made] == [48, 24, 0]
+    assert made[0].rank > made[1].rank == 32 > made[2].rank
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_nominal_refuses_what_cannot_be(name):
+    for fraction in (0.0, -1.0, float("nan")):
+        with pytest.raises(ConfigError, match="fraction"):
+            POLICIES[name].nominal(fraction, 1024, TINY)
+    with pytest.raises(Infeasible, match=f"{name}: fraction must be at least"):
+        POLICIES[name].nominal(1e-4, 1024, TINY)
+
+
+@pytest.mark.parametrize("policy", [ShadowKV(chunk_size=8, local_chunks=0), ShadowKVPlus(chunk_size=8, local_chunks=0)])
+def test_a_state_that_is_full_can_rest(policy):
+    """Whole chunks up to the capacity leave the window nothing; a step in which no row takes part is legal there."""
+    _, state = decode.prefill(model(), random_tokens(2, 64), [64, 64], policy, capacity=64)
+    assert state.room().tolist() == [0, 0]
+    _, state = decode.decode_step(model(), [1, 2], state, active=[False, False])
+    _, state = decode.extend(model(), random_tokens(2, 3), [0, 0], state)
+    assert state.lengths.tolist() == [64, 64]
+    with pytest.raises(CapacityError, match="capacity=64"):
+        decode.decode_step(model(), [1, 2], state)
+
+
+def test_lists_of_policies_and_modes_must_match():
+    for policies, fetch in (([], "auto"), ([None], ["resident", "device_put"])):
+        with pytest.raises(ConfigError, match="policies must be some, with a fetch mode each"):
+            decode.prefill_many(model(), PROMPT, LENGTHS, policies, capacity=CAPACITY, fetch=fetch)
+
+
+def test_settings_of_shadowkv_plus():
+    resolved = ShadowKVPlus.reference().resolve(TINY, CAPACITY)
+    assert (resolved.turn_selection, resolved.score_dim, resolved.exact_preload) == ("each", 128, True)
+    wrong = {"extend_piece": 65, "turn_selection": "shared", "plus_mode": "both", "extra_outlier_chunks": -1}
+    for field, value in wrong.items():
+        with pytest.raises(ConfigError, match=field):
+            ShadowKVPlus(**{field: value}).resolve(TINY, CAPACITY)
+    assert "shadowkv_plus has nothing" in ShadowKVPlus().resolve(TINY, 32).fallback(TINY, 32)
+
+
+@pytest.mark.parametrize("policy", ["quest", StreamingLLM, {}, 0])
+def test_a_policy_is_neither_its_name_nor_its_class(policy):
+    state = prefilled("full", "restricted")[1]
+    calls = (
+        lambda: decode.prefill(model(), GOOD, [3, 2], policy, capacity=8),
+        lambda: generate(model(), [1, 2], policy, max_new_tokens=1),
+        lambda: decode.decode_step(model(), STEPS[:, 0], state, policy),
+    )
+    for call in calls:
+        with pytest.raises(ConfigError, match=r"policy must be a Policy, such as ShadowKV\(\)"):
+            call()
+    state.check_alive()
+
+
+def test_rows_must_be_whole_numbers():
+    state = prefilled("full", "restricted")[1]
+    for rows in ([0.7], [True, False], np.array([True, False, True])):  # of a mask, rows 1 and 0 would be taken
+        with pytest.raises(StateMismatch, match="whole numbers"):
+            state.take(rows)
+    assert state.take(np.array([2, 0])).lengths.tolist() == [LENGTHS[2], LENGTHS[0]]

@@ -1,0 +1,322 @@
+"""Saved states: what is loaded is the state that was saved, bit for bit and in the same memories, and goes on alike."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    CAPACITY,
+    FETCH_MODES,
+    LENGTHS,
+    POLICY_CASES,
+    POLICY_FETCHES,
+    PROMPT,
+    STEPS,
+    TINY,
+    model,
+    prefilled,
+    random_tokens,
+    run_steps,
+    setting,
+)  # fmt: skip
+from safetensors import safe_open
+from tiny_text import byte_tokenizer
+
+from jshadow import ShadowKV, load_state, save_state
+from jshadow.engine import decode
+from jshadow.engine.saved_state import places, read_state_info
+from jshadow.errors import CheckpointError, PromptError, StateMismatch
+from jshadow.policies import POLICIES, Full
+from jshadow.weights.params import Params, init_params
+
+policies = pytest.mark.parametrize("name", POLICY_CASES)
+policies_fetched = pytest.mark.parametrize(("name", "fetch"), POLICY_FETCHES)
+fetches = pytest.mark.parametrize("fetch", FETCH_MODES)
+BATCH = len(LENGTHS)
+ACTIVE = np.array([[True, True], [False, True], [True, False]])
+
+
+def decoded(name: str, fetch: str, dtype: str = "float32"):
+    """The restricted state after two steps, in each of which one row idles."""
+    return run_steps(model(TINY, dtype), prefilled(name, "restricted", fetch, dtype)[1], STEPS[:, :2], ACTIVE)[1]
+
+
+def given(name: str):
+    """What `load_state` must be told: a policy that is not in POLICIES."""
+    return None if name in POLICIES else setting(name, "restricted")
+
+
+def assert_same(mine, theirs) -> None:
+    """Same structure and static fields; every leaf with the same bits, dtype, shape, device and memory kind."""
+    assert jax.tree.structure(mine) == jax.tree.structure(theirs)
+    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(mine)[0], jax.tree.leaves(theirs), strict=True):
+        assert (a.dtype, a.shape, a.sharding, a.weak_type) == (b.dtype, b.shape, b.sharding, b.weak_type), path
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
+
+
+@policies_fetched
+def test_a_loaded_state_goes_on_like_the_saved_one(tmp_path, name, fetch):
+    state = decoded(name, fetch)
+    save_state(tmp_path / "state", state, model())
+    loaded = load_state(tmp_path / "state", model(), given(name))
+    assert loaded.fetch == fetch
+    assert loaded.lengths.tolist() == [63, 28, 6]
+    assert_same(loaded, state)
+    logits, after = run_steps(model(), state, STEPS[:, 2:5])
+    compiled = decode._step._cache_size()
+    loaded_logits, loaded_after = run_steps(model(), loaded, STEPS[:, 2:5])
+    assert decode._step._cache_size() == compiled
+    np.testing.assert_array_equal(loaded_logits, logits)
+    assert_same(loaded_after, after)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["shadowkv", "probe"])
+def test_sixteen_bit_states(tmp_path, name, dtype):
+    state = prefilled(name, "restricted", "device_put", dtype)[1]
+    save_state(tmp_path / "state", state, model(TINY, dtype))
+    assert_same(load_state(tmp_path / "state", model(TINY, dtype), given(name)), state)
+
+
+def test_a_step_does_not_compile_anew_for_a_loaded_state(tmp_path):
+    """The other way round: the first step that is ever compiled for a policy is a loaded state's."""
+    policy = ShadowKV(rank=5, budget=8, chunk_size=4, outlier_chunks=1)  # of no other test
+    _, state = decode.prefill(model(), PROMPT, np.array(LENGTHS), policy, capacity=CAPACITY, fetch="device_put")
+    save_state(tmp_path / "state", state, model())
+    before = decode._step._cache_size()
+    loaded = load_state(tmp_path / "state", model(), policy)  # not resolved, and yet the same
+    run_steps(model(), loaded.fork(), STEPS[:, :2])
+    assert decode._step._cache_size() == before + 1
+    run_steps(model(), state, STEPS[:, :2])
+    run_steps(model(), load_state(tmp_path / "state", model()), STEPS[:, :2])
+    assert decode._step._cache_size() == before + 1
+
+
+def test_the_file_is_safetensors_with_a_tensor_for_every_place(tmp_path):
+    state = decoded("shadowkv", "device_put")
+    save_state(tmp_path / "state", state, model(), tokens=[range(n) for n in state.lengths.tolist()])
+    with safe_open(tmp_path / "state", "numpy") as file:
+        names = set(file.keys())
+        host = file.get_tensor("layers.1.host.prompt")
+        assert file.get_tensor("tokens.2").tolist() == list(range(6))
+        assert file.get_tensor("counters.steps").dtype == np.uint32
+        assert file.get_tensor("layers.0.frozen.candidates").dtype == bool
+    np.testing.assert_array_equal(host, state.layers[1].host.prompt.array)
+    assert names == set(places(state)) | {f"tokens.{row}" for row in range(BATCH)}
+    assert {"layers.2.frozen.left", "layers.2.live.window.k", "lengths"} <= names
+    assert len(names) == len(jax.tree.leaves(state)) + BATCH
+
+
+def test_tensors_are_aligned(tmp_path):
+    """Readers that map a file take numbers from where they lie."""
+    fitted = {"a": jnp.ones(3, bool), "b": jnp.ones(3, jnp.bfloat16), "c": jnp.ones(3)}
+    save_state(tmp_path / "state", decoded("full", "resident").replace(fitted=fitted), model())
+    data = (tmp_path / "state").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    assert size % 8 == 0
+    header = json.loads(data[8 : 8 + size])
+    widths = {"F32": 4, "I32": 4, "U32": 4, "BF16": 2, "BOOL": 1}
+    starts = {name: (info["data_offsets"][0], widths[info["dtype"]]) for name, info in header.items() if name[0] != "_"}
+    assert {width for _, width in starts.values()} == {4, 2, 1}
+    assert [name for name, (start, width) in starts.items() if start % width] == []
+
+
+def test_rows_taken_and_inserted_keep_their_window(tmp_path):
+    state = decoded("shadowkv", "device_put")
+    _, one = decode.prefill(model(), random_tokens(1, 20), np.array([20]), setting("shadowkv", "restricted"),
+                            capacity=CAPACITY, fetch="device_put")  # fmt: skip
+    for changed in (state.take([2, 0]), state.insert(1, one), one):
+        save_state(tmp_path / "state", changed, model())
+        loaded = load_state(tmp_path / "state", model())
+        assert jax.tree.structure(loaded) == jax.tree.structure(changed)
+        for mine, theirs in zip(jax.tree.leaves(loaded), jax.tree.leaves(changed), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    assert one.specs[0].window != state.specs[0].window
+
+
+def test_fitted_arrays_come_back(tmp_path):
+    basis = {"part": {"basis": jnp.arange(18.0).reshape(3, 2, 3), "kept": jnp.array([[True, False]] * 3)}, "none": None,
+             "b.c": jnp.full(3, 3, jnp.int8), "empty": {}}  # fmt: skip
+    state = decoded("full", "resident").replace(fitted=basis)
+    save_state(tmp_path / "state", state, model())
+    loaded = load_state(tmp_path / "state", model())
+    assert jax.tree.structure(loaded) == jax.tree.structure(state)
+    for mine, theirs in zip(jax.tree.leaves(loaded.fitted), jax.tree.leaves(basis), strict=True):
+        assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+        np.testing.assert_array_equal(mine, theirs)
+    first = read_state_info(tmp_path / "state")["fitted"]
+    save_state(tmp_path / "state", state.replace(fitted=basis | {"b.c": jnp.full(3, 4, jnp.int8)}), model())
+    assert first != read_state_info(tmp_path / "state")["fitted"] is not None
+
+
+@pytest.mark.parametrize(
+    ("fitted", "told"),
+    [
+        ({0: np.zeros(2, np.float32)}, "text keys"),
+        ([np.zeros(2, np.float32)], "nested dict"),
+        ({"a": np.zeros(2, np.float64)}, "dtypes"),
+        ({"a.b": np.zeros(2, np.int32), "a": {"b": np.zeros(2, np.int32)}}, "distinct names"),
+    ],
+)
+def test_fitted_arrays_that_no_file_can_hold_are_refused(tmp_path, fitted, told):
+    with pytest.raises(CheckpointError, match=told):
+        save_state(tmp_path / "state", decoded("full", "resident").replace(fitted=fitted), model())
+    assert not list(tmp_path.iterdir())
+
+
+def test_info(tmp_path):
+    state = decoded("shadowkv", "device_put")
+    tokens = [random_tokens(n, seed=n).tolist() for n in state.lengths.tolist()]
+    save_state(tmp_path / "state", state, model(), tokens=tokens)
+    info = read_state_info(tmp_path / "state")
+    assert info["tokens"] == tokens
+    assert info["lengths"] == state.lengths.tolist()
+    assert info["policy"] == {"name": "shadowkv", "settings": dataclasses.asdict(state.policy)}
+    assert info["config"]["rope"]["theta"] == TINY.rope.theta
+    assert info["weights"] == model().digest
+    assert info["windows"] == [spec.window for spec in state.specs]
+    assert (info["batch"], info["capacity"], info["dtype"], info["fetch"]) == (BATCH, CAPACITY, "float32", "device_put")
+    assert (info["tokenizer"], info["fitted"], info["version"]) == (None, None, 1)
+    assert info["nbytes"] == (tmp_path / "state").stat().st_size
+    assert_same(load_state(tmp_path / "state", model()), state)
+    save_state(tmp_path / "state", state, model())
+    assert read_state_info(tmp_path / "state")["tokens"] is None
+
+
+def test_saving_leaves_the_state_as_it_is(tmp_path):
+    state = decoded("probe", "device_put")
+    before = jax.tree.map(np.array, state)
+    save_state(tmp_path / "a", state, model())
+    save_state(tmp_path / "b", state, model())
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state), before)
+    run_steps(model(), state, STEPS[:, 2:3])
+
+
+def test_a_consumed_state_is_refused(tmp_path):
+    state = decoded("full", "resident")
+    run_steps(model(), state, STEPS[:, 2:3])
+    with pytest.raises(StateMismatch, match="consumed"):
+        save_state(tmp_path / "state", state, model())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "told"),
+    [
+        (lambda rows: rows[:2], StateMismatch, r"\[63, 28, 6\] ids.*got \[63, 28\]"),
+        (lambda rows: [rows[0][:-1], *rows[1:]], StateMismatch, r"got \[62, 28, 6\]"),
+        (lambda rows: [rows[0], [*rows[1][:-1], 101], rows[2]], PromptError, r"tokens\.1 .*vocab_size=101.*got 101"),
+    ],
+)
+def test_tokens_that_are_not_the_states_are_refused(tmp_path, change, error, told):
+    state = decoded("full", "resident")
+    rows = [[1] * n for n in state.lengths.tolist()]
+    with pytest.raises(error, match=told):
+        save_state(tmp_path / "state", state, model(), tokens=change(rows))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_state_of_another_model_is_refused(tmp_path):
+    other = init_params(dataclasses.replace(TINY, num_layers=2))
+    with pytest.raises(StateMismatch, match="params"):
+        save_state(tmp_path / "state", decoded("full", "resident"), other)
+
+
+@dataclasses.dataclass(frozen=True)
+class Impostor(Full):
+    """Not Full, and yet called so."""
+
+
+def test_a_policy_that_would_come_back_as_another_is_refused(tmp_path):
+    _, state = decode.prefill(model(), PROMPT, np.array(LENGTHS), Impostor(), capacity=CAPACITY)
+    with pytest.raises(CheckpointError, match="structure"):
+        save_state(tmp_path / "state", state, model())
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_file_is_on_disk_before_it_takes_the_name(tmp_path, monkeypatch):
+    calls = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (calls.append("replace"), replace(path, to)))
+    save_state(tmp_path / "state", decoded("full", "resident"), model())
+    assert calls == [(tmp_path / "state").stat().st_ino, "replace", tmp_path.stat().st_ino]
+
+
+@pytest.mark.parametrize("place", ["", "file/x"])
+def test_a_place_that_cannot_be_written_is_a_typed_error(tmp_path, place):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        save_state(tmp_path / place, decoded("full", "resident"), model())
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}
+
+
+# Digests
+
+
+def test_the_digest_of_params_is_of_every_bit_name_and_dtype():
+    params = init_params(TINY)
+    assert params.digest == init_params(TINY).digest == model().digest
+    assert params.digest is params.digest  # computed once
+    flipped = jax.tree.map(lambda leaf: leaf, params.weights)
+    kernel = np.array(flipped["layer_1"]["mlp"]["up"]["kernel"])
+    kernel.view(np.uint32)[3, 5] ^= 1
+    flipped["layer_1"]["mlp"]["up"]["kernel"] = jnp.asarray(kernel)
+    renamed = {name.replace("layer_2", "layer_9"): leaf for name, leaf in params.weights.items()}
+    bits = jax.tree.map(lambda leaf: np.asarray(leaf).view(np.int32), params.weights)
+    embedding = params.weights["embed"]["embedding"]
+    turned = params.weights | {"embed": {"embedding": embedding.reshape(embedding.shape[::-1])}}
+    digests = {Params(weights, TINY).digest for weights in (params.weights, flipped, renamed, bits, turned)}
+    assert len(digests) == 5
+
+
+def test_the_digest_of_a_tokenizer_is_of_what_it_does():
+    def digest(tokenizer) -> str | None:
+        return Params(model().weights, TINY, tokenizer).tokenizer_digest
+
+    first, used, other, extended = (byte_tokenizer() for _ in range(4))
+    used.pad_token = used.eos_token
+    padded = digest(used)
+    used(["one", "and two"], padding="max_length", truncation=True, max_length=4)
+    assert digest(used) == padded  # what a call leaves in the backend is no part of it
+    other.chat_template += " "
+    extended.add_tokens(["new"])
+    assert digest(first) == digest(byte_tokenizer())
+    assert len({digest(first), digest(other), digest(extended), digest(None)}) == 4
+    assert digest(None) is None
+
+
+class WithoutBackend:
+    """What a tokenizer in plain Python has in common with the fast ones."""
+
+    def __init__(self, vocab: dict[str, int]) -> None:
+        self.vocab, self.special_tokens_map, self.chat_template = vocab, {"eos_token": "b"}, None
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocab
+
+
+def test_a_tokenizer_without_backend_has_a_digest():
+    digests = [Params({}, TINY, WithoutBackend(vocab)).tokenizer_digest
+               for vocab in ({"a": 0, "b": 1}, {"b": 1, "a": 0}, {"a": 1, "b": 0})]  # fmt: skip
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_capacity_from_numpy_can_be_saved(tmp_path):
+    _, state = decode.prefill(model(), PROMPT, LENGTHS, ShadowKV(rank=8), capacity=np.max(LENGTHS) + 7)
+    save_state(tmp_path / "state", state, model())
+    assert load_state(tmp_path / "state", model()).capacity == 68
+
+
+def test_token_ids_that_are_no_lists(tmp_path):
+    _, state = decode.prefill(model(), PROMPT, LENGTHS, ShadowKV(rank=8), capacity=CAPACITY)
+    ids = [PROMPT[row, :length].tolist() for row, length in enumerate(LENGTHS)]
+    with pytest.raises(PromptError, match="a list of ids for each row"):
+        save_state(tmp_path / "state", state, model(), tokens=ids[0])
+    assert not list(tmp_path.iterdir())

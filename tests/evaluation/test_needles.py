@@ -1,0 +1,55 @@
+"""The real model finds planted facts through ShadowKV wherever it finds them with full attention, and not by luck."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import ALL
+
+from jshadow import ShadowKV, load
+from jshadow.evaluation.results import pooled
+from jshadow.evaluation.runner import evaluate
+from jshadow.weights.params import Params
+
+POLICY = ShadowKV(rank=32, budget=256)
+TASKS = ("needle_noise", "needle_docs")
+FIGURES = Path(__file__).resolve().parents[2] / ".cache" / "needles.json"
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_dir: Path) -> Params:
+    return load(smollm2_dir, dtype="float32")
+
+
+def totals(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The pooled entries of ShadowKV and of its control; prints the table."""
+    for row in rows:
+        print(f"{row['task']:13} {row['length']:5} {row['policy']:32} {row['found']:2} / {row['asked']}")
+    entries = {entry["policy"]: entry for entry in pooled(rows)}
+    return next(entry for name, entry in entries.items() if name.startswith("shadowkv")), entries["control"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+def test_rank_32_budget_256_finds_what_full_attention_finds(smollm2: Params) -> None:
+    lengths = [1024, 2048, 4096] if ALL else [1024, 2048]
+    rows = evaluate(smollm2, TASKS, lengths, [POLICY], samples=10, fetch="resident")
+    FIGURES.parent.mkdir(exist_ok=True)
+    FIGURES.write_text(json.dumps(rows))  # git-ignored: for BENCHMARKS.md
+    shadow, control = totals(rows)
+    assert shadow["asked"] == 20 * len(lengths)
+    assert shadow["found_by_full"] >= 10 * len(lengths), "full attention finds too little for this to mean anything"
+    assert shadow["found_by_both"] >= 0.9 * shadow["found_by_full"]
+    assert control["found"] < 0.6 * control["found_by_full"]
+    assert control["control"].startswith("ok")
+
+
+@pytest.mark.slow
+def test_offloaded_values_find_the_same(smollm2: Params) -> None:
+    resident, offloaded = (
+        evaluate(smollm2, TASKS, [1024], [POLICY], samples=2, fetch=fetch) for fetch in ("resident", "device_put")
+    )
+    assert [row["turns"] for row in offloaded] == [row["turns"] for row in resident]
+    assert offloaded[1]["host_bytes"] > 0
+    assert offloaded[1]["device_bytes"] < resident[1]["device_bytes"]

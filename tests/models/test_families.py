@@ -1,0 +1,274 @@
+"""Model families: published configs give the right model, unknown variants are refused by name, RoPE by the book."""
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from family_cases import BASE, FAMILY_CASES, LONGROPE, ORIGINAL
+
+from jshadow.cli.main import main
+from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig, RopeConfig
+from jshadow.models.published import published_config, published_names
+from jshadow.models.registry import FAMILIES, family_of, support_matrix
+from jshadow.models.transformer import abstract_weights
+from jshadow.ops.rope import inverse_frequencies
+from jshadow.planner.bytes import footprint, full_bytes
+from jshadow.policies import Full, ShadowKV
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+def read(model_type: str, **changes) -> ModelConfig:
+    """The config of a tiny member of a family."""
+    hf = BASE | {"model_type": model_type, "rms_norm_eps": 1e-6, "sliding_window": None} | changes
+    return family_of(hf).config_from_hf(hf)
+
+
+# The paper's models: parameters as their owners count them, and bytes of keys and values a token by hand
+# (2 x layers x KV heads x head width x 2 bytes).
+PUBLISHED = {
+    "llama-3-8b-1m": (8_030_261_248, 2 * 32 * 8 * 128 * 2, 2**20),
+    "llama-3.1-8b": (8_030_261_248, 2 * 32 * 8 * 128 * 2, 131_072),
+    "llama-3-70b-1m": (70_553_706_496, 2 * 80 * 8 * 128 * 2, 2**20),
+    "yi-9b-200k": (8_829_407_232, 2 * 48 * 4 * 128 * 2, 262_144),
+    "glm-4-9b-1m": (9_484_000_000, 2 * 40 * 4 * 128 * 2, 2**20),
+    "phi-3-mini-128k": (3_821_079_552, 2 * 32 * 32 * 96 * 2, 131_072),
+    "qwen2-7b": (7_615_616_512, 2 * 28 * 4 * 128 * 2, 32_768),
+}
+
+
+def test_the_published_models_are_the_papers():
+    assert set(published_names()) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config(name):
+    parameters, token_bytes, context = PUBLISHED[name]
+    hf = published_config(name)
+    config = family_of(hf).config_from_hf(hf)
+    counted = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config)))
+    assert counted == pytest.approx(parameters, rel=1e-3)
+    assert config.context == context
+    assert config.head_dim == hf.get("head_dim", config.model_dim // config.q_heads)
+    tokens = 32_000
+    assert full_bytes(config, tokens, 2) == tokens * token_bytes
+    full = footprint(config, Full(), capacity=tokens, prompt=tokens, fetch="resident")
+    assert full["device_bytes"] == tokens * token_bytes
+    plan = footprint(config, ShadowKV(), capacity=tokens + 64, prompt=tokens, fetch="device_put")
+    # rank 160 of every 1,024 key columns for all chunks that may ever be, which leave the local window out; values of
+    # the same on the host
+    columns = config.kv_heads * config.head_dim
+    rank = -(-round(160 * columns / 1024) // 8) * 8
+    held = tokens + 64 - 4 * 8
+    assert plan["parts"]["left"][0] == config.num_layers * held * rank * 2
+    assert plan["host_bytes"] == held * token_bytes // 2
+    assert plan["full_bytes"] / plan["device_bytes"] > 3.5
+
+
+def test_a_published_model_is_planned_by_its_name(capsys, tmp_path):
+    assert main(["plan", "llama-3.1-8b", "--context", "122880", "--gpu", "h200", "--json"]) == 0
+    named = json.loads(capsys.readouterr().out)["plans"]
+    (tmp_path / "config.json").write_text(json.dumps(published_config("llama-3.1-8b")))
+    assert main(["plan", str(tmp_path / "config.json"), "--context", "122880", "--gpu", "h200", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"] == named
+
+
+def test_special_settings_of_published_configs():
+    configs = {name: family_of(hf).config_from_hf(hf) for name in PUBLISHED for hf in [published_config(name)]}
+    assert configs["glm-4-9b-1m"].rope.rotary_dim(128) == 64
+    assert (configs["glm-4-9b-1m"].attention_bias, configs["glm-4-9b-1m"].output_bias) == (True, False)
+    phi = configs["phi-3-mini-128k"]
+    assert phi.rope.attention_factor == pytest.approx(1.190238, rel=1e-6)  # as GGUF files of it say
+    assert (phi.rope.original_context, len(phi.rope.long_factors)) == (4096, 48)
+    assert {kind.window for kind in phi.attention_kinds} == {None}  # 262,144 tokens are longer than its context
+    assert configs["llama-3.1-8b"].eos_ids == (128001, 128008, 128009)
+    assert configs["qwen2-7b"].sliding_layers == ()
+
+
+def test_gemma_holds_its_windows_only():
+    config = read("gemma3_text", head_dim=16, sliding_window=32, sliding_window_pattern=3, num_hidden_layers=6)
+    assert config.sliding_layers == (0, 1, 3, 4)
+    token = 2 * config.key_columns * 4
+    # 15 slots more than the window: a turn of 16 tokens passes at once
+    assert full_bytes(config, 300, 4) == (2 * 300 + 4 * (32 + 15)) * token
+    made = footprint(config, Full(), capacity=300, prompt=300, dtype="float32", fetch="resident")
+    assert made["device_bytes"] == made["full_bytes"]
+
+
+REFUSED = {
+    "rope type": ("llama", {"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "mrope"),
+    "rope key": ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale_bend": 3}}, "mscale_bend"),
+    "rope lacks": ("llama", {"rope_scaling": {"rope_type": "dynamic"}}, "lacks factor"),
+    "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
+    "longrope lacks": ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "lacks long_factor"),
+    "longrope length": ("phi3", {"rope_scaling": LONGROPE | {"short_factor": [1.0]}}, "short_factors must be 6"),
+    "longrope sign": ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 5 + [-1.0]}}, "above 0, got -1.0"),
+    "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 in a llama model"),
+    "odd rotary": ("glm", {"head_dim": 12, "partial_rotary_factor": 0.75}, "even rotated part"),
+    "rotary share": ("glm", {"partial_rotary_factor": 1.5}, "rotary_share"),
+    "activation": ("llama", {"hidden_act": "relu2"}, "relu2"),
+    "layer type": (
+        "qwen2",
+        {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3},
+        "chunked_attention",
+    ),
+    "layer count": ("gemma3_text", {"layer_types": ["full_attention"]}, "3 times"),
+    "softcap": ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    "score softcap": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    "bidirectional": ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    "pattern": ("gemma3_text", {"sliding_window_pattern": "two"}, "sliding_window_pattern"),
+    "window": ("mistral", {"sliding_window": 0}, "sliding_window must be an integer of at least 1, got 0"),
+    "depth": ("mistral", {"num_hidden_layers": 10**9}, "at most 65536, got 1000000000"),
+    "short rope list": ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers must be 3"),
+    "interval": ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    "scalar": ("gemma3_text", {"query_pre_attn_scalar": -1}, "query_scalar"),
+    "remote code": ("phi3", {"auto_map": {"AutoModel": "modeling_phi3_v.Phi3VForCausalLM"}}, "auto_map"),
+    "experts": ("phimoe", {}, "phimoe"),
+    "flag": ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false, got 'false'"),
+    "layer types text": ("qwen2", {"use_sliding_window": True, "layer_types": "full"}, "must be a list, got 'full'"),
+    "rope layers text": ("smollm3", {"no_rope_layers": "101"}, "got '101'"),
+    "factors text": ("phi3", {"rope_scaling": LONGROPE | {"short_factor": "123456"}}, "short_factor must be a list"),
+    "short original": (
+        "phi3",
+        {"rope_scaling": LONGROPE, "original_max_position_embeddings": 1},
+        "must be at least 2, got 1",
+    ),
+    "yarn base": (
+        "llama",
+        {"rope_theta": 1.0, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        "above 1 for yarn",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_unknown_variant_is_refused_by_name(case):
+    model_type, changes, told = REFUSED[case]
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        read(model_type, **changes)
+
+
+def test_what_a_file_leaves_out_is_what_transformers_says():
+    """Class defaults: a checkpoint need not repeat them."""
+    bare = {key: value for key, value in BASE.items() if key not in ("eos_token_id", "num_key_value_heads")}
+    bare |= {"rms_norm_eps": 1e-6, "vocab_size": 200_000, "num_attention_heads": 32, "hidden_size": 64 * 32}
+    expected = {
+        "llama": ((2,), 32), "mistral": ((2,), 8), "qwen2": ((), 32), "qwen3": ((), 32), "phi3": ((32000,), 32),
+        "glm": ((151329, 151336, 151338), 2), "glm4": ((151329, 151336, 151338), 2), "gemma3_text": ((1,), 4),
+        "smollm3": ((128001,), 4),
+    }  # fmt: skip
+    for model_type, (eos, heads) in expected.items():
+        config = family_of({"model_type": model_type}).config_from_hf(bare | {"model_type": model_type})
+        assert (config.eos_ids, config.kv_heads) == (eos, heads), model_type
+        told = family_of({"model_type": model_type}).config_from_hf(
+            bare | {"model_type": model_type, "vocab_size": 97, "num_key_value_heads": 4}
+        )
+        assert told.eos_ids in ((), (2,), (1,))  # a cut-down vocabulary has no such token
+    sliding = read("qwen2", use_sliding_window=True, max_window_layers=1, **{"sliding_window": 4096})
+    bare_window = {key: value for key, value in BASE.items()} | {"rms_norm_eps": 1e-6, "model_type": "qwen2"}
+    made = family_of({"model_type": "qwen2"}).config_from_hf(
+        bare_window | {"use_sliding_window": True, "max_window_layers": 1}
+    )
+    assert made == sliding
+
+
+def test_published_code_is_ignored_where_it_is_the_model_s_own():
+    code = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
+    plain = read("phi3")
+    assert read("phi3", auto_map=code) == plain
+    assert read("phi3", auto_map=code | {"AutoTokenizer": "Xenova/gpt-4o"}) == plain  # Phi-4-mini's
+
+
+def test_a_model_of_sliding_layers_alone_falls_back():
+    import jshadow
+    from jshadow.weights.params import init_params
+
+    params = init_params(read("mistral", sliding_window=16))
+    out = jshadow.generate(params, list(range(3, 90)), ShadowKV(rank=8, budget=16), max_new_tokens=2)
+    assert out.report.fallback == "every layer of the model sees a window of 16 tokens only"
+    assert out.report.policy == Full()
+
+
+def test_nominal_counts_the_windows():
+    """At or under the share of full attention's bytes, sliding layers included, as the sizes themselves say."""
+    from jshadow.errors import Infeasible
+    from jshadow.policies import StreamingLLM
+
+    config = read(
+        "gemma3_text", head_dim=64, sliding_window=64, num_hidden_layers=12, sliding_window_pattern=6,
+        max_position_embeddings=32768,
+    )  # fmt: skip
+    for tokens in (2048, 8192):
+        for policy in (StreamingLLM, ShadowKV):
+            for fraction in (0.1, 0.25, 0.5, 0.9):
+                try:
+                    made = policy.nominal(fraction, tokens, config)
+                except Infeasible as error:
+                    least = float(str(error).split("at least ")[1].split()[0])
+                    assert fraction < least <= 1
+                    continue
+                taken = footprint(config, made, capacity=tokens, prompt=tokens, fetch="device_put")
+                assert taken["device_bytes"] <= fraction * taken["full_bytes"] * 1.02, (tokens, policy, fraction)
+
+
+def test_what_was_attended_is_told_layer_by_layer():
+    """A sliding layer's window is all generated tokens once they fill it; a global layer still sees the prompt."""
+    import jshadow
+    from jshadow.weights.params import init_params
+
+    config = dataclasses.replace(
+        read("gemma3_text", head_dim=16, sliding_window=16, sliding_window_pattern=3), eos_ids=()
+    )
+    out = jshadow.generate(init_params(config), list(range(3, 23)), Full(), max_new_tokens=41)
+    # 40 generated tokens were attended to, with 20 of the prompt: two layers see 16 tokens, one sees all 60
+    assert out.report.attended_parts == pytest.approx({"window": 20 / 3, "generated": (2 * 16 + 40) / 3})
+
+
+def test_the_readme_carries_the_support_matrix():
+    assert support_matrix() in README.read_text()
+
+
+def test_every_family_has_a_parity_case():
+    assert {model_type for model_type, _ in FAMILY_CASES.values()} == set(FAMILIES)
+
+
+# RoPE
+
+
+def test_rope_kinds_all_have_a_parity_case():
+    kinds = {
+        (settings.get("rope_scaling") or {}).get("rope_type", "default") for _, settings in FAMILY_CASES.values()
+    }  # fmt: skip
+    # llama3 is tried on Llama itself, in every shape (tests/test_parity.py); "none" are SmolLM3's unrotated layers
+    assert kinds | {"llama3", "none"} == set(RopeConfig.KINDS)
+
+
+def test_length_decides_longrope_and_dynamic_alone():
+    long = read("phi3", rope_scaling=LONGROPE, original_max_position_embeddings=ORIGINAL).rope
+    at = [inverse_frequencies(long, 12, tokens) for tokens in (0, ORIGINAL, ORIGINAL + 1, 512)]
+    np.testing.assert_array_equal(at[0], at[1])
+    np.testing.assert_array_equal(at[2], at[3])
+    plain = inverse_frequencies(RopeConfig(), 12)
+    np.testing.assert_allclose(plain / at[1], LONGROPE["short_factor"], rtol=1e-6)
+    np.testing.assert_allclose(plain / at[2], LONGROPE["long_factor"], rtol=1e-6)
+    dynamic = dataclasses.replace(RopeConfig(), kind="dynamic", factor=2.0, original_context=ORIGINAL)
+    near, far, farther = (inverse_frequencies(dynamic, 12, tokens) for tokens in (ORIGINAL, 2 * ORIGINAL, 4 * ORIGINAL))
+    np.testing.assert_array_equal(near, plain)
+    assert (far[1:] < near[1:]).all()
+    assert (farther[1:] < far[1:]).all()
+    yarn = RopeConfig(kind="yarn", factor=4.0, original_context=ORIGINAL)
+    np.testing.assert_array_equal(inverse_frequencies(yarn, 12, 10), inverse_frequencies(yarn, 12, 10_000))
+
+
+def test_stretched_contexts():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+    assert read("qwen2", max_position_embeddings=ORIGINAL, rope_scaling=yarn).context == 4 * ORIGINAL
+    assert read("qwen2", max_position_embeddings=512, rope_scaling=yarn).context == 512
+    dynamic = {"type": "dynamic", "factor": 2.0}
+    assert read("llama", max_position_embeddings=ORIGINAL, rope_scaling=dynamic).context == 2 * ORIGINAL

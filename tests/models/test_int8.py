@@ -1,0 +1,155 @@
+"""Weight-only int8: the error of a number and of a model, what it takes, and that everything else works on it."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checkpoint_files import assert_same, tiny_directory
+from family_cases import BASE, FAMILY_CASES
+from flax import traverse_util
+
+import jshadow
+from jshadow.cli.main import main
+from jshadow.engine.decode import decode_step, extend, prefill
+from jshadow.errors import ConfigError
+from jshadow.models.int8 import quantize_int8, quantized
+from jshadow.models.registry import family_of
+from jshadow.policies import Full, ShadowKV
+from jshadow.weights.convert import convert
+from jshadow.weights.params import init_params, load, save
+
+SHADOW = ShadowKV(rank=8, budget=16, chunk_size=4, outlier_chunks=1)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (32, 48), (17, 5), (300, 3)])
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+def test_the_error_of_a_number_is_half_a_step(shape, order, dtype):
+    rng = np.random.default_rng(shape[0])
+    kernel = np.asarray(rng.standard_normal(shape) * 10.0 ** rng.integers(-6, 4, shape[1]), dtype, order=order)
+    rounded, factors = quantize_int8(kernel)
+    assert (rounded.dtype, factors.dtype, rounded.shape, factors.shape) == (np.int8, np.float32, shape, shape[1:])
+    wide = kernel.astype(np.float64)
+    error = np.abs(rounded * factors.astype(np.float64) - wide)
+    assert (error <= factors * (0.5 + 1e-4)).all()
+    np.testing.assert_allclose(np.abs(rounded).max(axis=0), 127)
+    np.testing.assert_allclose(factors, np.abs(wide).max(axis=0) / 127, rtol=1e-6)
+
+
+def test_a_column_of_zeros_stays_zero():
+    kernel = np.zeros((4, 3), np.float32)
+    kernel[:, 1] = [1, -2, 3, 4]
+    rounded, factors = quantize_int8(kernel)
+    assert (rounded[:, [0, 2]] == 0).all()
+    assert np.isfinite(factors).all()
+
+
+def test_blocks_of_a_large_kernel_are_one_result(monkeypatch):
+    kernel = np.random.default_rng(0).standard_normal((64, 37)).astype(np.float32)
+    whole = quantize_int8(kernel)
+    monkeypatch.setattr("jshadow.models.int8.BLOCK", 200)
+    for one, other in zip(whole, quantize_int8(kernel), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def dequantized(params):
+    """The same model with its int8 kernels multiplied out: what int8 must compute."""
+    flat = traverse_util.flatten_dict(params.weights, sep="/")
+    plain = {
+        path: leaf * flat[f"{path}_scale"] if f"{path}_scale" in flat else leaf
+        for path, leaf in flat.items() if not path.endswith("_scale")
+    }  # fmt: skip
+    return dataclasses.replace(params, weights=traverse_util.unflatten_dict(plain, sep="/"))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "glm4", "gemma3", "smollm3"])
+def test_a_model_in_int8(tmp_path, name):
+    """What is kept in int8, from either format, and logits near the plain ones: prompt, steps and turns."""
+    model_type, settings = FAMILY_CASES[name]
+    hf = {"model_type": model_type, "rms_norm_eps": 1e-6} | BASE | settings
+    plain = init_params(family_of(hf).config_from_hf(hf), seed=1)
+    save(plain, tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "orbax", "float32", format="orbax")
+    params = load(tmp_path / "m", "float32", quantize="int8")
+    assert_same(load(tmp_path / "orbax", "float32", quantize="int8"), params)
+    assert params.digest != plain.digest
+    kinds = {
+        jax.tree_util.keystr(path): leaf.dtype for path, leaf in jax.tree_util.tree_flatten_with_path(params.weights)[0]
+    }
+    int8 = [path for path, dtype in kinds.items() if dtype == jnp.int8]
+    assert len(int8) == 7 * plain.config.num_layers
+    assert all("'kernel'" in path and ("attention" in path or "mlp" in path) for path in int8)
+    assert all(dtype == jnp.float32 for path, dtype in kinds.items() if path not in int8)
+    tokens, lengths = np.arange(40)[None] % 90 + 3, np.array([40])
+    outs = []
+    for held in (plain, params, dequantized(params)):
+        logits, state = prefill(held, tokens, lengths, Full(), capacity=64)
+        step, state = decode_step(held, np.array([5]), state)
+        turn, _ = extend(held, tokens[:, :5], np.array([5]), state)
+        outs.append(np.concatenate([logits, step, turn]))
+    np.testing.assert_allclose(outs[1], outs[2], atol=2e-4)
+    assert 0 < np.sqrt(((outs[1] - outs[0]) ** 2).mean()) < 0.1 * outs[0].std()
+
+
+def test_int8_answers_with_every_mode(tmp_path):
+    directory, _ = tiny_directory(tmp_path / "m")
+    for dtype in ("float32", "bfloat16"):
+        params = load(directory, dtype, quantize="int8")
+        assert params.dtype.name == dtype
+        outs = [jshadow.generate(params, list(range(1, 60)), SHADOW, max_new_tokens=4, fetch=fetch).tokens
+                for fetch in ("resident", "device_put")]  # fmt: skip
+        assert outs[0] == outs[1]
+
+
+def test_states_know_their_weights(tmp_path):
+    """A state of the int8 model is no state of the plain one."""
+    directory, plain = tiny_directory(tmp_path / "m")
+    params = load(directory, "float32", quantize="int8")
+    _, state = prefill(params, np.arange(1, 41)[None], np.array([40]), SHADOW, capacity=64)
+    jshadow.save_state(tmp_path / "s", state, params)
+    assert jshadow.load_state(tmp_path / "s", params).capacity == 64
+    with pytest.raises(jshadow.errors.StateMismatch, match="weights"):
+        jshadow.load_state(tmp_path / "s", plain)
+
+
+def test_outputs_beyond_float16_before_their_factor():
+    """Sums of int8 products overflow float16 long before the outputs do."""
+    from jshadow.models.layers import Linear
+
+    kernel, factors = quantize_int8(np.full((1024, 4), 0.01, np.float32))
+    weights = {"kernel": jnp.asarray(kernel), "kernel_scale": jnp.asarray(factors)}
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        out = Linear(4).apply({"params": weights}, jnp.ones((1, 1024), dtype))
+        assert out.dtype == dtype
+        np.testing.assert_allclose(np.asarray(out, np.float32), 10.24, rtol=1e-2)
+
+
+def test_int8_is_not_saved(tmp_path):
+    directory, _ = tiny_directory(tmp_path / "m")
+    with pytest.raises(ConfigError, match="must hold plain weights, got int8"):
+        save(load(directory, quantize="int8"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("quantize", ["int4", 8, True, ""])
+def test_other_words_are_refused(tmp_path, quantize):
+    directory, _ = tiny_directory(tmp_path / "m")
+    with pytest.raises(ConfigError, match="quantize must be one of"):
+        load(directory, quantize=quantize)
+
+
+def test_the_command_takes_it(tmp_path, capsys):
+    assert main(["generate", str(tmp_path), "--prompt", "x", "--quantize", "int3"]) == 2
+    assert "quantize must be one of" in capsys.readouterr().err
+
+
+def test_which_weights_are_projections():
+    config = dataclasses.replace(init_params(family_of({"model_type": "llama"}).config_from_hf(
+        {"model_type": "llama", "rms_norm_eps": 1e-6} | BASE)).config, attention_bias=True)  # fmt: skip
+    from jshadow.weights.convert.huggingface import flat_abstract
+
+    paths = [path for path in flat_abstract(config) if quantized(path)]
+    assert len(paths) == 7 * config.num_layers
+    assert not any("bias" in path or "norm" in path or "embed" in path or "head" in path for path in paths)

@@ -1,0 +1,308 @@
+"""The planner: what fitted on an A100 in the ShadowKV paper fits here, what did not does not, and the rest adds up."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CAPACITY, POLICY_CASES, POLICY_FETCHES, STEPS, TINY, model, prefilled, run_steps
+
+from jshadow.cache import offload
+from jshadow.engine.step import step_writes
+from jshadow.errors import CapacityError, ConfigError
+from jshadow.models.config import ModelConfig, RopeConfig
+from jshadow.models.transformer import abstract_weights
+from jshadow.planner.bytes import abstract_state, prefill_peak
+from jshadow.planner.gpu import capacity_plan
+from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GPUS
+from jshadow.planner.roofline import step_bound
+from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM
+from jshadow.policies.base import state_nbytes
+
+LLAMA_3_8B_1M = ModelConfig(
+    model_type="llama", vocab_size=128256, num_layers=32, model_dim=4096, ffn_dim=14336, q_heads=32, kv_heads=8,
+    head_dim=128, norm_eps=1e-5, context=1048576, rope=RopeConfig(theta=5e5),
+)  # fmt: skip
+A100 = GPUS["a100-80gb"]
+PAPERS = ShadowKV(rank=160, outlier_chunks=48)  # and a budget of 1.56 %, the default
+
+# arXiv 2410.21465, table 4: tokens a second of Llama-3-8B-1M on one A100 by batch; None: out of memory.
+BATCHES = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48)
+OOM = None
+TABLE_4 = {
+    ("full", 60): (89.19, 111.44, 126.73, 142.62, 147.40, 160.62, OOM, OOM, OOM, OOM, OOM),
+    ("full", 122): (65.12, 75.16, 80.77, OOM, OOM, OOM, OOM, OOM, OOM, OOM, OOM),
+    ("full", 244): (40.37, OOM, OOM, OOM, OOM, OOM, OOM, OOM, OOM, OOM, OOM),
+    ("full", 488): (OOM, OOM, OOM, OOM, OOM, OOM, OOM, OOM, OOM, OOM, OOM),
+    ("shadowkv", 60): (89.69, 126.61, 159.41, 184.92, 205.41, 244.20, 306.09, 346.34, 399.65, 428.63, 455.14),
+    ("shadowkv", 122): (65.61, 94.28, 115.01, 132.23, 143.77, 166.72, 196.73, 217.24, 239.51, OOM, OOM),
+    ("shadowkv", 244): (48.39, 65.95, 78.92, 87.83, 94.07, 104.73, 119.01, OOM, OOM, OOM, OOM),
+    ("shadowkv", 488): (29.82, 41.01, 47.13, 50.85, 53.46, OOM, OOM, OOM, OOM, OOM, OOM),
+}
+CELLS = [(name, kilo, batch, cell) for (name, kilo), row in TABLE_4.items()
+         for batch, cell in zip(BATCHES, row, strict=True)]  # fmt: skip
+
+
+@functools.cache
+def planned(name="shadowkv", context=122 * 1024, batch=None, count=1, gpu="a100-80gb"):
+    policy = PAPERS if name == "shadowkv" else POLICIES[name]()
+    return capacity_plan(LLAMA_3_8B_1M, policy, GPUS[gpu], context=context, batch=batch, count=count)
+
+
+@pytest.mark.parametrize(("name", "kilo", "batch", "tokens"), CELLS)
+def test_table_4_of_the_paper(name, kilo, batch, tokens):
+    side = planned(name, kilo * 1024, batch).chosen
+    assert side.fits == (batch <= side.largest_batch) == (tokens is not None)
+    assert (side.device_bytes <= A100.memory_bytes) == side.fits
+    if tokens is not None and side.step is not None:
+        # What was measured, with 60 % of the chunks kept from the step before, is no faster than the bound.
+        step = side.step
+        bound = step_bound(A100, step.hbm_bytes, step.pcie_bytes, step.flops, batch, 0.6)
+        assert bound.tokens_per_second > tokens
+
+
+# The same at 120K tokens beside keys in the transform code, landmarks and values in four bits: no paper's figures.
+MACHINE_HOST = 128 * 2**30
+
+
+@functools.cache
+def packed_beside(gpu, batch=None, host_limit=None):
+    return capacity_plan(
+        LLAMA_3_8B_1M, PAPERS, GPUS[gpu], context=122_880, batch=batch, host_limit=host_limit,
+        beside={"equal": ShadowKV.packed(), "small": ShadowKV.packed(small=True)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", ["a100-80gb", "h200"])
+def test_fifty_packed_requests_fit(gpu):
+    """Device and host bytes of 50 requests; the paper's setting holds half as many on an A100."""
+    plan = packed_beside(gpu, 50)
+    small, chunks = plan.beside["small"], 122_944 // 8 - 4
+    assert small.policy.key_profile == (22, 214, 168)
+    assert small.fits
+    assert small.largest_batch >= 50
+    # A token's code and its part of a landmark, in each of 32 layers
+    assert small.row_parts["left"][0] == 32 * 8 * chunks * 171
+    assert small.row_parts["landmarks"][0] == 32 * chunks * 8 * (64 + 2)
+    assert small.row_parts["spread"][0] == 32 * chunks * 8 * 2
+    device = plan.weights_bytes + 50 * small.row_bytes[0] + sum(small.temporaries.values()) + plan.reserve_bytes
+    assert small.device_bytes == device <= GPUS[gpu].memory_bytes
+    assert small.host_bytes == 50 * 32 * 8 * 8 * chunks * (64 + 2) <= MACHINE_HOST
+    assert plan.chosen.host_bytes > 3.8 * small.host_bytes
+    if gpu == "a100-80gb":
+        assert not plan.chosen.fits
+        assert 24 <= plan.chosen.largest_batch <= 30
+
+
+def test_a_host_s_memory_is_a_limit():
+    free, limited = packed_beside("h200"), packed_beside("h200", None, MACHINE_HOST)
+    pairs = [(limited.chosen, free.chosen)] + [(side, free.beside[name]) for name, side in limited.beside.items()]
+    for side, unlimited in pairs:
+        assert side.batch == side.largest_batch == min(unlimited.largest_batch, MACHINE_HOST // side.row_bytes[1])
+    assert limited.chosen.largest_batch < 20 < free.chosen.largest_batch
+    assert 50 <= limited.beside["small"].largest_batch < free.beside["small"].largest_batch
+    assert limited.full == free.full  # nothing of it is on the host
+    told = limited.to_json()
+    assert told["host_limit"] == MACHINE_HOST
+    for name, side in limited.beside.items():
+        assert told["beside"][name]["policy"]["key_profile"] == side.policy.key_profile
+        assert told["beside"][name]["ratio"] == limited.ratio_of(side) > told["ratio"]
+
+
+def test_full_attention_beside_it_is_the_same_as_by_itself():
+    assert planned("shadowkv").full == planned("full").chosen
+    assert planned("shadowkv", batch=3).full == planned("full", batch=3).chosen
+    assert planned("shadowkv", batch=24).full == planned("full").chosen  # no more than fit
+    assert planned("full").ratio == 1
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_bytes_are_those_of_the_abstract_state(name):
+    side = planned(name, batch=3).chosen
+    state = abstract_state(
+        LLAMA_3_8B_1M, side.policy, batch=3, capacity=122 * 1024 + 64, prompt=122 * 1024, dtype="bfloat16",
+        fetch="device_put",
+    )  # fmt: skip
+    parts = state_nbytes(state)
+    assert {part: (3 * device, 3 * host) for part, (device, host) in side.row_parts.items()} == parts
+    assert side.host_bytes == sum(host for _, host in parts.values()) == offload.host_bytes(state.specs)
+    weights = 2 * 8_030_261_248  # parameters, as published
+    assert planned(name).weights_bytes == weights
+    rest = sum(device for device, _ in parts.values()) + sum(side.temporaries.values())
+    assert side.device_bytes == weights + rest + CONTEXT_RESERVE
+
+
+@pytest.mark.parametrize("name", ["full", "shadowkv", "shadowkv_plus"])
+def test_longer_contexts_hold_fewer_and_go_slower(name):
+    plans = [planned(name, context, 2).chosen for context in (4096, 32768, 122 * 1024, 244 * 1024, 1048512)]
+    batches = [plan.largest_batch for plan in plans]
+    assert batches == sorted(batches, reverse=True)
+    assert len(set(batches)) == len(batches)
+    for figure in (lambda plan: plan.row_bytes[0], lambda plan: 1 / plan.step.tokens_per_second,
+                   lambda plan: sum(plan.temporaries.values()), lambda plan: plan.step.flops):  # fmt: skip
+        assert [figure(plan) for plan in plans] == sorted(map(figure, plans))
+
+
+def test_larger_gpus_hold_more():
+    small, large = (planned(gpu=gpu).chosen.largest_batch for gpu in ("h100", "h200"))
+    assert planned().chosen.largest_batch == small < large
+
+
+def test_bytes_of_a_step_by_hand():
+    """Two rows of the tiny model: 2 KV heads of 16, 4 query heads, 3 layers, float32."""
+    policy = ShadowKV(rank=12, budget=16, chunk_size=4, outlier_chunks=2, local_chunks=2)
+    step = capacity_plan(
+        TINY, policy, A100, context=64, max_new_tokens=8, batch=2, dtype="float32"
+    ).chosen.step  # fmt: skip
+    chunks, window, selected = 72 // 4 - 2, 72 - 4 * (64 // 4 - 2), 16 // 4
+    layer = {
+        "left": 2 * selected * 4 * 12 * 4,  # each of the two heads reads its own chunks
+        "right": 2 * 12 * 16 * 4,
+        "landmarks": 2 * chunks * 16 * 4,
+        "candidates": 2 * chunks,
+        "chunks": 4,
+        "outliers": 2 * 2 * (2 * 4) * 16 * 4,
+        "window": 2 * 2 * window * 16 * 4,
+        "resident": 2 * selected * 4,
+    }
+    weights = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(TINY)))
+    matrices = 4 * (weights - 101 * 32)  # a step reads two rows of the embedding, which are not counted
+    assert step.hbm_bytes == {"weights": matrices} | {part: 2 * 3 * size for part, size in layer.items()}
+    assert step.pcie_bytes == 2 * 3 * 2 * selected * 4 * 16 * 4
+    seconds = (sum(step.hbm_bytes.values()) / 2.039e12, step.pcie_bytes / 31.5e9, step.flops / 312e12)
+    assert (step.hbm_seconds, step.pcie_seconds, step.flop_seconds) == pytest.approx(seconds)
+    assert step.tokens_per_second == pytest.approx(2 / max(seconds))
+    assert step.serial_tokens_per_second == pytest.approx(2 / sum(seconds))
+
+
+def test_full_attention_reads_all_keys_and_values():
+    step = planned("full", batch=4).chosen.step
+    assert step.hbm_bytes["cache"] == 4 * (122 * 1024 + 64) * 2 * 1024 * 2 * 32
+    assert step.pcie_bytes == 0
+    dense = 4 * (122 * 1024 + 64) * 4 * 32 * 128 * 32  # two products with each of 32 query heads
+    assert step.flops == dense + 4 * step.hbm_bytes["weights"]
+
+
+# zero_copy moves misses alone
+@pytest.mark.parametrize(("name", "fetch"), [pair for pair in POLICY_FETCHES if not {"probe", "zero_copy"} & {*pair}]
+                         + [("shadowkv", "resident")])  # fmt: skip
+def test_what_a_step_moves_is_what_steps_count(name, fetch):
+    _, state = prefilled(name, "restricted", fetch)
+    told = [spec.policy.step_bytes(spec, layer) for spec, layer in zip(state.specs, state.layers, strict=True)]
+    moved = sum(host for parts in told for _, host in parts.values())
+    read = sum(device for parts in told for device, _ in parts.values())
+    held = sum(device for device, _ in state_nbytes(state).values())
+    _, after = run_steps(model(), state.fork(), STEPS[:, :1])
+    counted = np.asarray(after.counters.fetched) - np.asarray(state.counters.fetched)
+    assert moved == counted.sum() * offload.FETCH_QUANTUM
+    tiers = any(spec.policy.host_layout(spec) is not None for spec in state.specs)
+    assert (moved > 0) == (fetch != "resident" and tiers)
+    if name in ("full", "streaming_llm"):
+        assert read == held
+
+
+MIDDLE = dataclasses.replace(TINY, num_layers=2, model_dim=128, ffn_dim=256, q_heads=8, kv_heads=4, head_dim=32,
+                             vocab_size=503, context=8192)  # fmt: skip
+MIDDLE_CODES = {"lowrank": {"rank": 64}, "transform": {"key_profile": (32, 64, 32)}, "int4": {}}
+MIDDLE_POLICIES = {
+    "full": Full(),
+    "streaming_llm": StreamingLLM(window=1000),
+    **{name: dataclasses.replace(case.restricted, budget=512, chunk_size=8, **MIDDLE_CODES[case.restricted.key_codec])
+       for name, case in POLICY_CASES.items() if name.startswith("shadowkv")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIDDLE_POLICIES)
+def test_temporaries_bound_the_compiled_step(name):
+    """As XLA compiles it for a CPU in float32; what its arguments take is planned to the byte."""
+    side = capacity_plan(
+        MIDDLE, MIDDLE_POLICIES[name], A100, context=4096, batch=3, dtype="float32", fetch="resident"
+    ).chosen  # fmt: skip
+    state = abstract_state(
+        MIDDLE, side.policy, batch=3, capacity=4160, prompt=4096, dtype="float32", fetch="resident"
+    )  # fmt: skip
+    reads, writes = state.split()
+    program = jax.jit(lambda weights, reads, writes, tokens, new: step_writes(
+        weights, MIDDLE, tokens, new, reads, writes), donate_argnums=2)  # fmt: skip
+    tokens, new = jax.ShapeDtypeStruct((3, 1), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
+    needed = program.lower(abstract_weights(MIDDLE), reads, writes, tokens, new).compile().memory_analysis()
+    planned_bytes = sum(side.temporaries.values())
+    assert needed.temp_size_in_bytes <= planned_bytes
+    given = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(MIDDLE))) * 4 + 3 * side.row_bytes[0]
+    assert 0 <= needed.argument_size_in_bytes - given <= 1024  # tokens, lengths and counters are left out
+
+
+def test_several_gpus_split_weights_and_heads():
+    """What belongs to a head is split; ShadowKV's left factor is of all heads together, and each GPU needs it."""
+    one, two, full = planned(batch=4), planned(batch=4, count=2), planned("full", batch=4, count=2)
+    for part in ("landmarks", "right", "outliers", "window", "host rows"):
+        assert [2 * size for size in two.chosen.row_parts[part]] == list(one.chosen.row_parts[part])
+    assert two.chosen.row_parts["left"] == one.chosen.row_parts["left"]
+    assert 2 * full.chosen.row_bytes[0] == one.full.row_bytes[0]
+    assert two.chosen.host_bytes == one.chosen.host_bytes
+    assert one.weights_bytes < 2 * two.weights_bytes < one.weights_bytes * 1.001  # norms are on each
+    assert one.chosen.largest_batch < two.chosen.largest_batch
+    assert two.chosen.step.tokens_per_second > one.chosen.step.tokens_per_second
+    assert planned(count=8).chosen.largest_batch > two.chosen.largest_batch
+
+
+def test_what_prefill_fits_in_one_call():
+    side = planned(context=120 * 1024).chosen
+    room = A100.memory_bytes - CONTEXT_RESERVE
+    peaks = [
+        sum(prefill_peak(LLAMA_3_8B_1M, side.policy, batch=batch, tokens=120 * 1024, capacity=120 * 1024 + 64,
+                         fetch="device_put").values())
+        for batch in (side.prefill_batch, side.prefill_batch + 1)
+    ]  # fmt: skip
+    assert peaks[0] <= room < peaks[1]
+    assert 0 < side.prefill_batch < side.largest_batch
+
+
+def test_nothing_fits():
+    plan = planned("full", 1048512)
+    assert (plan.chosen.largest_batch, plan.chosen.batch, plan.chosen.step, plan.ratio) == (0, 0, None, None)
+    assert not plan.chosen.fits
+    asked = planned("full", 1048512, 1).chosen
+    assert not asked.fits
+    assert asked.step is not None
+    assert asked.device_bytes > A100.memory_bytes
+
+
+def test_repeats_move_nothing_where_they_are_kept(monkeypatch):
+    """A mode that keeps units on the device, as far as the planner sees one."""
+    monkeypatch.setattr(offload, "FETCH_MODES", ("resident", "device_put", "zero_copy"))
+    monkeypatch.setattr(offload, "memory_of", lambda fetch: "device" if fetch == "resident" else "pinned_host")
+    make = functools.partial(capacity_plan, TINY, ShadowKV(rank=8, budget=32, outlier_chunks=2), A100, context=200,
+                             batch=2, max_new_tokens=8)  # fmt: skip
+    moved = make().chosen.step.pcie_bytes
+    assert moved > 0
+    assert make(fetch="zero_copy", repeat_share=0.0).chosen.step.pcie_bytes == moved
+    assert make(fetch="zero_copy").chosen.step.pcie_bytes == round(0.4 * moved)
+    assert make(fetch="zero_copy").repeat_share == 0.6
+    assert make(fetch="zero_copy", repeat_share=1.0).chosen.step.pcie_bytes == 0
+    assert make(fetch="resident").chosen.step.pcie_bytes == 0
+    with pytest.raises(ConfigError, match=r"repeat_share must lie in \[0, 1\], got 1.5"):
+        make(fetch="zero_copy", repeat_share=1.5)
+
+
+BAD = {
+    "context": (dict(context=0), ConfigError, "context must be at least 1, got 0"),
+    "too_long": (dict(context=200, max_new_tokens=57), CapacityError, "model's context=256, got 200 [+] 57"),
+    "new": (dict(max_new_tokens=-1), ConfigError, "max_new_tokens must be at least 0"),
+    "no_gpu": (dict(count=0), ConfigError, "count must be at least 1, got 0"),
+    "split": (dict(count=3), ConfigError, "count must divide kv_heads=2, got 3"),
+    "batch": (dict(batch=0), ConfigError, "batch must be at least 1, got 0"),
+    "host": (dict(host_limit=-1), ConfigError, "host_limit must be at least 0, got -1"),
+    "fetch": (dict(fetch="mail"), ConfigError, "fetch must be"),
+    "repeats": (dict(repeat_share=0.5), ConfigError, "repeat_share must be 0 with fetch='device_put'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_told(case):
+    arguments, kind, told = BAD[case]
+    with pytest.raises(kind, match=told):
+        capacity_plan(TINY, Full(), A100, **{"context": CAPACITY} | arguments)

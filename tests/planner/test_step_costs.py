@@ -1,0 +1,90 @@
+"""What XLA makes of a decode step: operations, bytes and temporaries of the compiled program against a stored table.
+
+Counted by the compiler, not timed: a change that copies a cache or computes something twice shows here on any machine.
+After a change that means to: `python tests/test_step_costs.py` from the repository's root writes the table anew; read
+the difference.
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jshadow.cache.offload import FETCH_MODES
+from jshadow.cache.state import KVState
+from jshadow.engine import decode
+from jshadow.models.config import ModelConfig
+from jshadow.policies import Full, ShadowKV, ShadowKVPlus, StreamingLLM
+from jshadow.weights.params import init_params
+
+TABLE = Path(__file__).with_name("step_costs.json")
+# A cache large enough that one needless copy of it stands out from all else in the step.
+CONFIG = ModelConfig("llama", 64, 2, 128, 192, 8, 2, 32, 1e-5, 4096)
+PROMPT, CAPACITY, BATCH = 1900, 2048, 2
+SMALL = {"rank": 24, "budget": 128, "outlier_chunks": 8}
+POLICIES = {
+    "full": (Full(), FETCH_MODES[:1]),
+    "streaming_llm": (StreamingLLM(window=256), FETCH_MODES[:1]),
+    "shadowkv": (ShadowKV(**SMALL), FETCH_MODES),
+    "shadowkv_plus": (ShadowKVPlus(**SMALL), FETCH_MODES),
+}
+CASES = [
+    (name, fetch, dtype)
+    for name, (_, fetches) in POLICIES.items()
+    for fetch in fetches
+    for dtype in ("float32", "bfloat16")
+]
+WRITTEN_WITH = json.loads(TABLE.read_text())["jax"] if TABLE.exists() else None
+# What another version of XLA may count differently.
+ROOM = 1.05 if jax.__version__ == WRITTEN_WITH else 1.5
+LITTLE = 4096  # bytes, or operations: nothing to argue about
+
+
+def step_costs(name: str, fetch: str, dtype: str) -> dict[str, int]:
+    """Operations, bytes accessed and temporary bytes of one decode step of BATCH rows."""
+    params = init_params(CONFIG, seed=0, dtype=dtype)
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (BATCH, PROMPT), np.int32)
+    policy, lengths = POLICIES[name][0], np.full(BATCH, PROMPT, np.int32)
+    _, state = decode.prefill(params, tokens, lengths, policy, capacity=CAPACITY, fetch=fetch)
+
+    def step(weights, token, reads, writes):
+        out, state = decode.step(weights, CONFIG, token, KVState.of(reads, writes))
+        return out, state.split()[1]
+
+    lowered = jax.jit(step, donate_argnums=3).lower(params.weights, tokens[:, 0], *state.split())
+    program = lowered.compile()
+    cost = program.cost_analysis()
+    return {
+        "operations": int(cost["flops"]), "bytes": int(cost["bytes accessed"]),
+        "temporaries": int(program.memory_analysis().temp_size_in_bytes),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_a_step_costs_what_it_did(case):
+    stored = json.loads(TABLE.read_text())["steps"]["-".join(case)]
+    found = step_costs(*case)
+    assert found.keys() == stored.keys()
+    for key, was in stored.items():
+        assert found[key] <= ROOM * was + LITTLE, f"{key} grew from {was:,} to {found[key]:,}"
+        if jax.__version__ == WRITTEN_WITH:
+            assert was <= ROOM * found[key] + LITTLE, f"{key} fell from {was:,} to {found[key]:,}: write the table anew"
+
+
+def test_the_table_has_no_other_rows():
+    assert sorted(json.loads(TABLE.read_text())["steps"]) == sorted("-".join(case) for case in CASES)
+
+
+def test_a_needless_copy_of_the_cache_would_show():
+    """One layer's keys, read and written once more, are far beyond what the table allows."""
+    stored = json.loads(TABLE.read_text())["steps"]["full-resident-float32"]
+    one_copy = 2 * BATCH * CONFIG.kv_heads * CAPACITY * CONFIG.head_dim * 4
+    assert one_copy > 0.05 * stored["bytes"] + LITTLE
+
+
+if __name__ == "__main__":
+    made = {"-".join(case): step_costs(*case) for case in CASES}
+    TABLE.write_text(json.dumps({"jax": jax.__version__, "steps": made}, indent=1) + "\n")
+    print(f"{len(made)} rows written to {TABLE.name}")

@@ -1,0 +1,235 @@
+"""Landmarks in two levels, and with the variance of their keys: the transform, the spread, the choice against a plain
+search in float64, what a step reads.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import LENGTHS, PROMPT, SMALL, STEPS, TINY, model, run_steps
+
+from jshadow.engine import decode
+from jshadow.errors import ConfigError
+from jshadow.evaluation.speed.layer import Shape, layer_state, random_prompt, random_step
+from jshadow.ops.packing import ROW_BITS, dequantise_rows
+from jshadow.planner.bytes import footprint, step_footprint
+from jshadow.policies import ShadowKV, ShadowKVPlus
+from jshadow.policies.shadowkv.landmark_levels import GROUP, gathered_products, hadamard, keep_levels, mean_kind
+from jshadow.policies.shadowkv.landmarks import keep_landmarks, landmark_products, prompt_spread
+
+POLICY = ShadowKV(
+    rank=24, chunk_size=4, budget=12, outlier_chunks=3, local_chunks=2, landmark_tokens=1, landmark_levels=2
+)
+SETTINGS = {
+    "model": POLICY,
+    "int4": dataclasses.replace(POLICY, landmark_dtype="int4", landmark_tokens=2),
+    "int8": dataclasses.replace(POLICY, landmark_dtype="int8"),
+    "few_chunks": dataclasses.replace(POLICY, budget=60),  # there are fewer groups
+    "variance": dataclasses.replace(POLICY, landmark_levels=1, landmark_tokens=2, landmark_order=2),
+    "levels_variance": dataclasses.replace(POLICY, landmark_tokens=2, landmark_dtype="int4", landmark_order=2),
+    "shared_variance": dataclasses.replace(
+        POLICY, turn_selection="shared", landmark_dtype="int8", landmark_tokens=2, landmark_order=2
+    ),
+    "one_variance": dataclasses.replace(POLICY, landmark_tokens=None, landmark_order=2),
+    "shared": dataclasses.replace(POLICY, turn_selection="shared"),
+    "shared_int4": dataclasses.replace(POLICY, turn_selection="shared", landmark_dtype="int4"),
+}
+
+
+def kept(levels, parts, kind):
+    """The rows of levels in float64, a chunk's mean first [B, h, n, s, d]."""
+    found = []
+    for rows, own, each in ((levels.means, mean_kind(kind), 1), (levels.details, kind, parts - 1)):
+        if own != "model":
+            rows = jax.tree.map(lambda x, each=each: x.reshape(*x.shape[:3], each, -1), rows)
+            rows = dequantise_rows(rows, ROW_BITS[own], "float32")
+        shape = rows.shape[:3]
+        found.append(np.asarray(rows, np.float64).reshape(*shape, each, -1))
+    return np.concatenate(found, axis=3)
+
+
+def landmarks_of(levels, parts, kind):
+    """The landmarks that levels stand for, float64 [B, h, n, s, d]."""
+    signs = np.array([[(-1) ** bin(i & k).count("1") for i in range(parts)] for k in range(parts)])
+    return np.einsum("ks,bhnkd->bhnsd", signs, kept(levels, parts, kind))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_the_transform_s_rows_are_orthogonal_and_the_first_is_the_sum(size):
+    matrix = np.asarray(hadamard(jnp.eye(size)))
+    assert set(np.unique(matrix)) <= {1.0, -1.0}
+    assert (matrix[0] == 1).all()
+    np.testing.assert_array_equal(matrix @ matrix.T, size * np.eye(size))
+
+
+@pytest.mark.parametrize("kind", ["model", "int8", "int4"])
+@pytest.mark.parametrize("parts", [2, 4, 8])
+def test_levels_are_the_landmarks(parts, kind):
+    """The first row is the chunk's mean, in eight bits where there are bits; each code is off by half a step at most.
+    They take as many bytes as the landmarks, but for the mean's bits."""
+    marks = jax.random.normal(jax.random.key(parts), (2, 3, 5 * parts, 16))
+    levels = keep_levels(marks, parts, kind, "float32")
+    wanted = np.asarray(marks, np.float64).reshape(2, 3, 5, parts, 16)
+    first = kept(levels, parts, kind)[:, :, :, 0]
+    np.testing.assert_allclose(first, wanted.mean(axis=3), atol=1e-6 if kind == "model" else 0.02)
+    assert levels.parts == parts
+    steps = 1e-6 if kind == "model" else np.abs(wanted).sum(axis=3).max() / (2 ** (ROW_BITS[kind] - 1) - 1)
+    assert np.abs(landmarks_of(levels, parts, kind) - wanted).max() <= steps / 2 + 1e-5
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(x)) for x in (levels, keep_landmarks(marks, kind, "float32"))]
+    assert sizes[0] - sizes[1] == (2 * 3 * 5 * 16 // 2 if kind == "int4" else 0)
+
+
+def scored(q, rows, spread):
+    """Scores [n] of chunks by their rows [n, s, d], whose keys have a spread [n, s], for queries [t, group, d]."""
+    half = (np.linalg.norm(q, axis=2)[..., None, None] * spread / 4) ** 2 / 2
+    weight = np.exp(np.einsum("tgd,nsd->tgns", q, rows) / 4 + half)
+    mass = weight / weight.sum(axis=(2, 3), keepdims=True)
+    return mass.sum(axis=(0, 3)).max(axis=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype):
+    """Or of all, where there is one level. For one query and for three of a turn, which choose apart or together; one
+    that does not count has no say."""
+    shape = Shape(context=157, batch=2, heads=6, kv_heads=2, head_dim=16, dtype=dtype)
+    spec, state = layer_state(shape, SETTINGS[name], "resident")
+    policy, count = spec.policy, spec.policy.max_selected(spec.capacity)
+    parts, shared = policy.landmark_parts, policy.turn_selection == "shared"
+    levels, kind = policy.landmark_levels, policy.landmark_dtype
+    kept_marks = state.frozen.landmarks
+    marks = landmarks_of(kept_marks, parts, kind) if levels == 2 else np.asarray(kept_marks, np.float64)
+    marks = marks.reshape(2, 2, -1, parts, 16)
+    chunks = marks.shape[2]
+    first_spread, spread = np.zeros((2, 2, chunks, 1)), np.zeros((2, 2, chunks, parts))
+    if policy.landmark_order == 2:
+        told = state.frozen.spread if levels == 2 else (first_spread, state.frozen.spread)
+        first_spread, spread = (np.asarray(x, np.float64).reshape(2, 2, chunks, -1) for x in told)
+    assert (GROUP * count < chunks) == (name != "few_chunks")
+    assert chunks % GROUP
+    for queries in (1, 3):
+        step = random_step(shape, queries, queries)
+        step = step.replace(valid=jnp.arange(queries) < jnp.array([[queries], [max(1, queries - 1)]]))
+        ids, best = (np.asarray(x) for x in policy.choose(spec, state, step, count))
+        assert ids.shape == best.shape == (2, 2, 1 if shared else queries, count)
+        q, valid = np.asarray(step.q_post, np.float64), np.asarray(step.valid)
+        free = np.asarray(state.frozen.candidates)
+        for b, h, own in np.ndindex(ids.shape[:3]):
+            asking = [t for t in range(queries) if valid[b, t]] if shared else [own]
+            if not valid[b, own]:
+                continue
+            open_to = np.flatnonzero(free[b, h])
+            ours = q[b, asking, 3 * h : 3 * h + 3]
+            first = scored(ours, marks[b, h, open_to].mean(axis=1, keepdims=True), first_spread[b, h, open_to])
+            groups = np.unique(open_to // GROUP)
+            most = np.array([first[open_to // GROUP == group].max() for group in groups])
+            wanted_groups = groups[np.argsort(-most, kind="stable")[:count]]
+            near = open_to[np.isin(open_to // GROUP, wanted_groups)] if levels == 2 else open_to
+            wanted = scored(ours, marks[b, h, near], spread[b, h, near])
+            order = np.argsort(-wanted, kind="stable")[:count]
+            real = best[b, h, own] >= 0
+            assert real.sum() == len(order)
+            np.testing.assert_allclose(best[b, h, own][real], wanted[order], rtol=3e-4 if dtype == "float32" else 0.05)
+            if dtype == "float32":
+                assert set(ids[b, h, own][real]) == set(near[order])
+
+
+@pytest.mark.parametrize(("tokens", "block"), [(53, 8), (64, 1000), (3, 8)])
+def test_the_spread_is_the_deviation_from_the_landmark(tokens, block):
+    """Of whole chunks, in whatever blocks; none where a landmark is a key."""
+    keys = 3 + jax.random.normal(jax.random.key(tokens), (2, tokens, 3, 16))
+    got = np.asarray(prompt_spread(keys, 9, 4, block=block, parts=2))
+    assert got.shape == (2, 3, 18)
+    rows = np.asarray(keys, np.float64)[:, : tokens // 4 * 4].reshape(2, -1, 2, 3, 16)[:, :18]
+    want = np.sqrt(rows.var(axis=2).mean(axis=3)).swapaxes(1, 2)
+    np.testing.assert_allclose(got[:, :, : want.shape[2]], want, rtol=1e-5)
+    assert not got[:, :, want.shape[2] :].any()
+    assert not np.asarray(prompt_spread(keys, 9, 4, parts=4)).any()
+
+
+def test_a_spread_that_float16_cannot_hold_is_its_largest_number():
+    shape = Shape(context=64, batch=1, heads=2, kv_heads=1, head_dim=8, dtype="bfloat16")
+    spec, state = layer_state(shape, dataclasses.replace(POLICY, rank=8, landmark_order=2), "resident")
+    prompt = random_prompt(shape, spec.policy)
+    huge = prompt.replace(
+        k_post=prompt.k_post * jnp.where(jnp.arange(64) % 2, 1e6, -1e6)[:, None, None].astype("bfloat16")
+    )
+    state, _ = spec.policy.compress(spec, state, huge)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in state.frozen.spread)
+    best = spec.policy.choose(spec, state, random_step(shape, 1, 1), 3)[1]
+    assert np.isfinite(np.asarray(best)).all()
+
+
+@pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
+def test_all_chunks_are_all_chunks(kind):
+    """Where every chunk comes near, two levels of exact landmarks choose as one does; where few do, they do not."""
+    for budget, same in ((24, True), (4, False)):
+        settings = dict(rank=12, budget=budget, landmark_tokens=1, **SMALL)
+        made = [
+            decode.prefill(
+                model(), PROMPT, LENGTHS, kind(**settings, landmark_levels=levels), capacity=96, fetch="resident"
+            )[1]
+            for levels in (1, 2)
+        ]
+        one, two = (np.asarray(run_steps(model(), state, STEPS[:, :3])[0]) for state in made)
+        assert np.allclose(one, two, atol=1e-5) == same
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("kind", ["model", "int4"])
+def test_a_step_reads_all_means_and_the_landmarks_of_few_chunks(kind, rounds):
+    sizes = dict(capacity=1024, prompt=1000, dtype="bfloat16", fetch="device_put")
+    policies = [
+        ShadowKV(budget=32, **SMALL, landmark_tokens=1, landmark_dtype=kind, landmark_levels=levels,
+                 selection_rounds=rounds) for levels in (1, 2)
+    ]  # fmt: skip
+    kept = [footprint(TINY, policy, **sizes)["device_bytes"] for policy in policies]
+    chunks, near = 1024 // 4 - 2, GROUP * rounds * 32 // 4
+    heads, more = TINY.kv_heads * TINY.num_layers, 0 if kind == "model" else TINY.head_dim // 2
+    assert kept[1] - kept[0] == chunks * more * heads
+    one, two = (step_footprint(TINY, policy, **sizes)["bytes_read"] for policy in policies)
+    row = TINY.head_dim * 2 if kind == "model" else TINY.head_dim // 2 + 2
+    assert one - two == ((4 * chunks - (chunks + 4 * near)) * row - (chunks + near) * more) * heads
+
+
+@pytest.mark.parametrize(("tokens", "levels", "first", "each"), [(None, 1, 1, 0), (1, 1, 4, 0), (2, 2, 1, 2)])
+def test_the_variance_takes_a_number_for_each_landmark(tokens, levels, first, each):
+    """A step reads those of all chunks, and of levels those of the landmarks of few."""
+    sizes = dict(capacity=1024, prompt=1000, dtype="bfloat16", fetch="device_put")
+    policies = [
+        ShadowKV(budget=32, **SMALL, landmark_tokens=tokens, landmark_levels=levels, landmark_order=order)
+        for order in (1, 2)
+    ]
+    chunks, near, heads = 1024 // 4 - 2, GROUP * 32 // 4, TINY.kv_heads * TINY.num_layers
+    held = [footprint(TINY, policy, **sizes)["device_bytes"] for policy in policies]
+    assert held[1] - held[0] == 2 * chunks * (first + each) * heads
+    one, two = (step_footprint(TINY, policy, **sizes)["bytes_read"] for policy in policies)
+    assert two - one == 2 * (chunks * first + near * each) * heads
+    for policy in policies:
+        assert dataclasses.replace(policy, budget=None).resolve(TINY, 96).landmark_order == policy.landmark_order
+
+
+@pytest.mark.parametrize("value", [0, 3, 2.0, True])
+@pytest.mark.parametrize("field", ["landmark_levels", "landmark_order"])
+def test_levels_and_order_are_one_or_two(field, value):
+    for kind in (ShadowKV, ShadowKVPlus):
+        with pytest.raises(ConfigError, match=rf"{field} must be an integer in \[1, 2\]"):
+            kind(**{field: value}).resolve(TINY, 96)
+
+
+def test_a_chunk_s_landmarks_are_a_power_of_two():
+    with pytest.raises(ConfigError, match="a power of two of landmarks a chunk with landmark_levels=2, got 3"):
+        ShadowKV(chunk_size=6, landmark_tokens=2, landmark_levels=2).resolve(TINY, 96)
+    assert ShadowKV(landmark_levels=2).resolve(TINY, 96).landmark_levels == 1  # the mean is all there is
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["model", "int8", "int4"])
+def test_a_gpu_s_products_are_those_of_all_machines(kind, dtype):
+    rows, marks = (jax.random.normal(jax.random.key(i), (2, 3, n, 16), dtype) for i, n in ((0, 5), (1, 11)))
+    landmarks = keep_landmarks(marks, kind, dtype)
+    got, want = gathered_products(rows, landmarks), landmark_products(rows, landmarks)
+    assert got.dtype == want.dtype == jnp.float32
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,208 @@
+"""Which chunks ShadowKV keeps exactly: by their landmark, and by what the code of their keys loses."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import TINY
+from oracle_shadowkv import worst_of
+
+from jshadow.cache.state import PromptKV, Rebuild
+from jshadow.errors import ConfigError
+from jshadow.ops.rope import cos_sin, rotate
+from jshadow.planner.bytes import cache_specs
+from jshadow.policies import ShadowKV, ShadowKVPlus
+from jshadow.policies.shadowkv.key_codecs import (
+    Exact,
+    Int4,
+    KeyCode,
+    KeyCodec,
+    LowRank,
+    Transform,
+    squared_error,
+)
+from jshadow.policies.shadowkv.plus import loses_more
+
+CHUNK = 4
+CODECS: dict[str, KeyCodec] = {
+    "lowrank": LowRank(9), "transform": Transform((3, 10, 8)), "int4": Int4(), "exact": Exact(),
+}  # fmt: skip
+BOTH = ShadowKV(
+    chunk_size=CHUNK, budget=12, outlier_chunks=5, local_chunks=1, outlier_rule="both", key_codec="transform",
+    key_profile=(2, 10, 8),
+)  # fmt: skip
+
+
+def keys_of(lengths: list[int], heads: int = 2, dim: int = 12, seed: int = 0) -> np.ndarray:
+    """Keys [B, S, h, d] of few directions, some tokens unlike all others; padded with what must not be read."""
+    rng = np.random.default_rng(seed)
+    keys = np.full((len(lengths), max(lengths) + 3, heads, dim), 99.0)
+    for row, length in enumerate(lengths):
+        plain = rng.standard_normal((length, 5)) @ rng.standard_normal((5, heads * dim)) + 3
+        plain += 0.1 * rng.standard_normal(plain.shape)
+        plain[rng.integers(0, length, max(1, length // 15))] += 4 * rng.standard_normal(heads * dim)
+        keys[row, :length] = plain.reshape(length, heads, dim)
+    return keys
+
+
+def lost_by(codec: KeyCodec, code, keys: np.ndarray, chunks: int, weights=1.0) -> np.ndarray:
+    """Largest squared distance of a token of each chunk from its rebuilt key, both times weights [B, h, d]:
+    [B, h, chunks], in float64."""
+    batch, _, heads, dim = keys.shape
+    every = jnp.broadcast_to(jnp.arange(chunks), (batch, heads, chunks))
+    rebuilt = np.asarray(codec.decode(code, every, CHUNK), np.float64).reshape(batch, heads, chunks, CHUNK, dim)
+    real = np.asarray(keys, np.float64)[:, : chunks * CHUNK].reshape(batch, chunks, CHUNK, heads, dim)
+    sizes = np.broadcast_to(weights, (batch, heads, dim))[:, :, None, None]
+    off = (rebuilt - real.transpose(0, 3, 1, 2, 4)) * sizes
+    return (off**2).sum(axis=4).max(axis=3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("block", [3, 16, 2048])
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("name", CODECS)
+def test_losses_are_those_of_the_worst_token(name, weighed, block, dtype):
+    """Blocks smaller than a chunk, ragged and whole; chunks past the prompt lose nothing."""
+    codec, lengths = CODECS[name], [57, 30]
+    keys = jnp.asarray(keys_of(lengths), dtype)
+    sizes = np.random.default_rng(1).uniform(0.2, 2, (2, 2, 12)) if weighed else np.ones((2, 2, 12))
+    weights = jnp.asarray(sizes, jnp.float32) if weighed else None
+    code = codec.encode(keys, jnp.array(lengths), 20, CHUNK, weights)
+    lost = np.asarray(jax.jit(lambda code, keys: codec.losses(code, keys, CHUNK, weights, block))(code, keys))
+    assert lost.shape == (2, 2, 20)
+    assert not lost[:, :, 15:].any()
+    want = lost_by(codec, code, np.asarray(keys, np.float64), 15, sizes)
+    for row, length in enumerate(lengths):
+        own = length // CHUNK
+        np.testing.assert_allclose(lost[row, :, :own], want[row, :, :own], rtol=1e-3, atol=1e-5)
+    assert (lost[0, :, :14] == 0).all() == (name == "exact")
+
+
+def compressed(policy: ShadowKV, lengths: list[int], capacity: int, keys: np.ndarray):
+    """A layer's resolved policy and state of a prompt with these keys, after RoPE as before it."""
+    config = dataclasses.replace(TINY, kv_heads=keys.shape[2], q_heads=2 * keys.shape[2], head_dim=keys.shape[3])
+    spec = cache_specs(config, policy.resolve(config, capacity), len(keys), capacity, 1, "float32", "resident")[0]
+    batch = jnp.asarray(keys, jnp.float32)
+    positions = jnp.broadcast_to(jnp.arange(batch.shape[1]), batch.shape[:2])
+    prompt = PromptKV(batch, batch, batch, jnp.array(lengths), positions, None)
+    return spec.policy, spec.policy.compress(spec, spec.policy.init(spec), prompt)[0]
+
+
+@pytest.mark.parametrize("landmark_tokens", [1, 2, 4])
+@pytest.mark.parametrize("outliers", [0, 1, 2, 5, 12, 40])
+def test_half_by_landmark_and_half_by_code(outliers, landmark_tokens):
+    """In rows of many chunks, of fewer than there are outliers, of one, and of none. Where every key is its own
+    landmark, the first chunks are those of the landmarks' rule."""
+    lengths = [203, 46, 8, 5]
+    keys = keys_of(lengths)
+    policy = dataclasses.replace(BOTH, outlier_chunks=outliers, landmark_tokens=landmark_tokens)
+    policy, state = compressed(policy, lengths, 220, keys)
+    frozen, first = state.frozen, -(-outliers // 2)
+    for row, length in enumerate(lengths):
+        chunks = max(0, length // CHUNK - 1)
+        assert int(frozen.chunks[row]) == chunks
+        own = np.float64(np.float32(keys[row, : chunks * CHUNK]))
+        worst = worst_of(own, CHUNK, CHUNK // landmark_tokens)
+        code = KeyCode(*jax.tree.map(lambda x, row=row: x[row : row + 1], (frozen.left, frozen.right)))
+        lost = lost_by(policy.codec, code, own[None], chunks)[0]
+        for head in range(2):
+            wanted = np.argsort(worst[head], kind="stable")[:first].tolist()
+            lost[head, wanted] = -1
+            wanted += np.argsort(-lost[head], kind="stable")[: max(0, min(outliers, chunks) - len(wanted))].tolist()
+            held = np.asarray(frozen.outliers.k[row, head]).reshape(-1, CHUNK, keys.shape[3])
+            assert not held[len(wanted) :].any()  # or a state would hang on how far its prompt was padded
+            for kept, chunk in zip(held, wanted, strict=False):
+                np.testing.assert_array_equal(kept, own[chunk * CHUNK : (chunk + 1) * CHUNK, head])
+            open_to = np.flatnonzero(np.asarray(frozen.candidates[row, head])).tolist()
+            assert open_to == sorted(set(range(chunks)) - set(wanted))
+
+
+def test_a_fact_in_a_text_that_repeats_itself_stays():
+    """A sentence of 9 tokens again and again, and once three tokens of another kind: clipped by deviations alone."""
+    rng = np.random.default_rng(5)
+    sentence, turn = rng.standard_normal((9, 24)), np.linalg.qr(rng.standard_normal((24, 24)))[0]
+    plain = (np.tile(sentence, (60, 1)) * 0.8 ** np.arange(24) + 0.01 * rng.standard_normal((540, 24))) @ turn
+    plain[121:124] = 3 * rng.standard_normal((3, 24))
+    keys = plain.reshape(1, 540, 2, 12)
+    fact = 121 // CHUNK
+    for policy in (BOTH, dataclasses.replace(BOTH, outlier_rule="landmark", outlier_chunks=0)):
+        policy, state = compressed(policy, [540], 570, keys)
+        closed = ~np.asarray(state.frozen.candidates[0])[:, : int(state.frozen.chunks[0])]
+        assert closed[:, fact].all() == (policy.outlier_rule == "both")
+        code = KeyCode(state.frozen.left, state.frozen.right)
+        lost = lost_by(policy.codec, code, keys[:, : CHUNK * closed.shape[1]], closed.shape[1])[0]
+        # An eighth of the key; with steps by the deviations alone it was a quarter to a third.
+        assert (lost[:, fact] < 0.2 * (keys[0, 121:124] ** 2).sum(axis=2).max()).all()
+
+
+def test_later_chunks_are_measured_by_the_prompt_s():
+    """ShadowKV+: what the code chose is well summed up by its landmarks, and must not lower that bar for others; the
+    bar of the code is the worst prompt chunk that is rebuilt. Where none is, every later chunk is worse."""
+    lengths = [203, 46, 8, 5]
+    keys = keys_of(lengths)
+    cuts = []
+    for rule, outliers in (("both", 6), ("landmark", 3)):
+        policy = ShadowKVPlus(9, CHUNK, 12, outliers, 1, outlier_rule=rule)
+        policy, state = compressed(policy, lengths, 220, keys)
+        cuts.append(np.asarray(state.frozen.cut))
+        if rule == "landmark":
+            assert state.frozen.most is None
+            continue
+        code = KeyCode(state.frozen.left, state.frozen.right)
+        lost = lost_by(policy.codec, code, np.float64(np.float32(keys)), 50)
+        open_to = np.asarray(state.frozen.candidates)[:, :, :50]
+        most = np.where(open_to, lost, -np.inf).max(axis=2)
+        np.testing.assert_allclose(state.frozen.most, np.where(most >= 0, most, -1), rtol=1e-3)
+        assert np.isfinite(most).tolist() == [[True] * 2, [True] * 2, [False] * 2, [False] * 2]
+    np.testing.assert_array_equal(*cuts)
+    assert np.isfinite(cuts[0][:3]).all()
+    assert (cuts[0][3] == -np.inf).all()
+
+
+@pytest.mark.parametrize("outliers", [0, 1])
+def test_no_outlier_is_chosen_by_the_code_of_fewer_than_two(outliers):
+    policy = ShadowKVPlus(9, CHUNK, 12, outliers, 1, outlier_rule="both")
+    _, state = compressed(policy, [203, 8], 220, keys_of([203, 8]))
+    assert (np.asarray(state.frozen.most) == np.inf).all()
+
+
+@pytest.mark.parametrize("name", ["lowrank", "transform", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_same_keys_later_are_no_worse(name, dtype):
+    """Keys far from zero, as biases make them, are rounded by more than a good code loses of them."""
+    rng = np.random.default_rng(2)
+    keys = rng.standard_normal((1, 160, 2, 12)) * 0.5 + np.where(rng.random((2, 12)) < 0.2, 60, 0)
+    codec = LowRank(24) if name == "lowrank" else CODECS[name]
+    k_pre, chunks = jnp.asarray(keys, dtype), 160 // CHUNK
+    code = codec.encode(k_pre, jnp.array([160]), chunks, CHUNK)
+    most = codec.losses(code, k_pre, CHUNK).max(axis=2)
+    tail = codec.project(k_pre, code.right).swapaxes(1, 2)
+    tail = tail.reshape(*tail.shape[:2], chunks, -1)
+    inverse = jnp.asarray(10000.0 ** -(np.arange(6) / 6), jnp.float32)
+    rebuild = Rebuild(
+        code.left, code.right, inverse, tail=tail if code.left.ndim == 4 else tail[:, 0],
+        tail_unit=jnp.array([chunks]), codec=codec, unit=CHUNK,
+    )  # fmt: skip
+    ids = jnp.broadcast_to(chunks + jnp.arange(chunks), (1, 2, chunks))
+    later = rotate(k_pre, *(x[None, :, None] for x in cos_sin(160 + jnp.arange(160), inverse)))
+    later = later.transpose(0, 2, 1, 3).reshape(1, 2, chunks, CHUNK, 12)
+    rebuilt = rebuild.keys(ids).reshape(later.shape)
+    unlike = later.at[:, :, 7, 2].multiply(-1)
+    if dtype == "bfloat16":  # or the bound would not be needed
+        assert (squared_error(rebuilt, later, None).max(axis=3) > most[..., None]).any()
+        assert not loses_more(rebuilt, later, None, most).any()
+    found = np.asarray(loses_more(rebuilt, unlike, None, most * 1.01))
+    assert found[:, :, 7].all()
+    assert found.sum() == 2
+    assert loses_more(later, later, None, jnp.full((1, 2), -1.0)).all()
+    assert not loses_more(rebuilt, unlike, None, jnp.full((1, 2), jnp.inf)).any()
+
+
+@pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
+def test_refusals(kind):
+    with pytest.raises(ConfigError, match=r"outlier_rule must be one of .*'landmark', 'both'.* got 'code'"):
+        kind(outlier_rule="code").resolve(TINY, 96)
+    with pytest.raises(ConfigError, match=r"outlier_rule must be 'landmark' with key_codec='exact', got 'both'"):
+        kind(outlier_rule="both", key_codec="exact").resolve(TINY, 96)

@@ -1,0 +1,89 @@
+"""What an error in a key is weighed by, and what that is good for."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import TINY
+from oracle_shadowkv import query_weights as wanted
+
+from jshadow.errors import ConfigError
+from jshadow.ops.rope import cos_sin, rotate
+from jshadow.policies import ShadowKV, ShadowKVPlus
+from jshadow.policies.shadowkv.key_codecs import LowRank, Transform
+from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
+
+
+def queries_of(batch: int, count: int, heads: int, dim: int, seed: int = 0) -> np.ndarray:
+    """Queries [B, w, h, d], each number of a size of its own."""
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((batch, count, heads, dim)) * rng.uniform(0.05, 3, (heads, dim))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotated"), [(4, 2, 12, 12), (3, 3, 10, 6), (6, 1, 16, 4)])
+def test_weights_are_the_oracle_s(heads, kv_heads, dim, rotated, dtype):
+    """In ragged rows, of as many tokens as there are queries, of fewer, and of one; some numbers not rotated."""
+    lengths = [90, 16, 7, 1]
+    queries = jnp.asarray(queries_of(4, 16, heads, dim), dtype)
+    got = query_weights(queries, jnp.array(lengths), kv_heads, rotated)
+    assert got.shape == (4, kv_heads, dim)
+    assert got.dtype == jnp.float32
+    for row, length in enumerate(lengths):
+        own = np.asarray(queries[row, -min(16, length) :], np.float64)
+        np.testing.assert_allclose(got[row], wanted(own, kv_heads, rotated), rtol=1e-5)
+    half = rotated // 2
+    np.testing.assert_array_equal(got[..., :half], got[..., half:rotated])
+
+
+def test_no_query_weighs_nothing_more_than_another():
+    """Zeros, as a row that is none has them, and numbers that no query has: finite, and above zero."""
+    got = query_weights(jnp.zeros((2, 4, 2, 6)), jnp.array([0, 9]), 1, 6)
+    np.testing.assert_array_equal(got, jnp.full((2, 1, 6), 0.1))
+    some = jnp.zeros((1, 4, 2, 6)).at[..., 1].set(100.0)
+    got = np.asarray(query_weights(some, jnp.array([9]), 1, 6))[0, 0]
+    np.testing.assert_allclose(got[[0, 2, 3, 5]], 0.1)
+    np.testing.assert_allclose(got[[1, 4]], np.sqrt(3.01), rtol=1e-6)
+
+
+@pytest.mark.parametrize("rotated", [12, 8])
+def test_weights_are_those_before_rope(rotated):
+    """RoPE moves a query within its pairs, so that weights suit every distance."""
+    queries = jnp.asarray(queries_of(1, 40, 4, 12), jnp.float32)
+    inverse = jnp.asarray(1.0 / 50 ** (np.arange(rotated // 2) / 4), jnp.float32)
+    cos, sin = (x[:, None] for x in cos_sin(jnp.arange(40) * 7, inverse))
+    turned = rotate(queries, cos, sin)
+    assert np.abs(np.asarray(turned - queries)).max() > 1
+    lengths = jnp.array([40])
+    np.testing.assert_allclose(
+        query_weights(turned, lengths, 2, rotated), query_weights(queries, lengths, 2, rotated), rtol=1e-4
+    )
+
+
+@pytest.mark.parametrize("codec", [LowRank(6), Transform((2, 10, 12))], ids=["lowrank", "transform"])
+def test_less_is_lost_of_the_products(codec):
+    """Keys that are large everywhere, queries in few places: of the same bytes, most of the error goes."""
+    rng, dim, tokens = np.random.default_rng(2), 16, 512
+    size = np.tile(2.0 ** np.linspace(2, -2, dim // 2), 2)
+    keys = jnp.asarray(rng.standard_normal((1, tokens, 2, dim)), jnp.float32)
+    queries = jnp.asarray(rng.standard_normal((1, 64, 4, dim)) * size, jnp.float32)
+    lengths, inverse = jnp.array([tokens]), jnp.asarray(1.0 / 100 ** (np.arange(dim // 2) / 8), jnp.float32)
+    ids = jnp.arange(tokens // 8)[None, None].repeat(2, 1)
+
+    def lost(weights) -> float:
+        """Mean square of what queries at the end get wrong of the products with all keys."""
+        code = codec.encode(keys, lengths, tokens // 8, 8, weights)
+        off = codec.decode(code, ids, 8) - keys.swapaxes(1, 2)
+        turned = rotate(off, *cos_sin(jnp.arange(tokens), inverse))
+        asked = rotate(queries, *(x[:, None] for x in cos_sin(tokens + jnp.arange(64), inverse)))
+        return float((jnp.einsum("bthgd,bhsd->bhgts", asked.reshape(1, 64, 2, 2, dim), turned) ** 2).mean())
+
+    assert lost(query_weights(queries, lengths, 2, dim)) < 0.5 * lost(None)
+
+
+@pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
+def test_refusals(kind):
+    with pytest.raises(ConfigError, match=r"key_weights must be one of .*'none', 'queries'.* got 'keys'"):
+        kind(key_weights="keys").resolve(TINY, 96)
+    for codec in ("int4", "exact"):
+        with pytest.raises(ConfigError, match=rf"key_weights must be 'none' with key_codec='{codec}', got 'queries'"):
+            kind(key_weights="queries", key_codec=codec).resolve(TINY, 96)

@@ -1,0 +1,104 @@
+"""The second round of ShadowKV's selection against a plain search in float64, and what it costs."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import LENGTHS, PROMPT, SMALL, STEPS, TINY, model, run_steps
+
+from jshadow.engine import decode
+from jshadow.errors import ConfigError
+from jshadow.evaluation.speed.layer import Shape, layer_state, random_step
+from jshadow.planner.bytes import abstract_state, footprint, step_footprint
+from jshadow.policies import ShadowKV, ShadowKVPlus
+
+POLICY = ShadowKV(rank=24, chunk_size=4, budget=24, outlier_chunks=3, local_chunks=2, selection_rounds=2)
+SETTINGS = {
+    "lowrank": POLICY,
+    "transform": dataclasses.replace(
+        POLICY, rank=None, key_codec="transform", key_profile=(3, 10, 16), landmark_dtype="int4", landmark_tokens=2
+    ),
+    "few_chunks": dataclasses.replace(POLICY, budget=100),  # twice the budget is more than there are
+    "shared": dataclasses.replace(POLICY, turn_selection="shared"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_chosen_are_the_best_of_twice_the_chunks_by_their_keys(name, dtype):
+    """For one query and for three of a turn, which choose apart or together; a query that does not count has no say."""
+    shape = Shape(context=157, batch=2, heads=6, kv_heads=2, head_dim=16, dtype=dtype)
+    spec, state = layer_state(shape, SETTINGS[name], "resident")
+    policy, count = spec.policy, spec.policy.max_selected(spec.capacity)
+    for queries in (1, 3):
+        step = random_step(shape, queries, queries)
+        step = step.replace(valid=jnp.arange(queries) < jnp.array([[queries], [max(1, queries - 1)]]))
+        first = np.asarray(policy.scores(spec, state, step))
+        ids, best = (np.asarray(x) for x in policy.choose(spec, state, step, count))
+        assert ids.shape == best.shape == (2, 2, 1 if name == "shared" else queries, count)
+        chunks = first.shape[3]
+        every = jnp.broadcast_to(jnp.arange(chunks), (2, 2, chunks))
+        keys = policy.rebuild(spec, state, step).keys(every).astype(dtype)
+        keys = np.asarray(keys, np.float64).reshape(2, 2, chunks, 4, 16)
+        q, valid = np.asarray(step.q_post, np.float64), np.asarray(step.valid)
+        for b, h, own in np.ndindex(ids.shape[:3]):
+            wide = np.argsort(-first[b, h, own], kind="stable")[: 2 * count]
+            wide = wide[first[b, h, own][wide] >= 0]
+            asking = [t for t in range(queries) if valid[b, t]] if name == "shared" else [own]
+            mass = np.zeros((3, len(wide)))
+            for t in asking:
+                weight = np.exp(np.einsum("gd,ncd->gnc", q[b, t, 3 * h : 3 * h + 3], keys[b, h, wide]) / 4)
+                mass += (weight / weight.sum(axis=(1, 2), keepdims=True)).sum(axis=2)
+            if not valid[b, own]:
+                continue
+            wanted = mass.max(axis=0)
+            order = np.argsort(-wanted, kind="stable")[:count]
+            real = best[b, h, own] >= 0
+            assert real.sum() == len(order)
+            np.testing.assert_allclose(best[b, h, own][real], wanted[order], rtol=3e-4 if dtype == "float32" else 0.03)
+            if dtype == "float32":
+                assert set(ids[b, h, own][real]) == set(wide[order])
+
+
+def test_all_chunks_are_all_chunks():
+    """Where the budget takes everything, a second round changes nothing; where not, it does."""
+    for budget, same in ((96, True), (12, False)):
+        made = [
+            decode.prefill(
+                model(), PROMPT, LENGTHS, ShadowKV(rank=12, budget=budget, selection_rounds=rounds, **SMALL),
+                capacity=96, fetch="resident",
+            )[1] for rounds in (1, 2)
+        ]  # fmt: skip
+        one, two = (np.asarray(run_steps(model(), state, STEPS[:, :3])[0]) for state in made)
+        assert np.allclose(one, two, atol=1e-5) == same
+
+
+def test_a_step_rebuilds_three_times_the_keys_and_moves_no_more():
+    sizes = dict(capacity=512, prompt=500, dtype="bfloat16", fetch="device_put")
+    one, two = (
+        step_footprint(TINY, ShadowKV(rank=12, budget=64, **SMALL, selection_rounds=rounds), **sizes)
+        for rounds in (1, 2)
+    )
+    assert two["bytes_moved"] == one["bytes_moved"] > 0
+    left = 2 * 12 * 64 * TINY.kv_heads * TINY.num_layers
+    assert two["bytes_read"] - one["bytes_read"] == 2 * left
+    states = [
+        abstract_state(TINY, ShadowKV(rank=12, budget=64, **SMALL, selection_rounds=rounds), batch=1, **sizes)
+        for rounds in (1, 2)
+    ]
+    first, second = (state.specs[0].policy.step_flops(state.specs[0], state.layers[0]) for state in states)
+    products = 2 * 2 * (12 + TINY.q_heads // TINY.kv_heads) * 64 * TINY.key_columns
+    assert products <= second - first <= 1.2 * products  # the formula counts what is read as multiplied, too
+    kept = [
+        footprint(TINY, ShadowKV(rank=12, budget=64, **SMALL, selection_rounds=rounds), **sizes)["device_bytes"]
+        for rounds in (1, 2)
+    ]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("rounds", [0, 3, 1.0, True])
+def test_rounds_are_one_or_two(rounds):
+    for kind in (ShadowKV, ShadowKVPlus):
+        with pytest.raises(ConfigError, match=r"selection_rounds must be an integer in \[1, 2\]"):
+            kind(selection_rounds=rounds).resolve(TINY, 96)

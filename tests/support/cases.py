@@ -1,0 +1,259 @@
+"""The tables that tests and benchmarks share: tiny models, one ragged batch, and every policy in two settings.
+
+A policy that is not listed in POLICY_CASES fails test_every_policy_has_a_case: the laws are for all of them.
+"""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from probe import Probe
+
+from jshadow.cache.state import KVState
+from jshadow.engine import decode
+from jshadow.models.config import ModelConfig, RopeConfig
+from jshadow.policies import (
+    H2O,
+    KIVI,
+    LESS,
+    DenseFirst,
+    Full,
+    InfiniGen,
+    InfLLM,
+    Loki,
+    OmniKV,
+    Policy,
+    Pyramid,
+    Quest,
+    ShadowKV,
+    ShadowKVPlus,
+    SnapKV,
+    SpeCache,
+    StreamingLLM,
+)
+from jshadow.weights.params import Params, init_params
+
+# Three layers: the probe has three kinds of them. A prime vocabulary: a wrong reshape cannot hide.
+TINY = ModelConfig(
+    model_type="llama", vocab_size=101, num_layers=3, model_dim=32, ffn_dim=48, q_heads=4, kv_heads=2, head_dim=16,
+    norm_eps=1e-5, context=256,
+)  # fmt: skip
+LLAMA3_ROPE = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_context=64)
+
+CONFIGS = {
+    "group2": dataclasses.replace(TINY, num_layers=2),
+    "group1": dataclasses.replace(TINY, num_layers=2, q_heads=2, model_dim=48),
+    "head_dim80": dataclasses.replace(TINY, num_layers=2, q_heads=4, kv_heads=1, head_dim=80),
+    "tied": dataclasses.replace(TINY, num_layers=2, tie_embeddings=True, attention_bias=True),
+    "llama3_rope": dataclasses.replace(TINY, num_layers=2, rope=LLAMA3_ROPE),
+}
+
+# One ragged batch: 61 and 27 are no multiple of any chunk, and 5 tokens leave no chunk at all.
+LENGTHS = (61, 27, 5)
+CAPACITY = 96
+FETCH_MODES = ("resident", "device_put", "zero_copy")
+OFFLOADED = FETCH_MODES[1:]
+
+
+class PolicyCase(NamedTuple):
+    """A policy in a setting that drops or approximates something here, and in the one that must not."""
+
+    restricted: Policy
+    lossless: Callable[[int, ModelConfig], Policy]
+
+
+# Few outliers, so that most chunks are really selected, rebuilt and fetched.
+SMALL: dict[str, Any] = dict(chunk_size=4, outlier_chunks=2, local_chunks=2)
+REFERENCE: dict[str, Any] = dict(score_dim=128, score_dtype="bfloat16", exact_preload=True, chunk_multiple=2)
+PLUS: dict[str, Any] = dict(chunk_size=4, outlier_chunks=2, local_chunks=1, extra_outlier_chunks=2, extend_piece=6)
+
+
+# Codes beyond the paper's, small enough that each loses something.
+PACKED: dict[str, Any] = dict(landmark_tokens=2, landmark_dtype="int4")
+TRANSFORM: dict[str, Any] = dict(key_codec="transform", key_profile=(3, 6, 8), key_weights="queries")
+
+
+def codec_case(
+    policy: type[ShadowKV], value_dtype: str = "model", lossy: dict[str, Any] | None = None, **settings: Any
+):
+    """A ShadowKV whose keys are in the code of `lossy`, by which outliers are chosen too, and whose values may be
+    packed; and with exact keys and values, where landmarks choose among all chunks."""
+
+    def lossless(num_tokens: int, config: ModelConfig) -> Policy:
+        return policy(key_codec="exact", budget=max(num_tokens, 8), **settings)
+
+    settings_of_codes = {"outlier_rule": "both", "value_dtype": value_dtype, **(lossy or {})}
+    return PolicyCase(policy(budget=16, **settings_of_codes, **settings), lossless)
+
+
+def shadowkv_case(policy: type[ShadowKV], **settings: Any) -> PolicyCase:
+    """A ShadowKV that rebuilds a part of the keys roughly, and the same with everything kept."""
+
+    def lossless(num_tokens: int, config: ModelConfig) -> Policy:
+        return dataclasses.replace(policy.lossless(num_tokens, config), **settings)
+
+    return PolicyCase(policy(rank=12, budget=16, **settings), lossless)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaughtLESS(LESS):
+    """LESS with random kernels of its own, as if it had been given learned ones: the laws hold for those too."""
+
+    name = "taught_less"
+
+    def kernels(self, spec, learned):
+        """The same in all layers; large enough that a third of the attention goes to what was evicted."""
+        return random_kernels(self, spec.kv_heads, spec.head_dim)
+
+
+def random_kernels(policy: LESS, kv_heads: int, head_dim: int) -> dict[str, Any]:
+    """One layer's arrays."""
+    shapes = policy.layer_shapes(kv_heads, head_dim)
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda node: isinstance(node, tuple))
+    rng = np.random.default_rng(23)
+    return jax.tree.unflatten(
+        tree, [jnp.asarray(rng.standard_normal(shape) / shape[-2] ** 0.5, jnp.float32) for shape in leaves]
+    )
+
+
+def lossless_omnikv(num_tokens: int, config: ModelConfig) -> Policy:
+    """A sparse layer of three."""
+    return dataclasses.replace(OmniKV.lossless(num_tokens, config), filter_layers=(0,))
+
+
+def lossless_quest(num_tokens: int, config: ModelConfig) -> Policy:
+    """Small pages, so that some are complete, and no dense layer."""
+    return dataclasses.replace(Quest.lossless(num_tokens, config), unit=4, dense_layers=0)
+
+
+POLICY_CASES = {
+    "full": PolicyCase(Full(), Full.lossless),
+    "streaming_llm": PolicyCase(StreamingLLM(sinks=2, window=12), StreamingLLM.lossless),
+    "h2o": PolicyCase(H2O(heavy=6, recent=8), H2O.lossless),
+    "less": PolicyCase(LESS(heavy=6, recent=8, state_rank=4, hidden=16), LESS.lossless),
+    "less_taught": PolicyCase(
+        TaughtLESS(heavy=6, recent=8, normalise=True, state_rank=4, hidden=16), TaughtLESS.lossless
+    ),
+    "snapkv": PolicyCase(SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3), SnapKV.lossless),
+    "quest": PolicyCase(Quest(budget=12, unit=4, dense_layers=1), lossless_quest),
+    "infinigen": PolicyCase(InfiniGen(budget=9, columns=4, alpha=0.5, dense_layers=1), InfiniGen.lossless),
+    "infinigen_pool": PolicyCase(
+        InfiniGen(budget=6, columns=4, alpha=2.0, dense_layers=1, pool=25, eviction="counter"), InfiniGen.lossless
+    ),
+    "loki": PolicyCase(Loki(budget=9, columns=3, recent=4), Loki.lossless),
+    "omnikv": PolicyCase(OmniKV(budget=9, filter_layers=(0,)), lossless_omnikv),
+    "omnikv_window": PolicyCase(
+        OmniKV(budget=9, filter_layers=(0,), selector="exp", observation_window=4), lossless_omnikv
+    ),
+    "kivi": PolicyCase(KIVI(bits=2, group=8, residual=8), KIVI.lossless),
+    "kivi_1bit": PolicyCase(KIVI(bits=1, group=4, residual=12), KIVI.lossless),
+    "specache": PolicyCase(SpeCache(bits=1, group=8, residual=8, fetched=6), SpeCache.lossless),
+    "infllm": PolicyCase(
+        InfLLM(window=10, sinks=3, budget=8, unit=4, representatives=2, query_block=8), InfLLM.lossless
+    ),
+    "infllm_capped": PolicyCase(
+        InfLLM(window=7, sinks=0, budget=9, unit=3, representatives=3, cached=12, fetched=3, query_block=5),
+        InfLLM.lossless,
+    ),
+    "shadowkv": shadowkv_case(ShadowKV, **SMALL),
+    "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, **REFERENCE),
+    "shadowkv_plus": shadowkv_case(ShadowKVPlus, **PLUS),
+    "shadowkv_projected": shadowkv_case(ShadowKVPlus, **SMALL, plus_mode="project_only"),
+    "shadowkv_transform": codec_case(ShadowKV, "int4", TRANSFORM, **SMALL, **PACKED),
+    "shadowkv_int4": codec_case(ShadowKV, "int8", dict(key_codec="int4"), **SMALL, landmark_dtype="int8"),
+    "shadowkv_plus_transform": codec_case(
+        ShadowKVPlus, "int4", TRANSFORM, **PLUS, **PACKED, landmark_levels=2, landmark_order=2
+    ),
+    "shadowkv_two_rounds": shadowkv_case(ShadowKV, **SMALL, **PACKED, selection_rounds=2, key_weights="queries"),
+    "shadowkv_levels": shadowkv_case(
+        ShadowKV, **SMALL, landmark_tokens=1, landmark_levels=2, landmark_order=2, exact_preload=True
+    ),
+    "dense_first": PolicyCase(
+        DenseFirst(SpeCache(bits=1, group=8, residual=8, fetched=6), layers=1),
+        lambda num_tokens, config: DenseFirst(SpeCache.lossless(num_tokens, config), layers=1),
+    ),
+    "quest_top_p": PolicyCase(Quest(budget=24, unit=4, dense_layers=0, top_p=0.3), lossless_quest),
+    "shadowkv_top_p": PolicyCase(
+        ShadowKV(rank=12, budget=16, top_p=0.6, **SMALL), shadowkv_case(ShadowKV, **SMALL).lossless
+    ),
+    "pyramid": PolicyCase(
+        Pyramid(DenseFirst(Quest(budget=12, unit=4, dense_layers=0), layers=1), steepness=4.0),
+        lambda num_tokens, config: Pyramid(lossless_quest(num_tokens, config), steepness=1.0),
+    ),
+    "probe": PolicyCase(Probe(keep=3), Probe.lossless),
+}
+# These keep nothing in host memory: the program is the same in all modes (test_laws.py holds them to that).
+DEVICE_ONLY = ("full", "streaming_llm", "h2o", "less", "less_taught", "snapkv", "kivi", "kivi_1bit")
+
+
+# `make test TESTS=all`, before a release: every law in every fetch mode, and the long tests on every policy.
+ALL = os.environ.get("TESTS") == "all"
+# One of each way to hold a cache; long tests run on these.
+FEW = ("full", "h2o", "quest", "omnikv", "specache", "infllm", "shadowkv", "shadowkv_plus_transform", "probe")
+# Where keys are rebuilt, zero_copy is another program than device_put; two of these stand for the others.
+ZERO_COPY = ("shadowkv", "shadowkv_plus_transform")
+
+
+def policies_of(*few: str) -> list[str]:
+    """The cases that a long test runs on."""
+    return list(POLICY_CASES if ALL else few or FEW)
+
+
+def modes_of(name: str) -> tuple[str, ...]:
+    """Fetch modes in which the laws run; that the others agree is a law too."""
+    if name in DEVICE_ONLY:
+        return FETCH_MODES[:1]
+    if ALL:
+        return FETCH_MODES if name.startswith("shadowkv") else FETCH_MODES[:2]
+    return OFFLOADED if name in ZERO_COPY else OFFLOADED[:1]
+
+
+POLICY_FETCHES = [(name, fetch) for name in POLICY_CASES for fetch in modes_of(name)]
+
+
+def setting(name: str, kind: str, config: ModelConfig = TINY, capacity: int = CAPACITY) -> Policy:
+    """The "restricted" or the "lossless" policy of a case."""
+    case = POLICY_CASES[name]
+    return case.restricted if kind == "restricted" else case.lossless(capacity, config)
+
+
+@functools.cache
+def model(config: ModelConfig = TINY, dtype: str = "float32") -> Params:
+    """Random weights of variance 1 / fan_in: attention is neither flat nor one-hot."""
+    return init_params(config, seed=0, dtype=dtype)
+
+
+def random_tokens(*shape: int, seed: int = 0, config: ModelConfig = TINY) -> np.ndarray:
+    """Token ids."""
+    return np.random.default_rng(seed).integers(0, config.vocab_size, shape, dtype=np.int32)
+
+
+PROMPT = random_tokens(len(LENGTHS), max(LENGTHS), seed=1)
+STEPS = random_tokens(len(LENGTHS), 12, seed=2)
+
+
+@functools.cache
+def _prefilled(name: str, kind: str, fetch: str, dtype: str) -> tuple[Array, KVState]:
+    policy = setting(name, kind)
+    return decode.prefill(model(TINY, dtype), PROMPT, np.asarray(LENGTHS), policy, capacity=CAPACITY, fetch=fetch)
+
+
+def prefilled(name: str, kind: str, fetch: str = "resident", dtype: str = "float32") -> tuple[Array, KVState]:
+    """Logits and a fresh fork of the state of the ragged batch; the prefill itself runs once a process."""
+    logits, state = _prefilled(name, kind, fetch, dtype)
+    return logits, state.fork()
+
+
+def run_steps(params: Params, state: KVState, tokens: np.ndarray, active: np.ndarray | None = None):
+    """Teacher-forced decode steps: float32 logits [B, T, V] and the state after them."""
+    logits = []
+    for i in range(tokens.shape[1]):
+        out, state = decode.decode_step(params, tokens[:, i], state, active=None if active is None else active[:, i])
+        logits.append(out)
+    return jnp.stack(logits, axis=1), state

@@ -1,0 +1,154 @@
+"""Tiny checkpoints for the tests: Hugging Face directories and GGUF files, made by other code than they test."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers.pre_tokenizers import ByteLevel
+
+from jshadow.errors import JshadowError
+from jshadow.models.config import ModelConfig, RopeConfig
+from jshadow.weights.convert import convert
+from jshadow.weights.params import Params, init_params, save
+
+ALPHABET = sorted(ByteLevel.alphabet())
+SPECIAL = ["<|end|>", "<|user|>", "<|bot|>"]
+MERGES = ["h e", "l l", "he ll", "1 2"]
+TOKENS = [*SPECIAL, *ALPHABET, *(merge.replace(" ", "") for merge in MERGES), "<tool>"]
+TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}<|end|>{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"  # noqa: E501
+TINY = ModelConfig("llama", len(TOKENS), 2, 32, 64, 4, 2, 8, 1e-5, 128, RopeConfig(theta=1000.0), eos_ids=(0,))
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 269060552\n"
+
+GGUF_NAMES = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+
+
+def assert_same(one: Params, other: Params) -> None:
+    """The same config, tree, dtypes and bits."""
+    assert one.config == other.config
+    assert jax.tree.structure(one.weights) == jax.tree.structure(other.weights)
+    for a, b in zip(jax.tree.leaves(one.weights), jax.tree.leaves(other.weights), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def tiny_directory(path: Path, dtype: str = "float32", **changes: Any) -> tuple[Path, Params]:
+    """A tiny HF directory and the params that it holds."""
+    params = init_params(dataclasses.replace(TINY, **changes), seed=3, dtype=dtype)
+    save(params, path)
+    return path, params
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set keys of a JSON file; None removes."""
+    value = json.loads(path.read_text()) if path.exists() else {}
+    value = {key: item for key, item in (value | changes).items() if item is not None}
+    path.write_text(json.dumps(value))
+
+
+def edit_tensors(directory: Path, edit: Callable[[dict[str, np.ndarray]], None]) -> None:
+    """Change model.safetensors by a function on the dict of its tensors."""
+    tensors = load_file(directory / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def shard(directory: Path, count: int = 3) -> list[str]:
+    """Split model.safetensors into `count` shards with an index; returns the shards' names."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    keys = sorted(tensors)
+    weight_map = {}
+    for i, name in enumerate(names):
+        part = {key: tensors[key] for key in keys[i::count]}
+        save_file(part, directory / name)
+        weight_map |= dict.fromkeys(part, name)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return names
+
+
+def ggml_name(name: str) -> str:
+    """GGUF's name of a Hugging Face tensor."""
+    fixed = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
+    if name in fixed or name == "lm_head.weight":
+        return fixed.get(name, "output.weight")
+    _, _, layer, rest = name.split(".", 3)
+    stem, kind = rest.rsplit(".", 1)
+    return f"blk.{layer}.{GGUF_NAMES[stem]}.{kind}"
+
+
+def ggml_order(rows: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q or k as GGML wants them: row 2i is i of the first half, row 2i + 1 is i of the second."""
+    width = rows.shape[0] // heads
+    order = [
+        head * width + half * (width // 2) + i for head in range(heads) for i in range(width // 2) for half in (0, 1)
+    ]
+    return rows[order]
+
+
+def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any) -> Path:
+    """A GGUF file with the weights of `directory`.
+
+    Options: kind (a GGMLQuantizationType for the matrices), metadata (extra {key: value}, None drops a default),
+    extra_tensors, tokenizer (bool).
+    """
+    writer = gguf.GGUFWriter(path, options.get("arch", "llama"))
+    fields: dict[str, Any] = {
+        "llama.block_count": config.num_layers, "llama.context_length": config.context,
+        "llama.embedding_length": config.model_dim, "llama.feed_forward_length": config.ffn_dim,
+        "llama.attention.head_count": config.q_heads, "llama.attention.head_count_kv": config.kv_heads,
+        "llama.attention.key_length": config.head_dim, "llama.rope.freq_base": config.rope.theta,
+        "llama.rope.dimension_count": config.head_dim, "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
+    }  # fmt: skip
+    if options.get("tokenizer", True):
+        kinds = [3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL) - 1) + [4]
+        fields |= {
+            "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": TOKENS,
+            "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.merges": MERGES, "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": TEMPLATE,
+        }  # fmt: skip
+    for key, value in (fields | options.get("metadata", {})).items():
+        add_field(writer, key, value)
+    for name, value in load_file(directory / "model.safetensors").items():
+        if "q_proj" in name or "k_proj" in name:
+            value = ggml_order(value, config.q_heads if "q_proj" in name else config.kv_heads)
+        kind = options.get("kind") if value.ndim == 2 else None
+        data = np.ascontiguousarray(value, np.float32)
+        writer.add_tensor(ggml_name(name), gguf.quants.quantize(data, kind) if kind else data, raw_dtype=kind)
+    for name, value in options.get("extra_tensors", {}).items():
+        writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Add one metadata value by its Python type; None adds nothing."""
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
+              list: writer.add_array}  # fmt: skip
+    if value is not None:
+        adders[type(value)](key, value)
+
+
+def refused(source: Path, target: Path, error: type[JshadowError], fragments: tuple[str, ...]) -> None:
+    """Assert that converting raises `error`, says every fragment, and leaves nothing beside the source."""
+    before = sorted(os.listdir(target.parent))
+    with pytest.raises(error) as caught:
+        convert(source, target)
+    for fragment in fragments:
+        assert fragment in str(caught.value)
+    assert sorted(os.listdir(target.parent)) == before

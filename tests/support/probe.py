@@ -1,0 +1,213 @@
+"""A policy for tests only, which uses every hook of the contract at once. It is no method of the literature.
+
+Three kinds of layers. Each keeps the last `recent` tokens in a ring on the device; "unit j" is tokens [j * unit,
+(j + 1) * unit), and a unit is a candidate once it has tokens that left the ring.
+
+- Scout (layer 0): its ring is the whole capacity, so it attends exactly. It adds up the attention that each unit gets
+  (from all the prompt's queries at prefill, then in `attend`), and plans, for now, the fetch of the heaviest units on
+  behalf of every follower.
+- Speculator (odd layers): selects by the query that the layer before made with `q_next`, plus what the prompt's last
+  queries looked at, and plans, for the next step, a fetch by its guessed row. Units that arrived so are attended from
+  that buffer and not from the step's own fetch.
+- Follower (even layers): attends to what the scout had fetched for it.
+
+Speculators and followers keep keys and values of all units in the host tier and write the open unit at each step. Two
+query rows a step: the second is a guessed token, never remembered.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+from probe_base import RingLayer, speculate, unit_scores
+
+from jshadow.cache.state import (
+    CacheSpec,
+    Fetched,
+    HostWrite,
+    KeyValues,
+    LayerState,
+    PromptKV,
+    Selection,
+    StepKV,
+)  # fmt: skip
+from jshadow.models.config import ModelConfig
+from jshadow.ops.attention import Piece, attend, attention_probs, group_queries
+from jshadow.ops.layout import fit_tokens, to_chunks, write_rows
+
+PRIOR_WEIGHT = 0.25
+
+
+@struct.dataclass
+class ScoutLive:
+    """Attributes: recent: the ring; mass: attention that steps gave each unit, float32 [B, 1, J]."""
+
+    recent: KeyValues
+    mass: Array
+
+
+@struct.dataclass
+class SpeculatorLive:
+    """Attributes: ring, mean key of each unit [B, h, J, d], last selection and prefetched units [B, h, n, ...]."""
+
+    recent: KeyValues
+    landmarks: Array
+    resident: Array
+    buffer_ids: Array
+    buffer: KeyValues
+
+
+class Scout(RingLayer):
+    """Attends everything, remembers how much each unit got, fetches for the followers."""
+
+    needs = frozenset({"q_all"})
+
+    def host_layout(self, spec: CacheSpec) -> None:
+        return None
+
+    def ring(self, spec: CacheSpec) -> int:
+        return spec.capacity
+
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        frozen = self.frozen(spec, jnp.zeros(spec.batch, jnp.int32))
+        return LayerState(frozen, ScoutLive(self.zeros(spec), jnp.zeros_like(frozen.mass)))
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """The column sums of all attention probabilities, from the queries and their log-sum-exps."""
+        state, _ = super().compress(spec, state, prompt, fitted)
+        q = group_queries(prompt.q_post, spec.kv_heads)  # [B, h, g, S, d]
+        scores = jnp.einsum("bhgtd,bshd->bhgts", q, prompt.k_post, preferred_element_type=jnp.float32) * spec.scale
+        lse = prompt.lse.reshape(*scores.shape[:-1], 1)
+        tokens = jnp.arange(scores.shape[-1])
+        real = tokens[:, None] < prompt.lengths[:, None, None]
+        causal = (tokens <= tokens[:, None]) & real
+        mass = jnp.where(causal[:, None, None], jnp.exp(scores - lse), 0.0).sum(axis=(1, 2, 3))
+        per_unit = self.by_unit(spec, mass)
+        return state.replace(frozen=state.frozen.replace(mass=per_unit)), None
+
+    def by_unit(self, spec: CacheSpec, tokens: Array) -> Array:
+        """[B, S] summed over the tokens of each unit -> [B, 1, J]."""
+        count = self.all_units(spec)
+        return fit_tokens(tokens, count * self.unit).reshape(-1, 1, count, self.unit).sum(-1)
+
+    def attend(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
+    ) -> tuple[Array, LayerState, Any]:
+        out, state, carry = super().attend(spec, state, step, fetched, carry)
+        probs = attention_probs(step.q_post[:, :1], self.pieces(spec, state, step)[0], spec.scale)
+        given = jnp.where(step.valid[:, :1], probs.sum(axis=(1, 2, 3)), 0.0)
+        live = state.live.replace(mass=state.live.mass + self.by_unit(spec, given))
+        return out, state.replace(live=live), carry
+
+    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any) -> tuple[Selection, ...]:
+        mass, follower = state.frozen.mass + state.live.mass, Follower(self.keep, self.unit, self.recent, self.tail)
+        return tuple(
+            follower.choose(spec, state, mass, step.lengths + 1, step.valid[:, 0], layer=layer, when="now")
+            for layer in range(2, spec.num_layers, 2)
+        )
+
+
+class Follower(RingLayer):
+    """Attends what the scout fetched for it: all that the base class does."""
+
+
+class Speculator(RingLayer):
+    """Selects by a speculated query, and has the next step's units fetched by a guessed one."""
+
+    @property
+    def q_tail(self) -> int:
+        return self.tail
+
+    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
+        state = super().init(spec, fitted)
+        shape, count = (spec.batch, spec.kv_heads), self.selected(spec)
+        landmarks = jnp.zeros((*shape, self.all_units(spec), spec.head_dim), jnp.float32)
+        none = jnp.full((*shape, count), -1, jnp.int32)
+        live = SpeculatorLive(state.live.recent, landmarks, none, none, self.zeros(spec, count * self.unit))
+        return state.replace(
+            live=live, frozen=state.frozen.replace(mass=jnp.zeros((*shape, self.all_units(spec)), jnp.float32))
+        )  # fmt: skip
+
+    def compress(
+        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
+    ) -> tuple[LayerState, HostWrite | None]:
+        """What the prompt's last queries looked at; a short row has fewer of them, and the first is repeated."""
+        state, write = super().compress(spec, state, prompt, fitted)
+        whole = jnp.arange(self.all_units(spec)) < state.frozen.units[:, None]
+        means = to_chunks(prompt.k_post.astype(jnp.float32), self.all_units(spec), self.unit).mean(axis=3)
+        landmarks = jnp.where(whole[:, None, :, None], means, 0.0)
+        real = prompt.lengths[:, None] - self.tail + jnp.arange(self.tail) >= 0
+        scores = [
+            jnp.where(real[:, i, None, None], unit_scores(prompt.q_tail[:, i : i + 1], landmarks, whole, spec.scale), 0)
+            for i in range(self.tail)
+        ]
+        mass = jnp.where(whole[:, None], sum(scores), 0.0)
+        live = state.live.replace(landmarks=landmarks)
+        return state.replace(frozen=state.frozen.replace(mass=mass), live=live), write
+
+    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
+        state, write = super().append(spec, state, step)
+        unit = step.positions[:, 0] // self.unit
+        there = unit[:, None] * self.unit + jnp.arange(self.unit) <= step.positions[:, :1]
+        keys = self.open_unit(spec, state.live.recent.k, step).astype(jnp.float32)
+        mean = jnp.where(there[:, None, :, None], keys, 0.0).sum(axis=2) / self.unit
+        landmarks = write_rows(state.live.landmarks, mean[:, None], unit[:, None], step.valid[:, :1])
+        return state.replace(live=state.live.replace(landmarks=landmarks)), write
+
+    def rank_units(self, spec: CacheSpec, state: LayerState, q: Array, held: Array) -> Array:
+        candidate = jnp.arange(self.all_units(spec)) * self.unit < self.first_recent(spec, held)[:, None]
+        return unit_scores(q, state.live.landmarks, candidate, spec.scale) + PRIOR_WEIGHT * state.frozen.mass
+
+    def select(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any
+    ) -> tuple[Selection | None, LayerState, Any]:
+        held = step.lengths + 1
+        scores = self.rank_units(spec, state, carry[:, :1], held)
+        selection = self.choose(spec, state, scores, held, step.valid[:, 0])
+        hit = (selection.ids[..., None] == state.live.buffer_ids[..., None, :]).any(-1)
+        return selection.replace(hit=hit), state, carry
+
+    def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
+        """What is attended now is noted, what the next step may need is kept. A row without valid ids stays."""
+        ids = jnp.where(selection.valid, selection.ids, -1)
+        there = selection.valid.any(axis=(1, 2), keepdims=True)
+        live: SpeculatorLive = state.live
+        if selection.when == "now":
+            return state.replace(live=live.replace(resident=jnp.where(there, ids, live.resident)))
+        rows = (jnp.where(there[..., None], new, old) for new, old in
+                ((fetched.k, live.buffer.k), (fetched.v, live.buffer.v)))  # fmt: skip
+        kept = jnp.where(there, ids, live.buffer_ids)
+        return state.replace(live=live.replace(buffer_ids=kept, buffer=KeyValues(*rows)))
+
+    def attend(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
+    ) -> tuple[Array, LayerState, Any]:
+        """Units that are in the buffer come from there."""
+        live: SpeculatorLive = state.live
+        chosen = jnp.where(fetched.valid[..., :: self.unit], fetched.ids, -1)
+        same = (chosen[..., :, None] == live.buffer_ids[..., None, :]) & (chosen >= 0)[..., None]
+        buffered, missed = (jnp.repeat(x, self.unit, axis=2) for x in (same.any(axis=2), ~same.any(axis=3)))
+        pieces = self.pieces(spec, state, step)
+        parts = ((fetched, fetched.ids, missed & fetched.valid), (live.buffer, live.buffer_ids, buffered))
+        for part, ids, valid in parts:
+            pieces.append(Piece(part.k, part.v, self.older(spec, state, step, ids, valid)[:, :, None]))
+        return attend(step.q_post, pieces, spec.scale), state, speculate(step)
+
+    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any) -> tuple[Selection, ...]:
+        """The next step's token is most likely the guess: its query says what will be wanted."""
+        held = step.lengths + 2
+        scores = self.rank_units(spec, state, step.q_post[:, 1:2], held)
+        return (self.choose(spec, state, scores, held, step.valid[:, 0], when="next_step"),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe(RingLayer):
+    """The policy of the model: which kind each layer is. Its own layer methods are never asked."""
+
+    def for_layer(self, layer: int, config: ModelConfig) -> RingLayer:
+        kind = Scout if layer == 0 else (Speculator, Follower)[layer % 2 == 0]
+        return kind(self.keep, self.unit, self.recent, self.tail)

