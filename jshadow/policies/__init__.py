@@ -1,12 +1,16 @@
-"""The policies by name. A policy listed here must have a row in tests/cases.py."""
+"""The methods: one file or folder each, known by name in `POLICIES`. What they share stands in base.py and beside it."""
 
 import dataclasses
+import importlib
 import json
+import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
 from jshadow.errors import ConfigError
+from jshadow.policies.base import LayerCache as LayerCache
 from jshadow.policies.base import Policy as Policy
+from jshadow.policies.base import Wrapper as Wrapper
 from jshadow.policies.full import Full as Full
 from jshadow.policies.h2o import H2O as H2O
 from jshadow.policies.infinigen.policy import InfiniGen as InfiniGen
@@ -16,6 +20,9 @@ from jshadow.policies.less.policy import LESS as LESS
 from jshadow.policies.loki import Loki as Loki
 from jshadow.policies.omnikv.policy import OmniKV as OmniKV
 from jshadow.policies.quest import Quest as Quest
+from jshadow.policies.registry import POLICIES as POLICIES
+from jshadow.policies.registry import find_policy as find_policy
+from jshadow.policies.registry import register as register
 from jshadow.policies.shadowkv.plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.shadowkv.policy import ShadowKV as ShadowKV
 from jshadow.policies.snapkv import SnapKV as SnapKV
@@ -24,25 +31,10 @@ from jshadow.policies.streaming_llm import StreamingLLM as StreamingLLM
 from jshadow.policies.wrappers import WRAPPERS as WRAPPERS
 from jshadow.policies.wrappers import DenseFirst as DenseFirst
 from jshadow.policies.wrappers import Pyramid as Pyramid
-from jshadow.policies.wrappers import Wrapper as Wrapper
 
-LISTED: tuple[type[Policy], ...] = (
-    Full,
-    StreamingLLM,
-    H2O,
-    SnapKV,
-    Quest,
-    Loki,
-    InfiniGen,
-    OmniKV,
-    KIVI,
-    SpeCache,
-    InfLLM,
-    LESS,
-    ShadowKV,
-    ShadowKVPlus,
-)
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in LISTED}
+# A new file of this package needs no line here: it is imported, and so registered, all the same.
+for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
+    importlib.import_module(_module.name)
 
 
 def parse_policy(name: str, settings: Sequence[str]) -> Policy:
@@ -51,9 +43,8 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
     Raises:
         ConfigError: naming what is unknown.
     """
-    if name not in POLICIES:
-        raise ConfigError(f"policy must be one of {sorted(POLICIES)}, got {name!r}")
-    types = settings_of(POLICIES[name])
+    policy_class = find_policy(name)
+    types = settings_of(policy_class)
     around = {f"{one}.{key}": kind for one, wrapper in WRAPPERS.items() for key, kind in settings_of(wrapper).items()}
     values: dict[str, dict[str, Any]] = {name: {}}
     for setting in settings:
@@ -67,7 +58,7 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
         target, _, field = key.rpartition(".")
         value = parse_tuple(text) if kind.startswith("tuple") else parse_value(text)
         values.setdefault(target or name, {})[field] = value
-    policy = POLICIES[name](**values.pop(name))
+    policy = policy_class(**values.pop(name))
     for one, given in values.items():
         policy = WRAPPERS[one](inner=policy, **given)
     return policy

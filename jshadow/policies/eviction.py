@@ -15,7 +15,8 @@ from jax import Array
 from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import top_k, write_rows
-from jshadow.policies.base import Policy
+from jshadow.policies.base import Reads, UniformPolicy
+from jshadow.policies.costs import Costs
 
 
 class KeptPrompt(struct.PyTreeNode):
@@ -71,10 +72,13 @@ def take_positions(x: Array, positions: Array) -> Array:
     return x.at[row, positions, head].get(mode="fill", fill_value=0)
 
 
-class EvictingPolicy(Policy, abc.ABC):
+class EvictingPolicy(UniformPolicy, Costs):
     """A prompt is cut down to `slots` tokens once; everything after it is kept."""
 
-    extend_piece = 16
+    @property
+    def reads(self) -> Reads:
+        """Pieces of 16 tokens."""
+        return Reads(piece=16)
 
     @abc.abstractmethod
     def slots(self, capacity: int) -> int:
@@ -122,8 +126,8 @@ class EvictingPolicy(Policy, abc.ABC):
         return state.replace(live=LaterTokens(KeyValues(k, v))), None
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         """Exact attention over what is kept and what came since."""
         frozen, window = state.frozen, state.live.window
         there = jnp.arange(frozen.kept.k.shape[2]) < frozen.count[:, None]
@@ -131,7 +135,7 @@ class EvictingPolicy(Policy, abc.ABC):
         pieces = [
             Piece(frozen.kept.k, frozen.kept.v, there[:, None, None]), Piece(window.k, window.v, seen[:, None]),
         ]  # fmt: skip
-        return attend(step.q_post, pieces, spec.scale), state, carry
+        return attend(step.q_post, pieces, spec.scale), state
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Capacity and window both end."""

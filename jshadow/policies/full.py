@@ -1,6 +1,7 @@
 """Full attention: every key and value, exact. The measure of all other policies."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -11,8 +12,10 @@ from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerS
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import fit_tokens, write_rows
-from jshadow.policies.base import Policy, check_fraction
-from jshadow.policies.sizing import infeasible
+from jshadow.policies.base import Reads, UniformPolicy
+from jshadow.policies.capabilities import Sized
+from jshadow.policies.costs import Costs
+from jshadow.policies.registry import register
 
 
 class FullLive(struct.PyTreeNode):
@@ -21,13 +24,18 @@ class FullLive(struct.PyTreeNode):
     cache: KeyValues
 
 
+@register(lossless=lambda tokens, config: {})
 @dataclasses.dataclass(frozen=True)
-class Full(Policy):
+class Full(UniformPolicy, Sized, Costs):
     """Keep and attend everything."""
 
     name = "full"
     source = "the dense baseline"
-    extend_piece = 16
+
+    @property
+    def reads(self) -> Reads:
+        """Pieces of 16 tokens."""
+        return Reads(piece=16)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Zeros [B, h_kv, capacity, d]."""
@@ -49,8 +57,8 @@ class Full(Policy):
         return state.replace(live=FullLive(KeyValues(k, v))), None
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         """Exact attention over all positions up to the query's own."""
         cache, rows = state.live.cache, step.positions.shape[1]
         end = step.positions
@@ -60,7 +68,7 @@ class Full(Policy):
         if rows > 1:  # a guess is not kept, yet it sees itself
             k, v = (x.swapaxes(1, 2) for x in (step.k_post, step.v))
             pieces.append(Piece(k, v, (jnp.eye(rows, dtype=bool) & ~step.valid[:, None])[:, None]))
-        return attend(step.q_post, pieces, spec.scale), state, carry
+        return attend(step.q_post, pieces, spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """All of them."""
@@ -72,15 +80,6 @@ class Full(Policy):
         padded = spec.batch * spec.capacity * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
         return super().step_temporaries(spec) + padded
 
-    @classmethod
-    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """Itself."""
-        return cls()
-
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """Itself at a fraction of 1 or more."""
-        check_fraction(fraction)
-        if fraction < 1:
-            raise infeasible(cls.name, fraction, 1.0)
-        return cls()
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """There is one size."""
+        return [[self]]

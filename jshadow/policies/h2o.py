@@ -5,6 +5,7 @@ Here each KV head sums over its query heads. Positions stay the tokens' own, as 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -15,9 +16,13 @@ from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerS
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, attention_probs, key_mass
 from jshadow.ops.layout import write_rows
-from jshadow.policies.base import Policy, check_choice, check_fraction, check_range
+from jshadow.policies.base import Reads, UniformPolicy
+from jshadow.policies.capabilities import Budgeted, Sized
+from jshadow.policies.checks import check_choice, check_range
+from jshadow.policies.costs import Costs
 from jshadow.policies.eviction import best_positions, take_positions
-from jshadow.policies.sizing import largest
+from jshadow.policies.registry import register
+from jshadow.policies.sizing import Falling
 
 SHARE = 0.1  # of the capacity, each for heavy hitters and for recent tokens: the paper's 20 % in all
 
@@ -36,8 +41,9 @@ class H2OLive(struct.PyTreeNode):
     mass: Array
 
 
+@register(small={"heavy": 6, "recent": 8}, lossless=lambda tokens, config: {"heavy": 0, "recent": tokens})
 @dataclasses.dataclass(frozen=True)
-class H2O(Policy):
+class H2O(UniformPolicy, Budgeted, Sized, Costs):
     """Evict, at every step, the token outside the recent window that was attended to least.
 
     Attributes:
@@ -53,8 +59,12 @@ class H2O(Policy):
 
     name = "h2o"
     source = "arXiv 2306.14048, section 4"
-    needs = frozenset({"q_all"})
     budget_fields = ("heavy", "recent")
+
+    @property
+    def reads(self) -> Reads:
+        """All queries of the prompt."""
+        return Reads(all_queries=True)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Fill in a tenth of the capacity each, and check."""
@@ -127,15 +137,15 @@ class H2O(Policy):
         return state.replace(live=held), None
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         """Attention over the budget and the new token; then the least worth is evicted."""
         live: H2OLive = state.live
         piece = Piece(live.cache.k, live.cache.v, (live.positions >= 0)[:, :, None])
         out = attend(step.q_post, [piece], spec.scale)
         given = attention_probs(step.q_post, piece, spec.scale).sum(axis=(2, 3))
         mass = jnp.where(step.valid[:, :1, None], live.mass + given, live.mass)
-        return out, state.replace(live=self.evict(spec, live.replace(mass=mass), step)), carry
+        return out, state.replace(live=self.evict(spec, live.replace(mass=mass), step))
 
     def evict(self, spec: CacheSpec, live: H2OLive, step: StepKV) -> H2OLive:
         """Free one slot of each head that holds more than the budget."""
@@ -164,15 +174,7 @@ class H2O(Policy):
         slots = self.budget(spec.capacity) + 1
         return 6 * 4 * spec.batch * spec.q_heads * slots + 4 * spec.batch * spec.kv_heads * slots * spec.head_dim
 
-    @classmethod
-    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """A window that nothing leaves."""
-        return cls(heavy=0, recent=num_tokens)
-
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """Half of what fits for heavy hitters, half for recent tokens."""
-        check_fraction(fraction)
-        return largest(
-            lambda slots: cls(heavy=slots // 2, recent=slots - slots // 2), 1, num_tokens, fraction, num_tokens, config
-        )
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """All numbers of tokens, half of them heavy hitters and half recent ones."""
+        cls = type(self)
+        return [Falling(lambda slots: cls(heavy=slots // 2, recent=slots - slots // 2), 1, num_tokens)]

@@ -8,6 +8,7 @@ equation 3).
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -21,8 +22,11 @@ from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import fill_ring, fit_tokens, ring_positions, write_rows
 from jshadow.ops.packing import Packed, dequantise, quantise, scale_dtype, words_of
-from jshadow.policies.base import Policy, check_choice, check_fraction, check_range
-from jshadow.policies.sizing import first_fitting
+from jshadow.policies.base import UniformPolicy
+from jshadow.policies.capabilities import Sized
+from jshadow.policies.checks import check_choice, check_range
+from jshadow.policies.costs import Costs
+from jshadow.policies.registry import register
 
 BITS = (1, 2, 4, 8)
 
@@ -79,8 +83,12 @@ class Part(NamedTuple):
         return Piece(self.k, self.v, seen[:, None, None] if seen.ndim == 2 else seen[:, :, None])
 
 
+@register(
+    small={"bits": 2, "group": 8, "residual": 8},
+    lossless=lambda tokens, config: never_full(tokens, config, KIVI.group),
+)
 @dataclasses.dataclass(frozen=True)
-class KIVI(Policy):
+class KIVI(UniformPolicy, Sized, Costs):
     """Keep everything in a few bits, the newest tokens exactly.
 
     Attributes:
@@ -195,11 +203,11 @@ class KIVI(Policy):
         return state.replace(live=KiviLive(Quantised(keys, values), KeyValues(k, v))), None
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         """Attention over quantised keys and values, quantised keys with exact values, and what is exact."""
         pieces = [part.piece(part.seen) for part in self.parts(spec, state, step.positions[:, :1] + 1)]
-        return attend(step.q_post, pieces, spec.scale), state, carry
+        return attend(step.q_post, pieces, spec.scale), state
 
     def parts(self, spec: CacheSpec, state: LayerState, held: Array) -> list["Part"]:
         """Everything that rows hold, each token once; held, int32 [B, 1]: tokens, the query's own included."""
@@ -250,24 +258,21 @@ class KIVI(Policy):
         row = spec.kv_heads * spec.head_dim * (4 * jnp.dtype(spec.dtype).itemsize + 4 * 4)
         return spec.batch * tokens * (row + 3 * 4 * spec.q_heads)
 
-    @classmethod
-    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """A residual that is never full."""
-        group = math.gcd(config.head_dim, cls.group)
-        return cls(group=group, residual=-(-(num_tokens + 1) // group) * group)
-
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """The most bits, the smallest groups, that fit."""
-        check_fraction(fraction)
-        largest = math.gcd(config.head_dim, 64)
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """The most bits first, and of each the smallest groups."""
+        cls, largest = type(self), math.gcd(config.head_dim, 64)
         groups = [group for group in (16, 32, 64) if group <= largest] or [largest]
-        made = [
-            cls(bits=bits, group=group, residual=max(group, min(128, num_tokens // 16 // group * group)))
+        return [
+            [cls(bits=bits, group=group, residual=max(group, min(128, num_tokens // 16 // group * group)))]
             for bits in sorted(BITS, reverse=True)
             for group in groups
         ]
-        return first_fitting(made, fraction, num_tokens, config)
+
+
+def never_full(num_tokens: int, config: ModelConfig, usual_group: int) -> dict[str, int]:
+    """Settings with a residual that is never full."""
+    group = math.gcd(config.head_dim, usual_group)
+    return {"group": group, "residual": -(-(num_tokens + 1) // group) * group}
 
 
 def put(old: Packed, new: Packed, place: Array, valid: Array) -> Packed:

@@ -7,7 +7,7 @@ keys after RoPE; their mean is subtracted to find it and not to score, for it mo
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -18,9 +18,11 @@ from jshadow.cache.prompt_walk import directions, prompts_of
 from jshadow.cache.state import CacheSpec, PromptKV
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.policies.base import check_choice, check_fraction, check_range
+from jshadow.policies.capabilities import Learns, Sized
+from jshadow.policies.checks import check_choice, check_range
+from jshadow.policies.registry import register
 from jshadow.policies.retrieval import RetrievalPolicy
-from jshadow.policies.sizing import largest
+from jshadow.policies.sizing import Falling
 
 SHARE = 4  # of the tokens and of the columns, one in so many: the paper's k_f = d_f = 0.25
 
@@ -38,8 +40,9 @@ class Components(struct.PyTreeNode):
     known: Array
 
 
+@register(small={"budget": 9, "columns": 3, "recent": 4}, lossless=lambda tokens, config: {"budget": tokens})
 @dataclasses.dataclass(frozen=True)
-class Loki(RetrievalPolicy):
+class Loki(RetrievalPolicy, Learns, Sized):
     """Fetch the tokens whose keys agree most with a query in a few columns of a basis.
 
     Attributes:
@@ -85,7 +88,7 @@ class Loki(RetrievalPolicy):
         return Components(turn, jnp.ones(turn.shape[:3], bool))
 
     @property
-    def reads_fitted(self) -> bool:  # type: ignore[override]
+    def reads_fitted(self) -> bool:
         """Offline, a basis of the prompt's own needs none."""
         return self.calibration == "offline"
 
@@ -128,16 +131,10 @@ class Loki(RetrievalPolicy):
         short = jnp.where(known[:, :, None, None], q, 0)[..., : self.columns].astype(spec.dtype)
         return jnp.einsum("bhgtr,bhnr->bhgtn", short, summaries, preferred_element_type=jnp.float32).max(axis=2)
 
-    @classmethod
-    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """All tokens."""
-        return cls(budget=num_tokens)
-
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """As many columns as fit, keys and values offloaded."""
-        check_fraction(fraction)
-        return largest(lambda columns: cls(columns=columns), 1, config.head_dim, fraction, num_tokens, config)
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """Keys and values offloaded, by the columns that stay."""
+        cls = type(self)
+        return [Falling(lambda columns: cls(columns=columns), 1, config.head_dim)]
 
 
 def principal(prompt: PromptKV) -> Components:

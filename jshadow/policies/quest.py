@@ -6,6 +6,7 @@ paper's system does not do: the minima and maxima are what a device must hold.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -13,14 +14,20 @@ from jax import Array
 
 from jshadow.cache.state import CacheSpec
 from jshadow.models.config import ModelConfig
-from jshadow.policies.base import Policy, check_fraction, check_range
+from jshadow.policies.base import LayerCache
+from jshadow.policies.capabilities import Sized
+from jshadow.policies.checks import check_range
 from jshadow.policies.full import Full
+from jshadow.policies.registry import register
 from jshadow.policies.retrieval import RetrievalPolicy
-from jshadow.policies.sizing import first_fitting
 
 
+@register(
+    small={"budget": 12, "unit": 4, "dense_layers": 1},
+    lossless=lambda tokens, config: {"budget": max(tokens, 4), "unit": 4, "dense_layers": 0},
+)
 @dataclasses.dataclass(frozen=True)
-class Quest(RetrievalPolicy):
+class Quest(RetrievalPolicy, Sized):
     """Fetch the pages whose upper bound on a query's scores is highest.
 
     Attributes:
@@ -45,7 +52,7 @@ class Quest(RetrievalPolicy):
         check_range(self.name, "dense_layers", self.dense_layers, 0)
         return super().resolve(config, capacity)
 
-    def for_layer(self, layer: int, config: ModelConfig) -> Policy:
+    def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
         """The first layers are dense: pages say little there (section 3.1)."""
         return Full() if layer < self.dense_layers else self
 
@@ -66,15 +73,8 @@ class Quest(RetrievalPolicy):
         bound = bound + jnp.einsum("bhgtd,bhnd->bhgtn", down, least, preferred_element_type=jnp.float32)
         return bound.max(axis=2)
 
-    @classmethod
-    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """All pages."""
-        return cls(budget=max(num_tokens, cls.unit))
-
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """Keys and values offloaded, no dense layer; the smallest pages whose minima and maxima fit."""
-        check_fraction(fraction)
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """Keys and values offloaded and no dense layer, by the size of pages: the smaller, the more bounds are kept."""
+        cls = type(self)
         units = [unit for unit in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if unit <= max(num_tokens, 16)]
-        made = [cls(unit=unit, budget=max(cls.budget, unit), dense_layers=0) for unit in units]
-        return first_fitting(made, fraction, num_tokens, config)
+        return [[cls(unit=unit, budget=max(cls.budget, unit), dense_layers=0)] for unit in units]

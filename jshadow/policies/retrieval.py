@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.state import (
     CacheSpec,
     Fetched,
@@ -28,7 +29,21 @@ from jshadow.cache.state import (
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries
 from jshadow.ops.layout import fill_ring, ring_positions, to_chunks, top_k, write_rows
-from jshadow.policies.base import Policy, check_range, check_share, within_share
+from jshadow.policies.base import Reads, UniformPolicy
+from jshadow.policies.capabilities import Budgeted
+from jshadow.policies.checks import check_range, check_share
+from jshadow.policies.costs import Costs
+
+
+def within_share(weights: Array, share: float) -> Array:
+    """The fewest leading entries that make up a share of all: bool mask of float32 weights [..., k], falling.
+
+    The budget of Twilight (arXiv 2502.02770, section 4): as many as it takes, not a fixed number.
+    """
+    if share >= 1:
+        return jnp.ones(weights.shape, bool)
+    before = jnp.cumsum(weights, axis=-1) - weights
+    return before < share * weights.sum(axis=-1, keepdims=True)
 
 
 class UnitFrozen(struct.PyTreeNode):
@@ -52,16 +67,14 @@ class UnitLive(struct.PyTreeNode):
         recent: the ring: keys after RoPE and values, token p in slot p % R [B, h_kv, R, d].
         summaries: of later units, as far as they are there, a tree of [B, h_kv, T, ...]; unit units_b + j in place j.
         selected: units of the last query, int32 [B, h_kv, k]; -1 for none.
-        marks: of each unit's place, int32 [B, h_kv, U + T], negative for one that is dropped; None: none ever is.
     """
 
     recent: KeyValues
     summaries: Any
     selected: Array
-    marks: Array | None = None
 
 
-class RetrievalPolicy(Policy, abc.ABC):
+class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     """Settings that every one has.
 
     `budget` tokens to fetch, `recent` newest tokens that are always attended; with `top_p` below 1 only as many units
@@ -96,7 +109,7 @@ class RetrievalPolicy(Policy, abc.ABC):
         """Summaries of units that lie on the device [B, h_kv, n, 2 * unit * d], where none are kept."""
         raise NotImplementedError
 
-    def query(self, step: StepKV, carry: Any) -> Array:
+    def query(self, step: StepKV) -> Array:
         """The queries after RoPE [B, T, h_q, d] that choose."""
         return step.q_post
 
@@ -113,13 +126,14 @@ class RetrievalPolicy(Policy, abc.ABC):
         return spec.scale
 
     @property
-    def extend_piece(self) -> int:  # type: ignore[override]
-        """How many units a query attends to is read off its own step where that follows from the scores."""
-        return 8 if self.top_p == 1 else 1
+    def reads(self) -> Reads:
+        """Pieces of 8 tokens; with `top_p`, single steps, for each query's count is read off its own step."""
+        return Reads(piece=8 if self.top_p == 1 else 1)
 
-    def onward(self, step: StepKV, carry: Any) -> Any:
-        """What this layer tells the next one."""
-        return carry
+    @property
+    def budget_unit(self) -> int:
+        """Budgets are whole units."""
+        return self.unit
 
     def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Any:
         """The basis; None for most policies."""
@@ -141,7 +155,7 @@ class RetrievalPolicy(Policy, abc.ABC):
 
     def ring_slots(self, spec: CacheSpec) -> int:
         """A piece's first query still needs its own recent tokens, and its unit as a whole."""
-        return min(self.recent + self.unit + self.extend_piece - 2, spec.capacity)
+        return min(self.recent + self.unit + self.reads.piece - 2, spec.capacity)
 
     def count(self, spec: CacheSpec) -> int:
         """Units that a query selects at most."""
@@ -236,20 +250,16 @@ class RetrievalPolicy(Policy, abc.ABC):
 
     # One step
 
-    def select(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any
-    ) -> tuple[Selection | None, LayerState, Any]:
+    def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
         """The best units of each query, one query after the other."""
         layout, frozen = self.host_layout(spec), state.frozen
         assert layout is not None
-        q = group_queries(self.stored(self.query(step, carry), frozen.basis), spec.kv_heads)
+        q = group_queries(self.stored(self.query(step), frozen.basis), spec.kv_heads)
         parts = [self.score(spec, summaries, q, frozen.basis) for summaries in self.both_summaries(spec, state)]
         scores = jnp.concatenate(parts, axis=3)
         unit = self.unit_of_place(spec, frozen.units)
         old = (unit + 1)[:, None] * self.unit <= self.first_recent(step.positions)[..., None]
         candidate = ((unit >= 0)[:, None] & old)[:, None]  # [B, 1, T, n]
-        if state.live.marks is not None:
-            candidate &= (state.live.marks >= 0)[:, :, None]
         ids = top_k(jnp.where(candidate, scores, -jnp.inf), self.count(spec))
         good = jnp.take_along_axis(jnp.broadcast_to(candidate, scores.shape), ids, axis=3)
         good = self.enough(spec, jnp.take_along_axis(scores, ids, axis=3), good) & step.valid[:, None, :, None]
@@ -261,8 +271,7 @@ class RetrievalPolicy(Policy, abc.ABC):
         chosen = jnp.where(step.valid[:, :1, None], last, state.live.selected)
         flat = (spec.batch, spec.kv_heads, -1)
         selection = Selection(ids.reshape(flat), good.reshape(flat), hit=hit.reshape(flat))
-        live = self.note(state.live.replace(selected=chosen), ids[:, :, 0], good[:, :, 0], step)
-        return selection, state.replace(live=live), carry
+        return selection, state.replace(live=state.live.replace(selected=chosen))
 
     def unit_of_place(self, spec: CacheSpec, units: Array) -> Array:
         """Unit of the sequence behind each place, int32 [B, U + T]: the prompt's, then the tail's; -1 for none."""
@@ -271,10 +280,6 @@ class RetrievalPolicy(Policy, abc.ABC):
         places = jnp.arange(layout.units + layout.tail_units)
         unit = jnp.where(places < layout.units, places, places - layout.units + start)
         return jnp.where((places < start) | (places >= layout.units), unit, -1)
-
-    def note(self, live: UnitLive, places: Array, good: Array, step: StepKV) -> UnitLive:
-        """Remember that `good` places [B, h_kv, k] were selected; for policies that keep marks."""
-        return live
 
     def both_summaries(self, spec: CacheSpec, state: LayerState) -> list[Any]:
         """Of the prompt's units and of later ones."""
@@ -287,8 +292,8 @@ class RetrievalPolicy(Policy, abc.ABC):
         return [self.resident_summaries(spec, x) for x in (*rows, tier.tail.array[:, :, : layout.tail_units])]
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         """Exact attention over each query's recent tokens and its units."""
         assert fetched is not None
         assert fetched.k is not None
@@ -300,7 +305,7 @@ class RetrievalPolicy(Policy, abc.ABC):
         k, v = (x.reshape(*shape, spec.head_dim) for x in (fetched.k, fetched.v))
         pieces = [Piece(recent.k, recent.v, seen[:, None]), Piece(k, v, fetched.valid.reshape(shape))]
         query = self.stored(step.q_post, state.frozen.basis)
-        return attend(query, pieces, spec.scale), state, self.onward(step, carry)
+        return attend(query, pieces, spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Recent tokens, and whole units."""
@@ -315,7 +320,7 @@ class RetrievalPolicy(Policy, abc.ABC):
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
         """All summaries and the ring are read, the selected units move."""
-        parts = {name: (device, 0) for name, (device, _) in self.nbytes(state).items() if not name.startswith("host")}
+        parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
         moved = 2 * spec.batch * spec.kv_heads * self.count(spec) * self.unit * spec.head_dim
         size = moved * jnp.dtype(spec.dtype).itemsize
         return parts | {"selected": (size, 0 if spec.fetch == "resident" else size)}

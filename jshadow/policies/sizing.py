@@ -1,17 +1,71 @@
 """The largest setting within a share of full attention's device bytes, by the bytes that its state really takes."""
 
+import bisect
 import functools
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar, overload
 
 import jax
 
+from jshadow.cache.accounting import layer_nbytes, leaf_bytes
 from jshadow.cache.state import CacheSpec
-from jshadow.errors import Infeasible
+from jshadow.errors import ConfigError, Infeasible
 from jshadow.models.config import ModelConfig
-from jshadow.policies.base import Policy, check_fraction, leaf_bytes, own_layers, sliding_slots
+from jshadow.policies.base import LayerCache, Policy, full_layers
+from jshadow.policies.capabilities import Sized, Speculates, capability
+from jshadow.policies.sliding_window import sliding_slots
 
 P = TypeVar("P", bound=Policy)
+
+
+class Falling(Sequence[P]):
+    """make(high), make(high - 1), ..., make(low): settings that are made when they are asked for."""
+
+    def __init__(self, make: Callable[[int], P], low: int, high: int) -> None:
+        self.make, self.low, self.high = make, low, high
+
+    def __len__(self) -> int:
+        return max(0, self.high - self.low + 1)
+
+    @overload
+    def __getitem__(self, index: int) -> P: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[P]: ...
+    def __getitem__(self, index: int | slice) -> P | Sequence[P]:
+        places = range(self.high, self.low - 1, -1)[index]
+        return self.make(places) if isinstance(places, int) else [self.make(place) for place in places]
+
+
+def at_share(policy: P, fraction: float, num_tokens: int, config: ModelConfig) -> P:
+    """The policy at the largest size that keeps to a share of full attention's device bytes.
+
+    Args:
+        policy: its settings; only those in `Sized.size_free` stay as they are.
+        fraction: of the bytes of full attention at that many tokens, sliding layers included.
+        num_tokens: a prompt of so many tokens fills the capacity.
+        config: the model.
+
+    Raises:
+        ConfigError: fraction is not above 0, or the policy has no sizes.
+        Infeasible: no setting is that small; the message names the least share.
+    """
+    if not fraction > 0:
+        raise ConfigError(f"fraction must be above 0, got {fraction!r}")
+    if not isinstance(policy, Sized):
+        raise ConfigError(f"policy must be one that can be brought to a share of bytes, got {policy.name}")
+    share = functools.partial(device_share, num_tokens=num_tokens, config=config)
+    least = float("inf")
+    for group in policy.candidates(num_tokens, config):
+        if not group:
+            continue
+        smallest = share(group[-1])
+        if smallest <= fraction:
+            last = len(group) - 1
+            return group[bisect.bisect_left(group, True, hi=last, key=lambda setting: share(setting) <= fraction)]
+        least = min(least, smallest)
+    raise Infeasible(
+        f"{policy.name}: fraction must be at least {least:.4f} of full attention's bytes, got {fraction!r}"
+    )
 
 
 def device_share(policy: Policy, num_tokens: int, config: ModelConfig) -> float:
@@ -21,80 +75,41 @@ def device_share(policy: Policy, num_tokens: int, config: ModelConfig) -> float:
     """
     policy = policy.resolve(config, num_tokens)
     row = 2 * config.key_columns * 2  # bytes of a token's key and value
-    sliding, own = layer_slots(num_tokens, config)
-    specs = [layer_spec(policy, layer, num_tokens, config) for layer in own_layers(config)]
-    shared = jax.eval_shape(functools.partial(policy.init_shared, tuple(specs))) if specs else None
-    small = sum(map(leaf_bytes, jax.tree.leaves(shared)))
-    sizes: dict[Policy, int] = {}
+    sliding, full = layer_slots(num_tokens, config)
+    specs = [layer_spec(policy, layer, num_tokens, config) for layer in full_layers(config)]
+    speculation = capability(policy, Speculates)
+    small = 0
+    if speculation is not None and specs:
+        shared = jax.eval_shape(functools.partial(speculation.init_shared, tuple(specs)))
+        small = sum(map(leaf_bytes, jax.tree.leaves(shared)))
+    sizes: dict[LayerCache, int] = {}
     for spec in specs:
         if spec.policy not in sizes:
             state = jax.eval_shape(functools.partial(spec.policy.init, spec))
-            sizes[spec.policy] = sum(device for device, _ in spec.policy.nbytes(state).values())
-    return (sliding * row + small + sum(sizes[spec.policy] for spec in specs)) / ((sliding + own) * row)
+            sizes[spec.policy] = sum(device for device, _ in layer_nbytes(state).values())
+    return (sliding * row + small + sum(sizes[spec.policy] for spec in specs)) / ((sliding + full) * row)
 
 
 def layer_spec(policy: Policy, layer: int, num_tokens: int, config: ModelConfig) -> CacheSpec:
     """One row's cache of a layer that sees everything, filled by its prompt."""
-    own, kind = policy.for_layer(layer, config), config.attention_kind(layer)
+    cache, kind = policy.for_layer(layer, config), config.attention_kind(layer)
     return CacheSpec(
-        layer=layer, num_layers=config.num_layers, batch=1, capacity=num_tokens,
-        window=own.window_slots(num_tokens, num_tokens), q_heads=config.q_heads, kv_heads=config.kv_heads,
-        head_dim=config.head_dim, model_dim=config.model_dim, dtype="bfloat16", scale=config.attention_scale,
-        rope=kind.rope, sliding_window=None, fetch="device_put", policy=own,
-    )  # fmt: skip
-
-
-def largest(make: Callable[[int], P], low: int, high: int, fraction: float, num_tokens: int, config: ModelConfig) -> P:
-    """make(n) for the largest n in [low, high] that fits; its bytes must grow with n.
-
-    Raises:
-        Infeasible: make(low) does not fit.
-    """
-    least = device_share(make(low), num_tokens, config)
-    if least > fraction:
-        raise infeasible(make(low).name, fraction, least)
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = device_share(make(middle), num_tokens, config) <= fraction
-        low, high = (middle, high) if fits else (low, middle - 1)
-    return make(low)
-
-
-def first_fitting(choices: Iterable[P], fraction: float, num_tokens: int, config: ModelConfig) -> P:
-    """The first of the choices that fits.
-
-    Raises:
-        Infeasible: none does.
-    """
-    shares = []
-    for policy in choices:
-        shares.append(device_share(policy, num_tokens, config))
-        if shares[-1] <= fraction:
-            return policy
-    raise infeasible(policy.name, fraction, min(shares))
-
-
-def own_share(policy: str, fraction: float, num_tokens: int, config: ModelConfig) -> float:
-    """What of full attention's bytes in its own layers a policy may take, when all layers may take `fraction`.
-
-    Sliding layers keep their windows whatever the policy.
-
-    Raises:
-        ConfigError: fraction is not above 0.
-        Infeasible: the windows alone take more.
-    """
-    check_fraction(fraction)
-    sliding, own = layer_slots(num_tokens, config)
-    left = fraction * (sliding + own) - sliding
-    if left <= 0:
-        raise infeasible(policy, fraction, sliding / (sliding + own))
-    return left / max(own, 1)
-
-
-def whole_share(own_fraction: float, num_tokens: int, config: ModelConfig) -> float:
-    """`own_share` backwards: the share of all layers' bytes."""
-    sliding, own = layer_slots(num_tokens, config)
-    return (sliding + own_fraction * own) / (sliding + own)
+        layer=layer,
+        num_layers=config.num_layers,
+        batch=1,
+        capacity=num_tokens,
+        window=cache.window_slots(num_tokens, num_tokens),
+        q_heads=config.q_heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        model_dim=config.model_dim,
+        dtype="bfloat16",
+        scale=config.attention_scale,
+        rope=kind.rope,
+        sliding_window=None,
+        fetch="device_put",
+        policy=cache,
+    )
 
 
 def layer_slots(num_tokens: int, config: ModelConfig) -> tuple[int, int]:
@@ -102,8 +117,3 @@ def layer_slots(num_tokens: int, config: ModelConfig) -> tuple[int, int]:
     windows = [kind.window for kind in config.attention_kinds]
     sliding = sum(sliding_slots(window, num_tokens) for window in windows if window is not None)
     return sliding, num_tokens * windows.count(None)
-
-
-def infeasible(policy: str, fraction: float, least: float) -> Infeasible:
-    """The error of a share of full attention's bytes that a policy cannot reach."""
-    return Infeasible(f"{policy}: fraction must be at least {least:.4f} of full attention's bytes, got {fraction!r}")

@@ -5,17 +5,24 @@ others is, so it stands in no list of policies.
 """
 
 import dataclasses
-from typing import Any, Self
+from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
 from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
-from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import fill_ring, ring_positions, write_rows
-from jshadow.policies.base import SLIDING_PIECE, Policy, foreseen, sliding_slots
+from jshadow.policies.base import LayerCache, Reads
+from jshadow.policies.costs import Costs
+
+SLIDING_PIECE = 16  # tokens of a turn that a sliding layer takes at once
+
+
+def sliding_slots(window: int, capacity: int) -> int:
+    """Slots of a layer that sees a window only: the last token of a piece must not push out what its first one sees."""
+    return min(window + SLIDING_PIECE - 1, capacity)
 
 
 class SlidingLive(struct.PyTreeNode):
@@ -25,20 +32,19 @@ class SlidingLive(struct.PyTreeNode):
 
 
 @dataclasses.dataclass(frozen=True)
-class SlidingWindow(Policy):
+class SlidingWindow(LayerCache, Costs):
     """Keep and attend the most recent tokens, exactly.
 
     Attributes:
         window: tokens that a query sees, itself included.
-        foresees: hand the next layer its foreseen queries, for a policy of the other layers that wants them.
     """
 
     window: int = 4096
-    foresees: bool = False
 
-    name = "sliding_window"
-    source = "arXiv 2310.06825, section 2"
-    extend_piece = SLIDING_PIECE
+    @property
+    def reads(self) -> Reads:
+        """Pieces of turns that fit the slots."""
+        return Reads(piece=SLIDING_PIECE)
 
     def slots(self, capacity: int) -> int:
         """Slots of the cache."""
@@ -64,8 +70,8 @@ class SlidingWindow(Policy):
         return state.replace(live=SlidingLive(KeyValues(k, v))), None
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         """Exact attention over the window that ends at each query."""
         lengths = step.lengths + step.valid.sum(axis=1, dtype=jnp.int32)
         held, own = ring_positions(lengths, self.slots(spec.capacity))[:, None], step.positions[:, :, None]
@@ -75,7 +81,7 @@ class SlidingWindow(Policy):
         if rows > 1:  # a guess is not kept, yet it sees itself
             k, v = (x.transpose(0, 2, 1, 3) for x in (step.k_post, step.v))
             pieces.append(Piece(k, v, (jnp.eye(rows, dtype=bool) & ~step.valid[:, None])[:, None]))
-        return attend(step.q_post, pieces, spec.scale), state, foreseen(step) if self.foresees else carry
+        return attend(step.q_post, pieces, spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """At most the window."""
@@ -84,13 +90,3 @@ class SlidingWindow(Policy):
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Scores of all slots."""
         return 3 * 4 * spec.batch * spec.q_heads * self.slots(spec.capacity)
-
-    @classmethod
-    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """A window that nothing leaves."""
-        return cls(window=num_tokens)
-
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """The model's window: there is nothing to choose."""
-        return cls(window=config.sliding_window or num_tokens)

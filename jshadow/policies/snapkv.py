@@ -6,7 +6,8 @@ Here: the maximum, as in the paper's LongBench settings, and one set for each KV
 """
 
 import dataclasses
-from typing import Self, cast
+from collections.abc import Sequence
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -15,13 +16,20 @@ from jax import Array, lax
 from jshadow.cache.state import CacheSpec, PromptKV
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import MASKED, group_queries
-from jshadow.policies.base import Policy, check_choice, check_fraction, check_range
+from jshadow.policies.base import Reads
+from jshadow.policies.capabilities import Budgeted, Sized
+from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.eviction import EvictingPolicy
-from jshadow.policies.sizing import largest
+from jshadow.policies.registry import register
+from jshadow.policies.sizing import Falling
 
 
+@register(
+    small={"max_capacity_prompt": 14, "observation_window": 5, "kernel": 3},
+    lossless=lambda tokens, config: {"max_capacity_prompt": max(tokens, SnapKV.observation_window)},
+)
 @dataclasses.dataclass(frozen=True)
-class SnapKV(EvictingPolicy):
+class SnapKV(EvictingPolicy, Budgeted, Sized):
     """Keep the prompt's newest tokens, and those that these attended to most.
 
     Attributes:
@@ -43,15 +51,15 @@ class SnapKV(EvictingPolicy):
     budget_fields = ("max_capacity_prompt",)
 
     @property
-    def q_tail(self) -> int:  # type: ignore[override]
-        """Queries that choose."""
-        return self.observation_window
+    def reads(self) -> Reads:
+        """The queries of the observation window."""
+        return Reads(last_queries=self.observation_window, piece=16)
 
-    def scaled(self, share: float) -> Policy:
+    def scaled(self, share: float) -> Self:
         """Also the window, where the prompt's budget would not hold it."""
-        made = cast(Self, super().scaled(share))
+        scaled = super().scaled(share)
         return dataclasses.replace(
-            made, observation_window=min(self.observation_window, max(1, made.max_capacity_prompt // 2))
+            scaled, observation_window=min(self.observation_window, max(1, scaled.max_capacity_prompt // 2))
         )
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
@@ -96,20 +104,14 @@ class SnapKV(EvictingPolicy):
             super().compress_bytes(spec, tokens) + 3 * 4 * spec.batch * spec.q_heads * self.observation_window * tokens
         )
 
-    @classmethod
-    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """All of the prompt."""
-        return cls(max_capacity_prompt=max(num_tokens, cls.observation_window))
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """All numbers of tokens; a small one has a small window."""
+        cls = type(self)
 
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """That share of the tokens; a small one has a small window."""
-        check_fraction(fraction)
-
-        def make(slots: int) -> "SnapKV":
+        def make(slots: int) -> Self:
             return cls(max_capacity_prompt=slots, observation_window=max(1, min(cls.observation_window, slots // 2)))
 
-        return cast(Self, largest(make, 1, num_tokens, fraction, num_tokens, config))
+        return [Falling(make, 1, num_tokens)]
 
 
 def pool(scores: Array, kernel: int, pooling: str) -> Array:

@@ -10,6 +10,7 @@ has exactly are no candidates. The first guess comes from a step that is taken b
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.state import (
     CacheSpec,
     Fetched,
@@ -31,9 +33,10 @@ from jshadow.cache.state import (
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries, masked_scores
 from jshadow.ops.layout import to_chunks, top_k
-from jshadow.policies.base import check_fraction, check_range
-from jshadow.policies.kivi import KIVI, KiviLive
-from jshadow.policies.sizing import first_fitting
+from jshadow.policies.capabilities import Budgeted, PlansAhead, Speculates
+from jshadow.policies.checks import check_range
+from jshadow.policies.kivi import KIVI, KiviLive, never_full
+from jshadow.policies.registry import register
 
 
 class Guess(struct.PyTreeNode):
@@ -60,8 +63,12 @@ class SpeLive(KiviLive, kw_only=True):
     positions: Array
 
 
+@register(
+    small={"bits": 1, "group": 8, "residual": 8, "fetched": 6},
+    lossless=lambda tokens, config: never_full(tokens, config, KIVI.group),
+)
 @dataclasses.dataclass(frozen=True)
-class SpeCache(KIVI):
+class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
     """KIVI whose most wanted tokens are exact, by speculation.
 
     Attributes:
@@ -75,8 +82,7 @@ class SpeCache(KIVI):
     name = "specache"
     source = "arXiv 2503.16163, section 3"
     budget_fields = ("fetched",)
-    step_rows = 2
-    predecode = True
+    trial_step = True
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Check the settings."""
@@ -92,8 +98,8 @@ class SpeCache(KIVI):
         best = logits.argmax(-1).astype(jnp.int32)
         return Guess(jnp.where(shared.known, best[:, 1], best[:, 0]), jnp.ones_like(shared.known))
 
-    def before_guess(self, shared: Guess, token: Array) -> Guess:
-        """What the step that is taken back begins with."""
+    def before_trial(self, shared: Guess, token: Array) -> Guess:
+        """What the trial step begins with."""
         return Guess(token, jnp.zeros_like(shared.known))
 
     def adopt(self, live: SpeLive, after: SpeLive) -> SpeLive:
@@ -145,7 +151,7 @@ class SpeCache(KIVI):
         batch, heads = live.positions.shape[:2]
         row, head = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
         held = step.positions[:, :1] + 1
-        # What is exact anyway is not replaced: after the step that was taken back it may be a token that never came.
+        # Never replace rows of the exact residual: a buffered row there may belong to the trial step, which was rolled back.
         used = (live.positions >= 0) & (live.positions < ((held - 1) // self.residual * self.residual)[:, None])
         slot = jnp.where(used, live.positions, spec.capacity)
         exact = jnp.zeros((batch, heads, spec.capacity + 1), bool).at[row, head, slot].set(True)
@@ -166,12 +172,12 @@ class SpeCache(KIVI):
         return pieces, positions
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         """Attention of both queries; what came takes the place of its low-bit rows."""
-        return attend(step.q_post, self.pieces(spec, state, step)[0], spec.scale), state, carry
+        return attend(step.q_post, self.pieces(spec, state, step)[0], spec.scale), state
 
-    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any) -> tuple[Selection, ...]:
+    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
         """For the next step, what the guess attended to most."""
         pieces, positions = self.pieces(spec, state, step)
         own = step.q_post[:, 1:]
@@ -202,7 +208,7 @@ class SpeCache(KIVI):
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
         """All that lies on the device is read, the rows of the next step move."""
-        parts = {name: (device, 0) for name, (device, _) in self.nbytes(state).items() if not name.startswith("host")}
+        parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
         numbers = 2 * spec.batch * spec.kv_heads * self.count(spec) * spec.head_dim
         size = numbers * jnp.dtype(spec.dtype).itemsize
         return parts | {"fetched": (0, 0 if spec.fetch == "resident" else size)}
@@ -211,26 +217,17 @@ class SpeCache(KIVI):
         """As KIVI for two queries, and their probabilities once more."""
         return 2 * super().step_temporaries(spec)
 
-    @classmethod
-    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """A residual that is never full."""
-        base = KIVI.lossless(num_tokens, config)
-        return cls(group=base.group, residual=base.residual)
-
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """One or two bits, the smallest groups that fit beside the residual and the fetched rows."""
-        check_fraction(fraction)
-        largest = math.gcd(config.head_dim, 64)
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """The most bits first, and of each the smallest groups, beside the residual and the fetched rows."""
+        cls, largest = type(self), math.gcd(config.head_dim, 64)
         groups = [group for group in (16, 32, 64) if group <= largest] or [largest]
         rows = min(cls.fetched, max(1, num_tokens // 32))
-        made = [
-            cls(bits=bits, group=group, residual=max(group, min(cls.residual, num_tokens // 32 // group * group)),
-                fetched=rows)
-            for bits in (8, 4, 2, 1)
-            for group in groups
-        ]  # fmt: skip
-        return first_fitting(made, fraction, num_tokens, config)
+
+        def make(bits: int, group: int) -> Self:
+            residual = max(group, min(cls.residual, num_tokens // 32 // group * group))
+            return cls(bits=bits, group=group, residual=residual, fetched=rows)
+
+        return [[make(bits, group)] for bits in (8, 4, 2, 1) for group in groups]
 
 
 def masked_scores_of(q: Array, piece: Piece, scale: float) -> Array:

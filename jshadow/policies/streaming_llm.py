@@ -1,6 +1,7 @@
 """StreamingLLM: attention sinks and a window of recent tokens (Xiao et al. 2023, arXiv 2309.17453, section 3.2)."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
@@ -12,8 +13,12 @@ from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import write_rows
 from jshadow.ops.rope import cos_sin, query_factor, rotate
-from jshadow.policies.base import Policy, check_range
-from jshadow.policies.sizing import infeasible, own_share, whole_share
+from jshadow.policies.base import UniformPolicy
+from jshadow.policies.capabilities import Budgeted, Sized
+from jshadow.policies.checks import check_range
+from jshadow.policies.costs import Costs
+from jshadow.policies.registry import register
+from jshadow.policies.sizing import Falling
 
 
 class StreamingLive(struct.PyTreeNode):
@@ -26,8 +31,9 @@ class StreamingLive(struct.PyTreeNode):
     cache: KeyValues
 
 
+@register(small={"sinks": 2, "window": 12}, lossless=lambda tokens, config: {"window": tokens})
 @dataclasses.dataclass(frozen=True)
-class StreamingLLM(Policy):
+class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
     """Keep the first tokens and the most recent ones; evict what lies between.
 
     Attributes:
@@ -98,8 +104,8 @@ class StreamingLLM(Policy):
         return state.replace(live=StreamingLive(KeyValues(k, v))), None
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         """Rotate the kept keys, then exact attention over them."""
         lengths = step.positions[:, -1] + 1
         held = self.held_positions(spec, lengths)
@@ -112,7 +118,7 @@ class StreamingLLM(Policy):
         k = turn(state.live.cache.k, jnp.maximum(index, 0)[:, None, :])
         q = turn(step.q_pre, (step.positions - evicted)[:, :, None], query_factor(spec.rope))
         seen = (held >= 0)[:, None, :] & (held[:, None, :] <= step.positions[:, :, None])
-        return attend(q, [Piece(k, state.live.cache.v, seen[:, None])], spec.scale), state, carry
+        return attend(q, [Piece(k, state.live.cache.v, seen[:, None])], spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """At most the slots."""
@@ -123,16 +129,12 @@ class StreamingLLM(Policy):
         slots, item = spec.batch * self.slots(spec.capacity), jnp.dtype(spec.dtype).itemsize
         return slots * (spec.kv_heads * spec.head_dim * (2 * 4 + item) + 3 * 4 * spec.q_heads)
 
-    @classmethod
-    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """A window that nothing leaves."""
-        return cls(window=num_tokens)
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """All numbers of slots."""
+        cls = type(self)
 
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """All slots at that share of the tokens."""
-        slots = int(own_share(cls.name, fraction, num_tokens, config) * num_tokens)
-        sinks = min(cls.sinks, slots - 1)
-        if sinks < 0:
-            raise infeasible(cls.name, fraction, whole_share(1 / num_tokens, num_tokens, config))
-        return cls(sinks=sinks, window=max(slots - sinks, 1))
+        def make(slots: int) -> Self:
+            sinks = min(cls.sinks, slots - 1)
+            return cls(sinks=sinks, window=max(slots - sinks, 1))
+
+        return [Falling(make, 1, num_tokens)]

@@ -9,28 +9,34 @@ fixed maximum: shapes are static. The first layers are dense.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache.prompt_walk import directions, prompts_of
-from jshadow.cache.state import CacheSpec, Fetched, HostWrite, LayerState, PromptKV, StepKV
+from jshadow.cache.state import CacheSpec, LayerState, PromptKV, StepKV
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import group_queries
-from jshadow.policies.base import Policy, check_choice, check_fraction, check_range, foreseen, own_layers
+from jshadow.policies.base import LayerCache, Reads, full_layers
+from jshadow.policies.capabilities import Foresees, Learns, Sized
+from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.full import Full
-from jshadow.policies.infinigen.pool import EVICTIONS, first_marks, mark_selected, take_in
-from jshadow.policies.retrieval import RetrievalPolicy, UnitLive
-from jshadow.policies.sizing import device_share, largest
+from jshadow.policies.registry import register
+from jshadow.policies.retrieval import RetrievalPolicy
+from jshadow.policies.sizing import Falling
 
 SHARE = 0.2  # of the tokens, and of the columns: the published scripts' settings
 
 
+@register(
+    small={"budget": 9, "columns": 4, "alpha": 0.5, "dense_layers": 1},
+    lossless=lambda tokens, config: {"budget": tokens, "alpha": 1e9},
+)
 @dataclasses.dataclass(frozen=True)
-class InfiniGen(RetrievalPolicy):
+class InfiniGen(RetrievalPolicy, Foresees, Learns, Sized):
     """Fetch what the foreseen query wants.
 
     Attributes:
@@ -41,8 +47,6 @@ class InfiniGen(RetrievalPolicy):
         recent: newest tokens that are always attended.
         calibration: "online": the basis comes from each prompt's queries; "offline": from a text (`fit`).
         top_p: share of the softmax over the budget that is enough, beside alpha.
-        pool: tokens of a head that may be fetched, recent ones counted. None: all.
-        eviction: what leaves a pool that is full: "counter", "lru" or "fifo".
     """
 
     budget: int | None = None  # type: ignore[assignment]
@@ -53,18 +57,14 @@ class InfiniGen(RetrievalPolicy):
     calibration: str = "online"
     unit: int = 1
     top_p: float = 1.0
-    pool: int | None = None
-    eviction: str = "counter"
 
     name = "infinigen"
     source = "arXiv 2406.19707, section 4"
-    foresees = True
-    needs = frozenset({"q_all"})
 
     @property
-    def extend_piece(self) -> int:  # type: ignore[override]
-        """How many tokens a query attends to is read off its own step."""
-        return 1
+    def reads(self) -> Reads:
+        """All queries of the prompt; single steps, for each query's count is read off its own step."""
+        return Reads(all_queries=True)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Fill in a fifth each, and check."""
@@ -75,61 +75,15 @@ class InfiniGen(RetrievalPolicy):
         check_range(self.name, "dense_layers", self.dense_layers, 1)
         check_range(self.name, "unit", self.unit, 1, 1)
         check_choice(self.name, "calibration", self.calibration, ("online", "offline"))
-        check_choice(self.name, "eviction", self.eviction, EVICTIONS)
         check_range(self.name, "recent", self.recent, 1)
-        if self.pool is not None:
-            check_range(self.name, "pool", self.pool, self.recent + 1)
         number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
         if not number or not self.alpha > 0:
             raise ConfigError(f"infinigen.alpha must be above 0, got {self.alpha!r}")
         return super(InfiniGen, made).resolve(config, capacity)
 
-    def for_layer(self, layer: int, config: ModelConfig) -> Policy:
-        """The first layers see everything and foresee the next one's queries."""
-        return ForeseeingFull() if layer < self.dense_layers else self
-
-    def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Nothing held."""
-        state = super().init(spec, fitted)
-        if self.pool is None:
-            return state
-        marks = jnp.full((spec.batch, spec.kv_heads, self.places(spec)), -1, jnp.int32)
-        return state.replace(live=state.live.replace(marks=marks))
-
-    def places(self, spec: CacheSpec) -> int:
-        """Of the prompt's tokens and of later ones."""
-        layout = self.host_layout(spec)
-        assert layout is not None
-        return layout.units + layout.tail_units
-
-    def compress(
-        self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
-    ) -> tuple[LayerState, HostWrite | None]:
-        """As any retrieval policy; the pool holds the newest tokens."""
-        state, write = super().compress(spec, state, prompt, fitted)
-        if self.pool is not None:
-            at = self.unit_of_place(spec, state.frozen.units)
-            marks = first_marks(at, prompt.lengths, spec.kv_heads, self.pool, self.eviction)
-            state = state.replace(live=state.live.replace(marks=marks))
-        return state, write
-
-    def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Also into the pool, which drops a token for it where it is full."""
-        state, write = super().append(spec, state, step)
-        if state.live.marks is not None:
-            assert self.pool is not None
-            at = self.unit_of_place(spec, state.frozen.units)
-            marks = take_in(
-                state.live.marks, at, step.positions, step.valid, self.recent, self.pool, self.eviction
-            )  # fmt: skip
-            state = state.replace(live=state.live.replace(marks=marks))
-        return state, write
-
-    def note(self, live: UnitLive, places: Array, good: Array, step: StepKV) -> UnitLive:
-        """Count, or date, what was selected."""
-        if live.marks is None:
-            return live
-        return live.replace(marks=mark_selected(live.marks, places, good, step.positions, self.eviction))
+    def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
+        """The first layers see everything."""
+        return Full() if layer < self.dense_layers else self
 
     def no_basis(self, spec: CacheSpec) -> Array:
         """Zeros [B, h_kv, d, columns]."""
@@ -158,7 +112,7 @@ class InfiniGen(RetrievalPolicy):
         return jnp.take_along_axis(skew, order[:, :, None, :], axis=3)
 
     @property
-    def reads_fitted(self) -> bool:  # type: ignore[override]
+    def reads_fitted(self) -> bool:
         """Offline, a basis of the prompt's own needs none."""
         return self.calibration == "offline"
 
@@ -190,9 +144,10 @@ class InfiniGen(RetrievalPolicy):
         """Scores are logits."""
         return 1.0
 
-    def query(self, step: StepKV, carry: Any) -> Array:
-        """What the layer before foresaw."""
-        return carry
+    def query(self, step: StepKV) -> Array:
+        """Those that the layer before predicted."""
+        assert step.q_foreseen is not None
+        return step.q_foreseen
 
     def enough(self, spec: CacheSpec, scores: Array, good: Array) -> Array:
         """As many as are within alpha of the best, mean over heads; each head its own best ones."""
@@ -201,46 +156,21 @@ class InfiniGen(RetrievalPolicy):
         count = jnp.round(near.sum(axis=3).astype(jnp.float32).mean(axis=1))
         return good & (jnp.arange(scores.shape[3]) < count[:, None, :, None])
 
-    def onward(self, step: StepKV, carry: Any) -> Any:
-        """The next layer's queries, from this one's input."""
-        return foreseen(step)
-
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Recent tokens, and as many as were near enough."""
         first = self.first_recent(lengths - 1)
         chosen = (state.live.selected >= 0).sum(axis=2).astype(jnp.float32).mean(axis=1)
         return {"window": (lengths - first).astype(jnp.float32), "selected": chosen}
 
-    @classmethod
-    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """Everything is near enough."""
-        return cls(budget=num_tokens, alpha=1e9)
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """Keys and values offloaded, by the columns that stay; with the usual dense layers if these fit, or one."""
+        cls = type(self)
+        dense = cls.dense_layers if len(full_layers(config)) > cls.dense_layers else 1
 
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """As many columns as fit beside the dense layers, keys and values offloaded."""
-        check_fraction(fraction)
-        own = len(own_layers(config))
-        dense = cls(columns=1).dense_layers if own > cls.dense_layers else 1
-        if device_share(cls(columns=1, dense_layers=dense), num_tokens, config) > fraction:
-            dense = 1
-        return largest(
-            lambda columns: cls(columns=columns, dense_layers=dense), 1, config.head_dim, fraction, num_tokens, config
-        )
+        def group(dense: int) -> Sequence[Self]:
+            return Falling(lambda columns: cls(columns=columns, dense_layers=dense), 1, config.head_dim)
 
-
-@dataclasses.dataclass(frozen=True)
-class ForeseeingFull(Full):
-    """Full attention that tells the next layer what its queries will be."""
-
-    name = "infinigen"
-
-    def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
-        """Exact attention."""
-        out, state, _ = super().attend(spec, state, step, fetched, carry)
-        return out, state, foreseen(step)
+        return [group(layers) for layers in dict.fromkeys((dense, 1))]
 
 
 def query_basis(prompt: PromptKV) -> tuple[Array, Array]:

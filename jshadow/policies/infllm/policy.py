@@ -12,12 +12,14 @@ most. Blocks are shared by all heads. Some of them stay on the device in a pool,
 """
 
 import dataclasses
-from typing import Any, Self, cast
+from collections.abc import Sequence
+from typing import Any, Self
 
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.state import (
     CacheSpec,
     Fetched,
@@ -33,10 +35,14 @@ from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, attention_probs
 from jshadow.ops.layout import fill_ring, ring_positions, to_chunks, top_k, write_rows
 from jshadow.ops.rope import cos_sin, rotate
-from jshadow.policies.base import Policy, check_fraction, check_range
+from jshadow.policies.base import UniformPolicy
+from jshadow.policies.capabilities import Budgeted, OwnPrefill, Sized
+from jshadow.policies.checks import check_range
+from jshadow.policies.costs import Costs
 from jshadow.policies.infllm.prefill import InfLLMPrefill, far_queries, mean_key
 from jshadow.policies.prefill_attention import PrefillAttention
-from jshadow.policies.sizing import device_share, largest
+from jshadow.policies.registry import register
+from jshadow.policies.sizing import Falling
 
 
 class InfLLMFrozen(struct.PyTreeNode):
@@ -73,8 +79,12 @@ class InfLLMLive(struct.PyTreeNode):
     used: Array
 
 
+@register(
+    small={"window": 10, "sinks": 3, "budget": 8, "unit": 4, "representatives": 2, "query_block": 8},
+    lossless=lambda tokens, config: {"window": tokens},
+)
 @dataclasses.dataclass(frozen=True)
-class InfLLM(Policy):
+class InfLLM(UniformPolicy, OwnPrefill, Budgeted, Sized, Costs):
     """A window, the first tokens, and the blocks that match.
 
     Attributes:
@@ -101,6 +111,11 @@ class InfLLM(Policy):
     name = "infllm"
     source = "arXiv 2402.04617, section 3"
     budget_fields = ("budget", "cached", "fetched")
+
+    @property
+    def budget_unit(self) -> int:
+        """Budgets are whole blocks."""
+        return self.unit
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Fill in the pool's size, and check."""
@@ -254,13 +269,11 @@ class InfLLM(Policy):
 
     # One step
 
-    def select(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any
-    ) -> tuple[Selection | None, LayerState, Any]:
+    def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
         """The best blocks, the same for all heads; those that are not in the pool first."""
         layout, frozen, live = self.host_layout(spec), state.frozen, state.live
         if layout is None:
-            return None, state, carry
+            return None, state
         far = far_queries(step.q_pre, self.window, step.inverse, spec.rope)[:, 0].astype(jnp.float32)
         q = far.reshape(spec.batch, spec.kv_heads, spec.group, spec.head_dim).sum(axis=2)
         both = jnp.concatenate([frozen.representatives, live.representatives], axis=2)
@@ -285,8 +298,8 @@ class InfLLM(Policy):
         used = used.at[row, slots].set(step.positions, mode="drop")
         state = state.replace(live=live.replace(held=held, used=used))
         if self.moved(spec) < self.count(spec):
-            return Selection(ids[:, None], missing[:, None]), state, carry
-        return Selection(ids[:, None], good[:, None], hit[:, None]), state, carry
+            return Selection(ids[:, None], missing[:, None]), state
+        return Selection(ids[:, None], good[:, None], hit[:, None]), state
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
         """Put what came where `select` has made room for it; what was there already comes to the same place."""
@@ -303,8 +316,8 @@ class InfLLM(Policy):
         return state.replace(live=live.replace(pool=pool))
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         """One softmax over the window at true distances and over all else at the window's."""
         live, slots, position = state.live, self.ring_slots(spec), step.positions
         lengths = step.lengths + step.valid.sum(axis=1, dtype=jnp.int32)
@@ -323,7 +336,7 @@ class InfLLM(Policy):
         out = attend(query, pieces, spec.scale)
         given = jnp.where(near[:, None], attention_probs(query, window, spec.scale).sum(axis=(2, 3)), 0)
         mass = jnp.where(step.valid[:, :1, None], live.mass + given, live.mass)
-        return out, state.replace(live=live.replace(mass=mass)), carry
+        return out, state.replace(live=live.replace(mass=mass))
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         """Window, sinks and the rest of a block that have left it, and the blocks attended to."""
@@ -342,7 +355,7 @@ class InfLLM(Policy):
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
         """All that lies on the device is read, the blocks move."""
-        parts = {name: (device, 0) for name, (device, _) in self.nbytes(state).items() if not name.startswith("host")}
+        parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
         moved = 2 * spec.batch * spec.kv_heads * self.moved(spec) * self.unit * spec.head_dim
         size = moved * jnp.dtype(spec.dtype).itemsize
         return parts | {"moved": (size, 0 if spec.fetch == "resident" else size)}
@@ -355,25 +368,27 @@ class InfLLM(Policy):
         wide = spec.batch * spec.kv_heads * rows * spec.head_dim * (4 + item)
         return wide + 5 * 4 * spec.batch * spec.q_heads * slots
 
-    @classmethod
-    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """A window that nothing leaves."""
-        return cls(window=num_tokens)
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """Half of the slots for the window, a 16th for sinks, the rest for the pool, in blocks of at most 128.
 
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """Half of what fits for the window, a 16th for sinks, the rest for the pool, in blocks of at most 128."""
-        check_fraction(fraction)
+        Large blocks come first, where eight of them fit.
+        """
+        cls = type(self)
 
-        def make(slots: int, unit: int) -> InfLLM:
+        def make(slots: int, unit: int) -> Self:
             sinks, window = min(cls.sinks, slots // 16), max(slots // 2, 1)
             cached = max((slots - sinks - window) // unit, 2)
             return cls(
-                window=window, sinks=sinks, budget=cached // 2 * unit, unit=unit, cached=cached * unit,
+                window=window,
+                sinks=sinks,
+                budget=cached // 2 * unit,
+                unit=unit,
+                cached=cached * unit,
                 representatives=min(cls.representatives, unit),
-            )  # fmt: skip
+            )
 
-        unit = 128  # large blocks where eight of them fit, smaller ones else
-        while unit > 4 and device_share(make(20 * unit, unit), num_tokens, config) > fraction:
-            unit //= 2
-        return cast(Self, largest(lambda slots: make(slots, unit), 2, num_tokens, fraction, num_tokens, config))
+        def group(unit: int) -> Sequence[Self]:
+            least = 2 if unit == 4 else 20 * unit
+            return Falling(lambda slots: make(slots, unit), least, max(num_tokens, least))
+
+        return [group(unit) for unit in (128, 64, 32, 16, 8, 4)]

@@ -24,8 +24,10 @@ from jshadow.cache.state import CacheSpec, Fetched, HostWrite, LayerState, Promp
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, group_queries, masked_scores
-from jshadow.policies.base import check_range, shape_problem
+from jshadow.policies.capabilities import Trains
+from jshadow.policies.checks import check_range, shape_problem
 from jshadow.policies.h2o import H2O, H2OLive
+from jshadow.policies.registry import register
 
 MOST_RANK, MOST_HIDDEN = 1024, 65536
 PIECE = 512  # tokens of a prompt whose features exist at once
@@ -43,8 +45,12 @@ class LESSLive(H2OLive):
     denominator: Array
 
 
+@register(
+    small={"heavy": 6, "recent": 8, "state_rank": 4, "hidden": 16},
+    lossless=lambda tokens, config: {"heavy": 0, "recent": tokens},
+)
 @dataclasses.dataclass(frozen=True)
-class LESS(H2O):
+class LESS(H2O, Trains):
     """H2O with a low-rank state of what it evicts. `heavy`, `recent` and `normalise` are H2O's.
 
     Attributes:
@@ -57,8 +63,11 @@ class LESS(H2O):
 
     name = "less"
     source = "arXiv 2402.09398, section 3"
-    reads_fitted = True
-    trains = True
+
+    @property
+    def reads_fitted(self) -> bool:
+        """Always, where arrays are given."""
+        return True
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """As H2O's."""
@@ -155,14 +164,14 @@ class LESS(H2O):
         return state.replace(live=lax.fori_loop(0, -(-tokens // size), one, live)), write
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         """H2O's attention, and what was evicted before this step beside it."""
         live: LESSLive = state.live
-        out, state, carry = super().attend(spec, state, step, fetched, carry)
+        out, state = super().attend(spec, state, step, fetched)
         kernels = self.kernels(spec, step.learned)
         if kernels is None:
-            return out, state, carry
+            return out, state
         queries = group_queries(step.q_post, spec.kv_heads)  # [B, h_kv, group, T, d]
         piece = Piece(live.cache.k, live.cache.v, (live.positions >= 0)[:, :, None])
         lse = jax.nn.logsumexp(masked_scores(queries, piece, spec.scale), axis=-1)
@@ -171,7 +180,7 @@ class LESS(H2O):
         top = jnp.einsum("bhnr,bhrd->bhnd", phi, live.numerator).reshape(queries.shape)
         bottom = jnp.einsum("bhnr,bhr->bhn", phi, live.denominator).reshape(lse.shape)
         both = combine(group_queries(out, spec.kv_heads).astype(jnp.float32), lse, top, bottom)
-        return both.transpose(0, 3, 1, 2, 4).reshape(out.shape).astype(out.dtype), state, carry
+        return both.transpose(0, 3, 1, 2, 4).reshape(out.shape).astype(out.dtype), state
 
     def evict(self, spec: CacheSpec, live: H2OLive, step: StepKV) -> H2OLive:
         """Evict as H2O does, and sum up what goes."""

@@ -24,7 +24,7 @@ from jshadow.cache.state import CacheSpec, LayerState, PromptKV, StepKV
 from jshadow.errors import ConfigError, PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, causal_attention, group_queries, masked_scores
-from jshadow.policies.base import check_range
+from jshadow.policies.checks import check_range
 from jshadow.policies.h2o import H2O
 from jshadow.policies.less.policy import LESS, combine, key_features, query_features
 

@@ -19,8 +19,8 @@ from jshadow.cache.prompt_walk import check_text, prompts_of
 from jshadow.errors import ConfigError, PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import group_queries
-from jshadow.policies.base import check_range
-from jshadow.policies.omnikv.policy import own_layers
+from jshadow.policies.checks import check_range
+from jshadow.policies.omnikv.policy import full_layers
 
 QUERIES = 64  # of each row of a text, evenly spaced
 
@@ -73,7 +73,7 @@ def filter_masses(
     if count <= budget:
         raise PromptError(f"tokens must be more than budget={budget}, got {count}: nothing would be left out")
     at = np.unique(np.linspace(budget, count - 1, min(queries, count - budget)).round().astype(np.int32))
-    layers = own_layers(config)
+    layers = full_layers(config)
     chosen: list[Array] = []
     masses = np.full((len(layers), len(layers)), np.nan)
     for layer, prompt in enumerate(prompts_of(params, text, progress)):
@@ -130,7 +130,7 @@ def choose_filters(found: FilterMasses, count: int) -> tuple[int, ...]:
 def dense_share(filters: tuple[int, ...], config: ModelConfig) -> float:
     """Share of the layers that see everything which stay dense: those before the first filter, filters, and the layer
     behind each."""
-    own = own_layers(config)
+    own = full_layers(config)
     ranks = [own.index(layer) for layer in filters]
     dense = set(range(ranks[0])) | set(ranks) | {rank + 1 for rank in ranks}
     return len([rank for rank in dense if rank < len(own)]) / len(own)

@@ -8,6 +8,7 @@ products; here it is the softmax, and every query of the window keeps the positi
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.state import (
     CacheSpec,
     Fetched,
@@ -30,9 +32,12 @@ from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import MASKED, Piece, attend, group_queries
 from jshadow.ops.layout import to_chunks, top_k, write_rows
-from jshadow.policies.base import Policy, check_choice, check_fraction, check_range, own_layers
+from jshadow.policies.base import LayerCache, Reads, full_layers
+from jshadow.policies.capabilities import CouplesLayers, PlansAhead, Sized
+from jshadow.policies.checks import check_choice, check_range
+from jshadow.policies.costs import Costs
 from jshadow.policies.full import Full
-from jshadow.policies.sizing import first_fitting
+from jshadow.policies.registry import register
 
 # The paper's filter layers by number of layers (Llama-3-8B-262K, Yi-9B, Llama-3.1-70B; appendix); others scale these.
 PAPERS_FILTERS = {32: (2, 8, 18), 48: (6, 11, 30), 80: (4, 19, 41)}
@@ -57,8 +62,12 @@ class SparseLive(struct.PyTreeNode):
     window: KeyValues
 
 
+@register(
+    small={"budget": 9, "filter_layers": (0,)},
+    lossless=lambda tokens, config: {"budget": tokens, "filter_layers": (0,)},
+)
 @dataclasses.dataclass(frozen=True)
-class OmniKV(Full):
+class OmniKV(CouplesLayers, Sized):
     """Dense up to the first filter, at each filter and at the layer behind it; sparse elsewhere.
 
     Attributes:
@@ -76,15 +85,13 @@ class OmniKV(Full):
 
     name = "omnikv"
     source = "OmniKV (ICLR 2025), sections 3 and 4"
-    extend_piece = 1  # each query chooses for itself
-    couples_layers = True
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Fill in the filter layers, and check."""
         check_range(self.name, "budget", self.budget, 1)
         check_range(self.name, "observation_window", self.observation_window, 1)
         check_choice(self.name, "selector", self.selector, ("last", "uniform", "exp"))
-        own = own_layers(config)
+        own = full_layers(config)
         if not own:
             return dataclasses.replace(self, filter_layers=())  # no layer is this policy's
         ranks = PAPERS_FILTERS.get(len(own), tuple(rank * len(own) // 32 for rank in PAPERS_FILTERS[32]))
@@ -98,59 +105,59 @@ class OmniKV(Full):
             )
         return dataclasses.replace(self, filter_layers=layers)
 
-    def for_layer(self, layer: int, config: ModelConfig) -> Policy:
+    def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
         """Filter, sparse or dense; layers of the model's own window do not count."""
         assert self.filter_layers is not None
-        own = own_layers(config)
+        own = full_layers(config)
         ranks, rank = [own.index(one) for one in self.filter_layers], own.index(layer)
-        settings = {field.name: getattr(self, field.name) for field in dataclasses.fields(OmniKV)}
         if rank in ranks:
             end = min((other for other in ranks if other > rank), default=len(own))
-            return OmniKVFilter(**settings, serves=own[rank + 2 : end])
+            return OmniKVFilter(self.budget, self.selector, self.observation_window, own[rank + 2 : end])
         if rank < ranks[0] or rank - 1 in ranks:
             return Full()
-        return OmniKVSparse(**settings)
+        return OmniKVSparse(self.budget)
 
-    @classmethod
-    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """All prompt tokens."""
-        return cls(budget=num_tokens)
-
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
         """As many filter layers as fit, with sparse layers offloaded; the first one moves to the front if need be."""
-        check_fraction(fraction)
-        own = own_layers(config)
-        if not own:
-            return first_fitting([cls()], fraction, num_tokens, config)
+        cls, full = type(self), full_layers(config)
+        if not full:
+            return [[cls()]]
         usual = cls().resolve(config, num_tokens).filter_layers
         assert usual is not None
-        first = own[:1]
+        first = full[:1]
         plans = (usual, (*first, *usual[1:]), (*first, usual[len(usual) // 2]), first)
-        made = [dataclasses.replace(cls(), filter_layers=tuple(sorted(set(layers)))) for layers in plans]
-        return first_fitting(made, fraction, num_tokens, config)
+        return [[dataclasses.replace(cls(), filter_layers=tuple(sorted(set(layers))))] for layers in plans]
 
 
 @dataclasses.dataclass(frozen=True)
-class OmniKVFilter(OmniKV):
+class OmniKVFilter(Full, PlansAhead):
     """A layer that attends to everything and chooses for those behind it.
 
     Attributes:
+        budget, selector, observation_window: as OmniKV's.
         serves: sparse layers, up to the next filter.
     """
 
+    budget: int = 2048
+    selector: str = "last"
+    observation_window: int = 16
     serves: tuple[int, ...] = ()
 
     @property
-    def q_tail(self) -> int:  # type: ignore[override]
-        """Queries of the prompt that count on."""
+    def reads(self) -> Reads:
+        """The prompt's last queries, where they count on; single steps, for each query chooses for itself."""
+        return Reads(last_queries=self.summed_queries)
+
+    @property
+    def summed_queries(self) -> int:
+        """Queries whose attention is summed over; 0: the current one chooses alone."""
         return 0 if self.selector == "last" else self.observation_window
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """An empty cache, no query yet."""
         live = super().init(spec, fitted).live
-        window = (spec.batch, self.q_tail, spec.q_heads, spec.head_dim)
-        queries = jnp.zeros(window, spec.dtype) if self.q_tail else None
+        window = (spec.batch, self.summed_queries, spec.q_heads, spec.head_dim)
+        queries = jnp.zeros(window, spec.dtype) if self.summed_queries else None
         return LayerState(FilterFrozen(jnp.zeros(spec.batch, jnp.int32)), FilterLive(live.cache, queries))
 
     def compress(
@@ -158,9 +165,11 @@ class OmniKVFilter(OmniKV):
     ) -> tuple[LayerState, HostWrite | None]:
         """Keep everything, and the last queries."""
         cache, queries = super().compress(spec, state, prompt, fitted)[0].live.cache, None
-        if self.q_tail:
+        if self.summed_queries:
             assert prompt.q_tail is not None
-            slots = (prompt.lengths[:, None] - self.q_tail + jnp.arange(self.q_tail)) % self.q_tail
+            slots = (
+                prompt.lengths[:, None] - self.summed_queries + jnp.arange(self.summed_queries)
+            ) % self.summed_queries
             queries = jnp.zeros_like(prompt.q_tail).at[jnp.arange(spec.batch)[:, None], slots].set(prompt.q_tail)
         return state.replace(frozen=FilterFrozen(prompt.lengths), live=FilterLive(cache, queries)), None
 
@@ -168,11 +177,11 @@ class OmniKVFilter(OmniKV):
         """Write the token's key and value, and its query over the oldest."""
         cache, queries = super().append(spec, state, step)[0].live.cache, state.live.queries
         if queries is not None:
-            here = (jnp.arange(self.q_tail) == step.positions % self.q_tail) & step.valid
+            here = (jnp.arange(self.summed_queries) == step.positions % self.summed_queries) & step.valid
             queries = jnp.where(here[..., None, None], step.q_post.astype(queries.dtype), queries)
         return state.replace(live=FilterLive(cache, queries)), None
 
-    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any) -> tuple[Selection, ...]:
+    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
         """One set for all heads of all layers that it serves."""
         if not self.serves:
             return ()
@@ -187,7 +196,7 @@ class OmniKVFilter(OmniKV):
         position, weight = step.positions, jnp.ones((1, 1))
         queries = step.q_post
         if state.live.queries is not None:
-            queries, w = state.live.queries, self.q_tail
+            queries, w = state.live.queries, self.summed_queries
             position = step.positions - (step.positions - jnp.arange(w)) % w  # of the query in each slot [B, w]
             age = step.positions - position
             weight = jnp.where(position >= 0, 0.5**age if self.selector == "exp" else 1.0, 0.0)
@@ -202,12 +211,21 @@ class OmniKVFilter(OmniKV):
 
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Scores for the output, and of each query that chooses."""
-        return super().step_temporaries(spec) + 3 * 4 * spec.batch * max(1, self.q_tail) * spec.q_heads * spec.capacity
+        return (
+            super().step_temporaries(spec)
+            + 3 * 4 * spec.batch * max(1, self.summed_queries) * spec.q_heads * spec.capacity
+        )
 
 
 @dataclasses.dataclass(frozen=True)
-class OmniKVSparse(OmniKV):
-    """A layer that attends to what was chosen for it, and to everything after the prompt."""
+class OmniKVSparse(LayerCache, Costs):
+    """A layer that attends to what was chosen for it, and to everything after the prompt.
+
+    Attributes:
+        budget: prompt tokens that are chosen.
+    """
+
+    budget: int = 2048
 
     def window_slots(self, capacity: int, shortest: int) -> int:
         """Room for everything after the shortest prompt."""
@@ -238,8 +256,8 @@ class OmniKVSparse(OmniKV):
         return state.replace(live=SparseLive(KeyValues(k, v))), None
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         """Exact attention over what came, and over the window."""
         assert fetched is not None
         assert fetched.k is not None
@@ -248,7 +266,7 @@ class OmniKVSparse(OmniKV):
         pieces = [
             Piece(fetched.k, fetched.v, fetched.valid[:, :, None]), Piece(window.k, window.v, seen[:, None]),
         ]  # fmt: skip
-        return attend(step.q_post, pieces, spec.scale), state, carry
+        return attend(step.q_post, pieces, spec.scale), state
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Capacity and window both end."""
@@ -262,7 +280,7 @@ class OmniKVSparse(OmniKV):
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
         """The window is read, the chosen rows move."""
-        parts = {name: (device, 0) for name, (device, _) in self.nbytes(state).items() if not name.startswith("host")}
+        parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
         numbers = 2 * spec.batch * spec.kv_heads * min(self.budget, spec.capacity) * spec.head_dim
         size = numbers * jnp.dtype(spec.dtype).itemsize
         return parts | {"selected": (size, 0 if spec.fetch == "resident" else size)}

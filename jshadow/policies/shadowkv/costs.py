@@ -11,7 +11,9 @@ from jshadow.cache.state import CacheSpec, HostLayout, LayerState
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.packing import ROW_BITS, row_bytes, scale_dtype
-from jshadow.policies.base import Policy
+from jshadow.policies.base import UniformPolicy
+from jshadow.policies.capabilities import Budgeted, Sized
+from jshadow.policies.costs import Costs
 from jshadow.policies.shadowkv.key_codecs import KeyCodec, Sizes
 from jshadow.policies.shadowkv.key_codecs.factorise import BLOCK as TOKENS
 from jshadow.policies.shadowkv.landmark_levels import mean_kind
@@ -19,7 +21,7 @@ from jshadow.policies.shadowkv.places import BLOCK
 from pallas_kernels.codes import BLOCK as UNPACKED
 
 
-class ChunkCosts(Policy):
+class ChunkCosts(UniformPolicy, Budgeted, Sized, Costs):
     """The accounting, apart from the steps.
 
     Attributes:

@@ -21,7 +21,8 @@ from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece
 from jshadow.ops.layout import take_span, write_rows
-from jshadow.policies.base import check_choice, check_range
+from jshadow.policies.checks import check_choice, check_range
+from jshadow.policies.registry import register
 from jshadow.policies.shadowkv.costs import sizes_of
 from jshadow.policies.shadowkv.key_codecs import KeyCode, Sizes, by_token, squared_error
 from jshadow.policies.shadowkv.landmarks import chunk_landmarks, chunk_spread
@@ -32,6 +33,17 @@ from jshadow.policies.shadowkv.state import PlusFrozen, PlusLive, ShadowFrozen, 
 MOST_TOKENS = 64  # of a piece of a turn: the ring holds them beside the window, and each chunk is a write of its own
 
 
+@register(
+    small={
+        "rank": 12,
+        "budget": 16,
+        "chunk_size": 4,
+        "outlier_chunks": 2,
+        "local_chunks": 1,
+        "extra_outlier_chunks": 2,
+    },
+    lossless=lambda tokens, config: {"rank": config.key_columns, "budget": max(tokens, 8)},
+)
 @dataclasses.dataclass(frozen=True)
 class ShadowKVPlus(ShadowKV):
     """ShadowKV in which the tokens of long outputs and further turns are selected and offloaded too.

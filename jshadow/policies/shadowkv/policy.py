@@ -34,7 +34,8 @@ from jshadow.cache.state import (
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import take_chunks, take_span, to_chunks, top_k, write_rows
 from jshadow.ops.packing import ROW_BITS, Scaled, join_rows, quantise_rows, scale_dtype
-from jshadow.policies.base import within_share
+from jshadow.policies.registry import register
+from jshadow.policies.retrieval import within_share
 from jshadow.policies.shadowkv.costs import sizes_of
 from jshadow.policies.shadowkv.key_codecs import KeyCode
 from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
@@ -62,6 +63,10 @@ from jshadow.policies.shadowkv.settings import ShadowSettings
 from jshadow.policies.shadowkv.state import ShadowFrozen, ShadowLive
 
 
+@register(
+    small={"rank": 12, "budget": 16, "chunk_size": 4, "outlier_chunks": 2, "local_chunks": 2},
+    lossless=lambda tokens, config: {"rank": config.key_columns, "budget": max(tokens, 8)},
+)
 @dataclasses.dataclass(frozen=True)
 class ShadowKV(ShadowSettings):
     """Rebuild a few percent of the keys from a code of them while their values are fetched.
@@ -236,13 +241,11 @@ class ShadowKV(ShadowSettings):
         v = write_rows(window.v, step.v, slots, step.valid)
         return state.replace(live=state.live.replace(window=KeyValues(k, v))), None
 
-    def select(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any
-    ) -> tuple[Selection | None, LayerState, Any]:
+    def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
         """Chunks with the most softmax mass on their landmark, per KV head and query (algorithm 2)."""
         count = self.max_selected(spec.capacity)
         if count == 0:
-            return None, state, carry
+            return None, state
         shared = self.turn_selection == "shared"
         with jax.named_scope("select"):
             ids, best = self.choose(spec, state, step, count)
@@ -262,7 +265,7 @@ class ShadowKV(ShadowSettings):
             ids.reshape(flat), valid.reshape(flat), hit=hit.reshape(flat), rebuild=self.rebuild(spec, state, step),
             kept=kept,
         )  # fmt: skip
-        return selection, state.replace(live=state.live.replace(resident=held)), carry
+        return selection, state.replace(live=state.live.replace(resident=held))
 
     def choose(self, spec: CacheSpec, state: LayerState, step: StepKV, count: int) -> tuple[Array, Array]:
         """The best chunks, int32 [B, h_kv, Q, k], and their scores; Q = 1 for a shared selection, else T."""
@@ -355,8 +358,8 @@ class ShadowKV(ShadowSettings):
         return Rebuild(frozen.left, frozen.right, step.inverse, codec=self.codec, unit=self.chunk_size)
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         """Outliers, selected chunks and window, one softmax."""
         pieces = self.exact_pieces(spec, state, step)
         if fetched is not None:
@@ -366,7 +369,7 @@ class ShadowKV(ShadowSettings):
                 k, fresh = exact_keys(state.frozen.preload, state.live.fresh, fetched, step.valid)
                 state = state.replace(live=state.live.replace(fresh=fresh))
             pieces.append(own_piece(k, fetched, 1 if self.turn_selection == "shared" else step.valid.shape[1]))
-        return attend(step.q_post, pieces, spec.scale), state, carry
+        return attend(step.q_post, pieces, spec.scale), state
 
     def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
         """Window and outliers."""

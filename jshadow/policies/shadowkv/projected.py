@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jshadow.cache.accounting import leaf_bytes
 from jshadow.cache.state import CacheSpec, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 from jshadow.ops.attention import Piece
 from jshadow.ops.layout import write_rows
 from jshadow.ops.rope import cos_sin, rotate
-from jshadow.policies.base import leaf_bytes
 from jshadow.policies.shadowkv.costs import sizes_of
 from jshadow.policies.shadowkv.key_codecs import LowRank, by_head
 from jshadow.policies.shadowkv.policy import ShadowKV

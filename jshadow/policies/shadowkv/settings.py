@@ -1,6 +1,7 @@
 """ShadowKV's settings, their ranges, and the counts that follow from them (Sun et al. 2024, arXiv 2410.21465)."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Self
 
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ from jshadow.cache.state import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.packing import ROW_BITS
-from jshadow.policies.base import check_choice, check_range, check_share
+from jshadow.policies.base import Reads
+from jshadow.policies.checks import check_choice, check_range, check_share
 from jshadow.policies.shadowkv.costs import ChunkCosts
 from jshadow.policies.shadowkv.key_codecs import CODECS, KeyCodec, Profile, make_codec, resolve_profile, resolve_rank
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
@@ -18,7 +20,7 @@ from jshadow.policies.shadowkv.key_codecs.query_weights import TAIL
 from jshadow.policies.shadowkv.landmark_levels import GROUP
 from jshadow.policies.shadowkv.landmarks import MANTISSA
 from jshadow.policies.shadowkv.second_round import WIDER
-from jshadow.policies.shadowkv.shares import largest_shadow
+from jshadow.policies.shadowkv.shares import shadow_candidates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,7 @@ class ShadowSettings(ChunkCosts):
     name = "shadowkv"
     source = "arXiv 2410.21465, section 4"
     budget_fields = ("budget",)
-    kept_fields = (
+    size_free = (
         "selection_rounds", "outlier_rule", "key_codec", "key_weights", "landmark_tokens", "landmark_levels",
         "landmark_order",
         "landmark_dtype", "value_dtype",
@@ -217,9 +219,16 @@ class ShadowSettings(ChunkCosts):
         return min(self.landmark_levels, parts)
 
     @property
-    def q_tail(self) -> int:  # type: ignore[override]
+    def reads(self) -> Reads:
         """The prompt's last query, where it selects; more, where they weigh the keys."""
-        return TAIL if self.key_weights == "queries" else int(self.exact_preload)
+        return Reads(
+            last_queries=TAIL if self.key_weights == "queries" else int(self.exact_preload), piece=self.extend_piece
+        )
+
+    @property
+    def budget_unit(self) -> int:
+        """Budgets are whole chunks."""
+        return self.chunk_size
 
     @property
     def codec(self) -> KeyCodec:
@@ -300,20 +309,10 @@ class ShadowSettings(ChunkCosts):
         """Full rank and a budget of everything."""
         return cls(rank=config.key_columns, budget=max(num_tokens, cls.chunk_size))
 
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """The highest rank that fits; outliers go before it falls below the paper's share of the columns."""
-        return largest_shadow(cls(), fraction, num_tokens, config)
-
-    def at_share(self, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        """`nominal` with the codes of these settings: with "transform", landmarks are the share's too unless given.
-
-        Raises:
-            ConfigError: the bits of the keys are given, which the share decides.
-            Infeasible: as `nominal`.
-        """
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """Outliers go before the keys fall below the bits of the usual rank: see `shares`."""
         for field in ("key_profile", "key_bits"):
             if (value := getattr(self, field)) is not None:
                 raise ConfigError(f"{self.name}.{field} must be None where a share decides it, got {value!r}")
-        kept = type(self)(**{name: getattr(self, name) for name in self.kept_fields})
-        return largest_shadow(kept, fraction, num_tokens, config)
+        kept = type(self)(**{name: getattr(self, name) for name in self.size_free})
+        return shadow_candidates(kept, config)

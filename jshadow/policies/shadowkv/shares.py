@@ -1,6 +1,5 @@
 """ShadowKV at a share of full attention's device bytes, whatever its keys are kept as."""
 
-import bisect
 import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -8,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from jshadow.models.config import ModelConfig
 from jshadow.policies.shadowkv.key_codecs import usual_rank
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
-from jshadow.policies.sizing import infeasible, own_share, whole_share
 
 if TYPE_CHECKING:
     from jshadow.policies.shadowkv.settings import ShadowSettings
@@ -17,28 +15,17 @@ S = TypeVar("S", bound="ShadowSettings")
 OUTLIERS = (48, 24, 8, 4, 1, 0)
 
 
-def largest_shadow(policy: S, fraction: float, num_tokens: int, config: ModelConfig) -> S:
-    """A policy with the most outliers and bits of its key code that a share allows; all else stays.
+def shadow_candidates(policy: S, config: ModelConfig) -> list[list[S]]:
+    """The policy with fewer and fewer outliers, each by falling bits of its key code; all else stays.
 
     Outliers go before the keys fall below the bits of the usual rank: 48 outlier chunks are few of 128K tokens and a
     fifth of 2K, where a low rank costs more than they save.
-
-    Raises:
-        Infeasible: nothing fits.
     """
-    row = 2 * num_tokens * config.key_columns
-    limit = own_share(policy.name, fraction, num_tokens, config) * row
     rich, poor = code_sizes(policy, config)
-
-    def taken(made: S) -> float:
-        return made.resolve(config, num_tokens).device_numbers(num_tokens, config)
-
-    for outliers, codes in (*itertools.product(OUTLIERS, [rich]), (0, poor)):
-        made = [dataclasses.replace(policy, outlier_chunks=outliers, **code) for code in codes]
-        if made and taken(made[-1]) <= limit:
-            return made[bisect.bisect_left(made, True, key=lambda one: taken(one) <= limit)]
-    least = dataclasses.replace(policy, outlier_chunks=0, **[*rich, *poor][-1])
-    raise infeasible(policy.name, fraction, whole_share(taken(least) / row, num_tokens, config))
+    groups = (*itertools.product(OUTLIERS, [rich]), (0, poor))
+    return [
+        [dataclasses.replace(policy, outlier_chunks=outliers, **code) for code in codes] for outliers, codes in groups
+    ]
 
 
 def code_sizes(policy: "ShadowSettings", config: ModelConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

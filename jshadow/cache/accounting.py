@@ -1,0 +1,44 @@
+"""Bytes of a state by part, told by the shapes and memories of its arrays; abstract states count too."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jshadow.cache.state import HostArray, KVState, LayerState
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Bytes of an array or of its abstract stand-in."""
+    return int(leaf.size) * jnp.dtype(leaf.dtype).itemsize
+
+
+def layer_nbytes(state: LayerState) -> dict[str, tuple[int, int]]:
+    """Bytes (device, host) of each part of a layer's state."""
+    parts: dict[str, tuple[int, int]] = {}
+    for half in (state.frozen, state.live):
+        for field in dataclasses.fields(half) if half is not None else ():
+            leaves = jax.tree.leaves(getattr(half, field.name))
+            if not leaves:
+                continue  # a part that these settings do without
+            # Both halves may have a field of that name.
+            parts[field.name] = (parts.get(field.name, (0, 0))[0] + sum(map(leaf_bytes, leaves)), 0)
+    for label, tier in (("host rows", state.host.prompt), ("host tail", state.host.tail)):
+        if isinstance(tier, HostArray):
+            size = leaf_bytes(tier.array)
+            parts[label] = (0, size) if tier.memory == "pinned_host" else (size, 0)
+    return parts
+
+
+def state_nbytes(state: KVState) -> dict[str, tuple[int, int]]:
+    """Bytes (device, host) of each part of a whole state, summed over layers; lengths and counters are left out."""
+    total: dict[str, tuple[int, int]] = {}
+    for layer in state.layers:
+        for part, (device, host) in layer_nbytes(layer).items():
+            before = total.get(part, (0, 0))
+            total[part] = (before[0] + device, before[1] + host)
+    for part, tree in (("shared", state.shared), ("fitted", state.fitted)):
+        if jax.tree.leaves(tree):
+            total[part] = (sum(map(leaf_bytes, jax.tree.leaves(tree))), 0)
+    return total

@@ -1,0 +1,163 @@
+"""What some methods can do beyond the contract. The engine and the planner ask for it with `capability`.
+
+A class here is inherited beside `Policy` or `LayerCache` by the methods that have the capability. A policy inside
+wrappers keeps its capabilities.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self, TypeVar
+
+from jax import Array
+
+from jshadow.cache.state import CacheSpec, LayerState, Selection, StepKV
+from jshadow.models.config import ModelConfig
+from jshadow.policies.base import Policy, innermost
+from jshadow.policies.prefill_attention import PrefillAttention
+
+C = TypeVar("C")
+
+
+def capability(policy: Policy, kind: type[C]) -> C | None:
+    """The policy inside all wrappers, if it has the capability, or None."""
+    inside = innermost(policy)
+    return inside if isinstance(inside, kind) else None
+
+
+# Of a policy
+
+
+class Foresees(Policy):
+    """Every layer is given, in `StepKV.q_foreseen`, the queries that the layer before predicts for it.
+
+    The prediction applies the layer's query projection to the input of the layer before it (InfiniGen,
+    arXiv 2406.19707, section 4).
+    """
+
+
+class CouplesLayers(Policy):
+    """What a layer attends to depends on what another layer chooses, so no wrapper may change single layers."""
+
+
+class OwnPrefill(Policy):
+    """The prompt's queries attend to each other in a way that is part of the method."""
+
+    @abc.abstractmethod
+    def prefill_attention(self) -> PrefillAttention:
+        """How they attend."""
+
+
+class Learns(Policy):
+    """It can attend by arrays that were learned from a text.
+
+    The arrays are a nested dict whose leaves have layers as their first axis. A layer's slice reaches `compress` as an
+    argument and the hooks of a step as `StepKV.learned`.
+    """
+
+    @property
+    @abc.abstractmethod
+    def reads_fitted(self) -> bool:
+        """Whether these settings use learned arrays."""
+
+    @abc.abstractmethod
+    def fitted_shapes(self, config: ModelConfig) -> Any:
+        """Shapes of the float32 arrays that `fit` returns, in the same nested dict."""
+
+    @abc.abstractmethod
+    def fit(self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None) -> Any:
+        """Learn the arrays from a text.
+
+        Args:
+            params: Params.
+            tokens: int32 [S] or [B, S], no padding.
+            progress: called with (parts done, parts).
+        """
+
+    def with_fitted(self) -> Self:
+        """These settings, with the one set that makes them use what `fit` learned."""
+        return self
+
+
+class Trains(Learns):
+    """`fit` is a training: it also takes `steps`, `rate` and `seed`."""
+
+
+class Speculates(Policy):
+    """Each step carries a second query row, of the token that is guessed to follow. Its keys are never kept.
+
+    The shared state is a pytree whose leaves have rows first. Its field `guess` is the guessed token, int32 [B].
+
+    Class attributes:
+        trial_step: after the prompt one step runs on each row's most likely token and is rolled back; only `adopt` and
+            `after_step` keep something of it.
+    """
+
+    trial_step: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def init_shared(self, specs: tuple[CacheSpec, ...], fitted: Any = None) -> Any:
+        """The shared state before any token."""
+
+    @abc.abstractmethod
+    def after_step(self, shared: Any, logits: Array, lengths: Array) -> Any:
+        """The new shared state from the float32 logits [B, 2, V] of both rows of a step."""
+
+    def before_trial(self, shared: Any, token: Array) -> Any:
+        """The shared state with which the trial step on `token`, int32 [B], begins."""
+        return shared
+
+    def adopt(self, live: Any, after: Any) -> Any:
+        """What a layer's live half keeps of the trial step: `live` before it, `after` behind it."""
+        return live
+
+
+class Budgeted(Policy):
+    """It has a budget a layer, which `Pyramid` scales.
+
+    Class attributes:
+        budget_fields: the settings, in tokens, that say how much a layer keeps or attends to.
+    """
+
+    budget_fields: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def budget_unit(self) -> int:
+        """Tokens that budgets are whole multiples of."""
+        return 1
+
+    def scaled(self, share: float) -> Self:
+        """This policy, resolved, with that share of each of its budgets, in whole units and at least one."""
+        unit, budgets = self.budget_unit, {}
+        for name in self.budget_fields:
+            whole = getattr(self, name)
+            budgets[name] = max(min(whole, unit), round(share * whole / unit) * unit)
+        return dataclasses.replace(self, **budgets)  # type: ignore[type-var]
+
+
+class Sized(Policy):
+    """It can be brought to a share of full attention's device bytes (`sizing.at_share`).
+
+    Class attributes:
+        size_free: settings that say how things are kept; they stay as given when a share decides the sizes.
+    """
+
+    size_free: ClassVar[tuple[str, ...]] = ()
+
+    @abc.abstractmethod
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """Groups of settings in the order of preference; in a group the device bytes fall.
+
+        The largest setting that fits is taken from the first group in which one does.
+        """
+
+
+# Of a layer's cache
+
+
+class PlansAhead:
+    """It has units fetched for later layers of the step, or for the next step."""
+
+    @abc.abstractmethod
+    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
+        """The fetches, after the layer has attended."""

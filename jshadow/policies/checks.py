@@ -1,0 +1,60 @@
+"""Checks of settings and of learned arrays: each raises ConfigError with the setting's name, the rule and the value."""
+
+from typing import Any
+
+from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig
+from jshadow.policies.base import Policy
+from jshadow.policies.capabilities import Learns, capability
+
+
+def check_range(policy: str, name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Raise ConfigError unless value is an integer in [low, high]."""
+    good = isinstance(value, int) and not isinstance(value, bool) and low <= value and (high is None or value <= high)
+    if not good:
+        limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ConfigError(f"{policy}.{name} must be an integer {limit}, got {value!r}")
+
+
+def check_choice(policy: str, name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    """Raise ConfigError unless value is one of the choices."""
+    if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
+        raise ConfigError(f"{policy}.{name} must be one of {choices}, got {value!r}")
+
+
+def check_share(policy: str, name: str, value: Any) -> None:
+    """Raise ConfigError unless value is a number in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(f"{policy}.{name} must be a number in (0, 1], got {value!r}")
+
+
+def shape_problem(shapes: Any, arrays: Any, place: str = "fitted") -> str | None:
+    """What keeps nested dicts of arrays from having these shapes and float32 numbers, named by place, or None."""
+    if not isinstance(shapes, dict):
+        shape, dtype = getattr(arrays, "shape", None), str(getattr(arrays, "dtype", None))
+        return (
+            None if (shape, dtype) == (shapes, "float32") else f"{place} must be float32 {shapes}, got {dtype} {shape}"
+        )
+    if not isinstance(arrays, dict) or arrays.keys() != shapes.keys():
+        names = sorted(map(str, arrays)) if isinstance(arrays, dict) else type(arrays).__name__
+        return f"{place} must have {sorted(shapes)}, got {names}"
+    problems = (shape_problem(shapes[name], arrays[name], f"{place}.{name}") for name in shapes)
+    return next((problem for problem in problems if problem), None)
+
+
+def check_fitted(policy: Policy, config: ModelConfig, fitted: Any) -> None:
+    """Raise ConfigError unless fitted is None, or arrays that the policy learned for such a model and can use."""
+    if fitted is None:
+        return
+    learner = capability(policy, Learns)
+    if learner is None or not learner.reads_fitted:
+        raise ConfigError(f"fitted must be left out: {policy} uses no learned arrays")
+    problem = shape_problem(learner.fitted_shapes(config), fitted)
+    if problem:
+        raise ConfigError(f"fitted must be what the fit of {policy.name} returned for such a model: {problem}")
+
+
+def reads_fitted(policy: object) -> bool:
+    """Whether a policy, or a layer's cache, attends by learned arrays."""
+    learner = capability(policy, Learns) if isinstance(policy, Policy) else None
+    return learner is not None and learner.reads_fitted

@@ -1,0 +1,121 @@
+"""Policies by name: how a method becomes known to the command line, the laws and the evaluation.
+
+A method is registered by the decorator `register` on its class. The files of this package are imported by
+`jshadow.policies`. A method in another package is named `module:Class`, or is found by its name where the package
+declares an entry point of the group `jshadow.policies`.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig
+from jshadow.policies.base import Policy
+
+ENTRY_POINTS = "jshadow.policies"
+POLICIES: dict[str, type[Policy]] = {}
+LAW_SETTINGS: dict[str, "LawSettings"] = {}
+T = TypeVar("T", bound=type[Policy])
+
+
+@dataclasses.dataclass(frozen=True)
+class LawSettings:
+    """Settings in which the laws run on a tiny model: 3 layers, 2 KV heads of width 16, prompts of 61, 27 and 5 tokens.
+
+    Attributes:
+        small: settings that drop or approximate something there.
+        lossless: (tokens, model config) -> settings that equal full attention up to so many tokens; None: there are
+            none.
+    """
+
+    small: Mapping[str, Any]
+    lossless: Callable[[int, ModelConfig], Mapping[str, Any]] | None
+
+
+def register(
+    small: Mapping[str, Any] | None = None,
+    lossless: Callable[[int, ModelConfig], Mapping[str, Any]] | None = None,
+) -> Callable[[T], T]:
+    """A class decorator that makes a policy known by its `name`.
+
+    Args:
+        small: settings in which the laws run; None: the defaults.
+        lossless: see `LawSettings`.
+
+    Raises:
+        ConfigError: the class has no name, or another class has the same one.
+    """
+
+    def add(policy: T) -> T:
+        if not isinstance(policy.name, str) or not policy.name.isidentifier():
+            raise ConfigError(f"a policy's name must be an identifier, got {policy.name!r} of {policy.__qualname__}")
+        before = POLICIES.get(policy.name)
+        if before is not None and place_of(before) != place_of(policy):
+            raise ConfigError(
+                f"a policy's name must be its own, got {policy.name!r} of {place_of(policy)} and {place_of(before)}"
+            )
+        POLICIES[policy.name] = policy
+        LAW_SETTINGS[policy.name] = LawSettings(small or {}, lossless)
+        return policy
+
+    return add
+
+
+def place_of(policy: type[Policy]) -> str:
+    """Where a class is defined, as `module:Class`."""
+    return f"{policy.__module__}:{policy.__qualname__}"
+
+
+def find_policy(name: str) -> type[Policy]:
+    """The class of a policy's name, of an entry point, or of `module:Class`.
+
+    Raises:
+        ConfigError: there is none, or it is no policy.
+    """
+    if ":" in name:
+        return import_policy(name)
+    if name not in POLICIES:
+        for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+            if point.name == name:
+                return import_policy(point.value)
+    if name not in POLICIES:
+        near = difflib.get_close_matches(name, POLICIES, n=3)
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+        raise ConfigError(f"policy must be one of {sorted(POLICIES)} or module:Class, got {name!r}{hint}")
+    return POLICIES[name]
+
+
+def import_policy(place: str) -> type[Policy]:
+    """The class at `module:Class`, registered if it was not. The working directory is searched too.
+
+    Raises:
+        ConfigError: the module cannot be imported, or has no such class, or it is no concrete policy.
+    """
+    module_name, _, class_name = place.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"policy must be module:Class with a module that can be imported, got {place!r}: {error}"
+        ) from error
+    policy = getattr(module, class_name, None)
+    if policy is None:
+        near = difflib.get_close_matches(class_name, vars(module), n=3)
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+        raise ConfigError(f"policy must name a class of {module_name}, got {class_name!r}{hint}")
+    if not isinstance(policy, type) or not issubclass(policy, Policy):
+        raise ConfigError(f"policy must be a subclass of jshadow.policies.Policy, got {place!r}")
+    if missing := sorted(getattr(policy, "__abstractmethods__", ())):
+        raise ConfigError(f"policy must define {', '.join(missing)}, got {place!r} without")
+    if not dataclasses.is_dataclass(policy) or not policy.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        raise ConfigError(f"policy must be a frozen dataclass, got {place!r}")
+    if POLICIES.get(policy.name) is not policy:
+        register()(policy)
+    return policy
