@@ -20,7 +20,9 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jshadow.cache import host_memory, offload
-from jshadow.cache.state import CacheSpec, Counters, HostTier, KVState, LayerState, PromptKV, Reads, Writes, of_layer
+from jshadow.cache.records import HostTier, LayerState, PromptKV
+from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state import Counters, KVState, Reads, Writes, of_layer
 from jshadow.engine.checks import check_capacity, check_logits, check_piece, check_policy, check_tokens
 from jshadow.engine.step import step_writes
 from jshadow.errors import ConfigError

@@ -10,19 +10,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache import offload
-from jshadow.cache.state import (
-    CacheSpec,
-    Counters,
-    Fetched,
-    HostTier,
-    KVState,
-    LayerState,
-    Reads,
-    Selection,
-    StepKV,
-    Writes,
-    of_layer,
-)
+from jshadow.cache.records import Fetched, HostTier, LayerState, Selection, StepKV
+from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state import Counters, KVState, Reads, Writes, of_layer
 from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.models.transformer import Heads, apply_block, block_query, embed
 from jshadow.models.transformer import logits as model_logits

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshadow.cache.state import CacheSpec, Fetched, HostArray, HostTier, KVState, LayerState, Reads, StepKV, Writes
+from jshadow.cache.records import Fetched, HostArray, HostTier, LayerState, StepKV
+from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.step import LayerWork, step_layer, step_writes, turn_piece
 from jshadow.errors import StateMismatch, VerificationError
 from jshadow.models.config import ModelConfig

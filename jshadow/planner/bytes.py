@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jshadow.cache import offload
-from jshadow.cache.state import CacheSpec, Counters, KVState, of_layer
+from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state import Counters, KVState, of_layer
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights

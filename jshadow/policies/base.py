@@ -20,18 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.state import (
-    CacheSpec,
-    Fetched,
-    HostArray,
-    HostLayout,
-    HostWrite,
-    KVState,
-    LayerState,
-    PromptKV,
-    Selection,
-    StepKV,
-)  # fmt: skip
+from jshadow.cache.records import Fetched, HostArray, HostWrite, LayerState, PromptKV, Selection, StepKV
+from jshadow.cache.spec import CacheSpec, HostLayout
+from jshadow.cache.state import KVState
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.policies.prefill_attention import PrefillAttention

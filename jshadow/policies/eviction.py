@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import top_k, write_rows
 from jshadow.policies.base import Policy

@@ -11,7 +11,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.state import CacheSpec
+from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import Policy, check_fraction, check_range
 from jshadow.policies.full import Full

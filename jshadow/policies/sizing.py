@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import jax
 
-from jshadow.cache.state import CacheSpec
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import Infeasible
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import Policy, check_fraction, leaf_bytes, own_layers, sliding_slots

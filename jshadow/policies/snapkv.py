@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jshadow.cache.state import CacheSpec, PromptKV
+from jshadow.cache.records import PromptKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import MASKED, group_queries
 from jshadow.policies.base import Policy, check_choice, check_fraction, check_range

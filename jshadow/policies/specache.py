@@ -17,17 +17,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.state import (
-    CacheSpec,
-    Fetched,
-    HostLayout,
-    HostWrite,
-    KeyValues,
-    LayerState,
-    PromptKV,
-    Selection,
-    StepKV,
-)  # fmt: skip
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
+from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries, masked_scores
 from jshadow.ops.layout import to_chunks, top_k

@@ -9,7 +9,8 @@ from typing import Any, Self
 
 from jax import Array
 
-from jshadow.cache.state import CacheSpec, Fetched, HostWrite, LayerState, PromptKV, StepKV
+from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import Policy, check_range, own_layers

@@ -29,7 +29,7 @@ from cases import (
 from seen import NEIGHBOUR, as_seen, same_codes
 
 from jshadow.cache import offload
-from jshadow.cache.state import Selection, StepKV
+from jshadow.cache.records import Selection, StepKV
 from jshadow.engine import decode
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import abstract_state

@@ -15,7 +15,7 @@ from oracle_less import LESSOracle
 
 import jshadow
 from jshadow.cache.prompt_walk import prompts_of
-from jshadow.cache.state import StepKV
+from jshadow.cache.records import StepKV
 from jshadow.engine import decode
 from jshadow.errors import ConfigError, PromptError, StateMismatch
 from jshadow.ops.attention import group_queries

@@ -10,7 +10,8 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache import offload
-from jshadow.cache.state import CacheSpec, HostTier, LayerState, PromptKV, StepKV
+from jshadow.cache.records import HostTier, LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.engine.prefill import compress_layer
 from jshadow.engine.step import step_layer
 from jshadow.errors import ConfigError

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from jshadow.cache import offload
-from jshadow.cache.state import CacheSpec, HostTier, LayerState, StepKV
+from jshadow.cache.records import HostTier, LayerState, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.evaluation.speed.layer import Shape, layer_state, random_step
 from jshadow.evaluation.speed.timing import Times, compiled, measure, timed
 from jshadow.policies import Policy, ShadowKV

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache.prompt_walk import directions, prompts_of
-from jshadow.cache.state import CacheSpec, Fetched, HostWrite, LayerState, PromptKV, StepKV
+from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import group_queries

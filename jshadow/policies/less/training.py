@@ -20,7 +20,8 @@ import optax
 from jax import Array, lax
 
 from jshadow.cache.prompt_walk import check_text, prompts_of
-from jshadow.cache.state import CacheSpec, LayerState, PromptKV, StepKV
+from jshadow.cache.records import LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError, PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, causal_attention, group_queries, masked_scores

@@ -6,7 +6,7 @@ from typing import Self
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.state import CacheSpec
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.packing import ROW_BITS

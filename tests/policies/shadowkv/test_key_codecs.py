@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracle_maths import apply_rope
 
 from jshadow.cache import offload
-from jshadow.cache.state import Rebuild
+from jshadow.cache.records import Rebuild
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig, RopeConfig
