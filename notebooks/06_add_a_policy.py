@@ -31,7 +31,7 @@ from jshadow.evaluation import results as metrics
 from jshadow.evaluation.tasks import make
 from jshadow.models.config import ModelConfig
 from jshadow.policies import SnapKV
-from jshadow.policies.base import check_range
+from jshadow.policies.checks import check_range
 from jshadow.policies.eviction import EvictingPolicy
 from jshadow.policies.sizing import largest
 from jshadow.weights.params import init_params

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jshadow.cache.state import HostArray, KVState, LayerState
+from jshadow.cache.records import HostArray, LayerState
+from jshadow.cache.state import KVState
 
 
 def leaf_bytes(leaf: Any) -> int:

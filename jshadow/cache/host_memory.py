@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from jshadow.cache.offload import host_bytes
-from jshadow.cache.state import CacheSpec, LayerState
+from jshadow.cache.records import LayerState
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import HostMemoryError
 
 Plans = Sequence[tuple[CacheSpec, ...]]  # the layers of one state, or of several that are made at once

@@ -21,7 +21,8 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import SingleDeviceSharding
 
-from jshadow.cache.state import CacheSpec, Fetched, HostArray, HostLayout, HostTier, HostWrite, Selection
+from jshadow.cache.records import Fetched, HostArray, HostTier, HostWrite, Selection
+from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.errors import ConfigError
 from jshadow.ops.packing import dequantise_rows, row_bytes, split_rows
 from pallas_kernels import fetch_reconstruct, on_host

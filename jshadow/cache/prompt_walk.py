@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jshadow.cache.state import PromptKV
+from jshadow.cache.records import PromptKV
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import Heads, apply_block, embed

@@ -1,8 +1,7 @@
-"""The KV state as a value: an immutable pytree, and the small records that a policy and the decode step exchange.
+"""Everything that a batch of sequences remembers, as one immutable pytree.
 
-Sizes: B rows, S prompt tokens, T query rows of a step, h_q query heads, h_kv KV heads, d head width, D model width,
-N slots of a buffer, n selected units, U stored units. A unit is what one fetch moves (a chunk of 8 tokens in
-ShadowKV). Knows no policy and runs no model.
+B is the number of rows. The state knows no policy by name and runs no model. `jshadow.state` is this module, so it also
+offers the records of its neighbours.
 """
 
 import dataclasses
@@ -16,261 +15,20 @@ import numpy as np
 from flax import struct
 from jax import Array
 
+from jshadow.cache.records import Fetched as Fetched
+from jshadow.cache.records import HostArray as HostArray
+from jshadow.cache.records import HostTier as HostTier
+from jshadow.cache.records import HostWrite as HostWrite
+from jshadow.cache.records import Kept as Kept
+from jshadow.cache.records import KeyValues as KeyValues
+from jshadow.cache.records import LayerState as LayerState
+from jshadow.cache.records import PromptKV as PromptKV
+from jshadow.cache.records import Rebuild as Rebuild
+from jshadow.cache.records import Selection as Selection
+from jshadow.cache.records import StepKV as StepKV
+from jshadow.cache.spec import CacheSpec as CacheSpec
+from jshadow.cache.spec import HostLayout as HostLayout
 from jshadow.errors import StateMismatch
-from jshadow.models.config import RopeConfig
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheSpec:
-    """Everything static about the cache of one layer.
-
-    Attributes:
-        layer: index of the layer; None while a prompt is compressed, for one compiled program serves all layers.
-        num_layers: layers of the model.
-        batch: rows.
-        capacity: tokens that a row may ever hold, prompt and generated.
-        window: slots for tokens that are kept exactly beside a policy's prompt structures.
-        q_heads: query heads.
-        kv_heads: key and value heads.
-        head_dim: width of a head.
-        model_dim: width of the residual stream.
-        dtype: name of the dtype of keys and values.
-        scale: factor on attention scores, 1 / sqrt(head_dim).
-        rope: rotary position embedding.
-        sliding_window: tokens that this layer's attention reaches back, None for all of them.
-        fetch: "resident", "device_put" or "zero_copy".
-        policy: this layer's policy, resolved: no setting of it is None any more.
-    """
-
-    layer: int | None
-    num_layers: int
-    batch: int
-    capacity: int
-    window: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
-    model_dim: int
-    dtype: str
-    scale: float
-    rope: RopeConfig
-    sliding_window: int | None
-    fetch: str
-    policy: Any
-
-    def __hash__(self) -> int:
-        # Asked for at every step as a part of the jit key, for every layer: computed once.
-        if "_hash" not in self.__dict__:
-            fields = tuple(getattr(self, field.name) for field in dataclasses.fields(self))
-            object.__setattr__(self, "_hash", hash(fields))
-        return int(self.__dict__["_hash"])
-
-    @property
-    def group(self) -> int:
-        """Query heads that share a KV head."""
-        return self.q_heads // self.kv_heads
-
-
-class PromptKV(struct.PyTreeNode):
-    """One layer's whole ragged prompt, right padded; freed once it is compressed.
-
-    Attributes:
-        k_pre: keys before RoPE (after bias and norm) [B, S, h_kv, d].
-        k_post: keys after RoPE [B, S, h_kv, d].
-        v: values [B, S, h_kv, d].
-        lengths: real tokens of each row, int32 [B].
-        positions: int32 [B, S].
-        q_tail: queries after RoPE of each row's last w real tokens [B, w, h_q, d]; w = policy.q_tail.
-        q_post: all queries after RoPE [B, S, h_q, d], only where a policy needs "q_all".
-        lse: float32 log-sum-exp of each query's scores [B, h_q, S], likewise; of exact attention always.
-        extra: what a prefill attention of the policy's own left behind.
-    """
-
-    k_pre: Array
-    k_post: Array
-    v: Array
-    lengths: Array
-    positions: Array
-    q_tail: Array | None = None
-    q_post: Array | None = None
-    lse: Array | None = None
-    extra: Any = None
-
-
-class StepKV(struct.PyTreeNode):
-    """One layer, one step of T query rows (T = policy.step_rows).
-
-    Attributes:
-        q_pre, q_post: queries before and after RoPE [B, T, h_q, d].
-        k_pre, k_post, v: the new keys and values [B, T, h_kv, d].
-        positions: int32 [B, T]: lengths, lengths + 1, ...
-        valid: bool [B, T]; False for every row of an inactive sequence, and for a query row that is only a guess
-            and has none.
-        lengths: tokens held before this step, int32 [B].
-        x_in: normed input of the attention [B, T, D].
-        inverse: angle per position of each rotated pair, float32 [d / 2].
-        q_next: x_in -> queries after RoPE that the next layer would make of it; None in the last layer.
-        learned: this layer's slice of the `fitted` arrays, which the rows of a batch share; or None.
-    """
-
-    q_pre: Array
-    q_post: Array
-    k_pre: Array
-    k_post: Array
-    v: Array
-    positions: Array
-    valid: Array
-    lengths: Array
-    x_in: Array
-    inverse: Array
-    q_next: Callable[[Array], Array] | None = struct.field(pytree_node=False, default=None)
-    learned: Any = None
-
-
-class KeyValues(struct.PyTreeNode):
-    """Exact keys (after RoPE unless a policy says otherwise) and values, [B, h_kv, N, d] each."""
-
-    k: Array
-    v: Array
-
-
-@dataclasses.dataclass(frozen=True)
-class HostLayout:
-    """How a policy's offloaded rows lie in host memory.
-
-    Attributes:
-        heads: heads of the array, usually h_kv.
-        units: units of the prompt.
-        unit: tokens in a unit.
-        planes: 1 for values, 2 for keys and values.
-        tail_units: units that may be written after the prompt (0: nothing is).
-        bits: of a number: 8 or 4; a unit is then one row of bytes with a scale for each token, as `packing.join_rows`
-            makes it (planes = 1). None: numbers of the model's dtype.
-        float8: numbers are float8_e4m3fn, kept as bytes (planes = 1, no bits).
-        no_kernel: settings for which there is no GPU kernel that reads host memory itself ("" where there is one).
-    """
-
-    heads: int
-    units: int
-    unit: int
-    planes: int = 1
-    tail_units: int = 0
-    bits: int | None = None
-    float8: bool = False
-    no_kernel: str = ""
-
-
-class HostArray(struct.PyTreeNode):
-    """Rows kept in the host tier: [B, heads, units, planes * unit * d], one unit contiguous, or bytes of `bits`.
-
-    `memory` says where they lie: "pinned_host" when offloaded, "device" in resident mode. The field, not the array's
-    sharding, carries it, so that abstract states account for it too.
-    """
-
-    array: Any  # an Array; in abstract states a ShapeDtypeStruct
-    memory: str = struct.field(pytree_node=False)
-
-
-class HostTier(struct.PyTreeNode):
-    """A layer's offloaded rows: `prompt` is written once, `tail` (bounded) while decoding."""
-
-    prompt: HostArray | None = None
-    tail: HostArray | None = None
-
-
-class HostWrite(struct.PyTreeNode):
-    """Rows on their way to the host tier, executed by offload.py alone.
-
-    Attributes:
-        data: [B, heads, n, planes * unit * d], or a unit's row of bytes.
-        start: tail unit of each of the n, int32 [B, n]; None: `data` is the whole prompt.
-        valid: bool [B, n]; units that are False are written nowhere. None: all are written.
-    """
-
-    data: Array
-    start: Array | None = None
-    valid: Array | None = None
-
-
-class Rebuild(struct.PyTreeNode):
-    """What the keys of selected units are rebuilt from while their values travel: low-rank factors, or another code.
-
-    Attributes:
-        left: [B, U, unit * r], one unit contiguous; see key_codecs for other codes.
-        right: [B, heads, r, d], or another code's tree of arrays.
-        inverse: angle per position of each rotated pair, float32 [d / 2]; token j of unit u sits at u * unit + j.
-        tail: left rows of the units written after the prompt [B, T, unit * r], with ids from U on.
-        tail_unit: unit of the sequence at the front of the tail, int32 [B].
-        codec: the KeyCodec that made it.
-        unit: tokens of a unit.
-    """
-
-    left: Array
-    right: Any
-    inverse: Array
-    tail: Array | None = None
-    tail_unit: Array | None = None
-    codec: Any = struct.field(pytree_node=False, kw_only=True)
-    unit: int = struct.field(pytree_node=False, kw_only=True)
-
-    def keys(self, ids: Array) -> Array:
-        """Keys after RoPE of units ids int32 [B, heads, n]: [B, heads, n * unit, d], float32 or the model's dtype."""
-        keys: Array = self.codec.reconstruct(self, ids)
-        return keys
-
-
-class Kept(struct.PyTreeNode):
-    """Rows that lie on the device from the step before, in the order of the units that are selected now.
-
-    Attributes:
-        rows: [B, heads, n, planes * unit * d], numbers of the model's dtype.
-        stay: bool [B, heads, n]: the row of unit n is right, or nobody attends to it; else it must be fetched.
-    """
-
-    rows: Array
-    stay: Array
-
-
-class Selection(struct.PyTreeNode):
-    """Units to fetch.
-
-    Attributes:
-        ids: int32 [B, heads | 1, n]; prompt units first, then tail units.
-        valid: bool, same shape; False ids are moved where shapes are static, but never attended.
-        hit: bool, same shape: selected in the previous step as well. None: the policy does not follow that.
-        rebuild: what the keys are rebuilt from, None where keys are fetched or not needed.
-        kept: rows that need not travel again, only where the fetch mode can leave them out ("zero_copy").
-        layer: layer whose units these are; None: the layer that selects.
-        when: "now" (attended in this step) or "next_step" (received after the target has attended).
-    """
-
-    ids: Array
-    valid: Array
-    hit: Array | None = None
-    rebuild: Rebuild | None = None
-    kept: Kept | None = None
-    layer: int | None = struct.field(pytree_node=False, default=None)
-    when: str = struct.field(pytree_node=False, default="now")
-
-
-class Fetched(struct.PyTreeNode):
-    """What a fetch brought: k and v [B, heads, n * unit, d], valid bool [B, heads | 1, n * unit], ids as selected.
-
-    k is None where values alone were fetched and nothing was rebuilt.
-    """
-
-    k: Array | None
-    v: Array
-    valid: Array
-    ids: Array
-
-
-class LayerState(struct.PyTreeNode):
-    """One layer: `frozen` is read only after prefill, `live` changes each step, `host` is the offloaded part."""
-
-    frozen: Any = None
-    live: Any = None
-    host: HostTier = HostTier()
 
 
 class Counters(struct.PyTreeNode):

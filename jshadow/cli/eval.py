@@ -108,7 +108,8 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list["Policy"]]:
 def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any) -> dict[str, Any]:
     """Learned arrays by their policy's name. Raises ConfigError where a policy has two files, or a file none."""
     from jshadow.engine.fitted_arrays import load_fitted, read_fitted_info
-    from jshadow.policies.wrappers import innermost
+    from jshadow.policies.base import innermost
+    from jshadow.policies.capabilities import with_fitted
 
     arrays: dict[str, Any] = {}
     for path in paths:
@@ -116,7 +117,7 @@ def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any)
         readers = [policy for policy in policies if innermost(policy).name == name]
         if not readers or name in arrays:
             raise ConfigError(f"fitted must be one file for a policy of --policies, got {path} of {name}")
-        arrays[name] = load_fitted(path, params, readers[0].with_fitted())
+        arrays[name] = load_fitted(path, params, with_fitted(readers[0]))
     return arrays
 
 

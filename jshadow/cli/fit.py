@@ -14,10 +14,11 @@ from rich.table import Table
 
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import CheckpointError, ConfigError, PromptError
-from jshadow.policies import POLICIES, Policy, Wrapper, parse_policy
+from jshadow.policies import POLICIES, Wrapper, parse_policy
+from jshadow.policies.capabilities import Learns, Trains, capability, with_fitted
 
 LONGEST = 64  # characters of a text that a token may take, mean: no more than needed is encoded
-LEARNERS = [name for name, policy in POLICIES.items() if policy.fit is not Policy.fit]
+LEARNERS = [name for name, policy in POLICIES.items() if issubclass(policy, Learns)]
 ABOUT_FIT = """Learn the arrays of a policy from a text and write them to a safetensors file, for
 `jshadow generate --fitted FILE`. loki and infinigen take a basis of each head from it; less trains its kernels, layer
 by layer, which takes a while: the fit tells how far each layer is from full attention on the rest of the text."""
@@ -108,11 +109,12 @@ def run_fit(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--set must be settings of {args.policy} itself, whose arrays any wrapper can use, got {args.set}"
         )
-    policy = policy.with_fitted()
+    policy = with_fitted(policy)
+    learner = capability(policy, Learns)
     if args.policy not in LEARNERS:
         raise ConfigError(f"--policy must be one that learns, of {LEARNERS}, got {args.policy!r}")
     options = {name: getattr(args, name) for name in ("steps", "seed") if getattr(args, name) is not None}
-    if options and not policy.trains:
+    if options and not isinstance(learner, Trains):
         raise ConfigError(f"--{next(iter(options))} must be left out for {args.policy}, which takes no steps")
     if not 0 <= options.get("seed", 0) < 2**31:
         raise ConfigError(f"--seed must be in [0, 2^31), got {args.seed}")
@@ -120,7 +122,8 @@ def run_fit(args: argparse.Namespace) -> int:
     params, ids = load_with_text(args)
     ids, rest = ids[: args.tokens], ids[args.tokens :]
     policy.resolve(params.config, len(ids))
-    fit: Callable[..., Any] = policy.fit
+    assert learner is not None
+    fit: Callable[..., Any] = learner.fit
     begun = time.perf_counter()
     text = np.asarray(ids, np.int32)
     fitted = with_bar(f"fitting {policy.name}", lambda bar: fit(params, text, progress=bar, **options))
@@ -153,7 +156,7 @@ def check_place(out: Path) -> None:
 
 def held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> list[dict[str, float]] | None:
     """Of less, each layer's relative squared error behind what was learned from; None where too little is left."""
-    if not policy.trains:
+    if capability(policy, Trains) is None:
         return None
     import numpy as np
 

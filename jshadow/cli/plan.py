@@ -88,7 +88,7 @@ def config_of(model: str) -> "ModelConfig":
 
 # What is shown beside the paper's setting
 
-CODE_SETTINGS = {"rank", "key_profile", "key_bits", *ShadowKV.kept_fields} - {"selection_rounds"}
+CODE_SETTINGS = {"rank", "key_profile", "key_bits", *ShadowKV.size_free} - {"selection_rounds"}
 
 
 def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:

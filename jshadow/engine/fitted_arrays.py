@@ -17,7 +17,8 @@ from jshadow.engine.saved_record import compare, plain, policy_record, read_json
 from jshadow.engine.saved_state import described, header_digest, open_described, read_checked
 from jshadow.errors import ConfigError, StateMismatch
 from jshadow.policies import POLICIES, Policy
-from jshadow.policies.base import check_fitted
+from jshadow.policies.capabilities import Learns, capability, with_fitted
+from jshadow.policies.checks import check_fitted
 from jshadow.policies.wrappers import innermost
 from jshadow.weights.convert.files import staged_file
 from jshadow.weights.convert.safetensors_file import (
@@ -51,7 +52,7 @@ def save_fitted(
         ConfigError: the arrays are not those of the policy and model, or the policy learns none.
         CheckpointError: the file cannot be written, an array has NaN or Inf, or JSON cannot hold a setting.
     """
-    policy = policy.with_fitted()
+    policy = with_fitted(policy)
     if fitted is None:
         raise ConfigError(f"fitted must be what fit returned, got None; {policy.name} may learn nothing")
     check_fitted(policy, params.config, fitted)
@@ -97,9 +98,10 @@ def load_fitted(path: str | os.PathLike[str], params: Any, policy: Policy) -> An
                 file.path, len(lines), "\n  ".join(lines)
             )
         )
-    if not policy.reads_fitted:
+    learner = capability(policy, Learns)
+    if learner is None or not learner.reads_fitted:
         raise ConfigError(f"policy must use learned arrays, with {file.path}, got {policy}")
-    wanted = named(policy.fitted_shapes(params.config))
+    wanted = named(learner.fitted_shapes(params.config))
     got = {name: (file.tags[name], shape) for name, shape in file.shapes.items()}
     lines = compare("arrays", got, {name: ("F32", shape) for name, shape in wanted.items()}, "policy")
     if lines:

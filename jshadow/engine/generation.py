@@ -25,7 +25,8 @@ from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import full_bytes
 from jshadow.policies import Full, Policy, ShadowKV
-from jshadow.policies.base import check_fitted, why_dense
+from jshadow.policies.base import why_dense
+from jshadow.policies.checks import check_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
 
 Progress = Callable[[int, int], None]

@@ -20,7 +20,9 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jshadow.cache import host_memory, offload
-from jshadow.cache.state import CacheSpec, Counters, HostTier, KVState, LayerState, PromptKV, Reads, Writes, of_layer
+from jshadow.cache.records import HostTier, LayerState, PromptKV
+from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state import Counters, KVState, Reads, Writes, of_layer
 from jshadow.engine.checks import check_capacity, check_logits, check_piece, check_policy, check_tokens
 from jshadow.engine.step import step_writes
 from jshadow.errors import ConfigError
@@ -32,7 +34,8 @@ from jshadow.ops.layout import fit_tokens
 from jshadow.ops.rope import inverse_frequencies, rotation
 from jshadow.planner.bytes import cache_specs, pieces_of
 from jshadow.policies import Policy, ShadowKV
-from jshadow.policies.base import check_fitted
+from jshadow.policies.capabilities import OwnPrefill, Speculates, attention_of, capability, first_shared
+from jshadow.policies.checks import check_fitted, reads_fitted
 from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
 from jshadow.policies.wrappers import innermost
 
@@ -164,11 +167,12 @@ def piece_attention(
 
 def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
     """What one policy asked for of a prompt that several share, so that none sees another's needs."""
-    tail = None if prompt.q_tail is None or not spec.policy.q_tail else prompt.q_tail[:, -spec.policy.q_tail :]
-    everything = "q_all" in spec.policy.needs
+    reads = spec.policy.reads
+    tail = prompt.q_tail[:, -reads.last_queries :] if prompt.q_tail is not None and reads.last_queries else None
+    everything = reads.all_queries
     return prompt.replace(
         q_tail=tail, q_post=prompt.q_post if everything else None, lse=prompt.lse if everything else None,
-        extra=prompt.extra if spec.policy.prefill_attention() is not None else None,
+        extra=prompt.extra if isinstance(spec.policy, OwnPrefill) else None,
     )  # fmt: skip
 
 
@@ -261,7 +265,7 @@ def prefill_many(
     everywhere = spread(params.weights)
     if everywhere is not None and any(spec.fetch != "resident" for plan in plans for spec in plan):
         raise ConfigError(f"fetch must be 'resident' with weights on several devices, got {modes}")
-    readers = [policy for policy in resolved if policy.reads_fitted]
+    readers = [policy for policy in resolved if reads_fitted(policy)]
     for policy in readers or resolved[:1]:
         check_fitted(policy, config, fitted)
     host_memory.check_host_memory(plans)
@@ -277,15 +281,15 @@ def prefill_many(
             inverse = inverse_frequencies(kind.rope, config.head_dim, capacity)  # of NumPy: nothing stays on the device
             x, prompt = _prefill_layer(
                 params.weights[f"layer_{index}"], x, row_lengths, inverse, of_layer(learned, index), config=config,
-                kind=kind, needs_all=any("q_all" in spec.policy.needs for spec in specs),
-                q_tail=max(spec.policy.q_tail for spec in specs), size=size,
-                attention=(own if kind.window is None else None) if attention else specs[0].policy.prefill_attention(),
+                kind=kind, needs_all=any(spec.policy.reads.all_queries for spec in specs),
+                q_tail=max(spec.policy.reads.last_queries for spec in specs), size=size,
+                attention=(own if kind.window is None else None) if attention else attention_of(specs[0].policy),
             )  # fmt: skip
             # The layer before may still be on its way to the host, never two: that bounds the rows in flight.
             host_memory.settle(travelling, plans)
             for done, spec in zip(layers, specs, strict=True):
                 state, write = compress_layer(
-                    needed(prompt, spec), of_layer(fitted, index) if spec.policy.reads_fitted else None,
+                    needed(prompt, spec), of_layer(fitted, index) if reads_fitted(spec.policy) else None,
                     spec=dataclasses.replace(spec, layer=None),
                 )  # fmt: skip
                 with host_memory.placing(plans):
@@ -302,21 +306,27 @@ def prefill_many(
     last = tokens[np.arange(batch), lengths - 1]
     states = [
         commit(
-            KVState(tuple(done), policy.init_shared(plan, fitted), jnp.array(lengths), jnp.array(last),
-                    Counters.zeros(batch), fitted if policy.reads_fitted else None, plan, policy), everywhere,
+            KVState(tuple(done), first_shared(policy, plan, fitted), jnp.array(lengths), jnp.array(last),
+                    Counters.zeros(batch), fitted if reads_fitted(policy) else None, plan, policy), everywhere,
         )
         for done, policy, plan in zip(layers, resolved, plans, strict=True)
     ]  # fmt: skip
-    if any(policy.predecode for policy in resolved):
+    if any(tries_a_step(policy) for policy in resolved):
         final = _prompt_logits(params.weights, x[:, : tokens.shape[1]], row_lengths, config=config, want="last")
         token = final.argmax(-1).astype(jnp.int32)
         states = [foresee(params.weights, config, token, state) for state in states]
     return [(out, state) for state in states]
 
 
+def tries_a_step(policy: Policy) -> bool:
+    """Whether a prompt ends with a trial step."""
+    speculation = capability(policy, Speculates)
+    return speculation is not None and speculation.trial_step
+
+
 def foresee(weights: dict, config: ModelConfig, token: Array, state: KVState) -> KVState:
     """The state with what its policy keeps of a step on a token, [B], that is taken back."""
-    if not state.policy.predecode:
+    if not tries_a_step(state.policy):
         return state
     reads, writes = state.split()
     shared, lives = _foresee(weights, token, reads, writes, config=config)
@@ -326,11 +336,12 @@ def foresee(weights: dict, config: ModelConfig, token: Array, state: KVState) ->
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def _foresee(weights: dict, token: Array, reads: Reads, writes: Writes, *, config: ModelConfig) -> tuple[Any, Any]:
-    policy = reads.policy
-    begun = writes.replace(shared=policy.before_guess(writes.shared, token))
+    speculation = capability(reads.policy, Speculates)
+    assert speculation is not None
+    begun = writes.replace(shared=speculation.before_trial(writes.shared, token))
     _, after = step_writes(weights, config, token[:, None], jnp.ones_like(writes.lengths), reads, begun)
     lives = [
-        spec.policy.adopt(before[0], now[0])
+        spec.policy.adopt(before[0], now[0]) if isinstance(spec.policy, Speculates) else before[0]
         for spec, before, now in zip(reads.specs, writes.layers, after.layers, strict=True)
     ]
     return after.shared, lives
@@ -342,7 +353,7 @@ def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None
     Raises:
         ConfigError: a policy has its own beside another's, for one prefill serves all.
     """
-    own = [policy.prefill_attention() for policy in policies]
+    own = [attention_of(policy) for policy in policies]
     changed = [innermost(policy).name for policy, its in zip(policies, own, strict=True) if its is not None]
     # layers of a wrapped policy may differ, so that only the very same policy attends alike
     if changed and (len(set(policies)) > 1 or attention is not None):

@@ -18,7 +18,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jshadow.cache import host_memory
-from jshadow.cache.state import HostArray, KVState
+from jshadow.cache.records import HostArray
+from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_ids, check_state
 from jshadow.engine.saved_record import StateRecord, read_json_text
 from jshadow.errors import CheckpointError, ConfigError, PromptError, StateMismatch

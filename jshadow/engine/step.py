@@ -10,24 +10,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache import offload
-from jshadow.cache.state import (
-    CacheSpec,
-    Counters,
-    Fetched,
-    HostTier,
-    KVState,
-    LayerState,
-    Reads,
-    Selection,
-    StepKV,
-    Writes,
-    of_layer,
-)
+from jshadow.cache.records import Fetched, HostTier, LayerState, Selection, StepKV
+from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state import Counters, KVState, Reads, Writes, of_layer
 from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.models.transformer import Heads, apply_block, block_query, embed
 from jshadow.models.transformer import logits as model_logits
 from jshadow.ops.rope import Rotation, inverse_frequencies, rotation
-from jshadow.policies import Policy
+from jshadow.policies.base import LayerCache
+from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates, capability
 
 # For jax.jit around a step: without it XLA's GPU compiler may let the host's work and the rebuilding of keys follow
 # each other instead of overlapping. Other backends take it and do nothing.
@@ -62,27 +53,26 @@ class LayerWork:
 
 
 def step_layer(
-    spec: CacheSpec, state: LayerState, step: StepKV, carry: Any, inbox: dict[int, Fetched],
+    spec: CacheSpec, state: LayerState, step: StepKV, inbox: dict[int, Fetched],
     specs: tuple[CacheSpec, ...], tiers: list[HostTier],
-) -> tuple[Array, LayerState, Any, LayerWork]:  # fmt: skip
+) -> tuple[Array, LayerState, LayerWork]:  # fmt: skip
     """One layer of one step: append, select, fetch, receive, attend, plan. The order of the whole system.
 
     Args:
         spec: this layer.
         state: its state.
         step: queries, keys and values of the step.
-        carry: what the policy passes from layer to layer.
         inbox: what earlier layers fetched for later ones.
         specs, tiers: all layers, for fetches on behalf of others.
 
     Returns:
-        out [B, T, h_q, d], the layer's new state, the carry, and what was moved.
+        out [B, T, h_q, d], the layer's new state, and what was moved.
     """
-    policy: Policy = spec.policy
+    policy: LayerCache = spec.policy
     layout = policy.host_layout(spec)
     state, rows = policy.append(spec, state, step)
     state = state.replace(host=offload.write(state.host, rows))
-    selection, state, carry = policy.select(spec, state, step, carry)
+    selection, state = policy.select(spec, state, step)
     index = spec.layer
     assert index is not None
     fetched, work = inbox.pop(index, None), LayerWork()
@@ -91,8 +81,8 @@ def step_layer(
         fetched = offload.fetch(spec, state.host, selection, layout)
         state = policy.receive(spec, state, selection, fetched)
         work.add(spec, selection, layout, fetched)
-    out, state, carry = policy.attend(spec, state, step, fetched, carry)
-    for planned in policy.plan(spec, state, step, carry):
+    out, state = policy.attend(spec, state, step, fetched)
+    for planned in policy.plan(spec, state, step) if isinstance(policy, PlansAhead) else ():
         target = index if planned.layer is None else planned.layer
         other = specs[target]
         other_layout = other.policy.host_layout(other)
@@ -104,19 +94,19 @@ def step_layer(
             inbox[target] = brought
         else:
             work.later.append((target, planned, brought))
-    return out, state, carry, work
+    return out, state, work
 
 
 def turn_piece(source: Reads | KVState, count: int) -> int:
     """How many of a turn's `count` tokens pass the model at once: as many as every layer takes, one beside a guess."""
-    if source.policy.step_rows > 1:
+    if capability(source.policy, Speculates) is not None:
         return 1
-    return min(count, *(spec.policy.extend_piece for spec in source.specs))
+    return min(count, *(spec.policy.reads.piece for spec in source.specs))
 
 
 def step_writes(
     weights: dict, config: ModelConfig, tokens: Array, new: Array, reads: Reads, writes: Writes, *, every: bool = False,
-    run_layer: Callable[..., tuple[Array, LayerState, Any, LayerWork]] = step_layer,
+    run_layer: Callable[..., tuple[Array, LayerState, LayerWork]] = step_layer,
 ) -> tuple[Array, Writes]:  # fmt: skip
     """One step on the two halves of a state.
 
@@ -133,9 +123,9 @@ def step_writes(
     """
     specs, policy, lengths = reads.specs, reads.policy, writes.lengths
     count = tokens.shape[1]
-    guessed = policy.step_rows > 1  # contract: a two-row policy keeps its guess in shared.guess
-    assert count == 1 or not guessed, "a guess follows one token, not a piece of a turn"
-    asked = jnp.concatenate([tokens, writes.shared.guess[:, None]], axis=1) if guessed else tokens
+    speculation, foresees = capability(policy, Speculates), capability(policy, Foresees) is not None
+    assert count == 1 or speculation is None, "a guess follows one token, not a piece of a turn"
+    asked = jnp.concatenate([tokens, writes.shared.guess[:, None]], axis=1) if speculation else tokens
     positions = lengths[:, None] + jnp.arange(asked.shape[1], dtype=jnp.int32)
     # a guessed token is asked about, never remembered
     valid = jnp.arange(asked.shape[1]) < new[:, None]
@@ -143,29 +133,32 @@ def step_writes(
     state = KVState.of(reads, writes)
     layers = list(state.layers)
     tiers = [layer.host for layer in layers]
-    x, carry, works = embed(weights, config, asked), None, []
+    x, works = embed(weights, config, asked), []
     inbox: dict[int, Fetched] = {}
+    foreseen: Array | None = None
     for index, spec in enumerate(specs):
 
-        def cache(heads: Heads, index: int = index, spec: CacheSpec = spec, carried: Any = carry) -> tuple[Array, Any]:
-            def q_next(x_in: Array) -> Array:
-                return turns[specs[index + 1].rope].queries(block_query(weights, config, index + 1, x_in))
-
+        def cache(
+            heads: Heads, index: int = index, spec: CacheSpec = spec, foreseen: Array | None = foreseen
+        ) -> tuple[Array, Any]:
             turn = turns[spec.rope]
             step = StepKV(
                 heads.q_pre, turn.queries(heads.q_pre), heads.k_pre, turn.keys(heads.k_pre), heads.v, positions, valid,
-                lengths, heads.x_in, turn.inverse, q_next if index + 1 < len(specs) else None,
+                lengths, turn.inverse, foreseen,
                 of_layer(reads.fitted, index),
             )  # fmt: skip
-            out, layer, after, work = run_layer(spec, layers[index], step, carried, inbox, specs, tiers)
-            return out, (layer, after, work)
+            out, layer, work = run_layer(spec, layers[index], step, inbox, specs, tiers)
+            ahead = None
+            if foresees and index + 1 < len(specs):
+                ahead = turns[specs[index + 1].rope].queries(block_query(weights, config, index + 1, heads.x_in))
+            return out, (layer, ahead, work)
 
-        x, (layers[index], carry, work) = apply_block(weights, config, index, x, cache)
+        x, (layers[index], foreseen, work) = apply_block(weights, config, index, x, cache)
         tiers[index] = layers[index].host
         works.append(work)
     for target, selection, brought in (item for work in works for item in work.later):
         layers[target] = specs[target].policy.receive(specs[target], layers[target], selection, brought)
-    if not (every or guessed):
+    if not (every or speculation):
         x = jnp.take_along_axis(x, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
     out = model_logits(weights, config, x)
     impossible = (valid[:, :count] & ((tokens < 0) | (tokens >= config.vocab_size))).any(axis=1) | (state.room() < new)
@@ -175,10 +168,13 @@ def step_writes(
     last = jnp.where(new > 0, newest, writes.last)
     counters = count_step(writes.counters, specs, layers, works, positions + 1, valid)
     changed = tuple((layer.live, layer.host.tail) for layer in layers)
-    shared = jax.tree.map(
-        lambda fresh, old: jnp.where((new > 0).reshape(-1, *[1] * (old.ndim - 1)), fresh, old),
-        policy.after_step(writes.shared, out, held), writes.shared,
-    )  # fmt: skip
+    shared = writes.shared
+    if speculation is not None:
+        shared = jax.tree.map(
+            lambda fresh, old: jnp.where((new > 0).reshape(-1, *[1] * (old.ndim - 1)), fresh, old),
+            speculation.after_step(shared, out, held),
+            shared,
+        )
     return out[:, :count] if every else out[:, 0], Writes(changed, shared, held, last, counters)
 
 
@@ -191,6 +187,11 @@ def rotations(specs: tuple[CacheSpec, ...], positions: Array) -> dict[RopeConfig
     }
 
 
+def attended(spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
+    """Tokens that a query attends to when rows hold `lengths`, its own included, mean over heads: float32 [B]."""
+    return functools.reduce(jnp.add, spec.policy.attended_parts(spec, state, lengths).values())
+
+
 def count_step(
     counters: Counters, specs: tuple[CacheSpec, ...], layers: list[LayerState], works: list[LayerWork], held: Array,
     valid: Array,
@@ -199,7 +200,7 @@ def count_step(
     queries = valid.sum(axis=1, dtype=jnp.uint32)
     one = (queries > 0).astype(jnp.uint32)
     seen = [
-        jax.vmap(functools.partial(spec.policy.attended, spec, layer), in_axes=1, out_axes=1)(held)
+        jax.vmap(functools.partial(attended, spec, layer), in_axes=1, out_axes=1)(held)
         for spec, layer in zip(specs, layers, strict=True)
     ]
     followed = [selection for work in works for selection in work.followed]

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshadow.cache.state import CacheSpec, Fetched, HostArray, HostTier, KVState, LayerState, Reads, StepKV, Writes
+from jshadow.cache.records import Fetched, HostArray, HostTier, LayerState, StepKV
+from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.step import LayerWork, step_layer, step_writes, turn_piece
 from jshadow.errors import StateMismatch, VerificationError
 from jshadow.models.config import ModelConfig
@@ -94,18 +96,15 @@ def _watched_step(
     findings: list[LayerFindings] = []
     later: list[Any] = []
     twin_inbox: dict[int, Fetched] = {}
-    twin_carry: list[Any] = [None]
 
     def both(
-        spec: CacheSpec, state: LayerState, step: StepKV, carry: Any, inbox: dict[int, Fetched],
+        spec: CacheSpec, state: LayerState, step: StepKV, inbox: dict[int, Fetched],
         specs: tuple[CacheSpec, ...], tiers_of: list[HostTier],
-    ) -> tuple[Array, LayerState, Any, LayerWork]:  # fmt: skip
+    ) -> tuple[Array, LayerState, LayerWork]:  # fmt: skip
         index = spec.layer
         assert index is not None
-        out, state, carry, work = step_layer(spec, state, step, carry, inbox, specs, tiers_of)
-        same, layers[index], twin_carry[0], other = step_layer(
-            twin.specs[index], layers[index], step, twin_carry[0], twin_inbox, twin.specs, tiers
-        )
+        out, state, work = step_layer(spec, state, step, inbox, specs, tiers_of)
+        same, layers[index], other = step_layer(twin.specs[index], layers[index], step, twin_inbox, twin.specs, tiers)
         tiers[index] = layers[index].host
         later.extend(other.later)
         seen = step.valid[:, :, None, None]
@@ -114,7 +113,7 @@ def _watched_step(
         for mine, theirs in zip(work.fetches, other.fetches, strict=True):
             found = LayerFindings(*map(_worse, found, _compare_fetch(spec, mine, theirs)))
         findings.append(found)
-        return out, state, carry, work
+        return out, state, work
 
     logits, after = step_writes(weights, config, tokens, new, reads, writes, run_layer=both)
     for target, selection, brought in later:

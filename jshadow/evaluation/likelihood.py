@@ -26,7 +26,7 @@ from jshadow.errors import CapacityError, ConfigError, PromptError
 from jshadow.models.config import ModelConfig, check_positive
 from jshadow.ops.layout import fit_tokens
 from jshadow.policies import Policy
-from jshadow.policies.base import check_fitted
+from jshadow.policies.checks import check_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
 
 NARROWEST = 64  # tokens

@@ -27,6 +27,7 @@ from jshadow.errors import ConfigError, JshadowError, PromptError
 from jshadow.evaluation.likelihood import Score, Scorer
 from jshadow.evaluation.lm_eval_settings import parse_generation, policy_of, special_ids, whole
 from jshadow.policies import Policy
+from jshadow.policies.capabilities import with_fitted
 from jshadow.weights.params import Params, load
 
 LOG = logging.getLogger(__name__)
@@ -88,7 +89,7 @@ class JshadowLM(TemplateLM):
         params = pretrained if isinstance(pretrained, Params) else load(str(pretrained), dtype, quantize=quantize)
         if params.tokenizer is None:
             raise ConfigError("pretrained must have a tokenizer, got a checkpoint without")
-        arrays = None if fitted is None else load_fitted(fitted, params, chosen := chosen.with_fitted())
+        arrays = None if fitted is None else load_fitted(fitted, params, chosen := with_fitted(chosen))
         self.scorer = Scorer(params, chosen, fetch, capacity, batch, attention, arrays)
         if self.rolling_context > self.max_length:
             raise ConfigError(f"rolling_context must be at most {self.max_length}, got {rolling_context}")

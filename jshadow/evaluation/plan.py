@@ -12,9 +12,11 @@ from jshadow.evaluation.tasks import Case, sample_of
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import footprint
 from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, Wrapper
-from jshadow.policies.base import check_fitted
+from jshadow.policies.base import innermost
+from jshadow.policies.capabilities import Sized, with_fitted
+from jshadow.policies.checks import check_fitted, reads_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
-from jshadow.policies.wrappers import innermost
+from jshadow.policies.sizing import at_share as sized_to
 
 WIDTHS = 8  # to which prompts of many lengths are padded
 SERVED = "bfloat16"  # shares are of bytes in this dtype, whatever computes: packed bits are no fewer beside float32
@@ -39,11 +41,11 @@ class Setup:
 
     def arrays_of(self, policy: Policy) -> Any:
         """What a policy learned, or None."""
-        return self.fitted.get(innermost(policy).name) if policy.reads_fitted else None
+        return self.fitted.get(innermost(policy).name) if reads_fitted(policy) else None
 
     def taught(self, policy: Policy) -> Policy:
         """The policy, switched to what it learned where there is that."""
-        return policy.with_fitted() if innermost(policy).name in self.fitted else policy
+        return with_fitted(policy) if innermost(policy).name in self.fitted else policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +123,7 @@ def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> Stream
     sizes = {"capacity": capacity, "prompt": length, "dtype": params.dtype.name, "fetch": "device_put"}
     taken = footprint(params.config, policy, **sizes)
     try:
-        return StreamingLLM.nominal(taken["device_bytes"] / taken["full_bytes"], capacity, params.config)
+        return sized_to(StreamingLLM(), taken["device_bytes"] / taken["full_bytes"], capacity, params.config)
     except Infeasible:
         return None
 
@@ -143,7 +145,7 @@ def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: 
 
     fraction = share
     try:
-        while (used := taken(made := setup.taught(policy.at_share(fraction, capacity, config)))) > share:
+        while (used := taken(made := setup.taught(sized_to(policy, fraction, capacity, config)))) > share:
             fraction -= max(used - share, share / 200)
     except (Infeasible, ConfigError):
         least = least_share(policy, capacity, config, taken)
@@ -152,7 +154,11 @@ def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: 
     usual, own = type(policy)().settings(), made.settings()
     given = {name: value for name, value in policy.settings().items() if value != usual[name]}
     asked = dataclasses.replace(made, **given)  # type: ignore[type-var]
-    decided = [name for name in given if own[name] != usual[name] and name not in policy.kept_fields]
+    decided = [
+        name
+        for name in given
+        if own[name] != usual[name] and name not in (policy.size_free if isinstance(policy, Sized) else ())
+    ]
     if decided or abs(taken(asked) - used) > SLACK * used:
         raise ConfigError(f"shares decide all settings of a policy that take memory, got {metrics.label(policy)}")
     return Entry(asked, share=share)
@@ -164,11 +170,11 @@ def least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Calla
     for _ in range(13):
         middle = (low + high) / 2
         try:
-            policy.at_share(middle, capacity, config)
+            sized_to(policy, middle, capacity, config)
             high = middle
         except Infeasible:
             low = middle
-    return taken(policy.at_share(high, capacity, config))
+    return taken(sized_to(policy, high, capacity, config))
 
 
 def plan(

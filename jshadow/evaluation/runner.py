@@ -22,6 +22,7 @@ from jshadow.evaluation.tasks.framing import padded
 from jshadow.evaluation.text_metrics import score
 from jshadow.planner.bytes import footprint, step_footprint
 from jshadow.policies import Full, Policy
+from jshadow.policies.capabilities import attention_of
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.weights.digest import tree_digest
 
@@ -120,7 +121,7 @@ def prefilled(
     tokens, length = np.zeros((1, cell.width(case)), np.int32), np.array([len(case.prompt)], np.int32)
     tokens[0, : len(case.prompt)] = case.prompt
     options: dict[str, Any] = {"capacity": cell.capacity, "fetch": setup.fetch, "shortest": cell.shortest}
-    own = [policy.resolve(params.config, cell.capacity).prefill_attention() is not None for policy in policies]
+    own = [attention_of(policy.resolve(params.config, cell.capacity)) is not None for policy in policies]
     learned = [setup.arrays_of(policy) for policy in policies]
     sharing = [p for p, its, arrays in zip(policies, own, learned, strict=True) if not its and arrays is None]
     together: list[tuple[Any, KVState]] = []
@@ -282,7 +283,7 @@ def cell_rows(setup: Setup, cell: Cell, table: list[dict[Policy, dict[str, Any]]
         row |= {"served_device_bytes": served["device_bytes"], "served_full_bytes": served["full_bytes"]}
         step = step_footprint(params.config, resolved, **sizes | {"dtype": SERVED}, fetch="device_put")
         row |= {"served_moved_bytes": step["bytes_moved"]}
-        if own := resolved.prefill_attention():
+        if own := attention_of(resolved):
             row["prefill"] = own.label(cell.length)
         rows.append(row | metrics.cell([records[entry.policy] for records in table], full, cell.depths))
     said = [metrics.verdict(row["found_by_full"], row["found"]) for row in rows if row["control_of"]]

@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from jshadow.cache import offload
-from jshadow.cache.state import CacheSpec, Counters, KVState, of_layer
+from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state import Counters, KVState, of_layer
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import KEY_BLOCK, QUERY_BLOCK
-from jshadow.policies import Policy
-from jshadow.policies.base import state_nbytes
+from jshadow.policies.base import LayerCache, Policy
+from jshadow.policies.capabilities import attention_of, first_shared
+from jshadow.policies.costs import costs_of
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.policies.sliding_window import SlidingWindow
 
@@ -37,7 +40,7 @@ def cache_specs(
     specs = []
     for layer in range(config.num_layers):
         kind = config.attention_kind(layer)
-        own = policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window, policy.foresees)
+        own: LayerCache = policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window)
         specs.append(
             CacheSpec(
                 layer=layer, num_layers=config.num_layers, batch=batch, capacity=capacity,
@@ -73,7 +76,7 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
     batch = specs[0].batch
     shared, lengths, counters, fitted = jax.eval_shape(
         lambda fitted: (
-            policy.init_shared(specs, fitted), jnp.zeros(batch, jnp.int32), Counters.zeros(batch), fitted
+            first_shared(policy, specs, fitted), jnp.zeros(batch, jnp.int32), Counters.zeros(batch), fitted
         ),
         fitted,
     )  # fmt: skip
@@ -141,7 +144,9 @@ def step_footprint(
     """
     check_prompt(prompt, capacity)
     state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
-    steps = [spec.policy.step_bytes(spec, layer) for spec, layer in zip(state.specs, state.layers, strict=True)]
+    steps = [
+        costs_of(spec.policy).step_bytes(spec, layer) for spec, layer in zip(state.specs, state.layers, strict=True)
+    ]
     moved = sum(host for step in steps for _, host in step.values())
     return {"bytes_moved": moved, "bytes_read": sum(device for step in steps for device, _ in step.values())}
 
@@ -189,7 +194,7 @@ def prefill_peak(
             raise ConfigError(f"{name} must be at least 1, got {value}")
     prompt = tokens if shortest is None else shortest
     item, columns = jnp.dtype(dtype).itemsize, config.key_columns
-    own = attention or policy.resolve(config, capacity).prefill_attention()
+    own = attention or attention_of(policy.resolve(config, capacity))
     own = own.prepared(config)[0] if own else None
     count, size = pieces_of(tokens, prefill_chunk, own.multiple if own else 1)
     state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
@@ -205,7 +210,7 @@ def prefill_peak(
         "hidden": batch * count * size * config.model_dim * item,
         "keys_values": 3 * batch * count * size * columns * item,  # keys before and after RoPE, values
         "piece": batch * (tile + size * token) * 4 + sparse,
-        "compress": max(spec.policy.compress_bytes(spec, count * size) for spec in state.specs),
+        "compress": max(costs_of(spec.policy).compress_bytes(spec, count * size) for spec in state.specs),
         "in_flight": batch * capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
         "state": sum(device for device, _ in parts.values()),
     }

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jshadow.cache import offload
+from jshadow.cache.accounting import state_nbytes
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
@@ -21,7 +22,8 @@ from jshadow.planner.bytes import abstract_of, cache_specs, prefill_peak
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, Gpu
 from jshadow.planner.roofline import StepBound, step_bound
 from jshadow.policies import Full, Policy
-from jshadow.policies.base import state_nbytes, why_dense
+from jshadow.policies.base import why_dense
+from jshadow.policies.costs import costs_of, rows_of
 
 # Fetch modes in which a unit that the step before had fetched stays on the device; the others move every unit.
 KEEPING_MODES = ("zero_copy",)
@@ -247,12 +249,14 @@ class Planner:
 
         Logits twice (a bad row's become NaN); residual stream, projections and the MLP's halves as float32 copies too.
         """
-        c, rows = self.share, batch * policy.step_rows
+        c, rows = self.share, batch * rows_of(policy)
         token = 6 * c.model_dim + 3 * c.ffn_dim + 3 * (c.q_heads + 2 * c.kv_heads) * c.head_dim
         return {
             "logits": 2 * 4 * rows * c.vocab_size,
             "activations": 4 * rows * token,
-            "attention": max(spec.policy.step_temporaries(spec) for spec in self.specs(policy, batch)) if batch else 0,
+            "attention": max(costs_of(spec.policy).step_temporaries(spec) for spec in self.specs(policy, batch))
+            if batch
+            else 0,
         }
 
     def prefill_batch(self, policy: Policy) -> int | None:
@@ -272,12 +276,12 @@ class Planner:
         table = self.share.vocab_size * self.share.model_dim * self.item
         # Of an embedding that is not the head as well, a step reads a row a token.
         hbm = {"weights": self.weights_bytes - (0 if self.share.tie_embeddings else table)}
-        moved, flops = 0, 2 * batch * policy.step_rows * hbm["weights"] // self.item
+        moved, flops = 0, 2 * batch * rows_of(policy) * hbm["weights"] // self.item
         for spec, layer in zip(state.specs, state.layers, strict=True):
-            for part, (read, fetched) in spec.policy.step_bytes(spec, layer).items():
+            for part, (read, fetched) in costs_of(spec.policy).step_bytes(spec, layer).items():
                 hbm[part] = hbm.get(part, 0) + read
                 moved += fetched
-            flops += spec.policy.step_flops(spec, layer)
+            flops += costs_of(spec.policy).step_flops(spec, layer)
         return step_bound(
             self.gpu, {part: size for part, size in hbm.items() if size}, moved, flops, batch, self.repeat_share
         )

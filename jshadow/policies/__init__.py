@@ -1,4 +1,4 @@
-"""The methods: one file or folder each, known by name in `POLICIES`. What they share stands in base.py and beside it."""
+"""The methods, one file or folder each, known by name in `POLICIES`. What they share begins in base.py."""
 
 import dataclasses
 import importlib
@@ -58,9 +58,9 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
         target, _, field = key.rpartition(".")
         value = parse_tuple(text) if kind.startswith("tuple") else parse_value(text)
         values.setdefault(target or name, {})[field] = value
-    policy = policy_class(**values.pop(name))
+    policy: Policy = policy_class(**values.pop(name))
     for one, given in values.items():
-        policy = WRAPPERS[one](inner=policy, **given)
+        policy = WRAPPERS[one](**{"inner": policy, **given})
     return policy
 
 

@@ -19,21 +19,13 @@ from typing import Any, ClassVar, Self
 
 from jax import Array
 
-from jshadow.cache.state import (
-    CacheSpec,
-    Fetched,
-    HostLayout,
-    HostWrite,
-    LayerState,
-    PromptKV,
-    Selection,
-    StepKV,
-)
+from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, Selection, StepKV
+from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Reads:
+class HookInputs:
     """What a layer's hooks are given to read.
 
     Attributes:
@@ -59,6 +51,14 @@ class Policy(abc.ABC):
     name: ClassVar[str] = ""
     source: ClassVar[str] = ""
 
+    def settings(self) -> dict[str, Any]:
+        """The settings by name; a policy among them as {"name", ...}."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        return {
+            name: {"name": value.name, **value.settings()} if isinstance(value, Policy) else value
+            for name, value in values.items()
+        }
+
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """This policy with every None replaced by a number. Raises ConfigError where a setting is out of range."""
         return self
@@ -76,9 +76,9 @@ class LayerCache(abc.ABC):
     """How one layer keeps, chooses and attends to keys and values: a frozen, hashable dataclass, resolved."""
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> HookInputs:
         """What the hooks are given to read."""
-        return Reads()
+        return HookInputs()
 
     def window_slots(self, capacity: int, shortest: int) -> int:
         """Slots for tokens that are kept exactly, in a batch whose shortest prompt has `shortest` tokens."""

@@ -11,18 +11,39 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from jax import Array
 
-from jshadow.cache.state import CacheSpec, LayerState, Selection, StepKV
+from jshadow.cache.records import LayerState, Selection, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
-from jshadow.policies.base import Policy, innermost
+from jshadow.policies.base import Policy, Wrapper, innermost
 from jshadow.policies.prefill_attention import PrefillAttention
 
 C = TypeVar("C")
+P = TypeVar("P", bound=Policy)
 
 
 def capability(policy: Policy, kind: type[C]) -> C | None:
     """The policy inside all wrappers, if it has the capability, or None."""
     inside = innermost(policy)
     return inside if isinstance(inside, kind) else None
+
+
+def attention_of(policy: object) -> PrefillAttention | None:
+    """How a prompt's queries attend where that is part of a policy's or a layer's method; None: exactly."""
+    inside = innermost(policy) if isinstance(policy, Policy) else policy
+    return inside.prefill_attention() if isinstance(inside, OwnPrefill) else None
+
+
+def first_shared(policy: Policy, specs: tuple[CacheSpec, ...], fitted: Any = None) -> Any:
+    """What travels across layers and steps before any token; None for most policies."""
+    speculation = capability(policy, Speculates)
+    return None if speculation is None else speculation.init_shared(specs, fitted)
+
+
+def with_fitted(policy: P) -> P:
+    """The policy with the setting that makes it use what it learned; itself where it learns nothing."""
+    if isinstance(policy, Wrapper):
+        return dataclasses.replace(policy, inner=with_fitted(policy.inner))  # type: ignore[type-var]
+    return policy.with_fitted() if isinstance(policy, Learns) else policy
 
 
 # Of a policy

@@ -6,9 +6,10 @@ The planner asks `costs_of`. A method says more than the defaults by inheriting 
 import jax.numpy as jnp
 
 from jshadow.cache.accounting import layer_nbytes
-from jshadow.cache.state import CacheSpec, LayerState
-from jshadow.policies.base import LayerCache
-from jshadow.policies.capabilities import Speculates
+from jshadow.cache.records import LayerState
+from jshadow.cache.spec import CacheSpec
+from jshadow.policies.base import LayerCache, Policy
+from jshadow.policies.capabilities import Speculates, capability
 
 
 class Costs:
@@ -49,6 +50,11 @@ DEFAULT = Costs()
 def costs_of(layer: LayerCache) -> Costs:
     """The costs of a layer's cache: its own, or the defaults."""
     return layer if isinstance(layer, Costs) else DEFAULT
+
+
+def rows_of(policy: Policy) -> int:
+    """Query rows of a decode step of a whole model: 2 where a guessed token runs along."""
+    return 1 if capability(policy, Speculates) is None else 2
 
 
 def query_rows(layer: LayerCache) -> int:

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import top_k, write_rows
-from jshadow.policies.base import Reads, UniformPolicy
+from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.costs import Costs
 
 
@@ -76,9 +77,9 @@ class EvictingPolicy(UniformPolicy, Costs):
     """A prompt is cut down to `slots` tokens once; everything after it is kept."""
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> HookInputs:
         """Pieces of 16 tokens."""
-        return Reads(piece=16)
+        return HookInputs(piece=16)
 
     @abc.abstractmethod
     def slots(self, capacity: int) -> int:

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import fit_tokens, write_rows
-from jshadow.policies.base import Reads, UniformPolicy
+from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Sized
 from jshadow.policies.costs import Costs
 from jshadow.policies.registry import register
@@ -33,9 +34,9 @@ class Full(UniformPolicy, Sized, Costs):
     source = "the dense baseline"
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> HookInputs:
         """Pieces of 16 tokens."""
-        return Reads(piece=16)
+        return HookInputs(piece=16)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Zeros [B, h_kv, capacity, d]."""

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, attention_probs, key_mass
 from jshadow.ops.layout import write_rows
-from jshadow.policies.base import Reads, UniformPolicy
+from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Budgeted, Sized
 from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.costs import Costs
@@ -62,9 +63,9 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
     budget_fields = ("heavy", "recent")
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> HookInputs:
         """All queries of the prompt."""
-        return Reads(all_queries=True)
+        return HookInputs(all_queries=True)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Fill in a tenth of the capacity each, and check."""

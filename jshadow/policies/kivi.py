@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend

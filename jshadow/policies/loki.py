@@ -15,7 +15,8 @@ from flax import struct
 from jax import Array
 
 from jshadow.cache.prompt_walk import directions, prompts_of
-from jshadow.cache.state import CacheSpec, PromptKV
+from jshadow.cache.records import PromptKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.policies.capabilities import Learns, Sized

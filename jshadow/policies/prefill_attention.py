@@ -11,7 +11,7 @@ from typing import Any
 from flax import struct
 from jax import Array
 
-from jshadow.cache.state import PromptKV
+from jshadow.cache.records import PromptKV
 from jshadow.models.config import AttentionKind, ModelConfig
 
 

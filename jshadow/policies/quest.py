@@ -12,7 +12,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.state import CacheSpec
+from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import Sized

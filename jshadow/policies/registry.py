@@ -114,7 +114,7 @@ def import_policy(place: str) -> type[Policy]:
         raise ConfigError(f"policy must be a subclass of jshadow.policies.Policy, got {place!r}")
     if missing := sorted(getattr(policy, "__abstractmethods__", ())):
         raise ConfigError(f"policy must define {', '.join(missing)}, got {place!r} without")
-    if not dataclasses.is_dataclass(policy) or not policy.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+    if not dataclasses.is_dataclass(policy) or not policy.__dataclass_params__.frozen:
         raise ConfigError(f"policy must be a frozen dataclass, got {place!r}")
     if POLICIES.get(policy.name) is not policy:
         register()(policy)

@@ -15,21 +15,12 @@ from flax import struct
 from jax import Array
 
 from jshadow.cache.accounting import layer_nbytes
-from jshadow.cache.state import (
-    CacheSpec,
-    Fetched,
-    HostLayout,
-    HostWrite,
-    KeyValues,
-    LayerState,
-    PromptKV,
-    Selection,
-    StepKV,
-)  # fmt: skip
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
+from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries
 from jshadow.ops.layout import fill_ring, ring_positions, to_chunks, top_k, write_rows
-from jshadow.policies.base import Reads, UniformPolicy
+from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Budgeted
 from jshadow.policies.checks import check_range, check_share
 from jshadow.policies.costs import Costs
@@ -126,9 +117,9 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         return spec.scale
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> HookInputs:
         """Pieces of 8 tokens; with `top_p`, single steps, for each query's count is read off its own step."""
-        return Reads(piece=8 if self.top_p == 1 else 1)
+        return HookInputs(piece=8 if self.top_p == 1 else 1)
 
     @property
     def budget_unit(self) -> int:

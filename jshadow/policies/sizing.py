@@ -8,7 +8,7 @@ from typing import TypeVar, overload
 import jax
 
 from jshadow.cache.accounting import layer_nbytes, leaf_bytes
-from jshadow.cache.state import CacheSpec
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError, Infeasible
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import LayerCache, Policy, full_layers

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import fill_ring, ring_positions, write_rows
-from jshadow.policies.base import LayerCache, Reads
+from jshadow.policies.base import HookInputs, LayerCache
 from jshadow.policies.costs import Costs
 
 SLIDING_PIECE = 16  # tokens of a turn that a sliding layer takes at once
@@ -42,9 +43,9 @@ class SlidingWindow(LayerCache, Costs):
     window: int = 4096
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> HookInputs:
         """Pieces of turns that fit the slots."""
-        return Reads(piece=SLIDING_PIECE)
+        return HookInputs(piece=SLIDING_PIECE)
 
     def slots(self, capacity: int) -> int:
         """Slots of the cache."""

@@ -7,16 +7,17 @@ Here: the maximum, as in the paper's LongBench settings, and one set for each KV
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jshadow.cache.state import CacheSpec, PromptKV
+from jshadow.cache.records import PromptKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import MASKED, group_queries
-from jshadow.policies.base import Reads
+from jshadow.policies.base import HookInputs
 from jshadow.policies.capabilities import Budgeted, Sized
 from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.eviction import EvictingPolicy
@@ -51,9 +52,9 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
     budget_fields = ("max_capacity_prompt",)
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> HookInputs:
         """The queries of the observation window."""
-        return Reads(last_queries=self.observation_window, piece=16)
+        return HookInputs(last_queries=self.observation_window, piece=16)
 
     def scaled(self, share: float) -> Self:
         """Also the window, where the prompt's budget would not hold it."""
@@ -108,7 +109,7 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
         """All numbers of tokens; a small one has a small window."""
         cls = type(self)
 
-        def make(slots: int) -> Self:
+        def make(slots: int) -> Any:
             return cls(max_capacity_prompt=slots, observation_window=max(1, min(cls.observation_window, slots // 2)))
 
         return [Falling(make, 1, num_tokens)]

@@ -19,17 +19,8 @@ from flax import struct
 from jax import Array
 
 from jshadow.cache.accounting import layer_nbytes
-from jshadow.cache.state import (
-    CacheSpec,
-    Fetched,
-    HostLayout,
-    HostWrite,
-    KeyValues,
-    LayerState,
-    PromptKV,
-    Selection,
-    StepKV,
-)  # fmt: skip
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
+from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries, masked_scores
 from jshadow.ops.layout import to_chunks, top_k
@@ -151,7 +142,7 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         batch, heads = live.positions.shape[:2]
         row, head = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
         held = step.positions[:, :1] + 1
-        # Never replace rows of the exact residual: a buffered row there may belong to the trial step, which was rolled back.
+        # Never replace rows of the exact residual: a buffered row there may belong to the rolled-back trial step.
         used = (live.positions >= 0) & (live.positions < ((held - 1) // self.residual * self.residual)[:, None])
         slot = jnp.where(used, live.positions, spec.capacity)
         exact = jnp.zeros((batch, heads, spec.capacity + 1), bool).at[row, head, slot].set(True)
@@ -223,7 +214,7 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         groups = [group for group in (16, 32, 64) if group <= largest] or [largest]
         rows = min(cls.fetched, max(1, num_tokens // 32))
 
-        def make(bits: int, group: int) -> Self:
+        def make(bits: int, group: int) -> Any:
             residual = max(group, min(cls.residual, num_tokens // 32 // group * group))
             return cls(bits=bits, group=group, residual=residual, fetched=rows)
 

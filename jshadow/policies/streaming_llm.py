@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.state import CacheSpec, Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import write_rows
@@ -133,7 +134,7 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
         """All numbers of slots."""
         cls = type(self)
 
-        def make(slots: int) -> Self:
+        def make(slots: int) -> Any:
             sinks = min(cls.sinks, slots - 1)
             return cls(sinks=sinks, window=max(slots - sinks, 1))
 

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 
 from aot.targets import TARGETS
-from jshadow.cache.state import HostArray
+from jshadow.cache.records import HostArray
 from jshadow.engine.step import COMPILER_OPTIONS
 
 SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8,

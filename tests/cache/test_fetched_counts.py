@@ -7,7 +7,8 @@ from aot.compiler import place
 from cases import CAPACITY, LENGTHS, PROMPT, TINY, model, random_tokens
 
 from jshadow.cache import offload
-from jshadow.cache.state import HostLayout, Kept, Selection
+from jshadow.cache.records import Kept, Selection
+from jshadow.cache.spec import HostLayout
 from jshadow.engine import decode
 from jshadow.engine.step import step_writes
 from jshadow.models.config import ModelConfig

@@ -15,7 +15,7 @@ from real_shapes import LLAMA_SHAPE, WIDE
 from seen import NEIGHBOUR, as_seen, same_codes
 
 import jshadow
-from jshadow.cache.state import PromptKV
+from jshadow.cache.records import PromptKV
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
 from jshadow.ops.attention import Piece, attend, causal_attention

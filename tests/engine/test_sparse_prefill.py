@@ -11,7 +11,7 @@ import sparse_oracle as oracle
 from cases import CAPACITY, LENGTHS, PROMPT, STEPS, TINY, model, policies_of, random_tokens, run_steps, setting
 
 from jshadow.cache.prompt_walk import prompts_of
-from jshadow.cache.state import PromptKV
+from jshadow.cache.records import PromptKV
 from jshadow.engine import decode
 from jshadow.engine.sparse_prefill import AShape, BlockSparse, HeadPattern, Pattern, VerticalSlash, parse_prefill
 from jshadow.engine.sparse_prefill.search import search_pattern

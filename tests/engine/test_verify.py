@@ -10,7 +10,7 @@ from cases import CAPACITY, DEVICE_ONLY, LENGTHS, PROMPT, STEPS, TINY, model, po
 
 import jshadow
 from jshadow.cache import offload
-from jshadow.cache.state import HostArray
+from jshadow.cache.records import HostArray
 from jshadow.engine import decode
 from jshadow.engine.verify import Verifier, resident_twin
 from jshadow.errors import ConfigError, StateMismatch, VerificationError

@@ -12,7 +12,7 @@ from gpu.runner import Task, attempt, brief
 from gpu.sizes import PACKED, Sizes
 from gpu.synthetic import free, sharding
 from jshadow.cache import offload
-from jshadow.cache.state import HostArray, HostTier
+from jshadow.cache.records import HostArray, HostTier
 from jshadow.engine import decode
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import top_k

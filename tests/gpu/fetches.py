@@ -17,7 +17,7 @@ from gpu.steered import SHARE
 from gpu.synthetic import free, on_device, on_host
 from gpu.timing import build, series
 from jshadow.cache import offload
-from jshadow.cache.state import HostArray, HostTier
+from jshadow.cache.records import HostArray, HostTier
 from jshadow.ops.rope import inverse_frequencies
 from pallas_kernels import fetch_reconstruct
 

@@ -14,7 +14,7 @@ from gpu.steered import PHASE
 from gpu.synthetic import free, on_device, sharding, state, steered
 from gpu.timing import Seconds, build, series
 from jshadow.cache import offload
-from jshadow.cache.state import Fetched, HostTier, LayerState, Selection, StepKV
+from jshadow.cache.records import Fetched, HostTier, LayerState, Selection, StepKV
 from jshadow.engine.step import step_layer
 from jshadow.evaluation.speed.layer import Shape, random_step
 from jshadow.ops.attention import Piece, attend

@@ -6,7 +6,8 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.state import CacheSpec, LayerState, StepKV
+from jshadow.cache.records import LayerState, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.policies import ShadowKV
 
 BONUS = 4.0  # scores are probabilities

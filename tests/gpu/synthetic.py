@@ -16,7 +16,8 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gpu.steered import Steered
-from jshadow.cache.state import Counters, HostArray, HostTier, KVState, LayerState
+from jshadow.cache.records import HostArray, HostTier, LayerState
+from jshadow.cache.state import Counters, KVState
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.bytes import abstract_state

@@ -29,7 +29,7 @@ from cases import (
 from seen import NEIGHBOUR, as_seen, same_codes
 
 from jshadow.cache import offload
-from jshadow.cache.state import Selection, StepKV
+from jshadow.cache.records import Selection, StepKV
 from jshadow.engine import decode
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import abstract_state
@@ -184,8 +184,8 @@ def layer_step(spec, query, lengths):
     none = jnp.zeros((batch, rows, spec.kv_heads, spec.head_dim))
     positions = lengths[:, None] + jnp.arange(rows)
     inverse = jnp.asarray(inverse_frequencies(TINY.rope, TINY.head_dim))
-    valid, x_in = jnp.ones((batch, rows), bool), jnp.zeros((batch, rows, spec.model_dim))
-    return StepKV(query, query, none, none, none, positions, valid, lengths, x_in, inverse)
+    valid = jnp.ones((batch, rows), bool)
+    return StepKV(query, query, none, none, none, positions, valid, lengths, inverse)
 
 
 @pytest.mark.parametrize(("name", "fetch"), [(name, fetch) for name, fetch in POLICY_FETCHES if fetch in OFFLOADED])

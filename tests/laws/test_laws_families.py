@@ -18,7 +18,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.models.registry import family_of
 from jshadow.planner.bytes import abstract_state
 from jshadow.policies import Full, Policy, ShadowKV
-from jshadow.policies.base import leaf_bytes, state_nbytes
+from jshadow.cache.accounting import leaf_bytes, state_nbytes
 from jshadow.policies.sliding_window import SlidingWindow
 from jshadow.weights.params import Params, init_params
 

@@ -27,7 +27,7 @@ from jshadow.engine import decode
 from jshadow.engine.step import step_writes
 from jshadow.errors import StateMismatch
 from jshadow.planner.bytes import abstract_state
-from jshadow.policies.base import leaf_bytes, state_nbytes
+from jshadow.cache.accounting import leaf_bytes, state_nbytes
 
 Space = jax.memory.Space
 policies = pytest.mark.parametrize("name", POLICY_CASES)

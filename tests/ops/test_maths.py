@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 
-from jshadow.cache.state import Rebuild
+from jshadow.cache.records import Rebuild
 from jshadow.models.config import RopeConfig
 from jshadow.ops import attention, rope
 from jshadow.ops import layout as chunking

@@ -20,7 +20,7 @@ from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GPUS
 from jshadow.planner.roofline import step_bound
 from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM
-from jshadow.policies.base import state_nbytes
+from jshadow.cache.accounting import state_nbytes
 
 LLAMA_3_8B_1M = ModelConfig(
     model_type="llama", vocab_size=128256, num_layers=32, model_dim=4096, ffn_dim=14336, q_heads=32, kv_heads=8,

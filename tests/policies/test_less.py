@@ -15,13 +15,13 @@ from oracle_less import LESSOracle
 
 import jshadow
 from jshadow.cache.prompt_walk import prompts_of
-from jshadow.cache.state import StepKV
+from jshadow.cache.records import StepKV
 from jshadow.engine import decode
 from jshadow.errors import ConfigError, PromptError, StateMismatch
 from jshadow.ops.attention import group_queries
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import H2O, LESS, Full, Loki
-from jshadow.policies.base import state_nbytes
+from jshadow.cache.accounting import state_nbytes
 from jshadow.policies.less.policy import combine
 from jshadow.policies.less.training import answers, errors_of, evictions, make_examples
 
@@ -209,7 +209,7 @@ def test_what_is_trained_is_what_a_step_does():
     @jax.jit
     def one(state, q, k, v, at):
         at = jnp.full((1, 1), at)
-        step = StepKV(q, q, k, k, v, at, at >= 0, at[:, 0], q, jnp.zeros(0), learned=kernels)
+        step = StepKV(q, q, k, k, v, at, at >= 0, at[:, 0], jnp.zeros(0), learned=kernels)
         state, _ = SMALL.append(spec, state, step)
         return SMALL.attend(spec, state, step, None, None)[:2]
 

@@ -15,7 +15,7 @@ from cases import TINY, model, random_tokens, run_steps
 
 from jshadow import policies
 from jshadow.cache import offload
-from jshadow.cache.state import PromptKV
+from jshadow.cache.records import PromptKV
 from jshadow.engine import decode
 from jshadow.errors import ConfigError, Infeasible
 from jshadow.evaluation.results import label
@@ -44,7 +44,7 @@ from jshadow.policies import (
     StreamingLLM,
     parse_policy,
 )
-from jshadow.policies.base import within_share
+from jshadow.policies.retrieval import within_share
 from jshadow.policies.eviction import best_positions
 from jshadow.policies.omnikv.policy import OmniKVFilter, OmniKVSparse
 from jshadow.policies.snapkv import pool

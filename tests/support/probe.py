@@ -23,16 +23,8 @@ from flax import struct
 from jax import Array
 from probe_base import RingLayer, speculate, unit_scores
 
-from jshadow.cache.state import (
-    CacheSpec,
-    Fetched,
-    HostWrite,
-    KeyValues,
-    LayerState,
-    PromptKV,
-    Selection,
-    StepKV,
-)  # fmt: skip
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, attention_probs, group_queries
 from jshadow.ops.layout import fit_tokens, to_chunks, write_rows

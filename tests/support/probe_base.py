@@ -8,21 +8,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.state import (
-    CacheSpec,
-    Fetched,
-    HostLayout,
-    HostWrite,
-    KeyValues,
-    LayerState,
-    PromptKV,
-    Selection,
-    StepKV,
-)  # fmt: skip
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
+from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries
 from jshadow.ops.layout import to_chunks, top_k, write_rows
-from jshadow.policies.base import Policy, check_range
+from jshadow.policies.base import Policy
+from jshadow.policies.checks import check_range
 from jshadow.policies.sizing import infeasible
 
 

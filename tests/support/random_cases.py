@@ -12,7 +12,8 @@ import numpy as np
 import oracle
 from cases import TINY
 
-from jshadow.cache.state import CacheSpec, LayerState
+from jshadow.cache.records import LayerState
+from jshadow.cache.spec import CacheSpec
 from jshadow.engine import decode
 from jshadow.models.config import ModelConfig
 from jshadow.policies import ShadowKV, ShadowKVPlus

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.state import PromptKV
+from jshadow.cache.records import PromptKV
 from jshadow.engine.sparse_prefill.estimate import KEY_TILE, line_sums
 from jshadow.engine.sparse_prefill.lines import HeadSizes, Lines, choose, make_lines
 from jshadow.engine.sparse_prefill.patterns import Pattern, load_pattern

@@ -28,7 +28,7 @@ import numpy as np
 from jax import Array, lax
 
 from jshadow.cache.prompt_walk import prompts_of
-from jshadow.cache.state import PromptKV
+from jshadow.cache.records import PromptKV
 from jshadow.engine.sparse_prefill import HeadPattern, Pattern, VerticalSlash
 from jshadow.engine.sparse_prefill.estimate import block_means, line_sums
 from jshadow.engine.sparse_prefill.patterns import as_json

@@ -10,7 +10,7 @@ import numpy as np
 from jshadow.errors import ConfigError
 from jshadow.evaluation.analysis.tensors import LayerTensors
 from jshadow.ops.layout import to_chunks
-from jshadow.policies.base import check_range
+from jshadow.policies.checks import check_range
 from jshadow.policies.shadowkv.landmarks import chunk_landmarks
 
 

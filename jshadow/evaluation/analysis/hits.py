@@ -10,7 +10,7 @@ from jshadow.engine import decode
 from jshadow.errors import ConfigError
 from jshadow.evaluation.analysis.tensors import text_of
 from jshadow.policies import ShadowKV
-from jshadow.policies.base import check_range
+from jshadow.policies.checks import check_range
 
 
 @dataclasses.dataclass(frozen=True)

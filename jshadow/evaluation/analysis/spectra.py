@@ -7,7 +7,7 @@ import numpy as np
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation.analysis.tensors import LayerTensors
-from jshadow.policies.base import check_range
+from jshadow.policies.checks import check_range
 
 KINDS = ("k_pre", "k_post", "v", "x_in")  # fields of LayerTensors
 

@@ -10,7 +10,7 @@ from jshadow.evaluation.plan import Cell, Entry, Setup
 from jshadow.evaluation.runner import Progress, cell_rows, run_case
 from jshadow.evaluation.tasks import Case, Sample
 from jshadow.policies import Full, Policy
-from jshadow.policies.base import check_range
+from jshadow.policies.checks import check_range
 
 
 def sweep(

@@ -10,7 +10,9 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache import offload
-from jshadow.cache.state import CacheSpec, HostTier, LayerState, PromptKV, StepKV
+from jshadow.cache.accounting import layer_nbytes
+from jshadow.cache.records import HostTier, LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.engine.prefill import compress_layer
 from jshadow.engine.step import step_layer
 from jshadow.errors import ConfigError
@@ -18,7 +20,9 @@ from jshadow.evaluation.speed.timing import compiled, measure
 from jshadow.models.config import ModelConfig
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import cache_specs
-from jshadow.policies import Policy
+from jshadow.policies import LayerCache, Policy
+from jshadow.policies.capabilities import attention_of
+from jshadow.policies.costs import costs_of, query_rows
 
 LEFT = 64  # tokens that the caches can take beyond the prompt
 QUERIES = 4
@@ -61,7 +65,7 @@ class Shape:
         )  # fmt: skip
 
 
-def random_prompt(shape: Shape, policy: Policy, seed: int = 0) -> PromptKV:
+def random_prompt(shape: Shape, policy: LayerCache, seed: int = 0) -> PromptKV:
     """Random keys and values [B, S, h_kv, d] of a prompt that fills the context, and the queries that a policy needs.
 
     All log-sum-exps are those of even attention; a prefill attention of the policy's own has found nothing.
@@ -71,18 +75,18 @@ def random_prompt(shape: Shape, policy: Policy, seed: int = 0) -> PromptKV:
         return jax.random.normal(key, (shape.batch, count, heads, shape.head_dim), shape.dtype)
 
     k, v, q, tail = jax.random.split(jax.random.key(seed), 4)
-    keys, everything = normal(k, shape.context, shape.kv_heads), "q_all" in policy.needs
+    keys, everything = normal(k, shape.context, shape.kv_heads), policy.reads.all_queries
     positions = jnp.arange(shape.context, dtype=jnp.int32)
     even = jnp.log(positions + 1.0)
     prompt = PromptKV(
         k_pre=keys, k_post=keys, v=normal(v, shape.context, shape.kv_heads),
         lengths=jnp.full(shape.batch, shape.context, jnp.int32),
         positions=jnp.broadcast_to(positions, (shape.batch, shape.context)),
-        q_tail=normal(tail, policy.q_tail, shape.heads) if policy.q_tail else None,
+        q_tail=normal(tail, policy.reads.last_queries, shape.heads) if policy.reads.last_queries else None,
         q_post=normal(q, shape.context, shape.heads) if everything else None,
         lse=jnp.broadcast_to(even, (shape.batch, shape.heads, shape.context)) if everything else None,
     )  # fmt: skip
-    own, config = policy.prefill_attention(), shape.config()
+    own, config = attention_of(policy), shape.config()
     extra = None if own is None else own.begin(config, config.attention_kind(0), prompt, None, None)
     return prompt.replace(extra=extra)
 
@@ -113,7 +117,7 @@ def random_step(shape: Shape, seed: int, rows: int = 1) -> StepKV:
     positions = lengths[:, None] + jnp.arange(rows, dtype=jnp.int32)
     inverse = jnp.asarray(inverse_frequencies(shape.config().rope, shape.head_dim))
     valid = jnp.broadcast_to(jnp.arange(rows) == 0, positions.shape)
-    return StepKV(q, q, k, k, v, positions, valid, lengths, q.reshape(shape.batch, rows, -1), inverse)
+    return StepKV(q, q, k, k, v, positions, valid, lengths, inverse)
 
 
 def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int = 10) -> dict[str, Any]:
@@ -127,11 +131,11 @@ def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int 
         from the host), bytes_moved (both) and flops.
     """
     spec, state = layer_state(shape, policy, fetch)
-    steps = itertools.cycle([random_step(shape, seed, policy.step_rows) for seed in range(1, 1 + QUERIES)])
+    steps = itertools.cycle([random_step(shape, seed, query_rows(spec.policy)) for seed in range(1, 1 + QUERIES)])
 
     def run(reads: Any, writes: Any, step: StepKV) -> tuple[Array, Any]:
         layer = LayerState(reads[0], writes[0], HostTier(reads[1], writes[1]))
-        out, layer, _, _ = step_layer(spec, layer, step, None, {}, (spec,), [layer.host])
+        out, layer, _ = step_layer(spec, layer, step, {}, (spec,), [layer.host])
         return out, (layer.live, layer.host.tail)
 
     reads, writes = (state.frozen, state.host.prompt), (state.live, state.host.tail)
@@ -143,12 +147,12 @@ def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int 
         jax.block_until_ready((out, held[0]))
 
     times = measure(once, repeats, seconds)
-    sizes = np.array(list(spec.policy.nbytes(state).values())).sum(axis=0)
-    moved = np.array(list(spec.policy.step_bytes(spec, state).values())).sum(axis=0)
+    sizes = np.array(list(layer_nbytes(state).values())).sum(axis=0)
+    moved = np.array(list(costs_of(spec.policy).step_bytes(spec, state).values())).sum(axis=0)
     return {
         "policy": spec.policy.name, "fetch": spec.fetch, "context": shape.context, "batch": shape.batch,
         "dtype": shape.dtype, "step_seconds": times.median, "least": times.least, "most": times.most,
         "compile_seconds": times.compile, "bytes_device": int(sizes[0]), "bytes_host": int(sizes[1]),
         "bytes_read": int(moved[0]), "bytes_fetched": int(moved[1]), "bytes_moved": int(moved.sum()),
-        "flops": int(spec.policy.step_flops(spec, state)),
+        "flops": int(costs_of(spec.policy).step_flops(spec, state)),
     }  # fmt: skip

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from jshadow.cache import offload
-from jshadow.cache.state import CacheSpec, HostTier, LayerState, StepKV
+from jshadow.cache.records import HostTier, LayerState, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.evaluation.speed.layer import Shape, layer_state, random_step
 from jshadow.evaluation.speed.timing import Times, compiled, measure, timed
 from jshadow.policies import Policy, ShadowKV
+from jshadow.policies.costs import costs_of, query_rows
 from jshadow.policies.shadowkv.costs import ChunkCosts, sizes_of
 
 # The stages in their order, with the one that contains them: a fetch brings values while it rebuilds keys.
@@ -18,7 +20,7 @@ STAGES = {
     "append": None, "scores": "select", "select": None, "keys": "fetch", "values": "fetch", "fetch": None,
     "attend": None,
 }  # fmt: skip
-# What reads which part of a state (`Policy.step_bytes`); a part that is not named is attended.
+# What reads which part of a state (`Costs.step_bytes`); a part that is not named is attended.
 READ_BY = {
     "landmarks": "scores", "spread": "scores", "candidates": "scores", "left": "keys", "right": "keys",
     "values": "values",
@@ -35,7 +37,7 @@ def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int
         must do: bytes_read, bytes_fetched and flops. What one stage leaves for the next is not counted.
     """
     spec, state = layer_state(shape, policy, fetch)
-    step = random_step(shape, 1, policy.step_rows)
+    step = random_step(shape, 1, query_rows(spec.policy))
     runs, costs = programs(spec, state, step), stage_costs(spec, state)
     held = runs.pop("fetch", None) if spec.fetch == "zero_copy" else None
     times = {name: timed(run, *args, repeats=repeats) for name, (run, args) in runs.items()}
@@ -57,20 +59,19 @@ def programs(spec: CacheSpec, state: LayerState, step: StepKV) -> dict[str, tupl
     runs: dict[str, tuple[Callable[..., Any], tuple]] = {}
 
     def select(state: LayerState, step: StepKV) -> Any:
-        selection, _, carry = policy.select(spec, state, step, None)
-        return selection, carry
+        return policy.select(spec, state, step)[0]
 
-    def attend(state: LayerState, step: StepKV, fetched: Any, carry: Any) -> Any:
-        return policy.attend(spec, state, step, fetched, carry)[0]
+    def attend(state: LayerState, step: StepKV, fetched: Any) -> Any:
+        return policy.attend(spec, state, step, fetched)[0]
 
-    selection, carry = jax.jit(select)(state, step)
+    selection = jax.jit(select)(state, step)
     fetched = None
     if selection is not None:
         assert layout is not None
         ids = jnp.broadcast_to(selection.ids, (spec.batch, layout.heads, selection.ids.shape[2]))
 
         def choose(state: LayerState, step: StepKV) -> Any:
-            return select(state, step)[0].replace(rebuild=None, kept=None)  # or they would be copied out
+            return select(state, step).replace(rebuild=None, kept=None)  # or they would be copied out
 
         runs["select"] = (choose, (state, step))
         if isinstance(policy, ShadowKV):
@@ -84,7 +85,7 @@ def programs(spec: CacheSpec, state: LayerState, step: StepKV) -> dict[str, tupl
             runs["keys"] = (lambda rebuild, ids: rebuild.keys(ids), (selection.rebuild, ids))
             runs["values"] = (fetch, (state.host, selection.replace(rebuild=None)))
         fetched = jax.jit(fetch)(state.host, selection)
-    runs["attend"] = (attend, (state, step, fetched, carry))
+    runs["attend"] = (attend, (state, step, fetched))
     return runs
 
 
@@ -125,7 +126,7 @@ def stage_costs(spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int,
     """Bytes read, bytes brought from the host and operations of each stage."""
     policy, item = spec.policy, jnp.dtype(spec.dtype).itemsize
     read, moved, flops = (dict.fromkeys(STAGES, 0) for _ in range(3))
-    for part, (device, host) in policy.step_bytes(spec, state).items():
+    for part, (device, host) in costs_of(policy).step_bytes(spec, state).items():
         stage = READ_BY.get(part, "attend")
         read[stage] += device
         moved[stage] += host
@@ -133,7 +134,7 @@ def stage_costs(spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int,
         products = policy.codec.products(sizes_of(spec))
         flops["scores"] = 2 * spec.group * (read["scores"] // item + policy.packed_landmarks(spec))
         flops["keys"] = 2 * policy.selected_numbers(spec, spec.head_dim) * products
-    flops["attend"] = policy.step_flops(spec, state) - flops["scores"] - flops["keys"]
+    flops["attend"] = costs_of(policy).step_flops(spec, state) - flops["scores"] - flops["keys"]
     for table in (read, moved, flops):
         table["select"] += table["scores"]
         table["fetch"] += table["keys"] + table["values"]

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache.prompt_walk import directions, prompts_of
-from jshadow.cache.state import CacheSpec, LayerState, PromptKV, StepKV
+from jshadow.cache.records import LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import group_queries
-from jshadow.policies.base import LayerCache, Reads, full_layers
+from jshadow.policies.base import HookInputs, LayerCache, full_layers
 from jshadow.policies.capabilities import Foresees, Learns, Sized
 from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.full import Full
@@ -62,9 +63,9 @@ class InfiniGen(RetrievalPolicy, Foresees, Learns, Sized):
     source = "arXiv 2406.19707, section 4"
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> HookInputs:
         """All queries of the prompt; single steps, for each query's count is read off its own step."""
-        return Reads(all_queries=True)
+        return HookInputs(all_queries=True)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Fill in a fifth each, and check."""

@@ -20,17 +20,8 @@ from flax import struct
 from jax import Array
 
 from jshadow.cache.accounting import layer_nbytes
-from jshadow.cache.state import (
-    CacheSpec,
-    Fetched,
-    HostLayout,
-    HostWrite,
-    KeyValues,
-    LayerState,
-    PromptKV,
-    Selection,
-    StepKV,
-)  # fmt: skip
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
+from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, attention_probs
 from jshadow.ops.layout import fill_ring, ring_positions, to_chunks, top_k, write_rows
@@ -375,7 +366,7 @@ class InfLLM(UniformPolicy, OwnPrefill, Budgeted, Sized, Costs):
         """
         cls = type(self)
 
-        def make(slots: int, unit: int) -> Self:
+        def make(slots: int, unit: int) -> Any:
             sinks, window = min(cls.sinks, slots // 16), max(slots // 2, 1)
             cached = max((slots - sinks - window) // unit, 2)
             return cls(

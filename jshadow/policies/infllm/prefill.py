@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
 
-from jshadow.cache.state import PromptKV
+from jshadow.cache.records import PromptKV
 from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.ops.attention import MASKED, group_queries
 from jshadow.ops.layout import top_k

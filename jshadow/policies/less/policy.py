@@ -20,7 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jshadow.cache.state import CacheSpec, Fetched, HostWrite, LayerState, PromptKV, StepKV
+from jshadow.cache.records import Fetched, HostWrite, LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, group_queries, masked_scores

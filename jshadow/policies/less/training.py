@@ -20,7 +20,8 @@ import optax
 from jax import Array, lax
 
 from jshadow.cache.prompt_walk import check_text, prompts_of
-from jshadow.cache.state import CacheSpec, LayerState, PromptKV, StepKV
+from jshadow.cache.records import LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError, PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, causal_attention, group_queries, masked_scores
@@ -178,15 +179,14 @@ def evictions(prompt: PromptKV, spec: CacheSpec) -> Array:
     assert prompt.q_post is not None
     policy: H2O = spec.policy
     tokens, batch = prompt.k_post.shape[1], spec.batch
-    none = jnp.zeros((batch, 1, 0))
 
     def one(state: LayerState, rows: tuple[Array, ...]) -> tuple[LayerState, Array]:
         at, q, k, v = rows[0], *(x[:, None] for x in rows[1:])
         position = jnp.broadcast_to(at, (batch, 1))
-        step = StepKV(q, q, k, k, v, position, jnp.ones((batch, 1), bool), position[:, 0], none, jnp.zeros(0))
+        step = StepKV(q, q, k, k, v, position, jnp.ones((batch, 1), bool), position[:, 0], jnp.zeros(0))
         state, _ = policy.append(spec, state, step)
         before = state.live.positions
-        _, state, _ = policy.attend(spec, state, step, None, None)
+        _, state = policy.attend(spec, state, step, None)
         return state, jnp.where(state.live.positions < 0, before, -1).max(axis=2)
 
     rows = (x.swapaxes(0, 1) for x in (prompt.q_post, prompt.k_post, prompt.v))

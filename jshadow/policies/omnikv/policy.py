@@ -17,22 +17,13 @@ from flax import struct
 from jax import Array
 
 from jshadow.cache.accounting import layer_nbytes
-from jshadow.cache.state import (
-    CacheSpec,
-    Fetched,
-    HostLayout,
-    HostWrite,
-    KeyValues,
-    LayerState,
-    PromptKV,
-    Selection,
-    StepKV,
-)  # fmt: skip
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
+from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import MASKED, Piece, attend, group_queries
 from jshadow.ops.layout import to_chunks, top_k, write_rows
-from jshadow.policies.base import LayerCache, Reads, full_layers
+from jshadow.policies.base import HookInputs, LayerCache, full_layers
 from jshadow.policies.capabilities import CouplesLayers, PlansAhead, Sized
 from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.costs import Costs
@@ -144,9 +135,9 @@ class OmniKVFilter(Full, PlansAhead):
     serves: tuple[int, ...] = ()
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> HookInputs:
         """The prompt's last queries, where they count on; single steps, for each query chooses for itself."""
-        return Reads(last_queries=self.summed_queries)
+        return HookInputs(last_queries=self.summed_queries)
 
     @property
     def summed_queries(self) -> int:

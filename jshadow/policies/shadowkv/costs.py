@@ -7,7 +7,8 @@ import abc
 import jax.numpy as jnp
 
 from jshadow.cache.offload import unit_bytes
-from jshadow.cache.state import CacheSpec, HostLayout, LayerState
+from jshadow.cache.records import LayerState
+from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.packing import ROW_BITS, row_bytes, scale_dtype

@@ -18,19 +18,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 import pallas_kernels
-from jshadow.cache.state import (
-    CacheSpec,
-    Fetched,
-    HostLayout,
-    HostWrite,
-    Kept,
-    KeyValues,
-    LayerState,
-    PromptKV,
-    Rebuild,
-    Selection,
-    StepKV,
-)  # fmt: skip
+from jshadow.cache.records import Fetched, HostWrite, Kept, KeyValues, LayerState, PromptKV, Rebuild, Selection, StepKV
+from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import take_chunks, take_span, to_chunks, top_k, write_rows
 from jshadow.ops.packing import ROW_BITS, Scaled, join_rows, quantise_rows, scale_dtype

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jshadow.cache.state import Fetched
+from jshadow.cache.records import Fetched
 
 
 class Preload(struct.PyTreeNode):

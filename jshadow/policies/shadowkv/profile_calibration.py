@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.prompt_walk import check_text, directions, prompts_of
-from jshadow.cache.state import PromptKV
+from jshadow.cache.records import PromptKV
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import full_layers as own_layers

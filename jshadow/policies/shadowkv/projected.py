@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache.accounting import leaf_bytes
-from jshadow.cache.state import CacheSpec, HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.records import HostWrite, KeyValues, LayerState, PromptKV, StepKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.ops.attention import Piece
 from jshadow.ops.layout import write_rows
 from jshadow.ops.rope import cos_sin, rotate

@@ -7,11 +7,11 @@ from typing import Self
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.state import CacheSpec
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.packing import ROW_BITS
-from jshadow.policies.base import Reads
+from jshadow.policies.base import HookInputs
 from jshadow.policies.checks import check_choice, check_range, check_share
 from jshadow.policies.shadowkv.costs import ChunkCosts
 from jshadow.policies.shadowkv.key_codecs import CODECS, KeyCodec, Profile, make_codec, resolve_profile, resolve_rank
@@ -219,9 +219,9 @@ class ShadowSettings(ChunkCosts):
         return min(self.landmark_levels, parts)
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> HookInputs:
         """The prompt's last query, where it selects; more, where they weigh the keys."""
-        return Reads(
+        return HookInputs(
             last_queries=TAIL if self.key_weights == "queries" else int(self.exact_preload), piece=self.extend_piece
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 from flax import struct
 from jax import Array
 
-from jshadow.cache.state import KeyValues
+from jshadow.cache.records import KeyValues
 from jshadow.policies.shadowkv.landmark_levels import Landmarks
 from jshadow.policies.shadowkv.preload import Preload
 

@@ -9,7 +9,7 @@ import pytest
 from cases import TINY
 from oracle_shadowkv import worst_of
 
-from jshadow.cache.state import PromptKV, Rebuild
+from jshadow.cache.records import PromptKV, Rebuild
 from jshadow.errors import ConfigError
 from jshadow.ops.rope import cos_sin, rotate
 from jshadow.planner.bytes import cache_specs

@@ -16,7 +16,7 @@ from jax import Array, lax
 from jaxtyping import Float, Int, Shaped
 
 import pallas_kernels
-from jshadow.cache.state import Rebuild
+from jshadow.cache.records import Rebuild
 from jshadow.ops.rope import cos_sin, rotate
 from jshadow.policies.shadowkv.key_codecs.factorise import BLOCK
 
