@@ -18,6 +18,7 @@ from jshadow.errors import CapacityError, ConfigError, Infeasible, PromptError, 
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import footprint, step_footprint
 from jshadow.policies import POLICIES, DenseFirst, Full, ShadowKV, ShadowKVPlus, SpeCache, StreamingLLM
+from jshadow.policies.sizing import at_share
 from jshadow.weights.params import init_params
 
 VOCAB = TINY.vocab_size
@@ -215,7 +216,7 @@ def test_nominal_of_a_model_whose_layers_all_slide(name):
     """Nothing is the policy's: what it is set to does not matter, but it must be an answer or an Infeasible."""
     config = dataclasses.replace(TINY, sliding_window=8, sliding_layers=(0, 1, 2))
     try:
-        policy = POLICIES[name].nominal(1.0, 256, config)
+        policy = at_share(POLICIES[name](), 1.0, 256, config)
     except Infeasible:
         return
     policy.resolve(config, 256)
@@ -341,7 +342,7 @@ def test_nominal_keeps_to_its_share(name, config, dtype):
     for num_tokens in (96, 256, 500, 1024, 4096):
         for fraction in (1.0, 0.6, 0.5, 0.33, 0.25, 0.2, 0.1):
             try:
-                policy = POLICIES[name].nominal(fraction, num_tokens, config)
+                policy = at_share(POLICIES[name](), fraction, num_tokens, config)
             except Infeasible as error:
                 refusals.append((str(error), fraction))
                 continue
@@ -355,7 +356,7 @@ def test_nominal_keeps_to_its_share(name, config, dtype):
 
 def test_outliers_go_before_the_rank():
     """2,304 tokens are 288 chunks: 48 of them exact would leave a quarter of the bytes to a rank of 16."""
-    made = [ShadowKV.nominal(fraction, 2304, SMOLLM2) for fraction in (0.5, 0.25, 0.12)]
+    made = [at_share(ShadowKV(), fraction, 2304, SMOLLM2) for fraction in (0.5, 0.25, 0.12)]
     assert [policy.outlier_chunks for policy in made] == [48, 24, 0]
     assert made[0].rank > made[1].rank == 32 > made[2].rank
 
@@ -364,9 +365,9 @@ def test_outliers_go_before_the_rank():
 def test_nominal_refuses_what_cannot_be(name):
     for fraction in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="fraction"):
-            POLICIES[name].nominal(fraction, 1024, TINY)
+            at_share(POLICIES[name](), fraction, 1024, TINY)
     with pytest.raises(Infeasible, match=f"{name}: fraction must be at least"):
-        POLICIES[name].nominal(1e-4, 1024, TINY)
+        at_share(POLICIES[name](), 1e-4, 1024, TINY)
 
 
 @pytest.mark.parametrize("policy", [ShadowKV(chunk_size=8, local_chunks=0), ShadowKVPlus(chunk_size=8, local_chunks=0)])

@@ -15,6 +15,7 @@ from real_shapes import LLAMA_SHAPE, WIDE
 from seen import NEIGHBOUR, as_seen, same_codes
 
 import jshadow
+from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import PromptKV
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
@@ -195,7 +196,7 @@ def check_growth(config, tokens, policy, prefill_chunk):
     abstract = abstract_state(
         config, policy, batch=1, capacity=tokens + 64, prompt=tokens, dtype="float32", fetch="device_put"
     )
-    layer = [sum(device for device, _ in spec.policy.nbytes(one).values())
+    layer = [sum(device for device, _ in layer_nbytes(one).values())
              for spec, one in zip(abstract.specs, abstract.layers, strict=True)]  # fmt: skip
     assert np.diff(after).tolist() == layer[1:]
     peak = prefill_peak(

@@ -13,12 +13,12 @@ from cases import ALL, CAPACITY, LENGTHS, OFFLOADED, PROMPT, SMALL, run_steps
 from family_cases import BASE, FAMILY_CASES
 
 import jshadow
+from jshadow.cache.accounting import leaf_bytes, state_nbytes
 from jshadow.engine import decode
 from jshadow.models.config import ModelConfig
 from jshadow.models.registry import family_of
 from jshadow.planner.bytes import abstract_state
 from jshadow.policies import Full, Policy, ShadowKV
-from jshadow.cache.accounting import leaf_bytes, state_nbytes
 from jshadow.policies.sliding_window import SlidingWindow
 from jshadow.weights.params import Params, init_params
 

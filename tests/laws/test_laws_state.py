@@ -23,11 +23,11 @@ from cases import (
 from jax.extend.core import jaxprs_in_params
 
 from jshadow.cache import offload
+from jshadow.cache.accounting import leaf_bytes, state_nbytes
 from jshadow.engine import decode
 from jshadow.engine.step import step_writes
 from jshadow.errors import StateMismatch
 from jshadow.planner.bytes import abstract_state
-from jshadow.cache.accounting import leaf_bytes, state_nbytes
 
 Space = jax.memory.Space
 policies = pytest.mark.parametrize("name", POLICY_CASES)

@@ -183,8 +183,8 @@ def test_a_guess_is_never_remembered():
 
 
 def test_a_plan_for_a_layer_that_is_done_is_refused(monkeypatch):
-    def plan(self, spec, state, step, carry):
-        (selection,) = original(self, spec, state, step, carry)
+    def plan(self, spec, state, step):
+        (selection,) = original(self, spec, state, step)
         return (dataclasses.replace(selection, layer=spec.layer, when="now"),)
 
     original = Speculator.plan

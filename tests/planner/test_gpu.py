@@ -11,6 +11,7 @@ import pytest
 from cases import CAPACITY, POLICY_CASES, POLICY_FETCHES, STEPS, TINY, model, prefilled, run_steps
 
 from jshadow.cache import offload
+from jshadow.cache.accounting import state_nbytes
 from jshadow.engine.step import step_writes
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig, RopeConfig
@@ -20,7 +21,7 @@ from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GPUS
 from jshadow.planner.roofline import step_bound
 from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM
-from jshadow.cache.accounting import state_nbytes
+from jshadow.policies.costs import costs_of
 
 LLAMA_3_8B_1M = ModelConfig(
     model_type="llama", vocab_size=128256, num_layers=32, model_dim=4096, ffn_dim=14336, q_heads=32, kv_heads=8,
@@ -191,7 +192,9 @@ def test_full_attention_reads_all_keys_and_values():
                          + [("shadowkv", "resident")])  # fmt: skip
 def test_what_a_step_moves_is_what_steps_count(name, fetch):
     _, state = prefilled(name, "restricted", fetch)
-    told = [spec.policy.step_bytes(spec, layer) for spec, layer in zip(state.specs, state.layers, strict=True)]
+    told = [
+        costs_of(spec.policy).step_bytes(spec, layer) for spec, layer in zip(state.specs, state.layers, strict=True)
+    ]
     moved = sum(host for parts in told for _, host in parts.values())
     read = sum(device for parts in told for device, _ in parts.values())
     held = sum(device for device, _ in state_nbytes(state).values())

@@ -14,6 +14,7 @@ from less_arrays import SMALL, fitted_for
 from oracle_less import LESSOracle
 
 import jshadow
+from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.prompt_walk import prompts_of
 from jshadow.cache.records import StepKV
 from jshadow.engine import decode
@@ -21,7 +22,6 @@ from jshadow.errors import ConfigError, PromptError, StateMismatch
 from jshadow.ops.attention import group_queries
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import H2O, LESS, Full, Loki
-from jshadow.cache.accounting import state_nbytes
 from jshadow.policies.less.policy import combine
 from jshadow.policies.less.training import answers, errors_of, evictions, make_examples
 
@@ -51,7 +51,7 @@ def test_untaught_it_is_h2o_to_the_bit(fitted, dtype):
 
 
 def test_where_nothing_is_evicted_kernels_change_nothing():
-    policy = dataclasses.replace(LESS.lossless(CAPACITY, TINY), state_rank=4, hidden=16)
+    policy = LESS(heavy=0, recent=CAPACITY, state_rank=4, hidden=16)
     np.testing.assert_array_equal(decoded(policy, fitted_for(TINY))[0], decoded(policy)[0])
 
 

@@ -44,9 +44,10 @@ from jshadow.policies import (
     StreamingLLM,
     parse_policy,
 )
-from jshadow.policies.retrieval import within_share
 from jshadow.policies.eviction import best_positions
 from jshadow.policies.omnikv.policy import OmniKVFilter, OmniKVSparse
+from jshadow.policies.retrieval import within_share
+from jshadow.policies.sizing import at_share
 from jshadow.policies.snapkv import pool
 
 DEEP = dataclasses.replace(TINY, num_layers=8)
@@ -280,43 +281,6 @@ def test_kivi_s_bytes_at_128k_are_the_papers(bits, group, gib):
 # InfiniGen
 
 
-@pytest.mark.parametrize("eviction", ["counter", "lru", "fifo"])
-def test_a_full_pool_drops_what_its_rule_says(eviction):
-    """Against lists kept by hand, one for each head of a ragged batch."""
-    policy = InfiniGen(budget=5, columns=4, alpha=3.0, dense_layers=1, recent=2, pool=20, eviction=eviction)
-    lengths = [40, 13]
-    _, state = decode.prefill(model(), random_tokens(2, 40, seed=21), lengths, policy, capacity=80)
-    marks = {
-        (row, head): {p: 0 if eviction == "counter" else p for p in range(max(0, length - 20), length)}
-        for row, length in enumerate(lengths)
-        for head in range(TINY.kv_heads)
-    }
-    spec = state.specs[2]
-    for step in range(30):
-        active = [True, step % 3 != 0]
-        token = random_tokens(2, seed=100 + step)
-        _, state = decode.decode_step(model(), token, state, active=active)
-        live, units = state.layers[2].live, state.layers[2].frozen.units
-        at = np.asarray(spec.policy.unit_of_place(spec, units))
-        for (row, head), held in marks.items():
-            if not active[row]:
-                continue
-            new = int(state.lengths[row]) - 1
-            held[new] = 0 if eviction == "counter" else new
-            if len(held) > 20:
-                old = [p for p in held if p <= new - 2]
-                del held[min(old, key=lambda p: (held[p], p))]
-            places = [int(place) for place in np.asarray(live.selected[row, head]) if place >= 0]
-            for place in places:
-                position = int(at[row, place])
-                assert position in held
-                held[position] = {"counter": held[position] + 1, "lru": new, "fifo": held[position]}[eviction]
-        for (row, head), held in marks.items():
-            found = np.asarray(live.marks[row, head])
-            got = {int(at[row, place]): int(mark) for place, mark in enumerate(found) if mark >= 0}
-            assert got == held, (step, row, head)
-
-
 @pytest.mark.parametrize("name", ["loki", "infinigen"])
 @pytest.mark.parametrize("length", [1, 3, 12, 20])
 def test_a_prompt_shorter_than_the_subspace_is_alone_what_it_is_in_a_batch(name, length):
@@ -516,7 +480,7 @@ WRAPPED = {
     "normalise": (H2O(normalise="no"), "h2o.normalise"),
     "alpha": (InfiniGen(alpha="abc"), "infinigen.alpha"),
     "alpha flag": (InfiniGen(alpha=True), "infinigen.alpha"),
-    "recent": (InfiniGen(pool=20, recent="abc"), "infinigen.recent"),
+    "recent": (InfiniGen(recent="abc"), "infinigen.recent"),
     "state rank": (LESS(state_rank=10**11), "less.state_rank"),
     "infllm unit": (InfLLM(unit=4096), "infllm.budget"),
     "infllm representatives": (InfLLM(unit=2, representatives=3), "infllm.representatives"),
@@ -572,7 +536,7 @@ def test_nominal_is_at_or_under_its_share(name, fraction):
     """Of full attention's device bytes, offloaded where the method can be; what is infeasible says the least share."""
     config, tokens = llama(), 32_768
     try:
-        policy = POLICIES[name].nominal(fraction, tokens, config)
+        policy = at_share(POLICIES[name](), fraction, tokens, config)
     except Infeasible as error:
         least = float(str(error).split("at least ")[1].split()[0])
         assert fraction < least < 1

@@ -37,6 +37,7 @@ from jshadow.policies import (
     SpeCache,
     StreamingLLM,
 )
+from jshadow.policies.registry import LAW_SETTINGS
 from jshadow.weights.params import Params, init_params
 
 # Three layers: the probe has three kinds of them. A prime vocabulary: a wrong reshape cannot hide.
@@ -66,6 +67,14 @@ class PolicyCase(NamedTuple):
 
     restricted: Policy
     lossless: Callable[[int, ModelConfig], Policy]
+
+
+def lossless_of(policy: type[Policy]) -> Callable[[int, ModelConfig], Policy]:
+    """The settings of a policy that equal full attention, as its registration has them."""
+    name = next(kind.name for kind in policy.__mro__ if getattr(kind, "name", "") in LAW_SETTINGS)
+    settings = LAW_SETTINGS[name].lossless
+    assert settings is not None
+    return lambda num_tokens, config: policy(**settings(num_tokens, config))
 
 
 # Few outliers, so that most chunks are really selected, rebuilt and fetched.
@@ -122,44 +131,31 @@ def random_kernels(policy: LESS, kv_heads: int, head_dim: int) -> dict[str, Any]
     )
 
 
-def lossless_omnikv(num_tokens: int, config: ModelConfig) -> Policy:
-    """A sparse layer of three."""
-    return dataclasses.replace(OmniKV.lossless(num_tokens, config), filter_layers=(0,))
-
-
-def lossless_quest(num_tokens: int, config: ModelConfig) -> Policy:
-    """Small pages, so that some are complete, and no dense layer."""
-    return dataclasses.replace(Quest.lossless(num_tokens, config), unit=4, dense_layers=0)
-
-
 POLICY_CASES = {
-    "full": PolicyCase(Full(), Full.lossless),
-    "streaming_llm": PolicyCase(StreamingLLM(sinks=2, window=12), StreamingLLM.lossless),
-    "h2o": PolicyCase(H2O(heavy=6, recent=8), H2O.lossless),
-    "less": PolicyCase(LESS(heavy=6, recent=8, state_rank=4, hidden=16), LESS.lossless),
+    "full": PolicyCase(Full(), lossless_of(Full)),
+    "streaming_llm": PolicyCase(StreamingLLM(sinks=2, window=12), lossless_of(StreamingLLM)),
+    "h2o": PolicyCase(H2O(heavy=6, recent=8), lossless_of(H2O)),
+    "less": PolicyCase(LESS(heavy=6, recent=8, state_rank=4, hidden=16), lossless_of(LESS)),
     "less_taught": PolicyCase(
-        TaughtLESS(heavy=6, recent=8, normalise=True, state_rank=4, hidden=16), TaughtLESS.lossless
+        TaughtLESS(heavy=6, recent=8, normalise=True, state_rank=4, hidden=16), lossless_of(TaughtLESS)
     ),
-    "snapkv": PolicyCase(SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3), SnapKV.lossless),
-    "quest": PolicyCase(Quest(budget=12, unit=4, dense_layers=1), lossless_quest),
-    "infinigen": PolicyCase(InfiniGen(budget=9, columns=4, alpha=0.5, dense_layers=1), InfiniGen.lossless),
-    "infinigen_pool": PolicyCase(
-        InfiniGen(budget=6, columns=4, alpha=2.0, dense_layers=1, pool=25, eviction="counter"), InfiniGen.lossless
-    ),
-    "loki": PolicyCase(Loki(budget=9, columns=3, recent=4), Loki.lossless),
-    "omnikv": PolicyCase(OmniKV(budget=9, filter_layers=(0,)), lossless_omnikv),
+    "snapkv": PolicyCase(SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3), lossless_of(SnapKV)),
+    "quest": PolicyCase(Quest(budget=12, unit=4, dense_layers=1), lossless_of(Quest)),
+    "infinigen": PolicyCase(InfiniGen(budget=9, columns=4, alpha=0.5, dense_layers=1), lossless_of(InfiniGen)),
+    "loki": PolicyCase(Loki(budget=9, columns=3, recent=4), lossless_of(Loki)),
+    "omnikv": PolicyCase(OmniKV(budget=9, filter_layers=(0,)), lossless_of(OmniKV)),
     "omnikv_window": PolicyCase(
-        OmniKV(budget=9, filter_layers=(0,), selector="exp", observation_window=4), lossless_omnikv
+        OmniKV(budget=9, filter_layers=(0,), selector="exp", observation_window=4), lossless_of(OmniKV)
     ),
-    "kivi": PolicyCase(KIVI(bits=2, group=8, residual=8), KIVI.lossless),
-    "kivi_1bit": PolicyCase(KIVI(bits=1, group=4, residual=12), KIVI.lossless),
-    "specache": PolicyCase(SpeCache(bits=1, group=8, residual=8, fetched=6), SpeCache.lossless),
+    "kivi": PolicyCase(KIVI(bits=2, group=8, residual=8), lossless_of(KIVI)),
+    "kivi_1bit": PolicyCase(KIVI(bits=1, group=4, residual=12), lossless_of(KIVI)),
+    "specache": PolicyCase(SpeCache(bits=1, group=8, residual=8, fetched=6), lossless_of(SpeCache)),
     "infllm": PolicyCase(
-        InfLLM(window=10, sinks=3, budget=8, unit=4, representatives=2, query_block=8), InfLLM.lossless
+        InfLLM(window=10, sinks=3, budget=8, unit=4, representatives=2, query_block=8), lossless_of(InfLLM)
     ),
     "infllm_capped": PolicyCase(
         InfLLM(window=7, sinks=0, budget=9, unit=3, representatives=3, cached=12, fetched=3, query_block=5),
-        InfLLM.lossless,
+        lossless_of(InfLLM),
     ),
     "shadowkv": shadowkv_case(ShadowKV, **SMALL),
     "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, **REFERENCE),
@@ -176,17 +172,17 @@ POLICY_CASES = {
     ),
     "dense_first": PolicyCase(
         DenseFirst(SpeCache(bits=1, group=8, residual=8, fetched=6), layers=1),
-        lambda num_tokens, config: DenseFirst(SpeCache.lossless(num_tokens, config), layers=1),
+        lambda num_tokens, config: DenseFirst(lossless_of(SpeCache)(num_tokens, config), layers=1),
     ),
-    "quest_top_p": PolicyCase(Quest(budget=24, unit=4, dense_layers=0, top_p=0.3), lossless_quest),
+    "quest_top_p": PolicyCase(Quest(budget=24, unit=4, dense_layers=0, top_p=0.3), lossless_of(Quest)),
     "shadowkv_top_p": PolicyCase(
         ShadowKV(rank=12, budget=16, top_p=0.6, **SMALL), shadowkv_case(ShadowKV, **SMALL).lossless
     ),
     "pyramid": PolicyCase(
         Pyramid(DenseFirst(Quest(budget=12, unit=4, dense_layers=0), layers=1), steepness=4.0),
-        lambda num_tokens, config: Pyramid(lossless_quest(num_tokens, config), steepness=1.0),
+        lambda num_tokens, config: Pyramid(lossless_of(Quest)(num_tokens, config), steepness=1.0),
     ),
-    "probe": PolicyCase(Probe(keep=3), Probe.lossless),
+    "probe": PolicyCase(Probe(keep=3), lambda num_tokens, config: Probe(keep=-(-num_tokens // Probe.unit))),
 }
 # These keep nothing in host memory: the program is the same in all modes (test_laws.py holds them to that).
 DEVICE_ONLY = ("full", "streaming_llm", "h2o", "less", "less_taught", "snapkv", "kivi", "kivi_1bit")

@@ -21,13 +21,15 @@ from typing import Any
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
-from probe_base import RingLayer, speculate, unit_scores
+from probe_base import RingLayer, unit_scores
 
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Selection, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, attention_probs, group_queries
 from jshadow.ops.layout import fit_tokens, to_chunks, write_rows
+from jshadow.policies.base import HookInputs
+from jshadow.policies.capabilities import PlansAhead
 
 PRIOR_WEIGHT = 0.25
 
@@ -51,10 +53,12 @@ class SpeculatorLive:
     buffer: KeyValues
 
 
-class Scout(RingLayer):
+class Scout(RingLayer, PlansAhead):
     """Attends everything, remembers how much each unit got, fetches for the followers."""
 
-    needs = frozenset({"q_all"})
+    @property
+    def reads(self) -> HookInputs:
+        return HookInputs(all_queries=True)
 
     def host_layout(self, spec: CacheSpec) -> None:
         return None
@@ -87,15 +91,15 @@ class Scout(RingLayer):
         return fit_tokens(tokens, count * self.unit).reshape(-1, 1, count, self.unit).sum(-1)
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
-        out, state, carry = super().attend(spec, state, step, fetched, carry)
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
+        out, state = super().attend(spec, state, step, fetched)
         probs = attention_probs(step.q_post[:, :1], self.pieces(spec, state, step)[0], spec.scale)
         given = jnp.where(step.valid[:, :1], probs.sum(axis=(1, 2, 3)), 0.0)
         live = state.live.replace(mass=state.live.mass + self.by_unit(spec, given))
-        return out, state.replace(live=live), carry
+        return out, state.replace(live=live)
 
-    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any) -> tuple[Selection, ...]:
+    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
         mass, follower = state.frozen.mass + state.live.mass, Follower(self.keep, self.unit, self.recent, self.tail)
         return tuple(
             follower.choose(spec, state, mass, step.lengths + 1, step.valid[:, 0], layer=layer, when="now")
@@ -107,12 +111,12 @@ class Follower(RingLayer):
     """Attends what the scout fetched for it: all that the base class does."""
 
 
-class Speculator(RingLayer):
+class Speculator(RingLayer, PlansAhead):
     """Selects by a speculated query, and has the next step's units fetched by a guessed one."""
 
     @property
-    def q_tail(self) -> int:
-        return self.tail
+    def reads(self) -> HookInputs:
+        return HookInputs(last_queries=self.tail)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         state = super().init(spec, fitted)
@@ -154,14 +158,12 @@ class Speculator(RingLayer):
         candidate = jnp.arange(self.all_units(spec)) * self.unit < self.first_recent(spec, held)[:, None]
         return unit_scores(q, state.live.landmarks, candidate, spec.scale) + PRIOR_WEIGHT * state.frozen.mass
 
-    def select(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any
-    ) -> tuple[Selection | None, LayerState, Any]:
+    def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
         held = step.lengths + 1
-        scores = self.rank_units(spec, state, carry[:, :1], held)
+        scores = self.rank_units(spec, state, step.q_foreseen[:, :1], held)
         selection = self.choose(spec, state, scores, held, step.valid[:, 0])
         hit = (selection.ids[..., None] == state.live.buffer_ids[..., None, :]).any(-1)
-        return selection.replace(hit=hit), state, carry
+        return selection.replace(hit=hit), state
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
         """What is attended now is noted, what the next step may need is kept. A row without valid ids stays."""
@@ -176,8 +178,8 @@ class Speculator(RingLayer):
         return state.replace(live=live.replace(buffer_ids=kept, buffer=KeyValues(*rows)))
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         """Units that are in the buffer come from there."""
         live: SpeculatorLive = state.live
         chosen = jnp.where(fetched.valid[..., :: self.unit], fetched.ids, -1)
@@ -187,9 +189,9 @@ class Speculator(RingLayer):
         parts = ((fetched, fetched.ids, missed & fetched.valid), (live.buffer, live.buffer_ids, buffered))
         for part, ids, valid in parts:
             pieces.append(Piece(part.k, part.v, self.older(spec, state, step, ids, valid)[:, :, None]))
-        return attend(step.q_post, pieces, spec.scale), state, speculate(step)
+        return attend(step.q_post, pieces, spec.scale), state
 
-    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any) -> tuple[Selection, ...]:
+    def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
         """The next step's token is most likely the guess: its query says what will be wanted."""
         held = step.lengths + 2
         scores = self.rank_units(spec, state, step.q_post[:, 1:2], held)

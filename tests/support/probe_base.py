@@ -13,9 +13,9 @@ from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend, group_queries
 from jshadow.ops.layout import to_chunks, top_k, write_rows
-from jshadow.policies.base import Policy
+from jshadow.policies.base import UniformPolicy
+from jshadow.policies.capabilities import Foresees, Speculates
 from jshadow.policies.checks import check_range
-from jshadow.policies.sizing import infeasible
 
 
 @struct.dataclass
@@ -44,7 +44,7 @@ class FollowerLive:
 
 
 @dataclasses.dataclass(frozen=True)
-class RingLayer(Policy):
+class RingLayer(UniformPolicy, Speculates, Foresees):
     """Settings: units attended beyond the ring, tokens a unit, tokens in the ring, trailing queries read."""
 
     keep: int = 3
@@ -53,7 +53,6 @@ class RingLayer(Policy):
     tail: int = 6
 
     name = "probe"
-    step_rows = 2
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         check_range(self.name, "keep", self.keep, 1)
@@ -178,31 +177,18 @@ class RingLayer(Policy):
         return valid & (self.positions_of(spec, state.frozen, ids) < first)
 
     def attend(
-        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None, carry: Any
-    ) -> tuple[Array, LayerState, Any]:
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
+    ) -> tuple[Array, LayerState]:
         pieces = self.pieces(spec, state, step)
         if fetched is not None:
             seen = self.older(spec, state, step, fetched.ids, fetched.valid)
             pieces.append(Piece(fetched.k, fetched.v, seen[:, :, None]))
-        return attend(step.q_post, pieces, spec.scale), state, speculate(step)
+        return attend(step.q_post, pieces, spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
         first = self.first_recent(spec, lengths)
         parts = {"window": lengths - first, "selected": jnp.minimum(first, self.selected(spec) * self.unit)}
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
-
-    @classmethod
-    def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        return cls(keep=-(-num_tokens // cls.unit))
-
-    @classmethod
-    def nominal(cls, fraction: float, num_tokens: int, config: ModelConfig) -> Self:
-        raise infeasible(cls.name, fraction, 1.0)
-
-
-def speculate(step: StepKV) -> Array | None:
-    """The carry: what the next layer's queries would be if this layer's attention changed nothing."""
-    return None if step.q_next is None else step.q_next(step.x_in)
 
 
 def unit_scores(q: Array, landmarks: Array, open_to: Array, scale: float) -> Array:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from oracle_maths import apply_rope
 
 from jshadow.cache import offload
+from jshadow.cache.accounting import leaf_bytes
 from jshadow.cache.records import Rebuild
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
@@ -22,7 +23,6 @@ from jshadow.ops import packing
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import abstract_state, footprint
 from jshadow.policies import ShadowKV, ShadowKVPlus, parse_policy
-from jshadow.cache.accounting import leaf_bytes
 from jshadow.policies.shadowkv import landmarks
 from jshadow.policies.shadowkv.key_codecs import (
     Exact,
