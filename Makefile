@@ -29,16 +29,15 @@ test-slow: $(BIN)/.setup
 	$(BIN)/python checkpoints/fetch_smollm2.py
 	TESTS=$(TESTS) $(BIN)/python -m pytest -m slow -n $(WORKERS) --timeout=2400
 
-# The GPU compiler (and Triton) alone, beside the environment and not in it: no driver, no CUDA libraries.
+# The GPU compiler alone, beside the environment and not in it: no driver, no CUDA libraries.
 AOT := .cache/aot
 AOT_OPTIONS ?=
 aot: $(BIN)/.setup $(AOT)/.done
-	PYTHONPATH=$(AOT):tests:tests/support $(BIN)/python -m pytest -m aot
 	PYTHONPATH=$(AOT):tests:tests/support $(BIN)/python -m aot $(AOT_OPTIONS)
 
 $(AOT)/.done: constraints.txt
 	version=$$($(BIN)/python -c "import jax; print(jax.__version__)"); \
-	    $(BIN)/python -m pip install -q --no-deps --target $(AOT) jax-cuda12-pjrt==$$version triton==3.9.0
+	    $(BIN)/python -m pip install -q --no-deps --target $(AOT) jax-cuda12-pjrt==$$version
 	@touch $@
 
 # One unattended run on a machine with an NVIDIA GPU, by its own Python and JAX: no network, nothing is installed.

@@ -1,12 +1,20 @@
 """Four GPU ops of sparse attention over an offloaded KV cache, each in plain jax.numpy and as Pallas kernels.
 
-This package imports JAX and NumPy alone and knows nothing of jshadow.
+This package imports JAX, NumPy and the standard library alone and knows nothing of jshadow. Public are the names below
+and the modules `bits`, the layout of packed numbers in bytes, and `rotation`, the cosines and sines of RoPE.
 """
 
 from pallas_kernels.choose import IMPLEMENTATIONS as IMPLEMENTATIONS
 from pallas_kernels.choose import in_host_memory as in_host_memory
 from pallas_kernels.choose import on_host as on_host
 from pallas_kernels.chunk_scores import chunk_scores as chunk_scores
+from pallas_kernels.fetch_reconstruct import HostRows as HostRows
+from pallas_kernels.fetch_reconstruct import KeptRows as KeptRows
 from pallas_kernels.fetch_reconstruct import fetch_reconstruct as fetch_reconstruct
+from pallas_kernels.products import CACHED_ROWS as CACHED_ROWS
+from pallas_kernels.products import coded_products as coded_products
+from pallas_kernels.products import half_variance as half_variance
+from pallas_kernels.products import whole_products as whole_products
+from pallas_kernels.reconstruct_keys import ChosenKeys as ChosenKeys
 from pallas_kernels.reconstruct_keys import reconstruct_keys as reconstruct_keys
 from pallas_kernels.sparse_attention import sparse_attention as sparse_attention

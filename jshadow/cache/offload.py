@@ -25,7 +25,7 @@ from jshadow.cache.records import Fetched, HostArray, HostTier, HostWrite, Selec
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.errors import ConfigError
 from jshadow.ops.packing import dequantise_rows, row_bytes, split_rows
-from pallas_kernels import fetch_reconstruct, on_host
+from pallas_kernels import ChosenKeys, HostRows, KeptRows, fetch_reconstruct, on_host
 
 Space = jax.memory.Space
 FETCH_MODES = ("resident", "device_put", "zero_copy")
@@ -169,16 +169,21 @@ def fetch_by_kernel(
     spec: CacheSpec, tier: HostTier, selection: Selection, ids: Array, bits: int | None
 ) -> tuple[Array, Array]:
     """Keys and values [B, heads, n * unit, d] by the kernel that reads host memory itself, numbers or their codes."""
-    factors, kept = selection.rebuild, selection.kept
-    assert factors is not None
+    rebuild, kept = selection.rebuild, selection.kept
+    assert rebuild is not None
     assert tier.prompt is not None
+    tail = tier.tail.array if tier.tail else None
+    values = HostRows(tier.prompt.array, tail, bits, spec.dtype if bits else None)
     with jax.named_scope("rebuild"):
-        return fetch_reconstruct(
-            tier.prompt.array, factors.left, ids=ids, inverse=factors.inverse,
-            kept=kept.rows if kept else None, stay=kept.stay if kept else None, tail=factors.tail,
-            tail_unit=factors.tail_unit, values_tail=tier.tail.array if tier.tail else None,
-            value_bits=bits, value_dtype=spec.dtype if bits else None, **factors.codec.operands(factors.right),
-        )  # fmt: skip
+        keys = ChosenKeys(
+            rebuild.left,
+            ids=ids,
+            inverse=rebuild.inverse,
+            tail=rebuild.tail,
+            tail_unit=rebuild.tail_unit,
+            **rebuild.codec.operands(rebuild.right),
+        )
+        return fetch_reconstruct(values, keys, KeptRows(kept.rows, kept.stay) if kept else None)
 
 
 def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> int:

@@ -1,31 +1,181 @@
-"""The two forms in which keys may lie there."""
+"""The arrays that keys are rebuilt from, and their checks."""
+
+import dataclasses
+import functools
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels.codes import Profile
-from pallas_kernels.reconstruct_keys.codes import Codes, check_codes
-from pallas_kernels.reconstruct_keys.factors import Factors, check
+from pallas_kernels.arguments import expect_dtype, expect_shape
+from pallas_kernels.bits import Profile, packed_width, whole_bytes
 
-Keys = Factors | Codes
+ARRAYS = ("left", "right", "ids", "inverse", "tail", "tail_unit", "mean", "step")
 
 
-def keys_of(
-    left: jax.Array, right: jax.Array | None, ids: jax.Array, inverse: jax.Array, tail: jax.Array | None,
-    tail_unit: jax.Array | None, mean: jax.Array | None, step: jax.Array | None, profile: Profile | None,
-) -> Keys:  # fmt: skip
-    """The operands, checked: Codes where there is a profile, else Factors.
+@functools.partial(jax.tree_util.register_dataclass, data_fields=list(ARRAYS), meta_fields=["profile"])
+@dataclasses.dataclass(frozen=True)
+class ChosenKeys:
+    """Keys of a prompt in U chunks of c tokens, and k chunks of each KV head that are asked for.
+
+    There are two forms. Without a profile the keys are low-rank factors: a key is its row of left, r numbers, times
+    right. With a profile they are packed codes: a token has w bytes, the packed width of the profile, in the layout of
+    `pallas_kernels.bits`. Then code q of b bits stands for (q + 1/2 - 2**(b - 1)) * step, rounded to right's dtype, and
+    mean is added to the product of these numbers with right. If right is None too, the codes are the keys' own
+    channels: each KV head has rows of its own, and the profile is (0, d, 0).
+
+    Attributes:
+        left: [B, U, c * r], or uint8 [B, U, c * w], or uint8 [B, h_kv, U, c * w]; the rows of a chunk are contiguous.
+        right: [B, h_kv, r, d], or None.
+        ids: chunks, int32 [B, h_kv, k], clipped to 0 .. U - 1, or to 0 .. U + W - 1 with a tail.
+        inverse: angle per position of each rotated pair, float32 [rot / 2], rot at most d.
+        tail: left rows of W later chunks, shaped as left. Id U + i means row i of the tail.
+        tail_unit: the chunk of the sequence that row 0 of the tail is, int32 [B].
+        mean: [B, h_kv, d], with a profile; its dtype is right's and that of the keys.
+        step: float32 [B, r], or [B, h_kv, d] without right; with a profile.
+        profile: how many of a token's r numbers have 8, 4 and 2 bits.
+    """
+
+    left: jax.Array
+    right: jax.Array | None
+    ids: jax.Array
+    inverse: jax.Array
+    tail: jax.Array | None = None
+    tail_unit: jax.Array | None = None
+    mean: jax.Array | None = None
+    step: jax.Array | None = None
+    profile: Profile | None = None
+
+    @property
+    def width(self) -> int:
+        """Elements of left that a token has: numbers or bytes."""
+        if self.profile is not None:
+            return packed_width(self.profile)
+        return self._matrix.shape[-2]
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk."""
+        return self.left.shape[-1] // self.width
+
+    @property
+    def dim(self) -> int:
+        """Width of a head."""
+        return self._matrix.shape[-1]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of the rebuilt keys."""
+        return self.left.dtype if self.mean is None else self.mean.dtype
+
+    @property
+    def rows(self) -> tuple[jax.Array, ...]:
+        """The arrays of left rows."""
+        return (self.left,) if self.tail is None else (self.left, self.tail)
+
+    @property
+    def multiplied(self) -> tuple[jax.Array, ...]:
+        """The floating arrays that are multiplied."""
+        if self.profile is not None:
+            return (self._matrix,)
+        return (self.left, self._matrix, *self.rows[1:])
+
+    @property
+    def packed(self) -> tuple[jax.Array, ...]:
+        """The arrays of bytes."""
+        return () if self.profile is None else self.rows
+
+    @property
+    def units(self) -> int:
+        """How many chunks an id may mean, those of the tail included."""
+        return sum(rows.shape[-2] for rows in self.rows)
+
+    @property
+    def out_shape(self) -> tuple[int, int, int, int]:
+        """Shape of the rebuilt keys."""
+        batch, heads, count = self.ids.shape
+        return batch, heads, count * self.chunk, self.dim
+
+    @property
+    def _matrix(self) -> jax.Array:
+        """Right, or the mean where there is no right; both end with an axis of d."""
+        matrix = self.mean if self.right is None else self.right
+        assert matrix is not None
+        return matrix
+
+
+def check(keys: ChosenKeys) -> None:
+    """Check shapes, dtypes and the profile.
+
+    Raises:
+        ValueError: one is wrong, or something is missing.
+    """
+    if keys.profile is not None:
+        check_codes(keys)
+        return
+    left, right = keys.left, keys.right
+    if right is None or keys.mean is not None or keys.step is not None:
+        raise ValueError("mean, step and profile belong together, and right may be left out with them alone")
+    expect_shape("left", left, ("B", "U", "c * r"))
+    expect_shape("right", right, (left.shape[0], "h_kv", "r", "d"))
+    width, rank = left.shape[2], right.shape[2]
+    if rank < 1 or width < 1 or width % rank:
+        raise ValueError(f"left's rows must be a multiple of the rank {rank}, got {width} columns")
+    for name, x in (("left", left), ("right", right)):
+        expect_dtype(name, x, jnp.floating)
+    check_places(keys, right.shape[1])
+
+
+def check_codes(keys: ChosenKeys) -> None:
+    """Check keys that have a profile.
 
     Raises:
         ValueError: something is wrong, or missing.
     """
-    if profile is None:
-        if right is None or mean is not None or step is not None:
-            raise ValueError("mean, step and profile belong together, and right may be left out with them alone")
-        factors = Factors(left, right, ids, inverse, tail, tail_unit)
-        check(factors)
-        return factors
-    if mean is None or step is None:
+    left, right, mean, step, profile = keys.left, keys.right, keys.mean, keys.step, keys.profile
+    if mean is None or step is None or profile is None:
         raise ValueError("mean, step and profile belong together, got a profile without one of them")
-    codes = Codes(left, right, ids, inverse, tail, tail_unit, mean, step, profile)
-    check_codes(codes)
-    return codes
+    if not whole_bytes(profile):
+        raise ValueError(f"profile must be numbers in 8, 4 and 2 bits that fill whole bytes, got {profile}")
+    lead: tuple[int | str, ...] = ("B",) if right is not None else ("B", "h_kv")
+    expect_shape("left", left, (*lead, "U", "c * w"))
+    expect_shape("mean", mean, (left.shape[0], "h_kv" if right is not None else left.shape[1], "d"))
+    batch, heads, dim = mean.shape
+    if right is not None:
+        expect_shape("right", right, (batch, heads, sum(profile), dim))
+        expect_dtype("right", right, mean.dtype)
+        expect_shape("step", step, (batch, sum(profile)))
+    else:
+        if profile != (0, dim, 0):
+            raise ValueError(f"profile must be (0, {dim}, 0) without right, got {profile}")
+        expect_shape("step", step, (batch, heads, dim))
+    if left.shape[-1] < 1 or left.shape[-1] % keys.width:
+        raise ValueError(f"left's rows must be a multiple of {keys.width} bytes, got {left.shape[-1]}")
+    for name, x, kind in (("left", left, jnp.uint8), ("mean", mean, jnp.floating), ("step", step, jnp.float32)):
+        expect_dtype(name, x, kind)
+    check_places(keys, heads)
+
+
+def check_places(keys: ChosenKeys, heads: int) -> None:
+    """Check ids, angles and the tail of keys whose other arrays are right.
+
+    Raises:
+        ValueError: one is wrong.
+    """
+    left, ids, inverse, tail, tail_unit = keys.left, keys.ids, keys.inverse, keys.tail, keys.tail_unit
+    expect_shape("ids", ids, (left.shape[0], heads, "k"))
+    expect_shape("inverse", inverse, ("rot / 2",))
+    if not 1 <= inverse.shape[0] <= keys.dim // 2:
+        raise ValueError(
+            f"inverse must have 1 to {keys.dim // 2} angles for heads {keys.dim} wide, got {inverse.shape[0]}"
+        )
+    expect_dtype("inverse", inverse, jnp.float32)
+    expect_dtype("ids", ids, jnp.int32)
+    if (tail is None) != (tail_unit is None):
+        raise ValueError("tail and tail_unit belong together, got one of them")
+    if tail is not None and tail_unit is not None:
+        expect_shape("tail", tail, (*left.shape[:-2], "W", left.shape[-1]))
+        expect_dtype("tail", tail, left.dtype)
+        expect_shape("tail_unit", tail_unit, (left.shape[0],))
+        expect_dtype("tail_unit", tail_unit, jnp.int32)
+    if keys.units < 1:
+        raise ValueError(f"left must have at least one chunk, got shape {list(left.shape)}")

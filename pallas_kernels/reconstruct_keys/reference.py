@@ -6,68 +6,69 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.codes import coded_products, dequantise
-from pallas_kernels.reconstruct_keys.codes import Codes
-from pallas_kernels.reconstruct_keys.operands import Keys
+from pallas_kernels.bits import dequantise
+from pallas_kernels.products import coded_products
+from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 from pallas_kernels.rotation import cos_sin_of
 from pallas_kernels.tiles import exact
 
 
-def reconstruct_keys(factors: Keys) -> jax.Array:
+def reconstruct_keys(keys: ChosenKeys) -> jax.Array:
     """See `pallas_kernels.reconstruct_keys`."""
-    if not isinstance(factors, Codes) or factors.right is None:
-        return rebuilt(factors)
-    return lax.platform_dependent(factors, cpu=head_by_head, default=rebuilt)
+    if keys.profile is None or keys.right is None:
+        return all_heads(keys)
+    return lax.platform_dependent(keys, cpu=head_by_head, default=all_heads)
 
 
-def head_by_head(codes: Codes) -> jax.Array:
-    """`rebuilt` with the unpacked numbers of one KV head at a time: a CPU's caches hold those, and no more."""
-    assert codes.right is not None
+def head_by_head(keys: ChosenKeys) -> jax.Array:
+    """`all_heads` for one KV head after the other: the unpacked numbers of one head fit into a CPU's caches."""
 
     def head(operands: tuple[jax.Array, ...]) -> jax.Array:
         right, ids, mean = (x[:, None] for x in operands)
-        return rebuilt(dataclasses.replace(codes, right=right, ids=ids, mean=mean))[:, 0]
+        return all_heads(dataclasses.replace(keys, right=right, ids=ids, mean=mean))[:, 0]
 
-    return jnp.moveaxis(lax.map(head, tuple(jnp.moveaxis(x, 1, 0) for x in (codes.right, codes.ids, codes.mean))), 0, 1)
+    assert keys.right is not None
+    assert keys.mean is not None
+    heads = tuple(jnp.moveaxis(x, 1, 0) for x in (keys.right, keys.ids, keys.mean))
+    return jnp.moveaxis(lax.map(head, heads), 0, 1)
 
 
-def rebuilt(factors: Keys) -> jax.Array:
+def all_heads(keys: ChosenKeys) -> jax.Array:
     """All KV heads at once."""
-    left = factors.left
-    ids = jnp.clip(factors.ids, 0, factors.units - 1)
+    units = keys.left.shape[-2]
+    ids = jnp.clip(keys.ids, 0, keys.units - 1)
     batch, heads, count = ids.shape
-    rows, chunks = two_part_rows(by_head(left), factors.tail, ids), ids
-    if factors.tail_unit is not None:
-        chunks = jnp.where(ids < left.shape[-2], ids, ids - left.shape[-2] + factors.tail_unit[:, None, None])
-    keys = product(factors, rows.reshape(batch, heads, count * factors.chunk, -1))
-    positions = (chunks[..., None] * factors.chunk + jnp.arange(factors.chunk)).reshape(keys.shape[:3])
-    cos, sin = cos_sin_of(positions[..., None].astype(jnp.float32) * factors.inverse)
+    rows, chunks = two_part_rows(by_head(keys.left), keys.tail, ids), ids
+    if keys.tail_unit is not None:
+        chunks = jnp.where(ids < units, ids, ids - units + keys.tail_unit[:, None, None])
+    plain = before_rope(keys, rows.reshape(batch, heads, count * keys.chunk, -1))
+    positions = (chunks[..., None] * keys.chunk + jnp.arange(keys.chunk)).reshape(plain.shape[:3])
+    cos, sin = cos_sin_of(positions[..., None].astype(jnp.float32) * keys.inverse)
     half = cos.shape[-1]
-    first, second, rest = keys[..., :half], keys[..., half : 2 * half], keys[..., 2 * half :]
+    first, second, rest = plain[..., :half], plain[..., half : 2 * half], plain[..., 2 * half :]
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
-    return turned.astype(factors.dtype)
+    return turned.astype(keys.dtype)
 
 
-def product(factors: Keys, rows: jax.Array) -> jax.Array:
+def before_rope(keys: ChosenKeys, rows: jax.Array) -> jax.Array:
     """Float32 keys before RoPE [B, h, t, d] of left rows [B, h, t, r] or [B, h, t, w]."""
-    if not isinstance(factors, Codes):
-        return multiplied(rows, factors.right)
-    mean = factors.mean.astype(jnp.float32)[:, :, None]
-    if factors.right is None:
-        return dequantise(rows, factors.step[:, :, None], factors.profile) + mean
-    return coded_products(rows, factors.right, factors.step, factors.profile) + mean
+    if keys.profile is None or keys.step is None or keys.mean is None:
+        assert keys.right is not None
+        return product(rows, keys.right)
+    mean = keys.mean.astype(jnp.float32)[:, :, None]
+    if keys.right is None:
+        return dequantise(rows, keys.step[:, :, None], keys.profile) + mean
+    return coded_products(rows, keys.right, keys.step, keys.profile) + mean
 
 
-def multiplied(rows: jax.Array, right: jax.Array) -> jax.Array:
+def product(rows: jax.Array, right: jax.Array) -> jax.Array:
     """Float32 rows [B, h, t, r] times right [B, h, r, d]."""
-    return jnp.einsum(
-        "bhtr,bhrd->bhtd", rows, right,
-        precision=exact(jnp.promote_types(rows.dtype, right.dtype)), preferred_element_type=jnp.float32,
-    )  # fmt: skip
+    precision = exact(jnp.promote_types(rows.dtype, right.dtype))
+    return jnp.einsum("bhtr,bhrd->bhtd", rows, right, precision=precision, preferred_element_type=jnp.float32)
 
 
 def by_head(left: jax.Array) -> jax.Array:
-    """Left rows with an axis for heads, of size 1 where a row is of all heads together."""
+    """Left rows with an axis for heads, of size 1 where all heads share a row."""
     return left if left.ndim == 4 else left[:, None]
 
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.arguments import expect_dtype, expect_groups, expect_shape
 from pallas_kernels.choose import run
-from pallas_kernels.sparse_attention import pallas, reference
-from pallas_kernels.sparse_attention.reference import Piece
+from pallas_kernels.sparse_attention import kernel, reference
+from pallas_kernels.sparse_attention.operands import AnyPiece, checked_pieces
 
 
-def sparse_attention(q: jax.Array, pieces: Sequence[Piece], *, scale: float, implementation: str = "auto") -> jax.Array:
+def sparse_attention(
+    q: jax.Array, pieces: Sequence[AnyPiece], *, scale: float, implementation: str = "auto"
+) -> jax.Array:
     """Softmax attention over the union of several pieces; keys and values are never concatenated.
 
     Scores and softmax statistics are float32. A query that may see no row at all gets 0. Rows that no query may see
@@ -32,30 +33,13 @@ def sparse_attention(q: jax.Array, pieces: Sequence[Piece], *, scale: float, imp
         ValueError: a shape, a dtype or the implementation is wrong.
         NotImplementedError: the kernel was asked for by name and cannot do this.
     """
-    expect_shape("q", q, ("B", "T", "h_q", "d"))
-    expect_dtype("q", q, jnp.floating)
-    if not pieces:
-        raise ValueError("pieces must hold at least one piece, got none")
-    batch, length, _, dim = q.shape
-    heads = pieces[0][0].shape[1] if pieces[0][0].ndim > 1 else 0
-    expect_groups(q.shape[2], heads)
-    for number, (k, v, valid) in enumerate(pieces):
-        name = f"pieces[{number}]"
-        own = (length,) if k.ndim == 5 else ()
-        expect_shape(f"{name} k", k, (batch, heads, *own, "N", dim))
-        expect_shape(f"{name} v", v, k.shape)
-        expect_dtype(f"{name} k", k, jnp.floating)
-        expect_dtype(f"{name} v", v, jnp.floating)
-        expect_dtype(f"{name} valid", valid, jnp.bool_)
-        full = (batch, heads, length, k.shape[-2])
-        if valid.ndim != 4 or any(size not in (1, most) for size, most in zip(valid.shape, full, strict=True)):
-            raise ValueError(f"{name} valid must be broadcastable to {list(full)}, got {list(valid.shape)}")
-    filled = tuple((k, v, valid) for k, v, valid in pieces if k.shape[-2])
+    filled = checked_pieces(q, pieces)
     if not filled:
         return jnp.zeros(q.shape, q.dtype)
     return run(
         implementation,
-        functools.partial(pallas.sparse_attention, scale=float(scale)),
+        functools.partial(kernel.sparse_attention, scale=float(scale)),
         functools.partial(reference.sparse_attention, scale=float(scale)),
-        q, filled,
-    )  # fmt: skip
+        q,
+        filled,
+    )

@@ -1,19 +1,16 @@
 """Attention over scattered pieces in plain jax.numpy."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.sparse_attention.operands import Piece
 from pallas_kernels.tiles import MASKED, exact, key_products
 
-Piece = tuple[jax.Array, jax.Array, jax.Array]
 
-
-def sparse_attention(q: jax.Array, pieces: Sequence[Piece], scale: float) -> jax.Array:
+def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float) -> jax.Array:
     """See `pallas_kernels.sparse_attention`."""
     batch, length, q_heads, dim = q.shape
-    kv_heads = pieces[0][0].shape[1]
+    kv_heads = pieces[0].k.shape[1]
     grouped = q.reshape(batch, length, kv_heads, q_heads // kv_heads, dim).transpose(0, 2, 1, 3, 4)
     scores = [masked_scores(grouped, k, valid, scale) for k, _, valid in pieces]
     top = jnp.stack([score.max(-1) for score in scores]).max(axis=0)
@@ -31,17 +28,15 @@ def masked_scores(grouped: jax.Array, k: jax.Array, valid: jax.Array, scale: flo
     shape = grouped.shape
     if k.ndim == 5:
         precision = exact(jnp.promote_types(grouped.dtype, k.dtype))
-        scores = jnp.einsum(
-            "bhtgd,bhtnd->bhtgn", grouped, k, precision=precision, preferred_element_type=jnp.float32
-        )  # fmt: skip
+        scores = jnp.einsum("bhtgd,bhtnd->bhtgn", grouped, k, precision=precision, preferred_element_type=jnp.float32)
     else:
-        # One axis of rows: over two, XLA's CPU backend takes five times as long.
+        # One axis of rows: with two, XLA's CPU backend takes five times as long.
         scores = key_products(grouped.reshape(*shape[:2], -1, shape[4]), k).reshape(*shape[:4], -1)
     return jnp.where(valid[:, :, :, None], scores * scale, MASKED)
 
 
 def weighted_sum(weight: jax.Array, v: jax.Array) -> jax.Array:
-    """Float32 sums [B, h_kv, T, group, d] of a piece's values, each query's own ones if 5-D."""
+    """Float32 sums [B, h_kv, T, group, d] of a piece's values; if they are 5-D, each query has its own."""
     shape, weight = weight.shape, weight.astype(v.dtype)
     formula = "bhtgn,bhtnd->bhtgd"
     if v.ndim == 4:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,12 +27,9 @@ from kernel_cases import (
 )  # fmt: skip
 
 import pallas_kernels
-from gpu.runner import NotHere, Task, brief
+from gpu.runner import Task, brief
 from gpu.sizes import Sizes
 from gpu.timing import side_by_side
-from pallas_kernels.fetch_reconstruct import triton_twin
-from pallas_kernels.fetch_reconstruct.rows import Values
-from pallas_kernels.reconstruct_keys.factors import Factors
 
 # How XLA calls our kernels; its own products of matrices are Triton's too.
 TRITON = getattr(pltriton, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
@@ -169,27 +165,7 @@ def check_kernel(key: str, sizes: Sizes) -> dict[str, Any]:
     return {"ok": not wrong, "cases": len(wanted), "worst_relative": worst, "wrong": wrong}
 
 
-def check_twin(sizes: Sizes) -> dict[str, Any]:
-    """The Triton twin of fetch_reconstruct against the reference."""
-    for package in ("jax_triton", "triton"):
-        if importlib.util.find_spec(package) is None:
-            raise NotHere(f"{package} is not installed")
-    if jax.default_backend() == "cpu":
-        raise NotHere("no GPU")
-    wrong = []
-    for case in (CHUNKS[0], CHUNKS[1], CHUNKS[2]):
-        given = fetch_inputs(case)
-        values = Values(*(given.get(key) for key in ("values", "values_tail", "kept", "stay")))
-        factors = Factors(**factor_inputs(case))
-        keys, rows = jax.jit(triton_twin.fetch_reconstruct)(values, factors)
-        for got, want in zip((keys, rows), fetch_truth(**given), strict=True):
-            if not compare(got, want, case.dtype)["ok"]:
-                wrong.append(name(case))
-    return {"ok": not wrong, "wrong": wrong}
-
-
 def tasks(sizes: Sizes) -> Iterator[Task]:
     """One task a kernel."""
     for key in OPS:
         yield Task(f"kernel {key}", 10, functools.partial(check_kernel, key, sizes))
-    yield Task("jax-triton twin", 10, functools.partial(check_twin, sizes))

@@ -173,7 +173,7 @@ def test_what_this_machine_cannot_do_is_no_failure(tmp_path):
     def absent():
         raise NotHere("no such package")
 
-    status, [row], _ = run(tmp_path, [Task("twin", 0, absent)])
+    status, [row], _ = run(tmp_path, [Task("absent", 0, absent)])
     assert (status, row["status"], row["why"]) == (0, NOT_HERE, "no such package")
 
 

@@ -53,10 +53,10 @@ def test_the_kernel_reads_each_landmark_once_and_nothing_beyond(case, watched): 
     inputs = score_inputs(case)
     got = chunk_scores(**inputs, implementation="interpret")
     np.testing.assert_allclose(got, kernel_truth.chunk_scores(**inputs), **TOLERANCE["float32"])
-    [(queries, landmarks, candidates)] = watched
+    [(queries, chunks)] = watched
     blocks = -(-case.queries * case.group // (16 if case.dtype == "float32" else 64))
-    assert (landmarks.reads == blocks).all()
-    assert (candidates.reads == blocks).all()
+    assert (chunks.landmarks.reads == blocks).all()
+    assert (chunks.candidates.reads == blocks).all()
     assert (queries.reads == queries.reads[0, 0, 0, 0]).all()
 
 

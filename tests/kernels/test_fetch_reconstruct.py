@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import kernel_truth
 import numpy as np
 import pytest
+from kernel_calls import fetch_reconstruct
 from kernel_cases import CHUNKS, TOLERANCE, factor_inputs, fetch_inputs, name, on_host
 from kernel_refs import watched  # noqa: F401, a fixture
 
-from pallas_kernels import fetch_reconstruct, in_host_memory
+from pallas_kernels import in_host_memory
 
 
 @pytest.mark.parametrize("case", CHUNKS, ids=name)
@@ -82,7 +83,7 @@ def test_the_kernel_reads_from_the_host_what_it_must_and_once(case, watched):  #
     np.testing.assert_array_equal(values, kernel_truth.fetched_values(**inputs))
     want = kernel_truth.reconstruct_keys(**factor_inputs(case))
     np.testing.assert_allclose(kernel_truth.wide(keys), want, **TOLERANCE[case.dtype])
-    [(source, _)] = watched
+    [(source, kept, _)] = watched
     asked = np.zeros((case.batch, case.kv_heads, case.units + case.tail + 1), int)
     ids, miss = np.clip(np.asarray(inputs["ids"]), 0, case.units + case.tail - 1), ~np.asarray(inputs["stay"])
     for b, h, j in np.ndindex(ids.shape):
@@ -92,9 +93,9 @@ def test_the_kernel_reads_from_the_host_what_it_must_and_once(case, watched):  #
         source.prompt.reads, np.broadcast_to(asked[:, :, : case.units, None], source.prompt.shape)
     )
     # A row that stays is neither read nor written; the others are written, once.
-    np.testing.assert_array_equal(source.kept.reads, 0)
+    np.testing.assert_array_equal(kept.rows.reads, 0)
     chunk = np.repeat(miss, case.chunk, axis=2)[..., None]
-    np.testing.assert_array_equal(source.kept.writes, np.broadcast_to(chunk, source.kept.shape))
+    np.testing.assert_array_equal(kept.rows.writes, np.broadcast_to(chunk, kept.rows.shape))
     if case.tail:
         late = np.broadcast_to(asked[:, :, case.units :, None], source.tail.shape)
         np.testing.assert_array_equal(source.tail.reads, late)

@@ -6,6 +6,7 @@ import kernel_truth
 import numpy as np
 import pytest
 from cases import TINY
+from kernel_calls import chunk_scores, fetch_reconstruct, reconstruct_keys
 from kernel_cases import PACKED, PACKED_SCORES, TOLERANCE, factor_inputs, fetch_inputs, name, on_host, score_inputs
 from kernel_lowering import TARGET, lowered
 from kernel_refs import watched  # noqa: F401, a fixture
@@ -16,8 +17,7 @@ from jshadow.ops.rope import cos_sin, rotate
 from jshadow.planner.bytes import abstract_state
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv.key_codecs import Sizes, Transform
-from jshadow.policies.shadowkv.key_codecs.midrise import packed_width, quantise
-from pallas_kernels import chunk_scores, codes, fetch_reconstruct, reconstruct_keys
+from pallas_kernels.bits import packed_width
 
 TO_WATCH = [PACKED[0], PACKED[2], PACKED[4]]
 
@@ -53,7 +53,7 @@ def test_the_reference_is_the_codec(profile, dtype):
     plain = codec.decode(code, ids, 4)
     places = (ids[..., None] * 4 + jnp.arange(4)).reshape(2, 2, 28)
     want = rotate(plain, *cos_sin(places, inverse)).astype(dtype)
-    got = reconstruct_keys(code.left, ids=ids, inverse=inverse, **codec.operands(code.right), implementation="xla")
+    got = reconstruct_keys(left=code.left, ids=ids, inverse=inverse, **codec.operands(code.right), implementation="xla")
     # bfloat16 bit by bit; float32 but for the order of its sums, as the op takes one head after the other
     near = {"rtol": 1e-5, "atol": 3e-6} if dtype == "float32" else {"rtol": 0, "atol": 0}
     np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(want, np.float64), **near)
@@ -112,7 +112,7 @@ def test_the_kernel_reads_what_it_must_and_once(case, watched):  # noqa: F811
     np.testing.assert_array_equal(values, kernel_truth.fetched_values(**inputs))
     want = kernel_truth.reconstruct_keys(**factor_inputs(case))
     np.testing.assert_allclose(kernel_truth.wide(keys), want, **TOLERANCE[case.dtype])
-    [(source, factors)] = watched
+    [(source, kept, factors)] = watched
     ids = np.clip(np.asarray(inputs["ids"]), 0, case.units + case.tail - 1)
     miss = ~np.asarray(inputs["stay"]) if case.kept else np.ones_like(ids, bool)
     asked, chosen = (np.zeros((case.batch, case.kv_heads, case.units + case.tail + 1), int) for _ in range(2))
@@ -127,7 +127,7 @@ def test_the_kernel_reads_what_it_must_and_once(case, watched):  # noqa: F811
         once = 2 * once if case.channels else once.sum(axis=1)
         np.testing.assert_array_equal(left.reads, np.broadcast_to(once[..., None], left.shape))
     if case.kept:
-        np.testing.assert_array_equal(source.kept.reads, 0)
+        np.testing.assert_array_equal(kept.rows.reads, 0)
 
 
 @pytest.mark.parametrize("case", [PACKED_SCORES[0], PACKED_SCORES[2], PACKED_SCORES[5], *PACKED_SCORES[7:]], ids=name)
@@ -136,9 +136,9 @@ def test_each_landmark_is_read_once(case, watched):  # noqa: F811
     inputs = score_inputs(case)
     got = chunk_scores(**inputs, implementation="interpret")
     np.testing.assert_allclose(got, kernel_truth.chunk_scores(**inputs), **TOLERANCE["float32"])
-    [(_, landmarks, candidates, *scales)] = watched
+    [(_, chunks)] = watched
     blocks = -(-case.queries * case.group // (16 if case.dtype == "float32" else 64))
-    for ref in (landmarks, candidates, *(one for one in scales if one is not None)):
+    for ref in jax.tree.leaves(chunks):
         assert (ref.reads == blocks).all()
 
 
@@ -164,7 +164,7 @@ def test_a_step_reads_the_bytes_that_the_plan_counts(dtype, watched):  # noqa: F
     assert count == 4
     ids = jnp.asarray(rng.permuted(np.tile(np.arange(layout.units), (2, 2, 1)), axis=2)[:, :, :count], jnp.int32)
     fetch_reconstruct(
-        filled(layer.host.prompt.array), frozen.left, ids=ids, inverse=jnp.ones(spec.head_dim // 2),
+        filled(layer.host.prompt.array), left=frozen.left, ids=ids, inverse=jnp.ones(spec.head_dim // 2),
         value_bits=layout.bits, value_dtype=dtype, implementation="interpret",
         **policy.codec.operands(frozen.right),
     )  # fmt: skip
@@ -173,12 +173,12 @@ def test_a_step_reads_the_bytes_that_the_plan_counts(dtype, watched):  # noqa: F
         jnp.ones((2, 2, layout.units), bool), scale=1.0, landmark_scale=frozen.landmarks.scale,
         implementation="interpret",
     )  # fmt: skip
-    (source, factors), (_, landmarks, _, scales, _) = watched
+    (source, _, factors), (_, chunks) = watched
     planned = policy.step_bytes(spec, layer)
     width = packed_width(policy.key_profile)
     assert factors.left.reads.sum() == planned["left"][0] == 2 * 2 * count * policy.chunk_size * width
     assert source.prompt.reads.sum() == planned["values"][1] == 2 * 2 * count * unit_bytes(spec, layout)
-    read = landmarks.reads.sum() + scales.reads.sum() * scales.dtype.itemsize
+    read = chunks.landmarks.reads.sum() + chunks.scale.reads.sum() * chunks.scale.dtype.itemsize
     assert read == planned["landmarks"][0]
     assert read == policy.landmark_bytes(2 * layout.units, Sizes(2, spec.head_dim, dtype))
 
@@ -210,25 +210,6 @@ def test_many_landmarks_a_chunk_are_left_to_xla():
         chunk_scores(**many, implementation="pallas")
 
 
-@pytest.mark.parametrize(("count", "bits"), [(1, 8), (6, 4), (8, 2)])
-def test_bytes_are_taken_apart_as_they_were_packed(count, bits):
-    profile = tuple(count if bits == one else 0 for one in codes.BITS)
-    found = np.arange(3 * count).reshape(3, count) % 2**bits
-    step = jnp.ones(count)
-    packed = quantise(jnp.asarray(found - 2.0 ** (bits - 1) + 0.5), step, profile)
-    np.testing.assert_array_equal(codes.unpack(packed, bits), found)
-    np.testing.assert_array_equal(codes.dequantise(packed, step, profile), found - 2.0 ** (bits - 1) + 0.5)
-    assert codes.packed_width(profile) == packed.shape[-1]
-    wide = packed.astype(jnp.int32)
-    np.testing.assert_array_equal(
-        np.concatenate([codes.code_at(wide, place, bits) for place in range(8 // bits)], axis=-1), found
-    )
-    whole = codes.unpack_signed(packed, bits)
-    assert whole.dtype == jnp.int8
-    np.testing.assert_array_equal(whole, np.where(found < 2 ** (bits - 1), found, found - 2**bits))
-    np.testing.assert_array_equal(whole, codes.signed(jnp.asarray(found, jnp.int32), bits))
-
-
 WRONG = [
     ("reconstruct_keys", "mean", lambda x: None, "mean, step and profile belong together, got a profile without"),
     ("reconstruct_keys", "profile", lambda x: None, "mean, step and profile belong together"),
@@ -241,10 +222,10 @@ WRONG = [
     ("reconstruct_keys", "step", lambda x: x[:, 1:], r"step must have shape \[1, 55\]"),
     ("reconstruct_keys", "step", lambda x: x.astype("bfloat16"), "step must be float32, got bfloat16"),
     ("reconstruct_keys", "tail", lambda x: x[:, :, 1:], r"tail must have shape \[1, W, 184\]"),
-    ("fetch_reconstruct", "value_bits", lambda x: None, "value_bits and value_dtype belong together"),
-    ("fetch_reconstruct", "value_bits", lambda x: 2, "value_bits must be 8 or 4"),
+    ("fetch_reconstruct", "value_bits", lambda x: None, r"values\.bits and values\.dtype belong together"),
+    ("fetch_reconstruct", "value_bits", lambda x: 2, r"values\.bits must be 8 or 4"),
     ("fetch_reconstruct", "value_bits", lambda x: 8, r"values must have shape \[1, 2, 27, 1040\], got .*528\]"),
-    ("fetch_reconstruct", "value_dtype", lambda x: "int8", "value_dtype must be floating, got int8"),
+    ("fetch_reconstruct", "value_dtype", lambda x: "int8", r"values\.dtype must be floating, got int8"),
     ("fetch_reconstruct", "values", lambda x: x.astype("int8"), "values must be uint8, got int8"),
     ("fetch_reconstruct", "kept", lambda x: x.astype("float32"), "kept must be bfloat16, got float32"),
     ("chunk_scores", "landmarks", lambda x: x[..., 1:], "8 or 4 bits for each of 128 numbers, got 63 bytes"),

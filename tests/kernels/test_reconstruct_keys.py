@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import kernel_truth
 import numpy as np
 import pytest
+from kernel_calls import reconstruct_keys
 from kernel_cases import CHUNKS, TOLERANCE, factor_inputs, name
 from kernel_refs import watched  # noqa: F401, a fixture
 
-from pallas_kernels import reconstruct_keys
 from pallas_kernels.tiles import spans
 
 
@@ -54,10 +54,10 @@ def test_the_kernel_touches_nothing_beyond_its_arrays(case, watched):  # noqa: F
     inputs = factor_inputs(case)
     got = reconstruct_keys(**inputs, implementation="interpret")
     np.testing.assert_allclose(kernel_truth.wide(got), kernel_truth.reconstruct_keys(**inputs), **TOLERANCE[case.dtype])
-    [(factors,)] = watched
+    [(keys,)] = watched
     ids = np.clip(inputs["ids"], 0, case.units + case.tail - 1)
     for b in range(case.batch):
-        read = set(np.flatnonzero(factors.left.reads[b].any(axis=1)))
+        read = set(np.flatnonzero(keys.left.reads[b].any(axis=1)))
         assert read == {i for i in ids[b].ravel() if i < case.units}
 
 

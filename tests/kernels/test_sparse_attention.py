@@ -8,7 +8,7 @@ from kernel_cases import ATTENTION, TOLERANCE, Heads, attention_inputs, name, no
 from kernel_refs import watched  # noqa: F401, a fixture
 
 from pallas_kernels import sparse_attention
-from pallas_kernels.sparse_attention import pallas
+from pallas_kernels.sparse_attention import kernel
 
 
 @pytest.mark.parametrize("case", ATTENTION, ids=name)
@@ -63,11 +63,11 @@ def test_pieces_without_rows_are_passed_over():
 
 def test_a_program_walks_several_blocks(monkeypatch):
     """As where the batch is large: few splits, each a loop, the last one past the end."""
-    monkeypatch.setattr(pallas, "PROGRAMS", 2)
-    pallas.sparse_attention.clear_cache()
+    monkeypatch.setattr(kernel, "PROGRAMS", 2)
+    kernel.sparse_attention.clear_cache()
     inputs = attention_inputs(Heads((482,), 64, group=3))
     got = sparse_attention(**inputs, implementation="interpret")
-    pallas.sparse_attention.clear_cache()
+    kernel.sparse_attention.clear_cache()
     np.testing.assert_allclose(got, kernel_truth.sparse_attention(**inputs), **TOLERANCE["float32"])
 
 
@@ -78,6 +78,6 @@ def test_the_kernel_reads_each_row_once_and_nothing_beyond(case, watched):  # no
     np.testing.assert_allclose(kernel_truth.wide(got), kernel_truth.sparse_attention(**inputs), **TOLERANCE[case.dtype])
     blocks = -(-case.queries * case.group // (16 if case.dtype == "float32" else 64))
     assert len(watched) == len(case.rows)
-    for _, k, v, _ in watched:
+    for _, (k, v, _) in watched:
         assert (k.reads == blocks).all()
         assert (v.reads == blocks).all()

@@ -5,8 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import jax
-
-import pallas_kernels
+import kernel_calls
 
 TARGET = "__gpu$xla.gpu.triton"
 
@@ -16,7 +15,7 @@ def lowered(op: str, inputs: dict[str, Any], platform: str, **choice: Any) -> st
     arrays = {key: x for key, x in inputs.items() if hasattr(x, "shape")}
     static = {key: x for key, x in inputs.items() if key not in arrays and key != "pieces"}
     arrays |= {key: inputs[key] for key in ("pieces",) if key in inputs}
-    traced = jax.jit(lambda x: getattr(pallas_kernels, op)(**x, **static, **choice)).trace(arrays)
+    traced = jax.jit(lambda x: getattr(kernel_calls, op)(**x, **static, **choice)).trace(arrays)
     with ExitStack() as stack:
         if hasattr(jax.sharding, "AbstractDevice"):  # JAX 0.11 on asks which GPU it is for
             device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")

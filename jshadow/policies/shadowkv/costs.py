@@ -19,7 +19,7 @@ from jshadow.policies.shadowkv.key_codecs import KeyCodec, Sizes
 from jshadow.policies.shadowkv.key_codecs.factorise import BLOCK as TOKENS
 from jshadow.policies.shadowkv.landmark_levels import mean_kind
 from jshadow.policies.shadowkv.places import BLOCK
-from pallas_kernels.codes import BLOCK as UNPACKED
+from pallas_kernels import CACHED_ROWS
 
 
 class ChunkCosts(UniformPolicy, Budgeted, Sized, Costs):
@@ -209,7 +209,7 @@ class ChunkCosts(UniformPolicy, Budgeted, Sized, Costs):
         if self.landmark_dtype != "model":
             rows = spec.batch * chunks * parts * spec.kv_heads
             # A GPU's kernel has them in registers; `pallas_kernels` brings a block at a time into a CPU's cache.
-            rows = min(rows, 2 * UNPACKED) if self.scored_by_kernel else rows
+            rows = min(rows, 2 * CACHED_ROWS) if self.scored_by_kernel else rows
             scores += rows * spec.head_dim * (4 + item)
         if self.landmark_levels == 2:
             near = spec.batch * self.max_near(spec.capacity, layout.tail_units) * self.landmark_parts

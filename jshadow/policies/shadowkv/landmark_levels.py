@@ -20,8 +20,8 @@ from jshadow.ops.layout import top_k
 from jshadow.ops.packing import Scaled
 from jshadow.policies.shadowkv.key_codecs.base import chosen_rows
 from jshadow.policies.shadowkv.landmarks import chunk_scores, keep_landmarks, landmark_products
-from pallas_kernels.chunk_scores.reference import half_variance
-from pallas_kernels.codes import signed_at
+from pallas_kernels import half_variance
+from pallas_kernels.bits import signed_at
 
 GROUP = 4  # neighbouring chunks whose landmarks are read together; as many groups as chunks are chosen
 

@@ -11,8 +11,7 @@ from jaxtyping import Array, Bool, Float
 from jshadow.ops.attention import MASKED, group_queries
 from jshadow.ops.packing import ROW_BITS, Scaled, quantise_rows
 from jshadow.policies.shadowkv.key_codecs.factorise import BLOCK
-from pallas_kernels.chunk_scores.reference import half_variance
-from pallas_kernels.codes import whole_products
+from pallas_kernels import half_variance, whole_products
 
 EXACT = lax.Precision.HIGHEST  # choices must not hang on a GPU rounding float32 products to TF32
 

@@ -105,7 +105,7 @@ class KeyCodec(abc.ABC):
     # What all have
 
     def operands(self, right: Any) -> dict[str, Any]:
-        """What the kernels take beside left: `right` and more of the arguments of `pallas_kernels.reconstruct_keys`."""
+        """What the kernels take beside left: `right` and more of the fields of `pallas_kernels.ChosenKeys`."""
         raise NotImplementedError(f"{self.name} has no kernel")
 
     def decode(
@@ -167,10 +167,15 @@ class KeyCodec(abc.ABC):
             [B, h_kv, k * unit, d], float32 or in the model's dtype.
         """
         if self.compiled:
-            return pallas_kernels.reconstruct_keys(
-                rebuild.left, ids=ids, inverse=rebuild.inverse, tail=rebuild.tail, tail_unit=rebuild.tail_unit,
+            chosen = pallas_kernels.ChosenKeys(
+                rebuild.left,
+                ids=ids,
+                inverse=rebuild.inverse,
+                tail=rebuild.tail,
+                tail_unit=rebuild.tail_unit,
                 **self.operands(rebuild.right),
-            )  # fmt: skip
+            )
+            return pallas_kernels.reconstruct_keys(chosen)
         units, chunk, tail = rebuild.left.shape[-2], rebuild.unit, rebuild.tail
         ids = jnp.clip(ids, 0, units + (tail.shape[-2] if tail is not None else 0) - 1)
         keys = self.decode(KeyCode(rebuild.left, rebuild.right), ids, chunk, tail)

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-from jshadow.ops.packing import pack_bytes, unpack_bytes
+from pallas_kernels.bits import Profile as Profile
+from pallas_kernels.bits import dequantise as dequantise
+from pallas_kernels.bits import pack_bytes
+from pallas_kernels.bits import packed_width as packed_width
 
 # The range, by bits: at least so many standard deviations, and such a share of the largest magnitude. Chosen on
 # SmolLM2-135M: deviations on its keys, shares by divergence on plain text and by needles in text that repeats itself.
@@ -18,17 +21,10 @@ REACH = {8: 1.0, 4: 0.7, 2: 0.5}
 # Columns whose deviation is this small beside the largest are float32's rounding of nothing.
 NOTHING = 1e-5
 
-Profile = tuple[int, int, int]
-
 
 def profile_bits(profile: Profile) -> np.ndarray:
     """Bits of each column that has any, int [n8 + n4 + n2]: eight first, then four, then two."""
     return np.repeat((8, 4, 2), profile)
-
-
-def packed_width(profile: Profile) -> int:
-    """Bytes of a token's columns."""
-    return profile[0] + profile[1] // 2 + profile[2] // 4
 
 
 def steps(
@@ -56,14 +52,3 @@ def quantise(x: Float[Array, "*n r"], step: Float[Array, "*n r"], profile: Profi
     first, second = profile[0], profile[0] + profile[1]
     parts = (codes[..., :first], 8), (codes[..., first:second], 4), (codes[..., second:], 2)
     return jnp.concatenate([pack_bytes(part, bits) for part, bits in parts], axis=-1)
-
-
-def dequantise(
-    packed: UInt8[Array, "*n w"], step: Float[Array, "*n r"], profile: Profile
-) -> Float[Array, "*n r"]:  # fmt: skip
-    """What packed codes stand for, float32."""
-    first, second = profile[0], profile[0] + profile[1] // 2
-    parts = (packed[..., :first], 8), (packed[..., first:second], 4), (packed[..., second:], 2)
-    codes = jnp.concatenate([unpack_bytes(part, bits) for part, bits in parts], axis=-1)
-    middle = 0.5 - 2.0 ** (profile_bits(profile) - 1)
-    return (codes.astype(jnp.float32) + jnp.asarray(middle, jnp.float32)) * step

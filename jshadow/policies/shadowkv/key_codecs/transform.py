@@ -28,7 +28,7 @@ from jshadow.policies.shadowkv.key_codecs.factorise import (
 from jshadow.policies.shadowkv.key_codecs.lowrank import usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import Profile, packed_width, profile_bits, quantise, steps
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
-from pallas_kernels.codes import coded_products
+from pallas_kernels import coded_products
 
 
 class Basis(struct.PyTreeNode):

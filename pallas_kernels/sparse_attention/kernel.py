@@ -1,6 +1,11 @@
-"""Attention over scattered pieces: a Triton kernel a piece, split over its rows, and a merge by log-sum-exp."""
+"""Attention over scattered pieces by a Triton kernel.
+
+One call handles one piece and splits its rows over programs. XLA merges the partial results of all programs by
+log-sum-exp.
+"""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,23 +13,42 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.sparse_attention.reference import Piece
+from pallas_kernels.sparse_attention.operands import Piece
 from pallas_kernels.tiles import MASKED, blocks, can_do, dot, group_rows, iota, row_block, spans, warps
 
 PROGRAMS = 512  # about four a multiprocessor of an H200 or A100: more splits would only write more partial outputs
 
 
-def piece_attention_kernel(q, k, v, valid, out, top, total, *, scale, group, rows, block, steps):  # type: ignore[no-untyped-def]
-    """One program: `rows` query rows over `steps` blocks of a piece; output not normalised, with maximum and sum."""
+class Tile(NamedTuple):
+    """What a program computes.
+
+    Attributes:
+        scale: factor on the scores.
+        group: query heads of a KV head.
+        rows: query rows.
+        block: rows of the piece that are read at once.
+        steps: blocks that the program reads one after the other.
+    """
+
+    scale: float
+    group: int
+    rows: int
+    block: int
+    steps: int
+
+
+def piece_attention_kernel(q, piece, out, top, total, *, tile):  # type: ignore[no-untyped-def]
+    """One program: query rows over `steps` blocks of a piece; output not normalised, with maximum and sum."""
     j, i, h, b = (pl.program_id(axis) for axis in range(4))
-    row = iota(i * rows, rows)
+    k, v, valid = piece
+    row = iota(i * tile.rows, tile.rows)
     row_there = row < q.shape[2]
     cut = [(iota(start, width), iota(start, width) < q.shape[3]) for start, width in spans(q.shape[3])]
     queries = [
         pltriton.load(q.at[b, h, row[:, None], d[None]], mask=row_there[:, None] & there[None], other=0.0)
         for d, there in cut
     ]
-    query = lax.div(row, jnp.int32(group))
+    query = lax.div(row, jnp.int32(tile.group))
 
     def seen_by(n, n_there):  # type: ignore[no-untyped-def]
         # An axis of size 1 serves all: its only index is 0.
@@ -33,14 +57,14 @@ def piece_attention_kernel(q, k, v, valid, out, top, total, *, scale, group, row
 
     def step(s, carry):  # type: ignore[no-untyped-def]
         peak, mass, parts = carry
-        n = iota((j * steps + s) * block, block)
+        n = iota((j * tile.steps + s) * tile.block, tile.block)
         n_there = n < k.shape[2]
-        score = jnp.zeros((rows, block), jnp.float32)
+        score = jnp.zeros((tile.rows, tile.block), jnp.float32)
         for query_part, (d, there) in zip(queries, cut, strict=True):
             mask = n_there[:, None] & there[None]
             key = pltriton.load(k.at[b, h, n[:, None], d[None]], mask=mask, other=0.0)
             score += dot(query_part, key, transposed=True)
-        score = jnp.where(seen_by(n, n_there), score * scale, MASKED)
+        score = jnp.where(seen_by(n, n_there), score * tile.scale, MASKED)
         new = jnp.maximum(peak, score.max(axis=1))
         weight = jnp.where(score > MASKED, jnp.exp(score - new[:, None]), 0.0)
         shrink = jnp.exp(peak - new)
@@ -52,8 +76,9 @@ def piece_attention_kernel(q, k, v, valid, out, top, total, *, scale, group, row
         parts = tuple(part * shrink[:, None] + dot(short, x) for part, x in zip(parts, values, strict=True))
         return new, mass * shrink + weight.sum(axis=1), parts
 
+    rows = tile.rows
     start = jnp.full((rows,), MASKED), jnp.zeros((rows,)), tuple(jnp.zeros((rows, d.shape[0])) for d, _ in cut)
-    peak, mass, parts = lax.fori_loop(0, steps, step, start) if steps > 1 else step(0, start)
+    peak, mass, parts = lax.fori_loop(0, tile.steps, step, start) if tile.steps > 1 else step(0, start)
     pltriton.store(top.at[b, h, j, row], peak, mask=row_there)
     pltriton.store(total.at[b, h, j, row], mass, mask=row_there)
     for part, (d, there) in zip(parts, cut, strict=True):
@@ -65,19 +90,20 @@ def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float, inte
     """See `pallas_kernels.sparse_attention`.
 
     Raises:
-        NotImplementedError: rows of each query's own, heads wider than 256, an empty array, an unusual dtype.
+        NotImplementedError: a piece where each query has rows of its own, heads wider than 256, an empty array, an
+            unusual dtype.
     """
     for k, v, _ in pieces:
         if k.ndim == 5:
             raise NotImplementedError("sparse_attention: the kernel takes no pieces with rows of each query's own")
         can_do("sparse_attention", q.shape[3], q, k, v)
     batch, length, q_heads, dim = q.shape
-    kv_heads = pieces[0][0].shape[1]
+    kv_heads = pieces[0].k.shape[1]
     group, queries = q_heads // kv_heads, group_rows(q, kv_heads)
-    done = [partial_attention(queries, piece, scale, group, interpret) for piece in pieces]
-    top = functools.reduce(jnp.maximum, [peak.max(axis=2) for _, peak, _ in done])
+    partial_results = [partial_attention(queries, piece, scale, group, interpret) for piece in pieces]
+    top = functools.reduce(jnp.maximum, [peak.max(axis=2) for _, peak, _ in partial_results])
     mass, out = jnp.zeros(()), jnp.zeros(())
-    for part, peak, total in done:
+    for part, peak, total in partial_results:
         shrink = jnp.exp(peak - top[:, :, None])
         mass = mass + (total * shrink).sum(axis=2)
         out = out + (part * shrink[..., None]).sum(axis=2)
@@ -90,7 +116,7 @@ def partial_attention(
     queries: jax.Array, piece: Piece, scale: float, group: int, interpret: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Attention of rows [B, h_kv, M, d] over one piece: float32 [B, h_kv, splits, M, d], maxima and sums without d."""
-    k, v, valid = piece
+    k, v, _ = piece
     batch, kv_heads, height, dim = queries.shape
     rows = row_block(height, queries, k, v)
     block = 32 if jnp.float32 in (queries.dtype, k.dtype, v.dtype) else 64
@@ -99,13 +125,13 @@ def partial_attention(
     splits = blocks(count, steps)
     anywhere, shape = pl.BlockSpec(memory_space=pl.ANY), (batch, kv_heads, splits, height)
     out, top, total = pl.pallas_call(
-        functools.partial(piece_attention_kernel, scale=scale, group=group, rows=rows, block=block, steps=steps),
+        functools.partial(piece_attention_kernel, tile=Tile(scale, group, rows, block, steps)),
         grid=(splits, blocks(height, rows), kv_heads, batch),
-        in_specs=[anywhere] * 4,
+        in_specs=list(jax.tree.map(lambda _: anywhere, (queries, piece))),
         out_specs=[anywhere] * 3,
         out_shape=[jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*shape, dim), shape, shape)],
         compiler_params=pltriton.CompilerParams(num_warps=warps(dim, queries, k, v), num_stages=2),
         interpret=interpret,
         name="piece_attention",
-    )(queries, k, v, valid)
+    )(queries, piece)
     return out, top, total

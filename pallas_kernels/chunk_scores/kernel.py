@@ -1,0 +1,238 @@
+"""Scores of chunks by two Triton kernels. Each landmark is read once, for all queries of its KV head.
+
+`chunk_logits_kernel` serves chunks of one landmark that is neither packed nor has a spread. It writes the logit of each
+landmark. `chunk_masses_kernel` serves all others. It writes the mass of each chunk, the sum of the exponentials of its
+logits relative to the largest logit of the program. Both write the maximum and the sum of each program, from which XLA
+completes the softmax over all programs.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.bits import code_at, signed
+from pallas_kernels.chunk_scores.operands import Chunks
+from pallas_kernels.tiles import LEAST, MASKED, blocks, can_do, dot, group_rows, iota, row_block, spans, summed, warps
+
+MOST_PARTS = 16  # landmarks of a chunk; each takes a tile of logits
+
+
+class Tile(NamedTuple):
+    """What a program computes.
+
+    Attributes:
+        scale: factor on the products.
+        rows: query rows.
+        block: chunks.
+        bits: of a packed number of a landmark, or None.
+    """
+
+    scale: float
+    rows: int
+    block: int
+    bits: int | None = None
+
+
+class Rows(NamedTuple):
+    """Rows of one head that a program reads.
+
+    Attributes:
+        b: row of the batch.
+        h: KV head.
+        number: which rows, int32 [n].
+        there: False past the end of the array, bool [n].
+    """
+
+    b: jax.Array
+    h: jax.Array
+    number: jax.Array
+    there: jax.Array
+
+
+# One landmark a chunk
+
+
+def chunk_logits_kernel(q, chunks, logits, top, total, *, tile):  # type: ignore[no-untyped-def]
+    """One program: the logits of query rows and chunks, their maxima and sums of exponentials."""
+    j, i, h, b = (pl.program_id(axis) for axis in range(4))
+    landmarks = chunks.landmarks
+    row, column = iota(i * tile.rows, tile.rows), iota(j * tile.block, tile.block)
+    row_there, column_there = row < q.shape[2], column < landmarks.shape[2]
+    candidate = pltriton.load(chunks.candidates.at[b, h, column], mask=column_there, other=False)
+    product = jnp.zeros((tile.rows, tile.block), jnp.float32)
+    for start, width in summed(q.shape[3], q, landmarks):
+        d = iota(start, width)
+        there = (d < q.shape[3])[None]
+        left = pltriton.load(q.at[b, h, row[:, None], d[None]], mask=row_there[:, None] & there, other=0.0)
+        right = pltriton.load(
+            landmarks.at[b, h, column[:, None], d[None]], mask=column_there[:, None] & there, other=0.0
+        )
+        product += dot(left, right, transposed=True)
+    product = jnp.where(candidate[None], product * tile.scale, MASKED)
+    peak = product.max(axis=1)
+    weight = jnp.where(candidate[None], jnp.exp(product - peak[:, None]), 0.0)
+    pltriton.store(logits.at[b, h, row[:, None], column[None]], product, mask=row_there[:, None] & column_there[None])
+    pltriton.store(top.at[b, h, j, row], peak, mask=row_there)
+    pltriton.store(total.at[b, h, j, row], weight.sum(axis=1), mask=row_there)
+
+
+# Several landmarks a chunk, packed landmarks, or landmarks with a spread
+
+
+def chunk_masses_kernel(q, chunks, masses, top, total, *, tile):  # type: ignore[no-untyped-def]
+    """One program: query rows and all landmarks of some chunks."""
+    j, i, h, b = (pl.program_id(axis) for axis in range(4))
+    row, chunk = iota(i * tile.rows, tile.rows), iota(j * tile.block, tile.block)
+    row_there, chunk_there = row < q.shape[2], chunk < chunks.candidates.shape[2]
+    candidate = pltriton.load(chunks.candidates.at[b, h, chunk], mask=chunk_there, other=False)[None]
+    queries = query_tiles(q, chunks.landmarks, Rows(b, h, row, row_there), tile.bits)
+    logits = []
+    for part in range(chunks.parts):
+        rows = Rows(b, h, chunk * chunks.parts + part, chunk_there)
+        product = tile.scale * products(queries, chunks, rows, tile.bits)
+        if chunks.spread is not None:
+            product += half_variance(queries, chunks.spread, rows, tile.scale)
+        logits.append(jnp.where(candidate, product, MASKED))
+    peak = functools.reduce(jnp.maximum, [logit.max(axis=1) for logit in logits])
+    mass = sum(jnp.where(candidate, jnp.exp(logit - peak[:, None]), 0.0) for logit in logits)
+    assert not isinstance(mass, int)
+    pltriton.store(masses.at[b, h, row[:, None], chunk[None]], mass, mask=row_there[:, None] & chunk_there[None])
+    pltriton.store(top.at[b, h, j, row], peak, mask=row_there)
+    pltriton.store(total.at[b, h, j, row], mass.sum(axis=1), mask=row_there)
+
+
+def columns_of(landmarks: Any, *arrays: Any) -> tuple[tuple[int, int], ...]:
+    """The elements of a landmark in tiles. A tile of bytes is multiplied with a tile of q for each place."""
+    return spans(landmarks.shape[3], 32 if any(x.dtype == jnp.float32 for x in arrays) else 64)
+
+
+def query_tiles(q: Any, landmarks: Any, rows: Rows, bits: int | None) -> list[list[jax.Array]]:
+    """For each tile of elements of a landmark, the query columns that it is multiplied with, place by place."""
+    b, h, number, there = rows
+    size, tiles = landmarks.shape[3], []
+    for start, width in columns_of(landmarks, q, landmarks):
+        at = iota(start, width)
+        mask = there[:, None] & (at < size)[None]
+        tiles.append(
+            [
+                pltriton.load(q.at[b, h, number[:, None], (place * size + at)[None]], mask=mask, other=0.0)
+                for place in range(1 if bits is None else 8 // bits)
+            ]
+        )
+    return tiles
+
+
+def products(queries: list[list[jax.Array]], chunks: Any, rows: Rows, bits: int | None) -> jax.Array:
+    """Float32 products of the query rows with landmarks [n]; chunks holds the kernel's refs."""
+    b, h, number, there = rows
+    landmarks = chunks.landmarks
+    size, out = landmarks.shape[3], jnp.zeros((queries[0][0].shape[0], number.shape[0]), jnp.float32)
+    columns = columns_of(landmarks, queries[0][0], landmarks)
+    for (start, width), tiles in zip(columns, queries, strict=True):
+        at = iota(start, width)
+        mask = there[:, None] & (at < size)[None]
+        other = 0.0 if bits is None else 0
+        loaded = pltriton.load(landmarks.at[b, h, number[:, None], at[None]], mask=mask, other=other)
+        if bits is None:
+            out += dot(tiles[0], loaded, transposed=True)
+            continue
+        packed = lax.convert_element_type(loaded, jnp.int32)
+        for place, tile in enumerate(tiles):
+            out += dot(tile, signed(code_at(packed, place, bits), bits).astype(tile.dtype), transposed=True)
+    if chunks.scale is not None:
+        step = pltriton.load(chunks.scale.at[b, h, number, jnp.zeros_like(number)], mask=there, other=0.0)
+        out *= step.astype(jnp.float32)[None]
+    return out
+
+
+def half_variance(queries: list[list[jax.Array]], spreads: Any, rows: Rows, scale: float) -> jax.Array:
+    """Half the variance of the scaled products of the query rows with the keys that landmarks [n] summarise."""
+    b, h, number, there = rows
+    squares = [(tile.astype(jnp.float32) ** 2).sum(axis=1) for tiles in queries for tile in tiles]
+    length = functools.reduce(jnp.add, squares) * (scale**2 / 2)
+    spread = pltriton.load(spreads.at[b, h, number, jnp.zeros_like(number)], mask=there, other=0.0)
+    return length[:, None] * (spread.astype(jnp.float32) ** 2)[None]
+
+
+# Calls
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "interpret"))
+def chunk_scores(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> jax.Array:
+    """See `pallas_kernels.chunk_scores`.
+
+    Raises:
+        NotImplementedError: heads wider than 256, many landmarks a chunk, an empty array, an unusual dtype.
+    """
+    if chunks.parts == 1 and chunks.scale is None and chunks.spread is None:
+        scores = by_logits(q, chunks, scale, interpret)
+    else:
+        scores = by_masses(q, chunks, scale, interpret)
+    return jnp.where(chunks.candidates[:, :, None], scores, -1.0)
+
+
+def by_logits(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> jax.Array:
+    """Scores by `chunk_logits_kernel`."""
+    landmarks = chunks.landmarks
+    can_do("chunk_scores", q.shape[3], q, landmarks)
+    batch, kv_heads, count = chunks.candidates.shape
+    queries = group_rows(q, kv_heads)
+    rows = row_block(queries.shape[2], q, landmarks)
+    # float32 tiles fill the registers sooner
+    block = 128 if queries.dtype == landmarks.dtype != jnp.float32 else 64
+    tile, warp_count = Tile(scale, rows, block), warps(q.shape[3], q, landmarks)
+    logits, top, total = launch(chunk_logits_kernel, queries, chunks, tile, warp_count, interpret)
+    peak = top.max(axis=2)
+    mass = (total * jnp.exp(top - peak[:, :, None])).sum(axis=2)
+    mass = jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)[..., None]
+    return (jnp.exp(logits - peak[..., None]) / mass).reshape(batch, kv_heads, q.shape[1], -1, count).max(axis=3)
+
+
+def by_masses(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> jax.Array:
+    """Scores by `chunk_masses_kernel`."""
+    batch, kv_heads, count = chunks.candidates.shape
+    parts, bits = chunks.parts, chunks.bits(q.shape[3])
+    if parts > MOST_PARTS:
+        raise NotImplementedError(f"chunk_scores: the kernel takes up to {MOST_PARTS} landmarks a chunk, got {parts}")
+    if chunks.scale is None:
+        multiplied: tuple[jax.Array, ...] = (q, chunks.landmarks)
+        can_do("chunk_scores", q.shape[3], *multiplied)
+    else:
+        multiplied = (q,)
+        can_do("chunk_scores", q.shape[3], q, chunks.scale, packed=(chunks.landmarks,))
+    queries = group_rows(q, kv_heads)
+    rows = row_block(queries.shape[2], *multiplied)
+    most = 128 if all(x.dtype != jnp.float32 for x in multiplied) else 64
+    block = max(LEAST, 1 << ((most // parts).bit_length() - 1)) if parts < most else LEAST
+    tile, warp_count = Tile(scale, rows, block, bits), warps(q.shape[3], *multiplied)
+    masses, top, total = launch(chunk_masses_kernel, queries, chunks, tile, warp_count, interpret)
+    share = jnp.exp(top - top.max(axis=2, keepdims=True))
+    whole = jnp.maximum((total * share).sum(axis=2, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    share = jnp.repeat((share / whole).swapaxes(2, 3), block, axis=3)[..., :count]
+    return (masses * share).reshape(batch, kv_heads, q.shape[1], -1, count).max(axis=3)
+
+
+def launch(
+    kernel: Any, queries: jax.Array, chunks: Chunks, tile: Tile, warp_count: int, interpret: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Run a kernel on query rows [B, h_kv, R, d]: float32 [B, h_kv, R, n], and two of [B, h_kv, programs, R]."""
+    batch, kv_heads, count = chunks.candidates.shape
+    height, programs = queries.shape[2], blocks(count, tile.block)
+    operands, anywhere = (queries, chunks), pl.BlockSpec(memory_space=pl.ANY)
+    shapes = (batch, kv_heads, height, count), *[(batch, kv_heads, programs, height)] * 2
+    first, top, total = pl.pallas_call(
+        functools.partial(kernel, tile=tile),
+        grid=(programs, blocks(height, tile.rows), kv_heads, batch),
+        in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
+        out_specs=[anywhere] * 3,
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        compiler_params=pltriton.CompilerParams(num_warps=warp_count, num_stages=1),
+        interpret=interpret,
+        name=kernel.__name__.removesuffix("_kernel"),
+    )(*operands)
+    return first, top, total

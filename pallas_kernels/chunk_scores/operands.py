@@ -1,0 +1,74 @@
+"""The arrays that chunk_scores reads, and their checks."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.arguments import expect_dtype, expect_groups, expect_shape
+
+
+class Chunks(NamedTuple):
+    """n chunks with s landmarks each, m = n * s landmarks in all.
+
+    Attributes:
+        landmarks: floating [B, h_kv, m, d], the landmarks of a chunk side by side; or, with a scale, two's complement
+            codes uint8 [B, h_kv, m, d * bits / 8] in the layout of `pallas_kernels.bits`.
+        candidates: bool [B, h_kv, n], the chunks that are scored.
+        scale: the step of each landmark's codes, floating [B, h_kv, m, 1], or None.
+        spread: root mean square difference of the keys from their landmark, floating [B, h_kv, m, 1], or None.
+    """
+
+    landmarks: jax.Array
+    candidates: jax.Array
+    scale: jax.Array | None = None
+    spread: jax.Array | None = None
+
+    @property
+    def parts(self) -> int:
+        """Landmarks of a chunk. There must be a chunk."""
+        return self.landmarks.shape[2] // self.candidates.shape[2]
+
+    def bits(self, dim: int) -> int | None:
+        """Bits of a number of a landmark that is dim wide; None where landmarks are not packed."""
+        return None if self.scale is None else 8 * self.landmarks.shape[3] // dim
+
+
+def check(q: jax.Array, chunks: Chunks) -> None:
+    """Check shapes and dtypes.
+
+    Raises:
+        ValueError: one is wrong.
+    """
+    expect_shape("q", q, ("B", "T", "h_q", "d"))
+    expect_dtype("q", q, jnp.floating)
+    check_landmarks(q, chunks)
+    landmarks, candidates, _, spread = chunks
+    expect_shape("candidates", candidates, (*landmarks.shape[:2], "n"))
+    expect_groups(q.shape[2], landmarks.shape[1])
+    expect_dtype("candidates", candidates, jnp.bool_)
+    if spread is not None:
+        expect_shape("spread", spread, (*landmarks.shape[:3], 1))
+        expect_dtype("spread", spread, jnp.floating)
+    rows, count = landmarks.shape[2], candidates.shape[2]
+    if (rows > 0) != (count > 0) or (count and rows % count):
+        raise ValueError(f"landmarks must have s for each of the {count} candidates, got {rows} landmarks")
+
+
+def check_landmarks(q: jax.Array, chunks: Chunks) -> None:
+    """Check the landmarks and their scale against queries that are already checked.
+
+    Raises:
+        ValueError: a shape or a dtype is wrong.
+    """
+    dim, landmarks, scale = q.shape[3], chunks.landmarks, chunks.scale
+    if scale is None:
+        expect_shape("landmarks", landmarks, (q.shape[0], "h_kv", "m", dim))
+        expect_dtype("landmarks", landmarks, jnp.floating)
+        return
+    expect_shape("landmarks", landmarks, (q.shape[0], "h_kv", "m", "d * bits / 8"))
+    expect_dtype("landmarks", landmarks, jnp.uint8)
+    if landmarks.shape[3] not in (dim, dim / 2):
+        raise ValueError(f"landmarks must have 8 or 4 bits for each of {dim} numbers, got {landmarks.shape[3]} bytes")
+    expect_shape("landmark_scale", scale, (*landmarks.shape[:3], 1))
+    expect_dtype("landmark_scale", scale, jnp.floating)

@@ -1,0 +1,118 @@
+"""Values read straight from pinned host memory by the Triton kernel that rebuilds the keys (zero copy).
+
+XLA passes a pinned host operand to a kernel as it is, and under unified addressing the kernel's loads cross the bus.
+They are issued first, so that they are under way while the same program gathers, multiplies and rotates. Packed rows
+cross the bus as bytes and become numbers where they are stored.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.bits import code_at, signed
+from pallas_kernels.fetch_reconstruct.operands import HostRows, KeptRows
+from pallas_kernels.reconstruct_keys.kernel import Tokens, block_of_tokens, store_keys, tokens_of, warps_of
+from pallas_kernels.reconstruct_keys.operands import ChosenKeys
+from pallas_kernels.tiles import blocks, can_do, iota, spans
+
+
+def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count):  # type: ignore[no-untyped-def]
+    """One program: `count` tokens of one KV head. With kept, kept.rows and values_out are the same buffer."""
+    j, h, b = (pl.program_id(axis) for axis in range(3))
+    tokens = tokens_of(keys, b, h, j * count, count)
+    dim, scales = keys.dim, None
+    missed = tokens.there
+    if kept is not None:
+        missed &= ~pltriton.load(kept.stay.at[b, h, tokens.slot], mask=tokens.there, other=True)
+    width = values.token_width(dim)
+    fetched = []
+    for start, block in spans(width):
+        column = iota(start, block)[None]
+        at = tokens.within[:, None] * width + column
+        fetched.append(load_missed(values, tokens, missed, b, h, at, column < width))
+    if values.bits is not None:
+        at = scale_places(values, tokens.within, keys.chunk, dim)
+        scales = load_missed(values, tokens, missed, b, h, at, at >= 0)
+    store_keys(keys, keys_out, tokens, b, h)
+    if values.bits is not None:
+        scales = scales_of(values, scales)
+    for (start, block), tile in zip(spans(width), fetched, strict=True):
+        column = iota(start, block)[None]
+        for place in range(dim // width):
+            value = tile if values.bits is None else values_at(values, tile, place, scales)
+            at = values_out.at[b, h, tokens.place[:, None], place * width + column]
+            pltriton.store(at, value, mask=missed[:, None] & (column < width))
+
+
+def load_missed(
+    values: Any, tokens: Tokens, missed: jax.Array, b: jax.Array, h: jax.Array, at: jax.Array, inside: jax.Array
+) -> jax.Array:
+    """Elements `at` [tokens, n] of the tokens' rows, from the host. A masked lane reads nothing."""
+    inside, other = missed[:, None] & inside, 0.0 if jnp.issubdtype(values.prompt.dtype, jnp.floating) else 0
+    if values.tail is None:
+        return pltriton.load(values.prompt.at[b, h, tokens.unit[:, None], at], mask=inside, other=other)
+    later = tokens.later[:, None]
+    early = pltriton.load(values.prompt.at[b, h, tokens.unit[:, None], at], mask=inside & ~later, other=other)
+    late = pltriton.load(values.tail.at[b, h, tokens.tail_row[:, None], at], mask=inside & later, other=other)
+    return jnp.where(later, late, early)
+
+
+def scale_places(values: Any, within: jax.Array, chunk: int, dim: int) -> jax.Array:
+    """Where in a row the bytes of the tokens' scales lie, int32 [tokens, bytes of a scale]."""
+    size = jnp.dtype(values.scale_dtype).itemsize
+    return chunk * values.token_width(dim) + within[:, None] * size + iota(0, size)[None]
+
+
+def scales_of(values: Any, tile: jax.Array) -> jax.Array:
+    """Float32 scales [tokens] of their bytes [tokens, n], the first the lowest."""
+    places = lax.convert_element_type(tile, jnp.int32) << (8 * iota(0, tile.shape[1]))[None]
+    number = places.sum(axis=1, dtype=jnp.int32)  # of disjoint bits
+    if values.scale_dtype == jnp.float16:
+        number = lax.convert_element_type(number, jnp.uint16)
+    return lax.bitcast_convert_type(number, values.scale_dtype).astype(jnp.float32)
+
+
+def values_at(values: Any, tile: jax.Array, place: int, scales: jax.Array) -> jax.Array:
+    """Values in one place of bytes [tokens, n]."""
+    codes = signed(code_at(lax.convert_element_type(tile, jnp.int32), place, values.bits), values.bits)
+    return (codes.astype(jnp.float32) * scales[:, None]).astype(values.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def fetch_reconstruct(
+    values: HostRows, kept: KeptRows | None, keys: ChosenKeys, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.fetch_reconstruct`.
+
+    Raises:
+        NotImplementedError: heads wider than 256, an empty array, an unusual dtype.
+    """
+    sources = tuple(x for x in (values.prompt, values.tail) if x is not None)
+    kept_rows = () if kept is None else (kept.rows,)
+    if values.bits is None:
+        can_do("fetch_reconstruct", keys.dim, *keys.multiplied, *sources, *kept_rows, packed=keys.packed)
+    else:
+        can_do("fetch_reconstruct", keys.dim, *keys.multiplied, *kept_rows, packed=(*keys.packed, *sources))
+    batch, heads, tokens, _ = keys.out_shape
+    anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 32)
+    if kept is not None:
+        kept = kept._replace(rows=kept.rows.reshape(keys.out_shape))  # the shape of the result that it becomes
+    operands = (values, kept, keys)
+    aliases = {} if kept is None else {len(jax.tree.leaves(values)): 1}
+    rebuilt, fetched = pl.pallas_call(
+        functools.partial(fetch_reconstruct_kernel, count=count),
+        grid=(blocks(tokens, count), heads, batch),
+        in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
+        out_specs=[anywhere] * 2,
+        out_shape=[jax.ShapeDtypeStruct(keys.out_shape, kind) for kind in (keys.dtype, values.value_dtype)],
+        compiler_params=pltriton.CompilerParams(num_warps=warps_of(keys), num_stages=2),
+        input_output_aliases=aliases,
+        interpret=interpret,
+        name="fetch_reconstruct",
+    )(*operands)
+    return rebuilt, fetched

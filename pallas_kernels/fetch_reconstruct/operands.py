@@ -1,0 +1,96 @@
+"""The values that fetch_reconstruct brings from host memory, and their checks."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import bits as byte_layout
+from pallas_kernels.arguments import expect_dtype, expect_shape
+from pallas_kernels.reconstruct_keys.operands import ChosenKeys
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["prompt", "tail"], meta_fields=["bits", "dtype"])
+@dataclasses.dataclass(frozen=True)
+class HostRows:
+    """Values of all chunks, usually in pinned host memory: one row a chunk, its c tokens contiguous.
+
+    A row has c * d numbers. With bits it has bytes instead: the two's complement codes of the chunk's tokens, then the
+    scale of each token, as `pallas_kernels.bits.join_rows` packs them. A value is its code times its scale in float32,
+    rounded to dtype.
+
+    Attributes:
+        prompt: [B, h_kv, U, c * d], or uint8 [B, h_kv, U, bytes of a chunk].
+        tail: values of W' later chunks, W' at least the W chunks of the keys' tail, shaped as prompt.
+        bits: of a packed number, 8 or 4. None: values are not packed.
+        dtype: of the values, with bits alone. Scales are float32 where it has four bytes, else float16.
+    """
+
+    prompt: jax.Array
+    tail: jax.Array | None = None
+    bits: int | None = None
+    dtype: jax.typing.DTypeLike | None = None
+
+    @property
+    def value_dtype(self) -> jnp.dtype:
+        """Dtype of the values once they are on the device."""
+        return self.prompt.dtype if self.dtype is None else jnp.dtype(self.dtype)
+
+    @property
+    def scale_dtype(self) -> Any:
+        """Dtype of a token's scale, where values are packed."""
+        return byte_layout.scale_dtype(self.value_dtype)
+
+    def token_width(self, dim: int) -> int:
+        """Elements of a row that a token has, its scale not counted: numbers or bytes."""
+        return dim if self.bits is None else dim * self.bits // 8
+
+    def row_width(self, chunk: int, dim: int) -> int:
+        """Elements of a row."""
+        return chunk * dim if self.bits is None else byte_layout.row_bytes(chunk, dim, self.bits, self.value_dtype)
+
+
+class KeptRows(NamedTuple):
+    """Values that a fetch before has left on the device.
+
+    Attributes:
+        rows: [B, h_kv, k, c * d], in the dtype of the fetched values.
+        stay: bool [B, h_kv, k]: whether the row of this place is right, or not asked for. It is not fetched.
+    """
+
+    rows: jax.Array
+    stay: jax.Array
+
+
+def check(values: HostRows, keys: ChosenKeys, kept: KeptRows | None) -> None:
+    """Check shapes and dtypes against those of the keys, which are already checked.
+
+    Raises:
+        ValueError: one is wrong, or something is missing.
+    """
+    if (values.bits is None) != (values.dtype is None):
+        raise ValueError("values.bits and values.dtype belong together, got one of them")
+    prompt, tail = values.prompt, values.tail
+    batch, heads, _ = keys.ids.shape
+    if values.bits is not None:
+        if values.bits not in (8, 4) or values.bits * keys.dim % 8:
+            raise ValueError(f"values.bits must be 8 or 4 and fill whole bytes of {keys.dim}, got {values.bits}")
+        if not jnp.issubdtype(values.value_dtype, jnp.floating):
+            raise ValueError(f"values.dtype must be floating, got {values.value_dtype.name}")
+    width = values.row_width(keys.chunk, keys.dim)
+    expect_shape("values", prompt, (batch, heads, keys.left.shape[-2], width))
+    expect_dtype("values", prompt, jnp.floating if values.bits is None else jnp.uint8)
+    if (tail is None) != (keys.tail is None):
+        raise ValueError("values.tail and tail belong together, got one of them")
+    if tail is not None and keys.tail is not None:
+        expect_shape("values.tail", tail, (batch, heads, "W'", width))
+        expect_dtype("values.tail", tail, prompt.dtype)
+        if tail.shape[2] < keys.tail.shape[-2]:
+            raise ValueError(f"values.tail must have the {keys.tail.shape[-2]} chunks of tail, got {tail.shape[2]}")
+    if kept is not None:
+        expect_shape("kept", kept.rows, (*keys.ids.shape, keys.chunk * keys.dim))
+        expect_dtype("kept", kept.rows, values.value_dtype)
+        expect_shape("stay", kept.stay, keys.ids.shape)
+        expect_dtype("stay", kept.stay, jnp.bool_)

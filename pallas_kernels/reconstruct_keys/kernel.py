@@ -1,0 +1,218 @@
+"""Keys rebuilt from low-rank factors or packed codes by a Triton kernel.
+
+A program gathers the left rows of its tokens, multiplies them and rotates the result, all in registers. A tile of bytes
+is read once and shifted once for each place.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.bits import code_at, middle, parts_of
+from pallas_kernels.reconstruct_keys.operands import ChosenKeys
+from pallas_kernels.rotation import cos_sin_of
+from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, summed, warps
+
+Columns = list[tuple[jax.Array, jax.Array]]  # head columns [1, n] of each tile of keys, and which of them exist
+
+
+class Tokens(NamedTuple):
+    """The tokens of one program, each field an int32 or bool vector. Chunks may have any size.
+
+    Attributes:
+        place: index among the k * c tokens.
+        there: False past the last token.
+        slot: index of the token's chunk among the k ids.
+        within: index in the chunk.
+        unit: row of left, 0 where later.
+        later: whether the chunk is in the tail.
+        tail_row: row of the tail, 0 where not later.
+        position: in the sequence.
+    """
+
+    place: jax.Array
+    there: jax.Array
+    slot: jax.Array
+    within: jax.Array
+    unit: jax.Array
+    later: jax.Array
+    tail_row: jax.Array
+    position: jax.Array
+
+
+def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: int) -> Tokens:
+    """Tokens first .. first + count - 1 of head h in row b; keys holds the kernel's refs."""
+    chunk, units = keys.chunk, keys.left.shape[-2]
+    place = iota(first, count)
+    there = place < keys.ids.shape[2] * chunk
+    slot, within = lax.div(place, jnp.int32(chunk)), lax.rem(place, jnp.int32(chunk))
+    ids = pltriton.load(keys.ids.at[b, h, slot], mask=there, other=0)
+    ids = jnp.minimum(jnp.maximum(ids, 0), keys.units - 1)
+    later = ids >= units
+    tail_row = jnp.where(later, ids - units, 0)
+    unit = jnp.where(later, 0, ids)
+    source = unit
+    if keys.tail_unit is not None:
+        source = jnp.where(later, tail_row + pltriton.load(keys.tail_unit.at[b]), ids)
+    return Tokens(place, there, slot, within, unit, later, tail_row, source * chunk + within)
+
+
+def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array) -> None:
+    """Rebuild the tokens' keys and write them. The two halves that RoPE mixes are separate tiles."""
+    dim, half = keys.dim, keys.inverse.shape[0]
+    cut = [(start, width, half) for start, width in spans(half)]
+    cut += [(half + start, width, 2 * half) for start, width in spans(half)]
+    cut += [(2 * half + start, width, dim) for start, width in spans(dim - 2 * half)]
+    columns = [(iota(start, width)[None], iota(start, width)[None] < end) for start, width, end in cut]
+    tiles = (factor_tiles if keys.profile is None else code_tiles)(keys, tokens, columns, b, h)
+
+    there, row = tokens.there[:, None], tokens.place[:, None]
+
+    def write(part: int, value: jax.Array) -> None:
+        column, inside = columns[part]
+        pltriton.store(out.at[b, h, row, column], value.astype(out.dtype), mask=there & inside)
+
+    pairs = len(spans(half))
+    for part in range(pairs):
+        column, inside = columns[part]
+        inverse = pltriton.load(keys.inverse.at[column], mask=inside, other=0.0)
+        cos, sin = cos_sin_of(tokens.position[:, None].astype(jnp.float32) * inverse)
+        first, second = tiles[part], tiles[pairs + part]
+        write(part, first * cos - second * sin)
+        write(pairs + part, second * cos + first * sin)
+    for part in range(2 * pairs, len(columns)):
+        write(part, tiles[part])
+
+
+# Keys before RoPE, a float32 tile for each block of columns; keys holds the kernel's refs
+
+
+def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
+    """Left rows of the tokens times the columns of right."""
+    rank, count = keys.right.shape[2], tokens.place.shape[0]
+    out = [jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in columns]
+    there, later = tokens.there[:, None], tokens.later[:, None]
+    for start, width in summed(rank, keys.left, keys.right):
+        r = iota(start, width)
+        at, inside = tokens.within[:, None] * rank + r[None], (r < rank)[None]
+        unit = tokens.unit[:, None]
+        rows = pltriton.load(keys.left.at[b, unit, at], mask=there & ~later & inside, other=0.0)
+        if keys.tail is not None:
+            unit = tokens.tail_row[:, None]
+            rows += pltriton.load(keys.tail.at[b, unit, at], mask=there & later & inside, other=0.0)
+        for part, (column, exists) in enumerate(columns):
+            mask = (r < rank)[:, None] & exists
+            out[part] += dot(rows, pltriton.load(keys.right.at[b, h, r[:, None], column], mask=mask, other=0.0))
+    return out
+
+
+def code_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
+    """The values of the tokens' codes, times right if there is one, and the mean."""
+    tiles = (channel_tiles if keys.right is None else coefficient_tiles)(keys, tokens, columns, b, h)
+    means = [pltriton.load(keys.mean.at[b, h, column], mask=exists, other=0.0) for column, exists in columns]
+    return [tile + mean.astype(jnp.float32) for tile, mean in zip(tiles, means, strict=True)]
+
+
+def coefficient_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
+    """The values of the tokens' codes times the columns of right."""
+    out = [jnp.zeros((tokens.place.shape[0], column.shape[1]), jnp.float32) for column, _ in columns]
+    most = 32 if keys.right.dtype == jnp.float32 else 64  # as `tiles.summed`
+    for part in parts_of(keys.profile):
+        for start, width in spans(part.size, most):
+            byte = iota(start, width)
+            inside = byte < part.size
+            packed = load_bytes(keys, tokens, part.byte + byte[None], inside[None], b, h)
+            for place in range(8 // part.bits):
+                r = part.column + place * part.size + byte
+                step = pltriton.load(keys.step.at[b, r], mask=inside, other=0.0)  # 0 past the end: no coefficient
+                numbers = middle(code_at(packed, place, part.bits), part.bits) * step[None]
+                numbers = numbers.astype(keys.right.dtype)
+                for tile, (column, exists) in enumerate(columns):
+                    mask = inside[:, None] & exists
+                    basis = pltriton.load(keys.right.at[b, h, r[:, None], column], mask=mask, other=0.0)
+                    out[tile] += dot(numbers, basis)
+    return out
+
+
+def channel_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
+    """Channels in four bits: byte j of a head has the columns j and d / 2 + j."""
+    out, size = [], keys.mean.shape[2] // 2
+    for column, exists in columns:
+        high = column >= size
+        packed = load_bytes(keys, tokens, jnp.where(high, column - size, column), exists, b, h)
+        code = jnp.where(high, code_at(packed, 1, 4), code_at(packed, 0, 4))
+        step = pltriton.load(keys.step.at[b, h, column], mask=exists, other=0.0)
+        out.append(middle(code, 4) * step)
+    return out
+
+
+def load_bytes(keys: Any, tokens: Tokens, byte: jax.Array, inside: jax.Array, b: jax.Array, h: jax.Array) -> jax.Array:
+    """Bytes [1, n] of the tokens' rows, of the prompt or of the tail, int32 [tokens, n]; 0 where there are none."""
+    at, there, later = tokens.within[:, None] * keys.width + byte, tokens.there[:, None], tokens.later[:, None]
+
+    def load(source: Any, unit: jax.Array, mask: jax.Array) -> jax.Array:
+        lead = (b, h) if len(source.shape) == 4 else (b,)
+        rows = pltriton.load(source.at[(*lead, unit[:, None], at)], mask=mask & inside, other=0)
+        return lax.convert_element_type(rows, jnp.int32)
+
+    rows = load(keys.left, tokens.unit, there & ~later)
+    return rows if keys.tail is None else rows | load(keys.tail, tokens.tail_row, there & later)
+
+
+# The call
+
+
+def reconstruct_keys_kernel(keys, out, *, count):  # type: ignore[no-untyped-def]
+    """One program: `count` tokens of one KV head."""
+    j, h, b = (pl.program_id(axis) for axis in range(3))
+    store_keys(keys, out, tokens_of(keys, b, h, j * count, count), b, h)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def reconstruct_keys(keys: ChosenKeys, interpret: bool) -> jax.Array:
+    """See `pallas_kernels.reconstruct_keys`.
+
+    Raises:
+        NotImplementedError: heads wider than 256, an empty array, an unusual dtype.
+    """
+    can_do("reconstruct_keys", keys.dim, *keys.multiplied, packed=keys.packed)
+    batch, heads, tokens, _ = keys.out_shape
+    anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 64)
+    return pl.pallas_call(
+        functools.partial(reconstruct_keys_kernel, count=count),
+        grid=(blocks(tokens, count), heads, batch),
+        in_specs=[jax.tree.map(lambda _: anywhere, keys)],
+        out_specs=anywhere,
+        out_shape=jax.ShapeDtypeStruct(keys.out_shape, keys.dtype),
+        compiler_params=pltriton.CompilerParams(num_warps=warps_of(keys), num_stages=2),
+        interpret=interpret,
+        name="reconstruct_keys",
+    )(keys)
+
+
+def block_of_tokens(keys: ChosenKeys, most: int) -> int:
+    """Tokens of one program.
+
+    Fewer where float32 tiles or wide heads would fill the registers. More where the basis is large, for each program
+    reads all of it.
+    """
+    if any(x.dtype == jnp.float32 for x in keys.multiplied):
+        most //= 2
+    if keys.dim > 128:
+        most //= 2
+    return max(LEAST, 2 * most if has_large_basis(keys) else most)
+
+
+def warps_of(keys: ChosenKeys) -> int:
+    """Warps of one program."""
+    return 8 if has_large_basis(keys) else warps(keys.dim, *keys.multiplied)
+
+
+def has_large_basis(keys: ChosenKeys) -> bool:
+    """Whether keys are packed coefficients: they have the bits of a low rank, but four times as many columns."""
+    return keys.profile is not None and keys.right is not None

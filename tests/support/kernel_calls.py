@@ -1,0 +1,35 @@
+"""The GPU ops called with flat keyword arguments, as `kernel_cases` and `kernel_truth` have them."""
+
+from typing import Any
+
+import pallas_kernels
+from pallas_kernels import ChosenKeys, HostRows, KeptRows
+
+chunk_scores = pallas_kernels.chunk_scores
+sparse_attention = pallas_kernels.sparse_attention
+
+
+def reconstruct_keys(*, implementation: str = "auto", **arguments: Any) -> Any:
+    """Arguments are the fields of ChosenKeys."""
+    return pallas_kernels.reconstruct_keys(chosen_keys(arguments), implementation=implementation)
+
+
+def fetch_reconstruct(
+    values: Any,
+    *,
+    values_tail: Any = None,
+    value_bits: int | None = None,
+    value_dtype: Any = None,
+    kept: Any = None,
+    stay: Any = None,
+    implementation: str = "auto",
+    **arguments: Any,
+) -> Any:
+    """Arguments are the fields of HostRows and of KeptRows, and those of ChosenKeys."""
+    rows = HostRows(values, values_tail, value_bits, value_dtype)
+    kept_rows = None if kept is None else KeptRows(kept, stay)
+    return pallas_kernels.fetch_reconstruct(rows, chosen_keys(arguments), kept_rows, implementation=implementation)
+
+
+def chosen_keys(arguments: dict[str, Any]) -> ChosenKeys:
+    return ChosenKeys(**{"right": None} | arguments)
