@@ -1,4 +1,4 @@
-"""`jshadow fit`, `calibrate` and `key-profile`: what a policy learns from a text, before it meets a prompt."""
+"""`jshadow fit` and `calibrate`: what a policy learns from a text, before it meets a prompt."""
 
 import argparse
 import json
@@ -23,9 +23,6 @@ ABOUT_FIT = """Learn the arrays of a policy from a text and write them to a safe
 by layer, which takes a while: the fit tells how far each layer is from full attention on the rest of the text."""
 ABOUT_CALIBRATE = """Measure which layers of a model serve as OmniKV's filters: of the attention of all later layers,
 how much falls on the tokens that a layer itself attends to most. Tells the filter layers, ready for --set."""
-ABOUT_PROFILE = """Find how many columns of ShadowKV's transform code should have 8, 4 and 2 bits: the profile that
-loses the least of the variance of a text's keys within --bits, all layers alike; with --key-weights queries, of keys
-weighed as ShadowKV weighs them then. Tells it beside the default, ready for --set."""
 
 
 def add_fit_options(add: argparse.ArgumentParser) -> None:
@@ -44,17 +41,6 @@ def add_calibrate_options(add: argparse.ArgumentParser) -> None:
     add.set_defaults(run=run_calibrate)
     add.add_argument("--filters", type=int, default=3, help="filter layers to choose (default: %(default)s)")
     add.add_argument("--budget", type=int, help="tokens that a filter chooses (default: a sixteenth of the text)")
-    add_text_options(add)
-
-
-def add_profile_options(add: argparse.ArgumentParser) -> None:
-    """The options of `key-profile`."""
-    add.set_defaults(run=run_profile)
-    add.add_argument("--bits", type=int, help="of a token's key code (default: those of the usual rank)")
-    add.add_argument(
-        "--key-weights", default="none", choices=("none", "queries"),
-        help="what is to be lost least of: the keys, or their products with queries (default: %(default)s)",
-    )  # fmt: skip
     add_text_options(add)
 
 
@@ -200,49 +186,6 @@ def run_calibrate(args: argparse.Namespace) -> int:
         table.add_row(str(layer), f"{score:.4f}", "filter" if layer in chosen else "")
     console().print(table)
     print(f"dense layers: {dense_share(chosen, params.config):.0%}\n--policy omnikv --set {setting}")
-    return 0
-
-
-def run_profile(args: argparse.Namespace) -> int:
-    """`jshadow key-profile`."""
-    import numpy as np
-
-    from jshadow.policies.shadowkv.key_codecs import usual_rank
-    from jshadow.policies.shadowkv.key_codecs.midrise import packed_width
-    from jshadow.policies.shadowkv.key_codecs.profiles import best_profile, profile_error, profile_of
-    from jshadow.policies.shadowkv.profile_calibration import key_errors
-
-    if args.bits is not None and args.bits < 8:
-        raise ConfigError(f"--bits must be at least 8, got {args.bits}")
-    params, ids = load_with_text(args)
-    columns, ids = params.config.key_columns, ids[: args.tokens]
-    bits = min(16 * usual_rank(columns), 8 * columns) if args.bits is None else args.bits
-    usual = profile_of(columns, bits)
-    weighed, text = args.key_weights == "queries", np.asarray(ids)
-    layers = with_bar("measuring keys", lambda bar: key_errors(params, text, bar, weighed))[:, :, :columns]
-    found = best_profile(layers.mean(axis=0), bits)
-    rows: list[dict[str, Any]] = [
-        {"name": name, "key_profile": list(profile), "bytes": packed_width(profile),
-         "lost": profile_error(layers.mean(axis=0), profile), "layers": [profile_error(one, profile) for one in layers]}
-        for name, profile in (("default", usual), ("found", found))
-    ]  # fmt: skip
-    setting = "key_profile=" + ",".join(map(str, found))
-    if args.json:
-        asked = {"columns": columns, "bits": bits, "tokens": len(ids), "key_weights": args.key_weights}
-        print(json.dumps(asked | {"profiles": rows, "set": setting}))
-        return 0
-    table = Table("profile", "8, 4 and 2 bits", "bytes a token", "variance lost", "in the worst layer",
-                  title=f"{columns} key columns, {len(ids):,} tokens")  # fmt: skip
-    for row in rows:
-        told = (
-            ", ".join(map(str, row["key_profile"])),
-            str(row["bytes"]),
-            f"{row['lost']:.3%}",
-            f"{max(row['layers']):.3%}",
-        )
-        table.add_row(row["name"], *told)
-    console().print(table)
-    print(f"--policy shadowkv --set key_codec=transform --set key_weights={args.key_weights} --set {setting}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The command line: `jshadow generate | eval | fit | calibrate | key-profile | plan | bench | ...`.
+"""The command line: `jshadow generate | eval | fit | calibrate | plan | bench | ...`.
 
 Parses, calls, prints.
 """
@@ -79,9 +79,6 @@ def parser() -> argparse.ArgumentParser:
     cli_fit.add_fit_options(commands.add_parser("fit", help="learn a policy's arrays", description=cli_fit.ABOUT_FIT))
     cli_fit.add_calibrate_options(
         commands.add_parser("calibrate", help="find OmniKV's filter layers", description=cli_fit.ABOUT_CALIBRATE)
-    )
-    cli_fit.add_profile_options(
-        commands.add_parser("key-profile", help="find bits of the transform code", description=cli_fit.ABOUT_PROFILE)
     )
 
     cli_eval.add_options(
