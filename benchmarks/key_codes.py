@@ -26,7 +26,6 @@ from jshadow.evaluation.plan import Setup, plan
 from jshadow.evaluation.results import mean_stderr
 from jshadow.evaluation.runner import run_case
 from jshadow.evaluation.tasks import TASKS as TASK_TABLE
-from jshadow.models.config import ModelConfig
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv.key_codecs import Exact, KeyCode, Profile, Transform
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of

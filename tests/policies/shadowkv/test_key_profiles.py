@@ -1,5 +1,5 @@
-"""Profiles of the transform code: the default for any width and bits; packed settings, and policies that keep their code
-at a share of full attention's bytes.
+"""Profiles of the transform code: the default for any width and bits; packed settings, and policies that keep
+their code at a share of full attention's bytes.
 """
 
 import dataclasses

@@ -11,8 +11,8 @@ from jshadow.policies.shadowkv.key_codecs.midrise import Profile
 
 # Bits of a key column in the mean, and the shares of all columns that have 8, 4 and 2. All of SmolLM2-135M's 192
 # columns: 4/3, 2 and 8/3 by divergence from full attention, (4, 40, 32), (28, 40, 0) and (16, 64, 64); more bits by the
-# least variance lost. At 5/2, the usual rank's bits of wide keys: 8/3 in proportion, (80, 320, 320) of 1,024. Between the
-# points the shares are interpolated linearly.
+# least variance lost. At 5/2, the usual rank's bits of wide keys: 8/3 in proportion, (80, 320, 320) of 1,024. Between
+# the points the shares are interpolated linearly.
 POINTS = (
     (0, (0, 0, 0)), (4 / 3, (4 / 192, 40 / 192, 32 / 192)), (2, (28 / 192, 40 / 192, 0)),
     (5 / 2, (80 / 1024, 320 / 1024, 320 / 1024)), (8 / 3, (16 / 192, 64 / 192, 64 / 192)),
