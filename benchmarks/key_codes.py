@@ -137,14 +137,19 @@ def divergences(
     for name, own in zip(policies, found, strict=True):
         kl = {place: record["kl"] for place, record in own.items()}
         mean, error = mean_stderr(list(kl.values()))
-        rows.append({
-            "idea": name, "prompts": len(kl), "kl": mean, "kl_stderr": error,
-            "of_first": mean / float(np.mean([record["kl"] for record in found[0].values()])),
-            "lower_on": sum(kl[place] < found[0][place]["kl"] for place in kl),
-            "top1": float(np.mean([record["score"] for record in own.values()])),
-            "by_text": {task: float(np.mean([kl[place] for place in kl if place[0] == task])) for task in TASKS},
-            "attended_tokens": float(np.mean([record["attended_tokens"] for record in own.values()])),
-        })  # fmt: skip
+        rows.append(
+            {
+                "idea": name,
+                "prompts": len(kl),
+                "kl": mean,
+                "kl_stderr": error,
+                "of_first": mean / float(np.mean([record["kl"] for record in found[0].values()])),
+                "lower_on": sum(kl[place] < found[0][place]["kl"] for place in kl),
+                "top1": float(np.mean([record["score"] for record in own.values()])),
+                "by_text": {task: float(np.mean([kl[place] for place in kl if place[0] == task])) for task in TASKS},
+                "attended_tokens": float(np.mean([record["attended_tokens"] for record in own.values()])),
+            }
+        )
     return rows
 
 
@@ -216,9 +221,7 @@ def main() -> None:
     args = parser.parse_args()
     params, lengths = jshadow.load(args.model, "float32"), [int(length) for length in args.lengths.split(",")]
     console = Console(stderr=True)
-    wanted = {
-        name: idea for name, idea in ideas(params).items() if any(text in name for text in args.only.split(","))
-    }  # fmt: skip
+    wanted = {name: idea for name, idea in ideas(params).items() if any(text in name for text in args.only.split(","))}
     found = {"divergence": divergences(params, wanted, lengths, args.samples, console)}
     if not args.only:
         found["reuse"] = [row for length in lengths for row in reuse(params, length)]

@@ -26,14 +26,22 @@ def add_options(add: argparse.ArgumentParser, prefill_help: str) -> None:
     add.add_argument("model", help="HF directory, or hub id")
     add.add_argument("--tasks", help=f"comma list (default: {USUAL_TASKS}; none with --data)")
     add.add_argument("--lengths", help=f"prompt tokens of the tasks, comma list (default: {USUAL_LENGTHS})")
-    add.add_argument("--data", metavar="FILES", help="local .jsonl, .json or .parquet files, comma list: kvpress's "
-                     "columns, or the files of LongBench v1 and v2, InfiniteBench or RULER")  # fmt: skip
+    add.add_argument(
+        "--data",
+        metavar="FILES",
+        help="local .jsonl, .json or .parquet files, comma list: kvpress's "
+        "columns, or the files of LongBench v1 and v2, InfiniteBench or RULER",
+    )
     add.add_argument("--truncate", help="middle: cut a row of --data that the model has no room for, and tell it")
     add.add_argument("--limit", type=int, help="rows of each file of --data (default: all)")
     add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
     add.add_argument("--shares", help="run each policy at these shares of full attention's device bytes, comma list")
-    add.add_argument("--sweep", action="append", metavar="NAME:KEY=A|B", help="also run each of these settings of a "
-                     "policy, beside those at --shares; again for another setting")  # fmt: skip
+    add.add_argument(
+        "--sweep",
+        action="append",
+        metavar="NAME:KEY=A|B",
+        help="also run each of these settings of a policy, beside those at --shares; again for another setting",
+    )
     add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=prefill_help)
     add.add_argument("--fitted", metavar="FILES", help="arrays of `jshadow fit`, a file a policy, comma list")
     add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
@@ -157,9 +165,19 @@ def run_eval(args: argparse.Namespace) -> int:
     progress = SlowProgress("evaluating")
     try:
         rows = evaluate(
-            params, policies=policies, samples=args.samples, seed=args.seed, fetch=args.fetch, out=args.out,
-            progress=progress, shares=shares, sweeps=sweeps, prefill=prefill, fitted=fitted, **asked,
-        )  # fmt: skip
+            params,
+            policies=policies,
+            samples=args.samples,
+            seed=args.seed,
+            fetch=args.fetch,
+            out=args.out,
+            progress=progress,
+            shares=shares,
+            sweeps=sweeps,
+            prefill=prefill,
+            fitted=fitted,
+            **asked,
+        )
     finally:
         progress.close()
     if args.plot is not None:

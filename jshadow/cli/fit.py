@@ -111,8 +111,11 @@ def run_fit(args: argparse.Namespace) -> int:
     text = np.asarray(ids, np.int32)
     fitted = with_bar(f"fitting {policy.name}", lambda bar: fit(params, text, progress=bar, **options))
     told: dict[str, Any] = {
-        "policy": args.policy, "tokens": len(ids), "seconds": time.perf_counter() - begun, "out": str(args.out)
-    }  # fmt: skip
+        "policy": args.policy,
+        "tokens": len(ids),
+        "seconds": time.perf_counter() - begun,
+        "out": str(args.out),
+    }
     save_fitted(args.out, fitted, policy, params, about={"text": str(args.text), "tokens": len(ids)} | options)
     told["nbytes"] = Path(args.out).expanduser().stat().st_size
     told["errors"] = held_out_errors(policy, params, rest, fitted)
@@ -150,8 +153,9 @@ def held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> l
     errors = errors_of(policy, params, np.asarray(rest), fitted)
     return [
         {"layer": layer, "sparse": float(row[0]), "fitted": float(row[1])}
-        for layer, row in enumerate(errors) if not np.isnan(row[0])
-    ]  # fmt: skip
+        for layer, row in enumerate(errors)
+        if not np.isnan(row[0])
+    ]
 
 
 def run_calibrate(args: argparse.Namespace) -> int:
@@ -174,9 +178,14 @@ def run_calibrate(args: argparse.Namespace) -> int:
     scores = {layer: float(score) for layer, score in zip(found.layers, found.scores, strict=True) if score == score}
     setting = "filter_layers=" + ",".join(map(str, chosen))
     if args.json:
-        made = {"filter_layers": list(chosen), "set": setting, "budget": budget, "tokens": len(ids),
-                "scores": [{"layer": layer, "score": score} for layer, score in scores.items()],
-                "dense_share": dense_share(chosen, params.config)}  # fmt: skip
+        made = {
+            "filter_layers": list(chosen),
+            "set": setting,
+            "budget": budget,
+            "tokens": len(ids),
+            "scores": [{"layer": layer, "score": score} for layer, score in scores.items()],
+            "dense_share": dense_share(chosen, params.config),
+        }
         print(json.dumps(made))
         return 0
     table = Table(

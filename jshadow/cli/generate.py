@@ -114,8 +114,14 @@ def asked_policy(args: argparse.Namespace) -> Any:
 def check_options(args: argparse.Namespace) -> None:
     """Raise ConfigError where options contradict each other."""
     if args.load_state is not None:
-        given = {"--policy": args.policy, "--set": args.set, "--baseline": args.baseline, "--capacity": args.capacity,
-                 "--fitted": args.fitted, "--prefill": args.prefill}  # fmt: skip
+        given = {
+            "--policy": args.policy,
+            "--set": args.set,
+            "--baseline": args.baseline,
+            "--capacity": args.capacity,
+            "--fitted": args.fitted,
+            "--prefill": args.prefill,
+        }
         wrong = [name for name, value in given.items() if value]
         if wrong or args.fetch != "auto":
             raise ConfigError(
@@ -128,9 +134,16 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def answer(
-    args: argparse.Namespace, params: Any, prompt: Any, policy: Any, sampler: Any, prefill: Any, *, several: bool,
+    args: argparse.Namespace,
+    params: Any,
+    prompt: Any,
+    policy: Any,
+    sampler: Any,
+    prefill: Any,
+    *,
+    several: bool,
     fitted: Any = None,
-) -> "Generation":  # fmt: skip
+) -> "Generation":
     """One generation, streamed; its state is loaded and saved where that was asked for."""
     from jshadow.engine.generation import Run
     from jshadow.engine.saved_state import load_state, read_state_info, save_state
@@ -142,10 +155,22 @@ def answer(
         policy = state.policy
     progress = SlowProgress(f"prefill, {policy.name}")
     run = Run(
-        params, prompt, policy, max_new_tokens=args.max_new_tokens, sampler=sampler, seed=args.seed, fetch=args.fetch,
-        capacity=args.capacity, state=state, stop=args.stop or None, verify=args.verify, progress=progress,
-        spare=SPARE if args.save_state is not None else 0, prefill=prefill, fitted=fitted,
-    )  # fmt: skip
+        params,
+        prompt,
+        policy,
+        max_new_tokens=args.max_new_tokens,
+        sampler=sampler,
+        seed=args.seed,
+        fetch=args.fetch,
+        capacity=args.capacity,
+        state=state,
+        stop=args.stop or None,
+        verify=args.verify,
+        progress=progress,
+        spare=SPARE if args.save_state is not None else 0,
+        prefill=prefill,
+        fitted=fitted,
+    )
     write_answer(run, progress, f"[{policy.name}] " if several else "", silent=args.json)
     made = run.results()[0]
     if args.save_state is not None:

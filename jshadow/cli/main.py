@@ -29,7 +29,7 @@ def run_convert(args: argparse.Namespace) -> int:
     try:
         convert(
             args.source, args.target, args.dtype, progress, format=args.format, shard_bytes=int(args.shard_gb * 1e9)
-        )  # fmt: skip
+        )
     finally:
         progress.close()
     if args.json:
@@ -51,9 +51,10 @@ def parser() -> argparse.ArgumentParser:
     )
 
     add = commands.add_parser(
-        "convert", help="turn one kind of checkpoint into another",
+        "convert",
+        help="turn one kind of checkpoint into another",
         description="Convert a checkpoint, tensor by tensor: memory does not grow with it. DST gets a manifest.",
-    )  # fmt: skip
+    )
     add.set_defaults(run=run_convert)
     add.add_argument("source", metavar="SRC", help="a .gguf file, an HF or orbax directory, or a hub id")
     add.add_argument("target", metavar="DST", help="directory to write; must not exist")

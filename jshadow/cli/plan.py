@@ -42,10 +42,12 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--batch", type=int, help="requests (default: as many as fit)")
     add.add_argument("--host-gib", type=float, metavar="GIB", help="host memory for all requests (default: no limit)")
     add.add_argument(
-        "--repeat-share", type=float, metavar="SHARE",
+        "--repeat-share",
+        type=float,
+        metavar="SHARE",
         help="share of the selected units that the step before had too, in a fetch mode that keeps them on the device "
         "(default there: 0.6, as the ShadowKV paper reports; device_put moves every unit)",
-    )  # fmt: skip
+    )
     add.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
     add.add_argument("--policy", default="shadowkv", help="policy name (default: %(default)s)")
     add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")
@@ -63,8 +65,13 @@ def run_plan(args: argparse.Namespace) -> int:
     check_dtype(args.dtype)
     policy = parse_policy(args.policy, args.set)
     if args.context is None:
-        given = {"--gpu": args.gpu, "--count": args.count, "--batch": args.batch, "--host-gib": args.host_gib,
-                 "--repeat-share": args.repeat_share}  # fmt: skip
+        given = {
+            "--gpu": args.gpu,
+            "--count": args.count,
+            "--batch": args.batch,
+            "--host-gib": args.host_gib,
+            "--repeat-share": args.repeat_share,
+        }
         wrong = [name for name, value in given.items() if value is not None]
         if wrong:
             raise ConfigError(f"{wrong[0]} must come with --context, got no --context")
@@ -120,10 +127,14 @@ def with_kernel(policies: dict[str, Policy], config: "ModelConfig", context: int
     if args.fetch != "zero_copy":
         return policies
     layouts = {
-        name: [spec.policy.host_layout(spec) for spec in cache_specs(
-            config, policy.resolve(config, context), 1, context, context, args.dtype, args.fetch)]
+        name: [
+            spec.policy.host_layout(spec)
+            for spec in cache_specs(
+                config, policy.resolve(config, context), 1, context, context, args.dtype, args.fetch
+            )
+        ]
         for name, policy in policies.items()
-    }  # fmt: skip
+    }
     return {name: policies[name] for name, rows in layouts.items() if not any(row and row.no_kernel for row in rows)}
 
 
@@ -181,13 +192,21 @@ def plan_gpus(args: argparse.Namespace, policy: Policy) -> int:
     beside = with_kernel(packed_beside(policy, config), config, min(args.context, config.context), args)
     plans = [
         capacity_plan(
-            config, policy, gpu, context=args.context, max_new_tokens=args.max_new_tokens,
-            count=1 if args.count is None else args.count, batch=args.batch, dtype=args.dtype, fetch=args.fetch,
-            repeat_share=args.repeat_share, beside=beside,
+            config,
+            policy,
+            gpu,
+            context=args.context,
+            max_new_tokens=args.max_new_tokens,
+            count=1 if args.count is None else args.count,
+            batch=args.batch,
+            dtype=args.dtype,
+            fetch=args.fetch,
+            repeat_share=args.repeat_share,
+            beside=beside,
             host_limit=None if args.host_gib is None else int(args.host_gib * GIB),
         )
         for gpu in gpus
-    ]  # fmt: skip
+    ]
     if args.json:
         print(json.dumps({"plans": [plan.to_json() for plan in plans]}))
         return 0
@@ -276,9 +295,11 @@ def notes(plans: list["CapacityPlan"]) -> list[str]:
     told = [
         f"{gpu.name} {hbm:,.0f} GB/s HBM, {pcie:g} GB/s PCIe, {gpu.flops / 1e12:g} TFLOP/s" for gpu, hbm, pcie in rates
     ]
-    lines = [f"Bounds from data sheets, nothing measured: {'; '.join(told)}.",
-             f"fetch {first.fetch}: {first.repeat_share:.0%} of the selected units taken as on the device already.",
-             "XLA memory fraction: set XLA_PYTHON_CLIENT_MEM_FRACTION to it; XLA takes 0.75 by itself."]  # fmt: skip
+    lines = [
+        f"Bounds from data sheets, nothing measured: {'; '.join(told)}.",
+        f"fetch {first.fetch}: {first.repeat_share:.0%} of the selected units taken as on the device already.",
+        "XLA memory fraction: set XLA_PYTHON_CLIENT_MEM_FRACTION to it; XLA takes 0.75 by itself.",
+    ]
     host = max(side.host_bytes for plan in plans for side in (plan.chosen, *plan.beside.values()))
     pool = pool_gib()
     if host > pool * GIB:

@@ -99,10 +99,13 @@ def show_bytes(args: argparse.Namespace) -> int:
     table = Table(policy, "fetch", "device GiB", "of full", "moved MiB a step", "host GiB")
     for row in rows:
         table.add_row(
-            row["setting"], row["fetch"], f"{row['bytes_device'] / 2**30:.3f}",
-            f"{row['bytes_device'] / row['bytes_full']:.3f}", f"{row['bytes_moved'] / 2**20:.1f}",
+            row["setting"],
+            row["fetch"],
+            f"{row['bytes_device'] / 2**30:.3f}",
+            f"{row['bytes_device'] / row['bytes_full']:.3f}",
+            f"{row['bytes_moved'] / 2**20:.1f}",
             f"{row['bytes_host'] / 2**30:.2f}",
-        )  # fmt: skip
+        )
     console().print(table)
     return 0
 
@@ -116,11 +119,15 @@ def byte_row(config: Any, text: str, fetch: str, context: int, dtype: str) -> di
     sizes: dict[str, Any] = {"capacity": context, "prompt": context, "dtype": dtype, "fetch": fetch}
     made = footprint(config, policy, **sizes)
     return {
-        "policy": name, "setting": text, "fetch": fetch, "bytes_device": made["device_bytes"],
-        "bytes_host": made["host_bytes"], "bytes_full": made["full_bytes"],
+        "policy": name,
+        "setting": text,
+        "fetch": fetch,
+        "bytes_device": made["device_bytes"],
+        "bytes_host": made["host_bytes"],
+        "bytes_full": made["full_bytes"],
         "bytes_moved": step_footprint(config, policy, **sizes)["bytes_moved"],
         "parts": {part: list(sizes) for part, sizes in made["parts"].items()},
-    }  # fmt: skip
+    }
 
 
 def console() -> Console:

@@ -100,10 +100,16 @@ def read_row(row: Any, path: Path, number: int) -> Row:
         own = reader is READERS[1][1]  # other suites' `length` is a count of their own
         length = row.get("length") if own else None
         made = Row(
-            sample, str(row.get("dataset") or task), where, chat, None if length is None else int(length),
-            str(row.get("instruction") or ""), int(row.get("turn") or 0),
-            None if row.get("depth") is None else float(row["depth"]), tuple(map(int, row.get("prompt_ids") or ())),
-        )  # fmt: skip
+            sample,
+            str(row.get("dataset") or task),
+            where,
+            chat,
+            None if length is None else int(length),
+            str(row.get("instruction") or ""),
+            int(row.get("turn") or 0),
+            None if row.get("depth") is None else float(row["depth"]),
+            tuple(map(int, row.get("prompt_ids") or ())),
+        )
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from error
     return checked(made)
@@ -152,9 +158,12 @@ def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
         alike = before is not None and all(
             getattr(row, name) == getattr(before, name) for name in ("task", "length", "chat", "instruction")
         )
-        if before is not None and alike and row.sample.context == before.sample.context and (
-            row.turn in (0, before.turn + 1) and (row.turn or not before.turn)
-        ):  # fmt: skip
+        if (
+            before is not None
+            and alike
+            and row.sample.context == before.sample.context
+            and (row.turn in (0, before.turn + 1) and (row.turn or not before.turn))
+        ):
             made[-1].append(row)
         elif row.turn:
             raise ConfigError(f"{row.where}: turn {row.turn} must follow turn {row.turn - 1} on the same context")
@@ -164,9 +173,13 @@ def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def read_cases(
-    paths: Sequence[str | os.PathLike[str]], tokenizer: Any, room: int, *, truncate: str | None = None,
+    paths: Sequence[str | os.PathLike[str]],
+    tokenizer: Any,
+    room: int,
+    *,
+    truncate: str | None = None,
     limit: int | None = None,
-) -> list[DataTask]:  # fmt: skip
+) -> list[DataTask]:
     """The cases of local files, by task and length.
 
     Rows with equal contexts that come one after another are one case, prefilled once. Where a task has such a case, all
@@ -202,8 +215,11 @@ def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, tr
     first = group[0]
     samples = [row.sample for row in group]
     options: dict[str, Any] = {
-        "head": first.instruction, "apart": apart, "turns": len(group) > 1 and not apart, "chat": first.chat
-    }  # fmt: skip
+        "head": first.instruction,
+        "apart": apart,
+        "turns": len(group) > 1 and not apart,
+        "chat": first.chat,
+    }
     case = case_of(tokenizer, samples, **options)
     if first.prompt_ids and tokenizer.decode(list(first.prompt_ids)) == tokenizer.decode(list(case.prompt)):
         case = dataclasses.replace(case, prompt=first.prompt_ids)
@@ -226,9 +242,7 @@ def rows_of(task: str, tokenizer: Any, length: int, case: Case, depth: float) ->
     if case.forced:
         raise ConfigError(f"task must ask something that a row can hold, got {task}")
     rows: list[dict[str, Any]] = []
-    again = case_of(
-        tokenizer, case.samples, head=case.instruction, apart=bool(case.questions), turns=bool(case.turns)
-    )  # fmt: skip
+    again = case_of(tokenizer, case.samples, head=case.instruction, apart=bool(case.questions), turns=bool(case.turns))
     for number, sample in enumerate(case.samples):
         row = dataclasses.asdict(sample) | {"context": case.instruction + sample.context}
         row |= {"task": task, "length": length, "depth": depth, "instruction": case.instruction}

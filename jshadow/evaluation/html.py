@@ -77,21 +77,34 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
         return []
     found = []
     if with_memory(rows, "score"):
-        found.append(Picture("memory_score", "Score against the KV bytes that a request keeps on the device",
-                             lambda path: plots.plot_memory(rows, path)))  # fmt: skip
+        found.append(
+            Picture(
+                "memory_score",
+                "Score against the KV bytes that a request keeps on the device",
+                lambda path: plots.plot_memory(rows, path),
+            )
+        )
     if [row for row in with_memory(rows, "kl") if row["kl"] > 0 and row["name"] != "full"]:
         moved = any(row.get("served_moved_bytes") for row in rows)
         against = "the KV bytes on the device" + (", and the bytes that a step moves from the host" if moved else "")
         draw = functools.partial(plots.plot_memory, rows, measure="kl", moved=moved)
         found.append(Picture("memory_kl", f"Divergence from full attention against {against}", draw))
     if with_scores(rows):
-        found.append(Picture("needles", "Needles found by length of the prompt and depth of the needle",
-                             lambda path: plots.plot_needles(rows, path)))  # fmt: skip
+        found.append(
+            Picture(
+                "needles",
+                "Needles found by length of the prompt and depth of the needle",
+                lambda path: plots.plot_needles(rows, path),
+            )
+        )
     if with_turns(rows):
         found.append(Picture("turns", "Right answers turn by turn", lambda path: plots.plot_turns(rows, path)))
     for name in dict.fromkeys(name for row in rows for name in row.get("sweeps") or ()):
-        found.append(Picture(f"sweep_{name}", f"What {FIELDS.get(name, name)} does",
-                             functools.partial(plots.plot_sweep, rows, name)))  # fmt: skip
+        found.append(
+            Picture(
+                f"sweep_{name}", f"What {FIELDS.get(name, name)} does", functools.partial(plots.plot_sweep, rows, name)
+            )
+        )
     return found
 
 
@@ -104,9 +117,21 @@ def number(value: float | None, spec: str, error: float | None = None, scale: fl
 
 
 COLUMNS = (
-    "prompt, tokens", "policy", "share, %", "score, %", "recall of full, %", "same next token, %", "KL, nats",
-    "device, MB", "of full's, %", "full / this", "host, MB", "attended tokens", "hit rate, %", "samples",
-)  # fmt: skip
+    "prompt, tokens",
+    "policy",
+    "share, %",
+    "score, %",
+    "recall of full, %",
+    "same next token, %",
+    "KL, nats",
+    "device, MB",
+    "of full's, %",
+    "full / this",
+    "host, MB",
+    "attended tokens",
+    "hit rate, %",
+    "samples",
+)
 
 
 def line_of(row: Row) -> list[Cell]:
@@ -116,13 +141,21 @@ def line_of(row: Row) -> list[Cell]:
     share = served / full if served and full else None
     score = Cell(NOTHING) if row.get("top1") is not None else number(row.get("score"), ".1f", row.get("stderr"))
     return [
-        number(row["length"], ",d"), Cell(name), number(row.get("share"), "g", scale=100),
-        score, number(row.get("recall_of_full"), ".1f"),
-        number(row.get("top1"), ".1f", row.get("top1_stderr")), number(row.get("kl"), ".4f", row.get("kl_stderr")),
-        number(served, ",.2f", scale=1e-6), number(share, ".1f", scale=100), number(share and 1 / share, ".2f"),
-        number(row.get("host_bytes"), ",.2f", scale=1e-6), number(row.get("attended_tokens"), ",.0f"),
-        number(row.get("hit_rate"), ".1f", scale=100), number(row.get("samples"), "d"),
-    ]  # fmt: skip
+        number(row["length"], ",d"),
+        Cell(name),
+        number(row.get("share"), "g", scale=100),
+        score,
+        number(row.get("recall_of_full"), ".1f"),
+        number(row.get("top1"), ".1f", row.get("top1_stderr")),
+        number(row.get("kl"), ".4f", row.get("kl_stderr")),
+        number(served, ",.2f", scale=1e-6),
+        number(share, ".1f", scale=100),
+        number(share and 1 / share, ".2f"),
+        number(row.get("host_bytes"), ",.2f", scale=1e-6),
+        number(row.get("attended_tokens"), ",.0f"),
+        number(row.get("hit_rate"), ".1f", scale=100),
+        number(row.get("samples"), "d"),
+    ]
 
 
 def table_of(task: str, rows: Sequence[Row]) -> dict[str, Any]:
@@ -131,8 +164,11 @@ def table_of(task: str, rows: Sequence[Row]) -> dict[str, Any]:
     told = [i for i in range(len(COLUMNS)) if any(line[i].text != NOTHING for line in lines)]
     notes = [f"{row['length']:,} tokens, control: {row['control']}" for row in rows if row.get("control")]
     prefills = {row.get("prefill", "exact") for row in rows}
-    notes += [f"prefill{'' if len(prefills) == 1 else ' of ' + row['name']}: {row['prefill']}"
-              for row in rows if row.get("prefill", "exact") != "exact"]  # fmt: skip
+    notes += [
+        f"prefill{'' if len(prefills) == 1 else ' of ' + row['name']}: {row['prefill']}"
+        for row in rows
+        if row.get("prefill", "exact") != "exact"
+    ]
     return {
         "task": task,
         "columns": [COLUMNS[i] for i in told],
@@ -172,8 +208,9 @@ def report(rows: Sequence[Row], *, command: str | Sequence[str] = "") -> str:
         drawn = [embedded(picture, Path(folder)) for picture in pictures(rows)]
     needles = metrics.pooled([row for row in rows if row.keys() >= POOLED])
     source = importlib.resources.files("jshadow.evaluation").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-                                  lstrip_blocks=True).from_string(source)  # fmt: skip
+    template = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(source)
     return template.render(
         command=command if isinstance(command, str) else shlex.join(command),
         machine=machine(),

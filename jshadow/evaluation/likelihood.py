@@ -81,9 +81,13 @@ def _forced(
         writes, scores, greedy = carry
         piece, wanted = (lax.dynamic_slice_in_dim(x, index * size, size, axis=1) for x in (tokens, targets))
         (score, top), state = decode.extend_steps(
-            weights, config, piece, jnp.clip(lengths - index * size, 0, size), KVState.of(reads, writes),
+            weights,
+            config,
+            piece,
+            jnp.clip(lengths - index * size, 0, size),
+            KVState.of(reads, writes),
             lambda logits: chosen(logits, wanted),
-        )  # fmt: skip
+        )
         scores = lax.dynamic_update_slice_in_dim(scores, score, index * size, axis=1)
         return state.split()[1], scores, lax.dynamic_update_slice_in_dim(greedy, top, index * size, axis=1)
 
@@ -183,9 +187,16 @@ class Scorer:
                 padded = [contexts[index] for index in some + some[:1] * (count - len(some))]
                 tokens, lengths = right_padded(padded, width)
                 logits, state = decode.prefill_many(
-                    self.params, tokens, lengths, [self.policy], capacity=capacity, fetch=self.fetch,
-                    fitted=self.fitted, shortest=below(width), attention=self.prefill,
-                )[0]  # fmt: skip
+                    self.params,
+                    tokens,
+                    lengths,
+                    [self.policy],
+                    capacity=capacity,
+                    fetch=self.fetch,
+                    fitted=self.fitted,
+                    shortest=below(width),
+                    attention=self.prefill,
+                )[0]
                 yield some, logits, state, count
 
     def score(
@@ -234,15 +245,26 @@ class Scorer:
         check_room(state, lengths.astype(np.int64))
         reads, writes = state.split()
         scores, greedy, _ = _forced(
-            self.params.weights, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(targets), reads, writes,
+            self.params.weights,
+            jnp.asarray(tokens),
+            jnp.asarray(lengths),
+            jnp.asarray(targets),
+            reads,
+            writes,
             config=self.params.config,
-        )  # fmt: skip
+        )
         return np.asarray(scores), np.asarray(greedy)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: Sampler, *, stop: Any = None,
-        seed: int = 0, names: Sequence[int] | None = None,
-    ) -> Iterator[tuple[int, str]]:  # fmt: skip
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampler: Sampler,
+        *,
+        stop: Any = None,
+        seed: int = 0,
+        names: Sequence[int] | None = None,
+    ) -> Iterator[tuple[int, str]]:
         """Generate after each prompt. There is no fall-back to a dense cache.
 
         Args:

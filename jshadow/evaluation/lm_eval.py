@@ -37,12 +37,27 @@ class JshadowLM(TemplateLM):
     """A checkpoint under a policy, with the interface of lm-eval's models."""
 
     def __init__(
-        self, pretrained: Any, *, policy: str | Policy = "shadowkv", dtype: str = "bfloat16", fetch: str = "auto",
-        capacity: int | None = None, batch_size: int | str | None = 1, quantize: str | None = None,
-        prefill: str = "exact", fitted: str | None = None, max_gen_toks: int = 256, truncation: str | None = None,
-        rolling_context: int = 1, add_bos_token: bool | None = None, prefix_token_id: int | None = None,
-        seed: int = 0, max_batch_size: Any = None, device: Any = None, **settings: Any,
-    ) -> None:  # fmt: skip
+        self,
+        pretrained: Any,
+        *,
+        policy: str | Policy = "shadowkv",
+        dtype: str = "bfloat16",
+        fetch: str = "auto",
+        capacity: int | None = None,
+        batch_size: int | str | None = 1,
+        quantize: str | None = None,
+        prefill: str = "exact",
+        fitted: str | None = None,
+        max_gen_toks: int = 256,
+        truncation: str | None = None,
+        rolling_context: int = 1,
+        add_bos_token: bool | None = None,
+        prefix_token_id: int | None = None,
+        seed: int = 0,
+        max_batch_size: Any = None,
+        device: Any = None,
+        **settings: Any,
+    ) -> None:
         """Load a model.
 
         Contexts are padded to few widths (`scoring.width_of`), and those of one width are batched. The first batch
@@ -129,9 +144,13 @@ class JshadowLM(TemplateLM):
         resolved = scorer.policy.resolve(scorer.params.config, self.max_length)
         prefill = scorer.prefill.label() if scorer.prefill else "exact"
         return {
-            "jshadow_policy": resolved.name, "jshadow_settings": resolved.settings(), "jshadow_fetch": scorer.fetch,
-            "jshadow_capacity": scorer.capacity, "jshadow_prefill": prefill, "model_dtype": scorer.params.dtype.name,
-        }  # fmt: skip
+            "jshadow_policy": resolved.name,
+            "jshadow_settings": resolved.settings(),
+            "jshadow_fetch": scorer.fetch,
+            "jshadow_capacity": scorer.capacity,
+            "jshadow_prefill": prefill,
+            "model_dtype": scorer.params.dtype.name,
+        }
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids of a text; one that begins with the BOS token's own text, as of a chat template, gets no other."""
@@ -151,9 +170,11 @@ class JshadowLM(TemplateLM):
             raise PromptError("apply_chat_template must be left out, for the tokenizer has no chat template")
         try:
             text = self.tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
-            )  # fmt: skip
+            )
         except Exception as error:  # a template is a program of the checkpoint and may raise anything
             raise PromptError(f"the chat template refuses this chat: {error}") from error
         return str(text)
@@ -248,8 +269,11 @@ class JshadowLM(TemplateLM):
             return list(contexts)
         LOG.warning(
             "%d of %d requests were too long for max_length=%d: %d tokens were cut out of the middle of their contexts",
-            len(over), len(contexts), self.max_length, sum(over),
-        )  # fmt: skip
+            len(over),
+            len(contexts),
+            self.max_length,
+            sum(over),
+        )
         halves = [(room // 2, room - room // 2) for room in rooms]
         return [
             one if len(one) <= first + last else one[:first] + one[len(one) - last :]

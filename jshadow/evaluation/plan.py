@@ -172,9 +172,16 @@ def least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Calla
 
 
 def plan(
-    setup: Setup, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], samples: int, seed: int,
-    shares: Sequence[float] = (), data: Data | None = None, sweeps: Mapping[str, Sequence[Policy]] | None = None,
-) -> list[Cell]:  # fmt: skip
+    setup: Setup,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    policies: Sequence[Policy],
+    samples: int,
+    seed: int,
+    shares: Sequence[float] = (),
+    data: Data | None = None,
+    sweeps: Mapping[str, Sequence[Policy]] | None = None,
+) -> list[Cell]:
     """Make every case and check every policy, before anything runs.
 
     Raises:
@@ -198,7 +205,7 @@ def plan(
             cell, entries=entries_of(setup, own, cell.cases[0], cell.shortest, cell.capacity, shares, swept)
         )
         for cell in cells
-    ]  # fmt: skip
+    ]
 
 
 def checked_policies(setup: Setup, policies: Sequence[Policy], shares: Sequence[float]) -> list[Policy]:
@@ -255,7 +262,7 @@ def data_cells(setup: Setup, data: Data) -> list[Cell]:
     params, cells = setup.params, []
     for one in read_cases(
         data.paths, params.tokenizer, params.config.context, truncate=data.truncate, limit=data.limit
-    ):  # fmt: skip
+    ):
         length = max(len(case.prompt) for case in one.cases)
         # the longest prompt and the longest answer may be of two cases
         capacity = min(length + max(map(growth, one.cases)), params.config.context)
@@ -264,9 +271,14 @@ def data_cells(setup: Setup, data: Data) -> list[Cell]:
 
 
 def entries_of(
-    setup: Setup, policies: Sequence[Policy], case: Case, length: int, capacity: int, shares: Sequence[float],
+    setup: Setup,
+    policies: Sequence[Policy],
+    case: Case,
+    length: int,
+    capacity: int,
+    shares: Sequence[float],
     swept: Mapping[Policy, tuple[str, ...]],
-) -> tuple[Entry, ...]:  # fmt: skip
+) -> tuple[Entry, ...]:
     """Full attention first, then what runs beside it. Raises ConfigError where a policy cannot run."""
     if shares:
         full, *others = policies

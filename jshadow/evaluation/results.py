@@ -84,9 +84,10 @@ def cell(
     row: dict[str, Any] = {"score": score, "stderr": stderr, "samples": len(records)}
     row |= {name: mean_known([record[name] for record in records]) for name in ("attended_tokens", "hit_rate")}
     pairs = [
-        pair for mine, its in zip(records, full, strict=True)
+        pair
+        for mine, its in zip(records, full, strict=True)
         for pair in zip(scores_of(mine), scores_of(its), strict=True)
-    ]  # fmt: skip
+    ]
     if not pairs:
         row["kl"], row["kl_stderr"] = mean_stderr([record["kl"] for record in records])
         row |= {"ppl": mean_perplexity(records), "ppl_full": mean_perplexity(full)}
@@ -179,21 +180,46 @@ def figures(rows: Sequence[Mapping[str, Any]]) -> Table:
         name = row["policy"] + (" (control)" if row["control_of"] else "") + (" (fitted)" if row["fitted"] else "")
         score = form(row["score"], ".1f") + ("" if row["stderr"] is None else f" ± {row['stderr']:.1f}")
         table.add_row(
-            row["task"], f"{row['length']:,}", name, score, form(row.get("recall_of_full"), ".1f"),
-            form(row.get("kl"), ".4f"), form(row.get("ppl"), ".3f"), f"{row['offloaded_device_bytes']:,}",
-            f"{row['full_bytes'] / row['offloaded_device_bytes']:.2f}", form(row["hit_rate"], ".1f", 100.0),
-        )  # fmt: skip
+            row["task"],
+            f"{row['length']:,}",
+            name,
+            score,
+            form(row.get("recall_of_full"), ".1f"),
+            form(row.get("kl"), ".4f"),
+            form(row.get("ppl"), ".3f"),
+            f"{row['offloaded_device_bytes']:,}",
+            f"{row['full_bytes'] / row['offloaded_device_bytes']:.2f}",
+            form(row["hit_rate"], ".1f", 100.0),
+        )
     return table
 
 
 def infeasible_row(task: str, length: int, name: str, share: float | None, why: str | None) -> dict[str, Any]:
     """The row of a policy that no setting brings down to a share."""
-    nothing = ("score", "stderr", "device_bytes", "host_bytes", "full_bytes", "offloaded_device_bytes",
-               "served_device_bytes", "served_full_bytes", "served_moved_bytes", "settings")  # fmt: skip
+    nothing = (
+        "score",
+        "stderr",
+        "device_bytes",
+        "host_bytes",
+        "full_bytes",
+        "offloaded_device_bytes",
+        "served_device_bytes",
+        "served_full_bytes",
+        "served_moved_bytes",
+        "settings",
+    )
     return {
-        "task": task, "length": length, "policy": name, "name": name, "share": share, "infeasible": why,
-        "control_of": None, "control": None, "fitted": False, **dict.fromkeys(nothing),
-    }  # fmt: skip
+        "task": task,
+        "length": length,
+        "policy": name,
+        "name": name,
+        "share": share,
+        "infeasible": why,
+        "control_of": None,
+        "control": None,
+        "fitted": False,
+        **dict.fromkeys(nothing),
+    }
 
 
 def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:

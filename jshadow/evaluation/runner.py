@@ -109,9 +109,7 @@ def judged(case: Case, texts: Sequence[str]) -> dict[str, Any]:
     return record if scores == hits else record | {"scores": scores}
 
 
-def prefilled(
-    setup: Setup, cell: Cell, case: Case, policies: Sequence[Policy]
-) -> Iterator[tuple[Any, KVState]]:  # fmt: skip
+def prefilled(setup: Setup, cell: Cell, case: Case, policies: Sequence[Policy]) -> Iterator[tuple[Any, KVState]]:
     """Logits and state of each policy, in order; one prefill for many, but for those that attend in their own way.
 
     Those with learned arrays have one each as well: a shared prefill takes arrays of one policy.
@@ -156,12 +154,24 @@ def sample_key(setup: Setup, model: str, cell: Cell, index: int, policy: Policy)
 
 
 def evaluate(
-    params: Any, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], *, samples: int = 10,
-    seed: int = 0, fetch: str = "auto", out: Any = None, progress: Progress | None = None,
-    shares: Sequence[float] = (), prefill: PrefillAttention | None = None, fitted: Mapping[str, Any] | None = None,
-    sweeps: Mapping[str, Sequence[Policy]] | None = None, data: Sequence[Any] = (), truncate: str | None = None,
+    params: Any,
+    tasks: Sequence[str],
+    lengths: Sequence[int],
+    policies: Sequence[Policy],
+    *,
+    samples: int = 10,
+    seed: int = 0,
+    fetch: str = "auto",
+    out: Any = None,
+    progress: Progress | None = None,
+    shares: Sequence[float] = (),
+    prefill: PrefillAttention | None = None,
+    fitted: Mapping[str, Any] | None = None,
+    sweeps: Mapping[str, Sequence[Policy]] | None = None,
+    data: Sequence[Any] = (),
+    truncate: str | None = None,
     limit: int | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Measure policies against full attention.
 
     Args:

@@ -76,8 +76,14 @@ RULER = {
     **{
         name: Kind("string_match_all", 128, chat=False)
         for name in (
-            "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
-            "niah_multivalue", "niah_multiquery",
+            "niah_single_1",
+            "niah_single_2",
+            "niah_single_3",
+            "niah_multikey_1",
+            "niah_multikey_2",
+            "niah_multikey_3",
+            "niah_multivalue",
+            "niah_multiquery",
         )
     },
     "vt": Kind("string_match_all", 30, chat=False),
@@ -85,7 +91,7 @@ RULER = {
     "fwe": Kind("string_match_all", 50, chat=False),
     "qa_1": Kind("string_match_part", 32, chat=False),
     "qa_2": Kind("string_match_part", 32, chat=False),
-}  # fmt: skip
+}
 CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh", "longbook_qa_chn")
 ALIASES = {"repobench_p": "repobench-p"}
 GIVEN = ("context", "question", "answer_prefix", "answer", "max_new_tokens")  # kvpress's columns

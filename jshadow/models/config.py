@@ -195,9 +195,15 @@ class ModelConfig:
 
 
 REQUIRED_HF_KEYS = (
-    "model_type", "vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
-    "rms_norm_eps", "max_position_embeddings",
-)  # fmt: skip
+    "model_type",
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
 
 
 def activation_of(hf: Mapping[str, Any], key: str) -> str:

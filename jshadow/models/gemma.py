@@ -67,10 +67,16 @@ GEMMA3_TEXT = ModelFamily(
     rules=EMBEDDING + NORMS + ATTENTION + VALUES + OUTPUT + QK_NORMS + GATE_AND_UP + DOWN,
     told="sliding layers keep a plain window, global layers take the policy; norms around everything; tanh GELU",
     defaults={
-        "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-        "tie_word_embeddings": True, "eos_token_id": 1, "num_key_value_heads": 4, "rope_theta": 1e6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "num_key_value_heads": 4,
+        "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
     read=_read,
     write=_write,
-)  # fmt: skip
+)

@@ -15,9 +15,12 @@ POST_NORMS = (
 )
 RULES = EMBEDDING + NORMS + INTERLEAVED + VALUES + OUTPUT + FUSED_GATE_AND_UP + DOWN
 DEFAULTS = {
-    "partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "head_dim": 128,
+    "num_key_value_heads": 2,
     "eos_token_id": [151329, 151336, 151338],
-}  # fmt: skip
+}
 
 
 def _glm(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,9 +44,7 @@ class Linear(nn.Module):
         int8 = self.has_variable("params", "kernel_scale")
         # before its factor, an output of int8 weights may be beyond float16
         wide = jnp.float32 if int8 else None
-        out = lax.dot_general(
-            x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=wide
-        )  # fmt: skip
+        out = lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=wide)
         if int8:
             out = (out * self.get_variable("params", "kernel_scale")).astype(x.dtype)
         if self.use_bias:

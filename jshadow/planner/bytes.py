@@ -40,12 +40,23 @@ def cache_specs(
         own = policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window, policy.foresees)
         specs.append(
             CacheSpec(
-                layer=layer, num_layers=config.num_layers, batch=batch, capacity=capacity,
-                window=own.window_slots(capacity, shortest), q_heads=config.q_heads, kv_heads=config.kv_heads,
-                head_dim=config.head_dim, model_dim=config.model_dim, dtype=dtype,
-                scale=config.attention_scale, rope=kind.rope, sliding_window=kind.window, fetch=fetch, policy=own,
+                layer=layer,
+                num_layers=config.num_layers,
+                batch=batch,
+                capacity=capacity,
+                window=own.window_slots(capacity, shortest),
+                q_heads=config.q_heads,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                model_dim=config.model_dim,
+                dtype=dtype,
+                scale=config.attention_scale,
+                rope=kind.rope,
+                sliding_window=kind.window,
+                fetch=fetch,
+                policy=own,
             )
-        )  # fmt: skip
+        )
     return tuple(specs)
 
 
@@ -72,11 +83,9 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
         layers.append(layer.replace(host=offload.tier_shapes(spec.policy.host_layout(spec), spec)))
     batch = specs[0].batch
     shared, lengths, counters, fitted = jax.eval_shape(
-        lambda fitted: (
-            policy.init_shared(specs, fitted), jnp.zeros(batch, jnp.int32), Counters.zeros(batch), fitted
-        ),
+        lambda fitted: (policy.init_shared(specs, fitted), jnp.zeros(batch, jnp.int32), Counters.zeros(batch), fitted),
         fitted,
-    )  # fmt: skip
+    )
     return KVState(tuple(layers), shared, lengths, lengths, counters, fitted, specs, policy)
 
 
@@ -128,7 +137,7 @@ def check_prompt(prompt: int, capacity: int) -> None:
 
 def step_footprint(
     config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Bytes that one decode step of one row moves from the host, and that it reads on the device, all layers.
 
     Args and their meaning as in `footprint`.
@@ -157,10 +166,18 @@ def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, 
 
 
 def prefill_peak(
-    config: ModelConfig, policy: Policy, *, batch: int, tokens: int, capacity: int, prefill_chunk: int = 2048,
-    shortest: int | None = None, dtype: str = "bfloat16", fetch: str = "auto",
+    config: ModelConfig,
+    policy: Policy,
+    *,
+    batch: int,
+    tokens: int,
+    capacity: int,
+    prefill_chunk: int = 2048,
+    shortest: int | None = None,
+    dtype: str = "bfloat16",
+    fetch: str = "auto",
     attention: PrefillAttention | None = None,
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Device bytes at the peak of a prefill, which its last layer reaches: an upper bound, by part.
 
     Only "state" grows with the layers, and "piece" alone with prefill_chunk. Logits and the weights' own copies while

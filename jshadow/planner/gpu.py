@@ -115,16 +115,30 @@ class CapacityPlan:
         for place, name, side in told + [(values["beside"], name, side) for name, side in self.beside.items()]:
             device, host = side.row_bytes
             settings = side.policy.settings()
-            place[name] |= {"policy": {"name": side.policy.name, **settings}, "row_device_bytes": device,
-                            "row_host_bytes": host, "ratio": self.ratio_of(side)}  # fmt: skip
+            place[name] |= {
+                "policy": {"name": side.policy.name, **settings},
+                "row_device_bytes": device,
+                "row_host_bytes": host,
+                "ratio": self.ratio_of(side),
+            }
         return values | {"ratio": self.ratio}
 
 
 def capacity_plan(
-    config: ModelConfig, policy: Policy, gpu: Gpu, *, context: int, max_new_tokens: int = 64, count: int = 1,
-    batch: int | None = None, dtype: str = "bfloat16", fetch: str = "device_put", repeat_share: float | None = None,
-    host_limit: int | None = None, beside: Mapping[str, Policy] | None = None,
-) -> CapacityPlan:  # fmt: skip
+    config: ModelConfig,
+    policy: Policy,
+    gpu: Gpu,
+    *,
+    context: int,
+    max_new_tokens: int = 64,
+    count: int = 1,
+    batch: int | None = None,
+    dtype: str = "bfloat16",
+    fetch: str = "device_put",
+    repeat_share: float | None = None,
+    host_limit: int | None = None,
+    beside: Mapping[str, Policy] | None = None,
+) -> CapacityPlan:
     """Plan decoding on one GPU, or on several that share weights and KV heads (each then holds an equal part).
 
     Args:
@@ -146,9 +160,13 @@ def capacity_plan(
         ConfigError: a count, share or setting out of range, or KV heads that do not split.
         CapacityError: more tokens than the model's context.
     """
-    for name, value, least in (("context", context, 1), ("max_new_tokens", max_new_tokens, 0), ("count", count, 1),
-                               ("batch", 1 if batch is None else batch, 1),
-                               ("host_limit", 0 if host_limit is None else host_limit, 0)):  # fmt: skip
+    for name, value, least in (
+        ("context", context, 1),
+        ("max_new_tokens", max_new_tokens, 0),
+        ("count", count, 1),
+        ("batch", 1 if batch is None else batch, 1),
+        ("host_limit", 0 if host_limit is None else host_limit, 0),
+    ):
         if value < least:
             raise ConfigError(f"{name} must be at least {least}, got {value}")
     capacity = context + max_new_tokens
@@ -163,9 +181,20 @@ def capacity_plan(
     planner = Planner(share_of(config, count), config, gpu, count, context, capacity, dtype, fetch, share, host_limit)
     others = {name: planner.plan(other, batch, capped=False) for name, other in (beside or {}).items()}
     return CapacityPlan(
-        gpu, count, dtype, fetch, context, capacity, share, planner.weights_bytes, CONTEXT_RESERVE, host_limit,
-        planner.plan(policy, batch, capped=False), others, planner.plan(Full(), batch, capped=True),
-    )  # fmt: skip
+        gpu,
+        count,
+        dtype,
+        fetch,
+        context,
+        capacity,
+        share,
+        planner.weights_bytes,
+        CONTEXT_RESERVE,
+        host_limit,
+        planner.plan(policy, batch, capped=False),
+        others,
+        planner.plan(Full(), batch, capped=True),
+    )
 
 
 def repeats(fetch: str, repeat_share: float | None) -> float:
@@ -185,9 +214,13 @@ def share_of(config: ModelConfig, count: int) -> ModelConfig:
     if config.kv_heads % count:
         raise ConfigError(f"count must divide kv_heads={config.kv_heads}, got {count}")
     return dataclasses.replace(
-        config, q_heads=config.q_heads // count, kv_heads=config.kv_heads // count, ffn_dim=-(-config.ffn_dim // count),
-        vocab_size=-(-config.vocab_size // count), eos_ids=(),
-    )  # fmt: skip
+        config,
+        q_heads=config.q_heads // count,
+        kv_heads=config.kv_heads // count,
+        ffn_dim=-(-config.ffn_dim // count),
+        vocab_size=-(-config.vocab_size // count),
+        eos_ids=(),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,10 +266,18 @@ class Planner:
             largest, above = (middle, above) if needed(middle) <= self.gpu.memory_bytes else (largest, middle)
         rows = largest if batch is None else min(batch, largest) if capped else batch
         return PolicyPlan(
-            policy, why_dense(policy, self.whole, self.capacity), parts, largest, self.prefill_batch(policy), rows,
-            0 < rows <= largest, self.temporaries(policy, rows), needed(rows), rows * host * self.count,
+            policy,
+            why_dense(policy, self.whole, self.capacity),
+            parts,
+            largest,
+            self.prefill_batch(policy),
+            rows,
+            0 < rows <= largest,
+            self.temporaries(policy, rows),
+            needed(rows),
+            rows * host * self.count,
             self.step(policy, rows) if rows else None,
-        )  # fmt: skip
+        )
 
     def specs(self, policy: Policy, batch: int) -> tuple[Any, ...]:
         """Of all layers."""
@@ -260,10 +301,19 @@ class Planner:
         if self.count > 1:
             return None
         one, two = (
-            sum(prefill_peak(self.whole, policy, batch=batch, tokens=self.context, capacity=self.capacity,
-                             dtype=self.dtype, fetch=self.fetch).values())
+            sum(
+                prefill_peak(
+                    self.whole,
+                    policy,
+                    batch=batch,
+                    tokens=self.context,
+                    capacity=self.capacity,
+                    dtype=self.dtype,
+                    fetch=self.fetch,
+                ).values()
+            )
             for batch in (1, 2)
-        )  # fmt: skip
+        )
         return max(0, (self.gpu.memory_bytes - CONTEXT_RESERVE - one) // (two - one) + 1)
 
     def step(self, policy: Policy, batch: int) -> StepBound:

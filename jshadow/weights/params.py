@@ -75,9 +75,13 @@ class Params:
 
 
 def load(
-    path_or_hub_id: str | os.PathLike[str], dtype: str = "bfloat16", *, quantize: str | None = None,
-    mesh: Mesh | None = None, verify: bool = True,
-) -> Params:  # fmt: skip
+    path_or_hub_id: str | os.PathLike[str],
+    dtype: str = "bfloat16",
+    *,
+    quantize: str | None = None,
+    mesh: Mesh | None = None,
+    verify: bool = True,
+) -> Params:
     """Load a checkpoint: a Hugging Face directory, or one that `jshadow.convert` made, orbax included.
 
     Args:

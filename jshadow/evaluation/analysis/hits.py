@@ -64,9 +64,13 @@ def hit_rates(params: Any, tokens: Any, policy: ShadowKV, steps: int, *, fetch: 
     if told := resolved.fallback(params.config, prompt):
         raise ConfigError(f"tokens must leave chunks to select from: {told}")
     _, state = decode.prefill(
-        params, ids[None, :prompt], np.array([prompt], np.int32), resolved, capacity=len(ids),
+        params,
+        ids[None, :prompt],
+        np.array([prompt], np.int32),
+        resolved,
+        capacity=len(ids),
         fetch=offload.resolve_fetch(fetch),
-    )  # fmt: skip
+    )
     held = []
     for token in ids[prompt:]:
         _, state = decode.decode_step(params, np.array([token], np.int32), state)

@@ -14,9 +14,14 @@ from jshadow.policies.base import check_range
 
 
 def sweep(
-    params: Any, texts: Sequence[Any], policies: Sequence[Policy], *, steps: int = 64, fetch: str = "resident",
+    params: Any,
+    texts: Sequence[Any],
+    policies: Sequence[Policy],
+    *,
+    steps: int = 64,
+    fetch: str = "resident",
     progress: Progress | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """How far settings are from full attention on given texts, and what they take (figures 8 and 9, table 15).
 
     The paper tells task accuracy; here the last `steps` tokens of each text are teacher-forced behind the others, and

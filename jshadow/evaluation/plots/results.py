@@ -95,9 +95,12 @@ def plot_turns(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) 
             if row["name"] == "full":  # broad, behind the others, which may lie on it
                 look |= {"color": "0.7", "linewidth": 7, "zorder": 1}
             axis.plot(
-                range(1, len(row["turns"]) + 1), row["turns"], alpha=0.85, **look,
+                range(1, len(row["turns"]) + 1),
+                row["turns"],
+                alpha=0.85,
+                **look,
                 label=f"{plain(row['name'])} ({100 * share:.0f} % of full's bytes)",
-            )  # fmt: skip
+            )
         axis.set_title(f"{plain(task)}, {length:,} tokens, {own[0]['samples']} samples")
         axis.set_xlabel("turn")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -165,11 +168,16 @@ def policy_title(row: Row) -> str:
 
 
 FIELDS = {
-    "rank": "rank", "chunk_size": "chunk size, tokens", "budget": "budget, tokens",
-    "outlier_chunks": "outlier chunks a KV head", "local_chunks": "local chunks", "key_bits": "bits a column",
-    "landmark_tokens": "tokens a landmark", "landmark_levels": "levels of landmarks",
+    "rank": "rank",
+    "chunk_size": "chunk size, tokens",
+    "budget": "budget, tokens",
+    "outlier_chunks": "outlier chunks a KV head",
+    "local_chunks": "local chunks",
+    "key_bits": "bits a column",
+    "landmark_tokens": "tokens a landmark",
+    "landmark_levels": "levels of landmarks",
     "landmark_order": "order of landmarks",
-}  # fmt: skip
+}
 SIZES = {"served_device_bytes": "KV bytes on the device, MB", "served_moved_bytes": "from the host a step, MB"}
 MEASURES = {"score": "score, %", "top1": "same next token as full attention, %", "kl": "KL(full, method), nats"}
 
@@ -210,15 +218,23 @@ def plot_memory(
     for axis, (task, length, size) in zip(axes, places, strict=True):
         own = [row for row in drawn if (row["task"], row["length"]) == (task, length)]
         for base, name in methods:
-            points = sorted(((row.get(size) or 0) / 1e6, row[measure], row.get(error_of(measure)) or 0.0)
-                            for row in own if name in lines_of(row))  # fmt: skip
+            points = sorted(
+                ((row.get(size) or 0) / 1e6, row[measure], row.get(error_of(measure)) or 0.0)
+                for row in own
+                if name in lines_of(row)
+            )
             if not points:
                 continue
             look = look_of(base, [one for one in methods if one[0] == base].index((base, name)))
             if base == "full":
                 axis.axhline(points[0][1], color=look["color"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-            line = axis.errorbar(*zip(*[p[:2] for p in points], strict=True), yerr=[p[2] for p in points],
-                                 elinewidth=0.8, alpha=0.9, **look)  # fmt: skip
+            line = axis.errorbar(
+                *zip(*[p[:2] for p in points], strict=True),
+                yerr=[p[2] for p in points],
+                elinewidth=0.8,
+                alpha=0.9,
+                **look,
+            )
             handles.setdefault(name, line)
         axis.set_title(f"{plain(task)}, {length:,} tokens, {own[0]['samples']} samples")
         axis.set_xlabel(SIZES[size])

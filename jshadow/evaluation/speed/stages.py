@@ -15,14 +15,23 @@ from jshadow.policies.shadowkv.costs import ChunkCosts, sizes_of
 
 # The stages in their order, with the one that contains them: a fetch brings values while it rebuilds keys.
 STAGES = {
-    "append": None, "scores": "select", "select": None, "keys": "fetch", "values": "fetch", "fetch": None,
+    "append": None,
+    "scores": "select",
+    "select": None,
+    "keys": "fetch",
+    "values": "fetch",
+    "fetch": None,
     "attend": None,
-}  # fmt: skip
+}
 # What reads which part of a state (`Policy.step_bytes`); a part that is not named is attended.
 READ_BY = {
-    "landmarks": "scores", "spread": "scores", "candidates": "scores", "left": "keys", "right": "keys",
+    "landmarks": "scores",
+    "spread": "scores",
+    "candidates": "scores",
+    "left": "keys",
+    "right": "keys",
     "values": "values",
-}  # fmt: skip
+}
 
 
 def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int = 10) -> list[dict[str, Any]]:
@@ -44,11 +53,16 @@ def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int
     times["append"] = time_append(spec, state, step, repeats)  # last, for it consumes the state
     return [
         {
-            "stage": name, "part_of": outer, "step_seconds": times[name].median, "least": times[name].least,
-            "most": times[name].most, **dict(zip(("bytes_read", "bytes_fetched", "flops"), costs[name], strict=True)),
+            "stage": name,
+            "part_of": outer,
+            "step_seconds": times[name].median,
+            "least": times[name].least,
+            "most": times[name].most,
+            **dict(zip(("bytes_read", "bytes_fetched", "flops"), costs[name], strict=True)),
         }
-        for name, outer in STAGES.items() if name in times
-    ]  # fmt: skip
+        for name, outer in STAGES.items()
+        if name in times
+    ]
 
 
 def programs(spec: CacheSpec, state: LayerState, step: StepKV) -> dict[str, tuple[Callable[..., Any], tuple]]:

@@ -16,9 +16,23 @@ from jshadow.evaluation.tasks.framing import Case, Sample, encode
 from jshadow.evaluation.tasks.texts import STORY, noise_pieces
 
 NAMES = (
-    "Ada", "Bruno", "Clara", "David", "Elena", "Farid", "Greta", "Hugo", "Irene", "Jonas", "Katja", "Leo", "Mira",
-    "Nils", "Olga", "Pavel",
-)  # fmt: skip
+    "Ada",
+    "Bruno",
+    "Clara",
+    "David",
+    "Elena",
+    "Farid",
+    "Greta",
+    "Hugo",
+    "Irene",
+    "Jonas",
+    "Katja",
+    "Leo",
+    "Mira",
+    "Nils",
+    "Olga",
+    "Pavel",
+)
 PLACES = ("Basel", "Bergen", "Porto", "Kyoto", "Quebec", "Malmo", "Graz", "Leeds", "Tunis", "Perth")
 GOODS = ("lamps", "chairs", "books", "clocks", "ropes", "tents", "bells", "tables", "baskets", "mirrors")
 FORMS = (
@@ -39,9 +53,12 @@ def records(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Orders, each with a number of its own."""
     for number in numbers(rng, 4):
         yield {
-            "order": int(number), "name": rng.choice(NAMES), "city": rng.choice(PLACES), "count": rng.randrange(2, 100),
+            "order": int(number),
+            "name": rng.choice(NAMES),
+            "city": rng.choice(PLACES),
+            "count": rng.randrange(2, 100),
             "goods": rng.choice(GOODS),
-        }  # fmt: skip
+        }
 
 
 def text_to_json(tokenizer: Any, length: int, depth: float, seed: int) -> Case:

@@ -98,9 +98,15 @@ def fill(tokenizer: Any, compose: Compose, room: int, least: int, after: Callabl
 
 
 def filled(
-    tokenizer: Any, length: int, compose: Compose, samples: Sequence[Sample], *, least: int = 0, apart: bool = False,
+    tokenizer: Any,
+    length: int,
+    compose: Compose,
+    samples: Sequence[Sample],
+    *,
+    least: int = 0,
+    apart: bool = False,
     after: Callable[[int], str] | None = None,
-) -> Case:  # fmt: skip
+) -> Case:
     """The case whose prompt has `length` tokens, or at most a hundredth less.
 
     Args:

@@ -136,9 +136,15 @@ def render(tokenizer: Any, contents: Sequence[str]) -> str:
 
 
 def case_of(
-    tokenizer: Any, samples: Sequence[Sample], *, head: str = "", apart: bool = False, turns: bool = False,
-    chat: bool = True, drop: int = 0,
-) -> Case:  # fmt: skip
+    tokenizer: Any,
+    samples: Sequence[Sample],
+    *,
+    head: str = "",
+    apart: bool = False,
+    turns: bool = False,
+    chat: bool = True,
+    drop: int = 0,
+) -> Case:
     """The case of questions about one context, whose token ids follow from its text alone.
 
     Args:

@@ -22,9 +22,12 @@ from jshadow.evaluation.tasks.framing import encode
 # ShadowKV at rank 32 and budget 256 found 5 of 10 numbers in 4,096 tokens where SmolLM2 with full attention found all.
 NOISE = ("The hill is steep.", "The lamp is lit.", "The tea is hot.", "Off we go.", "Home we come again.")
 STORY = (
-    "A narrow river runs past the old mill.", "Somebody left a lamp on in the kitchen.", "Nothing much happens here.",
-    "Rain is on its way from the west.", "The bus will be late again.",
-)  # fmt: skip
+    "A narrow river runs past the old mill.",
+    "Somebody left a lamp on in the kitchen.",
+    "Nothing much happens here.",
+    "Rain is on its way from the west.",
+    "The bus will be late again.",
+)
 VERSES_FILE = "bible/data/kjv.jsonl"
 MODULES_LARGEST = 200_000  # characters of a module that is read: tables of numbers are longer
 

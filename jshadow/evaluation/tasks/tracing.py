@@ -99,9 +99,10 @@ def frequent_words(tokenizer: Any, length: int, depth: float, seed: int) -> Case
         return f"This is a text in code. Count its words and leave out the dots.\n\n{' '.join(text)}{padding}"
 
     least = next(
-        total for total in itertools.count(20)
+        total
+        for total in itertools.count(20)
         if len(told := zipf_counts(total, vocabulary)) > FREQUENT + 1 and told[FREQUENT] > told[FREQUENT + 1] + 1
-    )  # fmt: skip
+    )
     question = f"Which {FREQUENT} words of the text in code come most often?"
     prefix = "The words that come most often are:"
     answers = tuple(codes[1 : FREQUENT + 1])

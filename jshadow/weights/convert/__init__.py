@@ -21,9 +21,14 @@ __all__ = ["convert"]
 
 
 def convert(
-    src: str | os.PathLike[str], dst: str | os.PathLike[str], dtype: str = "bfloat16",
-    progress: Callable[[int, int], None] | None = None, *, format: str = "huggingface", shard_bytes: int = SHARD_BYTES,
-) -> None:  # fmt: skip
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    dtype: str = "bfloat16",
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    format: str = "huggingface",
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """Write the checkpoint `src` as a new directory `dst`, with a manifest of all files.
 
     One tensor after another is read, cast and written, so that memory does not grow with the checkpoint. The directory
@@ -75,9 +80,7 @@ def open_source(src: str | os.PathLike[str]) -> Source:
     return open_orbax(directory) if kind_of(directory) == "orbax" else open_huggingface(directory)
 
 
-def _write_orbax(
-    source: Source, path: Path, dtype: str, progress: Callable[[int, int], None] | None = None
-) -> None:  # fmt: skip
+def _write_orbax(source: Source, path: Path, dtype: str, progress: Callable[[int, int], None] | None = None) -> None:
     """The weights of a source as an orbax checkpoint."""
     wanted = flat_abstract(source.config)
     tensor_of = {path: tensor for tensor in placements(source.family, wanted).values() for path in tensor.paths}

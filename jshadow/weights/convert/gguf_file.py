@@ -23,9 +23,19 @@ STRING, ARRAY = 8, 9
 SCALARS: dict[int, np.dtype[Any]] = {
     code: np.dtype(name)
     for code, name in {
-        0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+        0: "<u1",
+        1: "<i1",
+        2: "<u2",
+        3: "<i2",
+        4: "<u4",
+        5: "<i4",
+        6: "<f4",
+        7: "?",
+        10: "<u8",
+        11: "<i8",
+        12: "<f8",
     }.items()
-}  # fmt: skip
+}
 MIN_FIELD, MIN_STRING, MIN_TENSOR = 13, 8, 24  # fewest bytes that a header entry of each kind takes
 MAX_DIMENSIONS = 4
 

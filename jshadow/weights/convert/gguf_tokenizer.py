@@ -37,8 +37,12 @@ class Pre(NamedTuple):
 
 LLAMA3 = Pre(pattern=LLAMA3_PATTERN, ignore_merges=True, add_bos=True)
 PRE_TYPES: dict[str, Pre] = {
-    "gpt2": Pre(), "gpt-2": Pre(), "smollm": Pre(digits=True), "llama-bpe": LLAMA3, "llama3": LLAMA3,
-}  # fmt: skip
+    "gpt2": Pre(),
+    "gpt-2": Pre(),
+    "smollm": Pre(digits=True),
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+}
 
 
 def write_tokenizer(metadata: dict[str, Any], directory: Path, context: int) -> bool:

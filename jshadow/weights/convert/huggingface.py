@@ -34,8 +34,17 @@ HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges
 HUB_IGNORED = ("*/*", "consolidated*")
 LARGEST_SIZE = 2**31 - 1
 # What a directory may carry beside config and weights.
-SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
-              "special_tokens_map.json", "added_tokens.json", "merges.txt", "*.jinja")  # fmt: skip
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "*.jinja",
+)
 Put = Callable[[str, np.ndarray], tuple[dict[str, Any], str | None]]
 
 # Tensors that some checkpoints carry and that hold nothing of the model's own: (name, when, why).
@@ -220,9 +229,13 @@ def open_huggingface(directory: Path) -> Source:
     raise_all(str(directory), problems)
     files = {placement.name: file for file, placement in order}
     return Source(
-        hf, family, config, {name: file.shapes[name] for name, file in files.items()},
-        lambda name: files[name].read(name), functools.partial(copy_side_files, directory),
-    )  # fmt: skip
+        hf,
+        family,
+        config,
+        {name: file.shapes[name] for name, file in files.items()},
+        lambda name: files[name].read(name),
+        functools.partial(copy_side_files, directory),
+    )
 
 
 def copy_side_files(directory: Path, target: Path) -> None:

@@ -61,9 +61,13 @@ def tensors_of(weights: dict[str, Any], config: ModelConfig) -> tuple[dict[str, 
 
 
 def write_shards(
-    directory: Path, shapes: Mapping[str, Shape], dtype: str, read: Callable[[str], np.ndarray],
-    shard_bytes: int = SHARD_BYTES, progress: Callable[[int, int], None] | None = None,
-) -> None:  # fmt: skip
+    directory: Path,
+    shapes: Mapping[str, Shape],
+    dtype: str,
+    read: Callable[[str], np.ndarray],
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
     """Write tensors as Hugging Face does: `model.safetensors`, or numbered shards and an index.
 
     Args:

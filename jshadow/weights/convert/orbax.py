@@ -94,9 +94,12 @@ class PromiseHandler(type_handlers.NumpyHandler):
 
 
 def write_orbax(
-    path: Path, shapes: Mapping[str, Shape], dtype: np.dtype[Any], read: Callable[[str], np.ndarray],
+    path: Path,
+    shapes: Mapping[str, Shape],
+    dtype: np.dtype[Any],
+    read: Callable[[str], np.ndarray],
     progress: Callable[[int, int], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write a weight tree.
 
     Args:
@@ -165,8 +168,9 @@ class OrbaxWeights:
         lines += [f"{path}: extra, the config has no such weight" for path in self.shapes if path not in wanted]
         lines += [
             f"{path}: misshaped, expected {list(wanted[path])}, got {list(shape)}"
-            for path, shape in self.shapes.items() if path in wanted and shape != wanted[path]
-        ]  # fmt: skip
+            for path, shape in self.shapes.items()
+            if path in wanted and shape != wanted[path]
+        ]
         return lines
 
     def read(self, names: tuple[str, ...]) -> dict[str, np.ndarray]:
@@ -177,10 +181,12 @@ class OrbaxWeights:
         self, names: tuple[str, ...], dtype: np.dtype[Any], sharding: Callable[[str], jax.sharding.Sharding]
     ) -> dict[str, jax.Array]:
         """Weights as arrays on the devices that `sharding` names: each device reads its own part."""
-        return self._restore({
-            name: ocp.ArrayRestoreArgs(sharding=sharding(name), global_shape=self.shapes[name], dtype=dtype)
-            for name in names
-        })  # fmt: skip
+        return self._restore(
+            {
+                name: ocp.ArrayRestoreArgs(sharding=sharding(name), global_shape=self.shapes[name], dtype=dtype)
+                for name in names
+            }
+        )
 
     def _restore(self, wanted: dict[str, Any]) -> dict[str, Any]:
         args = traverse_util.unflatten_dict(wanted, sep="/")
@@ -229,9 +235,12 @@ def open_orbax(directory: Path) -> Source:
 
 
 def read_orbax(
-    directory: Path, config: ModelConfig, dtype: np.dtype[Any], put: Put | None,
+    directory: Path,
+    config: ModelConfig,
+    dtype: np.dtype[Any],
+    put: Put | None,
     sharding: Callable[[str, Shape], jax.sharding.Sharding] | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Read all weights of a directory.
 
     Args:

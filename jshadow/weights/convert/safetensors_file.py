@@ -26,8 +26,18 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
 }
 # Everything that JAX holds without its 64-bit mode.
-TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", "uint32": "U32", "int16": "I16",
-        "uint16": "U16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}  # fmt: skip
+TAGS = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int16": "I16",
+    "uint16": "U16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 DTYPES_OF_TAGS = {tag: DTYPES.get(name, np.dtype(name)) for name, tag in TAGS.items()} | {"F64": np.dtype(np.float64)}
 READABLE_TAGS = ("F64", "F32", "F16", "BF16")
 KIND = "a safetensors file"
@@ -167,9 +177,11 @@ def write_tensors(
 
 
 def write_payload(
-    file: BinaryIO, layout: Layout, read: Callable[[str], np.ndarray],
+    file: BinaryIO,
+    layout: Layout,
+    read: Callable[[str], np.ndarray],
     progress: Callable[[int, int], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the bytes of all tensors, asking for one at a time; the file stands where its header ends.
 
     Args:
