@@ -22,9 +22,10 @@ from rich.table import Table
 
 import jshadow
 from jshadow.engine import decode
-from jshadow.evaluation.plan import Setup, plan
-from jshadow.evaluation.results import mean_stderr
+from jshadow.evaluation.metrics import mean_stderr
+from jshadow.evaluation.plan import plan_tasks
 from jshadow.evaluation.runner import run_case
+from jshadow.evaluation.settings import EvalSettings, Setup
 from jshadow.evaluation.tasks import TASKS as TASK_TABLE
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv.key_codecs import Exact, KeyCode, Profile, Transform
@@ -121,16 +122,16 @@ def divergences(
 ) -> list[dict[str, Any]]:
     """A row an idea: mean KL over all prompts, by kind of text too, and on how many it is below the first idea's."""
     setup = Setup(params, "resident", None, {})
-    cells = plan(setup, TASKS, lengths, list(policies.values()), samples, 0)
-    cells.sort(key=lambda cell: cell.length)  # each length has programs of its own
+    plans = plan_tasks(setup, TASKS, lengths, list(policies.values()), EvalSettings(samples=samples))
+    plans.sort(key=lambda plan: plan.length)  # each length has programs of its own
     found: list[dict[tuple, dict[str, Any]]] = [{} for _ in policies]
-    for done, cell in enumerate(cells):
-        told = [entry.policy for entry in cell.entries if entry.policy is not None]  # full attention first
+    for done, plan in enumerate(plans):
+        told = [entry.policy for entry in plan.entries if entry.policy is not None]  # full attention first
         for index in range(samples):
-            _, *records = run_case(setup, cell, index, told)
+            _, *records = run_case(setup, plan, index, told)
             for own, record in zip(found, records, strict=True):
-                own[cell.task, cell.length, index] = record
-            console.print(f"{cell.task}, {cell.length} tokens, prompt {index + 1}: {done + 1} of {len(cells)} cells")
+                own[plan.task, plan.length, index] = record
+            console.print(f"{plan.task}, {plan.length} tokens, prompt {index + 1}: {done + 1} of {len(plans)} tasks")
         if done % len(TASKS) == len(TASKS) - 1:
             jax.clear_caches()
     rows = []

@@ -14,7 +14,7 @@ import numpy as np
 
 import jshadow
 from jshadow.engine.report import measured_bytes
-from jshadow.evaluation import results as metrics
+from jshadow.evaluation import metrics
 from jshadow.evaluation.tasks import documentation
 from jshadow.policies import POLICIES, parse_policy
 

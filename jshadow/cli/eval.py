@@ -144,7 +144,7 @@ def run_eval(args: argparse.Namespace) -> int:
     """`jshadow eval`: parse, load, evaluate, print."""
     from jshadow.cache import offload
     from jshadow.engine.sparse_prefill import parse_prefill
-    from jshadow.evaluation import results as metrics
+    from jshadow.evaluation import results
     from jshadow.evaluation.html import write_results
     from jshadow.evaluation.plots import check_plot, plot_turns
     from jshadow.evaluation.runner import evaluate
@@ -185,8 +185,8 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.out is not None:
         write_results(rows, args.out, args.command_line)
     if args.json:
-        print(json.dumps({"results": rows, "pooled": metrics.pooled(rows)}))
+        print(json.dumps({"results": rows, "pooled": results.pooled(rows)}))
     else:
-        shown = metrics.show_shares if shares or sweeps else metrics.show
+        shown = results.show_shares if shares or sweeps else results.show
         shown(rows, Console(width=None if sys.stdout.isatty() else 160))
     return 0

@@ -17,9 +17,9 @@ import jinja2
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation import plots
-from jshadow.evaluation import results as metrics
 from jshadow.evaluation.plots.results import FIELDS, check_matplotlib, with_memory, with_scores, with_turns
 from jshadow.evaluation.plots.style import whole_file
+from jshadow.evaluation.results import pooled
 
 Row = Mapping[str, Any]
 TEMPLATE = "report.html.jinja"
@@ -206,7 +206,7 @@ def report(rows: Sequence[Row], *, command: str | Sequence[str] = "") -> str:
     by_task = {task: [row for row in rows if row["task"] == task] for task in dict.fromkeys(r["task"] for r in rows)}
     with tempfile.TemporaryDirectory() as folder:
         drawn = [embedded(picture, Path(folder)) for picture in pictures(rows)]
-    needles = metrics.pooled([row for row in rows if row.keys() >= POOLED])
+    needles = pooled([row for row in rows if row.keys() >= POOLED])
     source = importlib.resources.files("jshadow.evaluation").joinpath(TEMPLATE).read_text(encoding="utf-8")
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

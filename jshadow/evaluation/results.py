@@ -1,61 +1,19 @@
-"""From answers to figures: scores, distances, table rows, and the file in which finished samples are kept."""
+"""From the samples of a task to result rows and printed tables."""
 
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jshadow.errors import ConfigError
+from jshadow.evaluation.metrics import mean_known, mean_stderr
 from jshadow.policies import Policy, Wrapper
 
-RESULTS = "samples.jsonl"
 TELLING = 0.6  # a task tells nothing where its control finds this share of what full attention finds
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Natural logarithms of the probabilities over the last axis, in float64."""
-    shifted = np.asarray(logits, np.float64)
-    shifted = shifted - shifted.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
-def kl(full: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """KL(full || other) in nats at each position of logits [..., V]."""
-    p, q = log_softmax(full), log_softmax(other)
-    return (np.exp(p) * (p - q)).sum(axis=-1)
-
-
-def perplexity(logits: np.ndarray, tokens: np.ndarray) -> float:
-    """exp of the mean loss of tokens [T], each by the logits [T, V] of the place before it."""
-    losses = -np.take_along_axis(log_softmax(logits), np.asarray(tokens)[:, None], axis=-1)
-    return float(np.exp(losses.mean()))
-
-
-def top1(full: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Whether the likeliest token is the same, at each position of logits [..., V]; ties go to the lower id."""
-    return np.argmax(full, axis=-1) == np.argmax(other, axis=-1)
-
-
-def mean_stderr(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and its standard error; None where a single value leaves it unknown."""
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2:
-        return mean, None
-    variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
-
-
-def mean_known(values: Sequence[float | None]) -> float | None:
-    """Mean of the values that are not None; None where all are."""
-    known = [value for value in values if value is not None]
-    return mean_stderr(known)[0] if known else None
 
 
 def tidy(total: float) -> float:
@@ -68,7 +26,7 @@ def scores_of(record: Mapping[str, Any]) -> list[float]:
     return record.get("scores", record["hits"])
 
 
-def cell(
+def score_row(
     records: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, Any]], depths: Sequence[float | None] = ()
 ) -> dict[str, Any]:
     """One table row's figures from the samples of one policy, and of full attention in the same order.
@@ -157,7 +115,7 @@ def label(policy: Policy) -> str:
     return ":".join([policy.name, *(f"{name}={json.dumps(getattr(policy, name))}" for name in changed)])
 
 
-def figures(rows: Sequence[Mapping[str, Any]]) -> Table:
+def results_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """The result table."""
     titles = (
         "task",
@@ -255,7 +213,7 @@ def cut_short(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int, in
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the table, what the controls say, and the recall over all tasks with questions."""
-    console.print(figures(rows))
+    console.print(results_table(rows))
     if rows:
         console.print(f"Ran {rows[0]['fetch']}; KV bytes are those on the device with values offloaded.")
     for prefill in dict.fromkeys(row.get("prefill", "exact") for row in rows):
@@ -272,56 +230,3 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         console.print(f"all questions, {entry['policy']}: {told}")
         if entry["control_of"]:
             console.print(f"all questions, control of {entry['control_of']}: {entry['control']}")
-
-
-class Store:
-    """Finished samples by key, kept in a JSONL file so that a run that was killed goes on where it stopped.
-
-    A key covers the model's weights, the prompt's token ids, capacity, fetch mode and the policy's settings. A damaged
-    line costs only its own sample.
-
-    Attributes:
-        damaged: lines that were not read.
-    """
-
-    FIELDS = frozenset({"key", "score", "hits", "kl", "outputs", "attended_tokens", "hit_rate"})
-
-    def __init__(self, out: str | os.PathLike[str] | None) -> None:
-        self.records: dict[str, dict[str, Any]] = {}
-        self.path: Path | None = None
-        self.damaged = 0
-        if out is None:
-            return
-        try:
-            Path(out).mkdir(parents=True, exist_ok=True)
-            self.path = Path(out) / RESULTS
-            data = self.path.read_bytes() if self.path.exists() else b""
-            if data and not data.endswith(b"\n"):
-                self._write(b"\n")
-        except OSError as error:
-            raise ConfigError(f"out must be a directory that can be written, got {str(out)!r}: {error}") from error
-        for line in filter(bytes.strip, data.split(b"\n")):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and record.keys() >= self.FIELDS:
-                self.records[record["key"]] = record
-            else:
-                self.damaged += 1
-
-    def add(self, key: str, record: Mapping[str, Any], context: Mapping[str, Any]) -> None:
-        """Keep one sample's record, on disk before this returns."""
-        self.records[key] = {"key": key, **context, **record}
-        if self.path is not None:
-            self._write(json.dumps(self.records[key]).encode() + b"\n")
-
-    def _write(self, data: bytes) -> None:
-        """Append in one write, so that a line is whole or the last."""
-        assert self.path is not None
-        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        try:
-            os.write(handle, data)
-            os.fsync(handle)
-        finally:
-            os.close(handle)

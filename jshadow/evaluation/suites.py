@@ -15,7 +15,7 @@ from jshadow.evaluation.text_metrics import LETTERS
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class SuiteTask:
     """One task of a suite.
 
     Attributes:
@@ -41,40 +41,40 @@ CHOICE = "{input}\n\n{options}\n\nAnswer with the letter of the right choice."
 BROKEN = "One of these functions has a deliberate error. Which? Answer with the letter.\n\n{options}"
 
 LONGBENCH = {
-    "narrativeqa": Kind("f1", 128, SHORT),
-    "qasper": Kind("f1", 128, SHORT),
-    "multifieldqa_en": Kind("f1", 64, SHORT),
-    "hotpotqa": Kind("f1", 32, SHORT),
-    "2wikimqa": Kind("f1", 32, SHORT),
-    "musique": Kind("f1", 32, SHORT),
-    "gov_report": Kind("rouge_l", 512, SUMMARY),
-    "qmsum": Kind("rouge_l", 512, "Answer from the text above in a few sentences: {input}"),
-    "multi_news": Kind("rouge_l", 512, SUMMARY),
-    "trec": Kind("classes", 64, chat=False),
-    "triviaqa": Kind("f1_line", 32, chat=False),
-    "samsum": Kind("rouge_l_line", 128, chat=False),
-    "passage_count": Kind("number_share", 32, DIFFERENT),
-    "passage_retrieval_en": Kind("number_share", 32, PARAGRAPH),
-    "lcc": Kind("edit_similarity", 64, chat=False),
-    "repobench-p": Kind("edit_similarity", 64, chat=False),
+    "narrativeqa": SuiteTask("f1", 128, SHORT),
+    "qasper": SuiteTask("f1", 128, SHORT),
+    "multifieldqa_en": SuiteTask("f1", 64, SHORT),
+    "hotpotqa": SuiteTask("f1", 32, SHORT),
+    "2wikimqa": SuiteTask("f1", 32, SHORT),
+    "musique": SuiteTask("f1", 32, SHORT),
+    "gov_report": SuiteTask("rouge_l", 512, SUMMARY),
+    "qmsum": SuiteTask("rouge_l", 512, "Answer from the text above in a few sentences: {input}"),
+    "multi_news": SuiteTask("rouge_l", 512, SUMMARY),
+    "trec": SuiteTask("classes", 64, chat=False),
+    "triviaqa": SuiteTask("f1_line", 32, chat=False),
+    "samsum": SuiteTask("rouge_l_line", 128, chat=False),
+    "passage_count": SuiteTask("number_share", 32, DIFFERENT),
+    "passage_retrieval_en": SuiteTask("number_share", 32, PARAGRAPH),
+    "lcc": SuiteTask("edit_similarity", 64, chat=False),
+    "repobench-p": SuiteTask("edit_similarity", 64, chat=False),
 }
-LONGBENCH_V2 = Kind("letter", 128, CHOICE, "The correct answer is")
+LONGBENCH_V2 = SuiteTask("letter", 128, CHOICE, "The correct answer is")
 INFINITEBENCH = {
-    "passkey": Kind("first_number", 6, prefix="The pass key is"),
-    "number_string": Kind("first_number", 12, prefix="The sequence of digits is"),
-    "kv_retrieval": Kind("string_match_part", 50),
-    "longdialogue_qa_eng": Kind("string_match_part", 40, "Which name stands for $$MASK$$ in the text above?"),
-    "longbook_sum_eng": Kind("rouge_l", 1200, SUMMARY),
-    "longbook_choice_eng": Kind("letter", 40, CHOICE),
-    "longbook_qa_eng": Kind("f1", 40, SHORT),
-    "math_find": Kind("decimal", 3),
-    "math_calc": Kind("leading_numbers", 30000),
-    "code_run": Kind("last_number", 5),
-    "code_debug": Kind("letter", 5, BROKEN, "The letter is"),
+    "passkey": SuiteTask("first_number", 6, prefix="The pass key is"),
+    "number_string": SuiteTask("first_number", 12, prefix="The sequence of digits is"),
+    "kv_retrieval": SuiteTask("string_match_part", 50),
+    "longdialogue_qa_eng": SuiteTask("string_match_part", 40, "Which name stands for $$MASK$$ in the text above?"),
+    "longbook_sum_eng": SuiteTask("rouge_l", 1200, SUMMARY),
+    "longbook_choice_eng": SuiteTask("letter", 40, CHOICE),
+    "longbook_qa_eng": SuiteTask("f1", 40, SHORT),
+    "math_find": SuiteTask("decimal", 3),
+    "math_calc": SuiteTask("leading_numbers", 30000),
+    "code_run": SuiteTask("last_number", 5),
+    "code_debug": SuiteTask("letter", 5, BROKEN, "The letter is"),
 }
 RULER = {
     **{
-        name: Kind("string_match_all", 128, chat=False)
+        name: SuiteTask("string_match_all", 128, chat=False)
         for name in (
             "niah_single_1",
             "niah_single_2",
@@ -86,18 +86,18 @@ RULER = {
             "niah_multiquery",
         )
     },
-    "vt": Kind("string_match_all", 30, chat=False),
-    "cwe": Kind("string_match_all", 120, chat=False),
-    "fwe": Kind("string_match_all", 50, chat=False),
-    "qa_1": Kind("string_match_part", 32, chat=False),
-    "qa_2": Kind("string_match_part", 32, chat=False),
+    "vt": SuiteTask("string_match_all", 30, chat=False),
+    "cwe": SuiteTask("string_match_all", 120, chat=False),
+    "fwe": SuiteTask("string_match_all", 50, chat=False),
+    "qa_1": SuiteTask("string_match_part", 32, chat=False),
+    "qa_2": SuiteTask("string_match_part", 32, chat=False),
 }
 CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh", "longbook_qa_chn")
 ALIASES = {"repobench_p": "repobench-p"}
 GIVEN = ("context", "question", "answer_prefix", "answer", "max_new_tokens")  # kvpress's columns
 
 
-def kind_of(suite: str, kinds: Mapping[str, Kind], task: str) -> Kind:
+def kind_of(suite: str, kinds: Mapping[str, SuiteTask], task: str) -> SuiteTask:
     """The kind of a task. Raises ConfigError for one that the suite lacks, or that nothing here can score."""
     name = ALIASES.get(task, task).removesuffix("_e")
     if name in CHINESE:
@@ -117,7 +117,7 @@ def listed(options: Any) -> str:
     return "\n".join(f"{name}. {option}" for name, option in zip(LETTERS, options, strict=True))
 
 
-def sample_of(kind: Kind, context: str, answers: tuple[str, ...], *, asked: Any = "", options: Any = ()) -> Sample:
+def sample_of(kind: SuiteTask, context: str, answers: tuple[str, ...], *, asked: Any = "", options: Any = ()) -> Sample:
     """A row of a suite as a sample."""
     question = kind.ask.format(input=asked or "", options=listed(options) if options else "")
     return Sample(context, question, kind.prefix, answers, kind.new_tokens, kind.scorer)

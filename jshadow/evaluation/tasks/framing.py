@@ -5,6 +5,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from jshadow.ops.buckets import round_up
+
 HEAD = "Read this text, then answer a question about it.\n\n"
 MARK = "\N{SECTION SIGN}\N{PILCROW SIGN}\N{SECTION SIGN}"  # stands for a text while a chat template is rendered
 TURN_WIDTH = 32  # questions after a prompt are padded to a multiple of this, so that they share a compiled program
@@ -79,7 +81,7 @@ class Case:
 
 def padded(count: int) -> int:
     """Tokens of a question, rounded up so that near lengths share a compiled program."""
-    return -(-count // TURN_WIDTH) * TURN_WIDTH
+    return round_up(count, TURN_WIDTH)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -105,7 +105,7 @@ def needles(
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class NeedleKind:
     """One kind of needle test.
 
     Attributes:
@@ -131,7 +131,7 @@ class Kind:
         return "code" if self.uuid_values else "number"
 
 
-def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: Kind) -> Case:
+def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: NeedleKind) -> Case:
     """Plant needles and ask for some; the first asked for lies at `depth`, the others where the seed says."""
     rng = random.Random(seed)
     keys = uuids(rng) if kind.uuid_keys else word_pairs(rng)
@@ -158,12 +158,12 @@ def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: Kind) ->
     return filled(tokenizer, length, compose, samples, apart=kind.apart, after=own)
 
 
-def needle(kind: Kind, key: str, value: str) -> str:
+def needle(kind: NeedleKind, key: str, value: str) -> str:
     """The sentence that is planted."""
     return f"The special {kind.thing} of {key} is {value}."
 
 
-def ask(kind: Kind, facts: Sequence[tuple[str, tuple[str, ...]]]) -> Sample:
+def ask(kind: NeedleKind, facts: Sequence[tuple[str, tuple[str, ...]]]) -> Sample:
     """The question for all values of some keys."""
     names = [key for key, _ in facts]
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
