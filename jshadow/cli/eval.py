@@ -2,12 +2,10 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
+from jshadow.cli.console import console
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks import TASK_TURNS, TASKS
@@ -188,5 +186,5 @@ def run_eval(args: argparse.Namespace) -> int:
         print(json.dumps({"results": rows, "pooled": results.pooled(rows)}))
     else:
         shown = results.show_shares if shares or sweeps else results.show
-        shown(rows, Console(width=None if sys.stdout.isatty() else 160))
+        shown(rows, console(160))
     return 0

@@ -3,15 +3,14 @@
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from jshadow.cli.console import console
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import CheckpointError, ConfigError, PromptError
 from jshadow.policies import POLICIES, Policy, Wrapper, parse_policy
@@ -127,7 +126,7 @@ def run_fit(args: argparse.Namespace) -> int:
         table = Table("layer", "h2o's error", "less's error", title=f"held out, the next {len(rest):,} tokens")
         for row in told["errors"]:
             table.add_row(str(row["layer"]), f"{row['sparse']:.4f}", f"{row['fitted']:.4f}")
-        console().print(table)
+        console(100).print(table)
     return 0
 
 
@@ -193,7 +192,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
     )
     for layer, score in scores.items():
         table.add_row(str(layer), f"{score:.4f}", "filter" if layer in chosen else "")
-    console().print(table)
+    console(100).print(table)
     print(f"dense layers: {dense_share(chosen, params.config):.0%}\n--policy omnikv --set {setting}")
     return 0
 
@@ -205,8 +204,3 @@ def with_bar(title: str, work: Callable[[SlowProgress], Any]) -> Any:
         return work(progress)
     finally:
         progress.close()
-
-
-def console() -> Console:
-    """As wide as the terminal, or wide enough for a file."""
-    return Console(width=None if sys.stdout.isatty() else 100)

@@ -1,6 +1,7 @@
 """`jshadow generate`: its options, and how an answer and its figures are printed."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -8,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
+from jshadow.cli.console import console
 from jshadow.cli.progress import SlowProgress, waiting
 from jshadow.errors import ConfigError, PromptError
 from jshadow.policies import parse_policy
@@ -89,14 +90,16 @@ def run_generate(args: argparse.Namespace) -> int:
     learned: list[Any] = [None] * len(policies)
     if args.fitted is not None:
         learned[-1] = load_fitted(args.fitted, params, policies[-1])
-    results = [
-        answer(args, params, prompt, policy, sampler, prefill, several=len(policies) > 1, fitted=fitted)
+    several = len(policies) > 1
+    questions = [
+        Question(prompt, policy, sampler, prefill, fitted, labelled=several)
         for policy, fitted in zip(policies, learned, strict=True)
     ]
+    results = [answer(args, params, question) for question in questions]
     if args.json:
-        print(json.dumps({"results": [made_json(made) for made in results]}))
+        print(json.dumps({"results": [to_json(one) for one in results]}))
     else:
-        Console(width=None if sys.stdout.isatty() else 100).print(figures(results))
+        console(100).print(figures(results))
     return 0
 
 
@@ -106,9 +109,9 @@ def asked_policy(args: argparse.Namespace) -> Any:
         return parse_policy(args.policy or "shadowkv", args.set)
     from jshadow.engine.fitted_arrays import read_fitted_info
 
-    told = read_fitted_info(args.fitted)["policy"]
-    own = [f"{key}={json.dumps(value)}" for key, value in told["settings"].items()]
-    return parse_policy(told["name"], own + args.set)
+    learner = read_fitted_info(args.fitted)["policy"]
+    settings = [f"{key}={json.dumps(value)}" for key, value in learner["settings"].items()]
+    return parse_policy(learner["name"], settings + args.set)
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -133,33 +136,44 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--max-new-tokens must be at least 1 without --save-state, got 0")
 
 
-def answer(
-    args: argparse.Namespace,
-    params: Any,
-    prompt: Any,
-    policy: Any,
-    sampler: Any,
-    prefill: Any,
-    *,
-    several: bool,
-    fitted: Any = None,
-) -> "Generation":
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One prompt under one policy.
+
+    Attributes:
+        prompt: a text, or a chat.
+        policy: None: that of the saved state.
+        sampler: how tokens are drawn.
+        prefill: how the prompt's tokens attend to each other.
+        fitted: arrays that the policy learned, or None.
+        labelled: whether the policy's name stands before the answer.
+    """
+
+    prompt: Any
+    policy: Any
+    sampler: Any
+    prefill: Any
+    fitted: Any
+    labelled: bool
+
+
+def answer(args: argparse.Namespace, params: Any, question: Question) -> "Generation":
     """One generation, streamed; its state is loaded and saved where that was asked for."""
     from jshadow.engine.generation import Run
     from jshadow.engine.saved_state import load_state, read_state_info, save_state
 
-    state, held = None, []
+    policy, state, tokens_before = question.policy, None, []
     if args.load_state is not None:
-        held = read_state_info(args.load_state)["tokens"]
+        tokens_before = read_state_info(args.load_state)["tokens"]
         state = load_state(args.load_state, params)
         policy = state.policy
     progress = SlowProgress(f"prefill, {policy.name}")
     run = Run(
         params,
-        prompt,
+        question.prompt,
         policy,
         max_new_tokens=args.max_new_tokens,
-        sampler=sampler,
+        sampler=question.sampler,
         seed=args.seed,
         fetch=args.fetch,
         capacity=args.capacity,
@@ -168,15 +182,17 @@ def answer(
         verify=args.verify,
         progress=progress,
         spare=SPARE if args.save_state is not None else 0,
-        prefill=prefill,
-        fitted=fitted,
+        prefill=question.prefill,
+        fitted=question.fitted,
     )
-    write_answer(run, progress, f"[{policy.name}] " if several else "", silent=args.json)
-    made = run.results()[0]
+    write_answer(run, progress, f"[{policy.name}] " if question.labelled else "", silent=args.json)
+    generation = run.results()[0]
     if args.save_state is not None:
-        tokens = None if held is None else [[*(held[0] if held else []), *run.prompts[0], *made.tokens]]
-        save_state(args.save_state, made.state, params, tokens=tokens)
-    return made
+        tokens = None
+        if tokens_before is not None:
+            tokens = [[*(tokens_before[0] if tokens_before else []), *run.prompts[0], *generation.tokens]]
+        save_state(args.save_state, generation.state, params, tokens=tokens)
+    return generation
 
 
 def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) -> None:
@@ -196,9 +212,9 @@ def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) 
         print(flush=True)
 
 
-def made_json(made: Any) -> dict[str, Any]:
+def to_json(generation: Any) -> dict[str, Any]:
     """A Generation as plain values."""
-    return {"text": made.text, "tokens": made.tokens, "report": made.report.to_json()}
+    return {"text": generation.text, "tokens": generation.tokens, "report": generation.report.to_json()}
 
 
 def figures(results: Sequence[Any]) -> Table:

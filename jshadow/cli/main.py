@@ -1,13 +1,12 @@
-"""The command line: `jshadow generate | eval | fit | calibrate | plan | bench | ...`.
-
-Parses, calls, prints.
-"""
+"""The command line: parses the arguments, runs a command, and turns typed errors into exit codes."""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
+from jshadow import __version__
 from jshadow.cli import bench as cli_bench
 from jshadow.cli import eval as cli_eval
 from jshadow.cli import fit as cli_fit
@@ -17,6 +16,8 @@ from jshadow.cli import plan as cli_plan
 from jshadow.cli import policies as cli_policies
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import ConfigError, JshadowError
+
+ABOUT = "Long-context LLM inference: ShadowKV and its sister methods."
 
 
 def run_convert(args: argparse.Namespace) -> int:
@@ -33,8 +34,8 @@ def run_convert(args: argparse.Namespace) -> int:
     finally:
         progress.close()
     if args.json:
-        told = {"source": str(args.source), "target": str(args.target), "dtype": args.dtype, "format": args.format}
-        print(json.dumps(told))
+        asked = {"source": str(args.source), "target": str(args.target), "dtype": args.dtype, "format": args.format}
+        print(json.dumps(asked))
     else:
         print(f"{args.target}: written")
     return 0
@@ -42,7 +43,8 @@ def run_convert(args: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    top = argparse.ArgumentParser(prog="jshadow", description=__doc__)
+    top = argparse.ArgumentParser(prog="jshadow", description=ABOUT)
+    top.add_argument("--version", action="version", version=f"jshadow {__version__} (jax {version('jax')})")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     json_help = "print one JSON object instead of text"
 

@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from jshadow.cli.console import console
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import PromptError
 
@@ -56,7 +55,7 @@ def run_patterns(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"out": str(args.out), **told, "candidates": rows}))
     else:
-        Console(width=None if sys.stdout.isatty() else 100).print(table(rows))
+        console(100).print(table(rows))
         print(f"{args.out}: written")
     return 0
 

@@ -2,12 +2,11 @@
 
 import argparse
 import json
-import sys
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from jshadow.cli.console import console
 from jshadow.errors import ConfigError
 from jshadow.policies import POLICIES, parse_policy
 
@@ -128,8 +127,3 @@ def byte_row(config: Any, text: str, fetch: str, context: int, dtype: str) -> di
         "bytes_moved": step_footprint(config, policy, **sizes)["bytes_moved"],
         "parts": {part: list(sizes) for part, sizes in made["parts"].items()},
     }
-
-
-def console() -> Console:
-    """As wide as the terminal, or wide enough for a file."""
-    return Console(width=None if sys.stdout.isatty() else 120)

@@ -1,4 +1,4 @@
-"""What a state will be before it exists: static specs, shapes, bytes. Allocates nothing, needs no weights."""
+"""The specs, shapes and bytes of a state before it exists. Nothing is allocated, and no weights are needed."""
 
 import functools
 import math
@@ -37,14 +37,16 @@ def cache_specs(
     specs = []
     for layer in range(config.num_layers):
         kind = config.attention_kind(layer)
-        own = policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window, policy.foresees)
+        layer_policy = (
+            policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window, policy.foresees)
+        )
         specs.append(
             CacheSpec(
                 layer=layer,
                 num_layers=config.num_layers,
                 batch=batch,
                 capacity=capacity,
-                window=own.window_slots(capacity, shortest),
+                window=layer_policy.window_slots(capacity, shortest),
                 q_heads=config.q_heads,
                 kv_heads=config.kv_heads,
                 head_dim=config.head_dim,
@@ -54,7 +56,7 @@ def cache_specs(
                 rope=kind.rope,
                 sliding_window=kind.window,
                 fetch=fetch,
-                policy=own,
+                policy=layer_policy,
             )
         )
     return tuple(specs)
@@ -178,10 +180,10 @@ def prefill_peak(
     fetch: str = "auto",
     attention: PrefillAttention | None = None,
 ) -> dict[str, int]:
-    """Device bytes at the peak of a prefill, which its last layer reaches: an upper bound, by part.
+    """An upper bound of the device bytes at the peak of a prefill, by part. The last layer reaches the peak.
 
-    Only "state" grows with the layers, and "piece" alone with prefill_chunk. Logits and the weights' own copies while
-    they are loaded are not in it.
+    Only "state" grows with the number of layers, and only "piece" with prefill_chunk. Logits are not counted, nor are
+    the copies of weights that exist while they are loaded.
 
     Args:
         config: the model.
@@ -206,16 +208,17 @@ def prefill_peak(
             raise ConfigError(f"{name} must be at least 1, got {value}")
     prompt = tokens if shortest is None else shortest
     item, columns = jnp.dtype(dtype).itemsize, config.key_columns
-    own = attention or policy.resolve(config, capacity).prefill_attention()
-    own = own.prepared(config)[0] if own else None
-    count, size = pieces_of(tokens, prefill_chunk, own.multiple if own else 1)
+    sparse_attention = attention or policy.resolve(config, capacity).prefill_attention()
+    sparse_attention = sparse_attention.prepared(config)[0] if sparse_attention else None
+    count, size = pieces_of(tokens, prefill_chunk, sparse_attention.multiple if sparse_attention else 1)
     state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
     parts = state_nbytes(state)
     queries = config.q_heads * config.head_dim
-    # A float32 tile of scores and its softmax weights, the running sums, and per token: residual and normed input,
-    # queries before and after RoPE and the attention's output, keys and values likewise, and the MLP's two halves.
+    # A piece holds a float32 tile of scores, its softmax weights and the running sums. It also holds for each token the
+    # residual and the normed input, the queries before and after RoPE and the attention's output, the keys before and
+    # after RoPE and the values, and the two halves of the MLP.
     tile = 3 * config.q_heads * QUERY_BLOCK * KEY_BLOCK
-    sparse = own.piece_bytes(config, batch, count * size, size) if own else 0
+    sparse = sparse_attention.piece_bytes(config, batch, count * size, size) if sparse_attention else 0
     token = 2 * config.model_dim + 3 * queries + 3 * columns + 2 * config.ffn_dim
     return {
         "weights": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config))) * item,

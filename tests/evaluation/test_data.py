@@ -11,8 +11,7 @@ import pytest
 from tiny_text import byte_tokenizer
 from tokenizers_by_kind import TOKENIZERS
 
-from jshadow import Full, ShadowKV, save
-from jshadow.cli import main as cli
+from jshadow import Full, ShadowKV, cli, save
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
 from jshadow.evaluation import data, metrics, results, runner, samples, tasks

@@ -10,9 +10,8 @@ import pytest
 from rich.console import Console
 from tiny_text import byte_tokenizer
 
-from jshadow import load, save, save_fitted
+from jshadow import cli, load, save, save_fitted
 from jshadow.cli import eval as cli_eval
-from jshadow.cli import main as cli
 from jshadow.engine.sparse_prefill import VerticalSlash
 from jshadow.errors import ConfigError
 from jshadow.evaluation import html, plots, results, runner

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from tokenizers_by_kind import TOKENIZERS
 
-from jshadow import Full, ShadowKV, StreamingLLM, save
-from jshadow.cli import main as cli
+from jshadow import Full, ShadowKV, StreamingLLM, cli, save
 from jshadow.engine import decode
 from jshadow.engine.report import measured_bytes
 from jshadow.errors import ConfigError

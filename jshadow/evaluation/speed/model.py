@@ -20,6 +20,7 @@ from jshadow.evaluation.speed.peers import CACHES, answer_transformers
 from jshadow.evaluation.speed.request import Answer, Request
 from jshadow.models.config import ModelConfig
 from jshadow.planner.gpu import Planner
+from jshadow.planner.gpu_plan import Serving
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.policies import Policy
 from jshadow.policies.base import why_dense
@@ -105,7 +106,9 @@ def label(row: dict[str, Any]) -> str:
 
 def costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> dict[str, Any]:
     """What is known of a system before it runs: its name, and what a decode step of it must move and compute."""
-    planner = Planner(config, config, ANY_GPU, 1, request.tokens, request.capacity, request.dtype, fetch, 0.0)
+    new = request.capacity - request.tokens
+    serving = Serving(request.tokens, new, dtype=request.dtype, fetch=fetch, repeat_share=0.0)
+    planner = Planner(config, config, ANY_GPU, serving)
     resolved = policy.resolve(config, request.capacity)
     fallback = why_dense(resolved, config, request.capacity)
     step = planner.step(resolved, request.batch)
