@@ -101,12 +101,12 @@ def run_ceilings(args: argparse.Namespace) -> int:
     from jshadow.evaluation.speed import ceilings
 
     check_repeats(args.repeats)
-    found = ceilings(args.repeats)
+    rates = ceilings(args.repeats)
     if args.json:
-        print(json.dumps({"machine": machine(), "ceilings": found}))
+        print(json.dumps({"machine": machine(), "ceilings": rates}))
         return 0
     table = Table("ceiling", "a second")
-    for name, value in found.items():
+    for name, value in rates.items():
         table.add_row(name, f"{value / 1e9:,.1f} {'GFLOP' if name.startswith('matmul') else 'GB'}")
     console(140).print(table)
     return 0

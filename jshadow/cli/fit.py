@@ -109,22 +109,22 @@ def run_fit(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     text = np.asarray(ids, np.int32)
     fitted = with_bar(f"fitting {policy.name}", lambda bar: fit(params, text, progress=bar, **options))
-    told: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "policy": args.policy,
         "tokens": len(ids),
         "seconds": time.perf_counter() - begun,
         "out": str(args.out),
     }
     save_fitted(args.out, fitted, policy, params, about={"text": str(args.text), "tokens": len(ids)} | options)
-    told["nbytes"] = Path(args.out).expanduser().stat().st_size
-    told["errors"] = held_out_errors(policy, params, rest, fitted)
+    summary["nbytes"] = Path(args.out).expanduser().stat().st_size
+    summary["errors"] = held_out_errors(policy, params, rest, fitted)
     if args.json:
-        print(json.dumps(told))
+        print(json.dumps(summary))
         return 0
-    print(f"{args.out}: {told['nbytes']:,} bytes, learned from {len(ids):,} tokens in {told['seconds']:.1f} s")
-    if told["errors"]:
+    print(f"{args.out}: {summary['nbytes']:,} bytes, learned from {len(ids):,} tokens in {summary['seconds']:.1f} s")
+    if summary["errors"]:
         table = Table("layer", "h2o's error", "less's error", title=f"held out, the next {len(rest):,} tokens")
-        for row in told["errors"]:
+        for row in summary["errors"]:
             table.add_row(str(row["layer"]), f"{row['sparse']:.4f}", f"{row['fitted']:.4f}")
         console(100).print(table)
     return 0
@@ -170,14 +170,14 @@ def run_calibrate(args: argparse.Namespace) -> int:
     params, ids = load_with_text(args)
     ids = ids[: args.tokens]
     budget = max(1, len(ids) // 16) if args.budget is None else args.budget
-    found = with_bar(
+    masses = with_bar(
         "measuring attention", lambda bar: filter_masses(params, np.asarray(ids), budget=budget, progress=bar)
     )
-    chosen = choose_filters(found, args.filters)
-    scores = {layer: float(score) for layer, score in zip(found.layers, found.scores, strict=True) if score == score}
+    chosen = choose_filters(masses, args.filters)
+    scores = {layer: float(score) for layer, score in zip(masses.layers, masses.scores, strict=True) if score == score}
     setting = "filter_layers=" + ",".join(map(str, chosen))
     if args.json:
-        made = {
+        summary = {
             "filter_layers": list(chosen),
             "set": setting,
             "budget": budget,
@@ -185,7 +185,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
             "scores": [{"layer": layer, "score": score} for layer, score in scores.items()],
             "dense_share": dense_share(chosen, params.config),
         }
-        print(json.dumps(made))
+        print(json.dumps(summary))
         return 0
     table = Table(
         "layer", "attention of later layers on its top tokens", "", title=f"{len(ids):,} tokens, top {budget:,}"

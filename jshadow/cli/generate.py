@@ -57,8 +57,8 @@ def add_options(add: argparse.ArgumentParser) -> None:
 
 def read_prompt(args: argparse.Namespace) -> str:
     """The prompt from --prompt, --prompt-file or standard input. Raises PromptError where it cannot be read."""
-    given = [args.prompt is not None, args.prompt_file is not None, args.source is not None]
-    if sum(given) != 1:
+    sources = [args.prompt is not None, args.prompt_file is not None, args.source is not None]
+    if sum(sources) != 1:
         raise PromptError("prompt must come from exactly one of --prompt, --prompt-file and '-' (standard input)")
     try:
         text = args.prompt if args.prompt is not None else ""
@@ -117,7 +117,7 @@ def asked_policy(args: argparse.Namespace) -> Any:
 def check_options(args: argparse.Namespace) -> None:
     """Raise ConfigError where options contradict each other."""
     if args.load_state is not None:
-        given = {
+        options = {
             "--policy": args.policy,
             "--set": args.set,
             "--baseline": args.baseline,
@@ -125,7 +125,7 @@ def check_options(args: argparse.Namespace) -> None:
             "--fitted": args.fitted,
             "--prefill": args.prefill,
         }
-        wrong = [name for name, value in given.items() if value]
+        wrong = [name for name, value in options.items() if value]
         if wrong or args.fetch != "auto":
             raise ConfigError(
                 f"{(wrong or ['--fetch'])[0]} must be left out with --load-state: the saved state has its own"
@@ -221,11 +221,11 @@ def figures(results: Sequence[Any]) -> Table:
     """The table below an answer: one column a policy."""
     table = Table(title=None)
     table.add_column("")
-    for made in results:
-        table.add_column(made.report.policy.name, overflow="fold")
+    for generation in results:
+        table.add_column(generation.report.policy.name, overflow="fold")
 
     def row(label: str, value: Callable[[Any], str]) -> None:
-        table.add_row(label, *(value(made) for made in results))
+        table.add_row(label, *(value(generation) for generation in results))
 
     def optional(value: float | None, form: str) -> str:
         return "-" if value is None else form.format(value)
@@ -244,7 +244,7 @@ def figures(results: Sequence[Any]) -> Table:
     row("compile seconds", lambda m: f"{m.report.compile_seconds:.2f}")
     row("fetch", lambda m: m.report.fetch if m.report.host_bytes or m.report.fetch == "resident" else "-")
     row("fallback", lambda m: str(m.report.fallback))
-    if any(made.report.verified_steps is not None for made in results):
+    if any(generation.report.verified_steps is not None for generation in results):
         row("verified steps", lambda m: optional(m.report.verified_steps, "{:,}"))
     return table
 

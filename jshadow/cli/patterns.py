@@ -49,11 +49,11 @@ def run_patterns(args: argparse.Namespace) -> int:
         found = search_pattern(params, tokens[: args.tokens], share=args.share, progress=progress)
     finally:
         progress.close()
-    told = {"model": str(args.model), "tokens": args.tokens, "share": args.share, "digest": found.pattern.digest()}
-    save_pattern(args.out, found, told)
+    about = {"model": str(args.model), "tokens": args.tokens, "share": args.share, "digest": found.pattern.digest()}
+    save_pattern(args.out, found, about)
     rows = found.summary()
     if args.json:
-        print(json.dumps({"out": str(args.out), **told, "candidates": rows}))
+        print(json.dumps({"out": str(args.out), **about, "candidates": rows}))
     else:
         console(100).print(table(rows))
         print(f"{args.out}: written")
@@ -62,8 +62,8 @@ def run_patterns(args: argparse.Namespace) -> int:
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """One row a candidate."""
-    made = Table("candidate", "heads", "attention mass %", "of exact attention's tiles %")
+    candidates = Table("candidate", "heads", "attention mass %", "of exact attention's tiles %")
     for row in rows:
         shares = ("-" if row[name] is None else f"{100 * row[name]:.1f}" for name in ("recovered", "tiles"))
-        made.add_row(row["candidate"], f"{row['heads']:,}", *shares)
-    return made
+        candidates.add_row(row["candidate"], f"{row['heads']:,}", *shares)
+    return candidates

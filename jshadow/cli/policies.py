@@ -116,14 +116,14 @@ def byte_row(config: Any, text: str, fetch: str, context: int, dtype: str) -> di
     name, *settings = text.split(":")
     policy = parse_policy(name, settings)
     sizes: dict[str, Any] = {"capacity": context, "prompt": context, "dtype": dtype, "fetch": fetch}
-    made = footprint(config, policy, **sizes)
+    used = footprint(config, policy, **sizes)
     return {
         "policy": name,
         "setting": text,
         "fetch": fetch,
-        "bytes_device": made["device_bytes"],
-        "bytes_host": made["host_bytes"],
-        "bytes_full": made["full_bytes"],
+        "bytes_device": used["device_bytes"],
+        "bytes_host": used["host_bytes"],
+        "bytes_full": used["full_bytes"],
         "bytes_moved": step_footprint(config, policy, **sizes)["bytes_moved"],
-        "parts": {part: list(sizes) for part, sizes in made["parts"].items()},
+        "parts": {part: list(sizes) for part, sizes in used["parts"].items()},
     }

@@ -72,8 +72,8 @@ def read_objects(path: Path) -> Iterator[tuple[int, Any]]:
                 raise ConfigError(f"data {path} needs pyarrow: pip install pyarrow") from error
             yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
         elif path.suffix == ".json":
-            made = json.loads(path.read_text(encoding="utf-8"))
-            yield from enumerate(made if isinstance(made, list) else [made], start=1)
+            content = json.loads(path.read_text(encoding="utf-8"))
+            yield from enumerate(content if isinstance(content, list) else [content], start=1)
         elif path.suffix == ".jsonl":
             for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
                 if line.strip():
@@ -91,15 +91,15 @@ def read_row(row: Any, path: Path, number: int) -> Row:
         raise ConfigError(f"{where} must be an object, got {row!r:.80}")
     reader = next((one for columns, one in READERS if all(name in row for name in columns)), None)
     if reader is None:
-        wanted = " or ".join("(" + ", ".join(columns) + ")" for columns, _ in READERS)
-        raise ConfigError(f"{where} must have the columns {wanted}, got {sorted(row)}")
+        columns_known = " or ".join("(" + ", ".join(columns) + ")" for columns, _ in READERS)
+        raise ConfigError(f"{where} must have the columns {columns_known}, got {sorted(row)}")
     name = path.parent.name if path.stem in SPLITS else path.stem
     task = str(row.get("task") or name)
     try:
         sample, chat = reader(row, task)
-        own = reader is READERS[1][1]  # other suites' `length` is a count of their own
-        length = row.get("length") if own else None
-        made = Row(
+        is_own = reader is READERS[1][1]  # other suites' `length` is a count of their own
+        length = row.get("length") if is_own else None
+        result = Row(
             sample,
             str(row.get("dataset") or task),
             where,
@@ -112,7 +112,7 @@ def read_row(row: Any, path: Path, number: int) -> Row:
         )
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from error
-    return checked(made)
+    return checked(result)
 
 
 def checked(row: Row) -> Row:
@@ -139,22 +139,22 @@ def read_rows(paths: Sequence[str | os.PathLike[str]], limit: int | None = None)
         raise ConfigError(f"limit must be an integer of at least 1, got {limit!r}")
     rows: list[Row] = []
     for path in map(Path, paths):
-        own: list[Row] = []
+        of_file: list[Row] = []
         for number, row in read_objects(path):
-            if len(own) == limit:
+            if len(of_file) == limit:
                 break
-            own.append(read_row(row, path, number))
-        if not own:
+            of_file.append(read_row(row, path, number))
+        if not of_file:
             raise ConfigError(f"data {path} must have rows, got none")
-        rows += own
+        rows += of_file
     return rows
 
 
 def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows that come one after another with the same context and task."""
-    made: list[list[Row]] = []
+    groups: list[list[Row]] = []
     for row in rows:
-        before = made[-1][-1] if made else None
+        before = groups[-1][-1] if groups else None
         alike = before is not None and all(
             getattr(row, name) == getattr(before, name) for name in ("task", "length", "chat", "instruction")
         )
@@ -164,12 +164,12 @@ def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
             and row.sample.context == before.sample.context
             and (row.turn in (0, before.turn + 1) and (row.turn or not before.turn))
         ):
-            made[-1].append(row)
+            groups[-1].append(row)
         elif row.turn:
             raise ConfigError(f"{row.where}: turn {row.turn} must follow turn {row.turn - 1} on the same context")
         else:
-            made.append([row])
-    return made
+            groups.append([row])
+    return groups
 
 
 def read_cases(
@@ -226,11 +226,11 @@ def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, tr
     over = len(case.prompt) + case.growth - room
     if over <= 0:
         return case
-    told = f"{first.where} has {len(case.prompt):,} tokens and needs {case.growth:,} more, context={room:,}"
+    problem = f"{first.where} has {len(case.prompt):,} tokens and needs {case.growth:,} more, context={room:,}"
     if truncate is None:
-        raise ConfigError(f"{told}; --truncate middle cuts it")
+        raise ConfigError(f"{problem}; --truncate middle cuts it")
     if over >= len(encode(tokenizer, samples[0].context)):
-        raise ConfigError(f"{told}: too little of it would be left")
+        raise ConfigError(f"{problem}: too little of it would be left")
     return case_of(tokenizer, samples, **options, drop=over)
 
 

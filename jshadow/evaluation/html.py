@@ -55,7 +55,7 @@ def machine() -> dict[str, str]:
     device, info = jax.devices()[0], Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    found = {
+    facts = {
         "processor": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores",
         "device": f"{device.device_kind} ({device.platform}), {len(jax.devices())}",
         "system": f"{platform.system()} {platform.machine()}",
@@ -63,10 +63,10 @@ def machine() -> dict[str, str]:
     }
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed as a package"
-    return found
+            facts[package] = "not installed as a package"
+    return facts
 
 
 def pictures(rows: Sequence[Row]) -> list[Picture]:
@@ -75,9 +75,9 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
         check_matplotlib()
     except ConfigError:
         return []
-    found = []
+    drawn = []
     if with_memory(rows, "score"):
-        found.append(
+        drawn.append(
             Picture(
                 "memory_score",
                 "Score against the KV bytes that a request keeps on the device",
@@ -88,9 +88,9 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
         moved = any(row.get("served_moved_bytes") for row in rows)
         against = "the KV bytes on the device" + (", and the bytes that a step moves from the host" if moved else "")
         draw = functools.partial(plots.plot_memory, rows, measure="kl", moved=moved)
-        found.append(Picture("memory_kl", f"Divergence from full attention against {against}", draw))
+        drawn.append(Picture("memory_kl", f"Divergence from full attention against {against}", draw))
     if with_scores(rows):
-        found.append(
+        drawn.append(
             Picture(
                 "needles",
                 "Needles found by length of the prompt and depth of the needle",
@@ -98,14 +98,14 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
             )
         )
     if with_turns(rows):
-        found.append(Picture("turns", "Right answers turn by turn", lambda path: plots.plot_turns(rows, path)))
+        drawn.append(Picture("turns", "Right answers turn by turn", lambda path: plots.plot_turns(rows, path)))
     for name in dict.fromkeys(name for row in rows for name in row.get("sweeps") or ()):
-        found.append(
+        drawn.append(
             Picture(
                 f"sweep_{name}", f"What {FIELDS.get(name, name)} does", functools.partial(plots.plot_sweep, rows, name)
             )
         )
-    return found
+    return drawn
 
 
 def number(value: float | None, spec: str, error: float | None = None, scale: float = 1.0) -> Cell:
@@ -161,7 +161,7 @@ def line_of(row: Row) -> list[Cell]:
 def table_of(task: str, rows: Sequence[Row]) -> dict[str, Any]:
     """What the template shows of one task: its lines without columns that say nothing, and notes below them."""
     lines = [line_of(row) for row in rows]
-    told = [i for i in range(len(COLUMNS)) if any(line[i].text != NOTHING for line in lines)]
+    shown = [i for i in range(len(COLUMNS)) if any(line[i].text != NOTHING for line in lines)]
     notes = [f"{row['length']:,} tokens, control: {row['control']}" for row in rows if row.get("control")]
     prefills = {row.get("prefill", "exact") for row in rows}
     notes += [
@@ -171,9 +171,9 @@ def table_of(task: str, rows: Sequence[Row]) -> dict[str, Any]:
     ]
     return {
         "task": task,
-        "columns": [COLUMNS[i] for i in told],
+        "columns": [COLUMNS[i] for i in shown],
         "lines": [
-            {"cells": [line[i] for i in told], "infeasible": row.get("infeasible")}
+            {"cells": [line[i] for i in shown], "infeasible": row.get("infeasible")}
             for line, row in zip(lines, rows, strict=True)
         ],
         "notes": list(dict.fromkeys(notes)),
@@ -215,7 +215,7 @@ def report(rows: Sequence[Row], *, command: str | Sequence[str] = "") -> str:
         command=command if isinstance(command, str) else shlex.join(command),
         machine=machine(),
         ran=sorted({row["fetch"] for row in rows if row.get("fetch")}),
-        tables=[table_of(task, own) for task, own in by_task.items()],
+        tables=[table_of(task, of_task) for task, of_task in by_task.items()],
         pooled=needles,
         pictures=drawn,
     )

@@ -121,17 +121,17 @@ class JshadowLM(TemplateLM):
     def eot_token_id(self) -> int:
         """The token that ends a text."""
         known = [self.tokenizer.eos_token_id, *self.scorer.params.config.eos_ids]
-        found = next((one for one in known if one is not None), None)
-        if found is None:
+        token = next((one for one in known if one is not None), None)
+        if token is None:
             raise PromptError("prefix_token_id must be given, for neither tokenizer nor config has an EOS token")
-        return int(found)
+        return int(token)
 
     @property
     def prefix_token_id(self) -> int:
         """What stands before an empty context."""
         known = (self.given_prefix, self.tokenizer.bos_token_id)
-        found = next((one for one in known if one is not None), None)
-        return self.eot_token_id if found is None else int(found)
+        token = next((one for one in known if one is not None), None)
+        return self.eot_token_id if token is None else int(token)
 
     @property
     def tokenizer_name(self) -> str:
@@ -202,10 +202,10 @@ class JshadowLM(TemplateLM):
         for index, one in enumerate(fitted):
             groups.setdefault(tuple(one), []).append(index)
         members = list(groups.values())
-        found = self.scorer.score(list(groups), [[requests[index][2] for index in same] for same in members])
+        scores = self.scorer.score(list(groups), [[requests[index][2] for index in same] for same in members])
         results: dict[int, Score] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="jshadow: loglikelihood") as bar:
-            for context, continuation, score in found:
+            for context, continuation, score in scores:
                 which = members[context][continuation]
                 results[which] = score
                 if requests[which][0] is not None:
@@ -253,8 +253,8 @@ class JshadowLM(TemplateLM):
             for (sampler, count, until), members in groups.items():
                 stop = [*until, *special_ids(self.tokenizer, until)]
                 some = [prompts[one] for one in members]
-                made = self.scorer.generate(some, count, sampler, stop=stop, seed=self.seed, names=members)
-                for index, text in made:
+                generated = self.scorer.generate(some, count, sampler, stop=stop, seed=self.seed, names=members)
+                for index, text in generated:
                     texts[members[index]] = text
                     self.cache_hook.add_partial("generate_until", requests[members[index]].args, text)
                     bar.update()

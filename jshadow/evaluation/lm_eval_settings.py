@@ -27,11 +27,11 @@ def policy_of(policy: str | Policy, settings: dict[str, Any]) -> Policy:
         if settings:
             raise ConfigError(f"settings must be left out beside a Policy, got {sorted(settings)}")
         return policy
-    told = [f"{name}={'null' if value is None else value}" for name, value in settings.items()]
-    return parse_policy(policy, told)
+    texts = [f"{name}={'null' if value is None else value}" for name, value in settings.items()]
+    return parse_policy(policy, texts)
 
 
-def parse_generation(given: dict[str, Any], default: int) -> tuple[Sampler, int, tuple[str, ...]]:
+def parse_generation(settings: dict[str, Any], default: int) -> tuple[Sampler, int, tuple[str, ...]]:
     """The sampler, the most new tokens and the stop strings of a task's generation settings.
 
     Greedy unless `do_sample` is true, or it is left out and a temperature above 0 is given; sampling without a
@@ -40,23 +40,23 @@ def parse_generation(given: dict[str, Any], default: int) -> tuple[Sampler, int,
     Raises:
         ConfigError: an unknown key, two that mean the same, beams, or a value out of range.
     """
-    if unknown := sorted(set(given) - KEYS):
+    if unknown := sorted(set(settings) - KEYS):
         raise ConfigError(f"generation settings must be among {sorted(KEYS)}, got {unknown[0]!r}")
-    if given.get("num_beams", 1) != 1:
-        raise ConfigError(f"num_beams must be 1, got {given['num_beams']!r}")
-    counts = {name: given[name] for name in MAX_TOKENS if given.get(name) is not None}
+    if settings.get("num_beams", 1) != 1:
+        raise ConfigError(f"num_beams must be 1, got {settings['num_beams']!r}")
+    counts = {name: settings[name] for name in MAX_TOKENS if settings.get(name) is not None}
     if len(counts) > 1:
         raise ConfigError(f"max_gen_toks must be given once, got {counts}")
     name, count = next(iter(counts.items()), ("max_gen_toks", default))
-    until = given.get("until") or ()
+    until = settings.get("until") or ()
     texts: Iterable[Any] = (until,) if isinstance(until, str) else until
-    do_sample, temperature = given.get("do_sample"), given.get("temperature")
+    do_sample, temperature = settings.get("do_sample"), settings.get("temperature")
     if do_sample is True and temperature == 0:
         raise ConfigError(f"temperature must be above 0 with do_sample=True, got {temperature!r}")
     if do_sample is False or (do_sample is None and not temperature):
         sampler = Sampler()
     else:
-        filters = {name: given[name] for name in FILTERS if given.get(name) is not None}
+        filters = {name: settings[name] for name in FILTERS if settings.get(name) is not None}
         sampler = Sampler(1.0 if temperature is None else temperature, **filters)
     return sampler, whole(name, count), tuple(texts)
 

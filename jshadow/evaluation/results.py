@@ -43,20 +43,20 @@ def score_row(
     row |= {name: mean_known([record[name] for record in records]) for name in ("attended_tokens", "hit_rate")}
     pairs = [
         pair
-        for mine, its in zip(records, full, strict=True)
-        for pair in zip(scores_of(mine), scores_of(its), strict=True)
+        for mine, full_record in zip(records, full, strict=True)
+        for pair in zip(scores_of(mine), scores_of(full_record), strict=True)
     ]
     if not pairs:
         row["kl"], row["kl_stderr"] = mean_stderr([record["kl"] for record in records])
         row |= {"ppl": mean_perplexity(records), "ppl_full": mean_perplexity(full)}
         return row | {"top1": score, "top1_stderr": stderr}
-    both, by_full = tidy(sum(min(pair) for pair in pairs)), tidy(sum(its for _, its in pairs))
+    both, by_full = tidy(sum(min(pair) for pair in pairs)), tidy(sum(full_record for _, full_record in pairs))
     row |= {"asked": len(pairs), "found": tidy(sum(mine for mine, _ in pairs)), "found_by_full": by_full}
     row |= {"found_by_both": both, "recall_of_full": 100 * both / by_full if by_full else None}
     row |= {"turns": turn_scores(records)}
     if depths and None not in depths:
         at = sorted({depth for depth in depths if depth is not None})
-        found = [[r["score"] for r, own in zip(records, depths, strict=True) if own == depth] for depth in at]
+        found = [[r["score"] for r, at_depth in zip(records, depths, strict=True) if at_depth == depth] for depth in at]
         row |= {"depths": at, "depth_scores": [mean_stderr(some)[0] for some in found]}
     return row
 
@@ -88,8 +88,8 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
     for row in rows:
         if "found" in row:
-            own = ("control", row["control_of"]) if row["control_of"] else (row["policy"], None)
-            groups.setdefault(own, []).append(row)
+            group = ("control", row["control_of"]) if row["control_of"] else (row["policy"], None)
+            groups.setdefault(group, []).append(row)
     entries = []
     for (policy, control_of), members in groups.items():
         names = ("asked", "found", "found_by_full", "found_by_both")
@@ -185,21 +185,21 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
-        given = row["share"] is None and row["name"] != "full"  # its settings are what the user said, no share's
-        name = (row["policy"] if given else row["name"]) + (" (fitted)" if row.get("fitted") else "")
-        share = row["share"] or (0.0 if given else 1.0)
+        as_asked = row["share"] is None and row["name"] != "full"  # its settings are what the user said, no share's
+        name = (row["policy"] if as_asked else row["name"]) + (" (fitted)" if row.get("fitted") else "")
+        share = row["share"] or (0.0 if as_asked else 1.0)
         lines.setdefault((row["length"], share, name), {})[row["task"]] = row
     table = Table("length", "share %", "policy", "KV bytes", "of full %", *(f"{task} %" for task in tasks), "KL")
-    for (length, share, name), found in sorted(lines.items(), key=lambda item: (item[0][0], -item[0][1])):
-        row = next(iter(found.values()))
+    for (length, share, name), by_task in sorted(lines.items(), key=lambda item: (item[0][0], -item[0][1])):
+        row = next(iter(by_task.values()))
         front = [f"{length:,}", f"{100 * share:g}" if share else "-", name]
         if row["infeasible"]:
             table.add_row(*front, "-", "at least " + row["infeasible"].rpartition("at least ")[2].partition(" of ")[0])
             continue
-        size, scores = row["served_device_bytes"], (found[task] for task in tasks)
+        size, scores = row["served_device_bytes"], (by_task[task] for task in tasks)
         marks = [f"{one['score']:.1f}" + ("" if one["stderr"] is None else f" ± {one['stderr']:.1f}") for one in scores]
-        told = [(one["kl"], one["kl_stderr"]) for one in found.values() if one.get("kl") is not None]
-        divergence = [f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}") for value, error in told]
+        distances = [(one["kl"], one["kl_stderr"]) for one in by_task.values() if one.get("kl") is not None]
+        divergence = [f"{value:.4f}" + ("" if error is None else f" ± {error:.4f}") for value, error in distances]
         table.add_row(*front, f"{size:,}", f"{100 * size / row['served_full_bytes']:.1f}", *marks, *divergence[:1])
     console.print(table)
     console.print("KV bytes are those on the device, in bfloat16, with what the method offloads on the host.")
@@ -226,7 +226,7 @@ def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         console.print(f"{task} at {length:,}: {cut} of {samples} contexts were cut in the middle to fit the model")
     for entry in pooled(rows):
         both, by_full = entry["found_by_both"], entry["found_by_full"]
-        told = f"finds {both:.6g} of the {by_full:.6g} that full attention finds"
-        console.print(f"all questions, {entry['policy']}: {told}")
+        recall = f"finds {both:.6g} of the {by_full:.6g} that full attention finds"
+        console.print(f"all questions, {entry['policy']}: {recall}")
         if entry["control_of"]:
             console.print(f"all questions, control of {entry['control_of']}: {entry['control']}")

@@ -127,15 +127,15 @@ def of_longbench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     """LongBench v1: input, context, answers, all_classes."""
     task = str(row.get("dataset") or task)
     kind = kind_of("LongBench", LONGBENCH, task)
-    made = sample_of(kind, row["context"], texts(row["answers"]), asked=row["input"])
-    return dataclasses.replace(made, choices=texts(row.get("all_classes") or ())), kind.chat
+    sample = sample_of(kind, row["context"], texts(row["answers"]), asked=row["input"])
+    return dataclasses.replace(sample, choices=texts(row.get("all_classes") or ())), kind.chat
 
 
 def of_longbench_v2(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     """LongBench v2: question, choice_A to choice_D, answer, context."""
     options = [row[f"choice_{name}"] for name in LETTERS]
-    made = sample_of(LONGBENCH_V2, row["context"], texts(row["answer"]), asked=row["question"], options=options)
-    return made, LONGBENCH_V2.chat
+    sample = sample_of(LONGBENCH_V2, row["context"], texts(row["answer"]), asked=row["question"], options=options)
+    return sample, LONGBENCH_V2.chat
 
 
 def of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
@@ -153,8 +153,10 @@ def of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
 def of_ruler(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     """RULER: input, which is the whole prompt, and outputs."""
     kind = kind_of("RULER", RULER, task)
-    made = Sample(row["input"], "", row.get("answer_prefix") or "", texts(row["outputs"]), kind.new_tokens, kind.scorer)
-    return made, kind.chat
+    sample = Sample(
+        row["input"], "", row.get("answer_prefix") or "", texts(row["outputs"]), kind.new_tokens, kind.scorer
+    )
+    return sample, kind.chat
 
 
 def of_kvpress(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
@@ -168,8 +170,8 @@ def of_kvpress(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ConfigError(f"max_new_tokens must be an integer of at least 1, got {most!r}")
     choices = texts(row.get("choices") or row.get("all_classes") or ())
-    made = Sample(row["context"], row["question"], row["answer_prefix"] or "", answers, most, str(scorer), choices)
-    return made, True
+    sample = Sample(row["context"], row["question"], row["answer_prefix"] or "", answers, most, str(scorer), choices)
+    return sample, True
 
 
 READERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], tuple[Sample, bool]]], ...] = (

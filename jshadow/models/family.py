@@ -29,19 +29,19 @@ class Rule:
 
     def match(self, name: str) -> tuple[str, ...]:
         """Paths in the weight tree that the tensor `name` fills; none where the rule is about another tensor."""
-        found = re.fullmatch(self.pattern, name)
-        layer = found.groups() or ("",) if found else ("",)
-        return tuple(self.path.format(*layer, part) for part in self.parts) if found else ()
+        matched = re.fullmatch(self.pattern, name)
+        layer = matched.groups() or ("",) if matched else ("",)
+        return tuple(self.path.format(*layer, part) for part in self.parts) if matched else ()
 
     def source(self, path: str) -> str | None:
         """Hugging Face name of the tensor that fills the weight at `path`: the rule read backwards."""
         parts = "|".join(map(re.escape, self.parts))
         pattern = re.escape(self.path).replace(r"\{0\}", r"(\d+)").replace(r"\{1\}", f"(?:{parts})")
-        found = re.fullmatch(pattern, path)
-        if not found:
+        matched = re.fullmatch(pattern, path)
+        if not matched:
             return None
         name = self.pattern.replace(r"(\d+)", "{0}").replace("\\", "")
-        return name.format(*found.groups())
+        return name.format(*matched.groups())
 
 
 def nothing(_: Any) -> dict[str, Any]:

@@ -40,8 +40,8 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rope(hf: Mapping[str, Any], kind: str, theta: str, scaling: Mapping[str, Any] | None = None) -> RopeConfig:
     """The rotation of one kind of layer: the newer spelling (rope_parameters by kind), under the older one's keys."""
-    own = {"rope_type": "default", **((hf.get("rope_parameters") or {}).get(kind) or {}), **(scaling or {})}
-    return RopeConfig.from_hf({**hf, "rope_theta": hf[theta], "rope_scaling": own, "rope_parameters": None})
+    scaling_of_kind = {"rope_type": "default", **((hf.get("rope_parameters") or {}).get(kind) or {}), **(scaling or {})}
+    return RopeConfig.from_hf({**hf, "rope_theta": hf[theta], "rope_scaling": scaling_of_kind, "rope_parameters": None})
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
@@ -56,8 +56,8 @@ def _write(config: ModelConfig) -> dict[str, Any]:
 
 
 def _told(rope: RopeConfig) -> dict[str, Any]:
-    told = rope.to_hf()
-    return {"rope_type": "default", **(told["rope_scaling"] or {}), "rope_theta": told["rope_theta"]}
+    config = rope.to_hf()
+    return {"rope_type": "default", **(config["rope_scaling"] or {}), "rope_theta": config["rope_theta"]}
 
 
 GEMMA3_TEXT = ModelFamily(

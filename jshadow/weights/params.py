@@ -120,9 +120,9 @@ def load(
         return jnp.array(value) if mesh is None else jax.device_put(value, sharding_of(mesh, path, value.shape))
 
     def put(path: str, value: np.ndarray) -> tuple[dict[str, Array], str | None]:
-        held, problem = cast(value, target)
+        value_cast, problem = cast(value, target)
         if quantize is None or not quantized(path) or problem:
-            return {path: give(path, held)}, problem
+            return {path: give(path, value_cast)}, problem
         kernel, factors = quantize_int8(value)
         return {path: give(path, kernel), f"{path}_scale": give(f"{path}_scale", factors)}, None
 

@@ -57,14 +57,14 @@ def with_memory(rows: Iterable[Row], measure: str) -> list[Row]:
 def looks(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The look of each row of one panel: a method's second setting has its colour and marker, and dashes."""
     seen: dict[str, list[Any]] = {}
-    found = []
+    marks = []
     for row in rows:
         settings = seen.setdefault(row["name"], [])
-        own = (row.get("policy"), row.get("share"), row.get("control_of"))
-        if own not in settings:
-            settings.append(own)
-        found.append(look_of(row["name"], settings.index(own)))
-    return found
+        setting = (row.get("policy"), row.get("share"), row.get("control_of"))
+        if setting not in settings:
+            settings.append(setting)
+        marks.append(look_of(row["name"], settings.index(setting)))
+    return marks
 
 
 @styled
@@ -89,8 +89,8 @@ def plot_turns(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) 
     most = max(sum((row["task"], row["length"]) == place for row in drawn) for place in places)
     figure, axes = panels(len(places), MOST_ACROSS, WIDE, 3.0 + 0.17 * most, sharey=True)
     for axis, (task, length) in zip(axes, places, strict=True):
-        own = [row for row in drawn if (row["task"], row["length"]) == (task, length)]
-        for row, look in zip(own, looks(own), strict=True):
+        panel = [row for row in drawn if (row["task"], row["length"]) == (task, length)]
+        for row, look in zip(panel, looks(panel), strict=True):
             share = row["served_device_bytes"] / row["served_full_bytes"]
             if row["name"] == "full":  # broad, behind the others, which may lie on it
                 look |= {"color": "0.7", "linewidth": 7, "zorder": 1}
@@ -101,7 +101,7 @@ def plot_turns(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) 
                 **look,
                 label=f"{plain(row['name'])} ({100 * share:.0f} % of full's bytes)",
             )
-        axis.set_title(f"{plain(task)}, {length:,} tokens, {own[0]['samples']} samples")
+        axis.set_title(f"{plain(task)}, {length:,} tokens, {panel[0]['samples']} samples")
         axis.set_xlabel("turn")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16))
@@ -216,11 +216,11 @@ def plot_memory(
     figure, axes = panels(len(places), 2, WIDE, 3.4, beside=max(1.8, 0.075 * longest))
     handles: dict[str, Any] = {}
     for axis, (task, length, size) in zip(axes, places, strict=True):
-        own = [row for row in drawn if (row["task"], row["length"]) == (task, length)]
+        panel = [row for row in drawn if (row["task"], row["length"]) == (task, length)]
         for base, name in methods:
             points = sorted(
                 ((row.get(size) or 0) / 1e6, row[measure], row.get(error_of(measure)) or 0.0)
-                for row in own
+                for row in panel
                 if name in lines_of(row)
             )
             if not points:
@@ -236,14 +236,14 @@ def plot_memory(
                 **look,
             )
             handles.setdefault(name, line)
-        axis.set_title(f"{plain(task)}, {length:,} tokens, {own[0]['samples']} samples")
+        axis.set_title(f"{plain(task)}, {length:,} tokens, {panel[0]['samples']} samples")
         axis.set_xlabel(SIZES[size])
-        axis.set_ylabel(MEASURES["top1" if "top1" in own[0] and measure == "score" else measure])
+        axis.set_ylabel(MEASURES["top1" if "top1" in panel[0] and measure == "score" else measure])
         axis.set_xlim(left=0)
         if measure == "kl":
             axis.set_yscale("log", nonpositive="clip")
         else:
-            axis.set_ylim(-4 if min(row[measure] for row in own) < 50 else None, 104)
+            axis.set_ylim(-4 if min(row[measure] for row in panel) < 50 else None, 104)
     figure.legend(handles.values(), [plain(name, LONG) for name in handles], loc="outside right upper")
     return write(figure, path)
 

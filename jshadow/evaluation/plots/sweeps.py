@@ -97,5 +97,5 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
 def line_name(line: tuple[Any, ...], lines: Sequence[tuple[Any, ...]]) -> str:
     """Of a line's task, method and length, those that tell it from the other lines."""
     parts = [f"{part:,} tokens" if isinstance(part, int) else str(part) for part in line]
-    told = [part for i, part in enumerate(parts) if len({other[i] for other in lines}) > 1]
-    return plain(", ".join(told) or parts[1], LONG)
+    differing = [part for i, part in enumerate(parts) if len({other[i] for other in lines}) > 1]
+    return plain(", ".join(differing) or parts[1], LONG)

@@ -92,8 +92,8 @@ def random_prompt(shape: Shape, policy: Policy, seed: int = 0) -> PromptKV:
         q_post=normal(q, shape.context, shape.heads) if everything else None,
         lse=jnp.broadcast_to(even, (shape.batch, shape.heads, shape.context)) if everything else None,
     )
-    own, config = policy.prefill_attention(), shape.config()
-    extra = None if own is None else own.begin(config, config.attention_kind(0), prompt, None, None)
+    attention, config = policy.prefill_attention(), shape.config()
+    extra = None if attention is None else attention.begin(config, config.attention_kind(0), prompt, None, None)
     return prompt.replace(extra=extra)
 
 

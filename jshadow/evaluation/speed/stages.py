@@ -46,10 +46,10 @@ def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int
     spec, state = layer_state(shape, policy, fetch)
     step = random_step(shape, 1, policy.step_rows)
     runs, costs = programs(spec, state, step), stage_costs(spec, state)
-    held = runs.pop("fetch", None) if spec.fetch == "zero_copy" else None
+    kept_fetch = runs.pop("fetch", None) if spec.fetch == "zero_copy" else None
     times = {name: timed(run, *args, repeats=repeats) for name, (run, args) in runs.items()}
-    if held is not None:
-        times["fetch"] = time_kept_fetch(*held, repeats=repeats)
+    if kept_fetch is not None:
+        times["fetch"] = time_kept_fetch(*kept_fetch, repeats=repeats)
     times["append"] = time_append(spec, state, step, repeats)  # last, for it consumes the state
     return [
         {

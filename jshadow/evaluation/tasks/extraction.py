@@ -64,16 +64,16 @@ def records(rng: random.Random) -> Iterator[dict[str, Any]]:
 def text_to_json(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     """Records spread evenly over filler sentences; the depth moves them all. Score: share of the fields got right."""
     rng = random.Random(seed)
-    wanted = list(itertools.islice(records(rng), MOST))
-    lines = [rng.choice(FORMS).format(**record) for record in wanted]
+    chosen = list(itertools.islice(records(rng), MOST))
+    lines = [rng.choice(FORMS).format(**record) for record in chosen]
     count = min(max(length // (SPREAD * len(encode(tokenizer, "".join(lines))) // MOST), FEWEST), MOST)
-    wanted, lines = wanted[:count], lines[:count]
+    chosen, lines = chosen[:count], lines[:count]
     depths = [(index + depth) / count for index in range(count)]
     pieces = Pieces(noise_pieces(rng, STORY))
 
     def compose(some: int, padding: str) -> str:
         return (HEAD + planted(pieces.first(some), lines, depths)).rstrip() + padding
 
-    answer = json.dumps(wanted)
+    answer = json.dumps(chosen)
     room = len(encode(tokenizer, answer)) * 9 // 8 + 8  # for another way to write the same
     return filled(tokenizer, length, compose, [Sample("", QUESTION, "", answer, room, "json_fields")])

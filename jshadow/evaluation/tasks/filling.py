@@ -120,9 +120,9 @@ def filled(
         ConfigError: length is too short for the task.
     """
     before, behind = frame(tokenizer, samples[0].question, samples[0].answer_prefix, "")
-    taken = len(before) + (0 if apart else len(behind))
+    framing = len(before) + (0 if apart else len(behind))
     try:
-        context = fill(tokenizer, compose, length - taken, least, after)
+        context = fill(tokenizer, compose, length - framing, least, after)
     except TooShort as error:
         raise ConfigError(f"length must be at least {length + error.by} tokens for this task, got {length}") from None
     return case_of(tokenizer, [dataclasses.replace(one, context=context) for one in samples], apart=apart)

@@ -38,9 +38,9 @@ def kv_retrieval(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
 
     The task is that of arXiv 2307.03172, section 4, and InfiniteBench's Retrieve.KV (arXiv 2402.13718).
     """
-    made = uuids(random.Random(seed))
-    pieces = Pieces(f'"{key}": "{value}"' for key, value in zip(made, made, strict=False))
-    key, value = next(made), next(made)
+    names = uuids(random.Random(seed))
+    pieces = Pieces(f'"{key}": "{value}"' for key, value in zip(names, names, strict=False))
+    key, value = next(names), next(names)
 
     def compose(count: int, padding: str) -> str:
         pairs = pieces.first(count)

@@ -75,10 +75,10 @@ def verses() -> tuple[Verse, ...]:
 def modules() -> tuple[Path, ...]:
     """The source files at the top of Python's standard library, by name."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    made = tuple(path for path in files if path.stat().st_size <= MODULES_LARGEST)
-    if not made:
+    small = tuple(path for path in files if path.stat().st_size <= MODULES_LARGEST)
+    if not small:
         raise ConfigError("this task needs the source code of Python's standard library, which is not installed")
-    return made
+    return small
 
 
 def noise_pieces(rng: random.Random, sentences: Sequence[str] = NOISE) -> Iterator[str]:

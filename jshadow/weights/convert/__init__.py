@@ -82,11 +82,11 @@ def open_source(src: str | os.PathLike[str]) -> Source:
 
 def _write_orbax(source: Source, path: Path, dtype: str, progress: Callable[[int, int], None] | None = None) -> None:
     """The weights of a source as an orbax checkpoint."""
-    wanted = flat_abstract(source.config)
-    tensor_of = {path: tensor for tensor in placements(source.family, wanted).values() for path in tensor.paths}
+    weight_shapes = flat_abstract(source.config)
+    tensor_of = {path: tensor for tensor in placements(source.family, weight_shapes).values() for path in tensor.paths}
 
     def read(path: str) -> np.ndarray:
         tensor = tensor_of[path]
-        return tensor.to_weights(source.read(tensor.name), wanted, source.config)[path]
+        return tensor.to_weights(source.read(tensor.name), weight_shapes, source.config)[path]
 
-    write_orbax(path, wanted, DTYPES[dtype], read, progress)
+    write_orbax(path, weight_shapes, DTYPES[dtype], read, progress)

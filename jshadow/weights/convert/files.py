@@ -163,15 +163,15 @@ def workspace(parent: Path, prefix: str) -> Iterator[Path]:
     for path in [path for path in parent.iterdir() if path.name.startswith(prefix) and path.is_dir()]:
         with contextlib.suppress(OSError), _locked(path):  # BlockingIOError: somebody is at work there
             shutil.rmtree(path)
-    made = parent / f"{prefix}{secrets.token_hex(4)}"
-    made.mkdir()
+    folder = parent / f"{prefix}{secrets.token_hex(4)}"
+    folder.mkdir()
     try:
-        with _locked(made):
-            yield made
+        with _locked(folder):
+            yield folder
     except BaseException:  # also KeyboardInterrupt
-        remove_for_good(made)
+        remove_for_good(folder)
         raise
-    shutil.rmtree(made, ignore_errors=True)  # after a rename there is nothing here
+    shutil.rmtree(folder, ignore_errors=True)  # after a rename there is nothing here
 
 
 def remove_for_good(path: Path) -> None:

@@ -133,8 +133,8 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 def _eos(metadata: dict[str, Any]) -> int | list[int] | None:
     """End of text, and end of turn where the file tells it apart."""
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    told = list(dict.fromkeys(i for i in ids if i is not None))
-    return told[0] if len(told) == 1 else (told or None)
+    known = list(dict.fromkeys(i for i in ids if i is not None))
+    return known[0] if len(known) == 1 else (known or None)
 
 
 def _number(metadata: dict[str, Any], key: str, kind: type, default: Any = None) -> Any:
@@ -187,10 +187,10 @@ def _renamed(file: GGUFFile) -> tuple[dict[str, tuple[str, str]], dict[str, tupl
     for original, info in file.tensors.items():
         if original == ROPE_FACTORS:
             continue  # read into the config
-        found = [(name, rule.transform) for rule in NAMES for name in rule.match(original)]
-        if len(found) != 1 or found[0][0] in rules:
+        matches = [(name, rule.transform) for rule in NAMES for name in rule.match(original)]
+        if len(matches) != 1 or matches[0][0] in rules:
             problems.append(f"{original}: extra, no weight of a llama model takes it")
             continue
-        rules[found[0][0]] = (original, found[0][1])
-        shapes[found[0][0]] = info.shape
+        rules[matches[0][0]] = (original, matches[0][1])
+        shapes[matches[0][0]] = info.shape
     return rules, shapes, problems

@@ -174,10 +174,10 @@ def _tensor_infos(cursor: _Cursor, count: int, alignment: Any) -> dict[str, Tens
     gguf = gguf_package()
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise cursor.error(f"general.alignment must be a power of two, got {alignment!r}")
-    found: dict[str, TensorInfo] = {}
+    infos: dict[str, TensorInfo] = {}
     for _ in range(count):
         name = cursor.string("tensor name")
-        if name in found:
+        if name in infos:
             raise cursor.error(f"tensor {name!r} comes twice")
         rank = cursor.u32(f"rank of {name!r}")
         if not 1 <= rank <= MAX_DIMENSIONS:
@@ -193,10 +193,10 @@ def _tensor_infos(cursor: _Cursor, count: int, alignment: Any) -> dict[str, Tens
         nbytes = size * (shape[-1] // block)
         for extent in shape[:-1]:
             nbytes *= extent  # Python integers: no overflow to hide behind
-        found[name] = TensorInfo(shape, code, start, nbytes)
+        infos[name] = TensorInfo(shape, code, start, nbytes)
     data = -(-cursor.at // alignment) * alignment
-    for name, info in found.items():
+    for name, info in infos.items():
         end = data + info.start + info.nbytes
         if end > cursor.size:
             raise cursor.error(f"tensor {name!r} ends at byte {end}, beyond the file: an interrupted download?")
-    return {name: info._replace(start=data + info.start) for name, info in found.items()}
+    return {name: info._replace(start=data + info.start) for name, info in infos.items()}

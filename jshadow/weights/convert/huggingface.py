@@ -64,8 +64,8 @@ def locate(source: str | os.PathLike[str]) -> Path:
     if path.suffix == ".gguf":
         raise CheckpointError(f"{path} is a GGUF file; make a directory of it first: `jshadow convert {path} DST`")
     with readable(path):
-        found, there = path.is_dir(), path.exists()
-    if found:
+        is_folder, there = path.is_dir(), path.exists()
+    if is_folder:
         return path
     if there:
         raise CheckpointError(f"checkpoint {path} must be a directory with {CONFIG} and *.safetensors, got a file")
@@ -180,14 +180,14 @@ def place(
     """
     if config.num_layers > len(shapes):  # before a model of a billion layers is traced
         return {}, [f"config.json num_hidden_layers is {config.num_layers}, but there are {len(shapes)} tensors"]
-    wanted = flat_abstract(config)
-    expected = placements(family, wanted)
+    weight_shapes = flat_abstract(config)
+    expected = placements(family, weight_shapes)
     problems: list[str] = []
     for name, shape in shapes.items():
         if name not in expected:
             if not any(re.fullmatch(pattern, name) and when(config) for pattern, when, _ in IGNORED):
                 problems.append(f"{name}: extra, no weight of this {config.model_type} config takes it")
-        elif shape != (right := expected[name].tensor_shape(wanted)):
+        elif shape != (right := expected[name].tensor_shape(weight_shapes)):
             paths = ", ".join(expected[name].paths)
             problems.append(f"{name}: misshaped, expected {list(right)}, got {list(shape)} (it becomes {paths})")
     problems += [f"{name}: missing" for name in expected if name not in shapes]
@@ -262,11 +262,11 @@ def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put:
     """
     order, problems = plan(directory, family, config)
     sound = not problems
-    wanted = flat_abstract(config) if sound else {}
+    weight_shapes = flat_abstract(config) if sound else {}
     flat: dict[str, Any] = {}
     for file, placement in order:
         if sound:
-            for path, part in placement.to_weights(file.read(placement.name), wanted, config).items():
+            for path, part in placement.to_weights(file.read(placement.name), weight_shapes, config).items():
                 leaves, problem = put(path, part)
                 flat |= leaves
                 if problem:

@@ -50,14 +50,14 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def tensors_of(weights: dict[str, Any], config: ModelConfig) -> tuple[dict[str, Shape], Callable[[str], np.ndarray]]:
     """A weight tree under Hugging Face's names: the shape of every tensor, and a function that makes one."""
     flat = traverse_util.flatten_dict(weights, sep="/")
-    wanted = {path: tuple(leaf.shape) for path, leaf in flat.items()}
-    tensors = placements(FAMILIES[config.model_type], wanted)
+    weight_shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
+    tensors = placements(FAMILIES[config.model_type], weight_shapes)
 
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
         return tensor.to_tensor({path: host_array(flat[path]) for path in tensor.paths}, config)
 
-    return {name: tensor.tensor_shape(wanted) for name, tensor in tensors.items()}, read
+    return {name: tensor.tensor_shape(weight_shapes) for name, tensor in tensors.items()}, read
 
 
 def write_shards(
@@ -82,14 +82,14 @@ def write_shards(
         CheckpointError: tensors with NaN or Inf, all of one file in one message.
     """
     item, shards = check_dtype(dtype).itemsize, [dict[str, Shape]()]
-    held = 0
+    shard_size = 0
     for name, shape in shapes.items():
         size = item * math.prod(shape)
-        if shards[-1] and held + size > shard_bytes:
+        if shards[-1] and shard_size + size > shard_bytes:
             shards.append({})
-            held = 0
+            shard_size = 0
         shards[-1][name] = shape
-        held += size
+        shard_size += size
     done, count = 0, len(shards)
     names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 

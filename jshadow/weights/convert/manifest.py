@@ -49,17 +49,17 @@ def check_manifest(directory: Path) -> None:
     if not (directory / MANIFEST).exists():
         return
     files = _read(directory)["files"]
-    kept = (directory / ORBAX_WEIGHTS).rglob("*") if (directory / ORBAX_WEIGHTS).is_dir() else ()
-    weights = [*directory.glob("*.safetensors"), *(path for path in kept if path.is_file())]
+    weight_files = (directory / ORBAX_WEIGHTS).rglob("*") if (directory / ORBAX_WEIGHTS).is_dir() else ()
+    weights = [*directory.glob("*.safetensors"), *(path for path in weight_files if path.is_file())]
     names = [path.relative_to(directory).as_posix() for path in weights]
     problems = [f"{name}: not in the manifest" for name in names if name not in files]
     sound = []
-    for name, told in files.items():
+    for name, record in files.items():
         path = directory / name
         if not _is_file(path):
             problems.append(f"{name}: missing")
-        elif path.stat().st_size != told["bytes"]:
-            problems.append(f"{name}: {told['bytes']} bytes when it was written, {path.stat().st_size} now")
+        elif path.stat().st_size != record["bytes"]:
+            problems.append(f"{name}: {record['bytes']} bytes when it was written, {path.stat().st_size} now")
         else:
             sound.append(name)
     if not problems:  # else the cheap answer will do
@@ -77,13 +77,17 @@ def check_manifest(directory: Path) -> None:
 
 def _read(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
-    told = read_json(path)
-    if told.get("version") != VERSION or isinstance(told["version"], bool) or told.get("format") not in KINDS:
+    manifest = read_json(path)
+    if (
+        manifest.get("version") != VERSION
+        or isinstance(manifest["version"], bool)
+        or manifest.get("format") not in KINDS
+    ):
         raise CheckpointError(
             f"{path} must be a manifest of version {VERSION} and format {KINDS}, "
-            f"got version={told.get('version')!r} and format={told.get('format')!r}"
+            f"got version={manifest.get('version')!r} and format={manifest.get('format')!r}"
         )
-    files = told["files"] if isinstance(told.get("files"), dict) else {}
+    files = manifest["files"] if isinstance(manifest.get("files"), dict) else {}
     sound = all(
         isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
         for entry in files.values()
@@ -93,7 +97,7 @@ def _read(directory: Path) -> dict[str, Any]:
     outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside:
         raise CheckpointError(f"{path}: files must lie beside it, got {outside[0]!r}")
-    return told
+    return manifest
 
 
 def _is_file(path: Path) -> bool:

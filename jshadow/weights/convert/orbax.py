@@ -154,22 +154,22 @@ class OrbaxWeights:
         if not self.path.is_dir():
             raise CheckpointError(f"{directory} must hold an orbax checkpoint named {ORBAX_WEIGHTS}, but there is none")
         with _told(self.path, "cannot be read"), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            told = checkpointer.metadata(self.path.absolute()).item_metadata
-        if told is None:
+            metadata = checkpointer.metadata(self.path.absolute()).item_metadata
+        if metadata is None:
             raise CheckpointError(f"orbax checkpoint {self.path} cannot be read: its metadata are missing or closed")
-        tree = dict(told.tree)
+        tree = dict(metadata.tree)
         leaves = traverse_util.flatten_dict(tree, sep="/")
         self.shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
         self.dtypes = {name: np.dtype(leaf.dtype) for name, leaf in leaves.items()}
 
-    def misfits(self, wanted: Mapping[str, Shape]) -> list[str]:
+    def misfits(self, weight_shapes: Mapping[str, Shape]) -> list[str]:
         """A line for every weight that is missing, extra or misshaped."""
-        lines = [f"{path}: missing" for path in wanted if path not in self.shapes]
-        lines += [f"{path}: extra, the config has no such weight" for path in self.shapes if path not in wanted]
+        lines = [f"{path}: missing" for path in weight_shapes if path not in self.shapes]
+        lines += [f"{path}: extra, the config has no such weight" for path in self.shapes if path not in weight_shapes]
         lines += [
-            f"{path}: misshaped, expected {list(wanted[path])}, got {list(shape)}"
+            f"{path}: misshaped, expected {list(weight_shapes[path])}, got {list(shape)}"
             for path, shape in self.shapes.items()
-            if path in wanted and shape != wanted[path]
+            if path in weight_shapes and shape != weight_shapes[path]
         ]
         return lines
 
@@ -194,8 +194,8 @@ class OrbaxWeights:
         handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=CONCURRENT_GB)
         with _told(self.path, "cannot be read"), ocp.Checkpointer(handler) as checkpointer:
             asked = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
-            found = checkpointer.restore(self.path.absolute(), args=asked)
-        return dict(traverse_util.flatten_dict(found, sep="/"))
+            restored = checkpointer.restore(self.path.absolute(), args=asked)
+        return dict(traverse_util.flatten_dict(restored, sep="/"))
 
 
 @contextlib.contextmanager
@@ -222,15 +222,15 @@ def open_orbax(directory: Path) -> Source:
         ConfigError: as `read_config`.
     """
     hf, family, config = read_config(directory)
-    weights, wanted = OrbaxWeights(directory), flat_abstract(config)
-    raise_all(str(directory), weights.misfits(wanted))
-    tensors = placements(family, wanted)
+    weights, weight_shapes = OrbaxWeights(directory), flat_abstract(config)
+    raise_all(str(directory), weights.misfits(weight_shapes))
+    tensors = placements(family, weight_shapes)
 
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
         return tensor.to_tensor(weights.read(tensor.paths), config)
 
-    shapes = {name: tensor.tensor_shape(wanted) for name, tensor in tensors.items()}
+    shapes = {name: tensor.tensor_shape(weight_shapes) for name, tensor in tensors.items()}
     return Source(hf, family, config, shapes, read, functools.partial(copy_side_files, directory))
 
 
@@ -257,19 +257,21 @@ def read_orbax(
     Raises:
         CheckpointError: damaged, or weights that are missing, extra, misshaped or not finite, all in one error.
     """
-    weights, wanted = OrbaxWeights(directory), flat_abstract(config)
-    raise_all(str(directory), weights.misfits(wanted))
+    weights, weight_shapes = OrbaxWeights(directory), flat_abstract(config)
+    raise_all(str(directory), weights.misfits(weight_shapes))
     flat: dict[str, Any] = {}
     problems: list[str] = []
     if put is not None:
-        for path in wanted:
+        for path in weight_shapes:
             leaves, problem = put(path, weights.read((path,))[path])
             flat |= leaves
             if problem:
                 problems.append(f"{path}: {problem}")
     else:
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        flat = weights.restore(tuple(wanted), dtype, lambda path: sharding(path, wanted[path]) if sharding else one)
+        flat = weights.restore(
+            tuple(weight_shapes), dtype, lambda path: sharding(path, weight_shapes[path]) if sharding else one
+        )
         bad = {path: int(leaf.size - jnp.isfinite(leaf).sum()) for path, leaf in flat.items()}
         problems = [f"{path}: {count} values are NaN or Inf in {dtype.name}" for path, count in bad.items() if count]
     raise_all(str(directory), problems)

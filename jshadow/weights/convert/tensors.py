@@ -19,18 +19,20 @@ class Placement:
     paths: tuple[str, ...]
     rule: Rule
 
-    def tensor_shape(self, wanted: Mapping[str, Shape]) -> Shape:
+    def tensor_shape(self, weight_shapes: Mapping[str, Shape]) -> Shape:
         """The shape that the tensor must have, from those of the weights by path."""
-        shapes = [wanted[path] for path in self.paths]
+        shapes = [weight_shapes[path] for path in self.paths]
         whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
         return whole[::-1] if self.rule.transform == "transpose" else whole
 
-    def to_weights(self, value: np.ndarray, wanted: Mapping[str, Shape], config: ModelConfig) -> dict[str, np.ndarray]:
+    def to_weights(
+        self, value: np.ndarray, weight_shapes: Mapping[str, Shape], config: ModelConfig
+    ) -> dict[str, np.ndarray]:
         """The weights by path, views where that is enough."""
         value = value.T if self.rule.transform == "transpose" else value
         if self.rule.interleaved:
             value = value[..., half_split_order(value.shape[-1], config)]
-        ends = np.cumsum([wanted[path][-1] for path in self.paths])
+        ends = np.cumsum([weight_shapes[path][-1] for path in self.paths])
         return dict(zip(self.paths, np.split(value, ends[:-1], axis=-1), strict=True))
 
     def to_tensor(self, weights: Mapping[str, np.ndarray], config: ModelConfig) -> np.ndarray:
@@ -49,12 +51,12 @@ def half_split_order(columns: int, config: ModelConfig) -> np.ndarray:
     return (np.arange(columns // dim)[:, None] * dim + order).reshape(-1)
 
 
-def placements(family: ModelFamily, wanted: Mapping[str, Shape]) -> dict[str, Placement]:
+def placements(family: ModelFamily, weight_shapes: Mapping[str, Shape]) -> dict[str, Placement]:
     """Every tensor that a checkpoint of a family has, by name, from the paths of the weights."""
-    found: dict[str, Placement] = {}
-    for path in wanted:
+    result: dict[str, Placement] = {}
+    for path in weight_shapes:
         for rule in family.rules:
             name = rule.source(path)
-            if name is not None and name not in found:
-                found[name] = Placement(name, rule.match(name), rule)
-    return found
+            if name is not None and name not in result:
+                result[name] = Placement(name, rule.match(name), rule)
+    return result
