@@ -1,9 +1,13 @@
 """Rows of local data sets as cases, and cases as rows: JSONL, JSON or parquet, in the columns that kvpress reads.
 
-A row of our own has context, question, answer_prefix, answer, max_new_tokens. Optional: task, length (of the prompt, as
-asked for), scorer, choices, depth; instruction (the part of the context that is no text to ask about), turn (1, 2 ...
-where it goes on from the row before it), prompt_ids (where the text alone does not tell how it was cut into tokens).
-The files of LongBench v1 and v2, InfiniteBench and RULER are known by their columns (`suites`).
+A row in this project's own form has context, question, answer_prefix, answer and max_new_tokens. These are optional:
+- task, scorer, choices, and depth (of the fact in the context, 0 to 1);
+- length: tokens of the prompt, as asked for;
+- instruction: the beginning of the context, which is no text to ask about;
+- turn: 1, 2 ... where the row goes on from the row before it;
+- prompt_ids: token ids of the prompt, where encoding its text would give others.
+
+The files of LongBench v1 and v2, InfiniteBench and RULER are recognised by their columns (`suites`).
 """
 
 import dataclasses
@@ -91,24 +95,24 @@ def read_row(row: Any, path: Path, number: int) -> Row:
         raise ConfigError(f"{where} must be an object, got {row!r:.80}")
     reader = next((one for columns, one in READERS if all(name in row for name in columns)), None)
     if reader is None:
-        columns_known = " or ".join("(" + ", ".join(columns) + ")" for columns, _ in READERS)
-        raise ConfigError(f"{where} must have the columns {columns_known}, got {sorted(row)}")
+        known = " or ".join("(" + ", ".join(columns) + ")" for columns, _ in READERS)
+        raise ConfigError(f"{where} must have the columns {known}, got {sorted(row)}")
     name = path.parent.name if path.stem in SPLITS else path.stem
     task = str(row.get("task") or name)
     try:
         sample, chat = reader(row, task)
-        is_own = reader is READERS[1][1]  # other suites' `length` is a count of their own
-        length = row.get("length") if is_own else None
+        # The `length` of another suite counts something else.
+        length = row.get("length") if reader is READERS[1][1] else None
         result = Row(
-            sample,
-            str(row.get("dataset") or task),
-            where,
-            chat,
-            None if length is None else int(length),
-            str(row.get("instruction") or ""),
-            int(row.get("turn") or 0),
-            None if row.get("depth") is None else float(row["depth"]),
-            tuple(map(int, row.get("prompt_ids") or ())),
+            sample=sample,
+            task=str(row.get("dataset") or task),
+            where=where,
+            chat=chat,
+            length=None if length is None else int(length),
+            instruction=str(row.get("instruction") or ""),
+            turn=int(row.get("turn") or 0),
+            depth=None if row.get("depth") is None else float(row["depth"]),
+            prompt_ids=tuple(map(int, row.get("prompt_ids") or ())),
         )
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -202,12 +206,12 @@ def read_cases(
     tasks: dict[tuple[str, int | None], list[list[Row]]] = {}
     for group in groups_of(read_rows(paths, limit)):
         tasks.setdefault((group[0].task, group[0].length), []).append(group)
-    made = []
+    data_tasks = []
     for (task, _), groups in tasks.items():
         apart = any(len(group) > 1 and not group[1].turn for group in groups)
         cases = tuple(fitted_case(tokenizer, group, apart, room, truncate) for group in groups)
-        made.append(DataTask(task, cases, tuple(group[0].depth for group in groups)))
-    return made
+        data_tasks.append(DataTask(task, cases, tuple(group[0].depth for group in groups)))
+    return data_tasks
 
 
 def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, truncate: str | None) -> Case:

@@ -13,7 +13,7 @@ from rich.table import Table
 from jshadow.evaluation.metrics import mean_known, mean_stderr
 from jshadow.policies import Policy, Wrapper
 
-TELLING = 0.6  # a task tells nothing where its control finds this share of what full attention finds
+TELLING = 0.6  # a task cannot tell policies apart if its control finds this share of what full attention finds
 
 
 def tidy(total: float) -> float:
@@ -22,47 +22,49 @@ def tidy(total: float) -> float:
 
 
 def scores_of(record: Mapping[str, Any]) -> list[float]:
-    """Each question's score, 0 to 1; older records have hits alone."""
+    """The score of each question, 0 to 1. A record without scores has hits only."""
     return record.get("scores", record["hits"])
 
 
 def score_row(
     records: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, Any]], depths: Sequence[float | None] = ()
 ) -> dict[str, Any]:
-    """One table row's figures from the samples of one policy, and of full attention in the same order.
+    """The figures of one result row, from the samples of one policy on one task.
 
     Args:
         records: with "score" (percent), "hits" (one a question; empty for agreement), "kl" (nats, or None),
-            "attended_tokens" and "hit_rate"; "scores" (0 to 1, one a question) where they are more than hits, "apart"
-            where questions are no turns, and "ppl".
-        full: the same samples under full attention.
-        depths: of the samples, where their facts were planted; None, or none at all: unknown.
+            "attended_tokens" and "hit_rate"; "scores" (0 to 1, one a question) where a score may lie between 0 and 1,
+            "apart" where the questions are no turns, and "ppl".
+        full: the same samples under full attention, in the same order.
+        depths: where the fact of each sample was planted, 0 to 1. A None, or an empty sequence: unknown.
     """
     score, stderr = mean_stderr([record["score"] for record in records])
     row: dict[str, Any] = {"score": score, "stderr": stderr, "samples": len(records)}
     row |= {name: mean_known([record[name] for record in records]) for name in ("attended_tokens", "hit_rate")}
     pairs = [
         pair
-        for mine, full_record in zip(records, full, strict=True)
-        for pair in zip(scores_of(mine), scores_of(full_record), strict=True)
+        for record, full_record in zip(records, full, strict=True)
+        for pair in zip(scores_of(record), scores_of(full_record), strict=True)
     ]
     if not pairs:
         row["kl"], row["kl_stderr"] = mean_stderr([record["kl"] for record in records])
         row |= {"ppl": mean_perplexity(records), "ppl_full": mean_perplexity(full)}
         return row | {"top1": score, "top1_stderr": stderr}
-    both, by_full = tidy(sum(min(pair) for pair in pairs)), tidy(sum(full_record for _, full_record in pairs))
-    row |= {"asked": len(pairs), "found": tidy(sum(mine for mine, _ in pairs)), "found_by_full": by_full}
+    both, by_full = tidy(sum(min(pair) for pair in pairs)), tidy(sum(of_full for _, of_full in pairs))
+    row |= {"asked": len(pairs), "found": tidy(sum(score for score, _ in pairs)), "found_by_full": by_full}
     row |= {"found_by_both": both, "recall_of_full": 100 * both / by_full if by_full else None}
     row |= {"turns": turn_scores(records)}
-    if depths and None not in depths:
-        at = sorted({depth for depth in depths if depth is not None})
-        found = [[r["score"] for r, at_depth in zip(records, depths, strict=True) if at_depth == depth] for depth in at]
-        row |= {"depths": at, "depth_scores": [mean_stderr(some)[0] for some in found]}
+    known = [depth for depth in depths if depth is not None]
+    if known and len(known) == len(depths):
+        by_depth: dict[float, list[float]] = {}
+        for depth, record in sorted(zip(known, records, strict=True), key=lambda pair: pair[0]):
+            by_depth.setdefault(depth, []).append(record["score"])
+        row |= {"depths": list(by_depth), "depth_scores": [mean_stderr(scores)[0] for scores in by_depth.values()]}
     return row
 
 
 def mean_perplexity(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Of all samples' tokens together, which are equally many each; None where an older record has none."""
+    """The perplexity over the tokens of all samples, of which each has equally many; None where a record lacks it."""
     known = [record["ppl"] for record in records if record.get("ppl") is not None]
     return math.exp(mean_stderr([math.log(value) for value in known])[0]) if len(known) == len(records) else None
 
@@ -76,7 +78,7 @@ def turn_scores(records: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def verdict(by_full: float, by_control: float) -> str:
-    """What a negative control says about its task, in words that begin with "ok" where the task tells something."""
+    """What a negative control says about its task. The text begins with "ok" where the task can tell policies apart."""
     if not by_full:
         return "full attention finds nothing: the task tells nothing"
     share = f"the control finds {by_control:.4g}, full attention {by_full:.4g} ({by_control / by_full:.0%})"
@@ -84,7 +86,7 @@ def verdict(by_full: float, by_control: float) -> str:
 
 
 def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Recall of full over all rows of questions, one entry a policy; controls of all lengths make one together."""
+    """Recall of full attention over all rows of questions, one entry a policy. All controls share one entry."""
     groups: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
     for row in rows:
         if "found" in row:
@@ -185,7 +187,9 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
-        as_asked = row["share"] is None and row["name"] != "full"  # its settings are what the user said, no share's
+        as_asked = (
+            row["share"] is None and row["name"] != "full"
+        )  # with the settings that the user gave, not at a share
         name = (row["policy"] if as_asked else row["name"]) + (" (fitted)" if row.get("fitted") else "")
         share = row["share"] or (0.0 if as_asked else 1.0)
         lines.setdefault((row["length"], share, name), {})[row["task"]] = row

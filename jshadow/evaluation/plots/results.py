@@ -266,12 +266,12 @@ def kind_of(row: Row, field: str) -> str:
     """The method whose setting is swept; one that has other landmarks is another one."""
     settings = row.get("settings") or {}
     tokens = settings.get("landmark_tokens")
-    told = {
+    details = {
         "landmark_tokens": f"landmarks of {tokens}" if tokens not in (None, settings.get("chunk_size")) else "",
         "landmark_levels": "2 levels" if settings.get("landmark_levels") == 2 else "",
         "landmark_order": "variance" if settings.get("landmark_order") == 2 else "",
     }
-    return ", ".join([method_of(row), *(text for name, text in told.items() if text and name != field)])
+    return ", ".join([method_of(row), *(text for name, text in details.items() if text and name != field)])
 
 
 def error_of(measure: str) -> str:

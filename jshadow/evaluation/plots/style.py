@@ -71,8 +71,8 @@ def look_of(name: str, number: int = 0) -> dict[str, Any]:
     if name in METHODS:
         colour, mark = METHODS[name]
     else:
-        own = zlib.crc32(name.encode())
-        colour, mark = SERIES[own % len(SERIES)], MARKS[own // len(SERIES) % len(MARKS)]
+        hashed = zlib.crc32(name.encode())
+        colour, mark = SERIES[hashed % len(SERIES)], MARKS[hashed // len(SERIES) % len(MARKS)]
     look = {"color": colour, "marker": mark, "linestyle": DASHES[number % len(DASHES)]}
     return look if not number else look | {"markerfacecolor": "white", "marker": MARKS[number % len(MARKS)]}
 

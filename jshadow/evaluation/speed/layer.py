@@ -56,16 +56,16 @@ class Shape:
     def config(self) -> ModelConfig:
         """A model of one such layer, of which nothing but the attention is ever run."""
         return ModelConfig(
-            "llama",
-            2,
-            1,
-            self.heads * self.head_dim,
-            1,
-            self.heads,
-            self.kv_heads,
-            self.head_dim,
-            1e-5,
-            self.context + LEFT,
+            model_type="llama",
+            vocab_size=2,
+            num_layers=1,
+            model_dim=self.heads * self.head_dim,
+            ffn_dim=1,
+            q_heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            norm_eps=1e-5,
+            context=self.context + LEFT,
         )
 
 
@@ -146,11 +146,11 @@ def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int 
 
     reads, writes = (state.frozen, state.host.prompt), (state.live, state.host.tail)
     program, seconds = compiled(run, reads, writes, next(steps), donate=(1,))
-    held = [writes]
+    latest = [writes]
 
     def once() -> None:
-        out, held[0] = program(reads, held[0], next(steps))
-        jax.block_until_ready((out, held[0]))
+        out, latest[0] = program(reads, latest[0], next(steps))
+        jax.block_until_ready((out, latest[0]))
 
     times = measure(once, repeats, seconds)
     sizes = np.array(list(spec.policy.nbytes(state).values())).sum(axis=0)

@@ -46,10 +46,10 @@ def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int
     spec, state = layer_state(shape, policy, fetch)
     step = random_step(shape, 1, policy.step_rows)
     runs, costs = programs(spec, state, step), stage_costs(spec, state)
-    kept_fetch = runs.pop("fetch", None) if spec.fetch == "zero_copy" else None
+    fetching = runs.pop("fetch", None) if spec.fetch == "zero_copy" else None
     times = {name: timed(run, *args, repeats=repeats) for name, (run, args) in runs.items()}
-    if kept_fetch is not None:
-        times["fetch"] = time_kept_fetch(*kept_fetch, repeats=repeats)
+    if fetching is not None:
+        times["fetch"] = time_kept_fetch(*fetching, repeats=repeats)
     times["append"] = time_append(spec, state, step, repeats)  # last, for it consumes the state
     return [
         {
@@ -120,17 +120,17 @@ def time_kept_fetch(fetch: Callable[..., Any], args: tuple[HostTier, Any], *, re
 
 
 def time_append(spec: CacheSpec, state: LayerState, step: StepKV, repeats: int) -> Times:
-    """The writing of a token into what each call leaves: what changes is donated, as in a step."""
+    """Append a token to the state that the call before left. The arrays that change are donated, as in a step."""
 
     def append(writes: Any, reads: Any, step: StepKV) -> Any:
         layer, rows = spec.policy.append(spec, LayerState(reads[0], writes[0], HostTier(reads[1], writes[1])), step)
         return layer.live, offload.write(layer.host, rows).tail
 
-    held, reads = [(state.live, state.host.tail)], (state.frozen, state.host.prompt)
-    program, seconds = compiled(append, held[0], reads, step, donate=(0,))
+    latest, reads = [(state.live, state.host.tail)], (state.frozen, state.host.prompt)
+    program, seconds = compiled(append, latest[0], reads, step, donate=(0,))
 
     def once() -> None:
-        held[0] = jax.block_until_ready(program(held[0], reads, step))
+        latest[0] = jax.block_until_ready(program(latest[0], reads, step))
 
     return measure(once, repeats, seconds)
 

@@ -18,20 +18,7 @@ from jshadow.evaluation.tasks.filling import Pieces, filled, planted
 from jshadow.evaluation.tasks.framing import HEAD, Case, Sample, encode, follow_up, frame
 from jshadow.evaluation.tasks.texts import documentation, documentation_pieces, noise_pieces
 
-CITIES = (
-    "Lisbon",
-    "Oslo",
-    "Cairo",
-    "Lima",
-    "Quito",
-    "Hanoi",
-    "Dakar",
-    "Sofia",
-    "Osaka",
-    "Turin",
-    "Delhi",
-    "Nairobi",
-)
+CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Dakar", "Sofia", "Osaka", "Turin", "Delhi", "Nairobi")
 FACT = "The secret number of {city} is {number}."
 QUESTION = "What is the secret number of {city}? Answer with the number."
 PREFIX = "The secret number of {city} is"
