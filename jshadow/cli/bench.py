@@ -1,4 +1,4 @@
-"""`jshadow bench layer | decode | prefill | ceilings`: how long it takes here, and what the machine can do at best."""
+"""`jshadow bench layer | decode | prefill | ceilings`: measured times, and the best rates of the machine."""
 
 import argparse
 import json
@@ -59,7 +59,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
 
 
 def add_model_options(add: argparse.ArgumentParser) -> None:
-    """Of `decode` and `prefill`, which do the same work and tell two halves of it."""
+    """The options of `decode` and `prefill`, which do the same work and print two halves of it."""
     add.set_defaults(run=run_model)
     add.add_argument("model", help="HF directory or hub id")
     for name, value, text in (
@@ -77,13 +77,13 @@ def add_model_options(add: argparse.ArgumentParser) -> None:
 
 
 def check_repeats(repeats: int) -> None:
-    """Raise ConfigError unless something is measured."""
+    """Raise ConfigError for less than one repeat."""
     if repeats < 1:
         raise ConfigError(f"--repeats must be at least 1, got {repeats}")
 
 
 def machine() -> dict[str, str]:
-    """What ran it."""
+    """This machine, as the JSON output describes it."""
     import jax
 
     device = jax.devices()[0]
@@ -113,13 +113,13 @@ def run_ceilings(args: argparse.Namespace) -> int:
 
 
 def check_dtype(dtype: str) -> None:
-    """Raise ConfigError unless products of it were measured."""
+    """Raise ConfigError for a dtype whose products are not measured."""
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"--dtype must be float32 or bfloat16, got {dtype!r}")
 
 
 def policies_of(text: str) -> list[tuple[str, Any]]:
-    """The policies of a comma list, each with what was written."""
+    """The policies of a comma list, each with its text."""
     parts = [(part, part.split(":")) for part in text.split(",")]
     return [(part, parse_policy(name, settings)) for part, (name, *settings) in parts]
 

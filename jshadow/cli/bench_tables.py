@@ -8,7 +8,7 @@ from jshadow.cli.console import console
 
 
 def print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
-    """One half of the rows of a request; ratios are to transformers, or to full attention where that did not run."""
+    """The table of `bench decode` or `prefill`. Ratios are to transformers, else to full attention."""
     decode = part == "decode"
     name, least, most, limit = (
         ("step_seconds", "least", "most", "bound_seconds")
@@ -16,7 +16,7 @@ def print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
         else ("prefill_seconds", "prefill_least", "prefill_most", "prefill_bound_seconds")
     )
     there = [row for row in rows if row["error"] is None]
-    # transformers if it ran, else full attention, else whatever did
+    # transformers if it ran, else full attention, else any other
     first = min(there, key=lambda row: (row["fetch"] is not None, row["policy"] != "full"), default={"setting": "-"})
     unit, scale = ("step, ms", 1e3) if decode else ("prefill, s", 1.0)
     table = Table(
@@ -85,7 +85,7 @@ def print_rows(rows: list[dict[str, Any]], context: int) -> None:
 
 
 def print_stages(rows: list[dict[str, Any]]) -> None:
-    """The stages of each policy, those that another contains marked so."""
+    """The stages of each policy. A stage that is part of another one is marked."""
     table = Table("stage", "ms", "least to most", "to its bound", "read MB", "from the host MB", "million operations")
     for row in rows:
         inner = f" (of {row['part_of']})" if row["part_of"] else ""

@@ -1,4 +1,4 @@
-"""`jshadow eval`: from its arguments to what it prints."""
+"""`jshadow eval`: measure policies against full attention."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ USUAL_TASKS, USUAL_LENGTHS = "needle_noise,needle_docs", "1024,2048"
 
 
 def add_options(add: argparse.ArgumentParser, prefill_help: str) -> None:
-    """The options of `eval`; --prefill is told as other commands tell it."""
+    """The options of `eval`. `prefill_help` is the help text of --prefill, which another command has too."""
     add.set_defaults(run=run_eval)
     add.add_argument("model", help="HF directory, or hub id")
     add.add_argument("--tasks", help=f"comma list (default: {USUAL_TASKS}; none with --data)")
@@ -61,7 +61,7 @@ def split_list(text: str, name: str) -> list[str]:
 
 
 def split_policies(text: str) -> list[str]:
-    """The policies of a comma list: a part that begins with no letter goes on with the tuple before it.
+    """The policies of a comma list. A part that does not begin with a letter belongs to the tuple before it.
 
     Raises:
         ConfigError: as `split_list`.
@@ -112,7 +112,7 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list["Policy"]]:
 
 
 def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any) -> dict[str, Any]:
-    """Learned arrays by their policy's name. Raises ConfigError where a policy has two files, or a file none."""
+    """Learned arrays by their policy's name. Raises ConfigError where a policy has two files, or a file no policy."""
     from jshadow.engine.fitted_arrays import load_fitted, read_fitted_info
     from jshadow.policies.wrappers import innermost
 

@@ -15,7 +15,7 @@ from jshadow.cli.progress import SlowProgress
 from jshadow.errors import CheckpointError, ConfigError, PromptError
 from jshadow.policies import POLICIES, Policy, Wrapper, parse_policy
 
-LONGEST = 64  # characters of a text that a token may take, mean: no more than needed is encoded
+LONGEST = 64  # most characters a token on average: a longer text is cut before it is encoded
 LEARNERS = [name for name, policy in POLICIES.items() if policy.fit is not Policy.fit]
 ABOUT_FIT = """Learn the arrays of a policy from a text and write them to a safetensors file, for
 `jshadow generate --fitted FILE`. loki and infinigen take a basis of each head from it; less trains its kernels, layer
@@ -65,9 +65,9 @@ def read_text(path: str) -> str:
 
 
 def load_with_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
-    """The model, and ids of the text, twice --tokens where it is so long: the rest is for a check.
+    """The model and the token ids of the text. Up to twice --tokens are returned: the second half is for a check.
 
-    Whatever can be wrong without the model is told before it is loaded.
+    Errors that do not depend on the model are raised before it is loaded.
     """
     from jshadow.engine.text import encode
     from jshadow.weights.convert.quiet import quiet_transformers
@@ -77,7 +77,7 @@ def load_with_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
         raise ConfigError(f"--tokens must be at least 1, got {args.tokens}")
     text = read_text(args.text)
     params = load(args.model, dtype=args.dtype, quantize=args.quantize)
-    with quiet_transformers():  # a text may be longer than the context, of which it then warns
+    with quiet_transformers():  # transformers warns of a text that is longer than the context
         ids = encode(params.tokenizer, text[: 2 * args.tokens * LONGEST], params.config.vocab_size)
     return params, ids[: 2 * args.tokens]
 
@@ -140,7 +140,7 @@ def check_place(out: Path) -> None:
 
 
 def held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> list[dict[str, float]] | None:
-    """Of less, each layer's relative squared error behind what was learned from; None where too little is left."""
+    """The relative squared error of each layer on the rest of the text, for LESS; None where too little is left."""
     if not policy.trains:
         return None
     import numpy as np
@@ -198,7 +198,7 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 
 def with_bar(title: str, work: Callable[[SlowProgress], Any]) -> Any:
-    """What some work gives that tells its progress to a bar."""
+    """The result of `work`, which is given a progress bar."""
     progress = SlowProgress(title)
     try:
         return work(progress)

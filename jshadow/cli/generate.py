@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from jshadow.engine.generation import Generation
 
 PREFILL_HELP = "exact (default), vertical_slash, a_shape or block_sparse: how the prompt's tokens attend to each other"
-SPARE = 1024  # tokens that a saved state can still take, unless --capacity says otherwise
+SPARE = 1024  # tokens that can still be added to a saved state, unless --capacity says otherwise
 
 
 def add_options(add: argparse.ArgumentParser) -> None:
@@ -76,7 +76,7 @@ def run_generate(args: argparse.Namespace) -> int:
     from jshadow.engine.fitted_arrays import load_fitted
     from jshadow.engine.sampling import Sampler
     from jshadow.engine.sparse_prefill import parse_prefill
-    from jshadow.weights.params import load  # JAX is imported by the commands that need it, not by --help
+    from jshadow.weights.params import load  # slow imports are done by the commands that need them, not by --help
 
     text = read_prompt(args)
     check_options(args)
@@ -104,7 +104,7 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def asked_policy(args: argparse.Namespace) -> Any:
-    """The policy of --policy and --set; with --fitted alone, the one that learned the arrays, as it was set then."""
+    """The policy of --policy and --set. With --fitted alone: the policy that learned the arrays, with its settings."""
     if args.fitted is None or args.policy is not None:
         return parse_policy(args.policy or "shadowkv", args.set)
     from jshadow.engine.fitted_arrays import read_fitted_info

@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 if it worked, 2 after a typed error, 130 when interrupted."""
     args = parser().parse_args(argv)
-    args.command_line = ["jshadow", *(sys.argv[1:] if argv is None else argv)]  # what a report says of itself
+    args.command_line = ["jshadow", *(sys.argv[1:] if argv is None else argv)]  # for the report
     try:
         return int(args.run(args))
     except JshadowError as error:

@@ -1,4 +1,4 @@
-"""`jshadow prefill-patterns`: search what each head attends to in a sparse prefill."""
+"""`jshadow prefill-patterns`: search the best pattern of a sparse prefill for each head."""
 
 import argparse
 import json

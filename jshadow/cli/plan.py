@@ -1,4 +1,4 @@
-"""`jshadow plan`: bytes of one request by part, or what a GPU can hold and how fast a step can be there."""
+"""`jshadow plan`: bytes of one request by part, or how many requests a GPU can hold and how fast a step can be."""
 
 import argparse
 import dataclasses
@@ -116,7 +116,7 @@ def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:
 
 
 def with_kernel(policies: dict[str, Policy], config: "ModelConfig", context: int, args: argparse.Namespace) -> Any:
-    """Those of the policies that the fetch mode can serve on a GPU."""
+    """The policies that the fetch mode can serve on a GPU."""
     from jshadow.planner.bytes import cache_specs
 
     if args.fetch != "zero_copy":

@@ -14,12 +14,12 @@ XLA_SHARE = 0.75  # of a GPU's memory, which XLA takes when it starts
 
 
 def bytes_text(device: int, host: int) -> str:
-    """Device bytes, or host bytes marked so."""
+    """Device bytes, or host bytes with a mark."""
     return (f"{device:,}" if device else "") + (f"{host:,} (host)" if host else "") or "0"
 
 
 def sides_of(plan: CapacityPlan) -> dict[str, PolicyPlan]:
-    """What is planned, by the heads of its columns."""
+    """The planned policies by the titles of their columns."""
     name = plan.chosen.policy.name
     beside = {f"{name}\n{other}": side for other, side in plan.beside.items()}
     return {name: plan.chosen} | beside | ({"full": plan.full} if name != "full" else {})
@@ -62,7 +62,7 @@ def plan_table(plan: CapacityPlan) -> Table:
     row("XLA memory fraction", lambda plan, side: fraction(plan, side))
     row("host, GiB" + (" (all GPUs)" if count > 1 else ""), lambda plan, side: gib(side.host_bytes))
     reads = [side.step.hbm_bytes for side in sides.values() if side.step is not None]
-    for part in {part: None for bytes_read in reads for part in bytes_read}:  # in order; those that show no digit not
+    for part in {part: None for bytes_read in reads for part in bytes_read}:  # without those that would be 0.00
         if max(bytes_read.get(part, 0) for bytes_read in reads) >= 5e6:
             step(f"step reads {part}, GB", lambda bound, part=part: gb(bound.hbm_bytes.get(part, 0)))  # type: ignore[misc]
     step("step reads, all, GB", lambda bound: gb(sum(bound.hbm_bytes.values())))
@@ -82,13 +82,13 @@ def ratio_text(ratio: float | None) -> str:
 
 
 def fraction(plan: CapacityPlan, side: PolicyPlan) -> str:
-    """What XLA_PYTHON_CLIENT_MEM_FRACTION must be at least."""
+    """The least XLA_PYTHON_CLIENT_MEM_FRACTION that is enough."""
     needed = math.ceil((side.device_bytes - plan.reserve_bytes) / plan.gpu.memory_bytes * 1000) / 1000
     return "default" if needed <= XLA_SHARE else f"{needed:.3f}" if side.fits else "-"
 
 
 def notes(plans: list[CapacityPlan]) -> list[str]:
-    """What the figures stand on."""
+    """What the figures assume."""
     first = plans[0]
     rates = [(plan.gpu, plan.gpu.hbm_bytes_per_second / 1e9, plan.gpu.pcie_bytes_per_second / 1e9) for plan in plans]
     sheets = [

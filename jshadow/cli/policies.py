@@ -1,4 +1,4 @@
-"""`jshadow policies`: what there is; with --model and --context, the bytes that each takes."""
+"""`jshadow policies`: list the policies; with --model and --context, the bytes that each takes."""
 
 import argparse
 import json
@@ -10,9 +10,9 @@ from jshadow.cli.console import console
 from jshadow.errors import ConfigError
 from jshadow.policies import POLICIES, parse_policy
 
-# ShadowKV's keys in the transform code, landmarks and host values in four bits: this project's own, no paper's.
+# ShadowKV with keys in the transform code, landmarks and host values in four bits. No paper has these settings.
 PACKED = "key_codec=transform:landmark_order=2:landmark_dtype=int4:value_dtype=int4"
-# As the papers run them, one row each: NAME:key=value:..., and where their rows lie; then packed codes.
+# NAME:key=value:... and the fetch mode of each row: as the papers run the policies, then packed codes.
 PAPERS_SETTINGS = (
     ("full", "resident"),
     ("streaming_llm:sinks=4:window=2000", "resident"),
@@ -94,7 +94,8 @@ def show_bytes(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"context": args.context, "policies": rows}))
         return 0
-    policy = Column("policy", overflow="fold")  # settings have no blanks, and the ends of two may differ
+    # Settings have no blanks to wrap at, and two may differ only at their ends: they are folded, not cut.
+    policy = Column("policy", overflow="fold")
     table = Table(policy, "fetch", "device GiB", "of full", "moved MiB a step", "host GiB")
     for row in rows:
         table.add_row(

@@ -1,4 +1,4 @@
-"""An evaluation as one HTML file that needs nothing else, and as pictures beside its samples."""
+"""Writes an evaluation as one self-contained HTML file, and as pictures beside its samples."""
 
 import base64
 import functools

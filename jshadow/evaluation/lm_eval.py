@@ -3,11 +3,11 @@
     python -m jshadow.evaluation.lm_eval run --model jshadow --tasks hellaswag --model_args \\
         pretrained=DIR,policy=shadowkv,rank=32,budget=256,dtype=float32,capacity=2048
 
-is lm-eval's own command line with this model registered (version 0.4.13 looks for no plug-ins); in Python,
+is lm-eval's own command line with this model registered (version 0.4.13 looks for no plug-ins). In Python, call
 `lm_eval.simple_evaluate(model=JshadowLM(...), tasks=[...])`.
 
-What a log-likelihood is: the context is prefilled and compressed by the policy, then the continuation is fed token by
-token and attends through the policy. With full attention that is plain scoring, as backend `hf` does it.
+For a log-likelihood the context is prefilled and compressed by the policy. Then the continuation is fed token by token
+and attends through the policy. With full attention this is plain scoring, as the backend `hf` does it.
 """
 
 import logging
@@ -60,7 +60,7 @@ class JshadowLM(TemplateLM):
     ) -> None:
         """Load a model.
 
-        Contexts are padded to few widths (`scoring.width_of`), and those of one width are batched. The first batch
+        Contexts are padded to few widths (`likelihood.width_of`), and those of one width are batched. The first batch
         of each width compiles; with `capacity` given, what later widths share is not compiled again.
 
         Args:

@@ -1,4 +1,4 @@
-"""What a task or a command line of lm-evaluation-harness gives, as jshadow's own settings."""
+"""Turns settings of lm-evaluation-harness, from a task or its command line, into those of jshadow."""
 
 from collections.abc import Iterable
 from typing import Any

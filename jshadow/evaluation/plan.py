@@ -1,4 +1,4 @@
-"""What one evaluation runs: each task at each length, its cases, and the policies side by side on them."""
+"""The plan of an evaluation: each task at each length, its cases, and the policies that run on them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence

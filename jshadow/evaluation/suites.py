@@ -1,8 +1,8 @@
-"""What the published long-context suites ask of each of their tasks: scorer, new tokens, and how a row is a prompt.
+"""The tasks of the published long-context suites: scorer, new tokens, and how a row becomes a prompt.
 
-Scorers and token limits are the suites' own (the papers are named in `scorers`); the prompts are worded here, so that
-scores come near those published, and are not the same experiment. Tasks in Chinese are refused: their scores need a
-segmentation of words.
+Scorers and token limits are those of the suites (`text_metrics` names the papers). The prompts are worded here, so that
+scores are near the published ones but are not the same experiment. Tasks in Chinese are refused, because their scores
+need a segmentation of words.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ class SuiteTask:
     """One task of a suite.
 
     Attributes:
-        scorer: a name in `scorers.SCORERS`.
+        scorer: a name in `text_metrics.SCORERS`.
         new_tokens: that an answer may take.
         ask: the question, with {input} for the row's.
         prefix: the beginning of the answer.

@@ -1,7 +1,7 @@
-"""How an answer is scored: from what must come out and what came out to a number from 0 to 1.
+"""Scorers: from the right answers and a model's output to a number from 0 to 1.
 
-Each as its suite publishes it: RULER (arXiv 2404.06654), LongBench (arXiv 2308.14508, table 1), LongBench v2
-(arXiv 2412.15204), InfiniteBench (arXiv 2402.13718). An empty output scores 0, whatever is asked.
+Each is as its suite publishes it: RULER (arXiv 2404.06654), LongBench (arXiv 2308.14508, table 1), LongBench v2
+(arXiv 2412.15204), InfiniteBench (arXiv 2402.13718). An empty output always scores 0.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""What a model family is: how its `config.json` reads, and which tensor becomes which weight."""
+"""Model families: how a family's `config.json` is read, and which tensor becomes which weight."""
 
 import dataclasses
 import re
@@ -45,7 +45,7 @@ class Rule:
 
 
 def nothing(_: Any) -> dict[str, Any]:
-    """No difference."""
+    """No field differs from Llama's."""
     return {}
 
 
@@ -58,13 +58,13 @@ class ModelFamily:
         architecture: the class that transformers loads it with.
         models: published models of that type, for the support matrix.
         rules: the weight table.
-        told: what the support matrix says of it: how it differs from Llama.
+        told: how it differs from Llama, for the support matrix.
         defaults: keys of `config.json` that may be missing and then mean this.
-        read: `config.json` -> the fields of ModelConfig that are not Llama's.
+        read: `config.json` -> the fields of ModelConfig that Llama does not set.
         write: ModelConfig -> keys of `config.json` beyond Llama's.
         partial_rotary: a part of each head may be rotated.
-        published_code: classes that checkpoints name in `auto_map` and that are no other model than this one: they
-            came before transformers had it. They are not run.
+        published_code: classes that checkpoints name in `auto_map` and that are this same model: they were written
+            before transformers had it. They are not run.
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""GLM-4 (arXiv 2406.12793, section 2): half of each head is rotated, in pairs that lie side by side; few KV heads."""
+"""GLM-4 (arXiv 2406.12793, section 2): half of each head is rotated, in pairs of neighbouring columns; few KV heads."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A projection, of weights in x's dtype or of int8 weights with a float32 factor for each output.
+    """A projection. Its weights have x's dtype, or they are int8 with a float32 factor for each output.
 
     Attributes: features: outputs; use_bias.
     """
@@ -72,7 +72,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """The four projections of grouped-query attention; what happens between them is the caller's."""
+    """The four projections of grouped-query attention. The caller does the attention between them."""
 
     config: ModelConfig
 

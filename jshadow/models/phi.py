@@ -17,7 +17,7 @@ FUSED_QKV = Rule(
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     scaling = hf.get("rope_scaling") or hf.get("rope_parameters")
     if isinstance(scaling, Mapping):
-        # The original context beside the context wins over one inside the scaling; "yarn" is an early name of LongRoPE.
+        # The original context at the top wins over the one inside the scaling. "yarn" is an early name of LongRoPE.
         scaled = {**scaling, "original_max_position_embeddings": hf["original_max_position_embeddings"]}
         if scaled.get("rope_type", scaled.get("type")) == "yarn":
             scaled |= {"type": "longrope", "rope_type": "longrope"}

@@ -145,7 +145,7 @@ def step_footprint(
     Args and their meaning as in `footprint`.
 
     Returns:
-        {"bytes_moved", "bytes_read"}; what comes from the host is not in the second.
+        {"bytes_moved", "bytes_read"}; bytes from the host only count in the first.
 
     Raises:
         CapacityError, ConfigError: as in `footprint`.
@@ -160,7 +160,7 @@ def step_footprint(
 def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, int]:
     """How a prompt is cut: (pieces, tokens of each), equal pieces that cover the tokens.
 
-    At most prefill_chunk each, and whole multiples of `multiple`, if need be a larger one.
+    Each has at most prefill_chunk tokens and is a multiple of `multiple`; it is larger only if one `multiple` is.
     """
     units = -(-tokens // multiple)
     count = -(-units // max(prefill_chunk // multiple, 1))

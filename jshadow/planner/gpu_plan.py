@@ -115,7 +115,7 @@ class PolicyPlan:
 
 @dataclasses.dataclass(frozen=True)
 class CapacityPlan:
-    """A policy, what it is compared with, and full attention on the same GPUs.
+    """A policy, other policies to compare it with, and full attention, on the same GPUs.
 
     Attributes:
         gpu: its figures.
@@ -124,9 +124,9 @@ class CapacityPlan:
         fetch: fetch mode.
         context: tokens of each prompt.
         capacity: tokens that each request may ever hold.
-        repeat_share: share of the selected units that was taken not to move.
+        repeat_share: share of the selected units that is assumed not to move.
         weights_bytes: on one GPU.
-        reserve_bytes: on one GPU, for what is no array.
+        reserve_bytes: on one GPU, for memory outside of arrays.
         host_limit: bytes of host memory that requests may take; None: as many as they need.
         chosen: the policy that was asked for.
         beside: other policies by name, as `chosen`.

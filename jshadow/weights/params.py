@@ -35,7 +35,7 @@ from jshadow.weights.convert.quiet import quiet_transformers
 from jshadow.weights.convert.safetensors_file import cast, check_dtype
 from jshadow.weights.digest import host_array, tokenizer_digest, tree_digest
 
-# Any of these makes a tokenizer; tokenizer_config.json alone does not.
+# One of these files is enough for a tokenizer. tokenizer_config.json alone is not.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -109,10 +109,10 @@ def load(
     directory = locate(path_or_hub_id)
     with readable(directory):
         _, family, config = read_config(directory)
-        tokenizer = load_tokenizer(directory)  # before the weights: it fails sooner
+        tokenizer = load_tokenizer(directory)  # before the weights, because it fails sooner
         orbax = kind_of(directory) == "orbax"
         if not orbax:
-            plan(directory, family, config)  # what is wrong with a file says more than that it was changed
+            plan(directory, family, config)  # an error about a file's content says more than that the file changed
         if verify:
             check_manifest(directory)
 

@@ -1,4 +1,4 @@
-"""How well the mean of a chunk stands for its keys (ShadowKV, section 3.2 and algorithm 1)."""
+"""How well the mean of a chunk represents its keys (ShadowKV, section 3.2 and algorithm 1)."""
 
 import dataclasses
 from collections.abc import Iterable

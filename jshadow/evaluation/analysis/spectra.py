@@ -52,7 +52,7 @@ class Spectra:
         if kind not in self.values:
             raise ConfigError(f"kind must be one of {sorted(self.values)}, got {kind!r}")
         energy = np.cumsum(self.values[kind] ** 2, axis=1)
-        # a share of 1 must not hang on the last bit of a sum
+        # a share of 1 must not depend on the last bit of a sum
         return (energy < share * energy[:, -1:] * (1 - 1e-12)).sum(axis=1) + (energy[:, -1] > 0)
 
 

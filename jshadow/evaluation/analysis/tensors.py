@@ -1,4 +1,4 @@
-"""What a text leaves in each layer, as NumPy arrays: the tensors that all the observations are made of."""
+"""The tensors that a text leaves in each layer, as NumPy arrays. All observations use them."""
 
 import dataclasses
 from collections.abc import Callable, Iterator

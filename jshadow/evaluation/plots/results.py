@@ -249,8 +249,7 @@ def plot_memory(
 
 
 def method_of(row: Row) -> str:
-    """What makes a line of its own: a method, its key code where that is not the paper's, a control or not, taught or
-    not."""
+    """The key of a row's line. Rows of one method, key code, role (control or not) and training share a line."""
     codec = (row.get("settings") or {}).get("key_codec", "lowrank")
     name = row["name"] + (f" {codec}" if codec != "lowrank" else "")
     return name + (" (control)" if row.get("control_of") else "") + (" (fitted)" if row.get("fitted") else "")

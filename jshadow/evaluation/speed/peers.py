@@ -1,4 +1,4 @@
-"""The same request through transformers, on torch: what people use today."""
+"""The same request through transformers on torch, for comparison."""
 
 import time
 from typing import Any

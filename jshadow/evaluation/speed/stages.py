@@ -1,4 +1,4 @@
-"""Where the time of one layer's decode step goes: each stage a program of its own, on the same state."""
+"""The times of the stages of one layer's decode step, each a program of its own on the same state."""
 
 from collections.abc import Callable
 from typing import Any

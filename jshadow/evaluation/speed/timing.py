@@ -1,4 +1,4 @@
-"""The stopwatch, and what a machine can do at best: its ceilings."""
+"""Timing, and the best rates of a machine: its ceilings."""
 
 import dataclasses
 import functools

@@ -1,8 +1,9 @@
-"""Tasks with known answers, made on the spot: no data set, no network.
+"""Tasks with known answers, made when they are needed: no data set, no network.
 
-A task is a function (tokenizer, length, depth, seed) -> Case whose prompt has exactly `length` tokens, or a hundredth
-less where its text allows no better. Texts are own filler sentences, what ships with Python (which differs between its
-versions, so a seed means one prompt per version), or the Bible. As a program it prints one prompt, or writes many:
+A task is a function (tokenizer, length, depth, seed) -> Case. Its prompt has exactly `length` tokens, or up to a
+hundredth less where the tokenizer allows no other length. Texts are filler sentences of our own, the documentation and
+source code that ship with Python (a seed means one prompt per version of Python), or the Bible. As a program it prints
+one prompt, or writes many:
 
     python -m jshadow.evaluation.tasks needle_docs --model DIR --tokens 2000 --depth 0.5 --seed 0
     python -m jshadow.evaluation.tasks niah_single_1 --model DIR --tokens 4096 --samples 20 --out niah.jsonl

@@ -1,4 +1,4 @@
-"""How far a method agrees with full attention, whatever the model knows: plain text, forced token by token."""
+"""Agreement with full attention on plain text that is fed token by token. The model need not know any answer."""
 
 import functools
 import itertools

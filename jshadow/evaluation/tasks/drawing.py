@@ -1,4 +1,4 @@
-"""Names and numbers that a seed draws, none twice."""
+"""Names and numbers drawn from a seed, each at most once."""
 
 import random
 import uuid

@@ -1,7 +1,7 @@
-"""Turn a text into data: every field of many records is wanted, so that little of the context may be missed.
+"""Turn a text into data. Every field of many records is asked for, so that most of the context matters.
 
-After the Text2JSON benchmark of arXiv 2604.08426, on which retrieval from a compressed cache was found to lose much;
-records and text are our own.
+After the Text2JSON benchmark of arXiv 2604.08426, where retrieval from a compressed cache loses much. The records and
+the text are our own.
 """
 
 import itertools

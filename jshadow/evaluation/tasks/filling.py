@@ -1,4 +1,4 @@
-"""Texts of an exact number of tokens, from pieces that have the lengths that they have."""
+"""Texts of an exact number of tokens, composed of pieces of any length."""
 
 import dataclasses
 import functools

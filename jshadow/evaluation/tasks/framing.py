@@ -1,4 +1,4 @@
-"""From a context and its questions to token ids, through the model's chat template where it has one."""
+"""Turns a context and its questions into token ids, with the model's chat template where it has one."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ class Sample:
         answer_prefix: the beginning of the answer, given to the model.
         answer: what must come out, or a tuple of such; empty where nothing is asked.
         max_new_tokens: tokens that the answer may take.
-        scorer: a name in `scorers.SCORERS`.
+        scorer: a name in `text_metrics.SCORERS`.
         choices: all classes that could be the answer, for the scorer "classes".
     """
 

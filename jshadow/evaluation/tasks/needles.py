@@ -1,9 +1,9 @@
 """Needles: facts planted in a long text, and questions that ask for them.
 
-Two families. The `needle_*` tasks are our own, of cities and numbers. The `niah_*` tasks follow RULER
-(arXiv 2404.06654, section 3.1 and appendix B) with own words: keys are pairs of words or UUIDs, values numbers or
-UUIDs, the text is filler, documentation in place of essays, or nothing but other needles. Their texts being others,
-scores are not those of RULER's own files.
+There are two families. The `needle_*` tasks are our own, with cities and numbers. The `niah_*` tasks follow RULER
+(arXiv 2404.06654, section 3.1 and appendix B) with other words: keys are pairs of words or UUIDs, values are numbers or
+UUIDs, and the text is filler, documentation in place of essays, or only other needles. Because the texts differ, scores
+are not those of RULER's own files.
 """
 
 import dataclasses

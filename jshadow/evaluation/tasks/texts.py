@@ -1,7 +1,7 @@
-"""Haystacks: texts without end that lie on this machine. No network.
+"""Haystacks: endless texts from this machine. No network.
 
-Each kind is a stream of pieces (a sentence, a paragraph, a block of source code, a verse), from a place that the seed
-decides. What ships with Python differs between its versions, so a seed means one text per version.
+Each kind is a stream of pieces (a sentence, a paragraph, a block of source code, a verse) from a place that the seed
+decides. The texts that ship with Python differ between its versions, so a seed means one text per version.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Turns one kind of checkpoint into another, tensor by tensor: GGUF, Hugging Face and orbax in, the last two out."""
+"""Converts checkpoints tensor by tensor. It reads GGUF, Hugging Face and orbax, and writes Hugging Face and orbax."""
 
 import os
 from collections.abc import Callable
@@ -31,9 +31,9 @@ def convert(
 ) -> None:
     """Write the checkpoint `src` as a new directory `dst`, with a manifest of all files.
 
-    One tensor after another is read, cast and written, so that memory does not grow with the checkpoint. The directory
-    is made under a temporary name beside `dst` and renamed when it is complete and synced; on any failure, Ctrl-C
-    included, nothing is left, and what a killed process left is removed by the next conversion to the same place.
+    Tensors are read, cast and written one after the other, so that memory does not grow with the checkpoint. The
+    directory is made under a temporary name beside `dst` and renamed when it is complete and synced. After a failure,
+    Ctrl-C included, nothing is left. What a killed process left is removed by the next conversion to the same place.
 
     Args:
         src: a .gguf file, a directory (Hugging Face, or orbax as made here), or a hub id.

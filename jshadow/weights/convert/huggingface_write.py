@@ -38,9 +38,9 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
         "eos_token_id": list(config.eos_ids) or None,
-        "bos_token_id": None,  # said, for else a family's default stands, which may lie outside the vocabulary
+        "bos_token_id": None,  # written always: a family's default may lie outside the vocabulary
         "pad_token_id": None,
-        "torch_dtype": dtype,  # the older spelling, as of the RoPE keys: everything reads it
+        "torch_dtype": dtype,  # the older spelling, as for the RoPE keys: every reader knows it
         **config.rope.to_hf(),
     }
     family = FAMILIES[config.model_type]

@@ -1,4 +1,4 @@
-"""The manifest of a converted checkpoint: its kind, and size and SHA-256 of every file in it."""
+"""The manifest of a converted checkpoint: its kind, and the size and SHA-256 of every file."""
 
 import concurrent.futures
 import hashlib
@@ -17,7 +17,7 @@ BLOCK = 2**20  # bytes of a file that are in memory at once
 
 
 def write_manifest(directory: Path, kind: str) -> None:
-    """Describe all files of a finished directory, this one aside."""
+    """Describe all files of a finished directory except the manifest."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     digests = _all_digests(paths)
     files = {
@@ -41,7 +41,7 @@ def kind_of(directory: Path) -> str:
 
 
 def check_manifest(directory: Path) -> None:
-    """Refuse a directory that is not as its manifest says; one without a manifest passes.
+    """Refuse a directory that differs from its manifest. A directory without a manifest passes.
 
     Raises:
         CheckpointError: files that are missing, of another size or of other bytes, all in one message.
@@ -62,7 +62,7 @@ def check_manifest(directory: Path) -> None:
             problems.append(f"{name}: {record['bytes']} bytes when it was written, {path.stat().st_size} now")
         else:
             sound.append(name)
-    if not problems:  # else the cheap answer will do
+    if not problems:  # digests take long: they are only computed where all else is right
         digests = _all_digests([directory / name for name in sound])
         for name, digest in zip(sound, digests, strict=True):
             if digest != files[name]["sha256"]:

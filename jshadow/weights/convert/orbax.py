@@ -1,9 +1,9 @@
-"""Orbax checkpoints: written tensor by tensor, read whole, to a mesh, or tensor by tensor again.
+"""Orbax checkpoints: written tensor by tensor; read whole, to a mesh, or tensor by tensor.
 
-A directory holds `config.json` and tokenizer files as Hugging Face has them, `weights/`, which is one ordinary orbax
-checkpoint of the weight tree, and a manifest. Orbax writes a tree of arrays; a tree of a large model does not fit the
-host. So its leaves here are promises (`Promise`) that a type handler of orbax's own kind keeps one after the other:
-small tensors are written while the next are read.
+A directory has `config.json` and tokenizer files as Hugging Face has them, a manifest, and `weights/`, an ordinary
+orbax checkpoint of the weight tree. Orbax writes a tree of arrays, but the tree of a large model does not fit the host.
+So the leaves are promises (`Promise`), and a type handler for orbax reads them one after the other: small tensors are
+written while the next ones are read.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from jshadow.weights.convert.safetensors_file import cast, raise_all
 from jshadow.weights.convert.source import Source
 from jshadow.weights.convert.tensors import Shape, placements
 
-CHUNK_BYTES = 2**24  # what a device that holds a part of an array reads at least
+CHUNK_BYTES = 2**24  # least bytes that a device reads at once of the array of which it holds a part
 IN_FLIGHT_BYTES = 2**25  # read and being written; a larger tensor goes alone
-CACHE_BYTES = 2**20  # of what was written, which nobody reads again
+CACHE_BYTES = 2**20  # of written data, which is not read again
 CONCURRENT_GB = 1  # arrays in flight while a checkpoint is restored
 
 
 class Promise:
-    """A weight that is not read yet. Attributes: shape, dtype; read: gives it."""
+    """A weight that is not read yet. Attributes: shape; dtype; read: a function that gives the array."""
 
     def __init__(self, shape: Shape, dtype: np.dtype[Any], read: Callable[[], np.ndarray]) -> None:
         self.shape, self.dtype, self.read = shape, dtype, read
@@ -61,7 +61,7 @@ class Promise:
 
 
 class PromiseHandler(type_handlers.NumpyHandler):
-    """Writes promises as orbax writes NumPy arrays, which is what they are read back as."""
+    """Writes promises as orbax writes NumPy arrays, so that they are read back as arrays."""
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
@@ -85,7 +85,7 @@ class PromiseHandler(type_handlers.NumpyHandler):
                 writing += await super().serialize([array], [info], [arg])
                 held += value.nbytes
                 del array
-        except BaseException:  # an interrupt too: nobody may still write when the directory is taken away
+        except BaseException:  # also after an interrupt: no thread may still write when the directory is removed
             for done in writing:
                 with contextlib.suppress(Exception):
                     done.result()
@@ -200,7 +200,7 @@ class OrbaxWeights:
 
 @contextlib.contextmanager
 def _told(path: Path, what: str) -> Iterator[None]:
-    """Orbax's and tensorstore's many errors as one of ours; their chatter on the log left out."""
+    """Turn the many errors of orbax and tensorstore into one of ours, without their log messages."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -247,7 +247,7 @@ def read_orbax(
         directory: the checkpoint.
         config: what its config.json says.
         dtype: of the result.
-        put: what to make of each weight, one after the other (as in `huggingface.read_weights`); None: all are read
+        put: turns each weight into a leaf, one after the other (as in `huggingface.read_weights`); None: all are read
             at once, straight to their devices.
         sharding: (weight path, shape) -> where it lies; None: on the default device.
 

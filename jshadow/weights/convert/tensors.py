@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint and the weights it becomes: transposed, in another order, split; and back, bit by bit."""
+"""One tensor of a checkpoint and the weights that it becomes: transposed, reordered or split; and exactly back."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Attributes: name of the tensor; paths of the weights it becomes, in its order; the rule that says so."""
+    """Attributes: name: of the tensor; paths: of the weights that it becomes, in its order; rule: of the family."""
 
     name: str
     paths: tuple[str, ...]
@@ -28,7 +28,7 @@ class Placement:
     def to_weights(
         self, value: np.ndarray, weight_shapes: Mapping[str, Shape], config: ModelConfig
     ) -> dict[str, np.ndarray]:
-        """The weights by path, views where that is enough."""
+        """The weights of a tensor by path; views where possible."""
         value = value.T if self.rule.transform == "transpose" else value
         if self.rule.interleaved:
             value = value[..., half_split_order(value.shape[-1], config)]
@@ -45,7 +45,7 @@ class Placement:
 
 
 def half_split_order(columns: int, config: ModelConfig) -> np.ndarray:
-    """Which column of interleaved q or k becomes each column here: evens, then odds, of each head's rotated part."""
+    """The source column of each column of q or k: of each head's rotated part the even ones, then the odd ones."""
     dim, rotated = config.head_dim, config.rope.rotary_dim(config.head_dim)
     order = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, dim)])
     return (np.arange(columns // dim)[:, None] * dim + order).reshape(-1)
