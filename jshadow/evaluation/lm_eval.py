@@ -25,7 +25,7 @@ from jshadow.engine.sampling import Sampler
 from jshadow.engine.sparse_prefill import parse_prefill
 from jshadow.errors import ConfigError, JshadowError, PromptError
 from jshadow.evaluation.likelihood import Score, Scorer
-from jshadow.evaluation.lm_eval_settings import parse_generation, policy_of, special_ids, whole
+from jshadow.evaluation.lm_eval_settings import ModelArguments, parse_generation, policy_of, special_ids, whole
 from jshadow.policies import Policy
 from jshadow.weights.params import Params, load
 
@@ -36,28 +36,7 @@ TRUNCATIONS = (None, "middle")
 class JshadowLM(TemplateLM):
     """A checkpoint under a policy, with the interface of lm-eval's models."""
 
-    def __init__(
-        self,
-        pretrained: Any,
-        *,
-        policy: str | Policy = "shadowkv",
-        dtype: str = "bfloat16",
-        fetch: str = "auto",
-        capacity: int | None = None,
-        batch_size: int | str | None = 1,
-        quantize: str | None = None,
-        prefill: str = "exact",
-        fitted: str | None = None,
-        max_gen_toks: int = 256,
-        truncation: str | None = None,
-        rolling_context: int = 1,
-        add_bos_token: bool | None = None,
-        prefix_token_id: int | None = None,
-        seed: int = 0,
-        max_batch_size: Any = None,
-        device: Any = None,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, pretrained: Any, *, policy: str | Policy = "shadowkv", **arguments: Any) -> None:
         """Load a model.
 
         Contexts are padded to few widths (`likelihood.width_of`), and those of one width are batched. The first batch
@@ -66,49 +45,35 @@ class JshadowLM(TemplateLM):
         Args:
             pretrained: a checkpoint directory or hub id as `jshadow.load` takes it, or Params.
             policy: a name of `jshadow policies`, or a Policy.
-            dtype, quantize: as in `jshadow.load`; of no effect on Params.
-            fetch: "auto", "resident", "device_put" or "zero_copy".
-            capacity: tokens that a request may have, `max_length` in lm-eval's words, and what a policy's relative
-                settings are relative to. None: the model's context is the limit, and each width has a capacity.
-            batch_size: contexts that are prefilled together.
-            prefill: how a context's tokens attend to each other, as `--prefill` of `jshadow eval`.
-            fitted: a file of arrays that the policy learned (`jshadow fit`).
-            max_gen_toks: tokens of a generation whose task does not say.
-            truncation: "middle" cuts a context that is too long in its middle, and warns with the count; None: that
-                is an error.
-            rolling_context: tokens before each window but the first of a rolling log-likelihood, which are prefilled
-                and compressed. 1 is what `hf` does, and a policy that keeps new tokens exactly changes nothing there.
-            add_bos_token: whether text gets the tokenizer's special tokens; None: as the tokenizer has it.
-            prefix_token_id: what stands before an empty context; None: the BOS token, or else the EOS token.
-            seed: of sampled generations.
-            max_batch_size: only None: there is no search for a batch size.
-            device: not read. lm-eval's command line passes "cuda:0" where nothing was said; JAX chooses
-                (`JAX_PLATFORMS`).
-            settings: of the policy: `rank=32`.
+            **arguments: the fields of `lm_eval_settings.ModelArguments`, and settings of the policy: `rank=32`.
 
         Raises:
             ConfigError, CapacityError: a setting is unknown or out of range.
             CheckpointError: as in `jshadow.load`.
         """
         super().__init__()
-        if max_batch_size is not None:
-            raise ConfigError(f"max_batch_size must be left out, for no batch size is searched, got {max_batch_size!r}")
-        if truncation not in TRUNCATIONS:
-            raise ConfigError(f"truncation must be one of {TRUNCATIONS}, got {truncation!r}")
+        asked, settings = ModelArguments.split(arguments)
+        if asked.max_batch_size is not None:
+            raise ConfigError(
+                f"max_batch_size must be left out, for no batch size is searched, got {asked.max_batch_size!r}"
+            )
+        if asked.truncation not in TRUNCATIONS:
+            raise ConfigError(f"truncation must be one of {TRUNCATIONS}, got {asked.truncation!r}")
         chosen = policy_of(policy, settings)
-        attention = parse_prefill(prefill)
-        batch = whole("batch_size", 1 if batch_size is None else batch_size)
-        self.default_tokens = whole("max_gen_toks", max_gen_toks)
-        self.rolling_context = whole("rolling_context", rolling_context)
-        params = pretrained if isinstance(pretrained, Params) else load(str(pretrained), dtype, quantize=quantize)
+        attention = parse_prefill(asked.prefill)
+        batch = whole("batch_size", 1 if asked.batch_size is None else asked.batch_size)
+        self.default_tokens = whole("max_gen_toks", asked.max_gen_toks)
+        self.rolling_context = whole("rolling_context", asked.rolling_context)
+        loaded = isinstance(pretrained, Params)
+        params = pretrained if loaded else load(str(pretrained), asked.dtype, quantize=asked.quantize)
         if params.tokenizer is None:
             raise ConfigError("pretrained must have a tokenizer, got a checkpoint without")
-        arrays = None if fitted is None else load_fitted(fitted, params, chosen := chosen.with_fitted())
-        self.scorer = Scorer(params, chosen, fetch, capacity, batch, attention, arrays)
+        arrays = None if asked.fitted is None else load_fitted(asked.fitted, params, chosen := chosen.with_fitted())
+        self.scorer = Scorer(params, chosen, asked.fetch, asked.capacity, batch, attention, arrays)
         if self.rolling_context > self.max_length:
-            raise ConfigError(f"rolling_context must be at most {self.max_length}, got {rolling_context}")
-        self.tokenizer, self.truncation, self.seed = params.tokenizer, truncation, seed
-        self.add_bos_token, self.given_prefix = add_bos_token, prefix_token_id
+            raise ConfigError(f"rolling_context must be at most {self.max_length}, got {asked.rolling_context}")
+        self.tokenizer, self.truncation, self.seed = params.tokenizer, asked.truncation, asked.seed
+        self.add_bos_token, self.given_prefix = asked.add_bos_token, asked.prefix_token_id
 
     # What lm-eval asks about a model
 

@@ -129,7 +129,7 @@ def write_orbax(
     tree = traverse_util.unflatten_dict(flat, sep="/")
     saving = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     registry = type_handlers.create_type_handler_registry((Promise, PromiseHandler()))
-    with _told(path, "cannot be written"):
+    with _typed_errors(path, "cannot be written"):
         # Weights hardly compress, and reading them back would wait for one core.
         handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
         with ocp.Checkpointer(handler) as checkpointer:
@@ -153,7 +153,10 @@ class OrbaxWeights:
         self.path = directory / ORBAX_WEIGHTS
         if not self.path.is_dir():
             raise CheckpointError(f"{directory} must hold an orbax checkpoint named {ORBAX_WEIGHTS}, but there is none")
-        with _told(self.path, "cannot be read"), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        with (
+            _typed_errors(self.path, "cannot be read"),
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+        ):
             metadata = checkpointer.metadata(self.path.absolute()).item_metadata
         if metadata is None:
             raise CheckpointError(f"orbax checkpoint {self.path} cannot be read: its metadata are missing or closed")
@@ -192,14 +195,14 @@ class OrbaxWeights:
         args = traverse_util.unflatten_dict(wanted, sep="/")
         item = jax.tree.map(lambda _: 0, args)
         handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=CONCURRENT_GB)
-        with _told(self.path, "cannot be read"), ocp.Checkpointer(handler) as checkpointer:
+        with _typed_errors(self.path, "cannot be read"), ocp.Checkpointer(handler) as checkpointer:
             asked = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
             restored = checkpointer.restore(self.path.absolute(), args=asked)
         return dict(traverse_util.flatten_dict(restored, sep="/"))
 
 
 @contextlib.contextmanager
-def _told(path: Path, what: str) -> Iterator[None]:
+def _typed_errors(path: Path, what: str) -> Iterator[None]:
     """Turn the many errors of orbax and tensorstore into one of ours, without their log messages."""
     logger = logging.getLogger("absl")
     level = logger.level
