@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 from collections import OrderedDict
 from typing import Any
 
@@ -23,15 +22,14 @@ from rich.table import Table
 
 import jshadow
 from jshadow.engine import decode
-from jshadow.evaluation.plan import Setup, plan
-from jshadow.evaluation.results import mean_stderr
+from jshadow.evaluation.metrics import mean_stderr
+from jshadow.evaluation.plan import plan_tasks
 from jshadow.evaluation.runner import run_case
+from jshadow.evaluation.settings import EvalSettings, Setup
 from jshadow.evaluation.tasks import TASKS as TASK_TABLE
-from jshadow.models.config import ModelConfig
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv.key_codecs import Exact, KeyCode, Profile, Transform
-from jshadow.policies.shadowkv.key_codecs.profiles import best_profile, profile_error, profile_of
-from jshadow.policies.shadowkv.profile_calibration import key_errors
+from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
 
 TASKS = ("agreement", "agreement_bible", "agreement_code")
 BITS = 512  # of a token: rank 32 in 16 bits
@@ -77,77 +75,43 @@ def rebuilt(codec: Transform, keys: Array, right: Any) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Idea(ShadowKV):
-    """ShadowKV with rounded keys; a profile for all layers, or for each."""
+    """ShadowKV with rounded keys."""
 
     idea: str = "whole"
-    profiles: tuple[Profile, ...] = ((16, 64, 64),)
+    profile: Profile = (16, 64, 64)
 
     @property
     def codec(self) -> Any:
         """How keys are kept."""
-        return Rounded(self.profiles[0], self.idea)
-
-    def for_layer(self, layer: int, config: ModelConfig) -> "Idea":
-        """With the layer's profile."""
-        return dataclasses.replace(self, profiles=(self.profiles[layer % len(self.profiles)],))
-
-
-def allocated(errors: np.ndarray, bits: int, step: int = 64) -> tuple[Profile, ...]:
-    """A profile for each layer, `bits` in the mean, that lose least in all: errors [layers, 4, columns]."""
-    layers, columns = len(errors), errors.shape[2]
-    profiles = {size: profile_of(columns, size) for size in range(step, 2 * bits + 1, step)}
-    lost = {size: [profile_error(one, profile) for one in errors] for size, profile in profiles.items()}
-    have = [step] * layers
-    for _ in range(layers * (bits - step) // step):
-        gains = [lost[size][i] - lost[size + step][i] if size < 2 * bits else -math.inf for i, size in enumerate(have)]
-        have[int(np.argmax(gains))] += step
-    assert sum(have) == bits * layers
-    return tuple(profiles[size] for size in have)
+        return Rounded(self.profile, self.idea)
 
 
 def ideas(params: Any) -> dict[str, ShadowKV]:
     """What is compared, by name."""
     config = params.config
-    text = agreement_text(params, 2048)
-    shares = key_errors(params, text)  # of each layer's own variance
     transform: dict[str, Any] = {**PACKED, "key_codec": "transform"}
     exact: dict[str, Any] = {**PACKED, "key_codec": "exact"}
-    found = {bits: best_profile(shares.mean(axis=0), bits) for bits in (256, BITS)}
     head = profile_of(config.head_dim, BITS / config.kv_heads)
     profile = profile_of(config.key_columns, BITS)
     return {
         "rank 32, landmarks of 8, all 16 bits": ShadowKV(rank=32, **COMMON),
         f"transform {profile}": ShadowKV(**transform),
-        f"the same, profile found {found[BITS]}": ShadowKV(**transform, key_profile=found[BITS]),
-        "the same code, kept exactly (a check)": Idea(**exact, profiles=(profile,)),
-        f"a basis for each head {head}": Idea(**exact, idea="per_head", profiles=(head,)),
-        "a scale for each token (16, 64, 60)": Idea(**exact, idea="scale", profiles=((16, 64, 60),)),
+        "the same code, kept exactly (a check)": Idea(**exact, profile=profile),
+        f"a basis for each head {head}": Idea(**exact, idea="per_head", profile=head),
+        "a scale for each token (16, 64, 60)": Idea(**exact, idea="scale", profile=(16, 64, 60)),
         "half of the outliers by the code": ShadowKV(**transform, outlier_rule="both"),
         "keys weighed by queries": ShadowKV(**transform, key_weights="queries"),
         "rank 32, keys weighed by queries": ShadowKV(rank=32, **COMMON, key_weights="queries"),
-        "the basis of the middle half": Idea(**exact, idea="middle", profiles=(profile,)),
-        "bits by layer, least variance lost": Idea(**exact, profiles=allocated(shares, BITS)),
+        "the basis of the middle half": Idea(**exact, idea="middle", profile=profile),
         "a second round of selection": ShadowKV(**transform, selection_rounds=2),
         "a second round, rank 32": ShadowKV(rank=32, **COMMON, selection_rounds=2),
         "top_p 0.9 of a budget of 512": ShadowKV(**transform | {"budget": 512, "top_p": 0.9}),
         "budget 512": ShadowKV(**transform | {"budget": 512}),
         "4/3 bits (4, 40, 32), landmarks of 8": ShadowKV(**transform | {"landmark_tokens": 8}, key_bits=4 / 3),
-        f"the same, profile found {found[256]}": ShadowKV(**transform | {"landmark_tokens": 8}, key_profile=found[256]),
         "4/3 bits (4, 40, 32), keys weighed": ShadowKV(
             **transform | {"landmark_tokens": 8}, key_bits=4 / 3, key_weights="queries"
         ),
     }
-
-
-def agreement_text(params: Any, tokens: int) -> np.ndarray:
-    """Documentation, in tokens; not that of the cases."""
-    from pydoc_data import topics
-
-    names = ("specialnames", "typesmapping", "formatstrings", "customization", "classes", "objects")
-    text = "".join(topics.topics.get(name, "") for name in names)
-    ids = np.asarray(params.tokenizer.encode(text), np.int32)
-    assert len(ids) >= tokens, f"the text has {len(ids)} tokens only"
-    return ids[:tokens]
 
 
 # Divergence
@@ -158,30 +122,35 @@ def divergences(
 ) -> list[dict[str, Any]]:
     """A row an idea: mean KL over all prompts, by kind of text too, and on how many it is below the first idea's."""
     setup = Setup(params, "resident", None, {})
-    cells = plan(setup, TASKS, lengths, list(policies.values()), samples, 0)
-    cells.sort(key=lambda cell: cell.length)  # each length has programs of its own
+    plans = plan_tasks(setup, TASKS, lengths, list(policies.values()), EvalSettings(samples=samples))
+    plans.sort(key=lambda plan: plan.length)  # each length has programs of its own
     found: list[dict[tuple, dict[str, Any]]] = [{} for _ in policies]
-    for done, cell in enumerate(cells):
-        told = [entry.policy for entry in cell.entries if entry.policy is not None]  # full attention first
+    for done, plan in enumerate(plans):
+        told = [entry.policy for entry in plan.entries if entry.policy is not None]  # full attention first
         for index in range(samples):
-            _, *records = run_case(setup, cell, index, told)
+            _, *records = run_case(setup, plan, index, told)
             for own, record in zip(found, records, strict=True):
-                own[cell.task, cell.length, index] = record
-            console.print(f"{cell.task}, {cell.length} tokens, prompt {index + 1}: {done + 1} of {len(cells)} cells")
+                own[plan.task, plan.length, index] = record
+            console.print(f"{plan.task}, {plan.length} tokens, prompt {index + 1}: {done + 1} of {len(plans)} tasks")
         if done % len(TASKS) == len(TASKS) - 1:
             jax.clear_caches()
     rows = []
     for name, own in zip(policies, found, strict=True):
         kl = {place: record["kl"] for place, record in own.items()}
         mean, error = mean_stderr(list(kl.values()))
-        rows.append({
-            "idea": name, "prompts": len(kl), "kl": mean, "kl_stderr": error,
-            "of_first": mean / float(np.mean([record["kl"] for record in found[0].values()])),
-            "lower_on": sum(kl[place] < found[0][place]["kl"] for place in kl),
-            "top1": float(np.mean([record["score"] for record in own.values()])),
-            "by_text": {task: float(np.mean([kl[place] for place in kl if place[0] == task])) for task in TASKS},
-            "attended_tokens": float(np.mean([record["attended_tokens"] for record in own.values()])),
-        })  # fmt: skip
+        rows.append(
+            {
+                "idea": name,
+                "prompts": len(kl),
+                "kl": mean,
+                "kl_stderr": error,
+                "of_first": mean / float(np.mean([record["kl"] for record in found[0].values()])),
+                "lower_on": sum(kl[place] < found[0][place]["kl"] for place in kl),
+                "top1": float(np.mean([record["score"] for record in own.values()])),
+                "by_text": {task: float(np.mean([kl[place] for place in kl if place[0] == task])) for task in TASKS},
+                "attended_tokens": float(np.mean([record["attended_tokens"] for record in own.values()])),
+            }
+        )
     return rows
 
 
@@ -253,9 +222,7 @@ def main() -> None:
     args = parser.parse_args()
     params, lengths = jshadow.load(args.model, "float32"), [int(length) for length in args.lengths.split(",")]
     console = Console(stderr=True)
-    wanted = {
-        name: idea for name, idea in ideas(params).items() if any(text in name for text in args.only.split(","))
-    }  # fmt: skip
+    wanted = {name: idea for name, idea in ideas(params).items() if any(text in name for text in args.only.split(","))}
     found = {"divergence": divergences(params, wanted, lengths, args.samples, console)}
     if not args.only:
         found["reuse"] = [row for length in lengths for row in reuse(params, length)]

@@ -14,7 +14,7 @@ import numpy as np
 
 import jshadow
 from jshadow.engine.report import measured_bytes
-from jshadow.evaluation import results as metrics
+from jshadow.evaluation import metrics
 from jshadow.evaluation.tasks import documentation
 from jshadow.policies import POLICIES, parse_policy
 
@@ -43,9 +43,13 @@ def main() -> None:
         text = list(itertools.islice(documentation(params.tokenizer, random.Random(sample)), args.prompt + args.output))
         prompt, forced = np.array([text[: args.prompt]]), np.array([text[args.prompt :]])
         made = jshadow.prefill_many(
-            params, prompt, [args.prompt], list(chosen.values()), capacity=args.prompt + args.output,
+            params,
+            prompt,
+            [args.prompt],
+            list(chosen.values()),
+            capacity=args.prompt + args.output,
             fetch="device_put",
-        )  # fmt: skip
+        )
         exact = None
         for label, (_, state) in zip(chosen, made, strict=True):
             sizes[label] = measured_bytes(state)
@@ -68,8 +72,10 @@ def main() -> None:
     for row in rows:
         print(f"{row['policy']}: device {row['device']:,} bytes, host {row['host']:,}")
         for part, quarter in enumerate(row["quarters"], start=1):
-            print(f"  quarter {part}: KL {quarter['kl']:.4f} ({quarter['kl_stderr'] or 0:.4f}), "
-                  f"top-1 {quarter['top1']:.1f} % ({quarter['top1_stderr'] or 0:.1f})")  # fmt: skip
+            print(
+                f"  quarter {part}: KL {quarter['kl']:.4f} ({quarter['kl_stderr'] or 0:.4f}), "
+                f"top-1 {quarter['top1']:.1f} % ({quarter['top1_stderr'] or 0:.1f})"
+            )
 
 
 if __name__ == "__main__":

@@ -20,9 +20,18 @@ import numpy as np
 import jshadow
 from jshadow.evaluation.tasks import documentation, frame
 
-QUESTIONS = ("What is this text about?", "Which language does it describe?", "Name one statement that it mentions.",
-             "What is an expression?", "What does a class do?", "What is said about names?", "What is an exception?",
-             "How are modules imported?", "What is a comprehension?", "Which operators are there?")  # fmt: skip
+QUESTIONS = (
+    "What is this text about?",
+    "Which language does it describe?",
+    "Name one statement that it mentions.",
+    "What is an expression?",
+    "What does a class do?",
+    "What is said about names?",
+    "What is an exception?",
+    "How are modules imported?",
+    "What is a comprehension?",
+    "Which operators are there?",
+)
 
 
 def live_bytes() -> dict[str, int]:
@@ -105,8 +114,10 @@ def main() -> None:
     print(f"the ten answers are the same both ways: {same}")
     for way, row in figures.items():
         seconds = row["seconds"]
-        print(f"{way}: {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), device bytes "
-              f"{row['device_bytes']:,}, host bytes {row['host_bytes']:,}")  # fmt: skip
+        print(
+            f"{way}: {statistics.median(seconds):.2f} s ({min(seconds):.2f} to {max(seconds):.2f}), device bytes "
+            f"{row['device_bytes']:,}, host bytes {row['host_bytes']:,}"
+        )
 
 
 if __name__ == "__main__":

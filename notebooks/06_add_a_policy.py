@@ -27,7 +27,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import jshadow
-from jshadow.evaluation import results as metrics
+from jshadow.evaluation import metrics
 from jshadow.evaluation.tasks import make
 from jshadow.models.config import ModelConfig
 from jshadow.policies import SnapKV

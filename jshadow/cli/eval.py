@@ -1,13 +1,11 @@
-"""`jshadow eval`: from its arguments to what it prints."""
+"""`jshadow eval`: measure policies against full attention."""
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
+from jshadow.cli.console import console
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks import TASK_TURNS, TASKS
@@ -21,19 +19,27 @@ USUAL_TASKS, USUAL_LENGTHS = "needle_noise,needle_docs", "1024,2048"
 
 
 def add_options(add: argparse.ArgumentParser, prefill_help: str) -> None:
-    """The options of `eval`; --prefill is told as other commands tell it."""
+    """The options of `eval`. `prefill_help` is the help text of --prefill, which another command has too."""
     add.set_defaults(run=run_eval)
     add.add_argument("model", help="HF directory, or hub id")
     add.add_argument("--tasks", help=f"comma list (default: {USUAL_TASKS}; none with --data)")
     add.add_argument("--lengths", help=f"prompt tokens of the tasks, comma list (default: {USUAL_LENGTHS})")
-    add.add_argument("--data", metavar="FILES", help="local .jsonl, .json or .parquet files, comma list: kvpress's "
-                     "columns, or the files of LongBench v1 and v2, InfiniteBench or RULER")  # fmt: skip
+    add.add_argument(
+        "--data",
+        metavar="FILES",
+        help="local .jsonl, .json or .parquet files, comma list: kvpress's "
+        "columns, or the files of LongBench v1 and v2, InfiniteBench or RULER",
+    )
     add.add_argument("--truncate", help="middle: cut a row of --data that the model has no room for, and tell it")
     add.add_argument("--limit", type=int, help="rows of each file of --data (default: all)")
     add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
     add.add_argument("--shares", help="run each policy at these shares of full attention's device bytes, comma list")
-    add.add_argument("--sweep", action="append", metavar="NAME:KEY=A|B", help="also run each of these settings of a "
-                     "policy, beside those at --shares; again for another setting")  # fmt: skip
+    add.add_argument(
+        "--sweep",
+        action="append",
+        metavar="NAME:KEY=A|B",
+        help="also run each of these settings of a policy, beside those at --shares; again for another setting",
+    )
     add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=prefill_help)
     add.add_argument("--fitted", metavar="FILES", help="arrays of `jshadow fit`, a file a policy, comma list")
     add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
@@ -55,7 +61,7 @@ def split_list(text: str, name: str) -> list[str]:
 
 
 def split_policies(text: str) -> list[str]:
-    """The policies of a comma list: a part that begins with no letter goes on with the tuple before it.
+    """The policies of a comma list. A part that does not begin with a letter belongs to the tuple before it.
 
     Raises:
         ConfigError: as `split_list`.
@@ -106,7 +112,7 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list["Policy"]]:
 
 
 def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any) -> dict[str, Any]:
-    """Learned arrays by their policy's name. Raises ConfigError where a policy has two files, or a file none."""
+    """Learned arrays by their policy's name. Raises ConfigError where a policy has two files, or a file no policy."""
     from jshadow.engine.fitted_arrays import load_fitted, read_fitted_info
     from jshadow.policies.base import innermost
     from jshadow.policies.capabilities import with_fitted
@@ -137,7 +143,7 @@ def run_eval(args: argparse.Namespace) -> int:
     """`jshadow eval`: parse, load, evaluate, print."""
     from jshadow.cache import offload
     from jshadow.engine.sparse_prefill import parse_prefill
-    from jshadow.evaluation import results as metrics
+    from jshadow.evaluation import results
     from jshadow.evaluation.html import write_results
     from jshadow.evaluation.plots import check_plot, plot_turns
     from jshadow.evaluation.runner import evaluate
@@ -158,9 +164,19 @@ def run_eval(args: argparse.Namespace) -> int:
     progress = SlowProgress("evaluating")
     try:
         rows = evaluate(
-            params, policies=policies, samples=args.samples, seed=args.seed, fetch=args.fetch, out=args.out,
-            progress=progress, shares=shares, sweeps=sweeps, prefill=prefill, fitted=fitted, **asked,
-        )  # fmt: skip
+            params,
+            policies=policies,
+            samples=args.samples,
+            seed=args.seed,
+            fetch=args.fetch,
+            out=args.out,
+            progress=progress,
+            shares=shares,
+            sweeps=sweeps,
+            prefill=prefill,
+            fitted=fitted,
+            **asked,
+        )
     finally:
         progress.close()
     if args.plot is not None:
@@ -168,8 +184,8 @@ def run_eval(args: argparse.Namespace) -> int:
     if args.out is not None:
         write_results(rows, args.out, args.command_line)
     if args.json:
-        print(json.dumps({"results": rows, "pooled": metrics.pooled(rows)}))
+        print(json.dumps({"results": rows, "pooled": results.pooled(rows)}))
     else:
-        shown = metrics.show_shares if shares or sweeps else metrics.show
-        shown(rows, Console(width=None if sys.stdout.isatty() else 160))
+        shown = results.show_shares if shares or sweeps else results.show
+        shown(rows, console(160))
     return 0

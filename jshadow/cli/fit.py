@@ -1,32 +1,28 @@
-"""`jshadow fit`, `calibrate` and `key-profile`: what a policy learns from a text, before it meets a prompt."""
+"""`jshadow fit` and `calibrate`: what a policy learns from a text, before it meets a prompt."""
 
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from jshadow.cli.console import console
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import CheckpointError, ConfigError, PromptError
 from jshadow.policies import POLICIES, Wrapper, parse_policy
 from jshadow.policies.capabilities import Learns, Trains, capability, with_fitted
 
-LONGEST = 64  # characters of a text that a token may take, mean: no more than needed is encoded
+LONGEST = 64  # most characters a token on average: a longer text is cut before it is encoded
 LEARNERS = [name for name, policy in POLICIES.items() if issubclass(policy, Learns)]
 ABOUT_FIT = """Learn the arrays of a policy from a text and write them to a safetensors file, for
 `jshadow generate --fitted FILE`. loki and infinigen take a basis of each head from it; less trains its kernels, layer
 by layer, which takes a while: the fit tells how far each layer is from full attention on the rest of the text."""
 ABOUT_CALIBRATE = """Measure which layers of a model serve as OmniKV's filters: of the attention of all later layers,
 how much falls on the tokens that a layer itself attends to most. Tells the filter layers, ready for --set."""
-ABOUT_PROFILE = """Find how many columns of ShadowKV's transform code should have 8, 4 and 2 bits: the profile that
-loses the least of the variance of a text's keys within --bits, all layers alike; with --key-weights queries, of keys
-weighed as ShadowKV weighs them then. Tells it beside the default, ready for --set."""
 
 
 def add_fit_options(add: argparse.ArgumentParser) -> None:
@@ -45,17 +41,6 @@ def add_calibrate_options(add: argparse.ArgumentParser) -> None:
     add.set_defaults(run=run_calibrate)
     add.add_argument("--filters", type=int, default=3, help="filter layers to choose (default: %(default)s)")
     add.add_argument("--budget", type=int, help="tokens that a filter chooses (default: a sixteenth of the text)")
-    add_text_options(add)
-
-
-def add_profile_options(add: argparse.ArgumentParser) -> None:
-    """The options of `key-profile`."""
-    add.set_defaults(run=run_profile)
-    add.add_argument("--bits", type=int, help="of a token's key code (default: those of the usual rank)")
-    add.add_argument(
-        "--key-weights", default="none", choices=("none", "queries"),
-        help="what is to be lost least of: the keys, or their products with queries (default: %(default)s)",
-    )  # fmt: skip
     add_text_options(add)
 
 
@@ -81,9 +66,9 @@ def read_text(path: str) -> str:
 
 
 def load_with_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
-    """The model, and ids of the text, twice --tokens where it is so long: the rest is for a check.
+    """The model and the token ids of the text. Up to twice --tokens are returned: the second half is for a check.
 
-    Whatever can be wrong without the model is told before it is loaded.
+    Errors that do not depend on the model are raised before it is loaded.
     """
     from jshadow.engine.text import encode
     from jshadow.weights.convert.quiet import quiet_transformers
@@ -93,7 +78,7 @@ def load_with_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
         raise ConfigError(f"--tokens must be at least 1, got {args.tokens}")
     text = read_text(args.text)
     params = load(args.model, dtype=args.dtype, quantize=args.quantize)
-    with quiet_transformers():  # a text may be longer than the context, of which it then warns
+    with quiet_transformers():  # transformers warns of a text that is longer than the context
         ids = encode(params.tokenizer, text[: 2 * args.tokens * LONGEST], params.config.vocab_size)
     return params, ids[: 2 * args.tokens]
 
@@ -127,21 +112,24 @@ def run_fit(args: argparse.Namespace) -> int:
     begun = time.perf_counter()
     text = np.asarray(ids, np.int32)
     fitted = with_bar(f"fitting {policy.name}", lambda bar: fit(params, text, progress=bar, **options))
-    told: dict[str, Any] = {
-        "policy": args.policy, "tokens": len(ids), "seconds": time.perf_counter() - begun, "out": str(args.out)
-    }  # fmt: skip
+    summary: dict[str, Any] = {
+        "policy": args.policy,
+        "tokens": len(ids),
+        "seconds": time.perf_counter() - begun,
+        "out": str(args.out),
+    }
     save_fitted(args.out, fitted, policy, params, about={"text": str(args.text), "tokens": len(ids)} | options)
-    told["nbytes"] = Path(args.out).expanduser().stat().st_size
-    told["errors"] = held_out_errors(policy, params, rest, fitted)
+    summary["nbytes"] = Path(args.out).expanduser().stat().st_size
+    summary["errors"] = held_out_errors(policy, params, rest, fitted)
     if args.json:
-        print(json.dumps(told))
+        print(json.dumps(summary))
         return 0
-    print(f"{args.out}: {told['nbytes']:,} bytes, learned from {len(ids):,} tokens in {told['seconds']:.1f} s")
-    if told["errors"]:
+    print(f"{args.out}: {summary['nbytes']:,} bytes, learned from {len(ids):,} tokens in {summary['seconds']:.1f} s")
+    if summary["errors"]:
         table = Table("layer", "h2o's error", "less's error", title=f"held out, the next {len(rest):,} tokens")
-        for row in told["errors"]:
+        for row in summary["errors"]:
             table.add_row(str(row["layer"]), f"{row['sparse']:.4f}", f"{row['fitted']:.4f}")
-        console().print(table)
+        console(100).print(table)
     return 0
 
 
@@ -155,7 +143,7 @@ def check_place(out: Path) -> None:
 
 
 def held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> list[dict[str, float]] | None:
-    """Of less, each layer's relative squared error behind what was learned from; None where too little is left."""
+    """The relative squared error of each layer on the rest of the text, for LESS; None where too little is left."""
     if capability(policy, Trains) is None:
         return None
     import numpy as np
@@ -167,8 +155,9 @@ def held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> l
     errors = errors_of(policy, params, np.asarray(rest), fitted)
     return [
         {"layer": layer, "sparse": float(row[0]), "fitted": float(row[1])}
-        for layer, row in enumerate(errors) if not np.isnan(row[0])
-    ]  # fmt: skip
+        for layer, row in enumerate(errors)
+        if not np.isnan(row[0])
+    ]
 
 
 def run_calibrate(args: argparse.Namespace) -> int:
@@ -184,80 +173,37 @@ def run_calibrate(args: argparse.Namespace) -> int:
     params, ids = load_with_text(args)
     ids = ids[: args.tokens]
     budget = max(1, len(ids) // 16) if args.budget is None else args.budget
-    found = with_bar(
+    masses = with_bar(
         "measuring attention", lambda bar: filter_masses(params, np.asarray(ids), budget=budget, progress=bar)
     )
-    chosen = choose_filters(found, args.filters)
-    scores = {layer: float(score) for layer, score in zip(found.layers, found.scores, strict=True) if score == score}
+    chosen = choose_filters(masses, args.filters)
+    scores = {layer: float(score) for layer, score in zip(masses.layers, masses.scores, strict=True) if score == score}
     setting = "filter_layers=" + ",".join(map(str, chosen))
     if args.json:
-        made = {"filter_layers": list(chosen), "set": setting, "budget": budget, "tokens": len(ids),
-                "scores": [{"layer": layer, "score": score} for layer, score in scores.items()],
-                "dense_share": dense_share(chosen, params.config)}  # fmt: skip
-        print(json.dumps(made))
+        summary = {
+            "filter_layers": list(chosen),
+            "set": setting,
+            "budget": budget,
+            "tokens": len(ids),
+            "scores": [{"layer": layer, "score": score} for layer, score in scores.items()],
+            "dense_share": dense_share(chosen, params.config),
+        }
+        print(json.dumps(summary))
         return 0
     table = Table(
         "layer", "attention of later layers on its top tokens", "", title=f"{len(ids):,} tokens, top {budget:,}"
     )
     for layer, score in scores.items():
         table.add_row(str(layer), f"{score:.4f}", "filter" if layer in chosen else "")
-    console().print(table)
+    console(100).print(table)
     print(f"dense layers: {dense_share(chosen, params.config):.0%}\n--policy omnikv --set {setting}")
     return 0
 
 
-def run_profile(args: argparse.Namespace) -> int:
-    """`jshadow key-profile`."""
-    import numpy as np
-
-    from jshadow.policies.shadowkv.key_codecs import usual_rank
-    from jshadow.policies.shadowkv.key_codecs.midrise import packed_width
-    from jshadow.policies.shadowkv.key_codecs.profiles import best_profile, profile_error, profile_of
-    from jshadow.policies.shadowkv.profile_calibration import key_errors
-
-    if args.bits is not None and args.bits < 8:
-        raise ConfigError(f"--bits must be at least 8, got {args.bits}")
-    params, ids = load_with_text(args)
-    columns, ids = params.config.key_columns, ids[: args.tokens]
-    bits = min(16 * usual_rank(columns), 8 * columns) if args.bits is None else args.bits
-    usual = profile_of(columns, bits)
-    weighed, text = args.key_weights == "queries", np.asarray(ids)
-    layers = with_bar("measuring keys", lambda bar: key_errors(params, text, bar, weighed))[:, :, :columns]
-    found = best_profile(layers.mean(axis=0), bits)
-    rows: list[dict[str, Any]] = [
-        {"name": name, "key_profile": list(profile), "bytes": packed_width(profile),
-         "lost": profile_error(layers.mean(axis=0), profile), "layers": [profile_error(one, profile) for one in layers]}
-        for name, profile in (("default", usual), ("found", found))
-    ]  # fmt: skip
-    setting = "key_profile=" + ",".join(map(str, found))
-    if args.json:
-        asked = {"columns": columns, "bits": bits, "tokens": len(ids), "key_weights": args.key_weights}
-        print(json.dumps(asked | {"profiles": rows, "set": setting}))
-        return 0
-    table = Table("profile", "8, 4 and 2 bits", "bytes a token", "variance lost", "in the worst layer",
-                  title=f"{columns} key columns, {len(ids):,} tokens")  # fmt: skip
-    for row in rows:
-        told = (
-            ", ".join(map(str, row["key_profile"])),
-            str(row["bytes"]),
-            f"{row['lost']:.3%}",
-            f"{max(row['layers']):.3%}",
-        )
-        table.add_row(row["name"], *told)
-    console().print(table)
-    print(f"--policy shadowkv --set key_codec=transform --set key_weights={args.key_weights} --set {setting}")
-    return 0
-
-
 def with_bar(title: str, work: Callable[[SlowProgress], Any]) -> Any:
-    """What some work gives that tells its progress to a bar."""
+    """The result of `work`, which is given a progress bar."""
     progress = SlowProgress(title)
     try:
         return work(progress)
     finally:
         progress.close()
-
-
-def console() -> Console:
-    """As wide as the terminal, or wide enough for a file."""
-    return Console(width=None if sys.stdout.isatty() else 100)

@@ -1,13 +1,12 @@
-"""The command line: `jshadow generate | eval | fit | calibrate | key-profile | plan | bench | ...`.
-
-Parses, calls, prints.
-"""
+"""The command line: parses the arguments, runs a command, and turns typed errors into exit codes."""
 
 import argparse
 import json
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
+from jshadow import __version__
 from jshadow.cli import bench as cli_bench
 from jshadow.cli import eval as cli_eval
 from jshadow.cli import fit as cli_fit
@@ -17,6 +16,8 @@ from jshadow.cli import plan as cli_plan
 from jshadow.cli import policies as cli_policies
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import ConfigError, JshadowError
+
+ABOUT = "Long-context LLM inference: ShadowKV and its sister methods."
 
 
 def run_convert(args: argparse.Namespace) -> int:
@@ -29,12 +30,12 @@ def run_convert(args: argparse.Namespace) -> int:
     try:
         convert(
             args.source, args.target, args.dtype, progress, format=args.format, shard_bytes=int(args.shard_gb * 1e9)
-        )  # fmt: skip
+        )
     finally:
         progress.close()
     if args.json:
-        told = {"source": str(args.source), "target": str(args.target), "dtype": args.dtype, "format": args.format}
-        print(json.dumps(told))
+        asked = {"source": str(args.source), "target": str(args.target), "dtype": args.dtype, "format": args.format}
+        print(json.dumps(asked))
     else:
         print(f"{args.target}: written")
     return 0
@@ -42,7 +43,8 @@ def run_convert(args: argparse.Namespace) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
-    top = argparse.ArgumentParser(prog="jshadow", description=__doc__)
+    top = argparse.ArgumentParser(prog="jshadow", description=ABOUT)
+    top.add_argument("--version", action="version", version=f"jshadow {__version__} (jax {version('jax')})")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     json_help = "print one JSON object instead of text"
 
@@ -51,9 +53,10 @@ def parser() -> argparse.ArgumentParser:
     )
 
     add = commands.add_parser(
-        "convert", help="turn one kind of checkpoint into another",
+        "convert",
+        help="turn one kind of checkpoint into another",
         description="Convert a checkpoint, tensor by tensor: memory does not grow with it. DST gets a manifest.",
-    )  # fmt: skip
+    )
     add.set_defaults(run=run_convert)
     add.add_argument("source", metavar="SRC", help="a .gguf file, an HF or orbax directory, or a hub id")
     add.add_argument("target", metavar="DST", help="directory to write; must not exist")
@@ -80,9 +83,6 @@ def parser() -> argparse.ArgumentParser:
     cli_fit.add_calibrate_options(
         commands.add_parser("calibrate", help="find OmniKV's filter layers", description=cli_fit.ABOUT_CALIBRATE)
     )
-    cli_fit.add_profile_options(
-        commands.add_parser("key-profile", help="find bits of the transform code", description=cli_fit.ABOUT_PROFILE)
-    )
 
     cli_eval.add_options(
         commands.add_parser("eval", help="measure policies", description=cli_eval.ABOUT), cli_generate.PREFILL_HELP
@@ -93,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; 0 if it worked, 2 after a typed error, 130 when interrupted."""
     args = parser().parse_args(argv)
-    args.command_line = ["jshadow", *(sys.argv[1:] if argv is None else argv)]  # what a report says of itself
+    args.command_line = ["jshadow", *(sys.argv[1:] if argv is None else argv)]  # for the report
     try:
         return int(args.run(args))
     except JshadowError as error:

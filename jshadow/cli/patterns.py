@@ -1,14 +1,13 @@
-"""`jshadow prefill-patterns`: search what each head attends to in a sparse prefill."""
+"""`jshadow prefill-patterns`: search the best pattern of a sparse prefill for each head."""
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from jshadow.cli.console import console
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import PromptError
 
@@ -50,21 +49,21 @@ def run_patterns(args: argparse.Namespace) -> int:
         found = search_pattern(params, tokens[: args.tokens], share=args.share, progress=progress)
     finally:
         progress.close()
-    told = {"model": str(args.model), "tokens": args.tokens, "share": args.share, "digest": found.pattern.digest()}
-    save_pattern(args.out, found, told)
+    about = {"model": str(args.model), "tokens": args.tokens, "share": args.share, "digest": found.pattern.digest()}
+    save_pattern(args.out, found, about)
     rows = found.summary()
     if args.json:
-        print(json.dumps({"out": str(args.out), **told, "candidates": rows}))
+        print(json.dumps({"out": str(args.out), **about, "candidates": rows}))
     else:
-        Console(width=None if sys.stdout.isatty() else 100).print(table(rows))
+        console(100).print(table(rows))
         print(f"{args.out}: written")
     return 0
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """One row a candidate."""
-    made = Table("candidate", "heads", "attention mass %", "of exact attention's tiles %")
+    candidates = Table("candidate", "heads", "attention mass %", "of exact attention's tiles %")
     for row in rows:
         shares = ("-" if row[name] is None else f"{100 * row[name]:.1f}" for name in ("recovered", "tiles"))
-        made.add_row(row["candidate"], f"{row['heads']:,}", *shares)
-    return made
+        candidates.add_row(row["candidate"], f"{row['heads']:,}", *shares)
+    return candidates

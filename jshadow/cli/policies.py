@@ -1,19 +1,18 @@
-"""`jshadow policies`: what there is; with --model and --context, the bytes that each takes."""
+"""`jshadow policies`: list the policies; with --model and --context, the bytes that each takes."""
 
 import argparse
 import json
-import sys
 from typing import Any
 
-from rich.console import Console
 from rich.table import Column, Table
 
+from jshadow.cli.console import console
 from jshadow.errors import ConfigError
 from jshadow.policies import POLICIES, parse_policy
 
-# ShadowKV's keys in the transform code, landmarks and host values in four bits: this project's own, no paper's.
+# ShadowKV with keys in the transform code, landmarks and host values in four bits. No paper has these settings.
 PACKED = "key_codec=transform:landmark_order=2:landmark_dtype=int4:value_dtype=int4"
-# As the papers run them, one row each: NAME:key=value:..., and where their rows lie; then packed codes.
+# NAME:key=value:... and the fetch mode of each row: as the papers run the policies, then packed codes.
 PAPERS_SETTINGS = (
     ("full", "resident"),
     ("streaming_llm:sinks=4:window=2000", "resident"),
@@ -95,14 +94,18 @@ def show_bytes(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"context": args.context, "policies": rows}))
         return 0
-    policy = Column("policy", overflow="fold")  # settings have no blanks, and the ends of two may differ
+    # Settings have no blanks to wrap at, and two may differ only at their ends: they are folded, not cut.
+    policy = Column("policy", overflow="fold")
     table = Table(policy, "fetch", "device GiB", "of full", "moved MiB a step", "host GiB")
     for row in rows:
         table.add_row(
-            row["setting"], row["fetch"], f"{row['bytes_device'] / 2**30:.3f}",
-            f"{row['bytes_device'] / row['bytes_full']:.3f}", f"{row['bytes_moved'] / 2**20:.1f}",
+            row["setting"],
+            row["fetch"],
+            f"{row['bytes_device'] / 2**30:.3f}",
+            f"{row['bytes_device'] / row['bytes_full']:.3f}",
+            f"{row['bytes_moved'] / 2**20:.1f}",
             f"{row['bytes_host'] / 2**30:.2f}",
-        )  # fmt: skip
+        )
     console().print(table)
     return 0
 
@@ -114,15 +117,14 @@ def byte_row(config: Any, text: str, fetch: str, context: int, dtype: str) -> di
     name, *settings = text.split(":")
     policy = parse_policy(name, settings)
     sizes: dict[str, Any] = {"capacity": context, "prompt": context, "dtype": dtype, "fetch": fetch}
-    made = footprint(config, policy, **sizes)
+    used = footprint(config, policy, **sizes)
     return {
-        "policy": name, "setting": text, "fetch": fetch, "bytes_device": made["device_bytes"],
-        "bytes_host": made["host_bytes"], "bytes_full": made["full_bytes"],
+        "policy": name,
+        "setting": text,
+        "fetch": fetch,
+        "bytes_device": used["device_bytes"],
+        "bytes_host": used["host_bytes"],
+        "bytes_full": used["full_bytes"],
         "bytes_moved": step_footprint(config, policy, **sizes)["bytes_moved"],
-        "parts": {part: list(sizes) for part, sizes in made["parts"].items()},
-    }  # fmt: skip
-
-
-def console() -> Console:
-    """As wide as the terminal, or wide enough for a file."""
-    return Console(width=None if sys.stdout.isatty() else 120)
+        "parts": {part: list(sizes) for part, sizes in used["parts"].items()},
+    }

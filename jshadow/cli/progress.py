@@ -1,4 +1,4 @@
-"""Progress that shows itself only when work takes a while."""
+"""Progress bars that appear only when work takes a while."""
 
 import contextlib
 import threading

@@ -17,9 +17,9 @@ from jshadow.engine.saved_record import compare, plain, policy_record, read_json
 from jshadow.engine.saved_state import described, header_digest, open_described, read_checked
 from jshadow.errors import ConfigError, StateMismatch
 from jshadow.policies import POLICIES, Policy
+from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import Learns, capability, with_fitted
 from jshadow.policies.checks import check_fitted
-from jshadow.policies.wrappers import innermost
 from jshadow.weights.convert.files import staged_file
 from jshadow.weights.convert.safetensors_file import (
     TAGS,

@@ -23,6 +23,7 @@ from jshadow.engine.text import TextStream, encode, split_prompts, split_stops
 from jshadow.engine.verify import Verifier, resident_twin
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.models.config import ModelConfig
+from jshadow.ops import buckets
 from jshadow.planner.bytes import full_bytes
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.base import why_dense
@@ -52,13 +53,12 @@ def bucket(tokens: int) -> int:
 
     A 32nd of the next power of two, at least 64: 64 up to 2,048 tokens, 128 up to 4,096.
     """
-    return max(64, 1 << max(0, (tokens - 1).bit_length() - 5))
+    return buckets.step_of(tokens, share=32, least=64)
 
 
 def round_up(tokens: int, limit: int) -> int:
     """tokens rounded up to their bucket, at most limit."""
-    size = bucket(tokens)
-    return min(limit, -(-tokens // size) * size)
+    return buckets.round_up(tokens, bucket(tokens), limit)
 
 
 class Run:

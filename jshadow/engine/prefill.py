@@ -34,10 +34,10 @@ from jshadow.ops.layout import fit_tokens
 from jshadow.ops.rope import inverse_frequencies, rotation
 from jshadow.planner.bytes import cache_specs, pieces_of
 from jshadow.policies import Policy, ShadowKV
+from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import OwnPrefill, Speculates, attention_of, capability, first_shared
 from jshadow.policies.checks import check_fitted, reads_fitted
 from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
-from jshadow.policies.wrappers import innermost
 
 Logits = str | Callable[[Array], Any]
 LIMITING = threading.Lock()  # held by the prefill that limits BLAS

@@ -1,1 +1,1 @@
-"""Whether a compressed cache still answers: tasks with known answers, their scores, the runner of `jshadow eval`."""
+"""Whether a model answers as well with a compressed cache: tasks, scores, the runner of `jshadow eval`."""

@@ -1,9 +1,13 @@
 """Rows of local data sets as cases, and cases as rows: JSONL, JSON or parquet, in the columns that kvpress reads.
 
-A row of our own has context, question, answer_prefix, answer, max_new_tokens. Optional: task, length (of the prompt, as
-asked for), scorer, choices, depth; instruction (the part of the context that is no text to ask about), turn (1, 2 ...
-where it goes on from the row before it), prompt_ids (where the text alone does not tell how it was cut into tokens).
-The files of LongBench v1 and v2, InfiniteBench and RULER are known by their columns (`suites`).
+A row in this project's own form has context, question, answer_prefix, answer and max_new_tokens. These are optional:
+- task, scorer, choices, and depth (of the fact in the context, 0 to 1);
+- length: tokens of the prompt, as asked for;
+- instruction: the beginning of the context, which is no text to ask about;
+- turn: 1, 2 ... where the row goes on from the row before it;
+- prompt_ids: token ids of the prompt, where encoding its text would give others.
+
+The files of LongBench v1 and v2, InfiniteBench and RULER are recognised by their columns (`suites`).
 """
 
 import dataclasses
@@ -72,8 +76,8 @@ def read_objects(path: Path) -> Iterator[tuple[int, Any]]:
                 raise ConfigError(f"data {path} needs pyarrow: pip install pyarrow") from error
             yield from enumerate(parquet.read_table(path).to_pylist(), start=1)
         elif path.suffix == ".json":
-            made = json.loads(path.read_text(encoding="utf-8"))
-            yield from enumerate(made if isinstance(made, list) else [made], start=1)
+            content = json.loads(path.read_text(encoding="utf-8"))
+            yield from enumerate(content if isinstance(content, list) else [content], start=1)
         elif path.suffix == ".jsonl":
             for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
                 if line.strip():
@@ -91,22 +95,28 @@ def read_row(row: Any, path: Path, number: int) -> Row:
         raise ConfigError(f"{where} must be an object, got {row!r:.80}")
     reader = next((one for columns, one in READERS if all(name in row for name in columns)), None)
     if reader is None:
-        wanted = " or ".join("(" + ", ".join(columns) + ")" for columns, _ in READERS)
-        raise ConfigError(f"{where} must have the columns {wanted}, got {sorted(row)}")
+        known = " or ".join("(" + ", ".join(columns) + ")" for columns, _ in READERS)
+        raise ConfigError(f"{where} must have the columns {known}, got {sorted(row)}")
     name = path.parent.name if path.stem in SPLITS else path.stem
     task = str(row.get("task") or name)
     try:
         sample, chat = reader(row, task)
-        own = reader is READERS[1][1]  # other suites' `length` is a count of their own
-        length = row.get("length") if own else None
-        made = Row(
-            sample, str(row.get("dataset") or task), where, chat, None if length is None else int(length),
-            str(row.get("instruction") or ""), int(row.get("turn") or 0),
-            None if row.get("depth") is None else float(row["depth"]), tuple(map(int, row.get("prompt_ids") or ())),
-        )  # fmt: skip
+        # The `length` of another suite counts something else.
+        length = row.get("length") if reader is READERS[1][1] else None
+        result = Row(
+            sample=sample,
+            task=str(row.get("dataset") or task),
+            where=where,
+            chat=chat,
+            length=None if length is None else int(length),
+            instruction=str(row.get("instruction") or ""),
+            turn=int(row.get("turn") or 0),
+            depth=None if row.get("depth") is None else float(row["depth"]),
+            prompt_ids=tuple(map(int, row.get("prompt_ids") or ())),
+        )
     except (ConfigError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {error}") from error
-    return checked(made)
+    return checked(result)
 
 
 def checked(row: Row) -> Row:
@@ -133,40 +143,47 @@ def read_rows(paths: Sequence[str | os.PathLike[str]], limit: int | None = None)
         raise ConfigError(f"limit must be an integer of at least 1, got {limit!r}")
     rows: list[Row] = []
     for path in map(Path, paths):
-        own: list[Row] = []
+        of_file: list[Row] = []
         for number, row in read_objects(path):
-            if len(own) == limit:
+            if len(of_file) == limit:
                 break
-            own.append(read_row(row, path, number))
-        if not own:
+            of_file.append(read_row(row, path, number))
+        if not of_file:
             raise ConfigError(f"data {path} must have rows, got none")
-        rows += own
+        rows += of_file
     return rows
 
 
 def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
     """Rows that come one after another with the same context and task."""
-    made: list[list[Row]] = []
+    groups: list[list[Row]] = []
     for row in rows:
-        before = made[-1][-1] if made else None
+        before = groups[-1][-1] if groups else None
         alike = before is not None and all(
             getattr(row, name) == getattr(before, name) for name in ("task", "length", "chat", "instruction")
         )
-        if before is not None and alike and row.sample.context == before.sample.context and (
-            row.turn in (0, before.turn + 1) and (row.turn or not before.turn)
-        ):  # fmt: skip
-            made[-1].append(row)
+        if (
+            before is not None
+            and alike
+            and row.sample.context == before.sample.context
+            and (row.turn in (0, before.turn + 1) and (row.turn or not before.turn))
+        ):
+            groups[-1].append(row)
         elif row.turn:
             raise ConfigError(f"{row.where}: turn {row.turn} must follow turn {row.turn - 1} on the same context")
         else:
-            made.append([row])
-    return made
+            groups.append([row])
+    return groups
 
 
 def read_cases(
-    paths: Sequence[str | os.PathLike[str]], tokenizer: Any, room: int, *, truncate: str | None = None,
+    paths: Sequence[str | os.PathLike[str]],
+    tokenizer: Any,
+    room: int,
+    *,
+    truncate: str | None = None,
     limit: int | None = None,
-) -> list[DataTask]:  # fmt: skip
+) -> list[DataTask]:
     """The cases of local files, by task and length.
 
     Rows with equal contexts that come one after another are one case, prefilled once. Where a task has such a case, all
@@ -189,12 +206,12 @@ def read_cases(
     tasks: dict[tuple[str, int | None], list[list[Row]]] = {}
     for group in groups_of(read_rows(paths, limit)):
         tasks.setdefault((group[0].task, group[0].length), []).append(group)
-    made = []
+    data_tasks = []
     for (task, _), groups in tasks.items():
         apart = any(len(group) > 1 and not group[1].turn for group in groups)
         cases = tuple(fitted_case(tokenizer, group, apart, room, truncate) for group in groups)
-        made.append(DataTask(task, cases, tuple(group[0].depth for group in groups)))
-    return made
+        data_tasks.append(DataTask(task, cases, tuple(group[0].depth for group in groups)))
+    return data_tasks
 
 
 def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, truncate: str | None) -> Case:
@@ -202,19 +219,22 @@ def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, tr
     first = group[0]
     samples = [row.sample for row in group]
     options: dict[str, Any] = {
-        "head": first.instruction, "apart": apart, "turns": len(group) > 1 and not apart, "chat": first.chat
-    }  # fmt: skip
+        "head": first.instruction,
+        "apart": apart,
+        "turns": len(group) > 1 and not apart,
+        "chat": first.chat,
+    }
     case = case_of(tokenizer, samples, **options)
     if first.prompt_ids and tokenizer.decode(list(first.prompt_ids)) == tokenizer.decode(list(case.prompt)):
         case = dataclasses.replace(case, prompt=first.prompt_ids)
     over = len(case.prompt) + case.growth - room
     if over <= 0:
         return case
-    told = f"{first.where} has {len(case.prompt):,} tokens and needs {case.growth:,} more, context={room:,}"
+    problem = f"{first.where} has {len(case.prompt):,} tokens and needs {case.growth:,} more, context={room:,}"
     if truncate is None:
-        raise ConfigError(f"{told}; --truncate middle cuts it")
+        raise ConfigError(f"{problem}; --truncate middle cuts it")
     if over >= len(encode(tokenizer, samples[0].context)):
-        raise ConfigError(f"{told}: too little of it would be left")
+        raise ConfigError(f"{problem}: too little of it would be left")
     return case_of(tokenizer, samples, **options, drop=over)
 
 
@@ -226,9 +246,7 @@ def rows_of(task: str, tokenizer: Any, length: int, case: Case, depth: float) ->
     if case.forced:
         raise ConfigError(f"task must ask something that a row can hold, got {task}")
     rows: list[dict[str, Any]] = []
-    again = case_of(
-        tokenizer, case.samples, head=case.instruction, apart=bool(case.questions), turns=bool(case.turns)
-    )  # fmt: skip
+    again = case_of(tokenizer, case.samples, head=case.instruction, apart=bool(case.questions), turns=bool(case.turns))
     for number, sample in enumerate(case.samples):
         row = dataclasses.asdict(sample) | {"context": case.instruction + sample.context}
         row |= {"task": task, "length": length, "depth": depth, "instruction": case.instruction}

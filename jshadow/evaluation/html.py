@@ -1,4 +1,4 @@
-"""An evaluation as one HTML file that needs nothing else, and as pictures beside its samples."""
+"""Writes an evaluation as one self-contained HTML file, and as pictures beside its samples."""
 
 import base64
 import functools
@@ -17,9 +17,9 @@ import jinja2
 
 from jshadow.errors import ConfigError
 from jshadow.evaluation import plots
-from jshadow.evaluation import results as metrics
 from jshadow.evaluation.plots.results import FIELDS, check_matplotlib, with_memory, with_scores, with_turns
 from jshadow.evaluation.plots.style import whole_file
+from jshadow.evaluation.results import pooled
 
 Row = Mapping[str, Any]
 TEMPLATE = "report.html.jinja"
@@ -55,7 +55,7 @@ def machine() -> dict[str, str]:
     device, info = jax.devices()[0], Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    found = {
+    facts = {
         "processor": f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores",
         "device": f"{device.device_kind} ({device.platform}), {len(jax.devices())}",
         "system": f"{platform.system()} {platform.machine()}",
@@ -63,10 +63,10 @@ def machine() -> dict[str, str]:
     }
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            facts[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed as a package"
-    return found
+            facts[package] = "not installed as a package"
+    return facts
 
 
 def pictures(rows: Sequence[Row]) -> list[Picture]:
@@ -75,24 +75,37 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
         check_matplotlib()
     except ConfigError:
         return []
-    found = []
+    drawn = []
     if with_memory(rows, "score"):
-        found.append(Picture("memory_score", "Score against the KV bytes that a request keeps on the device",
-                             lambda path: plots.plot_memory(rows, path)))  # fmt: skip
+        drawn.append(
+            Picture(
+                "memory_score",
+                "Score against the KV bytes that a request keeps on the device",
+                lambda path: plots.plot_memory(rows, path),
+            )
+        )
     if [row for row in with_memory(rows, "kl") if row["kl"] > 0 and row["name"] != "full"]:
         moved = any(row.get("served_moved_bytes") for row in rows)
         against = "the KV bytes on the device" + (", and the bytes that a step moves from the host" if moved else "")
         draw = functools.partial(plots.plot_memory, rows, measure="kl", moved=moved)
-        found.append(Picture("memory_kl", f"Divergence from full attention against {against}", draw))
+        drawn.append(Picture("memory_kl", f"Divergence from full attention against {against}", draw))
     if with_scores(rows):
-        found.append(Picture("needles", "Needles found by length of the prompt and depth of the needle",
-                             lambda path: plots.plot_needles(rows, path)))  # fmt: skip
+        drawn.append(
+            Picture(
+                "needles",
+                "Needles found by length of the prompt and depth of the needle",
+                lambda path: plots.plot_needles(rows, path),
+            )
+        )
     if with_turns(rows):
-        found.append(Picture("turns", "Right answers turn by turn", lambda path: plots.plot_turns(rows, path)))
+        drawn.append(Picture("turns", "Right answers turn by turn", lambda path: plots.plot_turns(rows, path)))
     for name in dict.fromkeys(name for row in rows for name in row.get("sweeps") or ()):
-        found.append(Picture(f"sweep_{name}", f"What {FIELDS.get(name, name)} does",
-                             functools.partial(plots.plot_sweep, rows, name)))  # fmt: skip
-    return found
+        drawn.append(
+            Picture(
+                f"sweep_{name}", f"What {FIELDS.get(name, name)} does", functools.partial(plots.plot_sweep, rows, name)
+            )
+        )
+    return drawn
 
 
 def number(value: float | None, spec: str, error: float | None = None, scale: float = 1.0) -> Cell:
@@ -104,9 +117,21 @@ def number(value: float | None, spec: str, error: float | None = None, scale: fl
 
 
 COLUMNS = (
-    "prompt, tokens", "policy", "share, %", "score, %", "recall of full, %", "same next token, %", "KL, nats",
-    "device, MB", "of full's, %", "full / this", "host, MB", "attended tokens", "hit rate, %", "samples",
-)  # fmt: skip
+    "prompt, tokens",
+    "policy",
+    "share, %",
+    "score, %",
+    "recall of full, %",
+    "same next token, %",
+    "KL, nats",
+    "device, MB",
+    "of full's, %",
+    "full / this",
+    "host, MB",
+    "attended tokens",
+    "hit rate, %",
+    "samples",
+)
 
 
 def line_of(row: Row) -> list[Cell]:
@@ -116,28 +141,39 @@ def line_of(row: Row) -> list[Cell]:
     share = served / full if served and full else None
     score = Cell(NOTHING) if row.get("top1") is not None else number(row.get("score"), ".1f", row.get("stderr"))
     return [
-        number(row["length"], ",d"), Cell(name), number(row.get("share"), "g", scale=100),
-        score, number(row.get("recall_of_full"), ".1f"),
-        number(row.get("top1"), ".1f", row.get("top1_stderr")), number(row.get("kl"), ".4f", row.get("kl_stderr")),
-        number(served, ",.2f", scale=1e-6), number(share, ".1f", scale=100), number(share and 1 / share, ".2f"),
-        number(row.get("host_bytes"), ",.2f", scale=1e-6), number(row.get("attended_tokens"), ",.0f"),
-        number(row.get("hit_rate"), ".1f", scale=100), number(row.get("samples"), "d"),
-    ]  # fmt: skip
+        number(row["length"], ",d"),
+        Cell(name),
+        number(row.get("share"), "g", scale=100),
+        score,
+        number(row.get("recall_of_full"), ".1f"),
+        number(row.get("top1"), ".1f", row.get("top1_stderr")),
+        number(row.get("kl"), ".4f", row.get("kl_stderr")),
+        number(served, ",.2f", scale=1e-6),
+        number(share, ".1f", scale=100),
+        number(share and 1 / share, ".2f"),
+        number(row.get("host_bytes"), ",.2f", scale=1e-6),
+        number(row.get("attended_tokens"), ",.0f"),
+        number(row.get("hit_rate"), ".1f", scale=100),
+        number(row.get("samples"), "d"),
+    ]
 
 
 def table_of(task: str, rows: Sequence[Row]) -> dict[str, Any]:
     """What the template shows of one task: its lines without columns that say nothing, and notes below them."""
     lines = [line_of(row) for row in rows]
-    told = [i for i in range(len(COLUMNS)) if any(line[i].text != NOTHING for line in lines)]
+    shown = [i for i in range(len(COLUMNS)) if any(line[i].text != NOTHING for line in lines)]
     notes = [f"{row['length']:,} tokens, control: {row['control']}" for row in rows if row.get("control")]
     prefills = {row.get("prefill", "exact") for row in rows}
-    notes += [f"prefill{'' if len(prefills) == 1 else ' of ' + row['name']}: {row['prefill']}"
-              for row in rows if row.get("prefill", "exact") != "exact"]  # fmt: skip
+    notes += [
+        f"prefill{'' if len(prefills) == 1 else ' of ' + row['name']}: {row['prefill']}"
+        for row in rows
+        if row.get("prefill", "exact") != "exact"
+    ]
     return {
         "task": task,
-        "columns": [COLUMNS[i] for i in told],
+        "columns": [COLUMNS[i] for i in shown],
         "lines": [
-            {"cells": [line[i] for i in told], "infeasible": row.get("infeasible")}
+            {"cells": [line[i] for i in shown], "infeasible": row.get("infeasible")}
             for line, row in zip(lines, rows, strict=True)
         ],
         "notes": list(dict.fromkeys(notes)),
@@ -170,15 +206,16 @@ def report(rows: Sequence[Row], *, command: str | Sequence[str] = "") -> str:
     by_task = {task: [row for row in rows if row["task"] == task] for task in dict.fromkeys(r["task"] for r in rows)}
     with tempfile.TemporaryDirectory() as folder:
         drawn = [embedded(picture, Path(folder)) for picture in pictures(rows)]
-    needles = metrics.pooled([row for row in rows if row.keys() >= POOLED])
+    needles = pooled([row for row in rows if row.keys() >= POOLED])
     source = importlib.resources.files("jshadow.evaluation").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True,
-                                  lstrip_blocks=True).from_string(source)  # fmt: skip
+    template = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    ).from_string(source)
     return template.render(
         command=command if isinstance(command, str) else shlex.join(command),
         machine=machine(),
         ran=sorted({row["fetch"] for row in rows if row.get("fetch")}),
-        tables=[table_of(task, own) for task, own in by_task.items()],
+        tables=[table_of(task, of_task) for task, of_task in by_task.items()],
         pooled=needles,
         pictures=drawn,
     )

@@ -1,7 +1,7 @@
-"""Many requests under one policy: log-likelihoods of given continuations, and generations, batched by length.
+"""Many requests under one policy: log-likelihoods of given continuations, and generations, in batches of one width.
 
-A request's context is prefilled and compressed; its continuation then attends through the policy, token by token, as a
-generation would. So a log-likelihood measures the policy, and with full attention it is that of the plain model.
+The context of a request is prefilled and compressed. Its continuation then attends through the policy, token by token,
+as in a generation. So a log-likelihood measures the policy; with full attention it is that of the plain model.
 """
 
 import dataclasses
@@ -12,97 +12,43 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jshadow.cache import offload
-from jshadow.cache.state import KVState, Reads, Writes
+from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.checks import check_capacity, check_room
 from jshadow.engine.prefill import prepared_attention
-from jshadow.engine.sampling import Sampler, sample
-from jshadow.engine.step import turn_piece
+from jshadow.engine.sampling import Sampler
 from jshadow.engine.text import TextStream, split_stops
 from jshadow.errors import CapacityError, ConfigError, PromptError
-from jshadow.models.config import ModelConfig, check_positive
-from jshadow.ops.layout import fit_tokens
+from jshadow.evaluation.likelihood_steps import draw_tokens, forced_scores, target_scores
+from jshadow.evaluation.replies import generate_rows
+from jshadow.models.config import check_positive
+from jshadow.ops.buckets import round_up, step_of
 from jshadow.policies import Policy
 from jshadow.policies.checks import check_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
 
 NARROWEST = 64  # tokens
+WIDTHS = 4  # a width is a multiple of so many parts of the next power of two
 Score = tuple[float, bool]
 
 
 def width_of(tokens: int, limit: int, least: int = NARROWEST) -> int:
-    """The width to which so many tokens are padded: 64, 96, 128, 192, 256, 384 and so on, at most limit.
+    """The width to which so many tokens are padded: 64, 96, 128, 192, 256, 384 and so on, at most `limit`.
 
-    Two widths an octave: a model of 8,192 tokens has 15, and padding adds a third at most half of the time.
+    There are two widths from one power of two to the next: a model of 8,192 tokens has 15. A generation rounds up to
+    finer steps (`engine.generation.bucket`). Here many requests of many lengths come together, and each width is a
+    program to compile.
     """
-    width = least
-    while width < tokens:
-        width = width * 3 // 2 if width & (width - 1) == 0 else width // 3 * 4
-    return min(width, limit)
+    return min(max(least, round_up(tokens, step_of(tokens, WIDTHS))), limit)
 
 
 def below(width: int) -> int:
-    """The largest width that is smaller; 0 below the narrowest. All rows of a batch are longer than that."""
-    smaller, narrow = 0, NARROWEST
-    while narrow < width:
-        smaller, narrow = narrow, width_of(narrow + 1, narrow * 2)
-    return smaller
-
-
-# Compiled parts
-
-
-def chosen(logits: Array, targets: Array) -> tuple[Array, Array]:
-    """Log-probabilities of targets [B, T] under logits [B, T, V], and whether each is the most likely token."""
-    scores = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), targets[..., None], axis=-1)[..., 0]
-    return scores, logits.argmax(-1) == targets
-
-
-_chosen = jax.jit(chosen)
-
-
-@functools.partial(
-    jax.jit, static_argnames=("config",), donate_argnames=("writes",), compiler_options=decode.COMPILER_OPTIONS
-)
-def _forced(
-    weights: dict, tokens: Array, lengths: Array, targets: Array, reads: Reads, writes: Writes, *, config: ModelConfig
-) -> tuple[Array, Array, Writes]:
-    """Feed tokens [B, T] and score what should follow each: log-probabilities [B, T], whether it was greedy, the state.
-
-    As many pieces run as the longest row needs, whatever T: one program serves short and long continuations.
-    """
-    size = turn_piece(reads, tokens.shape[1])
-    tokens, targets = (fit_tokens(x, -(-x.shape[1] // size) * size) for x in (tokens, targets))
-
-    def body(index: Array, carry: tuple[Writes, Array, Array]) -> tuple[Writes, Array, Array]:
-        writes, scores, greedy = carry
-        piece, wanted = (lax.dynamic_slice_in_dim(x, index * size, size, axis=1) for x in (tokens, targets))
-        (score, top), state = decode.extend_steps(
-            weights, config, piece, jnp.clip(lengths - index * size, 0, size), KVState.of(reads, writes),
-            lambda logits: chosen(logits, wanted),
-        )  # fmt: skip
-        scores = lax.dynamic_update_slice_in_dim(scores, score, index * size, axis=1)
-        return state.split()[1], scores, lax.dynamic_update_slice_in_dim(greedy, top, index * size, axis=1)
-
-    start = writes, jnp.zeros(tokens.shape, jnp.float32), jnp.zeros(tokens.shape, bool)
-    writes, scores, greedy = lax.fori_loop(0, -(-jnp.max(lengths) // size), body, start)
-    return scores, greedy, writes
-
-
-@functools.partial(jax.jit, static_argnames=("sampler",))
-def _draw(logits: Array, keys: Array, index: Array, *, sampler: Sampler) -> Array:
-    """The next token of each row, int32 [B]: with a key of its own, so that no row depends on its batch."""
-
-    def one(row: Array, key: Array) -> Array:
-        return sample(sampler, row[None], jax.random.fold_in(key, index))[0]
-
-    return jax.vmap(one)(logits, keys)
-
-
-# Requests
+    """The next smaller width; 0 below the narrowest. All rows of a batch are longer than that."""
+    step = step_of(width, WIDTHS)
+    return 0 if width <= NARROWEST else (width - 1) // step * step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +129,16 @@ class Scorer:
                 padded = [contexts[index] for index in some + some[:1] * (count - len(some))]
                 tokens, lengths = right_padded(padded, width)
                 logits, state = decode.prefill_many(
-                    self.params, tokens, lengths, [self.policy], capacity=capacity, fetch=self.fetch,
-                    fitted=self.fitted, shortest=below(width), attention=self.prefill,
-                )[0]  # fmt: skip
+                    self.params,
+                    tokens,
+                    lengths,
+                    [self.policy],
+                    capacity=capacity,
+                    fetch=self.fetch,
+                    fitted=self.fitted,
+                    shortest=below(width),
+                    attention=self.prefill,
+                )[0]
                 yield some, logits, state, count
 
     def score(
@@ -216,7 +169,7 @@ class Scorer:
                 now = [list(continuations[i][turn]) if i in asked else [0] for i in indices]
                 now += [[0]] * (rows - len(now))
                 first = np.array([[one[0]] for one in now], np.int32)
-                scores, greedy = (np.asarray(x) for x in _chosen(logits[:, None], first))
+                scores, greedy = (np.asarray(x) for x in target_scores(logits[:, None], first))
                 if any(len(one) > 1 for one in now):
                     more = self.follow(now, state if turn == rounds - 1 else state.fork(), longest)
                     scores, greedy = (np.concatenate(pair, axis=1) for pair in zip((scores, greedy), more, strict=True))
@@ -233,16 +186,27 @@ class Scorer:
         targets, _ = right_padded([one[1:] for one in rows], width)
         check_room(state, lengths.astype(np.int64))
         reads, writes = state.split()
-        scores, greedy, _ = _forced(
-            self.params.weights, jnp.asarray(tokens), jnp.asarray(lengths), jnp.asarray(targets), reads, writes,
+        scores, greedy, _ = forced_scores(
+            self.params.weights,
+            jnp.asarray(tokens),
+            jnp.asarray(lengths),
+            jnp.asarray(targets),
+            reads,
+            writes,
             config=self.params.config,
-        )  # fmt: skip
+        )
         return np.asarray(scores), np.asarray(greedy)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampler: Sampler, *, stop: Any = None,
-        seed: int = 0, names: Sequence[int] | None = None,
-    ) -> Iterator[tuple[int, str]]:  # fmt: skip
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        sampler: Sampler,
+        *,
+        stop: Any = None,
+        seed: int = 0,
+        names: Sequence[int] | None = None,
+    ) -> Iterator[tuple[int, str]]:
         """Generate after each prompt. There is no fall-back to a dense cache.
 
         Args:
@@ -269,18 +233,8 @@ class Scorer:
             numbers = jnp.array([names[index] for index in indices] + [0] * (rows - len(indices)))
             keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(numbers)
             streams = [TextStream(self.params.tokenizer, texts) for _ in indices]
-            active = np.arange(rows) < len(indices)
-            for step in range(max_new_tokens):
-                token = np.asarray(_draw(logits, keys, jnp.int32(step), sampler=sampler))
-                for row in np.flatnonzero(active):
-                    if token[row] in ends:
-                        active[row] = False
-                    else:
-                        streams[row].push(int(token[row]))
-                        active[row] = not streams[row].stopped
-                if not active.any() or step == max_new_tokens - 1:
-                    break
-                logits, state = decode.decode_step(self.params, token, state, active=active)
+            draw, take = functools.partial(drawn, sampler, keys), functools.partial(taken, streams, ends)
+            generate_rows(self.params, logits, state, max_new_tokens, draw, take, len(indices))
             for index, stream in zip(indices, streams, strict=True):
                 stream.finish()
                 yield index, stream.text
@@ -292,3 +246,16 @@ def right_padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray,
     for row, one in enumerate(rows):
         tokens[row, : len(one)] = one
     return tokens, np.array([len(one) for one in rows], np.int32)
+
+
+def drawn(sampler: Sampler, keys: Array, logits: Array, index: int) -> np.ndarray:
+    """The next token of each row, int32 [B], by its own key [B] and the number of tokens before it."""
+    return np.asarray(draw_tokens(logits, keys, jnp.int32(index), sampler=sampler))
+
+
+def taken(streams: Sequence[TextStream], ends: frozenset[int], row: int, token: int) -> bool:
+    """Add a token to its row's text, unless it is one that ends a text. Returns whether the row goes on."""
+    if token in ends:
+        return False
+    streams[row].push(token)
+    return not streams[row].stopped

@@ -3,11 +3,11 @@
     python -m jshadow.evaluation.lm_eval run --model jshadow --tasks hellaswag --model_args \\
         pretrained=DIR,policy=shadowkv,rank=32,budget=256,dtype=float32,capacity=2048
 
-is lm-eval's own command line with this model registered (version 0.4.13 looks for no plug-ins); in Python,
+is lm-eval's own command line with this model registered (version 0.4.13 looks for no plug-ins). In Python, call
 `lm_eval.simple_evaluate(model=JshadowLM(...), tasks=[...])`.
 
-What a log-likelihood is: the context is prefilled and compressed by the policy, then the continuation is fed token by
-token and attends through the policy. With full attention that is plain scoring, as backend `hf` does it.
+For a log-likelihood the context is prefilled and compressed by the policy. Then the continuation is fed token by token
+and attends through the policy. With full attention this is plain scoring, as the backend `hf` does it.
 """
 
 import logging
@@ -25,7 +25,7 @@ from jshadow.engine.sampling import Sampler
 from jshadow.engine.sparse_prefill import parse_prefill
 from jshadow.errors import ConfigError, JshadowError, PromptError
 from jshadow.evaluation.likelihood import Score, Scorer
-from jshadow.evaluation.lm_eval_settings import parse_generation, policy_of, special_ids, whole
+from jshadow.evaluation.lm_eval_settings import ModelArguments, parse_generation, policy_of, special_ids, whole
 from jshadow.policies import Policy
 from jshadow.policies.capabilities import with_fitted
 from jshadow.weights.params import Params, load
@@ -37,64 +37,44 @@ TRUNCATIONS = (None, "middle")
 class JshadowLM(TemplateLM):
     """A checkpoint under a policy, with the interface of lm-eval's models."""
 
-    def __init__(
-        self, pretrained: Any, *, policy: str | Policy = "shadowkv", dtype: str = "bfloat16", fetch: str = "auto",
-        capacity: int | None = None, batch_size: int | str | None = 1, quantize: str | None = None,
-        prefill: str = "exact", fitted: str | None = None, max_gen_toks: int = 256, truncation: str | None = None,
-        rolling_context: int = 1, add_bos_token: bool | None = None, prefix_token_id: int | None = None,
-        seed: int = 0, max_batch_size: Any = None, device: Any = None, **settings: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, pretrained: Any, *, policy: str | Policy = "shadowkv", **arguments: Any) -> None:
         """Load a model.
 
-        Contexts are padded to few widths (`scoring.width_of`), and those of one width are batched. The first batch
+        Contexts are padded to few widths (`likelihood.width_of`), and those of one width are batched. The first batch
         of each width compiles; with `capacity` given, what later widths share is not compiled again.
 
         Args:
             pretrained: a checkpoint directory or hub id as `jshadow.load` takes it, or Params.
             policy: a name of `jshadow policies`, or a Policy.
-            dtype, quantize: as in `jshadow.load`; of no effect on Params.
-            fetch: "auto", "resident", "device_put" or "zero_copy".
-            capacity: tokens that a request may have, `max_length` in lm-eval's words, and what a policy's relative
-                settings are relative to. None: the model's context is the limit, and each width has a capacity.
-            batch_size: contexts that are prefilled together.
-            prefill: how a context's tokens attend to each other, as `--prefill` of `jshadow eval`.
-            fitted: a file of arrays that the policy learned (`jshadow fit`).
-            max_gen_toks: tokens of a generation whose task does not say.
-            truncation: "middle" cuts a context that is too long in its middle, and warns with the count; None: that
-                is an error.
-            rolling_context: tokens before each window but the first of a rolling log-likelihood, which are prefilled
-                and compressed. 1 is what `hf` does, and a policy that keeps new tokens exactly changes nothing there.
-            add_bos_token: whether text gets the tokenizer's special tokens; None: as the tokenizer has it.
-            prefix_token_id: what stands before an empty context; None: the BOS token, or else the EOS token.
-            seed: of sampled generations.
-            max_batch_size: only None: there is no search for a batch size.
-            device: not read. lm-eval's command line passes "cuda:0" where nothing was said; JAX chooses
-                (`JAX_PLATFORMS`).
-            settings: of the policy: `rank=32`.
+            **arguments: the fields of `lm_eval_settings.ModelArguments`, and settings of the policy: `rank=32`.
 
         Raises:
             ConfigError, CapacityError: a setting is unknown or out of range.
             CheckpointError: as in `jshadow.load`.
         """
         super().__init__()
-        if max_batch_size is not None:
-            raise ConfigError(f"max_batch_size must be left out, for no batch size is searched, got {max_batch_size!r}")
-        if truncation not in TRUNCATIONS:
-            raise ConfigError(f"truncation must be one of {TRUNCATIONS}, got {truncation!r}")
+        asked, settings = ModelArguments.split(arguments)
+        if asked.max_batch_size is not None:
+            raise ConfigError(
+                f"max_batch_size must be left out, for no batch size is searched, got {asked.max_batch_size!r}"
+            )
+        if asked.truncation not in TRUNCATIONS:
+            raise ConfigError(f"truncation must be one of {TRUNCATIONS}, got {asked.truncation!r}")
         chosen = policy_of(policy, settings)
-        attention = parse_prefill(prefill)
-        batch = whole("batch_size", 1 if batch_size is None else batch_size)
-        self.default_tokens = whole("max_gen_toks", max_gen_toks)
-        self.rolling_context = whole("rolling_context", rolling_context)
-        params = pretrained if isinstance(pretrained, Params) else load(str(pretrained), dtype, quantize=quantize)
+        attention = parse_prefill(asked.prefill)
+        batch = whole("batch_size", 1 if asked.batch_size is None else asked.batch_size)
+        self.default_tokens = whole("max_gen_toks", asked.max_gen_toks)
+        self.rolling_context = whole("rolling_context", asked.rolling_context)
+        loaded = isinstance(pretrained, Params)
+        params = pretrained if loaded else load(str(pretrained), asked.dtype, quantize=asked.quantize)
         if params.tokenizer is None:
             raise ConfigError("pretrained must have a tokenizer, got a checkpoint without")
-        arrays = None if fitted is None else load_fitted(fitted, params, chosen := with_fitted(chosen))
-        self.scorer = Scorer(params, chosen, fetch, capacity, batch, attention, arrays)
+        arrays = None if asked.fitted is None else load_fitted(asked.fitted, params, chosen := with_fitted(chosen))
+        self.scorer = Scorer(params, chosen, asked.fetch, asked.capacity, batch, attention, arrays)
         if self.rolling_context > self.max_length:
-            raise ConfigError(f"rolling_context must be at most {self.max_length}, got {rolling_context}")
-        self.tokenizer, self.truncation, self.seed = params.tokenizer, truncation, seed
-        self.add_bos_token, self.given_prefix = add_bos_token, prefix_token_id
+            raise ConfigError(f"rolling_context must be at most {self.max_length}, got {asked.rolling_context}")
+        self.tokenizer, self.truncation, self.seed = params.tokenizer, asked.truncation, asked.seed
+        self.add_bos_token, self.given_prefix = asked.add_bos_token, asked.prefix_token_id
 
     # What lm-eval asks about a model
 
@@ -107,17 +87,17 @@ class JshadowLM(TemplateLM):
     def eot_token_id(self) -> int:
         """The token that ends a text."""
         known = [self.tokenizer.eos_token_id, *self.scorer.params.config.eos_ids]
-        found = next((one for one in known if one is not None), None)
-        if found is None:
+        token = next((one for one in known if one is not None), None)
+        if token is None:
             raise PromptError("prefix_token_id must be given, for neither tokenizer nor config has an EOS token")
-        return int(found)
+        return int(token)
 
     @property
     def prefix_token_id(self) -> int:
         """What stands before an empty context."""
         known = (self.given_prefix, self.tokenizer.bos_token_id)
-        found = next((one for one in known if one is not None), None)
-        return self.eot_token_id if found is None else int(found)
+        token = next((one for one in known if one is not None), None)
+        return self.eot_token_id if token is None else int(token)
 
     @property
     def tokenizer_name(self) -> str:
@@ -130,9 +110,13 @@ class JshadowLM(TemplateLM):
         resolved = scorer.policy.resolve(scorer.params.config, self.max_length)
         prefill = scorer.prefill.label() if scorer.prefill else "exact"
         return {
-            "jshadow_policy": resolved.name, "jshadow_settings": resolved.settings(), "jshadow_fetch": scorer.fetch,
-            "jshadow_capacity": scorer.capacity, "jshadow_prefill": prefill, "model_dtype": scorer.params.dtype.name,
-        }  # fmt: skip
+            "jshadow_policy": resolved.name,
+            "jshadow_settings": resolved.settings(),
+            "jshadow_fetch": scorer.fetch,
+            "jshadow_capacity": scorer.capacity,
+            "jshadow_prefill": prefill,
+            "model_dtype": scorer.params.dtype.name,
+        }
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids of a text; one that begins with the BOS token's own text, as of a chat template, gets no other."""
@@ -152,9 +136,11 @@ class JshadowLM(TemplateLM):
             raise PromptError("apply_chat_template must be left out, for the tokenizer has no chat template")
         try:
             text = self.tokenizer.apply_chat_template(
-                chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
+                chat_history,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
-            )  # fmt: skip
+            )
         except Exception as error:  # a template is a program of the checkpoint and may raise anything
             raise PromptError(f"the chat template refuses this chat: {error}") from error
         return str(text)
@@ -182,10 +168,10 @@ class JshadowLM(TemplateLM):
         for index, one in enumerate(fitted):
             groups.setdefault(tuple(one), []).append(index)
         members = list(groups.values())
-        found = self.scorer.score(list(groups), [[requests[index][2] for index in same] for same in members])
+        scores = self.scorer.score(list(groups), [[requests[index][2] for index in same] for same in members])
         results: dict[int, Score] = {}
         with tqdm(total=len(requests), disable=disable_tqdm, desc="jshadow: loglikelihood") as bar:
-            for context, continuation, score in found:
+            for context, continuation, score in scores:
                 which = members[context][continuation]
                 results[which] = score
                 if requests[which][0] is not None:
@@ -233,8 +219,8 @@ class JshadowLM(TemplateLM):
             for (sampler, count, until), members in groups.items():
                 stop = [*until, *special_ids(self.tokenizer, until)]
                 some = [prompts[one] for one in members]
-                made = self.scorer.generate(some, count, sampler, stop=stop, seed=self.seed, names=members)
-                for index, text in made:
+                generated = self.scorer.generate(some, count, sampler, stop=stop, seed=self.seed, names=members)
+                for index, text in generated:
                     texts[members[index]] = text
                     self.cache_hook.add_partial("generate_until", requests[members[index]].args, text)
                     bar.update()
@@ -249,8 +235,11 @@ class JshadowLM(TemplateLM):
             return list(contexts)
         LOG.warning(
             "%d of %d requests were too long for max_length=%d: %d tokens were cut out of the middle of their contexts",
-            len(over), len(contexts), self.max_length, sum(over),
-        )  # fmt: skip
+            len(over),
+            len(contexts),
+            self.max_length,
+            sum(over),
+        )
         halves = [(room // 2, room - room // 2) for room in rooms]
         return [
             one if len(one) <= first + last else one[:first] + one[len(one) - last :]

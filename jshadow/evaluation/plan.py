@@ -1,118 +1,24 @@
-"""What one evaluation runs: each task at each length, its cases, and the policies side by side on them."""
+"""The plan of an evaluation: each task at each length, its cases, and the policies that run on them."""
 
 import dataclasses
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jshadow.errors import ConfigError, Infeasible
-from jshadow.evaluation import results as metrics
 from jshadow.evaluation.data import read_cases
-from jshadow.evaluation.tasks import Case, sample_of
+from jshadow.evaluation.results import label
+from jshadow.evaluation.settings import Entry, EvalSettings, Setup, TaskPlan
+from jshadow.evaluation.tasks import sample_of
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import footprint
 from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, Wrapper
 from jshadow.policies.base import innermost
-from jshadow.policies.capabilities import Sized, with_fitted
-from jshadow.policies.checks import check_fitted, reads_fitted
-from jshadow.policies.prefill_attention import PrefillAttention
+from jshadow.policies.capabilities import Sized
+from jshadow.policies.checks import check_fitted
 from jshadow.policies.sizing import at_share as sized_to
 
-WIDTHS = 8  # to which prompts of many lengths are padded
 SERVED = "bfloat16"  # shares are of bytes in this dtype, whatever computes: packed bits are no fewer beside float32
 SLACK = 0.05  # of a policy's device bytes: what a setting changes that may be given with a share
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """What all samples have in common.
-
-    Attributes:
-        params: Params with a tokenizer.
-        fetch: a fetch mode, resolved.
-        prefill: how a prompt's tokens attend to each other; None: exactly.
-        fitted: learned arrays, by the name of the policy that reads them.
-    """
-
-    params: Any
-    fetch: str
-    prefill: PrefillAttention | None
-    fitted: Mapping[str, Any]
-
-    def arrays_of(self, policy: Policy) -> Any:
-        """What a policy learned, or None."""
-        return self.fitted.get(innermost(policy).name) if reads_fitted(policy) else None
-
-    def taught(self, policy: Policy) -> Policy:
-        """The policy, switched to what it learned where there is that."""
-        return with_fitted(policy) if innermost(policy).name in self.fitted else policy
-
-
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Local files to evaluate on.
-
-    Attributes:
-        paths: .jsonl, .json or .parquet.
-        truncate: "middle", or None: a prompt that does not fit is an error.
-        limit: rows of each file; None: all.
-    """
-
-    paths: Sequence[str | os.PathLike[str]]
-    truncate: str | None = None
-    limit: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A policy in one table.
-
-    Attributes:
-        policy: what runs; None: `infeasible` says why nothing does.
-        control_of: the policy at whose bytes a negative control runs.
-        share: of full attention's device bytes that it was given.
-        name: where it has no policy.
-        infeasible: why there is no policy.
-        sweeps: settings that it is a step in the sweep of.
-    """
-
-    policy: Policy | None
-    control_of: str | None = None
-    share: float | None = None
-    name: str = ""
-    infeasible: str | None = None
-    sweeps: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One task at one length: the cases, the capacity that they share, and what runs on them.
-
-    Attributes:
-        task: its name.
-        length: tokens of the prompts as asked for; of data, of the longest one.
-        capacity: tokens that each state may hold.
-        cases: the samples.
-        entries: what runs.
-        depths: of the cases; None where there is none.
-    """
-
-    task: str
-    length: int
-    capacity: int
-    cases: tuple[Case, ...]
-    entries: tuple[Entry, ...]
-    depths: tuple[float | None, ...] = ()
-
-    @property
-    def shortest(self) -> int:
-        """Tokens of the shortest prompt: the windows of all are sized by it."""
-        return min(len(case.prompt) for case in self.cases)
-
-    def width(self, case: Case) -> int:
-        """Tokens to which a prompt is padded: an eighth of the longest one or another, so that few programs do."""
-        step = -(-self.length // WIDTHS)
-        return min(-(-len(case.prompt) // step) * step, self.length)
 
 
 def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> StreamingLLM | None:
@@ -154,13 +60,10 @@ def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: 
     usual, own = type(policy)().settings(), made.settings()
     given = {name: value for name, value in policy.settings().items() if value != usual[name]}
     asked = dataclasses.replace(made, **given)  # type: ignore[type-var]
-    decided = [
-        name
-        for name in given
-        if own[name] != usual[name] and name not in (policy.size_free if isinstance(policy, Sized) else ())
-    ]
+    free = policy.size_free if isinstance(policy, Sized) else ()
+    decided = [name for name in given if own[name] != usual[name] and name not in free]
     if decided or abs(taken(asked) - used) > SLACK * used:
-        raise ConfigError(f"shares decide all settings of a policy that take memory, got {metrics.label(policy)}")
+        raise ConfigError(f"shares decide all settings of a policy that take memory, got {label(policy)}")
     return Entry(asked, share=share)
 
 
@@ -177,34 +80,36 @@ def least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Calla
     return taken(sized_to(policy, high, capacity, config))
 
 
-def plan(
-    setup: Setup, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], samples: int, seed: int,
-    shares: Sequence[float] = (), data: Data | None = None, sweeps: Mapping[str, Sequence[Policy]] | None = None,
-) -> list[Cell]:  # fmt: skip
+def plan_tasks(
+    setup: Setup, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], settings: EvalSettings
+) -> list[TaskPlan]:
     """Make every case and check every policy, before anything runs.
+
+    Args:
+        setup: the model and how it runs.
+        tasks: names in TASKS; may be empty where there is data.
+        lengths: prompt tokens of the tasks.
+        policies: full attention is always added.
+        settings: samples, seed, shares, sweeps and data are read.
 
     Raises:
         ConfigError: an unknown task, no policy, a number out of range, a length or a row of data that the model has no
             room for, a file that cannot be read, or learned arrays that no policy reads.
     """
+    samples, shares = settings.samples, settings.shares
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise ConfigError(f"samples must be an integer of at least 1, got {samples!r}")
     lists: list[tuple[str, Any]] = [("tasks", tasks), ("lengths", lengths), ("policies", policies)]
-    for name, given in lists[2 if data and not tasks else 0 :]:
-        if isinstance(given, str) or not isinstance(given, Sequence) or not given:
-            raise ConfigError(f"{name} must be a non-empty list, got {given!r}")
-    own, swept = checked_policies(setup, policies, shares), checked_sweeps(sweeps or {})
-    whole = bool(shares or swept)  # one table of all tasks
-    made = [cell for length in dict.fromkeys(lengths) for cell in cells_at(setup, tasks, length, samples, seed, whole)]
-    cells = sorted(made, key=lambda cell: tasks.index(cell.task)) if not whole else made
-    if data:
-        cells += data_cells(setup, data)
-    return [
-        dataclasses.replace(
-            cell, entries=entries_of(setup, own, cell.cases[0], cell.shortest, cell.capacity, shares, swept)
-        )
-        for cell in cells
-    ]  # fmt: skip
+    for name, values in lists[2 if settings.data and not tasks else 0 :]:
+        if isinstance(values, str) or not isinstance(values, Sequence) or not values:
+            raise ConfigError(f"{name} must be a non-empty list, got {values!r}")
+    measured, swept = checked_policies(setup, policies, shares), checked_sweeps(settings.sweeps or {})
+    one_table = bool(shares or swept)  # of all tasks
+    plans = [plan for length in dict.fromkeys(lengths) for plan in plans_at(setup, tasks, length, settings, one_table)]
+    if not one_table:
+        plans.sort(key=lambda plan: tasks.index(plan.task))
+    plans += data_plans(setup, settings)
+    return [dataclasses.replace(plan, entries=entries_of(setup, plan, measured, shares, swept)) for plan in plans]
 
 
 def checked_policies(setup: Setup, policies: Sequence[Policy], shares: Sequence[float]) -> list[Policy]:
@@ -213,67 +118,74 @@ def checked_policies(setup: Setup, policies: Sequence[Policy], shares: Sequence[
         raise ConfigError(f"policies must be Policy values, got {bad[0]!r}")
     if wrong := [share for share in shares if isinstance(share, bool) or not 0 < share <= 1]:
         raise ConfigError(f"shares must be in (0, 1], got {wrong[0]!r}")
-    own = list(dict.fromkeys([Full(), *policies]))
-    if shares and (given := [policy for policy in own if isinstance(policy, Wrapper)]):
-        raise ConfigError(f"shares decide all settings of a policy, wrappers too, got {metrics.label(given[0])}")
-    if unread := [name for name in setup.fitted if name not in {innermost(policy).name for policy in own}]:
+    measured = list(dict.fromkeys([Full(), *policies]))
+    if shares and (wrapped := [policy for policy in measured if isinstance(policy, Wrapper)]):
+        raise ConfigError(f"shares decide all settings of a policy, wrappers too, got {label(wrapped[0])}")
+    if unread := [name for name in setup.fitted if name not in {innermost(policy).name for policy in measured}]:
         raise ConfigError(f"fitted must be arrays of these policies, got those of {unread[0]}")
-    return own
+    return measured
 
 
 def checked_sweeps(sweeps: Mapping[str, Sequence[Policy]]) -> dict[Policy, tuple[str, ...]]:
     """Each policy of the sweeps once, with the settings whose sweep it is in. Raises ConfigError."""
-    found: dict[Policy, tuple[str, ...]] = {}
+    swept: dict[Policy, tuple[str, ...]] = {}
     for name, policies in sweeps.items():
         for policy in policies:
             if not isinstance(policy, Policy) or name not in policy.settings():
                 raise ConfigError(f"sweeps must map a setting to policies that have it, got {policy!r} for {name!r}")
-            found[policy] = (*found.get(policy, ()), name)
-    return found
+            swept[policy] = (*swept.get(policy, ()), name)
+    return swept
 
 
-def cells_at(
-    setup: Setup, tasks: Sequence[str], length: int, samples: int, seed: int, one_capacity: bool
-) -> list[Cell]:
-    """The cells of all tasks at one length, nothing running on them yet. Raises ConfigError."""
-    params = setup.params
-    made = {
+def plans_at(
+    setup: Setup, tasks: Sequence[str], length: int, settings: EvalSettings, one_capacity: bool
+) -> list[TaskPlan]:
+    """All tasks at one length, without entries yet. Raises ConfigError.
+
+    Tables of shares and sweeps compare tasks, so that all tasks of a length have one capacity there (`one_capacity`).
+    """
+    params, samples, seed = setup.params, settings.samples, settings.seed
+    cases_of = {
         task: [sample_of(task, params.tokenizer, length, index, samples, seed) for index in range(samples)]
         for task in dict.fromkeys(tasks)
     }
-    if not made:
-        return []
-    most = max(growth(case) for cases in made.values() for case, _ in cases)
-    cells = []
-    for task, pairs in made.items():
+    growths = {task: max(case.growth for case, _ in pairs) for task, pairs in cases_of.items()}
+    plans = []
+    for task, pairs in cases_of.items():
         cases, depths = zip(*pairs, strict=True)
-        # shares and sweeps compare whole tables, so that all tasks of a length have one capacity
-        capacity = length + (most if one_capacity else max(map(growth, cases)))
+        capacity = length + (max(growths.values()) if one_capacity else growths[task])
         if capacity > params.config.context:
             room = f"the model's context={params.config.context}"
             raise ConfigError(f"lengths must leave room in {room}, got {length} + {capacity - length} for {task}")
-        cells.append(Cell(task, length, capacity, cases, (), () if cases[0].forced else depths))
-    return cells
+        plans.append(TaskPlan(task, length, capacity, cases, (), () if cases[0].forced else depths))
+    return plans
 
 
-def data_cells(setup: Setup, data: Data) -> list[Cell]:
-    """The cells of local files, nothing running on them yet. Raises ConfigError."""
-    params, cells = setup.params, []
-    for one in read_cases(
-        data.paths, params.tokenizer, params.config.context, truncate=data.truncate, limit=data.limit
-    ):  # fmt: skip
-        length = max(len(case.prompt) for case in one.cases)
-        # the longest prompt and the longest answer may be of two cases
-        capacity = min(length + max(map(growth, one.cases)), params.config.context)
-        cells.append(Cell(one.task, length, capacity, one.cases, (), one.depths))
-    return cells
+def data_plans(setup: Setup, settings: EvalSettings) -> list[TaskPlan]:
+    """The tasks of local files, without entries yet; none where there are no files. Raises ConfigError."""
+    if not settings.data:
+        return []
+    params, plans = setup.params, []
+    files = tuple(settings.data)
+    for group in read_cases(
+        files, params.tokenizer, params.config.context, truncate=settings.truncate, limit=settings.limit
+    ):
+        length = max(len(case.prompt) for case in group.cases)
+        # The longest prompt and the longest answer may be of two cases.
+        capacity = min(length + max(case.growth for case in group.cases), params.config.context)
+        plans.append(TaskPlan(group.task, length, capacity, group.cases, (), group.depths))
+    return plans
 
 
 def entries_of(
-    setup: Setup, policies: Sequence[Policy], case: Case, length: int, capacity: int, shares: Sequence[float],
+    setup: Setup,
+    plan: TaskPlan,
+    policies: Sequence[Policy],
+    shares: Sequence[float],
     swept: Mapping[Policy, tuple[str, ...]],
-) -> tuple[Entry, ...]:  # fmt: skip
-    """Full attention first, then what runs beside it. Raises ConfigError where a policy cannot run."""
+) -> tuple[Entry, ...]:
+    """Full attention first, then what runs beside it on a task. Raises ConfigError where a policy cannot run."""
+    length, capacity = plan.shortest, plan.capacity
     if shares:
         full, *others = policies
         entries = [Entry(full)]
@@ -281,18 +193,13 @@ def entries_of(
     else:
         entries = [Entry(setup.taught(policy)) for policy in policies]
         for policy in policies:
-            if isinstance(policy, ShadowKV) and not case.forced and not swept:
+            if isinstance(policy, ShadowKV) and not plan.cases[0].forced and not swept:
                 policy.resolve(setup.params.config, capacity)
                 small = control(setup.params, policy, capacity, length)
-                entries += [Entry(small, metrics.label(policy))] if small is not None else []
+                entries += [Entry(small, label(policy))] if small is not None else []
     entries += [Entry(setup.taught(policy), sweeps=names) for policy, names in swept.items()]
     for entry in entries:
         if entry.policy is not None:
             resolved = entry.policy.resolve(setup.params.config, capacity)
             check_fitted(resolved, setup.params.config, setup.arrays_of(resolved))
     return tuple(entries)
-
-
-def growth(case: Case) -> int:
-    """Tokens that a state needs beyond the prompt."""
-    return case.growth

@@ -1,8 +1,8 @@
-"""What the published long-context suites ask of each of their tasks: scorer, new tokens, and how a row is a prompt.
+"""The tasks of the published long-context suites: scorer, new tokens, and how a row becomes a prompt.
 
-Scorers and token limits are the suites' own (the papers are named in `scorers`); the prompts are worded here, so that
-scores come near those published, and are not the same experiment. Tasks in Chinese are refused: their scores need a
-segmentation of words.
+Scorers and token limits are those of the suites (`text_metrics` names the papers). The prompts are worded here, so that
+scores are near the published ones but are not the same experiment. Tasks in Chinese are refused, because their scores
+need a segmentation of words.
 """
 
 import dataclasses
@@ -15,11 +15,11 @@ from jshadow.evaluation.text_metrics import LETTERS
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class SuiteTask:
     """One task of a suite.
 
     Attributes:
-        scorer: a name in `scorers.SCORERS`.
+        scorer: a name in `text_metrics.SCORERS`.
         new_tokens: that an answer may take.
         ask: the question, with {input} for the row's.
         prefix: the beginning of the answer.
@@ -41,57 +41,63 @@ CHOICE = "{input}\n\n{options}\n\nAnswer with the letter of the right choice."
 BROKEN = "One of these functions has a deliberate error. Which? Answer with the letter.\n\n{options}"
 
 LONGBENCH = {
-    "narrativeqa": Kind("f1", 128, SHORT),
-    "qasper": Kind("f1", 128, SHORT),
-    "multifieldqa_en": Kind("f1", 64, SHORT),
-    "hotpotqa": Kind("f1", 32, SHORT),
-    "2wikimqa": Kind("f1", 32, SHORT),
-    "musique": Kind("f1", 32, SHORT),
-    "gov_report": Kind("rouge_l", 512, SUMMARY),
-    "qmsum": Kind("rouge_l", 512, "Answer from the text above in a few sentences: {input}"),
-    "multi_news": Kind("rouge_l", 512, SUMMARY),
-    "trec": Kind("classes", 64, chat=False),
-    "triviaqa": Kind("f1_line", 32, chat=False),
-    "samsum": Kind("rouge_l_line", 128, chat=False),
-    "passage_count": Kind("number_share", 32, DIFFERENT),
-    "passage_retrieval_en": Kind("number_share", 32, PARAGRAPH),
-    "lcc": Kind("edit_similarity", 64, chat=False),
-    "repobench-p": Kind("edit_similarity", 64, chat=False),
+    "narrativeqa": SuiteTask("f1", 128, SHORT),
+    "qasper": SuiteTask("f1", 128, SHORT),
+    "multifieldqa_en": SuiteTask("f1", 64, SHORT),
+    "hotpotqa": SuiteTask("f1", 32, SHORT),
+    "2wikimqa": SuiteTask("f1", 32, SHORT),
+    "musique": SuiteTask("f1", 32, SHORT),
+    "gov_report": SuiteTask("rouge_l", 512, SUMMARY),
+    "qmsum": SuiteTask("rouge_l", 512, "Answer from the text above in a few sentences: {input}"),
+    "multi_news": SuiteTask("rouge_l", 512, SUMMARY),
+    "trec": SuiteTask("classes", 64, chat=False),
+    "triviaqa": SuiteTask("f1_line", 32, chat=False),
+    "samsum": SuiteTask("rouge_l_line", 128, chat=False),
+    "passage_count": SuiteTask("number_share", 32, DIFFERENT),
+    "passage_retrieval_en": SuiteTask("number_share", 32, PARAGRAPH),
+    "lcc": SuiteTask("edit_similarity", 64, chat=False),
+    "repobench-p": SuiteTask("edit_similarity", 64, chat=False),
 }
-LONGBENCH_V2 = Kind("letter", 128, CHOICE, "The correct answer is")
+LONGBENCH_V2 = SuiteTask("letter", 128, CHOICE, "The correct answer is")
 INFINITEBENCH = {
-    "passkey": Kind("first_number", 6, prefix="The pass key is"),
-    "number_string": Kind("first_number", 12, prefix="The sequence of digits is"),
-    "kv_retrieval": Kind("string_match_part", 50),
-    "longdialogue_qa_eng": Kind("string_match_part", 40, "Which name stands for $$MASK$$ in the text above?"),
-    "longbook_sum_eng": Kind("rouge_l", 1200, SUMMARY),
-    "longbook_choice_eng": Kind("letter", 40, CHOICE),
-    "longbook_qa_eng": Kind("f1", 40, SHORT),
-    "math_find": Kind("decimal", 3),
-    "math_calc": Kind("leading_numbers", 30000),
-    "code_run": Kind("last_number", 5),
-    "code_debug": Kind("letter", 5, BROKEN, "The letter is"),
+    "passkey": SuiteTask("first_number", 6, prefix="The pass key is"),
+    "number_string": SuiteTask("first_number", 12, prefix="The sequence of digits is"),
+    "kv_retrieval": SuiteTask("string_match_part", 50),
+    "longdialogue_qa_eng": SuiteTask("string_match_part", 40, "Which name stands for $$MASK$$ in the text above?"),
+    "longbook_sum_eng": SuiteTask("rouge_l", 1200, SUMMARY),
+    "longbook_choice_eng": SuiteTask("letter", 40, CHOICE),
+    "longbook_qa_eng": SuiteTask("f1", 40, SHORT),
+    "math_find": SuiteTask("decimal", 3),
+    "math_calc": SuiteTask("leading_numbers", 30000),
+    "code_run": SuiteTask("last_number", 5),
+    "code_debug": SuiteTask("letter", 5, BROKEN, "The letter is"),
 }
 RULER = {
     **{
-        name: Kind("string_match_all", 128, chat=False)
+        name: SuiteTask("string_match_all", 128, chat=False)
         for name in (
-            "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multikey_3",
-            "niah_multivalue", "niah_multiquery",
+            "niah_single_1",
+            "niah_single_2",
+            "niah_single_3",
+            "niah_multikey_1",
+            "niah_multikey_2",
+            "niah_multikey_3",
+            "niah_multivalue",
+            "niah_multiquery",
         )
     },
-    "vt": Kind("string_match_all", 30, chat=False),
-    "cwe": Kind("string_match_all", 120, chat=False),
-    "fwe": Kind("string_match_all", 50, chat=False),
-    "qa_1": Kind("string_match_part", 32, chat=False),
-    "qa_2": Kind("string_match_part", 32, chat=False),
-}  # fmt: skip
+    "vt": SuiteTask("string_match_all", 30, chat=False),
+    "cwe": SuiteTask("string_match_all", 120, chat=False),
+    "fwe": SuiteTask("string_match_all", 50, chat=False),
+    "qa_1": SuiteTask("string_match_part", 32, chat=False),
+    "qa_2": SuiteTask("string_match_part", 32, chat=False),
+}
 CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh", "longbook_qa_chn")
 ALIASES = {"repobench_p": "repobench-p"}
 GIVEN = ("context", "question", "answer_prefix", "answer", "max_new_tokens")  # kvpress's columns
 
 
-def kind_of(suite: str, kinds: Mapping[str, Kind], task: str) -> Kind:
+def kind_of(suite: str, kinds: Mapping[str, SuiteTask], task: str) -> SuiteTask:
     """The kind of a task. Raises ConfigError for one that the suite lacks, or that nothing here can score."""
     name = ALIASES.get(task, task).removesuffix("_e")
     if name in CHINESE:
@@ -111,7 +117,7 @@ def listed(options: Any) -> str:
     return "\n".join(f"{name}. {option}" for name, option in zip(LETTERS, options, strict=True))
 
 
-def sample_of(kind: Kind, context: str, answers: tuple[str, ...], *, asked: Any = "", options: Any = ()) -> Sample:
+def sample_of(kind: SuiteTask, context: str, answers: tuple[str, ...], *, asked: Any = "", options: Any = ()) -> Sample:
     """A row of a suite as a sample."""
     question = kind.ask.format(input=asked or "", options=listed(options) if options else "")
     return Sample(context, question, kind.prefix, answers, kind.new_tokens, kind.scorer)
@@ -121,15 +127,15 @@ def of_longbench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     """LongBench v1: input, context, answers, all_classes."""
     task = str(row.get("dataset") or task)
     kind = kind_of("LongBench", LONGBENCH, task)
-    made = sample_of(kind, row["context"], texts(row["answers"]), asked=row["input"])
-    return dataclasses.replace(made, choices=texts(row.get("all_classes") or ())), kind.chat
+    sample = sample_of(kind, row["context"], texts(row["answers"]), asked=row["input"])
+    return dataclasses.replace(sample, choices=texts(row.get("all_classes") or ())), kind.chat
 
 
 def of_longbench_v2(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     """LongBench v2: question, choice_A to choice_D, answer, context."""
     options = [row[f"choice_{name}"] for name in LETTERS]
-    made = sample_of(LONGBENCH_V2, row["context"], texts(row["answer"]), asked=row["question"], options=options)
-    return made, LONGBENCH_V2.chat
+    sample = sample_of(LONGBENCH_V2, row["context"], texts(row["answer"]), asked=row["question"], options=options)
+    return sample, LONGBENCH_V2.chat
 
 
 def of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
@@ -147,8 +153,10 @@ def of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
 def of_ruler(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     """RULER: input, which is the whole prompt, and outputs."""
     kind = kind_of("RULER", RULER, task)
-    made = Sample(row["input"], "", row.get("answer_prefix") or "", texts(row["outputs"]), kind.new_tokens, kind.scorer)
-    return made, kind.chat
+    sample = Sample(
+        row["input"], "", row.get("answer_prefix") or "", texts(row["outputs"]), kind.new_tokens, kind.scorer
+    )
+    return sample, kind.chat
 
 
 def of_kvpress(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
@@ -162,8 +170,8 @@ def of_kvpress(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise ConfigError(f"max_new_tokens must be an integer of at least 1, got {most!r}")
     choices = texts(row.get("choices") or row.get("all_classes") or ())
-    made = Sample(row["context"], row["question"], row["answer_prefix"] or "", answers, most, str(scorer), choices)
-    return made, True
+    sample = Sample(row["context"], row["question"], row["answer_prefix"] or "", answers, most, str(scorer), choices)
+    return sample, True
 
 
 READERS: tuple[tuple[tuple[str, ...], Callable[[Mapping[str, Any], str], tuple[Sample, bool]]], ...] = (

@@ -1,7 +1,7 @@
-"""How an answer is scored: from what must come out and what came out to a number from 0 to 1.
+"""Scorers: from the right answers and a model's output to a number from 0 to 1.
 
-Each as its suite publishes it: RULER (arXiv 2404.06654), LongBench (arXiv 2308.14508, table 1), LongBench v2
-(arXiv 2412.15204), InfiniteBench (arXiv 2402.13718). An empty output scores 0, whatever is asked.
+Each is as its suite publishes it: RULER (arXiv 2404.06654), LongBench (arXiv 2308.14508, table 1), LongBench v2
+(arXiv 2412.15204), InfiniteBench (arXiv 2402.13718). An empty output always scores 0.
 """
 
 import collections
@@ -90,15 +90,17 @@ def last_number(answers: Sequence[str], output: str, choices: Sequence[str]) -> 
 def leading_numbers(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
     """Share of the answers, a list of numbers, that come out in order before the first wrong one: Math.Calc."""
     said = re.findall(r"-?\d+", output)
-    wrong = (place for place, (mine, its) in enumerate(zip(answers, said, strict=False)) if mine != its)
+    wrong = (
+        place for place, (answer, number_said) in enumerate(zip(answers, said, strict=False)) if answer != number_said
+    )
     return next(wrong, min(len(answers), len(said))) / len(answers)
 
 
 def number_share(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
     """Share of the output's numbers that are the answer's: LongBench's paragraph retrieval and counting."""
     said = numbers_of(output)
-    wanted = {found for answer in answers for found in numbers_of(answer)}
-    return sum(one in wanted for one in said) / len(said) if said else 0.0
+    right = {one_number for answer in answers for one_number in numbers_of(answer)}
+    return sum(one in right for one in said) / len(said) if said else 0.0
 
 
 def to_float(text: str) -> float:
@@ -117,9 +119,9 @@ def normalised(text: str) -> list[str]:
     return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
 
 
-def harmonic(common: int, mine: int, its: int) -> float:
+def harmonic(common: int, said: int, right: int) -> float:
     """F1 of so many common tokens."""
-    return 2 * common / (mine + its) if common else 0.0
+    return 2 * common / (said + right) if common else 0.0
 
 
 def f1(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
@@ -127,8 +129,8 @@ def f1(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
     said = collections.Counter(normalised(output))
     scores = []
     for answer in answers:
-        wanted = collections.Counter(normalised(answer))
-        scores.append(harmonic((said & wanted).total(), said.total(), wanted.total()))
+        right = collections.Counter(normalised(answer))
+        scores.append(harmonic((said & right).total(), said.total(), right.total()))
     return max(scores)
 
 
@@ -148,8 +150,8 @@ def common_subsequence(one: Sequence[Any], other: Sequence[Any]) -> int:
 def rouge_l(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
     """ROUGE-L, F1 of the longest common subsequence of words (Lin, 2004), the best of the answers."""
     said = re.findall(r"[a-z0-9]+", output.lower())
-    wanted = [re.findall(r"[a-z0-9]+", answer.lower()) for answer in answers]
-    return max(harmonic(common_subsequence(said, one), len(said), len(one)) for one in wanted)
+    right = [re.findall(r"[a-z0-9]+", answer.lower()) for answer in answers]
+    return max(harmonic(common_subsequence(said, one), len(said), len(one)) for one in right)
 
 
 def edit_similarity(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
@@ -170,9 +172,9 @@ def of_first_line(scorer: Scorer) -> Scorer:
 def letter(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
     """Whether the letter chosen is an answer: after "answer is", else the first one that stands alone."""
     output = output.replace("*", "")  # bold
-    told = re.search(rf"answer is:?\s*\(?([{LETTERS}])\b", output, re.IGNORECASE)
+    stated = re.search(rf"answer is:?\s*\(?([{LETTERS}])\b", output, re.IGNORECASE)
     alone = re.search(rf"\(([{LETTERS}])\)|(?<![\w'])([{LETTERS}])(?=[).:,\n]|\s*$)", output)
-    chosen = told.group(1).upper() if told else alone and (alone.group(1) or alone.group(2))
+    chosen = stated.group(1).upper() if stated else alone and (alone.group(1) or alone.group(2))
     return chosen in answers
 
 
@@ -192,13 +194,13 @@ def classes(answers: Sequence[str], output: str, choices: Sequence[str]) -> floa
 
 def json_objects(text: str) -> list[dict[str, Any]]:
     """The flat JSON objects in a text, whatever stands between them, and where it is cut off."""
-    made = []
+    objects = []
     for part in re.findall(r"\{[^{}]*\}", text):
         try:
-            made.append(json.loads(part))
+            objects.append(json.loads(part))
         except ValueError:
             continue
-    return made
+    return objects
 
 
 def json_fields(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
@@ -206,15 +208,15 @@ def json_fields(answers: Sequence[str], output: str, choices: Sequence[str]) -> 
 
     Of several records that claim to be one, the first counts.
     """
-    wanted = json_objects(answers[0])
+    records = json_objects(answers[0])
     said: dict[Any, dict[str, Any]] = {}
     for record in json_objects(output):
-        said.setdefault(same(record.get(next(iter(wanted[0])))), record)
+        said.setdefault(same(record.get(next(iter(records[0])))), record)
     right = 0
-    for record in wanted:
-        mine = said.get(same(next(iter(record.values()))), {})
-        right += sum(name in mine and same(mine[name]) == same(value) for name, value in record.items())
-    return right / sum(map(len, wanted))
+    for record in records:
+        fields = said.get(same(next(iter(record.values()))), {})
+        right += sum(name in fields and same(fields[name]) == same(value) for name, value in record.items())
+    return right / sum(map(len, records))
 
 
 def same(value: Any) -> str:

@@ -1,7 +1,7 @@
-"""What a model is, as numbers: frozen, hashable, validated.
+"""The config of a model: sizes and switches, frozen, hashable and validated.
 
-Knows nothing of run-time choices: no dtype, no capacity, no policy. Two loads of the same checkpoint give equal
-configs, so they share one compiled program.
+A config has no run-time choices: no dtype, no capacity, no policy. Two loads of one checkpoint give equal configs, so
+that they share compiled programs.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 from jshadow.errors import ConfigError
 from jshadow.ops.rope_config import RopeConfig as RopeConfig
 
-# How Hugging Face names what stands between the MLP's gate and its product.
+# Hugging Face's names of the activation of the MLP's gate.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -25,7 +25,7 @@ def check_positive(owner: str, **fields: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKind:
-    """In what the attention of one layer may differ from another's: its rotation, and how far back it reaches.
+    """The attention of one layer, where layers may differ: its rotation, and how far back it reaches.
 
     Attributes:
         rope: rotary position embedding.
@@ -142,7 +142,7 @@ class ModelConfig:
 
     @functools.cached_property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """That of every layer. A window that no token ever falls out of is none."""
+        """The kind of every layer. A window as long as the context counts as no window."""
         window = self.sliding_window
         if window is not None and window >= self.context:
             window = None
@@ -195,9 +195,15 @@ class ModelConfig:
 
 
 REQUIRED_HF_KEYS = (
-    "model_type", "vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
-    "rms_norm_eps", "max_position_embeddings",
-)  # fmt: skip
+    "model_type",
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
 
 
 def activation_of(hf: Mapping[str, Any], key: str) -> str:

@@ -1,4 +1,4 @@
-"""What a model family is: how its `config.json` reads, and which tensor becomes which weight."""
+"""Model families: how a family's `config.json` is read, and which tensor becomes which weight."""
 
 import dataclasses
 import re
@@ -29,23 +29,23 @@ class Rule:
 
     def match(self, name: str) -> tuple[str, ...]:
         """Paths in the weight tree that the tensor `name` fills; none where the rule is about another tensor."""
-        found = re.fullmatch(self.pattern, name)
-        layer = found.groups() or ("",) if found else ("",)
-        return tuple(self.path.format(*layer, part) for part in self.parts) if found else ()
+        matched = re.fullmatch(self.pattern, name)
+        layer = matched.groups() or ("",) if matched else ("",)
+        return tuple(self.path.format(*layer, part) for part in self.parts) if matched else ()
 
     def source(self, path: str) -> str | None:
         """Hugging Face name of the tensor that fills the weight at `path`: the rule read backwards."""
         parts = "|".join(map(re.escape, self.parts))
         pattern = re.escape(self.path).replace(r"\{0\}", r"(\d+)").replace(r"\{1\}", f"(?:{parts})")
-        found = re.fullmatch(pattern, path)
-        if not found:
+        matched = re.fullmatch(pattern, path)
+        if not matched:
             return None
         name = self.pattern.replace(r"(\d+)", "{0}").replace("\\", "")
-        return name.format(*found.groups())
+        return name.format(*matched.groups())
 
 
 def nothing(_: Any) -> dict[str, Any]:
-    """No difference."""
+    """No field differs from Llama's."""
     return {}
 
 
@@ -58,13 +58,13 @@ class ModelFamily:
         architecture: the class that transformers loads it with.
         models: published models of that type, for the support matrix.
         rules: the weight table.
-        told: what the support matrix says of it: how it differs from Llama.
+        told: how it differs from Llama, for the support matrix.
         defaults: keys of `config.json` that may be missing and then mean this.
-        read: `config.json` -> the fields of ModelConfig that are not Llama's.
+        read: `config.json` -> the fields of ModelConfig that Llama does not set.
         write: ModelConfig -> keys of `config.json` beyond Llama's.
         partial_rotary: a part of each head may be rotated.
-        published_code: classes that checkpoints name in `auto_map` and that are no other model than this one: they
-            came before transformers had it. They are not run.
+        published_code: classes that checkpoints name in `auto_map` and that are this same model: they were written
+            before transformers had it. They are not run.
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""Gemma 3, text (arXiv 2503.19786, section 2): five sliding layers to a global one, each kind with its RoPE."""
+"""Gemma 3, text (arXiv 2503.19786, section 2): five sliding layers for each global one, each kind with its own RoPE."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,9 +39,9 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(hf: Mapping[str, Any], kind: str, theta: str, scaling: Mapping[str, Any] | None = None) -> RopeConfig:
-    """The rotation of one kind of layer: the newer spelling (rope_parameters by kind), under the older one's keys."""
-    own = {"rope_type": "default", **((hf.get("rope_parameters") or {}).get(kind) or {}), **(scaling or {})}
-    return RopeConfig.from_hf({**hf, "rope_theta": hf[theta], "rope_scaling": own, "rope_parameters": None})
+    """The rotation of one kind of layer. The newer spelling (rope_parameters by kind) is turned into the older keys."""
+    scaling_of_kind = {"rope_type": "default", **((hf.get("rope_parameters") or {}).get(kind) or {}), **(scaling or {})}
+    return RopeConfig.from_hf({**hf, "rope_theta": hf[theta], "rope_scaling": scaling_of_kind, "rope_parameters": None})
 
 
 def _write(config: ModelConfig) -> dict[str, Any]:
@@ -51,13 +51,16 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "sliding_window": config.sliding_window,
         "layer_types": layer_types(config),
         "rope_scaling": None,  # by kind of layer instead
-        "rope_parameters": {FULL: _told(config.rope), SLIDING: _told(config.sliding_rope or config.rope)},
+        "rope_parameters": {
+            FULL: _rope_parameters(config.rope),
+            SLIDING: _rope_parameters(config.sliding_rope or config.rope),
+        },
     }
 
 
-def _told(rope: RopeConfig) -> dict[str, Any]:
-    told = rope.to_hf()
-    return {"rope_type": "default", **(told["rope_scaling"] or {}), "rope_theta": told["rope_theta"]}
+def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
+    keys = rope.to_hf()
+    return {"rope_type": "default", **(keys["rope_scaling"] or {}), "rope_theta": keys["rope_theta"]}
 
 
 GEMMA3_TEXT = ModelFamily(
@@ -67,10 +70,16 @@ GEMMA3_TEXT = ModelFamily(
     rules=EMBEDDING + NORMS + ATTENTION + VALUES + OUTPUT + QK_NORMS + GATE_AND_UP + DOWN,
     told="sliding layers keep a plain window, global layers take the policy; norms around everything; tanh GELU",
     defaults={
-        "hidden_activation": "gelu_pytorch_tanh", "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
-        "tie_word_embeddings": True, "eos_token_id": 1, "num_key_value_heads": 4, "rope_theta": 1e6,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "num_key_value_heads": 4,
+        "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
     read=_read,
     write=_write,
-)  # fmt: skip
+)

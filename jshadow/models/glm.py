@@ -1,4 +1,4 @@
-"""GLM-4 (arXiv 2406.12793, section 2): half of each head is rotated, in pairs that lie side by side; few KV heads."""
+"""GLM-4 (arXiv 2406.12793, section 2): half of each head is rotated, in pairs of neighbouring columns; few KV heads."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -15,9 +15,12 @@ POST_NORMS = (
 )
 RULES = EMBEDDING + NORMS + INTERLEAVED + VALUES + OUTPUT + FUSED_GATE_AND_UP + DOWN
 DEFAULTS = {
-    "partial_rotary_factor": 0.5, "attention_bias": True, "head_dim": 128, "num_key_value_heads": 2,
+    "partial_rotary_factor": 0.5,
+    "attention_bias": True,
+    "head_dim": 128,
+    "num_key_value_heads": 2,
     "eos_token_id": [151329, 151336, 151338],
-}  # fmt: skip
+}
 
 
 def _glm(hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Weight-only int8: projections in a byte a number, with a float32 factor for each output (absmax, vector-wise).
+"""Weight-only int8: projections with one byte a number and a float32 factor for each output (absmax, vector-wise).
 
-As in LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339, section 2.1), of the weights alone: activations stay in the
-model's dtype, and a product's outputs are multiplied with their factors.
+This is LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339, section 2.1) for the weights only: activations stay in the
+model's dtype, and the outputs of a product are multiplied by their factors.
 """
 
 import re
@@ -22,7 +22,7 @@ def check_quantize(quantize: str | None) -> None:
 
 
 def quantized(path: str) -> bool:
-    """Whether the weight at a path is one of those that int8 is for: the seven projections of a layer."""
+    """Whether the weight at a path is kept in int8: it is one of the seven projections of a layer."""
     return PROJECTIONS.fullmatch(path) is not None
 
 

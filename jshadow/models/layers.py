@@ -29,7 +29,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A projection, of weights in x's dtype or of int8 weights with a float32 factor for each output.
+    """A projection. Its weights have x's dtype, or they are int8 with a float32 factor for each output.
 
     Attributes: features: outputs; use_bias.
     """
@@ -44,9 +44,7 @@ class Linear(nn.Module):
         int8 = self.has_variable("params", "kernel_scale")
         # before its factor, an output of int8 weights may be beyond float16
         wide = jnp.float32 if int8 else None
-        out = lax.dot_general(
-            x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=wide
-        )  # fmt: skip
+        out = lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=wide)
         if int8:
             out = (out * self.get_variable("params", "kernel_scale")).astype(x.dtype)
         if self.use_bias:
@@ -74,7 +72,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """The four projections of grouped-query attention; what happens between them is the caller's."""
+    """The four projections of grouped-query attention. The caller does the attention between them."""
 
     config: ModelConfig
 

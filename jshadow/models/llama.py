@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.1 (and what shares their checkpoint format); their weight table, of which others differ little."""
+"""Llama 2, 3 and 3.1, and models in their checkpoint format. Other families change their weight table a little."""
 
 from jshadow.models.family import ModelFamily, Rule
 

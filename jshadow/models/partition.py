@@ -18,14 +18,14 @@ SPLITS = (
 
 
 def check_mesh(mesh: Any) -> Mesh | None:
-    """The mesh with axes that the compiler may spread as it likes. Raises ConfigError unless it is a Mesh or None."""
+    """The mesh with axes that the compiler shards by itself. Raises ConfigError unless it is a Mesh or None."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}")
     return None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
 
 
 def sharding_of(mesh: Mesh, path: str, shape: tuple[int, ...]) -> NamedSharding:
-    """Where the weight at a path lies: split along the mesh's last axis where that divides it, else everywhere."""
+    """The sharding of the weight at a path: split along the mesh's last axis where that divides it, else replicated."""
     name = mesh.axis_names[-1]
     for pattern, axis in SPLITS:
         if re.fullmatch(pattern, path) and shape[axis] % mesh.shape[name] == 0:

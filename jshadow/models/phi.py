@@ -17,11 +17,11 @@ FUSED_QKV = Rule(
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     scaling = hf.get("rope_scaling") or hf.get("rope_parameters")
     if isinstance(scaling, Mapping):
-        # The original context beside the context wins over one inside the scaling; "yarn" is an early name of LongRoPE.
-        told = {**scaling, "original_max_position_embeddings": hf["original_max_position_embeddings"]}
-        if told.get("rope_type", told.get("type")) == "yarn":
-            told |= {"type": "longrope", "rope_type": "longrope"}
-        hf = {**hf, "rope_scaling": told}
+        # The original context at the top wins over the one inside the scaling. "yarn" is an early name of LongRoPE.
+        scaled = {**scaling, "original_max_position_embeddings": hf["original_max_position_embeddings"]}
+        if scaled.get("rope_type", scaled.get("type")) == "yarn":
+            scaled |= {"type": "longrope", "rope_type": "longrope"}
+        hf = {**hf, "rope_scaling": scaled}
     return {**all_layers(hf), "rope": RopeConfig.from_hf(hf)}
 
 

@@ -14,9 +14,8 @@ from jshadow.models.qwen import QWEN2, QWEN3
 from jshadow.models.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, ModelFamily] = {
-    family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GLM, GLM4, GEMMA3_TEXT, SMOLLM3)
-}  # fmt: skip
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GLM, GLM4, GEMMA3_TEXT, SMOLLM3)
+}
 
 
 def family_of(hf: Mapping[str, Any]) -> ModelFamily:

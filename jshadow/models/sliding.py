@@ -1,4 +1,4 @@
-"""Which layers of a checkpoint see only a window: read from `config.json`, written back."""
+"""The layers of a checkpoint that see only a window: read from `config.json`, and written to it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ MOST_LAYERS = 65536
 
 
 def layer_count(hf: Mapping[str, Any]) -> int:
-    """`num_hidden_layers`, before anything is listed for each of them. Raises ConfigError above MOST_LAYERS."""
+    """`num_hidden_layers`, checked before any list of that length is made. Raises ConfigError above MOST_LAYERS."""
     layers = hf["num_hidden_layers"]
     check_positive("config.json", num_hidden_layers=layers)
     if layers > MOST_LAYERS:
@@ -54,13 +54,13 @@ def layer_types(config: ModelConfig) -> list[str]:
 
 
 def all_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a family whose layers all slide where it has a window (Mistral, Phi-3), whatever `layer_types` says."""
+    """For a family whose layers all slide where it has a window (Mistral, Phi-3). `layer_types` is not read."""
     slides = hf.get("sliding_window") is not None
     return sliding_fields({**hf, "layer_types": None}, [slides] * layer_count(hf))
 
 
 def last_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a family whose layers slide from `max_window_layers` on, where `use_sliding_window` says so (Qwen)."""
+    """For a family whose layers slide from `max_window_layers` on if `use_sliding_window` is set (Qwen)."""
     if not hf.get("use_sliding_window"):
         return {}
     first = hf.get("max_window_layers", 28)

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, "SmolLM3: smol, multilingual, long-context reasoner"): every fourth layer unrotated."""
+"""SmolLM3 (Hugging Face, "SmolLM3: smol, multilingual, long-context reasoner"): every fourth layer has no rotation."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,8 +1,8 @@
-"""A decoder-only transformer whose attention is handed in.
+"""A decoder-only transformer. Its caller passes the attention in.
 
-A block computes projections and calls `cache(heads) -> (out, aux)`; what stands behind that closure (exact attention
-over a prompt, a policy over its state) is decode.py's business. Only the `params` collection exists, nothing is
-mutable, and each layer has its own subtree `layer_<i>`, so that one compiled layer serves all of them.
+A block computes projections and calls `cache(heads) -> (out, aux)`. The engine provides this closure: exact attention
+over a prompt, or a policy over its state. There is only the `params` collection and nothing is mutable. Each layer has
+its own subtree `layer_<i>`, so that one compiled layer serves all of them.
 """
 
 import functools
@@ -19,7 +19,7 @@ from jshadow.models.layers import MLP, Attention, RMSNorm
 
 
 class Heads(NamedTuple):
-    """What a block hands to its cache: q_pre [B, T, h_q, d], k_pre and v [B, T, h_kv, d], x_in [B, T, D].
+    """The inputs of a block's cache: q_pre [B, T, h_q, d], k_pre and v [B, T, h_kv, d], x_in [B, T, D].
 
     Queries and keys come before RoPE (after bias and norm); x_in is the normed input of the attention.
     """
@@ -34,7 +34,7 @@ Cache = Callable[[Heads], tuple[Array, Any]]
 
 
 class Block(nn.Module):
-    """Attention and MLP, normed in front (and behind, where the config says so), each with a residual connection."""
+    """Attention and MLP, normed before (and after, where the config says so), each with a residual connection."""
 
     config: ModelConfig
 
@@ -61,7 +61,7 @@ class Block(nn.Module):
             return x + (self.mlp_post_norm(out) if self.config.post_norms else out), aux
 
     def query(self, x_in: Array) -> Array:
-        """This block's queries before RoPE [B, T, h_q, d] for somebody else's x_in (speculation, InfiniGen)."""
+        """This block's queries before RoPE [B, T, h_q, d] for the x_in of another block (speculation, InfiniGen)."""
         return self.attention.query(x_in)
 
 

@@ -1,1 +1,1 @@
-"""What a state and a GPU will hold, counted before anything runs."""
+"""The bytes of states and the plans of GPUs, computed before anything runs."""

@@ -1,4 +1,4 @@
-"""What a state will be before it exists: static specs, shapes, bytes. Allocates nothing, needs no weights."""
+"""The specs, shapes and bytes of a state before it exists. Nothing is allocated, and no weights are needed."""
 
 import functools
 import math
@@ -40,15 +40,26 @@ def cache_specs(
     specs = []
     for layer in range(config.num_layers):
         kind = config.attention_kind(layer)
-        own: LayerCache = policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window)
+        cache: LayerCache = policy.for_layer(layer, config) if kind.window is None else SlidingWindow(kind.window)
         specs.append(
             CacheSpec(
-                layer=layer, num_layers=config.num_layers, batch=batch, capacity=capacity,
-                window=own.window_slots(capacity, shortest), q_heads=config.q_heads, kv_heads=config.kv_heads,
-                head_dim=config.head_dim, model_dim=config.model_dim, dtype=dtype,
-                scale=config.attention_scale, rope=kind.rope, sliding_window=kind.window, fetch=fetch, policy=own,
+                layer=layer,
+                num_layers=config.num_layers,
+                batch=batch,
+                capacity=capacity,
+                window=cache.window_slots(capacity, shortest),
+                q_heads=config.q_heads,
+                kv_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                model_dim=config.model_dim,
+                dtype=dtype,
+                scale=config.attention_scale,
+                rope=kind.rope,
+                sliding_window=kind.window,
+                fetch=fetch,
+                policy=cache,
             )
-        )  # fmt: skip
+        )
     return tuple(specs)
 
 
@@ -76,10 +87,13 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
     batch = specs[0].batch
     shared, lengths, counters, fitted = jax.eval_shape(
         lambda fitted: (
-            first_shared(policy, specs, fitted), jnp.zeros(batch, jnp.int32), Counters.zeros(batch), fitted
+            first_shared(policy, specs, fitted),
+            jnp.zeros(batch, jnp.int32),
+            Counters.zeros(batch),
+            fitted,
         ),
         fitted,
-    )  # fmt: skip
+    )
     return KVState(tuple(layers), shared, lengths, lengths, counters, fitted, specs, policy)
 
 
@@ -131,22 +145,21 @@ def check_prompt(prompt: int, capacity: int) -> None:
 
 def step_footprint(
     config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
-) -> dict[str, int]:  # fmt: skip
+) -> dict[str, int]:
     """Bytes that one decode step of one row moves from the host, and that it reads on the device, all layers.
 
     Args and their meaning as in `footprint`.
 
     Returns:
-        {"bytes_moved", "bytes_read"}; what comes from the host is not in the second.
+        {"bytes_moved", "bytes_read"}; bytes from the host only count in the first.
 
     Raises:
         CapacityError, ConfigError: as in `footprint`.
     """
     check_prompt(prompt, capacity)
     state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
-    steps = [
-        costs_of(spec.policy).step_bytes(spec, layer) for spec, layer in zip(state.specs, state.layers, strict=True)
-    ]
+    layers = zip(state.specs, state.layers, strict=True)
+    steps = [costs_of(spec.policy).step_bytes(spec, layer) for spec, layer in layers]
     moved = sum(host for step in steps for _, host in step.values())
     return {"bytes_moved": moved, "bytes_read": sum(device for step in steps for device, _ in step.values())}
 
@@ -154,7 +167,7 @@ def step_footprint(
 def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, int]:
     """How a prompt is cut: (pieces, tokens of each), equal pieces that cover the tokens.
 
-    At most prefill_chunk each, and whole multiples of `multiple`, if need be a larger one.
+    Each has at most prefill_chunk tokens and is a multiple of `multiple`; it is larger only if one `multiple` is.
     """
     units = -(-tokens // multiple)
     count = -(-units // max(prefill_chunk // multiple, 1))
@@ -162,14 +175,22 @@ def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, 
 
 
 def prefill_peak(
-    config: ModelConfig, policy: Policy, *, batch: int, tokens: int, capacity: int, prefill_chunk: int = 2048,
-    shortest: int | None = None, dtype: str = "bfloat16", fetch: str = "auto",
+    config: ModelConfig,
+    policy: Policy,
+    *,
+    batch: int,
+    tokens: int,
+    capacity: int,
+    prefill_chunk: int = 2048,
+    shortest: int | None = None,
+    dtype: str = "bfloat16",
+    fetch: str = "auto",
     attention: PrefillAttention | None = None,
-) -> dict[str, int]:  # fmt: skip
-    """Device bytes at the peak of a prefill, which its last layer reaches: an upper bound, by part.
+) -> dict[str, int]:
+    """An upper bound of the device bytes at the peak of a prefill, by part. The last layer reaches the peak.
 
-    Only "state" grows with the layers, and "piece" alone with prefill_chunk. Logits and the weights' own copies while
-    they are loaded are not in it.
+    Only "state" grows with the number of layers, and only "piece" with prefill_chunk. Logits are not counted, nor are
+    the copies of weights that exist while they are loaded.
 
     Args:
         config: the model.
@@ -194,16 +215,17 @@ def prefill_peak(
             raise ConfigError(f"{name} must be at least 1, got {value}")
     prompt = tokens if shortest is None else shortest
     item, columns = jnp.dtype(dtype).itemsize, config.key_columns
-    own = attention or attention_of(policy.resolve(config, capacity))
-    own = own.prepared(config)[0] if own else None
-    count, size = pieces_of(tokens, prefill_chunk, own.multiple if own else 1)
+    sparse_attention = attention or attention_of(policy.resolve(config, capacity))
+    sparse_attention = sparse_attention.prepared(config)[0] if sparse_attention else None
+    count, size = pieces_of(tokens, prefill_chunk, sparse_attention.multiple if sparse_attention else 1)
     state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
     parts = state_nbytes(state)
     queries = config.q_heads * config.head_dim
-    # A float32 tile of scores and its softmax weights, the running sums, and per token: residual and normed input,
-    # queries before and after RoPE and the attention's output, keys and values likewise, and the MLP's two halves.
+    # A piece holds a float32 tile of scores, its softmax weights and the running sums. It also holds for each token the
+    # residual and the normed input, the queries before and after RoPE and the attention's output, the keys before and
+    # after RoPE and the values, and the two halves of the MLP.
     tile = 3 * config.q_heads * QUERY_BLOCK * KEY_BLOCK
-    sparse = own.piece_bytes(config, batch, count * size, size) if own else 0
+    sparse = sparse_attention.piece_bytes(config, batch, count * size, size) if sparse_attention else 0
     token = 2 * config.model_dim + 3 * queries + 3 * columns + 2 * config.ffn_dim
     return {
         "weights": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config))) * item,

@@ -1,4 +1,4 @@
-"""What a GPU is to the planner: one line of published figures each. Nothing here was measured by this project."""
+"""The published figures of the GPUs that the planner knows. Nothing here was measured by this project."""
 
 import dataclasses
 

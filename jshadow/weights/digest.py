@@ -1,4 +1,4 @@
-"""SHA-256 of what a saved state belongs to: trees of arrays, a tokenizer, a record. Streams: one leaf at a time."""
+"""SHA-256 digests of trees of arrays, tokenizers and records, to which a saved state belongs. One leaf at a time."""
 
 import hashlib
 import json
@@ -21,8 +21,8 @@ def sha256(content: Any) -> str:
 def host_array(leaf: Any) -> np.ndarray:
     """A leaf as a NumPy array in C order.
 
-    A jax.Array keeps the NumPy copy that was made of it; an alias is asked here, so that the copy goes with the alias
-    and reading a whole tree never holds more than one leaf of it on the host.
+    A jax.Array keeps the NumPy copy that was made of it. Here the copy is made of an alias and is freed with it, so
+    that reading a whole tree never has more than one leaf on the host.
     """
     if isinstance(leaf, jax.Array) and len(leaf.devices()) == 1:
         leaf = leaf.addressable_data(0)
@@ -45,12 +45,12 @@ def tree_digest(tree: Any) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str | None:
-    """Digest of everything that decides which ids a text gets, chat template included; None without a tokenizer."""
+    """Digest of everything that decides the token ids of a text, chat template included; None without a tokenizer."""
     if tokenizer is None:
         return None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        # Padding and truncation are left there by the last call, they are no part of the tokenizer.
+        # The last call left its padding and truncation there. They are not part of the tokenizer.
         content = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
     else:
         content = {"vocab": tokenizer.get_vocab(), "special": tokenizer.special_tokens_map}

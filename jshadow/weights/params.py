@@ -35,7 +35,7 @@ from jshadow.weights.convert.quiet import quiet_transformers
 from jshadow.weights.convert.safetensors_file import cast, check_dtype
 from jshadow.weights.digest import host_array, tokenizer_digest, tree_digest
 
-# Any of these makes a tokenizer; tokenizer_config.json alone does not.
+# One of these files is enough for a tokenizer. tokenizer_config.json alone is not.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -75,9 +75,13 @@ class Params:
 
 
 def load(
-    path_or_hub_id: str | os.PathLike[str], dtype: str = "bfloat16", *, quantize: str | None = None,
-    mesh: Mesh | None = None, verify: bool = True,
-) -> Params:  # fmt: skip
+    path_or_hub_id: str | os.PathLike[str],
+    dtype: str = "bfloat16",
+    *,
+    quantize: str | None = None,
+    mesh: Mesh | None = None,
+    verify: bool = True,
+) -> Params:
     """Load a checkpoint: a Hugging Face directory, or one that `jshadow.convert` made, orbax included.
 
     Args:
@@ -105,10 +109,10 @@ def load(
     directory = locate(path_or_hub_id)
     with readable(directory):
         _, family, config = read_config(directory)
-        tokenizer = load_tokenizer(directory)  # before the weights: it fails sooner
+        tokenizer = load_tokenizer(directory)  # before the weights, because it fails sooner
         orbax = kind_of(directory) == "orbax"
         if not orbax:
-            plan(directory, family, config)  # what is wrong with a file says more than that it was changed
+            plan(directory, family, config)  # an error about a file's content says more than that the file changed
         if verify:
             check_manifest(directory)
 
@@ -116,9 +120,9 @@ def load(
         return jnp.array(value) if mesh is None else jax.device_put(value, sharding_of(mesh, path, value.shape))
 
     def put(path: str, value: np.ndarray) -> tuple[dict[str, Array], str | None]:
-        held, problem = cast(value, target)
+        value_cast, problem = cast(value, target)
         if quantize is None or not quantized(path) or problem:
-            return {path: give(path, held)}, problem
+            return {path: give(path, value_cast)}, problem
         kernel, factors = quantize_int8(value)
         return {path: give(path, kernel), f"{path}_scale": give(f"{path}_scale", factors)}, None
 

@@ -18,7 +18,6 @@ from jshadow.cli.main import main
 from jshadow.errors import ConfigError, PromptError
 from jshadow.policies import OmniKV, parse_policy
 from jshadow.policies.omnikv.calibration import FilterMasses, choose_filters, dense_share, filter_masses
-from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
 from jshadow.weights.params import init_params
 
 TEXT = "a document " * 20
@@ -136,7 +135,7 @@ def test_bad_fitted_files_are_told(place, capsys, tmp_path):
         assert "Traceback" not in captured.err
 
 
-@pytest.mark.parametrize("command", ["fit", "calibrate", "key-profile"])
+@pytest.mark.parametrize("command", ["fit", "calibrate"])
 def test_help(command):
     done = subprocess.run([sys.executable, "-m", "jshadow", command, "--help"], capture_output=True, text=True)
     assert done.returncode == 0
@@ -163,47 +162,6 @@ def test_calibrate_tells_filters_that_omnikv_takes(place, capsys, tmp_path):
     assert "dense layers" in out
     for more, error in ((["--filters", "0"], "--filters must be"), (["--budget", "0"], "--budget must be"),
                         (["--budget", "500"], "tokens must be more than budget=500")):  # fmt: skip
-        assert main([*asked, *more]) == 2
-        assert error in capsys.readouterr().err
-
-
-# The transform code's profile
-
-
-def test_a_profile_is_found_that_shadowkv_takes(place, capsys):
-    asked = [
-        "key-profile",
-        str(place / "tiny"),
-        "--text",
-        str(place / "text.txt"),
-        "--dtype",
-        "float32",
-        "--tokens",
-        "120",
-    ]
-    assert main([*asked, "--json", "--bits", "64"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert (told["columns"], told["bits"], told["tokens"]) == (32, 64, 120)
-    default, found = told["profiles"]
-    assert [row["name"] for row in told["profiles"]] == ["default", "found"]
-    assert default["key_profile"] == list(profile_of(32, 64))
-    assert found["bytes"] <= default["bytes"] == 8
-    assert 0 < found["lost"] <= default["lost"] < 1
-    assert len(found["layers"]) == 2
-    policy = parse_policy("shadowkv", ["key_codec=transform", told["set"]])
-    assert policy.resolve(CONFIG, 256).key_profile == tuple(found["key_profile"])
-    assert main(asked) == 0
-    out = capsys.readouterr().out
-    assert "variance lost" in out
-    assert "--policy shadowkv --set key_codec=transform --set key_weights=none --set key_profile=" in out
-    assert main([*asked, "--json", "--bits", "64", "--key-weights", "queries"]) == 0
-    weighed = json.loads(capsys.readouterr().out)
-    assert (weighed["key_weights"], told["key_weights"]) == ("queries", "none")
-    lost = [[row["lost"] for row in one["profiles"]] for one in (told, weighed)]
-    assert lost[0] != lost[1]
-    assert lost[1][1] <= lost[1][0]
-    for more, error in ((["--bits", "7"], "--bits must be at least 8"), (["--bits", "999"], "must be in [8, 256]"),
-                        (["--tokens", "20"], "more than the 32 key columns")):  # fmt: skip
         assert main([*asked, *more]) == 2
         assert error in capsys.readouterr().err
 

@@ -1,16 +1,18 @@
 """The commands, as a user calls them: output, --json, exit codes, typed errors on stderr."""
 
+import argparse
 import dataclasses
 import io
 import json
 import subprocess
 import sys
 
+import jax
 import pytest
 from tiny_text import byte_tokenizer
 
 import jshadow
-from jshadow.cli.main import main
+from jshadow.cli.main import main, parser
 from jshadow.engine.saved_state import read_state_info
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
@@ -159,3 +161,31 @@ def test_help(command):
     done = subprocess.run([sys.executable, "-m", "jshadow", *command.split(), "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "usage: jshadow" in done.stdout
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"jshadow {jshadow.__version__} (jax {jax.__version__})\n"
+
+
+def commands(parser, path=()):
+    """Every command that runs something, with its own parser."""
+    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not inner:
+        yield path, parser
+    for action in inner:
+        for name, command in action.choices.items():
+            yield from commands(command, (*path, name))
+
+
+def test_every_command_has_help_and_json(capsys):
+    found = dict(commands(parser()))
+    assert len(found) == 12
+    for path, command in found.items():
+        assert "--json" in command.format_usage(), path
+        with pytest.raises(SystemExit) as stopped:
+            main([*path, "--help"])
+        assert stopped.value.code == 0
+        assert f"usage: jshadow {' '.join(path)}" in capsys.readouterr().out

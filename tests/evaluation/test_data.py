@@ -11,12 +11,10 @@ import pytest
 from tiny_text import byte_tokenizer
 from tokenizers_by_kind import TOKENIZERS
 
-from jshadow import Full, ShadowKV, save
-from jshadow.cli import main as cli
+from jshadow import Full, ShadowKV, cli, save
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
-from jshadow.evaluation import data, runner, tasks
-from jshadow.evaluation import results as metrics
+from jshadow.evaluation import data, metrics, results, runner, samples, tasks
 from jshadow.evaluation.tasks.__main__ import main
 from jshadow.models.config import ModelConfig
 from jshadow.weights.params import Params, init_params
@@ -291,7 +289,7 @@ def test_questions_on_one_context_are_prefilled_once_and_answered_alike(
     [made] = data.read_cases([path], TOKENIZER, 2048)
     [case] = made.cases
     assert len(case.questions) == 3
-    lines = [json.loads(line) for line in (tmp_path / "out" / metrics.RESULTS).read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "out" / samples.SAMPLES_FILE).read_text().splitlines()]
     [mine] = [line for line in lines if line["policy"].startswith("shadowkv")]
     assert mine["outputs"] == [by_hand(params, case, index, rows[1]["capacity"]) for index in range(3)]
     assert rows[1]["attended_tokens"] < rows[0]["attended_tokens"]
@@ -305,7 +303,7 @@ def test_prompts_of_several_lengths_share_a_cell_and_broken_rows_run_again(
     call: dict[str, Any] = {"data": [path], "out": tmp_path / "out", "truncate": "middle"}
     first = runner.evaluate(params, [], [], [Full()], **call)
     assert [(row["samples"], row["truncated"], row["length"]) for row in first] == [(4, 1, 2044)]
-    lines = (tmp_path / "out" / metrics.RESULTS).read_bytes().splitlines()
+    lines = (tmp_path / "out" / samples.SAMPLES_FILE).read_bytes().splitlines()
     assert [json.loads(line).get("truncated", 0) > 0 for line in lines] == [False, False, False, True]
     alone = [
         runner.evaluate(params, [], [], [Full()], data=[write(tmp_path / "one.jsonl", [row])])[0]["found"]
@@ -322,7 +320,7 @@ def test_prompts_of_several_lengths_share_a_cell_and_broken_rows_run_again(
 
     monkeypatch.setattr(runner, "run_case", counted)
     lines[1], lines[2] = lines[1][:50], b"null"
-    (tmp_path / "out" / metrics.RESULTS).write_bytes(b"\n".join(lines) + b"\n")
+    (tmp_path / "out" / samples.SAMPLES_FILE).write_bytes(b"\n".join(lines) + b"\n")
     assert runner.evaluate(params, [], [], [Full()], **call) == first
     assert ran == [1, 2]
     assert "2 damaged line(s)" in capsys.readouterr().err
@@ -332,7 +330,7 @@ def test_partial_scores_are_summed_and_shown() -> None:
     common = {"kl": None, "attended_tokens": 1.0, "hit_rate": None}
     mine = [common | {"score": 50.0, "hits": [False], "scores": [0.5]}, common | {"score": 100.0, "hits": [True]}]
     full = [common | {"score": 75.0, "hits": [False], "scores": [0.75]}, common | {"score": 100.0, "hits": [True]}]
-    row = metrics.cell(mine, full, (0.0, 1.0))
+    row = results.score_row(mine, full, (0.0, 1.0))
     assert (row["asked"], row["found"], row["found_by_full"], row["found_by_both"]) == (2, 1.5, 1.75, 1.5)
     assert row["recall_of_full"] == pytest.approx(100 * 1.5 / 1.75)
     assert (row["depths"], row["depth_scores"], row["turns"]) == ([0.0, 1.0], [50.0, 100.0], [75.0])
@@ -347,8 +345,8 @@ def test_perplexity_against_numpy() -> None:
     records = [
         {"score": 1.0, "hits": [], "kl": 0.0, "attended_tokens": 1.0, "hit_rate": None, "ppl": x} for x in (2, 8)
     ]
-    assert metrics.cell(records, records)["ppl"] == pytest.approx(4)
-    assert metrics.cell([{**records[0], "ppl": None}], records[:1])["ppl"] is None
+    assert results.score_row(records, records)["ppl"] == pytest.approx(4)
+    assert results.score_row([{**records[0], "ppl": None}], records[:1])["ppl"] is None
 
 
 def test_the_perplexity_of_an_agreement_is_that_of_its_text(params: Params) -> None:

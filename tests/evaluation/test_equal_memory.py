@@ -10,14 +10,12 @@ import pytest
 from rich.console import Console
 from tiny_text import byte_tokenizer
 
-from jshadow import load, save, save_fitted
+from jshadow import cli, load, save, save_fitted
 from jshadow.cli import eval as cli_eval
-from jshadow.cli import main as cli
 from jshadow.engine.sparse_prefill import VerticalSlash
 from jshadow.errors import ConfigError
-from jshadow.evaluation import html, plots, runner
-from jshadow.evaluation import results as metrics
-from jshadow.evaluation.plan import Entry
+from jshadow.evaluation import html, plots, results, runner
+from jshadow.evaluation.settings import Entry
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import footprint
 from jshadow.policies import (
@@ -156,7 +154,7 @@ def test_what_has_no_share_is_told_by_its_settings() -> None:
         )
     ]
     with Console(width=120, record=True, quiet=False, file=io.StringIO()) as console:
-        metrics.show_shares(rows, console)
+        results.show_shares(rows, console)
     told = [line.split("│")[2:4] for line in console.export_text().splitlines() if line.startswith("│")]
     assert [[part.strip() for part in line] for line in told] == [
         ["100", "full"], ["50", "h2o"], ["-", "h2o:heavy=4"], ["-", "quest:unit=8"],
@@ -255,7 +253,7 @@ def test_learned_arrays_reach_their_policy_alone(
     file = str(tmp_path / "less.safetensors")
     save_fitted(file, learned, LEARNER, load(tmp_path / "model", dtype="float32"))
     call = ["eval", str(tmp_path / "model"), "--tasks", "agreement", "--lengths", str(LENGTH), "--samples", "1",
-            "--dtype", "float32", "--policies", metrics.label(LEARNER), "--fitted", file]  # fmt: skip
+            "--dtype", "float32", "--policies", results.label(LEARNER), "--fitted", file]  # fmt: skip
     assert cli.main([*call, "--json"]) == 0
     [_, row] = json.loads(capsys.readouterr().out)["results"]
     assert row["fitted"]

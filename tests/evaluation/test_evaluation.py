@@ -12,15 +12,12 @@ import numpy as np
 import pytest
 from tokenizers_by_kind import TOKENIZERS
 
-from jshadow import Full, ShadowKV, StreamingLLM, save
-from jshadow.cli import main as cli
+from jshadow import Full, ShadowKV, StreamingLLM, cli, save
 from jshadow.engine import decode
 from jshadow.engine.report import measured_bytes
 from jshadow.errors import ConfigError
-from jshadow.evaluation import plan as cells
-from jshadow.evaluation import results as metrics
-from jshadow.evaluation import runner, tasks
-from jshadow.evaluation import text_metrics as scorers
+from jshadow.evaluation import metrics, results, runner, samples, tasks, text_metrics
+from jshadow.evaluation.settings import Setup, TaskPlan
 from jshadow.evaluation.tasks.__main__ import main
 from jshadow.models.config import ModelConfig
 from jshadow.weights.params import Params, init_params
@@ -163,7 +160,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize(("answer", "output", "good"), ANSWERS)
 def test_an_answer_is_found_only_whole(answer: str, output: str, good: bool) -> None:
-    assert scorers.found(answer, output) is good
+    assert text_metrics.found(answer, output) is good
 
 
 def test_divergence_against_numpy_and_far_from_overflow() -> None:
@@ -194,13 +191,13 @@ def record(*hits: bool) -> dict[str, Any]:
 
 
 def test_recall_counts_only_what_full_finds() -> None:
-    row = metrics.cell([record(True, False), record(True, True)], [record(False, True), record(True, True)])
+    row = results.score_row([record(True, False), record(True, True)], [record(False, True), record(True, True)])
     assert (row["asked"], row["found"], row["found_by_full"], row["found_by_both"]) == (4, 3, 3, 2)
     assert row["recall_of_full"] == pytest.approx(200 / 3)
     assert row["turns"] == [100.0, 50.0]
-    assert metrics.cell([record(True)], [record(False)])["recall_of_full"] is None
+    assert results.score_row([record(True)], [record(False)])["recall_of_full"] is None
     rows = [row | {"policy": "a", "control_of": None}, row | {"policy": "b", "control_of": "a"}] * 2
-    policy, control = metrics.pooled(rows)
+    policy, control = results.pooled(rows)
     assert (policy["found_by_both"], policy["found_by_full"], policy["recall_of_full"]) == (
         4,
         6,
@@ -213,7 +210,7 @@ def test_recall_counts_only_what_full_finds() -> None:
     ("by_full", "by_control", "good"), [(10, 5, True), (10, 6, False), (0, 0, False), (5, 0, True)]
 )
 def test_a_control_that_finds_much_is_told(by_full: int, by_control: int, good: bool) -> None:
-    said = metrics.verdict(by_full, by_control)
+    said = results.verdict(by_full, by_control)
     assert said.startswith("ok") is good
     assert ("tells nothing" in said) is not good
 
@@ -266,7 +263,7 @@ def test_every_turn_is_asked_and_answers_stay_in_the_cache(params: Params) -> No
     texts = []
     for policy in policies:
         [(logits, state)] = decode.prefill_many(
-            params, np.array([case.prompt]), np.array([700]), [policy], capacity=700 + cells.growth(case)
+            params, np.array([case.prompt]), np.array([700]), [policy], capacity=700 + case.growth
         )
         said, state = runner.answers(params, case, logits, state)
         texts.append(said)
@@ -278,7 +275,7 @@ def test_every_turn_is_asked_and_answers_stay_in_the_cache(params: Params) -> No
 
 def by_hand(params: Params, case: tasks.Case) -> list[str]:
     """Greedy answers token by token, every question fed in the same way: the slow way to the same."""
-    capacity = 700 + cells.growth(case)
+    capacity = 700 + case.growth
     logits, state = decode.prefill(params, np.array([case.prompt]), np.array([700]), Full(), capacity=capacity)
     texts = []
     for question in [*case.turns, ()]:
@@ -313,9 +310,9 @@ def test_a_killed_run_goes_on_where_it_stopped(
     ran: list[int] = []
     original = runner.run_case
 
-    def counted(setup: cells.Setup, cell: cells.Cell, index: int, policies: list) -> Any:
+    def counted(setup: Setup, plan: TaskPlan, index: int, policies: list) -> Any:
         ran.append(len(policies))
-        return original(setup, cell, index, policies)
+        return original(setup, plan, index, policies)
 
     monkeypatch.setattr(runner, "run_case", counted)
     both = ["needle_docs", "agreement"]
@@ -324,7 +321,7 @@ def test_a_killed_run_goes_on_where_it_stopped(
     assert evaluate(params, tmp_path, tasks=both) == first
     assert len(ran) == 4, "a finished run computes nothing"
 
-    file = tmp_path / metrics.RESULTS
+    file = tmp_path / samples.SAMPLES_FILE
     data = file.read_bytes()
     file.write_bytes(data[:-40])  # killed in the middle of its last line
     assert evaluate(params, tmp_path, tasks=both) == first
@@ -383,7 +380,7 @@ def test_the_command_line(model_dir: Path, tmp_path: Path, capsys: pytest.Captur
     assert {"found", "recall_of_full", "control"} <= rows[0].keys()
     assert {"top1", "top1_stderr", "kl", "kl_stderr"} <= rows[3].keys()
     assert [entry["policy"] for entry in printed["pooled"]] == [rows[0]["policy"], rows[1]["policy"], "control"]
-    lines = (tmp_path / metrics.RESULTS).read_text().splitlines()
+    lines = (tmp_path / samples.SAMPLES_FILE).read_text().splitlines()
     assert len({json.loads(line)["key"] for line in lines}) == len(lines) == 10
     report = (tmp_path / "report.html").read_text()
     assert all(name in report for name in ("needle_docs", "agreement", "jshadow eval", "--policies", "shadowkv"))
@@ -392,7 +389,7 @@ def test_the_command_line(model_dir: Path, tmp_path: Path, capsys: pytest.Captur
     table = capsys.readouterr().out
     assert "needle_docs" in table
     assert "control:" in table
-    assert len((tmp_path / metrics.RESULTS).read_text().splitlines()) == 10
+    assert len((tmp_path / samples.SAMPLES_FILE).read_text().splitlines()) == 10
 
 
 BAD_ARGUMENTS = [

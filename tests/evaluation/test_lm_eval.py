@@ -22,7 +22,7 @@ from jshadow import Full, ShadowKV, StreamingLLM, generate, save, save_fitted
 from jshadow.engine import decode
 from jshadow.engine.sampling import Sampler
 from jshadow.errors import CapacityError, ConfigError, PromptError
-from jshadow.evaluation import likelihood as scoring
+from jshadow.evaluation import likelihood, likelihood_steps
 from jshadow.evaluation.lm_eval import JshadowLM
 from jshadow.evaluation.lm_eval_settings import parse_generation
 from jshadow.models.config import ModelConfig
@@ -182,13 +182,13 @@ def test_equal_contexts_are_prefilled_once(params, monkeypatch):
 def test_near_lengths_share_compiled_programs(params):
     model = JshadowLM(params, policy=SHADOWKV, capacity=256, batch_size=3)
     model.loglikelihood(requests((TALE + "one", " two three"), ("Short", "er")), disable_tqdm=True)
-    before = scoring._forced._cache_size()
+    before = likelihood_steps.forced_scores._cache_size()
     model.loglikelihood(requests((TALE + "two ha", " three"), ("A bit", " longer")), disable_tqdm=True)
-    assert scoring._forced._cache_size() == before
-    widths = sorted({scoring.width_of(tokens, 8192) for tokens in range(1, 8193)})
+    assert likelihood_steps.forced_scores._cache_size() == before
+    widths = sorted({likelihood.width_of(tokens, 8192) for tokens in range(1, 8193)})
     assert widths == [64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192]
-    assert [scoring.below(width) for width in widths] == [0, *widths[:-1]]
-    assert scoring.width_of(5000, 5120) == 5120
+    assert [likelihood.below(width) for width in widths] == [0, *widths[:-1]]
+    assert likelihood.width_of(5000, 5120) == 5120
 
 
 def test_generations_are_those_of_generate(params):

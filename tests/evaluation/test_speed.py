@@ -5,7 +5,7 @@ import json
 import pytest
 from cases import POLICY_CASES, policies_of
 
-from jshadow.cli import main as cli
+from jshadow import cli
 from jshadow.evaluation import speed as bench
 from jshadow.evaluation.speed import layer, timing
 from jshadow.policies import Full, ShadowKV

@@ -16,8 +16,7 @@ from tiny_text import byte_tokenizer
 
 from jshadow import Full
 from jshadow.errors import ConfigError
-from jshadow.evaluation import plan as cells
-from jshadow.evaluation import runner, tasks
+from jshadow.evaluation import plan, runner, tasks
 from jshadow.evaluation.tasks import filling, texts
 from jshadow.evaluation.tasks.framing import padded
 from jshadow.evaluation.text_metrics import SCORERS, score
@@ -276,8 +275,8 @@ def test_every_task_runs(params: Params, monkeypatch: pytest.MonkeyPatch) -> Non
         samples = tuple(dataclasses.replace(one, max_new_tokens=8) for one in case.samples)
         return dataclasses.replace(case, samples=samples), depth
 
-    monkeypatch.setattr(cells, "sample_of", short)
-    monkeypatch.setattr(cells, "growth", lambda case: 600)
+    monkeypatch.setattr(plan, "sample_of", short)
+    monkeypatch.setattr(tasks.Case, "growth", 600)
     rows = runner.evaluate(params, list(tasks.TASKS), [LENGTH], [Full()], samples=1, fetch="resident")
     assert [row["task"] for row in rows] == list(tasks.TASKS)
     for row in rows:
@@ -296,4 +295,3 @@ def test_growth_covers_the_largest_fork() -> None:
     case = tasks.make("niah_multiquery_apart", TOKENIZER, LENGTH, 0.5, 0)
     longest = max(map(len, case.questions))
     assert case.growth == padded(longest) + case.samples[0].max_new_tokens
-    assert cells.growth(case) == case.growth

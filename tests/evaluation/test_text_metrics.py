@@ -7,7 +7,7 @@ import random
 import pytest
 
 from jshadow.errors import ConfigError
-from jshadow.evaluation import text_metrics as scorers
+from jshadow.evaluation import text_metrics
 from jshadow.evaluation.text_metrics import SCORERS, score
 
 RECORDS = json.dumps([{"order": 17, "name": "Ada", "count": 3}, {"order": 18, "name": "Leo", "count": 5}])
@@ -94,5 +94,5 @@ def test_common_subsequences_are_those_of_the_usual_table() -> None:
     rng = random.Random(0)
     for sizes in itertools.product((0, 1, 2, 7, 40), repeat=2):
         one, other = ("".join(rng.choices("abc", k=size)) for size in sizes)
-        assert scorers.common_subsequence(one, other) == by_table(one, other)
-        assert scorers.common_subsequence(one.split(), other.split()) <= 1
+        assert text_metrics.common_subsequence(one, other) == by_table(one, other)
+        assert text_metrics.common_subsequence(one.split(), other.split()) <= 1

@@ -9,8 +9,8 @@ from gpu.environment import GIB
 from gpu.sizes import Sizes
 from jshadow.planner.bytes import footprint
 from jshadow.planner.gpu import capacity_plan
+from jshadow.planner.gpu_plan import Serving, StepBound
 from jshadow.planner.gpu_specs import Gpu
-from jshadow.planner.roofline import StepBound
 from jshadow.policies import Full, Policy
 
 SPARE = GIB  # of the device, for what the allocator cannot use between large arrays
@@ -41,10 +41,8 @@ class Room:
     def plan(self, policy: Policy, capacity: int, batch: int | None, fetch: str, share: float | None) -> Any:
         """The planner's word on a policy with prompts that fill the capacity."""
         prompt = self.sizes.prompt(capacity)
-        return capacity_plan(
-            self.sizes.config, policy, self.gpu(), context=prompt, max_new_tokens=capacity - prompt, batch=batch,
-            fetch=fetch, repeat_share=share,
-        ).chosen  # fmt: skip
+        serving = Serving(prompt, max_new_tokens=capacity - prompt, batch=batch, fetch=fetch, repeat_share=share)
+        return capacity_plan(self.sizes.config, policy, self.gpu(), serving).chosen
 
     def largest(self, policy: Policy, capacity: int, fetch: str) -> int:
         """Most rows whose step fits the device and whose offloaded rows fit the host."""

@@ -18,8 +18,8 @@ from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.bytes import abstract_state, prefill_peak
 from jshadow.planner.gpu import capacity_plan
+from jshadow.planner.gpu_plan import Serving, step_bound
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GPUS
-from jshadow.planner.roofline import step_bound
 from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM
 from jshadow.policies.costs import costs_of
 
@@ -50,7 +50,7 @@ CELLS = [(name, kilo, batch, cell) for (name, kilo), row in TABLE_4.items()
 @functools.cache
 def planned(name="shadowkv", context=122 * 1024, batch=None, count=1, gpu="a100-80gb"):
     policy = PAPERS if name == "shadowkv" else POLICIES[name]()
-    return capacity_plan(LLAMA_3_8B_1M, policy, GPUS[gpu], context=context, batch=batch, count=count)
+    return capacity_plan(LLAMA_3_8B_1M, policy, GPUS[gpu], Serving(context, batch=batch, count=count))
 
 
 @pytest.mark.parametrize(("name", "kilo", "batch", "tokens"), CELLS)
@@ -72,7 +72,7 @@ MACHINE_HOST = 128 * 2**30
 @functools.cache
 def packed_beside(gpu, batch=None, host_limit=None):
     return capacity_plan(
-        LLAMA_3_8B_1M, PAPERS, GPUS[gpu], context=122_880, batch=batch, host_limit=host_limit,
+        LLAMA_3_8B_1M, PAPERS, GPUS[gpu], Serving(122_880, batch=batch, host_limit=host_limit),
         beside={"equal": ShadowKV.packed(), "small": ShadowKV.packed(small=True)},
     )  # fmt: skip
 
@@ -156,7 +156,7 @@ def test_bytes_of_a_step_by_hand():
     """Two rows of the tiny model: 2 KV heads of 16, 4 query heads, 3 layers, float32."""
     policy = ShadowKV(rank=12, budget=16, chunk_size=4, outlier_chunks=2, local_chunks=2)
     step = capacity_plan(
-        TINY, policy, A100, context=64, max_new_tokens=8, batch=2, dtype="float32"
+        TINY, policy, A100, Serving(64, max_new_tokens=8, batch=2, dtype="float32")
     ).chosen.step  # fmt: skip
     chunks, window, selected = 72 // 4 - 2, 72 - 4 * (64 // 4 - 2), 16 // 4
     layer = {
@@ -222,7 +222,7 @@ MIDDLE_POLICIES = {
 def test_temporaries_bound_the_compiled_step(name):
     """As XLA compiles it for a CPU in float32; what its arguments take is planned to the byte."""
     side = capacity_plan(
-        MIDDLE, MIDDLE_POLICIES[name], A100, context=4096, batch=3, dtype="float32", fetch="resident"
+        MIDDLE, MIDDLE_POLICIES[name], A100, Serving(4096, batch=3, dtype="float32", fetch="resident")
     ).chosen  # fmt: skip
     state = abstract_state(
         MIDDLE, side.policy, batch=3, capacity=4160, prompt=4096, dtype="float32", fetch="resident"
@@ -278,8 +278,11 @@ def test_repeats_move_nothing_where_they_are_kept(monkeypatch):
     """A mode that keeps units on the device, as far as the planner sees one."""
     monkeypatch.setattr(offload, "FETCH_MODES", ("resident", "device_put", "zero_copy"))
     monkeypatch.setattr(offload, "memory_of", lambda fetch: "device" if fetch == "resident" else "pinned_host")
-    make = functools.partial(capacity_plan, TINY, ShadowKV(rank=8, budget=32, outlier_chunks=2), A100, context=200,
-                             batch=2, max_new_tokens=8)  # fmt: skip
+    policy = ShadowKV(rank=8, budget=32, outlier_chunks=2)
+
+    def make(**settings):
+        return capacity_plan(TINY, policy, A100, Serving(200, max_new_tokens=8, batch=2, **settings))
+
     moved = make().chosen.step.pcie_bytes
     assert moved > 0
     assert make(fetch="zero_copy", repeat_share=0.0).chosen.step.pcie_bytes == moved
@@ -308,4 +311,4 @@ BAD = {
 def test_bad_arguments_are_told(case):
     arguments, kind, told = BAD[case]
     with pytest.raises(kind, match=told):
-        capacity_plan(TINY, Full(), A100, **{"context": CAPACITY} | arguments)
+        capacity_plan(TINY, Full(), A100, Serving(**{"context": CAPACITY} | arguments))

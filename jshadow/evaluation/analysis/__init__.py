@@ -1,6 +1,6 @@
-"""What ShadowKV's observations say of a model and a text: spectra, subspaces, landmarks, hit rates, sweeps of settings.
+"""The observations of the ShadowKV paper on a model and a text: spectra, subspaces, landmarks, hit rates, sweeps.
 
-Functions return NumPy arrays in frozen records, or the rows of `evaluate`; they draw nothing (`evaluation.plots` does).
+Functions return NumPy arrays in frozen records, or the rows of `evaluate`. `evaluation.plots` draws them.
 """
 
 from jshadow.evaluation.analysis.chunks import ChunkSimilarity, chunk_similarity

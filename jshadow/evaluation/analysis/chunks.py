@@ -1,4 +1,4 @@
-"""How well the mean of a chunk stands for its keys (ShadowKV, section 3.2 and algorithm 1)."""
+"""How well the mean of a chunk represents its keys (ShadowKV, section 3.2 and algorithm 1)."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -70,11 +70,11 @@ def chunk_similarity(layers: Iterable[LayerTensors], chunk_size: int = 8) -> Chu
     """
     check_range("chunk_similarity", "chunk_size", chunk_size, 1)
     measure = jax.jit(lambda keys, chunks: chunk_landmarks(to_chunks(keys, chunks, chunk_size))[1], static_argnums=1)
-    found = []
+    similarities = []
     for layer in layers:
         tokens = layer.k_post.shape[0]
         check_range("chunk_similarity", "chunk_size", chunk_size, 1, tokens)
-        found.append(np.asarray(measure(jnp.asarray(layer.k_post)[None], tokens // chunk_size))[0])
-    if not found:
+        similarities.append(np.asarray(measure(jnp.asarray(layer.k_post)[None], tokens // chunk_size))[0])
+    if not similarities:
         raise ConfigError("layers must be the tensors of at least one layer, got none")
-    return ChunkSimilarity(np.stack(found), chunk_size)
+    return ChunkSimilarity(np.stack(similarities), chunk_size)

@@ -61,16 +61,20 @@ def hit_rates(params: Any, tokens: Any, policy: ShadowKV, steps: int, *, fetch: 
     check_range("hit_rates", "steps", steps, 2, max(2, len(ids) - 1))
     resolved = policy.resolve(params.config, len(ids))
     prompt = len(ids) - steps
-    if told := resolved.fallback(params.config, prompt):
-        raise ConfigError(f"tokens must leave chunks to select from: {told}")
+    if reason := resolved.fallback(params.config, prompt):
+        raise ConfigError(f"tokens must leave chunks to select from: {reason}")
     _, state = decode.prefill(
-        params, ids[None, :prompt], np.array([prompt], np.int32), resolved, capacity=len(ids),
+        params,
+        ids[None, :prompt],
+        np.array([prompt], np.int32),
+        resolved,
+        capacity=len(ids),
         fetch=offload.resolve_fetch(fetch),
-    )  # fmt: skip
-    held = []
+    )
+    selected = []
     for token in ids[prompt:]:
         _, state = decode.decode_step(params, np.array([token], np.int32), state)
-        held.append(np.stack([np.asarray(layer.live.resident[0]) for layer in state.layers]))
-    now, before = np.stack(held[1:]), np.stack(held[:-1])  # [steps - 1, layers, h_kv, k]; -1: nothing
-    kept = (now[..., :, None] == before[..., None, :]).any(axis=-1) & (now >= 0)
-    return HitRates((now >= 0).sum(axis=(2, 3)), kept.sum(axis=(2, 3)), resolved, prompt)
+        selected.append(np.stack([np.asarray(layer.live.resident[0]) for layer in state.layers]))
+    now, before = np.stack(selected[1:]), np.stack(selected[:-1])  # [steps - 1, layers, h_kv, k]; -1: nothing
+    repeated = (now[..., :, None] == before[..., None, :]).any(axis=-1) & (now >= 0)
+    return HitRates((now >= 0).sum(axis=(2, 3)), repeated.sum(axis=(2, 3)), resolved, prompt)

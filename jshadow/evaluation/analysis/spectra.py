@@ -51,9 +51,9 @@ class Spectra:
             raise ConfigError(f"share must be in (0, 1], got {share!r}")
         if kind not in self.values:
             raise ConfigError(f"kind must be one of {sorted(self.values)}, got {kind!r}")
-        kept = np.cumsum(self.values[kind] ** 2, axis=1)
-        # a share of 1 must not hang on the last bit of a sum
-        return (kept < share * kept[:, -1:] * (1 - 1e-12)).sum(axis=1) + (kept[:, -1] > 0)
+        energy = np.cumsum(self.values[kind] ** 2, axis=1)
+        # a share of 1 must not depend on the last bit of a sum
+        return (energy < share * energy[:, -1:] * (1 - 1e-12)).sum(axis=1) + (energy[:, -1] > 0)
 
 
 def singular_values(layers: Iterable[LayerTensors], kinds: Iterable[str] = KINDS) -> Spectra:
@@ -72,16 +72,16 @@ def singular_values(layers: Iterable[LayerTensors], kinds: Iterable[str] = KINDS
     names = tuple(kinds)
     if not names or any(name not in KINDS for name in names):
         raise ConfigError(f"kinds must be among {KINDS}, got {names}")
-    found: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    falls: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for layer in layers:
         for name in names:
             matrix = as_matrix(getattr(layer, name))
             values = np.sqrt(np.maximum(np.linalg.eigvalsh(matrix.T @ matrix)[::-1], 0.0))
             values[matrix.shape[0] :] = 0.0
-            found[name].append(values / values[0] if values[0] > 0 else values)
-    if not found[names[0]]:
+            falls[name].append(values / values[0] if values[0] > 0 else values)
+    if not falls[names[0]]:
         raise ConfigError("layers must be the tensors of at least one layer, got none")
-    return Spectra({name: np.stack(rows) for name, rows in found.items()})
+    return Spectra({name: np.stack(rows) for name, rows in falls.items()})
 
 
 def right_basis(tensor: np.ndarray, rank: int) -> np.ndarray:
@@ -146,15 +146,15 @@ def compare_subspaces(
     """
     if kind not in KINDS:
         raise ConfigError(f"kind must be one of {KINDS}, got {kind!r}")
-    mine, theirs = list(text), list(other)
-    if len(mine) != len(theirs) or not mine:
-        raise ConfigError(f"other must have as many layers as text, {len(mine)} and some, got {len(theirs)}")
+    layers, others = list(text), list(other)
+    if len(layers) != len(others) or not layers:
+        raise ConfigError(f"other must have as many layers as text, {len(layers)} and some, got {len(others)}")
     rows: list[list[float]] = []
-    for here, there in zip(mine, theirs, strict=True):
+    for here, there in zip(layers, others, strict=True):
         tensor = getattr(here, kind)
         check_range("compare_subspaces", "context", context, rank, max(rank, tensor.shape[0] - rank))
         base = tensor[:context]
         rows.append([subspace_similarity(base, one, rank) for one in (tensor, tensor[context:], getattr(there, kind))])
     table = np.array(rows)
     extended, continuation, apart = table.T
-    return Subspaces(extended, continuation, apart, rank / as_matrix(getattr(mine[0], kind)).shape[1])
+    return Subspaces(extended, continuation, apart, rank / as_matrix(getattr(layers[0], kind)).shape[1])

@@ -6,28 +6,33 @@ from typing import Any
 from jshadow.cache import offload
 from jshadow.errors import ConfigError
 from jshadow.evaluation.analysis.tensors import text_of
-from jshadow.evaluation.plan import Cell, Entry, Setup
-from jshadow.evaluation.runner import Progress, cell_rows, run_case
+from jshadow.evaluation.runner import Progress, run_case, task_rows
+from jshadow.evaluation.settings import Entry, Setup, TaskPlan
 from jshadow.evaluation.tasks import Case, Sample
 from jshadow.policies import Full, Policy
 from jshadow.policies.checks import check_range
 
 
 def sweep(
-    params: Any, texts: Sequence[Any], policies: Sequence[Policy], *, steps: int = 64, fetch: str = "resident",
+    params: Any,
+    texts: Sequence[Any],
+    policies: Sequence[Policy],
+    *,
+    steps: int = 64,
+    fetch: str = "resident",
     progress: Progress | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """How far settings are from full attention on given texts, and what they take (figures 8 and 9, table 15).
 
-    The paper tells task accuracy; here the last `steps` tokens of each text are teacher-forced behind the others, and
-    each position's distribution is compared with full attention's.
+    The paper reports task accuracy. Here the last `steps` tokens of each text are fed after the others, and the
+    distribution at each position is compared with that of full attention.
 
     Args:
         params: Params.
         texts: int32 [S] each, all as long.
         policies: the settings; full attention is always run.
         steps: tokens that are compared in each text.
-        fetch: fetch mode that runs; bytes are told for values offloaded too, whatever ran.
+        fetch: fetch mode that runs; the rows also have the bytes with values offloaded, whatever ran.
         progress: called with (texts done, texts).
 
     Returns:
@@ -54,12 +59,12 @@ def sweep(
         for text in ids
     )
     setup = Setup(params, offload.resolve_fetch(fetch), None, {})
-    cell = Cell("agreement", prompt, total, cases, entries)
+    plan = TaskPlan("agreement", prompt, total, cases, entries)
     table, run = [], [entry.policy for entry in entries if entry.policy is not None]
     for policy in run:
         policy.resolve(params.config, total)  # before anything runs
     for index in range(len(cases)):
-        table.append(dict(zip(run, run_case(setup, cell, index, run), strict=True)))
+        table.append(dict(zip(run, run_case(setup, plan, index, run), strict=True)))
         if progress is not None:
             progress(index + 1, len(cases))
-    return cell_rows(setup, cell, table)
+    return task_rows(setup, plan, table)

@@ -1,4 +1,4 @@
-"""What a text leaves in each layer, as NumPy arrays: the tensors that all the observations are made of."""
+"""The tensors that a text leaves in each layer, as NumPy arrays. All observations use them."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -69,5 +69,5 @@ def layers_of(params: Any, ids: Array, progress: Callable[[int, int], None] | No
         out, _ = causal_attention(turn.queries(heads.q_pre), k, heads.v, scale, 0, kind.window)
         return out, (heads.k_pre, k, heads.v, heads.x_in)
 
-    for found in walk_layers(params, ids, keep, progress):
-        yield LayerTensors(*(np.asarray(part[0], np.float32) for part in found))
+    for tensors in walk_layers(params, ids, keep, progress):
+        yield LayerTensors(*(np.asarray(part[0], np.float32) for part in tensors))

@@ -1,7 +1,7 @@
-"""Pictures of evaluation results and of what `jshadow.analysis` finds; only here is matplotlib imported.
+"""Pictures of evaluation results and of what `jshadow.analysis` finds. Only this package imports matplotlib.
 
-A function takes plain numbers, returns matplotlib's Figure, and with a path writes it too, whole or not at all. The
-same numbers make the same bytes. A method has one colour and one marker in all pictures (`style.look_of`).
+A function takes plain numbers and returns matplotlib's Figure. With a path it writes the file too, whole or not at all.
+The same numbers give the same bytes. A method has one colour and one marker in all pictures (`style.look_of`).
 """
 
 from jshadow.evaluation.plots.observations import (

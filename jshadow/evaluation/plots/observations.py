@@ -77,8 +77,9 @@ def plot_subspaces(lines: Mapping[str, np.ndarray], chance: float, path: Path = 
     need(lines, "subspaces")
     figure, [axis] = panels(1, 1, 5.6, 3.2)
     for number, (name, table) in enumerate(lines.items()):
-        axis.plot(range(len(table)), table, label=name, marker=MARKS[number % len(MARKS)], markersize=4,
-                  **series_look(number))  # fmt: skip
+        axis.plot(
+            range(len(table)), table, label=name, marker=MARKS[number % len(MARKS)], markersize=4, **series_look(number)
+        )
     axis.axhline(chance, color="0.5", linewidth=1, linestyle=(0, (4, 3)), label="by chance")
     axis.set_ylim(0, 1.03)
     axis.set_xlabel("layer")
@@ -145,8 +146,14 @@ def plot_hit_rates(texts: Mapping[str, np.ndarray], path: Path = None) -> Any:
     for number, (name, rates) in enumerate(texts.items()):
         look = series_look(number)
         band(left, range(2, len(rates) + 2), 100 * rates.T, look, name)
-        right.plot(range(rates.shape[1]), 100 * rates.mean(axis=0), marker=MARKS[number % len(MARKS)], markersize=4,
-                   label=name, **look)  # fmt: skip
+        right.plot(
+            range(rates.shape[1]),
+            100 * rates.mean(axis=0),
+            marker=MARKS[number % len(MARKS)],
+            markersize=4,
+            label=name,
+            **look,
+        )
     left.set_ylim(0, 103)
     left.set_xlabel("decode step")
     left.set_ylabel("selected in the step before too, %")

@@ -57,14 +57,14 @@ def with_memory(rows: Iterable[Row], measure: str) -> list[Row]:
 def looks(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The look of each row of one panel: a method's second setting has its colour and marker, and dashes."""
     seen: dict[str, list[Any]] = {}
-    found = []
+    marks = []
     for row in rows:
         settings = seen.setdefault(row["name"], [])
-        own = (row.get("policy"), row.get("share"), row.get("control_of"))
-        if own not in settings:
-            settings.append(own)
-        found.append(look_of(row["name"], settings.index(own)))
-    return found
+        setting = (row.get("policy"), row.get("share"), row.get("control_of"))
+        if setting not in settings:
+            settings.append(setting)
+        marks.append(look_of(row["name"], settings.index(setting)))
+    return marks
 
 
 @styled
@@ -89,16 +89,19 @@ def plot_turns(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) 
     most = max(sum((row["task"], row["length"]) == place for row in drawn) for place in places)
     figure, axes = panels(len(places), MOST_ACROSS, WIDE, 3.0 + 0.17 * most, sharey=True)
     for axis, (task, length) in zip(axes, places, strict=True):
-        own = [row for row in drawn if (row["task"], row["length"]) == (task, length)]
-        for row, look in zip(own, looks(own), strict=True):
+        panel = [row for row in drawn if (row["task"], row["length"]) == (task, length)]
+        for row, look in zip(panel, looks(panel), strict=True):
             share = row["served_device_bytes"] / row["served_full_bytes"]
             if row["name"] == "full":  # broad, behind the others, which may lie on it
                 look |= {"color": "0.7", "linewidth": 7, "zorder": 1}
             axis.plot(
-                range(1, len(row["turns"]) + 1), row["turns"], alpha=0.85, **look,
+                range(1, len(row["turns"]) + 1),
+                row["turns"],
+                alpha=0.85,
+                **look,
                 label=f"{plain(row['name'])} ({100 * share:.0f} % of full's bytes)",
-            )  # fmt: skip
-        axis.set_title(f"{plain(task)}, {length:,} tokens, {own[0]['samples']} samples")
+            )
+        axis.set_title(f"{plain(task)}, {length:,} tokens, {panel[0]['samples']} samples")
         axis.set_xlabel("turn")
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16))
@@ -165,11 +168,16 @@ def policy_title(row: Row) -> str:
 
 
 FIELDS = {
-    "rank": "rank", "chunk_size": "chunk size, tokens", "budget": "budget, tokens",
-    "outlier_chunks": "outlier chunks a KV head", "local_chunks": "local chunks", "key_bits": "bits a column",
-    "landmark_tokens": "tokens a landmark", "landmark_levels": "levels of landmarks",
+    "rank": "rank",
+    "chunk_size": "chunk size, tokens",
+    "budget": "budget, tokens",
+    "outlier_chunks": "outlier chunks a KV head",
+    "local_chunks": "local chunks",
+    "key_bits": "bits a column",
+    "landmark_tokens": "tokens a landmark",
+    "landmark_levels": "levels of landmarks",
     "landmark_order": "order of landmarks",
-}  # fmt: skip
+}
 SIZES = {"served_device_bytes": "KV bytes on the device, MB", "served_moved_bytes": "from the host a step, MB"}
 MEASURES = {"score": "score, %", "top1": "same next token as full attention, %", "kl": "KL(full, method), nats"}
 
@@ -208,33 +216,40 @@ def plot_memory(
     figure, axes = panels(len(places), 2, WIDE, 3.4, beside=max(1.8, 0.075 * longest))
     handles: dict[str, Any] = {}
     for axis, (task, length, size) in zip(axes, places, strict=True):
-        own = [row for row in drawn if (row["task"], row["length"]) == (task, length)]
+        panel = [row for row in drawn if (row["task"], row["length"]) == (task, length)]
         for base, name in methods:
-            points = sorted(((row.get(size) or 0) / 1e6, row[measure], row.get(error_of(measure)) or 0.0)
-                            for row in own if name in lines_of(row))  # fmt: skip
+            points = sorted(
+                ((row.get(size) or 0) / 1e6, row[measure], row.get(error_of(measure)) or 0.0)
+                for row in panel
+                if name in lines_of(row)
+            )
             if not points:
                 continue
             look = look_of(base, [one for one in methods if one[0] == base].index((base, name)))
             if base == "full":
                 axis.axhline(points[0][1], color=look["color"], linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-            line = axis.errorbar(*zip(*[p[:2] for p in points], strict=True), yerr=[p[2] for p in points],
-                                 elinewidth=0.8, alpha=0.9, **look)  # fmt: skip
+            line = axis.errorbar(
+                *zip(*[p[:2] for p in points], strict=True),
+                yerr=[p[2] for p in points],
+                elinewidth=0.8,
+                alpha=0.9,
+                **look,
+            )
             handles.setdefault(name, line)
-        axis.set_title(f"{plain(task)}, {length:,} tokens, {own[0]['samples']} samples")
+        axis.set_title(f"{plain(task)}, {length:,} tokens, {panel[0]['samples']} samples")
         axis.set_xlabel(SIZES[size])
-        axis.set_ylabel(MEASURES["top1" if "top1" in own[0] and measure == "score" else measure])
+        axis.set_ylabel(MEASURES["top1" if "top1" in panel[0] and measure == "score" else measure])
         axis.set_xlim(left=0)
         if measure == "kl":
             axis.set_yscale("log", nonpositive="clip")
         else:
-            axis.set_ylim(-4 if min(row[measure] for row in own) < 50 else None, 104)
+            axis.set_ylim(-4 if min(row[measure] for row in panel) < 50 else None, 104)
     figure.legend(handles.values(), [plain(name, LONG) for name in handles], loc="outside right upper")
     return write(figure, path)
 
 
 def method_of(row: Row) -> str:
-    """What makes a line of its own: a method, its key code where that is not the paper's, a control or not, taught or
-    not."""
+    """The key of a row's line. Rows of one method, key code, role (control or not) and training share a line."""
     codec = (row.get("settings") or {}).get("key_codec", "lowrank")
     name = row["name"] + (f" {codec}" if codec != "lowrank" else "")
     return name + (" (control)" if row.get("control_of") else "") + (" (fitted)" if row.get("fitted") else "")
@@ -250,12 +265,12 @@ def kind_of(row: Row, field: str) -> str:
     """The method whose setting is swept; one that has other landmarks is another one."""
     settings = row.get("settings") or {}
     tokens = settings.get("landmark_tokens")
-    told = {
+    details = {
         "landmark_tokens": f"landmarks of {tokens}" if tokens not in (None, settings.get("chunk_size")) else "",
         "landmark_levels": "2 levels" if settings.get("landmark_levels") == 2 else "",
         "landmark_order": "variance" if settings.get("landmark_order") == 2 else "",
     }
-    return ", ".join([method_of(row), *(text for name, text in told.items() if text and name != field)])
+    return ", ".join([method_of(row), *(text for name, text in details.items() if text and name != field)])
 
 
 def error_of(measure: str) -> str:

@@ -1,4 +1,4 @@
-"""How all pictures look: one colour and marker a method, quiet axes, files that do not depend on the day."""
+"""The style of all pictures: one colour and marker a method, plain axes, and files without dates."""
 
 import contextlib
 import functools
@@ -65,14 +65,14 @@ def look_of(name: str, number: int = 0) -> dict[str, Any]:
     """Line2D properties of a method: its colour always; dashes and a hollow marker for its n-th setting in one panel.
 
     Args:
-        name: as a row's "name"; one that is not in METHODS gets a look that hangs on the name alone.
+        name: as a row's "name"; one that is not in METHODS gets a look that depends on the name alone.
         number: of the method's settings in the panel, 0 the first.
     """
     if name in METHODS:
         colour, mark = METHODS[name]
     else:
-        own = zlib.crc32(name.encode())
-        colour, mark = SERIES[own % len(SERIES)], MARKS[own // len(SERIES) % len(MARKS)]
+        hashed = zlib.crc32(name.encode())
+        colour, mark = SERIES[hashed % len(SERIES)], MARKS[hashed // len(SERIES) % len(MARKS)]
     look = {"color": colour, "marker": mark, "linestyle": DASHES[number % len(DASHES)]}
     return look if not number else look | {"markerfacecolor": "white", "marker": MARKS[number % len(MARKS)]}
 

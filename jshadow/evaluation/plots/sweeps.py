@@ -11,9 +11,11 @@ from jshadow.evaluation.plots.style import LONG, look_of, panels, plain, styled,
 Row = Mapping[str, Any]
 CROWD = 3  # lines whose legend still finds room among them
 MEASURES = {
-    "score": "right answers, %", "top1": "same next token, %", "kl": "KL(full, method), nats",
+    "score": "right answers, %",
+    "top1": "same next token, %",
+    "kl": "KL(full, method), nats",
     "bytes": "device bytes, % of full's",
-}  # fmt: skip
+}
 
 
 def measured(row: Row, measure: str) -> float | None:
@@ -71,8 +73,14 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
             kind = line[1].partition(" ")[0]
             number = kinds[kind] = kinds.get(kind, -1) + 1
             error = None if measure == "bytes" else [row.get(error_of(measure)) or 0.0 for row in at.values()]
-            axis.errorbar(list(at), [measured(row, measure) for row in at.values()], yerr=error, elinewidth=0.8,
-                          label=line_name(line, list(lines)), **look_of(kind, number))  # fmt: skip
+            axis.errorbar(
+                list(at),
+                [measured(row, measure) for row in at.values()],
+                yerr=error,
+                elinewidth=0.8,
+                label=line_name(line, list(lines)),
+                **look_of(kind, number),
+            )
         axis.set_xlabel(FIELDS.get(field, field))
         axis.set_ylabel(MEASURES[measure])
         if measure == "score":
@@ -89,5 +97,5 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
 def line_name(line: tuple[Any, ...], lines: Sequence[tuple[Any, ...]]) -> str:
     """Of a line's task, method and length, those that tell it from the other lines."""
     parts = [f"{part:,} tokens" if isinstance(part, int) else str(part) for part in line]
-    told = [part for i, part in enumerate(parts) if len({other[i] for other in lines}) > 1]
-    return plain(", ".join(told) or parts[1], LONG)
+    differing = [part for i, part in enumerate(parts) if len({other[i] for other in lines}) > 1]
+    return plain(", ".join(differing) or parts[1], LONG)

@@ -1,6 +1,6 @@
-"""Times of decode steps and prefills on this machine, beside dense baselines and beside what the machine can do.
+"""Times of decode steps and prefills on this machine, beside dense baselines and the best rates of the machine.
 
-A bench compiles first, warms up, and tells the median of its repeats with the least and the most. Peers (torch,
+A bench compiles first, warms up, and returns the median, the least and the most of its repeats. Peers (torch,
 transformers) are measured in the same run where they are installed.
 """
 

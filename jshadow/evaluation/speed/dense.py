@@ -72,9 +72,19 @@ def bench_baselines(shape: Shape, repeats: int = 10) -> Iterator[dict[str, Any]]
             continue
         times = run(shape, repeats)
         yield {
-            "policy": name, "fetch": None, "context": shape.context, "batch": shape.batch, "dtype": shape.dtype,
-            "step_seconds": times.median, "least": times.least, "most": times.most,
-            "compile_seconds": times.compile, "bytes_device": size, "bytes_host": 0,
-            "bytes_read": size, "bytes_fetched": 0, "bytes_moved": size,
+            "policy": name,
+            "fetch": None,
+            "context": shape.context,
+            "batch": shape.batch,
+            "dtype": shape.dtype,
+            "step_seconds": times.median,
+            "least": times.least,
+            "most": times.most,
+            "compile_seconds": times.compile,
+            "bytes_device": size,
+            "bytes_host": 0,
+            "bytes_read": size,
+            "bytes_fetched": 0,
+            "bytes_moved": size,
             "flops": 4 * shape.batch * shape.context * shape.heads * shape.head_dim,
-        }  # fmt: skip
+        }

@@ -60,9 +60,17 @@ class Shape:
     def config(self) -> ModelConfig:
         """A model of one such layer, of which nothing but the attention is ever run."""
         return ModelConfig(
-            "llama", 2, 1, self.heads * self.head_dim, 1, self.heads, self.kv_heads, self.head_dim, 1e-5,
-            self.context + LEFT,
-        )  # fmt: skip
+            model_type="llama",
+            vocab_size=2,
+            num_layers=1,
+            model_dim=self.heads * self.head_dim,
+            ffn_dim=1,
+            q_heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            norm_eps=1e-5,
+            context=self.context + LEFT,
+        )
 
 
 def random_prompt(shape: Shape, policy: LayerCache, seed: int = 0) -> PromptKV:
@@ -79,15 +87,17 @@ def random_prompt(shape: Shape, policy: LayerCache, seed: int = 0) -> PromptKV:
     positions = jnp.arange(shape.context, dtype=jnp.int32)
     even = jnp.log(positions + 1.0)
     prompt = PromptKV(
-        k_pre=keys, k_post=keys, v=normal(v, shape.context, shape.kv_heads),
+        k_pre=keys,
+        k_post=keys,
+        v=normal(v, shape.context, shape.kv_heads),
         lengths=jnp.full(shape.batch, shape.context, jnp.int32),
         positions=jnp.broadcast_to(positions, (shape.batch, shape.context)),
         q_tail=normal(tail, policy.reads.last_queries, shape.heads) if policy.reads.last_queries else None,
         q_post=normal(q, shape.context, shape.heads) if everything else None,
         lse=jnp.broadcast_to(even, (shape.batch, shape.heads, shape.context)) if everything else None,
-    )  # fmt: skip
-    own, config = attention_of(policy), shape.config()
-    extra = None if own is None else own.begin(config, config.attention_kind(0), prompt, None, None)
+    )
+    attention, config = attention_of(policy), shape.config()
+    extra = None if attention is None else attention.begin(config, config.attention_kind(0), prompt, None, None)
     return prompt.replace(extra=extra)
 
 
@@ -101,7 +111,7 @@ def layer_state(shape: Shape, policy: Policy, fetch: str) -> tuple[CacheSpec, La
     policy = policy.resolve(config, shape.context + LEFT)
     spec = cache_specs(
         config, policy, shape.batch, shape.context + LEFT, shape.context, shape.dtype, offload.resolve_fetch(fetch)
-    )[0]  # fmt: skip
+    )[0]
     state, write = compress_layer(random_prompt(shape, spec.policy), None, spec=dataclasses.replace(spec, layer=None))
     return spec, state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write))
 
@@ -140,19 +150,29 @@ def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int 
 
     reads, writes = (state.frozen, state.host.prompt), (state.live, state.host.tail)
     program, seconds = compiled(run, reads, writes, next(steps), donate=(1,))
-    held = [writes]
+    latest = [writes]
 
     def once() -> None:
-        out, held[0] = program(reads, held[0], next(steps))
-        jax.block_until_ready((out, held[0]))
+        out, latest[0] = program(reads, latest[0], next(steps))
+        jax.block_until_ready((out, latest[0]))
 
     times = measure(once, repeats, seconds)
     sizes = np.array(list(layer_nbytes(state).values())).sum(axis=0)
     moved = np.array(list(costs_of(spec.policy).step_bytes(spec, state).values())).sum(axis=0)
     return {
-        "policy": spec.policy.name, "fetch": spec.fetch, "context": shape.context, "batch": shape.batch,
-        "dtype": shape.dtype, "step_seconds": times.median, "least": times.least, "most": times.most,
-        "compile_seconds": times.compile, "bytes_device": int(sizes[0]), "bytes_host": int(sizes[1]),
-        "bytes_read": int(moved[0]), "bytes_fetched": int(moved[1]), "bytes_moved": int(moved.sum()),
+        "policy": spec.policy.name,
+        "fetch": spec.fetch,
+        "context": shape.context,
+        "batch": shape.batch,
+        "dtype": shape.dtype,
+        "step_seconds": times.median,
+        "least": times.least,
+        "most": times.most,
+        "compile_seconds": times.compile,
+        "bytes_device": int(sizes[0]),
+        "bytes_host": int(sizes[1]),
+        "bytes_read": int(moved[0]),
+        "bytes_fetched": int(moved[1]),
+        "bytes_moved": int(moved.sum()),
         "flops": int(costs_of(spec.policy).step_flops(spec, state)),
-    }  # fmt: skip
+    }

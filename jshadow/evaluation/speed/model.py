@@ -20,6 +20,7 @@ from jshadow.evaluation.speed.peers import CACHES, answer_transformers
 from jshadow.evaluation.speed.request import Answer, Request
 from jshadow.models.config import ModelConfig
 from jshadow.planner.gpu import Planner
+from jshadow.planner.gpu_plan import Serving
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.policies import Policy
 from jshadow.policies.base import why_dense
@@ -29,9 +30,14 @@ ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0)  # of its plan only the bytes and operati
 
 
 def bench_model(
-    request: Request, policies: Sequence[tuple[str, Policy]], fetches: Sequence[str] = ("auto",), *, runs: int = 3,
-    peers: bool = True, progress: Callable[[str], None] | None = None,
-) -> list[dict[str, Any]]:  # fmt: skip
+    request: Request,
+    policies: Sequence[tuple[str, Policy]],
+    fetches: Sequence[str] = ("auto",),
+    *,
+    runs: int = 3,
+    peers: bool = True,
+    progress: Callable[[str], None] | None = None,
+) -> list[dict[str, Any]]:
     """Every policy in every fetch mode, and transformers beside them on a CPU where torch is installed.
 
     Each run is a new process that answers the request twice: the first answer compiles and warms up, the second
@@ -73,9 +79,12 @@ def bench_model(
     if peers and importlib.util.find_spec("torch") is not None and jax.default_backend() == "cpu":
         none = dict.fromkeys(("bytes_read", "bytes_fetched", "bytes_moved", "flops", "prefill_flops", "fallback"))
         systems += [
-            ({"setting": f"transformers {cache}", "policy": "transformers", "fetch": None, **none},
-             functools.partial(answer_transformers, request, cache)) for cache in CACHES
-        ]  # fmt: skip
+            (
+                {"setting": f"transformers {cache}", "policy": "transformers", "fetch": None, **none},
+                functools.partial(answer_transformers, request, cache),
+            )
+            for cache in CACHES
+        ]
     answers: list[list[Answer]] = [[] for _ in systems]
     errors: list[str | None] = [None] * len(systems)
     for _ in range(runs):
@@ -97,7 +106,9 @@ def label(row: dict[str, Any]) -> str:
 
 def costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> dict[str, Any]:
     """What is known of a system before it runs: its name, and what a decode step of it must move and compute."""
-    planner = Planner(config, config, ANY_GPU, 1, request.tokens, request.capacity, request.dtype, fetch, 0.0)
+    new = request.capacity - request.tokens
+    serving = Serving(request.tokens, new, dtype=request.dtype, fetch=fetch, repeat_share=0.0)
+    planner = Planner(config, config, ANY_GPU, serving)
     resolved = policy.resolve(config, request.capacity)
     fallback = why_dense(resolved, config, request.capacity)
     step = planner.step(resolved, request.batch)
@@ -108,10 +119,15 @@ def costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> 
     # Each token meets each weight, and half of the tokens before it on average.
     prefill = 2 * request.tokens * (numbers + config.num_layers * request.tokens * config.q_heads * config.head_dim)
     return {
-        "policy": resolved.name, "fetch": fetch if offloads else "resident", "bytes_read": read,
-        "bytes_fetched": step.pcie_bytes, "bytes_moved": read + step.pcie_bytes, "flops": step.flops,
-        "prefill_flops": request.batch * prefill, "fallback": fallback,
-    }  # fmt: skip
+        "policy": resolved.name,
+        "fetch": fetch if offloads else "resident",
+        "bytes_read": read,
+        "bytes_fetched": step.pcie_bytes,
+        "bytes_moved": read + step.pcie_bytes,
+        "flops": step.flops,
+        "prefill_flops": request.batch * prefill,
+        "fallback": fallback,
+    }
 
 
 def in_own_process(run: Callable[[], Answer]) -> Answer:
@@ -157,8 +173,14 @@ def summary(request: Request, row: dict[str, Any], answers: list[Answer], error:
     prefill = [answer.prefill_seconds for answer in answers]
     step = [answer.decode_seconds / request.steps for answer in answers]
     return row | {
-        "prefill_seconds": statistics.median(prefill), "prefill_least": min(prefill), "prefill_most": max(prefill),
-        "step_seconds": statistics.median(step), "least": min(step), "most": max(step),
-        "tokens_per_second": request.batch / statistics.median(step), "compile_seconds": answers[0].compile_seconds,
-        "bytes_device": answers[0].bytes_device, "bytes_host": answers[0].bytes_host,
-    }  # fmt: skip
+        "prefill_seconds": statistics.median(prefill),
+        "prefill_least": min(prefill),
+        "prefill_most": max(prefill),
+        "step_seconds": statistics.median(step),
+        "least": min(step),
+        "most": max(step),
+        "tokens_per_second": request.batch / statistics.median(step),
+        "compile_seconds": answers[0].compile_seconds,
+        "bytes_device": answers[0].bytes_device,
+        "bytes_host": answers[0].bytes_host,
+    }

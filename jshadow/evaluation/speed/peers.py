@@ -1,4 +1,4 @@
-"""The same request through transformers, on torch: what people use today."""
+"""The same request through transformers on torch, for comparison."""
 
 import time
 from typing import Any
@@ -20,19 +20,19 @@ def answer_transformers(request: Request, cache: str) -> Answer:
     model: Any = AutoModelForCausalLM.from_pretrained(request.model, dtype=kind).eval()
     ids = torch.tensor(request.prompts(model.config.vocab_size).astype("int64"))
 
-    def step(tokens: Any, held: Any) -> Any:
-        logits = model(tokens, past_key_values=held, use_cache=True, logits_to_keep=1).logits
+    def step(tokens: Any, kv_cache: Any) -> Any:
+        logits = model(tokens, past_key_values=kv_cache, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1:].argmax(-1)
 
     def once() -> Answer:
-        held: Any = DynamicCache(config=model.config, offloading=cache == "OffloadedCache")
+        kv_cache: Any = DynamicCache(config=model.config, offloading=cache == "OffloadedCache")
         start = time.perf_counter()
-        token = step(ids, held)
+        token = step(ids, kv_cache)
         middle = time.perf_counter()
         for _ in range(request.steps):
-            token = step(token, held)
+            token = step(token, kv_cache)
         end = time.perf_counter()
-        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in held.layers)
+        size = sum(layer.keys.nbytes + layer.values.nbytes for layer in kv_cache.layers)
         return Answer(middle - start, end - middle, size, 0)
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Where the time of one layer's decode step goes: each stage a program of its own, on the same state."""
+"""The times of the stages of one layer's decode step, each a program of its own on the same state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,14 +17,23 @@ from jshadow.policies.shadowkv.costs import ChunkCosts, sizes_of
 
 # The stages in their order, with the one that contains them: a fetch brings values while it rebuilds keys.
 STAGES = {
-    "append": None, "scores": "select", "select": None, "keys": "fetch", "values": "fetch", "fetch": None,
+    "append": None,
+    "scores": "select",
+    "select": None,
+    "keys": "fetch",
+    "values": "fetch",
+    "fetch": None,
     "attend": None,
-}  # fmt: skip
-# What reads which part of a state (`Costs.step_bytes`); a part that is not named is attended.
+}
+# What reads which part of a state (`Policy.step_bytes`); a part that is not named is attended.
 READ_BY = {
-    "landmarks": "scores", "spread": "scores", "candidates": "scores", "left": "keys", "right": "keys",
+    "landmarks": "scores",
+    "spread": "scores",
+    "candidates": "scores",
+    "left": "keys",
+    "right": "keys",
     "values": "values",
-}  # fmt: skip
+}
 
 
 def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int = 10) -> list[dict[str, Any]]:
@@ -39,18 +48,23 @@ def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int
     spec, state = layer_state(shape, policy, fetch)
     step = random_step(shape, 1, query_rows(spec.policy))
     runs, costs = programs(spec, state, step), stage_costs(spec, state)
-    held = runs.pop("fetch", None) if spec.fetch == "zero_copy" else None
+    fetching = runs.pop("fetch", None) if spec.fetch == "zero_copy" else None
     times = {name: timed(run, *args, repeats=repeats) for name, (run, args) in runs.items()}
-    if held is not None:
-        times["fetch"] = time_kept_fetch(*held, repeats=repeats)
+    if fetching is not None:
+        times["fetch"] = time_kept_fetch(*fetching, repeats=repeats)
     times["append"] = time_append(spec, state, step, repeats)  # last, for it consumes the state
     return [
         {
-            "stage": name, "part_of": outer, "step_seconds": times[name].median, "least": times[name].least,
-            "most": times[name].most, **dict(zip(("bytes_read", "bytes_fetched", "flops"), costs[name], strict=True)),
+            "stage": name,
+            "part_of": outer,
+            "step_seconds": times[name].median,
+            "least": times[name].least,
+            "most": times[name].most,
+            **dict(zip(("bytes_read", "bytes_fetched", "flops"), costs[name], strict=True)),
         }
-        for name, outer in STAGES.items() if name in times
-    ]  # fmt: skip
+        for name, outer in STAGES.items()
+        if name in times
+    ]
 
 
 def programs(spec: CacheSpec, state: LayerState, step: StepKV) -> dict[str, tuple[Callable[..., Any], tuple]]:
@@ -107,17 +121,17 @@ def time_kept_fetch(fetch: Callable[..., Any], args: tuple[HostTier, Any], *, re
 
 
 def time_append(spec: CacheSpec, state: LayerState, step: StepKV, repeats: int) -> Times:
-    """The writing of a token into what each call leaves: what changes is donated, as in a step."""
+    """Append a token to the state that the call before left. The arrays that change are donated, as in a step."""
 
     def append(writes: Any, reads: Any, step: StepKV) -> Any:
         layer, rows = spec.policy.append(spec, LayerState(reads[0], writes[0], HostTier(reads[1], writes[1])), step)
         return layer.live, offload.write(layer.host, rows).tail
 
-    held, reads = [(state.live, state.host.tail)], (state.frozen, state.host.prompt)
-    program, seconds = compiled(append, held[0], reads, step, donate=(0,))
+    latest, reads = [(state.live, state.host.tail)], (state.frozen, state.host.prompt)
+    program, seconds = compiled(append, latest[0], reads, step, donate=(0,))
 
     def once() -> None:
-        held[0] = jax.block_until_ready(program(held[0], reads, step))
+        latest[0] = jax.block_until_ready(program(latest[0], reads, step))
 
     return measure(once, repeats, seconds)
 

@@ -1,4 +1,4 @@
-"""The stopwatch, and what a machine can do at best: its ceilings."""
+"""Timing, and the best rates of a machine: its ceilings."""
 
 import dataclasses
 import functools
@@ -75,21 +75,21 @@ def ceilings(repeats: int = 10, copy_bytes: int | None = None, side: int | None 
     usual = ON_CPU if jax.default_backend() == "cpu" else ON_GPU
     copy_bytes, side = copy_bytes or usual[0], side or usual[1]
     x = jax.random.normal(jax.random.key(0), (copy_bytes // 4,))
-    found = {
+    rates = {
         "read": copy_bytes / timed(jnp.sum, x, repeats=repeats).least,
         "copy": 2 * copy_bytes / timed(lambda x: x + 1.0, x, repeats=repeats).least,
     }
     product = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
     for dtype in ("float32", "bfloat16"):
         square = jax.random.normal(jax.random.key(1), (side, side), dtype)
-        found[f"matmul_{dtype}"] = 2 * side**3 / timed(product, square, square, repeats=repeats).least
+        rates[f"matmul_{dtype}"] = 2 * side**3 / timed(product, square, square, repeats=repeats).least
     if jax.default_backend() != "cpu":
         device = x.sharding
         host = device.with_memory_kind("pinned_host")
         away = jax.block_until_ready(jax.device_put(x, host))
         for name, source, target in (("device_to_host", x, host), ("host_to_device", away, device)):
-            found[name] = copy_bytes / measure(functools.partial(move, source, target), repeats).least
-    return found
+            rates[name] = copy_bytes / measure(functools.partial(move, source, target), repeats).least
+    return rates
 
 
 def move(x: Array, target: Any) -> None:

@@ -1,8 +1,9 @@
-"""Tasks with known answers, made on the spot: no data set, no network.
+"""Tasks with known answers, made when they are needed: no data set, no network.
 
-A task is a function (tokenizer, length, depth, seed) -> Case whose prompt has exactly `length` tokens, or a hundredth
-less where its text allows no better. Texts are own filler sentences, what ships with Python (which differs between its
-versions, so a seed means one prompt per version), or the Bible. As a program it prints one prompt, or writes many:
+A task is a function (tokenizer, length, depth, seed) -> Case. Its prompt has exactly `length` tokens, or up to a
+hundredth less where the tokenizer allows no other length. Texts are filler sentences of our own, the documentation and
+source code that ship with Python (a seed means one prompt per version of Python), or the Bible. As a program it prints
+one prompt, or writes many:
 
     python -m jshadow.evaluation.tasks needle_docs --model DIR --tokens 2000 --depth 0.5 --seed 0
     python -m jshadow.evaluation.tasks niah_single_1 --model DIR --tokens 4096 --samples 20 --out niah.jsonl
@@ -36,7 +37,7 @@ from jshadow.evaluation.tasks.needles import PREFIX as PREFIX
 from jshadow.evaluation.tasks.needles import QUESTION as QUESTION
 from jshadow.evaluation.tasks.needles import SNAP as SNAP
 from jshadow.evaluation.tasks.needles import TURNS as TURNS
-from jshadow.evaluation.tasks.needles import Kind, needles, niah, passkey
+from jshadow.evaluation.tasks.needles import NeedleKind, needles, niah, passkey
 from jshadow.evaluation.tasks.needles import snap as snap
 from jshadow.evaluation.tasks.retrieval import kv_retrieval, two_stage
 from jshadow.evaluation.tasks.texts import NOISE as NOISE
@@ -51,15 +52,15 @@ Task = Callable[[Any, int, float, int], Case]
 TASK_TURNS = {"needle_multiturn": TURNS, "needle_multiturn_noise": TURNS}
 GRIDS = ("needle_grid",)  # samples walk the depth from 0 to 1, both ends included: the rows of a heat map
 NIAH = {
-    "niah_single_1": Kind("noise"),
-    "niah_single_2": Kind(),
-    "niah_single_3": Kind(uuid_values=True),
-    "niah_multikey_1": Kind(keys=4),
-    "niah_multikey_2": Kind("needles"),
-    "niah_multikey_3": Kind("needles", uuid_keys=True, uuid_values=True),
-    "niah_multivalue": Kind(values=4),
-    "niah_multiquery": Kind(keys=4, asked=4),
-    "niah_multiquery_apart": Kind(keys=4, asked=4, apart=True),
+    "niah_single_1": NeedleKind("noise"),
+    "niah_single_2": NeedleKind(),
+    "niah_single_3": NeedleKind(uuid_values=True),
+    "niah_multikey_1": NeedleKind(keys=4),
+    "niah_multikey_2": NeedleKind("needles"),
+    "niah_multikey_3": NeedleKind("needles", uuid_keys=True, uuid_values=True),
+    "niah_multivalue": NeedleKind(values=4),
+    "niah_multiquery": NeedleKind(keys=4, asked=4),
+    "niah_multiquery_apart": NeedleKind(keys=4, asked=4, apart=True),
 }
 TASKS: dict[str, Task] = {
     "needle_noise": functools.partial(needles, source=noise),

@@ -14,18 +14,22 @@ from jshadow.evaluation.tasks import TASKS, make, sample_of
 
 def parser() -> argparse.ArgumentParser:
     """The options."""
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         prog="python -m jshadow.evaluation.tasks", description="Print one prompt, or write rows that kvpress reads."
     )
-    made.add_argument("task", help=", ".join(TASKS))
-    made.add_argument("--model", required=True, metavar="DIR", help="model directory with a tokenizer")
-    made.add_argument("--tokens", type=int, default=2000, help="tokens in the model's format (default: %(default)s)")
-    made.add_argument("--depth", type=float, help="place of the fact, 0 to 1 (default: 0.5); with --out spread evenly")
-    made.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    made.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    made.add_argument("--out", metavar="FILE", help="write a JSONL file of --samples cases, as `jshadow eval` has them")
-    made.add_argument("--samples", type=int, default=10, help="cases that --out gets (default: %(default)s)")
-    return made
+    options.add_argument("task", help=", ".join(TASKS))
+    options.add_argument("--model", required=True, metavar="DIR", help="model directory with a tokenizer")
+    options.add_argument("--tokens", type=int, default=2000, help="tokens in the model's format (default: %(default)s)")
+    options.add_argument(
+        "--depth", type=float, help="place of the fact, 0 to 1 (default: 0.5); with --out spread evenly"
+    )
+    options.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    options.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    options.add_argument(
+        "--out", metavar="FILE", help="write a JSONL file of --samples cases, as `jshadow eval` has them"
+    )
+    options.add_argument("--samples", type=int, default=10, help="cases that --out gets (default: %(default)s)")
+    return options
 
 
 def write(args: argparse.Namespace) -> None:

@@ -1,4 +1,4 @@
-"""How far a method agrees with full attention, whatever the model knows: plain text, forced token by token."""
+"""Agreement with full attention on plain text that is fed token by token. The model need not know any answer."""
 
 import functools
 import itertools
@@ -13,9 +13,13 @@ FORCED = 64  # tokens of an agreement task that are forced after its prompt
 
 
 def agreement(
-    tokenizer: Any, length: int, depth: float, seed: int,
-    *, source: Callable[[Any, random.Random], Iterator[int]] = documentation,
-) -> Case:  # fmt: skip
+    tokenizer: Any,
+    length: int,
+    depth: float,
+    seed: int,
+    *,
+    source: Callable[[Any, random.Random], Iterator[int]] = documentation,
+) -> Case:
     """Plain text: `length` tokens as the prompt, and what really follows them to be forced."""
     del depth
     begin = opening(tokenizer)

@@ -1,4 +1,4 @@
-"""Names and numbers that a seed draws, none twice."""
+"""Names and numbers drawn from a seed, each at most once."""
 
 import random
 import uuid
@@ -11,10 +11,10 @@ def distinct(draw: Callable[[], str]) -> Iterator[str]:
     """What a function draws, without what it drew before; without end."""
     seen: set[str] = set()
     while True:
-        made = draw()
-        if made not in seen:
-            seen.add(made)
-            yield made
+        value = draw()
+        if value not in seen:
+            seen.add(value)
+            yield value
 
 
 def word_pairs(rng: random.Random) -> Iterator[str]:

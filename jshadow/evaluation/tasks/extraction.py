@@ -1,7 +1,7 @@
-"""Turn a text into data: every field of many records is wanted, so that little of the context may be missed.
+"""Turn a text into data. Every field of many records is asked for, so that most of the context matters.
 
-After the Text2JSON benchmark of arXiv 2604.08426, on which retrieval from a compressed cache was found to lose much;
-records and text are our own.
+After the Text2JSON benchmark of arXiv 2604.08426, where retrieval from a compressed cache loses much. The records and
+the text are our own.
 """
 
 import itertools
@@ -16,9 +16,23 @@ from jshadow.evaluation.tasks.framing import Case, Sample, encode
 from jshadow.evaluation.tasks.texts import STORY, noise_pieces
 
 NAMES = (
-    "Ada", "Bruno", "Clara", "David", "Elena", "Farid", "Greta", "Hugo", "Irene", "Jonas", "Katja", "Leo", "Mira",
-    "Nils", "Olga", "Pavel",
-)  # fmt: skip
+    "Ada",
+    "Bruno",
+    "Clara",
+    "David",
+    "Elena",
+    "Farid",
+    "Greta",
+    "Hugo",
+    "Irene",
+    "Jonas",
+    "Katja",
+    "Leo",
+    "Mira",
+    "Nils",
+    "Olga",
+    "Pavel",
+)
 PLACES = ("Basel", "Bergen", "Porto", "Kyoto", "Quebec", "Malmo", "Graz", "Leeds", "Tunis", "Perth")
 GOODS = ("lamps", "chairs", "books", "clocks", "ropes", "tents", "bells", "tables", "baskets", "mirrors")
 FORMS = (
@@ -39,24 +53,27 @@ def records(rng: random.Random) -> Iterator[dict[str, Any]]:
     """Orders, each with a number of its own."""
     for number in numbers(rng, 4):
         yield {
-            "order": int(number), "name": rng.choice(NAMES), "city": rng.choice(PLACES), "count": rng.randrange(2, 100),
+            "order": int(number),
+            "name": rng.choice(NAMES),
+            "city": rng.choice(PLACES),
+            "count": rng.randrange(2, 100),
             "goods": rng.choice(GOODS),
-        }  # fmt: skip
+        }
 
 
 def text_to_json(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     """Records spread evenly over filler sentences; the depth moves them all. Score: share of the fields got right."""
     rng = random.Random(seed)
-    wanted = list(itertools.islice(records(rng), MOST))
-    lines = [rng.choice(FORMS).format(**record) for record in wanted]
+    chosen = list(itertools.islice(records(rng), MOST))
+    lines = [rng.choice(FORMS).format(**record) for record in chosen]
     count = min(max(length // (SPREAD * len(encode(tokenizer, "".join(lines))) // MOST), FEWEST), MOST)
-    wanted, lines = wanted[:count], lines[:count]
+    chosen, lines = chosen[:count], lines[:count]
     depths = [(index + depth) / count for index in range(count)]
     pieces = Pieces(noise_pieces(rng, STORY))
 
     def compose(some: int, padding: str) -> str:
         return (HEAD + planted(pieces.first(some), lines, depths)).rstrip() + padding
 
-    answer = json.dumps(wanted)
+    answer = json.dumps(chosen)
     room = len(encode(tokenizer, answer)) * 9 // 8 + 8  # for another way to write the same
     return filled(tokenizer, length, compose, [Sample("", QUESTION, "", answer, room, "json_fields")])

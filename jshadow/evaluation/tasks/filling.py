@@ -1,4 +1,4 @@
-"""Texts of an exact number of tokens, from pieces that have the lengths that they have."""
+"""Texts of an exact number of tokens, composed of pieces of any length."""
 
 import dataclasses
 import functools
@@ -98,9 +98,15 @@ def fill(tokenizer: Any, compose: Compose, room: int, least: int, after: Callabl
 
 
 def filled(
-    tokenizer: Any, length: int, compose: Compose, samples: Sequence[Sample], *, least: int = 0, apart: bool = False,
+    tokenizer: Any,
+    length: int,
+    compose: Compose,
+    samples: Sequence[Sample],
+    *,
+    least: int = 0,
+    apart: bool = False,
     after: Callable[[int], str] | None = None,
-) -> Case:  # fmt: skip
+) -> Case:
     """The case whose prompt has `length` tokens, or at most a hundredth less.
 
     Args:
@@ -114,9 +120,9 @@ def filled(
         ConfigError: length is too short for the task.
     """
     before, behind = frame(tokenizer, samples[0].question, samples[0].answer_prefix, "")
-    taken = len(before) + (0 if apart else len(behind))
+    framing = len(before) + (0 if apart else len(behind))
     try:
-        context = fill(tokenizer, compose, length - taken, least, after)
+        context = fill(tokenizer, compose, length - framing, least, after)
     except TooShort as error:
         raise ConfigError(f"length must be at least {length + error.by} tokens for this task, got {length}") from None
     return case_of(tokenizer, [dataclasses.replace(one, context=context) for one in samples], apart=apart)

@@ -1,9 +1,11 @@
-"""From a context and its questions to token ids, through the model's chat template where it has one."""
+"""Turns a context and its questions into token ids, with the model's chat template where it has one."""
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
+
+from jshadow.ops.buckets import round_up
 
 HEAD = "Read this text, then answer a question about it.\n\n"
 MARK = "\N{SECTION SIGN}\N{PILCROW SIGN}\N{SECTION SIGN}"  # stands for a text while a chat template is rendered
@@ -20,7 +22,7 @@ class Sample:
         answer_prefix: the beginning of the answer, given to the model.
         answer: what must come out, or a tuple of such; empty where nothing is asked.
         max_new_tokens: tokens that the answer may take.
-        scorer: a name in `scorers.SCORERS`.
+        scorer: a name in `text_metrics.SCORERS`.
         choices: all classes that could be the answer, for the scorer "classes".
     """
 
@@ -79,7 +81,7 @@ class Case:
 
 def padded(count: int) -> int:
     """Tokens of a question, rounded up so that near lengths share a compiled program."""
-    return -(-count // TURN_WIDTH) * TURN_WIDTH
+    return round_up(count, TURN_WIDTH)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -136,9 +138,15 @@ def render(tokenizer: Any, contents: Sequence[str]) -> str:
 
 
 def case_of(
-    tokenizer: Any, samples: Sequence[Sample], *, head: str = "", apart: bool = False, turns: bool = False,
-    chat: bool = True, drop: int = 0,
-) -> Case:  # fmt: skip
+    tokenizer: Any,
+    samples: Sequence[Sample],
+    *,
+    head: str = "",
+    apart: bool = False,
+    turns: bool = False,
+    chat: bool = True,
+    drop: int = 0,
+) -> Case:
     """The case of questions about one context, whose token ids follow from its text alone.
 
     Args:

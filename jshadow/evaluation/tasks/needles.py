@@ -1,9 +1,9 @@
 """Needles: facts planted in a long text, and questions that ask for them.
 
-Two families. The `needle_*` tasks are our own, of cities and numbers. The `niah_*` tasks follow RULER
-(arXiv 2404.06654, section 3.1 and appendix B) with own words: keys are pairs of words or UUIDs, values numbers or
-UUIDs, the text is filler, documentation in place of essays, or nothing but other needles. Their texts being others,
-scores are not those of RULER's own files.
+There are two families. The `needle_*` tasks are our own, with cities and numbers. The `niah_*` tasks follow RULER
+(arXiv 2404.06654, section 3.1 and appendix B) with other words: keys are pairs of words or UUIDs, values are numbers or
+UUIDs, and the text is filler, documentation in place of essays, or only other needles. Because the texts differ, scores
+are not those of RULER's own files.
 """
 
 import dataclasses
@@ -18,9 +18,7 @@ from jshadow.evaluation.tasks.filling import Pieces, filled, planted
 from jshadow.evaluation.tasks.framing import HEAD, Case, Sample, encode, follow_up, frame
 from jshadow.evaluation.tasks.texts import documentation, documentation_pieces, noise_pieces
 
-CITIES = (
-    "Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Dakar", "Sofia", "Osaka", "Turin", "Delhi", "Nairobi",
-)  # fmt: skip
+CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Dakar", "Sofia", "Osaka", "Turin", "Delhi", "Nairobi")
 FACT = "The secret number of {city} is {number}."
 QUESTION = "What is the secret number of {city}? Answer with the number."
 PREFIX = "The secret number of {city} is"
@@ -94,7 +92,7 @@ def needles(
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class NeedleKind:
     """One kind of needle test.
 
     Attributes:
@@ -120,7 +118,7 @@ class Kind:
         return "code" if self.uuid_values else "number"
 
 
-def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: Kind) -> Case:
+def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: NeedleKind) -> Case:
     """Plant needles and ask for some; the first asked for lies at `depth`, the others where the seed says."""
     rng = random.Random(seed)
     keys = uuids(rng) if kind.uuid_keys else word_pairs(rng)
@@ -147,12 +145,12 @@ def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: Kind) ->
     return filled(tokenizer, length, compose, samples, apart=kind.apart, after=own)
 
 
-def needle(kind: Kind, key: str, value: str) -> str:
+def needle(kind: NeedleKind, key: str, value: str) -> str:
     """The sentence that is planted."""
     return f"The special {kind.thing} of {key} is {value}."
 
 
-def ask(kind: Kind, facts: Sequence[tuple[str, tuple[str, ...]]]) -> Sample:
+def ask(kind: NeedleKind, facts: Sequence[tuple[str, tuple[str, ...]]]) -> Sample:
     """The question for all values of some keys."""
     names = [key for key, _ in facts]
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -14,9 +14,23 @@ STAGES_NEW_TOKENS = 32
 LARGEST_STEP = 20  # of the second number of an equation: sums that a small model can do
 LONG_KEY = 99_999  # takes as many tokens as any other
 COLOURS = (
-    "red", "blue", "green", "yellow", "black", "white", "brown", "purple", "orange", "pink", "teal", "gray", "maroon",
-    "violet", "beige", "cyan",
-)  # fmt: skip
+    "red",
+    "blue",
+    "green",
+    "yellow",
+    "black",
+    "white",
+    "brown",
+    "purple",
+    "orange",
+    "pink",
+    "teal",
+    "gray",
+    "maroon",
+    "violet",
+    "beige",
+    "cyan",
+)
 
 
 def kv_retrieval(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
@@ -24,9 +38,9 @@ def kv_retrieval(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
 
     The task is that of arXiv 2307.03172, section 4, and InfiniteBench's Retrieve.KV (arXiv 2402.13718).
     """
-    made = uuids(random.Random(seed))
-    pieces = Pieces(f'"{key}": "{value}"' for key, value in zip(made, made, strict=False))
-    key, value = next(made), next(made)
+    names = uuids(random.Random(seed))
+    pieces = Pieces(f'"{key}": "{value}"' for key, value in zip(names, names, strict=False))
+    key, value = next(names), next(names)
 
     def compose(count: int, padding: str) -> str:
         pairs = pieces.first(count)
@@ -34,9 +48,13 @@ def kv_retrieval(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
         return "{" + ", ".join([*pairs[:at], f'"{key}": "{value}"', *pairs[at:]]) + "}" + padding
 
     sample = Sample(
-        "", f'What is the value of the key "{key}" in the JSON object above?', f'The value of "{key}" is "', value,
-        KV_NEW_TOKENS, "string_match_part",
-    )  # fmt: skip
+        "",
+        f'What is the value of the key "{key}" in the JSON object above?',
+        f'The value of "{key}" is "',
+        value,
+        KV_NEW_TOKENS,
+        "string_match_part",
+    )
     return filled(tokenizer, length, compose, [sample])
 
 

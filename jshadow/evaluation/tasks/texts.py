@@ -1,7 +1,7 @@
-"""Haystacks: texts without end that lie on this machine. No network.
+"""Haystacks: endless texts from this machine. No network.
 
-Each kind is a stream of pieces (a sentence, a paragraph, a block of source code, a verse), from a place that the seed
-decides. What ships with Python differs between its versions, so a seed means one text per version.
+Each kind is a stream of pieces (a sentence, a paragraph, a block of source code, a verse) from a place that the seed
+decides. The texts that ship with Python differ between its versions, so a seed means one text per version.
 """
 
 import functools
@@ -22,9 +22,12 @@ from jshadow.evaluation.tasks.framing import encode
 # ShadowKV at rank 32 and budget 256 found 5 of 10 numbers in 4,096 tokens where SmolLM2 with full attention found all.
 NOISE = ("The hill is steep.", "The lamp is lit.", "The tea is hot.", "Off we go.", "Home we come again.")
 STORY = (
-    "A narrow river runs past the old mill.", "Somebody left a lamp on in the kitchen.", "Nothing much happens here.",
-    "Rain is on its way from the west.", "The bus will be late again.",
-)  # fmt: skip
+    "A narrow river runs past the old mill.",
+    "Somebody left a lamp on in the kitchen.",
+    "Nothing much happens here.",
+    "Rain is on its way from the west.",
+    "The bus will be late again.",
+)
 VERSES_FILE = "bible/data/kjv.jsonl"
 MODULES_LARGEST = 200_000  # characters of a module that is read: tables of numbers are longer
 
@@ -72,10 +75,10 @@ def verses() -> tuple[Verse, ...]:
 def modules() -> tuple[Path, ...]:
     """The source files at the top of Python's standard library, by name."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    made = tuple(path for path in files if path.stat().st_size <= MODULES_LARGEST)
-    if not made:
+    small = tuple(path for path in files if path.stat().st_size <= MODULES_LARGEST)
+    if not small:
         raise ConfigError("this task needs the source code of Python's standard library, which is not installed")
-    return made
+    return small
 
 
 def noise_pieces(rng: random.Random, sentences: Sequence[str] = NOISE) -> Iterator[str]:

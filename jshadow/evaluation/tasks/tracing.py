@@ -1,4 +1,4 @@
-"""Tracing and counting: what no single place of a text holds, as RULER defines it, in own words.
+"""Tracing and counting, as RULER defines them, in words of our own. No single place of the text has the answer.
 
 arXiv 2404.06654: variable tracking is section 3.2, common and frequent words section 3.3, sizes appendix B.
 """
@@ -33,7 +33,7 @@ def variable_tracking(tokenizer: Any, length: int, depth: float, seed: int) -> C
     value = str(rng.randrange(10_000, 100_000))
     lines = [f"VAR {names[0]} = {value}. "]
     lines += [f"VAR {name} = VAR {before}. " for before, name in itertools.pairwise(names)]
-    # the depth moves the whole chain; its links keep their order, each in a fifth of the text of its own
+    # The depth moves the whole chain. Its links keep their order, and each lies in its own fifth of the text.
     depths = [(index + depth) / len(lines) for index in range(len(lines))]
     pieces = Pieces(noise_pieces(rng))
     head = (
@@ -98,10 +98,11 @@ def frequent_words(tokenizer: Any, length: int, depth: float, seed: int) -> Case
         random.Random(order).shuffle(text)
         return f"This is a text in code. Count its words and leave out the dots.\n\n{' '.join(text)}{padding}"
 
-    least = next(
-        total for total in itertools.count(20)
-        if len(told := zipf_counts(total, vocabulary)) > FREQUENT + 1 and told[FREQUENT] > told[FREQUENT + 1] + 1
-    )  # fmt: skip
+    def has_gap(total: int) -> bool:  # behind the words that are asked for
+        counts = zipf_counts(total, vocabulary)
+        return len(counts) > FREQUENT + 1 and counts[FREQUENT] > counts[FREQUENT + 1] + 1
+
+    least = next(filter(has_gap, itertools.count(20)))
     question = f"Which {FREQUENT} words of the text in code come most often?"
     prefix = "The words that come most often are:"
     answers = tuple(codes[1 : FREQUENT + 1])

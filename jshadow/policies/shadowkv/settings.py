@@ -48,7 +48,7 @@ class ShadowSettings(ChunkCosts):
         key_codec: what the keys are kept as: "lowrank", the paper's factors; "transform", the eigenbasis in 8, 4 and 2
             bits; "int4", each channel in four bits; "exact", the keys before RoPE themselves.
         key_profile: columns of "transform" in 8, 4 and 2 bits (n8, n4, n2), n4 even and n2 a multiple of 4; None: by
-            key_bits. `jshadow key-profile` finds a model's own.
+            key_bits.
         key_bits: bits of a key column of "transform" in the mean, in (0, 8], in place of key_profile
             (`key_codecs.profiles.profile_of`); None: those of the usual rank, (16, 64, 64) of 192 key columns.
         key_weights: what of the keys "lowrank" and "transform" lose least of: "none": of their squares, the paper's;

@@ -1,4 +1,4 @@
-"""Turns one kind of checkpoint into another, tensor by tensor: GGUF, Hugging Face and orbax in, the last two out."""
+"""Converts checkpoints tensor by tensor. It reads GGUF, Hugging Face and orbax, and writes Hugging Face and orbax."""
 
 import os
 from collections.abc import Callable
@@ -21,14 +21,19 @@ __all__ = ["convert"]
 
 
 def convert(
-    src: str | os.PathLike[str], dst: str | os.PathLike[str], dtype: str = "bfloat16",
-    progress: Callable[[int, int], None] | None = None, *, format: str = "huggingface", shard_bytes: int = SHARD_BYTES,
-) -> None:  # fmt: skip
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    dtype: str = "bfloat16",
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    format: str = "huggingface",
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
     """Write the checkpoint `src` as a new directory `dst`, with a manifest of all files.
 
-    One tensor after another is read, cast and written, so that memory does not grow with the checkpoint. The directory
-    is made under a temporary name beside `dst` and renamed when it is complete and synced; on any failure, Ctrl-C
-    included, nothing is left, and what a killed process left is removed by the next conversion to the same place.
+    Tensors are read, cast and written one after the other, so that memory does not grow with the checkpoint. The
+    directory is made under a temporary name beside `dst` and renamed when it is complete and synced. After a failure,
+    Ctrl-C included, nothing is left. What a killed process left is removed by the next conversion to the same place.
 
     Args:
         src: a .gguf file, a directory (Hugging Face, or orbax as made here), or a hub id.
@@ -75,15 +80,13 @@ def open_source(src: str | os.PathLike[str]) -> Source:
     return open_orbax(directory) if kind_of(directory) == "orbax" else open_huggingface(directory)
 
 
-def _write_orbax(
-    source: Source, path: Path, dtype: str, progress: Callable[[int, int], None] | None = None
-) -> None:  # fmt: skip
+def _write_orbax(source: Source, path: Path, dtype: str, progress: Callable[[int, int], None] | None = None) -> None:
     """The weights of a source as an orbax checkpoint."""
-    wanted = flat_abstract(source.config)
-    tensor_of = {path: tensor for tensor in placements(source.family, wanted).values() for path in tensor.paths}
+    weight_shapes = flat_abstract(source.config)
+    tensor_of = {path: tensor for tensor in placements(source.family, weight_shapes).values() for path in tensor.paths}
 
     def read(path: str) -> np.ndarray:
         tensor = tensor_of[path]
-        return tensor.to_weights(source.read(tensor.name), wanted, source.config)[path]
+        return tensor.to_weights(source.read(tensor.name), weight_shapes, source.config)[path]
 
-    write_orbax(path, wanted, DTYPES[dtype], read, progress)
+    write_orbax(path, weight_shapes, DTYPES[dtype], read, progress)

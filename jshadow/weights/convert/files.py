@@ -1,4 +1,4 @@
-"""What every checkpoint file has in common: it may be missing or a placeholder, and it must never be half-written."""
+"""Checks and writes of all checkpoint files: a file may be missing or a placeholder, and is written as a whole."""
 
 import contextlib
 import fcntl
@@ -14,12 +14,13 @@ from typing import Any
 
 from jshadow.errors import CheckpointError, ConfigError
 
-REMOVALS, QUIET = 50, 3  # tries to remove a directory, and looks that must find it gone, a tenth of a second apart
+# Attempts to remove a directory, and checks that must find it gone. They are a tenth of a second apart.
+REMOVALS, QUIET = 50, 3
 LFS_HEAD = b"version https://git-lfs"
 
 
 def check_file(path: Path, kind: str) -> int:
-    """Refuse what is certainly no weight file before a parser sees it.
+    """Refuse a file that cannot be a weight file, before a parser reads it.
 
     Args:
         path: the file.
@@ -50,7 +51,7 @@ def check_file(path: Path, kind: str) -> int:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """What the system says of a path that may not be read, as a CheckpointError."""
+    """The system's errors about a path that cannot be read, as a CheckpointError."""
     try:
         yield
     except (OSError, UnicodeEncodeError) as error:
@@ -81,7 +82,7 @@ def _refuse_constant(text: str) -> float:
 
 
 def _finite(text: str) -> float:
-    # JSON has no infinity, but 1e999 reads as one; no field of a checkpoint means that.
+    # JSON has no infinity, but 1e999 reads as one. No field of a checkpoint is infinite.
     if not math.isfinite(float(text)):
         raise ValueError(f"{text} is beyond the range of a double")
     return float(text)
@@ -149,8 +150,8 @@ def staged_file(target: Path) -> Iterator[Path]:
 def workspace(parent: Path, prefix: str) -> Iterator[Path]:
     """A fresh directory in `parent` that is gone when the block ends, unless it was renamed.
 
-    A process that is killed cannot clean up, so each workspace is locked while its process lives, and whoever makes
-    the next one of the same prefix removes those whose lock is free.
+    A killed process cannot clean up. So each workspace is locked while its process lives, and the next process that
+    makes one with the same prefix removes those whose lock is free.
 
     Args:
         parent: where; made if need be.
@@ -161,21 +162,21 @@ def workspace(parent: Path, prefix: str) -> Iterator[Path]:
     """
     parent.mkdir(parents=True, exist_ok=True)
     for path in [path for path in parent.iterdir() if path.name.startswith(prefix) and path.is_dir()]:
-        with contextlib.suppress(OSError), _locked(path):  # BlockingIOError: somebody is at work there
+        with contextlib.suppress(OSError), _locked(path):  # BlockingIOError: another process works there
             shutil.rmtree(path)
-    made = parent / f"{prefix}{secrets.token_hex(4)}"
-    made.mkdir()
+    folder = parent / f"{prefix}{secrets.token_hex(4)}"
+    folder.mkdir()
     try:
-        with _locked(made):
-            yield made
+        with _locked(folder):
+            yield folder
     except BaseException:  # also KeyboardInterrupt
-        remove_for_good(made)
+        remove_for_good(folder)
         raise
-    shutil.rmtree(made, ignore_errors=True)  # after a rename there is nothing here
+    shutil.rmtree(folder, ignore_errors=True)  # after a rename there is nothing here
 
 
 def remove_for_good(path: Path) -> None:
-    """Remove a directory to which a thread of a writer that failed may still write: it may even make it anew."""
+    """Remove a directory, although a thread of a failed writer may still write to it, or even make it again."""
     gone = 0
     for _ in range(REMOVALS):
         shutil.rmtree(path, ignore_errors=True)
@@ -196,7 +197,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def refuse_existing(target: Path) -> None:
-    """Raise CheckpointError where `target` exists, be it a broken link."""
+    """Raise CheckpointError where `target` exists, also as a broken link."""
     if os.path.lexists(target):
         raise CheckpointError(f"output directory {target} must not exist yet; remove it or choose another name")
 

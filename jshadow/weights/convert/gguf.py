@@ -17,7 +17,7 @@ from jshadow.weights.convert.huggingface import GENERATION, place
 from jshadow.weights.convert.safetensors_file import raise_all
 from jshadow.weights.convert.source import Source
 
-ROPE_FACTORS = "rope_freqs.weight"  # no weight: the llama3 frequency divisors, spelled out
+ROPE_FACTORS = "rope_freqs.weight"  # not a weight: the frequency divisors of llama3
 STEMS = (
     (r"token_embd", "model.embed_tokens", "copy"),
     (r"output_norm", "model.norm", "copy"),
@@ -90,10 +90,10 @@ def unpermute(value: np.ndarray, heads: int) -> np.ndarray:
 
 
 def config_of(file: GGUFFile) -> dict[str, Any]:
-    """The config.json that a GGUF file's metadata says.
+    """The config.json that follows from the metadata of a GGUF file.
 
     Raises:
-        ConfigError: another architecture than llama, experts, or RoPE scaling that cannot be told faithfully.
+        ConfigError: another architecture than llama, experts, or RoPE scaling that config.json cannot express exactly.
         CheckpointError: a key is missing or of the wrong kind.
     """
     metadata = file.metadata
@@ -131,10 +131,10 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
 
 def _eos(metadata: dict[str, Any]) -> int | list[int] | None:
-    """End of text, and end of turn where the file tells it apart."""
+    """The ids of the end of text, and of the end of a turn where the file has one."""
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    told = list(dict.fromkeys(i for i in ids if i is not None))
-    return told[0] if len(told) == 1 else (told or None)
+    known = list(dict.fromkeys(i for i in ids if i is not None))
+    return known[0] if len(known) == 1 else (known or None)
 
 
 def _number(metadata: dict[str, Any], key: str, kind: type, default: Any = None) -> Any:
@@ -143,7 +143,7 @@ def _number(metadata: dict[str, Any], key: str, kind: type, default: Any = None)
         raise CheckpointError(f"GGUF metadata lacks {key}")
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
         raise CheckpointError(f"{key} must be one number ({kind.__name__}), got {value!r:.80}")
-    # A float32 is told by its shortest decimal: 1e-05, not the 9.999999747378752e-06 of its widening.
+    # The shortest decimal that gives the float32: 1e-05, not 9.999999747378752e-06.
     with np.errstate(over="ignore"):
         return float(str(np.float32(value))) if kind is float and np.float32(value) == value else value
 
@@ -180,17 +180,17 @@ def _parsed(hf: dict[str, Any], source: Path) -> tuple[ModelFamily, ModelConfig]
 
 
 def _renamed(file: GGUFFile) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[int, ...]], list[str]]:
-    """Hugging Face name -> (GGUF name, transform), Hugging Face name -> shape, and the tensors that no rule knows."""
+    """Hugging Face name -> (GGUF name, transform), Hugging Face name -> shape, and the tensors that no rule matches."""
     rules: dict[str, tuple[str, str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
     for original, info in file.tensors.items():
         if original == ROPE_FACTORS:
             continue  # read into the config
-        found = [(name, rule.transform) for rule in NAMES for name in rule.match(original)]
-        if len(found) != 1 or found[0][0] in rules:
+        matches = [(name, rule.transform) for rule in NAMES for name in rule.match(original)]
+        if len(matches) != 1 or matches[0][0] in rules:
             problems.append(f"{original}: extra, no weight of a llama model takes it")
             continue
-        rules[found[0][0]] = (original, found[0][1])
-        shapes[found[0][0]] = info.shape
+        rules[matches[0][0]] = (original, matches[0][1])
+        shapes[matches[0][0]] = info.shape
     return rules, shapes, problems

@@ -1,8 +1,8 @@
-"""Reads a GGUF file (versions 2 and 3): every count is compared with the bytes that are left before it is believed.
+"""Reads a GGUF file (versions 2 and 3). Every count is compared with the number of bytes that are left.
 
 The `gguf` package's own reader trusts the counts of the header: a file of 49 bytes that announces an array of 2^63
-elements keeps it busy for ever, and other damage shows as IndexError. So this small parser reads the header, and only
-the arithmetic of the quantised formats (`gguf.quants`) is taken from the package.
+elements keeps it busy for ever, and other damage raises an IndexError. So this small parser reads the header, and only
+the arithmetic of the quantised formats (`gguf.quants`) comes from the package.
 """
 
 import mmap
@@ -23,15 +23,25 @@ STRING, ARRAY = 8, 9
 SCALARS: dict[int, np.dtype[Any]] = {
     code: np.dtype(name)
     for code, name in {
-        0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+        0: "<u1",
+        1: "<i1",
+        2: "<u2",
+        3: "<i2",
+        4: "<u4",
+        5: "<i4",
+        6: "<f4",
+        7: "?",
+        10: "<u8",
+        11: "<i8",
+        12: "<f8",
     }.items()
-}  # fmt: skip
+}
 MIN_FIELD, MIN_STRING, MIN_TENSOR = 13, 8, 24  # fewest bytes that a header entry of each kind takes
 MAX_DIMENSIONS = 4
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies: shape as NumPy counts it, ggml type code, first byte and number of bytes in the file."""
+    """Where a tensor lies: its shape in NumPy's order, its ggml type code, its first byte and its number of bytes."""
 
     shape: tuple[int, ...]
     kind: int
@@ -68,7 +78,7 @@ class GGUFFile:
         self.tensors = _tensor_infos(cursor, tensor_count, self.metadata.get("general.alignment", 32))
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor `name`, dequantised to float32 (F16, BF16 and F32 included), shaped as told in `tensors`."""
+        """The tensor `name`, dequantised to float32 (F16, BF16 and F32 included), with its shape in `tensors`."""
         gguf = gguf_package()
         info = self.tensors[name]
         kind = gguf.GGMLQuantizationType(info.kind)
@@ -107,7 +117,7 @@ class _Cursor:
         return self.data[start : self.at]
 
     def fits(self, count: int, each: int, what: str) -> None:
-        """Refuse a count of things that take at least `each` bytes where so many bytes are not left."""
+        """Refuse a count of items of at least `each` bytes where too few bytes are left."""
         if count > (self.size - self.at) // each:
             raise self.error(f"{what} announces {count}, but only {self.size - self.at} bytes are left; truncated?")
 
@@ -164,10 +174,10 @@ def _tensor_infos(cursor: _Cursor, count: int, alignment: Any) -> dict[str, Tens
     gguf = gguf_package()
     if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
         raise cursor.error(f"general.alignment must be a power of two, got {alignment!r}")
-    found: dict[str, TensorInfo] = {}
+    infos: dict[str, TensorInfo] = {}
     for _ in range(count):
         name = cursor.string("tensor name")
-        if name in found:
+        if name in infos:
             raise cursor.error(f"tensor {name!r} comes twice")
         rank = cursor.u32(f"rank of {name!r}")
         if not 1 <= rank <= MAX_DIMENSIONS:
@@ -182,11 +192,11 @@ def _tensor_infos(cursor: _Cursor, count: int, alignment: Any) -> dict[str, Tens
             raise cursor.error(f"tensor {name!r} has an impossible shape {shape} or offset {start}")
         nbytes = size * (shape[-1] // block)
         for extent in shape[:-1]:
-            nbytes *= extent  # Python integers: no overflow to hide behind
-        found[name] = TensorInfo(shape, code, start, nbytes)
+            nbytes *= extent  # Python integers do not overflow
+        infos[name] = TensorInfo(shape, code, start, nbytes)
     data = -(-cursor.at // alignment) * alignment
-    for name, info in found.items():
+    for name, info in infos.items():
         end = data + info.start + info.nbytes
         if end > cursor.size:
             raise cursor.error(f"tensor {name!r} ends at byte {end}, beyond the file: an interrupted download?")
-    return {name: info._replace(start=data + info.start) for name, info in found.items()}
+    return {name: info._replace(start=data + info.start) for name, info in infos.items()}

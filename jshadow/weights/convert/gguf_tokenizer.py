@@ -1,7 +1,7 @@
 """Rebuilds the tokenizer that a GGUF file carries as lists, without torch.
 
-Only byte-level BPE is known. What GGUF calls the "pre" type is how text is cut before BPE; a wrong cut gives fluent
-but wrong token ids, so an unknown type is refused by name and never guessed.
+Only byte-level BPE is known. GGUF's "pre" type says how text is split before BPE. A wrong split gives token ids that
+look right and are wrong, so an unknown type is refused by name.
 """
 
 from pathlib import Path
@@ -37,8 +37,12 @@ class Pre(NamedTuple):
 
 LLAMA3 = Pre(pattern=LLAMA3_PATTERN, ignore_merges=True, add_bos=True)
 PRE_TYPES: dict[str, Pre] = {
-    "gpt2": Pre(), "gpt-2": Pre(), "smollm": Pre(digits=True), "llama-bpe": LLAMA3, "llama3": LLAMA3,
-}  # fmt: skip
+    "gpt2": Pre(),
+    "gpt-2": Pre(),
+    "smollm": Pre(digits=True),
+    "llama-bpe": LLAMA3,
+    "llama3": LLAMA3,
+}
 
 
 def write_tokenizer(metadata: dict[str, Any], directory: Path, context: int) -> bool:
@@ -165,7 +169,7 @@ def _add_ends(tokenizer: Any, metadata: dict[str, Any], named: dict[str, str], p
 def _name_class(directory: Path) -> None:
     """Name the plain fast class, so that every version of transformers reads tokenizer.json as it stands.
 
-    A model-specific class (LlamaTokenizer) would rebuild its own way of cutting text over ours.
+    A model-specific class (LlamaTokenizer) would replace our way of splitting text with its own.
     """
     path = directory / "tokenizer_config.json"
     write_json(path, read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"})

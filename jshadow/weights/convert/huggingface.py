@@ -1,7 +1,7 @@
 """Hugging Face directories: finding them, reading their config, and mapping tensors to weights by a family's rules.
 
-No model is named here: which tensor becomes which weight is the family's table, which shape it must have follows from
-the config (`abstract_weights`), and what does not fit is collected and told in one error.
+No model is named here. The family's table says which tensor becomes which weight, and the config says which shape it
+must have (`abstract_weights`). All tensors that do not fit are reported in one error.
 """
 
 import dataclasses
@@ -29,16 +29,25 @@ from jshadow.weights.convert.tensors import Placement, placements
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# What a hub download takes. Never *.bin: unpickling runs code. Sub-folders hold other formats of the same weights.
+# The files of a hub download. Never *.bin: unpickling runs code. Sub-folders hold other formats of the same weights.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
 HUB_IGNORED = ("*/*", "consolidated*")
 LARGEST_SIZE = 2**31 - 1
-# What a directory may carry beside config and weights.
-SIDE_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
-              "special_tokens_map.json", "added_tokens.json", "merges.txt", "*.jinja")  # fmt: skip
+# Files that a directory may have beside config and weights.
+SIDE_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "merges.txt",
+    "*.jinja",
+)
 Put = Callable[[str, np.ndarray], tuple[dict[str, Any], str | None]]
 
-# Tensors that some checkpoints carry and that hold nothing of the model's own: (name, when, why).
+# Tensors that some checkpoints have and that are no weights of the model: (name, when, why).
 IGNORED: tuple[tuple[str, Callable[[ModelConfig], bool], str], ...] = (
     (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", lambda config: True, "a buffer that the config implies"),
     (r"lm_head\.weight", lambda config: config.tie_embeddings, "a copy of the tied embedding"),
@@ -55,19 +64,19 @@ def locate(source: str | os.PathLike[str]) -> Path:
     if path.suffix == ".gguf":
         raise CheckpointError(f"{path} is a GGUF file; make a directory of it first: `jshadow convert {path} DST`")
     with readable(path):
-        found, there = path.is_dir(), path.exists()
-    if found:
+        is_folder, there = path.is_dir(), path.exists()
+    if is_folder:
         return path
     if there:
         raise CheckpointError(f"checkpoint {path} must be a directory with {CONFIG} and *.safetensors, got a file")
-    # "checkpoints/name" has the form of a hub id too; a local first half tells that a path was meant.
+    # "checkpoints/name" has the form of a hub id too. If its first half exists here, a path was meant.
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(source)) and not path.parent.is_dir():
         return _download(str(source))
     raise CheckpointError(f"checkpoint directory {path} does not exist (and a hub id has the form org/name)")
 
 
 def _download(hub_id: str) -> Path:
-    import huggingface_hub  # here, because it is slow to import and a local checkpoint never needs it
+    import huggingface_hub  # imported here: it is slow, and a local checkpoint does not need it
 
     try:
         found = huggingface_hub.snapshot_download(
@@ -171,14 +180,14 @@ def place(
     """
     if config.num_layers > len(shapes):  # before a model of a billion layers is traced
         return {}, [f"config.json num_hidden_layers is {config.num_layers}, but there are {len(shapes)} tensors"]
-    wanted = flat_abstract(config)
-    expected = placements(family, wanted)
+    weight_shapes = flat_abstract(config)
+    expected = placements(family, weight_shapes)
     problems: list[str] = []
     for name, shape in shapes.items():
         if name not in expected:
             if not any(re.fullmatch(pattern, name) and when(config) for pattern, when, _ in IGNORED):
                 problems.append(f"{name}: extra, no weight of this {config.model_type} config takes it")
-        elif shape != (right := expected[name].tensor_shape(wanted)):
+        elif shape != (right := expected[name].tensor_shape(weight_shapes)):
             paths = ", ".join(expected[name].paths)
             problems.append(f"{name}: misshaped, expected {list(right)}, got {list(shape)} (it becomes {paths})")
     problems += [f"{name}: missing" for name in expected if name not in shapes]
@@ -220,9 +229,13 @@ def open_huggingface(directory: Path) -> Source:
     raise_all(str(directory), problems)
     files = {placement.name: file for file, placement in order}
     return Source(
-        hf, family, config, {name: file.shapes[name] for name, file in files.items()},
-        lambda name: files[name].read(name), functools.partial(copy_side_files, directory),
-    )  # fmt: skip
+        hf,
+        family,
+        config,
+        {name: file.shapes[name] for name, file in files.items()},
+        lambda name: files[name].read(name),
+        functools.partial(copy_side_files, directory),
+    )
 
 
 def copy_side_files(directory: Path, target: Path) -> None:
@@ -237,8 +250,8 @@ def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put:
     Args:
         directory: the checkpoint.
         family, config: as `read_config` gives them.
-        put: (weight path, NumPy value) -> the leaf or leaves that stand for it, by path, and what is wrong with its
-            values, or None.
+        put: (weight path, NumPy value) -> the leaf or leaves to keep, by path, and a text that says what is wrong
+            with the values, or None.
 
     Returns:
         The nested weight tree of `abstract_weights(config)`.
@@ -249,11 +262,11 @@ def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put:
     """
     order, problems = plan(directory, family, config)
     sound = not problems
-    wanted = flat_abstract(config) if sound else {}
+    weight_shapes = flat_abstract(config) if sound else {}
     flat: dict[str, Any] = {}
     for file, placement in order:
         if sound:
-            for path, part in placement.to_weights(file.read(placement.name), wanted, config).items():
+            for path, part in placement.to_weights(file.read(placement.name), weight_shapes, config).items():
                 leaves, problem = put(path, part)
                 flat |= leaves
                 if problem:

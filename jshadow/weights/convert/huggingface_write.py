@@ -38,9 +38,9 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
         "eos_token_id": list(config.eos_ids) or None,
-        "bos_token_id": None,  # said, for else a family's default stands, which may lie outside the vocabulary
+        "bos_token_id": None,  # written always: a family's default may lie outside the vocabulary
         "pad_token_id": None,
-        "torch_dtype": dtype,  # the older spelling, as of the RoPE keys: everything reads it
+        "torch_dtype": dtype,  # the older spelling, as for the RoPE keys: every reader knows it
         **config.rope.to_hf(),
     }
     family = FAMILIES[config.model_type]
@@ -50,20 +50,24 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 def tensors_of(weights: dict[str, Any], config: ModelConfig) -> tuple[dict[str, Shape], Callable[[str], np.ndarray]]:
     """A weight tree under Hugging Face's names: the shape of every tensor, and a function that makes one."""
     flat = traverse_util.flatten_dict(weights, sep="/")
-    wanted = {path: tuple(leaf.shape) for path, leaf in flat.items()}
-    tensors = placements(FAMILIES[config.model_type], wanted)
+    weight_shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
+    tensors = placements(FAMILIES[config.model_type], weight_shapes)
 
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
         return tensor.to_tensor({path: host_array(flat[path]) for path in tensor.paths}, config)
 
-    return {name: tensor.tensor_shape(wanted) for name, tensor in tensors.items()}, read
+    return {name: tensor.tensor_shape(weight_shapes) for name, tensor in tensors.items()}, read
 
 
 def write_shards(
-    directory: Path, shapes: Mapping[str, Shape], dtype: str, read: Callable[[str], np.ndarray],
-    shard_bytes: int = SHARD_BYTES, progress: Callable[[int, int], None] | None = None,
-) -> None:  # fmt: skip
+    directory: Path,
+    shapes: Mapping[str, Shape],
+    dtype: str,
+    read: Callable[[str], np.ndarray],
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
     """Write tensors as Hugging Face does: `model.safetensors`, or numbered shards and an index.
 
     Args:
@@ -78,14 +82,14 @@ def write_shards(
         CheckpointError: tensors with NaN or Inf, all of one file in one message.
     """
     item, shards = check_dtype(dtype).itemsize, [dict[str, Shape]()]
-    held = 0
+    shard_size = 0
     for name, shape in shapes.items():
         size = item * math.prod(shape)
-        if shards[-1] and held + size > shard_bytes:
+        if shards[-1] and shard_size + size > shard_bytes:
             shards.append({})
-            held = 0
+            shard_size = 0
         shards[-1][name] = shape
-        held += size
+        shard_size += size
     done, count = 0, len(shards)
     names = [WEIGHTS] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
 

@@ -1,4 +1,4 @@
-"""The manifest of a converted checkpoint: its kind, and size and SHA-256 of every file in it."""
+"""The manifest of a converted checkpoint: its kind, and the size and SHA-256 of every file."""
 
 import concurrent.futures
 import hashlib
@@ -17,7 +17,7 @@ BLOCK = 2**20  # bytes of a file that are in memory at once
 
 
 def write_manifest(directory: Path, kind: str) -> None:
-    """Describe all files of a finished directory, this one aside."""
+    """Describe all files of a finished directory except the manifest."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     digests = _all_digests(paths)
     files = {
@@ -41,7 +41,7 @@ def kind_of(directory: Path) -> str:
 
 
 def check_manifest(directory: Path) -> None:
-    """Refuse a directory that is not as its manifest says; one without a manifest passes.
+    """Refuse a directory that differs from its manifest. A directory without a manifest passes.
 
     Raises:
         CheckpointError: files that are missing, of another size or of other bytes, all in one message.
@@ -49,20 +49,20 @@ def check_manifest(directory: Path) -> None:
     if not (directory / MANIFEST).exists():
         return
     files = _read(directory)["files"]
-    kept = (directory / ORBAX_WEIGHTS).rglob("*") if (directory / ORBAX_WEIGHTS).is_dir() else ()
-    weights = [*directory.glob("*.safetensors"), *(path for path in kept if path.is_file())]
+    weight_files = (directory / ORBAX_WEIGHTS).rglob("*") if (directory / ORBAX_WEIGHTS).is_dir() else ()
+    weights = [*directory.glob("*.safetensors"), *(path for path in weight_files if path.is_file())]
     names = [path.relative_to(directory).as_posix() for path in weights]
     problems = [f"{name}: not in the manifest" for name in names if name not in files]
     sound = []
-    for name, told in files.items():
+    for name, record in files.items():
         path = directory / name
         if not _is_file(path):
             problems.append(f"{name}: missing")
-        elif path.stat().st_size != told["bytes"]:
-            problems.append(f"{name}: {told['bytes']} bytes when it was written, {path.stat().st_size} now")
+        elif path.stat().st_size != record["bytes"]:
+            problems.append(f"{name}: {record['bytes']} bytes when it was written, {path.stat().st_size} now")
         else:
             sound.append(name)
-    if not problems:  # else the cheap answer will do
+    if not problems:  # digests take long: they are only computed where all else is right
         digests = _all_digests([directory / name for name in sound])
         for name, digest in zip(sound, digests, strict=True):
             if digest != files[name]["sha256"]:
@@ -77,13 +77,17 @@ def check_manifest(directory: Path) -> None:
 
 def _read(directory: Path) -> dict[str, Any]:
     path = directory / MANIFEST
-    told = read_json(path)
-    if told.get("version") != VERSION or isinstance(told["version"], bool) or told.get("format") not in KINDS:
+    manifest = read_json(path)
+    if (
+        manifest.get("version") != VERSION
+        or isinstance(manifest["version"], bool)
+        or manifest.get("format") not in KINDS
+    ):
         raise CheckpointError(
             f"{path} must be a manifest of version {VERSION} and format {KINDS}, "
-            f"got version={told.get('version')!r} and format={told.get('format')!r}"
+            f"got version={manifest.get('version')!r} and format={manifest.get('format')!r}"
         )
-    files = told["files"] if isinstance(told.get("files"), dict) else {}
+    files = manifest["files"] if isinstance(manifest.get("files"), dict) else {}
     sound = all(
         isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
         for entry in files.values()
@@ -93,7 +97,7 @@ def _read(directory: Path) -> dict[str, Any]:
     outside = [name for name in files if Path(name).is_absolute() or ".." in Path(name).parts]
     if outside:
         raise CheckpointError(f"{path}: files must lie beside it, got {outside[0]!r}")
-    return told
+    return manifest
 
 
 def _is_file(path: Path) -> bool:

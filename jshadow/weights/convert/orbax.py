@@ -1,9 +1,9 @@
-"""Orbax checkpoints: written tensor by tensor, read whole, to a mesh, or tensor by tensor again.
+"""Orbax checkpoints: written tensor by tensor; read whole, to a mesh, or tensor by tensor.
 
-A directory holds `config.json` and tokenizer files as Hugging Face has them, `weights/`, which is one ordinary orbax
-checkpoint of the weight tree, and a manifest. Orbax writes a tree of arrays; a tree of a large model does not fit the
-host. So its leaves here are promises (`Promise`) that a type handler of orbax's own kind keeps one after the other:
-small tensors are written while the next are read.
+A directory has `config.json` and tokenizer files as Hugging Face has them, a manifest, and `weights/`, an ordinary
+orbax checkpoint of the weight tree. Orbax writes a tree of arrays, but the tree of a large model does not fit the host.
+So the leaves are promises (`Promise`), and a type handler for orbax reads them one after the other: small tensors are
+written while the next ones are read.
 """
 
 import asyncio
@@ -32,14 +32,14 @@ from jshadow.weights.convert.safetensors_file import cast, raise_all
 from jshadow.weights.convert.source import Source
 from jshadow.weights.convert.tensors import Shape, placements
 
-CHUNK_BYTES = 2**24  # what a device that holds a part of an array reads at least
+CHUNK_BYTES = 2**24  # least bytes that a device reads at once of the array of which it holds a part
 IN_FLIGHT_BYTES = 2**25  # read and being written; a larger tensor goes alone
-CACHE_BYTES = 2**20  # of what was written, which nobody reads again
+CACHE_BYTES = 2**20  # of written data, which is not read again
 CONCURRENT_GB = 1  # arrays in flight while a checkpoint is restored
 
 
 class Promise:
-    """A weight that is not read yet. Attributes: shape, dtype; read: gives it."""
+    """A weight that is not read yet. Attributes: shape; dtype; read: a function that gives the array."""
 
     def __init__(self, shape: Shape, dtype: np.dtype[Any], read: Callable[[], np.ndarray]) -> None:
         self.shape, self.dtype, self.read = shape, dtype, read
@@ -61,7 +61,7 @@ class Promise:
 
 
 class PromiseHandler(type_handlers.NumpyHandler):
-    """Writes promises as orbax writes NumPy arrays, which is what they are read back as."""
+    """Writes promises as orbax writes NumPy arrays, so that they are read back as arrays."""
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
@@ -85,7 +85,7 @@ class PromiseHandler(type_handlers.NumpyHandler):
                 writing += await super().serialize([array], [info], [arg])
                 held += value.nbytes
                 del array
-        except BaseException:  # an interrupt too: nobody may still write when the directory is taken away
+        except BaseException:  # also after an interrupt: no thread may still write when the directory is removed
             for done in writing:
                 with contextlib.suppress(Exception):
                     done.result()
@@ -94,9 +94,12 @@ class PromiseHandler(type_handlers.NumpyHandler):
 
 
 def write_orbax(
-    path: Path, shapes: Mapping[str, Shape], dtype: np.dtype[Any], read: Callable[[str], np.ndarray],
+    path: Path,
+    shapes: Mapping[str, Shape],
+    dtype: np.dtype[Any],
+    read: Callable[[str], np.ndarray],
     progress: Callable[[int, int], None] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write a weight tree.
 
     Args:
@@ -126,7 +129,7 @@ def write_orbax(
     tree = traverse_util.unflatten_dict(flat, sep="/")
     saving = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     registry = type_handlers.create_type_handler_registry((Promise, PromiseHandler()))
-    with _told(path, "cannot be written"):
+    with _typed_errors(path, "cannot be written"):
         # Weights hardly compress, and reading them back would wait for one core.
         handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
         with ocp.Checkpointer(handler) as checkpointer:
@@ -150,23 +153,27 @@ class OrbaxWeights:
         self.path = directory / ORBAX_WEIGHTS
         if not self.path.is_dir():
             raise CheckpointError(f"{directory} must hold an orbax checkpoint named {ORBAX_WEIGHTS}, but there is none")
-        with _told(self.path, "cannot be read"), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            told = checkpointer.metadata(self.path.absolute()).item_metadata
-        if told is None:
+        with (
+            _typed_errors(self.path, "cannot be read"),
+            ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer,
+        ):
+            metadata = checkpointer.metadata(self.path.absolute()).item_metadata
+        if metadata is None:
             raise CheckpointError(f"orbax checkpoint {self.path} cannot be read: its metadata are missing or closed")
-        tree = dict(told.tree)
+        tree = dict(metadata.tree)
         leaves = traverse_util.flatten_dict(tree, sep="/")
         self.shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
         self.dtypes = {name: np.dtype(leaf.dtype) for name, leaf in leaves.items()}
 
-    def misfits(self, wanted: Mapping[str, Shape]) -> list[str]:
+    def misfits(self, weight_shapes: Mapping[str, Shape]) -> list[str]:
         """A line for every weight that is missing, extra or misshaped."""
-        lines = [f"{path}: missing" for path in wanted if path not in self.shapes]
-        lines += [f"{path}: extra, the config has no such weight" for path in self.shapes if path not in wanted]
+        lines = [f"{path}: missing" for path in weight_shapes if path not in self.shapes]
+        lines += [f"{path}: extra, the config has no such weight" for path in self.shapes if path not in weight_shapes]
         lines += [
-            f"{path}: misshaped, expected {list(wanted[path])}, got {list(shape)}"
-            for path, shape in self.shapes.items() if path in wanted and shape != wanted[path]
-        ]  # fmt: skip
+            f"{path}: misshaped, expected {list(weight_shapes[path])}, got {list(shape)}"
+            for path, shape in self.shapes.items()
+            if path in weight_shapes and shape != weight_shapes[path]
+        ]
         return lines
 
     def read(self, names: tuple[str, ...]) -> dict[str, np.ndarray]:
@@ -177,24 +184,26 @@ class OrbaxWeights:
         self, names: tuple[str, ...], dtype: np.dtype[Any], sharding: Callable[[str], jax.sharding.Sharding]
     ) -> dict[str, jax.Array]:
         """Weights as arrays on the devices that `sharding` names: each device reads its own part."""
-        return self._restore({
-            name: ocp.ArrayRestoreArgs(sharding=sharding(name), global_shape=self.shapes[name], dtype=dtype)
-            for name in names
-        })  # fmt: skip
+        return self._restore(
+            {
+                name: ocp.ArrayRestoreArgs(sharding=sharding(name), global_shape=self.shapes[name], dtype=dtype)
+                for name in names
+            }
+        )
 
     def _restore(self, wanted: dict[str, Any]) -> dict[str, Any]:
         args = traverse_util.unflatten_dict(wanted, sep="/")
         item = jax.tree.map(lambda _: 0, args)
         handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=CONCURRENT_GB)
-        with _told(self.path, "cannot be read"), ocp.Checkpointer(handler) as checkpointer:
+        with _typed_errors(self.path, "cannot be read"), ocp.Checkpointer(handler) as checkpointer:
             asked = ocp.args.PyTreeRestore(item=item, restore_args=args, partial_restore=True)
-            found = checkpointer.restore(self.path.absolute(), args=asked)
-        return dict(traverse_util.flatten_dict(found, sep="/"))
+            restored = checkpointer.restore(self.path.absolute(), args=asked)
+        return dict(traverse_util.flatten_dict(restored, sep="/"))
 
 
 @contextlib.contextmanager
-def _told(path: Path, what: str) -> Iterator[None]:
-    """Orbax's and tensorstore's many errors as one of ours; their chatter on the log left out."""
+def _typed_errors(path: Path, what: str) -> Iterator[None]:
+    """Turn the many errors of orbax and tensorstore into one of ours, without their log messages."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -216,29 +225,32 @@ def open_orbax(directory: Path) -> Source:
         ConfigError: as `read_config`.
     """
     hf, family, config = read_config(directory)
-    weights, wanted = OrbaxWeights(directory), flat_abstract(config)
-    raise_all(str(directory), weights.misfits(wanted))
-    tensors = placements(family, wanted)
+    weights, weight_shapes = OrbaxWeights(directory), flat_abstract(config)
+    raise_all(str(directory), weights.misfits(weight_shapes))
+    tensors = placements(family, weight_shapes)
 
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
         return tensor.to_tensor(weights.read(tensor.paths), config)
 
-    shapes = {name: tensor.tensor_shape(wanted) for name, tensor in tensors.items()}
+    shapes = {name: tensor.tensor_shape(weight_shapes) for name, tensor in tensors.items()}
     return Source(hf, family, config, shapes, read, functools.partial(copy_side_files, directory))
 
 
 def read_orbax(
-    directory: Path, config: ModelConfig, dtype: np.dtype[Any], put: Put | None,
+    directory: Path,
+    config: ModelConfig,
+    dtype: np.dtype[Any],
+    put: Put | None,
     sharding: Callable[[str, Shape], jax.sharding.Sharding] | None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Read all weights of a directory.
 
     Args:
         directory: the checkpoint.
         config: what its config.json says.
         dtype: of the result.
-        put: what to make of each weight, one after the other (as in `huggingface.read_weights`); None: all are read
+        put: turns each weight into a leaf, one after the other (as in `huggingface.read_weights`); None: all are read
             at once, straight to their devices.
         sharding: (weight path, shape) -> where it lies; None: on the default device.
 
@@ -248,19 +260,21 @@ def read_orbax(
     Raises:
         CheckpointError: damaged, or weights that are missing, extra, misshaped or not finite, all in one error.
     """
-    weights, wanted = OrbaxWeights(directory), flat_abstract(config)
-    raise_all(str(directory), weights.misfits(wanted))
+    weights, weight_shapes = OrbaxWeights(directory), flat_abstract(config)
+    raise_all(str(directory), weights.misfits(weight_shapes))
     flat: dict[str, Any] = {}
     problems: list[str] = []
     if put is not None:
-        for path in wanted:
+        for path in weight_shapes:
             leaves, problem = put(path, weights.read((path,))[path])
             flat |= leaves
             if problem:
                 problems.append(f"{path}: {problem}")
     else:
         one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        flat = weights.restore(tuple(wanted), dtype, lambda path: sharding(path, wanted[path]) if sharding else one)
+        flat = weights.restore(
+            tuple(weight_shapes), dtype, lambda path: sharding(path, weight_shapes[path]) if sharding else one
+        )
         bad = {path: int(leaf.size - jnp.isfinite(leaf).sum()) for path, leaf in flat.items()}
         problems = [f"{path}: {count} values are NaN or Inf in {dtype.name}" for path, count in bad.items() if count]
     raise_all(str(directory), problems)

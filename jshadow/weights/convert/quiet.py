@@ -1,4 +1,4 @@
-"""transformers without its advice about torch: its import alone would print it."""
+"""Import transformers without its message about torch."""
 
 import contextlib
 import logging
@@ -9,10 +9,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[Any]:
-    """Import transformers without its advice about torch, which nothing here needs, and keep its loader silent."""
+    """Import transformers without its message about torch, which is not needed here, and keep its loader silent."""
     name, logger = "TRANSFORMERS_NO_ADVISORY_WARNINGS", logging.getLogger("transformers")
     before = os.environ.get(name)
-    os.environ[name] = "1"  # the import sets the logger's level itself, so a level set now would not hold
+    os.environ[name] = "1"  # the import itself sets the level of the logger, so that a level set now would be lost
     try:
         import transformers
     finally:

@@ -1,4 +1,4 @@
-"""Reading and writing single safetensors files: tensor by tensor, so that no model is ever in memory twice.
+"""Reading and writing single safetensors files, tensor by tensor, so that a model is never in memory twice.
 
 The format (version 1): a little-endian uint64 n, n bytes of JSON header (name -> dtype, shape, data_offsets), then the
 raw bytes. `safetensors` parses and validates it; this module adds messages that a user can act on, and a writer that
@@ -26,8 +26,18 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
 }
 # Everything that JAX holds without its 64-bit mode.
-TAGS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int32": "I32", "uint32": "U32", "int16": "I16",
-        "uint16": "U16", "int8": "I8", "uint8": "U8", "bool": "BOOL"}  # fmt: skip
+TAGS = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int32": "I32",
+    "uint32": "U32",
+    "int16": "I16",
+    "uint16": "U16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 DTYPES_OF_TAGS = {tag: DTYPES.get(name, np.dtype(name)) for name, tag in TAGS.items()} | {"F64": np.dtype(np.float64)}
 READABLE_TAGS = ("F64", "F32", "F16", "BF16")
 KIND = "a safetensors file"
@@ -76,7 +86,7 @@ class TensorFile:
     def read(self, name: str) -> np.ndarray:
         """The tensor `name`, in the file's dtype (only those of TAGS, and F64, are safe to ask for).
 
-        Read, not mapped: pages of a mapped file would count as this process's memory, in the end the whole file.
+        It is read, not mapped: the pages of a mapped file would count as memory of this process.
         """
         dtype, shape = DTYPES_OF_TAGS[self.tags[name]], self.shapes[name]
         try:
@@ -89,7 +99,7 @@ class TensorFile:
 
 
 def describe_damage(path: Path, error: Exception, kind: str = KIND) -> str:
-    """What is wrong with a file that the parser refused, told so that the reader knows what to do."""
+    """A message for a file that the parser refused, with what the user can do."""
     size = path.stat().st_size
     cut = "truncated, probably by an interrupted download or copy: fetch it again"
     with path.open("rb") as file:
@@ -112,7 +122,7 @@ def describe_damage(path: Path, error: Exception, kind: str = KIND) -> str:
 
 
 def cast(value: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, str | None]:
-    """A tensor in `dtype`, in the order in memory that it has, and what is wrong with its values, or None.
+    """A tensor in `dtype`, its order in memory unchanged, and a text on what is wrong with its values, or None.
 
     float16 overflows at 65504, so the check comes after the cast.
     """
@@ -122,7 +132,7 @@ def cast(value: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, str | Non
 
 
 def not_finite(value: np.ndarray) -> str | None:
-    """What is wrong with the values of a tensor, or None."""
+    """A text on what is wrong with the values of a tensor, or None."""
     flat = value.ravel(order="K")  # a view of a tensor in one piece, transposed or not
     bad = sum(
         block.size - int(np.count_nonzero(np.isfinite(block)))
@@ -167,10 +177,12 @@ def write_tensors(
 
 
 def write_payload(
-    file: BinaryIO, layout: Layout, read: Callable[[str], np.ndarray],
+    file: BinaryIO,
+    layout: Layout,
+    read: Callable[[str], np.ndarray],
     progress: Callable[[int, int], None] | None = None,
-) -> None:  # fmt: skip
-    """Write the bytes of all tensors, asking for one at a time; the file stands where its header ends.
+) -> None:
+    """Write the bytes of all tensors, asking for one at a time. The file's position must be the end of its header.
 
     Args:
         file: open for writing.
@@ -188,7 +200,7 @@ def write_payload(
 
 
 def encode_header(layout: Layout, metadata: Mapping[str, str]) -> bytes:
-    """What a file begins with; its length depends on the lengths of the names and texts alone."""
+    """The header of a file. Its length only depends on the lengths of the names and texts."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for name, (dtype, shape) in layout.items():
@@ -201,7 +213,7 @@ def encode_header(layout: Layout, metadata: Mapping[str, str]) -> bytes:
 
 
 def raise_all(owner: str, problems: list[str], most: int = 100) -> None:
-    """Raise one CheckpointError that lists every problem; a list longer than `most` is cut, and says so."""
+    """Raise one CheckpointError that lists the problems, at most `most` of them."""
     if not problems:
         return
     shown = "\n  ".join(problems[:most])

@@ -1,4 +1,4 @@
-"""A checkpoint that is read tensor by tensor, whatever stores it, under Hugging Face's names and shapes."""
+"""A checkpoint of any format, read tensor by tensor under Hugging Face's names and shapes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Source:
         config: what it says.
         shapes: tensor name -> shape, in the order in which reading is cheap.
         read: tensor name -> its value, in the dtype that it is stored in; only one is asked for at a time.
-        accompany: writes what stands beside config and weights (tokenizer files) into a directory.
+        accompany: writes the files beside config and weights (tokenizer files) into a directory.
     """
 
     hf: dict[str, Any]

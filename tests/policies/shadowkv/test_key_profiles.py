@@ -1,26 +1,19 @@
-"""Profiles of the transform code: the default for any width and bits, a model's own by brute force and by the code
-itself; packed settings, and policies that keep their code at a share of full attention's bytes.
+"""Profiles of the transform code: the default for any width and bits; packed settings, and policies that keep
+their code at a share of full attention's bytes.
 """
 
 import dataclasses
-import itertools
 
-import jax.numpy as jnp
-import numpy as np
-import oracle_codec
 import pytest
-from cases import TINY, model, random_tokens
+from cases import TINY
 
-from jshadow.cache.prompt_walk import prompts_of
-from jshadow.errors import ConfigError, Infeasible, PromptError
+from jshadow.errors import ConfigError, Infeasible
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import footprint
 from jshadow.policies import Policy, Quest, ShadowKV, ShadowKVPlus, parse_policy
-from jshadow.policies.shadowkv.key_codecs import Transform, usual_profile, usual_rank
+from jshadow.policies.shadowkv.key_codecs import usual_profile, usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import packed_width
-from jshadow.policies.shadowkv.key_codecs.profiles import best_profile, column_errors, profile_error, profile_of
-from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
-from jshadow.policies.shadowkv.profile_calibration import key_errors
+from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
 from jshadow.policies.shadowkv.shares import largest_shadow
 
 SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
@@ -49,77 +42,6 @@ def test_every_profile_fills_its_bytes(columns):
     for bits in (0, 3, -8, 8 * columns + 5):
         with pytest.raises(ConfigError, match=rf"must be in \[8, {8 * columns}\], got {bits}"):
             profile_of(columns, bits)
-
-
-# A model's own
-
-
-def errors_like(columns: int, seed: int) -> np.ndarray:
-    """Columns of falling variance that lose less with more bits, each by a ratio of its own."""
-    rng = np.random.default_rng(seed)
-    variance = np.sort(rng.exponential(size=columns))[::-1] ** rng.uniform(0.5, 4)
-    kinds = np.cumprod(rng.uniform(0.02, 0.6, (3, columns)), axis=0)[::-1]
-    return np.concatenate([kinds * variance, variance[None]])
-
-
-@pytest.mark.parametrize("columns", [5, 12, 13])
-@pytest.mark.parametrize("bits", [8, 24, 40, 72, 200])
-def test_the_best_profile_by_brute_force(columns, bits):
-    for seed in range(3):
-        errors = errors_like(columns, seed)
-        lost = {
-            profile: profile_error(errors, profile)
-            for profile in itertools.product(range(columns + 1), range(0, columns + 1, 2), range(0, columns + 1, 4))
-            if sum(profile) <= columns and 8 * profile[0] + 4 * profile[1] + 2 * profile[2] <= bits
-        }
-        found = best_profile(errors, bits)
-        assert lost[found] == pytest.approx(min(lost.values()), rel=1e-9)
-    with pytest.raises(ConfigError, match="must be at least 8, got 2"):
-        best_profile(errors, 2)
-
-
-def test_errors_of_columns_are_the_oracle_s():
-    rng = np.random.default_rng(0)
-    rows = rng.standard_t(5, (300, 8)) * 10.0 ** -np.arange(8)
-    rows[:, 7] = 0
-    errors = np.asarray(column_errors(jnp.asarray(rows, jnp.float32)), np.float64)
-    np.testing.assert_allclose(errors[3], (rows**2).mean(axis=0), rtol=1e-5)
-    for kind, bits in enumerate((8, 4, 2)):
-        sigma = np.sqrt((rows**2).mean(axis=0))
-        steps = np.where(sigma > 1e-5 * sigma[0], oracle_codec.column_steps(rows, np.full(8, bits)), 0)
-        coder = oracle_codec.Coder(np.zeros(8), np.eye(8), np.full(8, bits), steps)
-        want = ((coder.values(coder.codes(rows)) - rows) ** 2).mean(axis=0)
-        np.testing.assert_allclose(errors[kind], want, rtol=2e-3, atol=1e-12)
-
-
-@pytest.mark.parametrize("weighed", [False, True])
-def test_what_is_foretold_is_what_the_code_loses(weighed):
-    """The transform code itself, on the keys of every layer of a tiny model: 32 columns."""
-    text = random_tokens(2, 90, seed=3)
-    errors = key_errors(model(), text, weighed=weighed)
-    assert errors.shape == (3, 4, 32)
-    np.testing.assert_allclose(errors[:, 3].sum(axis=1), 1, rtol=1e-5)
-    own = best_profile(errors.mean(axis=0), 64)
-    assert profile_error(errors.mean(axis=0), own) <= profile_error(errors.mean(axis=0), profile_of(32, 64))
-    for layer, prompt in enumerate(prompts_of(model(), text)):
-        weights = query_weights(prompt.q_post[:, -64:], prompt.lengths, 2, 16) if weighed else None
-        sizes = np.ones((2, 1, 2, 16)) if weights is None else np.asarray(weights, np.float64)[:, None]
-        keys = np.asarray(prompt.k_pre, np.float64) * sizes
-        for profile in (own, (3, 10, 8)):
-            codec = Transform(profile)
-            code = codec.encode(prompt.k_pre, prompt.lengths, 90, 1, weights)
-            ids = jnp.broadcast_to(jnp.arange(90, dtype=jnp.int32), (2, 2, 90))
-            back = np.asarray(codec.decode(code, ids, 1), np.float64).swapaxes(1, 2) * sizes
-            spread = ((keys - keys.mean(axis=1, keepdims=True)) ** 2).sum(axis=(1, 2, 3))
-            lost = (((back - keys) ** 2).sum(axis=(1, 2, 3)) / spread).mean()
-            assert profile_error(errors[layer], profile) == pytest.approx(lost, rel=0.02)
-
-
-def test_too_short_a_text_tells_no_profile():
-    with pytest.raises(PromptError, match="more than the 32 key columns, got 32"):
-        key_errors(model(), random_tokens(1, 32))
-    with pytest.raises(PromptError, match="tokens must not all be the same in any row"):
-        key_errors(model(), np.concatenate([random_tokens(1, 40), np.full((1, 40), 7, np.int32)]))
 
 
 # Settings

@@ -1,0 +1,118 @@
+"""The tables that `jshadow plan` prints of GPUs."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from rich.table import Table
+
+from jshadow.cache.host_memory import POOL_VARIABLE, pool_gib
+from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan
+from jshadow.planner.gpu_specs import GIB
+
+XLA_SHARE = 0.75  # of a GPU's memory, which XLA takes when it starts
+
+
+def bytes_text(device: int, host: int) -> str:
+    """Device bytes, or host bytes with a mark."""
+    return (f"{device:,}" if device else "") + (f"{host:,} (host)" if host else "") or "0"
+
+
+def sides_of(plan: CapacityPlan) -> dict[str, PolicyPlan]:
+    """The planned policies by the titles of their columns."""
+    name = plan.chosen.policy.name
+    beside = {f"{name}\n{other}": side for other, side in plan.beside.items()}
+    return {name: plan.chosen} | beside | ({"full": plan.full} if name != "full" else {})
+
+
+def parts_table(plan: CapacityPlan) -> Table:
+    """Bytes of one request, which do not depend on the GPU."""
+    where = "" if plan.count == 1 else f", on one of {plan.count} GPUs"
+    sides = sides_of(plan)
+    table = Table(f"bytes of one request of {plan.context:,} tokens{where}", *sides)
+    for part in dict.fromkeys(part for side in sides.values() for part in side.row_parts):
+        sizes = (side.row_parts.get(part) for side in sides.values())
+        table.add_row(part, *("" if size is None else bytes_text(*size) for size in sizes))
+    table.add_row("device, all parts", *(f"{side.row_bytes[0]:,}" for side in sides.values()))
+    return table
+
+
+def plan_table(plan: CapacityPlan) -> Table:
+    """One GPU, or one of several: a column for each policy and one for full attention."""
+    count, sides = plan.count, sides_of(plan)
+    table = Table(plan.gpu.name if count == 1 else f"each of {count} {plan.gpu.name}")
+    for name in sides:
+        table.add_column(name, justify="right")
+
+    def row(label: str, value: Callable[[CapacityPlan, PolicyPlan], str]) -> None:
+        table.add_row(label, *(value(plan, side) for side in sides.values()))
+
+    def step(label: str, value: Callable[[Any], str]) -> None:
+        row(label, lambda plan, side: "-" if side.step is None else value(side.step))
+
+    row("memory, GiB", lambda plan, side: f"{plan.gpu.memory_bytes / GIB:.1f}")
+    row("largest batch", lambda plan, side: f"{side.largest_batch:,}")
+    row("prefilled in one call", lambda plan, side: "-" if side.prefill_batch is None else f"{side.prefill_batch:,}")
+    row("batch planned", lambda plan, side: f"{side.batch:,}" + ("" if side.fits else " (no fit)"))
+    row("weights, GiB", lambda plan, side: gib(plan.weights_bytes))
+    row("states, GiB", lambda plan, side: gib(side.batch * side.row_bytes[0]))
+    row("temporaries, GiB", lambda plan, side: gib(sum(side.temporaries.values())))
+    row("reserve, GiB", lambda plan, side: gib(plan.reserve_bytes))
+    row("device in all, GiB", lambda plan, side: gib(side.device_bytes))
+    row("XLA memory fraction", lambda plan, side: fraction(plan, side))
+    row("host, GiB" + (" (all GPUs)" if count > 1 else ""), lambda plan, side: gib(side.host_bytes))
+    reads = [side.step.hbm_bytes for side in sides.values() if side.step is not None]
+    for part in {part: None for bytes_read in reads for part in bytes_read}:  # without those that would be 0.00
+        if max(bytes_read.get(part, 0) for bytes_read in reads) >= 5e6:
+            step(f"step reads {part}, GB", lambda bound, part=part: gb(bound.hbm_bytes.get(part, 0)))  # type: ignore[misc]
+    step("step reads, all, GB", lambda bound: gb(sum(bound.hbm_bytes.values())))
+    step("step moves over PCIe, GB", lambda bound: gb(bound.pcie_bytes))
+    step("step, TFLOP", lambda bound: f"{bound.flops / 1e12:.2f}")
+    for label, field in (("HBM", "hbm_seconds"), ("PCIe", "pcie_seconds"), ("arithmetic", "flop_seconds")):
+        step(f"{label}, ms", lambda bound, field=field: f"{getattr(bound, field) * 1e3:.1f}")  # type: ignore[misc]
+    step("tokens/s, overlapped", lambda bound: f"{bound.tokens_per_second:,.0f}")
+    step("tokens/s, in turn", lambda bound: f"{bound.serial_tokens_per_second:,.0f}")
+    row("to full attention", lambda plan, side: "-" if side is plan.full else ratio_text(plan.ratio_of(side)))
+    return table
+
+
+def ratio_text(ratio: float | None) -> str:
+    """A ratio, if there is one."""
+    return "-" if ratio is None else f"{ratio:.2f}"
+
+
+def fraction(plan: CapacityPlan, side: PolicyPlan) -> str:
+    """The least XLA_PYTHON_CLIENT_MEM_FRACTION that is enough."""
+    needed = math.ceil((side.device_bytes - plan.reserve_bytes) / plan.gpu.memory_bytes * 1000) / 1000
+    return "default" if needed <= XLA_SHARE else f"{needed:.3f}" if side.fits else "-"
+
+
+def notes(plans: list[CapacityPlan]) -> list[str]:
+    """What the figures assume."""
+    first = plans[0]
+    rates = [(plan.gpu, plan.gpu.hbm_bytes_per_second / 1e9, plan.gpu.pcie_bytes_per_second / 1e9) for plan in plans]
+    sheets = [
+        f"{gpu.name} {hbm:,.0f} GB/s HBM, {pcie:g} GB/s PCIe, {gpu.flops / 1e12:g} TFLOP/s" for gpu, hbm, pcie in rates
+    ]
+    lines = [
+        f"Bounds from data sheets, nothing measured: {'; '.join(sheets)}.",
+        f"fetch {first.fetch}: {first.repeat_share:.0%} of the selected units taken as on the device already.",
+        "XLA memory fraction: set XLA_PYTHON_CLIENT_MEM_FRACTION to it; XLA takes 0.75 by itself.",
+    ]
+    host = max(side.host_bytes for plan in plans for side in (plan.chosen, *plan.beside.values()))
+    pool = pool_gib()
+    if host > pool * GIB:
+        lines.append(f"{POOL_VARIABLE}: {pool} here, {math.ceil(host / GIB)} for the largest of these.")
+    if first.chosen.fallback:
+        lines.append(f"generate falls back: {first.chosen.fallback}.")
+    return lines
+
+
+def gib(size: int) -> str:
+    """Bytes as GiB."""
+    return f"{size / GIB:.2f}"
+
+
+def gb(size: int) -> str:
+    """Bytes as GB."""
+    return f"{size / 1e9:.2f}"

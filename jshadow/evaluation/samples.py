@@ -1,0 +1,66 @@
+"""The file of finished samples: a run that was killed goes on where it stopped."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jshadow.errors import ConfigError
+
+SAMPLES_FILE = "samples.jsonl"
+
+
+class SampleStore:
+    """The records of finished samples by key, kept in a JSONL file.
+
+    A key covers the model's weights, the prompt's token ids, the capacity, the fetch mode and the policy's settings. A
+    damaged line costs only its own sample.
+
+    Attributes:
+        records: the record of each key.
+        path: the file; None: the records are kept in memory only.
+        damaged: number of lines that could not be read.
+    """
+
+    FIELDS = frozenset({"key", "score", "hits", "kl", "outputs", "attended_tokens", "hit_rate"})
+
+    def __init__(self, out: str | os.PathLike[str] | None) -> None:
+        self.records: dict[str, dict[str, Any]] = {}
+        self.path: Path | None = None
+        self.damaged = 0
+        if out is None:
+            return
+        try:
+            Path(out).mkdir(parents=True, exist_ok=True)
+            self.path = Path(out) / SAMPLES_FILE
+            data = self.path.read_bytes() if self.path.exists() else b""
+            if data and not data.endswith(b"\n"):
+                self._write(b"\n")
+        except OSError as error:
+            raise ConfigError(f"out must be a directory that can be written, got {str(out)!r}: {error}") from error
+        for line in filter(bytes.strip, data.split(b"\n")):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            if isinstance(record, dict) and record.keys() >= self.FIELDS:
+                self.records[record["key"]] = record
+            else:
+                self.damaged += 1
+
+    def add(self, key: str, record: Mapping[str, Any], context: Mapping[str, Any]) -> None:
+        """Keep one sample's record, on disk before this returns."""
+        self.records[key] = {"key": key, **context, **record}
+        if self.path is not None:
+            self._write(json.dumps(self.records[key]).encode() + b"\n")
+
+    def _write(self, data: bytes) -> None:
+        """Append in one write, so that a line is whole or the last."""
+        assert self.path is not None
+        handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(handle, data)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
