@@ -26,12 +26,12 @@ from jshadow.engine.checks import (
     check_stop,
     check_tokens,
 )
-from jshadow.engine.prefill import Logits
 from jshadow.engine.prefill import prefill as prefill
 from jshadow.engine.prefill import prefill_many as prefill_many
 from jshadow.engine.sampling import Sampler, sample
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes, turn_piece
+from jshadow.engine.types import Logits
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import fit_tokens
@@ -94,7 +94,7 @@ def decode_step(
 
 
 def extend_steps(
-    weights: dict, config: ModelConfig, tokens: Array, lengths: Array, state: KVState, logits: Logits = "last"
+    weights: dict, config: ModelConfig, tokens: Array, lengths: Array, state: KVState, logits: Logits[Any] = "last"
 ) -> tuple[Any, KVState]:
     """Traceable core of `extend`."""
     reads, writes = state.split()
@@ -104,7 +104,7 @@ def extend_steps(
 
 def _scan_tokens(
     weights: dict, config: ModelConfig, tokens: Array, lengths: Array, reads: Reads, writes: Writes,
-    want: Logits,
+    want: Logits[Any],
 ) -> tuple[Any, Writes]:  # fmt: skip
     """Piece after piece of as many tokens as every layer's policy takes at once."""
     batch, count = tokens.shape
@@ -141,13 +141,26 @@ def _scan_tokens(
     jax.jit, static_argnames=("config", "want"), donate_argnames=("writes",), compiler_options=COMPILER_OPTIONS
 )
 def _extend(
-    weights: dict, tokens: Array, lengths: Array, reads: Reads, writes: Writes, *, config: ModelConfig, want: Logits,
-) -> tuple[Any, Writes]:  # fmt: skip
+    weights: dict,
+    tokens: Array,
+    lengths: Array,
+    reads: Reads,
+    writes: Writes,
+    *,
+    config: ModelConfig,
+    want: Logits[Any],
+) -> tuple[Any, Writes]:
     return _scan_tokens(weights, config, tokens, lengths, reads, writes, want)
 
 
 def extend(
-    params: Any, tokens: Any, lengths: Any, state: KVState, policy: Policy | None = None, *, logits: Logits = "last"
+    params: Any,
+    tokens: Any,
+    lengths: Any,
+    state: KVState,
+    policy: Policy | None = None,
+    *,
+    logits: Logits[Any] = "last",
 ) -> tuple[Any, KVState]:
     """Feed several tokens to each row. Consumes the state.
 

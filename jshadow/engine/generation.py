@@ -15,7 +15,7 @@ from jshadow.cache.offload import resolve_fetch
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine import decode
 from jshadow.engine.checks import check_capacity, check_policy, check_room, check_sampling, check_state
-from jshadow.engine.prefill import own_attention, prepared_attention
+from jshadow.engine.prefill_job import own_attention, prepared_attention
 from jshadow.engine.report import CompileClock, Report, attended_parts, measured_bytes, row_figures
 from jshadow.engine.sampling import Sampler, sample
 from jshadow.engine.step import step_writes

@@ -12,7 +12,7 @@ from jax import Array
 from jshadow.cache import offload
 from jshadow.cache.records import HostTier, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.engine.prefill import compress_layer
+from jshadow.engine.prefill_layer import compress_layer
 from jshadow.engine.step import step_layer
 from jshadow.errors import ConfigError
 from jshadow.evaluation.speed.timing import compiled, measure
