@@ -16,7 +16,7 @@ from jshadow.errors import ConfigError, PromptError
 from jshadow.policies import parse_policy
 
 if TYPE_CHECKING:
-    from jshadow.engine.generation import Generation
+    from jshadow.engine.result import Generation
 
 PREFILL_HELP = "exact (default), vertical_slash, a_shape or block_sparse: how the prompt's tokens attend to each other"
 SPARE = 1024  # tokens that a saved state can still take, unless --capacity says otherwise
@@ -132,7 +132,8 @@ def answer(
     fitted: Any = None,
 ) -> "Generation":  # fmt: skip
     """One generation, streamed; its state is loaded and saved where that was asked for."""
-    from jshadow.engine.generation import Run
+    from jshadow.engine.generation import GenerationLoop
+    from jshadow.engine.options import GenerateOptions
     from jshadow.engine.saved_state import load_state, read_state_info, save_state
 
     state, held = None, []
@@ -141,11 +142,22 @@ def answer(
         state = load_state(args.load_state, params)
         policy = state.policy
     progress = SlowProgress(f"prefill, {policy.name}")
-    run = Run(
-        params, prompt, policy, max_new_tokens=args.max_new_tokens, sampler=sampler, seed=args.seed, fetch=args.fetch,
-        capacity=args.capacity, state=state, stop=args.stop or None, verify=args.verify, progress=progress,
-        spare=SPARE if args.save_state is not None else 0, prefill=prefill, fitted=fitted,
-    )  # fmt: skip
+    options = GenerateOptions(
+        policy=policy,
+        max_new_tokens=args.max_new_tokens,
+        sampler=sampler,
+        seed=args.seed,
+        fetch=args.fetch,
+        capacity=args.capacity,
+        state=state,
+        stop=args.stop or None,
+        prefill=prefill,
+        verify=args.verify,
+        fitted=fitted,
+        progress=progress,
+        spare=SPARE if args.save_state is not None else 0,
+    )
+    run = GenerationLoop(params, prompt, options)
     write_answer(run, progress, f"[{policy.name}] " if several else "", silent=args.json)
     made = run.results()[0]
     if args.save_state is not None:

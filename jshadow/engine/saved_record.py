@@ -17,6 +17,7 @@ from jshadow.policies import POLICIES, WRAPPERS, Full, Policy
 from jshadow.policies.base import why_dense
 from jshadow.weights.convert.safetensors_file import TAGS
 from jshadow.weights.digest import canonical, tree_digest
+from jshadow.weights.params import Params
 
 NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
 # Settings that policies have been given since files were first written, with what a file without them means. Wrappers
@@ -64,7 +65,7 @@ class StateRecord:
     windows: list[int]
 
     @classmethod
-    def of(cls, state: KVState, params: Any) -> "StateRecord":
+    def of(cls, state: KVState, params: Params) -> "StateRecord":
         """The record of a state. Raises CheckpointError where JSON cannot hold a setting, or the file an array."""
         return cls(
             config=plain(params.config), weights=params.digest, tokenizer=params.tokenizer_digest,
@@ -101,7 +102,7 @@ class StateRecord:
                 raise ValueError(f"{name} must be as jshadow writes it, got {texts.get(name)!r:.80}")
         return record
 
-    def match(self, params: Any, policy: Policy | None) -> Policy:
+    def match(self, params: Params, policy: Policy | None) -> Policy:
         """The resolved policy of the state, where everything is as params (and policy, if given) have it.
 
         Raises:

@@ -27,6 +27,7 @@ from jshadow.policies import POLICIES, WRAPPERS, Policy
 from jshadow.weights.convert.files import staged_file
 from jshadow.weights.convert.safetensors_file import TAGS, Layout, TensorFile, encode_header, raise_all, write_payload
 from jshadow.weights.digest import canonical, host_array, raw_bytes, sha256
+from jshadow.weights.params import Params
 
 FORMAT, VERSION = "jshadow KV state", 1
 KIND = "a saved KV state (safetensors)"
@@ -34,7 +35,7 @@ UNKNOWN = "0" * 64  # stands for a digest until the tensors are written
 
 
 def save_state(
-    path: str | os.PathLike[str], state: KVState, params: Any, *, tokens: Sequence[Sequence[int]] | None = None
+    path: str | os.PathLike[str], state: KVState, params: Params, *, tokens: Sequence[Sequence[int]] | None = None
 ) -> None:
     """Write a state to one file, tensor by tensor. The state is left as it is.
 
@@ -74,7 +75,7 @@ def save_state(
         file.write(encode_header(layout, header_texts(record, layout, digests)))  # as long as before
 
 
-def load_state(path: str | os.PathLike[str], params: Any, policy: Policy | None = None) -> KVState:
+def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | None = None) -> KVState:
     """Read a state back, in the fetch mode it had. All of the file is checked before anything is put on a device.
 
     Args:
@@ -164,7 +165,7 @@ def token_names(batch: int) -> list[str]:
 # Saving
 
 
-def check_loadable(record: StateRecord, state: KVState, params: Any) -> None:
+def check_loadable(record: StateRecord, state: KVState, params: Params) -> None:
     """Raise CheckpointError where the record would not lead back to the very structure of the state."""
     try:
         policy = record.match(params, None if state.policy.name in POLICIES | WRAPPERS else state.policy)
@@ -182,7 +183,7 @@ def check_loadable(record: StateRecord, state: KVState, params: Any) -> None:
         )
 
 
-def token_arrays(state: KVState, params: Any, tokens: Sequence[Sequence[int]] | None) -> dict[str, np.ndarray]:
+def token_arrays(state: KVState, params: Params, tokens: Sequence[Sequence[int]] | None) -> dict[str, np.ndarray]:
     """Token ids as int32 [length] of each row, by their names in the file."""
     if tokens is None:
         return {}
