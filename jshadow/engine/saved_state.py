@@ -1,10 +1,10 @@
 """KV states in files: written whole or not at all, and never loaded into a model or policy they do not belong to.
 
-A file is one safetensors file. Its tensors are the leaves of the state, named by their place in it
-("layers.3.frozen.left", "lengths"), and the token ids if they were given ("tokens.0"). Its metadata holds the record of
-`state_record.py`, the SHA-256 of every tensor ("sha256"), and the SHA-256 of all of that: of the parsed header, the
-metadata and the tensor table in canonical JSON ("header_sha256"). A changed bit is therefore refused, or is one that
-the parser does not see either (a space between two fields).
+A state is one safetensors file. The tensors are the leaves of the state, named by their place in it
+("layers.3.frozen.left", "lengths"), and the token ids if the caller passed them ("tokens.0"). The metadata holds the
+record of `saved_record.py`, the SHA-256 of every tensor ("sha256"), and the SHA-256 of the parsed header, that is the
+metadata and the tensor table in canonical JSON ("header_sha256"). So a changed bit is refused, except one that the
+parser does not see either (a space between two fields).
 """
 
 import contextlib
@@ -125,14 +125,13 @@ def read_state_info(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: as `load_state`; damage inside tensors other than lengths and tokens is not looked for.
     """
     file, record, digests = open_state(Path(path).expanduser())
-    kept = [name for name in token_names(record.batch) if name in file.shapes]
+    names = [name for name in token_names(record.batch) if name in file.shapes]
     if "lengths" not in file.shapes:
         raise CheckpointError(f"{file.path} must hold the tensor lengths, got none")
-    tokens = [read_checked(file, name, digests).tolist() for name in kept]
-    return vars(record) | {
-        "format": FORMAT, "version": VERSION, "lengths": read_checked(file, "lengths", digests).tolist(),
-        "tokens": tokens or None, "nbytes": file.path.stat().st_size,
-    }  # fmt: skip
+    tokens = [read_checked(file, name, digests).tolist() for name in names]
+    lengths, nbytes = read_checked(file, "lengths", digests).tolist(), file.path.stat().st_size
+    info = {"format": FORMAT, "version": VERSION, "lengths": lengths, "tokens": tokens or None, "nbytes": nbytes}
+    return vars(record) | info
 
 
 # Names
