@@ -1,23 +1,44 @@
 """generate and stream: from a prompt to text in one call."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Unpack, overload
 
 from jshadow.cache.state import KVState
-from jshadow.engine.generation import Generation as Generation
-from jshadow.engine.generation import Run
+from jshadow.engine.generation import GenerationLoop
+from jshadow.engine.options import GenerateKeywords, GenerateOptions
+from jshadow.engine.result import Generation as Generation
 from jshadow.engine.sampling import Sampler
+from jshadow.engine.types import Batch, Fitted, OnePrompt, Prompt
 from jshadow.errors import PromptError
 from jshadow.policies import Policy
 from jshadow.policies.prefill_attention import PrefillAttention
+from jshadow.weights.params import Params
 
 
+@overload
 def generate(
-    params: Any, prompt: Any, policy: Policy | None = None, *, max_new_tokens: int = 128,
-    sampler: Sampler | None = None, seed: int = 0, fetch: str = "auto", capacity: int | None = None,
-    state: KVState | None = None, stop: str | int | Sequence[str | int] | None = None,
-    prefill: PrefillAttention | None = None, verify: bool = False, fitted: Any = None,
-) -> Any:  # fmt: skip
+    params: Params, prompt: OnePrompt, policy: Policy | None = None, **options: Unpack[GenerateKeywords]
+) -> Generation: ...
+@overload
+def generate(
+    params: Params, prompt: Batch, policy: Policy | None = None, **options: Unpack[GenerateKeywords]
+) -> list[Generation]: ...
+def generate(
+    params: Params,
+    prompt: Prompt,
+    policy: Policy | None = None,
+    *,
+    max_new_tokens: int = 128,
+    sampler: Sampler | None = None,
+    seed: int = 0,
+    fetch: str = "auto",
+    capacity: int | None = None,
+    state: KVState | None = None,
+    stop: str | int | Sequence[str | int] | None = None,
+    prefill: PrefillAttention | None = None,
+    verify: bool = False,
+    fitted: Fitted | None = None,
+) -> Generation | list[Generation]:
     """Answer a prompt, or a batch of prompts of any lengths.
 
     Args:
@@ -46,34 +67,46 @@ def generate(
         PromptError, CapacityError, ConfigError, StateMismatch, HostMemoryError: before anything runs.
         VerificationError: with `verify`, naming step, layer and head.
     """
-    run = Run(
-        params, prompt, policy, max_new_tokens=max_new_tokens, sampler=sampler, seed=seed, fetch=fetch,
-        capacity=capacity, state=state, stop=stop, prefill=prefill, verify=verify, fitted=fitted,
-    )  # fmt: skip
-    for _ in run:
+    options = GenerateOptions(
+        policy=policy,
+        max_new_tokens=max_new_tokens,
+        sampler=sampler,
+        seed=seed,
+        fetch=fetch,
+        capacity=capacity,
+        state=state,
+        stop=stop,
+        prefill=prefill,
+        verify=verify,
+        fitted=fitted,
+    )
+    loop = GenerationLoop(params, prompt, options)
+    for _ in loop:
         pass
-    made = run.results()
-    return made[0] if run.bare else made
+    generations = loop.results()
+    return generations[0] if loop.bare else generations
 
 
-def stream(params: Any, prompt: Any, policy: Policy | None = None, **options: Any) -> Iterator[str]:
+def stream(
+    params: Params, prompt: OnePrompt, policy: Policy | None = None, **options: Unpack[GenerateKeywords]
+) -> Iterator[str]:
     """The text of `generate` piece by piece, for one prompt; same arguments. Closing it frees its state.
 
     Raises:
         PromptError: a batch, or a checkpoint without tokenizer; else as `generate`. All before the first piece.
     """
-    run = Run(params, prompt, policy, **options)
-    if not run.bare:
-        raise PromptError(f"prompt must be a single one to be streamed, got a list of {len(run.prompts)}")
+    loop = GenerationLoop(params, prompt, GenerateOptions(policy, **options))
+    if not loop.bare:
+        raise PromptError(f"prompt must be a single one to be streamed, got a list of {len(loop.prompts)}")
     if params.tokenizer is None:
         raise PromptError("prompt cannot be streamed as text, for the checkpoint has no tokenizer; use generate")
-    return _pieces(run)
+    return _pieces(loop)
 
 
-def _pieces(run: Run) -> Iterator[str]:
+def _pieces(loop: GenerationLoop) -> Iterator[str]:
     try:
-        for _, text, _ in run:
+        for _, text, _ in loop:
             if text:
                 yield text
     finally:
-        run.close()
+        loop.close()

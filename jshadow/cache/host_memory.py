@@ -1,6 +1,6 @@
-"""Whether offloaded rows fit into host memory: asked before any is allocated, and answered with what would fit.
+"""Whether offloaded rows fit into host memory. This is checked before any is allocated; the error says what would fit.
 
-Two limits count. The system has so much memory left. And on a GPU, pinned memory comes from a pool of XLA
+There are two limits: the memory that the system has left, and on a GPU XLA's pool of pinned memory
 (`xla_gpu_host_bfc`), whose size an environment variable sets when jax starts.
 """
 
@@ -26,10 +26,15 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """Bytes that may still be taken, and whose limit that is, in words."""
+    """A limit of host memory.
+
+    Attributes:
+        free: bytes that may still be allocated.
+        owner: whose limit it is, as words behind the number of bytes.
+    """
 
     free: int
-    told: str
+    owner: str
 
 
 def check_host_memory(plans: Plans) -> None:
@@ -40,20 +45,20 @@ def check_host_memory(plans: Plans) -> None:
     """
     plans = [specs for specs in plans if host_bytes(specs)]
     taken = Pool.note()
-    found = [limit for limit in (system_limit(taken), pool_limit(taken)) if limit is not None]
-    if not plans or not found:
-        return  # a system that does not tell: the allocation itself will
-    needed, least = planned_bytes(plans), min(found, key=lambda limit: limit.free)
+    limits = [limit for limit in (system_limit(taken), pool_limit(taken)) if limit is not None]
+    if not plans or not limits:
+        return  # where no limit is known, the allocation itself fails
+    needed, least = planned_bytes(plans), min(limits, key=lambda limit: limit.free)
     if needed > least.free:
         raise HostMemoryError(
-            f"host_bytes must be at most {amount(least.free)} {least.told}; got {amount(needed)} for "
+            f"host_bytes must be at most {amount(least.free)} {least.owner}; got {amount(needed)} for "
             f"{describe(plans)}; {what_fits(plans, least.free)}"
         )
 
 
 @contextlib.contextmanager
 def placing(plans: Plans) -> Iterator[None]:
-    """While offloaded rows are placed: what the runtime says where it lacks host memory becomes a HostMemoryError."""
+    """While offloaded rows are placed, turn the runtime's error about host memory into a HostMemoryError."""
     try:
         yield
         Pool.note()
@@ -75,7 +80,7 @@ def settle(layers: Sequence[LayerState], plans: Plans) -> None:
     Raises:
         HostMemoryError: the runtime lacked the memory for them.
     """
-    # First what was computed beside them: where the device failed, that is not the host's fault.
+    # Wait for the layers' other arrays first: a failure of the device must not be reported as one of host memory.
     jax.block_until_ready([(layer.frozen, layer.live) for layer in layers])
     with placing(plans):
         jax.block_until_ready([layer.host for layer in layers])
@@ -88,14 +93,14 @@ class Pool:
     """XLA's pool of pinned memory, which gives nothing back to the system.
 
     Attributes:
-        taken: most bytes that arrays were ever seen to take of it.
+        taken: the most bytes of it that arrays took at any check.
     """
 
     taken = 0
 
     @classmethod
     def note(cls) -> int:
-        """Look again; the bytes that arrays take now."""
+        """Update `taken`, and return the bytes that arrays take now."""
         now = pinned_bytes()
         cls.taken = max(cls.taken, now)
         return now
@@ -107,7 +112,7 @@ def pinned_bytes() -> int:
 
 
 def system_limit(taken: int) -> Limit | None:
-    """What the system has left; on a GPU also what its pool has and no array uses."""
+    """The memory that the system has left, and on a GPU the part of XLA's pool that no array uses."""
     free = available_memory()
     if free is None:
         return None
@@ -116,11 +121,11 @@ def system_limit(taken: int) -> Limit | None:
 
 
 def available_memory() -> int | None:
-    """Bytes that a program may still allocate; None where the system does not tell."""
+    """Bytes that a program may still allocate; None where the system does not say."""
     try:
         with open("/proc/meminfo") as lines:
-            told = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
-        return told[0] if told else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
+        return available[0] if available else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return None
 
@@ -184,7 +189,7 @@ def largest_capacity(plans: Plans, free: int) -> int:
 
 
 def at_capacity(spec: CacheSpec, capacity: int) -> CacheSpec:
-    """The spec with a smaller capacity: what is missing, the window has less."""
+    """The spec with a smaller capacity; the window shrinks by as much."""
     return dataclasses.replace(spec, capacity=capacity, window=max(0, spec.window - (spec.capacity - capacity)))
 
 

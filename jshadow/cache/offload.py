@@ -1,15 +1,18 @@
-"""The host tier: place prompt rows, write new ones, fetch selected ones. The only module that moves rows.
+"""The host tier: place the rows of a prompt, write new rows, fetch selected rows. Only this module moves rows.
 
-Three fetch modes share all code around them. "resident" keeps the rows on the device: the reference that offloading
-must equal. "device_put" keeps them in pinned host memory; inside the compiled step the indices travel to the host,
-the host gathers, and `jax.device_put` brings the rows back while the device rebuilds the keys (XLA overlaps the two,
-because both only meet at an optimization barrier). "zero_copy" keeps them there too, and on an NVIDIA GPU one kernel
-reads them itself while it rebuilds the keys, all but those that the step before has left on the device; elsewhere, and
-where no keys are rebuilt, its rows come as by "device_put". Keys that no kernel rebuilds are refused there.
+There are three fetch modes:
 
-On host arrays inside jit only four things are safe on a GPU: device_put of a whole array, dynamic_slice,
-dynamic_update_slice, a function under compute_on("device_host"), and a kernel of ours. So there is no indexing,
-reshape or scatter here.
+- "resident" keeps the rows on the device. It is the reference that offloading must equal.
+- "device_put" keeps the rows in pinned host memory. Inside the compiled step the indices travel to the host, the host
+  gathers the rows, and `jax.device_put` brings them back while the device rebuilds the keys. XLA overlaps the two,
+  because they meet only at an optimization barrier.
+- "zero_copy" keeps the rows in pinned host memory too. On an NVIDIA GPU one kernel reads them itself while it rebuilds
+  the keys; it leaves out rows that lie on the device from the step before. Keys and values for which there is no such
+  kernel are refused. Elsewhere, and where no keys are rebuilt, the rows are fetched as by "device_put".
+
+Inside jit, only these are safe on host arrays on a GPU: device_put of a whole array, dynamic_slice,
+dynamic_update_slice, a function under compute_on("device_host"), and a kernel of this project. So this module does not
+index, reshape or scatter host arrays.
 """
 
 import functools
@@ -33,7 +36,7 @@ FETCH_QUANTUM = 64  # bytes in one count of Counters.fetched
 
 
 def resolve_fetch(fetch: str) -> str:
-    """The mode that "auto" means here: offload on an accelerator; on a CPU host memory is the device's memory.
+    """The fetch mode that a setting means: "auto" offloads on an accelerator, and is "resident" on a CPU.
 
     Raises:
         ConfigError: not a fetch mode.
@@ -54,7 +57,7 @@ def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
     """The host tier of a layer as ShapeDtypeStructs: no allocation.
 
     Raises:
-        ConfigError: zero_copy, on a GPU, of values or beside keys that no kernel there knows.
+        ConfigError: zero_copy on a GPU where no kernel fetches such values while it rebuilds such keys.
     """
     if layout is None:
         return HostTier()
@@ -73,7 +76,7 @@ def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
         array = jax.ShapeDtypeStruct((spec.batch, layout.heads, units, shape[0]), shape[1])
         return HostArray(array, memory_of(spec.fetch))
 
-    # One unit more than the tail holds: where rows that must not be written are sent.
+    # The tail has one unit more, which takes the rows that must not be written.
     return HostTier(part(layout.units), part(layout.tail_units + 1 if layout.tail_units else 0))
 
 
@@ -93,22 +96,22 @@ def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) 
         if shape is None:
             return None
         if shape.memory == "device" and isinstance(data, Array):
-            return HostArray(data, shape.memory)  # where it is already, be it on several devices
+            return HostArray(data, shape.memory)  # it stays where it is, also where that is several devices
         if data is None:
-            data = np.zeros(shape.array.shape, shape.array.dtype)  # of NumPy: nothing on the device
+            data = np.zeros(shape.array.shape, shape.array.dtype)  # by NumPy, so that nothing is on the device
         return HostArray(jax.device_put(data, sharding), shape.memory)
 
     return HostTier(put(shapes.prompt, prompt.data if prompt else None), put(shapes.tail, None))
 
 
 def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
-    """Write new units into the tail, in place where the tail is donated: one slice a row, never a scatter."""
+    """Write new units into the tail, one slice for each unit of each row. A donated tail is changed in place."""
     if rows is None:
         return tier
     tail = tier.tail
     assert tail is not None
     assert rows.start is not None
-    # One unit at a time: at the end of the tail a longer slice would be shifted onto its neighbours.
+    # XLA shifts a slice that reaches past the end onto the units before it. So each slice has one unit.
     start = rows.start if rows.valid is None else jnp.where(rows.valid, rows.start, tail.array.shape[2] - 1)
     data = rows.data.astype(tail.array.dtype)
     data = to_host(data) if tail.memory == "pinned_host" else data
@@ -144,10 +147,10 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     if selection.rebuild is not None:
         with jax.named_scope("rebuild"):
             if spec.fetch != "resident":
-                # Or the keys are rebuilt before the ids have left, and the host has nothing to overlap with.
+                # Rebuild only when the ids have left for the host. Otherwise the host's work overlaps with nothing.
                 ids, _ = lax.optimization_barrier((ids, to_host(ids)))
             keys = selection.rebuild.keys(ids).astype(spec.dtype)
-        # Both must exist before either is used, even reshaped: without this the scheduler waits for the rows first.
+        # Without this barrier the scheduler waits for the rows before it rebuilds the keys.
         keys, rows = lax.optimization_barrier((keys, rows))
     if layout.bits is not None:
         scaled = split_rows(rows, layout.unit, spec.dtype)
@@ -168,7 +171,7 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
 def fetch_by_kernel(
     spec: CacheSpec, tier: HostTier, selection: Selection, ids: Array, bits: int | None
 ) -> tuple[Array, Array]:
-    """Keys and values [B, heads, n * unit, d] by the kernel that reads host memory itself, numbers or their codes."""
+    """Keys and values [B, heads, n * unit, d] by the kernel that reads host memory itself; `bits` as in HostLayout."""
     rebuild, kept = selection.rebuild, selection.kept
     assert rebuild is not None
     assert tier.prompt is not None
@@ -187,9 +190,9 @@ def fetch_by_kernel(
 
 
 def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> int:
-    """Bytes of one row of the batch that a fetch moves from the host: all selected units, valid or not.
+    """Bytes that a fetch moves from the host for one row of the batch: all selected units, valid or not.
 
-    0 where `missed_quanta` counts instead.
+    It is 0 where `missed_quanta` counts the bytes instead.
     """
     if spec.fetch == "resident" or selection.kept is not None:
         return 0
@@ -197,12 +200,12 @@ def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> 
 
 
 def missed_quanta(spec: CacheSpec, selection: Selection, layout: HostLayout) -> Array | int:
-    """What each row really needs of a fetch that leaves out kept units, in FETCH_QUANTUM bytes, uint32 [B]."""
+    """What a fetch moves for each row where units on the device are left out, uint32 [B] in FETCH_QUANTUM bytes."""
     if selection.kept is None:
         return 0
     missed = (~selection.kept.stay).sum(axis=(1, 2), dtype=jnp.uint32)
     unit = unit_bytes(spec, layout)
-    # In two parts: the product itself may pass 32 bits.
+    # The product is computed in two parts, because as one it may exceed 32 bits.
     return missed // FETCH_QUANTUM * unit + missed % FETCH_QUANTUM * unit // FETCH_QUANTUM
 
 
@@ -214,29 +217,29 @@ def unit_bytes(spec: CacheSpec, layout: HostLayout) -> int:
 
 
 def gather(tier: HostTier, ids: Array, units: tuple[int, ...]) -> Array:
-    """Units ids [B, heads, n] of a tier, on the device: [B, heads, n, width]. Ids are clipped.
+    """The units ids [B, heads, n] of a tier, on the device: [B, heads, n, width]. Ids are clipped.
 
     Args:
         tier: the rows.
-        ids: of the prompt's units first, then of the tail's.
-        units: how many units its halves count, 0 for one that is not there.
+        ids: numbers of units; those of the tail follow those of the prompt.
+        units: how many units the prompt and the tail have, 0 for a part that is absent.
     """
     sources = [part for part in (tier.prompt, tier.tail) if part is not None]
     pick = functools.partial(gather_units, units=tuple(filter(None, units)))
     arrays = [source.array for source in sources]
     if sources[0].memory == "device":
         return pick(ids, *arrays)
-    # The host chooses between the two halves: each row travels once.
+    # The host chooses between prompt and tail, so that each row travels once.
     return jax.device_put(on_host(pick)(to_host(ids), *arrays), Space.Device)
 
 
 def gather_units(ids: Array, *arrays: Array, units: tuple[int, ...]) -> Array:
-    """Arrays [B, heads, U, width], of which the first `units` each count in turn, at ids -> [B, heads, n, width]."""
+    """Units ids [B, heads, n] of arrays [B, heads, U, width] joined, each cut to its number in `units`."""
     first, rows = 0, None
     for array, count in zip(arrays, units, strict=True):
-        own = jnp.clip(ids - first, 0, max(count - 1, 0))
-        found = jnp.take_along_axis(array, own[..., None], axis=2, mode="clip")
-        rows = found if rows is None else jnp.where((ids >= first)[..., None], found, rows)
+        inside = jnp.clip(ids - first, 0, max(count - 1, 0))
+        picked = jnp.take_along_axis(array, inside[..., None], axis=2, mode="clip")
+        rows = picked if rows is None else jnp.where((ids >= first)[..., None], picked, rows)
         first += count
     assert rows is not None
     return rows

@@ -1,4 +1,4 @@
-"""What policies learn from a text: its queries, keys and values, layer by layer, outside any compiled program."""
+"""The queries, keys and values of a text, layer by layer. Policies learn from them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +15,7 @@ from jshadow.models.transformer import Heads, apply_block, embed
 from jshadow.ops.attention import causal_attention
 from jshadow.ops.rope import inverse_frequencies, rotation
 
-NOTHING = 1e-5  # of the largest eigenvalue: a direction with less is none of the data's
+NOTHING = 1e-5  # share of the largest eigenvalue below which an eigenvalue is only rounding
 
 
 def directions(spread: Array) -> tuple[Array, Array]:
@@ -30,10 +30,10 @@ def prompts_of(params: Any, tokens: Any, progress: Callable[[int, int], None] | 
     Args:
         params: Params.
         tokens: int32 [S] or [B, S], no padding.
-        progress: called with (layers done, layers), when the next one is asked for.
+        progress: called with (layers done, layers) when the caller asks for the next layer.
 
     Yields:
-        A PromptKV for each layer; hold no two of them if they are large.
+        A PromptKV for each layer. Drop each before asking for the next one if they are large.
 
     Raises:
         PromptError: no tokens, a wrong shape, an id out of range, or more than the model's context.
@@ -52,12 +52,14 @@ def prompts_of(params: Any, tokens: Any, progress: Callable[[int, int], None] | 
 
 
 def walk_layers(
-    params: Any, tokens: Array, keep: Callable[[Heads, Any, Any], tuple[Array, Any]],
+    params: Any,
+    tokens: Array,
+    keep: Callable[[Heads, Any, Any], tuple[Array, Any]],
     progress: Callable[[int, int], None] | None = None,
-) -> Iterator[Any]:  # fmt: skip
-    """Take checked tokens [B, S] through the model, a compiled layer at a time, and yield what `keep` made of each.
+) -> Iterator[Any]:
+    """Take checked tokens [B, S] through the model, one compiled layer at a time, and yield a result of each layer.
 
-    `keep(heads, rotation, attention kind)` is traced; it returns the attention's output and what is yielded.
+    `keep(heads, rotation, attention kind)` is traced. It returns the attention's output and the result.
     """
     config, count = params.config, tokens.shape[1]
     positions = jnp.arange(count, dtype=jnp.int32)[None]
@@ -71,8 +73,8 @@ def walk_layers(
     for index in range(config.num_layers):
         kind = config.attention_kind(index)
         inverse = jnp.asarray(inverse_frequencies(kind.rope, config.head_dim, count))
-        x, found = run(params.weights[f"layer_{index}"], x, inverse, kind=kind)
-        yield found
+        x, result = run(params.weights[f"layer_{index}"], x, inverse, kind=kind)
+        yield result
         if progress is not None:
             progress(index + 1, config.num_layers)
 

@@ -12,18 +12,18 @@ from jax import Array
 
 
 class PromptKV(struct.PyTreeNode):
-    """One layer's whole ragged prompt, right padded; freed once it is compressed.
+    """One layer's keys and values of a ragged batch of prompts, right padded. Freed once they are compressed.
 
     Attributes:
         k_pre: keys before RoPE (after bias and norm) [B, S, h_kv, d].
         k_post: keys after RoPE [B, S, h_kv, d].
         v: values [B, S, h_kv, d].
         lengths: real tokens of each row, int32 [B].
-        positions: int32 [B, S].
+        positions: of the tokens, int32 [B, S].
         q_tail: queries after RoPE of each row's last w real tokens [B, w, h_q, d]; w = `HookInputs.last_queries`.
-        q_post: all queries after RoPE [B, S, h_q, d], only where a policy needs "q_all".
-        lse: float32 log-sum-exp of each query's scores [B, h_q, S], likewise; of exact attention always.
-        extra: what a prefill attention of the policy's own left behind.
+        q_post: all queries after RoPE [B, S, h_q, d]; None unless a policy reads all of them.
+        lse: log-sum-exp of each query's scores under exact attention, float32 [B, h_q, S]; None as `q_post`.
+        extra: what the prefill attention of the policy itself left behind, or None.
     """
 
     k_pre: Array
@@ -42,15 +42,15 @@ class StepKV(struct.PyTreeNode):
 
     Attributes:
         q_pre, q_post: queries before and after RoPE [B, T, h_q, d].
-        k_pre, k_post, v: the new keys and values [B, T, h_kv, d].
-        positions: int32 [B, T]: lengths, lengths + 1, ...
-        valid: bool [B, T]; False for every row of an inactive sequence, and for a query row that is only a guess
-            and has none.
+        k_pre, k_post: the new keys before and after RoPE [B, T, h_kv, d].
+        v: the new values [B, T, h_kv, d].
+        positions: of the tokens, int32 [B, T]: lengths, lengths + 1, ...
+        valid: whether a token is real, bool [B, T]. It is False for an inactive sequence, and for a guessed token.
         lengths: tokens held before this step, int32 [B].
         inverse: angle per position of each rotated pair, float32 [d / 2].
         q_foreseen: this layer's queries after RoPE [B, T, h_q, d] as the layer before predicted them; None in the first
             layer, and where the policy is not one that `Foresees`.
-        learned: this layer's slice of the `fitted` arrays, which the rows of a batch share; or None.
+        learned: this layer's slice of the `fitted` arrays, which all rows share, or None.
     """
 
     q_pre: Array
@@ -67,17 +67,24 @@ class StepKV(struct.PyTreeNode):
 
 
 class KeyValues(struct.PyTreeNode):
-    """Exact keys (after RoPE unless a policy says otherwise) and values, [B, h_kv, N, d] each."""
+    """Exact keys and values.
+
+    Attributes:
+        k: keys [B, h_kv, N, d], after RoPE unless a policy says otherwise.
+        v: values [B, h_kv, N, d].
+    """
 
     k: Array
     v: Array
 
 
 class HostArray(struct.PyTreeNode):
-    """Rows kept in the host tier: [B, heads, units, planes * unit * d], one unit contiguous, or bytes of `bits`.
+    """Rows in the host tier.
 
-    `memory` says where they lie: "pinned_host" when offloaded, "device" in resident mode. The field, not the array's
-    sharding, carries it, so that abstract states account for it too.
+    Attributes:
+        array: [B, heads, units, planes * unit * d], each unit contiguous; or bytes, see `HostLayout.bits`.
+        memory: "pinned_host" when offloaded, "device" in resident mode. It is a field because abstract states have no
+            sharding that could say it.
     """
 
     array: Any  # an Array; in abstract states a ShapeDtypeStruct
@@ -85,19 +92,24 @@ class HostArray(struct.PyTreeNode):
 
 
 class HostTier(struct.PyTreeNode):
-    """A layer's offloaded rows: `prompt` is written once, `tail` (bounded) while decoding."""
+    """A layer's offloaded rows.
+
+    Attributes:
+        prompt: units of the prompt, written once; or None.
+        tail: units written while decoding, of a bounded number; or None.
+    """
 
     prompt: HostArray | None = None
     tail: HostArray | None = None
 
 
 class HostWrite(struct.PyTreeNode):
-    """Rows on their way to the host tier, executed by offload.py alone.
+    """Rows to write to the host tier. Only offload.py moves them.
 
     Attributes:
         data: [B, heads, n, planes * unit * d], or a unit's row of bytes.
-        start: tail unit of each of the n, int32 [B, n]; None: `data` is the whole prompt.
-        valid: bool [B, n]; units that are False are written nowhere. None: all are written.
+        start: the tail unit to which each of the n is written, int32 [B, n]; None: `data` is the whole prompt.
+        valid: bool [B, n]; units that are False are not written. None: all are written.
     """
 
     data: Array
@@ -106,16 +118,17 @@ class HostWrite(struct.PyTreeNode):
 
 
 class Rebuild(struct.PyTreeNode):
-    """What the keys of selected units are rebuilt from while their values travel: low-rank factors, or another code.
+    """From what the keys of selected units are rebuilt while their values travel: low-rank factors, or another code.
 
     Attributes:
-        left: [B, U, unit * r], one unit contiguous; see key_codecs for other codes.
-        right: [B, heads, r, d], or another code's tree of arrays.
-        inverse: angle per position of each rotated pair, float32 [d / 2]; token j of unit u sits at u * unit + j.
-        tail: left rows of the units written after the prompt [B, T, unit * r], with ids from U on.
-        tail_unit: unit of the sequence at the front of the tail, int32 [B].
-        codec: the KeyCodec that made it.
-        unit: tokens of a unit.
+        left: the left factor of each unit [B, U, unit * r], each unit contiguous; see key_codecs for other codes.
+        right: the right factor [B, heads, r, d], or the tree of arrays of another code.
+        inverse: angle per position of each rotated pair, float32 [d / 2]. Token j of unit u is at position
+            u * unit + j.
+        tail: left factors of the units written after the prompt [B, T, unit * r], whose ids begin at U; or None.
+        tail_unit: number of the unit of the sequence that is first in the tail, int32 [B]; or None.
+        codec: the KeyCodec that made the code.
+        unit: tokens in a unit.
     """
 
     left: Array
@@ -137,7 +150,8 @@ class Kept(struct.PyTreeNode):
 
     Attributes:
         rows: [B, heads, n, planes * unit * d], numbers of the model's dtype.
-        stay: bool [B, heads, n]: the row of unit n is right, or nobody attends to it; else it must be fetched.
+        stay: bool [B, heads, n]. True: the row is that of the selected unit, or no query attends to it. False: the row
+            must be fetched.
     """
 
     rows: Array
@@ -148,13 +162,13 @@ class Selection(struct.PyTreeNode):
     """Units to fetch.
 
     Attributes:
-        ids: int32 [B, heads | 1, n]; prompt units first, then tail units.
-        valid: bool, same shape; False ids are moved where shapes are static, but never attended.
-        hit: bool, same shape: selected in the previous step as well. None: the policy does not follow that.
-        rebuild: what the keys are rebuilt from, None where keys are fetched or not needed.
-        kept: rows that need not travel again, only where the fetch mode can leave them out ("zero_copy").
-        layer: layer whose units these are; None: the layer that selects.
-        when: "now" (attended in this step) or "next_step" (received after the target has attended).
+        ids: numbers of the units, int32 [B, heads | 1, n]. Tail units follow those of the prompt.
+        valid: bool, same shape. Units that are False may be moved, because shapes are static, but are never attended.
+        hit: bool, same shape: the unit was selected in the previous step too. None: the policy does not count that.
+        rebuild: from what the keys are rebuilt; None where keys are fetched or not needed.
+        kept: rows that need not travel again; only where the fetch mode can leave them out ("zero_copy").
+        layer: the layer whose units these are; None: the layer that selects.
+        when: "now" (attended in this step) or "next_step" (received after the target layer has attended).
     """
 
     ids: Array
@@ -167,9 +181,13 @@ class Selection(struct.PyTreeNode):
 
 
 class Fetched(struct.PyTreeNode):
-    """What a fetch brought: k and v [B, heads, n * unit, d], valid bool [B, heads | 1, n * unit], ids as selected.
+    """Fetched units.
 
-    k is None where values alone were fetched and nothing was rebuilt.
+    Attributes:
+        k: keys [B, heads, n * unit, d]; None where only values were fetched and no keys were rebuilt.
+        v: values [B, heads, n * unit, d].
+        valid: which tokens may be attended, bool [B, heads | 1, n * unit].
+        ids: as in the selection, int32 [B, heads | 1, n].
     """
 
     k: Array | None
@@ -179,7 +197,13 @@ class Fetched(struct.PyTreeNode):
 
 
 class LayerState(struct.PyTreeNode):
-    """One layer: `frozen` is read only after prefill, `live` changes each step, `host` is the offloaded part."""
+    """The state of one layer.
+
+    Attributes:
+        frozen: arrays of the policy that steps only read.
+        live: arrays of the policy that change with each step.
+        host: the offloaded rows.
+    """
 
     frozen: Any = None
     live: Any = None

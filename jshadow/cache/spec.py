@@ -11,7 +11,7 @@ class CacheSpec:
     """Everything static about the cache of one layer.
 
     Attributes:
-        layer: index of the layer; None while a prompt is compressed, for one compiled program serves all layers.
+        layer: index of the layer; None while a prompt is compressed, so that one compiled program serves all layers.
         num_layers: layers of the model.
         batch: rows.
         capacity: tokens that a row may ever hold, prompt and generated.
@@ -45,7 +45,7 @@ class CacheSpec:
     policy: Any
 
     def __hash__(self) -> int:
-        # Asked for at every step as a part of the jit key, for every layer: computed once.
+        # jit asks for the hash of every layer's spec at every step, so it is computed once.
         if "_hash" not in self.__dict__:
             fields = tuple(getattr(self, field.name) for field in dataclasses.fields(self))
             object.__setattr__(self, "_hash", hash(fields))
@@ -67,10 +67,10 @@ class HostLayout:
         unit: tokens in a unit.
         planes: 1 for values, 2 for keys and values.
         tail_units: units that may be written after the prompt (0: nothing is).
-        bits: of a number: 8 or 4; a unit is then one row of bytes with a scale for each token, as `packing.join_rows`
+        bits: 8 or 4 bits a number: a unit is then one row of bytes with a scale for each token, as `packing.join_rows`
             makes it (planes = 1). None: numbers of the model's dtype.
-        float8: numbers are float8_e4m3fn, kept as bytes (planes = 1, no bits).
-        no_kernel: settings for which there is no GPU kernel that reads host memory itself ("" where there is one).
+        float8: whether numbers are float8_e4m3fn, stored as bytes (planes = 1, no bits).
+        no_kernel: the settings for which no GPU kernel reads host memory itself; "" where there is a kernel.
     """
 
     heads: int

@@ -36,10 +36,10 @@ class Counters(struct.PyTreeNode):
 
     Attributes:
         steps: steps in which the row was active, uint32.
-        attended: sum over those steps and all layers of the tokens attended, mean over heads, float32.
-        selected: valid units selected with their hits followed, summed over layers and heads, uint32.
+        attended: tokens attended, summed over those steps and all layers, mean over heads, float32.
+        selected: valid units that were selected, summed over layers and heads, uint32; only selections with `hit`.
         hits: those of them that the step before had selected too, uint32.
-        fetched: bytes moved from the host tier, in units of 64 bytes, uint32 (wraps: read differences).
+        fetched: bytes moved from the host tier, in units of 64 bytes, uint32. It wraps around: read differences.
     """
 
     steps: Array
@@ -57,7 +57,14 @@ class Counters(struct.PyTreeNode):
 
 
 class Reads(struct.PyTreeNode):
-    """The half of a KVState that a step reads and never returns."""
+    """The half of a KVState that a step reads and never returns; see KVState.
+
+    Attributes:
+        layers: (frozen part, host rows of the prompt) of each layer.
+        fitted: arrays that a policy learned beforehand, or None.
+        specs: one a layer.
+        policy: the policy of the whole model.
+    """
 
     layers: tuple[tuple[Any, HostArray | None], ...]
     fitted: Any
@@ -66,7 +73,15 @@ class Reads(struct.PyTreeNode):
 
 
 class Writes(struct.PyTreeNode):
-    """The half of a KVState that a step consumes (it is donated) and returns anew."""
+    """The half of a KVState that a step consumes (it is donated) and returns anew; see KVState.
+
+    Attributes:
+        layers: (live part, host rows after the prompt) of each layer.
+        shared: what a policy carries across layers and steps, or None.
+        lengths: tokens held by each row, int32 [B].
+        last: the last token that each row holds, int32 [B].
+        counters: what was attended, selected and fetched so far.
+    """
 
     layers: tuple[tuple[Any, HostArray | None], ...]
     shared: Any
@@ -87,8 +102,9 @@ class KVState(struct.PyTreeNode):
         lengths: tokens held by each row, int32 [B].
         last: the last token that each row holds, int32 [B].
         counters: what was attended, selected and fetched so far.
-        fitted: arrays a policy learned beforehand, or None.
+        fitted: arrays that a policy learned beforehand, or None.
         specs: static description, one a layer.
+        policy: the policy of the whole model, resolved.
     """
 
     layers: tuple[LayerState, ...]
@@ -131,9 +147,15 @@ class KVState(struct.PyTreeNode):
             for (frozen, prompt), (live, tail) in zip(reads.layers, writes.layers, strict=True)
         )
         return cls(
-            layers, writes.shared, writes.lengths, writes.last, writes.counters, reads.fitted, reads.specs,
+            layers,
+            writes.shared,
+            writes.lengths,
+            writes.last,
+            writes.counters,
+            reads.fitted,
+            reads.specs,
             reads.policy,
-        )  # fmt: skip
+        )
 
     def join(self, writes: Writes) -> "KVState":
         """This state's prompt half with a new changing half."""
@@ -160,21 +182,21 @@ class KVState(struct.PyTreeNode):
         """
         self.check_alive()
         try:
-            found = [operator.index(row) for row in rows]
+            numbers = [operator.index(row) for row in rows]
         except TypeError as error:
             raise StateMismatch(f"rows must be whole numbers, got {rows!r:.80}") from error
         if any(isinstance(row, bool) for row in rows):  # a mask, which would be rows 0 and 1
             raise StateMismatch(f"rows must be whole numbers, got {rows!r:.80}")
-        rows = found
-        if not rows or not all(0 <= row < self.batch for row in rows):
-            raise StateMismatch(f"rows must be a non-empty list of numbers in [0, {self.batch}), got {rows}")
-        specs = tuple(dataclasses.replace(spec, batch=len(rows)) for spec in self.specs)
-        return self.map_rows(lambda leaf: leaf[np.asarray(rows)]).replace(specs=specs)
+        if not numbers or not all(0 <= row < self.batch for row in numbers):
+            raise StateMismatch(f"rows must be a non-empty list of numbers in [0, {self.batch}), got {numbers}")
+        specs = tuple(dataclasses.replace(spec, batch=len(numbers)) for spec in self.specs)
+        return self.map_rows(lambda leaf: leaf[np.asarray(numbers)]).replace(specs=specs)
 
     def insert(self, row: int, other: "KVState") -> "KVState":
         """A new state in which `row` is the only row of `other` (same model, policy, capacity and fetch mode).
 
-        The windows of the two may differ, for each prefill sizes its own: what the other holds must fit this one's.
+        The windows of the two may differ, because each prefill sizes its own. The tokens of `other` must fit the window
+        of this state.
 
         Raises:
             StateMismatch: the states do not fit each other, or row is outside [0, B).
@@ -183,13 +205,13 @@ class KVState(struct.PyTreeNode):
         other.check_alive()
         if not 0 <= row < self.batch:
             raise StateMismatch(f"row must lie in [0, {self.batch}), got {row}")
-        wanted = tuple(dataclasses.replace(spec, batch=1, window=0) for spec in self.specs)
-        came = tuple(dataclasses.replace(spec, window=0) for spec in other.specs)
-        if wanted != came:
+        row_specs = tuple(dataclasses.replace(spec, batch=1, window=0) for spec in self.specs)
+        other_specs = tuple(dataclasses.replace(spec, window=0) for spec in other.specs)
+        if row_specs != other_specs:
             raise StateMismatch(f"other must be one row of {self.specs[0]}, got {other.specs[0]}")
         if not same_arrays(self.fitted, other.fitted):
             raise StateMismatch("other must have the learned arrays (fitted) of this state, got others")
-        new = self.map_rows(lambda mine, theirs: set_row(mine, row, theirs), other)
+        new = self.map_rows(lambda leaf, other_leaf: set_row(leaf, row, other_leaf), other)
         if new.room()[row] < 0:
             raise StateMismatch(
                 f"other holds {int(other.lengths[0])} tokens, more than fit this state's window={self.specs[0].window}"
@@ -203,15 +225,16 @@ class KVState(struct.PyTreeNode):
         return jnp.min(jnp.stack(rooms), axis=0)
 
     def map_rows(self, change: Callable[..., Any], *others: "KVState") -> "KVState":
-        """Apply change to the arrays that have a row axis, each leaf staying in its memory."""
+        """Apply `change` to every array that has a row axis; the results lie in the same memory as the arrays."""
 
-        def leaf_map(leaf: Array, *theirs: Array) -> Array:
-            leaves: tuple[Any, ...] = (leaf, *theirs)
+        def leaf_map(leaf: Array, *other_leaves: Array) -> Array:
+            leaves: tuple[Any, ...] = (leaf, *other_leaves)
             if leaf.sharding.memory_kind == "pinned_host":
-                # Through NumPy: a gather on a pinned-host array has no good program on a GPU, a memcpy has.
+                # NumPy copies memory. XLA has no good program on a GPU for a gather from pinned host memory.
                 leaves = tuple(np.asarray(one) for one in leaves)
             new = change(*leaves)
-            # What holds nothing comes back as the very array that it was, and a step on either would consume both.
+            # device_put may return the same buffer for an empty array. Copy it, or a step on one of the two states,
+            # which donates its buffers, would delete the buffer of the other.
             return jax.device_put(new if new.size else jnp.array(np.zeros(new.shape, new.dtype)), leaf.sharding)
 
         new = jax.tree.map(leaf_map, self.row_trees(), *[other.row_trees() for other in others])
@@ -223,25 +246,25 @@ class KVState(struct.PyTreeNode):
 
 
 def of_layer(fitted: Any, layer: int) -> Any:
-    """What a policy learned about one layer: its slice of arrays whose first axis are the layers."""
+    """The slice of one layer from learned arrays, whose first axis is the layers."""
     return jax.tree.map(lambda leaf: leaf[layer], fitted)
 
 
-def same_arrays(mine: Any, theirs: Any) -> bool:
+def same_arrays(tree: Any, other: Any) -> bool:
     """Whether two trees hold the same arrays."""
-    if mine is theirs:
+    if tree is other:
         return True
-    leaves, others = jax.tree.leaves(mine), jax.tree.leaves(theirs)
-    alike = str(jax.tree.structure(mine)) == str(jax.tree.structure(theirs))
-    return alike and all(a is b or np.array_equal(a, b) for a, b in zip(leaves, others, strict=True))
+    leaves, other_leaves = jax.tree.leaves(tree), jax.tree.leaves(other)
+    alike = str(jax.tree.structure(tree)) == str(jax.tree.structure(other))
+    return alike and all(a is b or np.array_equal(a, b) for a, b in zip(leaves, other_leaves, strict=True))
 
 
-def set_row(mine: Any, row: int, theirs: Any) -> Any:
-    """mine with its row replaced by theirs[0], cut or zero-padded where a buffer is sized otherwise."""
-    overlap = tuple(slice(0, min(a, b)) for a, b in zip(mine.shape[1:], theirs.shape[1:], strict=True))
-    if isinstance(mine, np.ndarray):
-        new = mine.copy()
+def set_row(array: Any, row: int, source: Any) -> Any:
+    """`array` with its row replaced by source[0], which is cut or zero-padded where the sizes differ."""
+    overlap = tuple(slice(0, min(a, b)) for a, b in zip(array.shape[1:], source.shape[1:], strict=True))
+    if isinstance(array, np.ndarray):
+        new = array.copy()
         new[row] = 0
-        new[row : row + 1][(slice(None), *overlap)] = theirs[(slice(0, 1), *overlap)]
+        new[row : row + 1][(slice(None), *overlap)] = source[(slice(0, 1), *overlap)]
         return new
-    return mine.at[row].set(jnp.zeros_like(mine[row]).at[overlap].set(theirs[0][overlap]))
+    return array.at[row].set(jnp.zeros_like(array[row]).at[overlap].set(source[0][overlap]))

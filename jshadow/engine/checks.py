@@ -1,4 +1,7 @@
-"""Checks of what a caller hands in, before anything is traced: JAX clamps an impossible index silently."""
+"""Checks of the arguments of public functions, before anything is traced.
+
+They are needed because JAX clamps an impossible index without an error.
+"""
 
 from typing import Any
 
@@ -6,13 +9,15 @@ import numpy as np
 
 from jshadow.cache.state import KVState
 from jshadow.engine.sampling import Sampler
+from jshadow.engine.types import Tokens
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
 from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
+from jshadow.weights.params import Params
 
 
-def check_ids(config: ModelConfig, tokens: Any, shape: tuple[int | None, ...], name: str) -> np.ndarray:
+def check_ids(config: ModelConfig, tokens: Tokens, shape: tuple[int | None, ...], name: str) -> np.ndarray:
     """Token ids as int32 of that shape. Raises PromptError naming the first id out of range."""
     array = np.asarray(tokens)
     if array.dtype.kind not in "iu" or array.ndim != len(shape):
@@ -26,7 +31,7 @@ def check_ids(config: ModelConfig, tokens: Any, shape: tuple[int | None, ...], n
 
 
 def check_tokens(
-    config: ModelConfig, tokens: Any, lengths: Any, *, least: int, batch: int | None = None
+    config: ModelConfig, tokens: Tokens, lengths: Tokens, *, least: int, batch: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Right-padded tokens [B, T] and lengths [B], padding set to 0. Raises PromptError."""
     array, counts = np.asarray(tokens), np.asarray(lengths)
@@ -101,14 +106,20 @@ def check_policy(policy: Any) -> None:
         raise ConfigError(f"policy must be a Policy, such as ShadowKV() or parse_policy('quest'), got {policy!r:.80}")
 
 
-def check_state(params: Any, state: KVState, policy: Policy | None) -> None:
+def check_state(params: Params, state: KVState, policy: Policy | None) -> None:
     """Raise StateMismatch unless the state is one, alive, and was made by this model and policy."""
     if not isinstance(state, KVState):
         raise StateMismatch(f"state must be a KVState, as prefill and generate return it, got {state!r:.80}")
     state.check_alive()
     spec, config = state.specs[0], params.config
-    want = (config.num_layers, config.q_heads, config.kv_heads, config.head_dim, config.model_dim,
-            config.attention_kinds)  # fmt: skip
+    want = (
+        config.num_layers,
+        config.q_heads,
+        config.kv_heads,
+        config.head_dim,
+        config.model_dim,
+        config.attention_kinds,
+    )
     kinds = tuple(AttentionKind(spec.rope, spec.sliding_window) for spec in state.specs)
     got = (spec.num_layers, spec.q_heads, spec.kv_heads, spec.head_dim, spec.model_dim, kinds)
     if want != got or str(params.dtype) != spec.dtype:

@@ -1,19 +1,18 @@
-"""prefill, extend and decode_step: the steps that make and change a KV state.
+"""prefill, extend and decode_step: the functions that make and change a KV state.
 
-Two layers of functions. The public ones take Params, check their arguments, and keep compiled programs; the cores
-(`step`, `extend_steps`, `generate_steps`) are plain traceable functions of weights, config and state, for a user's
-own jit, scan or vmap. A core cannot raise on a value: a row that is given an impossible token or has no room left
-gets NaN logits.
+There are two kinds. The public functions of this module take Params, check their arguments and keep compiled programs.
+The cores (`step`, `extend_steps`, `generate_steps`) are plain traceable functions of weights, config and state.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.checks import (
@@ -26,27 +25,21 @@ from jshadow.engine.checks import (
     check_stop,
     check_tokens,
 )
-from jshadow.engine.prefill import Logits
+from jshadow.engine.cores import extend_steps as extend_steps
+from jshadow.engine.cores import generate_steps as generate_steps
+from jshadow.engine.cores import scan_tokens
+from jshadow.engine.cores import step as step
 from jshadow.engine.prefill import prefill as prefill
 from jshadow.engine.prefill import prefill_many as prefill_many
 from jshadow.engine.sampling import Sampler, sample
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
-from jshadow.engine.step import step_writes, turn_piece
+from jshadow.engine.step import step_writes
+from jshadow.engine.types import Joined, Logits, Tokens, WholeLogits
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
-from jshadow.ops.layout import fit_tokens
 from jshadow.planner.bytes import abstract_state as abstract_state
 from jshadow.policies import Policy
-
-
-def step(
-    weights: dict, config: ModelConfig, token: Array, state: KVState, active: Array | None = None
-) -> tuple[Array, KVState]:
-    """Traceable core of `decode_step`: no checks, no compilation of its own."""
-    reads, writes = state.split()
-    new = jnp.ones_like(state.lengths) if active is None else active.astype(jnp.int32)
-    out, writes = step_writes(weights, config, token[:, None], new, reads, writes)
-    return out, state.join(writes)
+from jshadow.weights.params import Params
 
 
 @functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("writes",), compiler_options=COMPILER_OPTIONS)
@@ -57,7 +50,7 @@ def _step(
 
 
 def decode_step(
-    params: Any, token: Any, state: KVState, policy: Policy | None = None, *, active: Any = None
+    params: Params, token: Tokens, state: KVState, policy: Policy | None = None, *, active: Tokens | None = None
 ) -> tuple[Array, KVState]:
     """Feed one token to each row. Consumes the state (fork it first to keep it).
 
@@ -78,81 +71,102 @@ def decode_step(
     """
     check_state(params, state, policy)
     batch = state.batch
-    token = check_ids(params.config, token, (batch,), "token")
-    active = np.ones(batch, bool) if active is None else np.asarray(active, bool)
-    if active.shape != (batch,):
-        raise PromptError(f"active must have shape ({batch},), got {active.shape}")
-    check_room(state, active.astype(np.int64))
+    ids = check_ids(params.config, token, (batch,), "token")
+    rows = np.ones(batch, bool) if active is None else np.asarray(active, bool)
+    if rows.shape != (batch,):
+        raise PromptError(f"active must have shape ({batch},), got {rows.shape}")
+    check_room(state, rows.astype(np.int64))
     reads, writes = state.split()
-    out, writes = _step(
-        params.weights, jnp.asarray(token), reads, writes, jnp.asarray(active), config=params.config
-    )  # fmt: skip
+    out, writes = _step(params.weights, jnp.asarray(ids), reads, writes, jnp.asarray(rows), config=params.config)
     return out, state.join(writes)
+
+
+class Draw(NamedTuple):
+    """The randomness of one step: a key, and the number of the step, int32 [], that is folded into it."""
+
+    key: Array
+    step_number: Array
+
+
+@functools.partial(jax.jit, static_argnames=("config", "sampler"), donate_argnames=("writes",))
+def step_and_sample(
+    weights: dict,
+    fed: tuple[Array, Array],
+    reads: Reads,
+    writes: Writes,
+    draw: Draw,
+    *,
+    config: ModelConfig,
+    sampler: Sampler,
+) -> tuple[Array, Writes]:
+    """Feed fed = (token int32 [B], active bool [B]) and sample the next tokens, int32 [B].
+
+    This is one program, so that a generated token takes one dispatch and no logits leave the device; two programs
+    would be `decode_step` and `sample_once`.
+    """
+    token, active = fed
+    logits, writes = step_writes(weights, config, token[:, None], active.astype(jnp.int32), reads, writes)
+    return sample(sampler, logits, jax.random.fold_in(*draw)), writes
+
+
+@functools.partial(jax.jit, static_argnames=("sampler",))
+def sample_once(logits: Array, draw: Draw, *, sampler: Sampler) -> Array:
+    """The next token of each row, int32 [B], of logits [B, V]."""
+    return sample(sampler, logits, jax.random.fold_in(*draw))
 
 
 # Many tokens
-
-
-def extend_steps(
-    weights: dict, config: ModelConfig, tokens: Array, lengths: Array, state: KVState, logits: Logits = "last"
-) -> tuple[Any, KVState]:
-    """Traceable core of `extend`."""
-    reads, writes = state.split()
-    out, writes = _scan_tokens(weights, config, tokens, lengths, reads, writes, logits)
-    return out, state.join(writes)
-
-
-def _scan_tokens(
-    weights: dict, config: ModelConfig, tokens: Array, lengths: Array, reads: Reads, writes: Writes,
-    want: Logits,
-) -> tuple[Any, Writes]:  # fmt: skip
-    """Piece after piece of as many tokens as every layer's policy takes at once."""
-    batch, count = tokens.shape
-    size = turn_piece(reads, count)
-    pieces = -(-count // size)
-    real = jnp.arange(pieces * size) < lengths[:, None]
-    tokens = jnp.where(real, fit_tokens(tokens, pieces * size), 0)  # padding may be anything
-    # A step tells of its own piece; those behind one with an impossible token have read what it left.
-    wrong = jnp.cumsum(real & ((tokens < 0) | (tokens >= config.vocab_size)), axis=1) > 0
-    tokens, wrong = (x.reshape(batch, pieces, size).swapaxes(0, 1) for x in (tokens, wrong))
-
-    def body(carry: tuple[Writes, Array], xs: tuple[Array, Array, Array]) -> tuple[tuple[Writes, Array], Any]:
-        writes, last = carry
-        piece, after, index = xs
-        new = jnp.clip(lengths - index * size, 0, size)
-        out, writes = step_writes(weights, config, piece, new, reads, writes, every=want != "last")
-        out = jnp.where(after[:, 0].reshape(-1, *[1] * (out.ndim - 1)), jnp.nan, out)
-        if want == "last":
-            return (writes, jnp.where((new > 0)[:, None], out, last)), None
-        return (writes, last), out if want == "all" else want(out)  # type: ignore[operator]
-
-    shape = (batch, config.vocab_size) if want == "last" else (0,)
-    start = (writes, jnp.zeros(shape, jnp.float32))
-    (writes, last), outs = lax.scan(body, start, (tokens, wrong, jnp.arange(pieces)))
-    if want == "last":
-        return last, writes
-    # [pieces, B, size, ...] -> [B, count, ...]
-    return jax.tree.map(
-        lambda part: part.swapaxes(0, 1).reshape(batch, pieces * size, *part.shape[3:])[:, :count], outs
-    ), writes  # fmt: skip
 
 
 @functools.partial(
     jax.jit, static_argnames=("config", "want"), donate_argnames=("writes",), compiler_options=COMPILER_OPTIONS
 )
 def _extend(
-    weights: dict, tokens: Array, lengths: Array, reads: Reads, writes: Writes, *, config: ModelConfig, want: Logits,
-) -> tuple[Any, Writes]:  # fmt: skip
-    return _scan_tokens(weights, config, tokens, lengths, reads, writes, want)
+    weights: dict,
+    tokens: Array,
+    lengths: Array,
+    reads: Reads,
+    writes: Writes,
+    *,
+    config: ModelConfig,
+    want: Logits[Any],
+) -> tuple[Any, Writes]:
+    return scan_tokens(weights, config, tokens, lengths, reads, writes, want)
 
 
+@overload
 def extend(
-    params: Any, tokens: Any, lengths: Any, state: KVState, policy: Policy | None = None, *, logits: Logits = "last"
-) -> tuple[Any, KVState]:
+    params: Params,
+    tokens: Tokens,
+    lengths: Tokens,
+    state: KVState,
+    policy: Policy | None = None,
+    *,
+    logits: WholeLogits = "last",
+) -> tuple[Array, KVState]: ...
+@overload
+def extend(
+    params: Params,
+    tokens: Tokens,
+    lengths: Tokens,
+    state: KVState,
+    policy: Policy | None = None,
+    *,
+    logits: Callable[[Array], Joined],
+) -> tuple[Joined, KVState]: ...
+def extend(
+    params: Params,
+    tokens: Tokens,
+    lengths: Tokens,
+    state: KVState,
+    policy: Policy | None = None,
+    *,
+    logits: WholeLogits | Callable[[Array], Joined] = "last",
+) -> tuple[Array | Joined, KVState]:
     """Feed several tokens to each row. Consumes the state.
 
-    They pass the model in pieces of the policy's `extend_piece`; each query selects for itself, so that the result is
-    that of as many decode steps (but with `ShadowKV(turn_selection="shared")`).
+    The tokens pass the model in pieces of the policy's `extend_piece`. Each query selects for itself, so that the
+    result equals that of as many decode steps (except with `ShadowKV(turn_selection="shared")`).
 
     Args:
         params: the Params that made the state.
@@ -170,54 +184,45 @@ def extend(
     """
     check_state(params, state, policy)
     check_logits(logits)
-    tokens, lengths = check_tokens(params.config, tokens, lengths, least=0, batch=state.batch)
-    check_room(state, lengths.astype(np.int64))
+    ids, counts = check_tokens(params.config, tokens, lengths, least=0, batch=state.batch)
+    check_room(state, counts.astype(np.int64))
     reads, writes = state.split()
     out, writes = _extend(
-        params.weights, jnp.asarray(tokens), jnp.asarray(lengths), reads, writes, config=params.config,
-        want=logits,
-    )  # fmt: skip
+        params.weights, jnp.asarray(ids), jnp.asarray(counts), reads, writes, config=params.config, want=logits
+    )
     return out, state.join(writes)
 
 
-def generate_steps(
-    weights: dict, config: ModelConfig, token: Array, state: KVState, n: int, sampler: Sampler, key: Array,
-    stop: tuple[int, ...] = (), active: Array | None = None,
-) -> tuple[Array, KVState]:  # fmt: skip
-    """Traceable core of `decode_steps`; -1 also where a row is given an impossible token or has no room left."""
-    reads, writes = state.split()
-    active = jnp.ones_like(state.lengths, bool) if active is None else active
+@dataclasses.dataclass(frozen=True)
+class ScanPlan:
+    """What is static in a scan of `generate_steps`: the number of steps, the sampler and the stop tokens."""
 
-    def body(carry: tuple[Writes, Array, Array], index: Array) -> tuple[tuple[Writes, Array, Array], Array]:
-        writes, token, active = carry
-        out, writes = step_writes(weights, config, token[:, None], active.astype(jnp.int32), reads, writes)
-        new = jnp.where(jnp.isnan(out).all(axis=1), -1, sample(sampler, out, jax.random.fold_in(key, index)))
-        emitted = jnp.where(active, new, -1)
-        ended = functools.reduce(jnp.logical_or, [new == s for s in stop], jnp.zeros_like(active))
-        return (writes, jnp.where(active, new, token), active & ~ended), emitted
-
-    (writes, _, _), tokens = lax.scan(body, (writes, token, active), jnp.arange(n))
-    return tokens.T, state.join(writes)
+    n: int
+    sampler: Sampler
+    stop: tuple[int, ...]
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=("config", "n", "sampler", "stop"),
-    donate_argnames=("writes",),
-    compiler_options=COMPILER_OPTIONS,
+    jax.jit, static_argnames=("config", "plan"), donate_argnames=("writes",), compiler_options=COMPILER_OPTIONS
 )
 def _generate_steps(
-    weights: dict, token: Array, reads: Reads, writes: Writes, key: Array, *, config: ModelConfig, n: int,
-    sampler: Sampler, stop: tuple[int, ...],
-) -> tuple[Array, Writes]:  # fmt: skip
-    tokens, state = generate_steps(weights, config, token, KVState.of(reads, writes), n, sampler, key, stop)
+    weights: dict, token: Array, reads: Reads, writes: Writes, key: Array, *, config: ModelConfig, plan: ScanPlan
+) -> tuple[Array, Writes]:
+    state = KVState.of(reads, writes)
+    tokens, state = generate_steps(weights, config, token, state, plan.n, plan.sampler, key, plan.stop)
     return tokens, state.split()[1]
 
 
 def decode_steps(
-    params: Any, token: Any, state: KVState, n: int, *, sampler: Sampler | None = None, seed: int = 0,
+    params: Params,
+    token: Tokens,
+    state: KVState,
+    n: int,
+    *,
+    sampler: Sampler | None = None,
+    seed: int = 0,
     stop: Sequence[int] | None = None,
-) -> tuple[Array, KVState]:  # fmt: skip
+) -> tuple[Array, KVState]:
     """Generate n tokens in one compiled scan: feed `token`, sample the next, feed it. Consumes the state.
 
     Args:
@@ -239,12 +244,12 @@ def decode_steps(
     check_state(params, state, None)
     check_piece("n", n)
     check_sampling(sampler, seed)
-    ends = check_stop(stop)
-    token = check_ids(params.config, token, (state.batch,), "token")
+    plan = ScanPlan(n, sampler or Sampler(), check_stop(stop))
+    ids = check_ids(params.config, token, (state.batch,), "token")
     check_room(state, np.full(state.batch, n, np.int64))
     reads, writes = state.split()
+    key = jax.random.key(seed)
     tokens, writes = _generate_steps(
-        params.weights, jnp.asarray(token), reads, writes, jax.random.key(seed), config=params.config, n=n,
-        sampler=sampler or Sampler(), stop=ends,
-    )  # fmt: skip
+        params.weights, jnp.asarray(ids), reads, writes, key, config=params.config, plan=plan
+    )
     return tokens, state.join(writes)

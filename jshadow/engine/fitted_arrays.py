@@ -6,6 +6,7 @@ the policy, the model's config, the SHA-256 of its weights, of every array, and 
 """
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from jshadow.engine.saved_record import compare, plain, policy_record, read_json_text
 from jshadow.engine.saved_state import described, header_digest, open_described, read_checked
+from jshadow.engine.types import Fitted
 from jshadow.errors import ConfigError, StateMismatch
 from jshadow.policies import POLICIES, Policy
 from jshadow.policies.base import innermost
@@ -30,6 +32,7 @@ from jshadow.weights.convert.safetensors_file import (
     write_payload,
 )
 from jshadow.weights.digest import canonical, host_array, raw_bytes, sha256
+from jshadow.weights.params import Params
 
 FORMAT, VERSION = "jshadow fitted arrays", 1
 KIND = "a file of fitted arrays (safetensors)"
@@ -37,7 +40,12 @@ FIELDS = ("policy", "config", "weights", "dtype", "about")  # each a JSON text o
 
 
 def save_fitted(
-    path: str | os.PathLike[str], fitted: Any, policy: Policy, params: Any, *, about: dict[str, Any] | None = None
+    path: str | os.PathLike[str],
+    fitted: Fitted,
+    policy: Policy,
+    params: Params,
+    *,
+    about: Mapping[str, object] | None = None,
 ) -> None:
     """Write what `policy.fit(params, tokens)` returned to one file.
 
@@ -61,10 +69,8 @@ def save_fitted(
     raise_all(str(path), bad)
     record = identity(params) | {"policy": policy_record(innermost(policy)), "about": plain_values(about or {})}
     texts = {name: canonical(record[name]).decode() for name in FIELDS}
-    texts |= {
-        "format": FORMAT, "version": str(VERSION),
-        "sha256": canonical({name: sha256(raw_bytes(value)) for name, value in arrays.items()}).decode(),
-    }  # fmt: skip
+    digests = {name: sha256(raw_bytes(value)) for name, value in arrays.items()}
+    texts |= {"format": FORMAT, "version": str(VERSION), "sha256": canonical(digests).decode()}
     layout = {name: (value.dtype.name, value.shape) for name, value in arrays.items()}
     table = {name: (TAGS[dtype], shape) for name, (dtype, shape) in layout.items()}
     with staged_file(Path(path).expanduser()) as fresh, fresh.open("wb") as file:
@@ -72,7 +78,7 @@ def save_fitted(
         write_payload(file, layout, lambda name: arrays[name])
 
 
-def load_fitted(path: str | os.PathLike[str], params: Any, policy: Policy) -> Any:
+def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) -> Fitted:
     """Read learned arrays back, for `fitted=` of prefill and generate.
 
     Args:
@@ -110,7 +116,7 @@ def load_fitted(path: str | os.PathLike[str], params: Any, policy: Policy) -> An
             f"{file.path} must hold arrays of these settings, learned with {settings}:\n  " + "\n  ".join(lines)
         )
     arrays = {name: read_checked(file, name, digests) for name in wanted}
-    raise_all(str(file.path), [f"{name}: {told}" for name, x in arrays.items() if (told := not_finite(x))])
+    raise_all(str(file.path), [f"{name}: {problem}" for name, x in arrays.items() if (problem := not_finite(x))])
     return nested({name: jnp.asarray(value) for name, value in arrays.items()})
 
 
@@ -135,7 +141,7 @@ def open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]
         return file, record, digests
 
 
-def identity(params: Any) -> dict[str, Any]:
+def identity(params: Params) -> dict[str, Any]:
     """What tells a model from another."""
     return {"config": plain(params.config), "weights": params.digest, "dtype": str(params.dtype)}
 
@@ -158,6 +164,6 @@ def nested(leaves: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def plain_values(about: dict[str, Any]) -> dict[str, Any]:
+def plain_values(about: Mapping[str, object]) -> dict[str, Any]:
     """As JSON has them."""
     return {str(name): plain(value.item() if isinstance(value, np.generic) else value) for name, value in about.items()}

@@ -17,6 +17,7 @@ from jshadow.policies import POLICIES, WRAPPERS, Full, Policy
 from jshadow.policies.base import why_dense
 from jshadow.weights.convert.safetensors_file import TAGS
 from jshadow.weights.digest import canonical, tree_digest
+from jshadow.weights.params import Params
 
 NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
 # Settings that policies have been given since files were first written, with what a file without them means. Wrappers
@@ -64,14 +65,21 @@ class StateRecord:
     windows: list[int]
 
     @classmethod
-    def of(cls, state: KVState, params: Any) -> "StateRecord":
+    def of(cls, state: KVState, params: Params) -> "StateRecord":
         """The record of a state. Raises CheckpointError where JSON cannot hold a setting, or the file an array."""
         return cls(
-            config=plain(params.config), weights=params.digest, tokenizer=params.tokenizer_digest,
-            policy=policy_record(state.policy), fitted=None if state.fitted is None else tree_digest(state.fitted),
-            fitted_tree=describe_tree(state.fitted), batch=state.batch, capacity=state.capacity,
-            dtype=state.specs[0].dtype, fetch=state.fetch, windows=[spec.window for spec in state.specs],
-        )  # fmt: skip
+            config=plain(params.config),
+            weights=params.digest,
+            tokenizer=params.tokenizer_digest,
+            policy=policy_record(state.policy),
+            fitted=None if state.fitted is None else tree_digest(state.fitted),
+            fitted_tree=describe_tree(state.fitted),
+            batch=state.batch,
+            capacity=state.capacity,
+            dtype=state.specs[0].dtype,
+            fetch=state.fetch,
+            windows=[spec.window for spec in state.specs],
+        )
 
     def texts(self) -> dict[str, str]:
         """Field -> JSON text."""
@@ -101,15 +109,19 @@ class StateRecord:
                 raise ValueError(f"{name} must be as jshadow writes it, got {texts.get(name)!r:.80}")
         return record
 
-    def match(self, params: Any, policy: Policy | None) -> Policy:
+    def match(self, params: Params, policy: Policy | None) -> Policy:
         """The resolved policy of the state, where everything is as params (and policy, if given) have it.
 
         Raises:
             StateMismatch: something is not; the message has a line for each difference.
         """
-        mine = {"config": plain(params.config), "dtype": str(params.dtype), "weights": params.digest,
-                "tokenizer": params.tokenizer_digest}  # fmt: skip
-        lines = [line for name in mine for line in compare(name, getattr(self, name), mine[name], "params")]
+        ours = {
+            "config": plain(params.config),
+            "dtype": str(params.dtype),
+            "weights": params.digest,
+            "tokenizer": params.tokenizer_digest,
+        }
+        lines = [line for name in ours for line in compare(name, getattr(self, name), ours[name], "params")]
         resolved, more = self.match_policy(params.config, policy)
         lines += more
         if lines or resolved is None:
@@ -145,9 +157,7 @@ class StateRecord:
                 f"got {len(self.windows)} windows and {self.capacity}"
             )
         try:
-            specs = cache_specs(
-                config, policy, self.batch, self.capacity, self.capacity, self.dtype, self.fetch
-            )  # fmt: skip
+            specs = cache_specs(config, policy, self.batch, self.capacity, self.capacity, self.dtype, self.fetch)
             specs = tuple(
                 dataclasses.replace(spec, window=window) for spec, window in zip(specs, self.windows, strict=True)
             )
@@ -244,7 +254,8 @@ def compare(field: str, theirs: Any, ours: Any, owner: str) -> list[str]:
     if isinstance(theirs, dict) and isinstance(ours, dict):
         keys = sorted(theirs.keys() | ours.keys())
         return [
-            line for key in keys
+            line
+            for key in keys
             for line in compare(f"{field}.{key}", theirs.get(key, NOTHING), ours.get(key, NOTHING), owner)
-        ]  # fmt: skip
+        ]
     return [] if theirs == ours else [f"{field}: file has {theirs!r}, {owner} has {ours!r}"]

@@ -1,10 +1,10 @@
 """KV states in files: written whole or not at all, and never loaded into a model or policy they do not belong to.
 
-A file is one safetensors file. Its tensors are the leaves of the state, named by their place in it
-("layers.3.frozen.left", "lengths"), and the token ids if they were given ("tokens.0"). Its metadata holds the record of
-`state_record.py`, the SHA-256 of every tensor ("sha256"), and the SHA-256 of all of that: of the parsed header, the
-metadata and the tensor table in canonical JSON ("header_sha256"). A changed bit is therefore refused, or is one that
-the parser does not see either (a space between two fields).
+A state is one safetensors file. The tensors are the leaves of the state, named by their place in it
+("layers.3.frozen.left", "lengths"), and the token ids if the caller passed them ("tokens.0"). The metadata holds the
+record of `saved_record.py`, the SHA-256 of every tensor ("sha256"), and the SHA-256 of the parsed header, that is the
+metadata and the tensor table in canonical JSON ("header_sha256"). So a changed bit is refused, except one that the
+parser does not see either (a space between two fields).
 """
 
 import contextlib
@@ -27,6 +27,7 @@ from jshadow.policies import POLICIES, WRAPPERS, Policy
 from jshadow.weights.convert.files import staged_file
 from jshadow.weights.convert.safetensors_file import TAGS, Layout, TensorFile, encode_header, raise_all, write_payload
 from jshadow.weights.digest import canonical, host_array, raw_bytes, sha256
+from jshadow.weights.params import Params
 
 FORMAT, VERSION = "jshadow KV state", 1
 KIND = "a saved KV state (safetensors)"
@@ -34,7 +35,7 @@ UNKNOWN = "0" * 64  # stands for a digest until the tensors are written
 
 
 def save_state(
-    path: str | os.PathLike[str], state: KVState, params: Any, *, tokens: Sequence[Sequence[int]] | None = None
+    path: str | os.PathLike[str], state: KVState, params: Params, *, tokens: Sequence[Sequence[int]] | None = None
 ) -> None:
     """Write a state to one file, tensor by tensor. The state is left as it is.
 
@@ -74,7 +75,7 @@ def save_state(
         file.write(encode_header(layout, header_texts(record, layout, digests)))  # as long as before
 
 
-def load_state(path: str | os.PathLike[str], params: Any, policy: Policy | None = None) -> KVState:
+def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | None = None) -> KVState:
     """Read a state back, in the fetch mode it had. All of the file is checked before anything is put on a device.
 
     Args:
@@ -124,14 +125,13 @@ def read_state_info(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: as `load_state`; damage inside tensors other than lengths and tokens is not looked for.
     """
     file, record, digests = open_state(Path(path).expanduser())
-    kept = [name for name in token_names(record.batch) if name in file.shapes]
+    names = [name for name in token_names(record.batch) if name in file.shapes]
     if "lengths" not in file.shapes:
         raise CheckpointError(f"{file.path} must hold the tensor lengths, got none")
-    tokens = [read_checked(file, name, digests).tolist() for name in kept]
-    return vars(record) | {
-        "format": FORMAT, "version": VERSION, "lengths": read_checked(file, "lengths", digests).tolist(),
-        "tokens": tokens or None, "nbytes": file.path.stat().st_size,
-    }  # fmt: skip
+    tokens = [read_checked(file, name, digests).tolist() for name in names]
+    lengths, nbytes = read_checked(file, "lengths", digests).tolist(), file.path.stat().st_size
+    info = {"format": FORMAT, "version": VERSION, "lengths": lengths, "tokens": tokens or None, "nbytes": nbytes}
+    return vars(record) | info
 
 
 # Names
@@ -164,7 +164,7 @@ def token_names(batch: int) -> list[str]:
 # Saving
 
 
-def check_loadable(record: StateRecord, state: KVState, params: Any) -> None:
+def check_loadable(record: StateRecord, state: KVState, params: Params) -> None:
     """Raise CheckpointError where the record would not lead back to the very structure of the state."""
     try:
         policy = record.match(params, None if state.policy.name in POLICIES | WRAPPERS else state.policy)
@@ -182,7 +182,7 @@ def check_loadable(record: StateRecord, state: KVState, params: Any) -> None:
         )
 
 
-def token_arrays(state: KVState, params: Any, tokens: Sequence[Sequence[int]] | None) -> dict[str, np.ndarray]:
+def token_arrays(state: KVState, params: Params, tokens: Sequence[Sequence[int]] | None) -> dict[str, np.ndarray]:
     """Token ids as int32 [length] of each row, by their names in the file."""
     if tokens is None:
         return {}

@@ -1,4 +1,7 @@
-"""One decode step as traceable code: the order of the whole system, layer by layer. Compiles and checks nothing."""
+"""One decode step as traceable code, layer by layer. It compiles nothing and checks nothing.
+
+B rows, T tokens of a step, D model width, h_q query heads, d head width, V vocabulary.
+"""
 
 import dataclasses
 import functools
@@ -20,8 +23,8 @@ from jshadow.ops.rope import Rotation, inverse_frequencies, rotation
 from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates, capability
 
-# For jax.jit around a step: without it XLA's GPU compiler may let the host's work and the rebuilding of keys follow
-# each other instead of overlapping. Other backends take it and do nothing.
+# For jax.jit around a step: without it XLA's GPU compiler may run the fetch and the rebuilding of keys one after the
+# other instead of at the same time. Other backends accept it and do nothing.
 COMPILER_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 
@@ -30,11 +33,12 @@ class LayerWork:
     """What one layer moved.
 
     Attributes:
-        moved: bytes of each row.
-        missed: what moved beside them, uint32 [B] in offload.FETCH_QUANTUM bytes: rows differ in what was kept.
-        fetches: what arrived.
+        moved: bytes that every row moved.
+        missed: what a row moved beyond that, uint32 [B] in units of offload.FETCH_QUANTUM bytes. It differs between
+            rows where units that lie on the device from the step before are not fetched again.
+        fetches: the fetched units, in the order of the fetches.
         followed: the selections whose hits are counted.
-        later: target layer, selection and arrival of what is for the next step.
+        later: (target layer, selection, fetched units) of each fetch that is for the next step.
     """
 
     moved: int = 0
@@ -52,18 +56,31 @@ class LayerWork:
             self.followed.append(selection)
 
 
+@dataclasses.dataclass(frozen=True)
+class AllLayers:
+    """What a layer needs of all layers, to fetch on behalf of another one.
+
+    Attributes:
+        specs: one a layer.
+        tiers: the host tier of each layer.
+        inbox: layer -> units that an earlier layer fetched for it; the layer takes them out.
+    """
+
+    specs: tuple[CacheSpec, ...]
+    tiers: list[HostTier]
+    inbox: dict[int, Fetched] = dataclasses.field(default_factory=dict)
+
+
 def step_layer(
-    spec: CacheSpec, state: LayerState, step: StepKV, inbox: dict[int, Fetched],
-    specs: tuple[CacheSpec, ...], tiers: list[HostTier],
-) -> tuple[Array, LayerState, LayerWork]:  # fmt: skip
-    """One layer of one step: append, select, fetch, receive, attend, plan. The order of the whole system.
+    spec: CacheSpec, state: LayerState, step: StepKV, everyone: AllLayers
+) -> tuple[Array, LayerState, LayerWork]:
+    """One layer of one step: append, select, fetch, receive, attend, plan. This order holds for every policy.
 
     Args:
         spec: this layer.
         state: its state.
         step: queries, keys and values of the step.
-        inbox: what earlier layers fetched for later ones.
-        specs, tiers: all layers, for fetches on behalf of others.
+        everyone: specs, host tiers and inbox of all layers.
 
     Returns:
         out [B, T, h_q, d], the layer's new state, and what was moved.
@@ -75,7 +92,7 @@ def step_layer(
     selection, state = policy.select(spec, state, step)
     index = spec.layer
     assert index is not None
-    fetched, work = inbox.pop(index, None), LayerWork()
+    fetched, work = everyone.inbox.pop(index, None), LayerWork()
     if selection is not None:
         assert layout is not None
         fetched = offload.fetch(spec, state.host, selection, layout)
@@ -84,57 +101,78 @@ def step_layer(
     out, state = policy.attend(spec, state, step, fetched)
     for planned in policy.plan(spec, state, step) if isinstance(policy, PlansAhead) else ():
         target = index if planned.layer is None else planned.layer
-        other = specs[target]
+        other = everyone.specs[target]
         other_layout = other.policy.host_layout(other)
-        tier = state.host if target == index else tiers[target]
+        tier = state.host if target == index else everyone.tiers[target]
         brought = offload.fetch(other, tier, planned, other_layout)
         work.add(other, planned, other_layout, brought)
         if planned.when == "now":
             assert target > index, f"layer {index} plans for layer {target}, which has attended already"
-            inbox[target] = brought
+            everyone.inbox[target] = brought
         else:
             work.later.append((target, planned, brought))
     return out, state, work
 
 
 def turn_piece(source: Reads | KVState, count: int) -> int:
-    """How many of a turn's `count` tokens pass the model at once: as many as every layer takes, one beside a guess."""
+    """How many of a turn's `count` tokens pass the model at once: as many as every layer takes; one beside a guess."""
     if capability(source.policy, Speculates) is not None:
         return 1
     return min(count, *(spec.policy.reads.piece for spec in source.specs))
 
 
 def step_writes(
-    weights: dict, config: ModelConfig, tokens: Array, new: Array, reads: Reads, writes: Writes, *, every: bool = False,
+    weights: dict,
+    config: ModelConfig,
+    tokens: Array,
+    new: Array,
+    reads: Reads,
+    writes: Writes,
+    *,
+    every: bool = False,
+) -> tuple[Array, Writes]:
+    """`step_state` on the two halves of a state: the logits, and the new changing half."""
+    out, state = step_state(weights, config, tokens, new, KVState.of(reads, writes), every=every)
+    return out, state.split()[1]
+
+
+def step_state(
+    weights: dict,
+    config: ModelConfig,
+    tokens: Array,
+    new: Array,
+    state: KVState,
+    *,
+    every: bool = False,
     run_layer: Callable[..., tuple[Array, LayerState, LayerWork]] = step_layer,
-) -> tuple[Array, Writes]:  # fmt: skip
-    """One step on the two halves of a state.
+) -> tuple[Array, KVState]:
+    """Feed up to T tokens to each row.
 
     Args:
         weights, config: the model.
         tokens: int32 [B, T], right padded; T > 1 only up to `turn_piece`.
         new: how many of them are real, int32 [B], 0 .. T.
-        reads, writes: the state.
-        every: logits of all tokens, not only of each row's last real one.
-        run_layer: what passes a layer; `step_layer`, or something around it that looks on.
+        state: before the step.
+        every: return the logits of all tokens, not only of each row's last real one.
+        run_layer: runs a layer; `step_layer`, or a function around it that looks on.
 
     Returns:
-        float32 logits [B, V], or [B, T, V], and the new changing half.
+        float32 logits [B, V], or [B, T, V], and the new state. The logits of a row with an impossible token or
+        without room are NaN.
     """
+    reads, writes = state.split()
     specs, policy, lengths = reads.specs, reads.policy, writes.lengths
     count = tokens.shape[1]
     speculation, foresees = capability(policy, Speculates), capability(policy, Foresees) is not None
     assert count == 1 or speculation is None, "a guess follows one token, not a piece of a turn"
     asked = jnp.concatenate([tokens, writes.shared.guess[:, None]], axis=1) if speculation else tokens
     positions = lengths[:, None] + jnp.arange(asked.shape[1], dtype=jnp.int32)
-    # a guessed token is asked about, never remembered
+    # A guessed token attends, but its key and value are never stored.
     valid = jnp.arange(asked.shape[1]) < new[:, None]
     turns = rotations(specs, positions)
-    state = KVState.of(reads, writes)
     layers = list(state.layers)
-    tiers = [layer.host for layer in layers]
+    everyone = AllLayers(specs, [layer.host for layer in layers])
     x, works = embed(weights, config, asked), []
-    inbox: dict[int, Fetched] = {}
     foreseen: Array | None = None
     for index, spec in enumerate(specs):
 
@@ -143,18 +181,26 @@ def step_writes(
         ) -> tuple[Array, Any]:
             turn = turns[spec.rope]
             step = StepKV(
-                heads.q_pre, turn.queries(heads.q_pre), heads.k_pre, turn.keys(heads.k_pre), heads.v, positions, valid,
-                lengths, turn.inverse, foreseen,
-                of_layer(reads.fitted, index),
-            )  # fmt: skip
-            out, layer, work = run_layer(spec, layers[index], step, inbox, specs, tiers)
+                q_pre=heads.q_pre,
+                q_post=turn.queries(heads.q_pre),
+                k_pre=heads.k_pre,
+                k_post=turn.keys(heads.k_pre),
+                v=heads.v,
+                positions=positions,
+                valid=valid,
+                lengths=lengths,
+                inverse=turn.inverse,
+                q_foreseen=foreseen,
+                learned=of_layer(reads.fitted, index),
+            )
+            out, layer, work = run_layer(spec, layers[index], step, everyone)
             ahead = None
             if foresees and index + 1 < len(specs):
                 ahead = turns[specs[index + 1].rope].queries(block_query(weights, config, index + 1, heads.x_in))
             return out, (layer, ahead, work)
 
         x, (layers[index], foreseen, work) = apply_block(weights, config, index, x, cache)
-        tiers[index] = layers[index].host
+        everyone.tiers[index] = layers[index].host
         works.append(work)
     for target, selection, brought in (item for work in works for item in work.later):
         layers[target] = specs[target].policy.receive(specs[target], layers[target], selection, brought)
@@ -175,7 +221,7 @@ def step_writes(
             speculation.after_step(shared, out, held),
             shared,
         )
-    return out[:, :count] if every else out[:, 0], Writes(changed, shared, held, last, counters)
+    return out[:, :count] if every else out[:, 0], state.join(Writes(changed, shared, held, last, counters))
 
 
 def rotations(specs: tuple[CacheSpec, ...], positions: Array) -> dict[RopeConfig, Rotation]:
@@ -193,14 +239,27 @@ def attended(spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
 
 
 def count_step(
-    counters: Counters, specs: tuple[CacheSpec, ...], layers: list[LayerState], works: list[LayerWork], held: Array,
+    counters: Counters,
+    specs: tuple[CacheSpec, ...],
+    layers: list[LayerState],
+    works: list[LayerWork],
+    visible: Array,
     valid: Array,
-) -> Counters:  # fmt: skip
-    """Add one step to the counters; held, int32 [B, T]: tokens that each query sees behind it, itself included."""
+) -> Counters:
+    """Add one step to the counters.
+
+    Args:
+        counters: before the step.
+        specs: one a layer.
+        layers: after the step.
+        works: what each layer moved.
+        visible: how many tokens are at or before each query, int32 [B, T].
+        valid: which queries are real, bool [B, T].
+    """
     queries = valid.sum(axis=1, dtype=jnp.uint32)
     one = (queries > 0).astype(jnp.uint32)
     seen = [
-        jax.vmap(functools.partial(attended, spec, layer), in_axes=1, out_axes=1)(held)
+        jax.vmap(functools.partial(attended, spec, layer), in_axes=1, out_axes=1)(visible)
         for spec, layer in zip(specs, layers, strict=True)
     ]
     followed = [selection for work in works for selection in work.followed]

@@ -1,29 +1,30 @@
 """Prompts to token ids, and token ids back to text piece by piece. Knows no model."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 
+from jshadow.engine.types import Chat, OnePrompt, Prompt
 from jshadow.errors import ConfigError, PromptError
 
 ANSWER = "THE-ANSWER-BEFORE"  # stands for an answer that a state holds already
 UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that do not yet make a character
 
 
-def is_token_ids(prompt: Any) -> bool:
+def is_token_ids(prompt: object) -> TypeGuard[list[int] | tuple[int, ...] | np.ndarray]:
     """Whether prompt is one sequence of token ids."""
     if isinstance(prompt, np.ndarray):
         return prompt.ndim == 1 and prompt.dtype.kind in "iu"
     return isinstance(prompt, list | tuple) and bool(prompt) and all(isinstance(x, int | np.integer) for x in prompt)
 
 
-def is_chat(prompt: Any) -> bool:
+def is_chat(prompt: object) -> TypeGuard[Chat]:
     """Whether prompt is one chat: a list of messages."""
     return isinstance(prompt, list) and bool(prompt) and all(isinstance(x, dict) for x in prompt)
 
 
-def split_prompts(prompt: Any) -> tuple[list[Any], bool]:
+def split_prompts(prompt: Prompt) -> tuple[list[OnePrompt], bool]:
     """The prompts of a call, and whether it gave just one.
 
     Raises:
@@ -32,11 +33,11 @@ def split_prompts(prompt: Any) -> tuple[list[Any], bool]:
     if isinstance(prompt, str) or is_token_ids(prompt) or is_chat(prompt):
         return [prompt], True
     if isinstance(prompt, list | tuple) and prompt:
-        return list(prompt), False
+        return cast("list[OnePrompt]", list(prompt)), False
     raise PromptError(f"prompt must be text, a chat, token ids, or a non-empty list of those, got {prompt!r:.80}")
 
 
-def encode(tokenizer: Any, prompt: Any, vocab_size: int, *, after: int | None = None) -> list[int]:
+def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | None = None) -> list[int]:
     """Token ids of one prompt.
 
     Args:

@@ -1,8 +1,9 @@
 """Proof at run time that offloading changes nothing: the resident path beside the offloaded one, step by step.
 
-Two comparisons, of which the first names the culprit. In each layer both paths are given the very same queries, keys
-and values: selection and fetched rows must be equal bit by bit, rebuilt keys and the attention's output to the dtype's
-rounding. And a resident state of its own runs freely: its logits must stay within the dtype's tolerance.
+There are two comparisons. In the first, each layer of both paths gets the very same queries, keys and values: the
+selection and the fetched rows must be equal bit by bit, the rebuilt keys and the attention's output up to the dtype's
+rounding. Its error names the layer that differs. In the second, another resident state runs freely: its logits must
+stay within the dtype's tolerance.
 """
 
 import dataclasses
@@ -17,11 +18,12 @@ from jax import Array, lax
 from jshadow.cache.records import Fetched, HostArray, HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads, Writes
-from jshadow.engine.step import LayerWork, step_layer, step_writes, turn_piece
+from jshadow.engine.step import AllLayers, LayerWork, step_layer, step_state, step_writes, turn_piece
 from jshadow.errors import StateMismatch, VerificationError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of
 from jshadow.weights.digest import host_array
+from jshadow.weights.params import Params
 
 # Largest difference that rounding may cause, as a share of the largest number compared.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.005}
@@ -85,44 +87,65 @@ def _worse(one: Finding | None, other: Finding | None) -> Finding | None:
     return Finding(one.bad | other.bad, unit)
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("writes", "twin_writes", "free_writes"))
+class WatchedWrites(NamedTuple):
+    """The changing halves of the three states that take a step together.
+
+    Attributes:
+        offloaded: of the state that is verified.
+        twin: of a resident state whose layers get the inputs of the offloaded one.
+        free: of a resident state that runs freely.
+    """
+
+    offloaded: Writes
+    twin: Writes
+    free: Writes
+
+
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("writes",))
 def _watched_step(
-    weights: dict, tokens: Array, new: Array, reads: Reads, writes: Writes, twin_reads: Reads, twin_writes: Writes,
-    free_writes: Writes, *, config: ModelConfig,
-) -> tuple[Array, Writes, Writes, Writes, list[LayerFindings], Finding]:  # fmt: skip
-    """One step of the offloaded state, of a resident twin fed with its inputs, and of a free resident state."""
-    twin = KVState.of(twin_reads, twin_writes)
-    layers, tiers = list(twin.layers), [layer.host for layer in twin.layers]
+    weights: dict,
+    tokens: Array,
+    new: Array,
+    reads: Reads,
+    resident: Reads,
+    writes: WatchedWrites,
+    *,
+    config: ModelConfig,
+) -> tuple[Array, WatchedWrites, list[LayerFindings], Finding]:
+    """One step of the three states; `resident` is the half that the twin and the free state read."""
+    twin = KVState.of(resident, writes.twin)
+    layers = list(twin.layers)
+    twins = AllLayers(twin.specs, [layer.host for layer in layers])
     findings: list[LayerFindings] = []
     later: list[Any] = []
-    twin_inbox: dict[int, Fetched] = {}
 
     def both(
-        spec: CacheSpec, state: LayerState, step: StepKV, inbox: dict[int, Fetched],
-        specs: tuple[CacheSpec, ...], tiers_of: list[HostTier],
-    ) -> tuple[Array, LayerState, LayerWork]:  # fmt: skip
+        spec: CacheSpec, state: LayerState, step: StepKV, everyone: AllLayers
+    ) -> tuple[Array, LayerState, LayerWork]:
         index = spec.layer
         assert index is not None
-        out, state, work = step_layer(spec, state, step, inbox, specs, tiers_of)
-        same, layers[index], other = step_layer(twin.specs[index], layers[index], step, twin_inbox, twin.specs, tiers)
-        tiers[index] = layers[index].host
+        out, state, work = step_layer(spec, state, step, everyone)
+        same, layers[index], other = step_layer(twin.specs[index], layers[index], step, twins)
+        twins.tiers[index] = layers[index].host
         later.extend(other.later)
         seen = step.valid[:, :, None, None]
         attention = Finding(_far(jnp.where(seen, out, 0), jnp.where(seen, same, 0), (1, 3), spec.dtype))
-        found = LayerFindings(attention=attention)
-        for mine, theirs in zip(work.fetches, other.fetches, strict=True):
-            found = LayerFindings(*map(_worse, found, _compare_fetch(spec, mine, theirs)))
-        findings.append(found)
+        layer_findings = LayerFindings(attention=attention)
+        for fetched, twin_fetched in zip(work.fetches, other.fetches, strict=True):
+            layer_findings = LayerFindings(*map(_worse, layer_findings, _compare_fetch(spec, fetched, twin_fetched)))
+        findings.append(layer_findings)
         return out, state, work
 
-    logits, after = step_writes(weights, config, tokens, new, reads, writes, run_layer=both)
+    state = KVState.of(reads, writes.offloaded)
+    logits, state = step_state(weights, config, tokens, new, state, run_layer=both)
+    after = state.split()[1]
     for target, selection, brought in later:
         layers[target] = twin.specs[target].policy.receive(twin.specs[target], layers[target], selection, brought)
     changed = tuple((layer.live, layer.host.tail) for layer in layers)
     twin_after = Writes(changed, *jax.tree.map(jnp.copy, (after.shared, after.lengths, after.last, after.counters)))
-    free_logits, free_after = step_writes(weights, config, tokens, new, twin_reads, free_writes)
+    free_logits, free_after = step_writes(weights, config, tokens, new, resident, writes.free)
     apart = _far(logits, free_logits, (1,), reads.specs[0].dtype) & (new > 0)
-    return logits, after, twin_after, free_after, findings, Finding(apart[:, None])
+    return logits, WatchedWrites(after, twin_after, free_after), findings, Finding(apart[:, None])
 
 
 class Verifier:
@@ -132,7 +155,7 @@ class Verifier:
         steps: steps (or pieces of a turn) that were verified so far.
     """
 
-    def __init__(self, params: Any, state: KVState, resident: KVState) -> None:
+    def __init__(self, params: Params, state: KVState, resident: KVState) -> None:
         """`resident` holds what `state` holds, with its host rows on the device; it is consumed.
 
         Raises:
@@ -142,11 +165,11 @@ class Verifier:
             raise StateMismatch("state must be offloaded to be verified, got fetch='resident'")
         self.params, self.twin, self.free = params, resident, resident.fork()
         self.steps = 0
-        for index, (mine, theirs) in enumerate(zip(state.layers, resident.layers, strict=True)):
-            if mine.host.prompt is None or theirs.host.prompt is None:
+        for index, (layer, twin) in enumerate(zip(state.layers, resident.layers, strict=True)):
+            if layer.host.prompt is None or twin.host.prompt is None:
                 continue
-            one, other = host_array(mine.host.prompt.array), host_array(theirs.host.prompt.array)
-            bad = (one.view(np.uint8) != other.view(np.uint8)).any(-1)
+            rows, twin_rows = host_array(layer.host.prompt.array), host_array(twin.host.prompt.array)
+            bad = (rows.view(np.uint8) != twin_rows.view(np.uint8)).any(-1)
             if bad.any():
                 row, head, unit = (int(x) for x in np.argwhere(bad)[0])
                 raise VerificationError(
@@ -161,18 +184,24 @@ class Verifier:
             VerificationError: the first difference, with layer, head and step.
         """
         reads, writes = state.split()
-        logits, writes, twin, free, findings, apart = _watched_step(
-            self.params.weights, jnp.asarray(tokens), jnp.asarray(new, jnp.int32), reads, writes, *self.twin.split(),
-            self.free.split()[1], config=self.params.config,
-        )  # fmt: skip
-        self.twin, self.free = self.twin.join(twin), self.free.join(free)
-        for layer, found in enumerate(jax.tree.map(np.asarray, findings)):
-            for name, finding in zip(NAMES, found, strict=True):
+        resident, twin_writes = self.twin.split()
+        logits, after, findings, apart = _watched_step(
+            self.params.weights,
+            jnp.asarray(tokens),
+            jnp.asarray(new, jnp.int32),
+            reads,
+            resident,
+            WatchedWrites(writes, twin_writes, self.free.split()[1]),
+            config=self.params.config,
+        )
+        self.twin, self.free = self.twin.join(after.twin), self.free.join(after.free)
+        for layer, layer_findings in enumerate(jax.tree.map(np.asarray, findings)):
+            for name, finding in zip(NAMES, layer_findings, strict=True):
                 if finding is not None:
                     self._check(finding, f"layer {layer}", name)
         self._check(jax.tree.map(np.asarray, apart), "last layer", "logits")
         self.steps += 1
-        return logits, state.join(writes)
+        return logits, state.join(after.offloaded)
 
     def extend(self, tokens: np.ndarray, lengths: np.ndarray, state: KVState) -> tuple[Array, KVState]:
         """A verified turn: tokens int32 [B, T], lengths [B]; float32 logits of each row's last new token."""
@@ -205,11 +234,13 @@ def resident_twin(state: KVState) -> KVState:
 
     fork = state.fork()
     specs = tuple(dataclasses.replace(spec, fetch="resident") for spec in state.specs)
+    abstract = abstract_of(specs, state.policy, state.fitted)
     layers = tuple(
-        layer.replace(live=without_extra(layer.live, like.live),
-                      host=HostTier(bring(layer.host.prompt), bring(layer.host.tail)))
-        for layer, like in zip(fork.layers, abstract_of(specs, state.policy, state.fitted).layers, strict=True)
-    )  # fmt: skip
+        layer.replace(
+            live=without_extra(layer.live, like.live), host=HostTier(bring(layer.host.prompt), bring(layer.host.tail))
+        )
+        for layer, like in zip(fork.layers, abstract.layers, strict=True)
+    )
     return fork.replace(layers=layers, specs=specs)
 
 

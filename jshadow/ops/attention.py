@@ -21,9 +21,13 @@ MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty row
 
 
 def causal_attention(
-    q: Float[Array, "B T h_q d"], k: Float[Array, "B S h_kv d"], v: Float[Array, "B S h_kv d"], scale: float,
-    first: Int[Array, ""] | int = 0, window: int | None = None,
-) -> tuple[Float[Array, "B T h_q d"], Float[Array, "B h_q T"]]:  # fmt: skip
+    q: Float[Array, "B T h_q d"],
+    k: Float[Array, "B S h_kv d"],
+    v: Float[Array, "B S h_kv d"],
+    scale: float,
+    first: Int[Array, ""] | int = 0,
+    window: int | None = None,
+) -> tuple[Float[Array, "B T h_q d"], Float[Array, "B h_q T"]]:
     """Causal grouped-query attention of a piece of a prompt, without ever holding a T x S matrix or copying K or V.
 
     Rows are right padded: a real query sees only keys before it, all real, so no length mask is needed, and what
@@ -56,9 +60,7 @@ def causal_attention(
     def query_block(index: Array, q_tile: Array) -> tuple[Array, Array]:
         position = first + index * q_block + row
 
-        def key_block(
-            j: Array, carry: tuple[Array, Array, Array], masked: bool = True
-        ) -> tuple[Array, Array, Array]:  # fmt: skip
+        def key_block(j: Array, carry: tuple[Array, Array, Array], masked: bool = True) -> tuple[Array, Array, Array]:
             top, total, out = carry
             start = jnp.minimum(j * k_block, tokens - k_block)  # the last block overlaps the one before
             k_tile = lax.dynamic_slice_in_dim(k, start, k_block, axis=1)
@@ -97,9 +99,12 @@ def causal_attention(
 
 
 def key_mass(
-    q: Float[Array, "B S h_q d"], k: Float[Array, "B S h_kv d"], lse: Float[Array, "B h_q S"], lengths: Int[Array, "B"],
+    q: Float[Array, "B S h_q d"],
+    k: Float[Array, "B S h_kv d"],
+    lse: Float[Array, "B h_q S"],
+    lengths: Int[Array, "B"],
     scale: float,
-) -> Float[Array, "B h_kv S"]:  # fmt: skip
+) -> Float[Array, "B h_kv S"]:
     """What causal attention gives each key, summed over all queries and the query heads of its group.
 
     The column sums of the S x S probabilities, tile by tile from the log-sum-exps, never held as a whole (H2O,
@@ -196,9 +201,11 @@ def masked_scores(
 
 
 def grouped_product(
-    formula: str, left: Float[Array, "B h_kv group T _"], rows: Float[Array, "B h_kv N d"],
+    formula: str,
+    left: Float[Array, "B h_kv group T _"],
+    rows: Float[Array, "B h_kv N d"],
     precision: lax.Precision | None = None,
-) -> Float[Array, "B h_kv group T _"]:  # fmt: skip
+) -> Float[Array, "B h_kv group T _"]:
     """Float32 einsum of grouped rows [B, h_kv, group, T, ...] with rows of their KV head."""
     # One axis of rows: over two, XLA's CPU backend takes five times as long.
     batch, heads, group, length, _ = left.shape

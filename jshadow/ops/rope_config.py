@@ -16,8 +16,15 @@ KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "yarn": (("factor",), ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")),
     "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor")),
 }
-COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings",
-          "max_position_embeddings", "finetuned"}  # fmt: skip
+COMMON = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+    "max_position_embeddings",
+    "finetuned",
+}
 OLDER_NAMES = {"su": "longrope"}  # of the first Phi-3 checkpoints
 
 
@@ -209,5 +216,10 @@ def _read_longrope(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[st
     }
 
 
-_READERS = {"linear": _read_linear, "dynamic": _read_dynamic, "llama3": _read_llama3, "yarn": _read_yarn,
-            "longrope": _read_longrope}  # fmt: skip
+_READERS = {
+    "linear": _read_linear,
+    "dynamic": _read_dynamic,
+    "llama3": _read_llama3,
+    "yarn": _read_yarn,
+    "longrope": _read_longrope,
+}

@@ -14,7 +14,7 @@ import pallas_kernels
 from aot.compiler import place
 from aot.models import LLAMA, ONE_LAYER
 from jshadow.cache.state import KVState
-from jshadow.engine.prefill import _prefill_layer
+from jshadow.engine.prefill_layer import LayerPlan, prefill_layer
 from jshadow.engine.step import step_writes
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
@@ -93,10 +93,8 @@ def prefill_task(gpu: str, tokens: int) -> Task:
     weights = weights_of(LLAMA)["layer_0"]
     x, lengths = Shape((1, tokens, LLAMA.model_dim), DTYPE), Shape((1,), jnp.int32)
     inverse = Shape((LLAMA.head_dim // 2,), jnp.float32)
-    layer = functools.partial(
-        _prefill_layer.__wrapped__, config=LLAMA, kind=LLAMA.attention_kind(0), needs_all=False, q_tail=0,
-        size=2048,
-    )  # fmt: skip
+    plan = LayerPlan(LLAMA, LLAMA.attention_kind(0), needs_all=False, q_tail=0, size=2048)
+    layer = functools.partial(prefill_layer.__wrapped__, plan=plan)
     return Task(
         f"prefill layer, pieces of 2,048, {tokens:,}",
         gpu,

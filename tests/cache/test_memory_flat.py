@@ -13,7 +13,8 @@ from byte_models import PARAMS, SHADOW
 
 import jshadow
 from jshadow.cache import offload
-from jshadow.engine import generation as run
+from jshadow.engine import decode
+from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.verify import Verifier
 from jshadow.errors import CapacityError, HostMemoryError, JshadowError, VerificationError
 
@@ -116,7 +117,7 @@ def interrupted_stream(patch):
 
 
 def interrupted(patch):
-    patch.setattr(run.Run, "_next", failing(KeyboardInterrupt(), 3, run.Run._next))
+    patch.setattr(GenerationLoop, "_next", failing(KeyboardInterrupt(), 3, GenerationLoop._next))
     with ends_with(KeyboardInterrupt):
         generate(TEXTS[0])
 
@@ -133,13 +134,13 @@ def lacking_host_memory(patch):
 
 
 def failing_step(patch):
-    patch.setattr(run, "_next_token", failing(JshadowError("broken"), 4, run._next_token))
+    patch.setattr(decode, "step_and_sample", failing(JshadowError("broken"), 4, decode.step_and_sample))
     with ends_with(JshadowError):
         generate(TEXTS)
 
 
 def failing_stream(patch):
-    patch.setattr(run, "_next_token", failing(JshadowError("broken"), 4, run._next_token))
+    patch.setattr(decode, "step_and_sample", failing(JshadowError("broken"), 4, decode.step_and_sample))
     pieces = stream()
     with ends_with(JshadowError):
         list(pieces)

@@ -177,7 +177,7 @@ def test_rows_of_a_batch_have_states_of_their_own():
 def test_a_closed_stream_frees_its_state():
     run = jshadow.stream(PARAMS, PROMPTS[0], SHADOW, max_new_tokens=40)
     next(run)
-    frame = run.gi_frame.f_locals["run"]
+    frame = run.gi_frame.f_locals["loop"]
     leaf = weakref.ref(frame.state.layers[0].frozen.landmarks)
     del frame
     run.close()

@@ -18,13 +18,13 @@ import jshadow
 from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import PromptKV
 from jshadow.engine import decode
+from jshadow.engine.prefill_layer import LayerPlan, compress_layer, prefill_layer
 from jshadow.errors import ConfigError
 from jshadow.ops.attention import Piece, attend, causal_attention
 from jshadow.planner.bytes import abstract_state, cache_specs, pieces_of, prefill_peak
 from jshadow.policies import Full, ShadowKV, ShadowKVPlus
 from jshadow.weights.params import init_params
 
-PREFILL = sys.modules["jshadow.engine.prefill"]  # the module: jshadow.prefill is the function
 PIECES = [1, 7, 16, 60, 2048]  # 61 tokens: single ones, an uneven cut, two nearly whole halves, and one piece
 
 
@@ -134,9 +134,9 @@ def layer_memory(config, tokens, chunk):
     weights = jax.eval_shape(lambda: init_params(dataclasses.replace(config, num_layers=1)).weights["layer_0"])
     count, size = pieces_of(tokens, chunk)
     x = jax.ShapeDtypeStruct((1, count * size, config.model_dim), jnp.float32)
-    program = PREFILL._prefill_layer.lower(
+    program = prefill_layer.lower(
         weights, x, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((config.head_dim // 2,), jnp.float32),
-        config=config, kind=config.attention_kind(0), needs_all=False, q_tail=0, size=size,
+        plan=LayerPlan(config, config.attention_kind(0), needs_all=False, q_tail=0, size=size),
     )  # fmt: skip
     return program.compile().memory_analysis()
 
@@ -151,7 +151,7 @@ def compress_memory(config, tokens, capacity, policy, chunk):
         rows, rows, rows, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((1, count * size), jnp.int32)
     )
     spec = dataclasses.replace(spec, layer=None)
-    return PREFILL.compress_layer.lower(prompt, None, spec=spec).compile().memory_analysis()
+    return compress_layer.lower(prompt, None, spec=spec).compile().memory_analysis()
 
 
 @pytest.mark.parametrize("config", [WIDE, LLAMA_SHAPE], ids=["narrow", "llama"])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from tiny_text import byte_tokenizer
 import jshadow
 from jshadow import AShape, BlockSparse, ShadowKV, VerticalSlash
 from jshadow.cli.main import main
+from jshadow.engine.prefill_layer import LayerPlan, prefill_layer
 from jshadow.engine.sparse_prefill import load_pattern
 from jshadow.engine.sparse_prefill.lines import HeadSizes
 from jshadow.errors import ConfigError
@@ -23,7 +23,6 @@ from jshadow.planner.bytes import pieces_of, prefill_peak
 from jshadow.policies import Full
 from jshadow.weights.params import init_params
 
-PREFILL = sys.modules["jshadow.engine.prefill"]
 CONFIG = ModelConfig(
     model_type="llama", vocab_size=257, num_layers=2, model_dim=32, ffn_dim=48, q_heads=4, kv_heads=2, head_dim=16,
     norm_eps=1e-5, context=2048, eos_ids=(256,),
@@ -166,11 +165,11 @@ def test_one_program_serves_all_layers():
     rows = [
         tuple(HeadPattern("vertical_slash", (size, 20)) for size in sizes) for sizes in ((9, 5, 3, 2), (2, 3, 7, 9))
     ]
-    before = PREFILL._prefill_layer._cache_size()
+    before = prefill_layer._cache_size()
     for heads in ((rows[0], rows[1], rows[0]), (rows[1], rows[1], rows[1])):
         attention = dataclasses.replace(SMALL, pattern=Pattern(heads, 16), local_diagonals=6)
         jshadow.prefill(model(TINY), random_tokens(1, 40), [40], Full(), capacity=64, attention=attention)
-    assert PREFILL._prefill_layer._cache_size() == before + 1
+    assert prefill_layer._cache_size() == before + 1
 
 
 @pytest.mark.parametrize(
@@ -192,10 +191,10 @@ def test_the_compiled_layer_keeps_to_the_bound(attention, config, tokens, chunk)
     weights = jax.eval_shape(lambda: init_params(dataclasses.replace(config, num_layers=1)).weights["layer_0"])
     count, size = pieces_of(tokens, chunk, attention.multiple)
     learned = jax.eval_shape(lambda: HeadSizes.equal(config.q_heads)) if attention.most_blocks else None
-    memory = PREFILL._prefill_layer.lower(
+    memory = prefill_layer.lower(
         weights, jax.ShapeDtypeStruct((1, count * size, config.model_dim), jnp.float32),
         jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((config.head_dim // 2,), jnp.float32), learned,
-        config=config, kind=config.attention_kind(0), needs_all=False, q_tail=0, size=size, attention=attention,
+        plan=LayerPlan(config, config.attention_kind(0), needs_all=False, q_tail=0, size=size, attention=attention),
     ).compile().memory_analysis()  # fmt: skip
     left = memory.output_size_in_bytes - peak["hidden"] - peak["keys_values"]  # positions, and what was chosen
     assert memory.temp_size_in_bytes + left <= peak["piece"]

@@ -12,7 +12,7 @@ from gpu.runner import Task, attempt
 from gpu.sizes import Sizes
 from gpu.synthetic import free, on_device
 from gpu.timing import build, series
-from jshadow.engine.prefill import piece_attention, put
+from jshadow.engine.prefill_layer import piece_attention, put
 from jshadow.planner.bytes import pieces_of
 from jshadow.policies.shadowkv.key_codecs.factorise import key_factors
 

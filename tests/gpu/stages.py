@@ -15,7 +15,7 @@ from gpu.synthetic import free, on_device, sharding, state, steered
 from gpu.timing import Seconds, build, series
 from jshadow.cache import offload
 from jshadow.cache.records import Fetched, HostTier, LayerState, Selection, StepKV
-from jshadow.engine.step import step_layer
+from jshadow.engine.step import AllLayers, step_layer
 from jshadow.evaluation.speed.layer import Shape, random_step
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import top_k
@@ -118,7 +118,7 @@ class Stages:
 
         def run(frozen: Any, tier: Any, live: Any, step: StepKV) -> tuple[Any, Any, Any]:
             given = LayerState(frozen, live, HostTier(tier))
-            out, after, _, _ = step_layer(spec, given, step, None, {}, (spec,), [given.host])
+            out, after, _, _ = step_layer(spec, given, step, None, AllLayers((spec,), [given.host]))
             # Round and round in the phase in which no step selects what the one before did.
             position = spec.policy.prompt + (step.positions - spec.policy.prompt + 1) % PHASE
             return out, after.live, step.replace(positions=position, lengths=position[:, 0])

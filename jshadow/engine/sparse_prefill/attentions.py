@@ -12,7 +12,7 @@ from jshadow.cache.records import PromptKV
 from jshadow.engine.sparse_prefill.estimate import KEY_TILE, line_sums
 from jshadow.engine.sparse_prefill.lines import HeadSizes, Lines, choose, make_lines
 from jshadow.engine.sparse_prefill.patterns import Pattern, load_pattern
-from jshadow.engine.sparse_prefill.tiles import GATHERED, Chosen, attend_chosen
+from jshadow.engine.sparse_prefill.tiles import GATHERED, Chosen, Tiling, attend_chosen
 from jshadow.errors import ConfigError
 from jshadow.models.config import AttentionKind, ModelConfig, check_positive
 from jshadow.ops.attention import causal_attention
@@ -23,8 +23,9 @@ from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
 class SparsePrefill(PrefillAttention):
     """What the three share: each query head attends to chosen columns and diagonals, or to chosen key blocks.
 
-    Causal, float32 softmax, each key once; what is computed grows with what was chosen, never with S x S. `aux` is a
-    `Chosen`, which counts it. Where the settings cover the whole prompt, attention is exact.
+    Attention is causal, its softmax is float32, and each key counts once. The work grows with the number of chosen
+    keys, never with S x S. `aux` is a `Chosen`, which counts the tiles. Where the settings cover the whole prompt,
+    attention is exact.
 
     Attributes:
         block: queries and keys of a tile. Any size gives the same result with columns and diagonals.
@@ -71,7 +72,7 @@ class SparsePrefill(PrefillAttention):
     @abc.abstractmethod
     def choose_lines(
         self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes
-    ) -> Lines | None:  # fmt: skip
+    ) -> Lines | None:
         """The chosen columns and diagonals; None where all heads are block sparse."""
 
     @property
@@ -98,16 +99,14 @@ class SparsePrefill(PrefillAttention):
         scale = config.attention_scale
         if aux.lines is None and aux.sizes is None:
             return causal_attention(piece.q_post, prompt.k_post, prompt.v, scale, piece.first)[0], aux
-        return attend_chosen(
-            piece.q_post, prompt.k_post, prompt.v, prompt.lengths, piece.first, aux, scale=scale, block=self.block,
-            most_blocks=min(self.most_blocks, prompt.k_post.shape[1] // self.block),
-        )  # fmt: skip
+        most_blocks = min(self.most_blocks, prompt.k_post.shape[1] // self.block)
+        return attend_chosen(piece, prompt, aux, Tiling(scale, self.block, most_blocks))
 
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
         """As PrefillAttention: the estimate's sums and what was chosen from them, a tile, a piece's queries."""
         heads, dim = config.q_heads, config.head_dim
         gathered = max(GATHERED, self.block)
-        chosen = heads * tokens * 40  # sums, their order, masks; diagonals twice; a sort's own copies
+        chosen = heads * tokens * 40  # sums, their order, masks; diagonals twice; the copies that a sort makes
         estimate = heads * self.tail * (4 * KEY_TILE + 2 * dim) * 4
         tile = heads * gathered * (4 * self.block + 4 * dim) * 4
         queries = 3 * heads * size * dim * 4
@@ -196,13 +195,21 @@ class VerticalSlash(SparsePrefill):
         tokens = prompt.k_post.shape[1]
         by_column, by_diagonal = line_sums(q_tail, prompt.k_post, prompt.lengths, config.attention_scale)
         columns, in_column = choose(
-            by_column, sizes.columns, sizes.by_position, prompt.lengths,
-            forced=self.first_columns, most=min(self.vertical, tokens),
-        )  # fmt: skip
+            by_column,
+            sizes.columns,
+            sizes.by_position,
+            prompt.lengths,
+            forced=self.first_columns,
+            most=min(self.vertical, tokens),
+        )
         _, diagonals = choose(
-            by_diagonal, sizes.diagonals, sizes.by_position, prompt.lengths,
-            forced=self.local_diagonals, most=min(self.slash, tokens),
-        )  # fmt: skip
+            by_diagonal,
+            sizes.diagonals,
+            sizes.by_position,
+            prompt.lengths,
+            forced=self.local_diagonals,
+            most=min(self.slash, tokens),
+        )
         return make_lines(columns, in_column, diagonals, self.block)
 
 

@@ -51,9 +51,14 @@ class Lines(struct.PyTreeNode):
 
 
 def choose(
-    sums: Float[Array, "B h_q S"], counts: Int[Array, "h_q"], by_position: Int[Array, "h_q"], lengths: Int[Array, "B"],
-    *, forced: int, most: int,
-) -> tuple[Int[Array, "B h_q {most}"], Bool[Array, "B h_q S"]]:  # fmt: skip
+    sums: Float[Array, "B h_q S"],
+    counts: Int[Array, "h_q"],
+    by_position: Int[Array, "h_q"],
+    lengths: Int[Array, "B"],
+    *,
+    forced: int,
+    most: int,
+) -> tuple[Int[Array, "B h_q {most}"], Bool[Array, "B h_q S"]]:
     """Each head's `counts` largest sums; the first `forced` before all others; ties go to the lower index.
 
     Args:
@@ -102,9 +107,12 @@ def strip_blocks(lines: Lines, index: Int[Array, ""]) -> tuple[Int[Array, "B h_q
 
 
 def best_blocks(
-    q_mean: Float[Array, "B h_q d"], k_mean: Float[Array, "B h_kv n d"], index: Int[Array, ""],
-    counts: Int[Array, "h_q"], most: int,
-) -> tuple[Int[Array, "B h_q {most}"], Int[Array, "B h_q"]]:  # fmt: skip
+    q_mean: Float[Array, "B h_q d"],
+    k_mean: Float[Array, "B h_kv n d"],
+    index: Int[Array, ""],
+    counts: Int[Array, "h_q"],
+    most: int,
+) -> tuple[Int[Array, "B h_q {most}"], Int[Array, "B h_q"]]:
     """The key blocks whose mean key suits the mean query best, best first, and how many they are.
 
     A query block's own key block always is the first, for else a query might see no key.

@@ -9,8 +9,10 @@ from jshadow.engine.sparse_prefill.attentions import AShape, BlockSparse, Sparse
 from jshadow.errors import ConfigError
 
 PREFILLS: dict[str, type[SparsePrefill]] = {
-    "vertical_slash": VerticalSlash, "a_shape": AShape, "block_sparse": BlockSparse,
-}  # fmt: skip
+    "vertical_slash": VerticalSlash,
+    "a_shape": AShape,
+    "block_sparse": BlockSparse,
+}
 
 
 def parse_prefill(text: str) -> SparsePrefill | None:

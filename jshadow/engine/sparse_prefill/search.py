@@ -1,18 +1,17 @@
-"""The search for a pattern of sparse prefill: what suits each query head best at equal cost, measured on one text.
+"""The search for a pattern of sparse prefill: which attention suits each query head best at equal cost, on one text.
 
-As MInference's kernel-aware search (Jiang et al. 2024, arXiv 2407.02490, section 3.3), with exact counts in place of
-timings. A head's candidates are all given the same cost: a share of the tiles of M x M scores that exact causal
-attention has.
+It is MInference's kernel-aware search (Jiang et al. 2024, arXiv 2407.02490, section 3.3) with exact counts in place of
+timings. All candidates of a head cost the same: a share of the tiles of M x M scores that exact causal attention has.
 
 - vertical-slash, once for each number of columns in `VERTICALS`: as many diagonals as the tiles that remain allow;
 - A-shape with `INITIAL` first columns: as many nearest diagonals as remain;
 - block-sparse: as many key blocks a query block.
 
-The numbers of columns are the published candidates', scaled by tokens / 32,768 for a shorter text. M columns cost a
-tile for each query block behind them, though some lie in a block that is computed anyway. The head takes the candidate
-that recovers most attention mass: the mean, over the queries from row `SKIPPED` or the middle of the text on, of the
-probability that exact attention gives to the keys kept. Columns and diagonals are those that the last queries of the
-text suggest, as in a prefill.
+The numbers of columns are those of the published candidates, scaled by tokens / 32,768 for a shorter text. M columns
+cost one tile for each query block behind them, even where some lie in a block that is computed anyway. Each head takes
+the candidate that recovers most attention mass. That is the probability which exact attention gives to the keys that
+the candidate attends to, as a mean over the queries from row `SKIPPED` or the middle of the text on. As in a prefill,
+the last queries of the text choose the columns and diagonals.
 """
 
 import dataclasses
@@ -65,14 +64,11 @@ class Found:
         """A row a candidate: heads that took it, and its mean mass and share where it fits; last, the best's own."""
         rows = []
         for index, name in enumerate(self.names):
-            row = {
-                "heads": int((self.best == index).sum()),
-                **means(self.recovered[..., index], self.tiles[..., index]),
-            }
-            rows.append({"candidate": name, **row})
-        own, heads = np.maximum(self.best, 0)[..., None], int((self.best >= 0).sum())
-        taken = (np.take_along_axis(values, own, axis=2) for values in (self.recovered, self.tiles))
-        return [*rows, {"candidate": "best of each head", "heads": heads, **means(*taken)}]
+            figures = means(self.recovered[..., index], self.tiles[..., index])
+            rows.append({"candidate": name, "heads": int((self.best == index).sum()), **figures})
+        best, heads = np.maximum(self.best, 0)[..., None], int((self.best >= 0).sum())
+        figures = means(*(np.take_along_axis(values, best, axis=2) for values in (self.recovered, self.tiles)))
+        return [*rows, {"candidate": "best of each head", "heads": heads, **figures}]
 
 
 def means(recovered: np.ndarray, tiles: np.ndarray) -> dict[str, float | None]:
@@ -84,9 +80,13 @@ def means(recovered: np.ndarray, tiles: np.ndarray) -> dict[str, float | None]:
 
 
 def search_pattern(
-    params: Any, tokens: Any, *, share: float = 0.3, settings: VerticalSlash | None = None,
+    params: Any,
+    tokens: Any,
+    *,
+    share: float = 0.3,
+    settings: VerticalSlash | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Found:  # fmt: skip
+) -> Found:
     """Search a pattern for `VerticalSlash(pattern=...)`.
 
     Args:
@@ -119,15 +119,15 @@ def search_pattern(
         mass[np.isnan(costs)] = np.nan
         if config.attention_kind(layer).window is not None:
             mass, costs = np.full_like(mass, np.nan), np.full_like(costs, np.nan)
-            own, row = np.full(config.q_heads, -1), [HeadPattern("a_shape", (1, 1))] * config.q_heads  # not looked at
+            chosen, row = np.full(config.q_heads, -1), [HeadPattern("a_shape", (1, 1))] * config.q_heads  # not read
         elif np.isnan(mass).all(1).any():
             raise ConfigError(f"share must leave room for the local diagonals of {text.size} tokens, got {share}")
         else:
-            own = np.nanargmax(mass, axis=1)
-            row = [head_pattern(sizes[head, index]) for head, index in enumerate(own)]
+            chosen = np.nanargmax(mass, axis=1)
+            row = [head_pattern(sizes[head, index]) for head, index in enumerate(chosen)]
         heads.append(tuple(row))
-        for kept, value in ((recovered, mass), (tiles, costs), (best, own)):
-            kept.append(value)
+        for values, value in ((recovered, mass), (tiles, costs), (best, chosen)):
+            values.append(value)
         if progress is not None:
             progress(layer + 1, config.num_layers)
     pattern = Pattern(tuple(heads), settings.block)
@@ -184,7 +184,7 @@ def column_tiles(columns: np.ndarray, count: int, block: int) -> int:
 
 def layer_candidates(
     ranks: list[np.ndarray], share: float, settings: VerticalSlash
-) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:  # fmt: skip
+) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
     """The candidates of a layer's heads, from `line_ranks`.
 
     Returns:
@@ -230,7 +230,7 @@ def block_tiles(blocks: int, count: int) -> int:
 
 def recovered_mass(
     prompt: PromptKV, ranks: list[np.ndarray], sizes: np.ndarray, scale: float, block: int
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """Attention mass that each candidate keeps, float [h, C]: sizes int [h, C, 4], ranks from `line_ranks`."""
     first = min(SKIPPED, prompt.k_post.shape[1] // 2) // block
     mass = _recovered(prompt, *ranks, sizes, scale=scale, block=block, first=first)
@@ -274,9 +274,8 @@ def _recovered(
 
         return lax.map(kept, sizes.swapaxes(0, 1))
 
-    total = lax.fori_loop(
-        first, count, lambda number, total: total + one(number), jnp.zeros((sizes.shape[1], heads))
-    )  # fmt: skip
+    start = jnp.zeros((sizes.shape[1], heads))
+    total = lax.fori_loop(first, count, lambda number, total: total + one(number), start)
     return total.T / ((count - first) * block)
 
 

@@ -13,8 +13,8 @@ from jshadow.cache import offload
 from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import HostTier, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.engine.prefill import compress_layer
-from jshadow.engine.step import step_layer
+from jshadow.engine.prefill_layer import compress_layer
+from jshadow.engine.step import AllLayers, step_layer
 from jshadow.errors import ConfigError
 from jshadow.evaluation.speed.timing import compiled, measure
 from jshadow.models.config import ModelConfig
@@ -145,7 +145,7 @@ def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int 
 
     def run(reads: Any, writes: Any, step: StepKV) -> tuple[Array, Any]:
         layer = LayerState(reads[0], writes[0], HostTier(reads[1], writes[1]))
-        out, layer, _ = step_layer(spec, layer, step, {}, (spec,), [layer.host])
+        out, layer, _ = step_layer(spec, layer, step, AllLayers((spec,), [layer.host]))
         return out, (layer.live, layer.host.tail)
 
     reads, writes = (state.frozen, state.host.prompt), (state.live, state.host.tail)

@@ -1,0 +1,104 @@
+"""The traceable cores of the public steps, for a user's own jit, scan or vmap. They check and compile nothing.
+
+A core cannot raise an error that depends on a value: a row gets NaN logits where its token is impossible or it has no
+room left. B rows, T tokens of each, V vocabulary.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jshadow.cache.state import KVState, Reads, Writes
+from jshadow.engine.sampling import Sampler, sample
+from jshadow.engine.step import step_state, step_writes, turn_piece
+from jshadow.engine.types import Logits
+from jshadow.models.config import ModelConfig
+from jshadow.ops.layout import fit_tokens
+
+
+def step(
+    weights: dict, config: ModelConfig, token: Array, state: KVState, active: Array | None = None
+) -> tuple[Array, KVState]:
+    """Traceable core of `decode_step`: no checks, no compilation of its own."""
+    new = jnp.ones_like(state.lengths) if active is None else active.astype(jnp.int32)
+    return step_state(weights, config, token[:, None], new, state)
+
+
+def extend_steps(
+    weights: dict, config: ModelConfig, tokens: Array, lengths: Array, state: KVState, logits: Logits[Any] = "last"
+) -> tuple[Any, KVState]:
+    """Traceable core of `extend`."""
+    reads, writes = state.split()
+    out, writes = scan_tokens(weights, config, tokens, lengths, reads, writes, logits)
+    return out, state.join(writes)
+
+
+def scan_tokens(
+    weights: dict,
+    config: ModelConfig,
+    tokens: Array,
+    lengths: Array,
+    reads: Reads,
+    writes: Writes,
+    want: Logits[Any],
+) -> tuple[Any, Writes]:
+    """Feed tokens in pieces; a piece has as many tokens as every layer's policy takes at once."""
+    batch, count = tokens.shape
+    size = turn_piece(reads, count)
+    pieces = -(-count // size)
+    real = jnp.arange(pieces * size) < lengths[:, None]
+    tokens = jnp.where(real, fit_tokens(tokens, pieces * size), 0)  # padding may be anything
+    # A step marks only its own piece with NaN. Later pieces have read what an impossible token left: mark them too.
+    wrong = jnp.cumsum(real & ((tokens < 0) | (tokens >= config.vocab_size)), axis=1) > 0
+    tokens, wrong = (x.reshape(batch, pieces, size).swapaxes(0, 1) for x in (tokens, wrong))
+
+    def body(carry: tuple[Writes, Array], xs: tuple[Array, Array, Array]) -> tuple[tuple[Writes, Array], Any]:
+        writes, last = carry
+        piece, after, index = xs
+        new = jnp.clip(lengths - index * size, 0, size)
+        out, writes = step_writes(weights, config, piece, new, reads, writes, every=want != "last")
+        out = jnp.where(after[:, 0].reshape(-1, *[1] * (out.ndim - 1)), jnp.nan, out)
+        if want == "last":
+            return (writes, jnp.where((new > 0)[:, None], out, last)), None
+        return (writes, last), out if want == "all" else want(out)  # type: ignore[operator]
+
+    shape = (batch, config.vocab_size) if want == "last" else (0,)
+    start = (writes, jnp.zeros(shape, jnp.float32))
+    (writes, last), outs = lax.scan(body, start, (tokens, wrong, jnp.arange(pieces)))
+    if want == "last":
+        return last, writes
+    # [pieces, B, size, ...] -> [B, count, ...]
+    joined = jax.tree.map(
+        lambda part: part.swapaxes(0, 1).reshape(batch, pieces * size, *part.shape[3:])[:, :count], outs
+    )
+    return joined, writes
+
+
+def generate_steps(
+    weights: dict,
+    config: ModelConfig,
+    token: Array,
+    state: KVState,
+    n: int,
+    sampler: Sampler,
+    key: Array,
+    stop: tuple[int, ...] = (),
+    active: Array | None = None,
+) -> tuple[Array, KVState]:
+    """Traceable core of `decode_steps`. A row also emits -1 where its token is impossible or it has no room left."""
+    reads, writes = state.split()
+    active = jnp.ones_like(state.lengths, bool) if active is None else active
+
+    def body(carry: tuple[Writes, Array, Array], index: Array) -> tuple[tuple[Writes, Array, Array], Array]:
+        writes, token, active = carry
+        out, writes = step_writes(weights, config, token[:, None], active.astype(jnp.int32), reads, writes)
+        new = jnp.where(jnp.isnan(out).all(axis=1), -1, sample(sampler, out, jax.random.fold_in(key, index)))
+        emitted = jnp.where(active, new, -1)
+        ended = functools.reduce(jnp.logical_or, [new == s for s in stop], jnp.zeros_like(active))
+        return (writes, jnp.where(active, new, token), active & ~ended), emitted
+
+    (writes, _, _), tokens = lax.scan(body, (writes, token, active), jnp.arange(n))
+    return tokens.T, state.join(writes)

@@ -1,0 +1,114 @@
+"""The options of a generation, and the capacity and fetch mode that follow from them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypedDict
+
+from jshadow.cache.offload import resolve_fetch
+from jshadow.cache.state import KVState
+from jshadow.engine.checks import check_capacity, check_sampling
+from jshadow.engine.sampling import Sampler
+from jshadow.engine.types import Fitted, Progress
+from jshadow.errors import CapacityError, ConfigError, StateMismatch
+from jshadow.policies import Policy
+from jshadow.policies.prefill_attention import PrefillAttention
+from jshadow.weights.params import Params
+
+
+def bucket(tokens: int) -> int:
+    """Granularity in tokens to which lengths are rounded, so that near lengths share a compiled program.
+
+    A 32nd of the next power of two, at least 64: 64 up to 2,048 tokens, 128 up to 4,096.
+    """
+    return max(64, 1 << max(0, (tokens - 1).bit_length() - 5))
+
+
+def round_up(tokens: int, limit: int) -> int:
+    """tokens rounded up to their bucket, at most limit."""
+    size = bucket(tokens)
+    return min(limit, -(-tokens // size) * size)
+
+
+class GenerateKeywords(TypedDict, total=False):
+    """Keyword arguments of `generate` and `stream`, for type checkers."""
+
+    max_new_tokens: int
+    sampler: Sampler | None
+    seed: int
+    fetch: str
+    capacity: int | None
+    state: KVState | None
+    stop: str | int | Sequence[str | int] | None
+    prefill: PrefillAttention | None
+    verify: bool
+    fitted: Fitted | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class GenerateOptions:
+    """The arguments of `generate` beside the model and the prompt, and two more.
+
+    Attributes:
+        policy, max_new_tokens, sampler, seed, fetch, capacity, state, stop, prefill, verify, fitted: see `generate`.
+        progress: called with (layers done, layers) during the prefill.
+        spare: tokens by which the capacity should exceed what this call needs, if the context allows.
+    """
+
+    policy: Policy | None = None
+    max_new_tokens: int = 128
+    sampler: Sampler | None = None
+    seed: int = 0
+    fetch: str = "auto"
+    capacity: int | None = None
+    state: KVState | None = None
+    stop: str | int | Sequence[str | int] | None = None
+    prefill: PrefillAttention | None = None
+    verify: bool = False
+    fitted: Fitted | None = None
+    progress: Progress | None = None
+    spare: int = 0
+
+    def check(self, params: Params) -> None:
+        """Raise ConfigError or CapacityError where a setting is out of range for the model."""
+        count = self.max_new_tokens
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ConfigError(f"max_new_tokens must be an integer of at least 0, got {count!r}")
+        check_sampling(self.sampler, self.seed)
+        if self.capacity is not None:
+            check_capacity(params.config, self.capacity, 1)
+        if self.prefill is not None and self.state is not None:
+            raise ConfigError(
+                f"prefill must be None where a state is continued: its prompt is in it, got {self.prefill!r}"
+            )
+
+    def fetch_mode(self) -> str:
+        """The resolved fetch mode: that of the state, if there is one. Verifying needs a mode that offloads.
+
+        Raises:
+            StateMismatch: another mode than that of the state.
+            ConfigError: an unknown mode, or verifying what is resident.
+        """
+        mode = resolve_fetch(self.fetch)
+        if self.verify and self.fetch == "auto":
+            mode = "device_put"
+        if self.state is not None:
+            if self.fetch not in ("auto", self.state.fetch):
+                raise StateMismatch(f"fetch must be the state's own {self.state.fetch!r}, got {self.fetch!r}")
+            mode = self.state.fetch
+        if self.verify and mode == "resident":
+            raise ConfigError("fetch must offload where verify=True, got 'resident'")
+        return mode
+
+    def needed_capacity(self, params: Params, longest: int) -> int:
+        """Tokens that a row may hold, for a longest prompt of so many tokens. Raises CapacityError."""
+        context = params.config.context
+        needed = longest + self.max_new_tokens
+        limit = context if self.capacity is None else self.capacity
+        name = "the model's context" if self.capacity is None else "capacity"
+        if needed > limit:
+            raise CapacityError(
+                f"prompt + max_new_tokens must be at most {name}={limit} tokens, got {longest} + {self.max_new_tokens}"
+            )
+        capacity = round_up(needed + self.spare, context) if self.capacity is None else self.capacity
+        check_capacity(params.config, capacity, longest)
+        return capacity

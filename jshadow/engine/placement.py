@@ -1,0 +1,32 @@
+"""On which devices a prefill's state lies."""
+
+from typing import Any
+
+import jax
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jshadow.cache.state import KVState
+
+
+def replicated_sharding(weights: dict) -> Sharding | None:
+    """A sharding that repeats an array on every device of the weights; None where one device holds all weights."""
+    sharding = jax.tree.leaves(weights)[0].sharding
+    return NamedSharding(sharding.mesh, PartitionSpec()) if len(sharding.device_set) > 1 else None
+
+
+def commit(state: KVState, everywhere: Sharding | None = None) -> KVState:
+    """The state with every leaf bound to its device and memory, as a step returns it.
+
+    A fresh array is bound to no device. JAX compiles one program for bound arrays and another for unbound ones, so
+    that without this the first and the second step after a prefill would each be compiled. Nothing is copied, except
+    that an array on one device is copied to all where `everywhere` is given.
+    """
+
+    def bind(leaf: Any) -> Any:
+        if not isinstance(leaf, Array):
+            return leaf
+        alone = everywhere is not None and len(leaf.sharding.device_set) == 1
+        return jax.device_put(leaf, everywhere if alone else leaf.sharding)
+
+    return jax.tree.map(bind, state)

@@ -1,0 +1,148 @@
+"""A prefill before it runs: its arguments checked, its policies resolved, its attention chosen."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Sharding
+
+from jshadow.cache import host_memory, offload
+from jshadow.cache.spec import CacheSpec
+from jshadow.engine.checks import check_capacity, check_logits, check_piece, check_policy, check_tokens
+from jshadow.engine.placement import replicated_sharding
+from jshadow.engine.prefill_layer import LayerPlan
+from jshadow.engine.types import Fitted, Logits, Progress, Tokens
+from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig
+from jshadow.planner.bytes import cache_specs
+from jshadow.policies import Policy, ShadowKV
+from jshadow.policies.capabilities import attention_of
+from jshadow.policies.checks import check_fitted, reads_fitted
+from jshadow.policies.prefill_attention import PrefillAttention
+from jshadow.policies.wrappers import innermost
+from jshadow.weights.params import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillOptions:
+    """The settings that all policies of one prefill share; see `prefill_many`."""
+
+    capacity: int
+    fitted: Fitted | None
+    logits: Logits[Any]
+    prefill_chunk: int
+    shortest: int | None
+    progress: Progress | None
+    attention: PrefillAttention | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillJob:
+    """One prefill whose arguments are checked.
+
+    Attributes:
+        params: the model.
+        tokens: int32 [B, S], zeros behind each row's real tokens.
+        lengths: real tokens of each row, int32 [B].
+        policies: resolved.
+        plans: for each policy the CacheSpec of every layer.
+        everywhere: the sharding of the states where the weights lie on several devices, or None.
+        attention: what attends in place of exact attention, or None.
+        learned: arrays [L, ...] of `PrefillAttention.prepared`, or None.
+        options: the settings that the policies share.
+    """
+
+    params: Params
+    tokens: np.ndarray
+    lengths: np.ndarray
+    policies: list[Policy]
+    plans: list[tuple[CacheSpec, ...]]
+    everywhere: Sharding | None
+    attention: PrefillAttention | None
+    learned: Any
+    options: PrefillOptions
+
+    def layer_plan(self, index: int, size: int) -> LayerPlan:
+        """What is static in layer `index` where a piece has `size` tokens."""
+        config, policies = self.params.config, [plan[index].policy for plan in self.plans]
+        kind = config.attention_kind(index)
+        if self.options.attention:
+            attention = self.attention if kind.window is None else None
+        else:
+            attention = attention_of(policies[0])
+        needs_all = any(policy.reads.all_queries for policy in policies)
+        return LayerPlan(
+            config, kind, needs_all, max(policy.reads.last_queries for policy in policies), size, attention
+        )
+
+
+def check_job(
+    params: Params,
+    tokens: Tokens,
+    lengths: Tokens,
+    policies: Sequence[Policy | None],
+    fetch: str | Sequence[str],
+    options: PrefillOptions,
+) -> PrefillJob:
+    """A prefill that can run. Raises what `prefill` says."""
+    config, fitted = params.config, options.fitted
+    token_ids, row_lengths = check_tokens(config, tokens, lengths, least=1)
+    check_logits(options.logits)
+    check_capacity(config, options.capacity, int(row_lengths.max()))
+    check_piece("prefill_chunk", options.prefill_chunk)
+    capacity, dtype = int(options.capacity), str(params.dtype)
+    modes: list[Any] = list(fetch) if isinstance(fetch, tuple | list) else [fetch] * len(policies)
+    if not policies or len(modes) != len(policies):
+        raise ConfigError(f"policies must be some, with a fetch mode each, got {len(policies)} and {len(modes)} modes")
+    chosen = [ShadowKV() if policy is None else policy for policy in policies]
+    for policy in chosen:
+        check_policy(policy)
+    resolved = [policy.resolve(config, capacity) for policy in chosen]
+    shortest = int(row_lengths.min())
+    floor = shortest if options.shortest is None else min(options.shortest, shortest)
+    plans = [
+        cache_specs(config, policy, len(row_lengths), capacity, floor, dtype, offload.resolve_fetch(mode))
+        for policy, mode in zip(resolved, modes, strict=True)
+    ]
+    everywhere = replicated_sharding(params.weights)
+    if everywhere is not None and any(spec.fetch != "resident" for plan in plans for spec in plan):
+        raise ConfigError(f"fetch must be 'resident' with weights on several devices, got {modes}")
+    readers = [policy for policy in resolved if reads_fitted(policy)]
+    for policy in readers or resolved[:1]:
+        check_fitted(policy, config, fitted)
+    host_memory.check_host_memory(plans)
+    attention, learned = prepared_attention(resolved, options.attention, config)
+    options = dataclasses.replace(options, capacity=capacity)
+    return PrefillJob(params, token_ids, row_lengths, resolved, plans, everywhere, attention, learned, options)
+
+
+def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None) -> PrefillAttention | None:
+    """What attends while the prompt is taken in; None: exact attention.
+
+    Raises:
+        ConfigError: a policy has its own beside another's, for one prefill serves all.
+    """
+    own = [attention_of(policy) for policy in policies]
+    changed = [innermost(policy).name for policy, its in zip(policies, own, strict=True) if its is not None]
+    # layers of a wrapped policy may differ, so that only the very same policy attends alike
+    if changed and (len(set(policies)) > 1 or attention is not None):
+        raise ConfigError(
+            f"{changed[0]} attends to a prompt in its own way: it takes no prefill= and shares its prefill with no "
+            f"other policy, got {attention!r} and {[policy.name for policy in policies]}"
+        )
+    return own[0] if changed else attention
+
+
+def prepared_attention(
+    policies: Sequence[Policy], attention: PrefillAttention | None, config: ModelConfig
+) -> tuple[PrefillAttention | None, Any]:
+    """What attends while the prompt is taken in, and its arrays [L, ...]; (None, None): exact attention.
+
+    Raises:
+        ConfigError: no PrefillAttention, one for another model, or beside a policy that has its own.
+    """
+    if attention is not None and not isinstance(attention, PrefillAttention):
+        raise ConfigError(f"prefill must be a PrefillAttention such as VerticalSlash(), or None, got {attention!r}")
+    own = own_attention(policies, attention)
+    return (None, None) if own is None else own.prepared(config)
