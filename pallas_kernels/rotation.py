@@ -20,7 +20,7 @@ def split_constant(value: float, parts: int, bits: int) -> list[float]:
     return [*numbers, value]
 
 
-# The parts have six bits each. So their products with the number of turns (18 bits: angles up to 1.6 million) are exact.
+# The parts have six bits each, so that their products with the number of turns (18 bits: angles to 1.6e6) are exact.
 TURN = split_constant(2 * math.pi, 3, 6)
 QUARTER = split_constant(math.pi / 2, 1, 24)
 # Minimax polynomials in the square of an angle in [-pi / 4, pi / 4], fitted to within 2e-9; lowest coefficient first.
