@@ -1,8 +1,10 @@
 """Helpers that all kernels share: cutting odd sizes into Triton's powers of two, and products of tiles.
 
 Triton needs blocks whose sizes are powers of two, and products whose sides are at least 16. Odd sizes are cut or
-padded, and the padding is masked. All indices are int32, one for each axis. Pallas multiplies an index with its stride in 64
-bits once an array has more than 2**32 bytes. So a kernel must never flatten two axes of a large array into one index.
+padded, and the padding is masked.
+
+All indices are int32, one for each axis. Pallas multiplies an index with its stride in 64 bits once an array has more
+than 2**32 bytes. So a kernel must never flatten two axes of a large array into one index.
 """
 
 import math
@@ -86,7 +88,7 @@ def key_products(rows: jax.Array, keys: jax.Array) -> jax.Array:
         "precision": exact(jnp.promote_types(rows.dtype, keys.dtype)),
         "preferred_element_type": jnp.float32,
     }
-    # Float32 keys go to the left, bfloat16 keys to the right: the other order takes XLA's CPU backend 1.5 times as long.
+    # Float32 keys on the left, bfloat16 keys on the right: the other order takes XLA's CPU backend 1.5 times as long.
     if keys.dtype == jnp.float32:
         return jnp.einsum("bhnd,bhmd->bhnm", keys, rows, **options).swapaxes(2, 3)
     return jnp.einsum("bhmd,bhnd->bhmn", rows, keys, **options)
