@@ -22,6 +22,7 @@ from jshadow.ops.packing import Scaled
 from jshadow.planner.bytes import abstract_state, footprint
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.shadowkv.landmark_levels import first_level, first_spread
+from pallas_kernels import ChosenKeys, HostRows, KeptRows
 
 DTYPE = jnp.bfloat16
 PACKED = ShadowKV.packed()
@@ -104,6 +105,12 @@ def prefill_task(gpu: str, tokens: int) -> Task:
     )
 
 
+def fetch(values: HostRows, keys: ChosenKeys, kept: Any, stay: Any) -> Any:
+    """fetch_reconstruct, with values in the shape in which a state keeps them: that of the donated buffer."""
+    rebuilt, rows = pallas_kernels.fetch_reconstruct(values, keys, KeptRows(kept, stay))
+    return rebuilt, rows.reshape(kept.shape)
+
+
 def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[Task]:
     """Each kernel at the shapes of a decode step of Llama-3.1-8B."""
     policy = ShadowKV().resolve(LLAMA, capacity)
@@ -120,17 +127,12 @@ def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[
     inverse = place(Shape((dim // 2,), jnp.float32))
     left, right = array(chunks, chunk * policy.rank), array(heads, policy.rank, dim)
     ids = array(heads, count, dtype=jnp.int32)
-    yield Task("reconstruct_keys", gpu, pallas_kernels.reconstruct_keys, (left, right, ids, inverse), kernel=True)
-    values, kept = array(heads, chunks, chunk * dim, memory="pinned_host"), array(heads, count, chunk * dim)
-
-    stay = array(heads, count, dtype=jnp.bool_)
-
-    def fetch(values: Any, left: Any, right: Any, ids: Any, inverse: Any, kept: Any, stay: Any) -> Any:
-        keys, rows = pallas_kernels.fetch_reconstruct(values, left, right, ids, inverse, kept=kept, stay=stay)
-        return keys, rows.reshape(kept.shape)  # as a state keeps them: the donated buffer
-
-    yield Task("fetch_reconstruct", gpu, fetch, (values, left, right, ids, inverse, kept, stay), donate=(5,),
-               resident=2 * batch * heads * count * chunk * dim * 2, kernel=True)  # fmt: skip
+    keys = ChosenKeys(left, right, ids, inverse)
+    yield Task("reconstruct_keys", gpu, pallas_kernels.reconstruct_keys, (keys,), kernel=True)
+    values = HostRows(array(heads, chunks, chunk * dim, memory="pinned_host"))
+    kept, stay = array(heads, count, chunk * dim), array(heads, count, dtype=jnp.bool_)
+    resident = 2 * batch * heads * count * chunk * dim * 2
+    yield Task("fetch_reconstruct", gpu, fetch, (values, keys, kept, stay), (2,), resident=resident, kernel=True)
     sizes = (count * chunk, policy.max_outliers(capacity) * chunk, 96)
     pieces = [(array(heads, n, dim), array(heads, n, dim), array(1, 1, n, dtype=jnp.bool_)) for n in sizes]
     attend = functools.partial(pallas_kernels.sparse_attention, scale=dim**-0.5)
@@ -147,9 +149,6 @@ def packed_tasks(
     policy, layer, layout = state.policy, state.layers[0], state.policy.host_layout(state.specs[0])
     assert layout is not None
     frozen, host, heads, dim = place(layer.frozen), place(layer.host).prompt, LLAMA.kv_heads, LLAMA.head_dim
-    given = policy.codec.operands(frozen.right)
-    static = {name: x for name, x in given.items() if name in ("profile", "right") and not hasattr(x, "shape")}
-    arrays = {name: x for name, x in given.items() if name not in static}
     count, width = policy.max_selected(capacity), policy.chunk_size * dim
 
     def array(*shape: int, dtype: Any = DTYPE) -> Any:
@@ -162,25 +161,18 @@ def packed_tasks(
             q, first.codes, candidates, scale=dim**-0.5, landmark_scale=first.scale, spread=first_spread(spread)
         )  # fmt: skip
 
-    def rebuild(left: Any, ids: Any, inverse: Any, arrays: Any) -> Any:
-        return pallas_kernels.reconstruct_keys(left, ids=ids, inverse=inverse, **arrays, **static)
-
-    def fetch(values: Any, left: Any, ids: Any, inverse: Any, kept: Any, stay: Any, arrays: Any) -> Any:
-        keys, rows = pallas_kernels.fetch_reconstruct(
-            values, left, ids=ids, inverse=inverse, kept=kept, stay=stay, value_bits=layout.bits, value_dtype=DTYPE,
-            **arrays, **static,
-        )  # fmt: skip
-        return keys, rows.reshape(kept.shape)
-
-    q, ids, inverse = array(1, LLAMA.q_heads, dim), array(heads, count, dtype=jnp.int32), place(
-        Shape((dim // 2,), jnp.float32)
-    )  # fmt: skip
+    q, ids = array(1, LLAMA.q_heads, dim), array(heads, count, dtype=jnp.int32)
+    inverse = place(Shape((dim // 2,), jnp.float32))
+    keys = ChosenKeys(frozen.left, ids=ids, inverse=inverse, **policy.codec.operands(frozen.right))
+    values = HostRows(host.array, bits=layout.bits, dtype=DTYPE)
     marks = frozen.landmarks, frozen.spread
     yield Task(f"chunk_scores, {told}", gpu, scores, (q, *marks, frozen.candidates), kernel=True)
-    yield Task(f"reconstruct_keys, {told}", gpu, rebuild, (frozen.left, ids, inverse, arrays), kernel=True)
+    yield Task(f"reconstruct_keys, {told}", gpu, pallas_kernels.reconstruct_keys, (keys,), kernel=True)
     kept, stay = array(heads, count, width), array(heads, count, dtype=jnp.bool_)
-    yield Task(f"fetch_reconstruct, {told}", gpu, fetch, (host.array, frozen.left, ids, inverse, kept, stay, arrays),
-               donate=(4,), resident=2 * batch * heads * count * width * 2, kernel=True)  # fmt: skip
+    resident = 2 * batch * heads * count * width * 2
+    yield Task(
+        f"fetch_reconstruct, {told}", gpu, fetch, (values, keys, kept, stay), (2,), resident=resident, kernel=True
+    )
 
 
 def tasks(gpu: str, full_batch: int) -> Iterator[Task]:

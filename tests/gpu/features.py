@@ -19,7 +19,7 @@ from jshadow.ops.layout import top_k
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv.key_codecs.factorise import EXACT, key_factors
 from jshadow.weights.params import init_params
-from pallas_kernels import fetch_reconstruct
+from pallas_kernels import ChosenKeys, HostRows, fetch_reconstruct
 
 MODEL = ModelConfig("llama", 499, 4, 256, 384, 8, 2, 64, 1e-5, 1024)
 SMALL_MODEL = ModelConfig("llama", 101, 2, 32, 48, 4, 2, 16, 1e-5, 1024)
@@ -143,8 +143,11 @@ def check_big(sizes: Sizes) -> dict[str, Any]:
     def by_host(values: Any, ids: Any, left: Any) -> Any:
         return offload.gather(HostTier(HostArray(values, "pinned_host")), ids, (units,))
 
+    def by_kernel(values: Any, ids: Any, left: Any) -> Any:
+        return fetch_reconstruct(HostRows(values), ChosenKeys(left, right, ids, inverse))[1]
+
     ways: dict[str, Callable[..., Any]] = {
-        "zero_copy": lambda values, ids, left: fetch_reconstruct(values, left, right, ids, inverse)[1],
+        "zero_copy": by_kernel,
         "device_put": by_host,
     }
 

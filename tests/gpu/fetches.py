@@ -19,7 +19,7 @@ from gpu.timing import build, series
 from jshadow.cache import offload
 from jshadow.cache.records import HostArray, HostTier
 from jshadow.ops.rope import inverse_frequencies
-from pallas_kernels import fetch_reconstruct
+from pallas_kernels import ChosenKeys, HostRows, KeptRows, fetch_reconstruct
 
 DRAWS, CALLS = 8, 16  # least sets of chunks that take turns; calls dispatched together
 CACHED = 512e6  # bytes of all sets together: far more than the L2 holds
@@ -115,8 +115,9 @@ class Fetches:
         inverse = self.inverse
 
         def run(ids: Any, kept: Any, values: Any, left: Any, right: Any, stay: Any) -> Any:
-            keys, rows = fetch_reconstruct(values, left, right, ids, inverse, kept=kept, stay=stay)
-            return rows.reshape(kept.shape), keys
+            keys = ChosenKeys(left, right, ids, inverse)
+            rebuilt, rows = fetch_reconstruct(HostRows(values), keys, KeptRows(kept, stay))
+            return rows.reshape(kept.shape), rebuilt
 
         return self.timed(batch, run, share, values, left, right, jnp.asarray(self.stay(batch, share)))
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import kernel_calls
 import kernel_truth
 import numpy as np
 from jax.experimental.pallas import triton as pltriton
@@ -26,7 +27,6 @@ from kernel_cases import (
     score_inputs,
 )  # fmt: skip
 
-import pallas_kernels
 from gpu.runner import Task, brief
 from gpu.sizes import Sizes
 from gpu.timing import side_by_side
@@ -74,19 +74,19 @@ def fetch_truth(**inputs: Any) -> tuple[np.ndarray, ...]:
 
 
 OPS = {
-    "chunk_scores": Op(SCORES, REAL_SCORES, score_inputs, pallas_kernels.chunk_scores,
+    "chunk_scores": Op(SCORES, REAL_SCORES, score_inputs, kernel_calls.chunk_scores,
                        lambda **x: (kernel_truth.chunk_scores(**x),), scores=True),
-    "reconstruct_keys": Op(CHUNKS, REAL_CHUNKS, factor_inputs, pallas_kernels.reconstruct_keys,
+    "reconstruct_keys": Op(CHUNKS, REAL_CHUNKS, factor_inputs, kernel_calls.reconstruct_keys,
                            lambda **x: (kernel_truth.reconstruct_keys(**x),)),
-    "fetch_reconstruct": Op(CHUNKS, REAL_CHUNKS, fetch_inputs, pallas_kernels.fetch_reconstruct, fetch_truth,
+    "fetch_reconstruct": Op(CHUNKS, REAL_CHUNKS, fetch_inputs, kernel_calls.fetch_reconstruct, fetch_truth,
                             moved=True),
-    "sparse_attention": Op(ATTENTION, REAL_ATTENTION, attention_inputs, pallas_kernels.sparse_attention,
+    "sparse_attention": Op(ATTENTION, REAL_ATTENTION, attention_inputs, kernel_calls.sparse_attention,
                            lambda **x: (kernel_truth.sparse_attention(**x),)),
-    "packed landmarks": Op(PACKED_SCORES, REAL_PACKED_SCORES, score_inputs, pallas_kernels.chunk_scores,
+    "packed landmarks": Op(PACKED_SCORES, REAL_PACKED_SCORES, score_inputs, kernel_calls.chunk_scores,
                            lambda **x: (kernel_truth.chunk_scores(**x),), scores=True),
-    "packed keys": Op(PACKED, REAL_PACKED, factor_inputs, pallas_kernels.reconstruct_keys,
+    "packed keys": Op(PACKED, REAL_PACKED, factor_inputs, kernel_calls.reconstruct_keys,
                       lambda **x: (kernel_truth.reconstruct_keys(**x),)),
-    "packed fetch": Op(PACKED, REAL_PACKED, fetch_inputs, pallas_kernels.fetch_reconstruct, fetch_truth, moved=True),
+    "packed fetch": Op(PACKED, REAL_PACKED, fetch_inputs, kernel_calls.fetch_reconstruct, fetch_truth, moved=True),
 }  # fmt: skip
 
 
