@@ -57,9 +57,9 @@ def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     # Of 0 and less, so that no temperature makes two of them infinite.
     cooled = (logits - logits.max(axis=-1, keepdims=True)) / max(sampler.temperature, COLDEST)
-    kept = filter_logits(sampler, cooled)
+    filtered = filter_logits(sampler, cooled)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
-    return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
 
 
 def filter_logits(sampler: Sampler, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
