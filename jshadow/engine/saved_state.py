@@ -225,9 +225,7 @@ def open_described(path: Path, kind: str, form: str, version: int) -> tuple[Tens
     with described(path, kind):
         number = read_json_text(texts, "version")
         if number != version:
-            raise CheckpointError(
-                f"{path} is of format version {number}; this jshadow understands version {version}"
-            )
+            raise CheckpointError(f"{path} is of format version {number}; this jshadow understands version {version}")
         recorded = texts.pop("header_sha256", None)
         if recorded != header_digest(texts, {name: (file.tags[name], shape) for name, shape in file.shapes.items()}):
             raise CheckpointError(f"{path} is damaged: its header does not have the SHA-256 that it tells")
@@ -269,13 +267,13 @@ def read_checked(file: TensorFile, name: str, digests: Mapping[str, str]) -> np.
     return value
 
 
-def check_table(file: TensorFile, expected: Mapping[str, Any], batch: int) -> None:
-    """Raise CheckpointError unless the file has exactly the expected tensors (name, dtype, shape), and all ids or none."""
-    extra = [name for name in file.shapes if name not in expected]
+def check_table(file: TensorFile, leaves: Mapping[str, Any], batch: int) -> None:
+    """Raise CheckpointError unless the file has exactly the tensors of the leaves, and token ids of all rows or none."""
+    extra = [name for name in file.shapes if name not in leaves]
     if set(extra) == set(token_names(batch)):
         extra = [name for name in extra if file.tags[name] != TAGS["int32"] or len(file.shapes[name]) != 1]
     problems = [f"{name}: extra, no such place in this state" for name in extra]
-    for name, leaf in expected.items():
+    for name, leaf in leaves.items():
         expected, got = (TAGS[leaf.dtype.name], leaf.shape), (file.tags.get(name), file.shapes.get(name))
         if got != expected:
             problems.append(f"{name}: " + ("missing" if name not in file.shapes else f"expected {expected}, got {got}"))
