@@ -138,7 +138,7 @@ def read_state_info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def is_place(node: Any) -> bool:
-    """A host array is one tensor, and knows the memory it belongs in."""
+    """Whether a node is one tensor of the file, together with the memory where it belongs."""
     return isinstance(node, HostArray)
 
 
@@ -213,7 +213,7 @@ def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple
 
 
 def open_described(path: Path, kind: str, form: str, version: int) -> tuple[TensorFile, dict[str, str], dict[str, str]]:
-    """Open a file of ours and check its header: the file, its texts, and the SHA-256 of each tensor.
+    """Open a file that jshadow wrote and check its header: the file, its texts, and the SHA-256 of each tensor.
 
     Raises:
         CheckpointError: missing, damaged or foreign, or of a newer format.
@@ -237,7 +237,7 @@ def open_described(path: Path, kind: str, form: str, version: int) -> tuple[Tens
 
 @contextlib.contextmanager
 def described(path: Path, kind: str) -> Iterator[None]:
-    """Metadata that cannot be understood are a CheckpointError."""
+    """Turn the errors of reading metadata into a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -268,7 +268,7 @@ def read_checked(file: TensorFile, name: str, digests: Mapping[str, str]) -> np.
 
 
 def check_table(file: TensorFile, leaves: Mapping[str, Any], batch: int) -> None:
-    """Raise CheckpointError unless the file has exactly the tensors of the leaves, and token ids of all rows or none."""
+    """Raise CheckpointError unless the file has the tensors of the leaves and no others but token ids of all rows."""
     extra = [name for name in file.shapes if name not in leaves]
     if set(extra) == set(token_names(batch)):
         extra = [name for name in extra if file.tags[name] != TAGS["int32"] or len(file.shapes[name]) != 1]
@@ -291,7 +291,7 @@ def check_lengths(file: TensorFile, record: StateRecord) -> None:
 
 
 def put(place: Any, value: np.ndarray) -> Any:
-    """An array in the memory of its place, bound to the device as a step returns it: the step is not compiled anew."""
+    """An array in the memory of its place, bound to the device as a step returns it, so that no step recompiles."""
     memory = place.memory if isinstance(place, HostArray) else "device"
     array = jax.device_put(value, SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
     return HostArray(array, memory) if isinstance(place, HostArray) else array
