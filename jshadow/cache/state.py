@@ -29,6 +29,7 @@ from jshadow.cache.records import StepKV as StepKV
 from jshadow.cache.spec import CacheSpec as CacheSpec
 from jshadow.cache.spec import HostLayout as HostLayout
 from jshadow.errors import StateMismatch
+from jshadow.ops.rope_config import RopeConfig as RopeConfig
 
 
 class Counters(struct.PyTreeNode):

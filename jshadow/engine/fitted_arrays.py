@@ -95,8 +95,8 @@ def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) ->
         CheckpointError: missing, truncated, damaged or foreign file, or one of a newer format.
     """
     file, record, digests = open_fitted(Path(path).expanduser())
-    mine = identity(params)
-    lines = [line for name in mine for line in compare(name, record[name], mine[name], "params")]
+    ours = identity(params)
+    lines = [line for name in ours for line in compare(name, record[name], ours[name], "params")]
     lines += compare("policy.name", record["policy"]["name"], innermost(policy).name, "policy")
     if lines:
         raise StateMismatch(
@@ -107,15 +107,15 @@ def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) ->
     learner = capability(policy, Learns)
     if learner is None or not learner.reads_fitted:
         raise ConfigError(f"policy must use learned arrays, with {file.path}, got {policy}")
-    wanted = named(learner.fitted_shapes(params.config))
+    shapes = named(learner.fitted_shapes(params.config))
     got = {name: (file.tags[name], shape) for name, shape in file.shapes.items()}
-    lines = compare("arrays", got, {name: ("F32", shape) for name, shape in wanted.items()}, "policy")
+    lines = compare("arrays", got, {name: ("F32", shape) for name, shape in shapes.items()}, "policy")
     if lines:
         settings = record["policy"]["settings"]
         raise StateMismatch(
             f"{file.path} must hold arrays of these settings, learned with {settings}:\n  " + "\n  ".join(lines)
         )
-    arrays = {name: read_checked(file, name, digests) for name in wanted}
+    arrays = {name: read_checked(file, name, digests) for name in shapes}
     raise_all(str(file.path), [f"{name}: {problem}" for name, x in arrays.items() if (problem := not_finite(x))])
     return nested({name: jnp.asarray(value) for name, value in arrays.items()})
 

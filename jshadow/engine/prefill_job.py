@@ -121,7 +121,7 @@ def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None
     """What attends while the prompt is taken in; None: exact attention.
 
     Raises:
-        ConfigError: a policy has its own beside another's, for one prefill serves all.
+        ConfigError: a policy has an attention of its own, but shares this prefill with another one.
     """
     own = [attention_of(policy) for policy in policies]
     changed = [innermost(policy).name for policy, its in zip(policies, own, strict=True) if its is not None]
@@ -144,5 +144,5 @@ def prepared_attention(
     """
     if attention is not None and not isinstance(attention, PrefillAttention):
         raise ConfigError(f"prefill must be a PrefillAttention such as VerticalSlash(), or None, got {attention!r}")
-    own = own_attention(policies, attention)
-    return (None, None) if own is None else own.prepared(config)
+    chosen = own_attention(policies, attention)
+    return (None, None) if chosen is None else chosen.prepared(config)

@@ -111,7 +111,7 @@ def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, floa
         for part, tokens in parts.items():
             totals[part] = totals.get(part, 0.0) + tokens / len(state.specs)
     rows = [{part: float(tokens[row]) for part, tokens in totals.items()} for row in range(state.batch)]
-    return [parts if held else {} for parts, held in zip(rows, generated.tolist(), strict=True)]
+    return [parts if count else {} for parts, count in zip(rows, generated.tolist(), strict=True)]
 
 
 def row_figures(before: Counters, after: Counters, row: int, num_layers: int) -> dict[str, Any]:

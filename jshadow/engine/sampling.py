@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Key
 from jshadow.errors import ConfigError
 from jshadow.models.config import check_positive
 
-COLDEST = 1e-30  # any two logits are too far apart to draw the lesser: a lower temperature would change nothing
+COLDEST = 1e-30  # at this temperature the lesser of two logits is never drawn; a lower one would change nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +55,11 @@ def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -
     """
     if sampler.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    # Of 0 and less, so that no temperature makes two of them infinite.
+    # Subtract the largest logit, so that all are at most 0 and no temperature makes two of them infinite.
     cooled = (logits - logits.max(axis=-1, keepdims=True)) / max(sampler.temperature, COLDEST)
-    kept = filter_logits(sampler, cooled)
+    filtered = filter_logits(sampler, cooled)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
-    return jax.vmap(jax.random.categorical)(keys, kept).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
 
 
 def filter_logits(sampler: Sampler, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:

@@ -1,4 +1,4 @@
-"""What a saved state says of itself: the model, policy and sizes it belongs to, as plain JSON, and what differs."""
+"""The record in a saved state of the model, policy and sizes that it belongs to, as plain JSON; and what differs."""
 
 import dataclasses
 import json
@@ -20,8 +20,8 @@ from jshadow.weights.digest import canonical, tree_digest
 from jshadow.weights.params import Params
 
 NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
-# Settings that policies have been given since files were first written, with what a file without them means. Wrappers
-# hold records of such policies.
+# Settings that were added after the first files were written, with the values that a file without them has. The records
+# of wrappers contain records of such policies.
 CODES = {
     "selection_rounds": 1,
     "outlier_rule": "landmark",
@@ -39,7 +39,7 @@ LATER: dict[str, dict[str, Any]] = {"shadowkv": CODES, "shadowkv_plus": CODES}
 
 @dataclasses.dataclass(frozen=True)
 class StateRecord:
-    """Attributes are what the metadata of a file holds, each a JSON text there.
+    """The metadata of a file; each attribute is a JSON text there.
 
     Attributes:
         config: every field of the ModelConfig.
@@ -179,7 +179,7 @@ def read_json_text(texts: Mapping[str, str], name: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A setting as JSON has it. Raises CheckpointError where it has no such thing."""
+    """A setting as a JSON value. Raises CheckpointError where there is none for it."""
     if isinstance(value, Policy):
         return policy_record(value)
     if dataclasses.is_dataclass(value):
@@ -198,7 +198,7 @@ def policy_record(policy: Policy) -> dict[str, Any]:
 
 
 def completed(record: Any) -> Any:
-    """A policy's record with the settings that it was written before, or whatever else came."""
+    """A policy's record with the settings that were added after it was written; another value is returned as it is."""
     if (
         not isinstance(record, dict)
         or record.keys() != {"name", "settings"}
@@ -218,7 +218,7 @@ def recorded_policy(name: str, settings: dict[str, Any]) -> Policy:
 
 
 def hashable(value: Any) -> Any:
-    """A setting that JSON brought, as a dataclass of settings holds it."""
+    """A JSON value as a dataclass of settings holds it."""
     if isinstance(value, dict) and value.keys() == {"name", "settings"}:
         return recorded_policy(**value)
     return tuple(map(hashable, value)) if isinstance(value, list) else value
@@ -250,7 +250,7 @@ def abstract_tree(tree: Any) -> Any:
 
 
 def compare(field: str, theirs: Any, ours: Any, owner: str) -> list[str]:
-    """A line for each difference between what the file has and what its owner-to-be has."""
+    """A line for each difference between the file and the `owner` ("params", "policy") that it is to be loaded for."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         keys = sorted(theirs.keys() | ours.keys())
         return [

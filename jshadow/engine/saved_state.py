@@ -55,9 +55,9 @@ def save_state(
     record = StateRecord.of(state, params)
     check_loadable(record, state, params)
     leaves: dict[str, Any] = {name: bare(leaf) for name, leaf in places(state).items()}
-    kept = token_arrays(state, params, tokens)
-    assert not leaves.keys() & kept.keys(), "a field of the state has the name of the token ids"
-    leaves |= kept
+    ids = token_arrays(state, params, tokens)
+    assert not leaves.keys() & ids.keys(), "a field of the state has the name of the token ids"
+    leaves |= ids
     # Wide numbers first: readers that map a file need each tensor aligned.
     ordered = sorted(leaves.items(), key=lambda item: -item[1].dtype.itemsize)
     layout = {name: (leaf.dtype.name, tuple(leaf.shape)) for name, leaf in ordered}
@@ -98,16 +98,16 @@ def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | No
         raise ConfigError(f"{file.path} cannot be loaded here: {error}") from error
     except ValueError as error:
         raise CheckpointError(f"{file.path} is damaged: {error}") from error
-    wanted = places(expected)
-    check_table(file, {name: bare(leaf) for name, leaf in wanted.items()}, record.batch)
+    expected_leaves = places(expected)
+    check_table(file, {name: bare(leaf) for name, leaf in expected_leaves.items()}, record.batch)
     host_memory.check_host_memory([expected.specs])
     for name in file.shapes:
         read_checked(file, name, digests)
     check_lengths(file, record)
     with host_memory.placing([expected.specs]):
-        hosted = {name: put(leaf, file.read(name)) for name, leaf in wanted.items() if is_place(leaf)}
+        hosted = {name: put(leaf, file.read(name)) for name, leaf in expected_leaves.items() if is_place(leaf)}
         jax.block_until_ready(hosted)
-    leaves = [hosted[name] if name in hosted else put(leaf, file.read(name)) for name, leaf in wanted.items()]
+    leaves = [hosted[name] if name in hosted else put(leaf, file.read(name)) for name, leaf in expected_leaves.items()]
     state: KVState = jax.tree.unflatten(jax.tree.structure(expected, is_leaf=is_place), leaves)
     if (room := np.asarray(state.room())).min() < 0:
         raise CheckpointError(f"{file.path}: room of each row must be at least 0, got {room.tolist()}")
@@ -138,7 +138,7 @@ def read_state_info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def is_place(node: Any) -> bool:
-    """A host array is one tensor, and knows the memory it belongs in."""
+    """Whether a node is one tensor of the file, together with the memory where it belongs."""
     return isinstance(node, HostArray)
 
 
@@ -173,8 +173,8 @@ def check_loadable(record: StateRecord, state: KVState, params: Params) -> None:
         raise CheckpointError(f"state cannot be stored: {error}") from error
     structure: Any = jax.tree.structure(expected)  # static fields are part of it: specs, policy, memory kinds
     same = structure == jax.tree.structure(state) and all(
-        (mine.shape, mine.dtype) == (leaf.shape, leaf.dtype)
-        for mine, leaf in zip(jax.tree.leaves(expected), jax.tree.leaves(state), strict=True)
+        (like.shape, like.dtype) == (leaf.shape, leaf.dtype)
+        for like, leaf in zip(jax.tree.leaves(expected), jax.tree.leaves(state), strict=True)
     )
     if not same:
         raise CheckpointError(
@@ -213,7 +213,7 @@ def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple
 
 
 def open_described(path: Path, kind: str, form: str, version: int) -> tuple[TensorFile, dict[str, str], dict[str, str]]:
-    """Open a file of ours and check its header: the file, its texts, and the SHA-256 of each tensor.
+    """Open a file that jshadow wrote and check its header: the file, its texts, and the SHA-256 of each tensor.
 
     Raises:
         CheckpointError: missing, damaged or foreign, or of a newer format.
@@ -223,11 +223,11 @@ def open_described(path: Path, kind: str, form: str, version: int) -> tuple[Tens
     if texts.get("format") != form:
         raise CheckpointError(f"{path} must be {kind}, got a safetensors file of format {texts.get('format')!r:.80}")
     with described(path, kind):
-        came = read_json_text(texts, "version")
-        if came != version:
-            raise CheckpointError(f"{path} is of format version {came}; this jshadow understands version {version}")
-        told = texts.pop("header_sha256", None)
-        if told != header_digest(texts, {name: (file.tags[name], shape) for name, shape in file.shapes.items()}):
+        number = read_json_text(texts, "version")
+        if number != version:
+            raise CheckpointError(f"{path} is of format version {number}; this jshadow understands version {version}")
+        recorded = texts.pop("header_sha256", None)
+        if recorded != header_digest(texts, {name: (file.tags[name], shape) for name, shape in file.shapes.items()}):
             raise CheckpointError(f"{path} is damaged: its header does not have the SHA-256 that it tells")
         digests = read_json_text(texts, "sha256")
         if not isinstance(digests, dict) or digests.keys() != file.shapes.keys():
@@ -237,7 +237,7 @@ def open_described(path: Path, kind: str, form: str, version: int) -> tuple[Tens
 
 @contextlib.contextmanager
 def described(path: Path, kind: str) -> Iterator[None]:
-    """Metadata that cannot be understood are a CheckpointError."""
+    """Turn the errors of reading metadata into a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -267,13 +267,13 @@ def read_checked(file: TensorFile, name: str, digests: Mapping[str, str]) -> np.
     return value
 
 
-def check_table(file: TensorFile, wanted: Mapping[str, Any], batch: int) -> None:
-    """Raise CheckpointError unless the file has just the wanted tensors (name, dtype, shape), and all ids or none."""
-    extra = [name for name in file.shapes if name not in wanted]
+def check_table(file: TensorFile, leaves: Mapping[str, Any], batch: int) -> None:
+    """Raise CheckpointError unless the file has the tensors of the leaves and no others but token ids of all rows."""
+    extra = [name for name in file.shapes if name not in leaves]
     if set(extra) == set(token_names(batch)):
         extra = [name for name in extra if file.tags[name] != TAGS["int32"] or len(file.shapes[name]) != 1]
     problems = [f"{name}: extra, no such place in this state" for name in extra]
-    for name, leaf in wanted.items():
+    for name, leaf in leaves.items():
         expected, got = (TAGS[leaf.dtype.name], leaf.shape), (file.tags.get(name), file.shapes.get(name))
         if got != expected:
             problems.append(f"{name}: " + ("missing" if name not in file.shapes else f"expected {expected}, got {got}"))
@@ -281,7 +281,7 @@ def check_table(file: TensorFile, wanted: Mapping[str, Any], batch: int) -> None
 
 
 def check_lengths(file: TensorFile, record: StateRecord) -> None:
-    """Raise CheckpointError where a row holds an impossible number of tokens, or another one than its token ids are."""
+    """Raise CheckpointError where a row holds an impossible number of tokens, or another number than its token ids."""
     lengths = file.read("lengths").tolist()
     if not all(0 <= length <= record.capacity for length in lengths):
         raise CheckpointError(f"{file.path}: lengths must lie in [0, capacity={record.capacity}], got {lengths}")
@@ -291,7 +291,7 @@ def check_lengths(file: TensorFile, record: StateRecord) -> None:
 
 
 def put(place: Any, value: np.ndarray) -> Any:
-    """An array in the memory of its place, bound to the device as a step returns it: the step is not compiled anew."""
+    """An array in the memory of its place, bound to the device as a step returns it, so that no step recompiles."""
     memory = place.memory if isinstance(place, HostArray) else "device"
     array = jax.device_put(value, SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
     return HostArray(array, memory) if isinstance(place, HostArray) else array

@@ -8,8 +8,8 @@ import numpy as np
 from jshadow.engine.types import Chat, OnePrompt, Prompt
 from jshadow.errors import ConfigError, PromptError
 
-ANSWER = "THE-ANSWER-BEFORE"  # stands for an answer that a state holds already
-UNFINISHED = "\ufffd"  # what a tokenizer shows for bytes that do not yet make a character
+ANSWER = "THE-ANSWER-BEFORE"  # stands for an answer that the state already holds
+UNFINISHED = "\ufffd"  # a tokenizer decodes bytes that are not yet a whole character to this
 
 
 def is_token_ids(prompt: object) -> TypeGuard[list[int] | tuple[int, ...] | np.ndarray]:
@@ -92,9 +92,9 @@ def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) 
         raise PromptError(f"prompt is a chat that the template refuses: {error}") from error
     if after is None:
         return list(tokenizer.encode(text, add_special_tokens=False))
-    # What the template writes after an answer is what continues one; the template may begin a chat in its own way.
-    _, found, text = text.partition(ANSWER)
-    if not found:
+    # Only what the template writes after an answer continues the chat; before it, it may write an opening.
+    _, separator, text = text.partition(ANSWER)
+    if not separator:
         raise PromptError("prompt continues a chat, but the template leaves earlier answers out; give text instead")
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     return ids[1:] if ids[:1] == [after] else ids
@@ -128,7 +128,7 @@ class TextStream:
         self.tokenizer, self.stops = tokenizer, tuple(stops)
         self.tokens: list[int] = []
         self.decoded, self.text, self.stopped = "", "", False
-        self._begin = self._done = 0  # tokens[_begin:_done] are decoded again, as context of what follows
+        self._begin = self._done = 0  # tokens[_begin:_done] are decoded again, as the context of later tokens
 
     def push(self, token: int) -> str:
         """Take one token; return the text that became final."""
@@ -156,14 +156,14 @@ class TextStream:
         return self.tokenizer.decode(self.tokens[begin:end], skip_special_tokens=True)
 
     def _release(self, *, final: bool) -> str:
-        """Move decoded text to `text`, holding back what may yet become a stop string."""
+        """Move decoded text to `text`, except an end that may become a stop string."""
         hits = [at for stop in self.stops if (at := self.decoded.find(stop)) >= 0]
         if hits:
             self.decoded, self.stopped = self.decoded[: min(hits)], True
             end = len(self.decoded)
         else:
-            held = 0 if final else max((overlap(self.decoded, stop) for stop in self.stops), default=0)
-            end = len(self.decoded) - held
+            pending = 0 if final else max((overlap(self.decoded, stop) for stop in self.stops), default=0)
+            end = len(self.decoded) - pending
         new = self.decoded[len(self.text) : end]
         self.text += new
         return new

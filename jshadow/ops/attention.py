@@ -28,14 +28,14 @@ def causal_attention(
     first: Int[Array, ""] | int = 0,
     window: int | None = None,
 ) -> tuple[Float[Array, "B T h_q d"], Float[Array, "B h_q T"]]:
-    """Causal grouped-query attention of a piece of a prompt, without ever holding a T x S matrix or copying K or V.
+    """Causal grouped-query attention of a piece of a prompt. It holds no T x S matrix and copies neither K nor V.
 
-    Rows are right padded: a real query sees only keys before it, all real, so no length mask is needed, and what
-    padded queries compute is never read.
+    Rows are right padded. A real query sees only keys before it, which are all real, so that no mask of lengths is
+    needed. The outputs of padded queries are never read.
 
     Args:
         q: [B, T, h_q, d], after RoPE, of positions first .. first + T - 1.
-        k: [B, S, h_kv, d], after RoPE; those past the piece may hold anything.
+        k: [B, S, h_kv, d], after RoPE; keys behind the piece may hold anything.
         v: [B, S, h_kv, d].
         scale: factor on the scores, 1 / sqrt(d).
         first: position of the first query.
@@ -49,7 +49,7 @@ def causal_attention(
     group = q_heads // kv_heads
     q_block, k_block = min(QUERY_BLOCK, length), min(KEY_BLOCK, tokens)
     q_blocks, k_blocks = -(-length // q_block), -(-tokens // k_block)
-    exact = q.dtype == jnp.float32  # then the queries take the scale: one pass less over the scores
+    exact = q.dtype == jnp.float32  # then the queries are scaled, which saves a pass over the scores
     q = jnp.pad(q * scale if exact else q, ((0, 0), (0, q_blocks * q_block - length), (0, 0), (0, 0)))
     # [blocks, B, h_kv, group * q_block, d]: the group joins the rows, so one matmul serves the whole group
     q = q.reshape(batch, q_blocks, q_block, kv_heads, group, dim).transpose(1, 0, 3, 4, 2, 5)
@@ -105,10 +105,10 @@ def key_mass(
     lengths: Int[Array, "B"],
     scale: float,
 ) -> Float[Array, "B h_kv S"]:
-    """What causal attention gives each key, summed over all queries and the query heads of its group.
+    """The probability that causal attention gives each key, summed over all queries and the heads of its group.
 
-    The column sums of the S x S probabilities, tile by tile from the log-sum-exps, never held as a whole (H2O,
-    arXiv 2306.14048, section 4.1).
+    These are the column sums of the S x S probabilities (H2O, arXiv 2306.14048, section 4.1). They are computed tile by
+    tile from the log-sum-exps, so that the matrix is never held as a whole.
 
     Args:
         q, k: after RoPE, right padded.
@@ -126,7 +126,7 @@ def key_mass(
     lse = lse.reshape(batch, kv_heads, q_heads // kv_heads, tokens)
 
     def query_block(i: Array, total: Array) -> Array:
-        # The last block overlaps the one before: what is counted there already is masked.
+        # The last block overlaps the one before. Queries and keys that were counted there are masked.
         row = jnp.minimum(i * block, tokens - block)
         q_tile = lax.dynamic_slice_in_dim(grouped, row, block, axis=3)
         lse_tile = lax.dynamic_slice_in_dim(lse, row, block, axis=3)
@@ -162,24 +162,24 @@ class Piece(NamedTuple):
     valid: Bool[Array, "#B #h_kv #T N"]
 
     def of_queries(self, first: int, last: int) -> "Piece":
-        """The same rows as queries first .. last - 1 see them."""
-        own = slice(first, last)
-        k, v = (x[:, :, own] if x.ndim == 5 else x for x in (self.k, self.v))
-        return Piece(k, v, self.valid[:, :, own] if self.valid.shape[2] > 1 else self.valid)
+        """The piece for queries first .. last - 1 alone."""
+        queries = slice(first, last)
+        k, v = (x[:, :, queries] if x.ndim == 5 else x for x in (self.k, self.v))
+        return Piece(k, v, self.valid[:, :, queries] if self.valid.shape[2] > 1 else self.valid)
 
 
 def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> Float[Array, "B T h_q d"]:
-    """Softmax attention of T queries over the union of several pieces, never concatenating keys or values.
+    """Softmax attention of T queries over the union of several pieces, whose keys and values are not concatenated.
 
     Args:
         q: [B, T, h_q, d], after RoPE.
-        pieces: what the queries may see; together at least one valid row a query, else the output is 0.
+        pieces: the keys and values; the output of a query that may see none of their rows is 0.
         scale: factor on the scores.
 
     Returns:
         [B, T, h_q, d] in q's dtype.
     """
-    if q.shape[1] > TURN_BLOCK:  # a long turn at once: its scores must not all exist at the same time
+    if q.shape[1] > TURN_BLOCK:  # so that not all scores of a long turn exist at the same time
         blocks = [(first, min(first + TURN_BLOCK, q.shape[1])) for first in range(0, q.shape[1], TURN_BLOCK)]
         parts = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], scale) for a, b in blocks]
         return jnp.concatenate(parts, axis=1)
@@ -195,7 +195,7 @@ def group_queries(q: Float[Array, "B T h_q d"], kv_heads: int) -> Float[Array, "
 def masked_scores(
     grouped: Float[Array, "B h_kv group T d"], piece: Piece, scale: float
 ) -> Float[Array, "B h_kv group T N"]:
-    """Float32 scores [B, h_kv, group, T, N] of grouped queries; MASKED where a query may not look."""
+    """Float32 scores [B, h_kv, group, T, N] of grouped queries; MASKED where a query may not see a row."""
     scores = grouped_product("bhgtd,bhnd->bhgtn", grouped, piece.k) * scale
     return jnp.where(jnp.broadcast_to(piece.valid, piece.valid.shape)[:, :, None], scores, MASKED)
 
@@ -207,7 +207,7 @@ def grouped_product(
     precision: lax.Precision | None = None,
 ) -> Float[Array, "B h_kv group T _"]:
     """Float32 einsum of grouped rows [B, h_kv, group, T, ...] with rows of their KV head."""
-    # One axis of rows: over two, XLA's CPU backend takes five times as long.
+    # Merge group and T into one axis: with two axes, XLA's CPU backend takes five times as long.
     batch, heads, group, length, _ = left.shape
     merged, formula = left.reshape(batch, heads, group * length, -1), formula.replace("gt", "r")
     out = jnp.einsum(formula, merged, rows, precision=precision, preferred_element_type=jnp.float32)

@@ -17,8 +17,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, tokens: int = 0) -> np.
     Args:
         rope: the variant.
         head_dim: width of a head.
-        tokens: how many a sequence may ever hold: "dynamic" and "longrope" have other frequencies beyond the original
-            context. All keys of a state get the same, so that a key never has to be rotated again.
+        tokens: how many a sequence may ever hold. "dynamic" and "longrope" have other frequencies beyond the original
+            context. All keys of a state have the same frequencies, so that no key is ever rotated again.
 
     Returns:
         float32 [rotary_dim / 2]; zeros for "none".
@@ -51,7 +51,7 @@ def _kept_by_wavelength(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
 
 
 def _kept_by_turns(rope: RopeConfig, width: int) -> np.ndarray:
-    """The same by the index of a frequency, between those that turn beta_fast and beta_slow times in the context."""
+    """1 for frequencies that turn more than beta_fast times in the context, 0 below beta_slow times, a ramp between."""
 
     def index_of(turns: float) -> float:
         return width * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -85,7 +85,7 @@ def rotate(
 ) -> Float[Array, "*N d"]:
     """Rotate the front of x [..., d] by angles [..., rotary_dim / 2] (broadcast) and multiply it by factor.
 
-    Computed in float32, returned in x's dtype; what lies behind the rotated part passes.
+    The rotation is computed in float32 and returned in x's dtype. The part of x behind the rotated one is unchanged.
     """
     half = cos.shape[-1]
     if factor != 1:
@@ -101,8 +101,8 @@ class Rotation(NamedTuple):
     Attributes:
         inverse: angle per position of each rotated pair, float32 [rotary_dim / 2].
         cos, sin: float32, of the positions, broadcastable to [B, T, h, rotary_dim / 2].
-        query_factor: both attention factors of the variant: only products of queries and keys matter, so that keys
-            are kept, and rebuilt, without theirs.
+        query_factor: the product of both attention factors of the variant. Queries carry that of the keys too, because
+            only products of queries and keys matter; so keys are stored and rebuilt without a factor.
     """
 
     inverse: Array
@@ -120,7 +120,7 @@ class Rotation(NamedTuple):
 
 
 def query_factor(rope: RopeConfig) -> float:
-    """What rotated queries are multiplied with."""
+    """The factor on rotated queries."""
     return rope.attention_factor**2
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding, as numbers: which variant, and how `config.json` spells it."""
+"""The settings of rotary position embedding, and how `config.json` spells them."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 
-# Variant -> what of its own `config.json` must say and may say, beside the base frequency.
+# Variant -> the keys that its `config.json` must have and may have, beside the base frequency.
 KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -145,25 +145,25 @@ class RopeConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The keys of `config.json` that read back as this: `rope_theta`, `rope_scaling`, `partial_rotary_factor`."""
-        own: dict[str, Any] = {"rope_type": self.kind}
+        settings: dict[str, Any] = {"rope_type": self.kind}
         if self.kind in ("linear", "dynamic", "llama3", "yarn"):
-            own["factor"] = self.factor
+            settings["factor"] = self.factor
         if self.kind == "llama3":
-            own |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
+            settings |= {"low_freq_factor": self.low_freq_factor, "high_freq_factor": self.high_freq_factor}
         if self.kind == "yarn":
-            own |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
+            settings |= {"beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "truncate": self.truncate}
         if self.kind == "longrope":
-            own |= {"short_factor": list(self.short_factors), "long_factor": list(self.long_factors)}
+            settings |= {"short_factor": list(self.short_factors), "long_factor": list(self.long_factors)}
         if self.kind in ("yarn", "longrope"):
-            own["attention_factor"] = self.attention_factor
+            settings["attention_factor"] = self.attention_factor
         if self.kind in ("llama3", "yarn", "longrope"):
-            own["original_max_position_embeddings"] = self.original_context
+            settings["original_max_position_embeddings"] = self.original_context
         share = {"partial_rotary_factor": self.rotary_share} if self.rotary_share != 1 else {}
-        return {"rope_theta": self.theta, "rope_scaling": own if len(own) > 1 else None, **share}
+        return {"rope_theta": self.theta, "rope_scaling": settings if len(settings) > 1 else None, **share}
 
 
 def _original(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
-    """The context that a model was first trained for: told beside the factor, beside the context, or the context."""
+    """The context that a model was first trained for, from rope_scaling or config.json; else the context itself."""
     name = "original_max_position_embeddings"
     value = scaling.get(name) or hf.get(name) or hf.get("max_position_embeddings") or RopeConfig.original_context
     return int(value)
@@ -190,26 +190,26 @@ def _read_yarn(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, A
     def growth(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    told, over, under = (scaling.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
-    if told is None:
-        told = growth(over) / growth(under) if over and under else growth(1.0)
-    fields = {"factor": factor, "attention_factor": float(told), "original_context": _original(scaling, hf)}
+    attention_factor, over, under = (scaling.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if attention_factor is None:
+        attention_factor = growth(over) / growth(under) if over and under else growth(1.0)
+    fields = {"factor": factor, "attention_factor": float(attention_factor), "original_context": _original(scaling, hf)}
     fields |= {name: float(scaling[name]) for name in ("beta_fast", "beta_slow") if scaling.get(name)}
     return fields | {"truncate": bool(scaling.get("truncate", True))}
 
 
 def _read_longrope(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    original, told = _original(scaling, hf), scaling.get("attention_factor")
+    original, attention_factor = _original(scaling, hf), scaling.get("attention_factor")
     for name in ("short_factor", "long_factor"):
         if not isinstance(scaling[name], list):
             raise ConfigError(f"rope_scaling.{name} must be a list of numbers, got {scaling[name]!r}")
     if original < 2:
         raise ConfigError(f"original_max_position_embeddings must be at least 2, got {original}")
-    if told is None:  # some files leave the factor to the ratio of the two contexts
+    if attention_factor is None:  # some files leave the factor to the ratio of the two contexts
         factor = float(scaling.get("factor") or hf["max_position_embeddings"] / original)
-        told = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {
-        "attention_factor": float(told),
+        "attention_factor": float(attention_factor),
         "original_context": original,
         "short_factors": tuple(map(float, scaling["short_factor"])),
         "long_factors": tuple(map(float, scaling["long_factor"])),

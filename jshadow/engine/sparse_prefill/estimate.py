@@ -1,4 +1,4 @@
-"""What the last queries of a prompt say of all of it: attention mass by column and by diagonal; means of key blocks."""
+"""Estimates of what a prompt's queries attend to: the mass of the last queries by column and diagonal, block means."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,10 +14,10 @@ def line_sums(
 ) -> tuple[Float[Array, "B h_q S"], Float[Array, "B h_q S"]]:
     """Column sums and diagonal sums of the causal attention of each row's last w real queries.
 
-    Tile by tile, each computed twice: once for the log-sum-exps, once for the sums.
+    Each tile of scores is computed twice: once for the log-sum-exps, once for the sums.
 
     Args:
-        q_tail: after RoPE, of positions lengths - w .. lengths - 1; those before position 0 are not looked at.
+        q_tail: after RoPE, of positions lengths - w .. lengths - 1; those before position 0 are not read.
         k: after RoPE, right padded.
         lengths: int32 [B], real tokens of each row.
         scale: factor on the scores.
@@ -32,7 +32,7 @@ def line_sums(
     query = lengths[:, None] - w + jnp.arange(w)
 
     def scores_of(index: Array) -> tuple[Array, Array]:
-        """Where a tile begins, and its scores [B, h_q, w, K]. The last one overlaps the one before, masked there."""
+        """Where a tile begins, and its scores [B, h_q, w, K]; masked where the last tile overlaps the one before."""
         start = jnp.minimum(index * tile, tokens - tile)
         key = start + jnp.arange(tile)
         k_tile = lax.dynamic_slice_in_dim(k, start, tile, axis=1)
@@ -40,28 +40,28 @@ def line_sums(
         seen = (key >= index * tile) & (key <= query[..., None])
         return start, jnp.where(seen[:, None], scores.reshape(batch, q_heads, w, tile), MASKED)
 
-    def add_up(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add_exponentials(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         top, total = carry
         _, scores = scores_of(index)
         new_top = jnp.maximum(top, scores.max(-1))
         return new_top, total * jnp.exp(top - new_top) + jnp.exp(scores - new_top[..., None]).sum(-1)
 
     shape = (batch, q_heads, w)
-    top, total = lax.fori_loop(0, count, add_up, (jnp.full(shape, MASKED), jnp.zeros(shape)))
+    top, total = lax.fori_loop(0, count, add_exponentials, (jnp.full(shape, MASKED), jnp.zeros(shape)))
     real = (query >= 0)[:, None]
 
-    def spread(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add_sums(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         columns, slants = sums
         start, scores = scores_of(index)
         weight = jnp.where(scores > MASKED / 2, jnp.exp(scores - top[..., None]) / total[..., None], 0)
         weight = jnp.where(real[..., None], weight, 0)
-        # Each row one further to the right than the row below it: a diagonal becomes a column.
+        # Shift each row one further to the right than the row below it. So a diagonal becomes a column.
         rows = jnp.pad(weight[:, :, ::-1], ((0, 0), (0, 0), (0, 0), (0, w))).reshape(batch, q_heads, -1)
         slanted = rows[..., :-w].reshape(batch, q_heads, w, tile + w - 1).sum(2)
         return add_at(columns, weight.sum(2), start), add_at(slants, slanted, start)
 
     zeros = jnp.zeros((batch, q_heads, tokens + w - 1))
-    columns, slants = lax.fori_loop(0, count, spread, (zeros[..., :tokens], zeros))
+    columns, slants = lax.fori_loop(0, count, add_sums, (zeros[..., :tokens], zeros))
     back = (lengths[:, None] - 1 - jnp.arange(tokens))[:, None]
     diagonals = jnp.take_along_axis(slants, jnp.maximum(back, 0), axis=2, mode="clip")
     return columns, jnp.where(back >= 0, diagonals, 0)
@@ -76,12 +76,12 @@ def add_at(whole: Array, part: Array, start: Array) -> Array:
 def block_means(
     x: Float[Array, "B T h d"], lengths: Int[Array, "B"], first: Int[Array, ""] | int, block: int
 ) -> Float[Array, "B h n d"]:
-    """Float32 means over the real tokens of each block: x [B, T, h, d], of positions first .. -> [B, h, T / block, d].
+    """Float32 means [B, h, T / block, d] over the real tokens of each block of x [B, T, h, d]; zeros where it has none.
 
-    Zeros where a block has none.
+    The first token of x is at position `first`.
     """
     batch, tokens, heads, dim = x.shape
     real = first + jnp.arange(tokens) < lengths[:, None]
-    kept = jnp.where(real[..., None, None], x, 0).astype(jnp.float32).reshape(batch, -1, block, heads, dim)
+    rows = jnp.where(real[..., None, None], x, 0).astype(jnp.float32).reshape(batch, -1, block, heads, dim)
     counts = real.reshape(batch, -1, block).sum(2)
-    return (kept.sum(2) / jnp.maximum(counts, 1)[..., None, None]).transpose(0, 2, 1, 3)
+    return (rows.sum(2) / jnp.maximum(counts, 1)[..., None, None]).transpose(0, 2, 1, 3)

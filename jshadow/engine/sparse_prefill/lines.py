@@ -9,7 +9,7 @@ from jshadow.ops.layout import top_k
 
 
 class HeadSizes(struct.PyTreeNode):
-    """How much each query head may attend to, all int32 [h_q]: data, so that one program serves all layers.
+    """How much each query head may attend to, all int32 [h_q]. They are arrays, so that one program serves all layers.
 
     Attributes:
         columns: columns of a head.
@@ -59,30 +59,30 @@ def choose(
     forced: int,
     most: int,
 ) -> tuple[Int[Array, "B h_q {most}"], Bool[Array, "B h_q S"]]:
-    """Each head's `counts` largest sums; the first `forced` before all others; ties go to the lower index.
+    """The indices of each head's `counts` largest sums. The first `forced` indices come before all others.
 
     Args:
-        sums: by column, or by diagonal.
-        counts: how many, at most `most`.
-        by_position: 1: the lowest indices instead.
-        lengths: real tokens; nothing is chosen from there on.
-        forced: indices that count as the largest.
+        sums: by column, or by diagonal; the lower index is first in a tie.
+        counts: how many a head chooses, at most `most`.
+        by_position: 1: the head chooses the lowest indices instead.
+        lengths: real tokens of each row; no index from there on is chosen.
+        forced: how many of the lowest indices count as the largest sums.
         most: static maximum of counts.
 
     Returns:
-        The chosen indices rising, then S; and a mask.
+        The chosen indices in rising order, then S; and a mask of them.
     """
     batch, heads, tokens = sums.shape
     index = jnp.arange(tokens)
     score = jnp.where(by_position[:, None] > 0, -index.astype(jnp.float32), sums)
     score = jnp.where(index < forced, jnp.inf, score)
     score = jnp.where(index < lengths[:, None, None], score, -jnp.inf)
-    found = top_k(score, most)
-    valid = (jnp.arange(most) < counts[:, None]) & (found < lengths[:, None, None])
-    found = jnp.sort(jnp.where(valid, found, tokens), axis=-1)
+    best = top_k(score, most)
+    valid = (jnp.arange(most) < counts[:, None]) & (best < lengths[:, None, None])
+    chosen = jnp.sort(jnp.where(valid, best, tokens), axis=-1)
     row, head = jnp.ogrid[:batch, :heads]
-    mask = jnp.zeros(sums.shape, bool).at[row[..., None], head[..., None], found].set(True, mode="drop")
-    return found, mask
+    mask = jnp.zeros(sums.shape, bool).at[row[..., None], head[..., None], chosen].set(True, mode="drop")
+    return chosen, mask
 
 
 def make_lines(
@@ -115,12 +115,12 @@ def best_blocks(
 ) -> tuple[Int[Array, "B h_q {most}"], Int[Array, "B h_q"]]:
     """The key blocks whose mean key suits the mean query best, best first, and how many they are.
 
-    A query block's own key block always is the first, for else a query might see no key.
+    A query block's own key block is always the first, because otherwise a query might see no key.
     """
     batch, heads, dim = q_mean.shape
     grouped = q_mean.reshape(batch, k_mean.shape[1], -1, dim)
     scores = jnp.einsum("bhgd,bhnd->bhgn", grouped, k_mean).reshape(batch, heads, -1)
     block = jnp.arange(k_mean.shape[2])
     scores = jnp.where(block < index, scores, jnp.where(block == index, jnp.inf, -jnp.inf))
-    found = jnp.minimum(counts, index + 1)
-    return top_k(scores, most), jnp.broadcast_to(found, (batch, heads)).astype(jnp.int32)
+    there = jnp.minimum(counts, index + 1)
+    return top_k(scores, most), jnp.broadcast_to(there, (batch, heads)).astype(jnp.int32)
