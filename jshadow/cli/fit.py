@@ -148,7 +148,7 @@ def held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> l
         return None
     import numpy as np
 
-    from jshadow.policies.less.training import errors_of
+    from jshadow.policies.less.errors import errors_of
 
     if len(rest) < 2 or policy.resolve(params.config, len(rest)).budget(len(rest)) + 1 >= len(rest):
         return None

@@ -1,6 +1,7 @@
 """`jshadow generate`: its options, and how an answer and its figures are printed."""
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -8,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 
+from jshadow.cli.console import console
 from jshadow.cli.progress import SlowProgress, waiting
 from jshadow.errors import ConfigError, PromptError
 from jshadow.policies import parse_policy
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from jshadow.engine.result import Generation
 
 PREFILL_HELP = "exact (default), vertical_slash, a_shape or block_sparse: how the prompt's tokens attend to each other"
-SPARE = 1024  # tokens that a saved state can still take, unless --capacity says otherwise
+SPARE = 1024  # tokens that can still be added to a saved state, unless --capacity says otherwise
 
 
 def add_options(add: argparse.ArgumentParser) -> None:
@@ -56,8 +57,8 @@ def add_options(add: argparse.ArgumentParser) -> None:
 
 def read_prompt(args: argparse.Namespace) -> str:
     """The prompt from --prompt, --prompt-file or standard input. Raises PromptError where it cannot be read."""
-    given = [args.prompt is not None, args.prompt_file is not None, args.source is not None]
-    if sum(given) != 1:
+    sources = [args.prompt is not None, args.prompt_file is not None, args.source is not None]
+    if sum(sources) != 1:
         raise PromptError("prompt must come from exactly one of --prompt, --prompt-file and '-' (standard input)")
     try:
         text = args.prompt if args.prompt is not None else ""
@@ -75,7 +76,7 @@ def run_generate(args: argparse.Namespace) -> int:
     from jshadow.engine.fitted_arrays import load_fitted
     from jshadow.engine.sampling import Sampler
     from jshadow.engine.sparse_prefill import parse_prefill
-    from jshadow.weights.params import load  # JAX is imported by the commands that need it, not by --help
+    from jshadow.weights.params import load  # slow imports are done by the commands that need them, not by --help
 
     text = read_prompt(args)
     check_options(args)
@@ -89,34 +90,42 @@ def run_generate(args: argparse.Namespace) -> int:
     learned: list[Any] = [None] * len(policies)
     if args.fitted is not None:
         learned[-1] = load_fitted(args.fitted, params, policies[-1])
-    results = [
-        answer(args, params, prompt, policy, sampler, prefill, several=len(policies) > 1, fitted=fitted)
+    several = len(policies) > 1
+    questions = [
+        Question(prompt, policy, sampler, prefill, fitted, labelled=several)
         for policy, fitted in zip(policies, learned, strict=True)
     ]
+    results = [answer(args, params, question) for question in questions]
     if args.json:
-        print(json.dumps({"results": [made_json(made) for made in results]}))
+        print(json.dumps({"results": [to_json(one) for one in results]}))
     else:
-        Console(width=None if sys.stdout.isatty() else 100).print(figures(results))
+        console(100).print(figures(results))
     return 0
 
 
 def asked_policy(args: argparse.Namespace) -> Any:
-    """The policy of --policy and --set; with --fitted alone, the one that learned the arrays, as it was set then."""
+    """The policy of --policy and --set. With --fitted alone: the policy that learned the arrays, with its settings."""
     if args.fitted is None or args.policy is not None:
         return parse_policy(args.policy or "shadowkv", args.set)
     from jshadow.engine.fitted_arrays import read_fitted_info
 
-    told = read_fitted_info(args.fitted)["policy"]
-    own = [f"{key}={json.dumps(value)}" for key, value in told["settings"].items()]
-    return parse_policy(told["name"], own + args.set)
+    learner = read_fitted_info(args.fitted)["policy"]
+    settings = [f"{key}={json.dumps(value)}" for key, value in learner["settings"].items()]
+    return parse_policy(learner["name"], settings + args.set)
 
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise ConfigError where options contradict each other."""
     if args.load_state is not None:
-        given = {"--policy": args.policy, "--set": args.set, "--baseline": args.baseline, "--capacity": args.capacity,
-                 "--fitted": args.fitted, "--prefill": args.prefill}  # fmt: skip
-        wrong = [name for name, value in given.items() if value]
+        options = {
+            "--policy": args.policy,
+            "--set": args.set,
+            "--baseline": args.baseline,
+            "--capacity": args.capacity,
+            "--fitted": args.fitted,
+            "--prefill": args.prefill,
+        }
+        wrong = [name for name, value in options.items() if value]
         if wrong or args.fetch != "auto":
             raise ConfigError(
                 f"{(wrong or ['--fetch'])[0]} must be left out with --load-state: the saved state has its own"
@@ -127,43 +136,63 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--max-new-tokens must be at least 1 without --save-state, got 0")
 
 
-def answer(
-    args: argparse.Namespace, params: Any, prompt: Any, policy: Any, sampler: Any, prefill: Any, *, several: bool,
-    fitted: Any = None,
-) -> "Generation":  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """One prompt under one policy.
+
+    Attributes:
+        prompt: a text, or a chat.
+        policy: None: that of the saved state.
+        sampler: how tokens are drawn.
+        prefill: how the prompt's tokens attend to each other.
+        fitted: arrays that the policy learned, or None.
+        labelled: whether the policy's name stands before the answer.
+    """
+
+    prompt: Any
+    policy: Any
+    sampler: Any
+    prefill: Any
+    fitted: Any
+    labelled: bool
+
+
+def answer(args: argparse.Namespace, params: Any, question: Question) -> "Generation":
     """One generation, streamed; its state is loaded and saved where that was asked for."""
     from jshadow.engine.generation import GenerationLoop
     from jshadow.engine.options import GenerateOptions
     from jshadow.engine.saved_state import load_state, read_state_info, save_state
 
-    state, held = None, []
+    policy, state, tokens_before = question.policy, None, []
     if args.load_state is not None:
-        held = read_state_info(args.load_state)["tokens"]
+        tokens_before = read_state_info(args.load_state)["tokens"]
         state = load_state(args.load_state, params)
         policy = state.policy
     progress = SlowProgress(f"prefill, {policy.name}")
     options = GenerateOptions(
         policy=policy,
         max_new_tokens=args.max_new_tokens,
-        sampler=sampler,
+        sampler=question.sampler,
         seed=args.seed,
         fetch=args.fetch,
         capacity=args.capacity,
         state=state,
         stop=args.stop or None,
-        prefill=prefill,
+        prefill=question.prefill,
         verify=args.verify,
-        fitted=fitted,
+        fitted=question.fitted,
         progress=progress,
         spare=SPARE if args.save_state is not None else 0,
     )
-    run = GenerationLoop(params, prompt, options)
-    write_answer(run, progress, f"[{policy.name}] " if several else "", silent=args.json)
-    made = run.results()[0]
+    run = GenerationLoop(params, question.prompt, options)
+    write_answer(run, progress, f"[{policy.name}] " if question.labelled else "", silent=args.json)
+    generation = run.results()[0]
     if args.save_state is not None:
-        tokens = None if held is None else [[*(held[0] if held else []), *run.prompts[0], *made.tokens]]
-        save_state(args.save_state, made.state, params, tokens=tokens)
-    return made
+        tokens = None
+        if tokens_before is not None:
+            tokens = [[*(tokens_before[0] if tokens_before else []), *run.prompts[0], *generation.tokens]]
+        save_state(args.save_state, generation.state, params, tokens=tokens)
+    return generation
 
 
 def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) -> None:
@@ -183,20 +212,20 @@ def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) 
         print(flush=True)
 
 
-def made_json(made: Any) -> dict[str, Any]:
+def to_json(generation: Any) -> dict[str, Any]:
     """A Generation as plain values."""
-    return {"text": made.text, "tokens": made.tokens, "report": made.report.to_json()}
+    return {"text": generation.text, "tokens": generation.tokens, "report": generation.report.to_json()}
 
 
 def figures(results: Sequence[Any]) -> Table:
     """The table below an answer: one column a policy."""
     table = Table(title=None)
     table.add_column("")
-    for made in results:
-        table.add_column(made.report.policy.name, overflow="fold")
+    for generation in results:
+        table.add_column(generation.report.policy.name, overflow="fold")
 
     def row(label: str, value: Callable[[Any], str]) -> None:
-        table.add_row(label, *(value(made) for made in results))
+        table.add_row(label, *(value(generation) for generation in results))
 
     def optional(value: float | None, form: str) -> str:
         return "-" if value is None else form.format(value)
@@ -215,7 +244,7 @@ def figures(results: Sequence[Any]) -> Table:
     row("compile seconds", lambda m: f"{m.report.compile_seconds:.2f}")
     row("fetch", lambda m: m.report.fetch if m.report.host_bytes or m.report.fetch == "resident" else "-")
     row("fallback", lambda m: str(m.report.fallback))
-    if any(made.report.verified_steps is not None for made in results):
+    if any(generation.report.verified_steps is not None for generation in results):
         row("verified steps", lambda m: optional(m.report.verified_steps, "{:,}"))
     return table
 

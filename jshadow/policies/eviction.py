@@ -133,10 +133,8 @@ class EvictingPolicy(UniformPolicy, Costs):
         frozen, window = state.frozen, state.live.window
         there = jnp.arange(frozen.kept.k.shape[2]) < frozen.count[:, None]
         seen = jnp.arange(window.k.shape[2]) <= (step.positions - frozen.lengths[:, None])[..., None]
-        pieces = [
-            Piece(frozen.kept.k, frozen.kept.v, there[:, None, None]), Piece(window.k, window.v, seen[:, None]),
-        ]  # fmt: skip
-        return attend(step.q_post, pieces, spec.scale), state
+        kept = Piece(frozen.kept.k, frozen.kept.v, there[:, None, None])
+        return attend(step.q_post, [kept, Piece(window.k, window.v, seen[:, None])], spec.scale), state
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Capacity and window both end."""

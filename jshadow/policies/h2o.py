@@ -108,9 +108,7 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         k, v = (take_positions(x, at).astype(spec.dtype) for x in (prompt.k_post, prompt.v))
         kept = jnp.take_along_axis(mass, jnp.minimum(at, mass.shape[2] - 1), axis=2)
         live: H2OLive = state.live
-        held = live.replace(
-            cache=KeyValues(k, v), positions=jnp.where(there, at, -1), mass=jnp.where(there, kept, 0)
-        )  # fmt: skip
+        held = live.replace(cache=KeyValues(k, v), positions=jnp.where(there, at, -1), mass=jnp.where(there, kept, 0))
         return state.replace(live=held), None
 
     def worth(self, mass: Array, positions: Array, held: Array) -> Array:
@@ -125,11 +123,8 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         valid = jnp.repeat(step.valid, heads, axis=0)
 
         def put(old: Array, new: Array) -> Array:
-            rows = write_rows(
-                old.reshape(batch * heads, 1, slots, -1), new.reshape(batch * heads, 1, 1, -1),
-                free.reshape(batch * heads, 1), valid,
-            )  # fmt: skip
-            return rows.reshape(old.shape)
+            rows, row = old.reshape(batch * heads, 1, slots, -1), new.reshape(batch * heads, 1, 1, -1)
+            return write_rows(rows, row, free.reshape(batch * heads, 1), valid).reshape(old.shape)
 
         here = (jnp.arange(slots) == free[..., None]) & step.valid[:, :1, None]
         positions = jnp.where(here, step.positions[:, :1, None], live.positions)

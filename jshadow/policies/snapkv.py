@@ -88,10 +88,9 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
         position, last = jnp.arange(tokens), prompt.lengths[:, None]
         own = last - window + jnp.arange(window)  # positions of the queries [B, w]; negative ones repeat the first
         seen = position <= own[:, :, None]
-        logits = jnp.einsum(
-            "bhgtd,bshd->bhgts", group_queries(prompt.q_tail, spec.kv_heads), prompt.k_post,
-            preferred_element_type=jnp.float32,
-        ) * spec.scale  # fmt: skip
+        queries = group_queries(prompt.q_tail, spec.kv_heads)
+        logits = jnp.einsum("bhgtd,bshd->bhgts", queries, prompt.k_post, preferred_element_type=jnp.float32)
+        logits *= spec.scale
         probs = jax.nn.softmax(jnp.where(seen[:, None, None], logits, MASKED), axis=-1)
         probs = jnp.where((own >= 0)[:, None, None, :, None], probs, 0)
         scores = probs.sum(axis=3)  # [B, h_kv, group, S]

@@ -112,9 +112,11 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         state = super().init(spec, fitted)
         zeros = jnp.zeros((spec.batch, spec.kv_heads, self.count(spec), spec.head_dim), spec.dtype)
         live = SpeLive(
-            state.live.later, state.live.recent, buffer=KeyValues(zeros, zeros),
+            state.live.later,
+            state.live.recent,
+            buffer=KeyValues(zeros, zeros),
             positions=jnp.full(zeros.shape[:3], -1, jnp.int32),
-        )  # fmt: skip
+        )
         return state.replace(live=live)
 
     def compress(

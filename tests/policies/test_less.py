@@ -22,8 +22,9 @@ from jshadow.errors import ConfigError, PromptError, StateMismatch
 from jshadow.ops.attention import group_queries
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import H2O, LESS, Full, Loki
+from jshadow.policies.less.errors import errors_of
 from jshadow.policies.less.policy import combine
-from jshadow.policies.less.training import answers, errors_of, evictions, make_examples
+from jshadow.policies.less.training import answers, evictions, make_examples
 
 
 def decoded(policy, fitted=None, dtype="float32", params=None):

@@ -46,9 +46,9 @@ from jshadow.policies import (
 )
 from jshadow.policies.eviction import best_positions
 from jshadow.policies.omnikv.policy import OmniKVFilter, OmniKVSparse
-from jshadow.policies.retrieval import within_share
 from jshadow.policies.sizing import at_share
 from jshadow.policies.snapkv import pool
+from jshadow.policies.units import within_share
 
 DEEP = dataclasses.replace(TINY, num_layers=8)
 

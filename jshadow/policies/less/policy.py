@@ -88,14 +88,21 @@ class LESS(H2O, Trains):
         """Shapes of one layer's arrays: A1, A2 of phi; B1, B2, s, M of psi."""
         rank = self.state_rank
         phi: dict[str, tuple[int, ...]] = {
-            "first": (kv_heads, head_dim, self.hidden), "second": (kv_heads, self.hidden, rank)
-        }  # fmt: skip
+            "first": (kv_heads, head_dim, self.hidden),
+            "second": (kv_heads, self.hidden, rank),
+        }
         return {"phi": phi, "psi": phi | {"scale": (kv_heads, rank), "interaction": (kv_heads, rank, rank)}}
 
     def fit(
-        self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None, steps: int = 400,
-        rate: float = 1e-3, seed: int = 0,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        params: Any,
+        tokens: Array,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        steps: int = 400,
+        rate: float = 1e-3,
+        seed: int = 0,
+    ) -> dict[str, Any]:
         """Learn the kernels of each layer by itself: with them, its attention's output is to be full attention's.
 
         H2O itself decodes the text from its first token on, on the exact queries, keys and values of the layer; what

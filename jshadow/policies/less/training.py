@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array, lax
 
@@ -60,9 +59,15 @@ OF_QUERIES = ("q", "sparse", "lse", "full")  # the fields with an axis of querie
 
 
 def train_all(
-    policy: LESS, params: Any, tokens: Any, *, progress: Callable[[int, int], None] | None, steps: int, rate: float,
+    policy: LESS,
+    params: Any,
+    tokens: Any,
+    *,
+    progress: Callable[[int, int], None] | None,
+    steps: int,
+    rate: float,
     seed: int,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """The arrays of every layer. Arguments and errors as in `LESS.fit`."""
     check_range(policy.name, "fit's steps", steps, 1)
     if not 0 < rate < 1:
@@ -79,9 +84,7 @@ def train_all(
         carry = (kernels, optimiser.init(kernels))
         for start in range(0, steps, ROUND):
             count = min(ROUND, steps - start)
-            carry = train_round(
-                carry, examples, shift, key, jnp.int32(start), optimiser=optimiser, count=count, first=first
-            )  # fmt: skip
+            carry = train_round(carry, Draws(examples, shift, key), jnp.int32(start), optimiser, count, first)
             done += count
             if progress is not None:
                 jax.block_until_ready(carry)
@@ -91,22 +94,6 @@ def train_all(
         layers[layer] = kernels | {"psi": psi}
     blank = jax.tree.map(jnp.zeros, policy.layer_shapes(config.kv_heads, config.head_dim), is_leaf=is_shape)
     return jax.tree.map(lambda *parts: jnp.stack(parts), *[blank if one is None else one for one in layers])
-
-
-def errors_of(policy: LESS, params: Any, tokens: Any, fitted: Any) -> np.ndarray:
-    """How far each layer's output is from full attention's on a text: float64 [L, 2], without and with the state.
-
-    Squared differences over the squares of full attention's output, all queries behind the budget; NaN for layers that
-    see a window only. Arguments as in `LESS.fit`; the policy's budget is that of a capacity of the text's length.
-
-    Raises:
-        PromptError: as `LESS.fit`.
-    """
-    out = np.full((params.config.num_layers, 2), np.nan)
-    for layer, first, examples in examples_of(policy, params, tokens):
-        kernels = jax.tree.map(lambda leaf, layer=layer: leaf[layer], fitted)
-        out[layer] = [float(x) for x in layer_errors(kernels, examples, first=first)]
-    return out
 
 
 def is_shape(node: Any) -> bool:
@@ -134,11 +121,22 @@ def examples_of(policy: LESS, params: Any, tokens: Any) -> Iterator[tuple[int, i
         if kind.window is not None:
             continue
         spec = CacheSpec(
-            layer=None, num_layers=config.num_layers, batch=batch, capacity=count, window=count, q_heads=config.q_heads,
-            kv_heads=config.kv_heads, head_dim=config.head_dim, model_dim=config.model_dim,
-            dtype=prompt.k_post.dtype.name, scale=config.attention_scale, rope=kind.rope, sliding_window=None,
-            fetch="resident", policy=base,
-        )  # fmt: skip
+            layer=None,
+            num_layers=config.num_layers,
+            batch=batch,
+            capacity=count,
+            window=count,
+            q_heads=config.q_heads,
+            kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            model_dim=config.model_dim,
+            dtype=prompt.k_post.dtype.name,
+            scale=config.attention_scale,
+            rope=kind.rope,
+            sliding_window=None,
+            fetch="resident",
+            policy=base,
+        )
         yield layer, first, make_examples(prompt, spec=spec)
 
 
@@ -236,12 +234,20 @@ def answers(kernels: dict[str, Any], q: Array, at: Array, part: Examples, shift:
     return combine(part.sparse, part.lse - shift[:, None, None], top, weights.sum(axis=-1).reshape(q.shape[:-1]))
 
 
+class Draws(NamedTuple):
+    """What the steps of a training draw from: the examples of a layer, `shift_of` them, and a random key."""
+
+    examples: Examples
+    shift: Array
+    key: Array
+
+
 @functools.partial(jax.jit, static_argnames=("optimiser", "count", "first"), donate_argnames=("carry",))
 def train_round(
-    carry: tuple[Any, Any], examples: Examples, shift: Array, key: Array, start: Array, *,
-    optimiser: optax.GradientTransformation, count: int, first: int,
-) -> tuple[Any, Any]:  # fmt: skip
-    """`count` steps of the optimiser, each on queries drawn from one text."""
+    carry: tuple[Any, Any], draws: Draws, start: Array, optimiser: optax.GradientTransformation, count: int, first: int
+) -> tuple[Any, Any]:
+    """`count` steps of the optimiser from step `start` on, each on queries drawn from one text."""
+    examples, shift, key = draws
     batch, tokens = examples.k.shape[0], examples.k.shape[2]
     span = tokens - first
 
@@ -261,25 +267,3 @@ def train_round(
         return (optax.apply_updates(kernels, change), moments), None
 
     return lax.scan(one, carry, start + jnp.arange(count))[0]
-
-
-@functools.partial(jax.jit, static_argnames=("first",))
-def layer_errors(kernels: Any, examples: Examples, *, first: int) -> tuple[Array, Array]:
-    """Relative squared errors without and with the state, over the queries from `first` on."""
-    tokens, none = examples.k.shape[2], jnp.zeros(examples.k.shape[1])
-    size = min(TILE, tokens - first)
-
-    def tile(start: Array) -> Array:
-        at = start + jnp.arange(size)
-        cut = {name: lax.dynamic_slice_in_dim(getattr(examples, name), start, size, axis=3) for name in OF_QUERIES}
-        part = examples._replace(**cut)
-        made = answers(kernels, part.q, at, part, none)
-        parts = (part.sparse - part.full, made - part.full, part.full)
-        return jnp.stack([jnp.square(x).sum(axis=(0, 1, 2, 4)) for x in parts])
-
-    starts = jnp.minimum(jnp.arange(first, tokens, size), tokens - size)
-    sums = lax.map(tile, starts)  # [tiles, 3, size]
-    at = starts[:, None] + jnp.arange(size)
-    begun = first + size * jnp.arange(len(starts))
-    whole = jnp.where((at >= begun[:, None])[:, None], sums, 0).sum(axis=(0, 2))
-    return whole[0] / whole[2], whole[1] / whole[2]

@@ -47,9 +47,13 @@ class FilterMasses(NamedTuple):
 
 
 def filter_masses(
-    params: Any, tokens: Any, *, budget: int, queries: int = QUERIES,
+    params: Any,
+    tokens: Any,
+    *,
+    budget: int,
+    queries: int = QUERIES,
     progress: Callable[[int, int], None] | None = None,
-) -> FilterMasses:  # fmt: skip
+) -> FilterMasses:
     """Measure how well each layer chooses for those behind it.
 
     A layer's score of a token is the largest attention that any head gives it, as in OmniKV's selection; it chooses
@@ -81,7 +85,7 @@ def filter_masses(
             continue
         best, given = layer_attention(
             prompt.q_post, prompt.k_post, jnp.asarray(at), scale=config.attention_scale, budget=budget
-        )  # fmt: skip
+        )
         for rank, one in enumerate(chosen):
             masses[rank, len(chosen)] = float(jnp.take_along_axis(given, one, axis=2).sum(axis=2).mean())
         chosen.append(best)

@@ -193,10 +193,9 @@ class OmniKVFilter(Full, PlansAhead):
             weight = jnp.where(position >= 0, 0.5**age if self.selector == "exp" else 1.0, 0.0)
         tokens = jnp.arange(spec.capacity)
         seen = (tokens < state.frozen.lengths[:, None, None]) & (tokens <= position[..., None])
-        logits = jnp.einsum(
-            "bhgtd,bhnd->bhgtn", group_queries(queries, spec.kv_heads), state.live.cache.k,
-            preferred_element_type=jnp.float32,
-        ) * spec.scale  # fmt: skip
+        queries = group_queries(queries, spec.kv_heads)
+        logits = jnp.einsum("bhgtd,bhnd->bhgtn", queries, state.live.cache.k, preferred_element_type=jnp.float32)
+        logits *= spec.scale
         probs = jax.nn.softmax(jnp.where(seen[:, None, None], logits, MASKED), axis=-1)
         return (probs.max(axis=(1, 2)) * weight[..., None]).sum(axis=1)
 
@@ -254,10 +253,8 @@ class OmniKVSparse(LayerCache, Costs):
         assert fetched.k is not None
         window = state.live.window
         seen = jnp.arange(spec.window) <= (step.positions - state.frozen.lengths[:, None])[..., None]
-        pieces = [
-            Piece(fetched.k, fetched.v, fetched.valid[:, :, None]), Piece(window.k, window.v, seen[:, None]),
-        ]  # fmt: skip
-        return attend(step.q_post, pieces, spec.scale), state
+        chosen = Piece(fetched.k, fetched.v, fetched.valid[:, :, None])
+        return attend(step.q_post, [chosen, Piece(window.k, window.v, seen[:, None])], spec.scale), state
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
         """Capacity and window both end."""

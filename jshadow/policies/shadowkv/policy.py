@@ -24,7 +24,6 @@ from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import take_chunks, take_span, to_chunks, top_k, write_rows
 from jshadow.ops.packing import ROW_BITS, Scaled, join_rows, quantise_rows, scale_dtype
 from jshadow.policies.registry import register
-from jshadow.policies.retrieval import within_share
 from jshadow.policies.shadowkv.costs import sizes_of
 from jshadow.policies.shadowkv.key_codecs import KeyCode
 from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
@@ -50,6 +49,7 @@ from jshadow.policies.shadowkv.preload import Preload, exact_keys
 from jshadow.policies.shadowkv.second_round import WIDER, scores_by_keys
 from jshadow.policies.shadowkv.settings import ShadowSettings
 from jshadow.policies.shadowkv.state import ShadowFrozen, ShadowLive
+from jshadow.policies.units import within_share
 
 
 @register(

@@ -1,0 +1,50 @@
+"""How far LESS and H2O are from full attention on a text that was not trained on (`jshadow fit` reports it)."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jshadow.policies.less.policy import LESS
+from jshadow.policies.less.training import OF_QUERIES, TILE, Examples, answers, examples_of
+
+
+def errors_of(policy: LESS, params: Any, tokens: Any, fitted: Any) -> np.ndarray:
+    """How far each layer's output is from full attention's on a text: float64 [L, 2], without and with the state.
+
+    Squared differences over the squares of full attention's output, all queries behind the budget; NaN for layers that
+    see a window only. Arguments as in `LESS.fit`; the policy's budget is that of a capacity of the text's length.
+
+    Raises:
+        PromptError: as `LESS.fit`.
+    """
+    out = np.full((params.config.num_layers, 2), np.nan)
+    for layer, first, examples in examples_of(policy, params, tokens):
+        kernels = jax.tree.map(lambda leaf, layer=layer: leaf[layer], fitted)
+        out[layer] = [float(x) for x in layer_errors(kernels, examples, first=first)]
+    return out
+
+
+@functools.partial(jax.jit, static_argnames=("first",))
+def layer_errors(kernels: Any, examples: Examples, *, first: int) -> tuple[Array, Array]:
+    """Relative squared errors without and with the state, over the queries from `first` on."""
+    tokens, none = examples.k.shape[2], jnp.zeros(examples.k.shape[1])
+    size = min(TILE, tokens - first)
+
+    def tile(start: Array) -> Array:
+        at = start + jnp.arange(size)
+        cut = {name: lax.dynamic_slice_in_dim(getattr(examples, name), start, size, axis=3) for name in OF_QUERIES}
+        part = examples._replace(**cut)
+        made = answers(kernels, part.q, at, part, none)
+        parts = (part.sparse - part.full, made - part.full, part.full)
+        return jnp.stack([jnp.square(x).sum(axis=(0, 1, 2, 4)) for x in parts])
+
+    starts = jnp.minimum(jnp.arange(first, tokens, size), tokens - size)
+    sums = lax.map(tile, starts)  # [tiles, 3, size]
+    at = starts[:, None] + jnp.arange(size)
+    begun = first + size * jnp.arange(len(starts))
+    whole = jnp.where((at >= begun[:, None])[:, None], sums, 0).sum(axis=(0, 2))
+    return whole[0] / whole[2], whole[1] / whole[2]
