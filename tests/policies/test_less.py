@@ -23,7 +23,7 @@ from jshadow.ops.attention import group_queries
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import H2O, LESS, Full, Loki
 from jshadow.policies.less.errors import errors_of
-from jshadow.policies.less.policy import combine
+from jshadow.policies.less.kernels import combine
 from jshadow.policies.less.training import answers, evictions, make_examples
 
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jshadow.policies.less.policy import LESS
+from jshadow.policies.h2o import H2O
 from jshadow.policies.less.training import OF_QUERIES, TILE, Examples, answers, examples_of
 
 
-def errors_of(policy: LESS, params: Any, tokens: Any, fitted: Any) -> np.ndarray:
+def errors_of(policy: H2O, params: Any, tokens: Any, fitted: Any) -> np.ndarray:
     """How far each layer's output is from full attention's on a text: float64 [L, 2], without and with the state.
 
     Squared differences over the squares of full attention's output, all queries behind the budget; NaN for layers that

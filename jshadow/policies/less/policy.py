@@ -28,6 +28,7 @@ from jshadow.ops.attention import Piece, group_queries, masked_scores
 from jshadow.policies.capabilities import Trains
 from jshadow.policies.checks import check_range, shape_problem
 from jshadow.policies.h2o import H2O, H2OLive
+from jshadow.policies.less.kernels import KernelSizes, combine, key_features, query_features
 from jshadow.policies.registry import register
 
 MOST_RANK, MOST_HIDDEN = 1024, 65536
@@ -86,12 +87,7 @@ class LESS(H2O, Trains):
 
     def layer_shapes(self, kv_heads: int, head_dim: int) -> dict[str, dict[str, tuple[int, ...]]]:
         """Shapes of one layer's arrays: A1, A2 of phi; B1, B2, s, M of psi."""
-        rank = self.state_rank
-        phi: dict[str, tuple[int, ...]] = {
-            "first": (kv_heads, head_dim, self.hidden),
-            "second": (kv_heads, self.hidden, rank),
-        }
-        return {"phi": phi, "psi": phi | {"scale": (kv_heads, rank), "interaction": (kv_heads, rank, rank)}}
+        return KernelSizes(self.state_rank, self.hidden).shapes(kv_heads, head_dim)
 
     def fit(
         self,
@@ -106,7 +102,7 @@ class LESS(H2O, Trains):
         """Learn the kernels of each layer by itself: with them, its attention's output is to be full attention's.
 
         H2O itself decodes the text from its first token on, on the exact queries, keys and values of the layer; what
-        it holds and has evicted at each query makes the examples (`less_training`, which says how that differs from
+        it holds and has evicted at each query makes the examples (`training.py`, which says how that differs from
         a prompt taken in at once). Settings that are None are resolved for a capacity of the text's length.
 
         Args:
@@ -124,9 +120,10 @@ class LESS(H2O, Trains):
             PromptError: tokens of a wrong shape, out of range, or so few that nothing is evicted.
             ConfigError: a setting, `steps` or `rate` out of range.
         """
-        from jshadow.policies.less.training import train_all  # optax, which nothing else needs
+        from jshadow.policies.less.training import Training, train_all  # optax, which nothing else needs
 
-        return train_all(self, params, tokens, progress=progress, steps=steps, rate=rate, seed=seed)
+        sizes = KernelSizes(self.state_rank, self.hidden)
+        return train_all(self, sizes, params, tokens, Training(steps, rate, seed), progress)
 
     def kernels(self, spec: CacheSpec, learned: Any) -> dict[str, Any] | None:
         """A layer's arrays, or None without any. Raises ConfigError where they are not those that `fit` returns."""
@@ -214,24 +211,6 @@ class LESS(H2O, Trains):
         return super().step_temporaries(spec) + 2 * 4 * spec.batch * (spec.q_heads + spec.kv_heads) * query
 
 
-def layers_of(kernel: dict[str, Array], x: Array) -> Array:
-    """Both layers of a kernel: x [B, h_kv, n, d] -> float32 [B, h_kv, n, R]."""
-    between = jax.nn.gelu(jnp.einsum("bhnd,hdm->bhnm", x.astype(jnp.float32), kernel["first"]), approximate=False)
-    return jax.nn.gelu(jnp.einsum("bhnm,hmr->bhnr", between, kernel["second"]), approximate=False)
-
-
-def query_features(kernels: dict[str, Any], q: Array) -> Array:
-    """phi of queries [B, h_kv, n, d] of each KV head's group, float32 [B, h_kv, n, R], none negative."""
-    return jnp.abs(layers_of(kernels["phi"], q))
-
-
-def key_features(kernels: dict[str, Any], k: Array) -> Array:
-    """psi of keys [B, h_kv, n, d], float32 [B, h_kv, n, R], none negative."""
-    psi = kernels["psi"]
-    scaled = layers_of(psi, k) * psi["scale"][:, None]
-    return jnp.abs(scaled + jnp.einsum("bhnr,hre->bhne", scaled, psi["interaction"]))
-
-
 def absorb(live: LESSLive, kernels: dict[str, Any], k: Array, v: Array, there: Array) -> LESSLive:
     """The state with tokens k, v [B, h_kv, n, d] summed up, those that are `there` [B, h_kv, n]."""
     psi = jnp.where(there[..., None], key_features(kernels, k), 0)
@@ -239,22 +218,3 @@ def absorb(live: LESSLive, kernels: dict[str, Any], k: Array, v: Array, there: A
         numerator=live.numerator + jnp.einsum("bhnr,bhnd->bhrd", psi, v.astype(jnp.float32)),
         denominator=live.denominator + psi.sum(axis=2),
     )
-
-
-def combine(out: Array, lse: Array, top: Array, bottom: Array) -> Array:
-    """Exact attention over some tokens and a kernel's over others, under one normaliser.
-
-    Args:
-        out: float32 [..., d], of the tokens that are held.
-        lse: log-sum-exp of their scores [...].
-        top: phi(q) H [..., d].
-        bottom: phi(q) z [...], not negative.
-
-    Returns:
-        Float32 [..., d]; `out` to the bit where bottom is 0.
-    """
-    there = bottom > 0
-    known = jnp.where(there, bottom, 1.0)  # no division and no logarithm of 0, in a gradient neither
-    # exp(log bottom) / (exp(log bottom) + exp(lse)), which overflows for no lse
-    share = jax.nn.sigmoid(jnp.log(known) - lse)[..., None]
-    return jnp.where(there[..., None], out + share * (top / known[..., None] - out), out)

@@ -26,7 +26,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, causal_attention, group_queries, masked_scores
 from jshadow.policies.checks import check_range
 from jshadow.policies.h2o import H2O
-from jshadow.policies.less.policy import LESS, combine, key_features, query_features
+from jshadow.policies.less.kernels import KernelSizes, combine, key_features, query_features
 
 QUERIES = 128  # of a training step, all of one text
 TILE = 128  # queries whose scores exist at once
@@ -58,17 +58,24 @@ class Examples(NamedTuple):
 OF_QUERIES = ("q", "sparse", "lse", "full")  # the fields with an axis of queries
 
 
+class Training(NamedTuple):
+    """How long, how fast and from which seed to train: as the arguments of `LESS.fit`."""
+
+    steps: int
+    rate: float
+    seed: int
+
+
 def train_all(
-    policy: LESS,
+    policy: H2O,
+    sizes: KernelSizes,
     params: Any,
     tokens: Any,
-    *,
+    training: Training,
     progress: Callable[[int, int], None] | None,
-    steps: int,
-    rate: float,
-    seed: int,
 ) -> dict[str, Any]:
     """The arrays of every layer. Arguments and errors as in `LESS.fit`."""
+    steps, rate, seed = training
     check_range(policy.name, "fit's steps", steps, 1)
     if not 0 < rate < 1:
         raise ConfigError(f"less.fit's rate must lie in (0, 1), got {rate!r}")
@@ -80,7 +87,7 @@ def train_all(
     done = 0
     for layer, first, examples in examples_of(policy, params, tokens):
         key, shift = jax.random.fold_in(jax.random.key(seed), layer), shift_of(examples, first)
-        kernels = begin(policy, jax.random.fold_in(key, 0), examples)
+        kernels = begin(sizes, jax.random.fold_in(key, 0), examples)
         carry = (kernels, optimiser.init(kernels))
         for start in range(0, steps, ROUND):
             count = min(ROUND, steps - start)
@@ -92,7 +99,7 @@ def train_all(
         kernels = carry[0]
         psi = kernels["psi"] | {"scale": kernels["psi"]["scale"] * jnp.exp(shift)[:, None]}
         layers[layer] = kernels | {"psi": psi}
-    blank = jax.tree.map(jnp.zeros, policy.layer_shapes(config.kv_heads, config.head_dim), is_leaf=is_shape)
+    blank = jax.tree.map(jnp.zeros, sizes.shapes(config.kv_heads, config.head_dim), is_leaf=is_shape)
     return jax.tree.map(lambda *parts: jnp.stack(parts), *[blank if one is None else one for one in layers])
 
 
@@ -101,7 +108,7 @@ def is_shape(node: Any) -> bool:
     return isinstance(node, tuple)
 
 
-def examples_of(policy: LESS, params: Any, tokens: Any) -> Iterator[tuple[int, int, Examples]]:
+def examples_of(policy: H2O, params: Any, tokens: Any) -> Iterator[tuple[int, int, Examples]]:
     """Layer, the first query that counts, and the examples, for each layer that sees everything."""
     config = params.config
     text = check_text(config, tokens)
@@ -206,17 +213,17 @@ def shift_of(examples: Examples, first: int) -> Array:
     return jnp.clip(examples.lse[..., first:].mean(axis=(0, 2, 3)), -LARGEST, LARGEST)
 
 
-def begin(policy: LESS, key: Array, examples: Examples) -> dict[str, Any]:
+def begin(sizes: KernelSizes, key: Array, examples: Examples) -> dict[str, Any]:
     """First weights: random layers that keep the size of what they are given, and a small key side."""
     heads, dim = examples.k.shape[1], examples.k.shape[3]
-    shapes = policy.layer_shapes(heads, dim)
+    shapes = sizes.shapes(heads, dim)
     rows = {"phi": examples.q.transpose(1, 0, 2, 3, 4).reshape(heads, -1), "psi": examples.k.swapaxes(0, 1)}
     kernels: dict[str, Any] = {}
     for index, (name, x) in enumerate(rows.items()):
         a, b = jax.random.split(jax.random.fold_in(key, index))
         size = jnp.sqrt(jnp.square(x.reshape(heads, -1)).mean(axis=1)) + 1e-6
         first = jax.random.normal(a, shapes[name]["first"]) / size[:, None, None] / dim**0.5
-        second = jax.random.normal(b, shapes[name]["second"]) / policy.hidden**0.5
+        second = jax.random.normal(b, shapes[name]["second"]) / sizes.hidden**0.5
         kernels[name] = {"first": first, "second": second}
     side = shapes["psi"]
     kernels["psi"] |= {"scale": jnp.full(side["scale"], SCALE), "interaction": jnp.zeros(side["interaction"])}
