@@ -103,7 +103,7 @@ class Stages:
     @staticmethod
     def selected(spec: Any, layer: LayerState, step: StepKV) -> Selection:
         """What the step would fetch."""
-        selection, _, _ = spec.policy.select(spec, layer, step, None)
+        selection, _ = spec.policy.select(spec, layer, step)
         assert selection is not None
         return selection
 

@@ -143,7 +143,7 @@ def test_selection_and_fetched_rows_are_bit_equal(kind):
 
         @jax.jit
         def select_and_fetch(layer, step, spec=spec, layout=layout):
-            selection, _, _ = spec.policy.select(spec, layer, step, None)
+            selection, _ = spec.policy.select(spec, layer, step)
             fetched = offload.fetch(spec, layer.host, selection, layout)
             rows = [jnp.where(fetched.valid[..., None], x, 0) for x in (fetched.k, fetched.v)]
             return selection.replace(kept=None), fetched.replace(k=rows[0], v=rows[1])

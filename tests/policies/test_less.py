@@ -212,7 +212,7 @@ def test_what_is_trained_is_what_a_step_does():
         at = jnp.full((1, 1), at)
         step = StepKV(q, q, k, k, v, at, at >= 0, at[:, 0], jnp.zeros(0), learned=kernels)
         state, _ = SMALL.append(spec, state, step)
-        return SMALL.attend(spec, state, step, None, None)[:2]
+        return SMALL.attend(spec, state, step, None)
 
     for at in range(70):
         out, state = one(state, *(x[:, at : at + 1] for x in (prompt.q_post, prompt.k_post, prompt.v)), at)
