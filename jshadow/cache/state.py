@@ -146,7 +146,6 @@ class HostLayout:
         tail_units: units that may be written after the prompt (0: nothing is).
         bits: of a number: 8 or 4; a unit is then one row of bytes with a scale for each token, as `packing.join_rows`
             makes it (planes = 1). None: numbers of the model's dtype.
-        float8: numbers are float8_e4m3fn, kept as bytes (planes = 1, no bits).
         no_kernel: settings for which there is no GPU kernel that reads host memory itself ("" where there is one).
     """
 
@@ -156,7 +155,6 @@ class HostLayout:
     planes: int = 1
     tail_units: int = 0
     bits: int | None = None
-    float8: bool = False
     no_kernel: str = ""
 
 

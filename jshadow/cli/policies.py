@@ -12,7 +12,7 @@ from jshadow.errors import ConfigError
 from jshadow.policies import POLICIES, parse_policy
 
 # ShadowKV's keys in the transform code, landmarks and host values in four bits: this project's own, no paper's.
-PACKED = "key_codec=transform:landmark_order=2:landmark_dtype=int4:value_dtype=int4"
+PACKED = "keys=transform:landmarks.order=2:landmarks.dtype=int4:values.dtype=int4"
 # As the papers run them, one row each: NAME:key=value:..., and where their rows lie; then packed codes.
 PAPERS_SETTINGS = (
     ("full", "resident"),
@@ -35,8 +35,8 @@ PAPERS_SETTINGS = (
     ("infllm", "device_put"),
     ("shadowkv:rank=160:budget=2048", "device_put"),
     ("shadowkv_plus:rank=160:budget=2048", "device_put"),
-    (f"shadowkv:{PACKED}:key_bits=2:landmark_tokens=2:landmark_levels=2:budget=2048", "device_put"),
-    (f"shadowkv:{PACKED}:key_bits=1.333:budget=2048", "device_put"),
+    (f"shadowkv:{PACKED}:keys.bits=2:landmarks.tokens=2:landmarks.levels=2:budget=2048", "device_put"),
+    (f"shadowkv:{PACKED}:keys.bits=1.333:budget=2048", "device_put"),
 )
 ABOUT = """List the policies with their settings and sources. With --model and --context: the bytes of one request's
 keys and values, on the device and on the host, counted from the state's own shapes; and what a decode step moves from

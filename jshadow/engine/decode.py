@@ -152,7 +152,7 @@ def extend(
     """Feed several tokens to each row. Consumes the state.
 
     They pass the model in pieces of the policy's `extend_piece`; each query selects for itself, so that the result is
-    that of as many decode steps (but with `ShadowKV(turn_selection="shared")`).
+    that of as many decode steps (but with `ShadowKV(quirks=Quirks(turn_selection="shared"))`).
 
     Args:
         params: the Params that made the state.

@@ -1,6 +1,5 @@
 """From answers to figures: scores, distances, table rows, and the file in which finished samples are kept."""
 
-import dataclasses
 import json
 import math
 import os
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from jshadow.errors import ConfigError
 from jshadow.policies import Policy, Wrapper
+from jshadow.policies.settings import changed_settings
 
 RESULTS = "samples.jsonl"
 TELLING = 0.6  # a task tells nothing where its control finds this share of what full attention finds
@@ -150,10 +150,8 @@ def label(policy: Policy) -> str:
         keys = [name for name in policy.settings() if name != "inner"]
         around = [f"{policy.name}.{name}={json.dumps(getattr(policy, name))}" for name in keys]
         return ":".join([label(policy.inner), *around])
-    default = type(policy)()
-    names = [field.name for field in dataclasses.fields(policy)]  # type: ignore[arg-type]
-    changed = [name for name in names if getattr(policy, name) != getattr(default, name)]
-    return ":".join([policy.name, *(f"{name}={json.dumps(getattr(policy, name))}" for name in changed)])
+    changed = changed_settings(policy)
+    return ":".join([policy.name, *(f"{name}={json.dumps(value)}" for name, value in changed.items())])
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> Table:

@@ -251,7 +251,7 @@ def finish_sample(
 
 
 def settings_of(entry: Entry, resolved: Policy) -> dict[str, Any]:
-    """What the policy resolved to; a swept setting that another one stands for then (key_bits) as it was given."""
+    """What the policy resolved to; a swept setting that another one stands for then (keys.bits) as it was given."""
     assert entry.policy is not None
     given, settings = entry.policy.settings(), resolved.settings()
     return settings | {name: given[name] for name in entry.sweeps if settings[name] is None}

@@ -1,6 +1,5 @@
 """The policies by name. A policy listed here must have a row in tests/cases.py."""
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from jshadow.policies.less.policy import LESS as LESS
 from jshadow.policies.loki import Loki as Loki
 from jshadow.policies.omnikv.policy import OmniKV as OmniKV
 from jshadow.policies.quest import Quest as Quest
+from jshadow.policies.settings import nearest, setting_types, with_settings
 from jshadow.policies.shadowkv.plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.shadowkv.policy import ShadowKV as ShadowKV
 from jshadow.policies.snapkv import SnapKV as SnapKV
@@ -48,13 +48,16 @@ POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in LISTED}
 def parse_policy(name: str, settings: Sequence[str]) -> Policy:
     """The policy `name` with `key=value` settings, and `wrapper.key=value` for what is put around it, in that order.
 
+    A key is the dotted name of a setting (`jshadow.policies.settings`): `keys=transform` chooses a record, and
+    `keys.bits=2` sets one of its settings. Their order does not matter.
+
     Raises:
-        ConfigError: naming what is unknown.
+        ConfigError: a key that does not exist, which names the nearest ones, or a record that does not exist.
     """
     if name not in POLICIES:
         raise ConfigError(f"policy must be one of {sorted(POLICIES)}, got {name!r}")
-    types = settings_of(POLICIES[name])
-    around = {f"{one}.{key}": kind for one, wrapper in WRAPPERS.items() for key, kind in settings_of(wrapper).items()}
+    types = setting_types(POLICIES[name])
+    around = {f"{one}.{key}": kind for one, wrapper in WRAPPERS.items() for key, kind in setting_types(wrapper).items()}
     values: dict[str, dict[str, Any]] = {name: {}}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -62,21 +65,18 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
         if not equals or kind is None:
             raise ConfigError(
                 f"--set must be KEY=VALUE with a key of {name} {sorted(types)} or of a wrapper {sorted(around)}, "
-                f"got {setting!r}"
+                f"got {setting!r}{nearest(key, types | around)}"
             )
-        target, _, field = key.rpartition(".")
         value = parse_tuple(text) if kind.startswith("tuple") else parse_value(text)
-        values.setdefault(target or name, {})[field] = value
-    policy = POLICIES[name](**values.pop(name))
-    for one, given in values.items():
-        policy = WRAPPERS[one](inner=policy, **given)
+        wrapper, _, field = key.partition(".")
+        if key in around:
+            values.setdefault(wrapper, {})[field] = value
+        else:
+            values[name][key] = value
+    policy = with_settings(POLICIES[name](), values.pop(name))
+    for wrapper, options in values.items():
+        policy = WRAPPERS[wrapper](inner=policy, **options)
     return policy
-
-
-def settings_of(policy: type[Policy]) -> dict[str, str]:
-    """Names of a policy's settings and their types."""
-    fields = dataclasses.fields(policy)  # type: ignore[arg-type]
-    return {field.name: str(field.type) for field in fields if field.name != "inner"}
 
 
 def parse_value(text: str) -> Any:

@@ -18,7 +18,7 @@ from jshadow.cache.state import PromptKV
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import own_layers
-from jshadow.policies.shadowkv.key_codecs.factorise import EXACT
+from jshadow.policies.shadowkv.key_codecs.base import EXACT
 from jshadow.policies.shadowkv.key_codecs.profiles import column_errors
 from jshadow.policies.shadowkv.key_codecs.query_weights import TAIL, query_weights
 
