@@ -86,7 +86,7 @@ def weights(config: ModelConfig, dtype: str = DTYPE) -> dict:
 
 def steered(policy: ShadowKV, prompt: int) -> Steered:
     """The policy's settings, steered, for prompts of that many tokens."""
-    return Steered(**dataclasses.asdict(policy), prompt=prompt)
+    return Steered(**fields_of(policy), prompt=prompt)
 
 
 def state(config: ModelConfig, policy: Policy, batch: int, capacity: int, prompt: int, fetch: str) -> KVState:

@@ -17,8 +17,7 @@ from jshadow.models.config import RopeConfig
 from jshadow.ops import attention, rope
 from jshadow.ops import layout as chunking
 from jshadow.policies.shadowkv import landmarks
-from jshadow.policies.shadowkv.key_codecs import LowRank
-from jshadow.policies.shadowkv.key_codecs import factorise as lowrank
+from jshadow.policies.shadowkv.key_codecs import LowRankCodec, lowrank
 
 
 def normal(*shape, seed=0, dtype="float32"):
@@ -201,7 +200,7 @@ def test_rebuilt_keys_are_the_rotated_product():
     keys, lengths, ids = normal(2, 24, 2, 16), jnp.array([24, 24]), jnp.array([[[5, 0], [2, 2]], [[1, 4], [3, 5]]])
     left, right = lowrank.key_factors(keys, lengths, 32)
     inverse = jnp.asarray(rope.inverse_frequencies(RopeConfig(), 16))
-    got = Rebuild(left.reshape(2, 6, 4 * 32), right, inverse, codec=LowRank(32), unit=4).keys(ids)
+    got = Rebuild(left.reshape(2, 6, 4 * 32), right, inverse, codec=LowRankCodec(32), unit=4).keys(ids)
     for b, h in np.ndindex(2, 2):
         tokens = oracle.tokens_of(np.asarray(ids[b, h]), 4)
         want = oracle.apply_rope(wide(keys[b]), np.arange(24), RopeConfig())[tokens, h]

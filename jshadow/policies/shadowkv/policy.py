@@ -174,15 +174,12 @@ class ShadowKV(ShadowSettings):
         self, spec: CacheSpec, state: LayerState, step: StepKV, carry: Any
     ) -> tuple[Selection | None, LayerState, Any]:
         """Chunks with the most softmax mass on their landmark, per KV head and query (algorithm 2)."""
-        count, rebuild = self.max_selected(spec.capacity), self.rebuild(spec, state, step)
+        count = self.max_selected(spec.capacity)
         if count == 0:
             return None, state, carry
-        query = Query(step.q_post, step.valid, self.scoring(spec))
         with jax.named_scope("select"):
-            keys_of = (lambda ids: rebuild.keys(ids).astype(spec.dtype)) if self.choice.rounds == 2 else None
-            scores = self.scores(spec, state, step)
-            ids, best = best_chunks(query, self.marks(state, step), scores, count, keys_of)
-        asked = step.valid.any(axis=1, keepdims=True) if query.scoring.shared else step.valid
+            ids, best = self.choose(spec, state, step, count)
+        asked = step.valid.any(axis=1, keepdims=True) if self.scoring(spec).shared else step.valid
         valid = asked[:, None, :, None] & (best >= 0)
         ids, valid, hit, resident = in_turn(ids, valid, asked, state.live.resident)
         flat = (*ids.shape[:2], -1)
@@ -192,8 +189,16 @@ class ShadowKV(ShadowSettings):
             one = ids.shape[2] == 1
             stay = (hit | ~valid if one else ~valid).reshape(flat)
             kept = Kept(rows if one else jnp.zeros((*flat[:2], stay.shape[2], rows.shape[3]), rows.dtype), stay)
-        selection = Selection(ids.reshape(flat), valid.reshape(flat), hit=hit.reshape(flat), rebuild=rebuild, kept=kept)
+        selection = Selection(ids.reshape(flat), valid.reshape(flat), hit.reshape(flat), kept=kept)
+        selection = selection.replace(rebuild=self.rebuild(spec, state, step))
         return selection, state.replace(live=state.live.replace(resident=resident)), carry
+
+    def choose(self, spec: CacheSpec, state: LayerState, step: StepKV, count: int) -> tuple[Array, Array]:
+        """The best chunks, int32 [B, h_kv, Q, count], and their scores; Q = 1 for a shared selection, else T."""
+        query, keys_of = Query(step.q_post, step.valid, self.scoring(spec)), None
+        if self.choice.rounds == 2:
+            keys_of = lambda ids: self.rebuild(spec, state, step).keys(ids).astype(spec.dtype)  # noqa: E731
+        return best_chunks(query, self.marks(state, step), self.scores(spec, state, step), count, keys_of)
 
     def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
         """Float32 scores of all chunks [B, h_kv, Q, n], -1 where one may not be selected; Q = 1 if shared, else T."""
@@ -285,13 +290,7 @@ def prompt_marks(frozen: ShadowFrozen) -> Marks:
 
 
 def own_piece(k: Array, fetched: Fetched, queries: int) -> Piece:
-    """Fetched rows as a piece to attend: for all queries if queries = 1, else for each query its own.
-
-    Args:
-        k: keys after RoPE [B, h_kv, queries * n, d].
-        fetched: their values, and which are valid.
-        queries: sets of rows.
-    """
+    """Fetched rows, keys [B, h_kv, queries * n, d], as a piece: for all queries if queries = 1, else each its own."""
     batch, heads, tokens, dim = k.shape
     if queries == 1:
         return Piece(k, fetched.v, fetched.valid[:, :, None])
