@@ -43,8 +43,8 @@ CHUNKS = {"landmarks": Landmarks(dtype="int4")}  # one landmark a chunk
 
 @dataclasses.dataclass(frozen=True)
 class Rounded(ExactCodec):
-    """Keys as `TransformCodec` would rebuild them: with a basis of each head, of the prompt's middle half, or a scale for
-    each token.
+    """Keys as `TransformCodec` would rebuild them, with a basis of each head, a basis of the prompt's middle half, or a
+    scale for each token.
     """
 
     profile: Profile = (16, 64, 64)

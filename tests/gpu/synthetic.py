@@ -21,6 +21,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.bytes import abstract_state
 from jshadow.policies import Policy, ShadowKV
+from jshadow.policies.shadowkv.state import fields_of
 
 DTYPE = "bfloat16"
 

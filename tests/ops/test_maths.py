@@ -16,8 +16,9 @@ from jshadow.cache.state import Rebuild
 from jshadow.models.config import RopeConfig
 from jshadow.ops import attention, rope
 from jshadow.ops import layout as chunking
-from jshadow.policies.shadowkv import landmarks
+from jshadow.policies.shadowkv import landmarks, selection
 from jshadow.policies.shadowkv.key_codecs import LowRankCodec, lowrank
+from jshadow.policies.shadowkv.selection import Scoring
 
 
 def normal(*shape, seed=0, dtype="float32"):
@@ -259,9 +260,9 @@ def test_landmarks_and_their_scores():
     # two query rows of which only the first counts; a chunk that is no candidate takes no mass
     q, candidates = normal(1, 2, 6, 16, seed=6), jnp.ones((1, 2, 5), bool).at[0, 1, 3].set(False)
     logits = landmarks.landmark_logits(q, means, candidates[:, :, None], 0.25)
-    shared = landmarks.chunk_scores(logits, jnp.array([[True, False]]), shared=True)
-    each = landmarks.chunk_scores(logits, jnp.array([[True, True]]), shared=False)
-    rounded = landmarks.chunk_scores(logits, jnp.array([[True, True]]), shared=True, dtype="bfloat16")
+    shared = selection.chunk_scores(logits, jnp.array([[True, False]]), Scoring(0.25, shared=True))
+    each = selection.chunk_scores(logits, jnp.array([[True, True]]), Scoring(0.25))
+    rounded = selection.chunk_scores(logits, jnp.array([[True, True]]), Scoring(0.25, True, "bfloat16"))
     for head in range(2):
         open_to = np.asarray(candidates[0, head])
         products = [wide(q[0, t, head * 3 : head * 3 + 3]) @ want[0, head].T * 0.25 for t in range(2)]

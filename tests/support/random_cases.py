@@ -306,9 +306,7 @@ def run_oracle(setting: Setting, row: Row) -> Wanted:
     settings = oracle_settings(setting.policy)
     assert settings.pop("rounds") == 1
     exact = {"landmark_dtype": "model", "value_dtype": "model"}
-    assert {
-        name: settings.pop(name) for name in exact
-    } == exact  # and no rounding; tests/laws/oracle/oracle_codec.py does
+    assert {name: settings.pop(name) for name in exact} == exact  # oracle_codec.py rounds
     keys = settings.pop("keys")
     assert keys in ("lowrank", "exact")
     if keys == "exact":

@@ -17,7 +17,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import footprint
 from jshadow.policies import Policy, Quest, ShadowKV, ShadowKVPlus, parse_policy
 from jshadow.policies.settings import with_settings
-from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, TransformCode, Values
+from jshadow.policies.shadowkv import Choice, Landmarks, LowRank, TransformCode, Values
 from jshadow.policies.shadowkv.costs import largest_shadow
 from jshadow.policies.shadowkv.key_codecs import TransformCodec, usual_profile, usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import packed_width
@@ -177,7 +177,6 @@ def test_bad_bits_are_refused(keys):
 CODES: dict[str, ShadowKV] = {
     "transform": ShadowKV(keys=TransformCode(), landmarks=Landmarks(dtype="int4"), values=Values(dtype="int4")),
     "packed_plus": with_settings(ShadowKVPlus.packed(), {"keys.bits": None}),
-    "exact": ShadowKV(keys=ExactKeys(), landmarks=Landmarks(dtype="int8")),
     "lowrank_int4": ShadowKV(landmarks=Landmarks(dtype="int4")),
 }
 KEPT = ("keys", "landmarks.dtype", "values.dtype")

@@ -221,7 +221,7 @@ def test_levels_and_order_are_one_or_two(field, value):
 
 
 def test_a_chunk_s_landmarks_are_a_power_of_two():
-    with pytest.raises(ConfigError, match="a power of two of landmarks a chunk with landmarks.levels=2, got 3"):
+    with pytest.raises(ConfigError, match=r"a power of two of landmarks a chunk with landmarks\.levels=2, got 3"):
         ShadowKV(chunk_size=6, landmarks=Landmarks(tokens=2, levels=2)).resolve(TINY, 96)
     assert ShadowKV(landmarks=Landmarks(levels=2)).resolve(TINY, 96).landmarks.levels == 1  # the mean is all there is
 
