@@ -28,28 +28,30 @@ from jshadow.evaluation.runner import run_case
 from jshadow.evaluation.settings import EvalSettings, Setup
 from jshadow.evaluation.tasks import TASKS as TASK_TABLE
 from jshadow.policies import ShadowKV
-from jshadow.policies.shadowkv.key_codecs import Exact, KeyCode, Profile, Transform
+from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, TransformCode, Values
+from jshadow.policies.shadowkv.key_codecs import ExactCodec, KeyCode, Profile, TransformCodec
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
 
 TASKS = ("agreement", "agreement_bible", "agreement_code")
 BITS = 512  # of a token: rank 32 in 16 bits
 COMMON: dict[str, Any] = {"budget": 256, "outlier_chunks": 8}
-PACKED: dict[str, Any] = {**COMMON, "landmark_tokens": 2, "landmark_dtype": "int4", "value_dtype": "int4"}
+PACKED: dict[str, Any] = {**COMMON, "landmarks": Landmarks(tokens=2, dtype="int4"), "values": Values("int4")}
+CHUNKS = {"landmarks": Landmarks(dtype="int4")}  # one landmark a chunk
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounded(Exact):
-    """Keys as `Transform` would rebuild them: with a basis of each head, of the prompt's middle half, or a scale for
-    each token.
+class Rounded(ExactCodec):
+    """Keys as `TransformCodec` would rebuild them, with a basis of each head, a basis of the prompt's middle half, or a
+    scale for each token.
     """
 
     profile: Profile = (16, 64, 64)
     idea: str = "whole"
 
-    def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int) -> KeyCode:
+    def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None) -> KeyCode:
         """Round, then keep."""
         batch, length, heads, dim = k_pre.shape
-        keys, codec = k_pre, Transform(self.profile)
+        keys, codec = k_pre, TransformCodec(self.profile)
         if self.idea == "per_head":
             keys = k_pre.swapaxes(1, 2).reshape(batch * heads, length, 1, dim)
         near = keys[:, length // 4 : 3 * length // 4] if self.idea == "middle" else keys
@@ -68,7 +70,7 @@ class Rounded(Exact):
         return super().encode(rounded, lengths, units, chunk)
 
 
-def rebuilt(codec: Transform, keys: Array, right: Any) -> Array:
+def rebuilt(codec: TransformCodec, keys: Array, right: Any) -> Array:
     """Keys [rows, S, heads, d] there and back [rows, heads, S, d]."""
     return codec.expand(codec.project(keys, right).swapaxes(1, 2), right)
 
@@ -89,8 +91,8 @@ class Idea(ShadowKV):
 def ideas(params: Any) -> dict[str, ShadowKV]:
     """What is compared, by name."""
     config = params.config
-    transform: dict[str, Any] = {**PACKED, "key_codec": "transform"}
-    exact: dict[str, Any] = {**PACKED, "key_codec": "exact"}
+    transform: dict[str, Any] = {**PACKED, "keys": TransformCode()}
+    exact: dict[str, Any] = {**PACKED, "keys": ExactKeys()}
     head = profile_of(config.head_dim, BITS / config.kv_heads)
     profile = profile_of(config.key_columns, BITS)
     return {
@@ -99,17 +101,16 @@ def ideas(params: Any) -> dict[str, ShadowKV]:
         "the same code, kept exactly (a check)": Idea(**exact, profile=profile),
         f"a basis for each head {head}": Idea(**exact, idea="per_head", profile=head),
         "a scale for each token (16, 64, 60)": Idea(**exact, idea="scale", profile=(16, 64, 60)),
-        "half of the outliers by the code": ShadowKV(**transform, outlier_rule="both"),
-        "keys weighed by queries": ShadowKV(**transform, key_weights="queries"),
-        "rank 32, keys weighed by queries": ShadowKV(rank=32, **COMMON, key_weights="queries"),
+        "half of the outliers by the code": ShadowKV(**transform, choice=Choice(outlier_rule="both")),
+        "keys weighed by queries": ShadowKV(**transform | {"keys": TransformCode(weights="queries")}),
+        "rank 32, keys weighed by queries": ShadowKV(rank=32, **COMMON, keys=LowRank(weights="queries")),
         "the basis of the middle half": Idea(**exact, idea="middle", profile=profile),
-        "a second round of selection": ShadowKV(**transform, selection_rounds=2),
-        "a second round, rank 32": ShadowKV(rank=32, **COMMON, selection_rounds=2),
-        "top_p 0.9 of a budget of 512": ShadowKV(**transform | {"budget": 512, "top_p": 0.9}),
+        "a second round of selection": ShadowKV(**transform, choice=Choice(rounds=2)),
+        "a second round, rank 32": ShadowKV(rank=32, **COMMON, choice=Choice(rounds=2)),
         "budget 512": ShadowKV(**transform | {"budget": 512}),
-        "4/3 bits (4, 40, 32), landmarks of 8": ShadowKV(**transform | {"landmark_tokens": 8}, key_bits=4 / 3),
+        "4/3 bits (4, 40, 32), landmarks of 8": ShadowKV(**PACKED | CHUNKS, keys=TransformCode(bits=4 / 3)),
         "4/3 bits (4, 40, 32), keys weighed": ShadowKV(
-            **transform | {"landmark_tokens": 8}, key_bits=4 / 3, key_weights="queries"
+            **PACKED | CHUNKS, keys=TransformCode(bits=4 / 3, weights="queries")
         ),
     }
 
@@ -196,7 +197,7 @@ def foreseen(held: list[np.ndarray], wide: list[np.ndarray]) -> float:
 
 def reuse(params: Any, length: int, steps: int = 64) -> list[dict[str, Any]]:
     """A row a kind of text: hits by pool, and by fetching for the query before."""
-    packed: dict[str, Any] = PACKED | {"key_codec": "transform"}
+    packed: dict[str, Any] = PACKED | {"keys": TransformCode()}
     rows = []
     for task in TASKS:
         case = TASK_TABLE[task](params.tokenizer, length, 0.5, 0)

@@ -19,7 +19,7 @@ from jshadow.evaluation.tasks import documentation
 from jshadow.policies import POLICIES, parse_policy
 
 QUARTERS = 4
-NAMES = ("shadowkv", "shadowkv_plus", "shadowkv_plus:plus_mode=project_only")
+NAMES = ("shadowkv", "shadowkv_plus")
 
 
 def main() -> None:

@@ -63,7 +63,7 @@ STABLE_PATHS = {
     "config": "models.config",
     "convert": "weights.convert",
     "decode": "engine.decode",
-    "lowrank": "policies.shadowkv.key_codecs.factorise",
+    "lowrank": "policies.shadowkv.key_codecs.lowrank",
     "offload": "cache.offload",
     "params": "weights.params",
     "planning": "planner.bytes",

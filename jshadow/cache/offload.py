@@ -67,7 +67,7 @@ def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
             "no kernel fetches such values while it rebuilds such keys, got 'zero_copy'"
         )
     shape = (spec.head_dim * layout.planes * layout.unit, jnp.dtype(spec.dtype))
-    if layout.bits is not None or layout.float8:
+    if layout.bits is not None:
         shape = (unit_bytes(spec, layout), jnp.dtype(jnp.uint8))
 
     def part(units: int) -> HostArray | None:
@@ -137,7 +137,7 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     shape = (spec.batch, layout.heads, selection.ids.shape[2])
     ids = jnp.broadcast_to(selection.ids, shape)
     valid = jnp.repeat(selection.valid, layout.unit, axis=2)
-    kernel = selection.rebuild is not None and selection.rebuild.codec.compiled and not layout.float8
+    kernel = selection.rebuild is not None and selection.rebuild.codec.compiled
     if spec.fetch == "zero_copy" and tier.prompt is not None and kernel:
         with jax.named_scope("fetch"):
             return Fetched(*fetch_by_kernel(spec, tier, selection, ids, layout.bits), valid, selection.ids)
@@ -155,8 +155,6 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     if layout.bits is not None:
         scaled = split_rows(rows, layout.unit, spec.dtype)
         rows = dequantise_rows(scaled, layout.bits, spec.dtype).reshape(*shape, layout.unit * spec.head_dim)
-    elif layout.float8:
-        rows = lax.bitcast_convert_type(rows, jnp.float8_e4m3fn).astype(spec.dtype)
     if selection.kept is not None:
         rows = jnp.where(selection.kept.stay[..., None], selection.kept.rows, rows)
     rows = rows.reshape(*shape, layout.planes, layout.unit, spec.head_dim)
@@ -213,7 +211,7 @@ def unit_bytes(spec: CacheSpec, layout: HostLayout) -> int:
     """Bytes of one unit of one head."""
     if layout.bits is not None:
         return row_bytes(layout.unit, spec.head_dim, layout.bits, spec.dtype)
-    return layout.planes * layout.unit * spec.head_dim * (1 if layout.float8 else jnp.dtype(spec.dtype).itemsize)
+    return layout.planes * layout.unit * spec.head_dim * jnp.dtype(spec.dtype).itemsize
 
 
 def gather(tier: HostTier, ids: Array, units: tuple[int, ...]) -> Array:

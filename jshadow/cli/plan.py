@@ -13,6 +13,7 @@ from jshadow.cli.plan_tables import bytes_text, notes, parts_table, plan_table
 from jshadow.errors import ConfigError
 from jshadow.planner.gpu_specs import GIB, GPUS, gpu_named
 from jshadow.policies import Policy, ShadowKV, parse_policy
+from jshadow.policies.shadowkv import LowRank, TransformCode
 
 if TYPE_CHECKING:
     from jshadow.models.config import ModelConfig
@@ -90,12 +91,10 @@ def config_of(model: str) -> "ModelConfig":
 
 # What is shown beside the paper's setting
 
-CODE_SETTINGS = {"rank", "key_profile", "key_bits", *ShadowKV.size_free} - {"selection_rounds"}
-
 
 def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:
     """ShadowKV's low rank in packed codes: at equal bytes, and small. Nothing for other policies or codes."""
-    if not isinstance(policy, ShadowKV) or policy.key_codec != "lowrank":
+    if not isinstance(policy, ShadowKV) or not isinstance(policy.keys, LowRank):
         return {}
     rank = policy.resolve(config, config.context).rank
     assert rank is not None
@@ -105,13 +104,17 @@ def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:
         return {}
     for name, small in (("packed", False), ("packed_small", True)):
         code = type(policy).packed(small=small)
-        settings = {field: getattr(code, field) for field in CODE_SETTINGS}
+        keys = code.keys
+        assert isinstance(keys, TransformCode)
         if not small:
             if size & (size - 1):
                 continue  # no levels of landmarks
             # What the chunks' means have more than four bits, keys have less.
-            settings["key_bits"] = min(8.0, max(16 * rank / columns - 4 / size, 8 / columns))
-        made[name] = dataclasses.replace(policy, **settings)
+            keys = dataclasses.replace(keys, bits=min(8.0, max(16 * rank / columns - 4 / size, 8 / columns)))
+        choice = dataclasses.replace(policy.choice, outlier_rule=code.choice.outlier_rule)
+        made[name] = dataclasses.replace(
+            policy, rank=None, keys=keys, landmarks=code.landmarks, values=code.values, choice=choice
+        )
     return made
 
 

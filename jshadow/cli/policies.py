@@ -9,9 +9,10 @@ from rich.table import Column, Table
 from jshadow.cli.console import console
 from jshadow.errors import ConfigError
 from jshadow.policies import POLICIES, parse_policy
+from jshadow.policies.settings import policy_settings
 
 # ShadowKV with keys in the transform code, landmarks and host values in four bits. No paper has these settings.
-PACKED = "key_codec=transform:landmark_order=2:landmark_dtype=int4:value_dtype=int4"
+PACKED = "keys=transform:landmarks.order=2:landmarks.dtype=int4:values.dtype=int4"
 # NAME:key=value:... and the fetch mode of each row: as the papers run the policies, then packed codes.
 PAPERS_SETTINGS = (
     ("full", "resident"),
@@ -34,8 +35,8 @@ PAPERS_SETTINGS = (
     ("infllm", "device_put"),
     ("shadowkv:rank=160:budget=2048", "device_put"),
     ("shadowkv_plus:rank=160:budget=2048", "device_put"),
-    (f"shadowkv:{PACKED}:key_bits=2:landmark_tokens=2:landmark_levels=2:budget=2048", "device_put"),
-    (f"shadowkv:{PACKED}:key_bits=1.333:budget=2048", "device_put"),
+    (f"shadowkv:{PACKED}:keys.bits=2:landmarks.tokens=2:landmarks.levels=2:budget=2048", "device_put"),
+    (f"shadowkv:{PACKED}:keys.bits=1.333:budget=2048", "device_put"),
 )
 ABOUT = """List the policies with their settings and sources. With --model and --context: the bytes of one request's
 keys and values, on the device and on the host, counted from the state's own shapes; and what a decode step moves from
@@ -63,7 +64,8 @@ def run_policies(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name} must come with --model and --context, got {getattr(args, name)!r}")
     rows: list[dict[str, Any]] = [
-        {"name": name, "paper": policy.source, "settings": policy().settings()} for name, policy in POLICIES.items()
+        {"name": name, "paper": policy.source, "settings": policy_settings(policy())}
+        for name, policy in POLICIES.items()
     ]
     if args.json:
         print(json.dumps({"policies": rows}))

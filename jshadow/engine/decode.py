@@ -166,7 +166,7 @@ def extend(
     """Feed several tokens to each row. Consumes the state.
 
     The tokens pass the model in pieces of the policy's `extend_piece`. Each query selects for itself, so that the
-    result equals that of as many decode steps (except with `ShadowKV(turn_selection="shared")`).
+    result equals that of as many decode steps (except with `ShadowKV(quirks=Quirks(turn_selection="shared"))`).
 
     Args:
         params: the Params that made the state.

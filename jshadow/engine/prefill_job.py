@@ -17,10 +17,10 @@ from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import Policy, ShadowKV
+from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import attention_of
 from jshadow.policies.checks import check_fitted, reads_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
-from jshadow.policies.wrappers import innermost
 from jshadow.weights.params import Params
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from jshadow.cache.offload import FETCH_QUANTUM
 from jshadow.cache.state import Counters, KVState
+from jshadow.policies.settings import policy_settings
 
 COMPILE_EVENTS = (
     "/jax/core/compile/jaxpr_trace_duration",
@@ -83,7 +84,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Plain values; the policy as its name and settings."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return values | {"policy": {"name": self.policy.name, **self.policy.settings()}}
+        return values | {"policy": {"name": self.policy.name, **policy_settings(self.policy)}}
 
 
 def measured_bytes(state: KVState) -> dict[str, int]:

@@ -15,26 +15,12 @@ from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of, cache_specs
 from jshadow.policies import POLICIES, WRAPPERS, Full, Policy
 from jshadow.policies.base import why_dense
+from jshadow.policies.settings import dotted_settings, with_settings
 from jshadow.weights.convert.safetensors_file import TAGS
 from jshadow.weights.digest import canonical, tree_digest
 from jshadow.weights.params import Params
 
 NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
-# Settings that were added after the first files were written, with the values that a file without them has. The records
-# of wrappers contain records of such policies.
-CODES = {
-    "selection_rounds": 1,
-    "outlier_rule": "landmark",
-    "key_codec": "lowrank",
-    "key_profile": None,
-    "key_bits": None,
-    "key_weights": "none",
-    "landmark_levels": 1,
-    "landmark_order": 1,
-    "landmark_dtype": "model",
-    "value_dtype": "model",
-}
-LATER: dict[str, dict[str, Any]] = {"shadowkv": CODES, "shadowkv_plus": CODES}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,8 +116,7 @@ class StateRecord:
 
     def match_policy(self, config: ModelConfig, policy: Policy | None) -> tuple[Policy | None, list[str]]:
         """The resolved policy of the state, and a line for each difference from the one given."""
-        recorded = completed(self.policy)
-        name, settings = recorded["name"], recorded["settings"]
+        name, settings = self.policy["name"], self.policy["settings"]
         if policy is None and name not in POLICIES | WRAPPERS:
             return None, [f"policy.name: file has {name!r}, POLICIES has {sorted(POLICIES)}; pass policy="]
         try:
@@ -140,7 +125,7 @@ class StateRecord:
             resolved = policy.resolve(config, self.capacity)
             if name == Full.name and why_dense(resolved, config, self.capacity):
                 resolved = Full()  # what `generate` falls back to
-            return resolved, compare("policy", recorded, policy_record(resolved), "policy")
+            return resolved, compare("policy", self.policy, policy_record(resolved), "policy")
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             return None, [f"policy: file has {self.policy}, which is no policy of this model here: {error}"]
 
@@ -192,29 +177,13 @@ def plain(value: Any) -> Any:
 
 
 def policy_record(policy: Policy) -> dict[str, Any]:
-    """{"name", "settings"} of a policy."""
-    names = [field.name for field in dataclasses.fields(policy)]  # type: ignore[arg-type]
-    return {"name": policy.name, "settings": {name: plain(getattr(policy, name)) for name in names}}
-
-
-def completed(record: Any) -> Any:
-    """A policy's record with the settings that were added after it was written; another value is returned as it is."""
-    if (
-        not isinstance(record, dict)
-        or record.keys() != {"name", "settings"}
-        or not isinstance(record["settings"], dict)
-    ):
-        return record
-    settings = {name: completed(value) for name, value in record["settings"].items()}
-    later = LATER.get(record["name"], {}) if isinstance(record["name"], str) else {}
-    if later and "chunk_size" in settings:
-        later = later | {"landmark_tokens": settings["chunk_size"]}
-    return {"name": record["name"], "settings": later | settings}
+    """{"name", "settings"} of a policy; settings by dotted name."""
+    return {"name": policy.name, "settings": {name: plain(value) for name, value in dotted_settings(policy).items()}}
 
 
 def recorded_policy(name: str, settings: dict[str, Any]) -> Policy:
     """The policy of such a record. Raises KeyError, TypeError or ConfigError where there is none."""
-    return (POLICIES | WRAPPERS)[name](**{key: hashable(value) for key, value in settings.items()})
+    return with_settings((POLICIES | WRAPPERS)[name](), {key: hashable(value) for key, value in settings.items()})
 
 
 def hashable(value: Any) -> Any:

@@ -28,6 +28,7 @@ from jshadow.evaluation.likelihood import Score, Scorer
 from jshadow.evaluation.lm_eval_settings import ModelArguments, parse_generation, policy_of, special_ids, whole
 from jshadow.policies import Policy
 from jshadow.policies.capabilities import with_fitted
+from jshadow.policies.settings import policy_settings
 from jshadow.weights.params import Params, load
 
 LOG = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class JshadowLM(TemplateLM):
         prefill = scorer.prefill.label() if scorer.prefill else "exact"
         return {
             "jshadow_policy": resolved.name,
-            "jshadow_settings": resolved.settings(),
+            "jshadow_settings": policy_settings(resolved),
             "jshadow_fetch": scorer.fetch,
             "jshadow_capacity": scorer.capacity,
             "jshadow_prefill": prefill,

@@ -15,6 +15,7 @@ from jshadow.policies import Full, Policy, ShadowKV, StreamingLLM, Wrapper
 from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import Sized
 from jshadow.policies.checks import check_fitted
+from jshadow.policies.settings import changed_settings, dotted_settings, with_settings
 from jshadow.policies.sizing import at_share as sized_to
 
 SERVED = "bfloat16"  # shares are of bytes in this dtype, whatever computes: packed bits are no fewer beside float32
@@ -57,11 +58,10 @@ def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: 
         least = least_share(policy, capacity, config, taken)
         told = f"{policy.name}: the share must be at least {least:.4f} of full attention's bytes, got {share!r}"
         return Entry(None, None, share, policy.name, told)
-    usual, own = type(policy)().settings(), made.settings()
-    given = {name: value for name, value in policy.settings().items() if value != usual[name]}
-    asked = dataclasses.replace(made, **given)  # type: ignore[type-var]
+    given, changed = changed_settings(policy), changed_settings(made)
+    asked = with_settings(made, given)
     free = policy.size_free if isinstance(policy, Sized) else ()
-    decided = [name for name in given if own[name] != usual[name] and name not in free]
+    decided = [name for name in given if name in changed and name.partition(".")[0] not in free]
     if decided or abs(taken(asked) - used) > SLACK * used:
         raise ConfigError(f"shares decide all settings of a policy that take memory, got {label(policy)}")
     return Entry(asked, share=share)
@@ -131,7 +131,7 @@ def checked_sweeps(sweeps: Mapping[str, Sequence[Policy]]) -> dict[Policy, tuple
     swept: dict[Policy, tuple[str, ...]] = {}
     for name, policies in sweeps.items():
         for policy in policies:
-            if not isinstance(policy, Policy) or name not in policy.settings():
+            if not isinstance(policy, Policy) or name not in dotted_settings(policy):
                 raise ConfigError(f"sweeps must map a setting to policies that have it, got {policy!r} for {name!r}")
             swept[policy] = (*swept.get(policy, ()), name)
     return swept

@@ -1,6 +1,5 @@
 """From the samples of a task to result rows and printed tables."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from rich.table import Table
 
 from jshadow.evaluation.metrics import mean_known, mean_stderr
 from jshadow.policies import Policy, Wrapper
+from jshadow.policies.settings import changed_settings, policy_settings
 
 TELLING = 0.6  # a task cannot tell policies apart if its control finds this share of what full attention finds
 
@@ -108,13 +108,11 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def label(policy: Policy) -> str:
     """A policy as `--policies` takes it: NAME, then :key=value where a setting is not its default."""
     if isinstance(policy, Wrapper):
-        keys = [name for name in policy.settings() if name != "inner"]
+        keys = [name for name in policy_settings(policy) if name != "inner"]
         around = [f"{policy.name}.{name}={json.dumps(getattr(policy, name))}" for name in keys]
         return ":".join([label(policy.inner), *around])
-    default = type(policy)()
-    names = [field.name for field in dataclasses.fields(policy)]  # type: ignore[arg-type]
-    changed = [name for name in names if getattr(policy, name) != getattr(default, name)]
-    return ":".join([policy.name, *(f"{name}={json.dumps(getattr(policy, name))}" for name in changed)])
+    changed = changed_settings(policy)
+    return ":".join([policy.name, *(f"{name}={json.dumps(value)}" for name, value in changed.items())])
 
 
 def results_table(rows: Sequence[Mapping[str, Any]]) -> Table:

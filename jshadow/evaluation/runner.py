@@ -26,6 +26,7 @@ from jshadow.evaluation.text_metrics import score
 from jshadow.planner.bytes import footprint, step_footprint
 from jshadow.policies import Full, Policy
 from jshadow.policies.capabilities import attention_of
+from jshadow.policies.settings import policy_settings
 from jshadow.weights.digest import tree_digest
 
 Progress = Callable[[int, int], None]
@@ -250,9 +251,9 @@ def finish_sample(
 
 
 def settings_of(entry: Entry, resolved: Policy) -> dict[str, Any]:
-    """What the policy resolved to. A swept setting that another one replaces (key_bits) is shown as it was given."""
+    """What the policy resolved to. A swept setting that another one replaces (keys.bits) is shown as it was given."""
     assert entry.policy is not None
-    asked, settings = entry.policy.settings(), resolved.settings()
+    asked, settings = policy_settings(entry.policy), policy_settings(resolved)
     return settings | {name: asked[name] for name in entry.sweeps if settings[name] is None}
 
 

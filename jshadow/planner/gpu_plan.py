@@ -5,6 +5,7 @@ from typing import Any
 
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.policies import Policy
+from jshadow.policies.settings import policy_settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +164,7 @@ class CapacityPlan:
         sides = [(values, "chosen", self.chosen), (values, "full", self.full)]
         for place, name, side in sides + [(values["beside"], name, side) for name, side in self.beside.items()]:
             device, host = side.row_bytes
-            settings = side.policy.settings()
+            settings = policy_settings(side.policy)
             place[name] |= {
                 "policy": {"name": side.policy.name, **settings},
                 "row_device_bytes": device,

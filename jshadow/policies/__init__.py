@@ -1,6 +1,5 @@
 """The methods, one file or folder each, known by name in `POLICIES`. What they share begins in base.py."""
 
-import dataclasses
 import importlib
 import json
 import pkgutil
@@ -23,6 +22,7 @@ from jshadow.policies.quest import Quest as Quest
 from jshadow.policies.registry import POLICIES as POLICIES
 from jshadow.policies.registry import find_policy as find_policy
 from jshadow.policies.registry import register as register
+from jshadow.policies.settings import nearest, setting_types, with_settings
 from jshadow.policies.shadowkv.plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.shadowkv.policy import ShadowKV as ShadowKV
 from jshadow.policies.snapkv import SnapKV as SnapKV
@@ -40,12 +40,15 @@ for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
 def parse_policy(name: str, settings: Sequence[str]) -> Policy:
     """The policy `name` with `key=value` settings, and `wrapper.key=value` for what is put around it, in that order.
 
+    A key is the dotted name of a setting (`jshadow.policies.settings`): `keys=transform` chooses a record, and
+    `keys.bits=2` sets one of its settings. Their order does not matter.
+
     Raises:
-        ConfigError: naming what is unknown.
+        ConfigError: a key that does not exist, which names the nearest ones, or a record that does not exist.
     """
     policy_class = find_policy(name)
-    types = settings_of(policy_class)
-    around = {f"{one}.{key}": kind for one, wrapper in WRAPPERS.items() for key, kind in settings_of(wrapper).items()}
+    types = setting_types(policy_class)
+    around = {f"{one}.{key}": kind for one, wrapper in WRAPPERS.items() for key, kind in setting_types(wrapper).items()}
     values: dict[str, dict[str, Any]] = {name: {}}
     for setting in settings:
         key, equals, text = setting.partition("=")
@@ -53,21 +56,18 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
         if not equals or kind is None:
             raise ConfigError(
                 f"--set must be KEY=VALUE with a key of {name} {sorted(types)} or of a wrapper {sorted(around)}, "
-                f"got {setting!r}"
+                f"got {setting!r}{nearest(key, types | around)}"
             )
-        target, _, field = key.rpartition(".")
         value = parse_tuple(text) if kind.startswith("tuple") else parse_value(text)
-        values.setdefault(target or name, {})[field] = value
-    policy: Policy = policy_class(**values.pop(name))
-    for one, given in values.items():
-        policy = WRAPPERS[one](**{"inner": policy, **given})
+        wrapper, _, field = key.partition(".")
+        if key in around:
+            values.setdefault(wrapper, {})[field] = value
+        else:
+            values[name][key] = value
+    policy: Policy = with_settings(policy_class(), values.pop(name))
+    for wrapper, options in values.items():
+        policy = WRAPPERS[wrapper](**{"inner": policy, **options})
     return policy
-
-
-def settings_of(policy: type[Policy]) -> dict[str, str]:
-    """Names of a policy's settings and their types."""
-    fields = dataclasses.fields(policy)  # type: ignore[arg-type]
-    return {field.name: str(field.type) for field in fields if field.name != "inner"}
 
 
 def parse_value(text: str) -> Any:

@@ -51,14 +51,6 @@ class Policy(abc.ABC):
     name: ClassVar[str] = ""
     source: ClassVar[str] = ""
 
-    def settings(self) -> dict[str, Any]:
-        """The settings by name; a policy among them as {"name", ...}."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}  # type: ignore[arg-type]
-        return {
-            name: {"name": value.name, **value.settings()} if isinstance(value, Policy) else value
-            for name, value in values.items()
-        }
-
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """This policy with every None replaced by a number. Raises ConfigError where a setting is out of range."""
         return self

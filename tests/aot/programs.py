@@ -1,6 +1,5 @@
 """The programs that are compiled: each is a function, its abstract arguments, and what must hold of the result."""
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -21,14 +20,15 @@ from jshadow.models.transformer import abstract_weights
 from jshadow.ops.packing import Scaled
 from jshadow.planner.bytes import abstract_state, footprint
 from jshadow.policies import Full, Policy, ShadowKV
+from jshadow.policies.settings import with_settings
+from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
 from jshadow.policies.shadowkv.landmark_levels import first_level, first_spread
 from pallas_kernels import ChosenKeys, HostRows, KeptRows
 
 DTYPE = jnp.bfloat16
 PACKED = ShadowKV.packed()
 # The bits of the usual rank, on more columns; landmarks of two tokens, all read by all queries.
-ONE_LEVEL = ShadowKV(key_codec="transform", landmark_tokens=2, landmark_dtype="int4", value_dtype="int4")
-CHANNELS = ShadowKV(key_codec="int4", landmark_dtype="int8", value_dtype="int8")
+ONE_LEVEL = ShadowKV(keys=TransformCode(), landmarks=Landmarks(tokens=2, dtype="int4"), values=Values(dtype="int4"))
 
 
 class Task(NamedTuple):
@@ -178,13 +178,13 @@ def packed_tasks(
 def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
     """All programs for one GPU; full attention at the largest batch that fits it."""
     yield from kernel_tasks(gpu)
-    for told, policy in (("packed", PACKED), ("one level", ONE_LEVEL), ("channels", CHANNELS)):
+    for told, policy in (("packed", PACKED), ("one level", ONE_LEVEL)):
         yield from packed_tasks(gpu, told, policy)
     for fetch in ("device_put", "zero_copy"):
         yield step_task("decode layer", gpu, ONE_LAYER, ShadowKV(), 8, 131_072, fetch)
         yield step_task("decode layer, packed", gpu, ONE_LAYER, PACKED, 8, 131_072, fetch)
         yield step_task("decode layer, one level", gpu, ONE_LAYER, ONE_LEVEL, 8, 131_072, fetch)
-        twice = dataclasses.replace(PACKED, selection_rounds=2)
+        twice = with_settings(PACKED, {"choice.rounds": 2})
         yield step_task("decode layer, two rounds", gpu, ONE_LAYER, twice, 8, 131_072, fetch)
     yield prefill_task(gpu, 122_880)
     yield step_task("Llama-3.1-8B, full", gpu, LLAMA, Full(), full_batch, 122_880, "resident")

@@ -38,10 +38,10 @@ def test_a_config_alone_is_planned_on_every_gpu(config, capsys):
         assert {"weights", "left", "right", "landmarks", "outliers", "window"} <= step["hbm_bytes"].keys()
         assert step["pcie_bytes"] > 0
         packed, small = plan["beside"]["packed"], plan["beside"]["packed_small"]
-        assert [side["policy"]["key_profile"] for side in (packed, small)] == [[149, 214, 0], [22, 214, 168]]
-        assert {(side["policy"]["outlier_rule"], side["policy"]["key_weights"]) for side in (packed, small)} == {
-            ("both", "queries")
-        }
+        assert [side["policy"]["keys.profile"] for side in (packed, small)] == [[149, 214, 0], [22, 214, 168]]
+        assert {
+            (side["policy"]["choice.outlier_rule"], side["policy"]["keys.weights"]) for side in (packed, small)
+        } == {("both", "queries")}
         # per key column: means have 4 / 8 bits more; scales and spreads of 16 bits come on top
         pair = [sum(side["row_parts"][part][0] for part in side["row_parts"] if part in ("left", "landmarks"))
                 for side in (packed, plan["chosen"])]  # fmt: skip
@@ -67,12 +67,12 @@ def test_packed_codes_stand_beside_the_paper_s(config, capsys):
         assert row["beside"]["packed"]["host_bytes"] * 256 == row["host_bytes"] * 66
     assert main(["plan", config, "--lengths", "4096"]) == 0
     assert "full / packed_small" in capsys.readouterr().out
-    for other in (["--policy", "quest"], ["--set", "key_codec=int4"], ["--set", "chunk_size=5"]):
+    for other in (["--policy", "quest"], ["--set", "keys=exact"], ["--set", "chunk_size=5"]):
         assert [row["beside"] for row in answer(capsys, config, "--lengths", "4096", *other)] == [{}]
 
 
 def test_what_no_kernel_can_fetch_is_not_planned(config, capsys, monkeypatch):
-    kernels = {"": {"packed", "packed_small"}, "value_dtype='int4'": set()}
+    kernels = {"": {"packed", "packed_small"}, "keys='exact'": set()}
     layout = ShadowKV.host_layout
     for told, there in kernels.items():
         monkeypatch.setattr(
@@ -102,7 +102,7 @@ def test_bytes_of_packed_codes(config, capsys):
 
 
 def test_long_settings_are_told_whole(config, capsys):
-    long = "shadowkv:key_codec=transform:landmark_dtype=int4:value_dtype=int4:key_bits=1.333:chunk_size=8:budget=2048"
+    long = "shadowkv:keys=transform:landmarks.dtype=int4:values.dtype=int4:keys.bits=1.333:chunk_size=8:budget=2048"
     assert main(["policies", "--model", config, "--context", "8192", "--policies", long]) == 0
     rows = [line.split("│")[1].strip() for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     assert "".join(rows) == long

@@ -18,6 +18,8 @@ from jshadow.errors import CapacityError, ConfigError, Infeasible, PromptError, 
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import footprint, step_footprint
 from jshadow.policies import POLICIES, DenseFirst, Full, ShadowKV, ShadowKVPlus, SpeCache, StreamingLLM
+from jshadow.policies.settings import with_settings
+from jshadow.policies.shadowkv import Quirks
 from jshadow.policies.sizing import at_share
 from jshadow.weights.params import init_params
 
@@ -390,11 +392,11 @@ def test_lists_of_policies_and_modes_must_match():
 
 def test_settings_of_shadowkv_plus():
     resolved = ShadowKVPlus.reference().resolve(TINY, CAPACITY)
-    assert (resolved.turn_selection, resolved.score_dim, resolved.exact_preload) == ("each", 128, True)
-    wrong = {"extend_piece": 65, "turn_selection": "shared", "plus_mode": "both", "extra_outlier_chunks": -1}
+    assert resolved.quirks == dataclasses.replace(Quirks.published(), turn_selection="each")
+    wrong = {"extend_piece": 65, "quirks.turn_selection": "shared", "extra_outlier_chunks": -1}
     for field, value in wrong.items():
-        with pytest.raises(ConfigError, match=field):
-            ShadowKVPlus(**{field: value}).resolve(TINY, CAPACITY)
+        with pytest.raises(ConfigError, match=rf"shadowkv_plus\.{field} must be"):
+            with_settings(ShadowKVPlus(), {field: value}).resolve(TINY, CAPACITY)
     assert "shadowkv_plus has nothing" in ShadowKVPlus().resolve(TINY, 32).fallback(TINY, 32)
 
 

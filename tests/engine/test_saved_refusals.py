@@ -21,11 +21,10 @@ from tiny_text import byte_tokenizer
 
 from jshadow import Full, StreamingLLM, load_state, save_state
 from jshadow.cache import host_memory, offload
-from jshadow.engine.saved_record import completed, policy_record
 from jshadow.engine.saved_state import header_digest, read_state_info
 from jshadow.errors import CheckpointError, ConfigError, HostMemoryError, StateMismatch
 from jshadow.models.config import RopeConfig
-from jshadow.policies import Pyramid
+from jshadow.policies.settings import with_settings
 from jshadow.weights.digest import canonical, raw_bytes, sha256
 from jshadow.weights.params import Params, init_params
 
@@ -156,37 +155,33 @@ def test_a_policy_that_is_none_here(tmp_path, settings, told):
         load_state(tmp_path / "state", small()[0])
 
 
-# Files of an older version, and files that are good but not for this machine
-
-CODES = (
-    "selection_rounds", "outlier_rule", "key_codec", "key_profile", "key_bits", "key_weights", "landmark_tokens",
-    "landmark_levels", "landmark_order", "landmark_dtype", "value_dtype",
-)  # fmt: skip
+# Files of other settings, and files that are good but not for this machine
 
 
-def before_codes(tensors: Tensors, texts: Texts) -> None:
-    """As it was written when ShadowKV had one code for its keys."""
-    for name in CODES:
+def without(name: str) -> Any:
+    """A change that deletes one of the policy's settings."""
+
+    def change(tensors: Tensors, texts: Texts) -> None:
         del texts["policy"]["settings"][name]
 
-
-def test_a_state_from_before_there_were_codes(tmp_path):
-    seal(tmp_path / "state", before_codes)
-    for policy in (None, POLICY):
-        loaded = load_state(tmp_path / "state", small()[0], policy)
-        assert equal(loaded, small()[1])
-        assert (loaded.policy.key_codec, loaded.policy.landmark_tokens) == ("lowrank", POLICY.chunk_size)
-    other = dataclasses.replace(POLICY, landmark_tokens=2, value_dtype="int8")
-    found = lines_of(tmp_path / "state", small()[0], other)
-    assert found == ["policy.settings.landmark_tokens", "policy.settings.value_dtype"]
+    return change
 
 
-def test_records_from_before_in_a_wrapper():
-    wrapped = policy_record(Pyramid(POLICY).resolve(SMALL, 16))
-    old = {name: value for name, value in wrapped["settings"]["inner"]["settings"].items() if name not in CODES}
-    record = wrapped | {"settings": wrapped["settings"] | {"inner": {"name": "shadowkv", "settings": old}}}
-    assert completed(record) == wrapped != record
-    assert completed(wrapped) == wrapped
+@pytest.mark.parametrize("name", ["rank", "keys.weights", "landmarks.tokens"])
+def test_a_file_that_lacks_a_setting_is_refused(tmp_path, name):
+    seal(tmp_path / "state", without(name))
+    with pytest.raises(StateMismatch, match=rf"policy\.settings\.{name}: file has nothing"):
+        load_state(tmp_path / "state", small()[0])
+
+
+def test_other_codes_are_refused_by_their_dotted_names(tmp_path):
+    save_small(tmp_path / "state")
+    other = with_settings(POLICY, {"landmarks.tokens": 2, "values.dtype": "int8"})
+    differences = lines_of(tmp_path / "state", small()[0], other)
+    assert differences == ["policy.settings.landmarks.tokens", "policy.settings.values.dtype"]
+    other = with_settings(POLICY, {"rank": None, "keys": "transform", "keys.profile": (0, 2, 4)})
+    differences = lines_of(tmp_path / "state", small()[0], other)
+    assert differences == [f"policy.settings.{name}" for name in ("keys", "keys.bits", "keys.profile", "rank")]
 
 
 def test_a_state_that_cannot_be_held_here_is_not_damaged(tmp_path, monkeypatch):

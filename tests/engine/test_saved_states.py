@@ -32,6 +32,7 @@ from jshadow.engine import decode
 from jshadow.engine.saved_state import places, read_state_info
 from jshadow.errors import CheckpointError, PromptError, StateMismatch
 from jshadow.policies import POLICIES, Full
+from jshadow.policies.settings import dotted_settings
 from jshadow.weights.params import Params, init_params
 
 policies = pytest.mark.parametrize("name", POLICY_CASES)
@@ -176,7 +177,7 @@ def test_info(tmp_path):
     info = read_state_info(tmp_path / "state")
     assert info["tokens"] == tokens
     assert info["lengths"] == state.lengths.tolist()
-    assert info["policy"] == {"name": "shadowkv", "settings": dataclasses.asdict(state.policy)}
+    assert info["policy"] == {"name": "shadowkv", "settings": dotted_settings(state.policy)}
     assert info["config"]["rope"]["theta"] == TINY.rope.theta
     assert info["weights"] == model().digest
     assert info["windows"] == [spec.window for spec in state.specs]

@@ -32,6 +32,8 @@ from jshadow.policies import (
     SnapKV,
     StreamingLLM,
 )
+from jshadow.policies.settings import policy_settings
+from jshadow.policies.shadowkv import TransformCode
 from jshadow.weights.params import Params, init_params
 
 CONFIG = ModelConfig("llama", 512, 2, 32, 48, 4, 2, 16, 1e-5, 2048, eos_ids=(256,))
@@ -175,22 +177,22 @@ def test_sweeps_are_read(capsys: pytest.CaptureFixture[str]) -> None:
             cli_eval.parse_sweeps([wrong])
     more = cli_eval.parse_sweeps(["shadowkv:rank=8|16:budget=32", "shadowkv:rank=24|32", "loki:columns=1|2"])
     assert more["rank"] == [*SWEEPS["rank"], ShadowKV(rank=24), ShadowKV(rank=32)]
-    profiles = cli_eval.parse_sweeps(["shadowkv:key_profile=3,6,8|0,2,4:key_codec=transform"])["key_profile"]
-    assert [policy.settings()["key_profile"] for policy in profiles] == [(3, 6, 8), (0, 2, 4)]
+    profiles = cli_eval.parse_sweeps(["shadowkv:keys.profile=3,6,8|0,2,4:keys=transform"])["keys.profile"]
+    assert [policy_settings(policy)["keys.profile"] for policy in profiles] == [(3, 6, 8), (0, 2, 4)]
 
 
 def test_a_swept_setting_that_another_one_stands_for_is_told_as_given(params: Params) -> None:
     """Bits become a profile; of what is not swept the settings are those that ran."""
-    policy = ShadowKV(key_codec="transform", key_bits=2.0)
+    policy = ShadowKV(keys=TransformCode(bits=2.0))
     resolved = policy.resolve(params.config, 96)
-    assert resolved.key_bits is None
-    swept = runner.settings_of(Entry(policy, sweeps=("key_bits", "rank")), resolved)
-    assert swept == resolved.settings() | {"key_bits": 2.0}
-    assert runner.settings_of(Entry(policy), resolved) == resolved.settings()
+    assert resolved.keys.bits is None
+    swept = runner.settings_of(Entry(policy, sweeps=("keys.bits", "rank")), resolved)
+    assert swept == policy_settings(resolved) | {"keys.bits": 2.0}
+    assert runner.settings_of(Entry(policy), resolved) == policy_settings(resolved)
 
 
 def test_a_tuple_in_a_list_of_policies_is_one_setting() -> None:
-    coded = "shadowkv:key_codec=transform:key_profile=3,6,8"
+    coded = "shadowkv:keys=transform:keys.profile=3,6,8"
     assert cli_eval.split_policies(f"full, {coded}:budget=32,quest") == ["full", f"{coded}:budget=32", "quest"]
     with pytest.raises(ConfigError, match="without empty parts"):
         cli_eval.split_policies("full,,quest")

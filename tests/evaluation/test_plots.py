@@ -104,7 +104,7 @@ def test_divergence_has_a_logarithmic_axis_without_full() -> None:
 
 
 def test_a_key_code_is_a_line_of_its_own_and_bytes_moved_a_panel() -> None:
-    coded = [row(task="agreement", kl=kl, kl_stderr=0.0, settings={"key_codec": "transform"}, served_moved_bytes=size)
+    coded = [row(task="agreement", kl=kl, kl_stderr=0.0, settings={"keys": "transform"}, served_moved_bytes=size)
              for kl, size in ((0.02, 3_000_000), (0.04, 1_000_000))]  # fmt: skip
     figure = plots.plot_memory([*AGREEMENT, *coded], measure="kl", moved=True)
     held, moved = figure.axes
@@ -119,8 +119,8 @@ def test_a_key_code_is_a_line_of_its_own_and_bytes_moved_a_panel() -> None:
 @pytest.mark.parametrize("profiles", [((16, 64, 64), (4, 40, 32)), ([16, 64, 64], [4, 40, 32]), ("int4", "exact")])
 def test_steps_that_are_no_numbers_stand_by_name(profiles: Any, tmp_path: Path) -> None:
     """A profile is a tuple, and a list once it was JSON."""
-    rows = [one | {"settings": {"key_profile": profile}} for one, profile in zip(SWEEP, profiles, strict=False)]
-    axis = plots.plot_sweep(rows, "key_profile", tmp_path / "sweep.png").axes[0]
+    rows = [one | {"settings": {"keys.profile": profile}} for one, profile in zip(SWEEP, profiles, strict=False)]
+    axis = plots.plot_sweep(rows, "keys.profile", tmp_path / "sweep.png").axes[0]
     assert [text.get_text() for text in axis.get_xticklabels()] == [str(profile) for profile in sorted(profiles)]
 
 
@@ -136,23 +136,23 @@ def test_each_sweep_is_a_line() -> None:
 
 def test_landmarks_of_another_length_are_a_line_of_their_own() -> None:
     """But for the sweep over those lengths."""
-    settings = {"key_codec": "transform", "chunk_size": 8}
-    marks = [(2, ["key_bits"]), (8, ["key_bits"]), (2, ["landmark_tokens"]), (8, ["landmark_tokens"])]
-    rows = [row(settings=settings | {"landmark_tokens": tokens}, sweeps=sweeps) for tokens, sweeps in marks]
+    settings = {"keys": "transform", "chunk_size": 8}
+    marks = [(2, ["keys.bits"]), (8, ["keys.bits"]), (2, ["landmarks.tokens"]), (8, ["landmarks.tokens"])]
+    rows = [row(settings=settings | {"landmarks.tokens": tokens}, sweeps=sweeps) for tokens, sweeps in marks]
     names = [name for one in rows for name in results.lines_of(one)]
     assert names == [
         "shadowkv transform, landmarks of 2, bits a column", "shadowkv transform, bits a column",
         "shadowkv transform, tokens a landmark", "shadowkv transform, tokens a landmark",
     ]  # fmt: skip
-    both = settings | {"landmark_tokens": 2, "landmark_levels": 2, "landmark_order": 2}
-    swept = ("key_bits", "landmark_order", "landmark_levels")
+    both = settings | {"landmarks.tokens": 2, "landmarks.levels": 2, "landmarks.order": 2}
+    swept = ("keys.bits", "landmarks.order", "landmarks.levels")
     assert [results.kind_of(row(settings=both), name) for name in swept] == [
         "shadowkv transform, landmarks of 2, 2 levels, variance",
         "shadowkv transform, landmarks of 2, 2 levels", "shadowkv transform, landmarks of 2, variance",
     ]  # fmt: skip
-    bits = [row(score=50.0, settings=settings | {"landmark_tokens": tokens, "key_bits": bits}, sweeps=["key_bits"])
+    bits = [row(score=50.0, settings=settings | {"landmarks.tokens": tokens, "keys.bits": bits}, sweeps=["keys.bits"])
             for tokens in (2, 8) for bits in (2.0, 4.0)]  # fmt: skip
-    assert [len(box.lines[0].get_xdata()) for box in plots.plot_sweep(bits, "key_bits").axes[0].containers] == [2, 2]
+    assert [len(box.lines[0].get_xdata()) for box in plots.plot_sweep(bits, "keys.bits").axes[0].containers] == [2, 2]
 
 
 def test_a_control_and_a_taught_method_are_lines_of_their_own() -> None:

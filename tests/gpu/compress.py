@@ -14,7 +14,7 @@ from gpu.synthetic import free, on_device
 from gpu.timing import build, series
 from jshadow.engine.prefill_layer import piece_attention, put
 from jshadow.planner.bytes import pieces_of
-from jshadow.policies.shadowkv.key_codecs.factorise import key_factors
+from jshadow.policies.shadowkv.key_codecs.lowrank import key_factors
 
 PIECE = 2048  # tokens of a piece of a prompt, as in `prefill`
 

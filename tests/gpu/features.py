@@ -17,7 +17,8 @@ from jshadow.engine import decode
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import top_k
 from jshadow.policies import ShadowKV
-from jshadow.policies.shadowkv.key_codecs.factorise import EXACT, key_factors
+from jshadow.policies.shadowkv import TransformCode
+from jshadow.policies.shadowkv.key_codecs.lowrank import EXACT, key_factors
 from jshadow.weights.params import init_params
 from pallas_kernels import ChosenKeys, HostRows, fetch_reconstruct
 
@@ -26,7 +27,7 @@ SMALL_MODEL = ModelConfig("llama", 101, 2, 32, 48, 4, 2, 16, 1e-5, 1024)
 LENGTHS, CAPACITY, STEPS = (310, 171, 59), 352, 6
 POLICIES = {
     "": ShadowKV(rank=24, chunk_size=8, budget=64, outlier_chunks=4),
-    "packed, ": ShadowKV(**PACKED, key_profile=(4, 16, 12), chunk_size=8, budget=64, outlier_chunks=4),
+    "packed, ": ShadowKV(**PACKED, keys=TransformCode(profile=(4, 16, 12)), chunk_size=8, budget=64, outlier_chunks=4),
 }
 # Of logits of unit variance (sums in another order), and the share of selected ids: a near tie may fall to either side.
 NEAR = {"float32": 2e-3, "bfloat16": 0.1}

@@ -7,6 +7,7 @@ from aot.models import LLAMA
 from gpu.environment import GIB
 from jshadow.models.config import ModelConfig
 from jshadow.policies import ShadowKV
+from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
 
 LEFT = 64  # tokens of a capacity that the prompt leaves
 
@@ -59,18 +60,16 @@ class Sizes:
         return capacity - LEFT
 
 
-PACKED = {
-    "key_codec": "transform", "landmark_tokens": 2, "landmark_levels": 2, "landmark_order": 2, "landmark_dtype": "int4",
-    "value_dtype": "int4",
-}  # fmt: skip
+BITS, PROFILE = TransformCode(bits=2), TransformCode(profile=(4, 16, 12))
+PACKED = {"landmarks": Landmarks(tokens=2, levels=2, order=2, dtype="int4"), "values": Values("int4")}
 # Ceilings of gigabytes: at half a gigabyte, a launch takes as long as the reading.
 REAL = Sizes(
-    False, LLAMA, ShadowKV(), ShadowKV(**PACKED, key_bits=2), (122_880, 61_440), (24, 48), None, None, singles=8,
+    False, LLAMA, ShadowKV(), ShadowKV(**PACKED, keys=BITS), (122_880, 61_440), (24, 48), None, None, singles=8,
     runs=3, run_steps=6, repeats=10, big_units=300_000, ceiling_bytes=4 * GIB, ceiling_side=8192, cases=None,
     workers=4,
 )  # fmt: skip
 DRY = Sizes(
     True, ModelConfig("llama", 128, 2, 64, 96, 4, 2, 16, 1e-5, 4096), ShadowKV(rank=8, outlier_chunks=4, budget=80),
-    ShadowKV(**PACKED, key_profile=(4, 16, 12), outlier_chunks=4, budget=80), (1024, 512), (2, 2), 2 * GIB, 2**19,
+    ShadowKV(**PACKED, keys=PROFILE, outlier_chunks=4, budget=80), (1024, 512), (2, 2), 2 * GIB, 2**19,
     singles=2, runs=2, run_steps=3, repeats=2, big_units=96, ceiling_bytes=2**20, ceiling_side=64, cases=1, workers=2,
 )  # fmt: skip

@@ -22,6 +22,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.bytes import abstract_state
 from jshadow.policies import Policy, ShadowKV
+from jshadow.policies.shadowkv.state import fields_of
 
 DTYPE = "bfloat16"
 
@@ -87,7 +88,7 @@ def weights(config: ModelConfig, dtype: str = DTYPE) -> dict:
 
 def steered(policy: ShadowKV, prompt: int) -> Steered:
     """The policy's settings, steered, for prompts of that many tokens."""
-    return Steered(**dataclasses.asdict(policy), prompt=prompt)
+    return Steered(**fields_of(policy), prompt=prompt)
 
 
 def state(config: ModelConfig, policy: Policy, batch: int, capacity: int, prompt: int, fetch: str) -> KVState:

@@ -16,7 +16,9 @@ from jshadow.ops.packing import join_rows, quantise_rows
 from jshadow.ops.rope import cos_sin, rotate
 from jshadow.planner.bytes import abstract_state
 from jshadow.policies import ShadowKV
-from jshadow.policies.shadowkv.key_codecs import Sizes, Transform
+from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
+from jshadow.policies.shadowkv.costs import landmark_bytes
+from jshadow.policies.shadowkv.key_codecs import Sizes, TransformCodec
 from pallas_kernels.bits import packed_width
 
 TO_WATCH = [PACKED[0], PACKED[2], PACKED[4]]
@@ -45,7 +47,7 @@ def test_keys_and_values(case):
 @pytest.mark.parametrize("profile", [(5, 22, 28), (0, 64, 0), (0, 0, 12)])
 def test_the_reference_is_the_codec(profile, dtype):
     """What the library encodes and expands, rotated, is what the op makes of the same bytes."""
-    rng, codec = np.random.default_rng(0), Transform(profile)
+    rng, codec = np.random.default_rng(0), TransformCodec(profile)
     keys = jnp.asarray(rng.standard_normal((2, 40, 2, 64)) * (1 + np.arange(64)) ** -0.5, dtype)
     code = codec.encode(keys, jnp.array([40, 33]), 10, 4)
     ids = jnp.asarray(rng.integers(0, 10, (2, 2, 7)), jnp.int32)
@@ -146,9 +148,13 @@ def test_each_landmark_is_read_once(case, watched):  # noqa: F811
 def test_a_step_reads_the_bytes_that_the_plan_counts(dtype, watched):  # noqa: F811
     """Left rows, landmarks and host rows of a policy's own state, element by element."""
     policy = ShadowKV(
-        key_codec="transform", key_profile=(3, 10, 8), budget=32, outlier_chunks=2, local_chunks=1, landmark_tokens=2,
-        landmark_dtype="int4", value_dtype="int4",
-    )  # fmt: skip
+        budget=32,
+        outlier_chunks=2,
+        local_chunks=1,
+        keys=TransformCode(profile=(3, 10, 8)),
+        landmarks=Landmarks(tokens=2, dtype="int4"),
+        values=Values("int4"),
+    )
     shapes = abstract_state(TINY, policy, batch=2, capacity=96, prompt=90, dtype=dtype, fetch="zero_copy")
     spec, layer, rng = shapes.specs[0], shapes.layers[0], np.random.default_rng(0)
     policy, layout = spec.policy, spec.policy.host_layout(spec)
@@ -175,12 +181,12 @@ def test_a_step_reads_the_bytes_that_the_plan_counts(dtype, watched):  # noqa: F
     )  # fmt: skip
     (source, _, factors), (_, chunks) = watched
     planned = policy.step_bytes(spec, layer)
-    width = packed_width(policy.key_profile)
+    width = packed_width(policy.keys.profile)
     assert factors.left.reads.sum() == planned["left"][0] == 2 * 2 * count * policy.chunk_size * width
     assert source.prompt.reads.sum() == planned["values"][1] == 2 * 2 * count * unit_bytes(spec, layout)
     read = chunks.landmarks.reads.sum() + chunks.scale.reads.sum() * chunks.scale.dtype.itemsize
     assert read == planned["landmarks"][0]
-    assert read == policy.landmark_bytes(2 * layout.units, Sizes(2, spec.head_dim, dtype))
+    assert read == landmark_bytes(policy, 2 * layout.units, Sizes(2, spec.head_dim, dtype))
 
 
 # Programs, and what callers are told

@@ -122,11 +122,11 @@ def test_zero_copy_moves_only_what_the_step_before_did_not_leave(name):
             tiers[0] = tiers[0][:, :, : layer.frozen.candidates.shape[2]]
             row, head, place = np.nonzero(ids >= 0)
             want = np.concatenate(tiers, axis=2)[row, head, ids[row, head, place]]
-            if setting(name, "restricted").value_dtype == "int4":
+            if setting(name, "restricted").values.dtype == "int4":
                 want = oracle_codec.host_row_values(want, tokens=4, dim=16, bits=4).reshape(len(want), -1)
             np.testing.assert_array_equal(kept[row, head, place], want)
     counted = np.asarray(state.counters.fetched) * offload.FETCH_QUANTUM
-    unit = 4 * 16 * 4 if state.policy.value_dtype == "model" else PACKED_MOVES[1]
+    unit = 4 * 16 * 4 if state.policy.values.dtype == "model" else PACKED_MOVES[1]
     # Each step's count is cut to whole quanta.
     assert (np.abs(counted - chunks * unit) < 6 * 3 * offload.FETCH_QUANTUM).all()
     if unit % offload.FETCH_QUANTUM == 0:

@@ -11,6 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import CONFIGS, model, random_tokens, run_steps
+from oracle_settings import oracle_settings
 
 from jshadow.engine import decode
 from jshadow.policies import Full, ShadowKV, StreamingLLM
@@ -51,7 +52,8 @@ def oracle_policy(policy):
     """The oracle's own policy of the same settings."""
     theirs = ORACLES[type(policy)]
     names = {field.name for field in dataclasses.fields(theirs)}
-    return theirs(**{name: value for name, value in dataclasses.asdict(policy).items() if name in names})
+    settings = oracle_settings(policy) if isinstance(policy, ShadowKV) else dataclasses.asdict(policy)
+    return theirs(**{name: value for name, value in settings.items() if name in names})
 
 
 @functools.cache

@@ -16,9 +16,9 @@ from jshadow.cache.records import Rebuild
 from jshadow.models.config import RopeConfig
 from jshadow.ops import attention, rope
 from jshadow.ops import layout as chunking
-from jshadow.policies.shadowkv import landmarks
-from jshadow.policies.shadowkv.key_codecs import LowRank
-from jshadow.policies.shadowkv.key_codecs import factorise as lowrank
+from jshadow.policies.shadowkv import landmarks, selection
+from jshadow.policies.shadowkv.key_codecs import LowRankCodec, lowrank
+from jshadow.policies.shadowkv.selection import Scoring
 
 
 def normal(*shape, seed=0, dtype="float32"):
@@ -201,7 +201,7 @@ def test_rebuilt_keys_are_the_rotated_product():
     keys, lengths, ids = normal(2, 24, 2, 16), jnp.array([24, 24]), jnp.array([[[5, 0], [2, 2]], [[1, 4], [3, 5]]])
     left, right = lowrank.key_factors(keys, lengths, 32)
     inverse = jnp.asarray(rope.inverse_frequencies(RopeConfig(), 16))
-    got = Rebuild(left.reshape(2, 6, 4 * 32), right, inverse, codec=LowRank(32), unit=4).keys(ids)
+    got = Rebuild(left.reshape(2, 6, 4 * 32), right, inverse, codec=LowRankCodec(32), unit=4).keys(ids)
     for b, h in np.ndindex(2, 2):
         tokens = oracle.tokens_of(np.asarray(ids[b, h]), 4)
         want = oracle.apply_rope(wide(keys[b]), np.arange(24), RopeConfig())[tokens, h]
@@ -260,9 +260,9 @@ def test_landmarks_and_their_scores():
     # two query rows of which only the first counts; a chunk that is no candidate takes no mass
     q, candidates = normal(1, 2, 6, 16, seed=6), jnp.ones((1, 2, 5), bool).at[0, 1, 3].set(False)
     logits = landmarks.landmark_logits(q, means, candidates[:, :, None], 0.25)
-    shared = landmarks.chunk_scores(logits, jnp.array([[True, False]]), shared=True)
-    each = landmarks.chunk_scores(logits, jnp.array([[True, True]]), shared=False)
-    rounded = landmarks.chunk_scores(logits, jnp.array([[True, True]]), shared=True, dtype="bfloat16")
+    shared = selection.chunk_scores(logits, jnp.array([[True, False]]), Scoring(0.25, shared=True))
+    each = selection.chunk_scores(logits, jnp.array([[True, True]]), Scoring(0.25))
+    rounded = selection.chunk_scores(logits, jnp.array([[True, True]]), Scoring(0.25, True, "bfloat16"))
     for head in range(2):
         open_to = np.asarray(candidates[0, head])
         products = [wide(q[0, t, head * 3 : head * 3 + 3]) @ want[0, head].T * 0.25 for t in range(2)]

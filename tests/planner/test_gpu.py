@@ -22,6 +22,7 @@ from jshadow.planner.gpu_plan import Serving, step_bound
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GPUS
 from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM
 from jshadow.policies.costs import costs_of
+from jshadow.policies.settings import with_settings
 
 LLAMA_3_8B_1M = ModelConfig(
     model_type="llama", vocab_size=128256, num_layers=32, model_dim=4096, ffn_dim=14336, q_heads=32, kv_heads=8,
@@ -82,7 +83,7 @@ def test_fifty_packed_requests_fit(gpu):
     """Device and host bytes of 50 requests; the paper's setting holds half as many on an A100."""
     plan = packed_beside(gpu, 50)
     small, chunks = plan.beside["small"], 122_944 // 8 - 4
-    assert small.policy.key_profile == (22, 214, 168)
+    assert small.policy.keys.profile == (22, 214, 168)
     assert small.fits
     assert small.largest_batch >= 50
     # A token's code and its part of a landmark, in each of 32 layers
@@ -109,7 +110,7 @@ def test_a_host_s_memory_is_a_limit():
     told = limited.to_json()
     assert told["host_limit"] == MACHINE_HOST
     for name, side in limited.beside.items():
-        assert told["beside"][name]["policy"]["key_profile"] == side.policy.key_profile
+        assert told["beside"][name]["policy"]["keys.profile"] == side.policy.keys.profile
         assert told["beside"][name]["ratio"] == limited.ratio_of(side) > told["ratio"]
 
 
@@ -209,13 +210,16 @@ def test_what_a_step_moves_is_what_steps_count(name, fetch):
 
 MIDDLE = dataclasses.replace(TINY, num_layers=2, model_dim=128, ffn_dim=256, q_heads=8, kv_heads=4, head_dim=32,
                              vocab_size=503, context=8192)  # fmt: skip
-MIDDLE_CODES = {"lowrank": {"rank": 64}, "transform": {"key_profile": (32, 64, 32)}, "int4": {}}
+MIDDLE_CODES = {"lowrank": {"rank": 64}, "transform": {"keys.profile": (32, 64, 32)}}
 MIDDLE_POLICIES = {
     "full": Full(),
     "streaming_llm": StreamingLLM(window=1000),
-    **{name: dataclasses.replace(case.restricted, budget=512, chunk_size=8, **MIDDLE_CODES[case.restricted.key_codec])
-       for name, case in POLICY_CASES.items() if name.startswith("shadowkv")},
-}  # fmt: skip
+    **{
+        name: with_settings(case.restricted, {"budget": 512, "chunk_size": 8} | MIDDLE_CODES[case.restricted.keys.name])
+        for name, case in POLICY_CASES.items()
+        if name.startswith("shadowkv")
+    },
+}
 
 
 @pytest.mark.parametrize("name", MIDDLE_POLICIES)

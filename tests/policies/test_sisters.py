@@ -38,7 +38,6 @@ from jshadow.policies import (
     Policy,
     Pyramid,
     Quest,
-    ShadowKV,
     SnapKV,
     SpeCache,
     StreamingLLM,
@@ -46,6 +45,7 @@ from jshadow.policies import (
 )
 from jshadow.policies.eviction import best_positions
 from jshadow.policies.omnikv.policy import OmniKVFilter, OmniKVSparse
+from jshadow.policies.settings import policy_settings
 from jshadow.policies.sizing import at_share
 from jshadow.policies.snapkv import pool
 from jshadow.policies.units import within_share
@@ -474,7 +474,7 @@ WRAPPED = {
     "steepness": (Pyramid(steepness=0.5), "pyramid.steepness"),
     "flag": (Pyramid(steepness=True), "pyramid.steepness"),
     "top_p": (Quest(top_p=0.0), "quest.top_p"),
-    "top_p flag": (ShadowKV(top_p=True), "shadowkv.top_p"),
+    "top_p flag": (Quest(top_p=True), "quest.top_p"),
     "infllm pool": (InfLLM(budget=256, cached=128), "infllm.cached"),
     "infllm fetched": (InfLLM(budget=256, fetched=512), "infllm.fetched"),
     "normalise": (H2O(normalise="no"), "h2o.normalise"),
@@ -500,7 +500,7 @@ def test_wrappers_come_from_the_command_line():
     assert made == DenseFirst(Pyramid(Quest(budget=64, dense_layers=0), steepness=4), layers=1)
     name, *again = label(made).split(":")
     assert parse_policy(name, again) == made
-    assert made.settings()["inner"]["inner"]["name"] == "quest"
+    assert policy_settings(made)["inner"]["inner"]["name"] == "quest"
     assert parse_policy("omnikv", ["filter_layers=[0,3]"]) == OmniKV(filter_layers=(0, 3))
     with pytest.raises(ConfigError, match="or of a wrapper"):
         parse_policy("quest", ["pyramid.width=3"])
@@ -520,7 +520,7 @@ def test_top_p_attends_to_fewer_and_a_flat_context_to_more():
     prompt = random_tokens(1, 90, seed=8)
     attended = []
     for share in (1.0, 0.9, 0.3):
-        policy = ShadowKV(rank=32, budget=64, chunk_size=4, outlier_chunks=0, local_chunks=1, top_p=share)
+        policy = Quest(budget=64, unit=4, dense_layers=0, top_p=share)
         _, state = decode.prefill(model(), prompt, [90], policy, capacity=128)
         _, state = run_steps(model(), state, random_tokens(1, 4, seed=9))
         attended.append(float(state.counters.attended[0]))

@@ -38,6 +38,7 @@ from jshadow.policies import (
     StreamingLLM,
 )
 from jshadow.policies.registry import LAW_SETTINGS
+from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, Quirks, TransformCode, Values
 from jshadow.weights.params import Params, init_params
 
 # Three layers: the probe has three kinds of them. A prime vocabulary: a wrong reshape cannot hide.
@@ -79,26 +80,26 @@ def lossless_of(policy: type[Policy]) -> Callable[[int, ModelConfig], Policy]:
 
 # Few outliers, so that most chunks are really selected, rebuilt and fetched.
 SMALL: dict[str, Any] = dict(chunk_size=4, outlier_chunks=2, local_chunks=2)
-REFERENCE: dict[str, Any] = dict(score_dim=128, score_dtype="bfloat16", exact_preload=True, chunk_multiple=2)
+QUIRKS = Quirks(score_dim=128, score_dtype="bfloat16", exact_preload=True, chunk_multiple=2)
 PLUS: dict[str, Any] = dict(chunk_size=4, outlier_chunks=2, local_chunks=1, extra_outlier_chunks=2, extend_piece=6)
 
 
 # Codes beyond the paper's, small enough that each loses something.
-PACKED: dict[str, Any] = dict(landmark_tokens=2, landmark_dtype="int4")
-TRANSFORM: dict[str, Any] = dict(key_codec="transform", key_profile=(3, 6, 8), key_weights="queries")
+PACKED = Landmarks(tokens=2, dtype="int4")
+TRANSFORM = TransformCode(profile=(3, 6, 8), weights="queries")
 
 
-def codec_case(
-    policy: type[ShadowKV], value_dtype: str = "model", lossy: dict[str, Any] | None = None, **settings: Any
-):
-    """A ShadowKV whose keys are in the code of `lossy`, by which outliers are chosen too, and whose values may be
-    packed; and with exact keys and values, where landmarks choose among all chunks."""
+def codec_case(policy: type[ShadowKV], keys: TransformCode, values: str, **settings: Any):
+    """A ShadowKV whose keys are in a code, by which outliers are chosen too, and whose values are packed.
+
+    Its lossless setting has exact keys and values, and landmarks choose among all chunks.
+    """
 
     def lossless(num_tokens: int, config: ModelConfig) -> Policy:
-        return policy(key_codec="exact", budget=max(num_tokens, 8), **settings)
+        return policy(keys=ExactKeys(), budget=max(num_tokens, 8), **settings)
 
-    settings_of_codes = {"outlier_rule": "both", "value_dtype": value_dtype, **(lossy or {})}
-    return PolicyCase(policy(budget=16, **settings_of_codes, **settings), lossless)
+    codes = {"keys": keys, "values": Values(values), "choice": Choice(outlier_rule="both")}
+    return PolicyCase(policy(budget=16, **codes, **settings), lossless)
 
 
 def shadowkv_case(policy: type[ShadowKV], **settings: Any) -> PolicyCase:
@@ -158,26 +159,23 @@ POLICY_CASES = {
         lossless_of(InfLLM),
     ),
     "shadowkv": shadowkv_case(ShadowKV, **SMALL),
-    "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, **REFERENCE),
+    "shadowkv_reference": shadowkv_case(ShadowKV, **SMALL, quirks=QUIRKS),
     "shadowkv_plus": shadowkv_case(ShadowKVPlus, **PLUS),
-    "shadowkv_projected": shadowkv_case(ShadowKVPlus, **SMALL, plus_mode="project_only"),
-    "shadowkv_transform": codec_case(ShadowKV, "int4", TRANSFORM, **SMALL, **PACKED),
-    "shadowkv_int4": codec_case(ShadowKV, "int8", dict(key_codec="int4"), **SMALL, landmark_dtype="int8"),
+    "shadowkv_transform": codec_case(ShadowKV, TRANSFORM, "int4", **SMALL, landmarks=PACKED),
     "shadowkv_plus_transform": codec_case(
-        ShadowKVPlus, "int4", TRANSFORM, **PLUS, **PACKED, landmark_levels=2, landmark_order=2
+        ShadowKVPlus, TRANSFORM, "int4", **PLUS, landmarks=dataclasses.replace(PACKED, levels=2, order=2)
     ),
-    "shadowkv_two_rounds": shadowkv_case(ShadowKV, **SMALL, **PACKED, selection_rounds=2, key_weights="queries"),
+    "shadowkv_two_rounds": shadowkv_case(
+        ShadowKV, **SMALL, landmarks=PACKED, choice=Choice(rounds=2), keys=LowRank(weights="queries")
+    ),
     "shadowkv_levels": shadowkv_case(
-        ShadowKV, **SMALL, landmark_tokens=1, landmark_levels=2, landmark_order=2, exact_preload=True
+        ShadowKV, **SMALL, landmarks=Landmarks(tokens=1, levels=2, order=2), quirks=Quirks(exact_preload=True)
     ),
     "dense_first": PolicyCase(
         DenseFirst(SpeCache(bits=1, group=8, residual=8, fetched=6), layers=1),
         lambda num_tokens, config: DenseFirst(lossless_of(SpeCache)(num_tokens, config), layers=1),
     ),
     "quest_top_p": PolicyCase(Quest(budget=24, unit=4, dense_layers=0, top_p=0.3), lossless_of(Quest)),
-    "shadowkv_top_p": PolicyCase(
-        ShadowKV(rank=12, budget=16, top_p=0.6, **SMALL), shadowkv_case(ShadowKV, **SMALL).lossless
-    ),
     "pyramid": PolicyCase(
         Pyramid(DenseFirst(Quest(budget=12, unit=4, dense_layers=0), layers=1), steepness=4.0),
         lambda num_tokens, config: Pyramid(lossless_of(Quest)(num_tokens, config), steepness=1.0),

@@ -11,12 +11,14 @@ from typing import NamedTuple
 import numpy as np
 import oracle
 from cases import TINY
+from oracle_settings import oracle_settings
 
 from jshadow.cache.records import LayerState
 from jshadow.cache.spec import CacheSpec
 from jshadow.engine import decode
 from jshadow.models.config import ModelConfig
 from jshadow.policies import ShadowKV, ShadowKVPlus
+from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, Quirks
 from jshadow.weights.params import Params, init_params
 
 TURN, TURNS, STEPS = 20, 2, 2  # most tokens of a turn, turns, decode steps
@@ -70,56 +72,92 @@ SETTINGS = {
     "shared": Setting(
         "two",
         (160, 288),
-        ShadowKV(12, 4, 24, 2, 1, turn_selection="shared", extend_piece=5),
+        ShadowKV(12, 4, 24, 2, 1, quirks=Quirks(turn_selection="shared"), extend_piece=5),
         fast=True,
         prefill_chunk=2048,
     ),
-    "shared_c1": Setting("group4", (96,), ShadowKV(16, 1, 9, 0, 0, turn_selection="shared", extend_piece=20)),
+    "shared_c1": Setting(
+        "group4", (96,), ShadowKV(16, 1, 9, 0, 0, quirks=Quirks(turn_selection="shared"), extend_piece=20)
+    ),
     "pieces": Setting("one", (288,), ShadowKV(16, 3, 40, 2, 2, extend_piece=7)),
-    "bfloat16": Setting("group4", (288,), ShadowKV(16, 4, 40, 2, 2, score_dtype="bfloat16"), fast=True),
-    "score_dim": Setting("group1", (160,), ShadowKV(12, 3, 24, 2, 1, score_dim=3, extend_piece=1), prefill_chunk=2048),
-    "preload": Setting("two", (96,), ShadowKV(6, 4, 24, 2, 2, exact_preload=True), fast=True),
-    "multiple": Setting("one", (160,), ShadowKV(12, 2, 20, 2, 3, chunk_multiple=8), prefill_chunk=2048),
+    "bfloat16": Setting("group4", (288,), ShadowKV(16, 4, 40, 2, 2, quirks=Quirks(score_dtype="bfloat16")), fast=True),
+    "score_dim": Setting(
+        "group1", (160,), ShadowKV(12, 3, 24, 2, 1, quirks=Quirks(score_dim=3), extend_piece=1), prefill_chunk=2048
+    ),
+    "preload": Setting("two", (96,), ShadowKV(6, 4, 24, 2, 2, quirks=Quirks(exact_preload=True)), fast=True),
+    "multiple": Setting("one", (160,), ShadowKV(12, 2, 20, 2, 3, quirks=Quirks(chunk_multiple=8)), prefill_chunk=2048),
     "reference": Setting(
-        "one", (736,), ShadowKV(12, 8, 256, None, 4, "shared", 16, 128, "bfloat16", True, chunk_multiple=8), fast=True
+        "one",
+        (736,),
+        ShadowKV(12, 8, 256, None, 4, quirks=Quirks.published()),
+        fast=True,
     ),
     "reference_outliers": Setting(  # 24 of them, and all others are selected
-        "one", (736,), ShadowKV(12, 8, 1024, None, 4, "shared", 16, 128, "bfloat16", True, chunk_multiple=8)
+        "one",
+        (736,),
+        ShadowKV(12, 8, 1024, None, 4, quirks=Quirks.published()),
     ),
-    "landmarks_of_2": Setting("two", (160,), ShadowKV(12, 4, 24, 2, 2, landmark_tokens=2), fast=True),
-    "landmarks_of_3": Setting("group4", (288,), ShadowKV(16, 6, 42, 3, 1, extend_piece=7, landmark_tokens=3)),
-    "landmarks_of_1": Setting("two", (160,), ShadowKV(12, 4, 24, 3, 2, landmark_tokens=1), fast=True),
-    "levels": Setting("two", (288,), ShadowKV(12, 4, 16, 2, 2, landmark_tokens=1, landmark_levels=2), fast=True),
-    "variance": Setting("group4", (160,), ShadowKV(12, 4, 24, 2, 2, landmark_order=2), fast=True),
+    "landmarks_of_2": Setting("two", (160,), ShadowKV(12, 4, 24, 2, 2, landmarks=Landmarks(tokens=2)), fast=True),
+    "landmarks_of_3": Setting(
+        "group4", (288,), ShadowKV(16, 6, 42, 3, 1, extend_piece=7, landmarks=Landmarks(tokens=3))
+    ),
+    "landmarks_of_1": Setting("two", (160,), ShadowKV(12, 4, 24, 3, 2, landmarks=Landmarks(tokens=1)), fast=True),
+    "levels": Setting("two", (288,), ShadowKV(12, 4, 16, 2, 2, landmarks=Landmarks(tokens=1, levels=2)), fast=True),
+    "variance": Setting("group4", (160,), ShadowKV(12, 4, 24, 2, 2, landmarks=Landmarks(order=2)), fast=True),
     "levels_variance": Setting(
         "two",
         (288,),
-        ShadowKV(12, 4, 16, 3, 2, landmark_tokens=2, landmark_levels=2, landmark_order=2, exact_preload=True),
+        ShadowKV(12, 4, 16, 3, 2, landmarks=Landmarks(tokens=2, levels=2, order=2), quirks=Quirks(exact_preload=True)),
         fast=True,
     ),
-    "plus_variance": Setting("two", (160,), ShadowKVPlus(12, 4, 12, 2, 2, landmark_tokens=2, landmark_order=2)),
+    "plus_variance": Setting("two", (160,), ShadowKVPlus(12, 4, 12, 2, 2, landmarks=Landmarks(tokens=2, order=2))),
     "levels_shared": Setting(
         "group4",
         (288, 480),
-        ShadowKV(16, 4, 24, 3, 1, "shared", 7, landmark_tokens=2, landmark_levels=2, exact_preload=True),
+        ShadowKV(
+            16,
+            4,
+            24,
+            3,
+            1,
+            extend_piece=7,
+            landmarks=Landmarks(tokens=2, levels=2),
+            quirks=Quirks(exact_preload=True, turn_selection="shared"),
+        ),
     ),
     "plus_levels": Setting(
-        "two", (160,), ShadowKVPlus(12, 4, 12, 2, 2, landmark_tokens=2, landmark_levels=2, landmark_order=2), fast=True
+        "two", (160,), ShadowKVPlus(12, 4, 12, 2, 2, landmarks=Landmarks(tokens=2, levels=2, order=2)), fast=True
     ),
-    "both_rules": Setting("two", (160,), ShadowKV(12, 4, 24, 5, 2, outlier_rule="both"), fast=True),
-    "both_rules_many": Setting("group4", (288,), ShadowKV(7, 3, 30, 60, 1, outlier_rule="both")),
-    "weighed": Setting("two", (160,), ShadowKV(12, 4, 24, 2, 2, key_weights="queries"), fast=True),
+    "both_rules": Setting("two", (160,), ShadowKV(12, 4, 24, 5, 2, choice=Choice(outlier_rule="both")), fast=True),
+    "both_rules_many": Setting("group4", (288,), ShadowKV(7, 3, 30, 60, 1, choice=Choice(outlier_rule="both"))),
+    "weighed": Setting("two", (160,), ShadowKV(12, 4, 24, 2, 2, keys=LowRank(weights="queries")), fast=True),
     "weighed_both_rules": Setting(
-        "group4", (288,), ShadowKV(7, 3, 30, 9, 1, outlier_rule="both", exact_preload=True, key_weights="queries")
+        "group4",
+        (288,),
+        ShadowKV(
+            7,
+            3,
+            30,
+            9,
+            1,
+            choice=Choice(outlier_rule="both"),
+            quirks=Quirks(exact_preload=True),
+            keys=LowRank(weights="queries"),
+        ),
     ),
-    "exact_keys": Setting("one", (160,), ShadowKV(None, 4, 24, 2, 2, key_codec="exact", landmark_tokens=2)),
+    "exact_keys": Setting("one", (160,), ShadowKV(None, 4, 24, 2, 2, keys=ExactKeys(), landmarks=Landmarks(tokens=2))),
     "plus": Setting("two", (96,), ShadowKVPlus(12, 4, 24, 2, 2), fast=True),
     "plus_exact_keys": Setting(
-        "one", (96,), ShadowKVPlus(None, 4, 24, 2, 2, key_codec="exact", landmark_tokens=2), fast=True
+        "one", (96,), ShadowKVPlus(None, 4, 24, 2, 2, keys=ExactKeys(), landmarks=Landmarks(tokens=2)), fast=True
     ),
-    "plus_both_rules": Setting("one", (160,), ShadowKVPlus(12, 4, 24, 3, 2, outlier_rule="both"), fast=True),
+    "plus_both_rules": Setting(
+        "one", (160,), ShadowKVPlus(12, 4, 24, 3, 2, choice=Choice(outlier_rule="both")), fast=True
+    ),
     "plus_weighed": Setting(
-        "two", (160,), ShadowKVPlus(12, 4, 24, 3, 2, outlier_rule="both", key_weights="queries"), fast=True
+        "two",
+        (160,),
+        ShadowKVPlus(12, 4, 24, 3, 2, choice=Choice(outlier_rule="both"), keys=LowRank(weights="queries")),
+        fast=True,
     ),
     "plus_c1": Setting("one", (96,), ShadowKVPlus(32, 1, 9, 0, 0)),
     "plus_c2": Setting(
@@ -129,16 +167,13 @@ SETTINGS = {
         fast=True,
         prefill_chunk=2048,
     ),
-    "plus_c8": Setting("group1", (480,), ShadowKVPlus(16, 8, 64, 8, 4, score_dtype="bfloat16")),
-    "plus_multiple": Setting("one", (160,), ShadowKVPlus(12, 4, 24, 2, 1, chunk_multiple=4, extend_piece=5), fast=True),
-    "plus_preload": Setting("one", (96,), ShadowKVPlus(16, 3, 30, 4, 0, exact_preload=True, extra_outlier_chunks=1)),
-    "project_only": Setting(
-        "two", (160,), ShadowKVPlus(12, 4, 24, 2, 2, plus_mode="project_only"), fast=True, prefill_chunk=2048
+    "plus_c8": Setting("group1", (480,), ShadowKVPlus(16, 8, 64, 8, 4, quirks=Quirks(score_dtype="bfloat16"))),
+    "plus_multiple": Setting(
+        "one", (160,), ShadowKVPlus(12, 4, 24, 2, 1, quirks=Quirks(chunk_multiple=4), extend_piece=5), fast=True
     ),
-    "project_weighed": Setting(
-        "group1", (160,), ShadowKVPlus(20, 4, 24, 2, 2, plus_mode="project_only", key_weights="queries")
+    "plus_preload": Setting(
+        "one", (96,), ShadowKVPlus(16, 3, 30, 4, 0, quirks=Quirks(exact_preload=True), extra_outlier_chunks=1)
     ),
-    "project_full_rank": Setting("group1", (96,), ShadowKVPlus(32, 3, 12, 2, 0, plus_mode="project_only")),
 }
 
 
@@ -269,12 +304,13 @@ def pad(parts: list[list[int]], width: int) -> np.ndarray:
 def run_oracle(setting: Setting, row: Row) -> Wanted:
     """One fitted row in float64."""
     params = model(setting.model)
-    settings = dataclasses.asdict(setting.policy)
-    assert settings.pop("top_p") == 1  # the oracle knows whole budgets only
-    assert settings.pop("selection_rounds") == 1
-    exact = {"key_profile": None, "key_bits": None, "landmark_dtype": "model", "value_dtype": "model"}
-    assert {name: settings.pop(name) for name in exact} == exact  # and no rounding; tests/oracle_codec.py does
-    if settings.pop("key_codec") == "exact":
+    settings = oracle_settings(setting.policy)
+    assert settings.pop("rounds") == 1
+    exact = {"landmark_dtype": "model", "value_dtype": "model"}
+    assert {name: settings.pop(name) for name in exact} == exact  # oracle_codec.py rounds
+    keys = settings.pop("keys")
+    assert keys in ("lowrank", "exact")
+    if keys == "exact":
         settings["rank"] = params.config.key_columns
     theirs = ORACLES[type(setting.policy)](**settings)
     run = oracle.Oracle(params.weights, params.config, theirs)

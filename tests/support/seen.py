@@ -5,6 +5,7 @@ import jax
 import numpy as np
 
 from jshadow.ops.packing import ROW_BITS, Scaled, dequantise_rows, split_rows
+from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv.key_codecs import by_token
 from jshadow.policies.shadowkv.landmark_levels import Levels, mean_kind
 
@@ -15,7 +16,7 @@ def decoded(values, prefix, spec, layer, lengths):
     """Replace a layer's codes in `values` by what they stand for, as far as tokens go: bases may turn, scales differ in
     their last bit."""
     policy, names = spec.policy, list(values)
-    if getattr(policy, "key_codec", "lowrank") != "lowrank":
+    if isinstance(policy, ShadowKV) and policy.keys.name != "lowrank":
         for name in [name for name in names if name.startswith(f"{prefix}frozen.right")]:
             del values[name]
         for half in ("frozen", "live"):
@@ -27,7 +28,7 @@ def decoded(values, prefix, spec, layer, lengths):
                 values[f"{prefix}{half}.left decoded"] = np.where(real[:, None, :, None], keys, 0)
     for half in ("frozen", "live"):
         marks = getattr(getattr(layer, half), "landmarks", None)
-        kind = getattr(policy, "landmark_dtype", "model")
+        kind = policy.landmarks.dtype if isinstance(policy, ShadowKV) else "model"
         levels = {"": (marks, kind)}
         if isinstance(marks, Levels):
             levels = {".means": (marks.means, mean_kind(kind)), ".details": (marks.details, kind)}

@@ -173,10 +173,10 @@ FIELDS = {
     "budget": "budget, tokens",
     "outlier_chunks": "outlier chunks a KV head",
     "local_chunks": "local chunks",
-    "key_bits": "bits a column",
-    "landmark_tokens": "tokens a landmark",
-    "landmark_levels": "levels of landmarks",
-    "landmark_order": "order of landmarks",
+    "keys.bits": "bits a column",
+    "landmarks.tokens": "tokens a landmark",
+    "landmarks.levels": "levels of landmarks",
+    "landmarks.order": "order of landmarks",
 }
 SIZES = {"served_device_bytes": "KV bytes on the device, MB", "served_moved_bytes": "from the host a step, MB"}
 MEASURES = {"score": "score, %", "top1": "same next token as full attention, %", "kl": "KL(full, method), nats"}
@@ -250,7 +250,7 @@ def plot_memory(
 
 def method_of(row: Row) -> str:
     """The key of a row's line. Rows of one method, key code, role (control or not) and training share a line."""
-    codec = (row.get("settings") or {}).get("key_codec", "lowrank")
+    codec = (row.get("settings") or {}).get("keys", "lowrank")
     name = row["name"] + (f" {codec}" if codec != "lowrank" else "")
     return name + (" (control)" if row.get("control_of") else "") + (" (fitted)" if row.get("fitted") else "")
 
@@ -264,11 +264,11 @@ def lines_of(row: Row) -> list[str]:
 def kind_of(row: Row, field: str) -> str:
     """The method whose setting is swept; one that has other landmarks is another one."""
     settings = row.get("settings") or {}
-    tokens = settings.get("landmark_tokens")
+    tokens = settings.get("landmarks.tokens")
     details = {
-        "landmark_tokens": f"landmarks of {tokens}" if tokens not in (None, settings.get("chunk_size")) else "",
-        "landmark_levels": "2 levels" if settings.get("landmark_levels") == 2 else "",
-        "landmark_order": "variance" if settings.get("landmark_order") == 2 else "",
+        "landmarks.tokens": f"landmarks of {tokens}" if tokens not in (None, settings.get("chunk_size")) else "",
+        "landmarks.levels": "2 levels" if settings.get("landmarks.levels") == 2 else "",
+        "landmarks.order": "variance" if settings.get("landmarks.order") == 2 else "",
     }
     return ", ".join([method_of(row), *(text for name, text in details.items() if text and name != field)])
 

@@ -13,7 +13,7 @@ from jshadow.evaluation.speed.layer import Shape, layer_state, random_step
 from jshadow.evaluation.speed.timing import Times, compiled, measure, timed
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.costs import costs_of, query_rows
-from jshadow.policies.shadowkv.costs import ChunkCosts, sizes_of
+from jshadow.policies.shadowkv.costs import packed_landmarks, selected_numbers, sizes_of
 
 # The stages in their order, with the one that contains them: a fetch brings values while it rebuilds keys.
 STAGES = {
@@ -144,10 +144,10 @@ def stage_costs(spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int,
         stage = READ_BY.get(part, "attend")
         read[stage] += device
         moved[stage] += host
-    if isinstance(policy, ChunkCosts):
+    if isinstance(policy, ShadowKV):
         products = policy.codec.products(sizes_of(spec))
-        flops["scores"] = 2 * spec.group * (read["scores"] // item + policy.packed_landmarks(spec))
-        flops["keys"] = 2 * policy.selected_numbers(spec, spec.head_dim) * products
+        flops["scores"] = 2 * spec.group * (read["scores"] // item + packed_landmarks(policy, spec))
+        flops["keys"] = 2 * selected_numbers(policy, spec, spec.head_dim) * products
     flops["attend"] = costs_of(policy).step_flops(spec, state) - flops["scores"] - flops["keys"]
     for table in (read, moved, flops):
         table["select"] += table["scores"]

@@ -1,4 +1,15 @@
-"""ShadowKV and ShadowKV+ (Sun et al. 2024, arXiv 2410.21465)."""
+"""ShadowKV and ShadowKV+ (Sun et al. 2024, arXiv 2410.21465).
+
+Read in this order: `settings` and `records` (what can be chosen), `policy` (what a layer does), `selection` (how chunks
+are chosen), `landmarks` and `landmark_levels` (what they are chosen by), `outliers`, `key_codecs`, `plus`.
+"""
 
 from jshadow.policies.shadowkv.plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.shadowkv.policy import ShadowKV as ShadowKV
+from jshadow.policies.shadowkv.records import Choice as Choice
+from jshadow.policies.shadowkv.records import ExactKeys as ExactKeys
+from jshadow.policies.shadowkv.records import Landmarks as Landmarks
+from jshadow.policies.shadowkv.records import LowRank as LowRank
+from jshadow.policies.shadowkv.records import TransformCode as TransformCode
+from jshadow.policies.shadowkv.records import Values as Values
+from jshadow.policies.shadowkv.reference import Quirks as Quirks

@@ -1,33 +1,33 @@
-"""Landmarks in two levels: a chunk's mean, which every query reads, and its landmarks, read where they may count.
+"""Landmarks in two levels, and how landmarks of one or two levels are stored and read.
 
-Not the paper's. The finer landmarks are, the better they choose, and the more of the device's memory every step reads
-only to choose. Their Hadamard transform takes as many numbers, and the first is the mean of the chunk: what a landmark
-of the whole chunk would be. So a query scores all chunks by their means, and by all of their landmarks those alone that
-come near to being selected. An error of a mean is one of all landmarks of its chunk, so it has eight bits where they
-have four.
+The finer landmarks are, the better they choose, and the more memory every step reads only to choose. With two levels a
+step reads less. The landmarks of a chunk are stored as their Hadamard transform, which has as many numbers. Its first
+row is the mean of the chunk, which is what one landmark of the whole chunk would be. A query scores all chunks by their
+means. Then only the best candidates are scored by all their landmarks. An error of a mean is an error of all landmarks
+of its chunk, so means have eight bits where the other rows have four. Two levels are not the paper's.
 """
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jshadow.ops.attention import MASKED, group_queries
-from jshadow.ops.layout import top_k
-from jshadow.ops.packing import Scaled
+from jshadow.ops.attention import group_queries
+from jshadow.ops.packing import Scaled, scale_dtype
 from jshadow.policies.shadowkv.key_codecs.base import chosen_rows
-from jshadow.policies.shadowkv.landmarks import chunk_scores, keep_landmarks, landmark_products
+from jshadow.policies.shadowkv.landmarks import landmark_logits, landmark_products, store_landmarks
+from jshadow.policies.shadowkv.records import Landmarks
 from pallas_kernels import half_variance
 from pallas_kernels.bits import signed_at
 
-GROUP = 4  # neighbouring chunks whose landmarks are read together; as many groups as chunks are chosen
+GROUP = 4  # neighbouring chunks whose landmarks are read together; as many groups are read as chunks are chosen
 
 
 class Levels(struct.PyTreeNode):
-    """Landmarks of n chunks, s of each: their transform over a chunk, as `keep_landmarks` keeps rows.
+    """Landmarks of n chunks, s of each, as the rows of their transform over a chunk.
 
     Attributes:
         means: of chunks [B, h_kv, n, d], or `Scaled` rows of them.
@@ -45,28 +45,80 @@ class Levels(struct.PyTreeNode):
         return 1 + details.shape[3] // mean.shape[3]
 
 
-Landmarks = Array | Scaled | Levels
+StoredLandmarks = Array | Scaled | Levels
 
 
-Marks = tuple[Landmarks, Any]  # landmarks and their spread, as a state keeps them
+class Marks(NamedTuple):
+    """Chunks that lie side by side: the prompt's, or those that joined later.
+
+    Attributes:
+        landmarks: as they are stored.
+        spread: as it is stored, or None.
+        open: which chunks each query may choose, bool [B, h_kv, 1 or T, n].
+    """
+
+    landmarks: StoredLandmarks
+    spread: Any
+    open: Array
 
 
-def first_level(landmarks: Landmarks) -> Array | Scaled:
-    """What every query reads of them."""
-    return landmarks.means if isinstance(landmarks, Levels) else landmarks
+# Storing
 
 
-def first_spread(spread: Any) -> Array | None:
-    """What every query reads of spreads."""
-    return spread[0] if isinstance(spread, tuple) else spread
+def stored_landmarks(landmarks: Float[Array, "B h m d"], kind: Landmarks, parts: int, dtype: Any) -> StoredLandmarks:
+    """Landmarks [B, h, n * parts, d], those of a chunk side by side, as they are stored; `dtype` is the model's."""
+    if kind.levels == 1:
+        return store_landmarks(landmarks, kind.dtype, dtype)
+    return store_levels(landmarks, parts, kind.dtype, dtype)
+
+
+def store_levels(landmarks: Float[Array, "B h m d"], parts: int, kind: str, dtype: Any) -> Levels:
+    """Landmarks [B, h, n * parts, d], those of a chunk side by side, as their levels.
+
+    Args:
+        landmarks: means of keys.
+        parts: landmarks of a chunk, a power of two.
+        kind: how the details are stored: "model", "int8" or "int4".
+        dtype: the model's.
+    """
+    batch, heads, count, dim = landmarks.shape
+    chunked = landmarks.astype(jnp.float32).reshape(batch, heads, count // parts, parts, dim)
+    rows = hadamard(chunked.swapaxes(3, 4) / parts).swapaxes(3, 4)
+    means = store_landmarks(rows[:, :, :, 0], mean_kind(kind), dtype)
+    details = store_landmarks(rows[:, :, :, 1:], kind, dtype)
+    return Levels(means, jax.tree.map(lambda x: x.reshape(*x.shape[:3], x.shape[3] * x.shape[4]), details))
+
+
+def stored_spread(find: Callable[[int], Float[Array, "B h _"]], kind: Landmarks, parts: int, dtype: Any) -> Any:
+    """Spreads as they are stored: of landmarks, or of the chunks and of their landmarks; None if no score uses them.
+
+    Args:
+        find: gives the float32 spreads [B, h, n * m] of m landmarks a chunk.
+        kind: how landmarks are stored.
+        parts: landmarks of a chunk.
+        dtype: the model's.
+    """
+    if kind.order == 1:
+        return None
+    narrow = scale_dtype(dtype)
+
+    def stored(parts: int, width: int) -> Array:
+        spread = jnp.minimum(find(parts), float(jnp.finfo(narrow).max)).astype(narrow)
+        return spread.reshape(*spread.shape[:2], spread.shape[2] // width, width)
+
+    return stored(parts, 1) if kind.levels == 1 else (stored(1, 1), stored(parts, parts))
+
+
+def mean_kind(kind: str) -> str:
+    """How means are stored where details are stored as `kind`."""
+    return "int8" if kind == "int4" else kind
 
 
 def hadamard(x: Float[Array, "*rows s"]) -> Float[Array, "*rows s"]:
-    """Hadamard transform over the last axis, whose size is a power of two: first the sum, then other sums with half of
-    the signs turned; s times its own inverse.
+    """Hadamard transform over the last axis, whose size s is a power of two; s times its own inverse.
 
-    By additions: a GPU would round a product of matrices to TF32, and a CPU takes ten times as long for the sum of
-    products.
+    The first number is the sum. The transform is done by additions: a GPU would round a product of matrices to TF32,
+    and a CPU takes ten times as long for sums of products.
     """
     half = x.shape[-1] // 2
     if half == 0:
@@ -75,62 +127,90 @@ def hadamard(x: Float[Array, "*rows s"]) -> Float[Array, "*rows s"]:
     return jnp.concatenate([hadamard(first + second), hadamard(first - second)], axis=-1)
 
 
-def mean_kind(kind: str) -> str:
-    """What means are kept as, where details are kept as `kind`."""
-    return "int8" if kind == "int4" else kind
+# Reading
 
 
-def near_chunks(
-    scores: Float[Array, "B h Q n"], count: int, first: int
-) -> tuple[Int[Array, "B h Q m"], Bool[Array, "B h Q m"]]:  # fmt: skip
-    """Chunks that come near to being chosen: the groups whose best chunk is among the best.
+def first_level(landmarks: StoredLandmarks) -> Array | Scaled:
+    """The part of landmarks that every query reads."""
+    return landmarks.means if isinstance(landmarks, Levels) else landmarks
+
+
+def first_spread(spread: Any) -> Array | None:
+    """The part of spreads that every query reads."""
+    return spread[0] if isinstance(spread, tuple) else spread
+
+
+def first_logits(
+    q: Float[Array, "B T h_q d"], marks: Marks, scale: float
+) -> tuple[Float[Array, "B h_kv group T m"], int]:
+    """`landmark_logits` of the first level, and how many of them a chunk has."""
+    landmarks = first_level(marks.landmarks)
+    parts = first_rows(landmarks).shape[2] // max(marks.open.shape[3], 1)
+    is_open = jnp.repeat(marks.open, parts, axis=3)
+    return landmark_logits(q, landmarks, is_open, scale, first_spread(marks.spread)), parts
+
+
+def marks_at(marks: Sequence[Marks], ids: Int[Array, "B h_kv k"]) -> tuple[Levels, Array | None]:
+    """Both levels of chunks ids, and the spread of their landmarks; ids past the first chunks mean later ones."""
+    trees = [(part.landmarks, part.spread) for part in marks]
+    tails = trees[1:]
+    if tails:
+        levels, spread = jax.tree.map(lambda rows, tail: chosen_rows(rows, tail, ids), trees[0], tails[0])
+    else:
+        levels, spread = jax.tree.map(lambda rows: chosen_rows(rows, None, ids), trees[0])
+    return levels, None if spread is None else spread[1]
+
+
+def level_logits(
+    q: Float[Array, "B T h_q d"], near: Levels, spread: Float[Array, "B h_kv m s"] | None, sets: int, scale: float
+) -> Float[Array, "B h_kv group T m_s"]:
+    """Scores of all landmarks of chosen chunks before the softmax.
 
     Args:
-        scores: by the means; negative where a chunk may not be chosen.
-        count: chunks that are chosen in the end.
-        first: chunks of the prompt; groups of later ones begin anew, so that they do not hang on the capacity.
+        q: queries after RoPE [B, T, h_q, d].
+        near: levels of Q sets of m chunks [B, h_kv, Q * m, ...].
+        spread: of their landmarks [B, h_kv, Q * m, s]; if given, half the variance of the products is added.
+        sets: Q; each set is scored by its own query, or by all queries if there is one set.
+        scale: factor on the products.
 
     Returns:
-        int32 ids, those of a group side by side, and whether each may be chosen.
+        float32 [B, h_kv, group, T, m * s].
     """
-    # What is there hangs on the scores as what is best does: XLA's CPU backend would compute them once for each.
-    scores = jax.lax.optimization_barrier(scores)
-    ids, grouped = [], []
-    for start, end in ((0, first), (first, scores.shape[3])):
-        groups = -(-(end - start) // GROUP)
-        ends = [(0, 0)] * 3 + [(0, groups * GROUP - (end - start))]
-        padded = jnp.pad(scores[..., start:end], ends, constant_values=-1.0)
-        grouped.append(padded.reshape(*scores.shape[:3], groups, GROUP))
-        ids.append(np.minimum(np.arange(start, start + groups * GROUP), max(end - 1, 0)).reshape(groups, GROUP))
-    every = jnp.concatenate(grouped, axis=3)
-    best = top_k(every.max(axis=4), min(count, every.shape[3]))
-    shape = (*scores.shape[:3], best.shape[3] * GROUP)
-    there = jnp.take_along_axis(every, best[..., None], axis=3).reshape(shape) >= 0
-    return jnp.asarray(np.concatenate(ids), jnp.int32)[best].reshape(shape), there
+    batch, heads, rows, _ = first_rows(near.means).shape
+    count, parts = rows // sets, near.parts
+    grouped = group_queries(q, heads)
+    group, length = grouped.shape[2:4]
+    asking = grouped.reshape(batch, heads, 1, group * length, -1) if sets == 1 else grouped.transpose(0, 1, 3, 2, 4)
+    asking = asking.reshape(batch, heads * sets, -1, q.shape[3])
+
+    def products(level: Array | Scaled, rows: int) -> Array:
+        """With each of the rows of a chunk, [B, h_kv * Q, R, m, rows]."""
+        shape = (batch, heads * sets, count * rows)
+        level = jax.tree.map(lambda x: x.reshape(*shape, x.shape[3] // rows), level)
+        logits = jax.lax.platform_dependent(asking, level, cpu=landmark_products, default=gathered_products)
+        return logits.reshape(*asking.shape[:3], count, rows)
+
+    transformed = scale * jnp.concatenate([products(near.means, 1), products(near.details, parts - 1)], axis=4)
+    logits = hadamard(transformed)
+    if spread is not None:
+        spread = spread.reshape(batch, heads * sets, count * parts, 1)
+        logits += half_variance(asking, spread, scale).reshape(logits.shape)
+    logits = logits.reshape(batch, heads, sets, -1, count * parts)
+    if sets == 1:
+        return logits.reshape(batch, heads, group, length, count * parts)
+    return logits.transpose(0, 1, 3, 2, 4)
 
 
-def keep_levels(landmarks: Float[Array, "B h m d"], parts: int, kind: str, dtype: Any) -> Levels:
-    """Landmarks [B, h, n * parts, d], a chunk's side by side, as their levels; kind and dtype as `keep_landmarks`, of
-    the details."""
-    batch, heads, count, dim = landmarks.shape
-    chunked = landmarks.astype(jnp.float32).reshape(batch, heads, count // parts, parts, dim)
-    rows = hadamard(chunked.swapaxes(3, 4) / parts).swapaxes(3, 4)
-    means = keep_landmarks(rows[:, :, :, 0], mean_kind(kind), dtype)
-    details = keep_landmarks(rows[:, :, :, 1:], kind, dtype)
-    return Levels(means, jax.tree.map(lambda x: x.reshape(*x.shape[:3], x.shape[3] * x.shape[4]), details))
-
-
-def chosen_marks(marks: Any, later: Any, ids: Int[Array, "B h_kv k"]) -> Any:
-    """Of a tree of arrays with a row a chunk, those of chunks [B, h_kv, k]; ids past its end mean those of `later`, a
-    tree like it or None."""
-    if later is None:
-        return jax.tree.map(lambda rows: chosen_rows(rows, None, ids), marks)
-    return jax.tree.map(lambda rows, tail: chosen_rows(rows, tail, ids), marks, later)
+def first_rows(landmarks: Array | Scaled) -> Array:
+    """An array with a row for each landmark."""
+    return landmarks.codes if isinstance(landmarks, Scaled) else landmarks
 
 
 def gathered_products(rows: Float[Array, "B h R d"], landmarks: Array | Scaled) -> Float[Array, "B h R n"]:
-    """`landmark_products` of few rows with landmarks that were gathered, for a GPU: as a sum, XLA reads them where they
-    lie, and for a product of matrices it would write them all to memory first."""
+    """`landmark_products` of few rows with gathered landmarks, for a GPU.
+
+    The products are sums: XLA reads the landmarks where they lie. For a product of matrices it would copy them first.
+    """
 
     def summed(rows: Array, numbers: Array) -> Array:
         return (rows[:, :, :, None].astype(jnp.float32) * numbers[:, :, None].astype(jnp.float32)).sum(axis=4)
@@ -139,56 +219,8 @@ def gathered_products(rows: Float[Array, "B h R d"], landmarks: Array | Scaled) 
         return summed(rows, landmarks)
     width = landmarks.codes.shape[3]
     bits = 8 * width // max(rows.shape[3], 1)
-    found = jnp.zeros((), jnp.float32)
+    total = jnp.zeros((), jnp.float32)
     for place in range(8 // bits):
         numbers = signed_at(landmarks.codes, place, bits)
-        found += summed(rows[..., place * width : (place + 1) * width], numbers)
-    return found * landmarks.scale.astype(jnp.float32)[:, :, None, :, 0]
-
-
-def scores_by_details(
-    q: Float[Array, "B T h_q d"], near: Levels, there: Bool[Array, "B h_kv Q m"], valid: Bool[Array, "B T"],
-    scale: float, shared: bool, dtype: str = "float32", spread: Float[Array, "B h_kv Q_m s"] | None = None,
-) -> Float[Array, "B h_kv Q m"]:  # fmt: skip
-    """`chunk_scores` of m chunks by all of their landmarks.
-
-    Args:
-        q: after RoPE [B, T, h_q, d].
-        near: levels of Q sets of m chunks [B, h_kv, Q * m, ...], one a query or one for all queries.
-        there: bool [B, h_kv, Q, m], chunks that may be chosen.
-        valid: bool [B, T], queries that count.
-        scale: factor on the products.
-        shared: the queries choose together (Q = 1).
-        dtype: to which the softmax is rounded.
-        spread: of the landmarks [B, h_kv, Q * m, s].
-
-    Returns:
-        float32 [B, h_kv, Q, m]; -1 where not there.
-    """
-    batch, heads, sets, count = there.shape
-    grouped = group_queries(q, heads)
-    group, length = grouped.shape[2:4]
-    # A set meets the queries whose it is: all of them, or one.
-    asking = grouped.reshape(batch, heads, 1, group * length, -1) if sets == 1 else grouped.transpose(0, 1, 3, 2, 4)
-    asking = asking.reshape(batch, heads * sets, -1, q.shape[3])
-    parts = near.parts
-
-    def products(level: Array | Scaled, rows: int) -> Array:
-        """With each of the rows of a chunk, [B, h_kv * Q, R, m, rows]."""
-        shape = (batch, heads * sets, count * rows)
-        level = jax.tree.map(lambda x: x.reshape(*shape, x.shape[3] // rows), level)
-        found = jax.lax.platform_dependent(asking, level, cpu=landmark_products, default=gathered_products)
-        return found.reshape(*asking.shape[:3], count, rows)
-
-    found = scale * jnp.concatenate([products(near.means, 1), products(near.details, parts - 1)], axis=4)
-    back = hadamard(found)
-    if spread is not None:
-        one = spread.reshape(batch, heads * sets, count * parts, 1)
-        back += half_variance(asking, one, scale).reshape(back.shape)
-    logits = back.reshape(batch, heads, sets, -1, count * parts)
-    if sets == 1:
-        logits = logits.reshape(batch, heads, group, length, count * parts)
-    else:
-        logits = logits.transpose(0, 1, 3, 2, 4)
-    mask = jnp.repeat(there, parts, axis=3)[:, :, None]
-    return chunk_scores(jnp.where(mask, logits, MASKED), valid, shared, dtype, parts)
+        total += summed(rows[..., place * width : (place + 1) * width], numbers)
+    return total * landmarks.scale.astype(jnp.float32)[:, :, None, :, 0]

@@ -82,12 +82,9 @@ class ShadowKVPlus(ShadowKV):
     """ShadowKV whose new tokens use the prompt's low-rank keys too.
 
     Attributes:
-        plus_mode: "join": chunks that leave the window become chunks like the prompt's; "project_only": every token
-            after the prompt is attended at once, and for ever, with its projected key.
         extra_outlier_chunks: joined chunks a KV head that may keep exact keys.
     """
 
-    plus_mode: str = "join"
     extra_outlier_chunks: int = 16
 
 
@@ -118,7 +115,6 @@ class Trace(TypedDict):
 class Memory:
     """What ShadowKV derives from one layer's prompt."""
 
-    prompt: int  # tokens
     chunks: int
     outliers: list[list[int]]  # [h_kv][o] ascending chunk ids
     outlier_gap: float
@@ -175,7 +171,7 @@ def compress(policy: ShadowKV, cache: LayerCache, prompt_queries: Array, rope: "
             gaps.append(float(last - first_out) / np.linalg.norm(cache.k_pre * weights, axis=2).max())
             longest[head] = first_out
     memory = Memory(
-        length, n, outliers, min(gaps), threshold, projection, weights, error, rebuilt=cache.k_post[:0],
+        n, outliers, min(gaps), threshold, projection, weights, error, rebuilt=cache.k_post[:0],
         worst=worst, longest=longest, exact=[set() for _ in range(h_kv)],
     )  # fmt: skip
     cache.memory = memory
@@ -352,9 +348,8 @@ def attend_piece(policy: ShadowKV, cache: LayerCache, q: Array, entry: Trace) ->
     assert memory is not None
     c, (held, h_kv, _) = policy.chunk_size, cache.k_post.shape
     positions = np.arange(held - len(q), held)
-    plus = policy.plus_mode if isinstance(policy, ShadowKVPlus) else None
     n = memory.chunks
-    if plus == "join":
+    if isinstance(policy, ShadowKVPlus):  # chunks that leave the window become chunks like the prompt's
         assert len(q) == 1, "ShadowKV+ knows no shared selection"
         n = max(n, (held - 1) // c + 1 - max(2, policy.local_chunks + policy.chunk_multiple))
         joined = worst_of(cache.k_post[memory.worst.shape[1] * c : n * c], c, policy.parts)
@@ -375,9 +370,6 @@ def attend_piece(policy: ShadowKV, cache: LayerCache, q: Array, entry: Trace) ->
         exact = tokens_of(always + sorted(memory.exact[head]), c)
         low_rank = tokens_of(sorted(selected - memory.exact[head]), c)
         window = np.arange(n * c, held)
-        if plus == "project_only":
-            low_rank = np.append(low_rank, window[window >= memory.prompt])
-            window = window[window < memory.prompt]
         seen = np.concatenate([exact, low_rank, window])
         rows = (np.arange(len(seen)) >= len(exact)) & (np.arange(len(seen)) < len(exact) + len(low_rank))
         keys = np.where(rows[:, None], memory.rebuilt[seen, head], cache.k_post[seen, head])

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import oracle_codec
 import pytest
@@ -23,16 +22,18 @@ from jshadow.ops import packing
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import abstract_state, footprint
 from jshadow.policies import ShadowKV, ShadowKVPlus, parse_policy
-from jshadow.policies.shadowkv import landmarks
+from jshadow.policies.settings import with_settings
+from jshadow.policies.shadowkv import ExactKeys, Landmarks, Quirks, TransformCode, Values, landmarks, selection
+from jshadow.policies.shadowkv.costs import landmark_bytes
 from jshadow.policies.shadowkv.key_codecs import (
-    Exact,
-    Int4,
+    ExactCodec,
     KeyCodec,
-    LowRank,
+    LowRankCodec,
     Sizes,
-    Transform,
+    TransformCodec,
     midrise,
 )
+from jshadow.policies.sizing import device_share
 
 # Heads, their width, a profile; no width is a power of two, some columns have no bits, some profiles lack a kind.
 SHAPES = {
@@ -43,8 +44,10 @@ SHAPES = {
     "eight_bits_alone": (1, 5, (5, 0, 0)),
 }
 CODECS: dict[str, KeyCodec] = {
-    "lowrank": LowRank(9), "transform": Transform((3, 10, 8)), "int4": Int4(), "exact": Exact(),
-}  # fmt: skip
+    "lowrank": LowRankCodec(9),
+    "transform": TransformCodec((3, 10, 8)),
+    "exact": ExactCodec(),
+}
 CHUNK = 4
 
 
@@ -93,10 +96,10 @@ def test_the_transform_is_the_oracle_s(name, block, weighed, monkeypatch):
     rows = [spread_keys(61, heads, dim, 1), spread_keys(97, heads, dim, 2)]
     keys, lengths = batch_of(rows)
     given = jnp.asarray(weights, jnp.float32) if weighed else None
-    code = jax.jit(lambda k, n: Transform(profile).encode(k, n, 26, CHUNK, given))(keys, lengths)
+    code = jax.jit(lambda k, n: TransformCodec(profile).encode(k, n, 26, CHUNK, given))(keys, lengths)
     ids = jnp.arange(26)[None, None].repeat(2, 0).repeat(heads, 1)
-    decoded = np.asarray(Transform(profile).decode(code, ids, CHUNK)).swapaxes(1, 2)
-    projected = np.asarray(Transform(profile).project(keys, code.right, given))[:, :, 0]
+    decoded = np.asarray(TransformCodec(profile).decode(code, ids, CHUNK)).swapaxes(1, 2)
+    projected = np.asarray(TransformCodec(profile).project(keys, code.right, given))[:, :, 0]
     compared = skipped = 0
     for row, own in enumerate(rows):
         flat = (own * weights[row]).reshape(len(own), -1)
@@ -125,7 +128,7 @@ def test_rows_shorter_than_the_columns(length, dtype):
     """Nothing is NaN, the other row is as alone, and directions that no token has are decoded to nothing."""
     heads, dim, profile = SHAPES["all_kinds"]
     rows = [spread_keys(length, heads, dim, 3), spread_keys(61, heads, dim, 4)]
-    codec = Transform(profile)
+    codec = TransformCodec(profile)
     keys, lengths = batch_of(rows, dtype)
     code = codec.encode(keys, lengths, 16, CHUNK)
     assert all(np.isfinite(np.asarray(leaf, np.float64)).all() for leaf in jax.tree.leaves(code))
@@ -146,7 +149,7 @@ def test_rows_shorter_than_the_columns(length, dtype):
 
 def test_constant_keys_are_their_mean():
     keys = jnp.broadcast_to(jnp.arange(12.0).reshape(1, 1, 2, 6), (1, 9, 2, 6))
-    for codec in (Transform((1, 4, 4)), Int4()):
+    for codec in (TransformCodec((1, 4, 4)),):
         code = codec.encode(keys, jnp.array([9]), 2, CHUNK)
         got = codec.decode(code, jnp.array([[[1, 0], [0, 1]]]), CHUNK)
         np.testing.assert_array_equal(got, jnp.broadcast_to(keys[:, :1].swapaxes(1, 2), got.shape))
@@ -206,13 +209,10 @@ def kept_keys(codec: KeyCodec, code, tail, b: int, h: int) -> np.ndarray:
     """Keys of one head before RoPE [chunks, c, d], prompt and tail, multiplied out by NumPy."""
     left = np.concatenate([np.asarray(x[b] if x.ndim == 3 else x[b, h]) for x in (code.left, tail)])
     rows = left.reshape(len(left) * CHUNK, -1)
-    if isinstance(codec, Exact):
+    if isinstance(codec, ExactCodec):
         keys = rows.astype(np.float64)
-    elif isinstance(codec, LowRank):
+    elif isinstance(codec, LowRankCodec):
         keys = rows.astype(np.float64) @ np.asarray(code.right, np.float64)[b, h]
-    elif isinstance(codec, Int4):
-        mean, step = (np.asarray(x, np.float64)[b, h] for x in (code.right.mean, code.right.step))
-        keys = (oracle_codec.unpacked(rows, (0, len(mean), 0)) - 7.5) * step + mean
     else:
         coder = own_coder(code.right, b, codec.profile)
         dim = code.right.mean.shape[2]
@@ -240,7 +240,7 @@ def test_the_same_bits_lose_less():
     keys = rng.standard_normal((512, width)) * (1 + np.arange(width)) ** -0.7
     keys = jnp.asarray(keys @ np.linalg.qr(rng.standard_normal((width, width)))[0], jnp.float32).reshape(1, 512, 2, 32)
     ids, lost = jnp.arange(64)[None, None].repeat(2, 1), {}
-    codecs = {"lowrank": LowRank(8), "transform": Transform((4, 16, 16)), "int4": Int4(), "exact": Exact()}
+    codecs = {"lowrank": LowRankCodec(8), "transform": TransformCodec((4, 16, 16)), "exact": ExactCodec()}
     for name, codec in codecs.items():
         got = codec.decode(codec.encode(keys, jnp.array([512]), 64, 8), ids, 8)
         lost[name] = float(((got.swapaxes(1, 2) - keys) ** 2).mean() / keys.var())
@@ -248,7 +248,6 @@ def test_the_same_bits_lose_less():
     assert codecs["lowrank"].read_bytes(sizes) == codecs["transform"].read_bytes(sizes) == 16
     assert lost["exact"] == 0
     assert lost["transform"] < 0.5 * lost["lowrank"]
-    assert lost["int4"] < lost["lowrank"]  # for twice the bytes
 
 
 # Bytes
@@ -263,47 +262,56 @@ def test_a_code_has_the_bytes_that_it_tells(name, dtype):
     empty = codec.empty(1, 6, CHUNK, sizes)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), code) == jax.tree.map(lambda x: (x.shape, x.dtype), empty)
     assert codec.nbytes(6, CHUNK, sizes) == sum(map(leaf_bytes, jax.tree.leaves(code)))
-    own = {"lowrank": 9 * leaf_bytes(keys[0, 0, 0, 0]), "transform": 3 + 10 // 2 + 8 // 4, "int4": 22 // 2,
+    own = {"lowrank": 9 * leaf_bytes(keys[0, 0, 0, 0]), "transform": 3 + 10 // 2 + 8 // 4,
            "exact": 22 * leaf_bytes(keys[0, 0, 0, 0])}[name]  # fmt: skip
     assert codec.read_bytes(sizes) == own
-    heads = 2 if name in ("int4", "exact") else 1
+    heads = 2 if name == "exact" else 1
     assert leaf_bytes(code.left) == 6 * CHUNK * heads * own
 
 
 LLAMA = ModelConfig("llama", 256, 2, 4096, 256, 32, 8, 128, 1e-5, 2**20)
-PACKED = dict(landmark_tokens=2, landmark_dtype="int4", value_dtype="int4")
+PACKED = dict(landmarks=Landmarks(tokens=2, dtype="int4"), values=Values(dtype="int4"))
 
 
 @pytest.mark.parametrize(
     "policy",
-    [ShadowKV(), ShadowKV(key_codec="transform", **PACKED), ShadowKV(key_codec="int4", landmark_dtype="int8"),
-     ShadowKV(key_codec="exact", landmark_tokens=4, value_dtype="int8"), ShadowKV(rank=8, value_dtype="fp8")],
-    ids=lambda policy: f"{policy.key_codec}-{policy.value_dtype}",
-)  # fmt: skip
+    [
+        ShadowKV(),
+        ShadowKV(keys=TransformCode(), **PACKED),
+        ShadowKV(landmarks=Landmarks(dtype="int8")),
+        ShadowKV(keys=ExactKeys(), landmarks=Landmarks(tokens=4), values=Values("int8")),
+    ],
+    ids=lambda policy: f"{policy.keys.name}-{policy.landmarks.dtype}-{policy.values.dtype}",
+)
 def test_planned_bytes_are_the_state_s(policy):
-    """By `nominal`'s own count, and by the shapes of a state."""
+    """By the codec's and the costs' own counts, and by the shapes of a state."""
     made = footprint(LLAMA, policy, capacity=32768, prompt=32768, fetch="device_put")
     resolved = policy.resolve(LLAMA, 32768)
-    assert 2 * resolved.device_numbers(32768, LLAMA) * LLAMA.num_layers == made["device_bytes"]
-    row = {"model": 8 * 128 * 2, "int8": 8 * (128 + 2), "int4": 8 * (64 + 2), "fp8": 8 * 128}[policy.value_dtype]
+    parts, sizes = made["parts"], Sizes(LLAMA.kv_heads, LLAMA.head_dim, "bfloat16")
+    code = parts["left"][0] + parts.get("right", (0, 0))[0]
+    chunks = resolved.max_chunks(32768)
+    assert code == LLAMA.num_layers * resolved.codec.nbytes(chunks, resolved.chunk_size, sizes)
+    assert parts["landmarks"][0] == LLAMA.num_layers * landmark_bytes(resolved, chunks, sizes)
+    assert device_share(resolved, 32768, LLAMA) == made["device_bytes"] / made["full_bytes"]
+    row = {"model": 8 * 128 * 2, "int8": 8 * (128 + 2), "int4": 8 * (64 + 2)}[policy.values.dtype]
     assert made["host_bytes"] == LLAMA.num_layers * 8 * resolved.max_chunks(32768) * row
 
 
 def test_the_usual_profile_has_the_bits_of_the_usual_rank():
-    policy = ShadowKV(key_codec="transform", **PACKED).resolve(LLAMA, 4096)
-    assert (policy.rank, policy.key_profile) == (None, (80, 320, 320))
+    policy = ShadowKV(keys=TransformCode(), **PACKED).resolve(LLAMA, 4096)
+    assert (policy.rank, policy.keys.profile) == (None, (80, 320, 320))
     sizes = Sizes(8, 128, "bfloat16")
-    assert policy.codec.read_bytes(sizes) == LowRank(160).read_bytes(sizes) == 320
+    assert policy.codec.read_bytes(sizes) == LowRankCodec(160).read_bytes(sizes) == 320
     small = dataclasses.replace(LLAMA, kv_heads=3, q_heads=9, head_dim=64)
-    policy = ShadowKV(key_codec="transform", **PACKED).resolve(small, 4096)
-    assert policy.key_profile == (16, 64, 64)
+    policy = ShadowKV(keys=TransformCode(), **PACKED).resolve(small, 4096)
+    assert policy.keys.profile == (16, 64, 64)
     parts = footprint(small, policy, capacity=4096, prompt=4096, fetch="device_put")["parts"]
     tokens = 2 * 8 * policy.max_chunks(4096)
     # A token's code, half a landmark in four bits, and half of a scale for each head.
     assert (parts["left"][0], parts["landmarks"][0]) == (64 * tokens, (48 + 3) * tokens)
     for heads, dim in ((1, 8), (1, 6), (2, 16), (5, 64), (8, 256)):
         one = dataclasses.replace(LLAMA, kv_heads=heads, q_heads=heads, head_dim=dim)
-        profile = ShadowKV(key_codec="transform").resolve(one, 4096).key_profile
+        profile = ShadowKV(keys=TransformCode()).resolve(one, 4096).keys.profile
         assert 1 <= sum(profile) <= heads * dim
         assert profile[1] % 2 == profile[2] % 4 == 0
 
@@ -319,10 +327,10 @@ def test_landmarks_and_scores_are_the_oracle_s(tokens, kind, dtype):
     keys = jnp.asarray(rng.standard_normal((1, 33, 2, 12)), dtype)
     q = jnp.asarray(2 * rng.standard_normal((1, 2, 6, 12)), dtype)
     means, worst = landmarks.prompt_landmarks(keys, 4, 8, block=16, parts=parts)
-    made = landmarks.keep_landmarks(means, kind, dtype)
+    made = landmarks.store_landmarks(means, kind, dtype)
     candidates = jnp.ones((1, 2, 4), bool).at[0, 1, 3].set(False)
     logits = landmarks.landmark_logits(q, made, jnp.repeat(candidates, parts, axis=2)[:, :, None], 0.3)
-    scores = landmarks.chunk_scores(logits, jnp.ones((1, 2), bool), False, parts=parts)
+    scores = selection.chunk_scores(logits, jnp.ones((1, 2), bool), selection.Scoring(0.3), parts)
     for head in range(2):
         rows = np.asarray(keys, np.float64)[0, :32, head].reshape(4, parts, tokens, 12)
         want = rows.mean(axis=2)
@@ -369,39 +377,34 @@ def test_rows_past_their_scale_are_clipped(bits):
     np.testing.assert_allclose(back, oracle_codec.rounded_rows(np.asarray(values, np.float64), bits, "bfloat16"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_fp8_values_are_rounded_and_never_become_nothing(dtype):
-    """To the nearest of ml_dtypes' numbers, past the largest to the largest, in a byte each."""
-    values = np.random.default_rng(0).standard_normal((1, 2, 3, 4, 16)) * 10.0 ** np.arange(-8, 8)
-    policy = ShadowKV(value_dtype="fp8", chunk_size=4)
-    spec = abstract_state(TINY, policy, batch=1, capacity=96, prompt=90, dtype=dtype, fetch="resident").specs[0]
-    held = policy.host_rows(spec, jnp.asarray(values, dtype))
-    assert (held.shape, held.dtype) == ((1, 2, 3, 4 * 16), jnp.uint8)
-    got = np.asarray(held).view(ml_dtypes.float8_e4m3fn).astype(np.float64).reshape(values.shape)
-    asked = np.asarray(jnp.asarray(values, dtype), np.float64)
-    assert (np.abs(got) <= 448).all()
-    near = np.clip(asked, -448, 448)
-    assert (np.abs(got - near) <= np.maximum(np.abs(near) * 2.0**-4, 2.0**-10)).all()
-
-
 # A policy's settings
 
 BAD = {
-    "codec": (dict(key_codec="zip"), r"shadowkv\.key_codec must be one of \('lowrank', .*got 'zip'"),
-    "rank": (dict(key_codec="transform", rank=8), "rank must be None with key_codec='transform'.*got 8"),
-    "profile": (dict(key_profile=(4, 4, 4)), r"key_profile must be None with key_codec='lowrank'.*got \(4, 4, 4\)"),
-    "odd": (dict(key_codec="transform", key_profile=(4, 3, 4)), r"multiple of 2 and the third of 4, got \(4, 3, 4\)"),
-    "third": (dict(key_codec="transform", key_profile=(4, 4, 2)), r"the third of 4, got \(4, 4, 2\)"),
-    "wide": (dict(key_codec="transform", key_profile=(9, 16, 8)), r"together 1 to 32, .*got \(9, 16, 8\)"),
-    "none": (dict(key_codec="transform", key_profile=(0, 0, 0)), r"got \(0, 0, 0\)"),
-    "two": (dict(key_codec="transform", key_profile=(8, 8)), r"must be three numbers of columns.*got \(8, 8\)"),
-    "bool": (dict(key_codec="transform", key_profile=(True, 8, 8)), "must be three numbers"),
-    "negative": (dict(key_codec="transform", key_profile=(-1, 8, 8)), "must be three numbers"),
-    "landmark": (dict(landmark_tokens=3), r"landmark_tokens must divide chunk_size=8, got 3"),
-    "long_landmark": (dict(landmark_tokens=16), r"landmark_tokens must be an integer in \[1, 8\], got 16"),
-    "landmark_dtype": (dict(landmark_dtype="int2"), r"landmark_dtype must be one of \('model', 'int8', 'int4'\)"),
-    "value_dtype": (dict(value_dtype=4), r"value_dtype must be one of .*'fp8'\), got 4"),
-    "landmark_fp8": (dict(landmark_dtype="fp8"), r"landmark_dtype must be one of .*'int4'\), got 'fp8'"),
+    "codec": (dict(keys="zip"), r"shadowkv\.keys must be LowRank or TransformCode or ExactKeys, got 'zip'"),
+    "other_codec": (dict(keys=Values()), r"shadowkv\.keys must be LowRank or .*, got Values"),
+    "other_record": (dict(landmarks=2), r"shadowkv\.landmarks must be Landmarks, got 2"),
+    "rank": (dict(keys=TransformCode(), rank=8), "rank must be None with keys='transform'.*got 8"),
+    "odd": (dict(keys=TransformCode(profile=(4, 3, 4))), r"multiple of 2 and the third of 4, got \(4, 3, 4\)"),
+    "third": (dict(keys=TransformCode(profile=(4, 4, 2))), r"the third of 4, got \(4, 4, 2\)"),
+    "wide": (dict(keys=TransformCode(profile=(9, 16, 8))), r"together 1 to 32, .*got \(9, 16, 8\)"),
+    "none": (dict(keys=TransformCode(profile=(0, 0, 0))), r"got \(0, 0, 0\)"),
+    "two": (dict(keys=TransformCode(profile=(8, 8))), r"must be three numbers of columns.*got \(8, 8\)"),
+    "bool": (dict(keys=TransformCode(profile=(True, 8, 8))), "must be three numbers"),
+    "negative": (dict(keys=TransformCode(profile=(-1, 8, 8))), "must be three numbers"),
+    "landmark": (dict(landmarks=Landmarks(tokens=3)), r"shadowkv\.landmarks\.tokens must divide chunk_size=8, got 3"),
+    "long_landmark": (
+        dict(landmarks=Landmarks(tokens=16)),
+        r"shadowkv\.landmarks\.tokens must be an integer in \[1, 8\], got 16",
+    ),
+    "landmark_dtype": (
+        dict(landmarks=Landmarks(dtype="int2")),
+        r"shadowkv\.landmarks\.dtype must be one of \('model', 'int8', 'int4'\)",
+    ),
+    "value_dtype": (dict(values=Values(dtype=4)), r"shadowkv\.values\.dtype must be one of .*'int4'\), got 4"),
+    "landmark_fp8": (
+        dict(landmarks=Landmarks(dtype="fp8")),
+        r"shadowkv\.landmarks\.dtype must be one of .*'int4'\), got 'fp8'",
+    ),
 }
 
 
@@ -412,7 +415,7 @@ def test_bad_settings_are_told(case):
         ShadowKV(**given).resolve(TINY, 96)
 
 
-@pytest.mark.parametrize("given", [{"key_codec": "int4"}, {"landmark_dtype": "int4"}, {"value_dtype": "int4"}])
+@pytest.mark.parametrize("given", [{"landmarks": Landmarks(dtype="int4")}, {"values": Values("int4")}])
 def test_four_bits_need_an_even_head(given):
     odd = dataclasses.replace(TINY, head_dim=15, rope=RopeConfig(rotary_share=0.8))
     with pytest.raises(ConfigError, match="='int4' must have an even head_dim, got 15"):
@@ -420,36 +423,36 @@ def test_four_bits_need_an_even_head(given):
 
 
 def test_settings_as_text():
-    policy = parse_policy("shadowkv", ["key_codec=transform", "key_profile=16,64,64", "landmark_tokens=2"])
-    assert policy == ShadowKV(key_codec="transform", key_profile=(16, 64, 64), landmark_tokens=2)
+    policy = parse_policy("shadowkv", ["keys=transform", "keys.profile=16,64,64", "landmarks.tokens=2"])
+    assert policy == ShadowKV(keys=TransformCode(profile=(16, 64, 64)), landmarks=Landmarks(tokens=2))
     assert hash(policy) != hash(ShadowKV())
-    assert parse_policy("shadowkv_plus", ["key_profile=16+64+64"]).key_profile == (16, 64, 64)
+    plus = parse_policy("shadowkv_plus", ["keys.profile=16+64+64", "keys=transform"])
+    assert plus == ShadowKVPlus(keys=TransformCode(profile=(16, 64, 64)))
 
 
 @pytest.mark.parametrize("policy", [ShadowKV, ShadowKVPlus])
 def test_zero_copy_is_refused_where_no_kernel_rebuilds_the_keys(policy, monkeypatch):
     """On a GPU, before anything runs; the other modes are not, nor are packed numbers of any kind."""
     sizes = dict(batch=1, capacity=96, prompt=90, dtype="float32")
-    exact = policy(**SMALL, key_codec="exact", value_dtype="int4")
+    exact = policy(**SMALL, keys=ExactKeys(), values=Values(dtype="int4"))
     abstract_state(TINY, exact, **sizes, fetch="zero_copy")
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    told = f"fetch must be 'device_put' or 'resident' for {policy.name} with key_codec='exact' on a GPU"
+    told = f"fetch must be 'device_put' or 'resident' for {policy.name} with keys='exact' on a GPU"
     with pytest.raises(ConfigError, match=told):
         abstract_state(TINY, exact, **sizes, fetch="zero_copy")
     abstract_state(TINY, exact, **sizes, fetch="device_put")
-    with pytest.raises(ConfigError, match=r"with value_dtype='fp8' on a GPU"):
-        abstract_state(TINY, policy(**SMALL, value_dtype="fp8"), **sizes, fetch="zero_copy")
-    for codec, kind in (("lowrank", "int4"), ("transform", "model"), ("transform", "int4"), ("int4", "int8")):
-        packed = policy(**SMALL, key_codec=codec, value_dtype=kind, landmark_tokens=2, landmark_dtype="int4")
+    for codec, kind in (("lowrank", "int4"), ("transform", "model"), ("transform", "int4")):
+        packed = with_settings(
+            policy(**SMALL, values=Values(dtype=kind), landmarks=Landmarks(tokens=2, dtype="int4")), {"keys": codec}
+        )
         assert abstract_state(TINY, packed, **sizes, fetch="zero_copy").fetch == "zero_copy"
 
 
 MODES = {
-    "transform": ShadowKV(key_codec="transform", budget=24, **SMALL, **PACKED),
-    "int4": ShadowKV(key_codec="int4", budget=24, **SMALL, landmark_dtype="int8", value_dtype="int8"),
-    "plus": ShadowKVPlus(key_codec="transform", budget=24, **PLUS, **PACKED),
-    "lowrank": ShadowKV(rank=12, budget=24, **SMALL, value_dtype="int4"),
-    "fp8": ShadowKV(rank=12, budget=24, **SMALL, value_dtype="fp8"),
+    "transform": ShadowKV(keys=TransformCode(), budget=24, **SMALL, **PACKED),
+    "int8": ShadowKV(rank=12, budget=24, **SMALL, landmarks=Landmarks(dtype="int8"), values=Values("int8")),
+    "plus": ShadowKVPlus(keys=TransformCode(), budget=24, **PLUS, **PACKED),
+    "lowrank": ShadowKV(rank=12, budget=24, **SMALL, values=Values(dtype="int4")),
 }
 
 
@@ -479,10 +482,12 @@ def test_packed_rows_come_alike_in_every_fetch_mode(name):
 
 SHORT = {
     "small": ShadowKV.packed(small=True),
-    "fp8": ShadowKV(value_dtype="fp8"),
-    "multiple": ShadowKV(landmark_dtype="int8", value_dtype="int8", chunk_multiple=16, exact_preload=True),
+    "multiple": ShadowKV(
+        landmarks=Landmarks(dtype="int8"),
+        values=Values(dtype="int8"),
+        quirks=Quirks(chunk_multiple=16, exact_preload=True),
+    ),
     "plus": ShadowKVPlus.packed(),
-    "projected": ShadowKVPlus(plus_mode="project_only", value_dtype="int4"),
 }
 
 
@@ -493,17 +498,14 @@ def test_a_capacity_without_a_whole_chunk(name):
     logits, state = decode.prefill(model(), PROMPT[:, :12], [12, 3, 1], SHORT[name], capacity=39, fetch="device_put")
     assert state.specs[0].policy.max_chunks(39) == 0
     np.testing.assert_allclose(logits, wanted, atol=1e-4)
-    if name != "projected":  # whose new keys are projected onto a few tokens'
-        steps = [run_steps(model(), one, STEPS[:, :4])[0] for one in (state, dense)]
-        np.testing.assert_allclose(*steps, atol=1e-4)
+    steps = [run_steps(model(), one, STEPS[:, :4])[0] for one in (state, dense)]
+    np.testing.assert_allclose(*steps, atol=1e-4)
 
 
-# What the laws' table leaves out: heads with rows of their own behind the prompt, and keys that stay projected.
+# What the laws' table leaves out: heads with rows of their own behind the prompt.
 LATER = {
-    "plus_int4": ShadowKVPlus(key_codec="int4", budget=16, **PLUS, landmark_tokens=1, value_dtype="int8"),
-    "projected_int4": ShadowKVPlus(key_codec="int4", budget=16, **SMALL, plus_mode="project_only"),
-    "projected_transform": ShadowKVPlus(
-        key_codec="transform", budget=16, **SMALL, plus_mode="project_only", landmark_tokens=2, value_dtype="int4"
+    "plus_exact": ShadowKVPlus(
+        keys=ExactKeys(), budget=16, **PLUS, landmarks=Landmarks(tokens=1), values=Values("int8")
     ),
 }
 

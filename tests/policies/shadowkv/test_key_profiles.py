@@ -11,10 +11,12 @@ from jshadow.errors import ConfigError, Infeasible
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import footprint
 from jshadow.policies import Policy, Quest, ShadowKV, ShadowKVPlus, parse_policy
+from jshadow.policies.settings import policy_settings, with_settings
+from jshadow.policies.shadowkv import Choice, Landmarks, LowRank, TransformCode, Values
 from jshadow.policies.shadowkv.key_codecs import usual_profile, usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import packed_width
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
-from jshadow.policies.shadowkv.shares import largest_shadow
+from jshadow.policies.shadowkv.sizes import shadow_candidates
 
 SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
 LLAMA = ModelConfig("llama", 128256, 32, 4096, 14336, 32, 8, 128, 1e-5, 131072)
@@ -55,7 +57,7 @@ def test_packed_settings(kind):
         assert type(policy) is kind
         resolved = policy.resolve(SMOLLM2, 4096)
         assert resolved == resolved.resolve(SMOLLM2, 4096)
-        assert (resolved.key_profile, resolved.key_bits, resolved.rank) == (profile, None, None)
+        assert (resolved.keys.profile, resolved.keys.bits, resolved.rank) == (profile, None, None)
         parts = footprint(SMOLLM2, policy, capacity=4096, prompt=4096, fetch="device_put")["parts"]
         tokens = 30 * 8 * resolved.max_chunks(4096) + (30 * 8 * -(-resolved.window_slots(4096, 4096) // 8)) * (
             kind is ShadowKVPlus
@@ -67,38 +69,39 @@ def test_the_paper_s_codes_stay_to_be_had():
     """Whatever the defaults become."""
     for kind in (ShadowKV, ShadowKVPlus):
         resolved = kind.paper().resolve(LLAMA, 131_072)
-        assert (resolved.key_codec, resolved.rank, resolved.landmark_tokens) == ("lowrank", 160, 8)
-        assert (resolved.landmark_dtype, resolved.value_dtype, resolved.outlier_chunks) == ("model", "model", 48)
+        assert (resolved.keys, resolved.rank, resolved.landmarks) == (LowRank(), 160, Landmarks(tokens=8))
+        assert (resolved.values, resolved.choice, resolved.outlier_chunks) == (Values(), Choice(), 48)
         assert (resolved.chunk_size, resolved.budget) == (8, 2045)
 
 
 def test_bits_of_a_column_are_a_setting():
-    policy = parse_policy("shadowkv", ["key_codec=transform", "key_bits=1.333"])
-    assert policy.resolve(SMOLLM2, 512).key_profile == (4, 40, 32)
-    assert policy.resolve(LLAMA, 512) == ShadowKV(key_codec="transform", key_profile=(22, 214, 168)).resolve(LLAMA, 512)
-    assert ShadowKV(key_codec="transform", key_bits=1e-9).resolve(SMOLLM2, 512).codec.profile == profile_of(192, 8)
+    policy = parse_policy("shadowkv", ["keys=transform", "keys.bits=1.333"])
+    assert policy.resolve(SMOLLM2, 512).keys.profile == (4, 40, 32)
+    assert policy.resolve(LLAMA, 512) == ShadowKV(keys=TransformCode(profile=(22, 214, 168))).resolve(LLAMA, 512)
+    assert ShadowKV(keys=TransformCode(bits=1e-9)).resolve(SMOLLM2, 512).codec.profile == profile_of(192, 8)
 
 
-@pytest.mark.parametrize("settings", [
-    dict(key_codec="lowrank", key_bits=2), dict(key_codec="int4", key_bits=2.0),
-    dict(key_bits=2.0, key_profile=(4, 4, 4)), dict(key_bits=0), dict(key_bits=8.5), dict(key_bits=True),
-    dict(key_bits="two"), dict(key_bits=float("nan")),
-])  # fmt: skip
-def test_bad_bits_are_refused(settings):
-    with pytest.raises(ConfigError, match=r"shadowkv\.key_bits must be"):
-        ShadowKV(**{"key_codec": "transform"} | settings).resolve(SMOLLM2, 512)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        TransformCode(bits=2.0, profile=(4, 4, 4)),
+        *(TransformCode(bits=bits) for bits in (0, 8.5, True, "two", float("nan"))),
+    ],
+)
+def test_bad_bits_are_refused(keys):
+    with pytest.raises(ConfigError, match=r"shadowkv\.keys\.bits must be"):
+        ShadowKV(keys=keys).resolve(SMOLLM2, 512)
 
 
 # Shares
 
 
 CODES: dict[str, ShadowKV] = {
-    "transform": ShadowKV(key_codec="transform", landmark_dtype="int4", value_dtype="int4"),
-    "packed_plus": dataclasses.replace(ShadowKVPlus.packed(), key_bits=None),
-    "int4": ShadowKV(key_codec="int4", landmark_dtype="int8"),
-    "lowrank_int4": ShadowKV(landmark_dtype="int4"),
+    "transform": ShadowKV(keys=TransformCode(), landmarks=Landmarks(dtype="int4"), values=Values(dtype="int4")),
+    "packed_plus": with_settings(ShadowKVPlus.packed(), {"keys.bits": None}),
+    "lowrank_int4": ShadowKV(landmarks=Landmarks(dtype="int4")),
 }
-KEPT = ("key_codec", "landmark_dtype", "value_dtype")
+KEPT = ("keys", "landmarks.dtype", "values.dtype")
 
 
 def share_of(policy: Policy, config: ModelConfig, tokens: int) -> float:
@@ -114,39 +117,40 @@ def test_a_policy_keeps_its_code_at_a_share(name):
         taken = []
         for fraction in (0.5, 0.25, 0.12, 0.06):
             try:
-                made = policy.at_share(fraction, tokens, config)
+                made = at_share(policy, fraction, tokens, config)
             except Infeasible as error:
                 least = float(str(error).split("at least ")[1].split()[0]) + 1e-4
                 assert fraction < least
-                made = policy.at_share(least, tokens, config)
+                made = at_share(policy, least, tokens, config)
             else:
                 feasible += 1
                 taken.append(share_of(made, config, tokens))
                 assert taken[-1] <= fraction
             assert type(made) is type(policy)
-            assert [getattr(made, field) for field in KEPT] == [getattr(policy, field) for field in KEPT]
-            assert policy.landmark_tokens in (None, made.landmark_tokens)
+            assert [policy_settings(made)[name] for name in KEPT] == [policy_settings(policy)[name] for name in KEPT]
+            assert policy.landmarks.tokens in (None, made.landmarks.tokens)
         assert taken == sorted(taken, reverse=True)
     assert feasible >= 4
 
 
 def test_the_bits_follow_the_share():
-    """Nothing larger fits; landmarks grow coarse with the keys; the paper's own code is brought to `nominal`."""
+    """Nothing larger fits; landmarks grow coarse with the keys; the paper's own code is brought to the same size."""
     policy = CODES["transform"]
-    rich, middle, poor = (policy.at_share(fraction, 122_880, LLAMA) for fraction in (0.25, 0.11, 0.05))
-    assert [made.landmark_tokens for made in (rich, middle, poor)] == [2, 4, None]
+    rich, middle, poor = (at_share(policy, fraction, 122_880, LLAMA) for fraction in (0.25, 0.11, 0.05))
+    assert [made.landmarks.tokens for made in (rich, middle, poor)] == [2, 4, None]
     assert [made.outlier_chunks for made in (rich, middle, poor)] == [48, 0, 0]
     for made, fraction in ((rich, 0.25), (poor, 0.05)):
-        size = packed_width(made.key_profile) + 1024 // 128
-        more = dataclasses.replace(made, key_profile=profile_of(1024, 8 * size))
+        size = packed_width(made.keys.profile) + 1024 // 128
+        more = with_settings(made, {"keys.profile": profile_of(1024, 8 * size)})
         assert share_of(made, LLAMA, 122_880) <= fraction < share_of(more, LLAMA, 122_880)
-    assert largest_shadow(dataclasses.replace(policy, chunk_size=9), 0.11, 122_880, LLAMA).landmark_tokens == 3
-    assert packed_width(rich.key_profile) >= 2 * usual_rank(1024) > packed_width(middle.key_profile)
+    nines = shadow_candidates(dataclasses.replace(policy, chunk_size=9), LLAMA)
+    assert {one.landmarks.tokens for group in nines for one in group} == {1, 3, None}
+    assert packed_width(rich.keys.profile) >= 2 * usual_rank(1024) > packed_width(middle.keys.profile)
     for paper in (ShadowKV(), ShadowKV(budget=512), ShadowKVPlus()):
-        assert paper.at_share(0.25, 2304, SMOLLM2) == type(paper).nominal(0.25, 2304, SMOLLM2)
-    assert Quest().at_share(0.25, 2304, SMOLLM2) == Quest.nominal(0.25, 2304, SMOLLM2)
-    for given in (dict(key_bits=2.0), dict(key_profile=(4, 4, 4))):
-        with pytest.raises(ConfigError, match=f"{next(iter(given))} must be None where a share decides it"):
-            dataclasses.replace(policy, **given).at_share(0.25, 2304, SMOLLM2)
+        assert at_share(paper, 0.25, 2304, SMOLLM2) == at_share(type(paper)(), 0.25, 2304, SMOLLM2)
+    assert at_share(Quest(), 0.25, 2304, SMOLLM2) == at_share(Quest(budget=99), 0.25, 2304, SMOLLM2)
+    for field, value in (("bits", 2.0), ("profile", (4, 4, 4))):
+        with pytest.raises(ConfigError, match=rf"keys\.{field} must be None where a share decides it"):
+            at_share(with_settings(policy, {f"keys.{field}": value}), 0.25, 2304, SMOLLM2)
     with pytest.raises(ConfigError, match="fraction must be above 0"):
-        policy.at_share(0.0, 2304, SMOLLM2)
+        at_share(policy, 0.0, 2304, SMOLLM2)

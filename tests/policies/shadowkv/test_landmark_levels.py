@@ -16,25 +16,28 @@ from jshadow.evaluation.speed.layer import Shape, layer_state, random_prompt, ra
 from jshadow.ops.packing import ROW_BITS, dequantise_rows
 from jshadow.planner.bytes import footprint, step_footprint
 from jshadow.policies import ShadowKV, ShadowKVPlus
-from jshadow.policies.shadowkv.landmark_levels import GROUP, gathered_products, hadamard, keep_levels, mean_kind
-from jshadow.policies.shadowkv.landmarks import keep_landmarks, landmark_products, prompt_spread
+from jshadow.policies.settings import with_settings
+from jshadow.policies.shadowkv import Choice, Landmarks
+from jshadow.policies.shadowkv.landmark_levels import GROUP, gathered_products, hadamard, mean_kind, store_levels
+from jshadow.policies.shadowkv.landmarks import landmark_products, prompt_spread, store_landmarks
 
 POLICY = ShadowKV(
-    rank=24, chunk_size=4, budget=12, outlier_chunks=3, local_chunks=2, landmark_tokens=1, landmark_levels=2
+    rank=24, chunk_size=4, budget=12, outlier_chunks=3, local_chunks=2, landmarks=Landmarks(tokens=1, levels=2)
 )
 SETTINGS = {
     "model": POLICY,
-    "int4": dataclasses.replace(POLICY, landmark_dtype="int4", landmark_tokens=2),
-    "int8": dataclasses.replace(POLICY, landmark_dtype="int8"),
+    "int4": with_settings(POLICY, {"landmarks.dtype": "int4", "landmarks.tokens": 2}),
+    "int8": with_settings(POLICY, {"landmarks.dtype": "int8"}),
     "few_chunks": dataclasses.replace(POLICY, budget=60),  # there are fewer groups
-    "variance": dataclasses.replace(POLICY, landmark_levels=1, landmark_tokens=2, landmark_order=2),
-    "levels_variance": dataclasses.replace(POLICY, landmark_tokens=2, landmark_dtype="int4", landmark_order=2),
-    "shared_variance": dataclasses.replace(
-        POLICY, turn_selection="shared", landmark_dtype="int8", landmark_tokens=2, landmark_order=2
+    "variance": with_settings(POLICY, {"landmarks.levels": 1, "landmarks.tokens": 2, "landmarks.order": 2}),
+    "levels_variance": with_settings(POLICY, {"landmarks.tokens": 2, "landmarks.dtype": "int4", "landmarks.order": 2}),
+    "shared_variance": with_settings(
+        POLICY,
+        {"quirks.turn_selection": "shared", "landmarks.dtype": "int8", "landmarks.tokens": 2, "landmarks.order": 2},
     ),
-    "one_variance": dataclasses.replace(POLICY, landmark_tokens=None, landmark_order=2),
-    "shared": dataclasses.replace(POLICY, turn_selection="shared"),
-    "shared_int4": dataclasses.replace(POLICY, turn_selection="shared", landmark_dtype="int4"),
+    "one_variance": with_settings(POLICY, {"landmarks.tokens": None, "landmarks.order": 2}),
+    "shared": with_settings(POLICY, {"quirks.turn_selection": "shared"}),
+    "shared_int4": with_settings(POLICY, {"quirks.turn_selection": "shared", "landmarks.dtype": "int4"}),
 }
 
 
@@ -70,14 +73,14 @@ def test_levels_are_the_landmarks(parts, kind):
     """The first row is the chunk's mean, in eight bits where there are bits; each code is off by half a step at most.
     They take as many bytes as the landmarks, but for the mean's bits."""
     marks = jax.random.normal(jax.random.key(parts), (2, 3, 5 * parts, 16))
-    levels = keep_levels(marks, parts, kind, "float32")
+    levels = store_levels(marks, parts, kind, "float32")
     wanted = np.asarray(marks, np.float64).reshape(2, 3, 5, parts, 16)
     first = kept(levels, parts, kind)[:, :, :, 0]
     np.testing.assert_allclose(first, wanted.mean(axis=3), atol=1e-6 if kind == "model" else 0.02)
     assert levels.parts == parts
     steps = 1e-6 if kind == "model" else np.abs(wanted).sum(axis=3).max() / (2 ** (ROW_BITS[kind] - 1) - 1)
     assert np.abs(landmarks_of(levels, parts, kind) - wanted).max() <= steps / 2 + 1e-5
-    sizes = [sum(x.nbytes for x in jax.tree.leaves(x)) for x in (levels, keep_landmarks(marks, kind, "float32"))]
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(x)) for x in (levels, store_landmarks(marks, kind, "float32"))]
     assert sizes[0] - sizes[1] == (2 * 3 * 5 * 16 // 2 if kind == "int4" else 0)
 
 
@@ -97,14 +100,14 @@ def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype)
     shape = Shape(context=157, batch=2, heads=6, kv_heads=2, head_dim=16, dtype=dtype)
     spec, state = layer_state(shape, SETTINGS[name], "resident")
     policy, count = spec.policy, spec.policy.max_selected(spec.capacity)
-    parts, shared = policy.landmark_parts, policy.turn_selection == "shared"
-    levels, kind = policy.landmark_levels, policy.landmark_dtype
+    parts, shared = policy.landmark_parts, policy.quirks.turn_selection == "shared"
+    levels, kind = policy.landmarks.levels, policy.landmarks.dtype
     kept_marks = state.frozen.landmarks
     marks = landmarks_of(kept_marks, parts, kind) if levels == 2 else np.asarray(kept_marks, np.float64)
     marks = marks.reshape(2, 2, -1, parts, 16)
     chunks = marks.shape[2]
     first_spread, spread = np.zeros((2, 2, chunks, 1)), np.zeros((2, 2, chunks, parts))
-    if policy.landmark_order == 2:
+    if policy.landmarks.order == 2:
         told = state.frozen.spread if levels == 2 else (first_spread, state.frozen.spread)
         first_spread, spread = (np.asarray(x, np.float64).reshape(2, 2, chunks, -1) for x in told)
     assert (GROUP * count < chunks) == (name != "few_chunks")
@@ -151,7 +154,7 @@ def test_the_spread_is_the_deviation_from_the_landmark(tokens, block):
 
 def test_a_spread_that_float16_cannot_hold_is_its_largest_number():
     shape = Shape(context=64, batch=1, heads=2, kv_heads=1, head_dim=8, dtype="bfloat16")
-    spec, state = layer_state(shape, dataclasses.replace(POLICY, rank=8, landmark_order=2), "resident")
+    spec, state = layer_state(shape, with_settings(POLICY, {"rank": 8, "landmarks.order": 2}), "resident")
     prompt = random_prompt(shape, spec.policy)
     huge = prompt.replace(
         k_post=prompt.k_post * jnp.where(jnp.arange(64) % 2, 1e6, -1e6)[:, None, None].astype("bfloat16")
@@ -166,13 +169,10 @@ def test_a_spread_that_float16_cannot_hold_is_its_largest_number():
 def test_all_chunks_are_all_chunks(kind):
     """Where every chunk comes near, two levels of exact landmarks choose as one does; where few do, they do not."""
     for budget, same in ((24, True), (4, False)):
-        settings = dict(rank=12, budget=budget, landmark_tokens=1, **SMALL)
-        made = [
-            decode.prefill(
-                model(), PROMPT, LENGTHS, kind(**settings, landmark_levels=levels), capacity=96, fetch="resident"
-            )[1]
-            for levels in (1, 2)
+        policies = [
+            kind(rank=12, budget=budget, landmarks=Landmarks(tokens=1, levels=levels), **SMALL) for levels in (1, 2)
         ]
+        made = [decode.prefill(model(), PROMPT, LENGTHS, one, capacity=96, fetch="resident")[1] for one in policies]
         one, two = (np.asarray(run_steps(model(), state, STEPS[:, :3])[0]) for state in made)
         assert np.allclose(one, two, atol=1e-5) == same
 
@@ -182,9 +182,11 @@ def test_all_chunks_are_all_chunks(kind):
 def test_a_step_reads_all_means_and_the_landmarks_of_few_chunks(kind, rounds):
     sizes = dict(capacity=1024, prompt=1000, dtype="bfloat16", fetch="device_put")
     policies = [
-        ShadowKV(budget=32, **SMALL, landmark_tokens=1, landmark_dtype=kind, landmark_levels=levels,
-                 selection_rounds=rounds) for levels in (1, 2)
-    ]  # fmt: skip
+        ShadowKV(
+            budget=32, **SMALL, landmarks=Landmarks(tokens=1, dtype=kind, levels=levels), choice=Choice(rounds=rounds)
+        )
+        for levels in (1, 2)
+    ]
     kept = [footprint(TINY, policy, **sizes)["device_bytes"] for policy in policies]
     chunks, near = 1024 // 4 - 2, GROUP * rounds * 32 // 4
     heads, more = TINY.kv_heads * TINY.num_layers, 0 if kind == "model" else TINY.head_dim // 2
@@ -199,8 +201,7 @@ def test_the_variance_takes_a_number_for_each_landmark(tokens, levels, first, ea
     """A step reads those of all chunks, and of levels those of the landmarks of few."""
     sizes = dict(capacity=1024, prompt=1000, dtype="bfloat16", fetch="device_put")
     policies = [
-        ShadowKV(budget=32, **SMALL, landmark_tokens=tokens, landmark_levels=levels, landmark_order=order)
-        for order in (1, 2)
+        ShadowKV(budget=32, **SMALL, landmarks=Landmarks(tokens=tokens, levels=levels, order=order)) for order in (1, 2)
     ]
     chunks, near, heads = 1024 // 4 - 2, GROUP * 32 // 4, TINY.kv_heads * TINY.num_layers
     held = [footprint(TINY, policy, **sizes)["device_bytes"] for policy in policies]
@@ -208,28 +209,28 @@ def test_the_variance_takes_a_number_for_each_landmark(tokens, levels, first, ea
     one, two = (step_footprint(TINY, policy, **sizes)["bytes_read"] for policy in policies)
     assert two - one == 2 * (chunks * first + near * each) * heads
     for policy in policies:
-        assert dataclasses.replace(policy, budget=None).resolve(TINY, 96).landmark_order == policy.landmark_order
+        assert dataclasses.replace(policy, budget=None).resolve(TINY, 96).landmarks.order == policy.landmarks.order
 
 
 @pytest.mark.parametrize("value", [0, 3, 2.0, True])
-@pytest.mark.parametrize("field", ["landmark_levels", "landmark_order"])
+@pytest.mark.parametrize("field", ["levels", "order"])
 def test_levels_and_order_are_one_or_two(field, value):
     for kind in (ShadowKV, ShadowKVPlus):
-        with pytest.raises(ConfigError, match=rf"{field} must be an integer in \[1, 2\]"):
-            kind(**{field: value}).resolve(TINY, 96)
+        with pytest.raises(ConfigError, match=rf"\.landmarks\.{field} must be an integer in \[1, 2\]"):
+            kind(landmarks=Landmarks(**{field: value})).resolve(TINY, 96)
 
 
 def test_a_chunk_s_landmarks_are_a_power_of_two():
-    with pytest.raises(ConfigError, match="a power of two of landmarks a chunk with landmark_levels=2, got 3"):
-        ShadowKV(chunk_size=6, landmark_tokens=2, landmark_levels=2).resolve(TINY, 96)
-    assert ShadowKV(landmark_levels=2).resolve(TINY, 96).landmark_levels == 1  # the mean is all there is
+    with pytest.raises(ConfigError, match=r"a power of two of landmarks a chunk with landmarks\.levels=2, got 3"):
+        ShadowKV(chunk_size=6, landmarks=Landmarks(tokens=2, levels=2)).resolve(TINY, 96)
+    assert ShadowKV(landmarks=Landmarks(levels=2)).resolve(TINY, 96).landmarks.levels == 1  # the mean is all there is
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["model", "int8", "int4"])
 def test_a_gpu_s_products_are_those_of_all_machines(kind, dtype):
     rows, marks = (jax.random.normal(jax.random.key(i), (2, 3, n, 16), dtype) for i, n in ((0, 5), (1, 11)))
-    landmarks = keep_landmarks(marks, kind, dtype)
+    landmarks = store_landmarks(marks, kind, dtype)
     got, want = gathered_products(rows, landmarks), landmark_products(rows, landmarks)
     assert got.dtype == want.dtype == jnp.float32
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

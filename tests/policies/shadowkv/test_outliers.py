@@ -14,25 +14,32 @@ from jshadow.errors import ConfigError
 from jshadow.ops.rope import cos_sin, rotate
 from jshadow.planner.bytes import cache_specs
 from jshadow.policies import ShadowKV, ShadowKVPlus
+from jshadow.policies.settings import with_settings
+from jshadow.policies.shadowkv import Choice, ExactKeys, TransformCode
 from jshadow.policies.shadowkv.key_codecs import (
-    Exact,
-    Int4,
+    ExactCodec,
     KeyCode,
     KeyCodec,
-    LowRank,
-    Transform,
+    LowRankCodec,
+    TransformCodec,
     squared_error,
 )
-from jshadow.policies.shadowkv.plus import loses_more
+from jshadow.policies.shadowkv.outliers import loses_more
 
 CHUNK = 4
 CODECS: dict[str, KeyCodec] = {
-    "lowrank": LowRank(9), "transform": Transform((3, 10, 8)), "int4": Int4(), "exact": Exact(),
-}  # fmt: skip
+    "lowrank": LowRankCodec(9),
+    "transform": TransformCodec((3, 10, 8)),
+    "exact": ExactCodec(),
+}
 BOTH = ShadowKV(
-    chunk_size=CHUNK, budget=12, outlier_chunks=5, local_chunks=1, outlier_rule="both", key_codec="transform",
-    key_profile=(2, 10, 8),
-)  # fmt: skip
+    chunk_size=CHUNK,
+    budget=12,
+    outlier_chunks=5,
+    local_chunks=1,
+    keys=TransformCode(profile=(2, 10, 8)),
+    choice=Choice(outlier_rule="both"),
+)
 
 
 def keys_of(lengths: list[int], heads: int = 2, dim: int = 12, seed: int = 0) -> np.ndarray:
@@ -97,7 +104,7 @@ def test_half_by_landmark_and_half_by_code(outliers, landmark_tokens):
     landmark, the first chunks are those of the landmarks' rule."""
     lengths = [203, 46, 8, 5]
     keys = keys_of(lengths)
-    policy = dataclasses.replace(BOTH, outlier_chunks=outliers, landmark_tokens=landmark_tokens)
+    policy = with_settings(BOTH, {"outlier_chunks": outliers, "landmarks.tokens": landmark_tokens})
     policy, state = compressed(policy, lengths, 220, keys)
     frozen, first = state.frozen, -(-outliers // 2)
     for row, length in enumerate(lengths):
@@ -127,10 +134,10 @@ def test_a_fact_in_a_text_that_repeats_itself_stays():
     plain[121:124] = 3 * rng.standard_normal((3, 24))
     keys = plain.reshape(1, 540, 2, 12)
     fact = 121 // CHUNK
-    for policy in (BOTH, dataclasses.replace(BOTH, outlier_rule="landmark", outlier_chunks=0)):
+    for policy in (BOTH, with_settings(BOTH, {"choice.outlier_rule": "landmark", "outlier_chunks": 0})):
         policy, state = compressed(policy, [540], 570, keys)
         closed = ~np.asarray(state.frozen.candidates[0])[:, : int(state.frozen.chunks[0])]
-        assert closed[:, fact].all() == (policy.outlier_rule == "both")
+        assert closed[:, fact].all() == (policy.choice.outlier_rule == "both")
         code = KeyCode(state.frozen.left, state.frozen.right)
         lost = lost_by(policy.codec, code, keys[:, : CHUNK * closed.shape[1]], closed.shape[1])[0]
         # An eighth of the key; with steps by the deviations alone it was a quarter to a third.
@@ -144,7 +151,7 @@ def test_later_chunks_are_measured_by_the_prompt_s():
     keys = keys_of(lengths)
     cuts = []
     for rule, outliers in (("both", 6), ("landmark", 3)):
-        policy = ShadowKVPlus(9, CHUNK, 12, outliers, 1, outlier_rule=rule)
+        policy = ShadowKVPlus(9, CHUNK, 12, outliers, 1, choice=Choice(outlier_rule=rule))
         policy, state = compressed(policy, lengths, 220, keys)
         cuts.append(np.asarray(state.frozen.cut))
         if rule == "landmark":
@@ -163,18 +170,18 @@ def test_later_chunks_are_measured_by_the_prompt_s():
 
 @pytest.mark.parametrize("outliers", [0, 1])
 def test_no_outlier_is_chosen_by_the_code_of_fewer_than_two(outliers):
-    policy = ShadowKVPlus(9, CHUNK, 12, outliers, 1, outlier_rule="both")
+    policy = ShadowKVPlus(9, CHUNK, 12, outliers, 1, choice=Choice(outlier_rule="both"))
     _, state = compressed(policy, [203, 8], 220, keys_of([203, 8]))
     assert (np.asarray(state.frozen.most) == np.inf).all()
 
 
-@pytest.mark.parametrize("name", ["lowrank", "transform", "int4"])
+@pytest.mark.parametrize("name", ["lowrank", "transform"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_keys_later_are_no_worse(name, dtype):
     """Keys far from zero, as biases make them, are rounded by more than a good code loses of them."""
     rng = np.random.default_rng(2)
     keys = rng.standard_normal((1, 160, 2, 12)) * 0.5 + np.where(rng.random((2, 12)) < 0.2, 60, 0)
-    codec = LowRank(24) if name == "lowrank" else CODECS[name]
+    codec = LowRankCodec(24) if name == "lowrank" else CODECS[name]
     k_pre, chunks = jnp.asarray(keys, dtype), 160 // CHUNK
     code = codec.encode(k_pre, jnp.array([160]), chunks, CHUNK)
     most = codec.losses(code, k_pre, CHUNK).max(axis=2)
@@ -203,6 +210,6 @@ def test_the_same_keys_later_are_no_worse(name, dtype):
 @pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
 def test_refusals(kind):
     with pytest.raises(ConfigError, match=r"outlier_rule must be one of .*'landmark', 'both'.* got 'code'"):
-        kind(outlier_rule="code").resolve(TINY, 96)
-    with pytest.raises(ConfigError, match=r"outlier_rule must be 'landmark' with key_codec='exact', got 'both'"):
-        kind(outlier_rule="both", key_codec="exact").resolve(TINY, 96)
+        kind(choice=Choice(outlier_rule="code")).resolve(TINY, 96)
+    with pytest.raises(ConfigError, match=r"outlier_rule must be 'landmark' with keys='exact', got 'both'"):
+        kind(choice=Choice(outlier_rule="both"), keys=ExactKeys()).resolve(TINY, 96)

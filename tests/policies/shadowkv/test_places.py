@@ -5,15 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jshadow.policies.shadowkv import places
-from jshadow.policies.shadowkv.places import in_turn
+from jshadow.policies.shadowkv import selection
+from jshadow.policies.shadowkv.selection import in_turn
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 1, 4), (2, 2, 5, 7), (1, 2, 9, 16)]
 
 
 @pytest.fixture(params=[4, 256], ids=["blocks", "one block"])
 def block(request, monkeypatch):
-    monkeypatch.setattr(places, "BLOCK", request.param)
+    monkeypatch.setattr(selection, "PLACES", request.param)
     jax.clear_caches()
 
 
@@ -22,7 +22,7 @@ def test_many_places_take_little_memory():
     shapes = (ids, jax.ShapeDtypeStruct(ids.shape, bool), jax.ShapeDtypeStruct((1, 1), bool),
               jax.ShapeDtypeStruct((1, 8, 4096), jnp.int32))  # fmt: skip
     program = jax.jit(in_turn).lower(*shapes).compile()
-    assert program.memory_analysis().temp_size_in_bytes < 5 * 8 * 4096 * places.BLOCK + 2**20
+    assert program.memory_analysis().temp_size_in_bytes < 5 * 8 * 4096 * selection.PLACES + 2**20
 
 
 def draw(rng, batch, heads, queries, count, units):

@@ -9,7 +9,9 @@ from oracle_shadowkv import query_weights as wanted
 from jshadow.errors import ConfigError
 from jshadow.ops.rope import cos_sin, rotate
 from jshadow.policies import ShadowKV, ShadowKVPlus
-from jshadow.policies.shadowkv.key_codecs import LowRank, Transform
+from jshadow.policies.settings import with_settings
+from jshadow.policies.shadowkv import LowRank, TransformCode
+from jshadow.policies.shadowkv.key_codecs import LowRankCodec, TransformCodec
 from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
 
 
@@ -59,7 +61,7 @@ def test_weights_are_those_before_rope(rotated):
     )
 
 
-@pytest.mark.parametrize("codec", [LowRank(6), Transform((2, 10, 12))], ids=["lowrank", "transform"])
+@pytest.mark.parametrize("codec", [LowRankCodec(6), TransformCodec((2, 10, 12))], ids=["lowrank", "transform"])
 def test_less_is_lost_of_the_products(codec):
     """Keys that are large everywhere, queries in few places: of the same bytes, most of the error goes."""
     rng, dim, tokens = np.random.default_rng(2), 16, 512
@@ -82,8 +84,8 @@ def test_less_is_lost_of_the_products(codec):
 
 @pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
 def test_refusals(kind):
-    with pytest.raises(ConfigError, match=r"key_weights must be one of .*'none', 'queries'.* got 'keys'"):
-        kind(key_weights="keys").resolve(TINY, 96)
-    for codec in ("int4", "exact"):
-        with pytest.raises(ConfigError, match=rf"key_weights must be 'none' with key_codec='{codec}', got 'queries'"):
-            kind(key_weights="queries", key_codec=codec).resolve(TINY, 96)
+    for keys in (LowRank(weights="keys"), TransformCode(weights="keys")):
+        with pytest.raises(ConfigError, match=r"keys\.weights must be one of .*'none', 'queries'.* got 'keys'"):
+            kind(keys=keys).resolve(TINY, 96)
+    with pytest.raises(ConfigError, match=r"keys='exact' has the settings \[\], got 'weights'"):
+        with_settings(kind(), {"keys.weights": "queries", "keys": "exact"})

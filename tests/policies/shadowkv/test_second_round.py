@@ -12,15 +12,24 @@ from jshadow.errors import ConfigError
 from jshadow.evaluation.speed.layer import Shape, layer_state, random_step
 from jshadow.planner.bytes import abstract_state, footprint, step_footprint
 from jshadow.policies import ShadowKV, ShadowKVPlus
+from jshadow.policies.settings import with_settings
+from jshadow.policies.shadowkv import Choice
 
-POLICY = ShadowKV(rank=24, chunk_size=4, budget=24, outlier_chunks=3, local_chunks=2, selection_rounds=2)
+POLICY = ShadowKV(rank=24, chunk_size=4, budget=24, outlier_chunks=3, local_chunks=2, choice=Choice(rounds=2))
 SETTINGS = {
     "lowrank": POLICY,
-    "transform": dataclasses.replace(
-        POLICY, rank=None, key_codec="transform", key_profile=(3, 10, 16), landmark_dtype="int4", landmark_tokens=2
+    "transform": with_settings(
+        POLICY,
+        {
+            "rank": None,
+            "keys": "transform",
+            "keys.profile": (3, 10, 16),
+            "landmarks.dtype": "int4",
+            "landmarks.tokens": 2,
+        },
     ),
     "few_chunks": dataclasses.replace(POLICY, budget=100),  # twice the budget is more than there are
-    "shared": dataclasses.replace(POLICY, turn_selection="shared"),
+    "shared": with_settings(POLICY, {"quirks.turn_selection": "shared"}),
 }
 
 
@@ -66,7 +75,7 @@ def test_all_chunks_are_all_chunks():
     for budget, same in ((96, True), (12, False)):
         made = [
             decode.prefill(
-                model(), PROMPT, LENGTHS, ShadowKV(rank=12, budget=budget, selection_rounds=rounds, **SMALL),
+                model(), PROMPT, LENGTHS, ShadowKV(rank=12, budget=budget, choice=Choice(rounds=rounds), **SMALL),
                 capacity=96, fetch="resident",
             )[1] for rounds in (1, 2)
         ]  # fmt: skip
@@ -77,21 +86,21 @@ def test_all_chunks_are_all_chunks():
 def test_a_step_rebuilds_three_times_the_keys_and_moves_no_more():
     sizes = dict(capacity=512, prompt=500, dtype="bfloat16", fetch="device_put")
     one, two = (
-        step_footprint(TINY, ShadowKV(rank=12, budget=64, **SMALL, selection_rounds=rounds), **sizes)
+        step_footprint(TINY, ShadowKV(rank=12, budget=64, **SMALL, choice=Choice(rounds=rounds)), **sizes)
         for rounds in (1, 2)
     )
     assert two["bytes_moved"] == one["bytes_moved"] > 0
     left = 2 * 12 * 64 * TINY.kv_heads * TINY.num_layers
     assert two["bytes_read"] - one["bytes_read"] == 2 * left
     states = [
-        abstract_state(TINY, ShadowKV(rank=12, budget=64, **SMALL, selection_rounds=rounds), batch=1, **sizes)
+        abstract_state(TINY, ShadowKV(rank=12, budget=64, **SMALL, choice=Choice(rounds=rounds)), batch=1, **sizes)
         for rounds in (1, 2)
     ]
     first, second = (state.specs[0].policy.step_flops(state.specs[0], state.layers[0]) for state in states)
     products = 2 * 2 * (12 + TINY.q_heads // TINY.kv_heads) * 64 * TINY.key_columns
     assert products <= second - first <= 1.2 * products  # the formula counts what is read as multiplied, too
     kept = [
-        footprint(TINY, ShadowKV(rank=12, budget=64, **SMALL, selection_rounds=rounds), **sizes)["device_bytes"]
+        footprint(TINY, ShadowKV(rank=12, budget=64, **SMALL, choice=Choice(rounds=rounds)), **sizes)["device_bytes"]
         for rounds in (1, 2)
     ]
     assert kept[0] == kept[1]
@@ -100,5 +109,5 @@ def test_a_step_rebuilds_three_times_the_keys_and_moves_no_more():
 @pytest.mark.parametrize("rounds", [0, 3, 1.0, True])
 def test_rounds_are_one_or_two(rounds):
     for kind in (ShadowKV, ShadowKVPlus):
-        with pytest.raises(ConfigError, match=r"selection_rounds must be an integer in \[1, 2\]"):
-            kind(selection_rounds=rounds).resolve(TINY, 96)
+        with pytest.raises(ConfigError, match=r"choice\.rounds must be an integer in \[1, 2\]"):
+            kind(choice=Choice(rounds=rounds)).resolve(TINY, 96)

@@ -1,4 +1,4 @@
-"""Keys before RoPE as they are: what every other code is measured against."""
+"""Keys before RoPE without any loss: the code that every other one is measured against."""
 
 import dataclasses
 from typing import Any
@@ -12,8 +12,8 @@ from jshadow.policies.shadowkv.key_codecs.base import KeyCode, KeyCodec, Sizes
 
 
 @dataclasses.dataclass(frozen=True)
-class Exact(KeyCodec):
-    """left [B, h_kv, n, c * d] in the model's dtype, and no right."""
+class ExactCodec(KeyCodec):
+    """left is [B, h_kv, n, c * d] in the model's dtype; there is no right."""
 
     name = "exact"
 
@@ -23,20 +23,18 @@ class Exact(KeyCodec):
         left: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))
         return KeyCode(left, None)
 
-    def encode(
-        self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None
-    ) -> KeyCode:  # fmt: skip
-        """Chunk by chunk."""
+    def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None) -> KeyCode:
+        """Cut the keys into chunks."""
         real = jnp.arange(k_pre.shape[1]) < lengths[:, None]
         chunks = to_chunks(jnp.where(real[..., None, None], k_pre, 0), units, chunk)
         return KeyCode(chunks.reshape(*chunks.shape[:3], -1), None)
 
     def project(self, k_pre: Array, right: Any, weights: Array | None = None) -> Array:
-        """As they are."""
+        """Return the keys unchanged."""
         return k_pre
 
     def expand(self, rows: Array, right: Any) -> Array:
-        """As they are."""
+        """Return the keys in float32."""
         return rows.astype(jnp.float32)
 
     def products(self, sizes: Sizes) -> int:
@@ -48,5 +46,5 @@ class Exact(KeyCodec):
         return sizes.dim * jnp.dtype(sizes.dtype).itemsize
 
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
-        """The keys once more, without their padding."""
+        """A copy of the keys without their padding, and one in chunks."""
         return 2 * tokens * sizes.columns * jnp.dtype(sizes.dtype).itemsize

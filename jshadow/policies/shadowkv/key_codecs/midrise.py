@@ -1,8 +1,9 @@
-"""A uniform quantiser without a zero (mid-rise), clipped beyond most of what a column holds, in packed bytes.
+"""A uniform quantiser without a zero (mid-rise) that clips outliers, in packed bytes.
 
-A multiple of the standard deviation is the best range for a column like a Gaussian one. Where most tokens are alike,
-deviations are small and the few that differ lie many of them away; then the range is a share of the largest magnitude.
-So one key a hundred times as long as all others costs them their precision, also where it is kept exactly elsewhere.
+The range of a column is a multiple of its standard deviation, the best choice for a column like a Gaussian one. Where
+most tokens are alike, deviations are small and the few different tokens lie many deviations away; then the range is a
+share of the largest magnitude. So one key that is a hundred times as long as all others makes the others imprecise,
+even where that key itself is stored exactly.
 """
 
 import jax.numpy as jnp
@@ -14,22 +15,20 @@ from pallas_kernels.bits import dequantise as dequantise
 from pallas_kernels.bits import pack_bytes
 from pallas_kernels.bits import packed_width as packed_width
 
-# The range, by bits: at least so many standard deviations, and such a share of the largest magnitude. Chosen on
-# SmolLM2-135M: deviations on its keys, shares by divergence on plain text and by needles in text that repeats itself.
+# The range by bits: at least LOAD standard deviations, and at least REACH times the largest magnitude. Both were chosen
+# on SmolLM2-135M: LOAD by the error of its keys, REACH by divergence on plain text and by needles in repetitive text.
 LOAD = {8: 8.0, 4: 3.2, 2: 1.9}
 REACH = {8: 1.0, 4: 0.7, 2: 0.5}
-# Columns whose deviation is this small beside the largest are float32's rounding of nothing.
+# A column whose deviation is smaller than this part of the largest one holds nothing but float32's rounding.
 NOTHING = 1e-5
 
 
 def profile_bits(profile: Profile) -> np.ndarray:
-    """Bits of each column that has any, int [n8 + n4 + n2]: eight first, then four, then two."""
+    """Bits of each coded column, int [n8 + n4 + n2]: eight first, then four, then two."""
     return np.repeat((8, 4, 2), profile)
 
 
-def steps(
-    sigma: Float[Array, "*n r"], largest: Float[Array, "*n r"], profile: Profile
-) -> Float[Array, "*n r"]:  # fmt: skip
+def steps(sigma: Float[Array, "*n r"], largest: Float[Array, "*n r"], profile: Profile) -> Float[Array, "*n r"]:
     """Step of each column; 0, which decodes to 0, for a column that is constant.
 
     Args:
@@ -45,7 +44,7 @@ def steps(
 
 
 def quantise(x: Float[Array, "*n r"], step: Float[Array, "*n r"], profile: Profile) -> UInt8[Array, "*n w"]:
-    """Columns as packed codes: code q stands for (q + 1 / 2 - 2**(bits - 1)) * step."""
+    """Pack columns as codes. The code q stands for (q + 1 / 2 - 2**(bits - 1)) * step."""
     half = jnp.asarray(2.0 ** (profile_bits(profile) - 1), jnp.float32)
     codes = jnp.clip(jnp.floor(x / jnp.where(step > 0, step, 1)) + half, 0, 2 * half - 1)
     codes = jnp.where(step > 0, codes, 0).astype(jnp.uint8)

@@ -9,16 +9,21 @@ import itertools
 from jshadow.errors import ConfigError
 from jshadow.policies.shadowkv.key_codecs.midrise import Profile
 
-# Bits of a key column in the mean, and the shares of all columns that have 8, 4 and 2. All of SmolLM2-135M's 192
-# columns: 4/3, 2 and 8/3 by divergence from full attention, (4, 40, 32), (28, 40, 0) and (16, 64, 64); more bits by the
-# least variance lost. At 5/2, the usual rank's bits of wide keys: 8/3 in proportion, (80, 320, 320) of 1,024. Between
-# the points the shares are interpolated linearly.
+# (mean bits of a key column, shares of all columns that have 8, 4 and 2 bits). Shares between two points lie on a
+# straight line. The points were measured on SmolLM2-135M, which has 192 key columns: 4/3, 2 and 8/3 bits by divergence
+# from full attention, more bits by the least variance lost. 5/2 bits are those of the usual rank of wide keys: the
+# shares of 8/3 in proportion, (80, 320, 320) of 1,024 columns.
 POINTS = (
-    (0, (0, 0, 0)), (4 / 3, (4 / 192, 40 / 192, 32 / 192)), (2, (28 / 192, 40 / 192, 0)),
-    (5 / 2, (80 / 1024, 320 / 1024, 320 / 1024)), (8 / 3, (16 / 192, 64 / 192, 64 / 192)),
-    (4, (33 / 192, 102 / 192, 48 / 192)), (16 / 3, (75 / 192, 96 / 192, 20 / 192)),
-    (20 / 3, (130 / 192, 58 / 192, 4 / 192)), (8, (1, 0, 0)),
-)  # fmt: skip
+    (0, (0, 0, 0)),
+    (4 / 3, (4 / 192, 40 / 192, 32 / 192)),
+    (2, (28 / 192, 40 / 192, 0)),
+    (5 / 2, (80 / 1024, 320 / 1024, 320 / 1024)),
+    (8 / 3, (16 / 192, 64 / 192, 64 / 192)),
+    (4, (33 / 192, 102 / 192, 48 / 192)),
+    (16 / 3, (75 / 192, 96 / 192, 20 / 192)),
+    (20 / 3, (130 / 192, 58 / 192, 4 / 192)),
+    (8, (1, 0, 0)),
+)
 
 
 def profile_of(columns: int, bits: float) -> Profile:

@@ -1,10 +1,10 @@
-"""What an error in a key costs, by the queries that meet it.
+"""Weights of the numbers of a key, by the queries that the key will meet.
 
-A code of the keys loses something in each of their numbers; attention sees the product of that with a query. RoPE turns
-query and key against each other by their distance, in pairs of numbers: over many distances an error in either number
-of a pair costs the mean square of the queries there, and pairs do not mix. So the least is lost of the products, not of
-the keys, where a code works on keys times the root of that. KQ-SVD (Lesens et al. 2025, arXiv 2512.05916) weighs by
-what queries are like without RoPE, where whole matrices can be taken.
+A code of the keys has an error in each of their numbers, and attention sees the product of that error with a query.
+RoPE turns a query and a key against each other by their distance, in pairs of numbers. Over many distances, an error in
+either number of a pair costs the mean square of the queries in that pair, and pairs do not mix. So a code that works on
+keys times the root of that mean square loses the least of the products, not of the keys. KQ-SVD (Lesens et al. 2025,
+arXiv 2512.05916) weighs keys by what queries are like without RoPE, where whole matrices can be taken.
 """
 
 import jax.numpy as jnp
@@ -12,23 +12,23 @@ from jaxtyping import Array, Float, Int
 
 from jshadow.ops.attention import group_queries
 
-TAIL = 64  # queries of a prompt that are looked at, its last
-LEAST = 0.01  # of the mean square: what no query of these asks for, a later one may
+TAIL = 64  # the prompt's last queries, which the weights are computed from
+LEAST = 0.01  # part of the mean square that every weight has: later queries may use directions that these do not
 
 
 def query_weights(
     q_tail: Float[Array, "B w h_q d"], lengths: Int[Array, "B"], kv_heads: int, rotated: int
 ) -> Float[Array, "B {kv_heads} d"]:
-    """What the numbers of a key are to be multiplied with before a code loses some of them.
+    """What a code multiplies the numbers of a key with before it loses some of them.
 
     Args:
-        q_tail: queries after RoPE of each row's last w tokens [B, w, h_q, d]; the first are none's in a shorter row.
+        q_tail: queries after RoPE of each row's last w tokens [B, w, h_q, d]. Rows shorter than w are padded in front.
         lengths: tokens of each row, int32 [B].
         kv_heads: KV heads.
-        rotated: how many of the d numbers RoPE turns, number i with number i + rotated / 2.
+        rotated: how many of the d numbers RoPE turns; it turns number i with number i + rotated / 2.
 
     Returns:
-        float32 [B, h_kv, d], equal in a pair; a mean square near 1 over a row's heads.
+        float32 [B, h_kv, d], equal within a pair, with a mean square near 1 over a row's heads.
     """
     count = q_tail.shape[1]
     real = jnp.arange(count) >= count - lengths[:, None]

@@ -1,9 +1,10 @@
 """Transform-coded keys: the prompt's own eigenbasis, with more bits for columns of more variance.
 
-Low rank spends 16 bits on each of a few columns and none on the rest. Of a source in its eigenbasis that is one way to
-spend bits; the least squared error for a Gaussian one lies where bits follow the logarithm of the variance (Cover &
-Thomas, Elements of Information Theory, section 10.3.3), and so on many more columns. Here they follow a fixed profile,
-so that shapes are static: 8, 4 and 2 bits. The mean goes apart, or it would be the first column and drive every step.
+Low rank spends 16 bits on each of a few columns and none on the others. In its eigenbasis, a Gaussian source is coded
+with the least squared error where the bits of a column follow the logarithm of its variance (Cover & Thomas, Elements
+of Information Theory, section 10.3.3); that spreads the same bits over many more columns. Here the bits follow a fixed
+profile of 8, 4 and 2 bits, so that shapes are static. The mean of the keys is kept apart; otherwise it would be the
+first column and make every step coarse.
 """
 
 import dataclasses
@@ -16,16 +17,17 @@ from flax import struct
 from jax import Array, lax
 
 from jshadow.ops.layout import fit_tokens
-from jshadow.policies.shadowkv.key_codecs.base import KeyCode, KeyCodec, Sizes
-from jshadow.policies.shadowkv.key_codecs.factorise import (
+from jshadow.policies.shadowkv.key_codecs.base import (
     BLOCK,
     EXACT,
-    head_columns,
-    own_tokens,
+    KeyCode,
+    KeyCodec,
+    Sizes,
+    new_tokens,
     put_block,
     token_block,
 )
-from jshadow.policies.shadowkv.key_codecs.lowrank import usual_rank
+from jshadow.policies.shadowkv.key_codecs.lowrank import head_columns, usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import Profile, packed_width, profile_bits, quantise, steps
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
 from pallas_kernels import coded_products
@@ -35,8 +37,8 @@ class Basis(struct.PyTreeNode):
     """What all rows of a prompt share.
 
     Attributes:
-        columns: eigenvectors of the centred keys, falling variance, each KV head its part [B, h_kv, r, d]. Of weighed
-            keys: those divided by the weights, so that sums of them are keys.
+        columns: eigenvectors of the centred keys by falling variance, each KV head its part [B, h_kv, r, d]. With
+            weights, eigenvectors of the weighted keys, divided by the weights, so that their sums are keys again.
         mean: of the prompt's keys [B, h_kv, d].
         step: of each column's quantiser, float32 [B, r].
     """
@@ -52,7 +54,7 @@ def usual_profile(columns: int) -> Profile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transform(KeyCodec):
+class TransformCodec(KeyCodec):
     """left uint8 [B, n, c * w], w = n8 + n4 / 2 + n2 / 4: a token's 8-bit columns, then 4-bit, then 2-bit ones.
 
     Attributes:
@@ -63,7 +65,6 @@ class Transform(KeyCodec):
 
     name = "transform"
     compiled = True
-    weighed = True
 
     @property
     def rank(self) -> int:
@@ -71,17 +72,15 @@ class Transform(KeyCodec):
         return sum(self.profile)
 
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """Rows of bytes, and a Basis."""
+        """The rows are bytes; `right` is a Basis."""
         dtype = jnp.dtype(sizes.dtype)
         left: Any = jax.ShapeDtypeStruct((batch, units, chunk * packed_width(self.profile)), jnp.uint8)
         columns: Any = jax.ShapeDtypeStruct((batch, sizes.heads, self.rank, sizes.dim), dtype)
         mean: Any = jax.ShapeDtypeStruct((batch, sizes.heads, sizes.dim), dtype)
         return KeyCode(left, Basis(columns, mean, jax.ShapeDtypeStruct((batch, self.rank), jnp.float32)))  # type: ignore[arg-type]
 
-    def encode(
-        self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None
-    ) -> KeyCode:  # fmt: skip
-        """Two passes for the basis, one for deviations and magnitudes, one for the codes."""
+    def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None) -> KeyCode:
+        """Read the prompt four times: twice for the basis, once for the steps, once for the codes."""
         batch, length, heads, _ = k_pre.shape
         block = min(BLOCK, length)
         blocks = -(-length // block)
@@ -95,31 +94,31 @@ class Transform(KeyCodec):
         def code(index: Array, left: Array) -> Array:
             rows, start = coefficients(index)
             packed = quantise(rows, step[:, None], self.profile)
-            packed = jnp.where(own_tokens(lengths, index, start, block)[..., None], packed, 0)
+            packed = jnp.where(new_tokens(lengths, index, start, block)[..., None], packed, 0)
             return put_block(left, packed, index, start)
 
-        step = steps(*spread(lambda index: coefficients(index)[0], lengths, blocks, self.rank), self.profile)
+        step = steps(*column_sizes(lambda index: coefficients(index)[0], lengths, blocks, self.rank), self.profile)
         left = jnp.zeros((batch, length, packed_width(self.profile)), jnp.uint8)
         left = fit_tokens(lax.fori_loop(0, blocks, code, left), units * chunk)
         columns = head_columns(basis, weights, heads).astype(k_pre.dtype)
         return KeyCode(left.reshape(batch, units, chunk * left.shape[2]), Basis(columns, mean, step))
 
     def project(self, k_pre: Array, right: Any, weights: Array | None = None) -> Array:
-        """On the prompt's basis, with its mean and steps."""
+        """Code keys by the prompt's basis, mean and steps."""
         rows = k_pre.astype(jnp.float32) - right.mean.astype(jnp.float32)[:, None]
-        if weights is not None:  # once for the keys, once for the columns, which lack it
+        if weights is not None:  # once for the keys, and once because the columns are divided by them
             rows *= weights[:, None] ** 2
         columns = right.columns.astype(jnp.float32)
-        found = jnp.einsum("bthd,bhrd->btr", rows, columns, precision=EXACT)
-        return quantise(found, right.step[:, None], self.profile)[:, :, None]
+        coefficients = jnp.einsum("bthd,bhrd->btr", rows, columns, precision=EXACT)
+        return quantise(coefficients, right.step[:, None], self.profile)[:, :, None]
 
     def expand(self, rows: Array, right: Any) -> Array:
-        """Codes, the basis times the steps in its dtype, and the mean."""
+        """Multiply the codes with the basis times the steps, in the basis' dtype, and add the mean."""
         keys = coded_products(rows, right.columns, right.step, self.profile)
         return keys + right.mean.astype(jnp.float32)[:, :, None]
 
     def operands(self, right: Any) -> dict[str, Any]:
-        """All of it, and the profile."""
+        """The basis, the mean, the steps and the profile."""
         return {"right": right.columns, "mean": right.mean, "step": right.step, "profile": self.profile}
 
     def products(self, sizes: Sizes) -> int:
@@ -138,7 +137,7 @@ class Transform(KeyCodec):
 
 
 def mean_key(k_pre: Array, lengths: Array, block: int) -> Array:
-    """Mean of each row's keys, rounded as it is kept: [B, h_kv, d] in k_pre's dtype."""
+    """Mean of each row's keys [B, h_kv, d], rounded to k_pre's dtype as it is stored."""
     batch, length, heads, dim = k_pre.shape
 
     def add(index: Array, total: Array) -> Array:
@@ -151,19 +150,17 @@ def mean_key(k_pre: Array, lengths: Array, block: int) -> Array:
 def centred_block(
     k_pre: Array, lengths: Array, mean: Array, index: Array, block: int, weights: Array | None = None
 ) -> tuple[Array, Array]:
-    """`token_block` without the mean."""
+    """`token_block` of the keys minus their mean."""
     rows, start = token_block(k_pre, lengths, index, block)
-    own = own_tokens(lengths, index, start, block)
+    new = new_tokens(lengths, index, start, block)
     rows -= mean.reshape(rows.shape[0], 1, -1).astype(jnp.float32)
     if weights is not None:
         rows *= weights.reshape(rows.shape[0], 1, -1)
-    return jnp.where(own[..., None], rows, 0.0), start
+    return jnp.where(new[..., None], rows, 0.0), start
 
 
-def spread(
-    block_of: Callable[[Array], Array], lengths: Array, blocks: int, columns: int
-) -> tuple[Array, Array]:  # fmt: skip
-    """Deviation and largest magnitude of each column [B, columns].
+def column_sizes(block_of: Callable[[Array], Array], lengths: Array, blocks: int, columns: int) -> tuple[Array, Array]:
+    """Standard deviation and largest magnitude of each column, float32 [B, columns].
 
     Args:
         block_of: centred rows [B, tokens, columns] of a block, zero where there is no token.
@@ -172,9 +169,9 @@ def spread(
         columns: of a row.
     """
 
-    def add(index: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add(index: Array, total: tuple[Array, Array]) -> tuple[Array, Array]:
         rows = block_of(index)
-        return found[0] + (rows**2).sum(axis=1), jnp.maximum(found[1], jnp.abs(rows).max(axis=1))
+        return total[0] + (rows**2).sum(axis=1), jnp.maximum(total[1], jnp.abs(rows).max(axis=1))
 
     nothing = jnp.zeros((lengths.shape[0], columns), jnp.float32)
     squares, largest = lax.fori_loop(0, blocks, add, (nothing, nothing))

@@ -1,0 +1,231 @@
+"""The records of ShadowKV's settings: how keys, landmarks and values are stored, and how chunks are chosen.
+
+The settings that most people change (rank, chunk_size, budget, outlier_chunks, local_chunks) are fields of `ShadowKV`
+itself. `resolve` of a record checks it and replaces every None by a number.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+from jshadow.errors import ConfigError
+from jshadow.models.config import ModelConfig
+from jshadow.ops.packing import ROW_BITS
+from jshadow.policies.checks import check_choice, check_range
+from jshadow.policies.settings import Record
+from jshadow.policies.shadowkv.key_codecs import (
+    ExactCodec,
+    KeyCodec,
+    LowRankCodec,
+    Profile,
+    TransformCodec,
+    usual_profile,
+    usual_rank,
+)
+from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
+
+WEIGHTS = ("none", "queries")
+WIDER = 2  # chunks that the first of two rounds names for each chunk of the budget
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRank(Record):
+    """Keys as low-rank factors, the paper's code. Their rank is `ShadowKV.rank`.
+
+    Attributes:
+        weights: which error is least: "none": that of the keys (the paper); "queries": that of the products of the keys
+            with queries like the prompt's last ones.
+    """
+
+    weights: str = "none"
+
+    name = "lowrank"
+
+    def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, int | None]:
+        """Check the weights and the rank; a rank of None becomes the paper's share of the key columns."""
+        check_choice(f"{policy}.keys", "weights", self.weights, WEIGHTS)
+        columns = config.key_columns
+        rank = usual_rank(columns) if rank is None else rank
+        if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= columns:
+            raise ConfigError(f"{policy}.rank must be an integer in [1, {columns}], got {rank!r}")
+        return self, rank
+
+    def codec(self, rank: int | None) -> KeyCodec:
+        """The code with these settings."""
+        return LowRankCodec(rank)  # type: ignore[arg-type]  # None only before `resolve`
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformCode(Record):
+    """Keys in their eigenbasis, whose columns have 8, 4 and 2 bits.
+
+    Attributes:
+        bits: mean bits of a key column, in (0, 8]; `resolve` turns them into a profile. None: the bits of the usual
+            rank, unless a profile is given.
+        profile: columns with 8, 4 and 2 bits (n8, n4, n2); n4 is even and n2 a multiple of 4.
+        weights: as `LowRank.weights`.
+    """
+
+    bits: float | None = None
+    profile: Profile | None = None
+    weights: str = "none"
+
+    name = "transform"
+
+    def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
+        """Check every setting; bits become a profile."""
+        check_no_rank(policy, self.name, rank)
+        check_choice(f"{policy}.keys", "weights", self.weights, WEIGHTS)
+        if self.bits is not None:
+            profile = self.profile_of_bits(policy, config)
+        elif self.profile is None:
+            profile = usual_profile(config.key_columns)
+        else:
+            profile = self.profile
+            check_profile(policy, profile, config.key_columns)
+        return dataclasses.replace(self, bits=None, profile=profile), None
+
+    def profile_of_bits(self, policy: str, config: ModelConfig) -> Profile:
+        """The default profile with these bits."""
+        bits, columns = self.bits, config.key_columns
+        if self.profile is not None:
+            raise ConfigError(f"{policy}.keys.bits must be None with keys.profile={self.profile!r}, got {bits!r}")
+        if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits <= 8:
+            raise ConfigError(f"{policy}.keys.bits must be a number in (0, 8], got {bits!r}")
+        return profile_of(columns, max(8, bits * columns))
+
+    def codec(self, rank: int | None) -> KeyCodec:
+        """The code with these settings."""
+        return TransformCodec(self.profile)  # type: ignore[arg-type]  # None only before `resolve`
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactKeys(Record):
+    """Keys before RoPE without any loss."""
+
+    name = "exact"
+
+    def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
+        """Check that there is no rank."""
+        check_no_rank(policy, self.name, rank)
+        return self, None
+
+    def codec(self, rank: int | None) -> KeyCodec:
+        """The code with these settings."""
+        return ExactCodec()
+
+
+Keys = LowRank | TransformCode | ExactKeys
+
+
+def weights_of(keys: Keys) -> str:
+    """Which error the code of the keys makes least; exact keys have none."""
+    return "none" if isinstance(keys, ExactKeys) else keys.weights
+
+
+def check_no_rank(policy: str, keys: str, rank: Any) -> None:
+    """Raise ConfigError where a rank is given to a code that has none."""
+    if rank is not None:
+        raise ConfigError(f"{policy}.rank must be None with keys={keys!r}, which has none, got {rank!r}")
+
+
+def check_profile(policy: str, profile: Any, columns: int) -> None:
+    """Raise ConfigError unless a profile has three counts that the keys have room for and that fill whole bytes."""
+    good = isinstance(profile, tuple) and len(profile) == 3
+    good = good and all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in profile)
+    if not good or profile[1] % 2 or profile[2] % 4 or not 1 <= sum(profile) <= columns:
+        raise ConfigError(
+            f"{policy}.keys.profile must be three numbers of columns (8-bit, 4-bit, 2-bit), together 1 to {columns}, "
+            f"the second a multiple of 2 and the third of 4, got {profile!r}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Landmarks(Record):
+    """What a chunk is chosen by.
+
+    Attributes:
+        tokens: tokens of a landmark, a divisor of chunk_size; a chunk's score is the sum over its landmarks. None:
+            chunk_size, one landmark a chunk (the paper).
+        levels: 1: every landmark is read in every step. 2: the mean of each chunk is read, and its landmarks only where
+            that mean comes near to being selected; their number in a chunk must be a power of two.
+        order: 1: score a landmark by the mean of its keys (the paper). 2: add half the variance of the products of its
+            keys with the query.
+        dtype: "model", or "int8" or "int4" with a scale for each landmark.
+    """
+
+    tokens: int | None = None
+    levels: int = 1
+    order: int = 1
+    dtype: str = "model"
+
+    def resolve(self, policy: str, chunk_size: int, config: ModelConfig) -> Self:
+        """Check every setting and fill in `tokens`. A single landmark a chunk has one level."""
+        where = f"{policy}.landmarks"
+        tokens = chunk_size if self.tokens is None else self.tokens
+        check_range(where, "tokens", tokens, 1, chunk_size)
+        if chunk_size % tokens:
+            raise ConfigError(f"{where}.tokens must divide chunk_size={chunk_size}, got {tokens}")
+        check_dtype(where, self.dtype, config)
+        check_range(where, "order", self.order, 1, 2)
+        check_range(where, "levels", self.levels, 1, 2)
+        parts = chunk_size // tokens
+        if self.levels == 2 and parts & (parts - 1):
+            raise ConfigError(
+                f"{where}.tokens must leave a power of two of landmarks a chunk with landmarks.levels=2, got {parts}"
+            )
+        return dataclasses.replace(self, tokens=tokens, levels=min(self.levels, parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Values(Record):
+    """How values are stored in host memory.
+
+    Attributes:
+        dtype: "model", or "int8" or "int4" with a scale for each token and head.
+    """
+
+    dtype: str = "model"
+
+    def check(self, policy: str, config: ModelConfig) -> None:
+        """Raise ConfigError where the dtype is unknown or does not fit the model."""
+        check_dtype(f"{policy}.values", self.dtype, config)
+
+
+def check_dtype(where: str, dtype: Any, config: ModelConfig) -> None:
+    """Raise ConfigError unless rows of the model's head width can be stored in this dtype."""
+    check_choice(where, "dtype", dtype, ("model", *ROW_BITS))
+    if dtype == "int4" and config.head_dim % 2:
+        raise ConfigError(f"{where}.dtype='int4' must have an even head_dim, got {config.head_dim}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(Record):
+    """How chunks are chosen beyond the paper's rule.
+
+    Attributes:
+        rounds: 1: landmarks choose (the paper). 2: landmarks name twice as many chunks, whose keys are rebuilt, and the
+            rebuilt keys choose among them.
+        outlier_rule: which chunks stay exact: "landmark": those least like their landmark (the paper); "both": half of
+            them by that, and half by how much of their keys the code loses.
+    """
+
+    rounds: int = 1
+    outlier_rule: str = "landmark"
+
+    def check(self, policy: str, keys: Keys) -> None:
+        """Raise ConfigError where a setting is out of range, or exact keys have nothing to lose."""
+        where = f"{policy}.choice"
+        check_choice(where, "outlier_rule", self.outlier_rule, ("landmark", "both"))
+        if self.outlier_rule == "both" and isinstance(keys, ExactKeys):
+            raise ConfigError(f"{where}.outlier_rule must be 'landmark' with keys='exact', got 'both'")
+        check_range(where, "rounds", self.rounds, 1, 2)
+
+    @property
+    def wider(self) -> int:
+        """Chunks that landmarks name for each chunk that is selected."""
+        return 1 if self.rounds == 1 else WIDER
+
+    @property
+    def rebuilt(self) -> int:
+        """Keys that a step rebuilds for each selected key."""
+        return 1 if self.rounds == 1 else 1 + WIDER

@@ -1,0 +1,118 @@
+"""Where the published code differs from the paper (github.com/ByteDance-Seed/ShadowKV, e51904c): `Quirks`.
+
+`ShadowKV.reference()` has all of them. One is more than a number: chunks that begin with exact keys. In the published
+code a chunk that stays selected keeps the keys that it has. These are exact for the chunks that the prompt's last query
+selects, and are rebuilt from the factors once such a chunk was dropped and fetched again (`Preload`).
+"""
+
+import dataclasses
+from typing import TypeVar
+
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jshadow.cache.records import Fetched
+from jshadow.policies.checks import check_choice, check_range
+from jshadow.policies.settings import Record
+from jshadow.policies.shadowkv.landmark_levels import Marks
+from jshadow.policies.shadowkv.selection import MANTISSA, Query, Scoring, best_by_landmarks, product_scores
+
+N = TypeVar("N", int, Array)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quirks(Record):
+    """The published code's choices where they are not the paper's; the defaults are none of them.
+
+    Attributes:
+        score_dim: selection scores are divided by its square root; None: by that of the head width.
+        score_dtype: dtype that the softmax over landmarks is rounded to, "float32" or "bfloat16".
+        exact_preload: chunks that the prompt's last query selects keep exact keys as long as every query selects them.
+        chunk_multiple: the number of a prompt's chunks is rounded down to a multiple of this.
+        turn_selection: "each": every query of a turn selects for itself, so that a turn equals as many single steps;
+            "shared": the queries of a piece select together.
+    """
+
+    score_dim: int | None = None
+    score_dtype: str = "float32"
+    exact_preload: bool = False
+    chunk_multiple: int = 1
+    turn_selection: str = "each"
+
+    @classmethod
+    def published(cls) -> "Quirks":
+        """All choices of the published code."""
+        return cls(128, "bfloat16", exact_preload=True, chunk_multiple=8, turn_selection="shared")
+
+    def check(self, policy: str) -> None:
+        """Raise ConfigError where a setting is out of range."""
+        where = f"{policy}.quirks"
+        check_choice(where, "turn_selection", self.turn_selection, ("each", "shared"))
+        if self.score_dim is not None:
+            check_range(where, "score_dim", self.score_dim, 1)
+        check_choice(where, "score_dtype", self.score_dtype, tuple(MANTISSA))
+        check_choice(where, "exact_preload", self.exact_preload, (False, True))
+        check_range(where, "chunk_multiple", self.chunk_multiple, 1)
+
+    def scoring(self, scale: float) -> Scoring:
+        """How queries score chunks, where `scale` is the attention's factor on products."""
+        scale = scale if self.score_dim is None else float(self.score_dim**-0.5)
+        return Scoring(scale, shared=self.turn_selection == "shared", dtype=self.score_dtype)
+
+    def rounded(self, chunks: N) -> N:
+        """The number of chunks, rounded down."""
+        return chunks // self.chunk_multiple * self.chunk_multiple
+
+
+class Preload(struct.PyTreeNode):
+    """Chunks that begin with exact keys.
+
+    Attributes:
+        ids: chunks, int32 [B, h_kv, n]; -1 for none.
+        keys: their keys after RoPE [B, h_kv, n * c, d].
+    """
+
+    ids: Array
+    keys: Array
+
+
+def preloaded_chunks(query: Query, marks: Marks, count: int) -> Array:
+    """Chunks that the prompt's last query selects, int32 [B, h_kv, count]; -1 past a row's last one.
+
+    Args:
+        query: that query (T = 1).
+        marks: of the prompt's chunks.
+        count: chunks to select.
+    """
+    ids, scores = best_by_landmarks(query, (marks,), product_scores(query, (marks,)), count)
+    return jnp.where(scores >= 0, ids, -1)[:, :, 0]
+
+
+def exact_keys(preload: Preload, fresh: Array, fetched: Fetched, valid: Array) -> tuple[Array, Array]:
+    """The fetched keys, exact for those preloaded chunks that no query has dropped so far.
+
+    Args:
+        preload: the chunks.
+        fresh: those that every query so far has selected, bool [B, h_kv, n].
+        fetched: the step's chunks, k for each of Q queries: keys [B, h_kv, Q * k * c, d].
+        valid: real queries [B, T].
+
+    Returns:
+        keys like fetched.k, and the new fresh.
+    """
+    assert fetched.k is not None
+    batch, heads, count = preload.ids.shape
+    rows, size = fetched.ids.shape[2], preload.keys.shape[2] // max(count, 1)
+    queries = rows // count
+    chosen = jnp.where(fetched.valid.reshape(batch, heads, rows, size)[..., 0], fetched.ids, -2)
+    chosen = chosen.reshape(batch, heads, queries, count)
+    same = chosen[..., :, None] == preload.ids[:, :, None, None, :]  # [B, h_kv, Q, chosen, preloaded]
+    idle = ~(valid if queries > 1 else valid.any(axis=1, keepdims=True))[:, None, :, None]
+    still = fresh[:, :, None] & jnp.cumprod(same.any(axis=3) | idle, axis=2).astype(bool)  # [B, h_kv, Q, preloaded]
+    same = same & still[:, :, :, None, :]
+    slot = same.argmax(axis=-1).reshape(batch, heads, rows)
+    exact = preload.keys.reshape(batch, heads, count, -1)
+    exact = jnp.take_along_axis(exact, slot[..., None], axis=2).reshape(fetched.k.shape)
+    is_exact = jnp.repeat(same.any(axis=-1).reshape(batch, heads, rows), size, axis=2)
+    return jnp.where(is_exact[..., None], exact, fetched.k), still[:, :, -1]
