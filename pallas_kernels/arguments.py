@@ -1,17 +1,17 @@
-"""What callers may have got wrong. A ValueError names the argument, the limit, and what came."""
+"""Checks of arguments. A ValueError names the argument, what it must be, and what was passed."""
 
 import jax
 import jax.numpy as jnp
 
 
 def expect_shape(name: str, x: jax.Array, shape: tuple[int | str, ...]) -> None:
-    """Check a shape: numbers must agree, letters stand for any size.
+    """Check a shape: numbers must agree, names stand for any size.
 
     Raises:
-        ValueError: the shape is another.
+        ValueError: the shape is different.
     """
     fits = x.ndim == len(shape) and all(
-        isinstance(want, str) or size == want for size, want in zip(x.shape, shape, strict=True)
+        isinstance(expected, str) or size == expected for size, expected in zip(x.shape, shape, strict=True)
     )
     if not fits:
         raise ValueError(f"{name} must have shape [{', '.join(map(str, shape))}], got {list(x.shape)}")
@@ -21,7 +21,7 @@ def expect_dtype(name: str, x: jax.Array, *kinds: jax.typing.DTypeLike) -> None:
     """Check a dtype: one of several kinds, such as jnp.floating or jnp.int32.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the dtype is none of them.
     """
     if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
         names = " or ".join(str(getattr(kind, "__name__", kind)) for kind in kinds)
@@ -29,7 +29,7 @@ def expect_dtype(name: str, x: jax.Array, *kinds: jax.typing.DTypeLike) -> None:
 
 
 def expect_groups(query_heads: int, kv_heads: int) -> None:
-    """Check that the query heads fall into equal groups, one a KV head.
+    """Check that the query heads fall into equal groups, one group for each KV head.
 
     Raises:
         ValueError: they do not.

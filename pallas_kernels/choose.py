@@ -1,8 +1,12 @@
-"""Which implementation of an op runs, and what JAX says and does about host memory.
+"""The choice of an op's implementation, and helpers for host memory.
 
-Four choices. "xla" is the op's reference in plain jax.numpy. "pallas" is its kernel for CUDA, "interpret" the same
-kernel run by JAX's interpreter, on any machine. "auto" decides when the program is lowered: the kernel for CUDA, the
-reference for everything else and for what the kernel cannot do.
+An op has four implementations:
+
+- "xla": the reference in plain jax.numpy.
+- "pallas": the kernel for CUDA.
+- "interpret": the same kernel run by JAX's interpreter, on any machine.
+- "auto": decided when the program is lowered. The kernel for CUDA; the reference for every other platform, and where
+  the kernel cannot do what is asked for.
 """
 
 from collections.abc import Callable
@@ -17,7 +21,7 @@ Space = jax.memory.Space
 
 
 def run(implementation: str, kernel: Callable[..., Any], reference: Callable[..., Any], *operands: Any) -> Any:
-    """An op by one of its implementations.
+    """Run an op by one of its implementations.
 
     Args:
         implementation: one of IMPLEMENTATIONS.
@@ -29,7 +33,7 @@ def run(implementation: str, kernel: Callable[..., Any], reference: Callable[...
         What the implementation returns.
 
     Raises:
-        ValueError: an implementation that does not exist.
+        ValueError: the implementation does not exist.
         NotImplementedError: the kernel was asked for by name and cannot do this.
     """
     if implementation not in IMPLEMENTATIONS:
@@ -57,12 +61,12 @@ def in_host_memory(x: jax.Array) -> bool:
 
 
 def on_device(x: jax.Array) -> jax.Array:
-    """X in device memory, copied as a whole if it lay in host memory."""
+    """x in device memory. If it lies in host memory, all of it is copied."""
     return jax.device_put(x, Space.Device) if in_host_memory(x) else x
 
 
 def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, to be run by the host on arrays in host memory; its results stay there.
+    """Make a function run on the host, on arrays in host memory. Its results stay there.
 
     JAX 0.11 renamed compute_on2 to compute_on.
     """

@@ -1,4 +1,7 @@
-"""Cosines and sines of rotation angles, of additions and products alone: the same on a CPU, in XLA and in a kernel."""
+"""Cosines and sines of rotation angles.
+
+They are computed by additions and products alone, by the same code in XLA and in a kernel.
+"""
 
 import math
 
@@ -8,7 +11,7 @@ import numpy as np
 
 
 def split_constant(value: float, parts: int, bits: int) -> list[float]:
-    """value as a sum of `parts` numbers of that many bits, and a float32 for the rest."""
+    """Split value into a sum: `parts` numbers that have `bits` bits each, and the rest."""
     numbers = []
     for _ in range(parts):
         unit = 2.0 ** (math.frexp(value)[1] - bits)
@@ -17,7 +20,7 @@ def split_constant(value: float, parts: int, bits: int) -> list[float]:
     return [*numbers, value]
 
 
-# Of six bits each, so that their products with the number of turns (18 bits: angles to 1.6 million) are exact.
+# The parts have six bits each, so that their products with the number of turns (18 bits: angles to 1.6e6) are exact.
 TURN = split_constant(2 * math.pi, 3, 6)
 QUARTER = split_constant(math.pi / 2, 1, 24)
 # Minimax polynomials in the square of an angle in [-pi / 4, pi / 4], fitted to within 2e-9; lowest coefficient first.
@@ -28,8 +31,8 @@ COS = (4.166664556e-02, -1.388736768e-03, 2.443845005e-05)
 def cos_sin_of(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosine and sine of float32 angles in [0, 1.6e6], to 2e-7.
 
-    Of additions and products alone: XLA's own take ten times as long on a CPU, because they also reduce angles that no
-    position has. A decode step rotates all keys that it rebuilds.
+    XLA's own functions take ten times as long on a CPU, because they also reduce angles that no position has. This
+    matters because a decode step rotates all keys that it rebuilds.
     """
     turns = jnp.floor(angle * np.float32(0.5 / math.pi) + 0.5)
     for part in TURN:

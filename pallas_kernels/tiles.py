@@ -1,8 +1,10 @@
-"""What the kernels share: how odd sizes fall into Triton's powers of two, and products of tiles.
+"""Helpers that all kernels share: cutting odd sizes into Triton's powers of two, and products of tiles.
 
-Triton wants every block a power of two and every side of a product at least 16. Odd sizes are cut or padded, the
-padding is masked. All indices are int32 and one an axis: Pallas multiplies each with its stride, in 64 bits once an
-array passes 2**32 bytes, so no kernel here may flatten two axes of a large array into one index.
+Triton needs blocks whose sizes are powers of two, and products whose sides are at least 16. Odd sizes are cut or
+padded, and the padding is masked.
+
+All indices are int32, one for each axis. Pallas multiplies an index with its stride in 64 bits once an array has more
+than 2**32 bytes. So a kernel must never flatten two axes of a large array into one index.
 """
 
 import math
@@ -23,7 +25,7 @@ def power_of_two(size: int) -> int:
 
 
 def spans(size: int, most: int = 128) -> tuple[tuple[int, int], ...]:
-    """An axis cut into (start, power of two): 160 is 128 + 32, 80 is 64 + 16, 120 a padded 128."""
+    """Cut an axis into (start, width), each width a power of two: 160 is 128 + 32, 80 is 64 + 16, 120 a padded 128."""
     start, cut = 0, []
     while start < size:
         rest = size - start
@@ -37,15 +39,15 @@ def spans(size: int, most: int = 128) -> tuple[tuple[int, int], ...]:
 
 
 def summed(size: int, *arrays: Any) -> tuple[tuple[int, int], ...]:
-    """Spans of the axis over which a product of these arrays or refs sums: short ones, lest their tiles spill.
+    """Spans of the axis over which a product of these arrays or refs sums. They are short, so that no tile spills.
 
-    Float32 products are multiply-adds that hold both tiles in registers; shorter types go through the tensor cores.
+    Float32 products are multiply-adds that hold both tiles in registers. Shorter types use the tensor cores.
     """
     return spans(size, 32 if any(x.dtype == jnp.float32 for x in arrays) else 64)
 
 
 def warps(dim: int, *arrays: Any) -> int:
-    """Warps of a program whose tiles are dim wide: more of them where 4 would run out of registers."""
+    """Warps of a program whose tiles are dim wide: 8 where 4 would run out of registers."""
     return 8 if dim > 128 or any(x.dtype == jnp.float32 for x in arrays) else 4
 
 
@@ -69,7 +71,7 @@ def dot(left: jax.Array, right: jax.Array, *, transposed: bool = False) -> jax.A
 
 
 def exact(dtype: jax.typing.DTypeLike) -> lax.Precision:
-    """The precision at which float32 is not rounded; shorter types are exact at any, and slower at this one."""
+    """The precision at which products are exact. Shorter types than float32 are exact at any, and slower at HIGHEST."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
 
@@ -86,7 +88,7 @@ def key_products(rows: jax.Array, keys: jax.Array) -> jax.Array:
         "precision": exact(jnp.promote_types(rows.dtype, keys.dtype)),
         "preferred_element_type": jnp.float32,
     }
-    # XLA's CPU backend takes half as long again with a few float32 rows on the left, and with bfloat16 keys there.
+    # Float32 keys on the left, bfloat16 keys on the right: the other order takes XLA's CPU backend 1.5 times as long.
     if keys.dtype == jnp.float32:
         return jnp.einsum("bhnd,bhmd->bhnm", keys, rows, **options).swapaxes(2, 3)
     return jnp.einsum("bhmd,bhnd->bhmn", rows, keys, **options)
@@ -98,7 +100,7 @@ def row_block(rows: int, *arrays: Any) -> int:
 
 
 def can_do(name: str, dim: int, *arrays: jax.Array, packed: tuple[jax.Array, ...] = ()) -> None:
-    """Check what no kernel here can do; `packed` are arrays of bytes.
+    """Check what no kernel can do. `packed` are arrays of bytes; their dtype is not checked.
 
     Raises:
         NotImplementedError: heads wider than 256, an array of no elements, or an unusual dtype.
