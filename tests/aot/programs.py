@@ -28,7 +28,6 @@ DTYPE = jnp.bfloat16
 PACKED = ShadowKV.packed()
 # The bits of the usual rank, on more columns; landmarks of two tokens, all read by all queries.
 ONE_LEVEL = ShadowKV(key_codec="transform", landmark_tokens=2, landmark_dtype="int4", value_dtype="int4")
-CHANNELS = ShadowKV(key_codec="int4", landmark_dtype="int8", value_dtype="int8")
 
 
 class Task(NamedTuple):
@@ -180,7 +179,7 @@ def packed_tasks(
 def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
     """All programs for one GPU; full attention at the largest batch that fits it."""
     yield from kernel_tasks(gpu)
-    for told, policy in (("packed", PACKED), ("one level", ONE_LEVEL), ("channels", CHANNELS)):
+    for told, policy in (("packed", PACKED), ("one level", ONE_LEVEL)):
         yield from packed_tasks(gpu, told, policy)
     for fetch in ("device_put", "zero_copy"):
         yield step_task("decode layer", gpu, ONE_LAYER, ShadowKV(), 8, 131_072, fetch)
