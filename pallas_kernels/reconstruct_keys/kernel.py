@@ -112,21 +112,14 @@ def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: j
 
 
 def code_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
-    """The values of the tokens' codes, times right if there is one, and the mean."""
-    tiles = (channel_tiles if keys.right is None else coefficient_tiles)(keys, tokens, columns, b, h)
-    means = [pltriton.load(keys.mean.at[b, h, column], mask=exists, other=0.0) for column, exists in columns]
-    return [tile + mean.astype(jnp.float32) for tile, mean in zip(tiles, means, strict=True)]
-
-
-def coefficient_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
-    """The values of the tokens' codes times the columns of right."""
+    """The values of the tokens' codes times the columns of right, and the mean."""
     out = [jnp.zeros((tokens.place.shape[0], column.shape[1]), jnp.float32) for column, _ in columns]
     most = 32 if keys.right.dtype == jnp.float32 else 64  # as `tiles.summed`
     for part in parts_of(keys.profile):
         for start, width in spans(part.size, most):
             byte = iota(start, width)
             inside = byte < part.size
-            packed = load_bytes(keys, tokens, part.byte + byte[None], inside[None], b, h)
+            packed = load_bytes(keys, tokens, part.byte + byte[None], inside[None], b)
             for place in range(8 // part.bits):
                 r = part.column + place * part.size + byte
                 step = pltriton.load(keys.step.at[b, r], mask=inside, other=0.0)  # 0 past the end: no coefficient
@@ -136,28 +129,16 @@ def coefficient_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array,
                     mask = inside[:, None] & exists
                     basis = pltriton.load(keys.right.at[b, h, r[:, None], column], mask=mask, other=0.0)
                     out[tile] += dot(numbers, basis)
-    return out
+    means = [pltriton.load(keys.mean.at[b, h, column], mask=exists, other=0.0) for column, exists in columns]
+    return [tile + mean.astype(jnp.float32) for tile, mean in zip(out, means, strict=True)]
 
 
-def channel_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
-    """Channels in four bits: byte j of a head has the columns j and d / 2 + j."""
-    out, size = [], keys.mean.shape[2] // 2
-    for column, exists in columns:
-        high = column >= size
-        packed = load_bytes(keys, tokens, jnp.where(high, column - size, column), exists, b, h)
-        code = jnp.where(high, code_at(packed, 1, 4), code_at(packed, 0, 4))
-        step = pltriton.load(keys.step.at[b, h, column], mask=exists, other=0.0)
-        out.append(middle(code, 4) * step)
-    return out
-
-
-def load_bytes(keys: Any, tokens: Tokens, byte: jax.Array, inside: jax.Array, b: jax.Array, h: jax.Array) -> jax.Array:
+def load_bytes(keys: Any, tokens: Tokens, byte: jax.Array, inside: jax.Array, b: jax.Array) -> jax.Array:
     """Bytes [1, n] of the tokens' rows, of the prompt or of the tail, int32 [tokens, n]; 0 where there are none."""
     at, there, later = tokens.within[:, None] * keys.width + byte, tokens.there[:, None], tokens.later[:, None]
 
     def load(source: Any, unit: jax.Array, mask: jax.Array) -> jax.Array:
-        lead = (b, h) if len(source.shape) == 4 else (b,)
-        rows = pltriton.load(source.at[(*lead, unit[:, None], at)], mask=mask & inside, other=0)
+        rows = pltriton.load(source.at[b, unit[:, None], at], mask=mask & inside, other=0)
         return lax.convert_element_type(rows, jnp.int32)
 
     rows = load(keys.left, tokens.unit, there & ~later)
@@ -215,4 +196,4 @@ def warps_of(keys: ChosenKeys) -> int:
 
 def has_large_basis(keys: ChosenKeys) -> bool:
     """Whether keys are packed coefficients: they have the bits of a low rank, but four times as many columns."""
-    return keys.profile is not None and keys.right is not None
+    return keys.profile is not None

@@ -20,23 +20,22 @@ class ChosenKeys:
     There are two forms. Without a profile the keys are low-rank factors: a key is its row of left, r numbers, times
     right. With a profile they are packed codes: a token has w bytes, the packed width of the profile, in the layout of
     `pallas_kernels.bits`. Then code q of b bits stands for (q + 1/2 - 2**(b - 1)) * step, rounded to right's dtype, and
-    mean is added to the product of these numbers with right. If right is None too, the codes are the keys' own
-    channels: each KV head has rows of its own, and the profile is (0, d, 0).
+    mean is added to the product of these numbers with right.
 
     Attributes:
-        left: [B, U, c * r], or uint8 [B, U, c * w], or uint8 [B, h_kv, U, c * w]; the rows of a chunk are contiguous.
-        right: [B, h_kv, r, d], or None.
+        left: [B, U, c * r], or uint8 [B, U, c * w]; the rows of a chunk are contiguous.
+        right: [B, h_kv, r, d].
         ids: chunks, int32 [B, h_kv, k], clipped to 0 .. U - 1, or to 0 .. U + W - 1 with a tail.
         inverse: angle per position of each rotated pair, float32 [rot / 2], rot at most d.
-        tail: left rows of W later chunks, shaped as left. Id U + i means row i of the tail.
+        tail: left rows of W later chunks, [B, W, c * r] or [B, W, c * w]. Id U + i means row i of the tail.
         tail_unit: the chunk of the sequence that row 0 of the tail is, int32 [B].
         mean: [B, h_kv, d], with a profile; its dtype is right's and that of the keys.
-        step: float32 [B, r], or [B, h_kv, d] without right; with a profile.
+        step: float32 [B, r], with a profile.
         profile: how many of a token's r numbers have 8, 4 and 2 bits.
     """
 
     left: jax.Array
-    right: jax.Array | None
+    right: jax.Array
     ids: jax.Array
     inverse: jax.Array
     tail: jax.Array | None = None
@@ -48,9 +47,7 @@ class ChosenKeys:
     @property
     def width(self) -> int:
         """Elements of left that a token has: numbers or bytes."""
-        if self.profile is not None:
-            return packed_width(self.profile)
-        return self._matrix.shape[-2]
+        return self.right.shape[2] if self.profile is None else packed_width(self.profile)
 
     @property
     def chunk(self) -> int:
@@ -60,7 +57,7 @@ class ChosenKeys:
     @property
     def dim(self) -> int:
         """Width of a head."""
-        return self._matrix.shape[-1]
+        return self.right.shape[3]
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -76,8 +73,8 @@ class ChosenKeys:
     def multiplied(self) -> tuple[jax.Array, ...]:
         """The floating arrays that are multiplied."""
         if self.profile is not None:
-            return (self._matrix,)
-        return (self.left, self._matrix, *self.rows[1:])
+            return (self.right,)
+        return (self.left, self.right, *self.rows[1:])
 
     @property
     def packed(self) -> tuple[jax.Array, ...]:
@@ -95,13 +92,6 @@ class ChosenKeys:
         batch, heads, count = self.ids.shape
         return batch, heads, count * self.chunk, self.dim
 
-    @property
-    def _matrix(self) -> jax.Array:
-        """Right, or the mean where there is no right; both end with an axis of d."""
-        matrix = self.mean if self.right is None else self.right
-        assert matrix is not None
-        return matrix
-
 
 def check(keys: ChosenKeys) -> None:
     """Check shapes, dtypes and the profile.
@@ -113,8 +103,8 @@ def check(keys: ChosenKeys) -> None:
         check_codes(keys)
         return
     left, right = keys.left, keys.right
-    if right is None or keys.mean is not None or keys.step is not None:
-        raise ValueError("mean, step and profile belong together, and right may be left out with them alone")
+    if keys.mean is not None or keys.step is not None:
+        raise ValueError("mean, step and profile belong together, got no profile")
     expect_shape("left", left, ("B", "U", "c * r"))
     expect_shape("right", right, (left.shape[0], "h_kv", "r", "d"))
     width, rank = left.shape[2], right.shape[2]
@@ -136,18 +126,12 @@ def check_codes(keys: ChosenKeys) -> None:
         raise ValueError("mean, step and profile belong together, got a profile without one of them")
     if not whole_bytes(profile):
         raise ValueError(f"profile must be numbers in 8, 4 and 2 bits that fill whole bytes, got {profile}")
-    lead: tuple[int | str, ...] = ("B",) if right is not None else ("B", "h_kv")
-    expect_shape("left", left, (*lead, "U", "c * w"))
-    expect_shape("mean", mean, (left.shape[0], "h_kv" if right is not None else left.shape[1], "d"))
+    expect_shape("left", left, ("B", "U", "c * w"))
+    expect_shape("mean", mean, (left.shape[0], "h_kv", "d"))
     batch, heads, dim = mean.shape
-    if right is not None:
-        expect_shape("right", right, (batch, heads, sum(profile), dim))
-        expect_dtype("right", right, mean.dtype)
-        expect_shape("step", step, (batch, sum(profile)))
-    else:
-        if profile != (0, dim, 0):
-            raise ValueError(f"profile must be (0, {dim}, 0) without right, got {profile}")
-        expect_shape("step", step, (batch, heads, dim))
+    expect_shape("right", right, (batch, heads, sum(profile), dim))
+    expect_dtype("right", right, mean.dtype)
+    expect_shape("step", step, (batch, sum(profile)))
     if left.shape[-1] < 1 or left.shape[-1] % keys.width:
         raise ValueError(f"left's rows must be a multiple of {keys.width} bytes, got {left.shape[-1]}")
     for name, x, kind in (("left", left, jnp.uint8), ("mean", mean, jnp.floating), ("step", step, jnp.float32)):
@@ -173,7 +157,7 @@ def check_places(keys: ChosenKeys, heads: int) -> None:
     if (tail is None) != (tail_unit is None):
         raise ValueError("tail and tail_unit belong together, got one of them")
     if tail is not None and tail_unit is not None:
-        expect_shape("tail", tail, (*left.shape[:-2], "W", left.shape[-1]))
+        expect_shape("tail", tail, (left.shape[0], "W", left.shape[2]))
         expect_dtype("tail", tail, left.dtype)
         expect_shape("tail_unit", tail_unit, (left.shape[0],))
         expect_dtype("tail_unit", tail_unit, jnp.int32)

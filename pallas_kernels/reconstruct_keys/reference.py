@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.bits import dequantise
 from pallas_kernels.products import coded_products
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 from pallas_kernels.rotation import cos_sin_of
@@ -15,7 +14,7 @@ from pallas_kernels.tiles import exact
 
 def reconstruct_keys(keys: ChosenKeys) -> jax.Array:
     """See `pallas_kernels.reconstruct_keys`."""
-    if keys.profile is None or keys.right is None:
+    if keys.profile is None:
         return all_heads(keys)
     return lax.platform_dependent(keys, cpu=head_by_head, default=all_heads)
 
@@ -27,7 +26,6 @@ def head_by_head(keys: ChosenKeys) -> jax.Array:
         right, ids, mean = (x[:, None] for x in operands)
         return all_heads(dataclasses.replace(keys, right=right, ids=ids, mean=mean))[:, 0]
 
-    assert keys.right is not None
     assert keys.mean is not None
     heads = tuple(jnp.moveaxis(x, 1, 0) for x in (keys.right, keys.ids, keys.mean))
     return jnp.moveaxis(lax.map(head, heads), 0, 1)
@@ -38,7 +36,7 @@ def all_heads(keys: ChosenKeys) -> jax.Array:
     units = keys.left.shape[-2]
     ids = jnp.clip(keys.ids, 0, keys.units - 1)
     batch, heads, count = ids.shape
-    rows, chunks = two_part_rows(by_head(keys.left), keys.tail, ids), ids
+    rows, chunks = two_part_rows(keys.left[:, None], keys.tail, ids), ids
     if keys.tail_unit is not None:
         chunks = jnp.where(ids < units, ids, ids - units + keys.tail_unit[:, None, None])
     plain = before_rope(keys, rows.reshape(batch, heads, count * keys.chunk, -1))
@@ -53,11 +51,8 @@ def all_heads(keys: ChosenKeys) -> jax.Array:
 def before_rope(keys: ChosenKeys, rows: jax.Array) -> jax.Array:
     """Float32 keys before RoPE [B, h, t, d] of left rows [B, h, t, r] or [B, h, t, w]."""
     if keys.profile is None or keys.step is None or keys.mean is None:
-        assert keys.right is not None
         return product(rows, keys.right)
     mean = keys.mean.astype(jnp.float32)[:, :, None]
-    if keys.right is None:
-        return dequantise(rows, keys.step[:, :, None], keys.profile) + mean
     return coded_products(rows, keys.right, keys.step, keys.profile) + mean
 
 
@@ -67,17 +62,12 @@ def product(rows: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum("bhtr,bhrd->bhtd", rows, right, precision=precision, preferred_element_type=jnp.float32)
 
 
-def by_head(left: jax.Array) -> jax.Array:
-    """Left rows with an axis for heads, of size 1 where all heads share a row."""
-    return left if left.ndim == 4 else left[:, None]
-
-
 def two_part_rows(first: jax.Array, tail: jax.Array | None, ids: jax.Array) -> jax.Array:
-    """Rows ids [B, h, k] of first [B, 1 or h, U, width], ids from U on of tail [B, W, width] or [B, h, W, width]."""
+    """Rows ids [B, h, k] of first [B, 1, U, width], ids from U on of tail [B, W, width]."""
     if tail is None:
         return rows_at(first, ids)
     units = first.shape[2]
-    later = rows_at(by_head(tail), ids - units)
+    later = rows_at(tail[:, None], ids - units)
     return later if units == 0 else jnp.where((ids >= units)[..., None], later, rows_at(first, ids))
 
 

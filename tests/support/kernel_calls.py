@@ -11,7 +11,7 @@ sparse_attention = pallas_kernels.sparse_attention
 
 def reconstruct_keys(*, implementation: str = "auto", **arguments: Any) -> Any:
     """Arguments are the fields of ChosenKeys."""
-    return pallas_kernels.reconstruct_keys(chosen_keys(arguments), implementation=implementation)
+    return pallas_kernels.reconstruct_keys(ChosenKeys(**arguments), implementation=implementation)
 
 
 def fetch_reconstruct(
@@ -28,8 +28,4 @@ def fetch_reconstruct(
     """Arguments are the fields of HostRows and of KeptRows, and those of ChosenKeys."""
     rows = HostRows(values, values_tail, value_bits, value_dtype)
     kept_rows = None if kept is None else KeptRows(kept, stay)
-    return pallas_kernels.fetch_reconstruct(rows, chosen_keys(arguments), kept_rows, implementation=implementation)
-
-
-def chosen_keys(arguments: dict[str, Any]) -> ChosenKeys:
-    return ChosenKeys(**{"right": None} | arguments)
+    return pallas_kernels.fetch_reconstruct(rows, ChosenKeys(**arguments), kept_rows, implementation=implementation)

@@ -45,7 +45,6 @@ class Chunks:
     batch: int = 1
     dtype: str = "float32"
     profile: tuple[int, int, int] | None = None  # columns in 8, 4 and 2 bits in place of the rank
-    channels: bool = False  # the head's own columns in four bits
     value_bits: int | None = None
 
 
@@ -100,8 +99,8 @@ PACKED_SCORES = (
 PACKED = (
     Chunks(27, 8, 0, 128, kv_heads=2, tail=3, kept=True, dtype="bfloat16", profile=(5, 22, 28), value_bits=4),
     Chunks(13, 4, 0, 64, count=27, batch=2, kept=True, profile=(16, 64, 64), value_bits=4),
-    Chunks(17, 4, 0, 64, kv_heads=2, batch=2, tail=2, kept=True, channels=True, value_bits=8),
-    Chunks(29, 8, 0, 128, count=3, rotated=48, dtype="bfloat16", channels=True, value_bits=8),
+    Chunks(17, 4, 0, 64, kv_heads=2, batch=2, tail=2, kept=True, profile=(0, 64, 0), value_bits=8),
+    Chunks(29, 8, 0, 128, count=3, rotated=48, dtype="bfloat16", profile=(0, 32, 64), value_bits=8),
     Chunks(13, 3, 0, 80, count=5, rotated=20, tail=2, dtype="bfloat16", profile=(0, 18, 0), value_bits=8),
     Chunks(17, 1, 0, 64, count=5, profile=(0, 0, 12)),
     Chunks(9, 8, 24, 64, kept=True, tail=2, value_bits=4),
@@ -176,7 +175,7 @@ def factor_inputs(case: Chunks) -> dict[str, Any]:
         "ids": jnp.asarray(ids, jnp.int32),
         "inverse": jnp.asarray(10_000.0 ** -(np.arange(half) / half), jnp.float32),
     }
-    if case.profile is not None or case.channels:
+    if case.profile is not None:
         inputs |= code_inputs(case, rng)
     else:
         inputs |= {"left": left_rows(case, rng, case.units),
@@ -189,8 +188,6 @@ def factor_inputs(case: Chunks) -> dict[str, Any]:
 
 def left_rows(case: Chunks, rng: np.random.Generator, units: int) -> jax.Array:
     """Left rows of so many chunks."""
-    if case.channels:
-        return random_bytes(rng, case.batch, case.kv_heads, units, case.chunk * case.dim // 2)
     if case.profile is not None:
         width = case.profile[0] + case.profile[1] // 2 + case.profile[2] // 4
         return random_bytes(rng, case.batch, units, case.chunk * width)
@@ -199,14 +196,11 @@ def left_rows(case: Chunks, rng: np.random.Generator, units: int) -> jax.Array:
 
 def code_inputs(case: Chunks, rng: np.random.Generator) -> dict[str, Any]:
     """Codes of deviation about 1 / sqrt(r), what they stand for, and what they are multiplied with."""
-    profile = (0, case.dim, 0) if case.channels else case.profile
+    profile = case.profile
     assert profile is not None
     steps = 4.0 / 2.0 ** np.repeat((8, 4, 2), profile)
-    shape = (case.batch, case.kv_heads, case.dim) if case.channels else (case.batch, sum(profile))
-    steps = steps * (0.5 + rng.random(shape)) * (1.0 if case.channels else sum(profile) ** -0.5)
-    right = None if case.channels else normal(
-        rng, case.batch, case.kv_heads, sum(profile), case.dim, dtype=case.dtype
-    )  # fmt: skip
+    steps = steps * (0.5 + rng.random((case.batch, sum(profile)))) * sum(profile) ** -0.5
+    right = normal(rng, case.batch, case.kv_heads, sum(profile), case.dim, dtype=case.dtype)
     return {
         "left": left_rows(case, rng, case.units), "right": right,
         "mean": normal(rng, case.batch, case.kv_heads, case.dim, dtype=case.dtype),

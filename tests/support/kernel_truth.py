@@ -87,11 +87,8 @@ def coded_keys(row: np.ndarray, right: Any, mean: Any, step: Any, profile: Any, 
         for count, bits, size in sizes:
             part, token = token[:size], token[size:]
             numbers += list(codes_in(part, count, bits) + 0.5 - 2 ** (bits - 1))
-        found.append(np.array(numbers) * wide(step)[(b,) if right is not None else (b, h)])
-    keys = np.array(found)
-    if right is not None:
-        keys = wide(keys.astype(np.asarray(right).dtype)) @ wide(right)[b, h]
-    return keys + wide(mean)[b, h]
+        found.append(np.array(numbers) * wide(step)[b])
+    return wide(np.array(found).astype(np.asarray(right).dtype)) @ wide(right)[b, h] + wide(mean)[b, h]
 
 
 def reconstruct_keys(
@@ -100,14 +97,13 @@ def reconstruct_keys(
 ) -> np.ndarray:  # fmt: skip
     left, inverse, ids = np.asarray(left), np.asarray(inverse), np.asarray(ids)
     tail = None if tail is None else np.asarray(tail)
-    dim, half = (right if mean is None else mean).shape[-1], len(inverse)
+    dim, half = right.shape[-1], len(inverse)
     rank = right.shape[2] if profile is None else sum(np.array(profile) * (8, 4, 2)) // 8
     chunk = left.shape[-1] // rank
     out = np.zeros((*ids.shape, chunk, dim))
     for b, h, j in np.ndindex(ids.shape):
         row, later, place = chunk_of(ids, left.shape[-2], tail, tail_unit, b, h, j)
-        source = tail if later else left
-        own = source[b, h, row] if source.ndim == 4 else source[b, row]
+        own = (tail if later else left)[b, row]
         if profile is None:
             key = wide(own).reshape(chunk, rank) @ wide(right[b, h])
         else:
@@ -130,11 +126,11 @@ def unpacked_values(row: np.ndarray, dim: int, bits: int, dtype: Any) -> np.ndar
 
 def fetched_values(
     values: Any, left: Any, ids: Any, kept: Any = None, stay: Any = None, tail: Any = None, tail_unit: Any = None,
-    values_tail: Any = None, right: Any = None, mean: Any = None, value_bits: Any = None, value_dtype: Any = None,
+    values_tail: Any = None, right: Any = None, value_bits: Any = None, value_dtype: Any = None,
     **_: Any,
 ) -> np.ndarray:  # fmt: skip
     """In the dtype of the values: they are moved, not computed, but for the product of a code and its scale."""
-    values, ids, dim = np.asarray(values), np.asarray(ids), (right if mean is None else mean).shape[-1]
+    values, ids, dim = np.asarray(values), np.asarray(ids), right.shape[-1]
     out: list[Any] = []
     for b, h, j in np.ndindex(ids.shape):
         row, later, _ = chunk_of(ids, left.shape[-2], tail, tail_unit, b, h, j)
