@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from jshadow.errors import ConfigError
-from jshadow.policies import POLICIES, parse_policy
+from jshadow.policies import POLICIES, parse_policy, split_policy
 
 # ShadowKV's keys in the transform code, landmarks and host values in four bits: this project's own, no paper's.
 PACKED = "key_codec=transform:landmark_order=2:landmark_dtype=int4:value_dtype=int4"
@@ -111,7 +111,7 @@ def byte_row(config: Any, text: str, fetch: str, context: int, dtype: str) -> di
     """One policy: `text` is NAME:key=value:..."""
     from jshadow.planner.bytes import footprint, step_footprint
 
-    name, *settings = text.split(":")
+    name, settings = split_policy(text)
     policy = parse_policy(name, settings)
     sizes: dict[str, Any] = {"capacity": context, "prompt": context, "dtype": dtype, "fetch": fetch}
     made = footprint(config, policy, **sizes)

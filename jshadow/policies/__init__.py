@@ -8,9 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from jshadow.errors import ConfigError
+from jshadow.policies.base import HookInputs as HookInputs
 from jshadow.policies.base import LayerCache as LayerCache
 from jshadow.policies.base import Policy as Policy
+from jshadow.policies.base import UniformPolicy as UniformPolicy
 from jshadow.policies.base import Wrapper as Wrapper
+from jshadow.policies.capabilities import Budgeted as Budgeted
+from jshadow.policies.capabilities import Sized as Sized
+from jshadow.policies.checks import check_choice as check_choice
+from jshadow.policies.checks import check_range as check_range
+from jshadow.policies.checks import check_share as check_share
+from jshadow.policies.eviction import EvictingPolicy as EvictingPolicy
 from jshadow.policies.full import Full as Full
 from jshadow.policies.h2o import H2O as H2O
 from jshadow.policies.infinigen.policy import InfiniGen as InfiniGen
@@ -23,8 +31,10 @@ from jshadow.policies.quest import Quest as Quest
 from jshadow.policies.registry import POLICIES as POLICIES
 from jshadow.policies.registry import find_policy as find_policy
 from jshadow.policies.registry import register as register
+from jshadow.policies.retrieval import RetrievalPolicy as RetrievalPolicy
 from jshadow.policies.shadowkv.plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.shadowkv.policy import ShadowKV as ShadowKV
+from jshadow.policies.sizing import Falling as Falling
 from jshadow.policies.snapkv import SnapKV as SnapKV
 from jshadow.policies.specache import SpeCache as SpeCache
 from jshadow.policies.streaming_llm import StreamingLLM as StreamingLLM
@@ -35,6 +45,9 @@ from jshadow.policies.wrappers import Pyramid as Pyramid
 # A new file of this package needs no line here: it is imported, and so registered, all the same.
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
+# By name, whatever is imported first. Policies of other packages follow in the order of their registration.
+for _name in sorted(POLICIES):
+    POLICIES[_name] = POLICIES.pop(_name)
 
 
 def parse_policy(name: str, settings: Sequence[str]) -> Policy:
@@ -44,9 +57,22 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
         ConfigError: naming what is unknown.
     """
     policy_class = find_policy(name)
-    types = settings_of(policy_class)
+    values = parse_settings(name, settings)
+    policy: Policy = policy_class(**values.pop("", {}))
+    for wrapper, around in values.items():
+        policy = WRAPPERS[wrapper](**{"inner": policy, **around})
+    return policy
+
+
+def parse_settings(name: str, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The values of `key=value` settings of the policy `name` under "", and those of wrappers under their names.
+
+    Raises:
+        ConfigError: naming what is unknown.
+    """
+    types = settings_of(find_policy(name))
     around = {f"{one}.{key}": kind for one, wrapper in WRAPPERS.items() for key, kind in settings_of(wrapper).items()}
-    values: dict[str, dict[str, Any]] = {name: {}}
+    values: dict[str, dict[str, Any]] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         kind = (types | around).get(key)
@@ -55,13 +81,18 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
                 f"--set must be KEY=VALUE with a key of {name} {sorted(types)} or of a wrapper {sorted(around)}, "
                 f"got {setting!r}"
             )
-        target, _, field = key.rpartition(".")
+        wrapper, _, field = key.rpartition(".")
         value = parse_tuple(text) if kind.startswith("tuple") else parse_value(text)
-        values.setdefault(target or name, {})[field] = value
-    policy: Policy = policy_class(**values.pop(name))
-    for one, given in values.items():
-        policy = WRAPPERS[one](**{"inner": policy, **given})
-    return policy
+        values.setdefault(wrapper, {})[field] = value
+    return values
+
+
+def split_policy(text: str) -> tuple[str, list[str]]:
+    """The name and the settings of NAME:key=value:..., where NAME may be module:Class."""
+    name, *settings = text.split(":")
+    if settings and settings[0].isidentifier():
+        name = f"{name}:{settings.pop(0)}"
+    return name, settings
 
 
 def settings_of(policy: type[Policy]) -> dict[str, str]:
