@@ -79,9 +79,15 @@ def piece_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
 @law("A prompt in pieces gives the logits, the state and the later steps of the prompt at once.", cases=piece_cases)
 def prefill_pieces_are_one_prefill(case: Case) -> None:
     """Pieces of `case.piece` tokens. Codes may be neighbours where numbers lie next to an edge."""
-    want_logits, want = prefilled(case.policy)
+    want_logits, want = prefilled(case.policy, case.fetch)
     logits, state = decode.prefill(
-        model(), PROMPT, LENGTHS, case.policy, capacity=CAPACITY, prefill_chunk=case.piece or max(LENGTHS)
+        model(),
+        PROMPT,
+        LENGTHS,
+        case.policy,
+        capacity=CAPACITY,
+        fetch=case.fetch,
+        prefill_chunk=case.piece or max(LENGTHS),
     )
     close(logits, want_logits, 1e-4, "the prompt's logits")
     want_leaves, leaves = as_seen(want, LENGTHS), as_seen(state, LENGTHS)
