@@ -51,7 +51,8 @@ def run_laws_command(args: argparse.Namespace) -> int:
         raise ConfigError(f"--set must be a setting of {args.policy} itself, got one of {wrappers[0]}")
     subject = subject_of(find_policy(args.policy), **settings.get("", {}))
     fetches = None if args.fetch is None else [part.strip() for part in args.fetch.split(",")]
-    outcomes, ahead = [], run_laws(subject, fetches, args.law)
+    outcomes: list[tuple[Outcome, float]] = []
+    ahead = run_laws(subject, fetches, args.law)
     while True:
         begin = time.perf_counter()
         with waiting(f"{subject.name}: law {len(outcomes) + 1} of {len(args.law or LAWS)}"):

@@ -7,6 +7,9 @@ import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
+from jshadow.cache.records import PromptKV as PromptKV
+from jshadow.cache.records import StepKV as StepKV
+from jshadow.cache.spec import CacheSpec as CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.policies.base import HookInputs as HookInputs
 from jshadow.policies.base import LayerCache as LayerCache

@@ -104,13 +104,14 @@ def import_policy(place: str) -> type[Policy]:
     """
     module_name, _, class_name = place.partition(":")
     module = import_named(module_name, place)
-    policy = getattr(module, class_name, None)
+    policy: Any = getattr(module, class_name, None)
     if policy is None:
         classes = [
             name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Policy)
         ]
         raise ConfigError(f"policy must name a class of {module_name}, got {class_name!r}{hint(class_name, classes)}")
     check_policy_class(policy, place)
+    assert issubclass(policy, Policy)
     if POLICIES.get(policy.name) is not policy:
         register()(policy)
     return policy
@@ -146,7 +147,7 @@ def check_policy_class(policy: Any, place: str) -> None:
     none = dataclasses.MISSING
     bare = [
         field.name
-        for field in dataclasses.fields(policy)
+        for field in dataclasses.fields(policy)  # type: ignore[arg-type]
         if field.init and field.default is none and field.default_factory is none
     ]
     if bare:

@@ -129,8 +129,8 @@ def subject_of(policy: type[Policy], **settings: object) -> Subject:
     Raises:
         ConfigError: a setting is out of range on the laws' model.
     """
-    kinds = (kind for kind in policy.__mro__ if getattr(kind, "name", "") in LAW_SETTINGS)
-    registered = LAW_SETTINGS[next(kinds).name]
+    names = (getattr(kind, "name", "") for kind in policy.__mro__)
+    registered = LAW_SETTINGS[next(name for name in names if name in LAW_SETTINGS)]
     small = policy(**{**registered.small, **settings})
     lossless = None if registered.lossless is None else policy(**registered.lossless(CAPACITY, TINY))
     for one in (small, lossless):

@@ -48,7 +48,8 @@ def abstract_state_is_the_real_one(case: Case) -> None:
     """Static fields are compared too; nothing is allocated for the abstract one."""
     state, planned = state_of(case), abstract(case, case.fetch)
     holds(state_nbytes(planned) == state_nbytes(state), f"bytes by part: {state_nbytes(planned)} are planned")
-    holds(jax.tree.structure(planned) == jax.tree.structure(state), "trees and static fields differ")
+    trees: list[Any] = [jax.tree.structure(tree) for tree in (planned, state)]
+    holds(trees[0] == trees[1], "trees and static fields differ")
     for shape, real in zip(jax.tree.leaves(planned), jax.tree.leaves(state), strict=True):
         holds(isinstance(shape, jax.ShapeDtypeStruct), f"an abstract leaf is a {type(shape).__name__}")
         holds((shape.shape, shape.dtype) == (real.shape, real.dtype), f"{shape} is planned, {real.aval} is there")
