@@ -53,6 +53,7 @@ def as_seen(state: Any, lengths: Any) -> Any:
     """A state's leaves, with factors, and keys in a basis, as their product: eigenvectors may turn."""
     values: Any = {}
     layer: Any
+    path: Any
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         values[jax.tree_util.keystr(path, simple=True, separator=".")] = np.asarray(leaf, np.float64)
     for index, (spec, layer) in enumerate(zip(state.specs, state.layers, strict=True)):
