@@ -11,7 +11,7 @@ from rich.table import Table
 from jshadow.cli.bench_tables import print_ceilings, print_growth, print_model, print_rows, print_stages
 from jshadow.cli.console import console
 from jshadow.errors import ConfigError
-from jshadow.policies import parse_policy
+from jshadow.policies import parse_policy, split_policy
 
 ABOUT = """Measure on this machine. Absolute times drift where cores are shared: compare within one run."""
 
@@ -120,8 +120,7 @@ def check_dtype(dtype: str) -> None:
 
 def policies_of(text: str) -> list[tuple[str, Any]]:
     """The policies of a comma list, each with its text."""
-    parts = [(part, part.split(":")) for part in text.split(",")]
-    return [(part, parse_policy(name, settings)) for part, (name, *settings) in parts]
+    return [(part, parse_policy(*split_policy(part))) for part in text.split(",")]
 
 
 def run_layer(args: argparse.Namespace) -> int:

@@ -95,11 +95,11 @@ def parse_shares(text: str | None) -> list[float]:
 
 def parse_sweeps(texts: Sequence[str]) -> dict[str, list["Policy"]]:
     """Policies by the setting that differs, from NAME:key=a|b:other=value each. Raises ConfigError."""
-    from jshadow.policies import parse_policy
+    from jshadow.policies import parse_policy, split_policy
 
     sweeps: dict[str, list[Policy]] = {}
     for text in texts:
-        name, *settings = text.split(":")
+        name, settings = split_policy(text)
         swept = [setting for setting in settings if "|" in setting]
         key, _, values = swept[0].partition("=") if len(swept) == 1 else ("", "", "")
         if not all(values.split("|")):
@@ -147,12 +147,11 @@ def run_eval(args: argparse.Namespace) -> int:
     from jshadow.evaluation.html import write_results
     from jshadow.evaluation.plots import check_plot, plot_turns
     from jshadow.evaluation.runner import evaluate
-    from jshadow.policies import parse_policy
+    from jshadow.policies import parse_policy, split_policy
     from jshadow.weights.params import load
 
     asked = asked_for(args)
-    parts = [part.split(":") for part in split_policies(args.policies)]
-    policies = [parse_policy(name, settings) for name, *settings in parts]
+    policies = [parse_policy(*split_policy(part)) for part in split_policies(args.policies)]
     prefill = parse_prefill(args.prefill or "exact")
     offload.resolve_fetch(args.fetch)
     shares, sweeps = parse_shares(args.shares), parse_sweeps(args.sweep or [])

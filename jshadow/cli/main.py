@@ -11,6 +11,7 @@ from jshadow.cli import bench as cli_bench
 from jshadow.cli import eval as cli_eval
 from jshadow.cli import fit as cli_fit
 from jshadow.cli import generate as cli_generate
+from jshadow.cli import laws as cli_laws
 from jshadow.cli import patterns as cli_patterns
 from jshadow.cli import plan as cli_plan
 from jshadow.cli import policies as cli_policies
@@ -69,6 +70,8 @@ def parser() -> argparse.ArgumentParser:
         commands.add_parser("policies", help="list the policies, count their bytes", description=cli_policies.ABOUT)
     )
 
+    cli_laws.add_options(commands.add_parser("laws", help="check a policy", description=cli_laws.ABOUT))
+
     cli_plan.add_options(commands.add_parser("plan", help="count KV bytes, plan a GPU", description=cli_plan.ABOUT))
 
     cli_patterns.add_options(
@@ -91,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; 0 if it worked, 2 after a typed error, 130 when interrupted."""
+    """Run a command; 0 if it worked, 1 after a broken law, 2 after a typed error, 130 when interrupted."""
     args = parser().parse_args(argv)
     args.command_line = ["jshadow", *(sys.argv[1:] if argv is None else argv)]  # for the report
     try:

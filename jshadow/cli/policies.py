@@ -8,7 +8,7 @@ from rich.table import Column, Table
 
 from jshadow.cli.console import console
 from jshadow.errors import ConfigError
-from jshadow.policies import POLICIES, parse_policy
+from jshadow.policies import POLICIES, parse_policy, split_policy
 from jshadow.policies.settings import policy_settings
 
 # ShadowKV with keys in the transform code, landmarks and host values in four bits. No paper has these settings.
@@ -116,7 +116,7 @@ def byte_row(config: Any, text: str, fetch: str, context: int, dtype: str) -> di
     """One policy: `text` is NAME:key=value:..."""
     from jshadow.planner.bytes import footprint, step_footprint
 
-    name, *settings = text.split(":")
+    name, settings = split_policy(text)
     policy = parse_policy(name, settings)
     sizes: dict[str, Any] = {"capacity": context, "prompt": context, "dtype": dtype, "fetch": fetch}
     used = footprint(config, policy, **sizes)

@@ -6,10 +6,21 @@ import pkgutil
 from collections.abc import Sequence
 from typing import Any
 
+from jshadow.cache.records import PromptKV as PromptKV
+from jshadow.cache.records import StepKV as StepKV
+from jshadow.cache.spec import CacheSpec as CacheSpec
 from jshadow.errors import ConfigError
+from jshadow.policies.base import HookInputs as HookInputs
 from jshadow.policies.base import LayerCache as LayerCache
 from jshadow.policies.base import Policy as Policy
+from jshadow.policies.base import UniformPolicy as UniformPolicy
 from jshadow.policies.base import Wrapper as Wrapper
+from jshadow.policies.capabilities import Budgeted as Budgeted
+from jshadow.policies.capabilities import Sized as Sized
+from jshadow.policies.checks import check_choice as check_choice
+from jshadow.policies.checks import check_range as check_range
+from jshadow.policies.checks import check_share as check_share
+from jshadow.policies.eviction import EvictingPolicy as EvictingPolicy
 from jshadow.policies.full import Full as Full
 from jshadow.policies.h2o import H2O as H2O
 from jshadow.policies.infinigen.policy import InfiniGen as InfiniGen
@@ -22,9 +33,11 @@ from jshadow.policies.quest import Quest as Quest
 from jshadow.policies.registry import POLICIES as POLICIES
 from jshadow.policies.registry import find_policy as find_policy
 from jshadow.policies.registry import register as register
+from jshadow.policies.retrieval import RetrievalPolicy as RetrievalPolicy
 from jshadow.policies.settings import nearest, setting_types, with_settings
 from jshadow.policies.shadowkv.plus import ShadowKVPlus as ShadowKVPlus
 from jshadow.policies.shadowkv.policy import ShadowKV as ShadowKV
+from jshadow.policies.sizing import Falling as Falling
 from jshadow.policies.snapkv import SnapKV as SnapKV
 from jshadow.policies.specache import SpeCache as SpeCache
 from jshadow.policies.streaming_llm import StreamingLLM as StreamingLLM
@@ -35,6 +48,9 @@ from jshadow.policies.wrappers import Pyramid as Pyramid
 # A new file of this package needs no line here: it is imported, and so registered, all the same.
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
+# By name, whatever is imported first. Policies of other packages follow in the order of their registration.
+for _name in sorted(POLICIES):
+    POLICIES[_name] = POLICIES.pop(_name)
 
 
 def parse_policy(name: str, settings: Sequence[str]) -> Policy:
@@ -47,9 +63,22 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
         ConfigError: a key that does not exist, which names the nearest ones, or a record that does not exist.
     """
     policy_class = find_policy(name)
-    types = setting_types(policy_class)
+    values = parse_settings(name, settings)
+    policy: Policy = with_settings(policy_class(), values.pop("", {}))
+    for wrapper, options in values.items():
+        policy = WRAPPERS[wrapper](**{"inner": policy, **options})
+    return policy
+
+
+def parse_settings(name: str, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """The values of `key=value` settings of the policy `name` under "", and those of wrappers under their names.
+
+    Raises:
+        ConfigError: a key that does not exist, which names the nearest ones.
+    """
+    types = setting_types(find_policy(name))
     around = {f"{one}.{key}": kind for one, wrapper in WRAPPERS.items() for key, kind in setting_types(wrapper).items()}
-    values: dict[str, dict[str, Any]] = {name: {}}
+    values: dict[str, dict[str, Any]] = {}
     for setting in settings:
         key, equals, text = setting.partition("=")
         kind = (types | around).get(key)
@@ -63,11 +92,16 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
         if key in around:
             values.setdefault(wrapper, {})[field] = value
         else:
-            values[name][key] = value
-    policy: Policy = with_settings(policy_class(), values.pop(name))
-    for wrapper, options in values.items():
-        policy = WRAPPERS[wrapper](**{"inner": policy, **options})
-    return policy
+            values.setdefault("", {})[key] = value
+    return values
+
+
+def split_policy(text: str) -> tuple[str, list[str]]:
+    """The name and the settings of NAME:key=value:..., where NAME may be module:Class."""
+    name, *settings = text.split(":")
+    if settings and settings[0].isidentifier():
+        name = f"{name}:{settings.pop(0)}"
+    return name, settings
 
 
 def parse_value(text: str) -> Any:

@@ -10,7 +10,9 @@ import difflib
 import importlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from jshadow.errors import ConfigError
@@ -47,11 +49,15 @@ def register(
         small: settings in which the laws run; None: the defaults.
         lossless: see `LawSettings`.
 
+    A class that is defined again in the same place, as in a notebook's cell, replaces the one before.
+
     Raises:
-        ConfigError: the class has no name, or another class has the same one.
+        ConfigError: it is no class of a policy, or has no name, or another class has the same one.
     """
 
     def add(policy: T) -> T:
+        if not isinstance(policy, type) or not issubclass(policy, Policy):
+            raise ConfigError(f"@register must stand on a subclass of jshadow.policies.Policy, got {policy!r}")
         if not isinstance(policy.name, str) or not policy.name.isidentifier():
             raise ConfigError(f"a policy's name must be an identifier, got {policy.name!r} of {policy.__qualname__}")
         before = POLICIES.get(policy.name)
@@ -84,9 +90,9 @@ def find_policy(name: str) -> type[Policy]:
             if point.name == name:
                 return import_policy(point.value)
     if name not in POLICIES:
-        near = difflib.get_close_matches(name, POLICIES, n=3)
-        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-        raise ConfigError(f"policy must be one of {sorted(POLICIES)} or module:Class, got {name!r}{hint}")
+        raise ConfigError(
+            f"policy must be one of {sorted(POLICIES)} or module:Class, got {name!r}{hint(name, POLICIES)}"
+        )
     return POLICIES[name]
 
 
@@ -97,25 +103,58 @@ def import_policy(place: str) -> type[Policy]:
         ConfigError: the module cannot be imported, or has no such class, or it is no concrete policy.
     """
     module_name, _, class_name = place.partition(":")
+    module = import_named(module_name, place)
+    policy: Any = getattr(module, class_name, None)
+    if policy is None:
+        classes = [
+            name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Policy)
+        ]
+        raise ConfigError(f"policy must name a class of {module_name}, got {class_name!r}{hint(class_name, classes)}")
+    check_policy_class(policy, place)
+    assert issubclass(policy, Policy)
+    if POLICIES.get(policy.name) is not policy:
+        register()(policy)
+    return policy
+
+
+def import_named(module_name: str, place: str) -> ModuleType:
+    """The module of `module:Class`. Raises ConfigError where it cannot be imported."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
+        return importlib.import_module(module_name)
+    except ConfigError:
+        raise  # of `register`
+    except Exception as error:
+        near = hint(module_name, [path.stem for path in Path.cwd().glob("*.py")])
+        near = near if isinstance(error, ModuleNotFoundError) else ""
         raise ConfigError(
-            f"policy must be module:Class with a module that can be imported, got {place!r}: {error}"
+            f"policy must be module:Class with a module that can be imported, got {place!r}: "
+            f"{type(error).__name__}: {error}{near}"
         ) from error
-    policy = getattr(module, class_name, None)
-    if policy is None:
-        near = difflib.get_close_matches(class_name, vars(module), n=3)
-        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-        raise ConfigError(f"policy must name a class of {module_name}, got {class_name!r}{hint}")
+
+
+def check_policy_class(policy: Any, place: str) -> None:
+    """Raise ConfigError unless a class is a policy that can be made without arguments."""
     if not isinstance(policy, type) or not issubclass(policy, Policy):
         raise ConfigError(f"policy must be a subclass of jshadow.policies.Policy, got {place!r}")
     if missing := sorted(getattr(policy, "__abstractmethods__", ())):
         raise ConfigError(f"policy must define {', '.join(missing)}, got {place!r} without")
-    if not dataclasses.is_dataclass(policy) or not policy.__dataclass_params__.frozen:
+    # A subclass of a dataclass must be one itself, or its own settings are ignored.
+    parameters = vars(policy).get("__dataclass_params__")
+    if parameters is None or not parameters.frozen:
         raise ConfigError(f"policy must be a frozen dataclass, got {place!r}")
-    if POLICIES.get(policy.name) is not policy:
-        register()(policy)
-    return policy
+    none = dataclasses.MISSING
+    bare = [
+        field.name
+        for field in dataclasses.fields(policy)  # type: ignore[arg-type]
+        if field.init and field.default is none and field.default_factory is none
+    ]
+    if bare:
+        raise ConfigError(f"policy must have defaults for all settings, got {place!r} without for {', '.join(bare)}")
+
+
+def hint(name: str, names: Iterable[str]) -> str:
+    """The nearest names as a question, or nothing."""
+    near = difflib.get_close_matches(name, list(names), n=3)
+    return f" (did you mean {' or '.join(near)}?)" if near else ""

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CAPACITY, LENGTHS, POLICY_CASES, PROMPT, STEPS, TINY, model, policies_of, run_steps, setting
+from cases import CAPACITY, LENGTHS, POLICY_CASES, PROMPT, TINY, case_of, model, policies_of
 from real_shapes import LLAMA_SHAPE, WIDE
-from seen import NEIGHBOUR, as_seen, same_codes
 
 import jshadow
 from jshadow.cache.accounting import layer_nbytes
@@ -20,6 +19,7 @@ from jshadow.cache.records import PromptKV
 from jshadow.engine import decode
 from jshadow.engine.prefill_layer import LayerPlan, compress_layer, prefill_layer
 from jshadow.errors import ConfigError
+from jshadow.evaluation.laws import turns
 from jshadow.ops.attention import Piece, attend, causal_attention
 from jshadow.planner.bytes import abstract_state, cache_specs, pieces_of, prefill_peak
 from jshadow.policies import Full, ShadowKV, ShadowKVPlus
@@ -33,20 +33,7 @@ PIECES = [1, 7, 16, 60, 2048]  # 61 tokens: single ones, an uneven cut, two near
     [(name, size) for name in POLICY_CASES for size in PIECES[:-1][: None if name in policies_of() else 1]],
 )
 def test_every_piece_size_gives_the_same_state(name, prefill_chunk):
-    """Law 4, second half; and the steps that follow are the same."""
-    policy = setting(name, "restricted")
-    want_logits, want = decode.prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY)
-    logits, state = decode.prefill(model(), PROMPT, LENGTHS, policy, capacity=CAPACITY, prefill_chunk=prefill_chunk)
-    np.testing.assert_allclose(logits, want_logits, atol=1e-4)
-    seen, found = as_seen(want, LENGTHS), as_seen(state, LENGTHS)
-    same = same_codes(found, seen)
-    for path, leaf in found.items():
-        if not path.endswith(" decoded"):
-            np.testing.assert_allclose(leaf, seen[path], atol=2e-4, err_msg=path)
-    assert same.any()
-    mine, theirs = (run_steps(model(), one, STEPS[:, :3])[0] for one in (state, want))
-    np.testing.assert_allclose(mine[same], theirs[same], atol=2e-4)
-    np.testing.assert_allclose(mine, theirs, atol=NEIGHBOUR)
+    turns.prefill_pieces_are_one_prefill(case_of(name, piece=prefill_chunk))
 
 
 @pytest.mark.parametrize("logits", ["all", "last"])

@@ -1,10 +1,10 @@
-"""The tables that tests and benchmarks share: tiny models, one ragged batch, and every policy in two settings.
+"""The tables that tests share: tiny models, and every policy in two settings.
 
-A policy that is not listed in POLICY_CASES fails test_every_policy_has_a_case: the laws are for all of them.
+The model, the ragged batch and the laws are `jshadow.evaluation.laws`. A registered policy is in POLICY_CASES
+by itself, in the settings of its registration. The rows below are for variants, and for settings other than those.
 """
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,36 +16,33 @@ from jax import Array
 from probe import Probe
 
 from jshadow.cache.state import KVState
-from jshadow.engine import decode
+from jshadow.evaluation.laws import Case, Subject, inputs
+from jshadow.evaluation.laws.inputs import BATCH as BATCH
+from jshadow.evaluation.laws.inputs import CAPACITY, FETCH_MODES, TINY, offloads
+from jshadow.evaluation.laws.inputs import LENGTHS as LENGTHS
+from jshadow.evaluation.laws.inputs import PROMPT as PROMPT
+from jshadow.evaluation.laws.inputs import STEPS as STEPS
+from jshadow.evaluation.laws.inputs import model as model
+from jshadow.evaluation.laws.inputs import random_tokens as random_tokens
+from jshadow.evaluation.laws.inputs import run_steps as run_steps
 from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.policies import (
-    H2O,
     KIVI,
     LESS,
+    POLICIES,
     DenseFirst,
-    Full,
-    InfiniGen,
     InfLLM,
-    Loki,
     OmniKV,
     Policy,
     Pyramid,
     Quest,
     ShadowKV,
     ShadowKVPlus,
-    SnapKV,
     SpeCache,
-    StreamingLLM,
 )
 from jshadow.policies.registry import LAW_SETTINGS
 from jshadow.policies.shadowkv import Choice, ExactKeys, Landmarks, LowRank, Quirks, TransformCode, Values
-from jshadow.weights.params import Params, init_params
 
-# Three layers: the probe has three kinds of them. A prime vocabulary: a wrong reshape cannot hide.
-TINY = ModelConfig(
-    model_type="llama", vocab_size=101, num_layers=3, model_dim=32, ffn_dim=48, q_heads=4, kv_heads=2, head_dim=16,
-    norm_eps=1e-5, context=256,
-)  # fmt: skip
 LLAMA3_ROPE = RopeConfig(theta=5e5, kind="llama3", factor=8.0, original_context=64)
 
 CONFIGS = {
@@ -56,10 +53,6 @@ CONFIGS = {
     "llama3_rope": dataclasses.replace(TINY, num_layers=2, rope=LLAMA3_ROPE),
 }
 
-# One ragged batch: 61 and 27 are no multiple of any chunk, and 5 tokens leave no chunk at all.
-LENGTHS = (61, 27, 5)
-CAPACITY = 96
-FETCH_MODES = ("resident", "device_put", "zero_copy")
 OFFLOADED = FETCH_MODES[1:]
 
 
@@ -67,7 +60,7 @@ class PolicyCase(NamedTuple):
     """A policy in a setting that drops or approximates something here, and in the one that must not."""
 
     restricted: Policy
-    lossless: Callable[[int, ModelConfig], Policy]
+    lossless: Callable[[int, ModelConfig], Policy] | None
 
 
 def lossless_of(policy: type[Policy]) -> Callable[[int, ModelConfig], Policy]:
@@ -132,28 +125,21 @@ def random_kernels(policy: LESS, kv_heads: int, head_dim: int) -> dict[str, Any]
     )
 
 
-POLICY_CASES = {
-    "full": PolicyCase(Full(), lossless_of(Full)),
-    "streaming_llm": PolicyCase(StreamingLLM(sinks=2, window=12), lossless_of(StreamingLLM)),
-    "h2o": PolicyCase(H2O(heavy=6, recent=8), lossless_of(H2O)),
-    "less": PolicyCase(LESS(heavy=6, recent=8, state_rank=4, hidden=16), lossless_of(LESS)),
+def registered_case(policy: type[Policy]) -> PolicyCase:
+    """A policy in the settings that its registration names."""
+    registered = LAW_SETTINGS[policy.name]
+    return PolicyCase(policy(**registered.small), lossless_of(policy) if registered.lossless else None)
+
+
+# Every policy that is registered, a new file's too, and then what a row below says of it or of a variant.
+POLICY_CASES = {name: registered_case(policy) for name, policy in POLICIES.items()} | {
     "less_taught": PolicyCase(
         TaughtLESS(heavy=6, recent=8, normalise=True, state_rank=4, hidden=16), lossless_of(TaughtLESS)
     ),
-    "snapkv": PolicyCase(SnapKV(max_capacity_prompt=14, observation_window=5, kernel=3), lossless_of(SnapKV)),
-    "quest": PolicyCase(Quest(budget=12, unit=4, dense_layers=1), lossless_of(Quest)),
-    "infinigen": PolicyCase(InfiniGen(budget=9, columns=4, alpha=0.5, dense_layers=1), lossless_of(InfiniGen)),
-    "loki": PolicyCase(Loki(budget=9, columns=3, recent=4), lossless_of(Loki)),
-    "omnikv": PolicyCase(OmniKV(budget=9, filter_layers=(0,)), lossless_of(OmniKV)),
     "omnikv_window": PolicyCase(
         OmniKV(budget=9, filter_layers=(0,), selector="exp", observation_window=4), lossless_of(OmniKV)
     ),
-    "kivi": PolicyCase(KIVI(bits=2, group=8, residual=8), lossless_of(KIVI)),
     "kivi_1bit": PolicyCase(KIVI(bits=1, group=4, residual=12), lossless_of(KIVI)),
-    "specache": PolicyCase(SpeCache(bits=1, group=8, residual=8, fetched=6), lossless_of(SpeCache)),
-    "infllm": PolicyCase(
-        InfLLM(window=10, sinks=3, budget=8, unit=4, representatives=2, query_block=8), lossless_of(InfLLM)
-    ),
     "infllm_capped": PolicyCase(
         InfLLM(window=7, sinks=0, budget=9, unit=3, representatives=3, cached=12, fetched=3, query_block=5),
         lossless_of(InfLLM),
@@ -182,8 +168,8 @@ POLICY_CASES = {
     ),
     "probe": PolicyCase(Probe(keep=3), lambda num_tokens, config: Probe(keep=-(-num_tokens // Probe.unit))),
 }
-# These keep nothing in host memory: the program is the same in all modes (test_laws.py holds them to that).
-DEVICE_ONLY = ("full", "streaming_llm", "h2o", "less", "less_taught", "snapkv", "kivi", "kivi_1bit")
+# These keep nothing in host memory: the program is the same in all modes.
+DEVICE_ONLY = tuple(name for name, case in POLICY_CASES.items() if not offloads(case.restricted))
 
 
 # `make test TESTS=all`, before a release: every law in every fetch mode, and the long tests on every policy.
@@ -209,45 +195,25 @@ def modes_of(name: str) -> tuple[str, ...]:
 
 
 POLICY_FETCHES = [(name, fetch) for name in POLICY_CASES for fetch in modes_of(name)]
+LOSSLESS = [name for name, case in POLICY_CASES.items() if case.lossless is not None]
 
 
 def setting(name: str, kind: str, config: ModelConfig = TINY, capacity: int = CAPACITY) -> Policy:
     """The "restricted" or the "lossless" policy of a case."""
     case = POLICY_CASES[name]
-    return case.restricted if kind == "restricted" else case.lossless(capacity, config)
+    if kind == "restricted":
+        return case.restricted
+    assert case.lossless is not None, f"{name} claims no lossless settings"
+    return case.lossless(capacity, config)
 
 
-@functools.cache
-def model(config: ModelConfig = TINY, dtype: str = "float32") -> Params:
-    """Random weights of variance 1 / fan_in: attention is neither flat nor one-hot."""
-    return init_params(config, seed=0, dtype=dtype)
-
-
-def random_tokens(*shape: int, seed: int = 0, config: ModelConfig = TINY) -> np.ndarray:
-    """Token ids."""
-    return np.random.default_rng(seed).integers(0, config.vocab_size, shape, dtype=np.int32)
-
-
-PROMPT = random_tokens(len(LENGTHS), max(LENGTHS), seed=1)
-STEPS = random_tokens(len(LENGTHS), 12, seed=2)
-
-
-@functools.cache
-def _prefilled(name: str, kind: str, fetch: str, dtype: str) -> tuple[Array, KVState]:
-    policy = setting(name, kind)
-    return decode.prefill(model(TINY, dtype), PROMPT, np.asarray(LENGTHS), policy, capacity=CAPACITY, fetch=fetch)
+def case_of(name: str, fetch: str = "resident", kind: str = "restricted", **which: Any) -> Case:
+    """A law's case: a policy's case in a fetch mode and a setting; `which`: a row, or a piece."""
+    lossless = setting(name, "lossless") if POLICY_CASES[name].lossless else None
+    subject = Subject(name, setting(name, "restricted"), lossless)
+    return Case(subject, fetch, "small" if kind == "restricted" else kind, **which)
 
 
 def prefilled(name: str, kind: str, fetch: str = "resident", dtype: str = "float32") -> tuple[Array, KVState]:
     """Logits and a fresh fork of the state of the ragged batch; the prefill itself runs once a process."""
-    logits, state = _prefilled(name, kind, fetch, dtype)
-    return logits, state.fork()
-
-
-def run_steps(params: Params, state: KVState, tokens: np.ndarray, active: np.ndarray | None = None):
-    """Teacher-forced decode steps: float32 logits [B, T, V] and the state after them."""
-    logits = []
-    for i in range(tokens.shape[1]):
-        out, state = decode.decode_step(params, tokens[:, i], state, active=None if active is None else active[:, i])
-        logits.append(out)
-    return jnp.stack(logits, axis=1), state
+    return inputs.prefilled(setting(name, kind), fetch, dtype)

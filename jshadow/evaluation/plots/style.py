@@ -13,7 +13,8 @@ from jshadow.errors import ConfigError
 LONG = 72  # letters of a line's name where it has room
 FORMATS = (".svg", ".png", ".pdf")
 PLAIN = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}  # no date in a file
-# Colours that the common kinds of colour blindness tell apart (Okabe and Ito; Tol); the families of methods have a hue
+# A method needs no line here: `look_of` makes a look of any name. These are chosen by hand, so that they go together:
+# colours that the common kinds of colour blindness tell apart (Okabe and Ito; Tol); the families of methods have a hue
 # each, and within one the markers differ.
 METHODS = {
     "full": ("0.55", "o"),
@@ -65,7 +66,7 @@ def look_of(name: str, number: int = 0) -> dict[str, Any]:
     """Line2D properties of a method: its colour always; dashes and a hollow marker for its n-th setting in one panel.
 
     Args:
-        name: as a row's "name"; one that is not in METHODS gets a look that depends on the name alone.
+        name: as a row's "name". One that is not in METHODS gets a colour and a marker that follow from its name.
         number: of the method's settings in the panel, 0 the first.
     """
     if name in METHODS:

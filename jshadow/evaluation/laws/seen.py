@@ -1,6 +1,8 @@
 """States of one prompt by two programs, compared by what they stand for: bases may turn, and numbers differ in their
 last bit, so that one next to an edge gets the neighbouring code."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -12,10 +14,11 @@ from jshadow.policies.shadowkv.landmark_levels import Levels, mean_kind
 NEIGHBOUR = 5e-3  # what a key that one code moves by a step may do to a logit
 
 
-def decoded(values, prefix, spec, layer, lengths):
+def decoded(values: Any, prefix: str, spec: Any, layer: Any, lengths: Any) -> None:
     """Replace a layer's codes in `values` by what they stand for, as far as tokens go: bases may turn, scales differ in
     their last bit."""
     policy, names = spec.policy, list(values)
+    rows: Any
     if isinstance(policy, ShadowKV) and policy.keys.name != "lowrank":
         for name in [name for name in names if name.startswith(f"{prefix}frozen.right")]:
             del values[name]
@@ -47,9 +50,11 @@ def decoded(values, prefix, spec, layer, lengths):
                 values[f"{prefix}host.{half} decoded"] = np.asarray(dequantise_rows(rows, layout.bits, "float32"))
 
 
-def as_seen(state, lengths):
+def as_seen(state: Any, lengths: Any) -> Any:
     """A state's leaves, with factors, and keys in a basis, as their product: eigenvectors may turn."""
-    values = {}
+    values: Any = {}
+    layer: Any
+    path: Any
     for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
         values[jax.tree_util.keystr(path, simple=True, separator=".")] = np.asarray(leaf, np.float64)
     for index, (spec, layer) in enumerate(zip(state.specs, state.layers, strict=True)):
@@ -76,7 +81,7 @@ def as_seen(state, lengths):
     return values
 
 
-def same_codes(mine, theirs, row=None):
+def same_codes(mine: Any, theirs: Any, row: int | None = None) -> Any:
     """Rows [B] of two results of `as_seen` in which each code stands for the same; of all codes nearly all must: of
     a row alone, whose tokens are few, all but a token's or two.
 
@@ -85,7 +90,7 @@ def same_codes(mine, theirs, row=None):
         theirs: of the same prompts.
         row: the one in theirs.
     """
-    same = True
+    same: Any = True
     for path in (path for path in mine if path.endswith(" decoded")):
         other = theirs[path] if row is None else theirs[path][row : row + 1]
         if mine[path].shape != other.shape:

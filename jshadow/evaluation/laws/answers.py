@@ -1,0 +1,186 @@
+"""Laws about what a policy answers: lossless settings are full attention, and modes and compilers change nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jshadow.cache.state import KVState
+from jshadow.engine import decode
+from jshadow.evaluation.laws.inputs import (
+    BATCH,
+    FETCH_MODES,
+    STEPS,
+    TINY,
+    abstract,
+    changing,
+    model,
+    offloads,
+    prefilled,
+    run_steps,
+    same_settings,
+    state_of,
+    teacher_forced,
+)
+from jshadow.evaluation.laws.law import (
+    Case,
+    Subject,
+    both_settings,
+    close,
+    equal,
+    holds,
+    in_each_mode,
+    in_one_mode,
+    law,
+    lossless_only,
+)
+from jshadow.policies.base import Policy
+from jshadow.policies.full import Full
+
+# The largest difference of logits (their deviation is about 1) that bfloat16 may cause: it has 8 bits.
+BF16_TOLERANCE = 0.12
+# The least difference from full attention that says that the small settings do something.
+VISIBLE = 0.05
+
+
+def lossless_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
+    """The lossless settings in every fetch mode."""
+    return [Case(subject, fetch, "lossless") for fetch in fetches]
+
+
+@law(
+    "With lossless settings, prompt, steps and greedy tokens are those of full attention.",
+    cases=lossless_cases,
+    unclaimed=lossless_only,
+)
+def lossless_is_full(case: Case) -> None:
+    """Logits of the prompt, of six given tokens, and eight greedy tokens."""
+    logits, state = prefilled(case.policy, case.fetch)
+    full_logits, full_state = prefilled(Full())
+    close(logits, full_logits, 1e-4, "the prompt's logits")
+    close(teacher_forced(case.policy, case.fetch), teacher_forced(Full(), "resident"), 1e-4, "the steps' logits")
+    first = np.asarray(full_logits.argmax(-1), np.int32)
+    equal(greedy(state, first), greedy(full_state, first), "greedy tokens")
+
+
+def greedy(state: KVState, token: np.ndarray) -> np.ndarray:
+    """The eight most likely tokens, each fed back: int32 [8, B]."""
+    tokens = []
+    for _ in range(8):
+        logits, state = decode.decode_step(model(), token, state)
+        token = np.asarray(logits.argmax(-1), np.int32)
+        tokens.append(token)
+    return np.stack(tokens)
+
+
+@law(
+    "With lossless settings in bfloat16, logits are full attention's up to bfloat16's rounding.",
+    cases=lambda subject, fetches: lossless_cases(subject, fetches[:1]),
+    unclaimed=lossless_only,
+)
+def lossless_is_full_in_bfloat16(case: Case) -> None:
+    """Logits of six steps."""
+    lossless = teacher_forced(case.policy, case.fetch, "bfloat16")
+    close(lossless, teacher_forced(Full(), "resident", "bfloat16"), BF16_TOLERANCE, "the steps' logits")
+
+
+def drops_something(subject: Subject) -> str | None:
+    """Why the small settings are not said to differ from full attention."""
+    return "its small settings are its lossless ones" if same_settings(subject) else None
+
+
+@law(
+    "With small settings, logits differ from full attention's: the settings do something.",
+    cases=lambda subject, fetches: [Case(subject)],
+    unclaimed=drops_something,
+)
+def small_is_not_full(case: Case) -> None:
+    """Without this law, a policy that ignores its settings would keep the others."""
+    apart = np.abs(teacher_forced(case.policy, "resident") - teacher_forced(Full(), "resident"))[0].max()
+    holds(
+        apart > VISIBLE, f"logits of the longest prompt differ from full attention's by {apart:.3g} only, not {VISIBLE}"
+    )
+
+
+def has_host_rows(subject: Subject) -> str | None:
+    """Why the law, which is about host memory, says nothing."""
+    return None if offloads(subject.small) else "it keeps nothing in host memory"
+
+
+def has_no_host_rows(subject: Subject) -> str | None:
+    """Why the law, which is about policies on the device alone, says nothing."""
+    return "it keeps rows in host memory" if offloads(subject.small) else None
+
+
+@law(
+    "A policy that keeps nothing in host memory has one program in all fetch modes.",
+    cases=lambda subject, fetches: [Case(subject)],
+    unclaimed=has_no_host_rows,
+)
+def one_program_without_host_rows(case: Case) -> None:
+    """The step's text before it is compiled."""
+    token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    texts = [
+        jax.jit(decode.step, static_argnums=1).lower(model().weights, TINY, token, abstract(case, fetch)).as_text()
+        for fetch in FETCH_MODES[:2]
+    ]
+    holds(texts[0] == texts[1], f"the step's programs differ in the fetch modes {FETCH_MODES[:2]}")
+
+
+def agreeing_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
+    """Both settings, in the modes that offload: those asked for, and zero_copy with its own program."""
+    return [case for case in both_settings(subject, fetches) if case.fetch != "resident"]
+
+
+@law(
+    "Logits and selected units are the same in all fetch modes.",
+    cases=lambda subject, fetches: agreeing_cases(subject, (*dict.fromkeys((*fetches, *FETCH_MODES[1:])),)),
+    unclaimed=has_host_rows,
+)
+def fetch_modes_agree(case: Case) -> None:
+    """Resident against the case's mode. Sets may differ only at a near tie, and then the logits differ too."""
+    close(teacher_forced(case.policy, "resident"), teacher_forced(case.policy, case.fetch), 1e-4, "the steps' logits")
+    resident, offloaded = (selected_units(case.policy, fetch) for fetch in ("resident", case.fetch))
+    holds(resident.keys() == offloaded.keys(), f"states have the leaves {sorted(resident)} and {sorted(offloaded)}")
+    for path, units in resident.items():
+        equal(np.sort(units), np.sort(offloaded[path]), path)
+
+
+@functools.cache
+def selected_units(policy: Policy, fetch: str) -> dict[str, np.ndarray]:
+    """The leaves named `resident` after six steps: units that the last query selected."""
+    state = run_steps(model(), prefilled(policy, fetch)[1], STEPS[:, :6])[1]
+    return {path: leaf for path, leaf in changing(state).items() if path.endswith(".resident")}
+
+
+@law(
+    "A step under jit gives the logits and the state of the same step operation by operation.",
+    cases=in_one_mode,
+)
+def jit_is_no_jit(case: Case) -> None:
+    """One step. Each operation is a program of its own."""
+    state, token = state_of(case), jnp.asarray(STEPS[:, 0])
+    plain, plain_state = decode.step(model().weights, TINY, token, state)
+    jitted, jitted_state = decode.decode_step(model(), token, state.fork())
+    close(plain, jitted, 1e-4)
+    plain_leaves = changing(plain_state)
+    for path, leaf in changing(jitted_state).items():
+        close(plain_leaves[path], leaf, 1e-4, path)
+
+
+@law(
+    "A step and a turn change no shape, no dtype, no memory kind and no static field of the state.", cases=in_each_mode
+)
+def steps_change_no_shape(case: Case) -> None:
+    """Trees that are equal have equal static fields too."""
+
+    def describe(state: KVState) -> object:
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding.memory_kind), state)
+
+    state = state_of(case)
+    before = describe(state)
+    once = decode.decode_step(model(), STEPS[:, 0], state)[1]
+    holds(describe(once) == before, "a step changes the description of the state")
+    turned = decode.extend(model(), STEPS[:, :7], [3, 0, 2], once)[1]
+    holds(describe(turned) == before, "a turn changes the description of the state")

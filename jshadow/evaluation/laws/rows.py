@@ -1,0 +1,81 @@
+"""Laws about rows: a batch is nothing but its rows, which come, go and pause on their own."""
+
+import numpy as np
+
+from jshadow.engine import decode
+from jshadow.evaluation.laws.inputs import (
+    BATCH,
+    CAPACITY,
+    LENGTHS,
+    PROMPT,
+    STEPS,
+    meaningful,
+    model,
+    prefilled,
+    random_tokens,
+    run_steps,
+    state_of,
+    teacher_forced,
+)
+from jshadow.evaluation.laws.law import Case, Subject, close, equal, in_each_mode, law
+from jshadow.evaluation.laws.seen import NEIGHBOUR, as_seen, same_codes
+
+
+def row_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
+    """Each row in the first fetch mode."""
+    return [Case(subject, fetches[0], row=row) for row in range(BATCH)]
+
+
+@law("A row alone gives the logits of the row in a batch.", cases=row_cases)
+def row_alone_is_row_in_batch(case: Case) -> None:
+    """Without padding, and with a window of its own size. The programs differ, so codes may be neighbours."""
+    assert case.row is not None
+    row, length = case.row, LENGTHS[case.row]
+    logits, state = decode.prefill(
+        model(), PROMPT[row : row + 1, :length], [length], case.policy, capacity=CAPACITY, fetch=case.fetch
+    )
+    batch_logits, batch = prefilled(case.policy, case.fetch)
+    close(logits[0], batch_logits[row], 1e-4, "the prompt's logits")
+    same = same_codes(as_seen(state, [length]), as_seen(batch, LENGTHS), row).all()
+    alone, _ = run_steps(model(), state, STEPS[row : row + 1, :6])
+    close(alone[0], teacher_forced(case.policy, case.fetch)[row], 1e-4 if same else NEIGHBOUR, "the steps' logits")
+
+
+@law("Rows taken from a batch, one of them twice, go on as they would have in it.", cases=in_each_mode)
+def taken_rows_go_on(case: Case) -> None:
+    """As many rows as there were, so that no other program is compiled."""
+    _, state = run_steps(model(), state_of(case), STEPS[:, :2])
+    rows = [2, 0, 2]
+    taken = state.take(rows)
+    equal(taken.lengths, [LENGTHS[row] + 2 for row in rows], "lengths")
+    whole, _ = run_steps(model(), state, STEPS[:, 2:5])
+    part, _ = run_steps(model(), taken, STEPS[rows, 2:5])
+    close(part, whole[np.asarray(rows)], 1e-5)
+
+
+@law("A row that was prefilled alone joins a batch and goes on as alone; the other rows as before.", cases=in_each_mode)
+def joining_rows_go_on(case: Case) -> None:
+    """The row's window is sized for its own length."""
+    tokens = random_tokens(1, 27, seed=5)
+    _, alone = decode.prefill(model(), tokens, [27], case.policy, capacity=CAPACITY, fetch=case.fetch)
+    _, alone = run_steps(model(), alone, STEPS[:1, :3])
+    state = state_of(case)
+    joined = state.insert(1, alone)
+    equal(joined.lengths, [61, 30, 5], "lengths")
+    before, _ = run_steps(model(), state, STEPS[:, 3:9])
+    apart, _ = run_steps(model(), alone, STEPS[1:2, 3:9])
+    after, _ = run_steps(model(), joined, STEPS[:, 3:9])
+    close(after[1], apart[0], 1e-4, "the joined row's logits")
+    for row in (0, 2):
+        close(after[row], before[row], 1e-5, f"row {row}'s logits")
+
+
+@law("A row that takes no part in a step does not change by a bit.", cases=in_each_mode)
+def inactive_rows_do_not_change(case: Case) -> None:
+    """Every leaf of the idle row; writes to host memory on its behalf go nowhere."""
+    # the idle row then holds 28 tokens: its next one begins a unit of four
+    _, state = run_steps(model(), state_of(case), STEPS[:, :1])
+    before = {path: leaf.copy() for path, leaf in meaningful(state).items()}
+    _, state = decode.decode_step(model(), STEPS[:, 1], state, active=[True, False, True])
+    for path, leaf in meaningful(state).items():
+        equal(leaf[1], before[path][1], f"row 1 of {path}")

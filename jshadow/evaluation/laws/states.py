@@ -1,0 +1,163 @@
+"""Laws about the state as a value: its bytes are counted, forks are cheap and independent, the host is left alone."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+
+from jshadow.cache import offload
+from jshadow.cache.accounting import leaf_bytes, state_nbytes
+from jshadow.cache.state import KVState
+from jshadow.engine import decode
+from jshadow.engine.step import step_writes
+from jshadow.errors import StateMismatch
+from jshadow.evaluation.laws.answers import has_host_rows
+from jshadow.evaluation.laws.inputs import BATCH, STEPS, TINY, abstract, model, prefilled, run_steps, state_of
+from jshadow.evaluation.laws.law import Case, both_settings, equal, holds, in_each_mode, law
+
+MEMORIES = ("device", "pinned_host")
+
+
+def halves(state: KVState) -> tuple[list[Any], list[Any]]:
+    """The leaves that forks share, and the leaves that they do not."""
+    reads, writes = state.split()
+    return jax.tree.leaves(reads), jax.tree.leaves(writes)
+
+
+def pointers(leaves: list[Any]) -> list[int]:
+    """Where the leaves lie in memory; a leaf without elements lies nowhere."""
+    return [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
+
+
+@law("The bytes that a state counts are the bytes of its leaves, by memory.", cases=both_settings)
+def bytes_are_the_leaves_bytes(case: Case) -> None:
+    """Layers, what they share and learned arrays; and the host's bytes are those that the specs foresee."""
+    state = state_of(case)
+    leaves = jax.tree.leaves((state.layers, state.shared, state.fitted))
+    by_memory = [sum(leaf_bytes(leaf) for leaf in leaves if leaf.sharding.memory_kind == memory) for memory in MEMORIES]
+    equal(np.sum(list(state_nbytes(state).values()), axis=0), by_memory, f"bytes in {MEMORIES}")
+    equal(sum(by_memory), sum(leaf_bytes(leaf) for leaf in leaves), "bytes in all")
+    equal(by_memory[1], offload.host_bytes(state.specs), "bytes in host memory, and those of the specs,")
+
+
+@law("The abstract state, from which bytes are planned, is the real one: tree, shapes, dtypes.", cases=in_each_mode)
+def abstract_state_is_the_real_one(case: Case) -> None:
+    """Static fields are compared too; nothing is allocated for the abstract one."""
+    state, planned = state_of(case), abstract(case, case.fetch)
+    holds(state_nbytes(planned) == state_nbytes(state), f"bytes by part: {state_nbytes(planned)} are planned")
+    trees: list[Any] = [jax.tree.structure(tree) for tree in (planned, state)]
+    holds(trees[0] == trees[1], "trees and static fields differ")
+    for shape, real in zip(jax.tree.leaves(planned), jax.tree.leaves(state), strict=True):
+        holds(isinstance(shape, jax.ShapeDtypeStruct), f"an abstract leaf is a {type(shape).__name__}")
+        holds((shape.shape, shape.dtype) == (real.shape, real.dtype), f"{shape} is planned, {real.aval} is there")
+
+
+@law("Ten forks take the memory of ten live halves: the frozen half is shared, and a step shares it still.")
+def ten_forks_cost_ten_lives(case: Case) -> None:
+    """By the addresses of the leaves."""
+    state = state_of(case)
+    frozen, live = halves(state)
+    forks = [state.fork() for _ in range(10)]
+    addresses = set(pointers(live))
+    for fork in forks:
+        shared, copied = halves(fork)
+        holds(all(one is other for one, other in zip(shared, frozen, strict=True)), "a fork copies a frozen leaf")
+        holds(addresses.isdisjoint(pointers(copied)), "two forks share a live leaf")
+        addresses |= set(pointers(copied))
+        kinds = [[leaf.sharding.memory_kind for leaf in leaves] for leaves in (copied, live)]
+        holds(kinds[0] == kinds[1], "a fork's live leaf lies in another memory")
+    _, stepped = decode.decode_step(model(), STEPS[:, 0], forks[0])
+    same = [one is other for one, other in zip(halves(stepped)[0], frozen, strict=True)]
+    holds(all(same), "a step copies a frozen leaf")
+
+
+@law("Whatever is done with a fork, its parent goes on as if there were none.")
+def fork_leaves_its_parent_usable(case: Case) -> None:
+    """Bit for bit."""
+    parent = state_of(case)
+    run_steps(model(), parent.fork(), STEPS[:, 3:9])
+    untouched, _ = run_steps(model(), state_of(case), STEPS[:, :3])
+    after, _ = run_steps(model(), parent, STEPS[:, :3])
+    equal(after, untouched, "logits")
+
+
+@law("A state that a step has consumed refuses every use.", cases=lambda subject, fetches: [Case(subject)])
+def consumed_state_says_so(case: Case) -> None:
+    """StateMismatch, with the word "consumed"."""
+    state = state_of(case)
+    decode.decode_step(model(), STEPS[:, 0], state)
+    uses: dict[str, Callable[[], object]] = {
+        "decode_step": lambda: decode.decode_step(model(), STEPS[:, 0], state),
+        "decode_steps": lambda: decode.decode_steps(model(), STEPS[:, 0], state, 2),
+        "extend": lambda: decode.extend(model(), STEPS[:, :2], [1, 1, 1], state),
+        "fork": state.fork,
+        "take": lambda: state.take([0]),
+        "insert": lambda: prefilled(case.policy)[1].take([0]) and state.insert(0, state),
+    }
+    for name, use in uses.items():
+        try:
+            use()
+        except StateMismatch as error:
+            holds("consumed" in str(error), f"{name} says {error}")
+        else:
+            holds(False, f"{name} takes a consumed state")
+
+
+@law(
+    "A step neither scatters to host arrays nor moves all of one.",
+    cases=lambda subject, fetches: [Case(subject, "device_put")],
+    unclaimed=has_host_rows,
+)
+def steps_leave_the_host_alone(case: Case) -> None:
+    """Read off the step's operations: only rows move, and some do."""
+    offences, fetches = step_host_moves(case)
+    holds(not offences, f"a step does this to a host array: {offences[:1]}")
+    holds(fetches, "a step fetches nothing from host memory")
+
+
+def step_host_moves(case: Case) -> tuple[list[str], int]:
+    """What a step does to whole host arrays, and how many fetches it has."""
+    state = state_of(case)
+    reads, writes = state.split()
+    args = (model().weights, jnp.zeros(BATCH, jnp.int32), reads, writes, jnp.ones(BATCH, bool))
+
+    def run(weights: Any, token: Any, reads: Any, writes: Any, active: Any) -> Any:
+        return step_writes(weights, TINY, token[:, None], active.astype(jnp.int32), reads, writes)
+
+    return host_offences(run, *args, stored={part.array.shape for part in host_tiers(state)})
+
+
+def host_tiers(state: KVState) -> list[Any]:
+    """The prompt's and the later part of every layer's rows in host memory."""
+    tiers = [layer.host for layer in state.layers if layer.host is not None]
+    return [part for tier in tiers for part in (tier.prompt, tier.tail) if part is not None]
+
+
+def host_offences(function: Callable[..., Any], *args: Any, stored: set[tuple[int, ...]]) -> tuple[list[str], int]:
+    """Operations that no step may do to host arrays of the given shapes, and how many fetches there are."""
+    offences, fetches = [], 0
+    for equation in equations(jax.make_jaxpr(function)(*args).jaxpr):
+        operands = [v for v in equation.invars if hasattr(v.aval, "shape") and in_host(v)]
+        if equation.primitive.name.startswith("scatter") and operands:
+            offences.append(str(equation))
+        if equation.primitive.name == "device_put":
+            fetches += bool(operands)
+            if any(v.aval.shape in stored for v in operands):
+                offences.append(str(equation))
+    return offences, fetches
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """Every equation of a jaxpr and of the jaxprs inside it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def in_host(variable: Any) -> bool:
+    """Whether a variable of a jaxpr lies in host memory."""
+    return getattr(variable.aval, "memory_space", None) == jax.memory.Space.Host

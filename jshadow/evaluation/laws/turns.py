@@ -1,0 +1,101 @@
+"""Laws about turns and prompts: however tokens are cut into calls, the state knows the same."""
+
+import numpy as np
+
+from jshadow.cache.state import KVState
+from jshadow.engine import decode
+from jshadow.evaluation.laws.inputs import (
+    BATCH,
+    CAPACITY,
+    LENGTHS,
+    PROMPT,
+    STEPS,
+    model,
+    prefilled,
+    remembered,
+    run_steps,
+    state_of,
+)
+from jshadow.evaluation.laws.law import Case, Subject, close, holds, in_each_mode, law
+from jshadow.evaluation.laws.seen import NEIGHBOUR, as_seen, same_codes
+
+# Tokens of each row's turn: the second row pauses.
+TURN = np.array([7, 0, 4])
+ACTIVE = np.arange(7) < TURN[:, None]
+PIECES = (1, 16)  # single tokens, and an uneven cut of 61
+
+
+@law("Tokens taken in two turns give the logits and the state of one turn.", cases=in_each_mode)
+def split_turns_are_one_turn(case: Case) -> None:
+    """Rows take their tokens in turns of other sizes, and one row pauses.
+
+    All turns are padded to the width of the whole one, so that no other program is compiled.
+    """
+    once, state = decode.extend(model(), STEPS[:, :7], np.array([7, 4, 6]), state_of(case))
+    _, split = decode.extend(model(), STEPS[:, :7], [3, 0, 3], state_of(case))
+    second = np.zeros((BATCH, 7), np.int32)
+    second[0, :4], second[1, :4], second[2, :3] = STEPS[0, 3:7], STEPS[1, :4], STEPS[2, 3:6]
+    twice, split = decode.extend(model(), second, [4, 4, 3], split)
+    close(once, twice, 1e-4)
+    same_memory(split, state)
+
+
+def same_memory(got: KVState, want: KVState) -> None:
+    """Raise Difference where two states remember something else."""
+    leaves = remembered(got)
+    for path, leaf in remembered(want).items():
+        close(leaves[path], leaf, 1e-4, path)
+
+
+@law("A turn gives the last logits and the state of as many single steps.", cases=in_each_mode)
+def extend_is_steps(case: Case) -> None:
+    """Seven tokens, none and four; a row without tokens has zeros for logits."""
+    start = state_of(case)
+    by_steps, stepped = run_steps(model(), start.fork(), np.where(ACTIVE, STEPS[:, :7], 0), ACTIVE)
+    last, extended = decode.extend(model(), STEPS[:, :7], TURN, start.fork())
+    close(last[0], by_steps[0, 6], 1e-4, "row 0's last logits")
+    close(last[2], by_steps[2, 3], 1e-4, "row 2's last logits")
+    holds(not np.asarray(last[1]).any(), "a row without new tokens has logits that are not 0")
+    same_memory(extended, stepped)
+
+
+@law("Every logit of a turn is that of the same single step.", cases=in_each_mode)
+def every_logit_of_a_turn_is_a_step_s(case: Case) -> None:
+    """The turn of `extend_is_steps` with `logits="all"`."""
+    start = state_of(case)
+    by_steps, stepped = run_steps(model(), start.fork(), np.where(ACTIVE, STEPS[:, :7], 0), ACTIVE)
+    last, _ = decode.extend(model(), STEPS[:, :7], TURN, start.fork())
+    everything, extended = decode.extend(model(), STEPS[:, :7], TURN, start.fork(), logits="all")
+    close(np.asarray(everything)[ACTIVE], np.asarray(by_steps)[ACTIVE], 1e-4)
+    close(last[0], everything[0, 6], 1e-6, "row 0's last logits")
+    same_memory(extended, stepped)
+
+
+def piece_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
+    """The small settings with the prompt in pieces."""
+    return [Case(subject, piece=piece) for piece in PIECES]
+
+
+@law("A prompt in pieces gives the logits, the state and the later steps of the prompt at once.", cases=piece_cases)
+def prefill_pieces_are_one_prefill(case: Case) -> None:
+    """Pieces of `case.piece` tokens. Codes may be neighbours where numbers lie next to an edge."""
+    want_logits, want = prefilled(case.policy, case.fetch)
+    logits, state = decode.prefill(
+        model(),
+        PROMPT,
+        LENGTHS,
+        case.policy,
+        capacity=CAPACITY,
+        fetch=case.fetch,
+        prefill_chunk=case.piece or max(LENGTHS),
+    )
+    close(logits, want_logits, 1e-4, "the prompt's logits")
+    want_leaves, leaves = as_seen(want, LENGTHS), as_seen(state, LENGTHS)
+    same = same_codes(leaves, want_leaves)
+    for path, leaf in leaves.items():
+        if not path.endswith(" decoded"):
+            close(leaf, want_leaves[path], 2e-4, path)
+    holds(same.any(), "codes differ in every row")
+    got, steps = (run_steps(model(), one, STEPS[:, :3])[0] for one in (state, want))
+    close(got[same], steps[same], 2e-4, "later logits")
+    close(got, steps, NEIGHBOUR, "later logits")
