@@ -93,7 +93,7 @@ def parse_settings(name: str, settings: Sequence[str]) -> dict[str, dict[str, An
 def split_policy(text: str) -> tuple[str, list[str]]:
     """The name and the settings of NAME:key=value:..., where NAME may be module:Class."""
     name, *settings = text.split(":")
-    if settings and settings[0].isidentifier():
+    if name not in POLICIES and settings and settings[0].isidentifier():
         name = f"{name}:{settings.pop(0)}"
     return name, settings
 
