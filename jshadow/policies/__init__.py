@@ -99,7 +99,9 @@ def parse_settings(name: str, settings: Sequence[str]) -> dict[str, dict[str, An
 def split_policy(text: str) -> tuple[str, list[str]]:
     """The name and the settings of NAME:key=value:..., where NAME may be module:Class."""
     name, *settings = text.split(":")
-    if settings and settings[0].isidentifier():
+    named = POLICIES.get(name)
+    # a module that has the name of its policy is asked for its class again
+    if settings and settings[0].isidentifier() and (named is None or named.__module__ == name):
         name = f"{name}:{settings.pop(0)}"
     return name, settings
 

@@ -52,12 +52,11 @@ def register(
     A class that is defined again in the same place, as in a notebook's cell, replaces the one before.
 
     Raises:
-        ConfigError: it is no class of a policy, or has no name, or another class has the same one.
+        ConfigError: it is no concrete policy, or has no name, or another class has the same one.
     """
 
     def add(policy: T) -> T:
-        if not isinstance(policy, type) or not issubclass(policy, Policy):
-            raise ConfigError(f"@register must stand on a subclass of jshadow.policies.Policy, got {policy!r}")
+        check_policy_class(policy)
         if not isinstance(policy.name, str) or not policy.name.isidentifier():
             raise ConfigError(f"a policy's name must be an identifier, got {policy.name!r} of {policy.__qualname__}")
         before = POLICIES.get(policy.name)
@@ -110,7 +109,7 @@ def import_policy(place: str) -> type[Policy]:
             name for name, value in vars(module).items() if isinstance(value, type) and issubclass(value, Policy)
         ]
         raise ConfigError(f"policy must name a class of {module_name}, got {class_name!r}{hint(class_name, classes)}")
-    check_policy_class(policy, place)
+    check_policy_class(policy)
     assert issubclass(policy, Policy)
     if POLICIES.get(policy.name) is not policy:
         register()(policy)
@@ -134,10 +133,11 @@ def import_named(module_name: str, place: str) -> ModuleType:
         ) from error
 
 
-def check_policy_class(policy: Any, place: str) -> None:
+def check_policy_class(policy: Any) -> None:
     """Raise ConfigError unless a class is a policy that can be made without arguments."""
     if not isinstance(policy, type) or not issubclass(policy, Policy):
-        raise ConfigError(f"policy must be a subclass of jshadow.policies.Policy, got {place!r}")
+        raise ConfigError(f"policy must be a subclass of jshadow.policies.Policy, got {policy!r}")
+    place = place_of(policy)
     if missing := sorted(getattr(policy, "__abstractmethods__", ())):
         raise ConfigError(f"policy must define {', '.join(missing)}, got {place!r} without")
     # A subclass of a dataclass must be one itself, or its own settings are ignored.

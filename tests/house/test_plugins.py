@@ -1,0 +1,293 @@
+"""Policies from outside: errors name what is wrong with one, and the case and the difference of a broken law."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from plugins import strangers
+
+from jshadow.cli.main import main
+from jshadow.errors import ConfigError
+from jshadow.evaluation.laws import LAWS, LawBroken, run_laws, subject_of
+from jshadow.evaluation.plots import style
+from jshadow.policies import POLICIES, EvictingPolicy, Policy, Quest, find_policy, parse_policy, register, split_policy
+from jshadow.policies.registry import place_of
+
+# Keeps the newest tokens; what comes in place of the marks makes it bad in one way each.
+GOOD = """
+import dataclasses
+import jax.numpy as jnp
+from jshadow.policies import EvictingPolicy, Policy, register
+
+@register(small={"kept": 12}, lossless=lambda tokens, config: {"kept": tokens})
+@dataclasses.dataclass(frozen=True)
+class Newest(EvictingPolicy):
+    kept: int = 64
+    name = "newest"
+
+    def slots(self, capacity):
+        return min(self.kept, capacity)
+
+    def score(self, spec, prompt):
+        position = jnp.arange(prompt.k_post.shape[1], dtype=jnp.float32)
+        shape = (spec.batch, spec.kv_heads, prompt.k_post.shape[1])
+        return jnp.broadcast_to(position, shape), jnp.zeros_like(prompt.lengths)
+"""
+# Writes the tokens of rows that pause as well.
+IGNORES_VALID = (
+    GOOD
+    + """
+    def append(self, spec, state, step):
+        return super().append(spec, state, step.replace(valid=jnp.ones_like(step.valid)))
+"""
+)
+# Attends to other tokens where its rows would be offloaded.
+BY_MODE = """
+import dataclasses
+from jshadow.policies import RetrievalPolicy, register
+
+@register(small={"budget": 12, "unit": 4}, lossless=lambda tokens, config: {"budget": tokens, "unit": 4})
+@dataclasses.dataclass(frozen=True)
+class ByMode(RetrievalPolicy):
+    budget: int = 64
+    unit: int = 4
+    recent: int = 1
+    top_p: float = 1.0
+    name = "by_mode"
+
+    def summarise(self, spec, keys, there, basis):
+        return keys[:, :, :, 0]
+
+    def score(self, spec, summaries, q, basis):
+        scores = (q[:, :, :1] * 1.0 @ summaries[:, :, None].swapaxes(-1, -2))[:, :, 0]
+        return scores if spec.fetch == "resident" else -scores
+"""
+BREAKS_DOWN = GOOD.replace("jnp.zeros_like(prompt.lengths)", "prompt.length")
+NO_LOSSLESS = GOOD.replace(', lossless=lambda tokens, config: {"kept": tokens}', "")
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    with strangers(tmp_path):
+        yield tmp_path
+
+
+def laws(folder: Path, text: str, *options: str) -> int:
+    """The exit status of `jshadow laws` on the policy of a file."""
+    (folder / "stranger.py").write_text(text)
+    return main(["laws", f"stranger:{'ByMode' if 'ByMode' in text else 'Newest'}", *options])
+
+
+# A class that is no policy to be used
+
+WRONG = {
+    "is no subclass": ("class Newest:\n    pass\n", "must be a subclass of jshadow.policies.Policy"),
+    "is a function": ("def Newest():\n    pass\n", "must be a subclass of jshadow.policies.Policy"),
+    "is abstract": (
+        GOOD.replace("def slots", "def places"),
+        "policy must define slots, got 'stranger:Newest' without",
+    ),
+    "is no dataclass": (
+        GOOD.replace("@dataclasses.dataclass(frozen=True)\n", ""),
+        "policy must be a frozen dataclass, got 'stranger:Newest'",
+    ),
+    "is not frozen": (
+        GOOD.replace("(frozen=True)", "(unsafe_hash=True)"),
+        "policy must be a frozen dataclass, got 'stranger:Newest'",
+    ),
+    "has a setting without a default": (
+        GOOD.replace("kept: int = 64", "kept: int"),
+        "policy must have defaults for all settings, got 'stranger:Newest' without for kept",
+    ),
+    "has no name": (GOOD.replace('name = "newest"', ""), "a policy's name must be an identifier, got ''"),
+    "has an odd name": (GOOD.replace('"newest"', '"the newest"'), "must be an identifier, got 'the newest'"),
+    "has the name of another": (
+        GOOD.replace('"newest"', '"quest"'),
+        "must be its own, got 'quest' of stranger:Newest and jshadow.policies.quest:Quest",
+    ),
+    "does not compile": ("class Newest\n", "stranger:Newest': SyntaxError"),
+    "imports what is not there": ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_class_that_cannot_be_used(fault, folder, capsys):
+    text, message = WRONG[fault]
+    assert laws(folder, text) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("jshadow: ConfigError: ")
+    assert message in shown.err
+    assert "newest" not in POLICIES
+
+
+@pytest.mark.parametrize(
+    ("place", "messages"),
+    [
+        ("strangr:Newest", ["module that can be imported, got 'strangr:Newest'", "did you mean stranger?"]),
+        ("stranger:Newst", ["must name a class of stranger, got 'Newst'", "did you mean Newest?"]),
+        ("stranger:", ["must name a class of stranger, got ''"]),
+        (":Newest", ["module that can be imported, got ':Newest'"]),
+        ("newst", ["must be one of ['full', ", "or module:Class, got 'newst'"]),
+        ("qest", ["did you mean quest?"]),
+    ],
+)
+def test_a_place_where_nothing_is(place, messages, folder, capsys):
+    (folder / "stranger.py").write_text(GOOD)
+    for command in (["laws", place], ["plan", "no-model", "--policy", place]):
+        assert main(command) == 2
+        shown = capsys.readouterr().err
+        assert all(message in shown for message in messages), shown
+
+
+def test_bad_usage(folder, capsys):
+    for options, message in (
+        (["--law", "gravity"], "law must be one of lossless_is_full, "),
+        (["--fetch", "resident,carrier_pigeon"], "fetch must be among resident, device_put, zero_copy, got 'carrier_p"),
+        (["--set", "budget=3"], "--set must be KEY=VALUE with a key of stranger:Newest ['kept']"),
+        (
+            ["--set", "dense_first.layers=1"],
+            "--set must be a setting of stranger:Newest itself, got one of dense_first",
+        ),
+    ):
+        assert laws(folder, GOOD, *options) == 2
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert message in shown.err
+    assert main(["laws"]) == 2
+    assert "policy must be a name or module:Class, got none" in capsys.readouterr().err
+    assert main(["laws", "quest", "--set", "unit=0"]) == 2
+    assert "quest.unit must be an integer at least 1" in capsys.readouterr().err
+
+
+# Laws that are broken
+
+
+def test_a_step_that_ignores_who_takes_part(folder, capsys):
+    """The other laws still run after one broke."""
+    names = ["inactive_rows_do_not_change", "consumed_state_says_so"]
+    assert laws(folder, IGNORES_VALID, *(part for name in names for part in ("--law", name)), "--json") == 1
+    broken, kept = json.loads(capsys.readouterr().out)["laws"]
+    assert (broken["law"], broken["status"], broken["cases"]) == (names[0], "broken", 1)
+    [fault] = broken["broken"]
+    assert fault["case"] == "newest small resident"
+    assert fault["what"].startswith("row 1 of ")
+    assert fault["difference"] > fault["tolerance"] == 0
+    assert (kept["law"], kept["status"], kept["broken"]) == (names[1], "ok", [])
+
+
+def test_a_policy_that_attends_by_fetch_mode(folder, capsys):
+    assert laws(folder, BY_MODE, "--law", "fetch_modes_agree") == 1
+    shown = capsys.readouterr().out
+    assert "BROKEN      fetch_modes_agree (4 cases" in shown
+    assert LAWS["fetch_modes_agree"].statement in shown
+    for fetch in ("device_put", "zero_copy"):
+        assert f"    by_mode small {fetch}: the steps' logits differ by " in shown
+        assert f"by_mode lossless {fetch}" not in shown, "with everything fetched, order does not matter"
+    assert "tolerance 0.0001" in shown
+    assert shown.endswith("by_mode: 0 laws kept, 0 not claimed, 1 broken\n")
+
+
+def test_an_error_on_the_way_breaks_the_law(folder, capsys):
+    assert laws(folder, BREAKS_DOWN, "--law", "small_is_not_full") == 1
+    assert (
+        "newest small resident: AttributeError: 'PromptKV' object has no attribute 'length'" in capsys.readouterr().out
+    )
+
+
+def test_settings_that_drop_nothing(folder, capsys):
+    assert laws(folder, GOOD, "--law", "small_is_not_full", "--set", "kept=90") == 1
+    assert "differ from full attention's by" in capsys.readouterr().out
+
+
+def test_a_law_that_is_not_claimed_is_said(folder, capsys):
+    assert laws(folder, NO_LOSSLESS, "--law", "lossless_is_full", "--law", "bytes_are_the_leaves_bytes") == 0
+    first, second, last = capsys.readouterr().out.splitlines()
+    assert first == "not claimed lossless_is_full: no lossless settings are registered"
+    assert second.startswith("ok          bytes_are_the_leaves_bytes (1 case, ")
+    assert last == "newest: 1 laws kept, 1 not claimed, 0 broken"
+
+
+def test_a_broken_law_is_a_typed_error(folder):
+    (folder / "stranger.py").write_text(IGNORES_VALID)
+    [outcome] = run_laws(subject_of(find_policy("stranger:Newest")), names=["inactive_rows_do_not_change"])
+    [broken] = outcome.broken
+    assert isinstance(broken, LawBroken)
+    assert (broken.law, broken.case.fetch, broken.case.policy.kept) == ("inactive_rows_do_not_change", "resident", 12)
+    assert str(broken).startswith("inactive_rows_do_not_change: newest small resident: row 1 of ")
+
+
+def test_the_list_of_laws(capsys):
+    assert main(["laws", "--list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown and law.statement in shown for name, law in LAWS.items())
+    assert all(law.statement.endswith(".") for law in LAWS.values())
+
+
+# The registry
+
+
+def test_a_place_is_told_from_a_setting(folder):
+    """In NAME:key=value:..., also when the policy is registered by then, and where a setting lacks its value."""
+    (folder / "newest.py").write_text(GOOD)
+    for _ in range(2):
+        assert split_policy("newest:Newest:kept=3") == ("newest:Newest", ["kept=3"])
+        assert parse_policy(*split_policy("newest:Newest:kept=3")).settings() == {"kept": 3}
+    assert split_policy("quest:budget:unit=4") == ("quest", ["budget", "unit=4"])
+    assert split_policy("quest") == ("quest", [])
+
+
+def test_built_in_policies_are_in_the_order_of_their_names(folder):
+    built_in = [name for name, policy in POLICIES.items() if policy.__module__.startswith("jshadow.")]
+    assert built_in == sorted(built_in)
+    (folder / "stranger.py").write_text(GOOD.replace("newest", "a_stranger"))
+    find_policy("stranger:Newest")
+    assert list(POLICIES)[-1] == "a_stranger"
+
+
+def test_a_class_that_is_defined_again_replaces_the_first(folder):
+    """As when a notebook's cell runs twice."""
+
+    def cell(default: int) -> type[Policy]:
+        @register(small={"kept": 12})
+        @dataclasses.dataclass(frozen=True)
+        class Again(EvictingPolicy):
+            kept: int = default
+            name = "again"
+
+            def slots(self, capacity):
+                return min(self.kept, capacity)
+
+            def score(self, spec, prompt):
+                raise NotImplementedError
+
+        return Again
+
+    first, second = cell(1), cell(2)
+    assert place_of(first) == place_of(second)
+    assert POLICIES["again"] is second is not first
+    assert subject_of(second).small == second(kept=12)
+
+
+def test_two_policies_of_one_name():
+    with pytest.raises(ConfigError, match=r"a policy's name must be its own, got 'quest' of .*Other"):
+
+        @register()
+        @dataclasses.dataclass(frozen=True)
+        class Other(Quest):
+            pass
+
+    assert POLICIES["quest"] is Quest
+
+
+def test_what_is_no_class_is_not_registered():
+    with pytest.raises(ConfigError, match=r"must be a subclass of .*, got Quest"):
+        register()(Quest())  # type: ignore[type-var]
+
+
+def test_an_unknown_method_has_a_look():
+    one, other = style.look_of("newest"), style.look_of("newest", 1)
+    assert one == style.look_of("newest")
+    assert one["color"] == other["color"]
+    assert one != other
