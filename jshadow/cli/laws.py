@@ -65,8 +65,15 @@ def run_laws_command(args: argparse.Namespace) -> int:
             print(line_of(*outcomes[-1]), flush=True)
     broken = [outcome.law.name for outcome, _ in outcomes if outcome.broken]
     if args.json:
-        print(json.dumps({"policy": subject.name, "small": policy_settings(subject.small),
-                          "laws": [record_of(*one) for one in outcomes]}))  # fmt: skip
+        print(
+            json.dumps(
+                {
+                    "policy": subject.name,
+                    "small": policy_settings(subject.small),
+                    "laws": [record_of(*one) for one in outcomes],
+                }
+            )
+        )
     else:
         unclaimed = sum(outcome.unclaimed is not None for outcome, _ in outcomes)
         kept = len(outcomes) - unclaimed - len(broken)

@@ -2,17 +2,26 @@
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from jshadow.models.config import ModelConfig
 from jshadow.policies.shadowkv.key_codecs import usual_rank
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
-from jshadow.policies.shadowkv.records import LowRank, TransformCode
+from jshadow.policies.shadowkv.records import ExactKeys, Landmarks, LowRank, TransformCode
 
-if TYPE_CHECKING:
-    from jshadow.policies.shadowkv.settings import ShadowSettings
 
-S = TypeVar("S", bound="ShadowSettings")
+class Codes(Protocol):
+    """The settings of ShadowKV that its size depends on beside the number of outliers."""
+
+    @property
+    def chunk_size(self) -> int: ...  # noqa: D102
+    @property
+    def keys(self) -> LowRank | TransformCode | ExactKeys: ...  # noqa: D102
+    @property
+    def landmarks(self) -> Landmarks: ...  # noqa: D102
+
+
+S = TypeVar("S", bound=Codes)
 OUTLIERS = (48, 24, 8, 4, 1, 0)  # outlier chunks that a size tries, from many to none
 
 
@@ -25,11 +34,12 @@ def shadow_candidates(policy: S, config: ModelConfig) -> list[list[S]]:
     rich, poor = code_sizes(policy, config)
     groups = (*itertools.product(OUTLIERS, [rich]), (0, poor))
     return [
-        [dataclasses.replace(policy, outlier_chunks=outliers, **code) for code in codes] for outliers, codes in groups
+        [dataclasses.replace(policy, outlier_chunks=outliers, **code) for code in codes]  # type: ignore[type-var]
+        for outliers, codes in groups
     ]
 
 
-def code_sizes(policy: "ShadowSettings", config: ModelConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def code_sizes(policy: Codes, config: ModelConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Settings of the key code from most bits to least: those with the bits of the usual rank or more, and the others.
 
     With the transform code, more bits of the keys come with finer landmarks, unless these were given.
