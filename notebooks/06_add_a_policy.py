@@ -14,10 +14,9 @@
 # %% [markdown]
 # # Add a policy
 #
-# A method is one class. It says what it keeps of a prompt and how a step attends; sizes, offloading, forks, saving,
+# A method is one class. It says what it keeps of a prompt and how a step attends. Sizes, offloading, forks, saving,
 # batches and accounting come with the contract. Here is a small one, written whole: keep the tokens whose keys have the
-# smallest norm. Devoto et al. (2024, arXiv 2406.11430) saw that such keys draw attention; it needs neither queries nor
-# scores.
+# smallest norm. Devoto et al. (2024, arXiv 2406.11430) saw that such keys draw attention. The method needs no queries.
 
 # %%
 import dataclasses
@@ -28,26 +27,29 @@ import numpy as np
 
 import jshadow
 from jshadow.evaluation import metrics
+from jshadow.evaluation.laws import LAWS, run_laws, subject_of
 from jshadow.evaluation.tasks import make
-from jshadow.models.config import ModelConfig
-from jshadow.policies import SnapKV
-from jshadow.policies.checks import check_range
-from jshadow.policies.eviction import EvictingPolicy
-from jshadow.policies.sizing import largest
-from jshadow.weights.params import init_params
+from jshadow.policies import EvictingPolicy, Falling, Sized, SnapKV, check_range, register
+from jshadow.policies.sizing import at_share
 
 # %% [markdown]
 # ## The class
 #
 # `EvictingPolicy` is the skeleton of methods that cut a prompt down once and keep all that follows. Such a method only
 # says how many tokens stay (`slots`) and which (`score`, and how many of the newest whatever their score). `resolve`
-# checks the settings. `lossless` names the setting that must equal full attention, where the laws below start;
-# `nominal` the largest one within a share of full attention's bytes, so that methods can be compared at equal memory.
+# checks the settings. `Sized` and its `candidates` let methods be compared at equal memory; they are optional.
+#
+# `@register` makes the method known by its name. `small` are settings that drop something on the laws' tiny prompts.
+# `lossless` are settings that equal full attention. A cell that runs again replaces the class.
 
 
 # %%
+@register(
+    small={"kept": 14, "recent": 4},
+    lossless=lambda tokens, config: {"kept": max(tokens, SmallNorms.recent)},
+)
 @dataclasses.dataclass(frozen=True)
-class SmallNorms(EvictingPolicy):
+class SmallNorms(EvictingPolicy, Sized):
     """Keep the tokens whose keys have the smallest L2 norm, and the newest ones."""
 
     kept: int = 256
@@ -71,66 +73,48 @@ class SmallNorms(EvictingPolicy):
         norms = jnp.linalg.norm(prompt.k_post.astype(jnp.float32), axis=-1)
         return -norms.swapaxes(1, 2), jnp.full_like(prompt.lengths, self.recent)
 
-    @classmethod
-    def lossless(cls, num_tokens, config):
-        """All of the prompt."""
-        return cls(kept=max(num_tokens, cls.recent))
-
-    @classmethod
-    def nominal(cls, fraction, num_tokens, config):
-        """The largest setting within a share of full attention's device bytes."""
-
-        def make(kept):
-            return cls(kept=kept, recent=min(cls.recent, kept))
-
-        return largest(make, 1, num_tokens, fraction, num_tokens, config)
+    def candidates(self, num_tokens, config):
+        """All sizes, from the largest."""
+        recent = SmallNorms.recent
+        return [Falling(lambda kept: SmallNorms(kept=kept, recent=min(recent, kept)), 1, num_tokens)]
 
 
 # %% [markdown]
 # ## The laws
 #
-# Three facts hold for every policy, and a mistake in a mask or a size breaks one of them. A tiny random model is enough
-# to check them. First: with everything kept, the logits are those of full attention.
+# Some facts hold for every policy, and a mistake in a mask or a size breaks one of them. They are checked on a tiny
+# random model and one ragged batch. Here are a few; without `names`, all of them run, as `jshadow laws` does it.
 
 # %%
-tiny = init_params(ModelConfig("llama", 101, 2, 32, 48, 4, 2, 16, 1e-5, 256), seed=0)
-random = np.random.default_rng(0)
-tokens, lengths = random.integers(0, 101, (3, 61)), np.array([61, 40, 5])
-turn, new = random.integers(0, 101, (3, 6)), np.array([6, 6, 6])
-
-
-def run(policy, rows=(0, 1, 2), splits=((0, 6),)):
-    """Prefill some rows, then feed the turn in pieces: float32 logits [B, 6, V]."""
-    rows = list(rows)
-    _, state = jshadow.prefill(tiny, tokens[rows], lengths[rows], policy, capacity=96)
-    parts = []
-    for start, end in splits:
-        logits, state = jshadow.extend(
-            tiny, turn[rows, start:end], np.full(len(rows), end - start), state, logits="all"
-        )  # fmt: skip
-        parts.append(np.asarray(logits))
-    return np.concatenate(parts, axis=1)
-
-
-full = run(jshadow.Full())
-assert np.abs(run(SmallNorms.lossless(96, tiny.config)) - full).max() < 1e-4
-small = SmallNorms(kept=16, recent=4)
-print("with 16 of the prompt's tokens kept, logits move by up to", np.abs(run(small) - full).max())
+names = ["lossless_is_full", "small_is_not_full", "split_turns_are_one_turn", "inactive_rows_do_not_change"]
+for outcome in run_laws(subject_of(SmallNorms), names=names):
+    print(f"{outcome.status:12}{outcome.law.statement}", *outcome.broken)
+    assert not outcome.broken
+print(f"{len(LAWS)} laws in all")
 
 # %% [markdown]
-# Second and third: a row alone is the row in a batch, and a turn in two pieces is the turn at once.
+# A method with a mistake: it writes the tokens of rows that take no part in a step. The law names the leaf of the state
+# that changed.
+
 
 # %%
-whole = run(small)
-for row in range(3):
-    assert np.abs(run(small, rows=[row])[0] - whole[row]).max() < 1e-4
-assert np.abs(run(small, splits=((0, 2), (2, 6))) - whole).max() < 1e-4
-print("rows are independent, and turns may be split")
+@register(small={"kept": 14, "recent": 4})
+@dataclasses.dataclass(frozen=True)
+class Careless(SmallNorms):
+    """It does not look at `step.valid`."""
+
+    name = "careless"
+
+    def append(self, spec, state, step):
+        """Write every row's token."""
+        return super().append(spec, state, step.replace(valid=jnp.ones_like(step.valid)))
+
+
+[outcome] = run_laws(subject_of(Careless), names=["inactive_rows_do_not_change"])
+print(outcome.status, *outcome.broken)
+assert outcome.broken
 
 # %% [markdown]
-# The suite holds these laws and more (forks, fetch modes, bytes, idle rows) for all policies that are listed in
-# `policies/__init__.py` and `tests/cases.py`; a policy that is missing from the table fails.
-#
 # ## Does it help?
 #
 # Now the real model. All policies share one exact prefill of the same text; then the text's own continuation is forced
@@ -163,11 +147,11 @@ axis.set_xticks(np.arange(len(sizes)) + 0.2, [f"{size} of 640 tokens kept" for s
 axis.set_ylabel("divergence from full attention, nats")
 axis.legend()
 plt.show()
-share = made[1][1].policy.nominal(0.5, 704, params.config)
-print("at half of full attention's bytes:", share)
+print("at half of full attention's bytes:", at_share(SmallNorms(), 0.5, 704, params.config))
 
 # %% [markdown]
 # One text of one small model decides nothing; `jshadow eval --shares` compares methods at equal bytes over many cases.
 #
-# What else a policy can do (offload rows and fetch them, choose for later layers, learn arrays, act after a step) is in
-# the docstring of `policies/base.py`, in the order of a step; CONTRIBUTING.md lists what a new file needs.
+# `docs/add_a_policy.md` goes the same way with files: a policy in a module of your own, in every command, as a package.
+# The order of a step is at the top of `policies/base.py`. What only some methods do (learn arrays, guess the next
+# token, fetch for later layers) is in `policies/capabilities.py`.
