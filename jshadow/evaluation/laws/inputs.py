@@ -1,6 +1,8 @@
 """What the laws run on: a tiny random model, one ragged batch of prompts, and the tokens that follow them."""
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax import Array
 
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
+from jshadow.errors import ConfigError
 from jshadow.evaluation.laws.law import Case, Subject, paths_of
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_state, cache_specs
@@ -127,16 +130,25 @@ def subject_of(policy: type[Policy], **settings: object) -> Subject:
         settings: in place of the registered small ones.
 
     Raises:
-        ConfigError: a setting is out of range on the laws' model.
+        ConfigError: a setting is unknown, or out of range on the laws' model.
     """
     names = (getattr(kind, "name", "") for kind in policy.__mro__)
     registered = LAW_SETTINGS[next(name for name in names if name in LAW_SETTINGS)]
-    small = policy(**{**registered.small, **settings})
-    lossless = None if registered.lossless is None else policy(**registered.lossless(CAPACITY, TINY))
-    for one in (small, lossless):
-        if one is not None:
-            one.resolve(TINY, CAPACITY)
+    small = with_settings(policy, "small", {**registered.small, **settings})
+    lossless = None
+    if registered.lossless is not None:
+        lossless = with_settings(policy, "lossless", registered.lossless(CAPACITY, TINY))
     return Subject(policy.name, small, lossless)
+
+
+def with_settings(policy: type[Policy], kind: str, settings: Mapping[str, object]) -> Policy:
+    """The policy with settings that the tiny model takes. Raises ConfigError where it does not."""
+    names = [field.name for field in dataclasses.fields(policy)]  # type: ignore[arg-type]
+    if unknown := sorted(settings.keys() - set(names)):
+        raise ConfigError(f"the {kind} settings of {policy.name} must be among {names}, got {unknown[0]!r}")
+    made = policy(**settings)
+    made.resolve(TINY, CAPACITY)
+    return made
 
 
 @functools.cache
