@@ -65,19 +65,13 @@ def run_laws_command(args: argparse.Namespace) -> int:
             print(line_of(*outcomes[-1]), flush=True)
     broken = [outcome.law.name for outcome, _ in outcomes if outcome.broken]
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "policy": subject.name,
-                    "small": policy_settings(subject.small),
-                    "laws": [record_of(*one) for one in outcomes],
-                }
-            )
-        )
+        records = [record_of(*one) for one in outcomes]
+        print(json.dumps({"policy": subject.name, "small": policy_settings(subject.small), "laws": records}))
     else:
         unclaimed = sum(outcome.unclaimed is not None for outcome, _ in outcomes)
         kept = len(outcomes) - unclaimed - len(broken)
-        print(f"{subject.name}: {kept} laws kept, {unclaimed} not claimed, {len(broken)} broken")
+        laws = "law" if kept == 1 else "laws"
+        print(f"{subject.name}: {kept} {laws} kept, {unclaimed} not claimed, {len(broken)} broken")
     return 1 if broken else 0
 
 

@@ -2,9 +2,14 @@
 
 import dataclasses
 import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from conftest import REPO
 from plugins import strangers
 
 from jshadow.cli.main import main
@@ -161,6 +166,11 @@ def test_bad_usage(folder, capsys):
     assert "quest.unit must be an integer at least 1" in capsys.readouterr().err
 
 
+def test_registered_settings_that_do_not_exist(folder, capsys):
+    assert laws(folder, GOOD.replace('small={"kept"', 'small={"keep"')) == 2
+    assert "the small settings of newest must have one of the settings ['kept'], got 'keep'; the nearest: kept" in capsys.readouterr().err
+
+
 # Laws that are broken
 
 
@@ -206,7 +216,7 @@ def test_a_law_that_is_not_claimed_is_said(folder, capsys):
     first, second, last = capsys.readouterr().out.splitlines()
     assert first == "not claimed lossless_is_full: no lossless settings are registered"
     assert second.startswith("ok          bytes_are_the_leaves_bytes (1 case, ")
-    assert last == "newest: 1 laws kept, 1 not claimed, 0 broken"
+    assert last == "newest: 1 law kept, 1 not claimed, 0 broken"
 
 
 def test_a_broken_law_is_a_typed_error(folder):
@@ -244,6 +254,28 @@ def test_built_in_policies_are_in_the_order_of_their_names(folder):
     (folder / "stranger.py").write_text(GOOD.replace("newest", "a_stranger"))
     find_policy("stranger:Newest")
     assert list(POLICIES)[-1] == "a_stranger"
+
+
+def test_a_new_file_of_the_package_touches_no_other(tmp_path):
+    """In a copy of the package with one more file: it is listed in its place, has cases of laws and a look."""
+    shutil.copytree(REPO / "jshadow", tmp_path / "jshadow", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "jshadow" / "policies" / "newest.py").write_text(NO_LOSSLESS)
+    code = """
+import jshadow
+from cases import DEVICE_ONLY, LOSSLESS, POLICY_CASES
+from jshadow.evaluation.plots import style
+from jshadow.policies import POLICIES
+names = list(POLICIES)
+assert names == sorted(names) and "newest" in names, names
+assert POLICY_CASES["newest"].restricted.kept == 12
+assert "newest" in DEVICE_ONLY and "newest" not in LOSSLESS
+print(jshadow.__file__, style.look_of("newest")["color"])
+"""
+    places = [tmp_path, REPO, REPO / "tests" / "support"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, places))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(str(tmp_path))
 
 
 def test_a_class_that_is_defined_again_replaces_the_first(folder):

@@ -129,16 +129,22 @@ def subject_of(policy: type[Policy], settings: Mapping[str, object] | None = Non
         settings: in place of the registered small ones, by dotted name.
 
     Raises:
-        ConfigError: a setting is out of range on the laws' model.
+        ConfigError: a setting is unknown, or out of range on the laws' model.
     """
     names = (getattr(kind, "name", "") for kind in policy.__mro__)
     registered = LAW_SETTINGS[next(name for name in names if name in LAW_SETTINGS)]
-    small = with_settings(policy(**registered.small), settings or {})
-    lossless = None if registered.lossless is None else policy(**registered.lossless(CAPACITY, TINY))
-    for one in (small, lossless):
-        if one is not None:
-            one.resolve(TINY, CAPACITY)
+    small = checked(policy, "small", {**registered.small, **(settings or {})})
+    lossless = None
+    if registered.lossless is not None:
+        lossless = checked(policy, "lossless", registered.lossless(CAPACITY, TINY))
     return Subject(policy.name, small, lossless)
+
+
+def checked(policy: type[Policy], kind: str, settings: Mapping[str, object]) -> Policy:
+    """The policy with settings, by dotted name, that the tiny model takes. Raises ConfigError where it does not."""
+    made = with_settings(policy(), settings, f"the {kind} settings of {policy.name}")
+    made.resolve(TINY, CAPACITY)
+    return made
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import numpy as np
 from jshadow.errors import JshadowError
 from jshadow.policies.base import Policy
 
-# A larger relative difference than this is one, whatever the tolerance: float32 holds seven digits.
+# Times the wanted number, this is added to every tolerance: float32 holds seven digits.
 RELATIVE = 1e-7
 
 

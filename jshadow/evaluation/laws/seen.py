@@ -1,5 +1,8 @@
-"""States of one prompt by two programs, compared by what they stand for: bases may turn, and numbers differ in their
-last bit, so that one next to an edge gets the neighbouring code."""
+"""The states that two programs make of one prompt, as values that can be compared.
+
+Numbers of two programs differ in their last bit. So eigenvectors may turn, and a number next to the edge of a code may
+get the neighbouring code. So factors are compared by their products, and codes by the numbers that they stand for.
+"""
 
 from typing import Any
 
@@ -82,8 +85,9 @@ def as_seen(state: Any, lengths: Any) -> Any:
 
 
 def same_codes(mine: Any, theirs: Any, row: int | None = None) -> Any:
-    """Rows [B] of two results of `as_seen` in which each code stands for the same; of all codes nearly all must: of
-    a row alone, whose tokens are few, all but a token's or two.
+    """The rows, bool [B], of two results of `as_seen` in which all codes stand for the same numbers.
+
+    Raises AssertionError unless nearly all codes do: 99 %, or 95 % of a row alone, whose tokens are few.
 
     Args:
         mine: of the rows, or of one alone.
