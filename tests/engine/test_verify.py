@@ -49,7 +49,7 @@ def test_a_sound_run_passes(name, dtype):
         logits, state = verifier.step(STEPS[:, i : i + 1], active.astype(np.int32), state)
         want, plain = decode.decode_step(params, STEPS[:, i], plain, active=active)
         np.testing.assert_allclose(logits[active], want[active], atol=1e-4 if dtype == "float32" else 0.12)
-    assert verifier.steps == 3 + -(-7 // min(7, *(spec.policy.extend_piece for spec in state.specs)))
+    assert verifier.steps == 3 + -(-7 // min(7, *(spec.policy.reads.piece for spec in state.specs)))
 
 
 def spoil(state, layer, change):

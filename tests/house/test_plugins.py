@@ -168,7 +168,10 @@ def test_bad_usage(folder, capsys):
 
 def test_registered_settings_that_do_not_exist(folder, capsys):
     assert laws(folder, GOOD.replace('small={"kept"', 'small={"keep"')) == 2
-    assert "the small settings of newest must have one of the settings ['kept'], got 'keep'; the nearest: kept" in capsys.readouterr().err
+    assert (
+        "the small settings of newest must have one of the settings ['kept'], got 'keep'; the nearest: kept"
+        in capsys.readouterr().err
+    )
 
 
 # Laws that are broken
