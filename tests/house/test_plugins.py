@@ -168,11 +168,8 @@ def test_bad_usage(folder, capsys):
 
 def test_registered_settings_that_do_not_exist(folder, capsys):
     assert laws(folder, GOOD.replace('small={"kept"', 'small={"keep"')) == 2
-    assert (
     message = "the small settings of newest has the settings ['kept'], got 'keep'; the nearest: kept"
     assert message in capsys.readouterr().err
-        in capsys.readouterr().err
-    )
 
 
 # Laws that are broken
