@@ -118,7 +118,7 @@ class Stages:
 
         def run(frozen: Any, tier: Any, live: Any, step: StepKV) -> tuple[Any, Any, Any]:
             given = LayerState(frozen, live, HostTier(tier))
-            out, after, _, _ = step_layer(spec, given, step, None, AllLayers((spec,), [given.host]))
+            out, after, _ = step_layer(spec, given, step, AllLayers((spec,), [given.host]))
             # Round and round in the phase in which no step selects what the one before did.
             position = spec.policy.prompt + (step.positions - spec.policy.prompt + 1) % PHASE
             return out, after.live, step.replace(positions=position, lengths=position[:, 0])

@@ -18,6 +18,7 @@ from jshadow.evaluation.laws import LAWS, LawBroken, run_laws, subject_of
 from jshadow.evaluation.plots import style
 from jshadow.policies import POLICIES, EvictingPolicy, Policy, Quest, find_policy, parse_policy, register, split_policy
 from jshadow.policies.registry import place_of
+from jshadow.policies.settings import policy_settings
 
 # Keeps the newest tokens; what comes in place of the marks makes it bad in one way each.
 GOOD = """
@@ -244,7 +245,7 @@ def test_a_place_is_told_from_a_setting(folder):
     (folder / "newest.py").write_text(GOOD)
     for _ in range(2):
         assert split_policy("newest:Newest:kept=3") == ("newest:Newest", ["kept=3"])
-        assert parse_policy(*split_policy("newest:Newest:kept=3")).settings() == {"kept": 3}
+        assert policy_settings(parse_policy(*split_policy("newest:Newest:kept=3"))) == {"kept": 3}
     assert split_policy("quest:budget:unit=4") == ("quest", ["budget", "unit=4"])
     assert split_policy("quest") == ("quest", [])
 
