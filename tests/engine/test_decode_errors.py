@@ -191,7 +191,7 @@ def test_an_impossible_token_spoils_the_rest_of_its_turn(place, bad):
         spoiled = np.isnan(np.asarray(logits[1])).all(axis=-1)
         assert spoiled[place:].all() if want == "all" else spoiled
         if want == "all":
-            assert not spoiled[: place - place % Full.extend_piece].any()
+            assert not spoiled[: place - place % Full().reads.piece].any()
     turn[1, place], turn[2, 12:] = 1, bad  # past a row's own
     assert np.isfinite(core(model().weights, TINY, jnp.asarray(turn), lengths, state, "last")[0]).all()
 
