@@ -96,7 +96,7 @@ def run_fit(args: argparse.Namespace) -> int:
         )
     policy = with_fitted(policy)
     learner = capability(policy, Learns)
-    if args.policy not in LEARNERS:
+    if learner is None:
         raise ConfigError(f"--policy must be one that learns, of {LEARNERS}, got {args.policy!r}")
     options = {name: getattr(args, name) for name in ("steps", "seed") if getattr(args, name) is not None}
     if options and not isinstance(learner, Trains):
