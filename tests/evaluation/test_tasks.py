@@ -23,7 +23,7 @@ from jshadow.evaluation.text_metrics import SCORERS, score
 from jshadow.models.config import ModelConfig
 from jshadow.weights.params import Params, init_params
 
-OLD = ("needle", "agreement")  # tests/test_evaluation.py has them
+OLD = ("needle", "agreement")  # tests/evaluation/test_evaluation.py has them
 NEW = [name for name in tasks.TASKS if not name.startswith(OLD)]
 LENGTH = 4200  # bytes, which are tokens here
 TOKENIZER = byte_tokenizer()

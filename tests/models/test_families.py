@@ -246,7 +246,7 @@ def test_rope_kinds_all_have_a_parity_case():
     kinds = {
         (settings.get("rope_scaling") or {}).get("rope_type", "default") for _, settings in FAMILY_CASES.values()
     }  # fmt: skip
-    # llama3 is tried on Llama itself, in every shape (tests/test_parity.py); "none" are SmolLM3's unrotated layers
+    # llama3 is tried on Llama itself (test_parity.py); "none" are SmolLM3's unrotated layers
     assert kinds | {"llama3", "none"} == set(RopeConfig.KINDS)
 
 

@@ -1,4 +1,4 @@
-"""InfLLM's attention while a prompt is taken in; see infllm.py."""
+"""InfLLM's attention while a prompt is taken in; see policy.py."""
 
 import dataclasses
 import functools
