@@ -13,7 +13,7 @@ from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.checks import check_policy, check_room, check_state
 from jshadow.engine.decode import Draw
-from jshadow.engine.options import GenerateOptions, bucket, round_up
+from jshadow.engine.options import GenerateOptions, length_step
 from jshadow.engine.prefill_job import own_attention, prepared_attention
 from jshadow.engine.report import CompileClock, Report, attended_parts, measured_bytes, row_figures
 from jshadow.engine.result import FinalState, Generation
@@ -22,6 +22,7 @@ from jshadow.engine.text import TextStream, encode, split_prompts, split_stops
 from jshadow.engine.types import OnePrompt, Prompt
 from jshadow.engine.verify import Verifier, resident_twin
 from jshadow.errors import ConfigError, StateMismatch
+from jshadow.ops.buckets import round_up
 from jshadow.planner.bytes import full_bytes
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.base import why_dense
@@ -115,7 +116,10 @@ class GenerationLoop:
         """Prefill, or extend the given state: the logits of the first new token."""
         lengths = np.array([len(one) for one in self.prompts], np.int32)
         width = int(lengths.max())
-        width = round_up(width, self.capacity) if self.state is None else -(-width // 16) * 16
+        if self.state is None:
+            width = round_up(width, length_step(width), self.capacity)
+        else:
+            width = round_up(width, 16)
         tokens = np.zeros((len(lengths), width), np.int32)
         for row, one in enumerate(self.prompts):
             tokens[row, : len(one)] = one
@@ -141,7 +145,7 @@ class GenerationLoop:
             capacity=self.capacity,
             fetch=modes,
             fitted=None if self.fallback else options.fitted,
-            shortest=shortest - shortest % bucket(shortest),
+            shortest=shortest - shortest % length_step(shortest),
             progress=options.progress,
             attention=options.prefill,
         )

@@ -10,23 +10,15 @@ from jshadow.engine.checks import check_capacity, check_sampling
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.types import Fitted, Progress
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
+from jshadow.ops.buckets import round_up, step_of
 from jshadow.policies import Policy
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.weights.params import Params
 
 
-def bucket(tokens: int) -> int:
-    """Granularity in tokens to which lengths are rounded, so that near lengths share a compiled program.
-
-    A 32nd of the next power of two, at least 64: 64 up to 2,048 tokens, 128 up to 4,096.
-    """
-    return max(64, 1 << max(0, (tokens - 1).bit_length() - 5))
-
-
-def round_up(tokens: int, limit: int) -> int:
-    """tokens rounded up to their bucket, at most limit."""
-    size = bucket(tokens)
-    return min(limit, -(-tokens // size) * size)
+def length_step(tokens: int) -> int:
+    """Tokens to whose multiples lengths are rounded: 64 up to 2,048 tokens, 128 up to 4,096, and so on."""
+    return step_of(tokens, share=32, least=64)
 
 
 class GenerateKeywords(TypedDict, total=False):
@@ -109,6 +101,10 @@ class GenerateOptions:
             raise CapacityError(
                 f"prompt + max_new_tokens must be at most {name}={limit} tokens, got {longest} + {self.max_new_tokens}"
             )
-        capacity = round_up(needed + self.spare, context) if self.capacity is None else self.capacity
+        capacity = (
+            round_up(needed + self.spare, length_step(needed + self.spare), context)
+            if self.capacity is None
+            else self.capacity
+        )
         check_capacity(params.config, capacity, longest)
         return capacity
