@@ -116,10 +116,7 @@ class GenerationLoop:
         """Prefill, or extend the given state: the logits of the first new token."""
         lengths = np.array([len(one) for one in self.prompts], np.int32)
         width = int(lengths.max())
-        if self.state is None:
-            width = round_up(width, length_step(width), self.capacity)
-        else:
-            width = round_up(width, 16)
+        width = round_up(width, length_step(width), self.capacity) if self.state is None else round_up(width, 16)
         tokens = np.zeros((len(lengths), width), np.int32)
         for row, one in enumerate(self.prompts):
             tokens[row, : len(one)] = one
