@@ -98,7 +98,7 @@ def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:
         return {}
     rank = policy.resolve(config, config.context).rank
     assert rank is not None
-    made: dict[str, Policy] = {}
+    packed: dict[str, Policy] = {}
     size, columns = policy.chunk_size, config.key_columns
     if size % 2 or config.head_dim % 2:
         return {}
@@ -112,10 +112,10 @@ def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:
             # What the chunks' means have more than four bits, keys have less.
             keys = dataclasses.replace(keys, bits=min(8.0, max(16 * rank / columns - 4 / size, 8 / columns)))
         choice = dataclasses.replace(policy.choice, outlier_rule=code.choice.outlier_rule)
-        made[name] = dataclasses.replace(
+        packed[name] = dataclasses.replace(
             policy, rank=None, keys=keys, landmarks=code.landmarks, values=code.values, choice=choice
         )
-    return made
+    return packed
 
 
 def with_kernel(policies: dict[str, Policy], config: "ModelConfig", context: int, args: argparse.Namespace) -> Any:

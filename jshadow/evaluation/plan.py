@@ -46,8 +46,8 @@ def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: 
     """
     config = setup.params.config
 
-    def taken(made: Policy) -> float:
-        used = footprint(config, made, capacity=capacity, prompt=length, dtype=SERVED, fetch="device_put")
+    def taken(policy: Policy) -> float:
+        used = footprint(config, policy, capacity=capacity, prompt=length, dtype=SERVED, fetch="device_put")
         return float(used["device_bytes"] / used["full_bytes"])
 
     fraction = share
@@ -56,8 +56,8 @@ def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: 
             fraction -= max(used - share, share / 200)
     except (Infeasible, ConfigError):
         least = least_share(policy, capacity, config, taken)
-        told = f"{policy.name}: the share must be at least {least:.4f} of full attention's bytes, got {share!r}"
-        return Entry(None, None, share, policy.name, told)
+        reason = f"{policy.name}: the share must be at least {least:.4f} of full attention's bytes, got {share!r}"
+        return Entry(None, None, share, policy.name, reason)
     given, changed = changed_settings(policy), changed_settings(made)
     asked = with_settings(made, given)
     free = policy.size_free if isinstance(policy, Sized) else ()

@@ -58,7 +58,7 @@ class ModelFamily:
         architecture: the class that transformers loads it with.
         models: published models of that type, for the support matrix.
         rules: the weight table.
-        told: how it differs from Llama, for the support matrix.
+        differs: how it differs from Llama, for the support matrix.
         defaults: keys of `config.json` that may be missing and then mean this.
         read: `config.json` -> the fields of ModelConfig that Llama does not set.
         write: ModelConfig -> keys of `config.json` beyond Llama's.
@@ -71,7 +71,7 @@ class ModelFamily:
     architecture: str
     models: str
     rules: tuple[Rule, ...]
-    told: str = ""
+    differs: str = ""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     read: Callable[[Mapping[str, Any]], dict[str, Any]] = nothing
     write: Callable[[ModelConfig], dict[str, Any]] = nothing

@@ -68,7 +68,7 @@ GEMMA3_TEXT = ModelFamily(
     architecture="Gemma3ForCausalLM",
     models="Gemma 3, text (270M, 1B)",
     rules=EMBEDDING + NORMS + ATTENTION + VALUES + OUTPUT + QK_NORMS + GATE_AND_UP + DOWN,
-    told="sliding layers keep a plain window, global layers take the policy; norms around everything; tanh GELU",
+    differs="sliding layers keep a plain window, global layers take the policy; norms around everything; tanh GELU",
     defaults={
         "hidden_activation": "gelu_pytorch_tanh",
         "head_dim": 256,

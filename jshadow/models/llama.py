@@ -50,5 +50,5 @@ LLAMA = ModelFamily(
     models="Llama 2, 3, 3.1, 3.2; Yi; SmolLM2",
     rules=RULES,
     defaults={"eos_token_id": 2},
-    told="the plain form: RMS norms, gated SiLU, grouped queries; biases where the config says so",
+    differs="the plain form: RMS norms, gated SiLU, grouped queries; biases where the config says so",
 )

@@ -28,6 +28,6 @@ def family_of(hf: Mapping[str, Any]) -> ModelFamily:
 
 def support_matrix() -> str:
     """The families as a Markdown table (README.md carries it)."""
-    rows = [(f"`{name}`", family.models, family.told) for name, family in FAMILIES.items()]
+    rows = [(f"`{name}`", family.models, family.differs) for name, family in FAMILIES.items()]
     head = [("`model_type`", "models", "what is its own"), ("---", "---", "---")]
     return "\n".join("| " + " | ".join(row) + " |" for row in [*head, *rows])

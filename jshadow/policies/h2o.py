@@ -70,15 +70,15 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
         """Fill in a tenth of the capacity each, and check."""
         tenth = max(1, round(SHARE * capacity))
-        made = dataclasses.replace(
+        resolved = dataclasses.replace(
             self,
             heavy=tenth if self.heavy is None else self.heavy,
             recent=tenth if self.recent is None else self.recent,
         )
-        check_range(self.name, "heavy", made.heavy, 0)
-        check_range(self.name, "recent", made.recent, 1)
+        check_range(self.name, "heavy", resolved.heavy, 0)
+        check_range(self.name, "recent", resolved.recent, 1)
         check_choice(self.name, "normalise", self.normalise, (False, True))
-        return made
+        return resolved
 
     def budget(self, capacity: int) -> int:
         """Tokens held between steps."""

@@ -157,13 +157,13 @@ class KIVI(UniformPolicy, Sized, Costs):
         keys = fit_tokens(prompt.k_post, blocks * self.residual).transpose(0, 2, 1, 3)
         keys = keys.reshape(spec.batch, spec.kv_heads, blocks, self.residual, spec.head_dim)
         values = fit_tokens(prompt.v, tokens).transpose(0, 2, 1, 3)
-        made = Quantised(self.quantise_keys(keys), self.quantise_values(values))
+        codes = Quantised(self.quantise_keys(keys), self.quantise_values(values))
         k, v = (fill_ring(x, prompt.lengths, self.residual) for x in (prompt.k_post, prompt.v))
         # what lies behind a row's end was quantised from zeros or from tokens that are not old yet: make it nothing
         old = prompt.lengths // self.residual, self.first_exact_value(prompt.lengths)
-        made = Quantised(cut(made.keys, old[0]), cut(made.values, old[1]))
+        codes = Quantised(cut(codes.keys, old[0]), cut(codes.values, old[1]))
         live = state.live.replace(recent=KeyValues(k, v))
-        return state.replace(frozen=KiviFrozen(made, prompt.lengths), live=live), None
+        return state.replace(frozen=KiviFrozen(codes, prompt.lengths), live=live), None
 
     def quantise_keys(self, keys: Array) -> Packed:
         """Blocks [B, h_kv, n, R, d]: groups of tokens of each channel."""

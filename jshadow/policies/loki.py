@@ -68,11 +68,11 @@ class Loki(RetrievalPolicy, Learns, Sized):
         """Fill in a quarter each, and check."""
         budget = max(1, capacity // SHARE) if self.budget is None else self.budget
         columns = max(1, config.head_dim // SHARE) if self.columns is None else self.columns
-        made = dataclasses.replace(self, budget=budget, columns=columns)
+        resolved = dataclasses.replace(self, budget=budget, columns=columns)
         check_range(self.name, "columns", columns, 1, config.head_dim)
         check_range(self.name, "unit", self.unit, 1, 1)
         check_choice(self.name, "calibration", self.calibration, ("online", "offline"))
-        return super(Loki, made).resolve(config, capacity)
+        return super(Loki, resolved).resolve(config, capacity)
 
     def no_basis(self, spec: CacheSpec) -> Components:
         """Zeros."""

@@ -195,8 +195,8 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         valid = there.any(-1) & step.valid[:, :1]
         summaries = state.live.summaries
         if self.kept_summaries(spec):
-            made = self.summarise(spec, keys, there, basis)
-            summaries = jax.tree.map(functools.partial(put_units, place=place, valid=valid), summaries, made)
+            fresh = self.summarise(spec, keys, there, basis)
+            summaries = jax.tree.map(functools.partial(put_units, place=place, valid=valid), summaries, fresh)
         live = state.live.replace(recent=KeyValues(k, v), summaries=summaries)
         return state.replace(live=live), HostWrite(data, place, valid)
 

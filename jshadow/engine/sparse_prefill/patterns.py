@@ -91,23 +91,23 @@ def load_pattern(path: str | os.PathLike[str]) -> Pattern:
     """Read a pattern that `jshadow prefill-patterns` wrote. Raises ConfigError naming what is wrong with the file."""
     source = Path(path).expanduser()
     try:
-        told = json.loads(source.read_text(encoding="utf-8"))
-        if not isinstance(told, dict) or told.get("format") != FORMAT:
+        about = json.loads(source.read_text(encoding="utf-8"))
+        if not isinstance(about, dict) or about.get("format") != FORMAT:
             raise ConfigError(f"pattern: {source} must be a file of {FORMAT!r}")
-        layers = tuple(tuple(HeadPattern(kind, tuple(sizes)) for kind, *sizes in layer) for layer in told["heads"])
-        return Pattern(layers, told["block"])
+        layers = tuple(tuple(HeadPattern(kind, tuple(sizes)) for kind, *sizes in layer) for layer in about["heads"])
+        return Pattern(layers, about["block"])
     except ConfigError:
         raise
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"pattern: {source} must be a readable file of {FORMAT!r}: {error!r}") from error
 
 
-def as_json(pattern: Pattern, told: Mapping[str, Any] | None = None) -> str:
+def as_json(pattern: Pattern, about: Mapping[str, Any] | None = None) -> str:
     """The text of a pattern's file.
 
     Args:
         pattern: what to write.
-        told: plain values about it, kept in the file and not read back.
+        about: plain values about it, kept in the file and not read back.
     """
     layers = [[[head.kind, *head.sizes] for head in layer] for layer in pattern.heads]
-    return json.dumps({"format": FORMAT, "block": pattern.block, **(told or {}), "heads": layers}) + "\n"
+    return json.dumps({"format": FORMAT, "block": pattern.block, **(about or {}), "heads": layers}) + "\n"

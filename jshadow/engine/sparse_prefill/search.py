@@ -284,16 +284,16 @@ def rank(scores: Array) -> Array:
     return jnp.argsort(jnp.argsort(-scores, axis=1, stable=True), axis=1, stable=True)
 
 
-def save_pattern(path: str | os.PathLike[str], found: Found, told: dict[str, Any]) -> None:
+def save_pattern(path: str | os.PathLike[str], found: Found, about: dict[str, Any]) -> None:
     """Write a pattern as JSON, and beside it what the search found; the file appears whole or not at all.
 
     Args:
         path: replaced where it exists.
         found: from `search_pattern`.
-        told: plain values kept in the file: the model, the tokens.
+        about: plain values kept in the file: the model, the tokens.
 
     Raises:
         CheckpointError: the file cannot be written.
     """
     with staged_file(Path(path).expanduser()) as fresh:
-        fresh.write_text(as_json(found.pattern, told | {"candidates": found.summary()}), encoding="utf-8")
+        fresh.write_text(as_json(found.pattern, about | {"candidates": found.summary()}), encoding="utf-8")

@@ -142,9 +142,9 @@ def subject_of(policy: type[Policy], settings: Mapping[str, object] | None = Non
 
 def checked(policy: type[Policy], kind: str, settings: Mapping[str, object]) -> Policy:
     """The policy with settings, by dotted name, that the tiny model takes. Raises ConfigError where it does not."""
-    made = with_settings(policy(), settings, f"the {kind} settings of {policy.name}")
-    made.resolve(TINY, CAPACITY)
-    return made
+    chosen = with_settings(policy(), settings, f"the {kind} settings of {policy.name}")
+    chosen.resolve(TINY, CAPACITY)
+    return chosen
 
 
 @functools.cache

@@ -164,9 +164,9 @@ def law(statement: str, *, cases: Cases = in_each_mode, unclaimed: Claim = alway
     """
 
     def add(check: Callable[[Case], None]) -> Law:
-        made = Law(check.__name__, statement, check, cases, unclaimed)
-        LAWS[made.name] = made
-        return made
+        new = Law(check.__name__, statement, check, cases, unclaimed)
+        LAWS[new.name] = new
+        return new
 
     return add
 

@@ -71,7 +71,7 @@ class InfiniGen(RetrievalPolicy, Foresees, Learns, Sized):
         """Fill in a fifth each, and check."""
         budget = max(1, int(SHARE * capacity)) if self.budget is None else self.budget
         columns = max(1, round(SHARE * config.head_dim)) if self.columns is None else self.columns
-        made = dataclasses.replace(self, budget=budget, columns=columns)
+        resolved = dataclasses.replace(self, budget=budget, columns=columns)
         check_range(self.name, "columns", columns, 1, config.head_dim)
         check_range(self.name, "dense_layers", self.dense_layers, 1)
         check_range(self.name, "unit", self.unit, 1, 1)
@@ -80,7 +80,7 @@ class InfiniGen(RetrievalPolicy, Foresees, Learns, Sized):
         number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
         if not number or not self.alpha > 0:
             raise ConfigError(f"infinigen.alpha must be above 0, got {self.alpha!r}")
-        return super(InfiniGen, made).resolve(config, capacity)
+        return super(InfiniGen, resolved).resolve(config, capacity)
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
         """The first layers see everything."""

@@ -78,10 +78,10 @@ class InfLLM(InfLLMSettings, Costs):
         units = jnp.maximum(prompt.lengths - self.window - self.sinks, 0) // self.unit
         planes = [to_chunks(x[:, self.sinks :], layout.units, self.unit) for x in (prompt.k_pre, prompt.v)]
         given = to_chunks(mass.transpose(0, 2, 1)[:, self.sinks :, :, None], layout.units, self.unit)[..., 0]
-        made = mean_key(planes[0], given, self.representatives)
+        mean_keys = mean_key(planes[0], given, self.representatives)
         there = (jnp.arange(layout.units) < units[:, None])[:, None, :, None]
         data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, -1)
-        frozen = InfLLMFrozen(units, jnp.where(there, made, 0))
+        frozen = InfLLMFrozen(units, jnp.where(there, mean_keys, 0))
         return state.replace(frozen=frozen, live=live), HostWrite(data)
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
@@ -112,9 +112,9 @@ class InfLLM(InfLLMSettings, Costs):
         tokens = (end[:, None] - self.unit + jnp.arange(self.unit)) % slots
         keys, values = (jnp.take_along_axis(x, tokens[:, None, :, None], axis=2) for x in (ring.k, ring.v))
         given = jnp.take_along_axis(live.mass, tokens[:, None], axis=2)
-        made = mean_key(keys[:, :, None], given[:, :, None], self.representatives)
+        mean_keys = mean_key(keys[:, :, None], given[:, :, None], self.representatives)
         place, valid = (leaving - state.frozen.units)[:, None], complete[:, None]
-        representatives = write_rows(live.representatives, made.transpose(0, 2, 1, 3), place, valid)
+        representatives = write_rows(live.representatives, mean_keys.transpose(0, 2, 1, 3), place, valid)
         data = jnp.stack([keys, values], axis=2).reshape(spec.batch, spec.kv_heads, 1, -1)
         return state.replace(live=live.replace(representatives=representatives)), HostWrite(data, place, valid)
 

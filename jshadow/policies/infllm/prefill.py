@@ -72,8 +72,8 @@ class InfLLMPrefill(PrefillAttention):
     ) -> Memory:
         """No mass, no block."""
         batch, tokens, heads, dim = prompt.k_pre.shape
-        made = jnp.zeros((batch, heads, self.blocks(tokens), dim), prompt.k_pre.dtype)
-        return Memory(jnp.zeros((batch, heads, tokens), jnp.float32), made)
+        mean_keys = jnp.zeros((batch, heads, self.blocks(tokens), dim), prompt.k_pre.dtype)
+        return Memory(jnp.zeros((batch, heads, tokens), jnp.float32), mean_keys)
 
     def attend(
         self, config: ModelConfig, kind: AttentionKind, piece: PrefillPiece, prompt: PromptKV, aux: Memory
@@ -153,9 +153,9 @@ class InfLLMPrefill(PrefillAttention):
 
         keys = rows(prompt.k_pre).reshape(batch, heads, fresh, self.unit, dim)
         mass = lax.dynamic_slice_in_dim(memory.mass, start, fresh * self.unit, axis=2)
-        made = mean_key(keys, mass.reshape(batch, heads, fresh, self.unit), self.representatives)
+        mean_keys = mean_key(keys, mass.reshape(batch, heads, fresh, self.unit), self.representatives)
         return memory.replace(
-            representatives=lax.dynamic_update_slice_in_dim(memory.representatives, made, begin, axis=2)
+            representatives=lax.dynamic_update_slice_in_dim(memory.representatives, mean_keys, begin, axis=2)
         )
 
     def far_rows(

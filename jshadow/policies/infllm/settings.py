@@ -60,14 +60,14 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
         check_range(self.name, "budget", self.budget, self.unit)
         check_range(self.name, "representatives", self.representatives, 1, self.unit)
         check_range(self.name, "query_block", self.query_block, 1)
-        made = dataclasses.replace(
+        resolved = dataclasses.replace(
             self,
             cached=2 * self.budget if self.cached is None else self.cached,
             fetched=self.budget if self.fetched is None else self.fetched,
         )
-        check_range(self.name, "cached", made.cached, self.budget)
-        check_range(self.name, "fetched", made.fetched, self.unit, self.budget)
-        return made
+        check_range(self.name, "cached", resolved.cached, self.budget)
+        check_range(self.name, "fetched", resolved.fetched, self.unit, self.budget)
+        return resolved
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
         """No block ever leaves the window."""

@@ -38,8 +38,8 @@ def layer_errors(kernels: Any, examples: Examples, *, first: int) -> tuple[Array
         at = start + jnp.arange(size)
         cut = {name: lax.dynamic_slice_in_dim(getattr(examples, name), start, size, axis=3) for name in OF_QUERIES}
         part = examples._replace(**cut)
-        made = answers(kernels, part.q, at, part, none)
-        parts = (part.sparse - part.full, made - part.full, part.full)
+        answered = answers(kernels, part.q, at, part, none)
+        parts = (part.sparse - part.full, answered - part.full, part.full)
         return jnp.stack([jnp.square(x).sum(axis=(0, 1, 2, 4)) for x in parts])
 
     starts = jnp.minimum(jnp.arange(first, tokens, size), tokens - size)
