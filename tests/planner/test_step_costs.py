@@ -1,8 +1,8 @@
 """What XLA makes of a decode step: operations, bytes and temporaries of the compiled program against a stored table.
 
 Counted by the compiler, not timed: a change that copies a cache or computes something twice shows here on any machine.
-A change that means to move the costs writes the table anew, by `python tests/planner/test_step_costs.py` from the root
-of the repository. Read the difference.
+A change that means to move the costs writes the table anew, with `python tests/planner/test_step_costs.py` from the
+root of the repository. Read the difference.
 """
 
 import json

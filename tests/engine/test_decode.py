@@ -1,7 +1,4 @@
-"""Bad input to prefill and the steps: a typed error that names the field and the limit, and a state that survives it.
-
-Also what the steps do at their edges: no room left, stop tokens, impossible tokens inside a user's own jit.
-"""
+"""Bad input to prefill and the steps: an error that names field and limit, a state that survives it, and the edges."""
 
 import dataclasses
 
@@ -14,13 +11,11 @@ from cases import CAPACITY, LENGTHS, PROMPT, STEPS, TINY, model, prefilled, rand
 from jshadow import generate, load_state, save_state
 from jshadow.engine import decode
 from jshadow.engine.sampling import Sampler
-from jshadow.errors import CapacityError, ConfigError, Infeasible, PromptError, StateMismatch
-from jshadow.models.config import ModelConfig
+from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
 from jshadow.planner.bytes import footprint, step_footprint
-from jshadow.policies import POLICIES, DenseFirst, Full, ShadowKV, ShadowKVPlus, SpeCache, StreamingLLM
+from jshadow.policies import DenseFirst, Full, ShadowKV, ShadowKVPlus, SpeCache, StreamingLLM
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Quirks
-from jshadow.policies.sizing import at_share
 from jshadow.weights.params import init_params
 
 VOCAB = TINY.vocab_size
@@ -213,17 +208,6 @@ def test_a_turn_beside_a_guess_that_no_layer_uses(policy, sliding):
     np.testing.assert_allclose(last[1], by_steps[1, 2], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "probe"])
-def test_nominal_of_a_model_whose_layers_all_slide(name):
-    """Nothing is the policy's: what it is set to does not matter, but it must be an answer or an Infeasible."""
-    config = dataclasses.replace(TINY, sliding_window=8, sliding_layers=(0, 1, 2))
-    try:
-        policy = at_share(POLICIES[name](), 1.0, 256, config)
-    except Infeasible:
-        return
-    policy.resolve(config, 256)
-
-
 @pytest.mark.parametrize("name", ["full", "streaming_llm"])
 def test_a_full_row_in_a_user_s_jit_gives_nan(name):
     _, state = decode.prefill(model(), GOOD, [3, 2], setting(name, "restricted"), capacity=3)
@@ -328,48 +312,6 @@ def test_the_state_carries_its_policy_and_mode():
     assert state.policy == ShadowKV().resolve(TINY, CAPACITY)  # None is ShadowKV(), resolved
     assert (state.policy.rank, state.policy.budget) == (8, 256)
     assert (state.capacity, state.fetch, state.batch) == (CAPACITY, "resident", len(LENGTHS))
-
-
-# nominal
-
-
-SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
-
-
-@pytest.mark.parametrize(("config", "dtype"), [(TINY, "float32"), (SMOLLM2, "bfloat16")], ids=["tiny", "smollm2"])
-@pytest.mark.parametrize("name", POLICIES)
-def test_nominal_keeps_to_its_share(name, config, dtype):
-    """By the abstract state's own count of device bytes, prompt = capacity, values offloaded."""
-    feasible, refusals = 0, []
-    for num_tokens in (96, 256, 500, 1024, 4096):
-        for fraction in (1.0, 0.6, 0.5, 0.33, 0.25, 0.2, 0.1):
-            try:
-                policy = at_share(POLICIES[name](), fraction, num_tokens, config)
-            except Infeasible as error:
-                refusals.append((str(error), fraction))
-                continue
-            feasible += 1
-            bytes_ = footprint(config, policy, capacity=num_tokens, prompt=num_tokens, dtype=dtype, fetch="device_put")
-            assert bytes_["device_bytes"] <= fraction * bytes_["full_bytes"], (num_tokens, fraction, policy)
-    assert all("at least" in message and str(fraction) in message for message, fraction in refusals)
-    # of three layers, two of OmniKV's are dense
-    assert feasible >= (5 if name == "full" or (name == "omnikv" and config is TINY) else 10)
-
-
-def test_outliers_go_before_the_rank():
-    """2,304 tokens are 288 chunks: 48 of them exact would leave a quarter of the bytes to a rank of 16."""
-    made = [at_share(ShadowKV(), fraction, 2304, SMOLLM2) for fraction in (0.5, 0.25, 0.12)]
-    assert [policy.outlier_chunks for policy in made] == [48, 24, 0]
-    assert made[0].rank > made[1].rank == 32 > made[2].rank
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_nominal_refuses_what_cannot_be(name):
-    for fraction in (0.0, -1.0, float("nan")):
-        with pytest.raises(ConfigError, match="fraction"):
-            at_share(POLICIES[name](), fraction, 1024, TINY)
-    with pytest.raises(Infeasible, match=f"{name}: fraction must be at least"):
-        at_share(POLICIES[name](), 1e-4, 1024, TINY)
 
 
 @pytest.mark.parametrize("policy", [ShadowKV(chunk_size=8, local_chunks=0), ShadowKVPlus(chunk_size=8, local_chunks=0)])

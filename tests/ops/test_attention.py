@@ -1,0 +1,96 @@
+"""Attention in blocks and in pieces, and the mass of keys, against plain NumPy."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from cases import TINY
+from policy_inputs import prompt_of
+from random_arrays import normal, wide
+
+from jshadow.ops import attention
+from jshadow.ops.attention import key_mass
+
+
+def naive(q, k, v):
+    """One row's causal attention in float64, and the log-sum-exp of its scores [h_q, S]."""
+    q, k, v = wide(q), wide(k), wide(v)
+    k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(np.triu(np.ones(scores.shape[1:], bool), 1), -np.inf, scores)
+    top = scores.max(-1)
+    return oracle.causal_attention(q, k, np.repeat(v, q.shape[1] // v.shape[1], axis=1)), top + np.log(
+        np.exp(scores - top[..., None]).sum(-1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "dim", "group", "dtype"),
+    [(27, 64, 1, "float32"), (61, 80, 2, "float32"), (113, 96, 3, "float32"), (300, 64, 8, "float32"),
+     (513, 80, 1, "float32"), (1, 64, 4, "float32"), (61, 96, 8, "bfloat16"), (300, 80, 3, "bfloat16"),
+     (113, 64, 5, "bfloat16")],
+)  # fmt: skip
+def test_blockwise_attention_is_attention(length, dim, group, dtype):
+    """Lengths that no block divides, over one and several blocks of queries and keys."""
+    q = normal(2, length, 2 * group, dim, seed=1, dtype=dtype)
+    k, v = (normal(2, length, 2, dim, seed=seed, dtype=dtype) for seed in (2, 3))
+    out, lse = jax.jit(lambda *x: attention.causal_attention(*x, float(1 / np.sqrt(dim))))(q, k, v)
+    assert out.dtype == q.dtype
+    assert lse.dtype == jnp.float32
+    tolerance = 2e-5 if dtype == "float32" else 3e-2
+    for row in range(2):
+        want, want_lse = naive(q[row], k[row], v[row])
+        np.testing.assert_allclose(wide(out[row]), want, atol=tolerance)
+        np.testing.assert_allclose(wide(lse[row]), want_lse, atol=2e-5 if dtype == "float32" else 1e-3)
+
+
+@pytest.mark.parametrize(("rows", "group", "dtype"), [(1, 1, "float32"), (2, 3, "float32"), (1, 4, "bfloat16")])
+def test_attention_over_pieces_is_attention_over_all(rows, group, dtype):
+    q = normal(2, rows, 2 * group, 16, seed=1, dtype=dtype)
+    k, v = (normal(2, 2, 23, 16, seed=seed, dtype=dtype) for seed in (2, 3))
+    valid = jnp.asarray(np.random.default_rng(4).random((2, 2, rows, 23)) < 0.6).at[:, :, :, 0].set(True)
+    cuts = [0, 5, 6, 17, 23]
+    pieces = [
+        attention.Piece(k[:, :, a:b], v[:, :, a:b], valid[..., a:b]) for a, b in itertools.pairwise(cuts)
+    ]  # fmt: skip
+    got = attention.attend(q, pieces, 0.25)
+    whole = attention.attend(q, [attention.Piece(k, v, valid)], 0.25)
+    np.testing.assert_allclose(wide(got), wide(whole), atol=1e-6 if dtype == "float32" else 2e-2)
+    got, q, k, v, valid = wide(got), wide(q), wide(k), wide(v), np.asarray(valid)
+    for b, t, h in np.ndindex(2, rows, 2 * group):
+        seen = valid[b, h // group, t]
+        want = oracle.attention(q[b, t, h][None], k[b, h // group][seen], v[b, h // group][seen])
+        np.testing.assert_allclose(got[b, t, h], want[0], atol=1e-5 if dtype == "float32" else 2e-2)
+
+
+def test_attention_over_nothing_is_zero_and_masked_rows_may_hold_anything():
+    q, k = normal(1, 1, 2, 8, seed=1), normal(1, 2, 3, 8, seed=2)
+    none = attention.Piece(k, k, jnp.zeros((1, 1, 1, 3), bool))
+    assert not np.asarray(attention.attend(q, [none], 1.0)).any()
+    good = attention.Piece(k, k, jnp.ones((1, 1, 1, 3), bool))
+    np.testing.assert_array_equal(
+        attention.attend(q, [good, attention.Piece(k * 1e6, k * 1e6, none.valid)], 1.0),
+        attention.attend(q, [good], 1.0),
+    )
+    probs = attention.attention_probs(q, good, 1.0)
+    np.testing.assert_allclose(probs.sum(-1), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 256, 300, 613])
+def test_key_mass_is_the_column_sums(tokens):
+    """Against the whole matrix of probabilities, past the tiles' size and with padding."""
+    prompt = prompt_of(TINY, tokens, seed=tokens)
+    length = max(1, tokens - 3)
+    mass = key_mass(prompt.q_post, prompt.k_post, prompt.lse, jnp.array([length]), TINY.attention_scale)
+    q, k = (np.asarray(x, np.float64)[0] for x in (prompt.q_post, prompt.k_post))
+    want = np.zeros((TINY.kv_heads, tokens))
+    for head in range(TINY.q_heads):
+        logits = q[:, head] @ k[:, head // TINY.group].T * TINY.attention_scale
+        logits[np.triu(np.ones((tokens, tokens), bool), 1)] = -np.inf
+        probs = np.exp(logits - logits.max(axis=1, keepdims=True))
+        want[head // TINY.group] += (probs / probs.sum(axis=1, keepdims=True))[:length].sum(axis=0)
+    np.testing.assert_allclose(mass[0], want, rtol=1e-4, atol=1e-5)
+    assert mass[0].sum() == pytest.approx(length * TINY.q_heads, rel=1e-5)

@@ -1,0 +1,50 @@
+"""The landmarks of chunks and their scores against plain NumPy."""
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from random_arrays import normal, wide
+
+from jshadow.ops import layout as chunking
+from jshadow.policies.shadowkv import landmarks, selection
+from jshadow.policies.shadowkv.selection import Scoring
+
+
+def test_landmarks_and_their_scores():
+    keys = normal(1, 2, 5, 4, 16, seed=5)
+    means, worst = landmarks.chunk_landmarks(keys)
+    want = wide(keys).mean(axis=3)
+    np.testing.assert_allclose(means, want, atol=1e-6)
+    cosine = np.einsum("bhncd,bhnd->bhnc", wide(keys), want)
+    cosine /= np.linalg.norm(wide(keys), axis=-1) * np.linalg.norm(want, axis=-1)[..., None]
+    np.testing.assert_allclose(worst, cosine.min(-1), atol=1e-6)
+    # two query rows of which only the first counts; a chunk that is no candidate takes no mass
+    q, candidates = normal(1, 2, 6, 16, seed=6), jnp.ones((1, 2, 5), bool).at[0, 1, 3].set(False)
+    logits = landmarks.landmark_logits(q, means, candidates[:, :, None], 0.25)
+    shared = selection.chunk_scores(logits, jnp.array([[True, False]]), Scoring(0.25, shared=True))
+    each = selection.chunk_scores(logits, jnp.array([[True, True]]), Scoring(0.25))
+    rounded = selection.chunk_scores(logits, jnp.array([[True, True]]), Scoring(0.25, True, "bfloat16"))
+    for head in range(2):
+        open_to = np.asarray(candidates[0, head])
+        products = [wide(q[0, t, head * 3 : head * 3 + 3]) @ want[0, head].T * 0.25 for t in range(2)]
+        mass = [oracle.softmax(np.where(open_to, product, -np.inf)) for product in products]
+        np.testing.assert_allclose(shared[0, head, 0], np.where(open_to, mass[0].max(axis=0), -1.0), atol=1e-6)
+        for t in range(2):
+            np.testing.assert_allclose(each[0, head, t], np.where(open_to, mass[t].max(axis=0), -1.0), atol=1e-6)
+        coarse = sum(m.astype(np.float32).astype(jnp.bfloat16).astype(np.float64) for m in mass).max(axis=0)
+        np.testing.assert_allclose(rounded[0, head, 0], np.where(open_to, coarse, -1.0), rtol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "size", "chunks", "block"), [(61, 4, 15, 16), (61, 4, 20, 12), (27, 8, 3, 5), (5, 8, 2, 64)]
+)
+def test_landmarks_of_a_prompt_do_not_depend_on_the_block(tokens, size, chunks, block):
+    keys = normal(2, tokens, 3, 16, seed=7)
+    means, worst = landmarks.prompt_landmarks(keys, chunks, size, block)
+    assert means.shape == (2, 3, chunks, 16)
+    there = min(chunks, tokens // size)
+    whole = landmarks.chunk_landmarks(chunking.to_chunks(keys, there, size))
+    np.testing.assert_allclose(means[:, :, :there], whole[0], atol=1e-6)
+    np.testing.assert_allclose(worst[:, :, :there], whole[1], atol=1e-6)
+    assert not np.asarray(means[:, :, there:]).any()

@@ -1,0 +1,66 @@
+"""The low-rank factors of keys against a direct SVD, and the keys rebuilt from them."""
+
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from random_arrays import normal, wide
+
+from jshadow.cache.records import Rebuild
+from jshadow.models.config import RopeConfig
+from jshadow.ops import rope
+from jshadow.policies.shadowkv.key_codecs import LowRankCodec, lowrank
+
+
+@pytest.mark.parametrize(("length", "rank"), [(61, 12), (61, 32), (27, 20), (5, 16), (1, 8)])
+def test_factors_are_the_truncated_svd(length, rank):
+    """In a padded batch, against a direct SVD of the real rows; a rank above the length loses nothing."""
+    keys = normal(2, 64, 2, 16, seed=length)
+    lengths = jnp.array([length, 64])
+    left, right = lowrank.key_factors(keys, lengths, rank)
+    assert (left.shape, right.shape) == ((2, 64, rank), (2, 2, rank, 16))
+    for row, count in enumerate((length, 64)):
+        u, s, vt = np.linalg.svd(wide(keys[row, :count]).reshape(count, 32), full_matrices=False)
+        want = (u[:, :rank] * s[:rank]) @ vt[:rank]
+        got = np.einsum("sr,hrd->shd", wide(left[row]), wide(right[row])).reshape(64, 32)
+        np.testing.assert_allclose(got[:count], want, atol=2e-4)
+        assert not got[count:].any()
+    assert not np.asarray(left[0, :, length:]).any()  # no more columns than tokens
+
+
+def test_a_large_mean_does_not_spoil_the_factors():
+    """Key biases make the first singular value huge; the Gram matrix squares it."""
+    keys = normal(1, 61, 2, 16, seed=3) + 30.0 * normal(1, 1, 2, 16, seed=4)
+    left, right = lowrank.key_factors(keys, jnp.array([61]), 12)
+    u, s, vt = np.linalg.svd(wide(keys[0]).reshape(61, 32), full_matrices=False)
+    want = (u[:, :12] * s[:12]) @ vt[:12]
+    got = np.einsum("sr,hrd->shd", wide(left[0]), wide(right[0])).reshape(61, 32)
+    assert np.abs(got - want).max() / np.abs(want).max() < 1e-3
+
+
+@pytest.mark.parametrize("block", [7, 16, 61, 2048])
+def test_factors_do_not_depend_on_the_block(block):
+    """Each token counts once, though the last block overlaps the one before."""
+    keys, lengths = normal(2, 61, 2, 16, seed=8), jnp.array([61, 22])
+    want, got = lowrank.key_factors(keys, lengths, 12), lowrank.key_factors(keys, lengths, 12, block=block)
+    product = [np.einsum("bsr,bhrd->bshd", wide(left), wide(right)) for left, right in (want, got)]
+    np.testing.assert_allclose(product[0], product[1], atol=2e-5)
+
+
+def test_a_whole_basis_keeps_keys_that_no_token_had():
+    """At full rank a later token's key survives the projection, though the prompt is shorter than the keys are wide."""
+    _, right = lowrank.key_factors(normal(1, 5, 2, 16, seed=9), jnp.array([5]), 32)
+    basis, key = wide(right[0]).transpose(0, 2, 1).reshape(32, 32), wide(normal(32, seed=10))
+    np.testing.assert_allclose(key @ basis @ basis.T, key, atol=1e-4)
+
+
+def test_rebuilt_keys_are_the_rotated_product():
+    """Chunk-major factors, a set of its own for each head, positions from the chunk ids."""
+    keys, lengths, ids = normal(2, 24, 2, 16), jnp.array([24, 24]), jnp.array([[[5, 0], [2, 2]], [[1, 4], [3, 5]]])
+    left, right = lowrank.key_factors(keys, lengths, 32)
+    inverse = jnp.asarray(rope.inverse_frequencies(RopeConfig(), 16))
+    got = Rebuild(left.reshape(2, 6, 4 * 32), right, inverse, codec=LowRankCodec(32), unit=4).keys(ids)
+    for b, h in np.ndindex(2, 2):
+        tokens = oracle.tokens_of(np.asarray(ids[b, h]), 4)
+        want = oracle.apply_rope(wide(keys[b]), np.arange(24), RopeConfig())[tokens, h]
+        np.testing.assert_allclose(wide(got[b, h]), want, atol=1e-4)

@@ -1,0 +1,54 @@
+"""Loki: scores in all columns are products, and a text teaches a basis."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import TINY, model, random_tokens, run_steps
+from policy_inputs import prompt_of, spec_of
+
+from jshadow.cache import offload
+from jshadow.engine import decode
+from jshadow.errors import ConfigError
+from jshadow.ops.attention import group_queries
+from jshadow.policies import Loki
+
+
+def test_loki_with_all_columns_ranks_by_the_products():
+    policy = Loki(budget=10, columns=TINY.head_dim)
+    prompt = prompt_of(TINY, 60, seed=2)
+    q = jnp.asarray(np.random.default_rng(1).standard_normal((1, 1, TINY.q_heads, TINY.head_dim)), jnp.float32)
+    want = jnp.einsum("bhgtd,bshd->bhgts", group_queries(q, TINY.kv_heads), prompt.k_post).max(axis=2)
+    for fetch in ("resident", "device_put"):  # the front of the keys themselves, or kept beside them
+        spec = dataclasses.replace(spec_of(policy), fetch=fetch)
+        state, write = policy.compress(spec, policy.init(spec), prompt)
+        state = state.replace(host=offload.place(policy.host_layout(spec), spec, write))
+        turned = group_queries(policy.stored(q, state.frozen.basis), TINY.kv_heads)
+        scores = policy.score(spec, policy.both_summaries(spec, state)[0], turned, state.frozen.basis)
+        np.testing.assert_allclose(scores[..., :60], want, atol=1e-4)
+
+
+def test_loki_learns_from_a_text():
+    """A basis of a text: orthonormal, the greatest variance first, and a state that is made with it."""
+    text = random_tokens(120, seed=9)
+    policy = Loki(budget=12, columns=5, calibration="offline")
+    fitted = policy.fit(model(), text)
+    components = np.asarray(fitted["components"])
+    assert components.shape == (TINY.num_layers, TINY.kv_heads, TINY.head_dim, TINY.head_dim)
+    np.testing.assert_allclose(
+        np.einsum("lhde,lhdf->lhef", components, components), np.broadcast_to(np.eye(TINY.head_dim), components.shape),
+        atol=1e-4,
+    )  # fmt: skip
+    tokens = random_tokens(2, 50, seed=4)
+    _, state = decode.prefill(model(), tokens, [50, 31], policy, capacity=96, fitted=fitted)
+    for layer, own in zip(state.layers, components, strict=True):
+        np.testing.assert_array_equal(layer.frozen.basis.turn, np.broadcast_to(own, layer.frozen.basis.turn.shape))
+    # a prompt that is the text itself has that basis online
+    online, _ = decode.prefill(model(), text[None], [120], Loki(budget=12, columns=5), capacity=128)
+    offline, _ = decode.prefill(model(), text[None], [120], policy, capacity=128, fitted=fitted)
+    np.testing.assert_allclose(online, offline, atol=1e-4)
+    steps, _ = run_steps(model(), state, random_tokens(2, 3, seed=5))
+    assert np.isfinite(steps).all()
+    with pytest.raises(ConfigError, match=r"fitted must be what Loki\.fit returned"):
+        decode.prefill(model(), tokens, [50, 31], policy, capacity=96)

@@ -1,0 +1,34 @@
+"""OmniKV: which layers filter for which, and filters everywhere."""
+
+import dataclasses
+
+import numpy as np
+from cases import TINY, model, random_tokens, run_steps
+from policy_inputs import DEEP
+
+from jshadow.engine import decode
+from jshadow.policies import Full, OmniKV
+from jshadow.policies.omnikv.policy import OmniKVFilter, OmniKVSparse
+
+
+def test_omnikv_s_plan_of_layers():
+    policy = OmniKV(filter_layers=(1, 4)).resolve(DEEP, 64)
+    kinds = [type(policy.for_layer(layer, DEEP)) for layer in range(8)]
+    assert kinds == [Full, OmniKVFilter, Full, OmniKVSparse, OmniKVFilter, Full, OmniKVSparse, OmniKVSparse]
+    assert [policy.for_layer(layer, DEEP).serves for layer in (1, 4)] == [(3,), (6, 7)]
+    for layers, filters in ((32, (2, 8, 18)), (48, (6, 11, 30)), (80, (4, 19, 41)), (30, (1, 7, 16))):
+        config = dataclasses.replace(TINY, num_layers=layers)
+        assert OmniKV().resolve(config, 64).filter_layers == filters
+    sliding = dataclasses.replace(DEEP, sliding_window=16, sliding_layers=(0, 2, 4, 6))
+    policy = OmniKV(filter_layers=(1,)).resolve(sliding, 64)
+    assert policy.for_layer(1, sliding).serves == (5, 7)
+
+
+def test_all_layers_filters_attend_to_everything():
+    policy = OmniKV(budget=3, filter_layers=tuple(range(8)))
+    tokens, steps = random_tokens(1, 40, seed=6), random_tokens(1, 4, seed=7)
+    outs = []
+    for one in (policy, Full()):
+        _, state = decode.prefill(model(DEEP), tokens, [40], one, capacity=64)
+        outs.append(run_steps(model(DEEP), state, steps)[0])
+    np.testing.assert_allclose(outs[0], outs[1], atol=1e-5)

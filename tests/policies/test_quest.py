@@ -1,0 +1,36 @@
+"""Quest: the bound of a page, and a context shorter than one."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import TINY, model, random_tokens, run_steps
+from policy_inputs import spec_of
+
+from jshadow.engine import decode
+from jshadow.policies import Full, Quest
+
+
+@pytest.mark.parametrize("unit", [1, 3, 16])
+def test_quest_s_bound_holds_for_every_page(unit):
+    """No key of a page has a larger product with a query than the page's score."""
+    policy = Quest(unit=unit, budget=48, dense_layers=0)
+    spec = spec_of(policy)
+    rng = np.random.default_rng(unit)
+    keys = jnp.asarray(rng.standard_normal((1, TINY.kv_heads, 11, unit, TINY.head_dim)), jnp.float32)
+    q = jnp.asarray(rng.standard_normal((1, TINY.kv_heads, TINY.group, 5, TINY.head_dim)), jnp.float32)
+    there = jnp.ones((1, 11, unit), bool)
+    scores = policy.score(spec, policy.summarise(spec, keys, there, None), q, None)
+    products = jnp.einsum("bhgtd,bhnud->bhgtnu", q, keys).max(axis=(2, 5))
+    assert scores.shape == (1, TINY.kv_heads, 5, 11)
+    assert (scores >= products - 1e-4).all()
+    if unit == 1:  # then it is the product itself
+        np.testing.assert_allclose(scores, products, atol=1e-4)
+
+
+def test_a_capacity_below_a_page_is_no_error():
+    for policy in (Quest(dense_layers=0), Quest()):
+        tokens, steps = random_tokens(1, 6, seed=33), random_tokens(1, 4, seed=34)
+        _, state = decode.prefill(model(), tokens, [6], policy, capacity=10)
+        _, full = decode.prefill(model(), tokens, [6], Full(), capacity=10)
+        mine, theirs = (run_steps(model(), one, steps)[0] for one in (state, full))
+        np.testing.assert_allclose(mine, theirs, atol=1e-4)
