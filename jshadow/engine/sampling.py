@@ -42,7 +42,7 @@ class Sampler:
                 raise ConfigError(f"sampler.{name} must lie in (0, 1], got {value!r}")
 
 
-def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -> Int[Array, "B"]:
+def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -> Int[Array, " B"]:
     """Draw a token for each row.
 
     Args:

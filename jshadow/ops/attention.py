@@ -102,7 +102,7 @@ def key_mass(
     q: Float[Array, "B S h_q d"],
     k: Float[Array, "B S h_kv d"],
     lse: Float[Array, "B h_q S"],
-    lengths: Int[Array, "B"],
+    lengths: Int[Array, " B"],
     scale: float,
 ) -> Float[Array, "B h_kv S"]:
     """The probability that causal attention gives each key, summed over all queries and the heads of its group.

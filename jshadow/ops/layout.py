@@ -18,7 +18,7 @@ def to_chunks(x: Shaped[Array, "B S h d"], chunks: int, size: int) -> Shaped[Arr
 
 
 def take_chunks(
-    x: Float[Array, "B S h d"], ids: Int[Array, "B h n"], there: Bool[Array, "B #h n"], size: int
+    x: Float[Array, "B S h d"], ids: Int[Array, "B h n"], there: Bool[Array, " B #h n"], size: int
 ) -> Float[Array, "B h tokens d"]:
     """The tokens [B, h, n * size, d] of chunks ids [B, h, n] of x [B, S, h, d]; each head has its own ids.
 
@@ -31,20 +31,20 @@ def take_chunks(
     return jnp.where(jnp.repeat(there, size, axis=2)[..., None], rows, 0)
 
 
-def take_span(x: Float[Array, "B S h d"], start: Int[Array, "B"], count: int) -> Float[Array, "B h {count} d"]:
+def take_span(x: Float[Array, "B S h d"], start: Int[Array, " B"], count: int) -> Float[Array, "B h {count} d"]:
     """Tokens start[b] .. start[b] + count of each row: x [B, S, h, d] -> [B, h, count, d]; zero past the end."""
     index = start[:, None] + jnp.arange(count)
     picked = jnp.take_along_axis(x, index[:, :, None, None], axis=1, mode="fill", fill_value=0)
     return picked.transpose(0, 2, 1, 3)
 
 
-def ring_positions(lengths: Int[Array, "B"], slots: int) -> Int[Array, "B {slots}"]:
+def ring_positions(lengths: Int[Array, " B"], slots: int) -> Int[Array, "B {slots}"]:
     """Position of the token in each slot of a ring where token p lies in slot p % slots; negative in an empty slot."""
     last = lengths[:, None] - 1
     return last - (last - jnp.arange(slots)) % slots
 
 
-def fill_ring(x: Float[Array, "B S h d"], lengths: Int[Array, "B"], slots: int) -> Float[Array, "B h {slots} d"]:
+def fill_ring(x: Float[Array, "B S h d"], lengths: Int[Array, " B"], slots: int) -> Float[Array, "B h {slots} d"]:
     """The newest tokens of each row of x [B, S, h, d] in such a ring [B, h, slots, d]; zeros where a slot is empty."""
     positions = ring_positions(lengths, slots)[:, :, None, None]
     rows = jnp.take_along_axis(x, jnp.maximum(positions, 0), axis=1, mode="clip")

@@ -65,7 +65,7 @@ def _kept_by_turns(rope: RopeConfig, width: int) -> np.ndarray:
 
 
 def cos_sin(
-    positions: Int[Array, "*N"], inverse: Float[Array, "half"]
+    positions: Int[Array, "*N"], inverse: Float[Array, " half"]
 ) -> tuple[Float[Array, "*N half"], Float[Array, "*N half"]]:
     """Cosine and sine of the rotation angles.
 
@@ -124,7 +124,7 @@ def query_factor(rope: RopeConfig) -> float:
     return rope.attention_factor**2
 
 
-def rotation(rope: RopeConfig, inverse: Float[Array, "half"], positions: Int[Array, "#B T"]) -> Rotation:
+def rotation(rope: RopeConfig, inverse: Float[Array, " half"], positions: Int[Array, "#B T"]) -> Rotation:
     """The rotation at positions [B or 1, T]."""
     cos, sin = cos_sin(positions, inverse)
     return Rotation(inverse, cos[:, :, None], sin[:, :, None], query_factor(rope))

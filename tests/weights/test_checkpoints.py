@@ -124,8 +124,7 @@ def test_the_command(tmp_path, capsys):
 MESH = """
 import jax, numpy as np, sys
 from jax.sharding import Mesh
-from jshadow import Full, ShadowKV, errors, generate, load, save
-from jshadow.engine import prefill
+from jshadow import Full, ShadowKV, errors, generate, load, prefill, save
 mesh = Mesh(np.array(jax.devices()).reshape(1, 4), ("data", "model"))
 params = load(sys.argv[1], "float32", mesh=mesh)
 flat = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params.weights)[0]}

@@ -10,7 +10,7 @@ KEY_TILE = 512  # keys whose scores exist at once
 
 
 def line_sums(
-    q_tail: Float[Array, "B w h_q d"], k: Float[Array, "B S h_kv d"], lengths: Int[Array, "B"], scale: float
+    q_tail: Float[Array, "B w h_q d"], k: Float[Array, "B S h_kv d"], lengths: Int[Array, " B"], scale: float
 ) -> tuple[Float[Array, "B h_q S"], Float[Array, "B h_q S"]]:
     """Column sums and diagonal sums of the causal attention of each row's last w real queries.
 
@@ -74,7 +74,7 @@ def add_at(whole: Array, part: Array, start: Array) -> Array:
 
 
 def block_means(
-    x: Float[Array, "B T h d"], lengths: Int[Array, "B"], first: Int[Array, ""] | int, block: int
+    x: Float[Array, "B T h d"], lengths: Int[Array, " B"], first: Int[Array, ""] | int, block: int
 ) -> Float[Array, "B h n d"]:
     """Float32 means [B, h, T / block, d] over the real tokens of each block of x [B, T, h, d]; zeros where it has none.
 

@@ -52,9 +52,9 @@ class Lines(struct.PyTreeNode):
 
 def choose(
     sums: Float[Array, "B h_q S"],
-    counts: Int[Array, "h_q"],
-    by_position: Int[Array, "h_q"],
-    lengths: Int[Array, "B"],
+    counts: Int[Array, " h_q"],
+    by_position: Int[Array, " h_q"],
+    lengths: Int[Array, " B"],
     *,
     forced: int,
     most: int,
@@ -110,7 +110,7 @@ def best_blocks(
     q_mean: Float[Array, "B h_q d"],
     k_mean: Float[Array, "B h_kv n d"],
     index: Int[Array, ""],
-    counts: Int[Array, "h_q"],
+    counts: Int[Array, " h_q"],
     most: int,
 ) -> tuple[Int[Array, "B h_q {most}"], Int[Array, "B h_q"]]:
     """The key blocks whose mean key suits the mean query best, best first, and how many they are.

@@ -17,6 +17,7 @@ from jshadow.policies.shadowkv.key_codecs import usual_profile, usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import packed_width
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
 from jshadow.policies.shadowkv.sizes import shadow_candidates
+from jshadow.policies.sizing import at_share
 
 SMOLLM2 = ModelConfig("llama", 49152, 30, 576, 1536, 9, 3, 64, 1e-5, 8192)
 LLAMA = ModelConfig("llama", 128256, 32, 4096, 14336, 32, 8, 128, 1e-5, 131072)

@@ -68,7 +68,7 @@ class KeyCodec(abc.ABC):
     def encode(
         self,
         k_pre: Float[Array, "B S h_kv d"],
-        lengths: Int[Array, "B"],
+        lengths: Int[Array, " B"],
         units: int,
         chunk: int,
         weights: Float[Array, "B h_kv d"] | None = None,

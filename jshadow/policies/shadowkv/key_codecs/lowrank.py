@@ -77,7 +77,7 @@ class LowRankCodec(KeyCodec):
 
 def key_factors(
     k_pre: Float[Array, "B S h_kv d"],
-    lengths: Int[Array, "B"],
+    lengths: Int[Array, " B"],
     rank: int,
     weights: Float[Array, "B h_kv d"] | None = None,
     block: int = BLOCK,

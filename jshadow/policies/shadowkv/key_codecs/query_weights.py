@@ -17,7 +17,7 @@ LEAST = 0.01  # part of the mean square that every weight has: later queries may
 
 
 def query_weights(
-    q_tail: Float[Array, "B w h_q d"], lengths: Int[Array, "B"], kv_heads: int, rotated: int
+    q_tail: Float[Array, "B w h_q d"], lengths: Int[Array, " B"], kv_heads: int, rotated: int
 ) -> Float[Array, "B {kv_heads} d"]:
     """What a code multiplies the numbers of a key with before it loses some of them.
 
