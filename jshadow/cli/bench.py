@@ -27,14 +27,11 @@ def add_options(add: argparse.ArgumentParser) -> None:
     )
     layer.set_defaults(run=run_layer)
     layer.add_argument("--context", default="131072", help="prompt tokens, comma list (default: %(default)s)")
-    for name, value, text in (
-        ("batch", 1, "rows"),
-        ("heads", 32, "query heads"),
-        ("kv-heads", 8, "key and value heads"),
-        ("head-dim", 128, "width of a head"),
-        ("repeats", 10, "timed calls, of which the median is told"),
-    ):
-        layer.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default: %(default)s)")
+    add_count(layer, "batch", 1, "rows")
+    add_count(layer, "heads", 32, "query heads")
+    add_count(layer, "kv-heads", 8, "key and value heads")
+    add_count(layer, "head-dim", 128, "width of a head")
+    add_count(layer, "repeats", 10, "timed calls; their median is printed")
     layer.add_argument("--dtype", default="bfloat16", help="float32 or bfloat16 (default: %(default)s)")
     layer.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
     layer.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")
@@ -54,21 +51,23 @@ def add_options(add: argparse.ArgumentParser) -> None:
         description="Bytes a second read and copied, operations a second in products; with a GPU, the bus too.",
     )
     most.set_defaults(run=run_ceilings)
-    most.add_argument("--repeats", type=int, default=10, help="timed calls, the best counts (default: %(default)s)")
+    add_count(most, "repeats", 10, "timed calls; the best one counts")
     most.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def add_count(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:
+    """One whole number as an option."""
+    parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
 
 
 def add_model_options(add: argparse.ArgumentParser) -> None:
     """The options of `decode` and `prefill`, which do the same work and print two halves of it."""
     add.set_defaults(run=run_model)
     add.add_argument("model", help="HF directory or hub id")
-    for name, value, text in (
-        ("tokens", 4096, "of each prompt"),
-        ("batch", 1, "prompts"),
-        ("steps", 24, "tokens fed after the prompt"),
-        ("runs", 3, "processes of each system"),
-    ):
-        add.add_argument(f"--{name}", type=int, default=value, help=f"{text} (default: %(default)s)")
+    add_count(add, "tokens", 4096, "tokens of each prompt")
+    add_count(add, "batch", 1, "prompts")
+    add_count(add, "steps", 24, "tokens fed after the prompt")
+    add_count(add, "runs", 3, "processes of each system")
     add.add_argument("--dtype", default="float32", help="float32 or bfloat16 (default: %(default)s)")
     add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
     add.add_argument("--fetch", default="auto", help="auto, resident, device_put, zero_copy, comma list")

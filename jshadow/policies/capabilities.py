@@ -9,10 +9,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Self, TypeVar
 
+import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache.records import LayerState, Selection, StepKV
 from jshadow.cache.spec import CacheSpec
+from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import Policy, Wrapper, innermost
 from jshadow.policies.prefill_attention import PrefillAttention
@@ -98,6 +100,42 @@ class Learns(Policy):
     def with_fitted(self) -> Self:
         """These settings, with the one set that makes them use what `fit` learned."""
         return self
+
+
+class LearnsBasis(Learns):
+    """It scores in a basis of each head: of each prompt, or of a text.
+
+    Class attributes:
+        basis_name: the name of the array in `fitted`, float32 [layers, h_kv, d, d].
+
+    Attributes:
+        calibration: "online": the basis of each prompt; "offline": the one in `fitted`.
+    """
+
+    basis_name: ClassVar[str]
+    calibration: str
+
+    @property
+    def reads_fitted(self) -> bool:
+        """Only an offline calibration uses learned arrays."""
+        return self.calibration == "offline"
+
+    def with_fitted(self) -> Self:
+        """The same settings with the offline calibration."""
+        return dataclasses.replace(self, calibration="offline")  # type: ignore[type-var]
+
+    def fitted_shapes(self, config: ModelConfig) -> Any:
+        """One square basis for each key and value head."""
+        return {self.basis_name: (config.num_layers, config.kv_heads, config.head_dim, config.head_dim)}
+
+    def fitted_basis(self, spec: CacheSpec, fitted: Any) -> Array:
+        """This layer's basis for every row, float32 [B, h_kv, d, d]. Raises ConfigError where `fitted` has none."""
+        if not isinstance(fitted, dict) or self.basis_name not in fitted:
+            raise ConfigError(
+                f"fitted must hold {self.basis_name!r}, which {type(self).__name__}.fit returns, "
+                "where calibration='offline'"
+            )
+        return jnp.broadcast_to(fitted[self.basis_name], (spec.batch, *fitted[self.basis_name].shape))
 
 
 class Trains(Learns):

@@ -17,9 +17,8 @@ from jax import Array
 from jshadow.cache.prompt_walk import directions, prompts_of
 from jshadow.cache.records import PromptKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
-from jshadow.policies.capabilities import Learns, Sized
+from jshadow.policies.capabilities import LearnsBasis, Sized
 from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.registry import register
 from jshadow.policies.retrieval import RetrievalPolicy
@@ -43,7 +42,7 @@ class Components(struct.PyTreeNode):
 
 @register(small={"budget": 9, "columns": 3, "recent": 4}, lossless=lambda tokens, config: {"budget": tokens})
 @dataclasses.dataclass(frozen=True)
-class Loki(RetrievalPolicy, Learns, Sized):
+class Loki(RetrievalPolicy, LearnsBasis, Sized):
     """Fetch the tokens whose keys agree most with a query in a few columns of a basis.
 
     Attributes:
@@ -62,6 +61,7 @@ class Loki(RetrievalPolicy, Learns, Sized):
     top_p: float = 1.0
 
     name = "loki"
+    basis_name = "components"
     source = "arXiv 2406.02542, section 4"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
@@ -83,29 +83,16 @@ class Loki(RetrievalPolicy, Learns, Sized):
         """The principal components of each head's keys."""
         if self.calibration == "online":
             return principal(prompt)
-        if not isinstance(fitted, dict) or "components" not in fitted:
-            raise ConfigError("fitted must be what Loki.fit returned where calibration='offline', got something else")
-        turn = jnp.broadcast_to(fitted["components"], (spec.batch, *fitted["components"].shape))
+        turn = self.fitted_basis(spec, fitted)
         return Components(turn, jnp.ones(turn.shape[:3], bool))
-
-    @property
-    def reads_fitted(self) -> bool:
-        """Offline, a basis of the prompt's own needs none."""
-        return self.calibration == "offline"
-
-    def with_fitted(self) -> Self:
-        """Offline."""
-        return dataclasses.replace(self, calibration="offline")
-
-    def fitted_shapes(self, config: ModelConfig) -> Any:
-        """A basis a head."""
-        return {"components": (config.num_layers, config.kv_heads, config.head_dim, config.head_dim)}
 
     def fit(
         self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Array]:
         """The components of a text's keys: {"components": float32 [L, h_kv, d, d]}."""
-        return {"components": jnp.stack([principal(prompt).turn[0] for prompt in prompts_of(params, tokens, progress)])}
+        return {
+            self.basis_name: jnp.stack([principal(prompt).turn[0] for prompt in prompts_of(params, tokens, progress)])
+        }
 
     def stored(self, keys: Array, basis: Any) -> Array:
         """In the components: products of queries and keys are the same in any orthogonal basis (section 4.2)."""

@@ -22,7 +22,7 @@ from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import group_queries
 from jshadow.policies.base import HookInputs, LayerCache, full_layers
-from jshadow.policies.capabilities import Foresees, Learns, Sized
+from jshadow.policies.capabilities import Foresees, LearnsBasis, Sized
 from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.full import Full
 from jshadow.policies.registry import register
@@ -37,7 +37,7 @@ SHARE = 0.2  # of the tokens, and of the columns: the published scripts' setting
     lossless=lambda tokens, config: {"budget": tokens, "alpha": 1e9},
 )
 @dataclasses.dataclass(frozen=True)
-class InfiniGen(RetrievalPolicy, Foresees, Learns, Sized):
+class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
     """Fetch what the foreseen query wants.
 
     Attributes:
@@ -60,6 +60,7 @@ class InfiniGen(RetrievalPolicy, Foresees, Learns, Sized):
     top_p: float = 1.0
 
     name = "infinigen"
+    basis_name = "skew"
     source = "arXiv 2406.19707, section 4"
 
     @property
@@ -98,10 +99,8 @@ class InfiniGen(RetrievalPolicy, Foresees, Learns, Sized):
         if self.calibration == "online":
             skew, known = query_basis(prompt)
             skew = jnp.where(known[:, :, None], skew, 0)
-        elif isinstance(fitted, dict) and "skew" in fitted:
-            skew = jnp.broadcast_to(fitted["skew"], (spec.batch, *fitted["skew"].shape))
         else:
-            raise ConfigError("fitted must be what InfiniGen.fit returned where calibration='offline'")
+            skew = self.fitted_basis(spec, fitted)
         real = (jnp.arange(prompt.k_post.shape[1]) < prompt.lengths[:, None])[:, None, :, None]
         queries = group_queries(prompt.q_post, spec.kv_heads).astype(jnp.float32)
         skewed_q = jnp.where(real[:, :, None], jnp.abs(jnp.einsum("bhgsd,bhde->bhgse", queries, skew)), 0)
@@ -112,24 +111,13 @@ class InfiniGen(RetrievalPolicy, Foresees, Learns, Sized):
         order = jnp.argsort(-weight, axis=-1, stable=True)[..., : self.columns]
         return jnp.take_along_axis(skew, order[:, :, None, :], axis=3)
 
-    @property
-    def reads_fitted(self) -> bool:
-        """Offline, a basis of the prompt's own needs none."""
-        return self.calibration == "offline"
-
-    def with_fitted(self) -> Self:
-        """Offline."""
-        return dataclasses.replace(self, calibration="offline")
-
-    def fitted_shapes(self, config: ModelConfig) -> Any:
-        """A basis a head."""
-        return {"skew": (config.num_layers, config.kv_heads, config.head_dim, config.head_dim)}
-
     def fit(
         self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Array]:
         """The skewing bases of a text: {"skew": float32 [L, h_kv, d, d]}."""
-        return {"skew": jnp.stack([query_basis(prompt)[0][0] for prompt in prompts_of(params, tokens, progress)])}
+        return {
+            self.basis_name: jnp.stack([query_basis(prompt)[0][0] for prompt in prompts_of(params, tokens, progress)])
+        }
 
     def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
         """Partial keys [B, h_kv, n, columns]."""
