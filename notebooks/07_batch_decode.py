@@ -44,9 +44,12 @@ config, tokenizer = params.config, params.tokenizer
 
 # %%
 texts = [
-    "The three primary colours are", "def add(a, b):\n    return", "Water boils at", "The capital of France is",
+    "The three primary colours are",
+    "def add(a, b):\n    return",
+    "Water boils at",
+    "The capital of France is",
     "One, two, three, four,",
-]  # fmt: skip
+]
 prompts = [tokenizer.encode(text) for text in texts]
 policy = jshadow.ShadowKV(rank=32, budget=64)
 WIDTH, CAPACITY, ROWS = 16, 128, 2

@@ -106,12 +106,18 @@ def row(task: Task, program: Program, seconds: float, wrong: list[str]) -> dict:
     memory = program.memory
     total, good = overlaps(program)
     return {
-        "program": task.name, "gpu": task.gpu, "device_arguments": memory.argument_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes, "host_arguments": memory.host_argument_size_in_bytes,
-        "host_temporaries": memory.host_temp_size_in_bytes, "biggest_copy": biggest_copy(program),
-        "overlap": f"{good}/{total}" if total else "-", "ptx": sorted(program.architectures()),
-        "compile_seconds": round(seconds, 1), "faults": wrong,
-    }  # fmt: skip
+        "program": task.name,
+        "gpu": task.gpu,
+        "device_arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "host_arguments": memory.host_argument_size_in_bytes,
+        "host_temporaries": memory.host_temp_size_in_bytes,
+        "biggest_copy": biggest_copy(program),
+        "overlap": f"{good}/{total}" if total else "-",
+        "ptx": sorted(program.architectures()),
+        "compile_seconds": round(seconds, 1),
+        "faults": wrong,
+    }
 
 
 def main() -> int:
@@ -139,11 +145,15 @@ def main() -> int:
             rows.append(made)
             if not args.json:
                 cells = (
-                    f"{made['device_arguments'] / 1e9:.2f}", f"{made['temporaries'] / 1e6:.1f}",
-                    f"{made['host_arguments'] / 1e9:.2f}", f"{made['host_temporaries'] / 1e6:.2f}",
-                    f"{made['biggest_copy'] / 1e6:.2f}", made["overlap"], ",".join(made["ptx"]),
+                    f"{made['device_arguments'] / 1e9:.2f}",
+                    f"{made['temporaries'] / 1e6:.1f}",
+                    f"{made['host_arguments'] / 1e9:.2f}",
+                    f"{made['host_temporaries'] / 1e6:.2f}",
+                    f"{made['biggest_copy'] / 1e6:.2f}",
+                    made["overlap"],
+                    ",".join(made["ptx"]),
                     str(made["compile_seconds"]),
-                )  # fmt: skip
+                )
                 print(f"{task.name:52}{gpu:>10}" + "".join(f"{cell:>13}" for cell in cells), flush=True)
                 for fault in made["faults"]:
                     print(f"  DOES NOT HOLD: {fault}", flush=True)

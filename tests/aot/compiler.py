@@ -22,8 +22,21 @@ from aot.targets import TARGETS
 from jshadow.cache.records import HostArray
 from jshadow.engine.step import COMPILER_OPTIONS
 
-SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8,
-         "s64": 8, "u64": 8}  # fmt: skip
+SIZES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+    "s32": 4,
+    "u32": 4,
+    "f32": 4,
+    "f64": 8,
+    "s64": 8,
+    "u64": 8,
+}
 SHAPE = re.compile(r"\b(" + "|".join(SIZES) + r")\[([\d,]*)\]")
 
 
@@ -122,9 +135,7 @@ def place(tree: Any, memory: str = "device") -> Any:
 
 def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Program:
     """XLA's program of function(*args) for one of TARGETS; args are trees from `place`."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=TARGETS[gpu].text(), topology="1x1x1"
-    )  # fmt: skip
+    topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[gpu].text(), topology="1x1x1")
     jitted = jax.jit(function, donate_argnums=donate, keep_unused=True)
     lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
     with tempfile.TemporaryDirectory() as dump:

@@ -84,9 +84,16 @@ def step_task(name: str, gpu: str, config: ModelConfig, policy: Policy, batch: i
         resident = 2 * batch * config.kv_heads * units * config.head_dim * 2
     fetches = config.num_layers if fetch == "device_put" and isinstance(policy, ShadowKV) else 0
     return Task(
-        f"{name}, {batch} x {capacity:,}, {fetch}", gpu, step, arguments, (4,), state, size((weights, token, new)),
-        fetches, resident,
-    )  # fmt: skip
+        f"{name}, {batch} x {capacity:,}, {fetch}",
+        gpu,
+        step,
+        arguments,
+        (4,),
+        state,
+        size((weights, token, new)),
+        fetches,
+        resident,
+    )
 
 
 def prefill_task(gpu: str, tokens: int) -> Task:
@@ -139,9 +146,7 @@ def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[
     yield Task("sparse_attention", gpu, attend, (q, pieces), kernel=True)
 
 
-def packed_tasks(
-    gpu: str, told: str, policy: ShadowKV, batch: int = 2, capacity: int = 122_880
-) -> Iterator[Task]:  # fmt: skip
+def packed_tasks(gpu: str, told: str, policy: ShadowKV, batch: int = 2, capacity: int = 122_880) -> Iterator[Task]:
     """The kernels of a decode step on the arrays of a state whose numbers are packed."""
     state = abstract_state(
         ONE_LAYER, policy, batch=batch, capacity=capacity, prompt=capacity - 64, dtype="bfloat16", fetch="zero_copy"
@@ -159,7 +164,7 @@ def packed_tasks(
         assert isinstance(first, Scaled)
         return pallas_kernels.chunk_scores(
             q, first.codes, candidates, scale=dim**-0.5, landmark_scale=first.scale, spread=first_spread(spread)
-        )  # fmt: skip
+        )
 
     q, ids = array(1, LLAMA.q_heads, dim), array(heads, count, dtype=jnp.int32)
     inverse = place(Shape((dim // 2,), jnp.float32))

@@ -41,15 +41,28 @@ class Target(NamedTuple):
         major, minor, specific = self.capability
         features = "feature_extension: ACCELERATED_FEATURES" if specific else "feature_extension: NONE"
         numbers = {
-            "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 48 * 1024,
-            "shared_memory_per_core": self.shared_core, "shared_memory_per_block_optin": self.shared_block,
-            "threads_per_core_limit": 2048, "core_count": self.cores, "fpus_per_core": self.fpus,
-            "block_dim_limit_x": 2**31 - 1, "block_dim_limit_y": 2**16 - 1, "block_dim_limit_z": 2**16 - 1,
-            "thread_dim_limit_x": 1024, "thread_dim_limit_y": 1024, "thread_dim_limit_z": 64,
-            "registers_per_core_limit": 2**16, "registers_per_block_limit": 2**16, "device_address_bits": 64,
-            "memory_bandwidth": self.bandwidth, "l2_cache_size": self.l2, "clock_rate_ghz": self.clock,
+            "threads_per_block_limit": 1024,
+            "threads_per_warp": 32,
+            "shared_memory_per_block": 48 * 1024,
+            "shared_memory_per_core": self.shared_core,
+            "shared_memory_per_block_optin": self.shared_block,
+            "threads_per_core_limit": 2048,
+            "core_count": self.cores,
+            "fpus_per_core": self.fpus,
+            "block_dim_limit_x": 2**31 - 1,
+            "block_dim_limit_y": 2**16 - 1,
+            "block_dim_limit_z": 2**16 - 1,
+            "thread_dim_limit_x": 1024,
+            "thread_dim_limit_y": 1024,
+            "thread_dim_limit_z": 64,
+            "registers_per_core_limit": 2**16,
+            "registers_per_block_limit": 2**16,
+            "device_address_bits": 64,
+            "memory_bandwidth": self.bandwidth,
+            "l2_cache_size": self.l2,
+            "clock_rate_ghz": self.clock,
             "device_memory_size": int(self.memory * ALLOCATED / ASSUMED),
-        }  # fmt: skip
+        }
         lines = [f"  {key}: {value}" for key, value in numbers.items()]
         versions = [f'  {key}_version: "{value}"' for key, value in VERSIONS.items()]
         capability = f"  cuda_compute_capability {{ major: {major} minor: {minor} {features} }}"
@@ -69,11 +82,27 @@ HOST_MEMORY = 128 * 2**30  # of the machine that packed requests must fit on, be
 VERSIONS = {"driver": "12.8.0", "runtime": "12.8.0", "compile_time_toolkit": "12.8.0", "dnn": "9.10.0"}
 TARGETS = {
     "a100-80gb": Target(
-        "NVIDIA A100-SXM4-80GB", (8, 0, False), 85_100_068_864, 2_039_040_000_000, 108, 64, 1.41, 40 * 2**20,
-        164 * 1024, 163 * 1024,
+        "NVIDIA A100-SXM4-80GB",
+        (8, 0, False),
+        85_100_068_864,
+        2_039_040_000_000,
+        108,
+        64,
+        1.41,
+        40 * 2**20,
+        164 * 1024,
+        163 * 1024,
     ),
     "h200": Target(
-        "NVIDIA H200 141GB HBM3e", (9, 0, True), 151_397_597_184, 4_800_000_000_000, 132, 128, 1.98, 50 * 2**20,
-        228 * 1024, 227 * 1024,
+        "NVIDIA H200 141GB HBM3e",
+        (9, 0, True),
+        151_397_597_184,
+        4_800_000_000_000,
+        132,
+        128,
+        1.98,
+        50 * 2**20,
+        228 * 1024,
+        227 * 1024,
     ),
-}  # fmt: skip
+}

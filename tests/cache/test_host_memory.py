@@ -84,8 +84,10 @@ def test_what_is_said_to_fit_does(monkeypatch, name, share):
     assert f"at most {free} bytes" in told
     assert f"got {needed} bytes" in told
     assert f"for 3 rows at capacity={CAPACITY}; " in told
-    rows, capacity = (int(re.search(pattern, told)[1]) if re.search(pattern, told) else 0
-                      for pattern in (r"(\d+) rows? at this capacity", r"3 rows at capacity=(\d+) would"))  # fmt: skip
+    rows, capacity = (
+        int(re.search(pattern, told)[1]) if re.search(pattern, told) else 0
+        for pattern in (r"(\d+) rows? at this capacity", r"3 rows at capacity=(\d+) would")
+    )
     assert rows == int(3 * share)
     assert offload.host_bytes(plan(name, batch=max(rows, 1))) <= free or rows == 0
     assert offload.host_bytes(plan(name, batch=rows + 1)) > free
@@ -125,9 +127,15 @@ def test_a_prefill_is_refused_before_it_begins(monkeypatch):
 
 @pytest.mark.parametrize(
     ("environment", "gib"),
-    [({}, 64), ({POOL_VARIABLE: "100"}, 100), ({POOL_VARIABLE: "many"}, 64), ({PREALLOCATE_VARIABLE: "true"}, 16),
-     ({PREALLOCATE_VARIABLE: "0"}, 64), ({PREALLOCATE_VARIABLE: "1", POOL_VARIABLE: "80"}, 80)],
-)  # fmt: skip
+    [
+        ({}, 64),
+        ({POOL_VARIABLE: "100"}, 100),
+        ({POOL_VARIABLE: "many"}, 64),
+        ({PREALLOCATE_VARIABLE: "true"}, 16),
+        ({PREALLOCATE_VARIABLE: "0"}, 64),
+        ({PREALLOCATE_VARIABLE: "1", POOL_VARIABLE: "80"}, 80),
+    ],
+)
 def test_the_pool_is_as_large_as_the_environment_says(monkeypatch, environment, gib):
     on_gpu(monkeypatch, available=1000 * GIB)
     for name, value in environment.items():

@@ -192,10 +192,28 @@ def verified_in_vain(patch):
 
 
 KINDS = [
-    bare, batch, dense, read_to_the_end, closed, dropped, never_read, consumer_raises, interrupted_stream, interrupted,
-    refused, lacking_host_memory, failing_step, failing_stream, failing_trace, continued, continued_rows,
-    continued_and_closed, forked, verified, verified_in_vain,
-]  # fmt: skip
+    bare,
+    batch,
+    dense,
+    read_to_the_end,
+    closed,
+    dropped,
+    never_read,
+    consumer_raises,
+    interrupted_stream,
+    interrupted,
+    refused,
+    lacking_host_memory,
+    failing_step,
+    failing_stream,
+    failing_trace,
+    continued,
+    continued_rows,
+    continued_and_closed,
+    forked,
+    verified,
+    verified_in_vain,
+]
 
 
 @pytest.fixture

@@ -38,8 +38,23 @@ def place(tmp_path_factory):
 
 def fit(place, policy, out, *more, text="text.txt"):
     """The exit status."""
-    return main(["fit", str(place / "tiny"), "--policy", policy, "--text", str(place / text), "--tokens", "160",
-                 "--dtype", "float32", "--out", str(out), *more])  # fmt: skip
+    return main(
+        [
+            "fit",
+            str(place / "tiny"),
+            "--policy",
+            policy,
+            "--text",
+            str(place / text),
+            "--tokens",
+            "160",
+            "--dtype",
+            "float32",
+            "--out",
+            str(out),
+            *more,
+        ]
+    )
 
 
 def generate(model, *more):
@@ -147,8 +162,18 @@ def test_help(command):
 
 def test_calibrate_tells_filters_that_omnikv_takes(place, capsys, tmp_path):
     jshadow.save(dataclasses.replace(init_params(DEEP), tokenizer=byte_tokenizer()), tmp_path / "deep")
-    asked = ["calibrate", str(tmp_path / "deep"), "--text", str(place / "text.txt"), "--dtype", "float32",
-             "--tokens", "200", "--filters", "2"]  # fmt: skip
+    asked = [
+        "calibrate",
+        str(tmp_path / "deep"),
+        "--text",
+        str(place / "text.txt"),
+        "--dtype",
+        "float32",
+        "--tokens",
+        "200",
+        "--filters",
+        "2",
+    ]
     assert main([*asked, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["tokens"], told["budget"], len(told["scores"])) == (200, 12, 5)
@@ -160,8 +185,11 @@ def test_calibrate_tells_filters_that_omnikv_takes(place, capsys, tmp_path):
     out = capsys.readouterr().out
     assert f"--policy omnikv --set {told['set']}" in out
     assert "dense layers" in out
-    for more, error in ((["--filters", "0"], "--filters must be"), (["--budget", "0"], "--budget must be"),
-                        (["--budget", "500"], "tokens must be more than budget=500")):  # fmt: skip
+    for more, error in (
+        (["--filters", "0"], "--filters must be"),
+        (["--budget", "0"], "--budget must be"),
+        (["--budget", "500"], "tokens must be more than budget=500"),
+    ):
         assert main([*asked, *more]) == 2
         assert error in capsys.readouterr().err
 

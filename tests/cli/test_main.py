@@ -20,9 +20,17 @@ from jshadow.policies import POLICIES, parse_policy
 from jshadow.weights.params import init_params
 
 CONFIG = ModelConfig(
-    model_type="llama", vocab_size=257, num_layers=2, model_dim=32, ffn_dim=48, q_heads=4, kv_heads=2, head_dim=16,
-    norm_eps=1e-5, context=512,
-)  # fmt: skip
+    model_type="llama",
+    vocab_size=257,
+    num_layers=2,
+    model_dim=32,
+    ffn_dim=48,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    norm_eps=1e-5,
+    context=512,
+)
 TEXT = "a document " * 20
 
 
@@ -35,13 +43,39 @@ def checkpoint(tmp_path_factory):
 
 
 def test_generate_prints_text_and_table(checkpoint, capsys):
-    arguments = ["generate", checkpoint, "--prompt", TEXT, "--set", "rank=8", "--set", "outlier_chunks=2", "--baseline",
-                 "full", "--max-new-tokens", "6", "--dtype", "float32", "--fetch", "device_put"]  # fmt: skip
+    arguments = [
+        "generate",
+        checkpoint,
+        "--prompt",
+        TEXT,
+        "--set",
+        "rank=8",
+        "--set",
+        "outlier_chunks=2",
+        "--baseline",
+        "full",
+        "--max-new-tokens",
+        "6",
+        "--dtype",
+        "float32",
+        "--fetch",
+        "device_put",
+    ]
     assert main(arguments) == 0
     out = capsys.readouterr().out
-    for label in ("[full]", "[shadowkv]", "prompt tokens", "tokens attended a step", "KV bytes on the device",
-                  "KV bytes on the host", "repeat share", "prefill seconds", "decode tokens/s", "compile seconds",
-                  "fallback"):  # fmt: skip
+    for label in (
+        "[full]",
+        "[shadowkv]",
+        "prompt tokens",
+        "tokens attended a step",
+        "KV bytes on the device",
+        "KV bytes on the host",
+        "repeat share",
+        "prefill seconds",
+        "decode tokens/s",
+        "compile seconds",
+        "fallback",
+    ):
         assert label in out
 
 

@@ -43,8 +43,10 @@ def test_a_config_alone_is_planned_on_every_gpu(config, capsys):
             (side["policy"]["choice.outlier_rule"], side["policy"]["keys.weights"]) for side in (packed, small)
         } == {("both", "queries")}
         # per key column: means have 4 / 8 bits more; scales and spreads of 16 bits come on top
-        pair = [sum(side["row_parts"][part][0] for part in side["row_parts"] if part in ("left", "landmarks"))
-                for side in (packed, plan["chosen"])]  # fmt: skip
+        pair = [
+            sum(side["row_parts"][part][0] for part in side["row_parts"] if part in ("left", "landmarks"))
+            for side in (packed, plan["chosen"])
+        ]
         assert pair[1] < pair[0] < 1.02 * pair[1]
         assert packed["row_host_bytes"] == small["row_host_bytes"] < 0.26 * plan["chosen"]["row_host_bytes"]
         assert small["largest_batch"] > 1.9 * plan["chosen"]["largest_batch"]
@@ -126,9 +128,17 @@ def test_auto_means_what_it_means_on_a_gpu(config, capsys):
 def test_tables_say_what_they_stand_on(config, capsys):
     assert main(["plan", config, "--context", "122880", "--gpu", "a100-80gb"]) == 0
     out = capsys.readouterr().out
-    for told in ("largest batch", "prefilled in one call", "step reads landmarks, GB", "step reads cache, GB",
-                 "step moves over PCIe, GB", "tokens/s, overlapped", "2,039 GB/s HBM, 31.5 GB/s PCIe",
-                 "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"):  # fmt: skip
+    for told in (
+        "largest batch",
+        "prefilled in one call",
+        "step reads landmarks, GB",
+        "step reads cache, GB",
+        "step moves over PCIe, GB",
+        "tokens/s, overlapped",
+        "2,039 GB/s HBM, 31.5 GB/s PCIe",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",
+    ):
         assert told in out.replace("\n", " ").replace("  ", " ")
     assert "nan" not in out
 
@@ -184,10 +194,17 @@ def test_bad_options_are_told_on_stderr_alone(config, case, capsys):
     assert captured.out == ""
 
 
-@pytest.mark.parametrize(("name", "text"), [
-    ("none.json", None), ("none/config.json", None), ("list.json", "[]"), ("torn.json", '{"model_type"'),
-    ("other.json", '{"model_type": "magic"}'), ("odd.json", json.dumps(LLAMA_31_8B_JSON | {"hidden_size": "wide"})),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("none.json", None),
+        ("none/config.json", None),
+        ("list.json", "[]"),
+        ("torn.json", '{"model_type"'),
+        ("other.json", '{"model_type": "magic"}'),
+        ("odd.json", json.dumps(LLAMA_31_8B_JSON | {"hidden_size": "wide"})),
+    ],
+)
 def test_a_bad_config_is_told(name, text, capsys, tmp_path):
     if text is not None:
         (tmp_path / name).write_text(text)

@@ -72,9 +72,13 @@ def test_bad_capacity(capacity, message):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"fetch": "disk"}, "fetch must be"), ({"fetch": None}, "fetch must be"), ({"logits": "first"}, "logits must be"),
-     ({"logits": None}, "logits must be")],
-)  # fmt: skip
+    [
+        ({"fetch": "disk"}, "fetch must be"),
+        ({"fetch": None}, "fetch must be"),
+        ({"logits": "first"}, "logits must be"),
+        ({"logits": None}, "logits must be"),
+    ],
+)
 def test_bad_options(options, message):
     with pytest.raises(ConfigError, match=message):
         decode.prefill(model(), GOOD, [3, 2], Full(), **{"capacity": 8, **options})

@@ -122,9 +122,12 @@ def layer_memory(config, tokens, chunk):
     count, size = pieces_of(tokens, chunk)
     x = jax.ShapeDtypeStruct((1, count * size, config.model_dim), jnp.float32)
     program = prefill_layer.lower(
-        weights, x, jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((config.head_dim // 2,), jnp.float32),
+        weights,
+        x,
+        jax.ShapeDtypeStruct((1,), jnp.int32),
+        jax.ShapeDtypeStruct((config.head_dim // 2,), jnp.float32),
         plan=LayerPlan(config, config.attention_kind(0), needs_all=False, q_tail=0, size=size),
-    )  # fmt: skip
+    )
     return program.compile().memory_analysis()
 
 
@@ -147,9 +150,15 @@ def compress_memory(config, tokens, capacity, policy, chunk):
 def test_the_compiled_layer_keeps_to_the_bound(config, tokens, chunk, policy):
     """What XLA reserves: temporaries of a piece that do not grow with the prompt, hidden states in place."""
     peak = prefill_peak(
-        config, policy, batch=1, tokens=tokens, capacity=tokens + 64, prefill_chunk=chunk, dtype="float32",
+        config,
+        policy,
+        batch=1,
+        tokens=tokens,
+        capacity=tokens + 64,
+        prefill_chunk=chunk,
+        dtype="float32",
         fetch="device_put",
-    )  # fmt: skip
+    )
     layer, compress = layer_memory(config, tokens, chunk), compress_memory(config, tokens, tokens + 64, policy, chunk)
     assert layer.alias_size_in_bytes == peak["hidden"]
     assert layer.output_size_in_bytes <= peak["hidden"] + peak["keys_values"] + 4 * tokens + 4096  # and positions
@@ -171,9 +180,15 @@ def measure_growth(config, tokens, policy, prefill_chunk):
     prompt = np.random.default_rng(0).integers(0, config.vocab_size, (1, tokens), dtype=np.int32)
     before, after = device_bytes(), []
     [(_, state)] = decode.prefill_many(
-        params, prompt, [tokens], [policy], capacity=tokens + 64, fetch="device_put", prefill_chunk=prefill_chunk,
+        params,
+        prompt,
+        [tokens],
+        [policy],
+        capacity=tokens + 64,
+        fetch="device_put",
+        prefill_chunk=prefill_chunk,
         progress=lambda done, total: after.append(device_bytes() - before),
-    )  # fmt: skip
+    )
     return after, state
 
 
@@ -183,13 +198,21 @@ def check_growth(config, tokens, policy, prefill_chunk):
     abstract = abstract_state(
         config, policy, batch=1, capacity=tokens + 64, prompt=tokens, dtype="float32", fetch="device_put"
     )
-    layer = [sum(device for device, _ in layer_nbytes(one).values())
-             for spec, one in zip(abstract.specs, abstract.layers, strict=True)]  # fmt: skip
+    layer = [
+        sum(device for device, _ in layer_nbytes(one).values())
+        for spec, one in zip(abstract.specs, abstract.layers, strict=True)
+    ]
     assert np.diff(after).tolist() == layer[1:]
     peak = prefill_peak(
-        config, policy, batch=1, tokens=tokens, capacity=tokens + 64, prefill_chunk=prefill_chunk, dtype="float32",
+        config,
+        policy,
+        batch=1,
+        tokens=tokens,
+        capacity=tokens + 64,
+        prefill_chunk=prefill_chunk,
+        dtype="float32",
         fetch="device_put",
-    )  # fmt: skip
+    )
     assert after[0] <= peak["hidden"] + layer[0] + 64  # lengths
     assert after[-1] <= peak["hidden"] + peak["state"] + 64
     full = 2 * (tokens + 64) * config.key_columns * 4

@@ -86,9 +86,13 @@ def test_draws_have_the_probabilities():
 
 @pytest.mark.parametrize(
     ("field", "values"),
-    [("temperature", [-0.1, float("inf"), float("nan"), "1"]), ("top_k", [0, -1, 1.5, True]),
-     ("top_p", [0.0, 1.1, -1.0, float("nan")]), ("min_p", [0.0, 1.1, float("nan")])],
-)  # fmt: skip
+    [
+        ("temperature", [-0.1, float("inf"), float("nan"), "1"]),
+        ("top_k", [0, -1, 1.5, True]),
+        ("top_p", [0.0, 1.1, -1.0, float("nan")]),
+        ("min_p", [0.0, 1.1, float("nan")]),
+    ],
+)
 def test_bad_samplers_name_the_field(field, values):
     for value in values:
         with pytest.raises(ConfigError, match=f"sampler.{field}"):

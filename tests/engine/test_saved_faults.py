@@ -160,8 +160,12 @@ def test_a_killed_writer_leaves_the_old_file(tmp_path, point):
         os.environ.get("PYTHONPATH", ""),
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    with subprocess.Popen([sys.executable, "-c", CHILD, point, str(tmp_path / "state")], env=environment,
-                          stdout=subprocess.PIPE, text=True) as child:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD, point, str(tmp_path / "state")],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
         try:
             assert child.stdout.readline() == "there\n"
             assert len(os.listdir(tmp_path)) == 2  # it is at work beside the old file

@@ -34,10 +34,15 @@ from jshadow.weights.params import Params, init_params
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (None, "no such file"), (b"", "empty file"), (LFS, "git lfs pull"), (b"short", "5 bytes"),
-        (b"\x80\x04\x95pickle" * 9, "something else"), (b"\xff" * 99, "something else"), (b"[" * 999, "something else"),
+        (None, "no such file"),
+        (b"", "empty file"),
+        (LFS, "git lfs pull"),
+        (b"short", "5 bytes"),
+        (b"\x80\x04\x95pickle" * 9, "something else"),
+        (b"\xff" * 99, "something else"),
+        (b"[" * 999, "something else"),
     ],
-)  # fmt: skip
+)
 def test_no_state_at_all(tmp_path, content, told):
     if content is not None:
         (tmp_path / "state").write_bytes(content)
@@ -66,16 +71,21 @@ def seal(path: Path, edit: Callable[[Tensors, Texts], Any], *, digests: bool = T
     save_small(path)
     with safe_open(path, "numpy") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dict
-        texts = {name: text if name == "format" else json.loads(text)
-                 for name, text in file.metadata().items() if name != "header_sha256"}  # fmt: skip
+        texts = {
+            name: text if name == "format" else json.loads(text)
+            for name, text in file.metadata().items()
+            if name != "header_sha256"
+        }
     edit(tensors, texts)
     if digests:
         texts["sha256"] = {name: sha256(raw_bytes(value)) for name, value in tensors.items()}
     told = {name: text if name == "format" else canonical(text).decode() for name, text in texts.items()}
     save_file(tensors, path)
     with safe_open(path, "numpy") as file:
-        table = {name: (part.get_dtype(), tuple(part.get_shape()))
-                 for name, part in ((name, file.get_slice(name)) for name in tensors)}  # fmt: skip
+        table = {
+            name: (part.get_dtype(), tuple(part.get_shape()))
+            for name, part in ((name, file.get_slice(name)) for name in tensors)
+        }
     save_file(tensors, path, told | {"header_sha256": header_digest(told, table)})
 
 
@@ -125,7 +135,7 @@ def test_the_seal_itself_is_no_difference(tmp_path):
         (fills("lengths", -1), r"got \[-1, -1\]"),
         (fills("layers.0.frozen.chunks", -7), "room of each row must be at least 0"),
     ],
-)  # fmt: skip
+)
 def test_a_well_sealed_file_with_a_wrong_content(tmp_path, edit, told):
     seal(tmp_path / "state", edit)
     with pytest.raises(CheckpointError, match=told):
@@ -260,8 +270,11 @@ def test_a_policy_that_is_not_listed_must_be_given(tmp_path):
 
 def test_everything_at_once_is_one_error(tmp_path):
     save_state(tmp_path / "state", small()[1], small()[0])
-    other = Params(init_params(dataclasses.replace(SMALL, ffn_dim=4), dtype="bfloat16").weights,
-                   dataclasses.replace(SMALL, ffn_dim=4), byte_tokenizer())  # fmt: skip
+    other = Params(
+        init_params(dataclasses.replace(SMALL, ffn_dim=4), dtype="bfloat16").weights,
+        dataclasses.replace(SMALL, ffn_dim=4),
+        byte_tokenizer(),
+    )
     found = lines_of(tmp_path / "state", other, Full())
     assert {"config.ffn_dim", "dtype", "weights", "tokenizer", "policy.name"} <= set(found)
 

@@ -23,7 +23,7 @@ from cases import (
     random_tokens,
     run_steps,
     setting,
-)  # fmt: skip
+)
 from safetensors import safe_open
 from tiny_text import byte_tokenizer
 
@@ -129,8 +129,14 @@ def test_tensors_are_aligned(tmp_path):
 
 def test_rows_taken_and_inserted_keep_their_window(tmp_path):
     state = decoded("shadowkv", "device_put")
-    _, one = decode.prefill(model(), random_tokens(1, 20), np.array([20]), setting("shadowkv", "restricted"),
-                            capacity=CAPACITY, fetch="device_put")  # fmt: skip
+    _, one = decode.prefill(
+        model(),
+        random_tokens(1, 20),
+        np.array([20]),
+        setting("shadowkv", "restricted"),
+        capacity=CAPACITY,
+        fetch="device_put",
+    )
     for changed in (state.take([2, 0]), state.insert(1, one), one):
         save_state(tmp_path / "state", changed, model())
         loaded = load_state(tmp_path / "state", model())
@@ -141,8 +147,12 @@ def test_rows_taken_and_inserted_keep_their_window(tmp_path):
 
 
 def test_fitted_arrays_come_back(tmp_path):
-    basis = {"part": {"basis": jnp.arange(18.0).reshape(3, 2, 3), "kept": jnp.array([[True, False]] * 3)}, "none": None,
-             "b.c": jnp.full(3, 3, jnp.int8), "empty": {}}  # fmt: skip
+    basis = {
+        "part": {"basis": jnp.arange(18.0).reshape(3, 2, 3), "kept": jnp.array([[True, False]] * 3)},
+        "none": None,
+        "b.c": jnp.full(3, 3, jnp.int8),
+        "empty": {},
+    }
     state = decoded("full", "resident").replace(fitted=basis)
     save_state(tmp_path / "state", state, model())
     loaded = load_state(tmp_path / "state", model())
@@ -304,8 +314,10 @@ class WithoutBackend:
 
 
 def test_a_tokenizer_without_backend_has_a_digest():
-    digests = [Params({}, TINY, WithoutBackend(vocab)).tokenizer_digest
-               for vocab in ({"a": 0, "b": 1}, {"b": 1, "a": 0}, {"a": 1, "b": 0})]  # fmt: skip
+    digests = [
+        Params({}, TINY, WithoutBackend(vocab)).tokenizer_digest
+        for vocab in ({"a": 0, "b": 1}, {"b": 1, "a": 0}, {"a": 1, "b": 0})
+    ]
     assert digests[0] == digests[1] != digests[2]
 
 

@@ -154,8 +154,9 @@ def close(mine, theirs, atol):
 
 
 # but for those that attend to a prompt in their own way, which refuse it
-@pytest.mark.parametrize("name", [name for name in policies_of("full", "h2o", "infinigen", "shadowkv")
-                                  if not name.startswith("infllm")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", [name for name in policies_of("full", "h2o", "infinigen", "shadowkv") if not name.startswith("infllm")]
+)
 def test_every_policy_takes_it(name):
     """What covers everything changes nothing, through the tiles too; what does not, does.
 
@@ -226,7 +227,7 @@ def counted(attention, tokens, seed=0):
         (AShape(initial=16, local=33, block=16), 3 + 1),
         (BlockSparse(blocks=5, block=16), 5),
     ],
-)  # fmt: skip
+)
 def test_work_follows_the_budget(attention, bound):
     """Twice the tokens are twice the tiles, not four times; and few of them."""
     blocks = [1024 // 16, 2048 // 16]

@@ -24,9 +24,18 @@ from jshadow.policies import Full
 from jshadow.weights.params import init_params
 
 CONFIG = ModelConfig(
-    model_type="llama", vocab_size=257, num_layers=2, model_dim=32, ffn_dim=48, q_heads=4, kv_heads=2, head_dim=16,
-    norm_eps=1e-5, context=2048, eos_ids=(256,),
-)  # fmt: skip
+    model_type="llama",
+    vocab_size=257,
+    num_layers=2,
+    model_dim=32,
+    ffn_dim=48,
+    q_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    norm_eps=1e-5,
+    context=2048,
+    eos_ids=(256,),
+)
 SMALL = VerticalSlash(vertical=9, slash=11, last_queries=8, first_columns=3, local_diagonals=5, block=16)
 SMALL_TEXT = "vertical_slash:vertical=9:slash=11:last_queries=8:first_columns=3:local_diagonals=5:block=16"
 TEXT = "a document of many words, " * 20
@@ -92,9 +101,20 @@ def test_the_commands(checkpoint, capsys, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     pattern = str(tmp_path / "pattern.json")
     found = run(
-        capsys, "prefill-patterns", checkpoint, "--text", str(tmp_path / "text.txt"), "--tokens", "512",
-        "--out", pattern, "--share", "0.6", "--dtype", "float32",
-    )  # fmt: skip
+        capsys,
+        "prefill-patterns",
+        checkpoint,
+        "--text",
+        str(tmp_path / "text.txt"),
+        "--tokens",
+        "512",
+        "--out",
+        pattern,
+        "--share",
+        "0.6",
+        "--dtype",
+        "float32",
+    )
     assert found["candidates"][-1]["heads"] == 8
     digest = load_pattern(pattern).digest()
     assert found["digest"] == digest
@@ -134,13 +154,24 @@ def test_a_pattern_of_another_model_is_refused(params, checkpoint, capsys, tmp_p
         '{"format": "jshadow prefill pattern 1", "block": 64, "heads": [[["a_shape", 3, 4]]]}'
     )
     told = run(
-        capsys, "generate", checkpoint, "--prompt", TEXT, "--prefill", f"vertical_slash:pattern={tmp_path}/p.json",
+        capsys,
+        "generate",
+        checkpoint,
+        "--prompt",
+        TEXT,
+        "--prefill",
+        f"vertical_slash:pattern={tmp_path}/p.json",
         status=2,
-    )  # fmt: skip
+    )
     assert "pattern must be of this model, 2 layers of 4 query heads, got 1 of 1" in told
-    for damaged in ('{"heads": []}', "[]", "no", '{"format": "jshadow prefill pattern 1"}',
-                    '{"format": "jshadow prefill pattern 1", "block": 64, "heads": [[["a_shape", 3, "4"]]]}',
-                    '{"format": "jshadow prefill pattern 1", "block": 64, "heads": [[7]]}'):  # fmt: skip
+    for damaged in (
+        '{"heads": []}',
+        "[]",
+        "no",
+        '{"format": "jshadow prefill pattern 1"}',
+        '{"format": "jshadow prefill pattern 1", "block": 64, "heads": [[["a_shape", 3, "4"]]]}',
+        '{"format": "jshadow prefill pattern 1", "block": 64, "heads": [[7]]}',
+    ):
         (tmp_path / "p.json").write_text(damaged)
         with pytest.raises(ConfigError, match="pattern"):
             load_pattern(tmp_path / "p.json")
@@ -148,8 +179,10 @@ def test_a_pattern_of_another_model_is_refused(params, checkpoint, capsys, tmp_p
 
 def test_bad_searches_are_told(checkpoint, capsys, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
-    for text, tokens, words in ((tmp_path / "none", 64, "text must be readable"),
-                                (tmp_path / "text.txt", 9999, "tokens must lie in")):  # fmt: skip
+    for text, tokens, words in (
+        (tmp_path / "none", 64, "text must be readable"),
+        (tmp_path / "text.txt", 9999, "tokens must lie in"),
+    ):
         arguments = ["--text", str(text), "--tokens", str(tokens), "--out", str(tmp_path / "p.json")]
         assert words in run(capsys, "prefill-patterns", checkpoint, *arguments, status=2)
     assert not (tmp_path / "p.json").exists()
@@ -185,17 +218,31 @@ def test_one_program_serves_all_layers():
 )
 def test_the_compiled_layer_keeps_to_the_bound(attention, config, tokens, chunk):
     peak = prefill_peak(
-        config, Full(), batch=1, tokens=tokens, capacity=tokens + 64, prefill_chunk=chunk, dtype="float32",
-        fetch="resident", attention=attention,
-    )  # fmt: skip
+        config,
+        Full(),
+        batch=1,
+        tokens=tokens,
+        capacity=tokens + 64,
+        prefill_chunk=chunk,
+        dtype="float32",
+        fetch="resident",
+        attention=attention,
+    )
     weights = jax.eval_shape(lambda: init_params(dataclasses.replace(config, num_layers=1)).weights["layer_0"])
     count, size = pieces_of(tokens, chunk, attention.multiple)
     learned = jax.eval_shape(lambda: HeadSizes.equal(config.q_heads)) if attention.most_blocks else None
-    memory = prefill_layer.lower(
-        weights, jax.ShapeDtypeStruct((1, count * size, config.model_dim), jnp.float32),
-        jax.ShapeDtypeStruct((1,), jnp.int32), jax.ShapeDtypeStruct((config.head_dim // 2,), jnp.float32), learned,
-        plan=LayerPlan(config, config.attention_kind(0), needs_all=False, q_tail=0, size=size, attention=attention),
-    ).compile().memory_analysis()  # fmt: skip
+    memory = (
+        prefill_layer.lower(
+            weights,
+            jax.ShapeDtypeStruct((1, count * size, config.model_dim), jnp.float32),
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            jax.ShapeDtypeStruct((config.head_dim // 2,), jnp.float32),
+            learned,
+            plan=LayerPlan(config, config.attention_kind(0), needs_all=False, q_tail=0, size=size, attention=attention),
+        )
+        .compile()
+        .memory_analysis()
+    )
     left = memory.output_size_in_bytes - peak["hidden"] - peak["keys_values"]  # positions, and what was chosen
     assert memory.temp_size_in_bytes + left <= peak["piece"]
     assert peak["piece"] < tokens * tokens * config.q_heads  # let alone four bytes of each score

@@ -16,10 +16,16 @@ CHAT = [{"role": "user", "content": "hi"}]
 @pytest.mark.parametrize(
     ("prompt", "count", "bare"),
     [
-        ("text", 1, True), (CHAT, 1, True), ([1, 2, 3], 1, True), (np.array([1, 2]), 1, True),
-        (["a", "bc"], 2, False), ([CHAT, "x"], 2, False), ([[1], [2, 3]], 2, False), (["one"], 1, False),
+        ("text", 1, True),
+        (CHAT, 1, True),
+        ([1, 2, 3], 1, True),
+        (np.array([1, 2]), 1, True),
+        (["a", "bc"], 2, False),
+        ([CHAT, "x"], 2, False),
+        ([[1], [2, 3]], 2, False),
+        (["one"], 1, False),
     ],
-)  # fmt: skip
+)
 def test_one_prompt_or_many(prompt, count, bare):
     prompts, is_bare = split_prompts(prompt)
     assert (len(prompts), is_bare) == (count, bare)

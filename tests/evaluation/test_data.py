@@ -37,8 +37,17 @@ SUITE_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"scorer": "edit_similarity", "max_new_tokens": 64, "question": ""},
     ),
     "longbench_v2": (
-        {"question": "Which?", "choice_A": "a1", "choice_B": "b1", "choice_C": "c1", "choice_D": "d1", "answer": "C",
-         "context": TEXT, "length": "short", "difficulty": "easy"},
+        {
+            "question": "Which?",
+            "choice_A": "a1",
+            "choice_B": "b1",
+            "choice_C": "c1",
+            "choice_D": "d1",
+            "answer": "C",
+            "context": TEXT,
+            "length": "short",
+            "difficulty": "easy",
+        },
         {"answer": ("C",), "scorer": "letter", "max_new_tokens": 128},
     ),
     "longbook_choice_eng": (
@@ -61,7 +70,7 @@ SUITE_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"index": 0, "input": TEXT, "outputs": ["AB", "CD"], "answer_prefix": " Answer:"},
         {"scorer": "string_match_part", "max_new_tokens": 32, "answer_prefix": " Answer:"},
     ),
-}  # fmt: skip
+}
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -92,8 +101,12 @@ def test_a_plain_text_is_gone_on_with(tmp_path: Path) -> None:
 
 
 def test_kvpress_rows_and_their_scorers(tmp_path: Path) -> None:
-    rows = [ROW, ROW | {"answer": ["1998", "7"]}, ROW | {"task": "qa_2", "answer": ["1998"]},
-            ROW | {"scorer": "f1", "task": "own", "length": 64}]  # fmt: skip
+    rows = [
+        ROW,
+        ROW | {"answer": ["1998", "7"]},
+        ROW | {"task": "qa_2", "answer": ["1998"]},
+        ROW | {"scorer": "f1", "task": "own", "length": 64},
+    ]
     read = data.read_rows([write(tmp_path / "mine.jsonl", rows)])
     assert [row.sample.scorer for row in read] == ["string_match_part", "string_match_all", "string_match_part", "f1"]
     assert [row.task for row in read] == ["mine", "mine", "qa_2", "own"]
@@ -132,16 +145,21 @@ def fake_parquet(rows: Any) -> Any:
 
 
 BAD_ROWS: list[tuple[str, Any]] = [
-    ("must have the columns", {"context": "x"}), ("must be an object", [1]),
-    ("context must be text", ROW | {"context": 3}), ("context must have text", ROW | {"context": ""}),
-    ("answer must be text", ROW | {"answer": []}), ("answer must be text", ROW | {"answer": ""}),
-    ("max_new_tokens must be", ROW | {"max_new_tokens": 0}), ("max_new_tokens must be", ROW | {"max_new_tokens": "9"}),
-    ("scorer must be one of", ROW | {"scorer": "bleu"}), ("turn 2 must follow", ROW | {"turn": 2}),
+    ("must have the columns", {"context": "x"}),
+    ("must be an object", [1]),
+    ("context must be text", ROW | {"context": 3}),
+    ("context must have text", ROW | {"context": ""}),
+    ("answer must be text", ROW | {"answer": []}),
+    ("answer must be text", ROW | {"answer": ""}),
+    ("max_new_tokens must be", ROW | {"max_new_tokens": 0}),
+    ("max_new_tokens must be", ROW | {"max_new_tokens": "9"}),
+    ("scorer must be one of", ROW | {"scorer": "bleu"}),
+    ("turn 2 must follow", ROW | {"turn": 2}),
     ("begin with the instruction", ROW | {"instruction": "Read"}),
     ("segmentation", SUITE_ROWS["trec"][0] | {"dataset": "dureader"}),
     ("LongBench", SUITE_ROWS["trec"][0] | {"dataset": "what"}),
     ("options must be 4", SUITE_ROWS["passkey"][0] | {"task": "code_debug", "options": ["a"]}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("told", "row"), BAD_ROWS)
@@ -155,8 +173,12 @@ def test_bad_rows_are_refused_with_file_and_number(told: str, row: Any, tmp_path
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.jsonl").write_text('{"context":')
     (tmp_path / "empty.jsonl").write_text("\n")
-    for name, told in (("broken.jsonl", "cannot be read"), ("empty.jsonl", "must have rows"),
-                       ("none.jsonl", "cannot be read"), ("rows.csv", "must be .jsonl")):  # fmt: skip
+    for name, told in (
+        ("broken.jsonl", "cannot be read"),
+        ("empty.jsonl", "must have rows"),
+        ("none.jsonl", "cannot be read"),
+        ("rows.csv", "must be .jsonl"),
+    ):
         with pytest.raises(ConfigError, match=told):
             data.read_rows([tmp_path / name])
     with pytest.raises(ConfigError, match="limit must be"):
@@ -229,9 +251,12 @@ def test_the_module_writes_rows(tmp_path: Path, params: Params, capsys: pytest.C
     [made] = data.read_cases([out], params.tokenizer, 2048)
     wanted = tuple(tasks.sample_of("niah_multiquery_apart", params.tokenizer, 1200, i, 2, 3)[0] for i in range(2))
     assert made.cases == wanted
-    for bad, told in ((["agreement", *args], "must ask something"), (["passkey", *args, "--depth", "1"], "--depth"),
-                      (["passkey", *args, "--samples", "0"], "--samples"),
-                      (["passkey", *args[:-1], str(tmp_path / "none" / "x.jsonl")], "can be written")):  # fmt: skip
+    for bad, told in (
+        (["agreement", *args], "must ask something"),
+        (["passkey", *args, "--depth", "1"], "--depth"),
+        (["passkey", *args, "--samples", "0"], "--samples"),
+        (["passkey", *args[:-1], str(tmp_path / "none" / "x.jsonl")], "can be written"),
+    ):
         assert main(bad) == 2
         assert told in capsys.readouterr().err
     assert len(out.read_text().splitlines()) == 8

@@ -92,8 +92,22 @@ def test_the_command_prints_one_line_a_policy(
     params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(params, tmp_path / "model")
-    call = ["eval", str(tmp_path / "model"), "--tasks", "needle_multiturn", "--lengths", "1000", "--samples", "1",
-            "--policies", "streaming_llm,omnikv", "--shares", "0.5,0.02", "--dtype", "float32"]  # fmt: skip
+    call = [
+        "eval",
+        str(tmp_path / "model"),
+        "--tasks",
+        "needle_multiturn",
+        "--lengths",
+        "1000",
+        "--samples",
+        "1",
+        "--policies",
+        "streaming_llm,omnikv",
+        "--shares",
+        "0.5,0.02",
+        "--dtype",
+        "float32",
+    ]
     picture = tmp_path / "turns.svg"
     assert cli.main([*call, "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
@@ -108,8 +122,10 @@ def test_the_command_prints_one_line_a_policy(
     assert all(len(row["turns"]) == 4 for row in told if not row["infeasible"])
 
 
-SWEEPS = {"rank": [ShadowKV(rank=rank, budget=32) for rank in (8, 16)],
-          "budget": [ShadowKV(rank=16, budget=budget) for budget in (32, 64)]}  # fmt: skip
+SWEEPS = {
+    "rank": [ShadowKV(rank=rank, budget=32) for rank in (8, 16)],
+    "budget": [ShadowKV(rank=16, budget=budget) for budget in (32, 64)],
+}
 
 
 def test_sweeps_run_beside_shares(params: Params, tmp_path: Path) -> None:
@@ -159,8 +175,11 @@ def test_what_has_no_share_is_told_by_its_settings() -> None:
         results.show_shares(rows, console)
     told = [line.split("│")[2:4] for line in console.export_text().splitlines() if line.startswith("│")]
     assert [[part.strip() for part in line] for line in told] == [
-        ["100", "full"], ["50", "h2o"], ["-", "h2o:heavy=4"], ["-", "quest:unit=8"],
-    ]  # fmt: skip
+        ["100", "full"],
+        ["50", "h2o"],
+        ["-", "h2o:heavy=4"],
+        ["-", "quest:unit=8"],
+    ]
 
 
 @pytest.mark.parametrize("sweeps", [{"rank": [H2O()]}, {"rank": ["shadowkv"]}, {"depth": [ShadowKV()]}])
@@ -254,8 +273,22 @@ def test_learned_arrays_reach_their_policy_alone(
     save(params, tmp_path / "model")
     file = str(tmp_path / "less.safetensors")
     save_fitted(file, learned, LEARNER, load(tmp_path / "model", dtype="float32"))
-    call = ["eval", str(tmp_path / "model"), "--tasks", "agreement", "--lengths", str(LENGTH), "--samples", "1",
-            "--dtype", "float32", "--policies", results.label(LEARNER), "--fitted", file]  # fmt: skip
+    call = [
+        "eval",
+        str(tmp_path / "model"),
+        "--tasks",
+        "agreement",
+        "--lengths",
+        str(LENGTH),
+        "--samples",
+        "1",
+        "--dtype",
+        "float32",
+        "--policies",
+        results.label(LEARNER),
+        "--fitted",
+        file,
+    ]
     assert cli.main([*call, "--json"]) == 0
     [_, row] = json.loads(capsys.readouterr().out)["results"]
     assert row["fitted"]
@@ -267,7 +300,7 @@ def test_learned_arrays_reach_their_policy_alone(
 @pytest.mark.parametrize(
     ("policies", "shares", "told"),
     [([Quest()], (), "got those of less"), ([LESS()], (), "the fit of less"), ([LESS()], (0.5,), "the fit of less")],
-)  # fmt: skip
+)
 def test_learned_arrays_that_nobody_can_use_are_refused(
     params: Params, learned: Any, policies: list[Policy], shares: tuple[float, ...], told: str
 ) -> None:
@@ -289,8 +322,16 @@ def test_a_picture_that_cannot_be_is_refused_first(tmp_path: Path, path: str, ta
 
 
 def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    row = {"task": "needle_multiturn", "length": 9, "policy": "full", "name": "full", "samples": 1,
-           "turns": [100.0, 50.0], "served_device_bytes": 5, "served_full_bytes": 10}  # fmt: skip
+    row = {
+        "task": "needle_multiturn",
+        "length": 9,
+        "policy": "full",
+        "name": "full",
+        "samples": 1,
+        "turns": [100.0, 50.0],
+        "served_device_bytes": 5,
+        "served_full_bytes": 10,
+    }
     target = tmp_path / "turns.png"
     target.mkdir()  # nothing can take its place
     with pytest.raises(ConfigError, match="can be written"):

@@ -120,10 +120,16 @@ def test_long_texts_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
 
 
 BAD_CASES: list[tuple[str, dict[str, Any]]] = [
-    ("task", {"task": "needle"}), ("length", {"length": 20}), ("length", {"length": 0}), ("length", {"length": True}),
-    ("depth", {"depth": -0.1}), ("depth", {"depth": 1.5}), ("depth", {"depth": float("nan")}),
-    ("seed", {"seed": -1}), ("tokenizer", {"tokenizer": None}),
-]  # fmt: skip
+    ("task", {"task": "needle"}),
+    ("length", {"length": 20}),
+    ("length", {"length": 0}),
+    ("length", {"length": True}),
+    ("depth", {"depth": -0.1}),
+    ("depth", {"depth": 1.5}),
+    ("depth", {"depth": float("nan")}),
+    ("seed", {"seed": -1}),
+    ("tokenizer", {"tokenizer": None}),
+]
 
 
 @pytest.mark.parametrize(("word", "change"), BAD_CASES)
@@ -152,10 +158,16 @@ def test_the_module_prints_a_prompt(params: Params, tmp_path: Path, capsys: pyte
 # Scores
 
 ANSWERS = [
-    ("1234567", "1234567", True), ("1234567", " It is 1234567.", True), ("1234567", "", False),
-    ("1234567", "123456", False), ("1234567", "12345678", False), ("1234567", "01234567", False),
-    ("1234567", "1,234,567", False), ("1234567", "1234568 or 1234567", True), ("", "anything", False),
-]  # fmt: skip
+    ("1234567", "1234567", True),
+    ("1234567", " It is 1234567.", True),
+    ("1234567", "", False),
+    ("1234567", "123456", False),
+    ("1234567", "12345678", False),
+    ("1234567", "01234567", False),
+    ("1234567", "1,234,567", False),
+    ("1234567", "1234568 or 1234567", True),
+    ("", "anything", False),
+]
 
 
 @pytest.mark.parametrize(("answer", "output", "good"), ANSWERS)
@@ -340,10 +352,19 @@ def test_a_killed_run_goes_on_where_it_stopped(
 
 
 BAD_RUNS: list[dict[str, Any]] = [
-    {"tasks": []}, {"tasks": ["what"]}, {"tasks": "needle_docs"}, {"lengths": []}, {"lengths": [8]},
-    {"lengths": [5000]}, {"lengths": [True]}, {"policies": []},
-    {"policies": [ShadowKV(rank=999)]}, {"samples": 0}, {"samples": True}, {"fetch": "fast"},
-]  # fmt: skip
+    {"tasks": []},
+    {"tasks": ["what"]},
+    {"tasks": "needle_docs"},
+    {"lengths": []},
+    {"lengths": [8]},
+    {"lengths": [5000]},
+    {"lengths": [True]},
+    {"policies": []},
+    {"policies": [ShadowKV(rank=999)]},
+    {"samples": 0},
+    {"samples": True},
+    {"fetch": "fast"},
+]
 
 
 @pytest.mark.parametrize("change", BAD_RUNS, ids=str)
@@ -372,9 +393,12 @@ def test_the_command_line(model_dir: Path, tmp_path: Path, capsys: pytest.Captur
     printed = json.loads(capsys.readouterr().out)
     rows = printed["results"]
     assert [(row["task"], row["name"]) for row in rows] == [
-        ("needle_docs", "full"), ("needle_docs", "shadowkv"), ("needle_docs", "streaming_llm"), ("agreement", "full"),
+        ("needle_docs", "full"),
+        ("needle_docs", "shadowkv"),
+        ("needle_docs", "streaming_llm"),
+        ("agreement", "full"),
         ("agreement", "shadowkv"),
-    ]  # fmt: skip
+    ]
     wanted = {"task", "length", "policy", "score", "stderr", "samples", "device_bytes", "host_bytes", "full_bytes"}
     assert all(row.keys() >= wanted for row in rows)
     assert {"found", "recall_of_full", "control"} <= rows[0].keys()
@@ -393,10 +417,18 @@ def test_the_command_line(model_dir: Path, tmp_path: Path, capsys: pytest.Captur
 
 
 BAD_ARGUMENTS = [
-    ("--tasks", "x"), ("--tasks", ","), ("--lengths", "x"), ("--lengths", ""), ("--lengths", "-5"),
-    ("--policies", "x"), ("--policies", "shadowkv:size=3"), ("--policies", "shadowkv:rank"), ("--fetch", "x"),
-    ("--samples", "0"), ("--seed", "-1"),
-]  # fmt: skip
+    ("--tasks", "x"),
+    ("--tasks", ","),
+    ("--lengths", "x"),
+    ("--lengths", ""),
+    ("--lengths", "-5"),
+    ("--policies", "x"),
+    ("--policies", "shadowkv:size=3"),
+    ("--policies", "shadowkv:rank"),
+    ("--fetch", "x"),
+    ("--samples", "0"),
+    ("--seed", "-1"),
+]
 
 
 @pytest.mark.parametrize(("option", "value"), BAD_ARGUMENTS)

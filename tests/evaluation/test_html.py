@@ -138,8 +138,9 @@ def test_light_and_dark(tmp_path: Path) -> None:
 
 
 def test_nothing_in_a_row_is_markup(tmp_path: Path) -> None:
-    bad = row(policy=HOSTILE, name=HOSTILE, task=HOSTILE, infeasible=HOSTILE, control=HOSTILE, fetch=HOSTILE,
-              prefill=HOSTILE)  # fmt: skip
+    bad = row(
+        policy=HOSTILE, name=HOSTILE, task=HOSTILE, infeasible=HOSTILE, control=HOSTILE, fetch=HOSTILE, prefill=HOSTILE
+    )
     html.write_report([bad], tmp_path / "r.html", command=HOSTILE)
     page = read(tmp_path / "r.html")
     tags = [tag for tag, _ in page.elements]
@@ -180,9 +181,13 @@ def test_results_of_a_real_evaluation(tmp_path: Path) -> None:
     made = init_params(config, seed=1)
     params = Params(made.weights, made.config, byte_tokenizer())
     rows = runner.evaluate(
-        params, ["agreement", "needle_noise"], [420], [ShadowKV(rank=8, budget=32, outlier_chunks=2), Quest()],
-        samples=2, out=tmp_path,
-    )  # fmt: skip
+        params,
+        ["agreement", "needle_noise"],
+        [420],
+        [ShadowKV(rank=8, budget=32, outlier_chunks=2), Quest()],
+        samples=2,
+        out=tmp_path,
+    )
     rows = json.loads(json.dumps(rows))  # as `--json` gives them
     written = html.write_results(rows, tmp_path, "jshadow eval")
     names = [path.name for path in written]

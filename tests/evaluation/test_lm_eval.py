@@ -55,7 +55,7 @@ def step_by_step(params: Params, policy: Any, context: list[int], continuation: 
     capacity = 256
     logits, state = decode.prefill(
         params, np.array([context]), np.array([len(context)]), policy, capacity=capacity, fetch="resident"
-    )  # fmt: skip
+    )
     total, greedy = 0.0, True
     for token in continuation:
         row = np.asarray(logits)[0]
@@ -82,9 +82,13 @@ def greedy_ids(params: Params, text: str, count: int) -> list[int]:
 
 
 PAIRS = [
-    (TALE, " yes"), (TALE, " n"), ("Rain", "y days"), (TALE, " perhaps not at all, said the crow"), ("", "Once upon"),
+    (TALE, " yes"),
+    (TALE, " n"),
+    ("Rain", "y days"),
+    (TALE, " perhaps not at all, said the crow"),
+    ("", "Once upon"),
     ("Rain", " coat"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "batch"), [("full", 1), ("shadowkv", 3), ("streaming_llm", 2)])
@@ -138,7 +142,7 @@ def test_learned_arrays_come_from_a_file(params, tmp_path):
     ids, more = params.tokenizer.encode(TALE[:-1]), params.tokenizer.encode("  yes and no")
     logits, state = decode.prefill(
         params, np.array([ids]), np.array([len(ids)]), loki, capacity=256, fetch="resident", fitted=arrays
-    )  # fmt: skip
+    )
     rest, _ = decode.extend(params, np.array([more[:-1]]), np.array([len(more) - 1]), state, logits="all")
     rows = np.concatenate([np.asarray(logits), np.asarray(rest)[0]])
     assert score == pytest.approx(log_softmax(rows)[np.arange(len(more)), more].sum(), abs=1e-4)
@@ -243,13 +247,18 @@ def test_generation_settings():
     assert parse_generation({"do_sample": False, "temperature": 1, "until": "\n"}, 256) == (Sampler(), 256, ("\n",))
     assert parse_generation({"do_sample": True, "max_tokens": "7"}, 256) == (Sampler(1.0), 7, ())
     assert parse_generation({"temperature": 0.7, "top_p": 0.9, "top_k": 5, "num_beams": 1}, 9) == (
-        Sampler(0.7, top_k=5, top_p=0.9), 9, ()
-    )  # fmt: skip
+        Sampler(0.7, top_k=5, top_p=0.9),
+        9,
+        (),
+    )
     for bad, name in (
-        ({"beam_width": 3}, "beam_width"), ({"num_beams": 4}, "num_beams"), ({"max_gen_toks": 0}, "max_gen_toks"),
-        ({"max_gen_toks": 3, "max_tokens": 3}, "once"), ({"do_sample": True, "temperature": 0}, "temperature"),
+        ({"beam_width": 3}, "beam_width"),
+        ({"num_beams": 4}, "num_beams"),
+        ({"max_gen_toks": 0}, "max_gen_toks"),
+        ({"max_gen_toks": 3, "max_tokens": 3}, "once"),
+        ({"do_sample": True, "temperature": 0}, "temperature"),
         ({"temperature": 0.5, "top_p": 2}, "top_p"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ConfigError, match=name):
             parse_generation(bad, 256)
 
@@ -274,11 +283,17 @@ def test_what_is_too_long_is_an_error_or_cut_in_the_middle(params, caplog):
 
 def test_bad_settings_are_typed_errors(params):
     for settings, name in (
-        ({"rnak": 3}, "rnak"), ({"batch_size": "auto"}, "batch_size"), ({"truncation": "left"}, "truncation"),
-        ({"max_batch_size": 8}, "max_batch_size"), ({"policy": "none"}, "policy"), ({"fetch": "disk"}, "fetch"),
-        ({"policy": Full(), "rank": 3}, "rank"), ({"capacity": 64, "rolling_context": 65}, "rolling_context"),
-        ({"prefill": "none"}, "prefill"), ({"rank": 4096}, "rank"),
-    ):  # fmt: skip
+        ({"rnak": 3}, "rnak"),
+        ({"batch_size": "auto"}, "batch_size"),
+        ({"truncation": "left"}, "truncation"),
+        ({"max_batch_size": 8}, "max_batch_size"),
+        ({"policy": "none"}, "policy"),
+        ({"fetch": "disk"}, "fetch"),
+        ({"policy": Full(), "rank": 3}, "rank"),
+        ({"capacity": 64, "rolling_context": 65}, "rolling_context"),
+        ({"prefill": "none"}, "prefill"),
+        ({"rank": 4096}, "rank"),
+    ):
         with pytest.raises(ConfigError, match=name):
             JshadowLM(params, **settings)
     with pytest.raises(CapacityError, match="context=256"):
@@ -322,33 +337,45 @@ def test_the_evaluation_imports_without_the_harness():
 def write_tasks(folder: Any) -> dict[str, Any]:
     """Three tasks of a kind each, from files: nothing is downloaded."""
     rows = [
-        {"text": f"{TALE}Question {index}: what did the {who} want?", "choices": ["bread", "a boat", "cheese and rain"],
-         "label": index % 3}
+        {
+            "text": f"{TALE}Question {index}: what did the {who} want?",
+            "choices": ["bread", "a boat", "cheese and rain"],
+            "label": index % 3,
+        }
         for index, who in enumerate(["fox", "crow", "river"])
-    ]  # fmt: skip
+    ]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     source = {
-        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
-        "test_split": "test", "num_fewshot": 0,
-    }  # fmt: skip
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "rows.jsonl")}},
+        "test_split": "test",
+        "num_fewshot": 0,
+    }
     metric = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
     tasks = {
         "tiny_choice": {
-            "output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_choice": "{{choices}}",
-            "doc_to_target": "label", "metric_list": metric,
+            "output_type": "multiple_choice",
+            "doc_to_text": "{{text}}",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "label",
+            "metric_list": metric,
         },
         "tiny_rolling": {
-            "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{text}}",
             "metric_list": [
                 {"metric": "word_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}
             ],
         },
         "tiny_generation": {
-            "output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{choices[label]}}",
+            "output_type": "generate_until",
+            "doc_to_text": "{{text}}",
+            "doc_to_target": "{{choices[label]}}",
             "generation_kwargs": {"max_gen_toks": 12, "until": ["\n\n"], "do_sample": False},
             "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
         },
-    }  # fmt: skip
+    }
     for name, task in tasks.items():
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **source, **task}))
     return {"tasks": sorted(tasks), "task_manager": TaskManager(include_path=str(folder), include_defaults=False)}
@@ -381,9 +408,13 @@ def test_full_attention_scores_as_the_hf_backend(smollm2_dir, tiny_tasks):
     mine = JshadowLM(smollm2_dir, policy="full", dtype="float32", capacity=64, batch_size=2)
     theirs = HFLM(pretrained=str(smollm2_dir), device="cpu", dtype="float32", batch_size=1, max_length=64)
     pairs = [
-        ("The capital of France is", " Paris"), ("The capital of France is", " a large city"), ("", "Once upon a time"),
-        ("One, two, three,", " four, five, six"), (TALE, "The crow"), ("Trailing space ", "goes on"),
-    ]  # fmt: skip
+        ("The capital of France is", " Paris"),
+        ("The capital of France is", " a large city"),
+        ("", "Once upon a time"),
+        ("One, two, three,", " four, five, six"),
+        (TALE, "The crow"),
+        ("Trailing space ", "goes on"),
+    ]
     asked = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
     for one, other in zip(mine.loglikelihood(asked), theirs.loglikelihood(asked), strict=True):
         assert one == (pytest.approx(other[0], abs=1e-3), other[1])
@@ -417,13 +448,23 @@ def test_the_command_line(params, tmp_path):
 
     def run(settings: str) -> subprocess.CompletedProcess[str]:
         told = [
-            "--model", "jshadow", "--model_args", f"pretrained={model},dtype=float32,capacity=256,{settings}",
-            "--tasks", "tiny_choice", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"),
-        ]  # fmt: skip
+            "--model",
+            "jshadow",
+            "--model_args",
+            f"pretrained={model},dtype=float32,capacity=256,{settings}",
+            "--tasks",
+            "tiny_choice",
+            "--include_path",
+            str(tmp_path),
+            "--output_path",
+            str(tmp_path / "out"),
+        ]
         return subprocess.run(
-            [sys.executable, "-m", "jshadow.evaluation.lm_eval", "run", *told], capture_output=True, text=True,
+            [sys.executable, "-m", "jshadow.evaluation.lm_eval", "run", *told],
+            capture_output=True,
+            text=True,
             env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
-        )  # fmt: skip
+        )
 
     done = run("policy=shadowkv,rank=8,budget=16,outlier_chunks=2")
     assert done.returncode == 0, done.stderr[-2000:]

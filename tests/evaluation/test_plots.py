@@ -104,8 +104,10 @@ def test_divergence_has_a_logarithmic_axis_without_full() -> None:
 
 
 def test_a_key_code_is_a_line_of_its_own_and_bytes_moved_a_panel() -> None:
-    coded = [row(task="agreement", kl=kl, kl_stderr=0.0, settings={"keys": "transform"}, served_moved_bytes=size)
-             for kl, size in ((0.02, 3_000_000), (0.04, 1_000_000))]  # fmt: skip
+    coded = [
+        row(task="agreement", kl=kl, kl_stderr=0.0, settings={"keys": "transform"}, served_moved_bytes=size)
+        for kl, size in ((0.02, 3_000_000), (0.04, 1_000_000))
+    ]
     figure = plots.plot_memory([*AGREEMENT, *coded], measure="kl", moved=True)
     held, moved = figure.axes
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["shadowkv", "snapkv", "shadowkv transform"]
@@ -141,17 +143,23 @@ def test_landmarks_of_another_length_are_a_line_of_their_own() -> None:
     rows = [row(settings=settings | {"landmarks.tokens": tokens}, sweeps=sweeps) for tokens, sweeps in marks]
     names = [name for one in rows for name in results.lines_of(one)]
     assert names == [
-        "shadowkv transform, landmarks of 2, bits a column", "shadowkv transform, bits a column",
-        "shadowkv transform, tokens a landmark", "shadowkv transform, tokens a landmark",
-    ]  # fmt: skip
+        "shadowkv transform, landmarks of 2, bits a column",
+        "shadowkv transform, bits a column",
+        "shadowkv transform, tokens a landmark",
+        "shadowkv transform, tokens a landmark",
+    ]
     both = settings | {"landmarks.tokens": 2, "landmarks.levels": 2, "landmarks.order": 2}
     swept = ("keys.bits", "landmarks.order", "landmarks.levels")
     assert [results.kind_of(row(settings=both), name) for name in swept] == [
         "shadowkv transform, landmarks of 2, 2 levels, variance",
-        "shadowkv transform, landmarks of 2, 2 levels", "shadowkv transform, landmarks of 2, variance",
-    ]  # fmt: skip
-    bits = [row(score=50.0, settings=settings | {"landmarks.tokens": tokens, "keys.bits": bits}, sweeps=["keys.bits"])
-            for tokens in (2, 8) for bits in (2.0, 4.0)]  # fmt: skip
+        "shadowkv transform, landmarks of 2, 2 levels",
+        "shadowkv transform, landmarks of 2, variance",
+    ]
+    bits = [
+        row(score=50.0, settings=settings | {"landmarks.tokens": tokens, "keys.bits": bits}, sweeps=["keys.bits"])
+        for tokens in (2, 8)
+        for bits in (2.0, 4.0)
+    ]
     assert [len(box.lines[0].get_xdata()) for box in plots.plot_sweep(bits, "keys.bits").axes[0].containers] == [2, 2]
 
 
@@ -159,8 +167,10 @@ def test_a_control_and_a_taught_method_are_lines_of_their_own() -> None:
     rows = [row("streaming_llm"), row("streaming_llm", control_of="shadowkv", score=20.0), row("less", fitted=True)]
     [legend] = plots.plot_memory(rows).legends
     assert [text.get_text() for text in legend.get_texts()] == [
-        "streaming_llm", "streaming_llm (control)", "less (fitted)",
-    ]  # fmt: skip
+        "streaming_llm",
+        "streaming_llm (control)",
+        "less (fitted)",
+    ]
 
 
 def test_a_heat_map_is_depth_by_length() -> None:
@@ -244,7 +254,7 @@ def test_a_sweep_has_a_line_a_task_and_length() -> None:
         (lambda: plots.plot_turns(TURNS, "turns.gif"), "ends with one of"),
         (lambda: plots.plot_turns(TURNS, "nowhere/turns.svg"), "can be written"),
     ],
-)  # fmt: skip
+)
 def test_nothing_to_draw_or_nowhere_to_write_is_refused(draw: Callable[[], Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         draw()

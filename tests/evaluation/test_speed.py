@@ -134,16 +134,35 @@ def checkpoint(tmp_path_factory):
 
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("bench") / "tiny"
-    LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512,
-    )).save_pretrained(path)  # fmt: skip
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+        )
+    ).save_pretrained(path)
     return str(path)
 
 
 def test_decode_and_prefill_of_a_checkpoint(checkpoint, capsys):
-    options = ["--tokens", "96", "--steps", "3", "--runs", "1", "--batch", "2", "--fetch", "resident,device_put",
-               "--policies", "full,shadowkv:rank=8:budget=16:outlier_chunks=1"]  # fmt: skip
+    options = [
+        "--tokens",
+        "96",
+        "--steps",
+        "3",
+        "--runs",
+        "1",
+        "--batch",
+        "2",
+        "--fetch",
+        "resident,device_put",
+        "--policies",
+        "full,shadowkv:rank=8:budget=16:outlier_chunks=1",
+    ]
     assert cli.main(["bench", "decode", checkpoint, *options, "--json"]) == 0
     out, err = capsys.readouterr()
     rows = {(row["setting"].partition(":")[0], row["fetch"]): row for row in json.loads(out)["results"]}

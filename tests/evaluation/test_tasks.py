@@ -106,10 +106,18 @@ def text_to_json(context: str, question: str) -> list[str]:
 
 
 ORACLES: dict[str, Callable[[str, str], list[str]]] = {
-    **{name: niah for name in NEW if name.startswith("niah")}, "passkey": passkey, "kv_retrieval": kv_retrieval,
-    "two_stage": two_stage, "vt": vt, "cwe": cwe, "fwe": fwe, "qa_1": verses, "qa_2": verses, "qa_1_apart": verses,
+    **{name: niah for name in NEW if name.startswith("niah")},
+    "passkey": passkey,
+    "kv_retrieval": kv_retrieval,
+    "two_stage": two_stage,
+    "vt": vt,
+    "cwe": cwe,
+    "fwe": fwe,
+    "qa_1": verses,
+    "qa_2": verses,
+    "qa_1_apart": verses,
     "text_to_json": text_to_json,
-}  # fmt: skip
+}
 MANY = ("two_stage", "cwe", "fwe", "vt", "passkey")  # their answers stand in the text more than once, by design
 
 

@@ -47,8 +47,9 @@ def available_bytes() -> int:
 def grown_bytes(limit: int = ENOUGH, seconds: float = PROBE_SECONDS) -> int:
     """MemAvailable after short-lived processes touched `limit` bytes: some machines grow only by use."""
     command = [sys.executable, "-c", PROBE, str(limit // PROBES), str(seconds)]
-    probes = [subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
-              for _ in range(PROBES)]  # fmt: skip
+    probes = [
+        subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}) for _ in range(PROBES)
+    ]
     for probe in probes:
         try:
             probe.wait(seconds + 5)
@@ -106,10 +107,17 @@ def machine(pool: int) -> dict[str, Any]:
     driver = answer("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     variables = {key: value for key, value in sorted(os.environ.items()) if key.startswith(("XLA_", "JAX_", "TF_"))}
     return variables | {
-        "device": device.device_kind, "platform": device.platform, "cuda": backend.get_backend().platform_version,
-        "driver": driver, "jax": jax.__version__, "jaxlib": jaxlib.__version__,
-        "python": platform.python_version(), "cores": os.cpu_count(), "device_bytes": stats.get("bytes_limit"),
-        "available_host_bytes": available_bytes(), "pool_bytes": pool,
+        "device": device.device_kind,
+        "platform": device.platform,
+        "cuda": backend.get_backend().platform_version,
+        "driver": driver,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "device_bytes": stats.get("bytes_limit"),
+        "available_host_bytes": available_bytes(),
+        "pool_bytes": pool,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": answer("git", "rev-parse", "--short", "HEAD"),
-    }  # fmt: skip
+    }

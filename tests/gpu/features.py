@@ -72,8 +72,12 @@ def check_gram(sizes: Sizes) -> dict[str, Any]:
     left, right = jax.jit(functools.partial(key_factors, rank=heads * dim))(keys[None], jnp.full(1, rows))
     back = np.einsum("sr,hrd->shd", np.asarray(left[0], np.float64), np.asarray(right[0], np.float64))
     rebuilt = float(np.linalg.norm(back - np.asarray(keys, np.float64)) / np.linalg.norm(exact))
-    return {"ok": error < 1e-5 and rebuilt < 2e-5, "gram_error": error, "gram_error_default": default,
-            "rebuilt_error": rebuilt}  # fmt: skip
+    return {
+        "ok": error < 1e-5 and rebuilt < 2e-5,
+        "gram_error": error,
+        "gram_error_default": default,
+        "rebuilt_error": rebuilt,
+    }
 
 
 def decoded(sizes: Sizes, params: Any, fetch: str, policy: ShadowKV) -> tuple[np.ndarray, np.ndarray, float]:

@@ -85,12 +85,17 @@ class Fetches:
         seconds = series(call, CALLS, self.sizes.repeats)
         reached = size / seconds.median / limit
         row = {
-            "batch": batch, "kept_share": 1 - missed / (batch * self.heads * self.count), "bytes": size,
-            "fetch_seconds": seconds.median, "least": seconds.least, "most": seconds.most,
+            "batch": batch,
+            "kept_share": 1 - missed / (batch * self.heads * self.count),
+            "bytes": size,
+            "fetch_seconds": seconds.median,
+            "least": seconds.least,
+            "most": seconds.most,
             "bytes_per_second": size / seconds.median,
-            "share_of_bus": reached, "compile_seconds": compile_seconds,
+            "share_of_bus": reached,
+            "compile_seconds": compile_seconds,
             "empty_seconds": attempt(lambda: self.empty(ids[0], held, args)),
-        }  # fmt: skip
+        }
         if reached > 1 and not self.sizes.dry:
             row["error"] = f"{reached:.2f} of the bus: not all of it can have crossed the bus"
         return row

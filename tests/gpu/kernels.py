@@ -25,7 +25,7 @@ from kernel_cases import (
     fetch_inputs,
     name,
     score_inputs,
-)  # fmt: skip
+)
 
 from gpu.runner import Task, brief
 from gpu.sizes import Sizes
@@ -42,10 +42,10 @@ REAL_CHUNKS = tuple(
 )
 # The same bits of codes, landmarks and values.
 REAL_PACKED_SCORES = tuple(
-    dataclasses.replace(case, **kind) for case in REAL_SCORES for kind in (
-        {"parts": 4, "bits": 4}, {"bits": 8, "spread": True}
-    )
-)  # fmt: skip
+    dataclasses.replace(case, **kind)
+    for case in REAL_SCORES
+    for kind in ({"parts": 4, "bits": 4}, {"bits": 8, "spread": True})
+)
 REAL_PACKED = tuple(dataclasses.replace(case, rank=0, profile=(149, 214, 0), value_bits=4) for case in REAL_CHUNKS)
 
 
@@ -74,20 +74,46 @@ def fetch_truth(**inputs: Any) -> tuple[np.ndarray, ...]:
 
 
 OPS = {
-    "chunk_scores": Op(SCORES, REAL_SCORES, score_inputs, kernel_calls.chunk_scores,
-                       lambda **x: (kernel_truth.chunk_scores(**x),), scores=True),
-    "reconstruct_keys": Op(CHUNKS, REAL_CHUNKS, factor_inputs, kernel_calls.reconstruct_keys,
-                           lambda **x: (kernel_truth.reconstruct_keys(**x),)),
-    "fetch_reconstruct": Op(CHUNKS, REAL_CHUNKS, fetch_inputs, kernel_calls.fetch_reconstruct, fetch_truth,
-                            moved=True),
-    "sparse_attention": Op(ATTENTION, REAL_ATTENTION, attention_inputs, kernel_calls.sparse_attention,
-                           lambda **x: (kernel_truth.sparse_attention(**x),)),
-    "packed landmarks": Op(PACKED_SCORES, REAL_PACKED_SCORES, score_inputs, kernel_calls.chunk_scores,
-                           lambda **x: (kernel_truth.chunk_scores(**x),), scores=True),
-    "packed keys": Op(PACKED, REAL_PACKED, factor_inputs, kernel_calls.reconstruct_keys,
-                      lambda **x: (kernel_truth.reconstruct_keys(**x),)),
+    "chunk_scores": Op(
+        SCORES,
+        REAL_SCORES,
+        score_inputs,
+        kernel_calls.chunk_scores,
+        lambda **x: (kernel_truth.chunk_scores(**x),),
+        scores=True,
+    ),
+    "reconstruct_keys": Op(
+        CHUNKS,
+        REAL_CHUNKS,
+        factor_inputs,
+        kernel_calls.reconstruct_keys,
+        lambda **x: (kernel_truth.reconstruct_keys(**x),),
+    ),
+    "fetch_reconstruct": Op(CHUNKS, REAL_CHUNKS, fetch_inputs, kernel_calls.fetch_reconstruct, fetch_truth, moved=True),
+    "sparse_attention": Op(
+        ATTENTION,
+        REAL_ATTENTION,
+        attention_inputs,
+        kernel_calls.sparse_attention,
+        lambda **x: (kernel_truth.sparse_attention(**x),),
+    ),
+    "packed landmarks": Op(
+        PACKED_SCORES,
+        REAL_PACKED_SCORES,
+        score_inputs,
+        kernel_calls.chunk_scores,
+        lambda **x: (kernel_truth.chunk_scores(**x),),
+        scores=True,
+    ),
+    "packed keys": Op(
+        PACKED,
+        REAL_PACKED,
+        factor_inputs,
+        kernel_calls.reconstruct_keys,
+        lambda **x: (kernel_truth.reconstruct_keys(**x),),
+    ),
     "packed fetch": Op(PACKED, REAL_PACKED, fetch_inputs, kernel_calls.fetch_reconstruct, fetch_truth, moved=True),
-}  # fmt: skip
+}
 
 
 def compiled(op: Op, arrays: dict[str, Any], fixed: dict[str, Any], implementation: str) -> tuple[Any, bool]:

@@ -75,7 +75,7 @@ def child(command: list[str], end: float, log: TextIO) -> int:
     """One child's exit status; what it prints goes to stderr and to the log."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-    ) as process:  # fmt: skip
+    ) as process:
         timer = threading.Timer(max(0.0, end - time.monotonic()) + GRACE + 12, process.kill)
         timer.daemon = True
         timer.start()

@@ -23,9 +23,10 @@ def all_parts(sizes: Sizes, runner: Runner, pool: int) -> Parts:
         if "ceilings" not in results:
             sheet = GPUS["h200"]
             results["ceilings"] = {
-                "read": sheet.hbm_bytes_per_second, "matmul_bfloat16": sheet.flops,
+                "read": sheet.hbm_bytes_per_second,
+                "matmul_bfloat16": sheet.flops,
                 "host_to_device": sheet.pcie_bytes_per_second,
-            }  # fmt: skip
+            }
             results["ceilings_from"] = "data sheet of the H200: measuring did not end"
             runner.write()
             try:
@@ -57,8 +58,12 @@ def all_parts(sizes: Sizes, runner: Runner, pool: int) -> Parts:
         yield from Fetches(sizes, Room(sizes, pool, ceilings)).tasks()
 
     return {
-        "ceilings": measure_ceilings, "correctness": correctness, "fetch": fetch,
-        "decode": lambda: throughput().longest(), "layer": lambda: stages.tasks(sizes),
-        "decode-more": lambda: throughput().others(), "decode-packed": lambda: throughput().packed(),
+        "ceilings": measure_ceilings,
+        "correctness": correctness,
+        "fetch": fetch,
+        "decode": lambda: throughput().longest(),
+        "layer": lambda: stages.tasks(sizes),
+        "decode-more": lambda: throughput().others(),
+        "decode-packed": lambda: throughput().packed(),
         "compress": lambda: compress.tasks(sizes),
-    }  # fmt: skip
+    }

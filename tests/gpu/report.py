@@ -56,8 +56,11 @@ def goals(results: Row) -> list[tuple[str, ...]]:
     """Each goal: what it says, the figure, whether it is met; "not measured" where there is none."""
     fetch = [row for row in measured(results, "fetch") if row["name"].startswith("zero_copy") and not row["kept_share"]]
     bus = max(fetch, key=lambda row: row["share_of_bus"], default=None)
-    rows = [row for row in measured(results, "decode")
-            if row["kind"] == "zero_copy" and row["capacity"] == results.get("longest")]  # fmt: skip
+    rows = [
+        row
+        for row in measured(results, "decode")
+        if row["kind"] == "zero_copy" and row["capacity"] == results.get("longest")
+    ]
     row = max(rows, key=lambda row: row["batch"], default=None)
     phases = {phase["share_set"]: phase for phase in row["phases"] if "error" not in phase} if row else {}
     taken = f"zero_copy, {row['batch']} x {row['capacity']:,}" if row else "-"
@@ -73,16 +76,26 @@ def goals(results: Row) -> list[tuple[str, ...]]:
         )
 
     wanted = (
-        ("misses by zero copy, share of the measured bus", 0.7, bus and bus["share_of_bus"],
-         bus["name"] if bus else "-"),
-        ("decode, 60 % of the selection kept, to full attention's best", 3.0, of(0.6, "ratio_to_full"),
-         taken + needed(0.6, 3.0)),
+        (
+            "misses by zero copy, share of the measured bus",
+            0.7,
+            bus and bus["share_of_bus"],
+            bus["name"] if bus else "-",
+        ),
+        (
+            "decode, 60 % of the selection kept, to full attention's best",
+            3.0,
+            of(0.6, "ratio_to_full"),
+            taken + needed(0.6, 3.0),
+        ),
         ("decode, nothing kept, to full attention's best", 1.4, of(0.0, "ratio_to_full"), taken + needed(0.0, 1.4)),
         ("decode, share of the planner's roofline", 0.5, of(0.6, "share_of_bound"), taken),
-    )  # fmt: skip
+    )
     dry = results["dry_run"]
-    return [(name, f"at least {aim}", "-" if got is None else f"{got:.2f}", where, verdict(aim, got, dry))
-            for name, aim, got, where in wanted]  # fmt: skip
+    return [
+        (name, f"at least {aim}", "-" if got is None else f"{got:.2f}", where, verdict(aim, got, dry))
+        for name, aim, got, where in wanted
+    ]
 
 
 def verdict(aim: float, got: float | None, dry: bool) -> str:
@@ -127,13 +140,21 @@ def decode_cells(row: Row) -> Iterator[tuple[str, ...]]:
             continue
         ratio, share = phase["ratio_to_full"], phase["share"]
         yield (
-            row["kind"], f"{row['capacity']:,}", str(row["batch"]), "-" if share is None else percent(share),
-            f"{phase['tokens_per_second']:.1f}", f"{phase['least']:.1f} to {phase['most']:.1f}",
-            f"{phase['single_tokens_per_second']:.1f}", "-" if ratio is None else f"{ratio:.2f}",
-            percent(phase["share_of_bound"]), f"{phase['fetched_bytes_per_step'] / 1e9:.3f}",
-            giga(row["device_bytes"]), giga(row["peak_device_bytes"]), giga(row["host_bytes"]),
+            row["kind"],
+            f"{row['capacity']:,}",
+            str(row["batch"]),
+            "-" if share is None else percent(share),
+            f"{phase['tokens_per_second']:.1f}",
+            f"{phase['least']:.1f} to {phase['most']:.1f}",
+            f"{phase['single_tokens_per_second']:.1f}",
+            "-" if ratio is None else f"{ratio:.2f}",
+            percent(phase["share_of_bound"]),
+            f"{phase['fetched_bytes_per_step'] / 1e9:.3f}",
+            giga(row["device_bytes"]),
+            giga(row["peak_device_bytes"]),
+            giga(row["host_bytes"]),
             f"{row['compile_seconds']:.0f}",
-        )  # fmt: skip
+        )
 
 
 def stage_cells(row: Row) -> Iterator[tuple[str, ...]]:
@@ -147,9 +168,13 @@ def compress_cells(row: Row) -> Iterator[tuple[str, ...]]:
     """One context."""
     factors, pieces, fused = (row.get(f"{key}_seconds") for key in ("factor", "attention", "fused_attention"))
     yield (
-        f"{row['tokens']:,}", number(factors, 1e3), number(pieces, 1e3), part_of(factors, pieces), number(fused, 1e3),
+        f"{row['tokens']:,}",
+        number(factors, 1e3),
+        number(pieces, 1e3),
+        part_of(factors, pieces),
+        number(fused, 1e3),
         part_of(factors, fused),
-    )  # fmt: skip
+    )
 
 
 def number(value: Any, times: float = 1.0) -> str:
@@ -177,13 +202,45 @@ def giga(value: int | None) -> str:
 TABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], Callable[[Row], Iterator[tuple[str, ...]]]], ...] = (
     ("Correctness", ("correctness",), ("check", "", "found", "seconds"), check_cells),
     ("Ceilings", ("ceilings",), ("ceiling", "a second", ""), ceiling_cells),
-    ("Fetch of one layer", ("fetch",),
-     ("way", "MB over the bus", "us", "least to most", "empty program, us", "GB a second", "of the bus"), fetch_cells),
-    ("Decode", ("decode", "decode-more", "decode-packed"),
-     ("policy", "capacity", "rows", "kept", "tokens a second", "least to most", "step by step", "to full",
-      "of the bound", "GB fetched a step", "device GB", "peak so far, GB", "host GB", "compile, s"), decode_cells),
+    (
+        "Fetch of one layer",
+        ("fetch",),
+        ("way", "MB over the bus", "us", "least to most", "empty program, us", "GB a second", "of the bus"),
+        fetch_cells,
+    ),
+    (
+        "Decode",
+        ("decode", "decode-more", "decode-packed"),
+        (
+            "policy",
+            "capacity",
+            "rows",
+            "kept",
+            "tokens a second",
+            "least to most",
+            "step by step",
+            "to full",
+            "of the bound",
+            "GB fetched a step",
+            "device GB",
+            "peak so far, GB",
+            "host GB",
+            "compile, s",
+        ),
+        decode_cells,
+    ),
     ("One layer's decode step", ("layer",), ("rows x capacity", "stage", "ms"), stage_cells),
-    ("Compressing a prompt, one layer", ("compress",),
-     ("tokens", "Gram, eigenvectors and factors, ms", "attention in pieces, ms", "factors to it", "fused attention, ms",
-      "factors to it"), compress_cells),
-)  # fmt: skip
+    (
+        "Compressing a prompt, one layer",
+        ("compress",),
+        (
+            "tokens",
+            "Gram, eigenvectors and factors, ms",
+            "attention in pieces, ms",
+            "factors to it",
+            "fused attention, ms",
+            "factors to it",
+        ),
+        compress_cells,
+    ),
+)

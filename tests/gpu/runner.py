@@ -60,9 +60,14 @@ class Runner:
     """
 
     def __init__(
-        self, out: Path, about: dict[str, Any], seconds: float, *, say: Callable[[str], None] = print,
+        self,
+        out: Path,
+        about: dict[str, Any],
+        seconds: float,
+        *,
+        say: Callable[[str], None] = print,
         finish: Callable[[dict[str, Any]], None] = lambda results: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.out, self.say, self.finish = out, say, finish
         self.end = time.monotonic() + seconds
         self.results: dict[str, Any] = {"parts": {}} | about

@@ -64,12 +64,40 @@ BITS, PROFILE = TransformCode(bits=2), TransformCode(profile=(4, 16, 12))
 PACKED = {"landmarks": Landmarks(tokens=2, levels=2, order=2, dtype="int4"), "values": Values("int4")}
 # Ceilings of gigabytes: at half a gigabyte, a launch takes as long as the reading.
 REAL = Sizes(
-    False, LLAMA, ShadowKV(), ShadowKV(**PACKED, keys=BITS), (122_880, 61_440), (24, 48), None, None, singles=8,
-    runs=3, run_steps=6, repeats=10, big_units=300_000, ceiling_bytes=4 * GIB, ceiling_side=8192, cases=None,
+    False,
+    LLAMA,
+    ShadowKV(),
+    ShadowKV(**PACKED, keys=BITS),
+    (122_880, 61_440),
+    (24, 48),
+    None,
+    None,
+    singles=8,
+    runs=3,
+    run_steps=6,
+    repeats=10,
+    big_units=300_000,
+    ceiling_bytes=4 * GIB,
+    ceiling_side=8192,
+    cases=None,
     workers=4,
-)  # fmt: skip
+)
 DRY = Sizes(
-    True, ModelConfig("llama", 128, 2, 64, 96, 4, 2, 16, 1e-5, 4096), ShadowKV(rank=8, outlier_chunks=4, budget=80),
-    ShadowKV(**PACKED, keys=PROFILE, outlier_chunks=4, budget=80), (1024, 512), (2, 2), 2 * GIB, 2**19,
-    singles=2, runs=2, run_steps=3, repeats=2, big_units=96, ceiling_bytes=2**20, ceiling_side=64, cases=1, workers=2,
-)  # fmt: skip
+    True,
+    ModelConfig("llama", 128, 2, 64, 96, 4, 2, 16, 1e-5, 4096),
+    ShadowKV(rank=8, outlier_chunks=4, budget=80),
+    ShadowKV(**PACKED, keys=PROFILE, outlier_chunks=4, budget=80),
+    (1024, 512),
+    (2, 2),
+    2 * GIB,
+    2**19,
+    singles=2,
+    runs=2,
+    run_steps=3,
+    repeats=2,
+    big_units=96,
+    ceiling_bytes=2**20,
+    ceiling_side=64,
+    cases=1,
+    workers=2,
+)

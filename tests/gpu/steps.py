@@ -68,9 +68,14 @@ def greedy_step(
 def built(setup: Setup, sizes: Sizes) -> Built:
     """The step of a configuration, compiled from shapes alone."""
     shapes = abstract_state(
-        sizes.config, setup.policy(sizes), batch=setup.batch, capacity=setup.capacity,
-        prompt=sizes.prompt(setup.capacity), dtype="bfloat16", fetch=setup.fetch,
-    )  # fmt: skip
+        sizes.config,
+        setup.policy(sizes),
+        batch=setup.batch,
+        capacity=setup.capacity,
+        prompt=sizes.prompt(setup.capacity),
+        dtype="bfloat16",
+        fetch=setup.fetch,
+    )
     halves = (abstract(half) for half in shapes.split())
     tensors = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), abstract_weights(sizes.config))
     token = placed(jax.ShapeDtypeStruct((setup.batch,), jnp.int32), "device")
@@ -131,13 +136,16 @@ class Steps:
         taken = {name: (after[name] - before[name]).sum(dtype=np.int64) for name in ("selected", "hits", "fetched")}
         batch = self.state.batch
         return {
-            "tokens_per_second": batch / statistics.median(together), "least": batch / max(together),
-            "most": batch / min(together), "single_tokens_per_second": batch / statistics.median(alone),
-            "single_least": batch / max(alone), "single_most": batch / min(alone),
+            "tokens_per_second": batch / statistics.median(together),
+            "least": batch / max(together),
+            "most": batch / min(together),
+            "single_tokens_per_second": batch / statistics.median(alone),
+            "single_least": batch / max(alone),
+            "single_most": batch / min(alone),
             "step_seconds": statistics.median(together),
             "share": float(taken["hits"] / taken["selected"]) if taken["selected"] else None,
             "fetched_bytes_per_step": int(taken["fetched"]) * FETCH_QUANTUM / steps,
-        }  # fmt: skip
+        }
 
 
 def temporaries(program: Any) -> int | None:

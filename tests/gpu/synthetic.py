@@ -129,7 +129,7 @@ def fill(layer: LayerState, policy: Policy, capacity: int, seed: int) -> LayerSt
                 jnp.broadcast_to(policy.eligible(capacity), frozen.candidates.shape).copy(), sharding("device")
             ),
             chunks=jax.device_put(jnp.full(batch, policy.chunks, jnp.int32), sharding("device")),
-        )  # fmt: skip
+        )
         live = live.replace(resident=live.resident - 1)
     prompt = layer.host.prompt
     if prompt is None:
@@ -182,6 +182,4 @@ def placed(leaf: Any, memory: str) -> jax.ShapeDtypeStruct:
     """One of them. Of a SingleDeviceSharding, JAX 0.10 would forget the memory while tracing."""
     kind = sharding(memory).memory_kind
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
-    return jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=kind)
-    )  # fmt: skip
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=kind))

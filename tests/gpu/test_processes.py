@@ -60,8 +60,9 @@ def test_a_broken_context_ends_the_process(tmp_path):
     again = Runner(tmp_path, json.loads((tmp_path / "gpu.json").read_text()), 100.0, say=lambda line: None)
     assert again.run(tasks) == 1
     assert [(row["name"], row["status"]) for row in again.results["parts"]["first"]] == [
-        ("bad", RAISED), ("next", MEASURED)
-    ]  # fmt: skip
+        ("bad", RAISED),
+        ("next", MEASURED),
+    ]
 
 
 DYING = """
@@ -82,9 +83,7 @@ def test_a_process_that_dies_takes_only_its_task_with_it(tmp_path, monkeypatch):
     results = parent.supervise(command, tmp_path, time.monotonic() + 60)
     assert results == json.loads((tmp_path / "gpu.json").read_text())
     first, [second] = results["parts"]["first"], results["parts"]["second"]
-    assert [(row["name"], row["status"]) for row in first] == [
-        ("good", MEASURED), ("bad", DIED), ("next", MEASURED)
-    ]  # fmt: skip
+    assert [(row["name"], row["status"]) for row in first] == [("good", MEASURED), ("bad", DIED), ("next", MEASURED)]
     assert "exit status -6" in first[1]["error"]
     assert first[0]["by"] == results["machine"]["process"]  # measured once, by the first
     assert second["status"] == MEASURED

@@ -277,9 +277,10 @@ def test_goals():
     row = {"name": "x", "status": MEASURED, "kind": "zero_copy", "capacity": 9, "batch": 5, "phases": [slow, phase]}
     better = phase | {"ratio_to_full": 9.0}
     others = [
-        row | {"kind": "device_put", "phases": [better]}, row | {"capacity": 8, "phases": [better]},
+        row | {"kind": "device_put", "phases": [better]},
+        row | {"capacity": 8, "phases": [better]},
         row | {"batch": 1, "phases": [better]},
-    ]  # fmt: skip
+    ]
     found = report.goals({"dry_run": False, "longest": 9, "parts": {"decode": [*others, row]}})
     assert [cells[-1] for cells in found] == ["not measured", "met", "not met", "not met"]
     assert found[1][3] == "zero_copy, 5 x 9; the bound's own is 8.00, 37.5 % needed"

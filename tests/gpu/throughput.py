@@ -77,9 +77,11 @@ class Throughput:
             for group in groups:
                 fits = [setup for setup in group if setup.batch]
                 for setup in group:
-                    run = functools.partial(self.measured, setup, fits) if setup.batch else functools.partial(
-                        self.refused, setup
-                    )  # fmt: skip
+                    run = (
+                        functools.partial(self.measured, setup, fits)
+                        if setup.batch
+                        else functools.partial(self.refused, setup)
+                    )
                     yield Task(str(setup), self.needs(setup) if setup.batch else 0, run)
         finally:
             self.drop()
@@ -103,9 +105,11 @@ class Throughput:
         if self.sizes.dry:
             return 0.0
         filled = self.held is not None and setup.shares_rows(self.held[0])
-        host = 0 if filled or setup.kind == "full" else setup.batch * self.room.host_row(
-            setup.policy(self.sizes), setup.capacity, setup.fetch
-        )  # fmt: skip
+        host = (
+            0
+            if filled or setup.kind == "full"
+            else setup.batch * self.room.host_row(setup.policy(self.sizes), setup.capacity, setup.fetch)
+        )
         return 20 + host / self.filling[self.grown] + (0 if setup in self.programs else self.compiling)
 
     def drop(self) -> None:
@@ -183,9 +187,12 @@ class Throughput:
         self.held = (setup, made)
         seconds = time.perf_counter() - start
         row: dict[str, Any] = self.room.in_use() | {
-            "kind": setup.label, "capacity": setup.capacity, "batch": setup.batch, "fill_seconds": seconds,
+            "kind": setup.label,
+            "capacity": setup.capacity,
+            "batch": setup.batch,
+            "fill_seconds": seconds,
             "program_temporary_bytes": temporaries(program),
-        }  # fmt: skip
+        }
         if fresh and setup.kind != "full" and setup.batch > 1:
             self.filling[self.grown], self.grown = max(1e8, (row["host_bytes"] or 0) / seconds), True
         return row, Steps(program, self.tensors or {}, made, self.sizes.prompt(setup.capacity))
@@ -212,7 +219,8 @@ class Throughput:
         share = phase["share"] if setup.kind == "zero_copy" else None
         step = self.room.bound(setup.policy(self.sizes), setup.capacity, setup.batch, setup.fetch, share)
         return {
-            "bound_tokens_per_second": step.tokens_per_second, "bound_hbm_seconds": step.hbm_seconds,
+            "bound_tokens_per_second": step.tokens_per_second,
+            "bound_hbm_seconds": step.hbm_seconds,
             "bound_pcie_seconds": step.pcie_seconds,
             "share_of_bound": phase["tokens_per_second"] / step.tokens_per_second,
-        }  # fmt: skip
+        }

@@ -27,9 +27,20 @@ def mentions_any(hint: object) -> bool:
 
 def test_the_face_has_its_functions():
     assert {
-        "generate", "stream", "load", "save", "prefill", "prefill_many", "extend", "decode_step", "decode_steps",
-        "save_state", "load_state", "save_fitted", "load_fitted",
-    } <= FUNCTIONS.keys()  # fmt: skip
+        "generate",
+        "stream",
+        "load",
+        "save",
+        "prefill",
+        "prefill_many",
+        "extend",
+        "decode_step",
+        "decode_steps",
+        "save_state",
+        "load_state",
+        "save_fitted",
+        "load_fitted",
+    } <= FUNCTIONS.keys()
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

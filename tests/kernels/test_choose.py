@@ -115,9 +115,13 @@ WRONG = [
     ("sparse_attention", "pieces", lambda x: [x[0], (cut(x[1][0], 3), *x[1][1:])], r"pieces\[1\] k must have shape"),
     ("sparse_attention", "pieces", lambda x: [(x[0][0], cut(x[0][1], 2), x[0][2])], r"pieces\[0\] v must have shape"),
     ("sparse_attention", "pieces", lambda x: [(*x[0][:2], x[0][2].astype(int))], r"pieces\[0\] valid must be bool"),
-    ("sparse_attention", "pieces", lambda x: [(*x[0][:2], cut(x[0][2], 3))],
-     r"pieces\[0\] valid must be broadcastable to \[1, 2, 1, 61\], got \[1, 2, 1, 60\]"),
-]  # fmt: skip
+    (
+        "sparse_attention",
+        "pieces",
+        lambda x: [(*x[0][:2], cut(x[0][2], 3))],
+        r"pieces\[0\] valid must be broadcastable to \[1, 2, 1, 61\], got \[1, 2, 1, 60\]",
+    ),
+]
 
 
 @pytest.mark.parametrize(("op", "argument", "change", "message"), WRONG)

@@ -44,8 +44,9 @@ def test_values_that_stay_may_be_anything_on_the_host(implementation):
 
 def test_a_donated_buffer_becomes_the_result():
     inputs = fetch_inputs(CHUNKS[1])
-    fetch = jax.jit(lambda kept, rest: fetch_reconstruct(kept=kept, **rest, implementation="interpret")[1],
-                    donate_argnums=0)  # fmt: skip
+    fetch = jax.jit(
+        lambda kept, rest: fetch_reconstruct(kept=kept, **rest, implementation="interpret")[1], donate_argnums=0
+    )
     rest = {key: x for key, x in inputs.items() if key != "kept"}
     want, kept = kernel_truth.fetched_values(**inputs), jnp.array(inputs["kept"])
     np.testing.assert_array_equal(fetch(kept, rest), want)
@@ -63,8 +64,9 @@ def test_values_on_the_device_will_do():
     for implementation in ("xla", "interpret"):
         for got, want in zip(
             fetch_reconstruct(**here, implementation=implementation),
-            fetch_reconstruct(**inputs, implementation=implementation), strict=True,
-        ):  # fmt: skip
+            fetch_reconstruct(**inputs, implementation=implementation),
+            strict=True,
+        ):
             np.testing.assert_array_equal(got, want)
 
 

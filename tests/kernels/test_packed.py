@@ -93,9 +93,15 @@ def test_values_of_a_prompt_come_back():
     for bits in (8, 4):
         rows = on_host(join_rows(quantise_rows(values, bits, "bfloat16")))
         _, got = fetch_reconstruct(
-            rows, ids=ids, inverse=jnp.ones(32), profile=(16, 64, 64), value_bits=bits, value_dtype="bfloat16",
-            implementation="interpret", **inputs | {"left": inputs["left"][:, :5]},
-        )  # fmt: skip
+            rows,
+            ids=ids,
+            inverse=jnp.ones(32),
+            profile=(16, 64, 64),
+            value_bits=bits,
+            value_dtype="bfloat16",
+            implementation="interpret",
+            **inputs | {"left": inputs["left"][:, :5]},
+        )
         chosen = np.take_along_axis(np.asarray(values, np.float64), np.clip(ids, 0, 4)[..., None, None], axis=2)
         most = np.abs(chosen).max(axis=-1, keepdims=True) / (2 ** (bits - 1) - 1)
         assert (np.abs(np.asarray(got, np.float64).reshape(chosen.shape) - chosen) <= 0.52 * most + 0.01).all()
@@ -169,15 +175,23 @@ def test_a_step_reads_the_bytes_that_the_plan_counts(dtype, watched):  # noqa: F
     assert count == 4
     ids = jnp.asarray(rng.permuted(np.tile(np.arange(layout.units), (2, 2, 1)), axis=2)[:, :, :count], jnp.int32)
     fetch_reconstruct(
-        filled(layer.host.prompt.array), left=frozen.left, ids=ids, inverse=jnp.ones(spec.head_dim // 2),
-        value_bits=layout.bits, value_dtype=dtype, implementation="interpret",
-        **policy.codec.operands(frozen.right),
-    )  # fmt: skip
-    chunk_scores(
-        filled(jax.ShapeDtypeStruct((2, 1, spec.q_heads, spec.head_dim), dtype)), frozen.landmarks.codes,
-        jnp.ones((2, 2, layout.units), bool), scale=1.0, landmark_scale=frozen.landmarks.scale,
+        filled(layer.host.prompt.array),
+        left=frozen.left,
+        ids=ids,
+        inverse=jnp.ones(spec.head_dim // 2),
+        value_bits=layout.bits,
+        value_dtype=dtype,
         implementation="interpret",
-    )  # fmt: skip
+        **policy.codec.operands(frozen.right),
+    )
+    chunk_scores(
+        filled(jax.ShapeDtypeStruct((2, 1, spec.q_heads, spec.head_dim), dtype)),
+        frozen.landmarks.codes,
+        jnp.ones((2, 2, layout.units), bool),
+        scale=1.0,
+        landmark_scale=frozen.landmarks.scale,
+        implementation="interpret",
+    )
     (source, _, factors), (_, chunks) = watched
     planned = policy.step_bytes(spec, layer)
     width = packed_width(policy.keys.profile)

@@ -113,7 +113,7 @@ def test_fetched_rows_are_the_prompt_s_values(fetch):
         selection = Selection(jnp.asarray(ids), jnp.asarray(ids % 2 == 0))
         fetched = jax.jit(lambda tier, chosen, spec=spec, layout=layout: offload.fetch(spec, tier, chosen, layout))(
             tier, selection
-        )  # fmt: skip
+        )
         rows = [np.asarray(part.array) for part in (tier.prompt, tier.tail) if part is not None]
         stored = np.concatenate([rows[0], *(part[:, :, :-1] for part in rows[1:])], axis=2)
         want = np.take_along_axis(stored, ids[..., None], axis=2)

@@ -116,9 +116,14 @@ def test_pieces_of_a_prompt_give_the_same_model(name, policy):
 def test_bytes_are_the_plan_s(name, policy):
     state = prefilled(name, POLICIES[policy])[1]
     planned = abstract_state(
-        family_config(name), POLICIES[policy], batch=len(LENGTHS), capacity=CAPACITY, prompt=min(LENGTHS),
-        dtype="float32", fetch="resident",
-    )  # fmt: skip
+        family_config(name),
+        POLICIES[policy],
+        batch=len(LENGTHS),
+        capacity=CAPACITY,
+        prompt=min(LENGTHS),
+        dtype="float32",
+        fetch="resident",
+    )
     assert state_nbytes(state) == state_nbytes(planned)
     counted = sum(device + host for device, host in state_nbytes(state).values())
     assert counted == sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(state.layers))

@@ -17,7 +17,7 @@ from cases import (
     prefilled,
     random_tokens,
     setting,
-)  # fmt: skip
+)
 
 from jshadow.engine import decode
 from jshadow.errors import StateMismatch

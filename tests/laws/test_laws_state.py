@@ -20,7 +20,7 @@ from cases import (
     prefilled,
     run_steps,
     setting,
-)  # fmt: skip
+)
 
 from jshadow.cache import offload
 from jshadow.engine import decode
@@ -54,9 +54,13 @@ SHADOW_MOVES, PROBE_MOVES = (3 * 2 * 4, 4 * 16 * 4), (3 * 2 * 3, 2 * 4 * 16 * 4)
 @pytest.mark.parametrize(
     ("name", "fetch", "units", "unit_bytes"),
     # 3 layers, 2 heads, 4 chunks of 4 values; 3 fetches, 2 heads, 3 units of 4 keys and values
-    [("shadowkv", "resident", *SHADOW_MOVES), ("shadowkv", "device_put", *SHADOW_MOVES),
-     ("shadowkv_transform", "device_put", *PACKED_MOVES), *[("probe", fetch, *PROBE_MOVES) for fetch in FETCH_MODES]],
-)  # fmt: skip
+    [
+        ("shadowkv", "resident", *SHADOW_MOVES),
+        ("shadowkv", "device_put", *SHADOW_MOVES),
+        ("shadowkv_transform", "device_put", *PACKED_MOVES),
+        *[("probe", fetch, *PROBE_MOVES) for fetch in FETCH_MODES],
+    ],
+)
 def test_fetched_bytes_are_counted(name, fetch, units, unit_bytes):
     """All that a step moves, for the rows that took part; nothing where nothing is offloaded."""
     _, state = prefilled(name, "restricted", fetch)

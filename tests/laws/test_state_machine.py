@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     invariant,
     rule,
     run_state_machine_as_test,
-)  # fmt: skip
+)
 from oracle import Full, Oracle
 
 import jshadow
@@ -114,9 +114,7 @@ class StateMachine(RuleBasedStateMachine):
     def go_on(self, held, call, counts, rng):
         return getattr(self, call)(held, counts[: held.batch], rng)
 
-    @rule(
-        target=states, held=states, how=branches, other=states, picks=turns, call=feeds, counts=turns, rng=generators
-    )  # fmt: skip
+    @rule(target=states, held=states, how=branches, other=states, picks=turns, call=feeds, counts=turns, rng=generators)
     def branch(self, held, how, other, picks, call, counts, rng):
         """What is made of a state goes on; the state itself is kept as well."""
         made = getattr(self, how)(held, other, picks, rng)
@@ -134,10 +132,16 @@ class StateMachine(RuleBasedStateMachine):
     def prefilled(self, lengths: list[int], chunk: int, rng: np.random.Generator) -> Held:
         """Prompts of these lengths."""
         tokens = rng.integers(0, CONFIG.vocab_size, (len(lengths), PROMPT))
-        (logits, state), = jshadow.prefill_many(
-            params(), tokens, lengths, [self.policy], capacity=CAPACITY, fetch=self.fetch, prefill_chunk=chunk,
+        ((logits, state),) = jshadow.prefill_many(
+            params(),
+            tokens,
+            lengths,
+            [self.policy],
+            capacity=CAPACITY,
+            fetch=self.fetch,
+            prefill_chunk=chunk,
             shortest=max(least for least in self.least if least <= min(lengths)),
-        )  # fmt: skip
+        )
         rows = [tuple(row[:length].tolist()) for row, length in zip(tokens, lengths, strict=True)]
         held = Held(state, rows, [0] * len(rows), [CAPACITY - length for length in lengths])
         for row in range(held.batch):
@@ -188,8 +192,10 @@ class StateMachine(RuleBasedStateMachine):
             return held
         emitted, state = call()
         emitted = emitted.tolist()
-        new = [(int(token), *out[: out.index(STOP) if STOP in out else STEPS - 1])
-               for token, out in zip(first, emitted, strict=True)]  # fmt: skip
+        new = [
+            (int(token), *out[: out.index(STOP) if STOP in out else STEPS - 1])
+            for token, out in zip(first, emitted, strict=True)
+        ]
         after = self.fed(held, state, [row[:STEPS] for row in new])
         for row, out in enumerate(emitted):
             fed = len(new[row])
@@ -313,8 +319,9 @@ def test_any_order_of_calls_is_dense_attention(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in policies_of("quest", "omnikv", "shadowkv", "shadowkv_plus")
-                                  if name not in DEVICE_ONLY])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", [name for name in policies_of("quest", "omnikv", "shadowkv", "shadowkv_plus") if name not in DEVICE_ONLY]
+)
 def test_many_orders_of_calls(name):
     """In the other mode; of two others, the one that a CPU can only stand in for."""
     fetch = "zero_copy" if name.startswith("shadowkv") else "resident"

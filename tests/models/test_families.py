@@ -159,10 +159,16 @@ def test_what_a_file_leaves_out_is_what_transformers_says():
     bare = {key: value for key, value in BASE.items() if key not in ("eos_token_id", "num_key_value_heads")}
     bare |= {"rms_norm_eps": 1e-6, "vocab_size": 200_000, "num_attention_heads": 32, "hidden_size": 64 * 32}
     expected = {
-        "llama": ((2,), 32), "mistral": ((2,), 8), "qwen2": ((), 32), "qwen3": ((), 32), "phi3": ((32000,), 32),
-        "glm": ((151329, 151336, 151338), 2), "glm4": ((151329, 151336, 151338), 2), "gemma3_text": ((1,), 4),
+        "llama": ((2,), 32),
+        "mistral": ((2,), 8),
+        "qwen2": ((), 32),
+        "qwen3": ((), 32),
+        "phi3": ((32000,), 32),
+        "glm": ((151329, 151336, 151338), 2),
+        "glm4": ((151329, 151336, 151338), 2),
+        "gemma3_text": ((1,), 4),
         "smollm3": ((128001,), 4),
-    }  # fmt: skip
+    }
     for model_type, (eos, heads) in expected.items():
         config = family_of({"model_type": model_type}).config_from_hf(bare | {"model_type": model_type})
         assert (config.eos_ids, config.kv_heads) == (eos, heads), model_type
@@ -202,9 +208,13 @@ def test_nominal_counts_the_windows():
     from jshadow.policies.sizing import at_share
 
     config = read(
-        "gemma3_text", head_dim=64, sliding_window=64, num_hidden_layers=12, sliding_window_pattern=6,
+        "gemma3_text",
+        head_dim=64,
+        sliding_window=64,
+        num_hidden_layers=12,
+        sliding_window_pattern=6,
         max_position_embeddings=32768,
-    )  # fmt: skip
+    )
     for tokens in (2048, 8192):
         for policy in (StreamingLLM, ShadowKV):
             for fraction in (0.1, 0.25, 0.5, 0.9):
@@ -243,9 +253,7 @@ def test_every_family_has_a_parity_case():
 
 
 def test_rope_kinds_all_have_a_parity_case():
-    kinds = {
-        (settings.get("rope_scaling") or {}).get("rope_type", "default") for _, settings in FAMILY_CASES.values()
-    }  # fmt: skip
+    kinds = {(settings.get("rope_scaling") or {}).get("rope_type", "default") for _, settings in FAMILY_CASES.values()}
     # llama3 is tried on Llama itself (test_parity.py); "none" are SmolLM3's unrotated layers
     assert kinds | {"llama3", "none"} == set(RopeConfig.KINDS)
 

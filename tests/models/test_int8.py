@@ -59,8 +59,9 @@ def dequantized(params):
     flat = traverse_util.flatten_dict(params.weights, sep="/")
     plain = {
         path: leaf * flat[f"{path}_scale"] if f"{path}_scale" in flat else leaf
-        for path, leaf in flat.items() if not path.endswith("_scale")
-    }  # fmt: skip
+        for path, leaf in flat.items()
+        if not path.endswith("_scale")
+    }
     return dataclasses.replace(params, weights=traverse_util.unflatten_dict(plain, sep="/"))
 
 
@@ -98,8 +99,10 @@ def test_int8_answers_with_every_mode(tmp_path):
     for dtype in ("float32", "bfloat16"):
         params = load(directory, dtype, quantize="int8")
         assert params.dtype.name == dtype
-        outs = [jshadow.generate(params, list(range(1, 60)), SHADOW, max_new_tokens=4, fetch=fetch).tokens
-                for fetch in ("resident", "device_put")]  # fmt: skip
+        outs = [
+            jshadow.generate(params, list(range(1, 60)), SHADOW, max_new_tokens=4, fetch=fetch).tokens
+            for fetch in ("resident", "device_put")
+        ]
         assert outs[0] == outs[1]
 
 
@@ -146,8 +149,12 @@ def test_the_command_takes_it(tmp_path, capsys):
 
 
 def test_which_weights_are_projections():
-    config = dataclasses.replace(init_params(family_of({"model_type": "llama"}).config_from_hf(
-        {"model_type": "llama", "rms_norm_eps": 1e-6} | BASE)).config, attention_bias=True)  # fmt: skip
+    config = dataclasses.replace(
+        init_params(
+            family_of({"model_type": "llama"}).config_from_hf({"model_type": "llama", "rms_norm_eps": 1e-6} | BASE)
+        ).config,
+        attention_bias=True,
+    )
     from jshadow.weights.convert.huggingface import flat_abstract
 
     paths = [path for path in flat_abstract(config) if quantized(path)]

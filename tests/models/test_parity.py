@@ -17,9 +17,12 @@ SHAPES = {
     "one_kv_head_wide": {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 40},
 }
 LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
-}  # fmt: skip
+}
 VARIANTS = {
     "plain": {},
     "tied": {"tie_word_embeddings": True},
@@ -33,9 +36,20 @@ def reference(directory, **settings):
     """A tiny random LlamaForCausalLM, saved to directory."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        **({"vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
-            "max_position_embeddings": 512, "rope_theta": 10000.0, "bos_token_id": 1, "eos_token_id": 2} | settings)
-    )  # fmt: skip
+        **(
+            {
+                "vocab_size": 97,
+                "hidden_size": 48,
+                "intermediate_size": 80,
+                "num_hidden_layers": 3,
+                "max_position_embeddings": 512,
+                "rope_theta": 10000.0,
+                "bos_token_id": 1,
+                "eos_token_id": 2,
+            }
+            | settings
+        )
+    )
     model = transformers.LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():

@@ -29,10 +29,18 @@ def naive(q, k, v):
 
 @pytest.mark.parametrize(
     ("length", "dim", "group", "dtype"),
-    [(27, 64, 1, "float32"), (61, 80, 2, "float32"), (113, 96, 3, "float32"), (300, 64, 8, "float32"),
-     (513, 80, 1, "float32"), (1, 64, 4, "float32"), (61, 96, 8, "bfloat16"), (300, 80, 3, "bfloat16"),
-     (113, 64, 5, "bfloat16")],
-)  # fmt: skip
+    [
+        (27, 64, 1, "float32"),
+        (61, 80, 2, "float32"),
+        (113, 96, 3, "float32"),
+        (300, 64, 8, "float32"),
+        (513, 80, 1, "float32"),
+        (1, 64, 4, "float32"),
+        (61, 96, 8, "bfloat16"),
+        (300, 80, 3, "bfloat16"),
+        (113, 64, 5, "bfloat16"),
+    ],
+)
 def test_blockwise_attention_is_attention(length, dim, group, dtype):
     """Lengths that no block divides, over one and several blocks of queries and keys."""
     q = normal(2, length, 2 * group, dim, seed=1, dtype=dtype)
@@ -53,9 +61,7 @@ def test_attention_over_pieces_is_attention_over_all(rows, group, dtype):
     k, v = (normal(2, 2, 23, 16, seed=seed, dtype=dtype) for seed in (2, 3))
     valid = jnp.asarray(np.random.default_rng(4).random((2, 2, rows, 23)) < 0.6).at[:, :, :, 0].set(True)
     cuts = [0, 5, 6, 17, 23]
-    pieces = [
-        attention.Piece(k[:, :, a:b], v[:, :, a:b], valid[..., a:b]) for a, b in itertools.pairwise(cuts)
-    ]  # fmt: skip
+    pieces = [attention.Piece(k[:, :, a:b], v[:, :, a:b], valid[..., a:b]) for a, b in itertools.pairwise(cuts)]
     got = attention.attend(q, pieces, 0.25)
     whole = attention.attend(q, [attention.Piece(k, v, valid)], 0.25)
     np.testing.assert_allclose(wide(got), wide(whole), atol=1e-6 if dtype == "float32" else 2e-2)

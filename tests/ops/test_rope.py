@@ -37,10 +37,13 @@ def test_frequencies_are_those_of_transformers(config):
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {
-        "rope_type": config.kind, "rope_theta": config.theta, "factor": config.factor,
-        "low_freq_factor": config.low_freq_factor, "high_freq_factor": config.high_freq_factor,
+        "rope_type": config.kind,
+        "rope_theta": config.theta,
+        "factor": config.factor,
+        "low_freq_factor": config.low_freq_factor,
+        "high_freq_factor": config.high_freq_factor,
         "original_max_position_embeddings": config.original_context,
-    }  # fmt: skip
+    }
     if config.kind == "default":
         parameters = {"rope_type": "default", "rope_theta": config.theta}
     theirs = transformers.LlamaConfig(

@@ -36,8 +36,9 @@ def test_parts_add_up_by_hand():
 def test_llama_8b_at_122k_matches_the_published_arithmetic():
     """Its buffers come to 6.1 times fewer bytes at 122K tokens (rank 160, budget 2048), the selected keys and values
     that it keeps on the device included; here they are temporaries of one layer."""
-    made = footprint(LLAMA_31_8B, ShadowKV(rank=160, budget=2048), capacity=124928 + 128, prompt=124928,
-                     fetch="device_put")  # fmt: skip
+    made = footprint(
+        LLAMA_31_8B, ShadowKV(rank=160, budget=2048), capacity=124928 + 128, prompt=124928, fetch="device_put"
+    )
     selected = 2048 * 2 * LLAMA_31_8B.key_columns * 2 * 32
     assert 6.0 < made["full_bytes"] / (made["device_bytes"] + selected) < 6.3
     assert made["host_bytes"] == pytest.approx(32 * 124928 * 2048, rel=0.002)

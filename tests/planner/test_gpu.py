@@ -25,9 +25,18 @@ from jshadow.policies.costs import costs_of
 from jshadow.policies.settings import with_settings
 
 LLAMA_3_8B_1M = ModelConfig(
-    model_type="llama", vocab_size=128256, num_layers=32, model_dim=4096, ffn_dim=14336, q_heads=32, kv_heads=8,
-    head_dim=128, norm_eps=1e-5, context=1048576, rope=RopeConfig(theta=5e5),
-)  # fmt: skip
+    model_type="llama",
+    vocab_size=128256,
+    num_layers=32,
+    model_dim=4096,
+    ffn_dim=14336,
+    q_heads=32,
+    kv_heads=8,
+    head_dim=128,
+    norm_eps=1e-5,
+    context=1048576,
+    rope=RopeConfig(theta=5e5),
+)
 A100 = GPUS["a100-80gb"]
 PAPERS = ShadowKV(rank=160, outlier_chunks=48)  # and a budget of 1.56 %, the default
 
@@ -44,8 +53,9 @@ TABLE_4 = {
     ("shadowkv", 244): (48.39, 65.95, 78.92, 87.83, 94.07, 104.73, 119.01, OOM, OOM, OOM, OOM),
     ("shadowkv", 488): (29.82, 41.01, 47.13, 50.85, 53.46, OOM, OOM, OOM, OOM, OOM, OOM),
 }
-CELLS = [(name, kilo, batch, cell) for (name, kilo), row in TABLE_4.items()
-         for batch, cell in zip(BATCHES, row, strict=True)]  # fmt: skip
+CELLS = [
+    (name, kilo, batch, cell) for (name, kilo), row in TABLE_4.items() for batch, cell in zip(BATCHES, row, strict=True)
+]
 
 
 @functools.cache
@@ -73,9 +83,12 @@ MACHINE_HOST = 128 * 2**30
 @functools.cache
 def packed_beside(gpu, batch=None, host_limit=None):
     return capacity_plan(
-        LLAMA_3_8B_1M, PAPERS, GPUS[gpu], Serving(122_880, batch=batch, host_limit=host_limit),
+        LLAMA_3_8B_1M,
+        PAPERS,
+        GPUS[gpu],
+        Serving(122_880, batch=batch, host_limit=host_limit),
         beside={"equal": ShadowKV.packed(), "small": ShadowKV.packed(small=True)},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("gpu", ["a100-80gb", "h200"])
@@ -125,9 +138,14 @@ def test_full_attention_beside_it_is_the_same_as_by_itself():
 def test_bytes_are_those_of_the_abstract_state(name):
     side = planned(name, batch=3).chosen
     state = abstract_state(
-        LLAMA_3_8B_1M, side.policy, batch=3, capacity=122 * 1024 + 64, prompt=122 * 1024, dtype="bfloat16",
+        LLAMA_3_8B_1M,
+        side.policy,
+        batch=3,
+        capacity=122 * 1024 + 64,
+        prompt=122 * 1024,
+        dtype="bfloat16",
         fetch="device_put",
-    )  # fmt: skip
+    )
     parts = state_nbytes(state)
     assert {part: (3 * device, 3 * host) for part, (device, host) in side.row_parts.items()} == parts
     assert side.host_bytes == sum(host for _, host in parts.values()) == offload.host_bytes(state.specs)
@@ -143,8 +161,12 @@ def test_longer_contexts_hold_fewer_and_go_slower(name):
     batches = [plan.largest_batch for plan in plans]
     assert batches == sorted(batches, reverse=True)
     assert len(set(batches)) == len(batches)
-    for figure in (lambda plan: plan.row_bytes[0], lambda plan: 1 / plan.step.tokens_per_second,
-                   lambda plan: sum(plan.temporaries.values()), lambda plan: plan.step.flops):  # fmt: skip
+    for figure in (
+        lambda plan: plan.row_bytes[0],
+        lambda plan: 1 / plan.step.tokens_per_second,
+        lambda plan: sum(plan.temporaries.values()),
+        lambda plan: plan.step.flops,
+    ):
         assert [figure(plan) for plan in plans] == sorted(map(figure, plans))
 
 
@@ -156,9 +178,7 @@ def test_larger_gpus_hold_more():
 def test_bytes_of_a_step_by_hand():
     """Two rows of the tiny model: 2 KV heads of 16, 4 query heads, 3 layers, float32."""
     policy = ShadowKV(rank=12, budget=16, chunk_size=4, outlier_chunks=2, local_chunks=2)
-    step = capacity_plan(
-        TINY, policy, A100, Serving(64, max_new_tokens=8, batch=2, dtype="float32")
-    ).chosen.step  # fmt: skip
+    step = capacity_plan(TINY, policy, A100, Serving(64, max_new_tokens=8, batch=2, dtype="float32")).chosen.step
     chunks, window, selected = 72 // 4 - 2, 72 - 4 * (64 // 4 - 2), 16 // 4
     layer = {
         "left": 2 * selected * 4 * 12 * 4,  # each of the two heads reads its own chunks
@@ -189,8 +209,10 @@ def test_full_attention_reads_all_keys_and_values():
 
 
 # zero_copy moves misses alone
-@pytest.mark.parametrize(("name", "fetch"), [pair for pair in POLICY_FETCHES if not {"probe", "zero_copy"} & {*pair}]
-                         + [("shadowkv", "resident")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "fetch"),
+    [pair for pair in POLICY_FETCHES if not {"probe", "zero_copy"} & {*pair}] + [("shadowkv", "resident")],
+)
 def test_what_a_step_moves_is_what_steps_count(name, fetch):
     _, state = prefilled(name, "restricted", fetch)
     told = [
@@ -208,8 +230,9 @@ def test_what_a_step_moves_is_what_steps_count(name, fetch):
         assert read == held
 
 
-MIDDLE = dataclasses.replace(TINY, num_layers=2, model_dim=128, ffn_dim=256, q_heads=8, kv_heads=4, head_dim=32,
-                             vocab_size=503, context=8192)  # fmt: skip
+MIDDLE = dataclasses.replace(
+    TINY, num_layers=2, model_dim=128, ffn_dim=256, q_heads=8, kv_heads=4, head_dim=32, vocab_size=503, context=8192
+)
 MIDDLE_CODES = {"lowrank": {"rank": 64}, "transform": {"keys.profile": (32, 64, 32)}}
 MIDDLE_POLICIES = {
     "full": Full(),
@@ -227,13 +250,13 @@ def test_temporaries_bound_the_compiled_step(name):
     """As XLA compiles it for a CPU in float32; what its arguments take is planned to the byte."""
     side = capacity_plan(
         MIDDLE, MIDDLE_POLICIES[name], A100, Serving(4096, batch=3, dtype="float32", fetch="resident")
-    ).chosen  # fmt: skip
-    state = abstract_state(
-        MIDDLE, side.policy, batch=3, capacity=4160, prompt=4096, dtype="float32", fetch="resident"
-    )  # fmt: skip
+    ).chosen
+    state = abstract_state(MIDDLE, side.policy, batch=3, capacity=4160, prompt=4096, dtype="float32", fetch="resident")
     reads, writes = state.split()
-    program = jax.jit(lambda weights, reads, writes, tokens, new: step_writes(
-        weights, MIDDLE, tokens, new, reads, writes), donate_argnums=2)  # fmt: skip
+    program = jax.jit(
+        lambda weights, reads, writes, tokens, new: step_writes(weights, MIDDLE, tokens, new, reads, writes),
+        donate_argnums=2,
+    )
     tokens, new = jax.ShapeDtypeStruct((3, 1), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
     needed = program.lower(abstract_weights(MIDDLE), reads, writes, tokens, new).compile().memory_analysis()
     planned_bytes = sum(side.temporaries.values())
@@ -260,10 +283,13 @@ def test_what_prefill_fits_in_one_call():
     side = planned(context=120 * 1024).chosen
     room = A100.memory_bytes - CONTEXT_RESERVE
     peaks = [
-        sum(prefill_peak(LLAMA_3_8B_1M, side.policy, batch=batch, tokens=120 * 1024, capacity=120 * 1024 + 64,
-                         fetch="device_put").values())
+        sum(
+            prefill_peak(
+                LLAMA_3_8B_1M, side.policy, batch=batch, tokens=120 * 1024, capacity=120 * 1024 + 64, fetch="device_put"
+            ).values()
+        )
         for batch in (side.prefill_batch, side.prefill_batch + 1)
-    ]  # fmt: skip
+    ]
     assert peaks[0] <= room < peaks[1]
     assert 0 < side.prefill_batch < side.largest_batch
 

@@ -57,9 +57,10 @@ def step_costs(name: str, fetch: str, dtype: str) -> dict[str, int]:
     program = lowered.compile()
     cost = program.cost_analysis()
     return {
-        "operations": int(cost["flops"]), "bytes": int(cost["bytes accessed"]),
+        "operations": int(cost["flops"]),
+        "bytes": int(cost["bytes accessed"]),
         "temporaries": int(program.memory_analysis().temp_size_in_bytes),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("case", CASES, ids="-".join)

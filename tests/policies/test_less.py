@@ -120,9 +120,7 @@ def test_a_taught_state_is_a_value(tmp_path):
     np.testing.assert_allclose(run(params, joined, STEPS[:, :6])[0], want, atol=1e-4)
     jshadow.save_state(tmp_path / "state", after, params)
     loaded = jshadow.load_state(tmp_path / "state", params)
-    np.testing.assert_array_equal(
-        run(params, loaded, STEPS[:, 6:9])[0], run(params, after, STEPS[:, 6:9])[0]
-    )  # fmt: skip
+    np.testing.assert_array_equal(run(params, loaded, STEPS[:, 6:9])[0], run(params, after, STEPS[:, 6:9])[0])
 
 
 def test_generate_takes_the_arrays_and_says_why_it_will_not():

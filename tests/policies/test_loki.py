@@ -37,9 +37,10 @@ def test_loki_learns_from_a_text():
     components = np.asarray(fitted["components"])
     assert components.shape == (TINY.num_layers, TINY.kv_heads, TINY.head_dim, TINY.head_dim)
     np.testing.assert_allclose(
-        np.einsum("lhde,lhdf->lhef", components, components), np.broadcast_to(np.eye(TINY.head_dim), components.shape),
+        np.einsum("lhde,lhdf->lhef", components, components),
+        np.broadcast_to(np.eye(TINY.head_dim), components.shape),
         atol=1e-4,
-    )  # fmt: skip
+    )
     tokens = random_tokens(2, 50, seed=4)
     _, state = decode.prefill(model(), tokens, [50, 31], policy, capacity=96, fitted=fitted)
     for layer, own in zip(state.layers, components, strict=True):

@@ -30,8 +30,11 @@ def test_there_and_back(name):
 def test_dotted_names():
     policy = ShadowKV(rank=None, keys=TransformCode(bits=2), landmarks=Landmarks(tokens=2), values=Values("int8"))
     assert changed_settings(policy) == {
-        "keys": "transform", "keys.bits": 2, "landmarks.tokens": 2, "values.dtype": "int8",
-    }  # fmt: skip
+        "keys": "transform",
+        "keys.bits": 2,
+        "landmarks.tokens": 2,
+        "values.dtype": "int8",
+    }
     assert changed_settings(ShadowKV(keys=ExactKeys())) == {"keys": "exact"}
     assert policy_settings(policy)["choice.rounds"] == 1
 

@@ -28,10 +28,16 @@ TINY = ModelConfig("llama", len(TOKENS), 2, 32, 64, 4, 2, 8, 1e-5, 128, RopeConf
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 269060552\n"
 
 GGUF_NAMES = {
-    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 
 
 def assert_same(one: Params, other: Params) -> None:
@@ -106,19 +112,29 @@ def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any)
     """
     writer = gguf.GGUFWriter(path, options.get("arch", "llama"))
     fields: dict[str, Any] = {
-        "llama.block_count": config.num_layers, "llama.context_length": config.context,
-        "llama.embedding_length": config.model_dim, "llama.feed_forward_length": config.ffn_dim,
-        "llama.attention.head_count": config.q_heads, "llama.attention.head_count_kv": config.kv_heads,
-        "llama.attention.key_length": config.head_dim, "llama.rope.freq_base": config.rope.theta,
-        "llama.rope.dimension_count": config.head_dim, "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
-    }  # fmt: skip
+        "llama.block_count": config.num_layers,
+        "llama.context_length": config.context,
+        "llama.embedding_length": config.model_dim,
+        "llama.feed_forward_length": config.ffn_dim,
+        "llama.attention.head_count": config.q_heads,
+        "llama.attention.head_count_kv": config.kv_heads,
+        "llama.attention.key_length": config.head_dim,
+        "llama.rope.freq_base": config.rope.theta,
+        "llama.rope.dimension_count": config.head_dim,
+        "llama.attention.layer_norm_rms_epsilon": config.norm_eps,
+    }
     if options.get("tokenizer", True):
         kinds = [3] * len(SPECIAL) + [1] * (len(TOKENS) - len(SPECIAL) - 1) + [4]
         fields |= {
-            "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": TOKENS,
-            "tokenizer.ggml.token_type": kinds, "tokenizer.ggml.merges": MERGES, "tokenizer.ggml.bos_token_id": 1,
-            "tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": TEMPLATE,
-        }  # fmt: skip
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "smollm",
+            "tokenizer.ggml.tokens": TOKENS,
+            "tokenizer.ggml.token_type": kinds,
+            "tokenizer.ggml.merges": MERGES,
+            "tokenizer.ggml.bos_token_id": 1,
+            "tokenizer.ggml.eos_token_id": 0,
+            "tokenizer.chat_template": TEMPLATE,
+        }
     for key, value in (fields | options.get("metadata", {})).items():
         add_field(writer, key, value)
     for name, value in load_file(directory / "model.safetensors").items():
@@ -138,8 +154,13 @@ def write_gguf(path: Path, directory: Path, config: ModelConfig, **options: Any)
 
 def add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     """Add one metadata value by its Python type; None adds nothing."""
-    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string,
-              list: writer.add_array}  # fmt: skip
+    adders = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
     if value is not None:
         adders[type(value)](key, value)
 

@@ -3,17 +3,26 @@
 from typing import Any
 
 BASE: dict[str, Any] = {
-    "vocab_size": 97, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "rope_theta": 10000.0, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 ORIGINAL = 64  # tokens of the original context wherever a RoPE variant has one
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0}
 LONGROPE = {
-    "rope_type": "longrope", "short_factor": [1.0 + 0.05 * i for i in range(6)],
+    "rope_type": "longrope",
+    "short_factor": [1.0 + 0.05 * i for i in range(6)],
     "long_factor": [1.0 + 1.7 * i for i in range(6)],
-}  # fmt: skip
+}
 
 
 def original(scaling: dict[str, Any]) -> dict[str, Any]:
@@ -24,15 +33,22 @@ def original(scaling: dict[str, Any]) -> dict[str, Any]:
 # name -> (model_type, what its config says beyond BASE)
 FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "llama_dynamic": ("llama", {
-        "rope_scaling": {"rope_type": "dynamic", "factor": 3.0}, "max_position_embeddings": ORIGINAL,
-    }),
+    "llama_dynamic": (
+        "llama",
+        {
+            "rope_scaling": {"rope_type": "dynamic", "factor": 3.0},
+            "max_position_embeddings": ORIGINAL,
+        },
+    ),
     "llama_yarn": ("llama", original(YARN)),
     "llama_yarn_tuned": ("llama", original(YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.3})),
-    "llama_both_spellings": ("llama", {
-        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    }),
+    "llama_both_spellings": (
+        "llama",
+        {
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
     "llama_longrope": ("llama", original(LONGROPE)),
     "yi": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "rope_theta": 1e7}),
     "smollm2": ("llama", {"tie_word_embeddings": True, "num_attention_heads": 3, "num_key_value_heads": 1}),
@@ -46,38 +62,65 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 16, "attention_bias": False}),
     "qwen3_biased": ("qwen3", {"head_dim": 24, "attention_bias": True}),
     "phi3": ("phi3", {"sliding_window": None}),
-    "phi3_longrope": ("phi3", {
-        "rope_scaling": LONGROPE, "original_max_position_embeddings": ORIGINAL, "sliding_window": 400,
-    }),
+    "phi3_longrope": (
+        "phi3",
+        {
+            "rope_scaling": LONGROPE,
+            "original_max_position_embeddings": ORIGINAL,
+            "sliding_window": 400,
+        },
+    ),
     # the original context that a checkpoint leaves out is 4096: these tokens are few
     "phi3_short": ("phi3", {"rope_scaling": LONGROPE, "max_position_embeddings": 8192, "sliding_window": None}),
-    "phi3_partial_longrope": ("phi3", {
-        "rope_scaling": LONGROPE | {"partial_rotary_factor": 0.75}, "original_max_position_embeddings": ORIGINAL,
-        "sliding_window": 40, "hidden_size": 64,
-    }),
+    "phi3_partial_longrope": (
+        "phi3",
+        {
+            "rope_scaling": LONGROPE | {"partial_rotary_factor": 0.75},
+            "original_max_position_embeddings": ORIGINAL,
+            "sliding_window": 40,
+            "hidden_size": 64,
+        },
+    ),
     "glm": ("glm", {"head_dim": 16}),
     "glm_unbiased": ("glm", {"head_dim": 12, "attention_bias": False, "partial_rotary_factor": 1.0}),
     "glm4": ("glm4", {"head_dim": 16}),
-    "gemma3": ("gemma3_text", {
-        "head_dim": 20, "sliding_window": 16, "sliding_window_pattern": 2, "query_pre_attn_scalar": 10,
-        "rope_theta": 1e6,
-    }),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 20,
+            "sliding_window": 16,
+            "sliding_window_pattern": 2,
+            "query_pre_attn_scalar": 10,
+            "rope_theta": 1e6,
+        },
+    ),
     # a window as long as the context: nothing falls out of it, and its layers still have their own rotation
     "gemma3_all_seen": ("gemma3_text", {"head_dim": 16, "sliding_window": 512, "rope_theta": 1e6}),
-    "gemma3_scaled": ("gemma3_text", {
-        "head_dim": 16, "sliding_window": 16, "layer_types": 2 * ["sliding_attention"] + ["full_attention"],
-        "rope_theta": None, "rope_parameters": {
-            "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
-            "full_attention": original(YARN)["rope_scaling"] | {"rope_theta": 1e5},
+    "gemma3_scaled": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 16,
+            "layer_types": 2 * ["sliding_attention"] + ["full_attention"],
+            "rope_theta": None,
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0},
+                "full_attention": original(YARN)["rope_scaling"] | {"rope_theta": 1e5},
+            },
         },
-    }),
-    "gemma3_linear": ("gemma3_text", {
-        "head_dim": 16, "sliding_window": 8, "layer_types": 2 * ["sliding_attention"] + ["full_attention"],
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    }),
+    ),
+    "gemma3_linear": (
+        "gemma3_text",
+        {
+            "head_dim": 16,
+            "sliding_window": 8,
+            "layer_types": 2 * ["sliding_attention"] + ["full_attention"],
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+    ),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
     "smollm3_yarn": ("smollm3", original(YARN) | {"no_rope_layers": [1, 0, 1]}),
-}  # fmt: skip
+}
 
 
 def transformers_config(name: str, **more: Any) -> Any:

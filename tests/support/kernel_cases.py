@@ -178,8 +178,10 @@ def factor_inputs(case: Chunks) -> dict[str, Any]:
     if case.profile is not None:
         inputs |= code_inputs(case, rng)
     else:
-        inputs |= {"left": left_rows(case, rng, case.units),
-                   "right": normal(rng, case.batch, case.kv_heads, case.rank, case.dim, dtype=case.dtype)}  # fmt: skip
+        inputs |= {
+            "left": left_rows(case, rng, case.units),
+            "right": normal(rng, case.batch, case.kv_heads, case.rank, case.dim, dtype=case.dtype),
+        }
     if case.tail:
         inputs["tail"] = left_rows(case, rng, case.tail)
         inputs["tail_unit"] = jnp.asarray(case.units - 1 - np.arange(case.batch), jnp.int32)
@@ -202,10 +204,12 @@ def code_inputs(case: Chunks, rng: np.random.Generator) -> dict[str, Any]:
     steps = steps * (0.5 + rng.random((case.batch, sum(profile)))) * sum(profile) ** -0.5
     right = normal(rng, case.batch, case.kv_heads, sum(profile), case.dim, dtype=case.dtype)
     return {
-        "left": left_rows(case, rng, case.units), "right": right,
+        "left": left_rows(case, rng, case.units),
+        "right": right,
         "mean": normal(rng, case.batch, case.kv_heads, case.dim, dtype=case.dtype),
-        "step": jnp.asarray(steps, jnp.float32), "profile": profile,
-    }  # fmt: skip
+        "step": jnp.asarray(steps, jnp.float32),
+        "profile": profile,
+    }
 
 
 def host_rows(case: Chunks, rng: np.random.Generator, *lead: int) -> jax.Array:

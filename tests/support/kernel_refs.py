@@ -67,7 +67,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def pallas_call(
         kernel: Any, *, grid: tuple[int, ...], out_shape: Any, input_output_aliases: Any = None, **_: Any
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         def run(*operands: Any) -> Any:
             inputs = jax.tree.map(Watched, operands)
             outputs = jax.tree.map(lambda x: Watched(np.zeros(x.shape, x.dtype)), out_shape)

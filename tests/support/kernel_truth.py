@@ -92,9 +92,16 @@ def coded_keys(row: np.ndarray, right: Any, mean: Any, step: Any, profile: Any, 
 
 
 def reconstruct_keys(
-    left: Any, right: Any, ids: Any, inverse: Any, tail: Any = None, tail_unit: Any = None, mean: Any = None,
-    step: Any = None, profile: Any = None,
-) -> np.ndarray:  # fmt: skip
+    left: Any,
+    right: Any,
+    ids: Any,
+    inverse: Any,
+    tail: Any = None,
+    tail_unit: Any = None,
+    mean: Any = None,
+    step: Any = None,
+    profile: Any = None,
+) -> np.ndarray:
     left, inverse, ids = np.asarray(left), np.asarray(inverse), np.asarray(ids)
     tail = None if tail is None else np.asarray(tail)
     dim, half = right.shape[-1], len(inverse)
@@ -125,10 +132,19 @@ def unpacked_values(row: np.ndarray, dim: int, bits: int, dtype: Any) -> np.ndar
 
 
 def fetched_values(
-    values: Any, left: Any, ids: Any, kept: Any = None, stay: Any = None, tail: Any = None, tail_unit: Any = None,
-    values_tail: Any = None, right: Any = None, value_bits: Any = None, value_dtype: Any = None,
+    values: Any,
+    left: Any,
+    ids: Any,
+    kept: Any = None,
+    stay: Any = None,
+    tail: Any = None,
+    tail_unit: Any = None,
+    values_tail: Any = None,
+    right: Any = None,
+    value_bits: Any = None,
+    value_dtype: Any = None,
     **_: Any,
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """In the dtype of the values: they are moved, not computed, but for the product of a code and its scale."""
     values, ids, dim = np.asarray(values), np.asarray(ids), right.shape[-1]
     out: list[Any] = []

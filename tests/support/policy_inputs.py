@@ -21,8 +21,15 @@ DEEP = dataclasses.replace(TINY, num_layers=8)
 def llama():
     """Llama-3.1-8B's shape."""
     return dataclasses.replace(
-        TINY, num_layers=32, model_dim=4096, ffn_dim=14336, q_heads=32, kv_heads=8, head_dim=128, context=2**20,
-    )  # fmt: skip
+        TINY,
+        num_layers=32,
+        model_dim=4096,
+        ffn_dim=14336,
+        q_heads=32,
+        kv_heads=8,
+        head_dim=128,
+        context=2**20,
+    )
 
 
 def spec_of(policy: Policy, config: ModelConfig = TINY, capacity: int = 96, prompt: int = 64):

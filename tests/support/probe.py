@@ -126,7 +126,7 @@ class Speculator(RingLayer, PlansAhead):
         live = SpeculatorLive(state.live.recent, landmarks, none, none, self.zeros(spec, count * self.unit))
         return state.replace(
             live=live, frozen=state.frozen.replace(mass=jnp.zeros((*shape, self.all_units(spec)), jnp.float32))
-        )  # fmt: skip
+        )
 
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
@@ -172,8 +172,10 @@ class Speculator(RingLayer, PlansAhead):
         live: SpeculatorLive = state.live
         if selection.when == "now":
             return state.replace(live=live.replace(resident=jnp.where(there, ids, live.resident)))
-        rows = (jnp.where(there[..., None], new, old) for new, old in
-                ((fetched.k, live.buffer.k), (fetched.v, live.buffer.v)))  # fmt: skip
+        rows = (
+            jnp.where(there[..., None], new, old)
+            for new, old in ((fetched.k, live.buffer.k), (fetched.v, live.buffer.v))
+        )
         kept = jnp.where(there, ids, live.buffer_ids)
         return state.replace(live=live.replace(buffer_ids=kept, buffer=KeyValues(*rows)))
 

@@ -121,9 +121,7 @@ class RingLayer(UniformPolicy, Speculates, Foresees):
         held = last - (last - jnp.arange(ring)) % ring
         index = jnp.maximum(held, 0)[:, :, None, None]
         k, v = (jnp.take_along_axis(x, index, axis=1).transpose(0, 2, 1, 3) for x in (prompt.k_post, prompt.v))
-        state = state.replace(
-            frozen=self.frozen(spec, prompt.lengths), live=state.live.replace(recent=KeyValues(k, v))
-        )  # fmt: skip
+        state = state.replace(frozen=self.frozen(spec, prompt.lengths), live=state.live.replace(recent=KeyValues(k, v)))
         layout = self.host_layout(spec)
         if layout is None:
             return state, None

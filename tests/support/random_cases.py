@@ -261,9 +261,15 @@ def run_library(batch: Batch, fetch: str) -> list[Run]:
     tokens = [tokens_of(row, params.config) for row in rows]
     prompts = pad([prompt for prompt, _ in tokens], batch.capacity)
     ((logits, state),) = decode.prefill_many(
-        params, prompts, [row.length for row in rows], [setting.policy], capacity=batch.capacity, fetch=fetch,
-        shortest=batch.shortest, prefill_chunk=setting.prefill_chunk,
-    )  # fmt: skip
+        params,
+        prompts,
+        [row.length for row in rows],
+        [setting.policy],
+        capacity=batch.capacity,
+        fetch=fetch,
+        shortest=batch.shortest,
+        prefill_chunk=setting.prefill_chunk,
+    )
     outs, sets = [[out] for out in np.asarray(logits)], [{} for _ in rows]
     for index in range(TURNS + STEPS):
         parts = [part[index] for _, part in tokens]
@@ -339,8 +345,9 @@ def compare(batch: Batch) -> Tally:
     for index, row in enumerate(fit(row, batch.capacity) for row in batch.rows):
         wanted = run_oracle(setting, row)
         mine = [runs[fetch][index] for fetch in FETCHES]
-        wrong = [f"{fetch}: {line}" for fetch, run in zip(FETCHES, mine, strict=True)
-                 for line in differences(run, wanted)]  # fmt: skip
+        wrong = [
+            f"{fetch}: {line}" for fetch, run in zip(FETCHES, mine, strict=True) for line in differences(run, wanted)
+        ]
         between = np.abs(mine[0].logits - mine[1].logits)[: 1 + wanted.good].max()
         if not between < MODES_TOLERANCE:
             wrong.append(f"logits of the fetch modes differ by {between:.1e}")

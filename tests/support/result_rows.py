@@ -2,8 +2,14 @@
 
 from typing import Any
 
-BASE: dict[str, Any] = {"share": None, "control_of": None, "fitted": False, "samples": 4, "infeasible": None,
-                        "served_full_bytes": 40_000_000}  # fmt: skip
+BASE: dict[str, Any] = {
+    "share": None,
+    "control_of": None,
+    "fitted": False,
+    "samples": 4,
+    "infeasible": None,
+    "served_full_bytes": 40_000_000,
+}
 
 
 DEPTHS = [0.125, 0.375, 0.625, 0.875]
@@ -11,10 +17,23 @@ DEPTHS = [0.125, 0.375, 0.625, 0.875]
 
 def row(name: str = "shadowkv", **given: Any) -> dict[str, Any]:
     """A made-up result row of a needle task."""
-    own = {"task": "needle_noise", "length": 1024, "policy": name, "name": name, "score": 50.0, "stderr": 12.5,
-           "asked": 4, "found": 2, "found_by_full": 4, "found_by_both": 2, "recall_of_full": None,
-           "depths": DEPTHS, "depth_scores": [100.0, 0.0, 100.0, 0.0],
-           "turns": [50.0], "served_device_bytes": 10_000_000}  # fmt: skip
+    own = {
+        "task": "needle_noise",
+        "length": 1024,
+        "policy": name,
+        "name": name,
+        "score": 50.0,
+        "stderr": 12.5,
+        "asked": 4,
+        "found": 2,
+        "found_by_full": 4,
+        "found_by_both": 2,
+        "recall_of_full": None,
+        "depths": DEPTHS,
+        "depth_scores": [100.0, 0.0, 100.0, 0.0],
+        "turns": [50.0],
+        "served_device_bytes": 10_000_000,
+    }
     return BASE | own | given
 
 

@@ -13,17 +13,22 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=["<s>", "</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=500,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator([*tasks.NOISE, tasks.HEAD, tasks.QUESTION, *tasks.paragraphs()[:40]], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=["<s>", "$A", "</s>"], special_tokens=[("<s>", 0), ("</s>", 1)]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=420,
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        model_max_length=420,
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
 
 
 def plain_tokenizer() -> PreTrainedTokenizerFast:

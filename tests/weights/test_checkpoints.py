@@ -62,10 +62,13 @@ def files(directory: Path) -> list[str]:
 # There and back
 
 
-@pytest.mark.parametrize(("dtype", "name", "shard_bytes"), [
-    (("float32", "bfloat16", "float16")[index % 3], name, (20_000, 10**9)[index % 2])
-    for index, name in enumerate(FAMILY_CASES)
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "name", "shard_bytes"),
+    [
+        (("float32", "bfloat16", "float16")[index % 3], name, (20_000, 10**9)[index % 2])
+        for index, name in enumerate(FAMILY_CASES)
+    ],
+)
 def test_huggingface_to_orbax_and_back_is_bit_equal(tmp_path, name, dtype, shard_bytes):
     family_directory(name, tmp_path / "plain", dtype)
     convert(tmp_path / "plain", tmp_path / "source", dtype, shard_bytes=shard_bytes)
@@ -167,9 +170,13 @@ def test_weights_go_straight_to_a_mesh(tmp_path, format):
     convert(tmp_path / "m", tmp_path / "c", "float32", format=format)
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", MESH, tmp_path / "c", tmp_path / "again"], capture_output=True, text=True, cwd=ROOT,
-        env=environment, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", MESH, tmp_path / "c", tmp_path / "again"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
     assert done.stdout.strip() == "spread", done.stderr[-3000:]
 
 
@@ -196,8 +203,15 @@ def large_directory(path: Path, layers: int) -> int:
     from jshadow.weights.convert.tensors import placements
 
     config = dataclasses.replace(
-        TINY, num_layers=layers, model_dim=1024, ffn_dim=4096, q_heads=16, kv_heads=8, head_dim=64, vocab_size=8192,
-    )  # fmt: skip
+        TINY,
+        num_layers=layers,
+        model_dim=1024,
+        ffn_dim=4096,
+        q_heads=16,
+        kv_heads=8,
+        head_dim=64,
+        vocab_size=8192,
+    )
     wanted = flat_abstract(config)
     family = family_of({"model_type": "llama"})
     shapes = {name: placed.tensor_shape(wanted) for name, placed in placements(family, wanted).items()}
@@ -212,9 +226,13 @@ def peak_of(source: Path, target: Path, dtype: str, format: str) -> int:
     """Bytes by which a conversion raises the maximum resident size of a process that has imported everything."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, source, target, dtype, format, str(SHARD)], capture_output=True, text=True,
-        cwd=ROOT, env=environment, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", MEMORY, source, target, dtype, format, str(SHARD)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return int(done.stdout)
 
@@ -453,8 +471,13 @@ def test_a_mesh_is_a_mesh(tmp_path, mesh):
 
 def test_paths_are_paths(tmp_path):
     directory, params = tiny_directory(tmp_path / "m")
-    calls = [lambda: convert(None, tmp_path / "o"), lambda: convert(directory, None), lambda: save(params, None),
-             lambda: load(None), lambda: convert(directory, "a\0b")]  # fmt: skip
+    calls = [
+        lambda: convert(None, tmp_path / "o"),
+        lambda: convert(directory, None),
+        lambda: save(params, None),
+        lambda: load(None),
+        lambda: convert(directory, "a\0b"),
+    ]
     for call in calls:
         with pytest.raises(ConfigError, match="must be a string or a path"):
             call()
@@ -492,10 +515,15 @@ def test_weights_that_the_manifest_does_not_name(converted):
         load(converted)
 
 
-@pytest.mark.parametrize(("settings", "told"), [
-    ({"format": "pickle"}, "format must be one of"), ({"shard_bytes": 0}, "shard_bytes must be"),
-    ({"shard_bytes": True}, "shard_bytes must be"), ({"dtype": "int8"}, "dtype must be one of"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"format": "pickle"}, "format must be one of"),
+        ({"shard_bytes": 0}, "shard_bytes must be"),
+        ({"shard_bytes": True}, "shard_bytes must be"),
+        ({"dtype": "int8"}, "dtype must be one of"),
+    ],
+)
 def test_bad_settings(tmp_path, settings, told):
     directory, _ = tiny_directory(tmp_path / "m")
     with pytest.raises(ConfigError, match=told):

@@ -36,8 +36,11 @@ pytestmark = pytest.mark.timeout(120)
 
 Q4 = gguf.GGMLQuantizationType.Q4_1
 VARIANTS: list[dict[str, Any]] = [
-    {}, {"tie_embeddings": True}, {"attention_bias": True, "mlp_bias": True}, {"head_dim": 6, "kv_heads": 1},
-]  # fmt: skip
+    {},
+    {"tie_embeddings": True},
+    {"attention_bias": True, "mlp_bias": True},
+    {"head_dim": 6, "kv_heads": 1},
+]
 
 
 @pytest.mark.parametrize("changes", VARIANTS, ids=lambda changes: "+".join(changes) or "plain")

@@ -47,12 +47,14 @@ BAD_METADATA: dict[str, tuple[dict[str, Any], type[JshadowError], tuple[str, ...
     "partial rope": ({"metadata": {"llama.rope.dimension_count": 4}}, ConfigError, ("dimension_count", "8", "4")),
     "yarn": ({"metadata": {"llama.rope.scaling.type": "yarn"}}, ConfigError, ("scaling.type", "yarn")),
     "divisors": (
-        {"extra_tensors": {"rope_freqs.weight": np.array([1, 2, 3, 4], np.float32)}}, ConfigError, ("rope_freqs",),
+        {"extra_tensors": {"rope_freqs.weight": np.array([1, 2, 3, 4], np.float32)}},
+        ConfigError,
+        ("rope_freqs",),
     ),
     "extra": ({"extra_tensors": {"stranger": np.ones(3, np.float32)}}, CheckpointError, ("stranger", "extra")),
     "misshaped": ({"metadata": {"llama.feed_forward_length": 48}}, CheckpointError, ("up_proj", "[48, 32]")),
     "alignment": ({"metadata": {"general.alignment": 24}}, CheckpointError, ("general.alignment", "24")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD_METADATA)
@@ -98,7 +100,7 @@ CRAFTED: dict[str, tuple[bytes, tuple[str, ...]]] = {
     "garbage": (b"PK\x03\x04 not a model" * 9, ("GGUF", "PK")),
     "empty": (b"", ("empty file",)),
     "LFS pointer": (LFS, ("Git LFS pointer",)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.timeout(20)

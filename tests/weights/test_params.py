@@ -130,9 +130,12 @@ def test_other_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "x.gguf", directory, TINY)
     monkeypatch.chdir(tmp_path)
     for source, message in {
-        tmp_path / "x.gguf": "jshadow convert", directory / "config.json": "must be a directory",
-        "m/other": "does not exist", "a/b/c": "does not exist", "nothing": "does not exist",
-    }.items():  # fmt: skip
+        tmp_path / "x.gguf": "jshadow convert",
+        directory / "config.json": "must be a directory",
+        "m/other": "does not exist",
+        "a/b/c": "does not exist",
+        "nothing": "does not exist",
+    }.items():
         with pytest.raises(CheckpointError, match=message):
             load(source)
     with pytest.raises(ConfigError, match="path_or_hub_id"):

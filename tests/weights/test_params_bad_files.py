@@ -79,7 +79,9 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[JshadowError], tuple[str, ...]]
     "huge depth": (config_sets(num_hidden_layers=10**9), CheckpointError, ("num_hidden_layers", "1000000000")),
     "eos": (config_sets(eos_token_id=TINY.vocab_size), ConfigError, ("eos", str(TINY.vocab_size))),
     "generation eos": (
-        lambda d: edit_json(d / "generation_config.json", eos_token_id=[0, 9999]), ConfigError, ("eos_ids", "9999"),
+        lambda d: edit_json(d / "generation_config.json", eos_token_id=[0, 9999]),
+        ConfigError,
+        ("eos_ids", "9999"),
     ),
     "only .bin": (only_pickle, CheckpointError, ("pytorch_model.bin", "refused", "safetensors")),
     "no weights": (lambda d: (d / W).unlink(), CheckpointError, ("must hold model.safetensors",)),
@@ -88,7 +90,8 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[JshadowError], tuple[str, ...]]
     "index outside": (index_names("../x.safetensors"), CheckpointError, ("weight_map", "../x.safetensors")),
     "index pickle": (index_names("x.bin"), CheckpointError, ("weight_map", "x.bin")),
     "index empty": (
-        lambda d: (shard(d), edit_json(d / "model.safetensors.index.json", weight_map={})), CheckpointError,
+        lambda d: (shard(d), edit_json(d / "model.safetensors.index.json", weight_map={})),
+        CheckpointError,
         ("weight_map",),
     ),
     "truncated data": (lambda d: cut(d / W, 0.7), CheckpointError, (W, "interrupted download", "expects")),
@@ -103,27 +106,34 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[JshadowError], tuple[str, ...]]
     "a directory": (lambda d: ((d / W).unlink(), (d / W).mkdir()), CheckpointError, (W, "not a regular file")),
     "missing": (lambda d: edit_tensors(d, lambda t: t.pop(Q0)), CheckpointError, (Q0, "missing")),
     "extra": (
-        lambda d: edit_tensors(d, lambda t: t.update(stranger=np.ones(2, np.float32))), CheckpointError,
+        lambda d: edit_tensors(d, lambda t: t.update(stranger=np.ones(2, np.float32))),
+        CheckpointError,
         ("stranger", "extra"),
     ),
     "stray bias": (
         lambda d: edit_tensors(d, lambda t: t.update({Q0.replace("weight", "bias"): np.ones(32, np.float32)})),
-        CheckpointError, ("q_proj.bias", "extra"),
+        CheckpointError,
+        ("q_proj.bias", "extra"),
     ),
     "misshaped": (config_sets(intermediate_size=48), CheckpointError, ("up_proj", "[48, 32]", "[64, 32]")),
     "integers": (
-        lambda d: edit_tensors(d, lambda t: t.update({Q0: t[Q0].astype(np.int8)})), CheckpointError, (Q0, "I8", "BF16"),
+        lambda d: edit_tensors(d, lambda t: t.update({Q0: t[Q0].astype(np.int8)})),
+        CheckpointError,
+        (Q0, "I8", "BF16"),
     ),
     "NaN": (set_value(Q0, np.nan), CheckpointError, (Q0, "1 of 1024 values are NaN or Inf")),
     "Inf": (set_value(EMBED, -np.inf), CheckpointError, (EMBED, "NaN or Inf")),
     "tokenizer": (
-        lambda d: (d / "tokenizer.json").write_text("{}"), CheckpointError, ("tokenizer files",),
+        lambda d: (d / "tokenizer.json").write_text("{}"),
+        CheckpointError,
+        ("tokenizer files",),
     ),
     "tokenizer code": (
         lambda d: ((d / "tokenizer.json").touch(), edit_json(d / "tokenizer_config.json", auto_map={"a": "b"})),
-        CheckpointError, ("tokenizer_config.json", "auto_map"),
+        CheckpointError,
+        ("tokenizer_config.json", "auto_map"),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -65,10 +65,20 @@ def test_chat_template(tokenizer: Any) -> None:
 def test_config(smollm2_dir: Path) -> None:
     config = json.loads((smollm2_dir / "config.json").read_text())
     known = {
-        "model_type": "llama", "vocab_size": 49152, "num_hidden_layers": 30, "hidden_size": 576, "head_dim": 64,
-        "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3, "rms_norm_eps": 1e-5,
-        "rope_theta": 100000.0, "max_position_embeddings": 8192, "tie_word_embeddings": True, "eos_token_id": 2,
-    }  # fmt: skip
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "num_hidden_layers": 30,
+        "hidden_size": 576,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    }
     assert {key: config[key] for key in known} == known
     assert config["rope_scaling"] is None
 
@@ -97,11 +107,12 @@ def test_weights_equal_ggufs_own_arrays(smollm2_dir: Path, gguf_source: Any) -> 
     gguf, reader = gguf_source
     theirs = {t.name: t for t in reader.tensors}
     copied = {
-        "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
         "blk.3.attn_norm.weight": "model.layers.3.input_layernorm.weight",
         "blk.29.ffn_down.weight": "model.layers.29.mlp.down_proj.weight",
         "blk.0.attn_v.weight": "model.layers.0.self_attn.v_proj.weight",
-    }  # fmt: skip
+    }
     with safe_open(smollm2_dir / "model.safetensors", framework="numpy") as file:
         for name, ours in copied.items():
             expected = gguf.quants.dequantize(theirs[name].data, theirs[name].tensor_type)

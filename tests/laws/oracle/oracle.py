@@ -32,9 +32,23 @@ if TYPE_CHECKING:  # not at run time: the oracle must import without jax
     from jshadow.models.config import ModelConfig
 
 __all__ = [
-    "Full", "LayerCache", "Oracle", "ShadowKV", "ShadowKVPlus", "StreamingLLM", "Trace", "apply_rope", "attention",
-    "causal_attention", "inverse_frequencies", "linear", "lowest", "rms_norm", "softmax", "tokens_of",
-]  # fmt: skip
+    "Full",
+    "LayerCache",
+    "Oracle",
+    "ShadowKV",
+    "ShadowKVPlus",
+    "StreamingLLM",
+    "Trace",
+    "apply_rope",
+    "attention",
+    "causal_attention",
+    "inverse_frequencies",
+    "linear",
+    "lowest",
+    "rms_norm",
+    "softmax",
+    "tokens_of",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,11 +139,21 @@ class Oracle:
         """Attention of a piece's queries [t, h_q, d], whose own keys are the last in the cache, under the policy."""
         held, h_kv, _ = cache.k_pre.shape
         entry = Trace(
-            step=len(self.trace) // self.config.num_layers, layer=layer, queries=len(q_pre),
-            selected=[set() for _ in range(h_kv)], outliers=[set() for _ in range(h_kv)],
-            extra=[set() for _ in range(h_kv)], scores=np.zeros((h_kv, 0)), gap=np.inf, outlier_gap=np.inf,
-            extra_gap=np.inf, preload_gap=np.inf, factor_error=0.0, attended=0, output=np.zeros(0),
-        )  # fmt: skip
+            step=len(self.trace) // self.config.num_layers,
+            layer=layer,
+            queries=len(q_pre),
+            selected=[set() for _ in range(h_kv)],
+            outliers=[set() for _ in range(h_kv)],
+            extra=[set() for _ in range(h_kv)],
+            scores=np.zeros((h_kv, 0)),
+            gap=np.inf,
+            outlier_gap=np.inf,
+            extra_gap=np.inf,
+            preload_gap=np.inf,
+            factor_error=0.0,
+            attended=0,
+            output=np.zeros(0),
+        )
         if isinstance(self.policy, ShadowKV):
             rebuild(cache, self.config.rope)
             q = apply_rope(q_pre, np.arange(held - len(q_pre), held), self.config.rope)

@@ -116,8 +116,18 @@ class InfLLMOracle(Oracle):
         h_kv = cache.k_pre.shape[1]
         none: list[set[int]] = [set() for _ in range(h_kv)]
         return Trace(
-            step=len(self.trace) // self.config.num_layers, layer=layer, queries=1,
-            selected=[set(chosen) for _ in range(h_kv)], outliers=none, extra=none, scores=np.zeros((h_kv, 0)),
-            gap=memory.gap, outlier_gap=np.inf, extra_gap=np.inf, preload_gap=np.inf, factor_error=0.0, attended=seen,
+            step=len(self.trace) // self.config.num_layers,
+            layer=layer,
+            queries=1,
+            selected=[set(chosen) for _ in range(h_kv)],
+            outliers=none,
+            extra=none,
+            scores=np.zeros((h_kv, 0)),
+            gap=memory.gap,
+            outlier_gap=np.inf,
+            extra_gap=np.inf,
+            preload_gap=np.inf,
+            factor_error=0.0,
+            attended=seen,
             output=out[None],
-        )  # fmt: skip
+        )

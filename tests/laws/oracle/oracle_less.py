@@ -50,16 +50,26 @@ class LESSOracle(SetOracle):
             exact = {p: math.exp(cache.k_post[p, kv] @ q[head] / math.sqrt(dim)) for p in positions}
             features = phi(own["phi"], kv, q[head])
             rough = {
-                p: float(features @ psi(own["psi"], kv, cache.k_post[p, kv]))
-                for p in range(held) if p not in exact
-            }  # fmt: skip
+                p: float(features @ psi(own["psi"], kv, cache.k_post[p, kv])) for p in range(held) if p not in exact
+            }
             weights = exact | rough
             total = sum(weights.values())
             outs.append(sum(weight * cache.v[p, kv] for p, weight in weights.items()) / total)
             probs.append(np.array([exact[p] for p in positions]) / sum(exact.values()))
         self.policy.saw(memory, seen, probs, held)
         return Trace(
-            step=len(self.trace) // self.config.num_layers, layer=layer, queries=1, selected=[], outliers=[], extra=[],
-            scores=np.zeros((h_kv, 0)), gap=np.inf, outlier_gap=np.inf, extra_gap=np.inf, preload_gap=np.inf,
-            factor_error=0.0, attended=0.0, output=np.array(outs)[None],
-        )  # fmt: skip
+            step=len(self.trace) // self.config.num_layers,
+            layer=layer,
+            queries=1,
+            selected=[],
+            outliers=[],
+            extra=[],
+            scores=np.zeros((h_kv, 0)),
+            gap=np.inf,
+            outlier_gap=np.inf,
+            extra_gap=np.inf,
+            preload_gap=np.inf,
+            factor_error=0.0,
+            attended=0.0,
+            output=np.array(outs)[None],
+        )

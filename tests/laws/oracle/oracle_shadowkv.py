@@ -171,9 +171,18 @@ def compress(policy: ShadowKV, cache: LayerCache, prompt_queries: Array, rope: "
             gaps.append(float(last - first_out) / np.linalg.norm(cache.k_pre * weights, axis=2).max())
             longest[head] = first_out
     memory = Memory(
-        n, outliers, min(gaps), threshold, projection, weights, error, rebuilt=cache.k_post[:0],
-        worst=worst, longest=longest, exact=[set() for _ in range(h_kv)],
-    )  # fmt: skip
+        n,
+        outliers,
+        min(gaps),
+        threshold,
+        projection,
+        weights,
+        error,
+        rebuilt=cache.k_post[:0],
+        worst=worst,
+        longest=longest,
+        exact=[set() for _ in range(h_kv)],
+    )
     cache.memory = memory
     rebuild(cache, rope)
     if policy.exact_preload:

@@ -76,10 +76,21 @@ class SetOracle(Oracle):
         sets = [set(seen[h * group]) for h in range(h_kv)]
         attended = float(np.mean([len(positions) for positions in seen]))
         return Trace(
-            step=len(self.trace) // self.config.num_layers, layer=layer, queries=1, selected=sets, outliers=[],
-            extra=[], scores=np.zeros((h_kv, 0)), gap=gap, outlier_gap=np.inf, extra_gap=np.inf, preload_gap=np.inf,
-            factor_error=0.0, attended=attended, output=np.array(outs)[None],
-        )  # fmt: skip
+            step=len(self.trace) // self.config.num_layers,
+            layer=layer,
+            queries=1,
+            selected=sets,
+            outliers=[],
+            extra=[],
+            scores=np.zeros((h_kv, 0)),
+            gap=gap,
+            outlier_gap=np.inf,
+            extra_gap=np.inf,
+            preload_gap=np.inf,
+            factor_error=0.0,
+            attended=attended,
+            output=np.array(outs)[None],
+        )
 
 
 def highest(scores: Array, count: int) -> tuple[list[int], float]:

@@ -81,10 +81,20 @@ class SpeCacheOracle(Oracle):
         self.wanted[layer] = wanted
         self.trace.append(
             Trace(
-                step=len(self.trace) // self.config.num_layers, layer=layer, queries=1,
-                selected=[set(positions) for positions in wanted], outliers=[], extra=[], scores=np.zeros((h_kv, 0)),
-                gap=self.gap, outlier_gap=np.inf, extra_gap=np.inf, preload_gap=np.inf, factor_error=0.0,
-                attended=held, output=out[:1],
+                step=len(self.trace) // self.config.num_layers,
+                layer=layer,
+                queries=1,
+                selected=[set(positions) for positions in wanted],
+                outliers=[],
+                extra=[],
+                scores=np.zeros((h_kv, 0)),
+                gap=self.gap,
+                outlier_gap=np.inf,
+                extra_gap=np.inf,
+                preload_gap=np.inf,
+                factor_error=0.0,
+                attended=held,
+                output=out[:1],
             )
-        )  # fmt: skip
+        )
         return out

@@ -262,8 +262,11 @@ def test_a_code_has_the_bytes_that_it_tells(name, dtype):
     empty = codec.empty(1, 6, CHUNK, sizes)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), code) == jax.tree.map(lambda x: (x.shape, x.dtype), empty)
     assert codec.nbytes(6, CHUNK, sizes) == sum(map(leaf_bytes, jax.tree.leaves(code)))
-    own = {"lowrank": 9 * leaf_bytes(keys[0, 0, 0, 0]), "transform": 3 + 10 // 2 + 8 // 4,
-           "exact": 22 * leaf_bytes(keys[0, 0, 0, 0])}[name]  # fmt: skip
+    own = {
+        "lowrank": 9 * leaf_bytes(keys[0, 0, 0, 0]),
+        "transform": 3 + 10 // 2 + 8 // 4,
+        "exact": 22 * leaf_bytes(keys[0, 0, 0, 0]),
+    }[name]
     assert codec.read_bytes(sizes) == own
     heads = 2 if name == "exact" else 1
     assert leaf_bytes(code.left) == 6 * CHUNK * heads * own
@@ -515,7 +518,7 @@ def test_later_tokens_in_other_codes(name):
     """A turn is as many steps, and offloaded is resident."""
     made = decode.prefill_many(
         model(), PROMPT, LENGTHS, [LATER[name]] * 2, capacity=96, fetch=["resident", "device_put"]
-    )  # fmt: skip
+    )
     (_, resident), (_, offloaded) = made
     turn, extended = decode.extend(model(), STEPS[:, :7], [7, 7, 7], resident.fork(), logits="all")
     steps, stepped = run_steps(model(), offloaded, STEPS[:, :7])

@@ -189,9 +189,14 @@ def test_the_same_keys_later_are_no_worse(name, dtype):
     tail = tail.reshape(*tail.shape[:2], chunks, -1)
     inverse = jnp.asarray(10000.0 ** -(np.arange(6) / 6), jnp.float32)
     rebuild = Rebuild(
-        code.left, code.right, inverse, tail=tail if code.left.ndim == 4 else tail[:, 0],
-        tail_unit=jnp.array([chunks]), codec=codec, unit=CHUNK,
-    )  # fmt: skip
+        code.left,
+        code.right,
+        inverse,
+        tail=tail if code.left.ndim == 4 else tail[:, 0],
+        tail_unit=jnp.array([chunks]),
+        codec=codec,
+        unit=CHUNK,
+    )
     ids = jnp.broadcast_to(chunks + jnp.arange(chunks), (1, 2, chunks))
     later = rotate(k_pre, *(x[None, :, None] for x in cos_sin(160 + jnp.arange(160), inverse)))
     later = later.transpose(0, 2, 1, 3).reshape(1, 2, chunks, CHUNK, 12)

@@ -28,8 +28,12 @@ def block(request, monkeypatch):
 
 def test_many_places_take_little_memory():
     ids = jax.ShapeDtypeStruct((1, 8, 1, 4096), jnp.int32)
-    shapes = (ids, jax.ShapeDtypeStruct(ids.shape, bool), jax.ShapeDtypeStruct((1, 1), bool),
-              jax.ShapeDtypeStruct((1, 8, 4096), jnp.int32))  # fmt: skip
+    shapes = (
+        ids,
+        jax.ShapeDtypeStruct(ids.shape, bool),
+        jax.ShapeDtypeStruct((1, 1), bool),
+        jax.ShapeDtypeStruct((1, 8, 4096), jnp.int32),
+    )
     program = jax.jit(in_turn).lower(*shapes).compile()
     assert program.memory_analysis().temp_size_in_bytes < 5 * 8 * 4096 * selection.PLACES + 2**20
 
@@ -141,10 +145,15 @@ def test_all_chunks_are_all_chunks():
     for budget, same in ((96, True), (12, False)):
         made = [
             decode.prefill(
-                model(), PROMPT, LENGTHS, ShadowKV(rank=12, budget=budget, choice=Choice(rounds=rounds), **SMALL),
-                capacity=96, fetch="resident",
-            )[1] for rounds in (1, 2)
-        ]  # fmt: skip
+                model(),
+                PROMPT,
+                LENGTHS,
+                ShadowKV(rank=12, budget=budget, choice=Choice(rounds=rounds), **SMALL),
+                capacity=96,
+                fetch="resident",
+            )[1]
+            for rounds in (1, 2)
+        ]
         one, two = (np.asarray(run_steps(model(), state, STEPS[:, :3])[0]) for state in made)
         assert np.allclose(one, two, atol=1e-5) == same
 
