@@ -1,6 +1,7 @@
 """The pages of docs/: links lead somewhere, commands and options exist, code compiles, and the navigation is whole."""
 
 import argparse
+import ast
 import functools
 import re
 from pathlib import Path
@@ -124,6 +125,17 @@ def test_options_in_prose_exist(page):
         assert option in known, option
 
 
+def test_the_interface_page_has_every_public_name():
+    """What jshadow/__init__.py imports is described in api.md; modules are not."""
+    tree = ast.parse((ROOT / "jshadow" / "__init__.py").read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    public = {alias.name for node in imports for alias in node.names if alias.asname == alias.name}
+    assert len(public) > 30
+    page = re.findall(r"^(?:::: |      heading: )([\w.]+)$", PAGES["api.md"], flags=re.MULTILINE)
+    described = {name.rpartition(".")[2] for name in page if name.startswith("jshadow.")}
+    assert public - described == {"decode", "policies"}
+
+
 @pages
 def test_python_blocks_compile(page):
     for number, (language, body) in enumerate(FENCE.findall(PAGES[page])):
@@ -186,6 +198,28 @@ def test_packed_bytes_are_the_planner_s():
         ]
         row = f"| {tokens:,} tokens | {sizes[1] / sizes[0]:.2f} | {sizes[2] / sizes[0]:.2f} |"
         assert row in PAGES["key_codes.md"]
+
+
+def test_the_plans_are_the_planner_s(capsys, monkeypatch):
+    """planning.md: the table of SmolLM2's bytes, and the rows of the GPU plan."""
+    from real_shapes import PAPERS_SHARE, SMOLLM2
+
+    from jshadow.cache.host_memory import POOL_VARIABLE
+    from jshadow.cli.main import main
+    from jshadow.planner.bytes import footprint
+
+    page = PAGES["planning.md"]
+    for length in (2048, 4096, 8192):
+        used = footprint(SMOLLM2, PAPERS_SHARE, capacity=length + 64, prompt=length, fetch="device_put")
+        for figure in (f"{used['device_bytes']:,}", f"{used['full_bytes']:,}"):
+            assert f"| {figure} " in page
+        assert f"| {used['full_bytes'] / used['device_bytes']:.2f} " in page
+    monkeypatch.delenv(POOL_VARIABLE, raising=False)
+    assert main(["plan", "llama-3.1-8b", "--context", "122880", "--gpu", "h200"]) == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split() for line in page.splitlines() if line.startswith("│") and "shadowkv" not in line]
+    assert len(rows) > 5
+    assert all(row in printed for row in rows)
 
 
 @pytest.mark.slow
