@@ -1,4 +1,4 @@
-"""gpu.md: the figures as tables for BENCHMARKS.md, with what was aimed at and whether it was reached."""
+"""gpu.md: the figures as tables for docs/benchmarks/gpu.md, each goal with its figure and whether it was reached."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""README.md's code runs as it stands there, on the model it names."""
+"""README.md's code runs as it stands there, on the model it names; the links of every page lead somewhere."""
 
 import json
 import re
@@ -9,6 +9,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+BENCHMARKS = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/benchmarks/*.md"))]
+PAGES = ["README.md", "BENCHMARKS.md", "CONTRIBUTING.md", *BENCHMARKS]
+pages = pytest.mark.parametrize("page", PAGES)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_the_examples_are_as_long_as_they_say():
@@ -18,9 +27,26 @@ def test_the_examples_are_as_long_as_they_say():
     assert BLOCKS[2].count("\n") <= 14
 
 
-@pytest.mark.parametrize("page", ["README.md", "BENCHMARKS.md", "CONTRIBUTING.md"])
+@pages
 def test_no_page_waits_for_a_figure(page):
     assert not re.findall(r"[A-Z]+_(?:TABLE|COUNT|TODO)|TODO|FIXME|XXX", (ROOT / page).read_text())
+
+
+@pages
+def test_links_lead_to_a_file_and_to_a_heading_in_it(page):
+    for link in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / page).read_text()):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_benchmarks_is_an_index_of_short_pages():
+    text = (ROOT / "BENCHMARKS.md").read_text()
+    assert BENCHMARKS
+    assert all(f"({page})" in text for page in BENCHMARKS)
+    assert len(text.splitlines()) <= 50
+    assert max(len((ROOT / page).read_text().splitlines()) for page in BENCHMARKS) <= 300
 
 
 @pytest.mark.slow

@@ -95,9 +95,9 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         fifths of the bytes. Landmarks know the variance of their keys, and half of the outliers are the chunks that the
         code holds worst. Host values take a good quarter of the paper's bytes.
 
-        Both are for long prompts, because a basis takes 2.7 (small: 2.5) times the bytes of the paper's, whatever the
-        prompt. Of all the paper's bytes they take 1.04 (0.44) on Llama-3.1-8B at 131,072 tokens, and 1.13 (0.81) at
-        4,096. BENCHMARKS.md has their quality on SmolLM2.
+        Both are for long prompts, because a basis takes 2.3 (small: 2.5) times the bytes of the paper's, whatever the
+        prompt. Of all the paper's bytes they take 1.04 (0.44) on Llama-3.1-8B at 131,072 tokens, and 1.11 (0.81) at
+        4,096. docs/benchmarks/key_codes.md has their quality on SmolLM2.
         """
         if small:
             keys, landmarks = TransformCode(bits=4 / 3, weights="queries"), Landmarks(order=2, dtype="int4")

@@ -52,7 +52,7 @@ def test_every_profile_fills_its_bytes(columns):
 
 @pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
 def test_packed_settings(kind):
-    """Bytes of a prompt token and layer: what BENCHMARKS tells of SmolLM2, scales counted."""
+    """Bytes of a prompt token and layer: those of SmolLM2 in docs/benchmarks/key_codes.md, scales counted."""
     for small, profile, own in ((False, (28, 40, 0), 48 + 63 + 3.75), (True, (4, 40, 32), 32 + 12.75 + 0.75)):
         policy = kind.packed(small=small)
         assert type(policy) is kind
