@@ -1,6 +1,5 @@
 """README.md's code runs as it stands there, on the model it names; the links of every page lead somewhere."""
 
-import json
 import re
 from pathlib import Path
 
@@ -20,11 +19,10 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_the_examples_are_as_long_as_they_say():
-    assert len(BLOCKS) == 3
-    assert BLOCKS[0].count("\n") <= 10
-    assert BLOCKS[1].count("\n") <= 23
-    assert BLOCKS[2].count("\n") <= 14
+def test_readme_is_short():
+    assert README.count("\n") <= 150
+    [block] = BLOCKS
+    assert block.count("\n") <= 10
 
 
 @pages
@@ -50,14 +48,15 @@ def test_benchmarks_is_an_index_of_short_pages():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", range(len(BLOCKS)))
-def test_example(index, smollm2_dir, tmp_path, monkeypatch, capsys):
+def test_the_example_answers(smollm2_dir, tmp_path, monkeypatch, capsys):
     (tmp_path / "checkpoints").symlink_to(smollm2_dir.parent)
     monkeypatch.chdir(tmp_path)
-    exec(compile(BLOCKS[index], f"README.md, example {index + 1}", "exec"), {})
-    out = capsys.readouterr().out
-    expected = (("Paris", "nothing to select"), ("def add(a, b):", "The three primary colours"), ("1998", "7 crowns"))
-    assert all(text in out for text in expected[index]), out
+    exec(compile(BLOCKS[0], "README.md", "exec"), {})
+    answer, figures = capsys.readouterr().out.strip().splitlines()
+    assert "7 crowns" in answer
+    device, host, full = map(int, figures.split())
+    assert device < full
+    assert host > 0
 
 
 def test_readme_numbers_are_the_planners():
@@ -66,22 +65,7 @@ def test_readme_numbers_are_the_planners():
 
     from jshadow.planner.bytes import footprint
 
-    for length in (2048, 4096, 8192):
-        made = footprint(SMOLLM2, PAPERS_SHARE, capacity=length + 64, prompt=length, fetch="device_put")
-        assert f"{made['device_bytes']:,}" in README
-        assert f"{made['full_bytes']:,}" in README
-        assert f"{made['full_bytes'] / made['device_bytes']:.2f}" in README
-
-
-def test_readme_s_plan_is_the_planner_s(tmp_path, capsys, monkeypatch):
-    """Every line of the GPU plan in README.md is printed by the command above it."""
-    from real_shapes import LLAMA_31_8B_JSON
-
-    from jshadow.cache.host_memory import POOL_VARIABLE
-    from jshadow.cli.main import main
-
-    monkeypatch.delenv(POOL_VARIABLE, raising=False)
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B_JSON))
-    assert main(["plan", str(tmp_path / "config.json"), "--context", "122880", "--gpu", "h200"]) == 0
-    [block] = [block for block in README.split("```")[1::2] if "│ largest batch" in block]
-    assert block.strip() in capsys.readouterr().out
+    planned = footprint(SMOLLM2, PAPERS_SHARE, capacity=4096 + 64, prompt=4096, fetch="device_put")
+    assert f"{planned['device_bytes']:,}" in README
+    assert f"{planned['full_bytes']:,}" in README
+    assert f"{planned['full_bytes'] / planned['device_bytes']:.2f} times fewer" in README
