@@ -60,9 +60,8 @@ def convert(
     refuse_existing(target)  # checked here because a download may take minutes
     source = open_source(src)
     with staged(target) as partial:
-        config = {
-            key: value for key, value in source.hf.items() if key != "dtype"
-        }  # newer files say "dtype", older ones "torch_dtype"
+        # "dtype" is the newer name of "torch_dtype". Only the older name is written, because every reader knows it.
+        config = {key: value for key, value in source.hf.items() if key != "dtype"}
         write_json(partial / CONFIG, config | {"torch_dtype": dtype})
         with readable(Path(src)):
             source.accompany(partial)
