@@ -198,10 +198,9 @@ def evaluate(
         - sweeps: the settings whose sweep the row belongs to.
 
         Rows of tasks with questions also have asked, found, found_by_full and found_by_both (sums of scores from 0 to
-        1), recall_of_full (percent) and turns (percent by turn). If the facts have depths, they have depths and
-        depth_scores (percent at each depth). Rows of agreement tasks also have top1 and top1_stderr (percent), kl and
-        kl_stderr (KL(full || policy) in nats), ppl and ppl_full (perplexity of the forced tokens under the policy and
-        under full attention).
+        1), recall_of_full (percent), turns (percent by turn), and depths and depth_scores (percent) if the facts have
+        depths. Rows of agreement tasks also have top1 and top1_stderr (percent), kl and kl_stderr (KL(full || policy)
+        in nats), ppl and ppl_full (perplexity of the forced tokens under the policy and under full attention).
 
     Raises:
         ConfigError: a task, policy or setting is unknown or out of range. It is raised before anything runs.
