@@ -1,8 +1,9 @@
-"""What int8 projections change, beside bfloat16: `python benchmarks/int8.py MODEL [--json]`.
+"""Compare int8 projections with bfloat16: `python benchmarks/int8.py MODEL [--json]`.
 
-Teacher-forced logits of a text (Python's documentation) with full attention. Float32 is the truth; bfloat16 and int8
-with bfloat16 activations are compared with it and with each other: error of the logits, top-1 agreement, KL
-divergence, perplexity. Needles are `jshadow eval MODEL --tasks needle_noise,needle_docs [--quantize int8]`.
+The logits of a text (Python's documentation) are computed with full attention. Float32 is the reference. Bfloat16, and
+int8 with float32 and bfloat16 activations, are compared with it by the error of the logits, top-1 agreement, KL
+divergence and perplexity. For needle tasks, run
+`jshadow eval MODEL --tasks needle_noise,needle_docs [--quantize int8]`.
 """
 
 import argparse
@@ -28,7 +29,7 @@ TOPICS = (
 
 
 def logits_of(model: str, ids: np.ndarray, dtype: str, quantize: str | None) -> tuple[np.ndarray, int]:
-    """Float64 logits [T, V] of every token, and the bytes of all weights."""
+    """Return the float64 logits [T, V] of all tokens, and the bytes of all weights."""
     params = jshadow.load(model, dtype, quantize=quantize)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params.weights))
     logits, _ = jshadow.prefill(
@@ -38,13 +39,13 @@ def logits_of(model: str, ids: np.ndarray, dtype: str, quantize: str | None) -> 
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-probabilities of the last axis."""
+    """Return the log-probabilities over the last axis."""
     logits = logits - logits.max(-1, keepdims=True)
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 def compared(name: str, got: np.ndarray, truth: np.ndarray, ids: np.ndarray) -> dict[str, float | str]:
-    """One row: `got` beside `truth`, both [T, V]."""
+    """Compare logits `got` with the reference `truth`, both [T, V], and return one row."""
     error, mine, theirs = got - truth, log_softmax(got), log_softmax(truth)
     return {
         "what": name,
@@ -58,7 +59,7 @@ def compared(name: str, got: np.ndarray, truth: np.ndarray, ids: np.ndarray) -> 
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=1024)

@@ -1,9 +1,11 @@
-"""Ideas beyond the transform code, beside it at equal device bytes: `python benchmarks/key_codes.py MODEL [--json]`.
+"""Compare variants of the transform code at equal device bytes: `python benchmarks/key_codes.py MODEL [--json]`.
 
-Teacher-forced divergence from full attention on documentation, a Bible and source code (`jshadow eval`'s agreement
-tasks), paired by prompt. Whatever an idea does to keys is done here once, at the end of the prefill: the rounded keys
-are then kept exactly, so that a basis or an allocation is tried without a codec of its own. Then, from what the steps
-of one prompt select: what a larger pool of resident chunks, and a fetch by the query before, would have found.
+The first table has the divergence from full attention on documentation, a Bible and source code (the agreement tasks of
+`jshadow eval`). All variants run on the same prompts. A variant that is not a codec of the library rounds the keys
+once, at the end of the prefill, and keeps the rounded keys exactly.
+
+The second table is computed from the selections of the decode steps of one prompt. It has the share of selected chunks
+that a larger pool of resident chunks would hold, and the share that the query of the previous step would have fetched.
 """
 
 import argparse
@@ -33,23 +35,27 @@ from jshadow.policies.shadowkv.key_codecs import ExactCodec, KeyCode, Profile, T
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
 
 TASKS = ("agreement", "agreement_bible", "agreement_code")
-BITS = 512  # of a token: rank 32 in 16 bits
+BITS = 512  # bits of a token's keys, as many as rank 32 takes in 16-bit numbers
 COMMON: dict[str, Any] = {"budget": 256, "outlier_chunks": 8}
 PACKED: dict[str, Any] = {**COMMON, "landmarks": Landmarks(tokens=2, dtype="int4"), "values": Values("int4")}
-CHUNKS = {"landmarks": Landmarks(dtype="int4")}  # one landmark a chunk
+CHUNKS = {"landmarks": Landmarks(dtype="int4")}  # one landmark for each chunk
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounded(ExactCodec):
-    """Keys as `TransformCodec` would rebuild them, with a basis of each head, a basis of the prompt's middle half, or a
-    scale for each token.
+    """Keeps keys exactly, after rounding them as a variant of `TransformCodec` would.
+
+    Attributes:
+        profile: numbers of a token in 8, 4 and 2 bits.
+        idea: "whole" (no change), "per_head" (a basis for each head), "middle" (the basis of the middle half of the
+            prompt) or "scale" (a scale for each token).
     """
 
     profile: Profile = (16, 64, 64)
     idea: str = "whole"
 
     def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None) -> KeyCode:
-        """Round, then keep."""
+        """Round the keys k_pre [B, S, h_kv, d], then encode them as `ExactCodec` does."""
         batch, length, heads, dim = k_pre.shape
         keys, codec = k_pre, TransformCodec(self.profile)
         if self.idea == "per_head":
@@ -60,7 +66,7 @@ class Rounded(ExactCodec):
         rounded = rebuilt(codec, keys, right)
         if self.idea == "scale":
             off = jnp.full(keys.shape[:2], jnp.inf)
-            for power in range(-5, 11):  # half a byte a token
+            for power in range(-5, 11):  # 16 scales, which take four bits for each token
                 step = right.step * 2.0 ** (power / 2.5)
                 tried = rebuilt(codec, keys, right.replace(step=step))
                 error = ((tried.swapaxes(1, 2) - keys) ** 2).sum(axis=(2, 3))
@@ -71,25 +77,25 @@ class Rounded(ExactCodec):
 
 
 def rebuilt(codec: TransformCodec, keys: Array, right: Any) -> Array:
-    """Keys [rows, S, heads, d] there and back [rows, heads, S, d]."""
+    """Encode keys [rows, S, heads, d] with the basis `right` and decode them: [rows, heads, S, d]."""
     return codec.expand(codec.project(keys, right).swapaxes(1, 2), right)
 
 
 @dataclasses.dataclass(frozen=True)
 class Idea(ShadowKV):
-    """ShadowKV with rounded keys."""
+    """ShadowKV with the codec `Rounded`."""
 
     idea: str = "whole"
     profile: Profile = (16, 64, 64)
 
     @property
     def codec(self) -> Any:
-        """How keys are kept."""
+        """The codec of the keys."""
         return Rounded(self.profile, self.idea)
 
 
 def ideas(params: Any) -> dict[str, ShadowKV]:
-    """What is compared, by name."""
+    """Return the compared policies by name."""
     config = params.config
     transform: dict[str, Any] = {**PACKED, "keys": TransformCode()}
     exact: dict[str, Any] = {**PACKED, "keys": ExactKeys()}
@@ -121,10 +127,13 @@ def ideas(params: Any) -> dict[str, ShadowKV]:
 def divergences(
     params: Any, policies: dict[str, ShadowKV], lengths: list[int], samples: int, console: Console
 ) -> list[dict[str, Any]]:
-    """A row an idea: mean KL over all prompts, by kind of text too, and on how many it is below the first idea's."""
+    """Return one row for each policy: its mean KL over all prompts and for each kind of text.
+
+    `lower_on` is the number of prompts on which its KL is below that of the first policy.
+    """
     setup = Setup(params, "resident", None, {})
     plans = plan_tasks(setup, TASKS, lengths, list(policies.values()), EvalSettings(samples=samples))
-    plans.sort(key=lambda plan: plan.length)  # each length has programs of its own
+    plans.sort(key=lambda plan: plan.length)  # tasks of one length share compiled programs
     found: list[dict[tuple, dict[str, Any]]] = [{} for _ in policies]
     for done, plan in enumerate(plans):
         told = [entry.policy for entry in plan.entries if entry.policy is not None]  # full attention first
@@ -155,11 +164,11 @@ def divergences(
     return rows
 
 
-# What a larger pool, or the query before, would have found
+# Hits of a larger pool, and of the previous query
 
 
 def selections(params: Any, tokens: np.ndarray, policy: ShadowKV, steps: int) -> list[np.ndarray]:
-    """Chunks that each forced step selects, int [layers, h_kv, k], -1 for none."""
+    """Return the chunks that each of the last `steps` tokens selects, int [layers, h_kv, k], with -1 as padding."""
     prompt = len(tokens) - steps
     _, state = decode.prefill(
         params, tokens[None, :prompt], np.array([prompt], np.int32), policy, capacity=len(tokens), fetch="resident"
@@ -172,7 +181,10 @@ def selections(params: Any, tokens: np.ndarray, policy: ShadowKV, steps: int) ->
 
 
 def pool_hits(held: list[np.ndarray], size: float) -> float:
-    """Share of selected chunks found in a pool of `size` selections, the least recently used leave; 1: the last."""
+    """Return the share of selected chunks that a pool of `size` selections holds.
+
+    The pool drops the least recently used chunks. With size 1 it holds the previous selection.
+    """
     layers, heads, count = held[0].shape
     asked = hits = 0
     for layer, head in itertools.product(range(layers), range(heads)):
@@ -189,14 +201,14 @@ def pool_hits(held: list[np.ndarray], size: float) -> float:
 
 
 def foreseen(held: list[np.ndarray], wide: list[np.ndarray]) -> float:
-    """Share of selected chunks among those that the step before selected with another budget."""
+    """Return the share of selected chunks that the previous step selected with a larger budget."""
     now, before = np.stack(held[1:]), np.stack(wide[:-1])
     found = (now[..., :, None] == before[..., None, :]).any(axis=-1) & (now >= 0)
     return float(found.sum() / (now >= 0).sum())
 
 
 def reuse(params: Any, length: int, steps: int = 64) -> list[dict[str, Any]]:
-    """A row a kind of text: hits by pool, and by fetching for the query before."""
+    """Return one row for each kind of text: the hits of pools, and of fetching for the previous query."""
     packed: dict[str, Any] = PACKED | {"keys": TransformCode()}
     rows = []
     for task in TASKS:
@@ -213,7 +225,7 @@ def reuse(params: Any, length: int, steps: int = 64) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--lengths", default="2048,4096")

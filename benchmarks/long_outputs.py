@@ -1,7 +1,8 @@
-"""How far each policy is from full attention over a long output: `python benchmarks/long_outputs.py MODEL`.
+"""Measure the divergence from full attention over a long output: `python benchmarks/long_outputs.py MODEL`.
 
-Not collected by pytest. Python's documentation is forced token by token after a prompt; KL and top-1 agreement with
-full attention are printed for each quarter of the output, means over samples with their standard error, and KV bytes.
+After a prompt, Python's documentation is fed token by token. For each quarter of this output, the KL divergence and the
+top-1 agreement with full attention are printed as means over samples with their standard errors. The bytes of keys and
+values are printed too.
 """
 
 import argparse
@@ -23,7 +24,7 @@ NAMES = ("shadowkv", "shadowkv_plus")
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--prompt", type=int, default=1024)

@@ -1,8 +1,8 @@
-"""Ten questions on one document, asked of forks of one state and by ten separate runs: `python benchmarks/questions.py
-MODEL`. Not collected by pytest.
+"""Compare ten questions on forks of one state with ten separate requests: `python benchmarks/questions.py MODEL`.
 
-Both ways answer the same token ids with the same compiled programs, after one warm-up; the ways alternate, `--runs`
-times. Device bytes are what all live arrays but the weights take once the ten answers are there and their states kept.
+All questions are about the same document. Both ways feed the same token ids to the same compiled programs. They
+alternate `--runs` times, after one run that warms up. The bytes are those of all live arrays except the weights, when
+the states of all ten answers are still kept.
 """
 
 import argparse
@@ -35,7 +35,7 @@ QUESTIONS = (
 
 
 def live_bytes() -> dict[str, int]:
-    """Bytes of all live arrays by memory."""
+    """Return the bytes of all live arrays by memory kind."""
     gc.collect()
     sizes = {"device": 0, "pinned_host": 0}
     for leaf in jax.live_arrays():
@@ -44,7 +44,7 @@ def live_bytes() -> dict[str, int]:
 
 
 def prompts(params: Any, tokens: int) -> tuple[list[int], list[list[int]]]:
-    """The document as it opens a chat, and each question as it closes it."""
+    """Return the token ids of the document with the start of the chat, and those of each question."""
     framed = [frame(params.tokenizer, question, "") for question in QUESTIONS]
     before = framed[0][0]
     text = list(itertools.islice(documentation(params.tokenizer, random.Random(0)), tokens - len(before)))
@@ -52,7 +52,7 @@ def prompts(params: Any, tokens: int) -> tuple[list[int], list[list[int]]]:
 
 
 def ask(params: Any, state: Any, question: list[int], steps: int) -> tuple[list[int], Any]:
-    """Extend a state by a question and answer it greedily: one program for the turn, one for all steps."""
+    """Extend a state by a question and answer it greedily, with one program for the turn and one for all steps."""
     padded = np.zeros((1, 32), np.int32)
     padded[0, : len(question)] = question
     logits, state = jshadow.extend(params, padded, [len(question)], state)
@@ -62,7 +62,7 @@ def ask(params: Any, state: Any, question: list[int], steps: int) -> tuple[list[
 
 
 def run(params: Any, args: argparse.Namespace, policy: Any, *, forks: bool) -> dict[str, Any]:
-    """All ten answers one way: seconds, bytes added, and the tokens."""
+    """Answer all ten questions in one of the two ways. Returns the seconds, the added bytes and the answers."""
     document, questions = prompts(params, args.tokens)
     capacity = args.tokens + 32 + args.steps + 32
     before, start, answers, states = live_bytes(), time.perf_counter(), [], []
@@ -82,7 +82,7 @@ def run(params: Any, args: argparse.Namespace, policy: Any, *, forks: bool) -> d
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark and print its results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=2048)

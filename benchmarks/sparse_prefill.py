@@ -1,8 +1,9 @@
-"""One layer's attention over a prompt, exact and sparse: tiles of scores and seconds, in turn in one process.
+"""Compare exact and sparse attention of one layer over a prompt by computed tiles of scores and by seconds.
 
     python benchmarks/sparse_prefill.py [TOKENS [LAYER]]
 
-SmolLM2 in float32, on the Python language reference; keys and queries as exact attention makes them.
+The model is SmolLM2 in float32, and the text is the Python language reference. Keys and queries come from a prefill
+with exact attention. The variants alternate in one process.
 """
 
 import statistics

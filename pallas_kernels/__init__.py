@@ -1,7 +1,8 @@
-"""Four GPU ops of sparse attention over an offloaded KV cache, each in plain jax.numpy and as Pallas kernels.
+"""Four GPU ops for sparse attention over an offloaded KV cache. Each exists in plain jax.numpy and as a Pallas kernel.
 
-This package imports JAX, NumPy and the standard library alone and knows nothing of jshadow. Public are the names below
-and the modules `bits`, the layout of packed numbers in bytes, and `rotation`, the cosines and sines of RoPE.
+The package imports only JAX, NumPy and the standard library. It does not depend on jshadow. The public interface is the
+names below and two modules: `bits` defines how packed numbers lie in bytes, and `rotation` computes the cosines and
+sines of RoPE.
 """
 
 from pallas_kernels.choose import IMPLEMENTATIONS as IMPLEMENTATIONS

@@ -1,11 +1,11 @@
-"""Checks of arguments. A ValueError names the argument, what it must be, and what was passed."""
+"""Checks of arguments. Each ValueError names the argument, the shape or dtype it must have, and the one it has."""
 
 import jax
 import jax.numpy as jnp
 
 
 def expect_shape(name: str, x: jax.Array, shape: tuple[int | str, ...]) -> None:
-    """Check a shape: numbers must agree, names stand for any size.
+    """Check a shape. A number in `shape` must equal the size of that axis; a name stands for any size.
 
     Raises:
         ValueError: the shape is different.
@@ -18,10 +18,10 @@ def expect_shape(name: str, x: jax.Array, shape: tuple[int | str, ...]) -> None:
 
 
 def expect_dtype(name: str, x: jax.Array, *kinds: jax.typing.DTypeLike) -> None:
-    """Check a dtype: one of several kinds, such as jnp.floating or jnp.int32.
+    """Check that the dtype of x is one of `kinds`, such as jnp.floating or jnp.int32.
 
     Raises:
-        ValueError: the dtype is none of them.
+        ValueError: the dtype is not one of them.
     """
     if not any(jnp.issubdtype(x.dtype, kind) for kind in kinds):
         names = " or ".join(str(getattr(kind, "__name__", kind)) for kind in kinds)
@@ -29,10 +29,10 @@ def expect_dtype(name: str, x: jax.Array, *kinds: jax.typing.DTypeLike) -> None:
 
 
 def expect_groups(query_heads: int, kv_heads: int) -> None:
-    """Check that the query heads fall into equal groups, one group for each KV head.
+    """Check that the number of query heads is a multiple of the number of KV heads.
 
     Raises:
-        ValueError: they do not.
+        ValueError: it is not.
     """
     if kv_heads < 1 or query_heads % kv_heads:
         raise ValueError(f"q's heads must be a multiple of the {kv_heads} KV heads, got {query_heads}")

@@ -1,13 +1,18 @@
-"""Numbers of 8, 4 or 2 bits side by side in bytes: the one layout, and how it is written and read.
+"""The layout of packed numbers of 8, 4 or 2 bits in bytes, and functions that write and read it.
 
-`count` numbers of `bits` bits fill w = count * bits / 8 bytes. Byte j holds the numbers j, j + w, j + 2 w, ..., the
-first of them in its lowest bits. So the numbers of one place in all bytes are neighbours: a kernel that has read a tile
-of bytes shifts it once for each place, and no lane needs what another lane has.
+`count` numbers of `bits` bits fill w = count * bits / 8 bytes. Byte j holds the numbers j, j + w, j + 2 w, and so on.
+The first of them has the lowest bits. For example, eight 4-bit numbers fill w = 4 bytes: byte 0 holds number 0 in its
+low half and number 4 in its high half. A "place" is one of the 8 / bits positions in a byte. The numbers in the same
+place of neighboring bytes are neighbors in the row. So a kernel that has loaded a tile of bytes unpacks each place with
+one shift, and moves no data between lanes.
 
 A profile (n8, n4, n2) describes a row of numbers of mixed width: n8 numbers of 8 bits, then n4 of 4 bits, then n2 of 2
-bits. Each part fills whole bytes, and the parts follow each other.
+bits. Each part fills whole bytes.
 
-A packed chunk of rows with scales is one row of bytes: the codes of all its rows, then the scales of all its rows.
+There are two kinds of codes. A mid-rise code q of b bits stands for (q + 1/2 - 2**(b - 1)) * step. A signed code is a
+whole number in two's complement, which is multiplied by a scale.
+
+A packed chunk of rows with scales is one row of bytes: the codes of all rows, then the scales of all rows.
 """
 
 import math
@@ -18,17 +23,17 @@ import jax.numpy as jnp
 from jax import lax
 
 BITS = (8, 4, 2)
-Profile = tuple[int, int, int]  # numbers of a row that have 8, 4 and 2 bits
+Profile = tuple[int, int, int]  # how many numbers of a row have 8, 4 and 2 bits
 
 
 class Part(NamedTuple):
-    """The numbers of a row that have the same width.
+    """The numbers of a row that have the same number of bits.
 
     Attributes:
-        byte: index of their first byte.
-        size: bytes that they fill.
+        byte: index of their first byte in the row.
+        size: number of bytes that they fill.
         bits: bits of each number.
-        column: index of the first number.
+        column: index of the first number in the unpacked row.
     """
 
     byte: int
@@ -38,7 +43,7 @@ class Part(NamedTuple):
 
 
 def parts_of(profile: Profile) -> tuple[Part, ...]:
-    """The parts of a row. Empty parts are left out."""
+    """Return the non-empty parts of a row with this profile, in order."""
     byte, column, parts = 0, 0, []
     for count, bits in zip(profile, BITS, strict=True):
         size = count * bits // 8
@@ -49,40 +54,40 @@ def parts_of(profile: Profile) -> tuple[Part, ...]:
 
 
 def packed_width(profile: Profile) -> int:
-    """Bytes of a row."""
+    """Return the number of bytes of a row with this profile."""
     return sum(part.size for part in parts_of(profile))
 
 
 def whole_bytes(profile: Profile) -> bool:
-    """Whether each part of the profile fills whole bytes and at least one number is there."""
+    """Whether a profile is valid: each part fills whole bytes and the row has at least one number."""
     counts = len(profile) == 3 and min(profile) >= 0 and sum(profile) > 0
     return counts and profile[1] % 2 == profile[2] % 4 == 0
 
 
-# Numbers in one place of all bytes; these run in XLA and in kernels alike
+# Numbers in one place of all bytes. These functions run in XLA and inside kernels.
 
 
 def code_at(packed: jax.Array, place: int, bits: int) -> jax.Array:
-    """The unsigned codes in one place of bytes; bytes and codes are int32."""
+    """Extract the unsigned codes in one place of the bytes. Bytes and codes are int32 arrays of the same shape."""
     return packed >> (place * bits) & (2**bits - 1)
 
 
 def middle(codes: jax.Array, bits: int) -> jax.Array:
-    """The values of mid-rise codes in steps, float32: code q stands for q + 1/2 - 2**(bits - 1), which is never 0."""
+    """Return the values of mid-rise codes in units of the step, float32: q + 1/2 - 2**(bits - 1), which is never 0."""
     return codes.astype(jnp.float32) + (0.5 - 2.0 ** (bits - 1))
 
 
 def signed(codes: jax.Array, bits: int) -> jax.Array:
-    """The whole numbers of two's complement codes, int32."""
+    """Return the whole numbers of two's complement codes, int32."""
     sign = 2 ** (bits - 1)
     return (codes.astype(jnp.int32) ^ sign) - sign
 
 
-# Whole rows of bytes; these run in XLA
+# Whole rows of bytes. These functions run in XLA only.
 
 
 def pack_bytes(codes: jax.Array, bits: int) -> jax.Array:
-    """Pack uint8 codes [..., d] below 2**bits into uint8 bytes [..., d * bits / 8]. d must fill whole bytes."""
+    """Pack uint8 codes [..., d] below 2**bits into uint8 bytes [..., d * bits / 8]. The codes must fill whole bytes."""
     width = codes.shape[-1] * bits // 8
     parts = [codes[..., first : first + width] for first in range(0, codes.shape[-1], max(width, 1))]
     packed = jnp.zeros((*codes.shape[:-1], width), jnp.uint8)
@@ -92,7 +97,7 @@ def pack_bytes(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack_bytes(packed: jax.Array, bits: int) -> jax.Array:
-    """The reverse of `pack_bytes`: uint8 bytes [..., w] become uint8 codes [..., w * 8 / bits]."""
+    """Undo `pack_bytes`: turn uint8 bytes [..., w] into uint8 codes [..., w * 8 / bits]."""
     mask = jnp.uint8(2**bits - 1)
     return jnp.concatenate([packed >> jnp.uint8(shift) & mask for shift in range(0, 8, bits)], axis=-1)
 
@@ -103,26 +108,27 @@ def pack_signed(numbers: jax.Array, bits: int) -> jax.Array:
 
 
 def signed_at(packed: jax.Array, place: int, bits: int) -> jax.Array:
-    """The whole numbers of two's complement codes in one place of uint8 bytes [..., w]: int8 [..., w].
+    """Return the whole numbers in one place of uint8 bytes [..., w] of two's complement codes: int8 [..., w].
 
-    A shift of a signed byte keeps its sign. On a CPU this takes half the time of `signed`, which widens to four bytes.
+    The right shift of a signed byte keeps the sign. On a CPU this takes half the time of `signed`, which widens each
+    code to four bytes.
     """
     top = packed << jnp.uint8(8 - bits * (place + 1))
     return lax.bitcast_convert_type(top, jnp.int8) >> jnp.int8(8 - bits)
 
 
 def unpack_signed(packed: jax.Array, bits: int) -> jax.Array:
-    """The reverse of `pack_signed`: uint8 bytes [..., w] become int8 whole numbers [..., w * 8 / bits]."""
+    """Undo `pack_signed`: turn uint8 bytes [..., w] into int8 whole numbers [..., w * 8 / bits]."""
     return jnp.concatenate([signed_at(packed, place, bits) for place in range(8 // bits)], axis=-1)
 
 
 def dequantise(packed: jax.Array, step: jax.Array, profile: Profile) -> jax.Array:
-    """The values of rows of mid-rise codes.
+    """Unpack rows of mid-rise codes and multiply them by their steps.
 
     Args:
-        packed: uint8 [..., w], w the packed width of the profile.
+        packed: uint8 [..., w], where w is `packed_width(profile)`.
         step: float32, broadcastable to the result.
-        profile: numbers of a row in 8, 4 and 2 bits, r in all.
+        profile: how many of the r numbers of a row have 8, 4 and 2 bits.
 
     Returns:
         float32 [..., r].
@@ -138,17 +144,21 @@ def dequantise(packed: jax.Array, step: jax.Array, profile: Profile) -> jax.Arra
 
 
 def scale_dtype(dtype: jax.typing.DTypeLike) -> Any:
-    """Dtype of the scales beside numbers of a dtype: float32 for four bytes, float16 for fewer."""
+    """Return the dtype of the scales for values of `dtype`: float32 if it has four bytes, else float16."""
     return jnp.float32 if jnp.dtype(dtype).itemsize == 4 else jnp.float16
 
 
 def row_bytes(rows: int, dim: int, bits: int, dtype: jax.typing.DTypeLike) -> int:
-    """Bytes of a packed chunk: so many rows of dim numbers, with a scale for each row."""
+    """Return the bytes of a packed chunk that has `rows` rows of `dim` numbers and one scale for each row."""
     return rows * (dim * bits // 8 + jnp.dtype(scale_dtype(dtype)).itemsize)
 
 
 def scaled_numbers(codes: jax.Array, scale: jax.Array, bits: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Two's complement codes uint8 [..., w] times scales [..., 1] in float32, rounded to dtype: [..., w * 8 / bits]."""
+    """Unpack two's complement codes uint8 [..., w] and multiply them by scales [..., 1] in float32.
+
+    Returns:
+        [..., w * 8 / bits], rounded to dtype.
+    """
     return (unpack_signed(codes, bits).astype(jnp.float32) * scale.astype(jnp.float32)).astype(dtype)
 
 
@@ -160,7 +170,7 @@ def join_rows(codes: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def split_rows(joined: jax.Array, rows: int, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """The reverse of `join_rows`: codes uint8 [..., rows, w] and scales [..., rows, 1] in `scale_dtype(dtype)`."""
+    """Undo `join_rows`: return codes uint8 [..., rows, w] and scales [..., rows, 1] in `scale_dtype(dtype)`."""
     kind, lead = jnp.dtype(scale_dtype(dtype)), joined.shape[:-1]
     cut = joined.shape[-1] - rows * kind.itemsize
     scales = joined[..., cut:].reshape(*lead, rows, 1, kind.itemsize)

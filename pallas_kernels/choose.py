@@ -1,12 +1,12 @@
-"""The choice of an op's implementation, and helpers for host memory.
+"""Choosing the implementation of an op, and helpers for arrays in host memory.
 
-An op has four implementations:
+The argument `implementation` of every op has four values:
 
 - "xla": the reference in plain jax.numpy.
 - "pallas": the kernel for CUDA.
 - "interpret": the same kernel run by JAX's interpreter, on any machine.
-- "auto": decided when the program is lowered. The kernel for CUDA; the reference for every other platform, and where
-  the kernel cannot do what is asked for.
+- "auto": decided when the program is lowered. CUDA gets the kernel, and every other platform gets the reference. If the
+  kernel does not support the arguments, CUDA gets the reference too.
 """
 
 from collections.abc import Callable
@@ -21,20 +21,20 @@ Space = jax.memory.Space
 
 
 def run(implementation: str, kernel: Callable[..., Any], reference: Callable[..., Any], *operands: Any) -> Any:
-    """Run an op by one of its implementations.
+    """Run one implementation of an op.
 
     Args:
         implementation: one of IMPLEMENTATIONS.
-        kernel: called with the operands and `interpret`; raises NotImplementedError for what it cannot do.
+        kernel: called with the operands and `interpret`. It raises NotImplementedError for unsupported operands.
         reference: called with the operands.
         operands: pytrees of arrays.
 
     Returns:
-        What the implementation returns.
+        The result of the implementation.
 
     Raises:
         ValueError: the implementation does not exist.
-        NotImplementedError: the kernel was asked for by name and cannot do this.
+        NotImplementedError: `implementation` is "pallas" or "interpret", and the kernel does not support the operands.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
@@ -49,26 +49,26 @@ def run(implementation: str, kernel: Callable[..., Any], reference: Callable[...
         return kernel(*operands, interpret=False)
 
     try:
-        # Both are traced, one is lowered: a program traced on a machine without a GPU may be lowered for one.
+        # Both are traced, but only one is lowered. So a program traced without a GPU can be lowered for one.
         return lax.platform_dependent(*operands, cuda=compiled, default=reference)
     except NotImplementedError:
         return reference(*operands)
 
 
 def in_host_memory(x: jax.Array) -> bool:
-    """Whether x, traced or not, lies in pinned host memory."""
+    """Whether x lies in pinned host memory. x may be a tracer."""
     return jax.typeof(x).memory_space == Space.Host
 
 
 def on_device(x: jax.Array) -> jax.Array:
-    """x in device memory. If it lies in host memory, all of it is copied."""
+    """Return x in device memory. An array in host memory is copied as a whole."""
     return jax.device_put(x, Space.Device) if in_host_memory(x) else x
 
 
 def on_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function run on the host, on arrays in host memory. Its results stay there.
+    """Wrap a function so that it runs on the host. Its arguments must lie in host memory, and so do its results.
 
-    JAX 0.11 renamed compute_on2 to compute_on.
+    JAX 0.11 renamed `compute_on2` to `compute_on`, so both names are tried.
     """
     wrap: Any = getattr(compute_on, "compute_on2", None) or compute_on.compute_on
     return wrap(function, compute_type="device_host", out_memory_spaces=Space.Host)

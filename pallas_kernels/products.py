@@ -1,4 +1,4 @@
-"""Products with packed numbers, and the variance term of a landmark's score, in XLA."""
+"""Matrix products with packed numbers, and the variance term of a landmark's score, in plain jax.numpy."""
 
 import math
 from typing import Any
@@ -10,21 +10,22 @@ from jax import lax
 from pallas_kernels.bits import Profile, middle, parts_of, signed_at, unpack_bytes
 from pallas_kernels.tiles import exact, key_products
 
-CACHED_ROWS = 16_384  # rows, about, whose unpacked numbers stay in a CPU's cache
+CACHED_ROWS = 16_384  # the unpacked numbers of about this many rows fit into a CPU's cache
 
 
 def coded_products(packed: jax.Array, right: jax.Array, step: jax.Array, profile: Profile) -> jax.Array:
-    """Multiply rows of mid-rise codes with a matrix, without computing the values of the codes.
+    """Multiply rows of mid-rise codes by a matrix, without computing the values of the codes.
 
-    Codes are whole numbers below 256, so they are exact in every dtype of a model. The matrix takes the steps, and the
-    value of a zero code is the same for all rows. On a CPU this is six times as fast as scaling the codes.
+    The codes are whole numbers below 256, which every model dtype holds exactly. The steps are multiplied into the
+    matrix instead. The offset of mid-rise codes adds the same vector to all rows, so it is added to the product. On a
+    CPU this is six times as fast as scaling the codes.
 
     Args:
-        packed: uint8 [B, h or 1, t, w], w the packed width of the profile. The second axis is 1 if all heads share the
-            rows.
+        packed: uint8 [B, h or 1, t, w], where w is the packed width of the profile. The second axis is 1 if all heads
+            share the rows.
         right: floating [B, h, r, d].
         step: float32 [B, r].
-        profile: columns in 8, 4 and 2 bits, r in all.
+        profile: how many of the r columns have 8, 4 and 2 bits.
 
     Returns:
         float32 [B, h, t, d].
@@ -44,14 +45,14 @@ def coded_products(packed: jax.Array, right: jax.Array, step: jax.Array, profile
 
 
 def whole_products(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
-    """Multiply rows with packed two's complement numbers.
+    """Multiply rows by packed rows of two's complement numbers.
 
-    The numbers are exact in every dtype of a model.
+    Every model dtype holds the unpacked numbers exactly.
 
     Args:
         rows: floating [B, h, R, d].
         packed: uint8 [B, h, n, d * bits / 8].
-        bits: of a packed number.
+        bits: bits of a packed number.
 
     Returns:
         float32 [B, h, R, n].
@@ -65,9 +66,9 @@ def whole_products(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
 
 
 def wide_products(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
-    """`whole_products` that turns all numbers into the dtype of the rows at once.
+    """Compute `whole_products` by unpacking all numbers at once.
 
-    Each place of the bytes is multiplied by itself: on a CPU it takes time to put the places side by side.
+    There is one product for each place of the bytes. Concatenating the places first would take longer on a CPU.
     """
     width, products = packed.shape[3], jnp.zeros((), jnp.float32)
     for place in range(8 // bits):
@@ -77,9 +78,10 @@ def wide_products(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
 
 
 def by_blocks(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
-    """`whole_products` of one head and one block of packed rows after the other, for a CPU.
+    """Compute `whole_products` on a CPU, one head and one block of packed rows at a time.
 
-    For 65,536 packed rows of 128 numbers it is eight times as fast as `wide_products`, which writes 128 MiB of them.
+    For 65,536 packed rows of 128 numbers this is eight times as fast as `wide_products`, which writes 128 MiB of
+    unpacked numbers to memory.
     """
     lead, count = packed.shape[:2], packed.shape[2]
     blocks = max(1, round(count / CACHED_ROWS))
@@ -91,7 +93,7 @@ def by_blocks(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
         rows, packed = operands
 
         def step(index: jax.Array, products: jax.Array) -> jax.Array:
-            start = jnp.minimum(index * block, count - block)  # the last block overlaps the one before
+            start = jnp.minimum(index * block, count - block)  # the last block overlaps the previous one
             part = wide_products(rows[None, None], lax.dynamic_slice_in_dim(packed, start, block)[None, None], bits)
             return lax.dynamic_update_slice_in_dim(products, part[0, 0], start, axis=1)
 
@@ -102,11 +104,13 @@ def by_blocks(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
 
 
 def half_variance(rows: jax.Array, spread: jax.Array, scale: float) -> jax.Array:
-    """Half the variance of the scaled products of query rows with the keys that landmarks summarise.
+    """Return half the variance of the scaled products of query rows with the keys behind each landmark.
+
+    It is (scale * |q| * spread)**2 / 2, which assumes that the keys vary equally in all directions.
 
     Args:
-        rows: queries [B, h, R, d].
-        spread: root mean square difference of the keys from their landmark [B, h, m, 1].
+        rows: queries, floating [B, h, R, d].
+        spread: floating [B, h, m, 1], the root mean square difference of the keys from their landmark.
         scale: factor on the products.
 
     Returns:

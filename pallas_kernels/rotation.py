@@ -1,6 +1,6 @@
-"""Cosines and sines of rotation angles.
+"""Cosines and sines of RoPE angles.
 
-They are computed by additions and products alone, by the same code in XLA and in a kernel.
+They use only additions, products and floor, so the same code runs in XLA and inside a kernel.
 """
 
 import math
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def split_constant(value: float, parts: int, bits: int) -> list[float]:
-    """Split value into a sum: `parts` numbers that have `bits` bits each, and the rest."""
+    """Split value into `parts` numbers with `bits` significant bits each, and the remainder."""
     numbers = []
     for _ in range(parts):
         unit = 2.0 ** (math.frexp(value)[1] - bits)
@@ -20,19 +20,19 @@ def split_constant(value: float, parts: int, bits: int) -> list[float]:
     return [*numbers, value]
 
 
-# The parts have six bits each, so that their products with the number of turns (18 bits: angles to 1.6e6) are exact.
+# The parts have six bits each. Angles up to 1.6e6 are at most 18 bits of turns, so the products with them are exact.
 TURN = split_constant(2 * math.pi, 3, 6)
 QUARTER = split_constant(math.pi / 2, 1, 24)
-# Minimax polynomials in the square of an angle in [-pi / 4, pi / 4], fitted to within 2e-9; lowest coefficient first.
+# Minimax polynomials in the square of an angle in [-pi / 4, pi / 4], lowest coefficient first. Their error is 2e-9.
 SIN = (-1.666665077e-01, 8.331978694e-03, -1.949563448e-04)
 COS = (4.166664556e-02, -1.388736768e-03, 2.443845005e-05)
 
 
 def cos_sin_of(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of float32 angles in [0, 1.6e6], to 2e-7.
+    """Compute the cosine and sine of float32 angles in [0, 1.6e6] with an error of at most 2e-7.
 
-    XLA's own functions take ten times as long on a CPU, because they also reduce angles that no position has. This
-    matters because a decode step rotates all keys that it rebuilds.
+    XLA's own functions take ten times as long on a CPU, because they also support far larger angles. The time matters
+    because a decode step rotates every key that it rebuilds.
     """
     turns = jnp.floor(angle * np.float32(0.5 / math.pi) + 0.5)
     for part in TURN:
@@ -49,7 +49,7 @@ def cos_sin_of(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def horner(x: jax.Array, *coefficients: float) -> jax.Array:
-    """The polynomial with these coefficients, lowest first."""
+    """Evaluate the polynomial with these coefficients, lowest first, at x."""
     total = jnp.full_like(x, coefficients[-1])
     for coefficient in reversed(coefficients[:-1]):
         total = total * x + np.float32(coefficient)

@@ -1,1 +1,1 @@
-"""Whether a model answers as well with a compressed cache: tasks, scores, the runner of `jshadow eval`."""
+"""Measures how well a model answers with a compressed cache: tasks, scores, and the runner of `jshadow eval`."""

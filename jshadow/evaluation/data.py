@@ -1,13 +1,16 @@
-"""Rows of local data sets as cases, and cases as rows: JSONL, JSON or parquet, in the columns that kvpress reads.
+"""Reading rows of local data sets (JSONL, JSON or parquet) as cases, and writing cases as rows.
 
-A row in this project's own form has context, question, answer_prefix, answer and max_new_tokens. These are optional:
-- task, scorer, choices, and depth (of the fact in the context, 0 to 1);
-- length: tokens of the prompt, as asked for;
-- instruction: the beginning of the context, which is no text to ask about;
-- turn: 1, 2 ... where the row goes on from the row before it;
-- prompt_ids: token ids of the prompt, where encoding its text would give others.
+The columns are those that kvpress reads. A row has context, question, answer_prefix, answer and max_new_tokens. These
+columns are optional:
 
-The files of LongBench v1 and v2, InfiniteBench and RULER are recognised by their columns (`suites`).
+- task and scorer: names. choices: the answers of a multiple-choice question.
+- depth: place of the fact in the context, from 0 to 1.
+- length: requested number of tokens of the prompt.
+- instruction: the first part of the context, which is an instruction and not a text to ask about.
+- turn: 0 for the first question of a conversation. 1, 2, ... continue the conversation of the previous row.
+- prompt_ids: token ids of the prompt, if encoding its text gives different ids.
+
+Files of LongBench v1 and v2, InfiniteBench and RULER are recognized by their columns (see `suites`).
 """
 
 import dataclasses
@@ -23,24 +26,24 @@ from jshadow.evaluation.suites import READERS
 from jshadow.evaluation.tasks.framing import Case, Sample, case_of, encode
 from jshadow.evaluation.text_metrics import SCORERS
 
-SPLITS = ("validation", "test", "train", "data")  # files of these names are called after their folder
+SPLITS = ("validation", "test", "train", "data")  # for files of these names, the task is the name of the folder
 TRUNCATIONS = ("middle",)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row, read.
+    """One parsed row.
 
     Attributes:
-        sample: its question.
-        task: what it belongs to.
-        where: file and row, for errors.
-        chat: whether its prompt is a chat.
-        length: of the prompt, where the row tells it.
-        instruction: what stands before the context.
-        turn: its place in a conversation about one context.
-        depth: where the fact was planted, if told.
-        prompt_ids: token ids of the prompt, if told.
+        sample: the question with its context and answers.
+        task: name of the task.
+        where: file and row number, for error messages.
+        chat: whether the prompt uses the chat template.
+        length: number of tokens of the prompt, or None if the row does not have it.
+        instruction: text before the context.
+        turn: index of the question in a conversation about one context.
+        depth: place of the fact in the context, or None if the row does not have it.
+        prompt_ids: token ids of the prompt, or () if the row does not have them.
     """
 
     sample: Sample
@@ -56,7 +59,13 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class DataTask:
-    """All cases of one task in the data, and their depths (None where a row tells none)."""
+    """All cases of one task in the data.
+
+    Attributes:
+        task: name of the task.
+        cases: the cases.
+        depths: the depth of each case, or None if its first row has none.
+    """
 
     task: str
     cases: tuple[Case, ...]
@@ -67,7 +76,7 @@ class DataTask:
 
 
 def read_objects(path: Path) -> Iterator[tuple[int, Any]]:
-    """The rows of a file with their numbers, from 1 on. Raises ConfigError where it cannot be read."""
+    """Yield (number, row) for the rows of a file, counted from 1. Raises ConfigError if it cannot be read."""
     try:
         if path.suffix == ".parquet":
             try:
@@ -84,12 +93,12 @@ def read_objects(path: Path) -> Iterator[tuple[int, Any]]:
                     yield number, json.loads(line)
         else:
             raise ConfigError(f"data must be .jsonl, .json or .parquet files, got {str(path)!r}")
-    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+    except (OSError, ValueError) as error:  # errors of pyarrow are ValueErrors
         raise ConfigError(f"data {path} cannot be read: {error}") from error
 
 
 def read_row(row: Any, path: Path, number: int) -> Row:
-    """One row as a sample. Raises ConfigError, with the file and the row."""
+    """Parse one row. Raises ConfigError that names the file and the row."""
     where = f"row {number} of {path}"
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be an object, got {row!r:.80}")
@@ -101,7 +110,7 @@ def read_row(row: Any, path: Path, number: int) -> Row:
     task = str(row.get("task") or name)
     try:
         sample, chat = reader(row, task)
-        # The `length` of another suite counts something else.
+        # In other suites, the column `length` has a different meaning.
         length = row.get("length") if reader is READERS[1][1] else None
         result = Row(
             sample=sample,
@@ -120,7 +129,7 @@ def read_row(row: Any, path: Path, number: int) -> Row:
 
 
 def checked(row: Row) -> Row:
-    """The row with its instruction taken off the context. Raises ConfigError where something is missing."""
+    """Check a row, and remove the instruction from its context. Raises ConfigError if a column is missing or wrong."""
     sample = row.sample
     for name in ("context", "question", "answer_prefix"):
         if not isinstance(getattr(sample, name), str):
@@ -138,7 +147,7 @@ def checked(row: Row) -> Row:
 
 
 def read_rows(paths: Sequence[str | os.PathLike[str]], limit: int | None = None) -> list[Row]:
-    """The rows of all files, of each the first `limit`. Raises ConfigError before anything runs."""
+    """Read the first `limit` rows of each file, or all rows. Raises ConfigError for a bad limit, file or row."""
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigError(f"limit must be an integer of at least 1, got {limit!r}")
     rows: list[Row] = []
@@ -155,7 +164,7 @@ def read_rows(paths: Sequence[str | os.PathLike[str]], limit: int | None = None)
 
 
 def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows that come one after another with the same context and task."""
+    """Group consecutive rows that have the same context, task, length and instruction."""
     groups: list[list[Row]] = []
     for row in rows:
         before = groups[-1][-1] if groups else None
@@ -184,20 +193,21 @@ def read_cases(
     truncate: str | None = None,
     limit: int | None = None,
 ) -> list[DataTask]:
-    """The cases of local files, by task and length.
+    """Read the cases of local files, grouped by task and length.
 
-    Rows with equal contexts that come one after another are one case, prefilled once. Where a task has such a case, all
-    its questions are asked of forks of their contexts, so that they are all answered alike.
+    Consecutive rows with the same context become one case, whose context is prefilled once. If a task has such a case,
+    all questions of the task are asked on forks of their contexts, so that all are answered in the same way.
 
     Args:
         paths: .jsonl, .json or .parquet files.
-        tokenizer: of the model.
-        room: tokens that prompt, questions and answers may take: the model's context.
-        truncate: "middle" cuts what is too much out of the middle of the context, as LongBench does; None: an error.
-        limit: the first rows of each file; None: all.
+        tokenizer: tokenizer of the model.
+        room: maximum number of tokens of prompt, questions and answers together: the model's context.
+        truncate: "middle" removes tokens from the middle of a context that is too long, as LongBench does. None raises
+            an error instead.
+        limit: number of rows that are read from each file. None means all.
 
     Raises:
-        ConfigError: a file or row that cannot be read, or a prompt that does not fit.
+        ConfigError: a file or row cannot be read, or a prompt is too long.
     """
     if truncate is not None and truncate not in TRUNCATIONS:
         raise ConfigError(f"truncate must be one of {TRUNCATIONS}, or None, got {truncate!r}")
@@ -215,7 +225,7 @@ def read_cases(
 
 
 def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, truncate: str | None) -> Case:
-    """One case that fits. Raises ConfigError with row and length where it does not."""
+    """Build the case of a group of rows, truncated if that is allowed. Raises ConfigError if the prompt is too long."""
     first = group[0]
     samples = [row.sample for row in group]
     options: dict[str, Any] = {
@@ -242,7 +252,7 @@ def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, tr
 
 
 def rows_of(task: str, tokenizer: Any, length: int, case: Case, depth: float) -> list[dict[str, Any]]:
-    """A case as rows, one a question. Raises ConfigError for a task without questions."""
+    """Turn a case into rows, one for each question. Raises ConfigError for a task without questions."""
     if case.forced:
         raise ConfigError(f"task must ask something that a row can hold, got {task}")
     rows: list[dict[str, Any]] = []
@@ -261,7 +271,7 @@ def rows_of(task: str, tokenizer: Any, length: int, case: Case, depth: float) ->
 
 
 def write_rows(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as JSONL, whole or not at all. Raises ConfigError where the file cannot be written."""
+    """Write rows as JSONL, completely or not at all. Raises ConfigError if the file cannot be written."""
     target = Path(path)
     part = target.with_name(f".{target.name}.{os.getpid()}")
     try:

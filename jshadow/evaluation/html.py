@@ -1,4 +1,4 @@
-"""Writes an evaluation as one self-contained HTML file, and as pictures beside its samples."""
+"""Writing the results of an evaluation as one self-contained HTML file, and as pictures."""
 
 import base64
 import functools
@@ -30,12 +30,12 @@ POOLED = {"policy", "control_of", "asked", "found", "found_by_full", "found_by_b
 
 
 class Picture(NamedTuple):
-    """A picture that rows have something for.
+    """A picture that can be drawn from the rows.
 
     Attributes:
-        name: of its file, without an ending.
-        caption: what it shows.
-        draw: writes it to a path.
+        name: name of the file, without extension.
+        caption: the caption in the report.
+        draw: function that draws the picture and writes it to a path.
     """
 
     name: str
@@ -44,14 +44,19 @@ class Picture(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """A cell of a table: what is shown, and the number it is sorted by."""
+    """A cell of a table.
+
+    Attributes:
+        text: the text of the cell.
+        value: the number that the column is sorted by, or None.
+    """
 
     text: str
     value: float | None = None
 
 
 def machine() -> dict[str, str]:
-    """This machine and what computes on it, name by name; nothing that tells whose machine it is."""
+    """Describe the hardware and the package versions. The result has no host name, user name or path."""
     device, info = jax.devices()[0], Path("/proc/cpuinfo")
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -70,7 +75,7 @@ def machine() -> dict[str, str]:
 
 
 def pictures(rows: Sequence[Row]) -> list[Picture]:
-    """The pictures that these rows have something for; none where matplotlib is not installed."""
+    """Return the pictures that can be drawn from these rows, or none if matplotlib is not installed."""
     try:
         check_matplotlib()
     except ConfigError:
@@ -109,10 +114,10 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
 
 
 def number(value: float | None, spec: str, error: float | None = None, scale: float = 1.0) -> Cell:
-    """A cell of a number, with its standard error where there is one."""
+    """Format a number, with its standard error if there is one, as a cell. `scale` multiplies both."""
     if value is None:
         return Cell(NOTHING)
-    shown = value if scale == 1 else scale * value  # a whole number stays one
+    shown = value if scale == 1 else scale * value  # without a scale, an integer stays an integer
     return Cell(format(shown, spec) + ("" if error is None else f" ± {format(scale * error, spec)}"), shown)
 
 
@@ -135,7 +140,7 @@ COLUMNS = (
 
 
 def line_of(row: Row) -> list[Cell]:
-    """One row of a table, a cell a column."""
+    """Return the cells of one row of the table, one for each of COLUMNS."""
     name = row["policy"] + (" (control)" if row.get("control_of") else "") + (" (fitted)" if row.get("fitted") else "")
     served, full = row.get("served_device_bytes"), row.get("served_full_bytes")
     share = served / full if served and full else None
@@ -159,7 +164,7 @@ def line_of(row: Row) -> list[Cell]:
 
 
 def table_of(task: str, rows: Sequence[Row]) -> dict[str, Any]:
-    """What the template shows of one task: its lines without columns that say nothing, and notes below them."""
+    """Return the table of one task for the template: its lines without empty columns, and the notes below them."""
     lines = [line_of(row) for row in rows]
     shown = [i for i in range(len(COLUMNS)) if any(line[i].text != NOTHING for line in lines)]
     notes = [f"{row['length']:,} tokens, control: {row['control']}" for row in rows if row.get("control")]
@@ -181,7 +186,7 @@ def table_of(task: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def check_rows(rows: Sequence[Row]) -> None:
-    """Raise ConfigError unless these are rows of `evaluate`."""
+    """Raise ConfigError unless these are rows in the format of `evaluate`."""
     if isinstance(rows, str | Mapping) or not rows:
         raise ConfigError(f"rows must be a non-empty list of results of evaluate, got {rows!r}")
     for row in rows:
@@ -193,7 +198,7 @@ def check_rows(rows: Sequence[Row]) -> None:
 
 
 def embedded(picture: Picture, folder: Path) -> dict[str, str]:
-    """A picture as a data URI: an image of its own, so that the ids of two SVGs do not meet."""
+    """Draw a picture and return it as a data URI. Separate images keep the ids of two SVGs from colliding."""
     path = folder / f"{picture.name}.svg"
     picture.draw(path)
     data = base64.b64encode(path.read_bytes()).decode("ascii")
@@ -201,7 +206,7 @@ def embedded(picture: Picture, folder: Path) -> dict[str, str]:
 
 
 def report(rows: Sequence[Row], *, command: str | Sequence[str] = "") -> str:
-    """The text of `write_report`'s file."""
+    """Return the HTML text of the report that `write_report` writes."""
     check_rows(rows)
     by_task = {task: [row for row in rows if row["task"] == task] for task in dict.fromkeys(r["task"] for r in rows)}
     with tempfile.TemporaryDirectory() as folder:
@@ -222,15 +227,17 @@ def report(rows: Sequence[Row], *, command: str | Sequence[str] = "") -> str:
 
 
 def write_report(rows: Sequence[Row], path: str | os.PathLike[str], *, command: str | Sequence[str] = "") -> None:
-    """Write an evaluation as one HTML file that loads nothing: tables, pictures, the machine, versions, the command.
+    """Write an evaluation as one HTML file without external resources.
+
+    It has tables, pictures, a description of the machine, the package versions and the command line.
 
     Args:
-        rows: of `evaluate`, or the "results" of `jshadow eval --json`.
-        path: file to make or to replace; it appears complete or not at all.
-        command: the command line that made the rows, whole or in parts.
+        rows: the rows that `evaluate` returned, or the "results" of `jshadow eval --json`.
+        path: file to create or to replace. It is written completely or not at all.
+        command: the command line that produced the rows, as one string or as a list of arguments.
 
     Raises:
-        ConfigError: no rows, a row that lacks its task, length, policy or name, or a file that cannot be written.
+        ConfigError: there are no rows, a row lacks its task, length, policy or name, or the file cannot be written.
     """
     text = report(rows, command=command)
     with whole_file(path, "report") as part:
@@ -240,17 +247,18 @@ def write_report(rows: Sequence[Row], path: str | os.PathLike[str], *, command: 
 def write_results(
     rows: Sequence[Row], directory: str | os.PathLike[str], command: str | Sequence[str] = ""
 ) -> list[Path]:
-    """Write the pictures (PNG) of an evaluation and report.html to a directory, which is made if need be.
+    """Write the pictures (PNG) of an evaluation and report.html to a directory. It is created if it does not exist.
 
     Args:
-        rows, command: as in `write_report`.
-        directory: where; files of these names are replaced.
+        rows: see `write_report`.
+        directory: directory to write to. Existing files with the same names are replaced.
+        command: see `write_report`.
 
     Returns:
-        What was written: report.html last.
+        The paths of the written files, report.html last.
 
     Raises:
-        ConfigError: as `write_report`.
+        ConfigError: see `write_report`; or the directory cannot be created.
     """
     check_rows(rows)
     folder = Path(directory)

@@ -1,7 +1,8 @@
-"""Many requests under one policy: log-likelihoods of given continuations, and generations, in batches of one width.
+"""Batched log-likelihoods of given continuations, and batched generations, under one policy.
 
-The context of a request is prefilled and compressed. Its continuation then attends through the policy, token by token,
-as in a generation. So a log-likelihood measures the policy; with full attention it is that of the plain model.
+The context of a request is prefilled and compressed. Then the tokens of its continuation attend through the policy one
+by one, as in a generation. So the log-likelihood measures the policy. With full attention it is that of the model
+itself.
 """
 
 import dataclasses
@@ -30,44 +31,45 @@ from jshadow.policies import Policy
 from jshadow.policies.checks import check_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
 
-NARROWEST = 64  # tokens
-WIDTHS = 4  # a width is a multiple of so many parts of the next power of two
+NARROWEST = 64  # the smallest width, in tokens
+WIDTHS = 4  # a width is a multiple of 1 / WIDTHS of the next power of two
 Score = tuple[float, bool]
 
 
 def width_of(tokens: int, limit: int, least: int = NARROWEST) -> int:
-    """The width to which so many tokens are padded: 64, 96, 128, 192, 256, 384 and so on, at most `limit`.
+    """Return the width that `tokens` tokens are padded to: 64, 96, 128, 192, 256, 384 and so on, at most `limit`.
 
-    There are two widths from one power of two to the next: a model of 8,192 tokens has 15. A generation rounds up to
-    finer steps (`engine.generation.bucket`). Here many requests of many lengths come together, and each width is a
-    program to compile.
+    There are two widths between two powers of two, so a model with a context of 8,192 tokens has 15 widths. A single
+    generation uses finer steps (`engine.generation.bucket`). Here there are many requests of different lengths, and
+    each width needs one compiled program.
     """
     return min(max(least, round_up(tokens, step_of(tokens, WIDTHS))), limit)
 
 
 def below(width: int) -> int:
-    """The next smaller width; 0 below the narrowest. All rows of a batch are longer than that."""
+    """Return the next smaller width, or 0 for the narrowest. All rows of a batch have more tokens than that."""
     step = step_of(width, WIDTHS)
     return 0 if width <= NARROWEST else (width - 1) // step * step
 
 
 @dataclasses.dataclass(frozen=True)
 class Scorer:
-    """A model under a policy.
+    """Scores and generates with a model under a policy.
 
     Attributes:
-        params: Params; a tokenizer is needed by `generate` alone.
-        policy: what compresses the contexts.
+        params: Params. Only `generate` needs a tokenizer.
+        policy: the policy that compresses the contexts.
         fetch: "auto", "resident", "device_put" or "zero_copy".
-        capacity: tokens that a row may ever hold, for all requests. None: for each width of contexts the next width
-            that holds them and the longest continuation, up to the model's context; a setting that follows the
-            capacity (a budget of None) then follows that.
-        batch: contexts that are prefilled together; only such of one width are.
-        prefill: how a context's tokens attend to each other; None: exactly.
-        fitted: arrays that the policy learned.
+        capacity: maximum number of tokens of a row, for all requests. With None, each width of contexts gets the next
+            width that holds context and longest continuation, at most the model's context. Settings that depend on the
+            capacity (a budget of None) depend on that width.
+        batch: maximum number of contexts that are prefilled together. All have the same width.
+        prefill: the attention between the tokens of a context. None means exact attention.
+        fitted: arrays that the policy has learned, or None.
 
     Raises:
-        ConfigError, CapacityError: a setting is out of range, or not one for this model.
+        ConfigError: a setting is out of range or does not suit the model.
+        CapacityError: the capacity exceeds the model's context.
     """
 
     params: Any
@@ -92,11 +94,16 @@ class Scorer:
 
     @property
     def limit(self) -> int:
-        """Tokens that a request may hold."""
+        """Maximum number of tokens of a request."""
         return int(self.capacity or self.params.config.context)
 
     def check(self, lengths: Sequence[int], new: Sequence[int]) -> None:
-        """Raise PromptError or CapacityError, before anything runs, where a context or its new tokens do not fit."""
+        """Check the lengths of all contexts and the number of their new tokens, before anything runs.
+
+        Raises:
+            PromptError: a context is empty.
+            CapacityError: a context and its new tokens exceed the limit.
+        """
         for index, (context, more) in enumerate(zip(lengths, new, strict=True)):
             if context < 1:
                 raise PromptError(f"context of request {index} must have at least 1 token, got none")
@@ -109,15 +116,17 @@ class Scorer:
     def prefilled(
         self, contexts: Sequence[Sequence[int]], grow: int
     ) -> Iterator[tuple[list[int], Array, KVState, int]]:
-        """Batches of contexts of one width, the longest first, so that what does not fit in memory fails at once.
+        """Prefill the contexts in batches of one width.
+
+        The widest come first, so that a lack of memory shows at once. B is a power of two, or `batch`. Rows that are
+        left over repeat the first row of the batch.
 
         Args:
-            contexts: token ids of each.
-            grow: tokens by which any of them may yet grow.
+            contexts: token ids of each context.
+            grow: maximum number of tokens that are added to any of them.
 
         Yields:
-            Indices of the contexts; logits [B, V] of their last tokens and the state, where B is a power of two (or
-            `batch`) that holds them: the rows behind them repeat the first one; and B.
+            The indices of the contexts, the logits [B, V] of their last tokens, the state, and B.
         """
         widths = [width_of(len(one), self.limit) for one in contexts]
         for width in sorted(set(widths), reverse=True):
@@ -144,18 +153,20 @@ class Scorer:
     def score(
         self, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[Sequence[int]]]
     ) -> Iterator[tuple[int, int, Score]]:
-        """Log-likelihoods of continuations; each context is prefilled once for all of its own.
+        """Compute log-likelihoods of continuations. Each context is prefilled once for all its continuations.
 
         Args:
-            contexts: token ids, at least one each.
-            continuations: for each context some sequences of token ids, at least one id each.
+            contexts: token ids, at least one in each context.
+            continuations: for each context, a list of sequences of token ids, with at least one id in each.
 
         Yields:
-            (context, continuation, (sum of natural-log probabilities, whether every token was the most likely one)).
+            (index of the context, index of the continuation, score). The score is the sum of natural-log probabilities,
+            and whether every token was the most likely one.
 
         Raises:
-            PromptError: an empty context or continuation, or an id out of range.
-            CapacityError: a context and a continuation but its last token, which is only scored, are too long.
+            PromptError: a context or continuation is empty, or an id is out of range.
+            CapacityError: a context and its continuation are too long. The last token of a continuation does not count,
+                because it is only scored.
         """
         if any(not one for some in continuations for one in some):
             raise PromptError("a continuation must have at least 1 token, got none")
@@ -180,7 +191,11 @@ class Scorer:
                         yield index, turn, (total, bool(greedy[row, :count].all()))
 
     def follow(self, rows: Sequence[Sequence[int]], state: KVState, longest: int) -> tuple[np.ndarray, np.ndarray]:
-        """Scores of each row's tokens behind its first, [B, T] and bool [B, T]. Consumes the state."""
+        """Score the tokens of each row after its first one. Consumes the state.
+
+        Returns:
+            Log-probabilities [B, T], and whether each token was the most likely one, bool [B, T].
+        """
         width = width_of(longest, self.limit, least=16)
         tokens, lengths = right_padded([one[:-1] for one in rows], width)
         targets, _ = right_padded([one[1:] for one in rows], width)
@@ -207,22 +222,25 @@ class Scorer:
         seed: int = 0,
         names: Sequence[int] | None = None,
     ) -> Iterator[tuple[int, str]]:
-        """Generate after each prompt. There is no fall-back to a dense cache.
+        """Generate a text after each prompt. Short prompts do not fall back to a dense cache.
 
         Args:
-            prompts: token ids, at least one each.
-            max_new_tokens: at least 1.
+            prompts: token ids, at least one in each prompt.
+            max_new_tokens: maximum number of new tokens, at least 1.
             sampler: how tokens are drawn.
-            stop: strings and token ids that end a generation and are cut off, as the model's own end tokens do.
-            seed: of the sampler.
-            names: a number of each prompt by which it draws, whatever is batched with it; None: its index.
+            stop: strings and token ids that end a generation, in addition to the model's end tokens. They are not part
+                of the text.
+            seed: seed of the random numbers.
+            names: a number for each prompt that selects its random numbers, so that they do not depend on the batch.
+                None means the index of the prompt.
 
         Yields:
             (index of the prompt, text).
 
         Raises:
-            PromptError, CapacityError: an empty prompt, or one with too little room for max_new_tokens.
-            ConfigError: max_new_tokens below 1, or a stop that is none.
+            PromptError: a prompt is empty.
+            CapacityError: a prompt leaves too little room for max_new_tokens.
+            ConfigError: max_new_tokens is below 1, or stop is neither strings nor ids.
         """
         check_positive("generate", max_new_tokens=max_new_tokens)
         texts, ids = split_stops(stop, self.params.tokenizer)
@@ -241,7 +259,7 @@ class Scorer:
 
 
 def right_padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int32 [B, width], zeros behind each row's own, and the rows' lengths int32 [B]."""
+    """Pad rows with zeros on the right. Returns the tokens int32 [B, width] and the lengths int32 [B]."""
     tokens = np.zeros((len(rows), width), np.int32)
     for row, one in enumerate(rows):
         tokens[row, : len(one)] = one
@@ -249,12 +267,12 @@ def right_padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray,
 
 
 def drawn(sampler: Sampler, keys: Array, logits: Array, index: int) -> np.ndarray:
-    """The next token of each row, int32 [B], by its own key [B] and the number of tokens before it."""
+    """Draw the next token of each row with the row's key: int32 [B]. `index` is the number of tokens drawn before."""
     return np.asarray(draw_tokens(logits, keys, jnp.int32(index), sampler=sampler))
 
 
 def taken(streams: Sequence[TextStream], ends: frozenset[int], row: int, token: int) -> bool:
-    """Add a token to its row's text, unless it is one that ends a text. Returns whether the row goes on."""
+    """Add a token to the text of its row, unless it is an end token. Returns whether the row continues."""
     if token in ends:
         return False
     streams[row].push(token)

@@ -1,4 +1,4 @@
-"""The compiled programs of `likelihood.Scorer`: score given tokens, and draw new ones."""
+"""The compiled programs of `likelihood.Scorer`: scoring given tokens, and drawing new ones."""
 
 import functools
 
@@ -16,7 +16,11 @@ from jshadow.ops.layout import fit_tokens
 
 
 def chosen(logits: Array, targets: Array) -> tuple[Array, Array]:
-    """Log-probabilities float32 [B, T] of targets [B, T] under logits [B, T, V], and whether each is the likeliest."""
+    """Score targets [B, T] by logits [B, T, V].
+
+    Returns:
+        Log-probabilities float32 [B, T], and whether each target is the most likely token, bool [B, T].
+    """
     scores = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), targets[..., None], axis=-1)[..., 0]
     return scores, logits.argmax(-1) == targets
 
@@ -30,19 +34,23 @@ target_scores = jax.jit(chosen)
 def forced_scores(
     weights: dict, tokens: Array, lengths: Array, targets: Array, reads: Reads, writes: Writes, *, config: ModelConfig
 ) -> tuple[Array, Array, Writes]:
-    """Feed tokens and score the token that should follow each.
+    """Feed tokens, and score the target that follows each of them.
 
-    Only as many pieces run as the longest row needs, whatever T is: one program serves short and long continuations.
+    The loop runs only as many pieces as the longest row needs. So one program is efficient for short and long
+    continuations.
 
     Args:
-        weights, config: of the model.
-        tokens: int32 [B, T], right padded.
-        lengths: int32 [B], of each row's tokens.
-        targets: int32 [B, T], the token that should follow each of `tokens`.
-        reads, writes: the two halves of the state. `writes` is donated.
+        weights: weights of the model.
+        tokens: int32 [B, T], padded on the right.
+        lengths: int32 [B], the number of real tokens of each row.
+        targets: int32 [B, T], the token that follows each of `tokens`.
+        reads: the half of the state that does not change.
+        writes: the half of the state that changes. It is donated.
+        config: config of the model.
 
     Returns:
-        Log-probabilities float32 [B, T], whether each target was the likeliest token bool [B, T], and the new `writes`.
+        Log-probabilities float32 [B, T], whether each target is the most likely token, bool [B, T], and the new
+        `writes`.
     """
     size = turn_piece(reads, tokens.shape[1])
     tokens, targets = (fit_tokens(x, round_up(x.shape[1], size)) for x in (tokens, targets))
@@ -68,7 +76,7 @@ def forced_scores(
 
 @functools.partial(jax.jit, static_argnames=("sampler",))
 def draw_tokens(logits: Array, keys: Array, index: Array, *, sampler: Sampler) -> Array:
-    """The next token of each row, int32 [B], drawn with its own key: no row depends on the others."""
+    """Draw the next token of each row with the row's key, so that no row depends on another: int32 [B]."""
 
     def one(row: Array, key: Array) -> Array:
         return sample(sampler, row[None], jax.random.fold_in(key, index))[0]

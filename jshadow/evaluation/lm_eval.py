@@ -1,13 +1,14 @@
-"""jshadow as a model of lm-evaluation-harness (extra `eval`): its tasks, on any policy.
+"""jshadow as a model of lm-evaluation-harness (lm-eval), to run its tasks with any policy. Needs the extra `eval`.
+
+This command is the command line of lm-eval with the model "jshadow" registered. (lm-eval 0.4.13 has no plug-ins.)
 
     python -m jshadow.evaluation.lm_eval run --model jshadow --tasks hellaswag --model_args \\
         pretrained=DIR,policy=shadowkv,rank=32,budget=256,dtype=float32,capacity=2048
 
-is lm-eval's own command line with this model registered (version 0.4.13 looks for no plug-ins). In Python, call
-`lm_eval.simple_evaluate(model=JshadowLM(...), tasks=[...])`.
+In Python, call `lm_eval.simple_evaluate(model=JshadowLM(...), tasks=[...])`.
 
-For a log-likelihood the context is prefilled and compressed by the policy. Then the continuation is fed token by token
-and attends through the policy. With full attention this is plain scoring, as the backend `hf` does it.
+For a log-likelihood the policy compresses the prefilled context. Then the continuation is fed token by token and
+attends through the policy. With full attention the result is that of lm-eval's backend `hf`.
 """
 
 import logging
@@ -36,22 +37,24 @@ TRUNCATIONS = (None, "middle")
 
 
 class JshadowLM(TemplateLM):
-    """A checkpoint under a policy, with the interface of lm-eval's models."""
+    """A checkpoint with a policy, as a model of lm-eval."""
 
     def __init__(self, pretrained: Any, *, policy: str | Policy = "shadowkv", **arguments: Any) -> None:
         """Load a model.
 
-        Contexts are padded to few widths (`likelihood.width_of`), and those of one width are batched. The first batch
-        of each width compiles; with `capacity` given, what later widths share is not compiled again.
+        Contexts are padded to a few widths (`likelihood.width_of`), and contexts of one width are batched. The first
+        batch of each width compiles its programs. If `capacity` is given, all widths share the program of a decode
+        step.
 
         Args:
-            pretrained: a checkpoint directory or hub id as `jshadow.load` takes it, or Params.
-            policy: a name of `jshadow policies`, or a Policy.
-            **arguments: the fields of `lm_eval_settings.ModelArguments`, and settings of the policy: `rank=32`.
+            pretrained: a checkpoint directory or hub id for `jshadow.load`, or Params.
+            policy: a Policy, or the name of one (`jshadow policies` lists them).
+            **arguments: fields of `lm_eval_settings.ModelArguments`, and settings of the policy such as `rank=32`.
 
         Raises:
-            ConfigError, CapacityError: a setting is unknown or out of range.
-            CheckpointError: as in `jshadow.load`.
+            ConfigError: a setting is unknown or out of range.
+            CapacityError: the capacity exceeds the model's context.
+            CheckpointError: see `jshadow.load`.
         """
         super().__init__()
         asked, settings = ModelArguments.split(arguments)
@@ -77,11 +80,11 @@ class JshadowLM(TemplateLM):
         self.tokenizer, self.truncation, self.seed = params.tokenizer, asked.truncation, asked.seed
         self.add_bos_token, self.given_prefix = asked.add_bos_token, asked.prefix_token_id
 
-    # What lm-eval asks about a model
+    # Properties that lm-eval reads
 
     @property
     def max_length(self) -> int:
-        """Tokens that a request may have."""
+        """Maximum number of tokens of a request."""
         return self.scorer.limit
 
     @property
@@ -95,18 +98,18 @@ class JshadowLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before an empty context."""
+        """The token that replaces an empty context: the given one, or the BOS token, or the EOS token."""
         known = (self.given_prefix, self.tokenizer.bos_token_id)
         token = next((one for one in known if one is not None), None)
         return self.eot_token_id if token is None else int(token)
 
     @property
     def tokenizer_name(self) -> str:
-        """A name for the cache of requests: the tokenizer's place."""
+        """Name of the tokenizer for lm-eval's cache of requests: its path with "/" replaced."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def get_model_info(self) -> dict[str, Any]:
-        """What stands beside the results: the policy as it was resolved, and how it ran."""
+        """Return the entries that lm-eval stores with the results: the resolved policy and the settings of the run."""
         scorer = self.scorer
         resolved = scorer.policy.resolve(scorer.params.config, self.max_length)
         prefill = scorer.prefill.label() if scorer.prefill else "exact"
@@ -120,7 +123,7 @@ class JshadowLM(TemplateLM):
         }
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids of a text; one that begins with the BOS token's own text, as of a chat template, gets no other."""
+        """Encode a text. If it starts with the text of the BOS token, as after a chat template, no BOS is added."""
         if add_special_tokens is None:
             bos = self.tokenizer.bos_token
             add_special_tokens = False if bos and string.startswith(bos) else self.add_bos_token
@@ -128,10 +131,10 @@ class JshadowLM(TemplateLM):
         return list(self.tokenizer.encode(string, **options))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """A chat as text; without the generation prompt its last message, a `gen_prefix`, is left open.
+        """Render a chat as text. Without the generation prompt, its last message (a `gen_prefix`) is left open.
 
         Raises:
-            PromptError: no template, or one that refuses the chat.
+            PromptError: the tokenizer has no chat template, or the template refuses the chat.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise PromptError("apply_chat_template must be left out, for the tokenizer has no chat template")
@@ -142,19 +145,22 @@ class JshadowLM(TemplateLM):
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=not add_generation_prompt,
             )
-        except Exception as error:  # a template is a program of the checkpoint and may raise anything
+        except Exception as error:  # a template is code in the checkpoint and may raise any error
             raise PromptError(f"the chat template refuses this chat: {error}") from error
         return str(text)
 
     # Requests
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[Score]:
-        """(sum of natural-log probabilities, whether greedy) of each request (context, continuation).
+        """Score each request (context, continuation).
 
-        An empty context is the BOS or EOS token alone.
+        An empty context is replaced by the prefix token.
+
+        Returns:
+            For each request, the sum of natural-log probabilities, and whether every token was the most likely one.
 
         Raises:
-            PromptError: an empty continuation.
+            PromptError: a continuation is empty.
             CapacityError: a request is too long.
         """
         for index, request in enumerate(requests):
@@ -163,7 +169,10 @@ class JshadowLM(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
 
     def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = False, **kwargs: Any) -> list[Score]:
-        """Scores of (key of the cache or None, context ids, continuation ids); equal contexts are prefilled once."""
+        """Score requests (key of lm-eval's cache or None, context ids, continuation ids).
+
+        Equal contexts are prefilled once.
+        """
         fitted = self._fitted([context for _, context, _ in requests], [len(one) - 1 for *_, one in requests])
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, one in enumerate(fitted):
@@ -181,10 +190,11 @@ class JshadowLM(TemplateLM):
         return [results[index] for index in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Natural-log probability of each request's whole text, in windows of `max_length` tokens.
+        """Return the natural-log probability of each request's whole text, in windows of `max_length` tokens.
 
-        Every token is scored once. The first window begins with the prefix token alone, so that all of its text attends
-        through the policy; each later one with at least `rolling_context` tokens, which are compressed.
+        Every token is scored once. The context of the first window is only the prefix token, so all its text attends
+        through the policy. The context of each later window has at least `rolling_context` tokens of the text, which
+        are compressed.
         """
         windows: list[tuple[int, list[int], list[int]]] = []
         for index, request in enumerate(requests):
@@ -201,11 +211,11 @@ class JshadowLM(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each request (context, generation settings), up to its first `until` string.
+        """Generate a text after each request (context, generation settings), up to the first of its `until` strings.
 
         Raises:
-            ConfigError: an unknown generation setting, or one out of range.
-            CapacityError: a context is too long to leave room for max_gen_toks.
+            ConfigError: a generation setting is unknown or out of range.
+            CapacityError: a context leaves too little room for max_gen_toks.
         """
         groups: dict[tuple[Sampler, int, tuple[str, ...]], list[int]] = {}
         for index, request in enumerate(requests):
@@ -228,7 +238,7 @@ class JshadowLM(TemplateLM):
         return [texts[index] for index in range(len(requests))]
 
     def _fitted(self, contexts: Sequence[list[int]], new: Sequence[int]) -> list[list[int]]:
-        """The contexts, each cut in its middle where it and its new tokens are too long and that was asked for."""
+        """Cut the contexts that are too long in their middle if truncation is on. Otherwise raise CapacityError."""
         rooms = [self.max_length - more for more in new]
         over = [len(one) - room for one, room in zip(contexts, rooms, strict=True) if len(one) > room]
         if not over or self.truncation is None or min(rooms) < 1:
@@ -249,7 +259,7 @@ class JshadowLM(TemplateLM):
 
 
 def main() -> None:
-    """lm-eval's command line with this model registered; exit status 2 after a typed error."""
+    """Run the command line of lm-eval with this model registered. The exit status is 2 after an error of jshadow."""
     from lm_eval.__main__ import cli_evaluate
 
     try:
@@ -260,7 +270,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The module by its own name, which others may import too: the model is registered once.
+    # Import this module by its name, because as "__main__" it would be a second copy and register the model twice.
     import jshadow.evaluation.lm_eval
 
     jshadow.evaluation.lm_eval.main()

@@ -1,4 +1,4 @@
-"""Turns settings of lm-evaluation-harness, from a task or its command line, into those of jshadow."""
+"""Turning settings of lm-evaluation-harness, from a task or the command line, into settings of jshadow."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -8,33 +8,34 @@ from jshadow.engine.sampling import Sampler
 from jshadow.errors import ConfigError
 from jshadow.policies import Policy, parse_policy
 
-MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # all mean the same
+MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # four names of one setting
 FILTERS = ("top_k", "top_p", "min_p")
 KEYS = {"until", "num_beams", "do_sample", "temperature", *MAX_TOKENS, *FILTERS}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelArguments:
-    """What `--model_args` of lm-eval may set beside the settings of a policy.
+    """The arguments of lm-eval's `--model_args` that are not settings of a policy.
 
     Attributes:
-        dtype, quantize: as in `jshadow.load`; of no effect on Params.
+        dtype: see `jshadow.load`. It is ignored for Params.
+        quantize: see `jshadow.load`. It is ignored for Params.
         fetch: "auto", "resident", "device_put" or "zero_copy".
-        capacity: tokens that a request may have, `max_length` in lm-eval's words. A policy's relative settings are
-            relative to it. None: the model's context is the limit, and each width has a capacity of its own.
-        batch_size: contexts that are prefilled together.
-        prefill: how a context's tokens attend to each other, as `--prefill` of `jshadow eval`.
-        fitted: a file of arrays that the policy learned (`jshadow fit`).
-        max_gen_toks: tokens of a generation whose task does not say.
-        truncation: "middle" cuts a context that is too long in its middle, and warns with the count; None: that is an
-            error.
-        rolling_context: tokens before each window but the first of a rolling log-likelihood, which are prefilled and
-            compressed. `hf` uses 1. A policy that keeps new tokens exactly changes nothing there.
-        add_bos_token: whether text gets the tokenizer's special tokens; None: as the tokenizer has it.
-        prefix_token_id: what stands before an empty context; None: the BOS token, or else the EOS token.
-        seed: of sampled generations.
-        max_batch_size: only None: there is no search for a batch size.
-        device: not read. lm-eval's command line passes "cuda:0" by default; JAX chooses (`JAX_PLATFORMS`).
+        capacity: maximum number of tokens of a request, which lm-eval calls `max_length`. Settings of a policy may
+            depend on it. None means that the model's context is the limit and each width has its own capacity.
+        batch_size: maximum number of contexts that are prefilled together.
+        prefill: the attention between the tokens of a context, as for `--prefill` of `jshadow eval`.
+        fitted: a file of arrays that the policy has learned (`jshadow fit`).
+        max_gen_toks: maximum number of new tokens if a task does not set it.
+        truncation: "middle" cuts a context that is too long in its middle and logs a warning. None raises an error.
+        rolling_context: number of tokens before each window of a rolling log-likelihood, except the first. They are
+            prefilled and compressed. `hf` uses 1. With 1, a policy that keeps all new tokens equals full attention.
+        add_bos_token: whether special tokens are added to a text. None means the default of the tokenizer.
+        prefix_token_id: the token that replaces an empty context. None means the BOS token, or the EOS token if there
+            is no BOS token.
+        seed: seed of sampled generations.
+        max_batch_size: must be None, because there is no search for a batch size.
+        device: ignored. lm-eval passes "cuda:0" by default, but JAX chooses the device (`JAX_PLATFORMS`).
     """
 
     dtype: str = "bfloat16"
@@ -55,14 +56,14 @@ class ModelArguments:
 
     @classmethod
     def split(cls, arguments: Mapping[str, Any]) -> tuple["ModelArguments", dict[str, Any]]:
-        """The arguments that are fields, and the others: settings of a policy."""
+        """Split arguments into the fields of this class and the remaining ones, which are settings of a policy."""
         names = {field.name for field in dataclasses.fields(cls)}
         settings = {name: value for name, value in arguments.items() if name not in names}
         return cls(**{name: value for name, value in arguments.items() if name in names}), settings
 
 
 def whole(name: str, value: Any) -> int:
-    """An integer of at least 1, or its text. Raises ConfigError."""
+    """Read an integer of at least 1 from a number or its text. Raises ConfigError that names `name`."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -71,7 +72,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def policy_of(policy: str | Policy, settings: dict[str, Any]) -> Policy:
-    """A policy from its name and settings. Raises ConfigError naming what is unknown."""
+    """Build a policy from its name and settings. Raises ConfigError that names an unknown policy or setting."""
     if isinstance(policy, Policy):
         if settings:
             raise ConfigError(f"settings must be left out beside a Policy, got {sorted(settings)}")
@@ -81,13 +82,17 @@ def policy_of(policy: str | Policy, settings: dict[str, Any]) -> Policy:
 
 
 def parse_generation(settings: dict[str, Any], default: int) -> tuple[Sampler, int, tuple[str, ...]]:
-    """The sampler, the most new tokens and the stop strings of a task's generation settings.
+    """Read the generation settings of a task.
 
-    Greedy unless `do_sample` is true, or it is left out and a temperature above 0 is given; sampling without a
-    temperature has 1.
+    Tokens are sampled if `do_sample` is true, or if it is missing and the temperature is above 0. Otherwise generation
+    is greedy. The default temperature of sampling is 1.
+
+    Returns:
+        The sampler, the maximum number of new tokens, and the stop strings.
 
     Raises:
-        ConfigError: an unknown key, two that mean the same, beams, or a value out of range.
+        ConfigError: a key is unknown, two keys have the same meaning, beam search is requested, or a value is out of
+            range.
     """
     if unknown := sorted(set(settings) - KEYS):
         raise ConfigError(f"generation settings must be among {sorted(KEYS)}, got {unknown[0]!r}")
@@ -111,6 +116,6 @@ def parse_generation(settings: dict[str, Any], default: int) -> tuple[Sampler, i
 
 
 def special_ids(tokenizer: Any, texts: Iterable[str]) -> list[int]:
-    """Ids of stop strings that are special tokens, which decoded text leaves out."""
+    """Return the ids of those stop strings that are special tokens. Decoded text does not contain special tokens."""
     ids = {text: tokenizer.convert_tokens_to_ids(text) for text in texts}
     return [ids[text] for text in ids if ids[text] in tokenizer.all_special_ids]

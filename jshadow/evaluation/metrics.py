@@ -1,4 +1,4 @@
-"""Numbers from logits and scores: the KL divergence, the perplexity, the agreement, means and their standard errors."""
+"""Metrics of logits and scores: KL divergence, perplexity, agreement of the top token, means and standard errors."""
 
 import math
 from collections.abc import Sequence
@@ -7,31 +7,31 @@ import numpy as np
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Natural logarithms of the probabilities over the last axis, in float64."""
+    """Return the natural logarithms of the softmax over the last axis, float64."""
     shifted = np.asarray(logits, np.float64)
     shifted = shifted - shifted.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
 def kl(full: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """KL(full || other) in nats at each position of logits [..., V]."""
+    """Return KL(full || other) in nats at each position of logits [..., V], float64 [...]."""
     p, q = log_softmax(full), log_softmax(other)
     return (np.exp(p) * (p - q)).sum(axis=-1)
 
 
 def perplexity(logits: np.ndarray, tokens: np.ndarray) -> float:
-    """exp of the mean loss of tokens [T], each scored by the logits [T, V] of the position before it."""
+    """Return exp of the mean loss of tokens [T]. Row t of logits [T, V] is the prediction of token t."""
     losses = -np.take_along_axis(log_softmax(logits), np.asarray(tokens)[:, None], axis=-1)
     return float(np.exp(losses.mean()))
 
 
 def top1(full: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Whether the likeliest token is the same, at each position of logits [..., V]; ties go to the lower id."""
+    """Whether both logits [..., V] have the same most likely token, at each position. The lower id wins a tie."""
     return np.argmax(full, axis=-1) == np.argmax(other, axis=-1)
 
 
 def mean_stderr(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and its standard error; None where a single value leaves it unknown."""
+    """Return the mean and its standard error, which is None for a single value."""
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
         return mean, None
@@ -40,6 +40,6 @@ def mean_stderr(values: Sequence[float]) -> tuple[float, float | None]:
 
 
 def mean_known(values: Sequence[float | None]) -> float | None:
-    """Mean of the values that are not None; None where all are."""
+    """Return the mean of the values that are not None, or None if there are none."""
     known = [value for value in values if value is not None]
     return mean_stderr(known)[0] if known else None

@@ -1,4 +1,4 @@
-"""The plan of an evaluation: each task at each length, its cases, and the policies that run on them."""
+"""Planning an evaluation: for each task at each length, its cases and the policies that run on them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,14 +18,15 @@ from jshadow.policies.checks import check_fitted
 from jshadow.policies.settings import changed_settings, dotted_settings, with_settings
 from jshadow.policies.sizing import at_share as sized_to
 
-SERVED = "bfloat16"  # shares are of bytes in this dtype, whatever computes: packed bits are no fewer beside float32
-SLACK = 0.05  # of a policy's device bytes: what a setting changes that may be given with a share
+SERVED = "bfloat16"  # shares count bytes in this dtype; beside float32, packed codes would look better than they are
+SLACK = 0.05  # a setting may be given with a share if it changes the policy's device bytes by at most this fraction
 
 
 def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> StreamingLLM | None:
-    """StreamingLLM at the device bytes that ShadowKV takes with its values offloaded; None where none is that small.
+    """Return StreamingLLM with the device bytes of a ShadowKV whose values are offloaded, or None if it is too large.
 
-    It keeps the newest tokens whatever they say, so what it finds needs no selection.
+    This is a negative control. It keeps the newest tokens and selects nothing. If it solves a task, the task does not
+    need selection.
     """
     sizes = {"capacity": capacity, "prompt": length, "dtype": params.dtype.name, "fetch": "device_put"}
     taken = footprint(params.config, policy, **sizes)
@@ -36,13 +37,14 @@ def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> Stream
 
 
 def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: int) -> Entry:
-    """A policy at the largest setting that keeps to a share of full attention's device bytes for such a prompt.
+    """Return a policy with the largest settings whose device bytes stay within a share of full attention's.
 
-    `at_share` counts a prompt that fills the capacity; what a policy keeps of later tokens comes on top here. Settings
-    that hardly take device memory (how many tokens a query attends to, of which ids are kept) stay as they were given.
+    `policies.sizing.at_share` assumes a prompt that fills the capacity. Here the bytes of later tokens are counted too.
+    Settings that hardly take device memory, such as the number of tokens that a query attends to, may be given and are
+    kept.
 
     Raises:
-        ConfigError: a setting was given that the share decides.
+        ConfigError: a given setting takes device memory, which the share determines.
     """
     config = setup.params.config
 
@@ -68,8 +70,8 @@ def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: 
 
 
 def least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Callable[[Policy], float]) -> float:
-    """What a policy's smallest setting takes."""
-    low, high = 0.0, 2.0  # masks and positions may take a little more than full attention itself
+    """Return the share of device bytes of a policy's smallest settings."""
+    low, high = 0.0, 2.0  # a policy may take more than full attention, because it also stores masks and positions
     for _ in range(13):
         middle = (low + high) / 2
         try:
@@ -83,18 +85,18 @@ def least_share(policy: Policy, capacity: int, config: ModelConfig, taken: Calla
 def plan_tasks(
     setup: Setup, tasks: Sequence[str], lengths: Sequence[int], policies: Sequence[Policy], settings: EvalSettings
 ) -> list[TaskPlan]:
-    """Make every case and check every policy, before anything runs.
+    """Create every case and check every policy, before anything runs.
 
     Args:
-        setup: the model and how it runs.
-        tasks: names in TASKS; may be empty where there is data.
-        lengths: prompt tokens of the tasks.
-        policies: full attention is always added.
-        settings: samples, seed, shares, sweeps and data are read.
+        setup: the model and the settings that all samples share.
+        tasks: names in TASKS. May be empty if there is data.
+        lengths: numbers of prompt tokens of the tasks.
+        policies: the policies. Full attention is always added.
+        settings: samples, seed, shares, sweeps, data, truncate and limit are read.
 
     Raises:
-        ConfigError: an unknown task, no policy, a number out of range, a length or a row of data that the model has no
-            room for, a file that cannot be read, or learned arrays that no policy reads.
+        ConfigError: a task is unknown, there is no policy, a number is out of range, a length or a row of data exceeds
+            the model's context, a file cannot be read, or no policy reads the learned arrays.
     """
     samples, shares = settings.samples, settings.shares
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
@@ -104,7 +106,7 @@ def plan_tasks(
         if isinstance(values, str) or not isinstance(values, Sequence) or not values:
             raise ConfigError(f"{name} must be a non-empty list, got {values!r}")
     measured, swept = checked_policies(setup, policies, shares), checked_sweeps(settings.sweeps or {})
-    one_table = bool(shares or swept)  # of all tasks
+    one_table = bool(shares or swept)  # one table shows all tasks
     plans = [plan for length in dict.fromkeys(lengths) for plan in plans_at(setup, tasks, length, settings, one_table)]
     if not one_table:
         plans.sort(key=lambda plan: tasks.index(plan.task))
@@ -113,7 +115,7 @@ def plan_tasks(
 
 
 def checked_policies(setup: Setup, policies: Sequence[Policy], shares: Sequence[float]) -> list[Policy]:
-    """Full attention and the policies, each once. Raises ConfigError for what could not run."""
+    """Return full attention and the policies without duplicates. Raises ConfigError for bad policies or shares."""
     if bad := [policy for policy in policies if not isinstance(policy, Policy)]:
         raise ConfigError(f"policies must be Policy values, got {bad[0]!r}")
     if wrong := [share for share in shares if isinstance(share, bool) or not 0 < share <= 1]:
@@ -127,7 +129,11 @@ def checked_policies(setup: Setup, policies: Sequence[Policy], shares: Sequence[
 
 
 def checked_sweeps(sweeps: Mapping[str, Sequence[Policy]]) -> dict[Policy, tuple[str, ...]]:
-    """Each policy of the sweeps once, with the settings whose sweep it is in. Raises ConfigError."""
+    """Return each policy of the sweeps with the names of the settings that it belongs to.
+
+    Raises:
+        ConfigError: an item is not a policy, or the policy does not have the setting.
+    """
     swept: dict[Policy, tuple[str, ...]] = {}
     for name, policies in sweeps.items():
         for policy in policies:
@@ -140,9 +146,12 @@ def checked_sweeps(sweeps: Mapping[str, Sequence[Policy]]) -> dict[Policy, tuple
 def plans_at(
     setup: Setup, tasks: Sequence[str], length: int, settings: EvalSettings, one_capacity: bool
 ) -> list[TaskPlan]:
-    """All tasks at one length, without entries yet. Raises ConfigError.
+    """Plan all tasks at one length, without entries. With `one_capacity`, all tasks have the same capacity.
 
-    Tables of shares and sweeps compare tasks, so that all tasks of a length have one capacity there (`one_capacity`).
+    Tables of shares and sweeps compare tasks, so they need the same capacity.
+
+    Raises:
+        ConfigError: prompt and answer exceed the model's context, or a task cannot be made.
     """
     params, samples, seed = setup.params, settings.samples, settings.seed
     cases_of = {
@@ -162,7 +171,7 @@ def plans_at(
 
 
 def data_plans(setup: Setup, settings: EvalSettings) -> list[TaskPlan]:
-    """The tasks of local files, without entries yet; none where there are no files. Raises ConfigError."""
+    """Plan the tasks of local files, without entries. Raises ConfigError as `read_cases` does."""
     if not settings.data:
         return []
     params, plans = setup.params, []
@@ -171,7 +180,7 @@ def data_plans(setup: Setup, settings: EvalSettings) -> list[TaskPlan]:
         files, params.tokenizer, params.config.context, truncate=settings.truncate, limit=settings.limit
     ):
         length = max(len(case.prompt) for case in group.cases)
-        # The longest prompt and the longest answer may be of two cases.
+        # The longest prompt and the longest answer may belong to different cases.
         capacity = min(length + max(case.growth for case in group.cases), params.config.context)
         plans.append(TaskPlan(group.task, length, capacity, group.cases, (), group.depths))
     return plans
@@ -184,7 +193,7 @@ def entries_of(
     shares: Sequence[float],
     swept: Mapping[Policy, tuple[str, ...]],
 ) -> tuple[Entry, ...]:
-    """Full attention first, then what runs beside it on a task. Raises ConfigError where a policy cannot run."""
+    """Return the entries of a task's table, full attention first. Raises ConfigError if a policy cannot run."""
     length, capacity = plan.shortest, plan.capacity
     if shares:
         full, *others = policies

@@ -1,4 +1,4 @@
-"""The loop that generates, token by token, for every evaluation."""
+"""The loop that generates token by token, for all evaluations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,19 +18,19 @@ def generate_rows(
 ) -> KVState:
     """Draw tokens and feed them until every row has ended. Consumes the state.
 
-    The last token of a row is never fed: neither the one that ends it, nor the last of `most`.
+    The last token of a row is never fed, whether it ends the row or is the last of `most` tokens.
 
     Args:
-        params: the Params that made the state.
-        logits: float32 [B, V], of each row's last token.
-        state: its rows end with those tokens.
-        most: tokens to draw for each row, at least 1.
-        draw: gives the next tokens int32 [B] from logits [B, V] and the number of tokens drawn before.
-        take: is given each new token as (row, token). Returns whether the row goes on.
-        rows: only the first `rows` rows generate, the others are padding. None: all.
+        params: the Params that the state was prefilled with.
+        logits: float32 [B, V], the logits of each row's last token.
+        state: the state after these tokens.
+        most: maximum number of tokens of each row, at least 1.
+        draw: returns the next tokens, int32 [B], for logits [B, V] and the number of tokens drawn before.
+        take: called with each new token as (row, token). It returns whether the row continues.
+        rows: only the first `rows` rows generate; the others are padding. None means all rows.
 
     Returns:
-        The state after the tokens that were fed.
+        The state after the last fed token.
     """
     active = np.arange(state.batch) < (state.batch if rows is None else rows)
     for index in range(most):
@@ -44,5 +44,5 @@ def generate_rows(
 
 
 def greedy(logits: Array, index: int) -> np.ndarray:
-    """The likeliest token of each row of logits [B, V], int32 [B]; a tie goes to the lower id."""
+    """Return the most likely token of each row of logits [B, V], int32 [B]. The lower id wins a tie."""
     return np.asarray(logits).argmax(-1).astype(np.int32)

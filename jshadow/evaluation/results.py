@@ -1,4 +1,4 @@
-"""From the samples of a task to result rows and printed tables."""
+"""Turning the samples of a task into result rows and printed tables."""
 
 import json
 import math
@@ -13,30 +13,34 @@ from jshadow.evaluation.metrics import mean_known, mean_stderr
 from jshadow.policies import Policy, Wrapper
 from jshadow.policies.settings import changed_settings, policy_settings
 
-TELLING = 0.6  # a task cannot tell policies apart if its control finds this share of what full attention finds
+TELLING = 0.6  # a task cannot tell policies apart if its control finds this share of the answers of full attention
 
 
 def tidy(total: float) -> float:
-    """A sum of scores as a whole number where it is one."""
+    """Turn a sum of scores into an int if it is a whole number."""
     return int(total) if total == int(total) else total
 
 
 def scores_of(record: Mapping[str, Any]) -> list[float]:
-    """The score of each question, 0 to 1. A record without scores has hits only."""
+    """Return the score of each question, from 0 to 1. A record without "scores" has only hits."""
     return record.get("scores", record["hits"])
 
 
 def score_row(
     records: Sequence[Mapping[str, Any]], full: Sequence[Mapping[str, Any]], depths: Sequence[float | None] = ()
 ) -> dict[str, Any]:
-    """The figures of one result row, from the samples of one policy on one task.
+    """Compute the numbers of one result row from the samples of one policy on one task.
 
     Args:
-        records: with "score" (percent), "hits" (one a question; empty for agreement), "kl" (nats, or None),
-            "attended_tokens" and "hit_rate"; "scores" (0 to 1, one a question) where a score may lie between 0 and 1,
-            "apart" where the questions are no turns, and "ppl".
-        full: the same samples under full attention, in the same order.
-        depths: where the fact of each sample was planted, 0 to 1. A None, or an empty sequence: unknown.
+        records: the records of all samples. Each has "score" (percent), "hits" (one for each question; empty for
+            agreement tasks), "kl" (nats, or None), "attended_tokens" and "hit_rate". It has "scores" (from 0 to 1, one
+            for each question) if a score is neither 0 nor 1, "apart" if its questions are independent, and "ppl" for
+            agreement tasks.
+        full: the records of the same samples under full attention, in the same order.
+        depths: place of the fact of each sample, from 0 to 1. If any is None, or there are none, the row has no depths.
+
+    Returns:
+        The part of the row that `evaluate` describes from "score" to "ppl_full".
     """
     score, stderr = mean_stderr([record["score"] for record in records])
     row: dict[str, Any] = {"score": score, "stderr": stderr, "samples": len(records)}
@@ -64,13 +68,19 @@ def score_row(
 
 
 def mean_perplexity(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """The perplexity over the tokens of all samples, of which each has equally many; None where a record lacks it."""
+    """Return the perplexity over the tokens of all samples, or None if a record lacks it.
+
+    All samples have the same number of tokens.
+    """
     known = [record["ppl"] for record in records if record.get("ppl") is not None]
     return math.exp(mean_stderr([math.log(value) for value in known])[0]) if len(known) == len(records) else None
 
 
 def turn_scores(records: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Percent by turn; questions asked apart, or conversations of several lengths, are one turn together."""
+    """Return the score of each turn in percent.
+
+    Independent questions, and conversations of different lengths, are counted as one turn.
+    """
     counts = {len(record["hits"]) for record in records}
     if len(counts) > 1 or any(record.get("apart") for record in records):
         return [mean_stderr([record["score"] for record in records])[0]]
@@ -78,7 +88,7 @@ def turn_scores(records: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def verdict(by_full: float, by_control: float) -> str:
-    """What a negative control says about its task. The text begins with "ok" where the task can tell policies apart."""
+    """Describe the result of a negative control. The text begins with "ok" if the task can tell policies apart."""
     if not by_full:
         return "full attention finds nothing: the task tells nothing"
     share = f"the control finds {by_control:.4g}, full attention {by_full:.4g} ({by_control / by_full:.0%})"
@@ -86,7 +96,10 @@ def verdict(by_full: float, by_control: float) -> str:
 
 
 def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Recall of full attention over all rows of questions, one entry a policy. All controls share one entry."""
+    """Compute the recall of full attention over all rows with questions, one entry for each policy.
+
+    All controls of a policy share one entry.
+    """
     groups: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
     for row in rows:
         if "found" in row:
@@ -106,7 +119,7 @@ def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def label(policy: Policy) -> str:
-    """A policy as `--policies` takes it: NAME, then :key=value where a setting is not its default."""
+    """Return a policy in the syntax of `--policies`: NAME, and :key=value for each setting that is not its default."""
     if isinstance(policy, Wrapper):
         keys = [name for name in policy_settings(policy) if name != "inner"]
         around = [f"{policy.name}.{name}={json.dumps(getattr(policy, name))}" for name in keys]
@@ -116,7 +129,7 @@ def label(policy: Policy) -> str:
 
 
 def results_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """The result table."""
+    """Return the table of results, one line for each row."""
     titles = (
         "task",
         "length",
@@ -153,7 +166,7 @@ def results_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def infeasible_row(task: str, length: int, name: str, share: float | None, why: str | None) -> dict[str, Any]:
-    """The row of a policy that no setting brings down to a share."""
+    """Return the row of a policy that has no setting within a share. `why` is the reason."""
     nothing = (
         "score",
         "stderr",
@@ -181,13 +194,14 @@ def infeasible_row(task: str, length: int, name: str, share: float | None, why: 
 
 
 def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """One line a length and policy: its bytes, what each task says. Full attention, then by share, then the sweeps."""
+    """Print one table of all tasks, with one line for each length and policy.
+
+    Full attention comes first, then policies by share, then policies with given settings.
+    """
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}
     for row in rows:
-        as_asked = (
-            row["share"] is None and row["name"] != "full"
-        )  # with the settings that the user gave, not at a share
+        as_asked = row["share"] is None and row["name"] != "full"  # the policy runs with given settings, not at a share
         name = (row["policy"] if as_asked else row["name"]) + (" (fitted)" if row.get("fitted") else "")
         share = row["share"] or (0.0 if as_asked else 1.0)
         lines.setdefault((row["length"], share, name), {})[row["task"]] = row
@@ -208,13 +222,13 @@ def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
 
 
 def cut_short(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, int, int]]:
-    """Task, length, contexts cut and samples of what did not fit the model whole."""
+    """Return (task, length, number of truncated contexts, number of samples) for tasks with truncated contexts."""
     cut = ((r["task"], r["length"], r["truncated"], r["samples"]) for r in rows if r.get("truncated"))
     return list(dict.fromkeys(cut))
 
 
 def show(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    """Print the table, what the controls say, and the recall over all tasks with questions."""
+    """Print the table, the results of the controls, and the recall over all tasks with questions."""
     console.print(results_table(rows))
     if rows:
         console.print(f"Ran {rows[0]['fetch']}; KV bytes are those on the device with values offloaded.")

@@ -1,4 +1,4 @@
-"""Policies side by side on tasks with known answers. Policies share the prefill of a sample where they can."""
+"""Running policies side by side on tasks with known answers. Policies share the prefill of a sample if possible."""
 
 import hashlib
 import json
@@ -30,15 +30,15 @@ from jshadow.policies.settings import policy_settings
 from jshadow.weights.digest import tree_digest
 
 Progress = Callable[[int, int], None]
-MOST_TOGETHER = 12  # states of one prompt that exist at once
-MOST_PROGRAMS = 32  # decode programs that are kept: of a deep model, each takes some 100 MB
+MOST_TOGETHER = 12  # maximum number of states of one prompt that exist at the same time
+MOST_PROGRAMS = 32  # maximum number of cached decode programs; each takes about 100 MB for a deep model
 
 
 # One sample
 
 
 def say(params: Any, logits: Any, state: KVState, count: int) -> tuple[list[int], KVState]:
-    """Greedy token ids of at most `count`, without the end token. Consumes the state; the last id is not fed to it."""
+    """Generate at most `count` token ids greedily, without the end token. The last id is not fed to the new state."""
     stop, reply = frozenset(params.config.eos_ids), []
 
     def take(row: int, token: int) -> bool:
@@ -52,27 +52,27 @@ def say(params: Any, logits: Any, state: KVState, count: int) -> tuple[list[int]
 
 
 def feed(params: Any, question: Sequence[int], state: KVState) -> tuple[Any, KVState]:
-    """Logits after a question of any length, by one of few compiled programs. Consumes the state."""
+    """Feed a question, padded so that few programs are compiled. Returns its last logits and the new state."""
     tokens = np.zeros((1, padded(len(question))), np.int32)
     tokens[0, : len(question)] = question
     return decode.extend(params, tokens, np.array([len(question)], np.int32), state)
 
 
 def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[str], KVState]:
-    """Greedy answers to every turn; answers stay in the cache, and later questions are appended to it."""
+    """Answer every turn greedily. Answers stay in the cache, and the next question is appended to it."""
     texts = []
     for turn, sample in enumerate(case.samples):
         length = int(np.asarray(state.lengths)[0])
         reply, state = say(params, logits, state, sample.max_new_tokens)
         texts.append(params.tokenizer.decode(reply))
         if turn < len(case.turns):
-            unfed = reply[int(np.asarray(state.lengths)[0]) - length :]  # the last token was sampled, not fed
+            unfed = reply[int(np.asarray(state.lengths)[0]) - length :]  # the last token was drawn, but not fed
             logits, state = feed(params, [*unfed, *case.turns[turn]], state)
     return texts, state
 
 
 def answers_apart(params: Any, case: Case, state: KVState) -> tuple[list[str], Counters]:
-    """Greedy answers to independent questions, each asked of a fork of the prompt, and the counters of all forks."""
+    """Answer independent questions greedily, each on a fork of the state. Also returns the sum of all counters."""
     texts, counters = [], []
     for question, sample in zip(case.questions, case.samples, strict=True):
         logits, fork = feed(params, question, state.fork())
@@ -83,12 +83,12 @@ def answers_apart(params: Any, case: Case, state: KVState) -> tuple[list[str], C
 
 
 def run_case(setup: Setup, plan: TaskPlan, index: int, policies: Sequence[Policy]) -> Iterator[dict[str, Any]]:
-    """The record of each policy on one case, in order; an agreement case needs full attention first."""
+    """Yield the record of each policy on one case, in order. For an agreement case, full attention must come first."""
     params, reference, case = setup.params, None, plan.cases[index]
     for logits, state in prefilled(setup, plan, case, policies):
         record: dict[str, Any]
         if case.forced:
-            first = np.asarray(logits)  # of the prompt's last token: they score the first forced token
+            first = np.asarray(logits)  # logits of the prompt's last token, which predict the first forced token
             forced = np.array([case.forced], np.int32)
             logits, state = decode.extend(params, forced, np.array([forced.shape[1]], np.int32), state, logits="all")
             this = np.asarray(logits)[0]
@@ -108,7 +108,7 @@ def run_case(setup: Setup, plan: TaskPlan, index: int, policies: Sequence[Policy
 
 
 def judged(case: Case, texts: Sequence[str]) -> dict[str, Any]:
-    """The scores of the answers to a case."""
+    """Score the answers to a case, and return its record."""
     pairs = zip(case.samples, texts, strict=True)
     scores = [score(sample.scorer, sample.answers, text, sample.choices) for sample, text in pairs]
     hits = [one == 1 for one in scores]
@@ -117,10 +117,10 @@ def judged(case: Case, texts: Sequence[str]) -> dict[str, Any]:
 
 
 def prefilled(setup: Setup, plan: TaskPlan, case: Case, policies: Sequence[Policy]) -> Iterator[tuple[Any, KVState]]:
-    """Logits and state of each policy, in order.
+    """Yield the logits and the state of each policy, in order.
 
-    Most policies share one prefill. A policy that attends in its own way has a prefill of its own, and so has one with
-    learned arrays: a shared prefill takes the arrays of one policy.
+    Most policies share one prefill. A policy with its own prefill attention has a separate prefill. So has a policy
+    with learned arrays, because a prefill takes the arrays of only one policy.
     """
     params = setup.params
     tokens, length = np.zeros((1, plan.width(case)), np.int32), np.array([len(case.prompt)], np.int32)
@@ -146,7 +146,7 @@ def prefilled(setup: Setup, plan: TaskPlan, case: Case, policies: Sequence[Polic
 
 
 def sample_key(setup: Setup, model: str, plan: TaskPlan, index: int, policy: Policy) -> str:
-    """A digest of all that decides a sample's record. Parts that are as usual are left out: old files stay valid."""
+    """Return a digest of everything that a sample's record depends on. Parts with their default values are left out."""
     case = plan.cases[index]
     tokens = [case.prompt, case.turns, case.forced, [(one.answer, one.max_new_tokens) for one in case.samples]]
     parts: list[Any] = [model, plan.task, tokens, plan.capacity, setup.fetch, repr(policy)]
@@ -154,7 +154,7 @@ def sample_key(setup: Setup, model: str, plan: TaskPlan, index: int, policy: Pol
     if unusual := [(one.scorer, one.choices) for one in case.samples if one.scorer != "number"]:
         parts += [unusual]
     if plan.shortest != len(case.prompt) or plan.width(case) != len(case.prompt):
-        parts += [plan.shortest, plan.width(case)]  # windows and padding of prompts of several lengths
+        parts += [plan.shortest, plan.width(case)]  # prompts of different lengths have different windows and padding
     parts += [] if setup.prefill is None else [repr(setup.prefill)]
     learned = setup.arrays_of(policy)
     parts += [] if learned is None else [tree_digest(learned)]
@@ -175,30 +175,36 @@ def evaluate(
 
     Args:
         params: Params with a tokenizer.
-        tasks: names in TASKS; may be empty beside data.
-        lengths: prompt tokens of the tasks.
-        policies: full attention is always measured too. Each ShadowKV brings a negative control to the needle tasks:
-            StreamingLLM at the device bytes that ShadowKV takes with its values offloaded, whatever `fetch` is.
-        out: directory that keeps finished samples (samples.jsonl); a later call goes on from there. None: nowhere.
-        progress: called with (samples done, samples).
-        **settings: the fields of `EvalSettings`: samples, seed, fetch, shares, sweeps, prefill, fitted, data, truncate
-            and limit.
+        tasks: names in TASKS. May be empty if there is data.
+        lengths: numbers of prompt tokens of the tasks.
+        policies: the policies. Full attention is always measured too. For tasks with questions, each ShadowKV gets a
+            negative control: StreamingLLM with the device bytes that ShadowKV takes when its values are offloaded.
+        out: directory for finished samples (samples.jsonl). A later call reuses them. None stores nothing.
+        progress: called with (number of samples done, number of samples).
+        **settings: the fields of `EvalSettings`.
 
     Returns:
-        One row a task, length and policy: task, length, policy (as `--policies` takes it), name, settings, score and
-        stderr (percent), samples, device_bytes, host_bytes and full_bytes as it ran, offloaded_device_bytes (under
-        "device_put", whatever ran), served_device_bytes, served_full_bytes and served_moved_bytes (from host in one
-        step; likewise, in bfloat16), capacity, fetch, prefill, fitted, attended_tokens, hit_rate, truncated (contexts
-        that were cut), control_of and control (what the negative control says, in every row of its table).
-        For questions also asked, found, found_by_full, found_by_both (sums of scores from 0 to 1), recall_of_full
-        (percent), turns (percent by turn), depths and depth_scores (percent at each depth of the fact, where there is
-        one). For agreement top1, top1_stderr, kl and kl_stderr (nats, full against this policy), ppl and ppl_full
-        (perplexity of the forced tokens, this policy's and full's). With shares, also share, and infeasible: why
-        nothing ran, where score and all that follows from it is None. With sweeps, also sweeps: the settings in whose
-        sweep the row is.
+        One row (a dict) for each task, length and policy. Every row has:
+
+        - task, length, policy (in the syntax of `--policies`), name, settings (resolved), samples.
+        - score and stderr, in percent.
+        - device_bytes, host_bytes and full_bytes (full attention's) of the run.
+        - offloaded_device_bytes: the device bytes with fetch "device_put".
+        - served_device_bytes, served_full_bytes and served_moved_bytes (moved from the host in one step): the same in
+          bfloat16 with fetch "device_put".
+        - capacity, fetch, prefill, fitted, attended_tokens, hit_rate, truncated (number of truncated contexts).
+        - control_of: for a control, its policy. control: the result of the negative control of the task.
+        - share, and infeasible: the reason if no setting stays within the share. Then scores and bytes are None.
+        - sweeps: the settings whose sweep the row belongs to.
+
+        Rows of tasks with questions also have asked, found, found_by_full and found_by_both (sums of scores from 0 to
+        1), recall_of_full (percent), turns (percent by turn), and depths and depth_scores (percent) if the facts have
+        depths. Rows of agreement tasks also have top1 and top1_stderr (percent), kl and kl_stderr (KL(full || policy)
+        in nats), ppl and ppl_full (perplexity of the forced tokens under the policy and under full attention).
 
     Raises:
-        ConfigError, HostMemoryError: before anything runs.
+        ConfigError: a task, policy or setting is unknown or out of range. It is raised before anything runs.
+        HostMemoryError: the host has too little memory. It is raised before anything runs.
     """
     asked = EvalSettings(**settings)
     setup = Setup(params, offload.resolve_fetch(asked.fetch), asked.prefill, asked.fitted or {})
@@ -206,7 +212,7 @@ def evaluate(
         raise ConfigError(f"data must be a list of files (truncate and limit are for them), got {asked.data!r}")
     plans = plan_tasks(setup, tasks, lengths if tasks else (), policies, asked)
     for policy in [*policies] or [Full()]:
-        prepared_attention([policy], setup.prefill, params.config)  # one that attends in its own way takes no other
+        prepared_attention([policy], setup.prefill, params.config)  # raises ConfigError if the two do not go together
     store, model = SampleStore(out), f"{params.config} {params.digest}"
     if store.damaged:
         print(f"{store.path}: {store.damaged} damaged line(s), those samples run again", file=sys.stderr)
@@ -231,12 +237,12 @@ def evaluate(
 def finish_sample(
     setup: Setup, plan: TaskPlan, index: int, store: SampleStore, model: str
 ) -> dict[Policy, dict[str, Any]]:
-    """The record of every policy on one case; a record that the store has is not made again."""
+    """Return the record of every policy on one case. Records in the store are reused."""
     policies = list(dict.fromkeys(entry.policy for entry in plan.entries if entry.policy is not None))
     keys = {policy: sample_key(setup, model, plan, index, policy) for policy in policies}
     missing = [policy for policy in policies if keys[policy] not in store.records]
     case = plan.cases[index]
-    # the divergence from full attention needs its logits
+    # An agreement case compares with the logits of full attention, so full attention runs again if any policy does.
     run = [policies[0], *missing] if missing and case.forced and policies[0] not in missing else missing
     depth = plan.depths[index] if plan.depths else None
     context: dict[str, Any] = {"task": plan.task, "length": plan.length, "sample": index, "depth": depth}
@@ -251,14 +257,18 @@ def finish_sample(
 
 
 def settings_of(entry: Entry, resolved: Policy) -> dict[str, Any]:
-    """What the policy resolved to. A swept setting that another one replaces (keys.bits) is shown as it was given."""
+    """Return the resolved settings of a policy.
+
+    Resolving sets some settings to None because another one replaces them (keys.bits). If such a setting is swept, its
+    given value is returned.
+    """
     assert entry.policy is not None
     asked, settings = policy_settings(entry.policy), policy_settings(resolved)
     return settings | {name: asked[name] for name in entry.sweeps if settings[name] is None}
 
 
 def task_rows(setup: Setup, plan: TaskPlan, table: list[dict[Policy, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The result rows of one task at one length."""
+    """Return the result rows of one task at one length. `table` has the records of every policy for each case."""
     params, fetch = setup.params, setup.fetch
     full = [records[Full()] for records in table]
     sizes = {"capacity": plan.capacity, "prompt": plan.shortest, "dtype": params.dtype.name}
@@ -287,4 +297,4 @@ def task_rows(setup: Setup, plan: TaskPlan, table: list[dict[Policy, dict[str, A
         rows.append(row | results.score_row([records[entry.policy] for records in table], full, plan.depths))
     verdicts = [results.verdict(row["found_by_full"], row["found"]) for row in rows if row["control_of"]]
     worst = max(verdicts, key=lambda text: not text.startswith("ok"), default=None)
-    return [row | {"control": worst} for row in rows]  # it is about the task, so every row has it
+    return [row | {"control": worst} for row in rows]  # the verdict is about the task, so every row has it

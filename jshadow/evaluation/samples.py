@@ -1,4 +1,4 @@
-"""The file of finished samples: a run that was killed goes on where it stopped."""
+"""The file of finished samples. An interrupted run continues from it."""
 
 import json
 import os
@@ -12,14 +12,14 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class SampleStore:
-    """The records of finished samples by key, kept in a JSONL file.
+    """The records of finished samples by key, stored in a JSONL file.
 
-    A key covers the model's weights, the prompt's token ids, the capacity, the fetch mode and the policy's settings. A
-    damaged line costs only its own sample.
+    A key is a digest of the model's weights, the prompt's token ids, the capacity, the fetch mode and the policy's
+    settings. A damaged line is skipped, so that its sample runs again.
 
     Attributes:
         records: the record of each key.
-        path: the file; None: the records are kept in memory only.
+        path: the file. None means that the records are kept only in memory.
         damaged: number of lines that could not be read.
     """
 
@@ -50,13 +50,13 @@ class SampleStore:
                 self.damaged += 1
 
     def add(self, key: str, record: Mapping[str, Any], context: Mapping[str, Any]) -> None:
-        """Keep one sample's record, on disk before this returns."""
+        """Store the record of one sample. It is synced to disk before this returns."""
         self.records[key] = {"key": key, **context, **record}
         if self.path is not None:
             self._write(json.dumps(self.records[key]).encode() + b"\n")
 
     def _write(self, data: bytes) -> None:
-        """Append in one write, so that a line is whole or the last."""
+        """Append data in one write, so that only the last line of the file can be incomplete."""
         assert self.path is not None
         handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:

@@ -1,4 +1,4 @@
-"""The records of an evaluation: what it was asked to do, and what runs on each task."""
+"""The settings of an evaluation, and the plan of each task."""
 
 import dataclasses
 import os
@@ -13,27 +13,28 @@ from jshadow.policies.capabilities import with_fitted
 from jshadow.policies.checks import reads_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
 
-WIDTHS = 8  # to which prompts of many lengths are padded
+WIDTHS = 8  # prompts of different lengths are padded to at most this many widths
 
 
 @dataclasses.dataclass(frozen=True)
 class EvalSettings:
-    """How `evaluate` measures.
+    """The settings of `evaluate`.
 
     Attributes:
-        samples: cases of each task and length, their depths spread evenly.
-        seed: of the cases.
+        samples: number of cases of each task and length. Their depths are spread evenly.
+        seed: seed of the cases.
         fetch: "auto", "resident", "device_put" or "zero_copy".
-        shares: run each policy at its `nominal` setting for each of these shares of full attention's device bytes in
-            bfloat16, offloaded where it offloads. A given setting is only kept where it takes no memory
-            (`quest:budget=256`). There is no negative control then, and all tasks of a length have one capacity.
-        sweeps: policies by the setting in which they differ. They run as they are, beside those at shares. There is no
-            negative control then.
-        prefill: how the tokens of every prompt attend to each other, under full attention too; None: exactly.
-        fitted: arrays that a policy learned (`policy.fit`, `load_fitted`), by the policy's name, for all its settings.
-        data: local files (.jsonl, .json, .parquet) whose rows are evaluated too (`evaluation.data`).
-        truncate: "middle": cut a context that does not fit the model, and report it; None: that is an error.
-        limit: rows of each file; None: all.
+        shares: shares of full attention's device bytes in bfloat16. Each policy runs with its largest settings within
+            each share, with its rows offloaded if it offloads. A given setting is kept only if it hardly takes device
+            memory (`quest:budget=256`). With shares there is no negative control, and all tasks of a length have the
+            same capacity.
+        sweeps: policies by the name of the setting in which they differ. They run unchanged, in addition to those at
+            shares. With sweeps there is no negative control.
+        prefill: the attention between the tokens of every prompt, also under full attention. None means exact.
+        fitted: arrays that a policy has learned (`policy.fit`, `load_fitted`), by name of the policy.
+        data: local files (.jsonl, .json, .parquet) whose rows are evaluated too (see `evaluation.data`).
+        truncate: "middle" cuts a context that exceeds the model's context, and reports it. None raises an error.
+        limit: number of rows that are read from each file. None means all.
     """
 
     samples: int = 10
@@ -50,13 +51,13 @@ class EvalSettings:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What all samples have in common.
+    """The arguments that all samples share.
 
     Attributes:
         params: Params with a tokenizer.
-        fetch: a resolved fetch mode.
-        prefill: how a prompt's tokens attend to each other; None: exactly.
-        fitted: learned arrays, by the name of the policy that reads them.
+        fetch: the resolved fetch mode.
+        prefill: the attention between the tokens of a prompt. None means exact.
+        fitted: learned arrays by name of the policy that reads them.
     """
 
     params: Any
@@ -65,11 +66,11 @@ class Setup:
     fitted: Mapping[str, Any]
 
     def arrays_of(self, policy: Policy) -> Any:
-        """What a policy learned, or None."""
+        """Return the learned arrays that a policy reads, or None."""
         return self.fitted.get(innermost(policy).name) if reads_fitted(policy) else None
 
     def taught(self, policy: Policy) -> Policy:
-        """The policy, switched to its learned arrays where there are any."""
+        """Return the policy with its setting that makes it read learned arrays, if there are arrays for it."""
         return with_fitted(policy) if innermost(policy).name in self.fitted else policy
 
 
@@ -78,12 +79,12 @@ class Entry:
     """A policy in the table of a task.
 
     Attributes:
-        policy: what runs; None: nothing does, and `infeasible` says why.
-        control_of: the policy at whose bytes a negative control runs.
-        share: of full attention's device bytes that the policy was given.
-        name: the policy's name, where `policy` is None.
-        infeasible: why there is no policy.
-        sweeps: the settings in whose sweep it is a step.
+        policy: the policy that runs. None means that nothing runs, for the reason `infeasible`.
+        control_of: for a negative control, the label of the policy whose bytes it has.
+        share: the share of full attention's device bytes that the policy must not exceed, or None.
+        name: name of the policy if `policy` is None.
+        infeasible: the reason if `policy` is None.
+        sweeps: names of the settings whose sweeps contain the policy.
     """
 
     policy: Policy | None
@@ -99,12 +100,12 @@ class TaskPlan:
     """One task at one length: the cases, the capacity that they share, and the policies that run on them.
 
     Attributes:
-        task: its name.
-        length: tokens of the prompts as asked for; of data, tokens of the longest prompt.
-        capacity: tokens that each state may hold.
-        cases: the samples.
-        entries: what runs.
-        depths: of the cases' facts, 0 to 1; None in place of a depth where a case has none.
+        task: name of the task.
+        length: requested number of tokens of the prompts. For data, the length of the longest prompt.
+        capacity: maximum number of tokens of each state.
+        cases: the cases.
+        entries: the policies that run.
+        depths: place of each case's fact, from 0 to 1, or None if a case has none.
     """
 
     task: str
@@ -116,13 +117,13 @@ class TaskPlan:
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest prompt, by which the windows of all are sized."""
+        """Length of the shortest prompt in tokens. The windows of all states are sized for it."""
         return min(len(case.prompt) for case in self.cases)
 
     def width(self, case: Case) -> int:
-        """Tokens to which a prompt is padded: a multiple of an eighth of the longest one, so that few programs do.
+        """Return the width that a prompt is padded to: a multiple of an eighth of the longest prompt.
 
-        The step follows from the longest prompt, not from this one: a task of one length is never padded.
+        So few programs are compiled. If all prompts of a task have the same length, they are not padded.
         """
         step = -(-self.length // WIDTHS)
         return round_up(len(case.prompt), step, self.length)

@@ -1,8 +1,8 @@
-"""The tasks of the published long-context suites: scorer, new tokens, and how a row becomes a prompt.
+"""The tasks of published long-context suites: their scorers, token limits and prompts.
 
-Scorers and token limits are those of the suites (`text_metrics` names the papers). The prompts are worded here, so that
-scores are near the published ones but are not the same experiment. Tasks in Chinese are refused, because their scores
-need a segmentation of words.
+Scorers and token limits are those of the suites (`text_metrics` names the papers). The prompts have different wording.
+So scores are close to published ones, but the experiment is not the same. Tasks in Chinese are refused, because their
+scores need word segmentation.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ class SuiteTask:
 
     Attributes:
         scorer: a name in `text_metrics.SCORERS`.
-        new_tokens: that an answer may take.
-        ask: the question, with {input} for the row's.
-        prefix: the beginning of the answer.
-        chat: whether the prompt is a chat. If not, the model goes on with a text: examples, or code.
+        new_tokens: maximum number of tokens of an answer.
+        ask: the question. {input} is replaced by the input of the row, and {options} by its choices.
+        prefix: the beginning of the answer, which is given to the model.
+        chat: whether the prompt is a chat. Otherwise the model continues a text, such as examples or code.
     """
 
     scorer: str
@@ -94,11 +94,11 @@ RULER = {
 }
 CHINESE = ("multifieldqa_zh", "dureader", "vcsum", "lsht", "passage_retrieval_zh", "longbook_qa_chn")
 ALIASES = {"repobench_p": "repobench-p"}
-GIVEN = ("context", "question", "answer_prefix", "answer", "max_new_tokens")  # kvpress's columns
+GIVEN = ("context", "question", "answer_prefix", "answer", "max_new_tokens")  # the columns of kvpress
 
 
 def kind_of(suite: str, kinds: Mapping[str, SuiteTask], task: str) -> SuiteTask:
-    """The kind of a task. Raises ConfigError for one that the suite lacks, or that nothing here can score."""
+    """Return the SuiteTask of a task. Raises ConfigError if the suite lacks it, or if it is in Chinese."""
     name = ALIASES.get(task, task).removesuffix("_e")
     if name in CHINESE:
         raise ConfigError(f"task {task} of {suite} is in Chinese, whose scores need a segmentation of words")
@@ -108,23 +108,27 @@ def kind_of(suite: str, kinds: Mapping[str, SuiteTask], task: str) -> SuiteTask:
 
 
 def texts(value: Any) -> tuple[str, ...]:
-    """One answer or several, as text."""
+    """Turn one answer or a list of answers into a tuple of strings."""
     return tuple(map(str, value)) if isinstance(value, list | tuple) else (str(value),)
 
 
 def listed(options: Any) -> str:
-    """Choices with their letters, a line each."""
+    """Format choices with their letters, one on each line."""
     return "\n".join(f"{name}. {option}" for name, option in zip(LETTERS, options, strict=True))
 
 
 def sample_of(kind: SuiteTask, context: str, answers: tuple[str, ...], *, asked: Any = "", options: Any = ()) -> Sample:
-    """A row of a suite as a sample."""
+    """Build the sample of a row. `asked` replaces {input} and `options` replaces {options} in the question."""
     question = kind.ask.format(input=asked or "", options=listed(options) if options else "")
     return Sample(context, question, kind.prefix, answers, kind.new_tokens, kind.scorer)
 
 
 def of_longbench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """LongBench v1: input, context, answers, all_classes."""
+    """Read a row of LongBench v1 (input, context, answers, all_classes).
+
+    Returns:
+        The sample, and whether its prompt is a chat. The other readers return the same.
+    """
     task = str(row.get("dataset") or task)
     kind = kind_of("LongBench", LONGBENCH, task)
     sample = sample_of(kind, row["context"], texts(row["answers"]), asked=row["input"])
@@ -132,14 +136,14 @@ def of_longbench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
 
 
 def of_longbench_v2(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """LongBench v2: question, choice_A to choice_D, answer, context."""
+    """Read a row of LongBench v2 (question, choice_A to choice_D, answer, context)."""
     options = [row[f"choice_{name}"] for name in LETTERS]
     sample = sample_of(LONGBENCH_V2, row["context"], texts(row["answer"]), asked=row["question"], options=options)
     return sample, LONGBENCH_V2.chat
 
 
 def of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """InfiniteBench: context, input, answer, options; the answer of a choice may be told as its text."""
+    """Read a row of InfiniteBench (context, input, answer, options). An answer is a letter or the text of a choice."""
     kind = kind_of("InfiniteBench", INFINITEBENCH, task)
     answers, options = texts(row["answer"]), list(row.get("options") or ())
     if kind.scorer == "letter":
@@ -151,7 +155,7 @@ def of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
 
 
 def of_ruler(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """RULER: input, which is the whole prompt, and outputs."""
+    """Read a row of RULER (input, outputs). The input is the whole prompt."""
     kind = kind_of("RULER", RULER, task)
     sample = Sample(
         row["input"], "", row.get("answer_prefix") or "", texts(row["outputs"]), kind.new_tokens, kind.scorer
@@ -160,7 +164,11 @@ def of_ruler(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
 
 
 def of_kvpress(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """kvpress's columns. The scorer is the row's, else that of a known task, else whether any answer occurs."""
+    """Read a row with the columns of kvpress.
+
+    The scorer is that of the row, or that of the task if it is known. Otherwise one answer is scored by
+    "string_match_part", and a list of answers by "string_match_all".
+    """
     answers = row["answer"]
     answers = str(answers) if isinstance(answers, str | int | float) else texts(answers)
     known = RULER | LONGBENCH | INFINITEBENCH

@@ -1,7 +1,7 @@
-"""Scorers: from the right answers and a model's output to a number from 0 to 1.
+"""Scorers, which compare the correct answers with a model's output and return a number from 0 to 1.
 
-Each is as its suite publishes it: RULER (arXiv 2404.06654), LongBench (arXiv 2308.14508, table 1), LongBench v2
-(arXiv 2412.15204), InfiniteBench (arXiv 2402.13718). An empty output always scores 0.
+They follow the definitions of their suites: RULER (arXiv 2404.06654), LongBench (arXiv 2308.14508, table 1), LongBench
+v2 (arXiv 2412.15204) and InfiniteBench (arXiv 2402.13718). An empty output always scores 0.
 """
 
 import collections
@@ -18,23 +18,23 @@ Scorer = Callable[[Sequence[str], str, Sequence[str]], float]
 LETTERS = "ABCD"
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
-CODE_NOISE = ("`", "#", "//")  # a line of code with one of these is a fence or a comment
+CODE_NOISE = ("`", "#", "//")  # a line with one of these is taken for a code fence or a comment
 
 
 def score(scorer: str, answers: Sequence[str], output: str, choices: Sequence[str] = ()) -> float:
-    """What an output is worth.
+    """Score an output.
 
     Args:
         scorer: a name in SCORERS.
-        answers: what must come out: all of them for "string_match_all", any of them for most others.
-        output: what came out.
+        answers: the correct answers. "string_match_all" needs all of them, and most other scorers need any of them.
+        output: the output of the model.
         choices: all classes, for "classes".
 
     Returns:
-        0 to 1.
+        The score, from 0 to 1.
 
     Raises:
-        ConfigError: an unknown scorer.
+        ConfigError: the scorer is unknown.
     """
     if scorer not in SCORERS:
         raise ConfigError(f"scorer must be one of {sorted(SCORERS)}, got {scorer!r}")
@@ -47,48 +47,51 @@ def score(scorer: str, answers: Sequence[str], output: str, choices: Sequence[st
 
 
 def found(answer: str, output: str) -> bool:
-    """Whether the number `answer` stands in the output, and not as a part of a longer number."""
+    """Whether the number `answer` occurs in the output, but not as a part of a longer number."""
     return bool(answer) and re.search(rf"(?<!\d){re.escape(answer)}(?!\d)", output) is not None
 
 
 def number(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Whether one of the numbers stands in the output, whole."""
+    """1 if one of the numbers occurs in the output, and not as a part of a longer number."""
     return any(found(answer, output) for answer in answers)
 
 
 def string_match_all(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Share of the answers that occur in the output, upper case or lower: RULER's score of all but its questions."""
+    """Share of the answers that occur in the output, ignoring case. RULER uses it for all tasks except questions."""
     return sum(answer.lower() in output.lower() for answer in answers) / len(answers)
 
 
 def string_match_part(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Whether any answer occurs in the output, upper case or lower: RULER's score of its questions."""
+    """1 if any answer occurs in the output, ignoring case. RULER uses it for questions."""
     return any(answer and answer.lower() in output.lower() for answer in answers)
 
 
 def numbers_of(output: str) -> list[str]:
-    """The whole numbers in an output, in order."""
+    """Return the whole numbers in an output, in order."""
     return re.findall(r"\d+", output)
 
 
 def first_number(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Whether the first number of the output is an answer: InfiniteBench's pass keys and number strings."""
+    """1 if the first number of the output is an answer. InfiniteBench uses it for pass keys and number strings."""
     return numbers_of(output)[:1] in [[answer] for answer in answers]
 
 
 def decimal(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Whether the first decimal number of the output has the value of an answer: InfiniteBench's Math.Find."""
+    """1 if the first decimal number of the output equals an answer. InfiniteBench uses it for Math.Find."""
     first = re.search(r"-?\d+(\.\d+)?", output)
     return first is not None and any(float(first.group()) == to_float(answer) for answer in answers)
 
 
 def last_number(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Whether the last number of the output, with its sign, is an answer: InfiniteBench's Code.Run."""
+    """1 if the last number of the output, with its sign, is an answer. InfiniteBench uses it for Code.Run."""
     return re.findall(r"-?\d+", output)[-1:] in [[answer] for answer in answers]
 
 
 def leading_numbers(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Share of the answers, a list of numbers, that come out in order before the first wrong one: Math.Calc."""
+    """Share of a list of numbers that the output has in order before its first wrong number.
+
+    InfiniteBench uses it for Math.Calc.
+    """
     said = re.findall(r"-?\d+", output)
     wrong = (
         place for place, (answer, number_said) in enumerate(zip(answers, said, strict=False)) if answer != number_said
@@ -97,14 +100,14 @@ def leading_numbers(answers: Sequence[str], output: str, choices: Sequence[str])
 
 
 def number_share(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Share of the output's numbers that are the answer's: LongBench's paragraph retrieval and counting."""
+    """Share of the output's numbers that are correct. LongBench uses it for paragraph retrieval and counting."""
     said = numbers_of(output)
     right = {one_number for answer in answers for one_number in numbers_of(answer)}
     return sum(one in right for one in said) / len(said) if said else 0.0
 
 
 def to_float(text: str) -> float:
-    """A number; NaN, which equals nothing, where the text is none."""
+    """Read a number. A text that is not a number becomes NaN, which equals nothing."""
     try:
         return float(text)
     except ValueError:
@@ -115,17 +118,17 @@ def to_float(text: str) -> float:
 
 
 def normalised(text: str) -> list[str]:
-    """The words of a text as SQuAD compares them (arXiv 1606.05250): no case, punctuation or articles."""
+    """Return the words of a text in lower case, without punctuation and articles, as SQuAD does (arXiv 1606.05250)."""
     return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
 
 
 def harmonic(common: int, said: int, right: int) -> float:
-    """F1 of so many common tokens."""
+    """Return the F1 of an output of `said` tokens and an answer of `right` tokens that have `common` in common."""
     return 2 * common / (said + right) if common else 0.0
 
 
 def f1(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """F1 over normalised words, the best of the answers."""
+    """F1 over normalized words. The best answer counts."""
     said = collections.Counter(normalised(output))
     scores = []
     for answer in answers:
@@ -135,7 +138,7 @@ def f1(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
 
 
 def common_subsequence(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Length of the longest common subsequence: bits of one integer a row (Hyyrö, 2004)."""
+    """Return the length of the longest common subsequence. Each row of the table is one integer (Hyyrö, 2004)."""
     masks: dict[Any, int] = {}
     for place, item in enumerate(one):
         masks[item] = masks.get(item, 0) | 1 << place
@@ -148,21 +151,21 @@ def common_subsequence(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def rouge_l(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """ROUGE-L, F1 of the longest common subsequence of words (Lin, 2004), the best of the answers."""
+    """ROUGE-L: the F1 of the longest common subsequence of words (Lin, 2004). The best answer counts."""
     said = re.findall(r"[a-z0-9]+", output.lower())
     right = [re.findall(r"[a-z0-9]+", answer.lower()) for answer in answers]
     return max(harmonic(common_subsequence(said, one), len(said), len(one)) for one in right)
 
 
 def edit_similarity(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Likeness of the first line of code to the answer, 1 less insertions and deletions over both lengths."""
+    """Similarity of the first line of code to the answer: 1 - (insertions + deletions) / (sum of both lengths)."""
     lines = output.lstrip("\n").split("\n")
     line = next((one for one in lines if not any(mark in one for mark in CODE_NOISE)), "")
     return max(harmonic(common_subsequence(line, answer), len(line), len(answer)) for answer in answers)
 
 
 def of_first_line(scorer: Scorer) -> Scorer:
-    """The same scorer on the first line alone, where a model goes on with further examples."""
+    """Return a scorer that reads only the first line of the output, because a model may continue with more examples."""
     return lambda answers, output, choices: scorer(answers, output.lstrip("\n").split("\n")[0], choices)
 
 
@@ -170,8 +173,8 @@ def of_first_line(scorer: Scorer) -> Scorer:
 
 
 def letter(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Whether the letter chosen is an answer: after "answer is", else the first one that stands alone."""
-    output = output.replace("*", "")  # bold
+    """1 if the chosen letter is an answer: the letter after "answer is", or else the first letter that stands alone."""
+    output = output.replace("*", "")  # Markdown for bold text
     stated = re.search(rf"answer is:?\s*\(?([{LETTERS}])\b", output, re.IGNORECASE)
     alone = re.search(rf"\(([{LETTERS}])\)|(?<![\w'])([{LETTERS}])(?=[).:,\n]|\s*$)", output)
     chosen = stated.group(1).upper() if stated else alone and (alone.group(1) or alone.group(2))
@@ -179,7 +182,10 @@ def letter(answers: Sequence[str], output: str, choices: Sequence[str]) -> float
 
 
 def classes(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """One over the classes that the output names, if the right one is among them; a part of its name is none."""
+    """1 / (number of classes that the first line names) if the correct class is among them, else 0.
+
+    A class whose name is a part of the correct one does not count.
+    """
     line = output.lstrip("\n").split("\n")[0]
     named = [choice for choice in choices if choice in line]
     scores = []
@@ -193,7 +199,7 @@ def classes(answers: Sequence[str], output: str, choices: Sequence[str]) -> floa
 
 
 def json_objects(text: str) -> list[dict[str, Any]]:
-    """The flat JSON objects in a text, whatever stands between them, and where it is cut off."""
+    """Return the JSON objects without nested objects in a text. Other text and an incomplete object are skipped."""
     objects = []
     for part in re.findall(r"\{[^{}]*\}", text):
         try:
@@ -204,9 +210,10 @@ def json_objects(text: str) -> list[dict[str, Any]]:
 
 
 def json_fields(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Share of the fields of all records that are right; a record is known by its first field, which counts too.
+    """Share of the fields of all records that are correct.
 
-    Of several records that claim to be one, the first counts.
+    Records are matched by their first field, which counts too. If several records have the same first field, the first
+    one counts.
     """
     records = json_objects(answers[0])
     said: dict[Any, dict[str, Any]] = {}
@@ -220,7 +227,7 @@ def json_fields(answers: Sequence[str], output: str, choices: Sequence[str]) -> 
 
 
 def same(value: Any) -> str:
-    """A field as it is compared: a number may come as text, and case does not matter."""
+    """Normalize a field for comparison: numbers become text, and case is ignored."""
     return str(value).strip().lower()
 
 

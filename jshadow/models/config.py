@@ -1,7 +1,7 @@
 """The config of a model: sizes and switches, frozen, hashable and validated.
 
-A config has no run-time choices: no dtype, no capacity, no policy. Two loads of one checkpoint give equal configs, so
-that they share compiled programs.
+A config holds no choices of a run, such as dtype, capacity or policy. So two loads of one checkpoint give equal configs
+and share compiled programs.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 from jshadow.errors import ConfigError
 from jshadow.ops.rope_config import RopeConfig as RopeConfig
 
-# Hugging Face's names of the activation of the MLP's gate.
+# The activation of the MLP's gate: Hugging Face's name -> the name in ModelConfig.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -25,11 +25,11 @@ def check_positive(owner: str, **fields: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKind:
-    """The attention of one layer, where layers may differ: its rotation, and how far back it reaches.
+    """The properties of one layer's attention in which layers may differ.
 
     Attributes:
         rope: rotary position embedding.
-        window: tokens that a query sees, itself included; None: all of them.
+        window: number of tokens that a query sees, including itself. None means all of them.
     """
 
     rope: RopeConfig
@@ -43,30 +43,30 @@ class ModelConfig:
     Attributes:
         model_type: the family, as Hugging Face names it ("llama").
         vocab_size: number of token ids.
-        num_layers: transformer blocks.
+        num_layers: number of transformer blocks.
         model_dim: width of the residual stream.
         ffn_dim: width of the gated MLP.
-        q_heads: query heads.
-        kv_heads: key and value heads; q_heads is a multiple of it.
+        q_heads: number of query heads.
+        kv_heads: number of key and value heads. q_heads is a multiple of it.
         head_dim: width of one head.
         norm_eps: epsilon of the RMS norms.
-        context: longest sequence, in tokens, that the model was made for.
+        context: longest sequence, in tokens, that the model supports.
         rope: rotary position embedding.
-        tie_embeddings: the output head is the transposed embedding.
-        attention_bias: q, k, v and o projections carry a bias.
-        mlp_bias: the MLP projections carry a bias.
+        tie_embeddings: whether the output head is the transposed embedding.
+        attention_bias: whether the q, k, v and o projections have a bias.
+        mlp_bias: whether the MLP projections have a bias.
         eos_ids: token ids that end a generation.
-        output_bias: with attention_bias, the o projection carries one too.
-        qk_norm: queries and keys are normed, head by head, before RoPE.
-        post_norms: attention and MLP are normed behind as well, before they join the residual stream.
-        unit_norms: norms multiply with 1 + scale, in float32.
-        activation: of the gated MLP, "silu" or "gelu_tanh".
-        scale_embedding: embeddings are multiplied with sqrt(model_dim).
-        query_scalar: scores are divided by the square root of this; None: of head_dim.
-        sliding_window: tokens that the sliding layers see.
-        sliding_layers: indices of the layers that see no further.
-        sliding_rope: rotary position embedding of the sliding layers; None: as the others.
-        unrotated_layers: indices of the layers whose keys carry no position.
+        output_bias: whether the o projection has a bias too. It has none without attention_bias.
+        qk_norm: whether each head's queries and keys are normalized before RoPE.
+        post_norms: whether the outputs of attention and MLP are normalized too, before they join the residual stream.
+        unit_norms: whether norms multiply by 1 + scale in float32, instead of by scale.
+        activation: activation of the gated MLP, "silu" or "gelu_tanh".
+        scale_embedding: whether embeddings are multiplied by sqrt(model_dim).
+        query_scalar: scores are divided by the square root of this number. None means head_dim.
+        sliding_window: number of tokens that a query of a sliding layer sees, including itself.
+        sliding_layers: indices of the sliding layers. All other layers see all tokens.
+        sliding_rope: rotary position embedding of the sliding layers. None means that of the other layers.
+        unrotated_layers: indices of the layers without RoPE.
     """
 
     model_type: str
@@ -123,12 +123,12 @@ class ModelConfig:
 
     @property
     def group(self) -> int:
-        """Query heads that share one KV head."""
+        """Number of query heads that share one KV head."""
         return self.q_heads // self.kv_heads
 
     @property
     def key_columns(self) -> int:
-        """Width of all KV heads side by side: the columns that ShadowKV factorises."""
+        """Width of all KV heads side by side. ShadowKV factorizes the matrix of keys that has these columns."""
         return self.kv_heads * self.head_dim
 
     @property
@@ -137,12 +137,12 @@ class ModelConfig:
         return float((self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5)
 
     def attention_kind(self, layer: int) -> AttentionKind:
-        """The rotation and the reach of one layer's attention."""
+        """Return the RoPE and the window of one layer's attention."""
         return self.attention_kinds[layer]
 
     @functools.cached_property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """The kind of every layer. A window as long as the context counts as no window."""
+        """The attention kind of every layer. A window that covers the whole context counts as no window."""
         window = self.sliding_window
         if window is not None and window >= self.context:
             window = None
@@ -150,18 +150,22 @@ class ModelConfig:
         kinds = []
         for layer in range(self.num_layers):
             kind = near if layer in self.sliding_layers else AttentionKind(self.rope)
-            if layer in self.unrotated_layers:  # its attention factor goes too
+            if layer in self.unrotated_layers:  # such a layer has no attention factor either
                 kind = AttentionKind(RopeConfig(kind="none"), kind.window)
             kinds.append(kind)
         return tuple(kinds)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], **overrides: Any) -> "ModelConfig":
-        """Read the keys that every Llama-like `config.json` shares; a family passes what differs as overrides.
+        """Read the keys of a `config.json` that all Llama-like models share.
+
+        Args:
+            hf: the parsed `config.json`.
+            overrides: fields of ModelConfig that the family reads by itself. They replace the fields read here.
 
         Raises:
-            ConfigError: a key is missing or of the wrong kind, the weights are quantised, the model needs remote
-                code (`auto_map`), or it uses something that is not built (activation, RoPE variant).
+            ConfigError: a key is missing or has the wrong type, the weights are quantized, the model needs remote code
+                (`auto_map`), or it uses an activation or a RoPE variant that is not supported.
         """
         refuse_unsafe(hf)
         missing = sorted(set(REQUIRED_HF_KEYS) - hf.keys())
@@ -187,7 +191,7 @@ class ModelConfig:
         rope = overrides["rope"] if "rope" in overrides else RopeConfig.from_hf(hf)
         if "activation" not in overrides:
             fields["activation"] = activation_of(hf, "hidden_act")
-        # Dynamic scaling and YaRN stretch what the file still calls the context.
+        # With dynamic scaling and YaRN, the file names the context before scaling.
         stretched = rope.kind in ("dynamic", "yarn")
         reach = int(rope.original_context * rope.factor) if stretched else 0
         context = max(hf["max_position_embeddings"], reach)
@@ -207,7 +211,7 @@ REQUIRED_HF_KEYS = (
 
 
 def activation_of(hf: Mapping[str, Any], key: str) -> str:
-    """The activation that a key of config.json names; SiLU where there is none."""
+    """Return the activation that a key of config.json names, or "silu" if the key is missing."""
     name = hf.get(key) or "silu"
     if name not in ACTIVATIONS:
         raise ConfigError(f"config.json {key} must be one of {sorted(ACTIVATIONS)}, got {name!r}")
@@ -215,7 +219,7 @@ def activation_of(hf: Mapping[str, Any], key: str) -> str:
 
 
 def flag(hf: Mapping[str, Any], key: str) -> bool:
-    """A switch of config.json, off where it is missing or null."""
+    """Read a boolean key of config.json. A missing or null key is False."""
     value = hf.get(key)
     if value is not None and not isinstance(value, bool):
         raise ConfigError(f"config.json {key} must be true or false, got {value!r}")
@@ -223,7 +227,7 @@ def flag(hf: Mapping[str, Any], key: str) -> bool:
 
 
 def refuse_unsafe(hf: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a checkpoint that is quantised or that asks to run code of its own."""
+    """Raise ConfigError for a checkpoint that is quantized or that needs remote code."""
     if hf.get("quantization_config") is not None:
         method = hf["quantization_config"]
         method = method.get("quant_method", method) if isinstance(method, Mapping) else method
@@ -233,7 +237,7 @@ def refuse_unsafe(hf: Mapping[str, Any]) -> None:
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """Token ids from a JSON field that may be null, one id or a list of ids."""
+    """Read token ids from a JSON field that is null, one id or a list of ids."""
     if value is None:
         return ()
     values = value if isinstance(value, list) else [value]

@@ -1,4 +1,4 @@
-"""Model families: how a family's `config.json` is read, and which tensor becomes which weight."""
+"""Model families. A family defines how to read its `config.json` and which tensor becomes which weight."""
 
 import dataclasses
 import re
@@ -14,11 +14,12 @@ class Rule:
     """One row of a family's weight table.
 
     Attributes:
-        pattern: regular expression that the whole Hugging Face tensor name must match; its group is the layer.
-        path: "/"-joined path in the weight tree; `{0}` is the layer, `{1}` one of `parts`.
-        transform: "copy", or "transpose" for a linear layer stored as [out, in].
-        parts: of a tensor that holds several weights side by side, their names, in its order.
-        interleaved: the two numbers that RoPE rotates together lie side by side, not half the rotated part apart.
+        pattern: regular expression that must match the whole Hugging Face tensor name. Its group is the layer index.
+        path: path in the weight tree, joined by "/". `{0}` stands for the layer index and `{1}` for one of `parts`.
+        transform: "copy", or "transpose" for a linear layer that is stored as [out, in].
+        parts: names of the weights in a fused tensor, in the order in which they lie side by side.
+        interleaved: whether the two numbers that RoPE rotates together are neighbors in the file. Otherwise they are
+            half the rotated part apart.
     """
 
     pattern: str
@@ -28,13 +29,13 @@ class Rule:
     interleaved: bool = False
 
     def match(self, name: str) -> tuple[str, ...]:
-        """Paths in the weight tree that the tensor `name` fills; none where the rule is about another tensor."""
+        """Return the paths in the weight tree that tensor `name` fills, or () if the rule does not match it."""
         matched = re.fullmatch(self.pattern, name)
         layer = matched.groups() or ("",) if matched else ("",)
         return tuple(self.path.format(*layer, part) for part in self.parts) if matched else ()
 
     def source(self, path: str) -> str | None:
-        """Hugging Face name of the tensor that fills the weight at `path`: the rule read backwards."""
+        """Return the Hugging Face name of the tensor that fills the weight at `path`, or None if the rule has none."""
         parts = "|".join(map(re.escape, self.parts))
         pattern = re.escape(self.path).replace(r"\{0\}", r"(\d+)").replace(r"\{1\}", f"(?:{parts})")
         matched = re.fullmatch(pattern, path)
@@ -45,26 +46,26 @@ class Rule:
 
 
 def nothing(_: Any) -> dict[str, Any]:
-    """No field differs from Llama's."""
+    """The default of `read` and `write`: the family has no fields or keys beyond Llama's."""
     return {}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFamily:
-    """A kind of checkpoint.
+    """All checkpoints with the same `model_type`.
 
     Attributes:
-        model_type: as Hugging Face names it.
-        architecture: the class that transformers loads it with.
-        models: published models of that type, for the support matrix.
+        model_type: Hugging Face's name of the family.
+        architecture: the transformers class that loads it.
+        models: published models of the family, for the support matrix.
         rules: the weight table.
-        differs: how it differs from Llama, for the support matrix.
-        defaults: keys of `config.json` that may be missing and then mean this.
-        read: `config.json` -> the fields of ModelConfig that Llama does not set.
-        write: ModelConfig -> keys of `config.json` beyond Llama's.
-        partial_rotary: a part of each head may be rotated.
-        published_code: classes that checkpoints name in `auto_map` and that are this same model: they were written
-            before transformers had it. They are not run.
+        differs: its differences from Llama, for the support matrix.
+        defaults: values of `config.json` keys that may be missing.
+        read: turns `config.json` into the fields of ModelConfig that Llama does not set.
+        write: turns a ModelConfig into the keys of `config.json` beyond Llama's.
+        partial_rotary: whether RoPE may rotate only a part of each head.
+        published_code: classes that checkpoints name in `auto_map` although transformers has the model built in. A
+            checkpoint that names only these is accepted, and the classes are never run.
     """
 
     model_type: str
@@ -79,12 +80,16 @@ class ModelFamily:
     published_code: tuple[str, ...] = ()
 
     def config_from_hf(self, hf: Mapping[str, Any]) -> ModelConfig:
-        """Read `config.json`. Raises ConfigError as `ModelConfig.from_hf`."""
+        """Read `config.json`.
+
+        Raises:
+            ConfigError: see `ModelConfig.from_hf`; or RoPE rotates a part of each head, and the family does not do so.
+        """
         whole = {**self.defaults, **hf}
         if "eos_token_id" not in hf and max(token_ids(whole.get("eos_token_id")), default=0) >= hf.get("vocab_size", 0):
-            whole["eos_token_id"] = None  # a cut-down vocabulary
+            whole["eos_token_id"] = None  # the vocabulary is too small for the family's default
         code = whole.get("auto_map")
-        if isinstance(code, Mapping):  # a tokenizer's code is its own files' matter
+        if isinstance(code, Mapping):  # entries for tokenizers are ignored, because jshadow never runs such code
             models = {value for key, value in code.items() if key.startswith(("AutoConfig", "AutoModel"))}
             if models <= set(self.published_code):
                 whole["auto_map"] = None

@@ -1,4 +1,7 @@
-"""Gemma 3, text (arXiv 2503.19786, section 2): five sliding layers for each global one, each kind with its own RoPE."""
+"""Gemma 3, text only (arXiv 2503.19786, section 2).
+
+There are five sliding layers for each global layer. The two kinds of layers have different RoPE settings.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +42,10 @@ def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(hf: Mapping[str, Any], kind: str, theta: str, scaling: Mapping[str, Any] | None = None) -> RopeConfig:
-    """The rotation of one kind of layer. The newer spelling (rope_parameters by kind) is turned into the older keys."""
+    """Read the RoPE of one kind of layer.
+
+    Newer files have one `rope_parameters` object for each kind. It is converted to the older keys first.
+    """
     scaling_of_kind = {"rope_type": "default", **((hf.get("rope_parameters") or {}).get(kind) or {}), **(scaling or {})}
     return RopeConfig.from_hf({**hf, "rope_theta": hf[theta], "rope_scaling": scaling_of_kind, "rope_parameters": None})
 
@@ -50,7 +56,7 @@ def _write(config: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": config.query_scalar,
         "sliding_window": config.sliding_window,
         "layer_types": layer_types(config),
-        "rope_scaling": None,  # by kind of layer instead
+        "rope_scaling": None,  # rope_parameters replaces it
         "rope_parameters": {
             FULL: _rope_parameters(config.rope),
             SLIDING: _rope_parameters(config.sliding_rope or config.rope),

@@ -1,4 +1,7 @@
-"""GLM-4 (arXiv 2406.12793, section 2): half of each head is rotated, in pairs of neighbouring columns; few KV heads."""
+"""GLM-4 (arXiv 2406.12793, section 2).
+
+RoPE rotates half of each head, in pairs of neighboring columns. There are few KV heads.
+"""
 
 import dataclasses
 from collections.abc import Mapping

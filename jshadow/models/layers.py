@@ -1,4 +1,4 @@
-"""The parts of a block as flax.linen modules. They hold weights only: no cache, no positions, no policy."""
+"""The parts of a block as flax.linen modules. They hold only weights, and know no cache, positions or policy."""
 
 import flax.linen as nn
 import jax
@@ -11,7 +11,9 @@ from jshadow.models.config import ModelConfig
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in float32 (Llama 2, section 2.2).
 
-    Attributes: eps; unit: the factor is 1 + scale and is applied in float32 (Gemma).
+    Attributes:
+        eps: added to the mean square.
+        unit: whether the factor is 1 + scale and is applied in float32 (Gemma).
     """
 
     eps: float
@@ -19,7 +21,7 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """x [..., D] -> [..., D] in x's dtype."""
+        """Normalize x [..., D]. The result has the shape and dtype of x."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         wide = x.astype(jnp.float32)
         wide = wide * (1 / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps))
@@ -31,7 +33,9 @@ class RMSNorm(nn.Module):
 class Linear(nn.Module):
     """A projection. Its weights have x's dtype, or they are int8 with a float32 factor for each output.
 
-    Attributes: features: outputs; use_bias.
+    Attributes:
+        features: number of outputs.
+        use_bias: whether a bias is added.
     """
 
     features: int
@@ -39,10 +43,10 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """x [..., D] -> [..., features] in x's dtype."""
+        """Project x [..., D] to [..., features] in x's dtype."""
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
         int8 = self.has_variable("params", "kernel_scale")
-        # before its factor, an output of int8 weights may be beyond float16
+        # Before it is multiplied by its factor, an output of int8 weights may exceed the range of float16.
         wide = jnp.float32 if int8 else None
         out = lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=wide)
         if int8:
@@ -53,18 +57,18 @@ class Linear(nn.Module):
 
 
 def activate(name: str, x: Array) -> Array:
-    """The activation of a config."""
+    """Apply the activation "gelu_tanh" or "silu" to x."""
     return jax.nn.gelu(x, approximate=True) if name == "gelu_tanh" else jax.nn.silu(x)
 
 
 class MLP(nn.Module):
-    """Gated MLP."""
+    """The gated MLP: down(activation(gate(x)) * up(x))."""
 
     config: ModelConfig
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
-        """x [..., D] -> [..., D]."""
+        """Apply the MLP to x [..., D]. The result has the same shape."""
         bias = self.config.mlp_bias
         gate = Linear(self.config.ffn_dim, bias, name="gate")(x)
         up = Linear(self.config.ffn_dim, bias, name="up")(x)
@@ -72,7 +76,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """The four projections of grouped-query attention. The caller does the attention between them."""
+    """The four projections of grouped-query attention. The caller computes the attention itself."""
 
     config: ModelConfig
 
@@ -88,16 +92,16 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(c.norm_eps, c.unit_norms)
 
     def query(self, x: Array) -> Array:
-        """x [B, T, D] -> queries before RoPE [B, T, h_q, d]."""
+        """Return the queries before RoPE [B, T, h_q, d] of x [B, T, D]."""
         q = self.q(x).reshape(*x.shape[:-1], self.config.q_heads, self.config.head_dim)
         return self.q_norm(q) if self.config.qk_norm else q
 
     def key_value(self, x: Array) -> tuple[Array, Array]:
-        """x [B, T, D] -> keys before RoPE and values, both [B, T, h_kv, d]."""
+        """Return the keys before RoPE and the values of x [B, T, D], both [B, T, h_kv, d]."""
         shape = (*x.shape[:-1], self.config.kv_heads, self.config.head_dim)
         k, v = self.k(x).reshape(shape), self.v(x).reshape(shape)
         return self.k_norm(k) if self.config.qk_norm else k, v
 
     def output(self, heads: Array) -> Array:
-        """heads [B, T, h_q, d] -> [B, T, D]."""
+        """Project the attention outputs of all heads [B, T, h_q, d] to [B, T, D]."""
         return self.o(heads.reshape(*heads.shape[:-2], -1))

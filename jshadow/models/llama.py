@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.1, and models in their checkpoint format. Other families change their weight table a little."""
+"""Llama 2, 3 and 3.1, and other models in their checkpoint format. The other families reuse parts of this table."""
 
 from jshadow.models.family import ModelFamily, Rule
 

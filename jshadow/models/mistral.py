@@ -1,4 +1,4 @@
-"""Mistral 7B and its relatives (arXiv 2310.06825): Llama's architecture; the first version has a sliding window."""
+"""Mistral 7B and later models (arXiv 2310.06825): Llama's architecture. The first version has a sliding window."""
 
 from jshadow.models.family import ModelFamily
 from jshadow.models.llama import RULES

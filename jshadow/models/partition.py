@@ -1,4 +1,4 @@
-"""How a model's weights are spread over a mesh: heads, MLP and vocabulary split, as in Megatron (arXiv 1909.08053)."""
+"""Sharding of a model's weights over a mesh. Heads, MLP and vocabulary are split as in Megatron (arXiv 1909.08053)."""
 
 import re
 from typing import Any
@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshadow.errors import ConfigError
 
-# Weight path -> which axis is split; the rest is on every device.
+# (pattern of the weight's path, axis that is split). All other weights are replicated.
 SPLITS = (
     (r"embed/embedding", 0),
     (r"head/kernel", 1),
@@ -18,14 +18,22 @@ SPLITS = (
 
 
 def check_mesh(mesh: Any) -> Mesh | None:
-    """The mesh with axes that the compiler shards by itself. Raises ConfigError unless it is a Mesh or None."""
+    """Return a mesh of the same devices whose axes are of JAX's "auto" type, or None for None.
+
+    Raises:
+        ConfigError: mesh is neither a Mesh nor None.
+    """
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ConfigError(f"mesh must be a jax.sharding.Mesh or None, got {mesh!r}")
     return None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
 
 
 def sharding_of(mesh: Mesh, path: str, shape: tuple[int, ...]) -> NamedSharding:
-    """The sharding of the weight at a path: split along the mesh's last axis where that divides it, else replicated."""
+    """Return the sharding of the weight at `path`.
+
+    A weight in SPLITS is split over the last axis of the mesh if the size of its split axis is a multiple of that axis.
+    All other weights are replicated.
+    """
     name = mesh.axis_names[-1]
     for pattern, axis in SPLITS:
         if re.fullmatch(pattern, path) and shape[axis] % mesh.shape[name] == 0:

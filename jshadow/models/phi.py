@@ -1,4 +1,7 @@
-"""Phi-3 and its relatives (arXiv 2404.14219, section 2): one tensor for q, k and v, one for gate and up; LongRoPE."""
+"""Phi-3, Phi-3.5 and Phi-4 (arXiv 2404.14219, section 2).
+
+One fused tensor holds q, k and v, and another holds gate and up. Long contexts use LongRoPE.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +20,8 @@ FUSED_QKV = Rule(
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     scaling = hf.get("rope_scaling") or hf.get("rope_parameters")
     if isinstance(scaling, Mapping):
-        # The original context at the top wins over the one inside the scaling. "yarn" is an early name of LongRoPE.
+        # The original context at the top level of the file overrides the one inside the scaling. Early files call
+        # LongRoPE "yarn".
         scaled = {**scaling, "original_max_position_embeddings": hf["original_max_position_embeddings"]}
         if scaled.get("rope_type", scaled.get("type")) == "yarn":
             scaled |= {"type": "longrope", "rope_type": "longrope"}

@@ -1,4 +1,7 @@
-"""Qwen2 and 2.5 (arXiv 2407.10671, section 2.2: biases on q, k and v) and Qwen3 (arXiv 2505.09388: normed q and k)."""
+"""Qwen2 and 2.5 (arXiv 2407.10671, section 2.2), and Qwen3 (arXiv 2505.09388).
+
+Qwen2 and 2.5 have biases on q, k and v. Qwen3 normalizes queries and keys instead.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -19,7 +19,7 @@ FAMILIES: dict[str, ModelFamily] = {
 
 
 def family_of(hf: Mapping[str, Any]) -> ModelFamily:
-    """The family of a `config.json`. Raises ConfigError naming an unknown `model_type`."""
+    """Return the family of a parsed `config.json`. Raises ConfigError if its `model_type` is unknown."""
     model_type = hf.get("model_type")
     if model_type not in FAMILIES:
         raise ConfigError(f"config.json model_type must be one of {sorted(FAMILIES)}, got {model_type!r}")
@@ -27,7 +27,7 @@ def family_of(hf: Mapping[str, Any]) -> ModelFamily:
 
 
 def support_matrix() -> str:
-    """The families as a Markdown table (README.md carries it)."""
+    """Return the supported families as a Markdown table. docs/models.md contains this table."""
     rows = [(f"`{name}`", family.models, family.differs) for name, family in FAMILIES.items()]
     head = [("`model_type`", "models", "what is its own"), ("---", "---", "---")]
     return "\n".join("| " + " | ".join(row) + " |" for row in [*head, *rows])

@@ -1,4 +1,4 @@
-"""The layers of a checkpoint that see only a window: read from `config.json`, and written to it."""
+"""Reading and writing the keys of `config.json` that say which layers have a sliding window."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,13 @@ MOST_LAYERS = 65536
 
 
 def layer_count(hf: Mapping[str, Any]) -> int:
-    """`num_hidden_layers`, checked before any list of that length is made. Raises ConfigError above MOST_LAYERS."""
+    """Return `num_hidden_layers` of a config.json.
+
+    It is checked first, because callers allocate lists of that length.
+
+    Raises:
+        ConfigError: it is not an integer from 1 to MOST_LAYERS.
+    """
     layers = hf["num_hidden_layers"]
     check_positive("config.json", num_hidden_layers=layers)
     if layers > MOST_LAYERS:
@@ -22,14 +28,14 @@ def layer_count(hf: Mapping[str, Any]) -> int:
 
 
 def sliding_fields(hf: Mapping[str, Any], sliding: list[bool]) -> dict[str, Any]:
-    """Fields of ModelConfig.
+    """Return the fields `sliding_window` and `sliding_layers` of ModelConfig, or no fields if no layer slides.
 
     Args:
-        hf: config.json; its `layer_types`, where it has them, win.
-        sliding: which layers slide where it has none.
+        hf: config.json. If it has `layer_types`, these decide which layers slide.
+        sliding: for each layer, whether it slides if there are no `layer_types`.
 
     Raises:
-        ConfigError: a type of layer that is neither, or not one for each layer.
+        ConfigError: `layer_types` has an unknown type, or its length is not the number of layers.
     """
     window, kinds = hf.get("sliding_window"), hf.get("layer_types")
     if kinds is not None:
@@ -49,18 +55,21 @@ def sliding_fields(hf: Mapping[str, Any], sliding: list[bool]) -> dict[str, Any]
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-    """The `layer_types` of a config."""
+    """Return the `layer_types` list of config.json for a config."""
     return [SLIDING if layer in config.sliding_layers else FULL for layer in range(config.num_layers)]
 
 
 def all_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """For a family whose layers all slide where it has a window (Mistral, Phi-3). `layer_types` is not read."""
+    """Return the sliding fields of a family whose layers all slide if there is a window (Mistral, Phi-3).
+
+    The key `layer_types` is ignored.
+    """
     slides = hf.get("sliding_window") is not None
     return sliding_fields({**hf, "layer_types": None}, [slides] * layer_count(hf))
 
 
 def last_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """For a family whose layers slide from `max_window_layers` on if `use_sliding_window` is set (Qwen)."""
+    """Return the sliding fields of Qwen: with `use_sliding_window`, layers from `max_window_layers` on slide."""
     if not hf.get("use_sliding_window"):
         return {}
     first = hf.get("max_window_layers", 28)

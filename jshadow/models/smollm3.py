@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, "SmolLM3: smol, multilingual, long-context reasoner"): every fourth layer has no rotation."""
+"""SmolLM3 (Hugging Face, "SmolLM3: smol, multilingual, long-context reasoner"). Every fourth layer has no RoPE."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from jshadow.models.sliding import layer_count, layer_types, sliding_fields
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     layers, interval = layer_count(hf), hf.get("no_rope_layer_interval", 4)
     check_positive("config.json", no_rope_layer_interval=interval)
-    rotated = hf.get("no_rope_layers")  # Hugging Face's name; 1 where a layer does rotate
+    rotated = hf.get("no_rope_layers")  # in spite of the name, 1 means that the layer has RoPE
     if rotated is None:
         rotated = [int((layer + 1) % interval != 0) for layer in range(layers)]
     if not isinstance(rotated, list) or len(rotated) < layers:

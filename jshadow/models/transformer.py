@@ -1,8 +1,8 @@
-"""A decoder-only transformer. Its caller passes the attention in.
+"""A decoder-only transformer. The caller passes the attention in as a closure.
 
-A block computes projections and calls `cache(heads) -> (out, aux)`. The engine provides this closure: exact attention
-over a prompt, or a policy over its state. There is only the `params` collection and nothing is mutable. Each layer has
-its own subtree `layer_<i>`, so that one compiled layer serves all of them.
+A block computes its projections and calls `cache(heads) -> (out, aux)`. The engine provides this closure. It computes
+exact attention over a prompt, or a policy's attention over its state. There is only the `params` collection, and no
+variable is mutable. Each layer has its own subtree `layer_<i>`, so that one compiled program can run every layer.
 """
 
 import functools
@@ -19,9 +19,13 @@ from jshadow.models.layers import MLP, Attention, RMSNorm
 
 
 class Heads(NamedTuple):
-    """The inputs of a block's cache: q_pre [B, T, h_q, d], k_pre and v [B, T, h_kv, d], x_in [B, T, D].
+    """The arguments of a block's cache closure.
 
-    Queries and keys come before RoPE (after bias and norm); x_in is the normed input of the attention.
+    Attributes:
+        q_pre: queries before RoPE and after bias and norm, [B, T, h_q, d].
+        k_pre: keys before RoPE and after bias and norm, [B, T, h_kv, d].
+        v: values [B, T, h_kv, d].
+        x_in: the normalized input of the attention, [B, T, D].
     """
 
     q_pre: Array
@@ -34,7 +38,7 @@ Cache = Callable[[Heads], tuple[Array, Any]]
 
 
 class Block(nn.Module):
-    """Attention and MLP, normed before (and after, where the config says so), each with a residual connection."""
+    """Attention and MLP, each with a norm before it (and after it, with post_norms) and a residual connection."""
 
     config: ModelConfig
 
@@ -50,7 +54,7 @@ class Block(nn.Module):
             self.mlp_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
 
     def __call__(self, x: Array, cache: Cache) -> tuple[Array, Any]:
-        """x [B, T, D] -> (x [B, T, D], whatever else the cache returned)."""
+        """Apply the block to x [B, T, D]. Returns the new x and the second result of the cache."""
         x_in = self.attention_norm(x)
         with jax.named_scope("attention"):
             out, aux = cache(Heads(self.attention.query(x_in), *self.attention.key_value(x_in), x_in))
@@ -61,12 +65,15 @@ class Block(nn.Module):
             return x + (self.mlp_post_norm(out) if self.config.post_norms else out), aux
 
     def query(self, x_in: Array) -> Array:
-        """This block's queries before RoPE [B, T, h_q, d] for the x_in of another block (speculation, InfiniGen)."""
+        """Return this block's queries before RoPE [B, T, h_q, d] for the x_in of another block.
+
+        InfiniGen uses this to predict the queries of the next layer.
+        """
         return self.attention.query(x_in)
 
 
 class Transformer(nn.Module):
-    """Embedding, blocks, final norm and head."""
+    """The whole model: embedding, blocks, final norm and output head."""
 
     config: ModelConfig
 
@@ -80,20 +87,20 @@ class Transformer(nn.Module):
             self.head = nn.Dense(c.vocab_size, use_bias=False)
 
     def __call__(self, tokens: Array, cache: Cache) -> Array:
-        """Token ids [B, T] -> float32 logits [B, T, V], every block with the same cache closure."""
+        """Turn token ids [B, T] into float32 logits [B, T, V]. All blocks get the same cache closure."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x, _ = block(x, cache)
         return self.logits(x)
 
     def embedding(self, tokens: Array) -> Array:
-        """Token ids [B, T] -> [B, T, D]."""
+        """Turn token ids [B, T] into hidden states [B, T, D]."""
         x = self.embed(tokens)
-        # rounded to x's dtype first, as the models were trained
+        # The factor is rounded to x's dtype first, as in the training of the models.
         return x * jnp.asarray(self.config.model_dim**0.5, x.dtype) if self.config.scale_embedding else x
 
     def logits(self, x: Array) -> Array:
-        """x [..., D] -> float32 logits [..., V]."""
+        """Apply the final norm and the head to x [..., D]: float32 logits [..., V]."""
         x = self.norm(x)
         if self.config.tie_embeddings:
             return jnp.einsum("...d,vd->...v", x, self.embed.embedding, preferred_element_type=jnp.float32)
@@ -104,30 +111,30 @@ class Transformer(nn.Module):
 
 
 def embed(weights: dict, config: ModelConfig, tokens: Array) -> Array:
-    """Token ids [B, T] -> hidden states [B, T, D]."""
+    """Turn token ids [B, T] into hidden states [B, T, D]."""
     return cast(Array, Transformer(config).apply({"params": weights}, tokens, method="embedding"))
 
 
 def apply_block(weights: dict, config: ModelConfig, layer: int, x: Array, cache: Cache) -> tuple[Array, Any]:
-    """Block `layer` of the model on x [B, T, D]; returns x and what the cache returned beside its output."""
+    """Apply block `layer` to x [B, T, D]. Returns the new x and the second result of the cache."""
     return Block(config).apply({"params": weights[f"layer_{layer}"]}, x, cache)
 
 
 def block_query(weights: dict, config: ModelConfig, layer: int, x_in: Array) -> Array:
-    """Queries before RoPE [B, T, h_q, d] that block `layer` would make of x_in [B, T, D]."""
-    # parent=None: this runs inside another block's apply, whose submodule it must not become
+    """Return the queries before RoPE [B, T, h_q, d] of block `layer` for x_in [B, T, D]."""
+    # This runs inside the apply of another block. parent=None keeps it from becoming a submodule of that block.
     block = Block(config, parent=None)
     return cast(Array, block.apply({"params": weights[f"layer_{layer}"]}, x_in, method="query"))
 
 
 def logits(weights: dict, config: ModelConfig, x: Array) -> Array:
-    """Hidden states [..., D] -> float32 logits [..., V]."""
+    """Turn hidden states [..., D] into float32 logits [..., V]."""
     return cast(Array, Transformer(config).apply({"params": weights}, x, method="logits"))
 
 
 @functools.cache
 def abstract_weights(config: ModelConfig) -> dict:
-    """The weight tree as float32 ShapeDtypeStructs: no memory is taken."""
+    """Return the weight tree as float32 ShapeDtypeStructs, which take no memory."""
     tokens = jax.ShapeDtypeStruct((1, 1), jnp.int32)
 
     def init(tokens: Array) -> dict:

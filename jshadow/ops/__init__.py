@@ -1,1 +1,1 @@
-"""Pure functions on arrays."""
+"""Pure functions on arrays: attention, RoPE, packing of low-bit numbers, and moves between layouts."""

@@ -1,6 +1,6 @@
-"""Exact softmax attention: blockwise over a prompt, and over the scattered pieces that a decode step attends to.
+"""Exact softmax attention: blockwise over a prompt, and over the several pieces that a decode step attends to.
 
-Scores and softmax statistics are float32 whatever the dtype of queries, keys and values.
+Scores and softmax statistics are always float32, for any dtype of queries, keys and values.
 """
 
 import functools
@@ -13,10 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import sparse_attention
 
-# Large enough that a matmul dominates its loop overhead, small enough that a tile of scores stays in cache.
+# Large enough that the products take longer than the loop around them; small enough that the scores stay in cache.
 QUERY_BLOCK, KEY_BLOCK = 512, 512
-TURN_BLOCK = 256  # queries that attend to pieces at once
-MASS_BLOCK = 256  # queries and keys of a tile of `key_mass`
+TURN_BLOCK = 256  # the most queries that `attend` handles at once
+MASS_BLOCK = 256  # the number of queries, and of keys, in a tile of `key_mass`
 MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
 
 
@@ -28,30 +28,32 @@ def causal_attention(
     first: Int[Array, ""] | int = 0,
     window: int | None = None,
 ) -> tuple[Float[Array, "B T h_q d"], Float[Array, "B h_q T"]]:
-    """Causal grouped-query attention of a piece of a prompt. It holds no T x S matrix and copies neither K nor V.
+    """Compute causal grouped-query attention of T queries of a prompt.
 
-    Rows are right padded. A real query sees only keys before it, which are all real, so that no mask of lengths is
-    needed. The outputs of padded queries are never read.
+    It never holds a T x S matrix, and it does not copy K or V.
+
+    Rows are padded on the right. A real query sees only earlier keys, and all of these are real. So no mask of the
+    lengths is needed. The outputs of padded queries are never read.
 
     Args:
-        q: [B, T, h_q, d], after RoPE, of positions first .. first + T - 1.
-        k: [B, S, h_kv, d], after RoPE; keys behind the piece may hold anything.
+        q: [B, T, h_q, d], after RoPE, at positions first .. first + T - 1.
+        k: [B, S, h_kv, d], after RoPE. Keys from position first + T on are ignored and may hold anything.
         v: [B, S, h_kv, d].
-        scale: factor on the scores, 1 / sqrt(d).
+        scale: factor on the scores, usually 1 / sqrt(d).
         first: position of the first query.
-        window: tokens that a query sees, itself included; None: all before it.
+        window: number of tokens that a query sees, including itself. None means all earlier tokens.
 
     Returns:
-        out [B, T, h_q, d] in q's dtype, and the float32 log-sum-exp of each query's scores [B, h_q, T].
+        The output [B, T, h_q, d] in q's dtype, and the log-sum-exp of each query's scores, float32 [B, h_q, T].
     """
     batch, length, q_heads, dim = q.shape
     tokens, kv_heads = k.shape[1:3]
     group = q_heads // kv_heads
     q_block, k_block = min(QUERY_BLOCK, length), min(KEY_BLOCK, tokens)
     q_blocks, k_blocks = -(-length // q_block), -(-tokens // k_block)
-    exact = q.dtype == jnp.float32  # then the queries are scaled, which saves a pass over the scores
+    exact = q.dtype == jnp.float32  # if so, the queries are scaled instead of the scores, which is cheaper
     q = jnp.pad(q * scale if exact else q, ((0, 0), (0, q_blocks * q_block - length), (0, 0), (0, 0)))
-    # [blocks, B, h_kv, group * q_block, d]: the group joins the rows, so one matmul serves the whole group
+    # [blocks, B, h_kv, group * q_block, d]: one product computes the scores of all query heads of a group
     q = q.reshape(batch, q_blocks, q_block, kv_heads, group, dim).transpose(1, 0, 3, 4, 2, 5)
     q = q.reshape(q_blocks, batch, kv_heads, group * q_block, dim)
     row = jnp.tile(jnp.arange(q_block), group)
@@ -62,7 +64,7 @@ def causal_attention(
 
         def key_block(j: Array, carry: tuple[Array, Array, Array], masked: bool = True) -> tuple[Array, Array, Array]:
             top, total, out = carry
-            start = jnp.minimum(j * k_block, tokens - k_block)  # the last block overlaps the one before
+            start = jnp.minimum(j * k_block, tokens - k_block)  # the last block overlaps the previous one
             k_tile = lax.dynamic_slice_in_dim(k, start, k_block, axis=1)
             v_tile = lax.dynamic_slice_in_dim(v, start, k_block, axis=1)
             scores = jnp.einsum("bhqd,bkhd->bhqk", q_tile, k_tile, preferred_element_type=jnp.float32)
@@ -81,7 +83,7 @@ def causal_attention(
 
         shape = q_tile.shape[:-1]
         start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(q_tile.shape))
-        # Blocks that every query sees whole, which are most of them, need no mask.
+        # Most blocks of keys are visible to every query of the block, and need no mask.
         whole = jnp.minimum((first + index * q_block + 1) // k_block, tokens // k_block)
         last = jnp.minimum((first + (index + 1) * q_block + k_block - 1) // k_block, k_blocks)
         if window is None:
@@ -105,19 +107,20 @@ def key_mass(
     lengths: Int[Array, " B"],
     scale: float,
 ) -> Float[Array, "B h_kv S"]:
-    """The probability that causal attention gives each key, summed over all queries and the heads of its group.
+    """Sum the attention probability that each key gets, over all queries and over the query heads of its KV head.
 
-    These are the column sums of the S x S probabilities (H2O, arXiv 2306.14048, section 4.1). They are computed tile by
-    tile from the log-sum-exps, so that the matrix is never held as a whole.
+    These are the column sums of the S x S matrix of probabilities (H2O, arXiv 2306.14048, section 4.1). They are
+    computed tile by tile from the log-sum-exps, so the matrix is never held as a whole.
 
     Args:
-        q, k: after RoPE, right padded.
+        q: queries after RoPE, padded on the right.
+        k: keys after RoPE, padded on the right.
         lse: float32 log-sum-exp of each query's scores.
-        lengths: int32 [B], real tokens of each row.
+        lengths: int32 [B], the number of real tokens of each row.
         scale: factor on the scores.
 
     Returns:
-        Float32 [B, h_kv, S]; 0 for padding.
+        float32 [B, h_kv, S]. Padding has 0.
     """
     batch, tokens, q_heads = q.shape[:3]
     kv_heads, block = k.shape[2], min(MASS_BLOCK, tokens)
@@ -126,7 +129,7 @@ def key_mass(
     lse = lse.reshape(batch, kv_heads, q_heads // kv_heads, tokens)
 
     def query_block(i: Array, total: Array) -> Array:
-        # The last block overlaps the one before. Queries and keys that were counted there are masked.
+        # The last block overlaps the previous one. Queries and keys that the previous one has counted are masked.
         row = jnp.minimum(i * block, tokens - block)
         q_tile = lax.dynamic_slice_in_dim(grouped, row, block, axis=3)
         lse_tile = lax.dynamic_slice_in_dim(lse, row, block, axis=3)
@@ -149,12 +152,12 @@ def key_mass(
 
 
 class Piece(NamedTuple):
-    """Keys and values that a decode step may attend to, somewhere in memory.
+    """Keys and values in one place that a decode step may attend to.
 
     Attributes:
-        k: after RoPE, [B, h_kv, N, d], or [B, h_kv, T, N, d] where each query has rows of its own.
-        v: likewise.
-        valid: bool, broadcastable to [B, h_kv, T, N]: which row each query may see.
+        k: keys after RoPE, [B, h_kv, N, d]. [B, h_kv, T, N, d] if each query has separate rows.
+        v: values, in the shape of the keys.
+        valid: bool, broadcastable to [B, h_kv, T, N]. Which rows each query may see.
     """
 
     k: Float[Array, "B h_kv *T N d"]
@@ -162,24 +165,24 @@ class Piece(NamedTuple):
     valid: Bool[Array, "#B #h_kv #T N"]
 
     def of_queries(self, first: int, last: int) -> "Piece":
-        """The piece for queries first .. last - 1 alone."""
+        """Return the piece for queries first .. last - 1 only."""
         queries = slice(first, last)
         k, v = (x[:, :, queries] if x.ndim == 5 else x for x in (self.k, self.v))
         return Piece(k, v, self.valid[:, :, queries] if self.valid.shape[2] > 1 else self.valid)
 
 
 def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> Float[Array, "B T h_q d"]:
-    """Softmax attention of T queries over the union of several pieces, whose keys and values are not concatenated.
+    """Compute softmax attention of T queries over the union of several pieces, without concatenating them.
 
     Args:
         q: [B, T, h_q, d], after RoPE.
-        pieces: the keys and values; the output of a query that may see none of their rows is 0.
+        pieces: the keys and values. A query that may not see any row gets an output of 0.
         scale: factor on the scores.
 
     Returns:
         [B, T, h_q, d] in q's dtype.
     """
-    if q.shape[1] > TURN_BLOCK:  # so that not all scores of a long turn exist at the same time
+    if q.shape[1] > TURN_BLOCK:  # limits the memory of the scores of a long turn
         blocks = [(first, min(first + TURN_BLOCK, q.shape[1])) for first in range(0, q.shape[1], TURN_BLOCK)]
         parts = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], scale) for a, b in blocks]
         return jnp.concatenate(parts, axis=1)
@@ -187,7 +190,7 @@ def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> F
 
 
 def group_queries(q: Float[Array, "B T h_q d"], kv_heads: int) -> Float[Array, "B h_kv group T d"]:
-    """Queries [B, T, h_q, d] -> [B, h_kv, group, T, d]: each KV head beside the query heads that share it."""
+    """Regroup queries [B, T, h_q, d] by KV head: [B, h_kv, group, T, d]."""
     batch, length, q_heads, dim = q.shape
     return q.reshape(batch, length, kv_heads, q_heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
 
@@ -195,7 +198,7 @@ def group_queries(q: Float[Array, "B T h_q d"], kv_heads: int) -> Float[Array, "
 def masked_scores(
     grouped: Float[Array, "B h_kv group T d"], piece: Piece, scale: float
 ) -> Float[Array, "B h_kv group T N"]:
-    """Float32 scores [B, h_kv, group, T, N] of grouped queries; MASKED where a query may not see a row."""
+    """Return the float32 scores [B, h_kv, group, T, N] of grouped queries. Invisible rows get MASKED."""
     scores = grouped_product("bhgtd,bhnd->bhgtn", grouped, piece.k) * scale
     return jnp.where(jnp.broadcast_to(piece.valid, piece.valid.shape)[:, :, None], scores, MASKED)
 
@@ -206,8 +209,8 @@ def grouped_product(
     rows: Float[Array, "B h_kv N d"],
     precision: lax.Precision | None = None,
 ) -> Float[Array, "B h_kv group T _"]:
-    """Float32 einsum of grouped rows [B, h_kv, group, T, ...] with rows of their KV head."""
-    # Merge group and T into one axis: with two axes, XLA's CPU backend takes five times as long.
+    """Compute a float32 einsum of grouped rows [B, h_kv, group, T, ...] with the rows of their KV head."""
+    # Group and T are merged into one axis, because XLA's CPU backend takes five times as long with two axes.
     batch, heads, group, length, _ = left.shape
     merged, formula = left.reshape(batch, heads, group * length, -1), formula.replace("gt", "r")
     out = jnp.einsum(formula, merged, rows, precision=precision, preferred_element_type=jnp.float32)
@@ -215,5 +218,5 @@ def grouped_product(
 
 
 def attention_probs(q: Float[Array, "B T h_q d"], piece: Piece, scale: float) -> Float[Array, "B h_kv group T N"]:
-    """Float32 attention probabilities [B, h_kv, group, T, N] over one piece (for policies that read them)."""
+    """Return the float32 attention probabilities [B, h_kv, group, T, N] over one piece."""
     return jax.nn.softmax(masked_scores(group_queries(q, piece.k.shape[1]), piece, scale), axis=-1)

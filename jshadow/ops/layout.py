@@ -1,4 +1,4 @@
-"""Moving tokens between the layouts of a prompt, of chunks and of slot buffers."""
+"""Moving tokens between three layouts: the prompt, chunks, and ring buffers of slots."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,13 +6,13 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
 def fit_tokens(x: Shaped[Array, "B S *rest"], tokens: int) -> Shaped[Array, "B {tokens} *rest"]:
-    """x [B, S, ...] cut or zero-padded to [B, tokens, ...]."""
+    """Cut or zero-pad x [B, S, ...] to [B, tokens, ...]."""
     x = x[:, :tokens]
     return jnp.pad(x, [(0, 0), (0, tokens - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 
 def to_chunks(x: Shaped[Array, "B S h d"], chunks: int, size: int) -> Shaped[Array, "B h {chunks} {size} d"]:
-    """x [B, S, h, d] -> [B, h, chunks, size, d], cut or zero-padded."""
+    """Cut or zero-pad x [B, S, h, d] to whole chunks: [B, h, chunks, size, d]."""
     batch, _, heads, dim = x.shape
     return fit_tokens(x, chunks * size).reshape(batch, chunks, size, heads, dim).transpose(0, 3, 1, 2, 4)
 
@@ -20,9 +20,9 @@ def to_chunks(x: Shaped[Array, "B S h d"], chunks: int, size: int) -> Shaped[Arr
 def take_chunks(
     x: Float[Array, "B S h d"], ids: Int[Array, "B h n"], there: Bool[Array, " B #h n"], size: int
 ) -> Float[Array, "B h tokens d"]:
-    """The tokens [B, h, n * size, d] of chunks ids [B, h, n] of x [B, S, h, d]; each head has its own ids.
+    """Gather the tokens [B, h, n * size, d] of chunks ids [B, h, n] from x [B, S, h, d].
 
-    They are zeros where `there` [B, h or 1, n] is False.
+    Each head has separate ids. Chunks for which `there` [B, h or 1, n] is False become zeros.
     """
     batch, heads, count = ids.shape
     tokens = (ids[..., None] * size + jnp.arange(size)).reshape(batch, heads, count * size)
@@ -32,20 +32,29 @@ def take_chunks(
 
 
 def take_span(x: Float[Array, "B S h d"], start: Int[Array, " B"], count: int) -> Float[Array, "B h {count} d"]:
-    """Tokens start[b] .. start[b] + count of each row: x [B, S, h, d] -> [B, h, count, d]; zero past the end."""
+    """Gather tokens start[b] .. start[b] + count - 1 of each row of x [B, S, h, d]: [B, h, count, d].
+
+    Tokens past the end of x are zeros.
+    """
     index = start[:, None] + jnp.arange(count)
     picked = jnp.take_along_axis(x, index[:, :, None, None], axis=1, mode="fill", fill_value=0)
     return picked.transpose(0, 2, 1, 3)
 
 
 def ring_positions(lengths: Int[Array, " B"], slots: int) -> Int[Array, "B {slots}"]:
-    """Position of the token in each slot of a ring where token p lies in slot p % slots; negative in an empty slot."""
+    """Return the position of the token in each slot of a ring buffer. Empty slots have a negative position.
+
+    Token p lies in slot p % slots. A row that holds `lengths[b]` tokens keeps the newest `slots` of them.
+    """
     last = lengths[:, None] - 1
     return last - (last - jnp.arange(slots)) % slots
 
 
 def fill_ring(x: Float[Array, "B S h d"], lengths: Int[Array, " B"], slots: int) -> Float[Array, "B h {slots} d"]:
-    """The newest tokens of each row of x [B, S, h, d] in such a ring [B, h, slots, d]; zeros where a slot is empty."""
+    """Put the newest tokens of each row of x [B, S, h, d] into a ring buffer [B, h, slots, d].
+
+    `ring_positions` defines the order of the slots. Empty slots are zeros.
+    """
     positions = ring_positions(lengths, slots)[:, :, None, None]
     rows = jnp.take_along_axis(x, jnp.maximum(positions, 0), axis=1, mode="clip")
     return jnp.where(positions >= 0, rows, 0).transpose(0, 2, 1, 3)
@@ -57,23 +66,23 @@ def write_rows(
     slots: Int[Array, "B T"],
     valid: Bool[Array, "B T"],
 ) -> Shaped[Array, "B h N d"]:
-    """Put rows [B, T, h, d] into buffer [B, h, N, d] at slots [B, T]; rows that are not valid [B, T] are not written.
+    """Write rows [B, T, h, d] into buffer [B, h, N, d] at slots [B, T]. Rows whose valid [B, T] is False are skipped.
 
     A donated buffer is changed in place. On a GPU this is one scatter. XLA's CPU backend would turn a scatter into a
-    conditional and copy the whole buffer several times, so there the rows are written one after another.
+    conditional and copy the whole buffer several times. So on a CPU the rows are written one after another.
     """
     rows, slots = rows.astype(buffer.dtype), jnp.where(valid, slots, buffer.shape[2])
     return lax.platform_dependent(buffer, rows, slots, cpu=write_in_turn, default=scatter_rows)
 
 
 def scatter_rows(buffer: Array, rows: Array, slots: Array) -> Array:
-    """Write all rows at once, except those whose slot is past the buffer."""
+    """Write all rows at once. Rows whose slot is past the end of the buffer are skipped."""
     row = jnp.arange(buffer.shape[0])[:, None]
     return buffer.at[row, :, slots].set(rows, mode="drop")
 
 
 def write_in_turn(buffer: Array, rows: Array, slots: Array) -> Array:
-    """Write one row after another, except those whose slot is past the buffer."""
+    """Write one row after another. Rows whose slot is past the end of the buffer are skipped."""
     count, last = slots.shape[1], buffer.shape[2] - 1
     if slots.size == 0:
         return buffer
@@ -87,11 +96,14 @@ def write_in_turn(buffer: Array, rows: Array, slots: Array) -> Array:
         old = lax.dynamic_slice(buffer, place, shape)
         return lax.dynamic_update_slice(buffer, jnp.where(slot <= last, new, old), place)
 
-    # The number of iterations must not be known at compile time. XLA would otherwise fuse a single write into each
-    # operation that reads the buffer, and copy the buffer for each.
+    # The number of iterations must not be known at compile time. Otherwise XLA would fuse a single write into each
+    # operation that reads the buffer, and each of these would copy the buffer.
     return lax.fori_loop(0, slots.size * (slots <= last).any(), write, buffer)
 
 
 def top_k(scores: Float[Array, "*N n"], count: int) -> Int[Array, "*N {count}"]:
-    """Indices [..., count] of the largest float32 scores, in falling order; the lower index is first in a tie."""
+    """Return the int32 indices [..., count] of the largest scores [..., n], largest first.
+
+    The lower of two indices with equal scores is first.
+    """
     return lax.top_k(scores, count)[1].astype(jnp.int32)

@@ -1,7 +1,7 @@
-"""Numbers of a few bits, quantised in two ways.
+"""Two ways of quantizing arrays to a few bits.
 
-Groups are quantised asymmetrically and packed in 32-bit words (KIVI, arXiv 2402.02750, section 3). Rows are quantised
-symmetrically and packed in bytes, in the layout of `pallas_kernels.bits`.
+Groups of numbers are quantized asymmetrically and packed into 32-bit words (KIVI, arXiv 2402.02750, section 3). Rows
+are quantized symmetrically and packed into bytes, in the layout of `pallas_kernels.bits`.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ from pallas_kernels.bits import scale_dtype as scale_dtype
 
 
 class Packed(struct.PyTreeNode):
-    """Groups of g numbers along the last axis.
+    """Quantized groups of g numbers. Code q of a group stands for q * scale + zero.
 
     Attributes:
-        words: [..., n, ceil(g * bits / 32)] uint32, the first number in the lowest bits.
-        scale: [..., n], the step of a group.
-        zero: [..., n], what code 0 stands for.
+        words: uint32 [..., n, ceil(g * bits / 32)]. The first number has the lowest bits.
+        scale: [..., n], the step of each group.
+        zero: [..., n], the value of code 0 of each group.
     """
 
     words: Array
@@ -31,17 +31,18 @@ class Packed(struct.PyTreeNode):
 
 
 def quantise(x: Float[Array, "*n g"], bits: int) -> Packed:
-    """Round each group of the last axis to one of 2**bits levels from its least to its largest number.
+    """Round each number of a group [..., n, g] to one of 2**bits equally spaced levels.
 
-    One bit is a special case (SpeCache, arXiv 2503.16163, equation 3): the two codes of a group stand for the middles
-    of its lower and its upper half, not for its ends.
+    The levels reach from the smallest to the largest number of the group. One bit is a special case (SpeCache, arXiv
+    2503.16163, equation 3): the two levels are the middles of the lower and the upper half of that range. Scale and
+    zero are in `scale_dtype(x.dtype)`.
     """
     dtype, x = scale_dtype(x.dtype), x.astype(jnp.float32)
     least, most = x.min(axis=-1), x.max(axis=-1)
     steps = 2**bits - 1
     scale = (most - least) / (2 if bits == 1 else steps)
     zero = (3 * least + most) / 4 if bits == 1 else least
-    # codes must fit the scale and the zero as they are kept, after rounding
+    # The codes are computed from the scale and the zero as stored, so that they undo the rounding of these two.
     scale, zero = scale.astype(dtype), zero.astype(dtype)
     step, start = scale.astype(jnp.float32)[..., None], zero.astype(jnp.float32)[..., None]
     if bits == 1:
@@ -52,18 +53,18 @@ def quantise(x: Float[Array, "*n g"], bits: int) -> Packed:
 
 
 def dequantise(packed: Packed, group: int, bits: int) -> Float[Array, "*n g"]:
-    """The numbers that the codes stand for, float32 [..., n, g]."""
+    """Undo `quantise` up to rounding: return the values of the codes, float32 [..., n, g]."""
     codes = unpack(packed.words, group, bits).astype(jnp.float32)
     return codes * packed.scale.astype(jnp.float32)[..., None] + packed.zero.astype(jnp.float32)[..., None]
 
 
 def words_of(group: int, bits: int) -> int:
-    """Words that a group takes."""
+    """Return the number of 32-bit words of a group."""
     return -(-group * bits // 32)
 
 
 def pack(codes: UInt[Array, "*n g"], bits: int) -> UInt[Array, "*n w"]:
-    """Pack codes below 2**bits side by side in 32-bit words."""
+    """Pack codes below 2**bits into 32-bit words, the first code in the lowest bits."""
     each = 32 // bits
     group = codes.shape[-1]
     missing = -group % each
@@ -73,23 +74,23 @@ def pack(codes: UInt[Array, "*n g"], bits: int) -> UInt[Array, "*n w"]:
 
 
 def unpack(words: UInt[Array, "*n w"], group: int, bits: int) -> UInt[Array, "*n g"]:
-    """The reverse of `pack`."""
+    """Undo `pack`: return the `group` codes of each group."""
     each = 32 // bits
     lanes = (words[..., None] >> (jnp.arange(each, dtype=jnp.uint32) * bits)) & jnp.uint32(2**bits - 1)
     return lanes.reshape(*words.shape[:-1], words.shape[-1] * each)[..., :group]
 
 
-# Bytes
+# Rows of bytes
 
 ROW_BITS = {"int8": 8, "int4": 4}
 
 
 class Scaled(struct.PyTreeNode):
-    """Rows of d numbers, each row with a scale of its own.
+    """Quantized rows of d numbers. Each row has one scale.
 
     Attributes:
-        codes: two's complement, uint8 [..., d * bits / 8], in the order of `pallas_kernels.bits`.
-        scale: the step of a row [..., 1].
+        codes: uint8 [..., d * bits / 8], two's complement codes in the layout of `pallas_kernels.bits`.
+        scale: [..., 1], the step of each row.
     """
 
     codes: Array
@@ -97,28 +98,28 @@ class Scaled(struct.PyTreeNode):
 
 
 def quantise_rows(x: Float[Array, "*n d"], bits: int, dtype: Any) -> Scaled:
-    """Round each row of the last axis to whole steps from -(2**(bits - 1) - 1) to 2**(bits - 1) - 1.
+    """Round each row [..., d] to whole multiples of its step, from -(2**(bits - 1) - 1) to 2**(bits - 1) - 1.
 
-    d must be a multiple of 8 / bits. Scales are in `scale_dtype(dtype)`. A row of zeros has only zero bytes. Where a
-    row's scale is too large for its dtype, the largest scale is used and the numbers are clipped.
+    d must be a multiple of 8 / bits. Scales are in `scale_dtype(dtype)`. A row of zeros becomes zero bytes. If the
+    scale of a row exceeds the range of its dtype, the largest scale is used and the numbers are clipped.
     """
     most, x, kind = 2 ** (bits - 1) - 1, x.astype(jnp.float32), scale_dtype(dtype)
     scale = jnp.minimum(jnp.abs(x).max(axis=-1, keepdims=True) / most, float(jnp.finfo(kind).max)).astype(kind)
-    step = scale.astype(jnp.float32)  # codes must fit the scale as it is kept, after rounding
+    step = scale.astype(jnp.float32)  # the scale as stored, after rounding
     codes = jnp.clip(jnp.round(x / jnp.where(step > 0, step, 1)), -most, most).astype(jnp.int8)
     return Scaled(pack_signed(codes, bits), scale)
 
 
 def dequantise_rows(rows: Scaled, bits: int, dtype: Any) -> Float[Array, "*n d"]:
-    """The numbers that the rows stand for, in dtype."""
+    """Undo `quantise_rows` up to rounding: return the values of the codes [..., d] in dtype."""
     return scaled_numbers(rows.codes, rows.scale, bits, dtype)
 
 
 def join_rows(rows: Scaled) -> UInt8[Array, "*n w"]:
-    """Rows [..., c, d * bits / 8] with their scales as one row of bytes: the codes of all rows, then all scales."""
+    """Join c rows [..., c, d * bits / 8] into one row of bytes: the codes of all rows, then the scales of all rows."""
     return byte_layout.join_rows(rows.codes, rows.scale)
 
 
 def split_rows(joined: UInt8[Array, "*n w"], tokens: int, dtype: Any) -> Scaled:
-    """The reverse of `join_rows` for `tokens` rows."""
+    """Undo `join_rows` for chunks of `tokens` rows."""
     return Scaled(*byte_layout.split_rows(joined, tokens, dtype))

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies, angles and the rotation, in the half-split layout of Hugging Face."""
+"""Rotary position embedding (RoPE): frequencies, angles and the rotation, in Hugging Face's half-split layout."""
 
 import math
 from typing import NamedTuple
@@ -12,16 +12,16 @@ from pallas_kernels.rotation import cos_sin_of
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, tokens: int = 0) -> np.ndarray:
-    """Angle per position of each rotated pair.
+    """Return the angle per position of each rotated pair.
 
     Args:
-        rope: the variant.
+        rope: the RoPE settings.
         head_dim: width of a head.
-        tokens: how many a sequence may ever hold. "dynamic" and "longrope" have other frequencies beyond the original
-            context. All keys of a state have the same frequencies, so that no key is ever rotated again.
+        tokens: the most tokens that a sequence may hold. "dynamic" and "longrope" change their frequencies if this
+            exceeds the original context. All keys of a state use the same frequencies, so a key is rotated only once.
 
     Returns:
-        float32 [rotary_dim / 2]; zeros for "none".
+        float32 [rotary_dim / 2]. Zeros for "none".
     """
     width = rope.rotary_dim(head_dim)
     if rope.kind == "none":
@@ -44,14 +44,18 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, tokens: int = 0) -> np.
 
 
 def _kept_by_wavelength(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
-    """1 where a wavelength is short and kept, 0 where it is long and fully scaled."""
+    """For "llama3", return the share of each frequency that is kept: 1 for short wavelengths, 0 for long ones."""
     wavelength = 2 * np.pi / inverse
     low, high = rope.low_freq_factor, rope.high_freq_factor
     return np.clip((rope.original_context / wavelength - low) / (high - low), 0.0, 1.0)
 
 
 def _kept_by_turns(rope: RopeConfig, width: int) -> np.ndarray:
-    """1 for frequencies that turn more than beta_fast times in the context, 0 below beta_slow times, a ramp between."""
+    """For "yarn", return the share of each frequency that is kept.
+
+    It is 1 for frequencies that turn more than beta_fast times in the original context, and 0 for those that turn less
+    than beta_slow times. Between them it falls linearly.
+    """
 
     def index_of(turns: float) -> float:
         return width * math.log(rope.original_context / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -67,15 +71,15 @@ def _kept_by_turns(rope: RopeConfig, width: int) -> np.ndarray:
 def cos_sin(
     positions: Int[Array, "*N"], inverse: Float[Array, " half"]
 ) -> tuple[Float[Array, "*N half"], Float[Array, "*N half"]]:
-    """Cosine and sine of the rotation angles.
+    """Compute the cosine and sine of the rotation angles.
 
     Args:
-        positions: int [...]; absolute token positions.
-        inverse: float32 [rotary_dim / 2].
+        positions: int [...], absolute token positions.
+        inverse: float32 [rotary_dim / 2], from `inverse_frequencies`.
 
     Returns:
-        Two float32 arrays [..., rotary_dim / 2]. The product is rounded in float32 as transformers does, so that keys
-        rotated here equal keys rotated there.
+        Two float32 arrays [..., rotary_dim / 2]. The angle is the float32 product of position and frequency, as in
+        transformers, so that both libraries rotate keys alike.
     """
     return cos_sin_of(positions[..., None].astype(jnp.float32) * inverse)
 
@@ -83,9 +87,10 @@ def cos_sin(
 def rotate(
     x: Float[Array, "*N d"], cos: Float[Array, "*#N half"], sin: Float[Array, "*#N half"], factor: float = 1.0
 ) -> Float[Array, "*N d"]:
-    """Rotate the front of x [..., d] by angles [..., rotary_dim / 2] (broadcast) and multiply it by factor.
+    """Rotate the first rotary_dim columns of x [..., d] and multiply them by factor. Other columns are unchanged.
 
-    The rotation is computed in float32 and returned in x's dtype. The part of x behind the rotated one is unchanged.
+    cos and sin are [..., rotary_dim / 2] and are broadcast. The rotation is computed in float32 and returned in x's
+    dtype.
     """
     half = cos.shape[-1]
     if factor != 1:
@@ -96,13 +101,14 @@ def rotate(
 
 
 class Rotation(NamedTuple):
-    """The rotation of queries and keys at some positions.
+    """The rotation of queries and keys at given positions.
 
     Attributes:
-        inverse: angle per position of each rotated pair, float32 [rotary_dim / 2].
-        cos, sin: float32, of the positions, broadcastable to [B, T, h, rotary_dim / 2].
-        query_factor: the product of both attention factors of the variant. Queries carry that of the keys too, because
-            only products of queries and keys matter; so keys are stored and rebuilt without a factor.
+        inverse: float32 [rotary_dim / 2], the angle per position of each rotated pair.
+        cos: float32 cosines of the angles, broadcastable to [B, T, h, rotary_dim / 2].
+        sin: float32 sines of the angles, in the shape of cos.
+        query_factor: factor on rotated queries. It is the product of the attention factors of queries and keys. Only
+            the product of a query and a key matters, so keys are stored and rebuilt without a factor.
     """
 
     inverse: Array
@@ -111,20 +117,20 @@ class Rotation(NamedTuple):
     query_factor: float
 
     def queries(self, x: Float[Array, "B T h d"]) -> Float[Array, "B T h d"]:
-        """Queries [B, T, h_q, d] after RoPE."""
+        """Apply RoPE to queries [B, T, h_q, d], including the query factor."""
         return rotate(x, self.cos, self.sin, self.query_factor)
 
     def keys(self, x: Float[Array, "B T h d"]) -> Float[Array, "B T h d"]:
-        """Keys [B, T, h_kv, d] after RoPE."""
+        """Apply RoPE to keys [B, T, h_kv, d]."""
         return rotate(x, self.cos, self.sin)
 
 
 def query_factor(rope: RopeConfig) -> float:
-    """The factor on rotated queries."""
+    """Return the factor on rotated queries: the attention factor of the queries times that of the keys."""
     return rope.attention_factor**2
 
 
 def rotation(rope: RopeConfig, inverse: Float[Array, " half"], positions: Int[Array, "#B T"]) -> Rotation:
-    """The rotation at positions [B or 1, T]."""
+    """Return the rotation at positions [B or 1, T]."""
     cos, sin = cos_sin(positions, inverse)
     return Rotation(inverse, cos[:, :, None], sin[:, :, None], query_factor(rope))

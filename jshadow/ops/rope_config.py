@@ -1,4 +1,4 @@
-"""The settings of rotary position embedding, and how `config.json` spells them."""
+"""The settings of rotary position embedding (RoPE), and reading and writing them in `config.json`."""
 
 import dataclasses
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 from jshadow.errors import ConfigError
 
-# Variant -> the keys that its `config.json` must have and may have, beside the base frequency.
+# Variant -> (keys that `config.json` must have, keys that it may have), in addition to the base frequency.
 KEYS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
     "linear": (("factor",), ()),
@@ -25,32 +25,40 @@ COMMON = {
     "max_position_embeddings",
     "finetuned",
 }
-OLDER_NAMES = {"su": "longrope"}  # of the first Phi-3 checkpoints
+OLDER_NAMES = {"su": "longrope"}  # used by the first Phi-3 checkpoints
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: the base frequencies and how they are scaled.
+    """Rotary position embedding: the base frequencies and their scaling.
+
+    The variants (`kind`) are:
+
+    - "default": no scaling.
+    - "linear": positions are divided by factor.
+    - "dynamic": theta grows with the length of the sequence (NTK).
+    - "llama3" (Llama 3.1, section 3 of its model card): low frequencies are divided by factor and high ones are kept,
+      with a linear ramp between them.
+    - "yarn" (arXiv 2309.00071, section 3): as "llama3", but the ramp lies between two numbers of turns.
+    - "longrope" (arXiv 2402.13753): each frequency is divided by a separate number. There is one list of divisors for
+      short sequences and one for long ones.
+    - "none": no rotation, so the layer's keys carry no position.
 
     Attributes:
         theta: base of the geometric series of frequencies.
-        kind: "default"; "linear" (positions divided by factor); "dynamic" (a base that grows with the length, NTK);
-            "llama3" (Llama 3.1, section 3 of its model card: low frequencies divided by factor, high ones kept, a
-            smooth ramp between); "yarn" (arXiv 2309.00071, section 3: that ramp between two numbers of turns);
-            "longrope" (arXiv 2402.13753: each frequency has a divisor of its own, one set of them for short
-            sequences and one for long ones); "none" (a layer whose keys carry no position).
-        factor: the scaling factor of "linear", "dynamic", "llama3" and "yarn".
-        low_freq_factor: "llama3": wavelengths above original_context / low_freq_factor are fully scaled.
-        high_freq_factor: "llama3": wavelengths below original_context / high_freq_factor are kept.
-        original_context: context length, in tokens, that the model was first trained for; of "dynamic", "llama3",
-            "yarn" and "longrope".
-        rotary_share: share of each head, from its front, that is rotated.
-        attention_factor: "yarn" and "longrope": what the rotated parts of queries and keys are multiplied with.
-        beta_fast: "yarn": turns within the original context above which a frequency is kept.
-        beta_slow: "yarn": turns below which it is divided by factor.
-        truncate: "yarn": the ramp begins and ends at whole frequencies.
-        short_factors: "longrope": divisors up to original_context tokens, one a rotated pair.
-        long_factors: "longrope": divisors beyond.
+        kind: the variant.
+        factor: scaling factor of "linear", "dynamic", "llama3" and "yarn".
+        low_freq_factor: for "llama3". Wavelengths above original_context / low_freq_factor are fully scaled.
+        high_freq_factor: for "llama3". Wavelengths below original_context / high_freq_factor are kept.
+        original_context: for "dynamic", "llama3", "yarn" and "longrope". Context length, in tokens, of the first
+            training.
+        rotary_share: share of each head that is rotated, counted from its first column.
+        attention_factor: for "yarn" and "longrope". Factor on the rotated columns of queries and keys.
+        beta_fast: for "yarn". Frequencies with more turns than this in the original context are kept.
+        beta_slow: for "yarn". Frequencies with fewer turns than this are divided by factor.
+        truncate: for "yarn". Whether the ends of the ramp are rounded to whole indices of frequencies.
+        short_factors: for "longrope". One divisor for each rotated pair, for sequences up to original_context tokens.
+        long_factors: for "longrope". One divisor for each rotated pair, for longer sequences.
     """
 
     theta: float = 10000.0
@@ -99,11 +107,11 @@ class RopeConfig:
                 raise ConfigError(f"rope.{name} must be above 0, got {min(factors)!r}")
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Numbers of a head that are rotated."""
+        """Return how many columns of a head are rotated."""
         return int(head_dim * self.rotary_share)
 
     def check_width(self, head_dim: int) -> None:
-        """Raise ConfigError unless the rotated part of such a head is whole pairs, each with its divisors."""
+        """Raise ConfigError unless the rotated columns of a head form whole pairs and every pair has its divisors."""
         rotated = self.rotary_dim(head_dim)
         if rotated < 2 or rotated % 2:
             raise ConfigError(
@@ -117,10 +125,12 @@ class RopeConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "RopeConfig":
-        """Read `rope_theta` and `rope_scaling` (or `rope_parameters`, as newer files spell it; the older wins).
+        """Read `rope_theta` and `rope_scaling` from config.json.
+
+        Newer files have `rope_parameters` instead. If a file has both, `rope_scaling` is used.
 
         Raises:
-            ConfigError: an unknown variant, a key that no variant of that name has, or one that it lacks.
+            ConfigError: the variant is unknown, a key of it is missing, or a key does not belong to it.
         """
         scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
         if not isinstance(scaling, Mapping):
@@ -144,7 +154,7 @@ class RopeConfig:
         return cls(**fields, **_READERS[kind](scaling, hf)) if kind in _READERS else cls(**fields)
 
     def to_hf(self) -> dict[str, Any]:
-        """The keys of `config.json` that read back as this: `rope_theta`, `rope_scaling`, `partial_rotary_factor`."""
+        """Return the keys of config.json (`rope_theta`, `rope_scaling`, `partial_rotary_factor`) for `from_hf`."""
         settings: dict[str, Any] = {"rope_type": self.kind}
         if self.kind in ("linear", "dynamic", "llama3", "yarn"):
             settings["factor"] = self.factor
@@ -163,7 +173,7 @@ class RopeConfig:
 
 
 def _original(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
-    """The context that a model was first trained for, from rope_scaling or config.json; else the context itself."""
+    """Return the original context from rope_scaling or config.json. If both lack it, return the context."""
     name = "original_max_position_embeddings"
     value = scaling.get(name) or hf.get(name) or hf.get("max_position_embeddings") or RopeConfig.original_context
     return int(value)
@@ -174,7 +184,7 @@ def _read_linear(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str,
 
 
 def _read_dynamic(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    # Here the file's context is the original one, whatever else it says.
+    # For this variant the original context is always max_position_embeddings.
     return {"factor": float(scaling["factor"]), "original_context": int(hf["max_position_embeddings"])}
 
 
@@ -205,7 +215,7 @@ def _read_longrope(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[st
             raise ConfigError(f"rope_scaling.{name} must be a list of numbers, got {scaling[name]!r}")
     if original < 2:
         raise ConfigError(f"original_max_position_embeddings must be at least 2, got {original}")
-    if attention_factor is None:  # some files leave the factor to the ratio of the two contexts
+    if attention_factor is None:  # if the file has no factor, it is the ratio of the two contexts
         factor = float(scaling.get("factor") or hf["max_position_embeddings"] / original)
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {

@@ -1,4 +1,4 @@
-"""SHA-256 digests of trees of arrays, tokenizers and records, to which a saved state belongs. One leaf at a time."""
+"""SHA-256 digests of trees of arrays, tokenizers and records. A saved state stores those of its model and tokenizer."""
 
 import hashlib
 import json
@@ -9,20 +9,20 @@ import numpy as np
 
 
 def canonical(value: Any) -> bytes:
-    """The one JSON text of a plain value: sorted keys, no spaces, ASCII."""
+    """Encode a plain value as JSON in a canonical form: sorted keys, no spaces, ASCII. NaN and Inf raise ValueError."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def sha256(content: Any) -> str:
-    """Hexadecimal digest of bytes."""
+    """Return the hexadecimal SHA-256 digest of bytes."""
     return hashlib.sha256(content).hexdigest()
 
 
 def host_array(leaf: Any) -> np.ndarray:
-    """A leaf as a NumPy array in C order.
+    """Copy a leaf to a NumPy array in C order.
 
-    A jax.Array keeps the NumPy copy that was made of it. Here the copy is made of an alias and is freed with it, so
-    that reading a whole tree never has more than one leaf on the host.
+    A jax.Array caches the NumPy copy made of it. Here an alias of the array is copied, and its cache is freed with it.
+    So reading a whole tree never holds more than one leaf on the host.
     """
     if isinstance(leaf, jax.Array) and len(leaf.devices()) == 1:
         leaf = leaf.addressable_data(0)
@@ -30,12 +30,12 @@ def host_array(leaf: Any) -> np.ndarray:
 
 
 def raw_bytes(value: np.ndarray) -> memoryview:
-    """The bytes of a C-ordered array, not copied."""
+    """Return the bytes of a C-ordered array without copying them."""
     return value.reshape(-1).view(np.uint8).data
 
 
 def tree_digest(tree: Any) -> str:
-    """Digest over the path, dtype, shape and bytes of every leaf."""
+    """Return the digest of the path, dtype, shape and bytes of every leaf. It holds one leaf on the host at a time."""
     hasher = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         value = host_array(leaf)
@@ -45,12 +45,15 @@ def tree_digest(tree: Any) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str | None:
-    """Digest of everything that decides the token ids of a text, chat template included; None without a tokenizer."""
+    """Return the digest of all data that determines the token ids of a text, including the chat template.
+
+    It is None if there is no tokenizer.
+    """
     if tokenizer is None:
         return None
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        # The last call left its padding and truncation there. They are not part of the tokenizer.
+        # The tokenizer also stores the padding and truncation of its last call. They are left out.
         content = json.loads(backend.to_str()) | {"padding": None, "truncation": None}
     else:
         content = {"vocab": tokenizer.get_vocab(), "special": tokenizer.special_tokens_map}

@@ -1,4 +1,4 @@
-"""A model in memory: weights, config and tokenizer; loading, saving, and random weights for tests."""
+"""A model in memory (weights, config and tokenizer): loading it, saving it, and random weights for tests."""
 
 import dataclasses
 import functools
@@ -35,19 +35,19 @@ from jshadow.weights.convert.quiet import quiet_transformers
 from jshadow.weights.convert.safetensors_file import cast, check_dtype
 from jshadow.weights.digest import host_array, tokenizer_digest, tree_digest
 
-# One of these files is enough for a tokenizer. tokenizer_config.json alone is not.
+# A directory with one of these files has a tokenizer. tokenizer_config.json alone is not enough.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Params:
-    """A loaded model. Not a pytree: jitted code takes `weights` and the static `config`, never this.
+    """A loaded model. It is not a pytree; jitted functions take `weights` and the static `config` instead.
 
     Attributes:
-        weights: nested dict of arrays, the tree of `models.transformer.abstract_weights(config)`, one dtype; int8
-            kernels have a `kernel_scale` beside them.
-        config: sizes and switches; equal for two loads of one checkpoint.
-        tokenizer: a transformers tokenizer, or None where the checkpoint has none (token ids still work).
+        weights: nested dict of arrays with the structure of `models.transformer.abstract_weights(config)`. All have one
+            dtype, except that an int8 `kernel` has a float32 `kernel_scale` beside it.
+        config: sizes and switches. Two loads of one checkpoint have equal configs.
+        tokenizer: a transformers tokenizer, or None if the checkpoint has none. Without it prompts must be token ids.
     """
 
     weights: dict[str, Any]
@@ -56,17 +56,17 @@ class Params:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of the weights."""
+        """Dtype of the weights that are not int8."""
         return np.dtype(self.weights["embed"]["embedding"].dtype)
 
     @functools.cached_property
     def digest(self) -> str:
-        """SHA-256 over the names, dtype, shapes and bytes of all weights; read leaf by leaf on first use."""
+        """SHA-256 of the names, dtypes, shapes and bytes of all weights. It is computed on first use, leaf by leaf."""
         return tree_digest(self.weights)
 
     @functools.cached_property
     def tokenizer_digest(self) -> str | None:
-        """SHA-256 of the tokenizer and its chat template; None without one."""
+        """SHA-256 of the tokenizer and its chat template, or None if there is no tokenizer."""
         return tokenizer_digest(self.tokenizer)
 
     def __repr__(self) -> str:
@@ -82,25 +82,27 @@ def load(
     mesh: Mesh | None = None,
     verify: bool = True,
 ) -> Params:
-    """Load a checkpoint: a Hugging Face directory, or one that `jshadow.convert` made, orbax included.
+    """Load a checkpoint: a Hugging Face directory, or a directory that `jshadow.convert` wrote (also orbax).
 
     Args:
-        path_or_hub_id: a local directory (config.json, one or many safetensors or an orbax checkpoint, tokenizer
-            files if any); where there is none of that name, a hub id "org/name", of which only JSON, safetensors and
-            tokenizer files are taken.
-        dtype: "float32", "bfloat16" or "float16"; tensors are cast while they are read.
-        quantize: "int8" keeps the projections of all layers in int8, with a float32 factor for each output.
-        mesh: devices to spread the weights over, along its last axis; each device is given its own part (of an orbax
-            checkpoint, reads it). States then stay on the devices: `fetch` is "resident". None: the default device.
-        verify: compare every file with the manifest that a conversion leaves.
+        path_or_hub_id: a local directory with config.json, weights (safetensors files or an orbax checkpoint) and
+            usually tokenizer files. If there is no such directory, a hub id "org/name". A download takes only JSON,
+            safetensors and tokenizer files.
+        dtype: "float32", "bfloat16" or "float16". Tensors are cast while they are read.
+        quantize: "int8" stores the projections of all layers in int8, with a float32 factor for each output.
+        mesh: devices to shard the weights over, along the last axis of the mesh. From an orbax checkpoint each device
+            reads only its part. Cached keys and values then stay on the devices (`fetch` is "resident"). None means
+            the default device.
+        verify: whether to compare every file with the manifest, if there is one.
 
     Returns:
-        Params with every weight checked: present once, shaped as the config says, finite.
+        Params whose weights are all present, finite, and of the shapes that the config defines.
 
     Raises:
-        CheckpointError: missing, damaged, pickled or GGUF weights, files that differ from their manifest, or tensors
-            that do not fit (all in one error).
-        ConfigError: an unknown dtype, quantize or model_type, a quantised or remote-code model, a config out of range.
+        CheckpointError: weights are missing, damaged, pickled or GGUF, files differ from their manifest, or tensors do
+            not match the config (all listed in one error).
+        ConfigError: dtype, quantize or model_type is unknown, the model is quantized or needs remote code, or a value
+            of the config is out of range.
     """
     target = check_dtype(dtype)
     check_quantize(quantize)
@@ -109,10 +111,10 @@ def load(
     directory = locate(path_or_hub_id)
     with readable(directory):
         _, family, config = read_config(directory)
-        tokenizer = load_tokenizer(directory)  # before the weights, because it fails sooner
+        tokenizer = load_tokenizer(directory)  # before the weights, so that its errors come early
         orbax = kind_of(directory) == "orbax"
         if not orbax:
-            plan(directory, family, config)  # an error about a file's content says more than that the file changed
+            plan(directory, family, config)  # before the manifest, because its errors say more than that a file changed
         if verify:
             check_manifest(directory)
 
@@ -133,10 +135,10 @@ def load(
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The transformers tokenizer of a checkpoint directory, or None where it has no tokenizer files.
+    """Load the transformers tokenizer of a checkpoint directory, or return None if it has no tokenizer files.
 
     Raises:
-        CheckpointError: the files do not make a tokenizer, or it would need remote code.
+        CheckpointError: the files do not form a valid tokenizer, or it needs remote code.
     """
     if not any((directory / name).exists() for name in TOKENIZER_FILES):
         return None
@@ -151,17 +153,17 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def save(params: Params, directory: str | os.PathLike[str], *, format: str = "huggingface") -> None:
-    """Write a directory that `load` reads, and transformers too where it is an ordinary Hugging Face one.
+    """Write a directory that `load` reads. transformers reads it too if the format is "huggingface".
 
     Args:
-        params: any dtype of the three; the files keep it.
-        directory: must not exist; it appears complete or not at all.
-        format: "huggingface" (safetensors), or "orbax" with a manifest; weights may be spread over devices.
+        params: a model in float32, bfloat16 or float16. The files have its dtype. Its weights may be sharded.
+        directory: directory to create. It must not exist. It is written completely or not at all.
+        format: "huggingface" (safetensors), or "orbax", which includes a manifest.
 
     Raises:
         CheckpointError: `directory` exists or cannot be written, or a weight is NaN or Inf.
-        ConfigError: the weights' dtype is none of the three, they are quantised, or the config's family or the format
-            is unknown.
+        ConfigError: the dtype of the weights is not one of the three, the weights are quantized, or the model_type of
+            the config or the format is unknown.
     """
     config, dtype = params.config, params.dtype.name
     check_dtype(dtype)
@@ -188,19 +190,20 @@ def save(params: Params, directory: str | os.PathLike[str], *, format: str = "hu
 
 
 def init_params(config: ModelConfig, seed: int = 0, dtype: str = "float32") -> Params:
-    """Random weights, for tests and for timing without a checkpoint; the same seed gives the same weights.
+    """Create a model with random weights, for tests and for timing without a checkpoint.
 
-    Kernels are normal with deviation 1 / sqrt(fan_in), the embedding with 1 / sqrt(D), so that queries, keys and
-    logits have about unit variance and attention is neither flat nor one-hot. Biases are normal with 0.02 (a zero
-    bias would hide a forgotten one); norms are one.
+    The same seed gives the same weights. Kernels are normal with standard deviation 1 / sqrt(fan_in), and the embedding
+    with 1 / sqrt(D). So queries, keys and logits have about unit variance, and attention is neither uniform nor
+    one-hot. Biases are normal with standard deviation 0.02, because tests would not notice a missing zero bias. Norm
+    scales are one.
 
     Args:
-        config: sizes.
+        config: sizes and switches of the model.
         seed: integer of at least 0.
         dtype: "float32", "bfloat16" or "float16".
 
     Raises:
-        ConfigError: an unknown dtype or a bad seed.
+        ConfigError: the dtype is unknown, or the seed is not an integer of at least 0.
     """
     target = check_dtype(dtype)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:

@@ -1,4 +1,7 @@
-"""How well each chunk matches a query, by the landmarks of the chunk."""
+"""The op that scores chunks of keys by their landmarks, so that the best chunks can be selected.
+
+A chunk is a run of neighboring tokens. A landmark is the mean key of a chunk, or of a part of a chunk.
+"""
 
 import functools
 
@@ -20,29 +23,33 @@ def chunk_scores(
     spread: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Softmax of scale * q . landmark over the candidates for each query head, then the maximum over the group.
+    """Score each chunk: softmax of scale * q . landmark for each query head, then the maximum over the query group.
 
-    If a chunk has s landmarks, m = n * s, the softmax is over the landmarks of all candidates, and the score of a chunk
-    is the sum over its landmarks. With a spread, (scale * |q| * spread)**2 / 2 is added to each product: half the
-    variance of the products with the keys that the landmark is the mean of, if these spread alike in all directions.
-    Products and softmax are float32, never rounded to TF32: the choice of chunks must not depend on the machine.
+    The softmax runs over the landmarks of all candidate chunks. Each of the n chunks has s landmarks, m = n * s in all.
+    The score of a chunk is the sum over its landmarks. A query group is the query heads of one KV head.
+
+    With a spread, (scale * |q| * spread)**2 / 2 is added to each scaled product. This is half the variance of the
+    scaled products with the keys behind the landmark, if these keys vary equally in all directions.
+
+    Products and softmax are float32 and are never rounded to TF32, so that every machine selects the same chunks.
 
     Args:
-        q: [B, T, h_q, d], h_q a multiple of h_kv.
-        landmarks: [B, h_kv, m, d], the landmarks of a chunk side by side; or, with landmark_scale, uint8
-            [B, h_kv, m, d * bits / 8]: two's complement codes of 8 or 4 bits in the layout of `pallas_kernels.bits`.
-        candidates: bool [B, h_kv, n].
+        q: floating [B, T, h_q, d], where h_q is a multiple of h_kv.
+        landmarks: floating [B, h_kv, m, d]. The s landmarks of a chunk are neighbors. With landmark_scale they are
+            packed instead: uint8 [B, h_kv, m, d * bits / 8], two's complement codes of 8 or 4 bits in the layout of
+            `pallas_kernels.bits`.
+        candidates: bool [B, h_kv, n], the chunks that are scored.
         scale: factor on the products.
-        landmark_scale: the step of each landmark's codes [B, h_kv, m, 1], floating.
-        spread: root mean square difference of the keys from their landmark [B, h_kv, m, 1], floating.
+        landmark_scale: floating [B, h_kv, m, 1], the step of each landmark's codes.
+        spread: floating [B, h_kv, m, 1], the root mean square difference of the keys from their landmark.
         implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
-        float32 [B, h_kv, T, n]; -1 where a chunk is no candidate.
+        float32 [B, h_kv, T, n]. Chunks that are not candidates have -1.
 
     Raises:
         ValueError: a shape, a dtype or the implementation is wrong.
-        NotImplementedError: the kernel was asked for by name and cannot do this.
+        NotImplementedError: `implementation` names the kernel, and the kernel does not support the arguments.
     """
     chunks = Chunks(landmarks, candidates, landmark_scale, spread)
     check(q, chunks)

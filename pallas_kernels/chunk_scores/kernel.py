@@ -1,9 +1,13 @@
-"""Scores of chunks by two Triton kernels. Each landmark is read once, for all queries of its KV head.
+"""Two Triton kernels that score chunks.
 
-`chunk_logits_kernel` serves chunks of one landmark that is neither packed nor has a spread. It writes the logit of each
-landmark. `chunk_masses_kernel` serves all others. It writes the mass of each chunk, the sum of the exponentials of its
-logits relative to the largest logit of the program. Both write the maximum and the sum of each program, from which XLA
-completes the softmax over all programs.
+`chunk_logits_kernel` is for chunks with one landmark that is neither packed nor has a spread. It writes the logit of
+each landmark. `chunk_masses_kernel` is for all other chunks. It writes the mass of each chunk: the sum of
+exp(logit - top) over its landmarks, where top is the largest logit in the program for that query row.
+
+The grid of both is (blocks of chunks, blocks of query rows, KV heads, batch). A query row is one query head at one
+position; `group_rows` puts all query rows of a KV head together, so that a program loads each landmark once for its
+whole block of query rows. Both kernels also write the maximum and the sum of each program. XLA completes the softmax
+over all programs with these.
 """
 
 import functools
@@ -19,17 +23,17 @@ from pallas_kernels.bits import code_at, signed
 from pallas_kernels.chunk_scores.operands import Chunks
 from pallas_kernels.tiles import LEAST, MASKED, blocks, can_do, dot, group_rows, iota, row_block, spans, summed, warps
 
-MOST_PARTS = 16  # landmarks of a chunk; each takes a tile of logits
+MOST_PARTS = 16  # the most landmarks a chunk may have; each takes one tile of logits in registers
 
 
 class Tile(NamedTuple):
-    """What a program computes.
+    """Static sizes of one program.
 
     Attributes:
         scale: factor on the products.
-        rows: query rows.
-        block: chunks.
-        bits: of a packed number of a landmark, or None.
+        rows: number of query rows.
+        block: number of chunks.
+        bits: bits of a packed landmark number, or None if landmarks are not packed.
     """
 
     scale: float
@@ -39,13 +43,13 @@ class Tile(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of one head that a program reads.
+    """Rows of one KV head that a program reads.
 
     Attributes:
-        b: row of the batch.
-        h: KV head.
-        number: which rows, int32 [n].
-        there: False past the end of the array, bool [n].
+        b: index in the batch.
+        h: index of the KV head.
+        number: int32 [n], indices of the rows.
+        there: bool [n], False past the end of the array.
     """
 
     b: jax.Array
@@ -58,7 +62,11 @@ class Rows(NamedTuple):
 
 
 def chunk_logits_kernel(q, chunks, logits, top, total, *, tile):  # type: ignore[no-untyped-def]
-    """One program: the logits of query rows and chunks, their maxima and sums of exponentials."""
+    """One program: compute the logits [rows, block] of a block of query rows with a block of chunks.
+
+    q is [B, h_kv, R, d], and landmarks are [B, h_kv, n, d]. The program writes the logits, and for each query row the
+    maximum and the sum of exp(logit - maximum). The results are float32.
+    """
     j, i, h, b = (pl.program_id(axis) for axis in range(4))
     landmarks = chunks.landmarks
     row, column = iota(i * tile.rows, tile.rows), iota(j * tile.block, tile.block)
@@ -85,7 +93,11 @@ def chunk_logits_kernel(q, chunks, logits, top, total, *, tile):  # type: ignore
 
 
 def chunk_masses_kernel(q, chunks, masses, top, total, *, tile):  # type: ignore[no-untyped-def]
-    """One program: query rows and all landmarks of some chunks."""
+    """One program: compute the masses [rows, block] of a block of chunks for a block of query rows.
+
+    It loads the query tiles once. Then it computes one tile of logits for each landmark of a chunk. It writes the
+    masses, and for each query row the maximum logit and the sum of the masses. The results are float32.
+    """
     j, i, h, b = (pl.program_id(axis) for axis in range(4))
     row, chunk = iota(i * tile.rows, tile.rows), iota(j * tile.block, tile.block)
     row_there, chunk_there = row < q.shape[2], chunk < chunks.candidates.shape[2]
@@ -107,12 +119,15 @@ def chunk_masses_kernel(q, chunks, masses, top, total, *, tile):  # type: ignore
 
 
 def columns_of(landmarks: Any, *arrays: Any) -> tuple[tuple[int, int], ...]:
-    """The elements of a landmark in tiles. A tile of bytes is multiplied with a tile of q for each place."""
+    """Cut the elements of a landmark into tiles (start, width). The elements are numbers, or bytes if packed."""
     return spans(landmarks.shape[3], 32 if any(x.dtype == jnp.float32 for x in arrays) else 64)
 
 
 def query_tiles(q: Any, landmarks: Any, rows: Rows, bits: int | None) -> list[list[jax.Array]]:
-    """For each tile of elements of a landmark, the query columns that it is multiplied with, place by place."""
+    """Load the query columns that match each tile of landmark elements.
+
+    A packed landmark has one query tile for each place of its bytes; an unpacked landmark has one query tile.
+    """
     b, h, number, there = rows
     size, tiles = landmarks.shape[3], []
     for start, width in columns_of(landmarks, q, landmarks):
@@ -128,7 +143,7 @@ def query_tiles(q: Any, landmarks: Any, rows: Rows, bits: int | None) -> list[li
 
 
 def products(queries: list[list[jax.Array]], chunks: Any, rows: Rows, bits: int | None) -> jax.Array:
-    """Float32 products of the query rows with landmarks [n]; chunks holds the kernel's refs."""
+    """Return the float32 products [query rows, n] of query rows with n landmarks. `chunks` holds the kernel's refs."""
     b, h, number, there = rows
     landmarks = chunks.landmarks
     size, out = landmarks.shape[3], jnp.zeros((queries[0][0].shape[0], number.shape[0]), jnp.float32)
@@ -151,7 +166,7 @@ def products(queries: list[list[jax.Array]], chunks: Any, rows: Rows, bits: int 
 
 
 def half_variance(queries: list[list[jax.Array]], spreads: Any, rows: Rows, scale: float) -> jax.Array:
-    """Half the variance of the scaled products of the query rows with the keys that landmarks [n] summarise."""
+    """Return the variance term [query rows, n] of n landmarks: (scale * |q| * spread)**2 / 2, float32."""
     b, h, number, there = rows
     squares = [(tile.astype(jnp.float32) ** 2).sum(axis=1) for tiles in queries for tile in tiles]
     length = functools.reduce(jnp.add, squares) * (scale**2 / 2)
@@ -167,7 +182,8 @@ def chunk_scores(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) ->
     """See `pallas_kernels.chunk_scores`.
 
     Raises:
-        NotImplementedError: heads wider than 256, many landmarks a chunk, an empty array, an unusual dtype.
+        NotImplementedError: heads are wider than 256, a chunk has more than 16 landmarks, an array is empty, or a dtype
+            is not float32, bfloat16 or float16.
     """
     if chunks.parts == 1 and chunks.scale is None and chunks.spread is None:
         scores = by_logits(q, chunks, scale, interpret)
@@ -177,13 +193,13 @@ def chunk_scores(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) ->
 
 
 def by_logits(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> jax.Array:
-    """Scores by `chunk_logits_kernel`."""
+    """Compute the scores [B, h_kv, T, n] with `chunk_logits_kernel`. Only those of candidates are meaningful."""
     landmarks = chunks.landmarks
     can_do("chunk_scores", q.shape[3], q, landmarks)
     batch, kv_heads, count = chunks.candidates.shape
     queries = group_rows(q, kv_heads)
     rows = row_block(queries.shape[2], q, landmarks)
-    # float32 tiles fill the registers sooner
+    # Float32 tiles take twice the registers, so the block is half as large.
     block = 128 if queries.dtype == landmarks.dtype != jnp.float32 else 64
     tile, warp_count = Tile(scale, rows, block), warps(q.shape[3], q, landmarks)
     logits, top, total = launch(chunk_logits_kernel, queries, chunks, tile, warp_count, interpret)
@@ -194,7 +210,7 @@ def by_logits(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> ja
 
 
 def by_masses(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> jax.Array:
-    """Scores by `chunk_masses_kernel`."""
+    """Compute the scores [B, h_kv, T, n] with `chunk_masses_kernel`. Only those of candidates are meaningful."""
     batch, kv_heads, count = chunks.candidates.shape
     parts, bits = chunks.parts, chunks.bits(q.shape[3])
     if parts > MOST_PARTS:
@@ -220,7 +236,12 @@ def by_masses(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> ja
 def launch(
     kernel: Any, queries: jax.Array, chunks: Chunks, tile: Tile, warp_count: int, interpret: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Run a kernel on query rows [B, h_kv, R, d]: float32 [B, h_kv, R, n], and two of [B, h_kv, programs, R]."""
+    """Run a kernel on query rows [B, h_kv, R, d].
+
+    Returns:
+        The logits or masses [B, h_kv, R, n], the maxima [B, h_kv, programs, R] and the sums [B, h_kv, programs, R], all
+        float32.
+    """
     batch, kv_heads, count = chunks.candidates.shape
     height, programs = queries.shape[2], blocks(count, tile.block)
     operands, anywhere = (queries, chunks), pl.BlockSpec(memory_space=pl.ANY)

@@ -1,4 +1,4 @@
-"""The arrays that chunk_scores reads, and their checks."""
+"""The arrays that chunk_scores reads, and the checks of their shapes and dtypes."""
 
 from typing import NamedTuple
 
@@ -12,11 +12,11 @@ class Chunks(NamedTuple):
     """n chunks with s landmarks each, m = n * s landmarks in all.
 
     Attributes:
-        landmarks: floating [B, h_kv, m, d], the landmarks of a chunk side by side; or, with a scale, two's complement
-            codes uint8 [B, h_kv, m, d * bits / 8] in the layout of `pallas_kernels.bits`.
+        landmarks: floating [B, h_kv, m, d]. The landmarks of a chunk are neighbors. With a scale they are packed
+            instead: uint8 [B, h_kv, m, d * bits / 8], two's complement codes in the layout of `pallas_kernels.bits`.
         candidates: bool [B, h_kv, n], the chunks that are scored.
-        scale: the step of each landmark's codes, floating [B, h_kv, m, 1], or None.
-        spread: root mean square difference of the keys from their landmark, floating [B, h_kv, m, 1], or None.
+        scale: floating [B, h_kv, m, 1], the step of each landmark's codes, or None.
+        spread: floating [B, h_kv, m, 1], the root mean square difference of the keys from their landmark, or None.
     """
 
     landmarks: jax.Array
@@ -26,19 +26,19 @@ class Chunks(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Landmarks of a chunk. There must be a chunk."""
+        """Number of landmarks of a chunk. There must be at least one chunk."""
         return self.landmarks.shape[2] // self.candidates.shape[2]
 
     def bits(self, dim: int) -> int | None:
-        """Bits of a number of a landmark that is dim wide; None where landmarks are not packed."""
+        """Return the bits of a packed landmark number, for heads `dim` wide; None if landmarks are not packed."""
         return None if self.scale is None else 8 * self.landmarks.shape[3] // dim
 
 
 def check(q: jax.Array, chunks: Chunks) -> None:
-    """Check shapes and dtypes.
+    """Check the shapes and dtypes of all arrays.
 
     Raises:
-        ValueError: one is wrong.
+        ValueError: a shape or a dtype is wrong.
     """
     expect_shape("q", q, ("B", "T", "h_q", "d"))
     expect_dtype("q", q, jnp.floating)
@@ -56,7 +56,7 @@ def check(q: jax.Array, chunks: Chunks) -> None:
 
 
 def check_landmarks(q: jax.Array, chunks: Chunks) -> None:
-    """Check the landmarks and their scale against queries that are already checked.
+    """Check the landmarks and their scale. The queries must be checked before.
 
     Raises:
         ValueError: a shape or a dtype is wrong.

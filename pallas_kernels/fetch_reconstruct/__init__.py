@@ -1,4 +1,4 @@
-"""Values of chosen chunks brought from host memory while the same kernel rebuilds their keys."""
+"""The op that fetches the values of selected chunks from host memory and rebuilds their keys in the same kernel."""
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +13,24 @@ from pallas_kernels.reconstruct_keys.operands import check as check_keys
 def fetch_reconstruct(
     values: HostRows, keys: ChosenKeys, kept: KeptRows | None = None, *, implementation: str = "auto"
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys as by `reconstruct_keys`, and the values of the same chunks.
+    """Rebuild the keys of k selected chunks as `reconstruct_keys` does, and fetch the values of the same chunks.
 
-    The values may lie in pinned host memory. They are never copied as a whole, except by "interpret". The kernel reads
-    only the chunks that do not stay; "xla" moves all k. Where kept.rows is donated, the kernel writes into it and does
-    not touch rows that stay.
+    The values may lie in pinned host memory. Only "interpret" copies them as a whole. The kernel reads only the chunks
+    that are not kept on the device; "xla" moves all k chunks. If kept.rows is donated, the kernel writes into that
+    buffer and leaves the kept rows untouched.
 
     Args:
-        values: rows of all chunks.
-        keys: what the keys are rebuilt from, and which chunks are asked for.
-        kept: values that are on the device already. None: all chunks are fetched.
+        values: value rows of all chunks.
+        keys: the arrays that keys are rebuilt from, and the ids of the selected chunks.
+        kept: values that are already on the device, or None to fetch all chunks.
         implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
-        keys as by `reconstruct_keys`, and values [B, h_kv, k * c, d] in their dtype, both on the device.
+        Keys [B, h_kv, k * c, d] in `keys.dtype` and values [B, h_kv, k * c, d] in `values.value_dtype`, on the device.
 
     Raises:
         ValueError: a shape, a dtype or the implementation is wrong.
-        NotImplementedError: the kernel was asked for by name and cannot do this.
+        NotImplementedError: `implementation` names the kernel, and the kernel does not support the arguments.
     """
     check_keys(keys)
     operands.check(values, keys, kept)

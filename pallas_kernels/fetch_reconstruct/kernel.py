@@ -1,8 +1,10 @@
-"""Values read straight from pinned host memory by the Triton kernel that rebuilds the keys (zero copy).
+"""The Triton kernel that rebuilds keys and reads the values straight from pinned host memory (zero copy).
 
-XLA passes a pinned host operand to a kernel as it is, and under unified addressing the kernel's loads cross the bus.
-They are issued first, so that they are under way while the same program gathers, multiplies and rotates. Packed rows
-cross the bus as bytes and become numbers where they are stored.
+XLA passes a pinned host operand to a kernel without a copy. Under unified addressing the kernel's loads of it cross the
+bus. A program issues these loads first, so that they run while it gathers, multiplies and rotates the keys. Packed rows
+cross the bus as bytes. They are unpacked just before they are stored.
+
+The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c tokens of the selected chunks.
 """
 
 import functools
@@ -22,7 +24,10 @@ from pallas_kernels.tiles import blocks, can_do, iota, spans
 
 
 def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count):  # type: ignore[no-untyped-def]
-    """One program: `count` tokens of one KV head. With kept, kept.rows and values_out are the same buffer."""
+    """One program: rebuild the keys and fetch the values of `count` tokens of one KV head.
+
+    If kept is not None, kept.rows and values_out are the same buffer, and the program skips tokens that are kept.
+    """
     j, h, b = (pl.program_id(axis) for axis in range(3))
     tokens = tokens_of(keys, b, h, j * count, count)
     dim, scales = keys.dim, None
@@ -52,7 +57,10 @@ def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count)
 def load_missed(
     values: Any, tokens: Tokens, missed: jax.Array, b: jax.Array, h: jax.Array, at: jax.Array, inside: jax.Array
 ) -> jax.Array:
-    """Elements `at` [tokens, n] of the tokens' rows, from the host. A masked lane reads nothing."""
+    """Load elements `at` [tokens, n] of the value rows of the missed tokens, from the prompt or from the tail.
+
+    Masked lanes do not access memory, so kept tokens cause no traffic on the bus.
+    """
     inside, other = missed[:, None] & inside, 0.0 if jnp.issubdtype(values.prompt.dtype, jnp.floating) else 0
     if values.tail is None:
         return pltriton.load(values.prompt.at[b, h, tokens.unit[:, None], at], mask=inside, other=other)
@@ -63,22 +71,22 @@ def load_missed(
 
 
 def scale_places(values: Any, within: jax.Array, chunk: int, dim: int) -> jax.Array:
-    """Where in a row the bytes of the tokens' scales lie, int32 [tokens, bytes of a scale]."""
+    """Return the indices of the scale bytes of each token in its row, int32 [tokens, bytes of a scale]."""
     size = jnp.dtype(values.scale_dtype).itemsize
     return chunk * values.token_width(dim) + within[:, None] * size + iota(0, size)[None]
 
 
 def scales_of(values: Any, tile: jax.Array) -> jax.Array:
-    """Float32 scales [tokens] of their bytes [tokens, n], the first the lowest."""
+    """Join the bytes [tokens, n] of the scales, lowest byte first, and return the float32 scales [tokens]."""
     places = lax.convert_element_type(tile, jnp.int32) << (8 * iota(0, tile.shape[1]))[None]
-    number = places.sum(axis=1, dtype=jnp.int32)  # of disjoint bits
+    number = places.sum(axis=1, dtype=jnp.int32)  # the bits are disjoint, so the sum joins them
     if values.scale_dtype == jnp.float16:
         number = lax.convert_element_type(number, jnp.uint16)
     return lax.bitcast_convert_type(number, values.scale_dtype).astype(jnp.float32)
 
 
 def values_at(values: Any, tile: jax.Array, place: int, scales: jax.Array) -> jax.Array:
-    """Values in one place of bytes [tokens, n]."""
+    """Unpack the values in one place of the bytes [tokens, n] and multiply them by the scales [tokens]."""
     codes = signed(code_at(lax.convert_element_type(tile, jnp.int32), place, values.bits), values.bits)
     return (codes.astype(jnp.float32) * scales[:, None]).astype(values.dtype)
 
@@ -90,7 +98,8 @@ def fetch_reconstruct(
     """See `pallas_kernels.fetch_reconstruct`.
 
     Raises:
-        NotImplementedError: heads wider than 256, an empty array, an unusual dtype.
+        NotImplementedError: heads are wider than 256, an array is empty, or a dtype is not float32, bfloat16 or
+            float16.
     """
     sources = tuple(x for x in (values.prompt, values.tail) if x is not None)
     kept_rows = () if kept is None else (kept.rows,)
@@ -101,7 +110,7 @@ def fetch_reconstruct(
     batch, heads, tokens, _ = keys.out_shape
     anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 32)
     if kept is not None:
-        kept = kept._replace(rows=kept.rows.reshape(keys.out_shape))  # the shape of the result that it becomes
+        kept = kept._replace(rows=kept.rows.reshape(keys.out_shape))  # an aliased result must have the same shape
     operands = (values, kept, keys)
     aliases = {} if kept is None else {len(jax.tree.leaves(values)): 1}
     rebuilt, fetched = pl.pallas_call(

@@ -1,4 +1,4 @@
-"""The values that fetch_reconstruct brings from host memory, and their checks."""
+"""The value arrays that fetch_reconstruct reads, and the checks of their shapes and dtypes."""
 
 import dataclasses
 import functools
@@ -15,17 +15,19 @@ from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["prompt", "tail"], meta_fields=["bits", "dtype"])
 @dataclasses.dataclass(frozen=True)
 class HostRows:
-    """Values of all chunks, usually in pinned host memory: one row a chunk, its c tokens contiguous.
+    """Values of all chunks, usually in pinned host memory. Each chunk of c tokens is one row.
 
-    A row has c * d numbers. With bits it has bytes instead: the two's complement codes of the chunk's tokens, then the
-    scale of each token, as `pallas_kernels.bits.join_rows` packs them. A value is its code times its scale in float32,
-    rounded to dtype.
+    Without `bits` a row has c * d numbers. With `bits` a row has bytes instead: first the two's complement codes of the
+    chunk's tokens, then the scale of each token, as `pallas_kernels.bits.join_rows` packs them. A value is its code
+    times its scale in float32, rounded to `dtype`.
 
     Attributes:
-        prompt: [B, h_kv, U, c * d], or uint8 [B, h_kv, U, bytes of a chunk].
-        tail: values of W' later chunks, W' at least the W chunks of the keys' tail, shaped as prompt.
-        bits: of a packed number, 8 or 4. None: values are not packed.
-        dtype: of the values, with bits alone. Scales are float32 where it has four bytes, else float16.
+        prompt: floating [B, h_kv, U, c * d], or uint8 [B, h_kv, U, bytes of a chunk].
+        tail: values of W' chunks after the prompt, [B, h_kv, W', width of prompt]. W' is at least the number of chunks
+            in the keys' tail.
+        bits: bits of a packed number, 8 or 4. None if values are not packed.
+        dtype: dtype of the unpacked values, given only with `bits`. Scales are float32 if it has four bytes, else
+            float16.
     """
 
     prompt: jax.Array
@@ -40,24 +42,25 @@ class HostRows:
 
     @property
     def scale_dtype(self) -> Any:
-        """Dtype of a token's scale, where values are packed."""
+        """Dtype of a token's scale, if values are packed."""
         return byte_layout.scale_dtype(self.value_dtype)
 
     def token_width(self, dim: int) -> int:
-        """Elements of a row that a token has, its scale not counted: numbers or bytes."""
+        """Return the elements of a row that belong to one token, without its scale: numbers, or bytes if packed."""
         return dim if self.bits is None else dim * self.bits // 8
 
     def row_width(self, chunk: int, dim: int) -> int:
-        """Elements of a row."""
+        """Return the elements of the row of a chunk: numbers, or bytes if packed."""
         return chunk * dim if self.bits is None else byte_layout.row_bytes(chunk, dim, self.bits, self.value_dtype)
 
 
 class KeptRows(NamedTuple):
-    """Values that a fetch before has left on the device.
+    """Values on the device from an earlier fetch.
 
     Attributes:
         rows: [B, h_kv, k, c * d], in the dtype of the fetched values.
-        stay: bool [B, h_kv, k]: whether the row of this place is right, or not asked for. It is not fetched.
+        stay: bool [B, h_kv, k]. True means that the row is not fetched, because it already holds the values of its
+            chunk or because they are not needed.
     """
 
     rows: jax.Array
@@ -65,10 +68,10 @@ class KeptRows(NamedTuple):
 
 
 def check(values: HostRows, keys: ChosenKeys, kept: KeptRows | None) -> None:
-    """Check shapes and dtypes against those of the keys, which are already checked.
+    """Check the shapes and dtypes of values and kept rows against the keys. The keys must be checked before.
 
     Raises:
-        ValueError: one is wrong, or something is missing.
+        ValueError: a shape or a dtype is wrong, or one of two arguments that belong together is missing.
     """
     if (values.bits is None) != (values.dtype is None):
         raise ValueError("values.bits and values.dtype belong together, got one of them")

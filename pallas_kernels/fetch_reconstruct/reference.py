@@ -1,4 +1,4 @@
-"""Values fetched and keys rebuilt by XLA: the host gathers, a copy brings the rows, the device rebuilds meanwhile."""
+"""fetch_reconstruct in XLA: the host gathers the value rows and a copy moves them while the device rebuilds keys."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from pallas_kernels.reconstruct_keys.reference import reconstruct_keys, rows_at
 
 
 def fetch_reconstruct(values: HostRows, kept: KeptRows | None, keys: ChosenKeys) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.fetch_reconstruct`. All rows travel, also those that stay, for shapes are static."""
+    """See `pallas_kernels.fetch_reconstruct`. All k rows are copied, also the kept ones, because shapes are static."""
     units, ids = keys.left.shape[-2], jnp.clip(keys.ids, 0, keys.units - 1)
     rows = fetched_rows(values.prompt, ids) if units else None
     if values.tail is not None:
@@ -21,7 +21,7 @@ def fetch_reconstruct(values: HostRows, kept: KeptRows | None, keys: ChosenKeys)
     assert rows is not None
     if values.bits is None:
         rows = with_kept(kept, rows)
-    # Both must exist before either is used: this is what lets the copy run beside the rebuilding.
+    # The barrier makes both results exist before either is used. So the copy can run while the keys are rebuilt.
     rebuilt, rows = lax.optimization_barrier((reconstruct_keys(keys), rows))
     if values.bits is not None:
         codes, scale = split_rows(rows, keys.chunk, values.value_dtype)
@@ -31,12 +31,12 @@ def fetch_reconstruct(values: HostRows, kept: KeptRows | None, keys: ChosenKeys)
 
 
 def with_kept(kept: KeptRows | None, rows: jax.Array) -> jax.Array:
-    """Fetched rows, replaced by the kept ones where those stay."""
+    """Return the fetched rows, with kept rows in the places marked `stay`."""
     return rows if kept is None else jnp.where(kept.stay[..., None], kept.rows, rows)
 
 
 def fetched_rows(source: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows ids [B, h, k] of source [B, h, U, width], on the device: [B, h, k, width]. Ids are clipped."""
+    """Gather rows ids [B, h, k] of source [B, h, U, width] onto the device: [B, h, k, width]. Ids are clipped."""
     if not in_host_memory(source):
         return rows_at(source, ids)
     return jax.device_put(on_host(rows_at)(source, jax.device_put(ids, Space.Host)), Space.Device)

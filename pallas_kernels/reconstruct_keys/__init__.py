@@ -1,4 +1,4 @@
-"""Keys of chosen chunks, rebuilt from low-rank factors or packed codes and rotated to their positions."""
+"""The op that rebuilds the keys of selected chunks from low-rank factors or packed codes, and applies RoPE."""
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +9,21 @@ from pallas_kernels.reconstruct_keys.operands import ChosenKeys, check
 
 
 def reconstruct_keys(keys: ChosenKeys, *, implementation: str = "auto") -> jax.Array:
-    """Left rows of the chosen chunks, times right, rotated by RoPE at the positions chunk * c + j.
+    """Rebuild the keys of k selected chunks of c tokens.
 
-    Sums are float32. RoPE has the half-split layout; head columns from rot on are not rotated.
+    A key is its row of `left` times `right`. Token j of chunk i is rotated by RoPE to position i * c + j. RoPE uses the
+    half-split layout, and head columns from rot on are not rotated. Sums are float32.
 
     Args:
-        keys: what the keys are rebuilt from, and which chunks are asked for.
+        keys: the arrays that keys are rebuilt from, and the ids of the selected chunks.
         implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
-        [B, h_kv, k * c, d] in left's dtype, or with a profile in mean's.
+        [B, h_kv, k * c, d] in the dtype of `left`, or of `mean` if the keys are packed codes.
 
     Raises:
         ValueError: a shape, a dtype, the profile or the implementation is wrong.
-        NotImplementedError: the kernel was asked for by name and cannot do this.
+        NotImplementedError: `implementation` names the kernel, and the kernel does not support the arguments.
     """
     check(keys)
     if keys.ids.shape[2] == 0:

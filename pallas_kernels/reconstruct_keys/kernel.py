@@ -1,7 +1,8 @@
-"""Keys rebuilt from low-rank factors or packed codes by a Triton kernel.
+"""The Triton kernel that rebuilds keys from low-rank factors or packed codes.
 
-A program gathers the left rows of its tokens, multiplies them and rotates the result, all in registers. A tile of bytes
-is read once and shifted once for each place.
+The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c tokens of the selected chunks. A program
+gathers the left rows of its tokens, multiplies them by `right` and rotates the result, all in registers. A tile of
+packed bytes is loaded once and shifted once for each place.
 """
 
 import functools
@@ -18,21 +19,23 @@ from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 from pallas_kernels.rotation import cos_sin_of
 from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, summed, warps
 
-Columns = list[tuple[jax.Array, jax.Array]]  # head columns [1, n] of each tile of keys, and which of them exist
+Columns = list[tuple[jax.Array, jax.Array]]  # for each tile of keys: its head columns [1, n], and which of them exist
 
 
 class Tokens(NamedTuple):
-    """The tokens of one program, each field an int32 or bool vector. Chunks may have any size.
+    """The tokens of one program. Each field is an int32 or bool vector with one element for each token.
+
+    A chunk may have any size, also one that is not a power of two.
 
     Attributes:
-        place: index among the k * c tokens.
+        place: index among the k * c tokens of the result.
         there: False past the last token.
         slot: index of the token's chunk among the k ids.
-        within: index in the chunk.
-        unit: row of left, 0 where later.
+        within: index of the token in its chunk.
+        unit: row of `left`, or 0 if the chunk is in the tail.
         later: whether the chunk is in the tail.
-        tail_row: row of the tail, 0 where not later.
-        position: in the sequence.
+        tail_row: row of the tail, or 0 if the chunk is not in the tail.
+        position: position of the token in the sequence.
     """
 
     place: jax.Array
@@ -46,7 +49,7 @@ class Tokens(NamedTuple):
 
 
 def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: int) -> Tokens:
-    """Tokens first .. first + count - 1 of head h in row b; keys holds the kernel's refs."""
+    """Look up tokens first .. first + count - 1 of head h in batch row b. `keys` holds the kernel's refs."""
     chunk, units = keys.chunk, keys.left.shape[-2]
     place = iota(first, count)
     there = place < keys.ids.shape[2] * chunk
@@ -63,7 +66,10 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
 
 
 def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array) -> None:
-    """Rebuild the tokens' keys and write them. The two halves that RoPE mixes are separate tiles."""
+    """Rebuild the keys of the tokens, rotate them and write them.
+
+    RoPE mixes column j of the first half with column j of the second half. So the two halves are separate tiles.
+    """
     dim, half = keys.dim, keys.inverse.shape[0]
     cut = [(start, width, half) for start, width in spans(half)]
     cut += [(half + start, width, 2 * half) for start, width in spans(half)]
@@ -89,11 +95,11 @@ def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array) 
         write(part, tiles[part])
 
 
-# Keys before RoPE, a float32 tile for each block of columns; keys holds the kernel's refs
+# Keys before RoPE: one float32 tile for each block of columns. `keys` holds the kernel's refs.
 
 
 def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
-    """Left rows of the tokens times the columns of right."""
+    """Multiply the left rows of the tokens by the columns of `right`."""
     rank, count = keys.right.shape[2], tokens.place.shape[0]
     out = [jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in columns]
     there, later = tokens.there[:, None], tokens.later[:, None]
@@ -112,9 +118,9 @@ def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: j
 
 
 def code_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
-    """The values of the tokens' codes times the columns of right, and the mean."""
+    """Multiply the values of the tokens' codes by the columns of `right`, and add the mean."""
     out = [jnp.zeros((tokens.place.shape[0], column.shape[1]), jnp.float32) for column, _ in columns]
-    most = 32 if keys.right.dtype == jnp.float32 else 64  # as `tiles.summed`
+    most = 32 if keys.right.dtype == jnp.float32 else 64  # the same widths as in `tiles.summed`
     for part in parts_of(keys.profile):
         for start, width in spans(part.size, most):
             byte = iota(start, width)
@@ -122,7 +128,7 @@ def code_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax
             packed = load_bytes(keys, tokens, part.byte + byte[None], inside[None], b)
             for place in range(8 // part.bits):
                 r = part.column + place * part.size + byte
-                step = pltriton.load(keys.step.at[b, r], mask=inside, other=0.0)  # 0 past the end: no coefficient
+                step = pltriton.load(keys.step.at[b, r], mask=inside, other=0.0)  # a step of 0 cancels padding
                 numbers = middle(code_at(packed, place, part.bits), part.bits) * step[None]
                 numbers = numbers.astype(keys.right.dtype)
                 for tile, (column, exists) in enumerate(columns):
@@ -134,7 +140,11 @@ def code_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax
 
 
 def load_bytes(keys: Any, tokens: Tokens, byte: jax.Array, inside: jax.Array, b: jax.Array) -> jax.Array:
-    """Bytes [1, n] of the tokens' rows, of the prompt or of the tail, int32 [tokens, n]; 0 where there are none."""
+    """Load bytes `byte` [1, n] of the tokens' rows, from the prompt or the tail. Masked bytes are 0.
+
+    Returns:
+        int32 [tokens, n].
+    """
     at, there, later = tokens.within[:, None] * keys.width + byte, tokens.there[:, None], tokens.later[:, None]
 
     def load(source: Any, unit: jax.Array, mask: jax.Array) -> jax.Array:
@@ -149,7 +159,7 @@ def load_bytes(keys: Any, tokens: Tokens, byte: jax.Array, inside: jax.Array, b:
 
 
 def reconstruct_keys_kernel(keys, out, *, count):  # type: ignore[no-untyped-def]
-    """One program: `count` tokens of one KV head."""
+    """One program: rebuild the keys [count, d] of `count` tokens of one KV head."""
     j, h, b = (pl.program_id(axis) for axis in range(3))
     store_keys(keys, out, tokens_of(keys, b, h, j * count, count), b, h)
 
@@ -159,7 +169,8 @@ def reconstruct_keys(keys: ChosenKeys, interpret: bool) -> jax.Array:
     """See `pallas_kernels.reconstruct_keys`.
 
     Raises:
-        NotImplementedError: heads wider than 256, an empty array, an unusual dtype.
+        NotImplementedError: heads are wider than 256, an array is empty, or a dtype is not float32, bfloat16 or
+            float16.
     """
     can_do("reconstruct_keys", keys.dim, *keys.multiplied, packed=keys.packed)
     batch, heads, tokens, _ = keys.out_shape
@@ -177,10 +188,10 @@ def reconstruct_keys(keys: ChosenKeys, interpret: bool) -> jax.Array:
 
 
 def block_of_tokens(keys: ChosenKeys, most: int) -> int:
-    """Tokens of one program.
+    """Return the number of tokens of one program.
 
-    Fewer where float32 tiles or wide heads would fill the registers. More where the basis is large, for each program
-    reads all of it.
+    It is smaller for float32 tiles and wide heads, which take more registers. It is larger for a large basis, because
+    each program reads the whole basis.
     """
     if any(x.dtype == jnp.float32 for x in keys.multiplied):
         most //= 2
@@ -190,10 +201,10 @@ def block_of_tokens(keys: ChosenKeys, most: int) -> int:
 
 
 def warps_of(keys: ChosenKeys) -> int:
-    """Warps of one program."""
+    """Return the number of warps of one program."""
     return 8 if has_large_basis(keys) else warps(keys.dim, *keys.multiplied)
 
 
 def has_large_basis(keys: ChosenKeys) -> bool:
-    """Whether keys are packed coefficients: they have the bits of a low rank, but four times as many columns."""
+    """Whether keys are packed codes. For the same bytes these have about four times the columns of low-rank factors."""
     return keys.profile is not None

@@ -1,4 +1,4 @@
-"""The arrays that keys are rebuilt from, and their checks."""
+"""The arrays that keys are rebuilt from, and the checks of their shapes and dtypes."""
 
 import dataclasses
 import functools
@@ -15,22 +15,24 @@ ARRAYS = ("left", "right", "ids", "inverse", "tail", "tail_unit", "mean", "step"
 @functools.partial(jax.tree_util.register_dataclass, data_fields=list(ARRAYS), meta_fields=["profile"])
 @dataclasses.dataclass(frozen=True)
 class ChosenKeys:
-    """Keys of a prompt in U chunks of c tokens, and k chunks of each KV head that are asked for.
+    """The compressed keys of a prompt in U chunks of c tokens, and the ids of k selected chunks of each KV head.
 
-    There are two forms. Without a profile the keys are low-rank factors: a key is its row of left, r numbers, times
-    right. With a profile they are packed codes: a token has w bytes, the packed width of the profile, in the layout of
-    `pallas_kernels.bits`. Then code q of b bits stands for (q + 1/2 - 2**(b - 1)) * step, rounded to right's dtype, and
-    mean is added to the product of these numbers with right.
+    There are two forms:
+
+    - Low-rank factors (no profile): a token has r numbers in `left`, and its key is these numbers times `right`.
+    - Packed codes (with a profile): a token has w bytes in `left`, where w is the packed width of the profile, in the
+      layout of `pallas_kernels.bits`. A code q of b bits stands for (q + 1/2 - 2**(b - 1)) * step, rounded to the dtype
+      of `right`. The key is the product of these numbers with `right`, plus `mean`.
 
     Attributes:
-        left: [B, U, c * r], or uint8 [B, U, c * w]; the rows of a chunk are contiguous.
-        right: [B, h_kv, r, d].
-        ids: chunks, int32 [B, h_kv, k], clipped to 0 .. U - 1, or to 0 .. U + W - 1 with a tail.
-        inverse: angle per position of each rotated pair, float32 [rot / 2], rot at most d.
-        tail: left rows of W later chunks, [B, W, c * r] or [B, W, c * w]. Id U + i means row i of the tail.
-        tail_unit: the chunk of the sequence that row 0 of the tail is, int32 [B].
-        mean: [B, h_kv, d], with a profile; its dtype is right's and that of the keys.
-        step: float32 [B, r], with a profile.
+        left: floating [B, U, c * r], or uint8 [B, U, c * w]. The tokens of a chunk are contiguous.
+        right: floating [B, h_kv, r, d].
+        ids: int32 [B, h_kv, k], the selected chunks. They are clipped to 0 .. U - 1, or to 0 .. U + W - 1 with a tail.
+        inverse: float32 [rot / 2], the RoPE angle per position of each rotated pair. rot is at most d.
+        tail: rows of W chunks after the prompt, [B, W, c * r] or [B, W, c * w]. Id U + i means row i of the tail.
+        tail_unit: int32 [B], the index in the sequence of the chunk in row 0 of the tail.
+        mean: [B, h_kv, d], only with a profile. Its dtype is that of `right` and of the rebuilt keys.
+        step: float32 [B, r], only with a profile.
         profile: how many of a token's r numbers have 8, 4 and 2 bits.
     """
 
@@ -46,7 +48,7 @@ class ChosenKeys:
 
     @property
     def width(self) -> int:
-        """Elements of left that a token has: numbers or bytes."""
+        """Elements of `left` that belong to one token: numbers, or bytes if packed."""
         return self.right.shape[2] if self.profile is None else packed_width(self.profile)
 
     @property
@@ -66,24 +68,24 @@ class ChosenKeys:
 
     @property
     def rows(self) -> tuple[jax.Array, ...]:
-        """The arrays of left rows."""
+        """The arrays that hold left rows: `left`, and the tail if there is one."""
         return (self.left,) if self.tail is None else (self.left, self.tail)
 
     @property
     def multiplied(self) -> tuple[jax.Array, ...]:
-        """The floating arrays that are multiplied."""
+        """The floating arrays that the kernel multiplies as they are."""
         if self.profile is not None:
             return (self.right,)
         return (self.left, self.right, *self.rows[1:])
 
     @property
     def packed(self) -> tuple[jax.Array, ...]:
-        """The arrays of bytes."""
+        """The arrays of packed bytes, or none."""
         return () if self.profile is None else self.rows
 
     @property
     def units(self) -> int:
-        """How many chunks an id may mean, those of the tail included."""
+        """Number of chunks, including those of the tail."""
         return sum(rows.shape[-2] for rows in self.rows)
 
     @property
@@ -94,10 +96,10 @@ class ChosenKeys:
 
 
 def check(keys: ChosenKeys) -> None:
-    """Check shapes, dtypes and the profile.
+    """Check the shapes, the dtypes and the profile.
 
     Raises:
-        ValueError: one is wrong, or something is missing.
+        ValueError: one of them is wrong, or one of several fields that belong together is missing.
     """
     if keys.profile is not None:
         check_codes(keys)
@@ -116,10 +118,10 @@ def check(keys: ChosenKeys) -> None:
 
 
 def check_codes(keys: ChosenKeys) -> None:
-    """Check keys that have a profile.
+    """Check keys that are packed codes.
 
     Raises:
-        ValueError: something is wrong, or missing.
+        ValueError: a shape, a dtype or the profile is wrong, or mean or step is missing.
     """
     left, right, mean, step, profile = keys.left, keys.right, keys.mean, keys.step, keys.profile
     if mean is None or step is None or profile is None:
@@ -140,10 +142,10 @@ def check_codes(keys: ChosenKeys) -> None:
 
 
 def check_places(keys: ChosenKeys, heads: int) -> None:
-    """Check ids, angles and the tail of keys whose other arrays are right.
+    """Check the ids, the angles and the tail. The other arrays must be checked before.
 
     Raises:
-        ValueError: one is wrong.
+        ValueError: a shape or a dtype is wrong, or tail or tail_unit is missing.
     """
     left, ids, inverse, tail, tail_unit = keys.left, keys.ids, keys.inverse, keys.tail, keys.tail_unit
     expect_shape("ids", ids, (left.shape[0], heads, "k"))

@@ -1,4 +1,4 @@
-"""Keys rebuilt from low-rank factors or packed codes in plain jax.numpy."""
+"""Rebuilding keys from low-rank factors or packed codes in plain jax.numpy."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def reconstruct_keys(keys: ChosenKeys) -> jax.Array:
 
 
 def head_by_head(keys: ChosenKeys) -> jax.Array:
-    """`all_heads` for one KV head after the other: the unpacked numbers of one head fit into a CPU's caches."""
+    """Compute `all_heads` one KV head at a time, so that the unpacked numbers fit into a CPU's caches."""
 
     def head(operands: tuple[jax.Array, ...]) -> jax.Array:
         right, ids, mean = (x[:, None] for x in operands)
@@ -32,7 +32,7 @@ def head_by_head(keys: ChosenKeys) -> jax.Array:
 
 
 def all_heads(keys: ChosenKeys) -> jax.Array:
-    """All KV heads at once."""
+    """Rebuild the keys [B, h_kv, k * c, d] of all KV heads at once."""
     units = keys.left.shape[-2]
     ids = jnp.clip(keys.ids, 0, keys.units - 1)
     batch, heads, count = ids.shape
@@ -49,7 +49,7 @@ def all_heads(keys: ChosenKeys) -> jax.Array:
 
 
 def before_rope(keys: ChosenKeys, rows: jax.Array) -> jax.Array:
-    """Float32 keys before RoPE [B, h, t, d] of left rows [B, h, t, r] or [B, h, t, w]."""
+    """Turn left rows [B, h, t, r] or [B, h, t, w] into float32 keys before RoPE [B, h, t, d]."""
     if keys.profile is None or keys.step is None or keys.mean is None:
         return product(rows, keys.right)
     mean = keys.mean.astype(jnp.float32)[:, :, None]
@@ -57,13 +57,13 @@ def before_rope(keys: ChosenKeys, rows: jax.Array) -> jax.Array:
 
 
 def product(rows: jax.Array, right: jax.Array) -> jax.Array:
-    """Float32 rows [B, h, t, r] times right [B, h, r, d]."""
+    """Multiply rows [B, h, t, r] by right [B, h, r, d]: float32 [B, h, t, d]."""
     precision = exact(jnp.promote_types(rows.dtype, right.dtype))
     return jnp.einsum("bhtr,bhrd->bhtd", rows, right, precision=precision, preferred_element_type=jnp.float32)
 
 
 def two_part_rows(first: jax.Array, tail: jax.Array | None, ids: jax.Array) -> jax.Array:
-    """Rows ids [B, h, k] of first [B, 1, U, width], ids from U on of tail [B, W, width]."""
+    """Gather rows ids [B, h, k] of first [B, 1, U, width]. Ids from U on are rows of tail [B, W, width]."""
     if tail is None:
         return rows_at(first, ids)
     units = first.shape[2]
@@ -72,5 +72,5 @@ def two_part_rows(first: jax.Array, tail: jax.Array | None, ids: jax.Array) -> j
 
 
 def rows_at(source: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows ids [B, h, k] of source [B, 1 or h, U, width]: [B, h, k, width]; ids are clipped."""
+    """Gather rows ids [B, h, k] of source [B, 1 or h, U, width]: [B, h, k, width]. Ids are clipped."""
     return jnp.take_along_axis(source, ids[..., None], axis=2, mode="clip")

@@ -1,4 +1,4 @@
-"""Attention of a few queries over rows that lie in several places."""
+"""The op that computes attention of a few queries over keys and values that lie in several arrays."""
 
 import functools
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from pallas_kernels.sparse_attention.operands import AnyPiece, checked_pieces
 def sparse_attention(
     q: jax.Array, pieces: Sequence[AnyPiece], *, scale: float, implementation: str = "auto"
 ) -> jax.Array:
-    """Softmax attention over the union of several pieces; keys and values are never concatenated.
+    """Compute softmax attention over the union of several pieces, without concatenating them.
 
-    Scores and softmax statistics are float32. A query that may see no row at all gets 0. Rows that no query may see
-    can hold any finite number.
+    Scores and softmax statistics are float32. The result is 0 for a query that may not see any row. Rows that no query
+    may see can hold any finite number.
 
     Args:
-        q: [B, T, h_q, d], h_q a multiple of h_kv.
-        pieces: (k, v, valid) each: k and v [B, h_kv, N, d], or [B, h_kv, T, N, d] where each query has rows of its own
-            ("xla" only); valid bool, broadcastable to [B, h_kv, T, N].
+        q: floating [B, T, h_q, d], where h_q is a multiple of h_kv.
+        pieces: one (k, v, valid) for each piece. k and v are floating [B, h_kv, N, d]. They are [B, h_kv, T, N, d] if
+            each query has separate rows, which only "xla" supports. valid is bool, broadcastable to [B, h_kv, T, N].
         scale: factor on the scores.
         implementation: "auto", "xla", "pallas" or "interpret".
 
@@ -31,7 +31,7 @@ def sparse_attention(
 
     Raises:
         ValueError: a shape, a dtype or the implementation is wrong.
-        NotImplementedError: the kernel was asked for by name and cannot do this.
+        NotImplementedError: `implementation` names the kernel, and the kernel does not support the arguments.
     """
     filled = checked_pieces(q, pieces)
     if not filled:

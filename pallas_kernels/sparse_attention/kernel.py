@@ -1,7 +1,8 @@
-"""Attention over scattered pieces by a Triton kernel.
+"""The Triton kernel of attention over several pieces.
 
-One call handles one piece and splits its rows over programs. XLA merges the partial results of all programs by
-log-sum-exp.
+One call handles one piece. The grid is (splits of the piece's rows, blocks of query rows, KV heads, batch). A program
+runs online softmax over its split and writes an unnormalized output, the maximum score and the sum of exponentials. XLA
+merges the partial results of all programs and pieces by log-sum-exp.
 """
 
 import functools
@@ -16,18 +17,18 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.sparse_attention.operands import Piece
 from pallas_kernels.tiles import MASKED, blocks, can_do, dot, group_rows, iota, row_block, spans, warps
 
-PROGRAMS = 512  # about four a multiprocessor of an H200 or A100: more splits would only write more partial outputs
+PROGRAMS = 512  # about four for each multiprocessor of an H200 or A100; more would only write more partial outputs
 
 
 class Tile(NamedTuple):
-    """What a program computes.
+    """Static sizes of one program.
 
     Attributes:
         scale: factor on the scores.
-        group: query heads of a KV head.
-        rows: query rows.
-        block: rows of the piece that are read at once.
-        steps: blocks that the program reads one after the other.
+        group: number of query heads of a KV head.
+        rows: number of query rows.
+        block: number of rows of the piece that are loaded at once.
+        steps: number of blocks that the program loads one after the other.
     """
 
     scale: float
@@ -38,7 +39,11 @@ class Tile(NamedTuple):
 
 
 def piece_attention_kernel(q, piece, out, top, total, *, tile):  # type: ignore[no-untyped-def]
-    """One program: query rows over `steps` blocks of a piece; output not normalised, with maximum and sum."""
+    """One program: attention of a block of query rows over `steps` blocks of a piece.
+
+    q is [B, h_kv, M, d], k and v are [B, h_kv, N, d]. For each query row it writes the unnormalized output [d], the
+    maximum score and the sum of exp(score - maximum), all float32.
+    """
     j, i, h, b = (pl.program_id(axis) for axis in range(4))
     k, v, valid = piece
     row = iota(i * tile.rows, tile.rows)
@@ -51,7 +56,7 @@ def piece_attention_kernel(q, piece, out, top, total, *, tile):  # type: ignore[
     query = lax.div(row, jnp.int32(tile.group))
 
     def seen_by(n, n_there):  # type: ignore[no-untyped-def]
-        # An axis of size 1 serves all: its only index is 0.
+        # An axis of size 1 is broadcast, so its index is always 0.
         at = [x if size > 1 else x * 0 for x, size in zip((b, h, query[:, None], n[None]), valid.shape, strict=True)]
         return pltriton.load(valid.at[tuple(at)], mask=row_there[:, None] & n_there[None], other=False)
 
@@ -90,8 +95,8 @@ def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float, inte
     """See `pallas_kernels.sparse_attention`.
 
     Raises:
-        NotImplementedError: a piece where each query has rows of its own, heads wider than 256, an empty array, an
-            unusual dtype.
+        NotImplementedError: queries have separate rows in a piece, heads are wider than 256, an array is empty, or a
+            dtype is not float32, bfloat16 or float16.
     """
     for k, v, _ in pieces:
         if k.ndim == 5:
@@ -115,7 +120,12 @@ def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float, inte
 def partial_attention(
     queries: jax.Array, piece: Piece, scale: float, group: int, interpret: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention of rows [B, h_kv, M, d] over one piece: float32 [B, h_kv, splits, M, d], maxima and sums without d."""
+    """Compute attention of query rows [B, h_kv, M, d] over one piece, split over programs.
+
+    Returns:
+        Unnormalized outputs [B, h_kv, splits, M, d], maxima [B, h_kv, splits, M] and sums [B, h_kv, splits, M], all
+        float32.
+    """
     k, v, _ = piece
     batch, kv_heads, height, dim = queries.shape
     rows = row_block(height, queries, k, v)

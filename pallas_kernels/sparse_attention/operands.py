@@ -1,4 +1,4 @@
-"""The pieces that sparse_attention reads, and their checks."""
+"""The pieces that sparse_attention reads, and the checks of their shapes and dtypes."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,12 +10,12 @@ from pallas_kernels.arguments import expect_dtype, expect_groups, expect_shape
 
 
 class Piece(NamedTuple):
-    """Rows that lie in one place. A plain tuple of three arrays will do wherever a Piece is asked for.
+    """Keys and values that lie in one array each. Callers may pass a plain tuple of three arrays instead.
 
     Attributes:
-        k: keys [B, h_kv, N, d], or [B, h_kv, T, N, d] where each query has rows of its own ("xla" only).
-        v: values, shaped as the keys.
-        valid: which rows a query may see, bool, broadcastable to [B, h_kv, T, N].
+        k: keys, floating [B, h_kv, N, d]. [B, h_kv, T, N, d] if each query has separate rows ("xla" only).
+        v: values, in the shape of the keys.
+        valid: bool, broadcastable to [B, h_kv, T, N]. Which rows each query may see.
     """
 
     k: jax.Array
@@ -27,7 +27,7 @@ AnyPiece = Piece | tuple[jax.Array, jax.Array, jax.Array]
 
 
 def checked_pieces(q: jax.Array, pieces: Sequence[AnyPiece]) -> tuple[Piece, ...]:
-    """Check shapes and dtypes, and leave out pieces without rows.
+    """Check the shapes and dtypes of the pieces, and return those that have rows.
 
     Raises:
         ValueError: a shape or a dtype is wrong, or there is no piece.

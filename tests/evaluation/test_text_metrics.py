@@ -129,3 +129,21 @@ def test_common_subsequences_are_those_of_the_usual_table() -> None:
         one, other = ("".join(rng.choices("abc", k=size)) for size in sizes)
         assert text_metrics.common_subsequence(one, other) == by_table(one, other)
         assert text_metrics.common_subsequence(one.split(), other.split()) <= 1
+
+
+ANSWERS = [
+    ("1234567", "1234567", True),
+    ("1234567", " It is 1234567.", True),
+    ("1234567", "", False),
+    ("1234567", "123456", False),
+    ("1234567", "12345678", False),
+    ("1234567", "01234567", False),
+    ("1234567", "1,234,567", False),
+    ("1234567", "1234568 or 1234567", True),
+    ("", "anything", False),
+]
+
+
+@pytest.mark.parametrize(("answer", "output", "good"), ANSWERS)
+def test_an_answer_is_found_only_whole(answer: str, output: str, good: bool) -> None:
+    assert text_metrics.found(answer, output) is good

@@ -1,13 +1,10 @@
-"""Checkpoints both ways: Hugging Face -> orbax -> Hugging Face, bit by bit, and what goes wrong on the way."""
+"""Checkpoints from Hugging Face to orbax and back, bit by bit; onto a mesh; and the memory of a conversion."""
 
 import dataclasses
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +13,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from cases import ALL
-from checkpoint_files import TINY, assert_same, edit_json, edit_tensors, refused, tiny_directory
+from checkpoint_files import TINY, assert_same, edit_json, tiny_directory
 from family_cases import BASE, FAMILY_CASES
 from safetensors.numpy import load_file
-from small_state import file_size_limit
 
 from jshadow.cli.main import main
-from jshadow.errors import CheckpointError, ConfigError
 from jshadow.models.registry import family_of
 from jshadow.weights.convert import convert
-from jshadow.weights.convert.files import workspace
 from jshadow.weights.convert.huggingface import flat_abstract
 from jshadow.weights.params import init_params, load, save
 
@@ -52,14 +46,6 @@ def tensors(directory: Path) -> dict[str, tuple[Any, bytes]]:
         for file in directory.glob("*.safetensors")
         for name, value in load_file(file).items()
     }
-
-
-def files(directory: Path) -> list[str]:
-    """Names of all files below a directory."""
-    return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-
-
-# There and back
 
 
 @pytest.mark.parametrize(
@@ -180,8 +166,6 @@ def test_weights_go_straight_to_a_mesh(tmp_path, format):
     assert done.stdout.strip() == "spread", done.stderr[-3000:]
 
 
-# Memory
-
 MEMORY = """
 import sys
 import jshadow.weights.convert as c
@@ -194,6 +178,8 @@ before = status("VmRSS")
 c.convert(sys.argv[1], sys.argv[2], sys.argv[3], format=sys.argv[4], shard_bytes=int(sys.argv[5]))
 print(status("VmHWM") - before)
 """
+
+
 SHARD = 128 * 2**20
 
 
@@ -251,281 +237,3 @@ def test_memory_of_a_conversion_does_not_grow_with_it(tmp_path, layers, record_p
     record_property("peaks", str(peaks))
     print(layers, peaks, bound)
     assert max(peaks.values()) <= bound
-
-
-# What goes wrong
-
-
-def flip(path: Path) -> None:
-    """Turn one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def largest_file(directory: Path) -> Path:
-    """The file that holds most."""
-    return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-
-
-def grow(path: Path) -> None:
-    """A byte more at the end of a file."""
-    path.write_bytes(path.read_bytes() + b"x")
-
-
-@pytest.fixture(params=["huggingface", "orbax"])
-def converted(request, tmp_path):
-    """A converted directory of either format."""
-    directory, _ = tiny_directory(tmp_path / "m", "bfloat16")
-    convert(directory, tmp_path / "c", format=request.param)
-    return tmp_path / "c"
-
-
-CHANGES = {
-    "a bit": (flip, "other bytes than when it was written"),
-    "a byte more": (grow, "bytes when it was written"),
-    "gone": (Path.unlink, "missing"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("which", ["weights", "config"])
-def test_a_manifest_that_does_not_match_is_refused_with_the_file_s_name(converted, tmp_path, change, which):
-    path = converted / "config.json" if which == "config" else largest_file(converted)
-    act, told = CHANGES[change]
-    act(path)
-    with pytest.raises((CheckpointError, ConfigError)) as caught:
-        load(converted)
-    assert path.name in str(caught.value)
-    if which == "weights" and (converted / "weights").exists():
-        assert told in str(caught.value)
-    before = files(tmp_path)
-    with pytest.raises((CheckpointError, ConfigError), match=path.name):
-        convert(converted, tmp_path / "out")
-    assert files(tmp_path) == before
-
-
-def test_what_the_manifest_does_not_name_may_change(converted):
-    params = load(converted)
-    (converted / "notes.txt").write_text("mine")
-    assert_same(load(converted), params)
-    edit_json(converted / "config.json", note="mine")
-    with pytest.raises(CheckpointError, match=r"config\.json: \d+ bytes when it was written"):
-        load(converted)
-    assert_same(load(converted, verify=False), params)
-
-
-BAD_MANIFESTS = {
-    "version": ({"version": 2}, "version=2"),
-    "format": ({"format": "zip"}, "format='zip'"),
-    "no files": ({"files": {}}, "files must map"),
-    "files kind": ({"files": {"config.json": 3}}, "files must map"),
-    "outside": ({"files": {"../x": {"bytes": 1, "sha256": ""}}}, "'../x'"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_MANIFESTS)
-def test_a_bad_manifest_is_refused(converted, case):
-    changes, told = BAD_MANIFESTS[case]
-    edit_json(converted / "manifest.json", **changes)
-    with pytest.raises(CheckpointError, match=r"manifest\.json") as caught:
-        load(converted)
-    assert told in str(caught.value)
-
-
-def test_an_orbax_directory_in_part_is_refused(tmp_path):
-    directory, _ = tiny_directory(tmp_path / "m")
-    convert(directory, tmp_path / "c", "float32", format="orbax")
-    (tmp_path / "c" / "manifest.json").unlink()
-    with pytest.raises(CheckpointError, match="written or copied in part"):
-        load(tmp_path / "c")
-    refused(tmp_path / "c", tmp_path / "out", CheckpointError, ("written or copied in part",))
-
-
-def test_weights_that_do_not_fit_the_config(tmp_path):
-    directory, _ = tiny_directory(tmp_path / "m")
-    convert(directory, tmp_path / "c", "float32", format="orbax")
-    edit_json(tmp_path / "c" / "config.json", intermediate_size=TINY.ffn_dim + 8, attention_bias=True)
-    with pytest.raises(CheckpointError) as caught:
-        load(tmp_path / "c", verify=False)
-    message = str(caught.value)
-    assert "layer_0/attention/q/bias: missing" in message
-    assert f"layer_1/mlp/up/kernel: misshaped, expected [32, {TINY.ffn_dim + 8}], got [32, {TINY.ffn_dim}]" in message
-    edit_json(tmp_path / "c" / "config.json", attention_bias=None, intermediate_size=TINY.ffn_dim, num_hidden_layers=1)
-    with pytest.raises(CheckpointError, match="layer_1/mlp/up/kernel: extra"):
-        load(tmp_path / "c", verify=False)
-
-
-@pytest.mark.parametrize("format", ["huggingface", "orbax"])
-def test_nan_is_refused_and_leaves_nothing(tmp_path, format):
-    directory, _ = tiny_directory(tmp_path / "m")
-    edit_tensors(directory, lambda held: held["model.norm.weight"].__setitem__(3, np.nan))
-    with pytest.raises(CheckpointError, match=r"norm[./](weight|scale): 1 of 32 values are NaN or Inf"):
-        convert(directory, tmp_path / "out", "float32", format=format)
-    assert os.listdir(tmp_path) == ["m"]
-
-
-@pytest.mark.parametrize("format", ["huggingface", "orbax"])
-def test_nan_is_not_saved(tmp_path, format):
-    params = init_params(TINY)
-    params.weights["norm"]["scale"] = params.weights["norm"]["scale"].at[3].set(np.inf)
-    with pytest.raises(CheckpointError, match="1 of 32 values are NaN or Inf"):
-        save(params, tmp_path / "out", format=format)
-    assert os.listdir(tmp_path) == []
-
-
-def test_an_overflow_while_casting_is_refused(tmp_path):
-    directory, _ = tiny_directory(tmp_path / "m")
-    edit_tensors(directory, lambda held: held["model.norm.weight"].__setitem__(3, 1e6))
-    convert(directory, tmp_path / "c", "float32", format="orbax")
-    with pytest.raises(CheckpointError, match="norm/scale: 1 values are NaN or Inf in float16"):
-        load(tmp_path / "c", "float16")
-
-
-@pytest.mark.parametrize("format", ["huggingface", "orbax"])
-def test_an_unknown_variant_is_refused_and_named(tmp_path, format):
-    directory, _ = tiny_directory(tmp_path / "m")
-    edit_json(directory / "config.json", rope_scaling={"rope_type": "mrope", "factor": 2.0})
-    with pytest.raises(ConfigError, match="mrope"):
-        convert(directory, tmp_path / "out", format=format)
-    assert os.listdir(tmp_path) == ["m"]
-
-
-@pytest.mark.parametrize("format", ["huggingface", "orbax"])
-@pytest.mark.parametrize("limit", [0, 2_000, 20_000])
-def test_a_full_disk_leaves_nothing_half_written(tmp_path, format, limit):
-    directory, params = tiny_directory(tmp_path / "m")
-    with file_size_limit(limit), pytest.raises(CheckpointError, match=r"out|weights|config"):
-        convert(directory, tmp_path / "out", "float32", format=format)
-    assert os.listdir(tmp_path) == ["m"]
-    with file_size_limit(limit), pytest.raises(CheckpointError):
-        save(params, tmp_path / "out", format=format)
-    assert os.listdir(tmp_path) == ["m"]
-    convert(directory, tmp_path / "out", "float32", format=format)
-    assert_same(load(tmp_path / "out", "float32"), params)
-
-
-@pytest.mark.parametrize("late", [0.05, 0.15])
-def test_what_a_late_writer_makes_is_removed_too(tmp_path, late):
-    """A thread of a writer that failed makes the directory anew after it was removed."""
-
-    def write(made):
-        time.sleep(late)
-        made.mkdir(parents=True, exist_ok=True)
-        (made / "file").write_text("late")
-
-    def fail():
-        with workspace(tmp_path, ".out.partial-") as made:
-            threads.append(threading.Thread(target=write, args=(made,)))
-            threads[0].start()
-            raise KeyboardInterrupt
-
-    threads: list[threading.Thread] = []
-    with pytest.raises(KeyboardInterrupt):
-        fail()
-    threads[0].join()
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, OSError])
-def test_a_failed_conversion_to_orbax_leaves_nothing(tmp_path, error):
-    directory, _ = tiny_directory(tmp_path / "m")
-
-    def stop(done: int, total: int) -> None:
-        if done == 5:
-            raise error("stop")
-
-    with pytest.raises((error, CheckpointError)):
-        convert(directory, tmp_path / "out", progress=stop, format="orbax")
-    assert os.listdir(tmp_path) == ["m"]
-
-
-@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
-def test_a_killed_conversion_to_orbax_restarts_cleanly(tmp_path, kind):
-    directory, params = tiny_directory(tmp_path / "m")
-    code = (
-        "import signal, sys, time; from jshadow.weights.convert import convert; "
-        "signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "convert(*sys.argv[1:], format='orbax', "
-        "progress=lambda done, _: done == 6 and (print('go', flush=True), time.sleep(3)))"
-    )
-    command = [sys.executable, "-c", code, str(directory), str(tmp_path / "out"), "float32"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "go\n"
-        time.sleep(0.2)
-        process.send_signal(kind)
-        assert process.wait(60) != 0
-    assert not (tmp_path / "out").exists()
-    convert(directory, tmp_path / "out", "float32", format="orbax")
-    assert sorted(os.listdir(tmp_path)) == ["m", "out"]
-    assert_same(load(tmp_path / "out", "float32"), params)
-
-
-@pytest.mark.parametrize("mesh", [3, "cpu", [1]])
-def test_a_mesh_is_a_mesh(tmp_path, mesh):
-    directory, _ = tiny_directory(tmp_path / "m")
-    with pytest.raises(ConfigError, match=r"mesh must be a jax\.sharding\.Mesh"):
-        load(directory, mesh=mesh)
-
-
-def test_paths_are_paths(tmp_path):
-    directory, params = tiny_directory(tmp_path / "m")
-    calls = [
-        lambda: convert(None, tmp_path / "o"),
-        lambda: convert(directory, None),
-        lambda: save(params, None),
-        lambda: load(None),
-        lambda: convert(directory, "a\0b"),
-    ]
-    for call in calls:
-        with pytest.raises(ConfigError, match="must be a string or a path"):
-            call()
-    for size in ("inf", "nan", "0", "-1"):
-        assert main(["convert", str(directory), str(tmp_path / "o"), "--shard-gb", size]) == 2
-
-
-def test_what_may_not_be_read_is_told(tmp_path, monkeypatch):
-    """As the system says it of a file that belongs to somebody else (root reads everything, so it is made up here)."""
-    directory, _ = tiny_directory(tmp_path / "m")
-    convert(directory, tmp_path / "c", "float32")
-    really = Path.open
-    for name in ("config.json", "model.safetensors", "manifest.json"):
-
-        def closed(path: Path, *args: Any, name: str = name, **options: Any) -> Any:
-            if path.name == name:
-                raise PermissionError(13, "Permission denied", str(path))
-            return really(path, *args, **options)
-
-        monkeypatch.setattr(Path, "open", closed)
-        for call in (lambda: load(tmp_path / "c"), lambda: convert(tmp_path / "c", tmp_path / "o")):
-            with pytest.raises(CheckpointError, match=f"{name}.*Permission denied"):
-                call()
-        monkeypatch.setattr(Path, "open", really)
-
-
-def test_weights_that_the_manifest_does_not_name(converted):
-    told = json.loads((converted / "manifest.json").read_text())
-    kept = {name: entry for name, entry in told["files"].items() if name == "config.json"}
-    edit_json(converted / "manifest.json", files=kept)
-    with pytest.raises(CheckpointError, match="not in the manifest"):
-        load(converted)
-    edit_json(converted / "manifest.json", files=told["files"] | {"x" * 300: {"bytes": 1, "sha256": ""}})
-    with pytest.raises(CheckpointError, match="xxx: missing"):
-        load(converted)
-
-
-@pytest.mark.parametrize(
-    ("settings", "told"),
-    [
-        ({"format": "pickle"}, "format must be one of"),
-        ({"shard_bytes": 0}, "shard_bytes must be"),
-        ({"shard_bytes": True}, "shard_bytes must be"),
-        ({"dtype": "int8"}, "dtype must be one of"),
-    ],
-)
-def test_bad_settings(tmp_path, settings, told):
-    directory, _ = tiny_directory(tmp_path / "m")
-    with pytest.raises(ConfigError, match=told):
-        convert(directory, tmp_path / "out", **settings)
-    assert os.listdir(tmp_path) == ["m"]

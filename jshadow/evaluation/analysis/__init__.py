@@ -1,6 +1,6 @@
-"""The observations of the ShadowKV paper on a model and a text: spectra, subspaces, landmarks, hit rates, sweeps.
+"""The measurements of the ShadowKV paper on a model and a text: spectra, subspaces, landmarks, hit rates, sweeps.
 
-Functions return NumPy arrays in frozen records, or the rows of `evaluate`. `evaluation.plots` draws them.
+Functions return frozen records of NumPy arrays, or rows in the format of `evaluate`. `evaluation.plots` draws them.
 """
 
 from jshadow.evaluation.analysis.chunks import ChunkSimilarity, chunk_similarity

@@ -1,4 +1,4 @@
-"""How well the mean of a chunk represents its keys (ShadowKV, section 3.2 and algorithm 1)."""
+"""Measures how well the mean of a chunk represents its keys (ShadowKV, section 3.2 and algorithm 1)."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -16,29 +16,30 @@ from jshadow.policies.shadowkv.landmarks import chunk_landmarks
 
 @dataclasses.dataclass(frozen=True)
 class ChunkSimilarity:
-    """The least cosine between a landmark and a key of its chunk, for every chunk of a text.
+    """The smallest cosine between a landmark and a key of its chunk, for every chunk of a text.
 
     Attributes:
-        least: float32 [layers, h_kv, chunks], in the order of the text; a last part of a chunk is left out.
-        chunk_size: tokens of a chunk.
+        least: float32 [layers, h_kv, chunks], in the order of the text. An incomplete last chunk is left out.
+        chunk_size: number of tokens of a chunk.
     """
 
     least: np.ndarray
     chunk_size: int
 
     def quantiles(self, shares: Iterable[float] = (0.002, 0.01, 0.1, 0.5, 0.9)) -> np.ndarray:
-        """The cosine that this share of each layer's chunks, all heads together, stays below: [layers, shares]."""
+        """Return quantiles of the cosines of each layer over all heads and chunks, float [layers, shares]."""
         flat = self.least.reshape(self.least.shape[0], -1)
         return np.quantile(flat, list(shares), axis=1).T
 
     def share_below(self, cosine: float) -> np.ndarray:
-        """Share of each layer's chunks whose least cosine is below `cosine`, float64 [layers]."""
+        """Return the share of each layer's chunks whose smallest cosine is below `cosine`, float64 [layers]."""
         return (self.least < cosine).mean(axis=(1, 2), dtype=np.float64)
 
     def outliers(self, count: int) -> np.ndarray:
-        """The chunks that ShadowKV would keep exactly, the least first, ties to the lower id: [layers, h_kv, count].
+        """Return the chunks that ShadowKV would keep exact, smallest cosine first: int [layers, h_kv, count].
 
-        Of all whole chunks of the text; ShadowKV leaves its `local_chunks` last ones out, they are in the window.
+        The lower of two ids with equal cosines is first. All complete chunks of the text are candidates. ShadowKV
+        itself leaves out the last `local_chunks`, because they are in its window.
 
         Raises:
             ConfigError: count is not in 0 .. chunks.
@@ -47,7 +48,7 @@ class ChunkSimilarity:
         return np.argsort(self.least, axis=2, kind="stable")[..., :count]
 
     def without_outliers(self, count: int) -> np.ndarray:
-        """The least cosine of what is left for landmarks to represent, when `count` outliers are kept: [layers, h_kv].
+        """Return the smallest cosine of all chunks except the `count` outliers, float32 [layers, h_kv].
 
         Raises:
             ConfigError: count is not in 0 .. chunks - 1.
@@ -57,16 +58,17 @@ class ChunkSimilarity:
 
 
 def chunk_similarity(layers: Iterable[LayerTensors], chunk_size: int = 8) -> ChunkSimilarity:
-    """Least cosine of each chunk's post-RoPE keys to their mean (ShadowKV, section 3.2 and figure 5, middle).
+    """Compute the smallest cosine of each chunk's post-RoPE keys to their mean (ShadowKV, 3.2 and figure 5, middle).
 
-    The chunks begin at the text's first token and have the landmarks that ShadowKV scores, by the same function.
+    The chunks start at the first token of the text. Their means are the landmarks of ShadowKV, computed by the same
+    function.
 
     Args:
-        layers: from `prompt_tensors`, consumed once.
-        chunk_size: tokens, at most those of the text.
+        layers: the layers from `prompt_tensors`. They are iterated once.
+        chunk_size: number of tokens of a chunk. It is at most the length of the text.
 
     Raises:
-        ConfigError: chunk_size out of range, or no layers.
+        ConfigError: chunk_size is out of range, or there are no layers.
     """
     check_range("chunk_similarity", "chunk_size", chunk_size, 1)
     measure = jax.jit(lambda keys, chunks: chunk_landmarks(to_chunks(keys, chunks, chunk_size))[1], static_argnums=1)

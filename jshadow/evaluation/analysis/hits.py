@@ -1,4 +1,4 @@
-"""How many of the selected chunks were selected in the step before (ShadowKV, section 3.2 and figure 5, right)."""
+"""Measures how many selected chunks were selected in the previous step too (ShadowKV, 3.2 and figure 5, right)."""
 
 import dataclasses
 from typing import Any
@@ -15,13 +15,13 @@ from jshadow.policies.checks import check_range
 
 @dataclasses.dataclass(frozen=True)
 class HitRates:
-    """Selections of consecutive decode steps, compared; of the first step nothing is known.
+    """A comparison of the selections of consecutive decode steps. The first step has no previous one and is left out.
 
     Attributes:
-        selected: chunks selected, summed over KV heads, int64 [steps - 1, layers].
-        hits: those of them that the step before had selected too, int64 [steps - 1, layers].
+        selected: int64 [steps - 1, layers], the number of selected chunks, summed over KV heads.
+        hits: int64 [steps - 1, layers], how many of these were selected in the previous step too.
         policy: the resolved policy.
-        prompt_tokens: tokens before the first step.
+        prompt_tokens: number of tokens before the first step.
     """
 
     selected: np.ndarray
@@ -31,29 +31,29 @@ class HitRates:
 
     @property
     def rates(self) -> np.ndarray:
-        """Share of the selected chunks that were hits, float64 [steps - 1, layers]."""
+        """Share of the selected chunks that are hits, float64 [steps - 1, layers]."""
         return self.hits / np.maximum(self.selected, 1)
 
     @property
     def mean(self) -> float:
-        """The same over all steps and layers."""
+        """Share of the selected chunks that are hits, over all steps and layers."""
         return float(self.hits.sum() / max(int(self.selected.sum()), 1))
 
 
 def hit_rates(params: Any, tokens: Any, policy: ShadowKV, steps: int, *, fetch: str = "resident") -> HitRates:
-    """Feed the end of a text step by step, and compare what each step selects with the step before.
+    """Decode the last tokens of a text one by one, and compare each step's selection with that of the previous step.
 
     Args:
         params: Params.
-        tokens: int32 [S]; the last `steps` of them are fed one by one behind the others' prefill, so that the text
-            and not the model's own greedy loops decides what is asked.
-        policy: a ShadowKV (or ShadowKVPlus) that selects something at this length.
-        steps: decode steps, at least 2.
-        fetch: fetch mode; selections are the same in all of them.
+        tokens: int32 [S]. All but the last `steps` tokens are prefilled. Then the last tokens are fed one by one.
+            Feeding a text avoids the repetitions of greedy generation.
+        policy: a ShadowKV (or ShadowKVPlus) that selects chunks at this length.
+        steps: number of decode steps, at least 2.
+        fetch: fetch mode. All modes give the same selections.
 
     Raises:
-        PromptError: as `prompt_tensors`.
-        ConfigError: another policy, steps out of range, or a text too short to select from.
+        PromptError: see `prompt_tensors`.
+        ConfigError: the policy is not ShadowKV, steps is out of range, or the text is too short for a selection.
     """
     ids = text_of(params, tokens)
     if not isinstance(policy, ShadowKV):
@@ -75,6 +75,6 @@ def hit_rates(params: Any, tokens: Any, policy: ShadowKV, steps: int, *, fetch: 
     for token in ids[prompt:]:
         _, state = decode.decode_step(params, np.array([token], np.int32), state)
         selected.append(np.stack([np.asarray(layer.live.resident[0]) for layer in state.layers]))
-    now, before = np.stack(selected[1:]), np.stack(selected[:-1])  # [steps - 1, layers, h_kv, k]; -1: nothing
+    now, before = np.stack(selected[1:]), np.stack(selected[:-1])  # [steps - 1, layers, h_kv, k]; -1 is padding
     repeated = (now[..., :, None] == before[..., None, :]).any(axis=-1) & (now >= 0)
     return HitRates((now >= 0).sum(axis=(2, 3)), repeated.sum(axis=(2, 3)), resolved, prompt)

@@ -1,4 +1,4 @@
-"""How fast the singular values of keys, values and hidden states fall, and which subspace they span (ShadowKV 3.1)."""
+"""Singular values of keys, values and hidden states, and the subspaces that they span (ShadowKV, section 3.1)."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ KINDS = ("k_pre", "k_post", "v", "x_in")  # fields of LayerTensors
 
 
 def as_matrix(tensor: np.ndarray) -> np.ndarray:
-    """Tokens by columns, float64: of [S, h, d] all heads side by side, as algorithm 1 factors keys; [S, m] as is."""
+    """Turn a tensor [S, h, d] or [S, m] into a float64 matrix [S, h * d] or [S, m], as algorithm 1 does with keys."""
     if tensor.ndim not in (2, 3) or not tensor.size:
         raise ConfigError(f"a tensor of analysis must be [S, h, d] or [S, m], and some, got {tensor.shape}")
     return np.asarray(tensor, np.float64).reshape(tensor.shape[0], -1)
@@ -24,19 +24,20 @@ class Spectra:
     """Singular values of a text's tensors, layer by layer.
 
     Attributes:
-        values: by kind ("k_pre", "k_post", "v", "x_in"), float64 [layers, columns], each layer's falling and relative
-            to its largest; zero from the text's length on. Columns are h_kv * d, of "x_in" the model's width.
+        values: by kind ("k_pre", "k_post", "v", "x_in"), float64 [layers, columns]. The values of a layer are sorted,
+            largest first, and divided by the largest. They are zero from index S on. There are h_kv * d columns, and D
+            columns for "x_in".
     """
 
     values: Mapping[str, np.ndarray]
 
     def energy(self, kind: str, rank: int) -> np.ndarray:
-        """Share of the squared Frobenius norm that the best `rank` columns keep, float64 [layers] in [0, 1].
+        """Return the share of the squared Frobenius norm that a truncated SVD keeps, float64 [layers] in [0, 1].
 
-        What a truncated SVD of that rank loses is the rest. A layer of zeros loses nothing: 1.
+        It is 1 for a layer of zeros.
 
         Raises:
-            ConfigError: an unknown kind, or a rank that is not in 0 .. columns.
+            ConfigError: the kind is unknown, or the rank is not in 0 .. columns.
         """
         if kind not in self.values:
             raise ConfigError(f"kind must be one of {sorted(self.values)}, got {kind!r}")
@@ -46,28 +47,32 @@ class Spectra:
         return np.where(total > 0, squares[:, :rank].sum(axis=1) / np.where(total > 0, total, 1.0), 1.0)
 
     def rank_for(self, kind: str, share: float) -> np.ndarray:
-        """The least rank that keeps this share of the energy, int64 [layers]. Raises ConfigError."""
+        """Return the smallest rank whose `energy` is at least `share`, int64 [layers].
+
+        Raises:
+            ConfigError: the kind is unknown, or share is not in (0, 1].
+        """
         if not 0 < share <= 1:
             raise ConfigError(f"share must be in (0, 1], got {share!r}")
         if kind not in self.values:
             raise ConfigError(f"kind must be one of {sorted(self.values)}, got {kind!r}")
         energy = np.cumsum(self.values[kind] ** 2, axis=1)
-        # a share of 1 must not depend on the last bit of a sum
+        # The margin keeps the result for a share of 1 independent of rounding errors in the sums.
         return (energy < share * energy[:, -1:] * (1 - 1e-12)).sum(axis=1) + (energy[:, -1] > 0)
 
 
 def singular_values(layers: Iterable[LayerTensors], kinds: Iterable[str] = KINDS) -> Spectra:
-    """Relative singular values of each layer's tensors (ShadowKV, section 3.1 and figure 1, left).
+    """Compute the relative singular values of each layer's tensors (ShadowKV, section 3.1; figure 1, left).
 
-    Tensors are not centred, for algorithm 1 factors keys as they are. They are the roots of the Gram matrix's
-    eigenvalues in float64: what is below 1e-8 of the largest is rounding, as it is in float32 tensors themselves.
+    The mean of a tensor is not subtracted, because algorithm 1 does not subtract it either. The singular values are the
+    square roots of the eigenvalues of the Gram matrix in float64. Relative values below 1e-8 are rounding errors.
 
     Args:
-        layers: from `prompt_tensors`, consumed once.
-        kinds: which of KINDS.
+        layers: the layers from `prompt_tensors`. They are iterated once.
+        kinds: some of KINDS.
 
     Raises:
-        ConfigError: an unknown kind, or no layers.
+        ConfigError: a kind is unknown, or there are no layers.
     """
     names = tuple(kinds)
     if not names or any(name not in KINDS for name in names):
@@ -85,25 +90,30 @@ def singular_values(layers: Iterable[LayerTensors], kinds: Iterable[str] = KINDS
 
 
 def right_basis(tensor: np.ndarray, rank: int) -> np.ndarray:
-    """The first `rank` right singular vectors of a tensor's matrix, float64 [columns, rank]. Raises ConfigError."""
+    """Return the first `rank` right singular vectors of a tensor's matrix, float64 [columns, rank].
+
+    Raises:
+        ConfigError: the rank is not in 1 .. the smaller side of the matrix.
+    """
     matrix = as_matrix(tensor)
     check_range("subspace_similarity", "rank", rank, 1, min(matrix.shape))
     return np.linalg.eigh(matrix.T @ matrix)[1][:, ::-1][:, :rank]
 
 
 def subspace_similarity(first: np.ndarray, second: np.ndarray, rank: int) -> float:
-    """D of ShadowKV, section 3.1: how much the rank-r subspaces of two texts' rows have in common.
+    """Compute the similarity D of the rank-r subspaces of two tensors' rows (ShadowKV, section 3.1).
 
-    With the right singular vectors P1, P2 [columns, r] of the two truncated SVDs, the Frobenius inner product of their
-    projections, <P1 P1^T, P2 P2^T> / r. 1 for the same subspace, 0 for orthogonal ones, and for two subspaces that
-    have nothing to do with each other r / columns in the mean.
+    With the right singular vectors P1 and P2 [columns, r] of the two truncated SVDs, D is the Frobenius inner product
+    of the projections, <P1 P1^T, P2 P2^T> / r. D is 1 for equal subspaces and 0 for orthogonal ones. For two random
+    subspaces its mean is r / columns.
 
     Args:
-        first, second: [S, h, d] or [S, m], as many columns in both; S may differ.
-        rank: r, at most the columns and the tokens of either.
+        first: [S, h, d] or [S, m].
+        second: a tensor with as many columns as first. S may differ.
+        rank: r, at most the number of columns and the number of tokens of either tensor.
 
     Raises:
-        ConfigError: other shapes, or a rank out of range.
+        ConfigError: a shape is wrong, or the rank is out of range.
     """
     one, two = right_basis(first, rank), right_basis(second, rank)
     if one.shape[0] != two.shape[0]:
@@ -113,13 +123,13 @@ def subspace_similarity(first: np.ndarray, second: np.ndarray, rank: int) -> flo
 
 @dataclasses.dataclass(frozen=True)
 class Subspaces:
-    """D by layer between the subspace of a context and others, float64 [layers].
+    """The similarity D between the subspace of a context and three other subspaces, each float64 [layers].
 
     Attributes:
-        extended: the context with its continuation, as in the paper's figure.
-        continuation: the continuation alone, which shares no token with the context.
-        other: another text.
-        chance: rank / columns, the mean of D for subspaces drawn at random.
+        extended: D to the subspace of the context with its continuation, as in the paper's figure.
+        continuation: D to the subspace of the continuation only, which shares no token with the context.
+        other: D to the subspace of another text.
+        chance: rank / columns, the mean of D for random subspaces.
     """
 
     extended: np.ndarray
@@ -131,18 +141,20 @@ class Subspaces:
 def compare_subspaces(
     text: Iterable[LayerTensors], other: Iterable[LayerTensors], context: int, rank: int, kind: str = "k_pre"
 ) -> Subspaces:
-    """Do keys keep to one subspace within a text, and between texts? (ShadowKV, section 3.1 and figure 1, middle.)
+    """Compare the subspace of a context with those of its continuation and of another text.
+
+    This shows whether keys stay in one subspace (ShadowKV, section 3.1; figure 1, middle).
 
     Args:
-        text: from `prompt_tensors`: the context and its continuation. What later tokens are does not change earlier
-            keys, so that the context's own are its first rows.
-        other: those of another text.
-        context: tokens of the context; at least `rank`, with `rank` more behind them.
-        rank: of the truncated SVDs.
+        text: the layers from `prompt_tensors` of the context and its continuation. The first `context` rows are those
+            of the context, because later tokens do not change earlier keys.
+        other: the layers of another text.
+        context: number of tokens of the context. It is at least `rank`, and so is the rest of the text.
+        rank: rank of the truncated SVDs.
         kind: one of KINDS.
 
     Raises:
-        ConfigError: a text too short for the rank, a kind that is none, or layers that differ in number.
+        ConfigError: a text is too short for the rank, the kind is unknown, or the numbers of layers differ.
     """
     if kind not in KINDS:
         raise ConfigError(f"kind must be one of {KINDS}, got {kind!r}")

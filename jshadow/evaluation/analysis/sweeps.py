@@ -1,4 +1,4 @@
-"""Agreement with full attention against device bytes, for many settings on the same texts (ShadowKV, section 5.3)."""
+"""Compares many settings on the same texts by their agreement with full attention and their bytes (ShadowKV, 5.3)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,27 +22,28 @@ def sweep(
     fetch: str = "resident",
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:
-    """How far settings are from full attention on given texts, and what they take (figures 8 and 9, table 15).
+    """Measure the distance of each policy from full attention, and its bytes (ShadowKV, figures 8 and 9, table 15).
 
-    The paper reports task accuracy. Here the last `steps` tokens of each text are fed after the others, and the
-    distribution at each position is compared with that of full attention.
+    The paper reports task accuracy. This function prefills all but the last `steps` tokens of each text, and feeds the
+    last ones one by one. At each of these positions it compares the next-token distribution with that of full
+    attention.
 
     Args:
         params: Params.
-        texts: int32 [S] each, all as long.
-        policies: the settings; full attention is always run.
-        steps: tokens that are compared in each text.
-        fetch: fetch mode that runs; the rows also have the bytes with values offloaded, whatever ran.
-        progress: called with (texts done, texts).
+        texts: int32 [S] each, all of the same length.
+        policies: the policies to compare. Full attention is always added.
+        steps: number of tokens that are compared in each text.
+        fetch: fetch mode. Besides the bytes in this mode, the rows have the bytes with values offloaded.
+        progress: called with (number of texts done, number of texts).
 
     Returns:
-        Rows as `jshadow.evaluation.runner.evaluate` returns them, full attention's first, then one a policy in order:
-        top1 (percent), kl (nats, full against this), their standard errors over texts, the bytes, attended_tokens and
-        hit_rate; `settings` has the resolved numbers that were swept.
+        Rows in the format of `jshadow.evaluation.runner.evaluate`: full attention first, then one for each policy in
+        order. They have top1 (percent), kl (KL(full || policy) in nats), the standard errors of both over texts, the
+        bytes, attended_tokens and hit_rate. `settings` has the resolved settings.
 
     Raises:
-        PromptError: as `prompt_tensors`.
-        ConfigError: no text, texts of several lengths, no policy, steps out of range, a setting out of range.
+        PromptError: see `prompt_tensors`.
+        ConfigError: there is no text or no policy, texts differ in length, or steps or a setting is out of range.
     """
     ids = [text_of(params, text) for text in texts]
     lengths = sorted(set(map(len, ids)))
@@ -62,7 +63,7 @@ def sweep(
     plan = TaskPlan("agreement", prompt, total, cases, entries)
     table, run = [], [entry.policy for entry in entries if entry.policy is not None]
     for policy in run:
-        policy.resolve(params.config, total)  # before anything runs
+        policy.resolve(params.config, total)  # raises the errors of settings before anything runs
     for index in range(len(cases)):
         table.append(dict(zip(run, run_case(setup, plan, index, run), strict=True)))
         if progress is not None:

@@ -1,4 +1,4 @@
-"""The tensors that a text leaves in each layer, as NumPy arrays. All observations use them."""
+"""The keys, values and hidden states of a text in each layer, as NumPy arrays. All other modules here use them."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -16,13 +16,13 @@ from jshadow.ops.attention import causal_attention
 
 @dataclasses.dataclass(frozen=True)
 class LayerTensors:
-    """One layer's tensors of one text of S tokens, float32.
+    """The tensors of one layer for a text of S tokens, all float32.
 
     Attributes:
-        k_pre: keys before RoPE (after bias and norm) [S, h_kv, d].
-        k_post: keys after RoPE [S, h_kv, d].
+        k_pre: keys before RoPE and after bias and norm, [S, h_kv, d].
+        k_post: keys after RoPE, [S, h_kv, d].
         v: values [S, h_kv, d].
-        x_in: hidden states, the normed input that queries, keys and values are projected from [S, D].
+        x_in: hidden states [S, D]: the normalized input that queries, keys and values are projected from.
     """
 
     k_pre: np.ndarray
@@ -32,7 +32,7 @@ class LayerTensors:
 
 
 def text_of(params: Any, tokens: Any) -> np.ndarray:
-    """One text as int32 [S]. Raises PromptError."""
+    """Check the tokens of one text and return them as int32 [S]. Raises PromptError as `prompt_tensors` does."""
     ids = check_text(params.config, tokens)
     if ids.shape[0] != 1:
         raise PromptError(f"tokens must be one text [S], got {ids.shape[0]} rows")
@@ -42,26 +42,29 @@ def text_of(params: Any, tokens: Any) -> np.ndarray:
 def prompt_tensors(
     params: Any, tokens: Any, *, progress: Callable[[int, int], None] | None = None
 ) -> Iterator[LayerTensors]:
-    """Keys before and after RoPE, values and hidden states of a text (ShadowKV, section 3.1: K, K^RoPE, V and X).
+    """Compute keys before and after RoPE, values and hidden states of a text (ShadowKV, section 3.1).
+
+    The paper calls them K, K^RoPE, V and X.
 
     Args:
         params: Params.
-        tokens: int32 [S], no padding.
-        progress: called with (layers done, layers), when the next one is asked for.
+        tokens: int32 [S], without padding.
+        progress: called with (number of layers done, number of layers), when the next layer is requested.
 
     Returns:
-        LayerTensors of the layers in turn, each computed when it is asked for. Take a list of them where they fit:
-        4 * S * (3 * h_kv * d + D) bytes a layer.
+        An iterator over the LayerTensors of all layers. Each is computed when it is requested. A layer takes
+        4 * S * (3 * h_kv * d + D) bytes.
 
     Raises:
-        PromptError: no tokens, more than one text, an id out of range, or more than the model's context. At the call.
+        PromptError: there are no tokens or more than one text, an id is out of range, or the text is longer than the
+            model's context. It is raised by the call itself.
     """
     ids = jnp.asarray(text_of(params, tokens))[None]
     return layers_of(params, ids, progress)
 
 
 def layers_of(params: Any, ids: Array, progress: Callable[[int, int], None] | None) -> Iterator[LayerTensors]:
-    """`prompt_tensors` of checked ids [1, S]."""
+    """Compute `prompt_tensors` of ids [1, S] that are already checked."""
 
     def keep(heads: Heads, turn: Any, kind: Any) -> tuple[Array, tuple[Array, ...]]:
         k = turn.keys(heads.k_pre)

@@ -1,7 +1,8 @@
-"""The laws that every policy keeps, as functions that need neither pytest nor the tests folder.
+"""The laws that every policy must keep. They need neither pytest nor the tests folder.
 
-A law is a sentence and a check of one case: a policy in one of two settings, in a fetch mode, on a tiny random model
-and one ragged batch. `jshadow laws my_module:MyPolicy` runs all of them. In Python:
+A law is a sentence, and a function that checks it on one case. A case is a policy with its small or lossless settings
+in one fetch mode. All cases use the same tiny random model and the same ragged batch. The command
+`jshadow laws my_module:MyPolicy` runs all laws. In Python:
 
     from jshadow.evaluation.laws import run_laws, subject_of
 

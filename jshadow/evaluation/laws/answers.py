@@ -1,4 +1,4 @@
-"""Laws about what a policy answers: lossless settings are full attention, and modes and compilers change nothing."""
+"""Laws about logits: lossless settings equal full attention, and neither fetch mode nor jit changes the results."""
 
 import functools
 
@@ -38,14 +38,15 @@ from jshadow.evaluation.laws.law import (
 from jshadow.policies.base import Policy
 from jshadow.policies.full import Full
 
-# The largest difference of logits (their deviation is about 1) that bfloat16 may cause: it has 8 bits.
+# The largest difference of logits that bfloat16 with its 8 significant bits may cause. Logits have a standard deviation
+# of about 1.
 BF16_TOLERANCE = 0.12
-# The least difference from full attention that says that the small settings do something.
+# The smallest difference of logits from full attention that counts as an effect of the small settings.
 VISIBLE = 0.05
 
 
 def lossless_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
-    """The lossless settings in every fetch mode."""
+    """Return the cases with lossless settings in every fetch mode."""
     return [Case(subject, fetch, "lossless") for fetch in fetches]
 
 
@@ -55,7 +56,7 @@ def lossless_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
     unclaimed=lossless_only,
 )
 def lossless_is_full(case: Case) -> None:
-    """Logits of the prompt, of six given tokens, and eight greedy tokens."""
+    """Compare the logits of the prompt and of six given tokens, and eight greedily generated tokens."""
     logits, state = prefilled(case.policy, case.fetch)
     full_logits, full_state = prefilled(Full())
     close(logits, full_logits, 1e-4, "the prompt's logits")
@@ -65,7 +66,7 @@ def lossless_is_full(case: Case) -> None:
 
 
 def greedy(state: KVState, token: np.ndarray) -> np.ndarray:
-    """The eight most likely tokens, each fed back: int32 [8, B]."""
+    """Generate eight tokens greedily after `token` [B]: int32 [8, B]."""
     tokens = []
     for _ in range(8):
         logits, state = decode.decode_step(model(), token, state)
@@ -80,13 +81,13 @@ def greedy(state: KVState, token: np.ndarray) -> np.ndarray:
     unclaimed=lossless_only,
 )
 def lossless_is_full_in_bfloat16(case: Case) -> None:
-    """Logits of six steps."""
+    """Compare the logits of six steps."""
     lossless = teacher_forced(case.policy, case.fetch, "bfloat16")
     close(lossless, teacher_forced(Full(), "resident", "bfloat16"), BF16_TOLERANCE, "the steps' logits")
 
 
 def drops_something(subject: Subject) -> str | None:
-    """Why the small settings are not said to differ from full attention."""
+    """Return why the small settings need not differ from full attention, or None if they must."""
     return "its small settings are its lossless ones" if same_settings(subject) else None
 
 
@@ -96,7 +97,7 @@ def drops_something(subject: Subject) -> str | None:
     unclaimed=drops_something,
 )
 def small_is_not_full(case: Case) -> None:
-    """Without this law, a policy that ignores its settings would keep the others."""
+    """Compare the logits of the longest prompt. Without this law, a policy that ignores its settings would pass."""
     apart = np.abs(teacher_forced(case.policy, "resident") - teacher_forced(Full(), "resident"))[0].max()
     holds(
         apart > VISIBLE, f"logits of the longest prompt differ from full attention's by {apart:.3g} only, not {VISIBLE}"
@@ -104,12 +105,12 @@ def small_is_not_full(case: Case) -> None:
 
 
 def has_host_rows(subject: Subject) -> str | None:
-    """Why the law, which is about host memory, says nothing."""
+    """Return why a law about host memory does not apply to a policy, or None if it applies."""
     return None if offloads(subject.small) else "it keeps nothing in host memory"
 
 
 def has_no_host_rows(subject: Subject) -> str | None:
-    """Why the law, which is about policies on the device alone, says nothing."""
+    """Return why a law about policies without host memory does not apply to a policy, or None if it applies."""
     return "it keeps rows in host memory" if offloads(subject.small) else None
 
 
@@ -119,7 +120,7 @@ def has_no_host_rows(subject: Subject) -> str | None:
     unclaimed=has_no_host_rows,
 )
 def one_program_without_host_rows(case: Case) -> None:
-    """The step's text before it is compiled."""
+    """Compare the lowered programs of a step as text."""
     token = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     texts = [
         jax.jit(decode.step, static_argnums=1).lower(model().weights, TINY, token, abstract(case, fetch)).as_text()
@@ -129,7 +130,7 @@ def one_program_without_host_rows(case: Case) -> None:
 
 
 def agreeing_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
-    """Both settings, in the modes that offload: those asked for, and zero_copy with its own program."""
+    """Return the cases of both settings in the given fetch modes, except "resident"."""
     return [case for case in both_settings(subject, fetches) if case.fetch != "resident"]
 
 
@@ -139,7 +140,7 @@ def agreeing_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
     unclaimed=has_host_rows,
 )
 def fetch_modes_agree(case: Case) -> None:
-    """Resident against the case's mode. Sets may differ only at a near tie, and then the logits differ too."""
+    """Compare the case's mode with "resident": the logits of six steps, and then the selected units."""
     close(teacher_forced(case.policy, "resident"), teacher_forced(case.policy, case.fetch), 1e-4, "the steps' logits")
     resident, offloaded = (selected_units(case.policy, fetch) for fetch in ("resident", case.fetch))
     holds(resident.keys() == offloaded.keys(), f"states have the leaves {sorted(resident)} and {sorted(offloaded)}")
@@ -149,7 +150,7 @@ def fetch_modes_agree(case: Case) -> None:
 
 @functools.cache
 def selected_units(policy: Policy, fetch: str) -> dict[str, np.ndarray]:
-    """The leaves named `resident` after six steps: units that the last query selected."""
+    """Return the state's leaves named `resident` after six steps. They hold the units that the last query selected."""
     state = run_steps(model(), prefilled(policy, fetch)[1], STEPS[:, :6])[1]
     return {path: leaf for path, leaf in changing(state).items() if path.endswith(".resident")}
 
@@ -159,7 +160,7 @@ def selected_units(policy: Policy, fetch: str) -> dict[str, np.ndarray]:
     cases=in_one_mode,
 )
 def jit_is_no_jit(case: Case) -> None:
-    """One step. Each operation is a program of its own."""
+    """Compare one step under jit with the same step without jit, where each operation is a separate program."""
     state, token = state_of(case), jnp.asarray(STEPS[:, 0])
     plain, plain_state = decode.step(model().weights, TINY, token, state)
     jitted, jitted_state = decode.decode_step(model(), token, state.fork())
@@ -173,7 +174,7 @@ def jit_is_no_jit(case: Case) -> None:
     "A step and a turn change no shape, no dtype, no memory kind and no static field of the state.", cases=in_each_mode
 )
 def steps_change_no_shape(case: Case) -> None:
-    """Trees that are equal have equal static fields too."""
+    """Compare descriptions of the state before and after. Trees are equal only if their static fields are equal."""
 
     def describe(state: KVState) -> object:
         return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type, leaf.sharding.memory_kind), state)

@@ -1,4 +1,4 @@
-"""What the laws run on: a tiny random model, one ragged batch of prompts, and the tokens that follow them."""
+"""The inputs of all laws: a tiny random model, one ragged batch of prompts, and the tokens that follow them."""
 
 import functools
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from jshadow.policies.registry import LAW_SETTINGS
 from jshadow.policies.settings import with_settings
 from jshadow.weights.params import Params, init_params
 
-# Three layers, so that a policy may treat the first and the last in other ways. The vocabulary is a prime number, so
-# that a wrong reshape cannot hide.
+# There are three layers, because a policy may treat the first and the last one differently. The size of the vocabulary
+# is a prime number, so that a wrong reshape fails.
 TINY = ModelConfig(
     model_type="llama",
     vocab_size=101,
@@ -31,7 +31,7 @@ TINY = ModelConfig(
     norm_eps=1e-5,
     context=256,
 )
-# 61 and 27 are no multiple of any chunk, and 5 tokens leave no chunk at all.
+# 61 and 27 are not multiples of any chunk size, and 5 tokens are too few for any chunk to be selected.
 LENGTHS = (61, 27, 5)
 BATCH = len(LENGTHS)
 CAPACITY = 96
@@ -40,12 +40,12 @@ FETCH_MODES = ("resident", "device_put", "zero_copy")
 
 @functools.cache
 def model(config: ModelConfig = TINY, dtype: str = "float32") -> Params:
-    """Random weights of variance 1 / fan_in: attention is neither flat nor one-hot."""
+    """Return a model with random weights, see `init_params`. Its attention is neither uniform nor one-hot."""
     return init_params(config, seed=0, dtype=dtype)
 
 
 def random_tokens(*shape: int, seed: int = 0, config: ModelConfig = TINY) -> np.ndarray:
-    """Token ids, int32 of the shape."""
+    """Return random token ids, int32 of the given shape."""
     return np.random.default_rng(seed).integers(0, config.vocab_size, shape, dtype=np.int32)
 
 
@@ -60,20 +60,28 @@ def _prefilled(policy: Policy, fetch: str, dtype: str) -> tuple[Array, KVState]:
 
 
 def prefilled(policy: Policy, fetch: str = "resident", dtype: str = "float32") -> tuple[Array, KVState]:
-    """Logits [B, V] and a fresh fork of the batch's state. The prefill itself runs once a process."""
+    """Prefill the batch. The prefill itself runs once in a process.
+
+    Returns:
+        The logits [B, V] of the last tokens, and a new fork of the state.
+    """
     logits, state = _prefilled(policy, fetch, dtype)
     return logits, state.fork()
 
 
 def state_of(case: Case) -> KVState:
-    """A fresh fork of the state of a case's batch."""
+    """Return a new fork of the state after the prompts, for a case."""
     return prefilled(case.policy, case.fetch)[1]
 
 
 def run_steps(
     params: Params, state: KVState, tokens: np.ndarray, active: np.ndarray | None = None
 ) -> tuple[Array, KVState]:
-    """Decode steps on given tokens [B, T]: float32 logits [B, T, V], and the state after them."""
+    """Feed given tokens [B, T] step by step. `active` [B, T] says which rows take part in each step.
+
+    Returns:
+        The float32 logits [B, T, V], and the state after the last step.
+    """
     logits = []
     for i in range(tokens.shape[1]):
         out, state = decode.decode_step(params, tokens[:, i], state, active=None if active is None else active[:, i])
@@ -83,18 +91,18 @@ def run_steps(
 
 @functools.cache
 def teacher_forced(policy: Policy, fetch: str, dtype: str = "float32") -> np.ndarray:
-    """Logits [B, 6, V] of six steps after the prompt."""
+    """Return the logits [B, 6, V] of six steps on given tokens after the prompt."""
     return np.asarray(run_steps(model(TINY, dtype), prefilled(policy, fetch, dtype)[1], STEPS[:, :6])[0])
 
 
 def forget() -> None:
-    """Drop all prefilled states and logits that are kept for the next law."""
+    """Drop all cached states and logits. They are cached because several laws use them."""
     _prefilled.cache_clear()
     teacher_forced.cache_clear()
 
 
 def abstract(case: Case, fetch: str) -> KVState:
-    """Shapes of the state of a case's batch, in a fetch mode."""
+    """Return the abstract state (shapes and dtypes) of a case's batch in a fetch mode."""
     return abstract_state(
         TINY, case.policy, batch=BATCH, capacity=CAPACITY, prompt=min(LENGTHS), dtype="float32", fetch=fetch
     )
@@ -104,17 +112,17 @@ def abstract(case: Case, fetch: str) -> KVState:
 
 
 def changing(state: KVState) -> dict[str, np.ndarray]:
-    """The leaves that a step changes, by path."""
+    """Return the leaves that a step may change, by path."""
     return {path: np.asarray(leaf) for path, leaf in paths_of(state.split()[1]).items()}
 
 
 def meaningful(state: KVState) -> dict[str, np.ndarray]:
-    """`changing` without the last unit of a host tail: writes that must not happen go there."""
+    """Return `changing` without the last unit of each host tail. Skipped writes go to that unit, so it is undefined."""
     return {path: leaf[:, :, :-1] if path.endswith(".array") else leaf for path, leaf in changing(state).items()}
 
 
 def remembered(state: KVState) -> dict[str, np.ndarray]:
-    """`meaningful` without the count of bytes moved: a turn moves units for the padding of its last piece too."""
+    """Return `meaningful` without the count of moved bytes. A turn also moves units for padding in its last piece."""
     return {path: leaf for path, leaf in meaningful(state).items() if not path.endswith(".fetched")}
 
 
@@ -122,14 +130,14 @@ def remembered(state: KVState) -> dict[str, np.ndarray]:
 
 
 def subject_of(policy: type[Policy], settings: Mapping[str, object] | None = None) -> Subject:
-    """A policy's registered settings.
+    """Return a policy with the small and lossless settings that it is registered with.
 
     Args:
         policy: a registered class, or a subclass of one.
-        settings: in place of the registered small ones, by dotted name.
+        settings: values by dotted name that replace registered small settings.
 
     Raises:
-        ConfigError: a setting is unknown, or out of range on the laws' model.
+        ConfigError: a setting is unknown, or out of range for the model of the laws.
     """
     names = (getattr(kind, "name", "") for kind in policy.__mro__)
     registered = LAW_SETTINGS[next(name for name in names if name in LAW_SETTINGS)]
@@ -141,7 +149,7 @@ def subject_of(policy: type[Policy], settings: Mapping[str, object] | None = Non
 
 
 def checked(policy: type[Policy], kind: str, settings: Mapping[str, object]) -> Policy:
-    """The policy with settings, by dotted name, that the tiny model takes. Raises ConfigError where it does not."""
+    """Create the policy with settings by dotted name. Raises ConfigError if they do not suit the tiny model."""
     chosen = with_settings(policy(), settings, f"the {kind} settings of {policy.name}")
     chosen.resolve(TINY, CAPACITY)
     return chosen
@@ -149,19 +157,19 @@ def checked(policy: type[Policy], kind: str, settings: Mapping[str, object]) -> 
 
 @functools.cache
 def offloads(policy: Policy) -> bool:
-    """Whether some layer of the tiny model keeps rows in host memory."""
+    """Whether the policy keeps rows in host memory in at least one layer of the tiny model."""
     resolved = policy.resolve(TINY, CAPACITY)
     specs = cache_specs(TINY, resolved, BATCH, CAPACITY, min(LENGTHS), "float32", "device_put")
     return any(spec.policy.host_layout(spec) is not None for spec in specs)
 
 
 def modes_of(subject: Subject) -> tuple[str, ...]:
-    """The fetch modes in which the laws run, unless the caller says otherwise: the others must agree by law."""
+    """Return the default fetch modes of a subject. One is enough, because a law checks that all modes agree."""
     return FETCH_MODES[1:2] if offloads(subject.small) else FETCH_MODES[:1]
 
 
 def same_settings(subject: Subject) -> bool:
-    """Whether the small settings are the lossless ones, as they are for a policy without settings."""
+    """Whether the small settings equal the lossless ones. This is so for a policy without settings."""
     return subject.lossless is not None and subject.small.resolve(TINY, CAPACITY) == subject.lossless.resolve(
         TINY, CAPACITY
     )

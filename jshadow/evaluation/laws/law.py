@@ -1,4 +1,4 @@
-"""What a law is: a sentence that holds for every policy, and a function that checks it on one case."""
+"""The class of laws. A law is a sentence that must hold for every policy, and a function that checks it on one case."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -10,18 +10,18 @@ import numpy as np
 from jshadow.errors import JshadowError
 from jshadow.policies.base import Policy
 
-# Times the wanted number, this is added to every tolerance: float32 holds seven digits.
+# This times the expected number is added to every tolerance, because float32 has about seven digits.
 RELATIVE = 1e-7
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A policy in the two settings in which the laws run.
+    """A policy with the two settings that the laws use.
 
     Attributes:
-        name: as reports call it.
-        small: settings that drop or approximate something on the laws' prompts.
-        lossless: settings that equal full attention there; None: the policy claims none.
+        name: name in reports.
+        small: the policy with settings that drop or approximate tokens of the laws' prompts.
+        lossless: the policy with settings that equal full attention on these prompts, or None if there are none.
     """
 
     name: str
@@ -31,14 +31,14 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What one check of a law runs on.
+    """The arguments of one check of a law.
 
     Attributes:
         subject: the policy.
         fetch: fetch mode.
         setting: "small" or "lossless".
-        row: the row of the batch that the law is about; None: all.
-        piece: tokens of a piece of the prompt; None: the prompt is one piece.
+        row: the row of the batch that is checked. None means all rows.
+        piece: number of tokens of a piece of the prompt. None means that the prompt is one piece.
     """
 
     subject: Subject
@@ -49,25 +49,25 @@ class Case:
 
     @property
     def policy(self) -> Policy:
-        """The subject in the case's setting."""
+        """The policy of the subject with the case's setting."""
         policy = self.subject.small if self.setting == "small" else self.subject.lossless
         assert policy is not None, f"{self.subject.name} claims no lossless settings"
         return policy
 
     def __str__(self) -> str:
-        """Such as "quest small device_put row 1"."""
+        """Describe the case, for example "quest small device_put row 1"."""
         words = [self.subject.name, self.setting, self.fetch]
         words += [f"{name} {value}" for name, value in (("row", self.row), ("piece", self.piece)) if value is not None]
         return " ".join(words)
 
 
 class Difference(Exception):
-    """What a law's function raises: two things that must agree do not.
+    """The error that the function of a law raises if two values that must agree differ.
 
     Attributes:
-        place: what differs, such as "logits" or the path of a leaf of the state.
-        largest: the largest absolute difference; None where it is no number (a shape, a missing error).
-        tolerance: what it may be at most; None likewise.
+        place: name of the values, such as "logits" or the path of a leaf of the state.
+        largest: the largest absolute difference. None if it is not a number, as for a missing error.
+        tolerance: the largest allowed difference, or None if `largest` is None.
     """
 
     def __init__(self, place: str, largest: float | None = None, tolerance: float | None = None) -> None:
@@ -75,19 +75,19 @@ class Difference(Exception):
         self.place, self.largest, self.tolerance = place, largest, tolerance
 
     def __str__(self) -> str:
-        """One line."""
+        """Describe the difference in one line."""
         if self.largest is None:
             return self.place
         return f"{self.place} differ by {self.largest:.3g}, tolerance {self.tolerance:g}"
 
 
 class LawBroken(JshadowError, AssertionError):
-    """A policy breaks a law.
+    """The error that a law raises if a policy breaks it.
 
     Attributes:
-        law: the law's name.
-        case: on which it broke.
-        difference: what differs there, by how much, and what the tolerance is.
+        law: name of the law.
+        case: the case that breaks it.
+        difference: which values differ, by how much, and the tolerance.
     """
 
     def __init__(self, law: str, case: Case, difference: Difference) -> None:
@@ -104,11 +104,11 @@ class Law:
     """A law. Calling it with a case checks the case.
 
     Attributes:
-        name: a Python name.
-        statement: one sentence.
-        check: raises `Difference` where the case breaks the law.
-        cases: (subject, fetch modes) -> the cases that `jshadow laws` checks.
-        unclaimed: why the law says nothing about a subject, or None where it does.
+        name: name of the function that checks it.
+        statement: the law as one sentence.
+        check: function that raises `Difference` if the case breaks the law.
+        cases: function of (subject, fetch modes) that returns the cases that `jshadow laws` checks.
+        unclaimed: function that returns why the law does not apply to a subject, or None if it applies.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Law:
     unclaimed: Claim
 
     def __call__(self, case: Case) -> None:
-        """Raise LawBroken where the case breaks the law."""
+        """Raise LawBroken if the case breaks the law."""
         try:
             self.check(case)
         except Difference as difference:
@@ -129,36 +129,36 @@ LAWS: dict[str, Law] = {}
 
 
 def in_each_mode(subject: Subject, fetches: tuple[str, ...]) -> Iterable[Case]:
-    """The small settings, in every fetch mode."""
+    """Return the cases with small settings in every fetch mode."""
     return [Case(subject, fetch) for fetch in fetches]
 
 
 def in_one_mode(subject: Subject, fetches: tuple[str, ...]) -> Iterable[Case]:
-    """The small settings in the first fetch mode: the law that the modes agree speaks for the others."""
+    """Return the case with small settings in the first fetch mode. Another law checks that all modes agree."""
     return [Case(subject, fetches[0])]
 
 
 def both_settings(subject: Subject, fetches: tuple[str, ...]) -> Iterable[Case]:
-    """The small and, where there are any, the lossless settings, in every fetch mode."""
+    """Return the cases with small settings, and with lossless settings if there are any, in every fetch mode."""
     settings = ("small",) if subject.lossless is None else ("small", "lossless")
     return [Case(subject, fetch, setting) for fetch in fetches for setting in settings]
 
 
 def always(subject: Subject) -> str | None:
-    """The law is about every policy."""
+    """The `unclaimed` function of a law that applies to every policy."""
     return None
 
 
 def lossless_only(subject: Subject) -> str | None:
-    """The law is about policies with lossless settings."""
+    """The `unclaimed` function of a law that applies only to policies with lossless settings."""
     return "no lossless settings are registered" if subject.lossless is None else None
 
 
 def law(statement: str, *, cases: Cases = in_each_mode, unclaimed: Claim = always) -> Callable[[Any], Law]:
-    """A decorator that makes a law of the function that checks it, and lists it in LAWS.
+    """Return a decorator that turns the function that checks a law into a Law, and adds it to LAWS.
 
     Args:
-        statement: one sentence.
+        statement: the law as one sentence.
         cases: see `Law`.
         unclaimed: see `Law`.
     """
@@ -171,11 +171,11 @@ def law(statement: str, *, cases: Cases = in_each_mode, unclaimed: Claim = alway
     return add
 
 
-# What a law's function compares with
+# Comparisons for the functions of laws
 
 
 def close(got: Any, want: Any, tolerance: float, place: str = "logits") -> None:
-    """Raise Difference where two arrays of one shape differ by more than the tolerance."""
+    """Raise Difference if the shapes of two arrays differ, or their numbers differ by more than the tolerance."""
     try:
         np.testing.assert_allclose(got, want, rtol=RELATIVE, atol=tolerance)
     except AssertionError:
@@ -183,7 +183,7 @@ def close(got: Any, want: Any, tolerance: float, place: str = "logits") -> None:
 
 
 def equal(got: Any, want: Any, place: str) -> None:
-    """Raise Difference where two arrays differ at all."""
+    """Raise Difference unless two arrays are equal."""
     try:
         np.testing.assert_array_equal(got, want)
     except AssertionError:
@@ -191,13 +191,13 @@ def equal(got: Any, want: Any, place: str) -> None:
 
 
 def holds(condition: Any, place: str) -> None:
-    """Raise Difference, with a sentence about what is wrong, unless the condition is true."""
+    """Raise Difference unless the condition is true. `place` is a sentence that describes the problem."""
     if not condition:
         raise Difference(place)
 
 
 def measured(got: Any, want: Any, place: str) -> tuple[str, float]:
-    """The place, and the largest difference there: infinite where shapes differ or one has no number."""
+    """Return the place and the largest difference. It is infinite if the shapes differ or only one number is NaN."""
     one, two = (np.asarray(array).astype(np.float64) for array in (got, want))
     if one.shape != two.shape:
         return f"{place}: shapes {one.shape} and {two.shape}", float("inf")
@@ -206,6 +206,6 @@ def measured(got: Any, want: Any, place: str) -> tuple[str, float]:
 
 
 def paths_of(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path."""
+    """Return the leaves of a tree by path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}

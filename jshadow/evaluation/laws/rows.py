@@ -1,4 +1,4 @@
-"""Laws about rows: a batch is nothing but its rows, which come, go and pause on their own."""
+"""Laws about rows: each row of a batch behaves as if it were alone, also when rows are taken, inserted or paused."""
 
 import numpy as np
 
@@ -22,13 +22,13 @@ from jshadow.evaluation.laws.seen import NEIGHBOUR, as_seen, same_codes
 
 
 def row_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
-    """Each row in the first fetch mode."""
+    """Return one case for each row, with small settings in the first fetch mode."""
     return [Case(subject, fetches[0], row=row) for row in range(BATCH)]
 
 
 @law("A row alone gives the logits of the row in a batch.", cases=row_cases)
 def row_alone_is_row_in_batch(case: Case) -> None:
-    """Without padding, and with a window of its own size. The programs differ, so codes may be neighbours."""
+    """Prefill the row alone, without padding. The two compiled programs differ, so codes may differ by one step."""
     assert case.row is not None
     row, length = case.row, LENGTHS[case.row]
     logits, state = decode.prefill(
@@ -43,7 +43,7 @@ def row_alone_is_row_in_batch(case: Case) -> None:
 
 @law("Rows taken from a batch, one of them twice, go on as they would have in it.", cases=in_each_mode)
 def taken_rows_go_on(case: Case) -> None:
-    """As many rows as there were, so that no other program is compiled."""
+    """Take three rows out of three, so that no other batch size is compiled, and compare the next logits."""
     _, state = run_steps(model(), state_of(case), STEPS[:, :2])
     rows = [2, 0, 2]
     taken = state.take(rows)
@@ -55,7 +55,7 @@ def taken_rows_go_on(case: Case) -> None:
 
 @law("A row that was prefilled alone joins a batch and goes on as alone; the other rows as before.", cases=in_each_mode)
 def joining_rows_go_on(case: Case) -> None:
-    """The row's window is sized for its own length."""
+    """Insert a row whose window has a different size, because the row was prefilled alone."""
     tokens = random_tokens(1, 27, seed=5)
     _, alone = decode.prefill(model(), tokens, [27], case.policy, capacity=CAPACITY, fetch=case.fetch)
     _, alone = run_steps(model(), alone, STEPS[:1, :3])
@@ -72,8 +72,8 @@ def joining_rows_go_on(case: Case) -> None:
 
 @law("A row that takes no part in a step does not change by a bit.", cases=in_each_mode)
 def inactive_rows_do_not_change(case: Case) -> None:
-    """Every leaf of the idle row; writes to host memory on its behalf go nowhere."""
-    # the idle row then holds 28 tokens: its next one begins a unit of four
+    """Compare every leaf of the inactive row. Skipped writes to host memory must not change its rows either."""
+    # The inactive row holds 28 tokens, so that its next token would begin a new unit of four.
     _, state = run_steps(model(), state_of(case), STEPS[:, :1])
     before = {path: leaf.copy() for path, leaf in meaningful(state).items()}
     _, state = decode.decode_step(model(), STEPS[:, 1], state, active=[True, False, True])

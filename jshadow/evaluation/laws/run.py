@@ -1,4 +1,4 @@
-"""The laws on one policy, one after the other: what `jshadow laws` prints."""
+"""Running the laws on one policy, one after another. `jshadow laws` prints the outcomes."""
 
 import dataclasses
 import os
@@ -13,13 +13,13 @@ from jshadow.evaluation.laws.law import LAWS, Case, Difference, Law, LawBroken, 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of a law on a policy.
+    """The result of checking a law on a policy.
 
     Attributes:
         law: the law.
-        cases: how many cases were checked.
+        cases: number of checked cases.
         broken: one error for each case that breaks the law.
-        unclaimed: why the law says nothing about the policy; None: it does.
+        unclaimed: why the law does not apply to the policy, or None if it applies.
     """
 
     law: Law
@@ -38,16 +38,16 @@ class Outcome:
 def run_laws(
     subject: Subject, fetches: Sequence[str] | None = None, names: Sequence[str] | None = None
 ) -> Iterator[Outcome]:
-    """Check laws on a policy, and give what became of each as soon as it is known.
+    """Check laws on a policy, and yield each outcome as soon as it is known.
 
     Args:
         subject: the policy, see `subject_of`.
-        fetches: fetch modes of the laws that hold in each; None: the one that offloads, where the policy offloads.
-            The law that the modes agree compares all of them in any case.
-        names: of laws; None: all.
+        fetches: fetch modes of the laws that are checked in each mode. None means "device_put" if the policy offloads,
+            else "resident". The law that all modes agree always checks all of them.
+        names: names of the laws to check. None means all.
 
     Raises:
-        ConfigError: an unknown law or fetch mode, before any law runs.
+        ConfigError: a law or a fetch mode is unknown. It is raised before any law runs.
     """
     laws = [find_law(name) for name in LAWS if names is None] + [find_law(name) for name in names or ()]
     for fetch in fetches or ():
@@ -57,14 +57,14 @@ def run_laws(
 
 
 def find_law(name: str) -> Law:
-    """A law by its name. Raises ConfigError where there is none."""
+    """Return the law of a name. Raises ConfigError if there is none."""
     if name not in LAWS:
         raise ConfigError(f"law must be one of {', '.join(LAWS)}, got {name!r}")
     return LAWS[name]
 
 
 def outcome_of(law: Law, subject: Subject, fetches: Sequence[str] | None = None) -> Outcome:
-    """Check all cases of a law. An error that the policy raises on the way breaks the law too."""
+    """Check all cases of a law. Any error that the policy raises also counts as breaking the law."""
     broken: list[LawBroken] = []
     cases = [Case(subject)]
     try:
@@ -83,7 +83,7 @@ def outcome_of(law: Law, subject: Subject, fetches: Sequence[str] | None = None)
 
 
 def as_broken(law: Law, case: Case, error: Exception) -> LawBroken:
-    """A law's own error, or one that says which error the policy raised."""
+    """Return a LawBroken as it is, and wrap any other error in a LawBroken that names it."""
     if isinstance(error, LawBroken):
         return error
     text = " ".join(str(error).split())
@@ -93,10 +93,10 @@ def as_broken(law: Law, case: Case, error: Exception) -> LawBroken:
 
 
 def compile_cheaply() -> None:
-    """Run on the CPU and leave out LLVM's optimisations, unless JAX_PLATFORMS and XLA_FLAGS say otherwise.
+    """Make JAX run on the CPU without LLVM optimizations, unless JAX_PLATFORMS or XLA_FLAGS is set.
 
-    The laws' tolerances are those of float32 on a CPU, and they spend nearly all of their time compiling. It must be
-    called before JAX has computed anything.
+    The tolerances of the laws are made for float32 on a CPU, and the laws spend nearly all of their time compiling.
+    This function must be called before JAX computes anything.
     """
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     if not os.environ.get("JAX_PLATFORMS"):

@@ -1,7 +1,7 @@
-"""The states that two programs make of one prompt, as values that can be compared.
+"""Makes the states of two different programs for the same prompt comparable.
 
-Numbers of two programs differ in their last bit. So eigenvectors may turn, and a number next to the edge of a code may
-get the neighbouring code. So factors are compared by their products, and codes by the numbers that they stand for.
+The numbers of two programs differ in their last bits. So eigenvectors may rotate, and a number near the middle between
+two codes may get either code. Therefore factors are compared by their products, and codes by their values.
 """
 
 from typing import Any
@@ -14,12 +14,14 @@ from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv.key_codecs import by_token
 from jshadow.policies.shadowkv.landmark_levels import Levels, mean_kind
 
-NEIGHBOUR = 5e-3  # what a key that one code moves by a step may do to a logit
+NEIGHBOUR = 5e-3  # the largest change of a logit if one code of a key changes by one step
 
 
 def decoded(values: Any, prefix: str, spec: Any, layer: Any, lengths: Any) -> None:
-    """Replace a layer's codes in `values` by what they stand for, as far as tokens go: bases may turn, scales differ in
-    their last bit."""
+    """Replace the codes of a layer in `values` by their values, for all real tokens.
+
+    Codes cannot be compared directly, because bases may rotate and scales may differ in their last bits.
+    """
     policy, names = spec.policy, list(values)
     rows: Any
     if isinstance(policy, ShadowKV) and policy.keys.name != "lowrank":
@@ -54,7 +56,10 @@ def decoded(values: Any, prefix: str, spec: Any, layer: Any, lengths: Any) -> No
 
 
 def as_seen(state: Any, lengths: Any) -> Any:
-    """A state's leaves, with factors, and keys in a basis, as their product: eigenvectors may turn."""
+    """Return the leaves of a state by path, in a form that does not depend on rotations of eigenvectors.
+
+    Low-rank factors are replaced by their products, and rows in a learned basis by rows in the standard basis.
+    """
     values: Any = {}
     layer: Any
     path: Any
@@ -76,7 +81,7 @@ def as_seen(state: Any, lengths: Any) -> Any:
             if path in values:
                 rows = values[path]
                 values[path] = np.einsum("bhnr,bhdr->bhnd", rows, basis[..., : rows.shape[3]])
-        if basis.shape[2] == basis.shape[3]:  # whole keys are kept in it (Loki), in front of their values
+        if basis.shape[2] == basis.shape[3]:  # Loki stores whole keys in this basis, followed by their values
             dim = basis.shape[2]
             for path in (f"{layer}live.recent.k", f"{layer}host.prompt.array", f"{layer}host.tail.array"):
                 keys = np.einsum("bhnr,bhdr->bhnd", values[path][..., :dim], basis)
@@ -85,20 +90,21 @@ def as_seen(state: Any, lengths: Any) -> Any:
 
 
 def same_codes(mine: Any, theirs: Any, row: int | None = None) -> Any:
-    """The rows, bool [B], of two results of `as_seen` in which all codes stand for the same numbers.
-
-    Raises AssertionError unless nearly all codes do: 99 %, or 95 % of a row alone, whose tokens are few.
+    """Return in which rows, bool [B], all codes of two results of `as_seen` have the same values.
 
     Args:
-        mine: of the rows, or of one alone.
-        theirs: of the same prompts.
-        row: the one in theirs.
+        mine: the result of a batch, or of one row.
+        theirs: the result of a batch with the same prompts.
+        row: if mine is one row, its index in theirs.
+
+    Raises:
+        AssertionError: more than 1 % of all values differ, or more than 5 % for one row, which has few tokens.
     """
     same: Any = True
     for path in (path for path in mine if path.endswith(" decoded")):
         other = theirs[path] if row is None else theirs[path][row : row + 1]
         if mine[path].shape != other.shape:
-            continue  # room for later tokens, which a row alone needs less of
+            continue  # space for later tokens, of which a row alone has less
         close = np.isclose(mine[path], other, atol=2e-4)
         assert close.mean() > (0.99 if row is None else 0.95), path
         same &= close.reshape(len(close), -1).all(axis=1)

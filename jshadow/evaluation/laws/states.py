@@ -1,4 +1,4 @@
-"""Laws about the state as a value: its bytes are counted, forks are cheap and independent, the host is left alone."""
+"""Laws about the state: its counted bytes, the cost and independence of forks, and host arrays."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,19 +22,19 @@ MEMORIES = ("device", "pinned_host")
 
 
 def halves(state: KVState) -> tuple[list[Any], list[Any]]:
-    """The leaves that forks share, and the leaves that they do not."""
+    """Return the frozen leaves, which forks share, and the live leaves, which forks copy."""
     reads, writes = state.split()
     return jax.tree.leaves(reads), jax.tree.leaves(writes)
 
 
 def pointers(leaves: list[Any]) -> list[int]:
-    """Where the leaves lie in memory; a leaf without elements lies nowhere."""
+    """Return the addresses of all leaves that have elements."""
     return [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
 
 
 @law("The bytes that a state counts are the bytes of its leaves, by memory.", cases=both_settings)
 def bytes_are_the_leaves_bytes(case: Case) -> None:
-    """Layers, what they share and learned arrays; and the host's bytes are those that the specs foresee."""
+    """Count the leaves of layers, shared arrays and learned arrays. Compare the host's bytes with the specs too."""
     state = state_of(case)
     leaves = jax.tree.leaves((state.layers, state.shared, state.fitted))
     by_memory = [sum(leaf_bytes(leaf) for leaf in leaves if leaf.sharding.memory_kind == memory) for memory in MEMORIES]
@@ -45,7 +45,7 @@ def bytes_are_the_leaves_bytes(case: Case) -> None:
 
 @law("The abstract state, from which bytes are planned, is the real one: tree, shapes, dtypes.", cases=in_each_mode)
 def abstract_state_is_the_real_one(case: Case) -> None:
-    """Static fields are compared too; nothing is allocated for the abstract one."""
+    """Compare trees, static fields, shapes and dtypes, and check that the abstract leaves allocate no memory."""
     state, planned = state_of(case), abstract(case, case.fetch)
     holds(state_nbytes(planned) == state_nbytes(state), f"bytes by part: {state_nbytes(planned)} are planned")
     trees: list[Any] = [jax.tree.structure(tree) for tree in (planned, state)]
@@ -57,7 +57,7 @@ def abstract_state_is_the_real_one(case: Case) -> None:
 
 @law("Ten forks take the memory of ten live halves: the frozen half is shared, and a step shares it still.")
 def ten_forks_cost_ten_lives(case: Case) -> None:
-    """By the addresses of the leaves."""
+    """Compare the addresses of the leaves of ten forks."""
     state = state_of(case)
     frozen, live = halves(state)
     forks = [state.fork() for _ in range(10)]
@@ -76,7 +76,7 @@ def ten_forks_cost_ten_lives(case: Case) -> None:
 
 @law("Whatever is done with a fork, its parent goes on as if there were none.")
 def fork_leaves_its_parent_usable(case: Case) -> None:
-    """Bit for bit."""
+    """Compare the logits of a state after a fork of it was used with those of an unforked state, bit by bit."""
     parent = state_of(case)
     run_steps(model(), parent.fork(), STEPS[:, 3:9])
     untouched, _ = run_steps(model(), state_of(case), STEPS[:, :3])
@@ -86,7 +86,7 @@ def fork_leaves_its_parent_usable(case: Case) -> None:
 
 @law("A state that a step has consumed refuses every use.", cases=lambda subject, fetches: [Case(subject)])
 def consumed_state_says_so(case: Case) -> None:
-    """StateMismatch, with the word "consumed"."""
+    """Every use must raise StateMismatch with the word "consumed"."""
     state = state_of(case)
     decode.decode_step(model(), STEPS[:, 0], state)
     uses: dict[str, Callable[[], object]] = {
@@ -112,14 +112,14 @@ def consumed_state_says_so(case: Case) -> None:
     unclaimed=has_host_rows,
 )
 def steps_leave_the_host_alone(case: Case) -> None:
-    """Read off the step's operations: only rows move, and some do."""
+    """Inspect the operations of a step. It must move rows from host memory, but no whole array."""
     offences, fetches = step_host_moves(case)
     holds(not offences, f"a step does this to a host array: {offences[:1]}")
     holds(fetches, "a step fetches nothing from host memory")
 
 
 def step_host_moves(case: Case) -> tuple[list[str], int]:
-    """What a step does to whole host arrays, and how many fetches it has."""
+    """Return the forbidden operations of a step on host arrays, and how many fetches it has."""
     state = state_of(case)
     reads, writes = state.split()
     args = (model().weights, jnp.zeros(BATCH, jnp.int32), reads, writes, jnp.ones(BATCH, bool))
@@ -131,13 +131,16 @@ def step_host_moves(case: Case) -> tuple[list[str], int]:
 
 
 def host_tiers(state: KVState) -> list[Any]:
-    """The prompt's and the later part of every layer's rows in host memory."""
+    """Return the host arrays of every layer: the prompt's rows, and the rows of later tokens if there are any."""
     tiers = [layer.host for layer in state.layers if layer.host is not None]
     return [part for tier in tiers for part in (tier.prompt, tier.tail) if part is not None]
 
 
 def host_offences(function: Callable[..., Any], *args: Any, stored: set[tuple[int, ...]]) -> tuple[list[str], int]:
-    """Operations that no step may do to host arrays of the given shapes, and how many fetches there are."""
+    """Return the forbidden operations of a function on host arrays, and how many fetches it has.
+
+    Forbidden are a scatter to a host array, and a copy of a whole host array of one of the shapes `stored`.
+    """
     offences, fetches = [], 0
     for equation in equations(jax.make_jaxpr(function)(*args).jaxpr):
         operands = [v for v in equation.invars if hasattr(v.aval, "shape") and in_host(v)]
@@ -151,7 +154,7 @@ def host_offences(function: Callable[..., Any], *args: Any, stored: set[tuple[in
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-    """Every equation of a jaxpr and of the jaxprs inside it."""
+    """Yield every equation of a jaxpr and of all jaxprs inside it."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in jaxprs_in_params(equation.params):

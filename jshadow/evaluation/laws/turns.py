@@ -1,4 +1,4 @@
-"""Laws about turns and prompts: however tokens are cut into calls, the state knows the same."""
+"""Laws about turns and prompts: the state does not depend on how tokens are split into calls."""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from jshadow.evaluation.laws.inputs import (
 from jshadow.evaluation.laws.law import Case, Subject, close, holds, in_each_mode, law
 from jshadow.evaluation.laws.seen import NEIGHBOUR, as_seen, same_codes
 
-# Tokens of each row's turn: the second row pauses.
+# Number of tokens of each row's turn. The second row has none.
 TURN = np.array([7, 0, 4])
 ACTIVE = np.arange(7) < TURN[:, None]
 PIECES = (1, 16)  # single tokens, and an uneven cut of 61
@@ -27,9 +27,9 @@ PIECES = (1, 16)  # single tokens, and an uneven cut of 61
 
 @law("Tokens taken in two turns give the logits and the state of one turn.", cases=in_each_mode)
 def split_turns_are_one_turn(case: Case) -> None:
-    """Rows take their tokens in turns of other sizes, and one row pauses.
+    """Compare one turn with two shorter ones. One row has no tokens in the first of them.
 
-    All turns are padded to the width of the whole one, so that no other program is compiled.
+    All turns are padded to the same width, so that only one program is compiled.
     """
     once, state = decode.extend(model(), STEPS[:, :7], np.array([7, 4, 6]), state_of(case))
     _, split = decode.extend(model(), STEPS[:, :7], [3, 0, 3], state_of(case))
@@ -41,7 +41,7 @@ def split_turns_are_one_turn(case: Case) -> None:
 
 
 def same_memory(got: KVState, want: KVState) -> None:
-    """Raise Difference where two states remember something else."""
+    """Raise Difference if the remembered leaves of two states differ."""
     leaves = remembered(got)
     for path, leaf in remembered(want).items():
         close(leaves[path], leaf, 1e-4, path)
@@ -49,7 +49,7 @@ def same_memory(got: KVState, want: KVState) -> None:
 
 @law("A turn gives the last logits and the state of as many single steps.", cases=in_each_mode)
 def extend_is_steps(case: Case) -> None:
-    """Seven tokens, none and four; a row without tokens has zeros for logits."""
+    """Feed rows of seven, zero and four tokens. The logits of a row without tokens must be zeros."""
     start = state_of(case)
     by_steps, stepped = run_steps(model(), start.fork(), np.where(ACTIVE, STEPS[:, :7], 0), ACTIVE)
     last, extended = decode.extend(model(), STEPS[:, :7], TURN, start.fork())
@@ -61,7 +61,7 @@ def extend_is_steps(case: Case) -> None:
 
 @law("Every logit of a turn is that of the same single step.", cases=in_each_mode)
 def every_logit_of_a_turn_is_a_step_s(case: Case) -> None:
-    """The turn of `extend_is_steps` with `logits="all"`."""
+    """Feed the turn of `extend_is_steps` with `logits="all"`."""
     start = state_of(case)
     by_steps, stepped = run_steps(model(), start.fork(), np.where(ACTIVE, STEPS[:, :7], 0), ACTIVE)
     last, _ = decode.extend(model(), STEPS[:, :7], TURN, start.fork())
@@ -72,13 +72,13 @@ def every_logit_of_a_turn_is_a_step_s(case: Case) -> None:
 
 
 def piece_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
-    """The small settings with the prompt in pieces."""
+    """Return the cases with small settings and a prompt in pieces, one for each size of a piece."""
     return [Case(subject, piece=piece) for piece in PIECES]
 
 
 @law("A prompt in pieces gives the logits, the state and the later steps of the prompt at once.", cases=piece_cases)
 def prefill_pieces_are_one_prefill(case: Case) -> None:
-    """Pieces of `case.piece` tokens. Codes may be neighbours where numbers lie next to an edge."""
+    """Prefill in pieces of `case.piece` tokens. A number near the middle between two codes may get either code."""
     want_logits, want = prefilled(case.policy, case.fetch)
     logits, state = decode.prefill(
         model(),

@@ -1,7 +1,8 @@
-"""Pictures of evaluation results and of what `jshadow.analysis` finds. Only this package imports matplotlib.
+"""Pictures of the results of `evaluate` and of `jshadow.analysis`. Only this package imports matplotlib.
 
-A function takes plain numbers and returns matplotlib's Figure. With a path it writes the file too, whole or not at all.
-The same numbers give the same bytes. A method has one colour and one marker in all pictures (`style.look_of`).
+A function takes plain numbers and returns a matplotlib Figure. If a path is given, it also writes the file, completely
+or not at all. The same numbers give the same bytes. A method has the same color and marker in all pictures
+(`style.look_of`).
 """
 
 from jshadow.evaluation.plots.observations import (

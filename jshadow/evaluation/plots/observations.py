@@ -1,4 +1,4 @@
-"""Pictures of what `jshadow.analysis` finds: spectra, subspaces, least cosines, hit rates."""
+"""Pictures of the results of `jshadow.analysis`: spectra, subspaces, smallest cosines, hit rates."""
 
 import os
 from collections.abc import Mapping
@@ -10,30 +10,31 @@ from jshadow.evaluation.plots.style import MARKS, need, panels, series_look, sty
 
 Path = str | os.PathLike[str] | None
 KIND_NAMES = {"k_pre": "pre-RoPE keys", "k_post": "post-RoPE keys", "v": "values", "x_in": "hidden states"}
-SMALLEST = 1e-3  # relative singular values below are not drawn
+SMALLEST = 1e-3  # lower end of the axis of relative singular values
 
 
 def band(axis: Any, x: Any, table: np.ndarray, look: dict[str, Any], label: str | None) -> None:
-    """The mean over axis 0 of a table [layers, points], and where eight of ten layers lie."""
+    """Draw the mean of a table [layers, points] over layers, and a band from the 10th to the 90th percentile."""
     axis.fill_between(x, *np.quantile(table, (0.1, 0.9), axis=0), color=look["color"], alpha=0.12, linewidth=0)
     axis.plot(x, table.mean(axis=0), label=label, **look)
 
 
 @styled
 def plot_spectra(texts: Mapping[str, Mapping[str, np.ndarray]], path: Path = None) -> Any:
-    """Draw how fast singular values fall and what a rank keeps (ShadowKV, figure 1, left), a row of panels a text.
+    """Draw the singular values, and the squared norm that each rank keeps (ShadowKV, figure 1, left).
 
-    Lines are means over layers, bands hold eight of ten layers; up to as many columns as the narrowest tensor has.
+    Each text is one row of two panels. Lines are means over layers, and bands reach from the 10th to the 90th
+    percentile. The horizontal axis ends at the number of columns of the narrowest tensor.
 
     Args:
-        texts: by name, `Spectra.values`: by kind, relative singular values [layers, columns].
-        path: .svg, .png or .pdf to write.
+        texts: `Spectra.values` by name of the text: relative singular values [layers, columns] by kind.
+        path: .svg, .png or .pdf file to write, or None.
 
     Returns:
         The Figure.
 
     Raises:
-        ConfigError: no text, or a file that cannot be written.
+        ConfigError: there is no text, or the file cannot be written.
     """
     need(texts, "spectra")
     figure, axes = panels(2 * len(texts), 2, 4.2, 3.2)
@@ -61,18 +62,18 @@ def plot_spectra(texts: Mapping[str, Mapping[str, np.ndarray]], path: Path = Non
 
 @styled
 def plot_subspaces(lines: Mapping[str, np.ndarray], chance: float, path: Path = None) -> Any:
-    """Draw the similarity D of a context's subspace to others by layer (ShadowKV, section 3.1; figure 1, middle).
+    """Draw the similarity D of a context's subspace to others, by layer (ShadowKV, section 3.1; figure 1, middle).
 
     Args:
-        lines: by what the context is compared with, D [layers].
-        chance: the mean of D for subspaces drawn at random.
-        path: .svg, .png or .pdf to write.
+        lines: D [layers], by name of the text that the context is compared with.
+        chance: the mean of D for random subspaces.
+        path: .svg, .png or .pdf file to write, or None.
 
     Returns:
         The Figure.
 
     Raises:
-        ConfigError: no line, or a file that cannot be written.
+        ConfigError: there is no line, or the file cannot be written.
     """
     need(lines, "subspaces")
     figure, [axis] = panels(1, 1, 5.6, 3.2)
@@ -90,20 +91,20 @@ def plot_subspaces(lines: Mapping[str, np.ndarray], chance: float, path: Path = 
 
 @styled
 def plot_least_cosines(texts: Mapping[str, np.ndarray], path: Path = None) -> Any:
-    """Draw how badly landmarks represent their chunks at worst (ShadowKV, section 3.2; figure 5, middle).
+    """Draw the smallest cosines of keys to their landmarks (ShadowKV, section 3.2; figure 5, middle).
 
-    Left, the share of all chunks whose least cosine is below a value, on a logarithmic axis that shows the outliers.
-    Right, by layer: the median, and a band from the first to the 99th percentile.
+    The left panel shows the share of all chunks whose smallest cosine is below a value. Its axis is logarithmic to show
+    the outliers. The right panel shows for each layer the median, and a band from the 1st to the 99th percentile.
 
     Args:
-        texts: by name, `ChunkSimilarity.least` [layers, h_kv, chunks].
-        path: .svg, .png or .pdf to write.
+        texts: `ChunkSimilarity.least` [layers, h_kv, chunks] by name of the text.
+        path: .svg, .png or .pdf file to write, or None.
 
     Returns:
         The Figure.
 
     Raises:
-        ConfigError: no text, or a file that cannot be written.
+        ConfigError: there is no text, or the file cannot be written.
     """
     need(texts, "least cosines")
     figure, [left, right] = panels(2, 2, 4.2, 3.2)
@@ -127,19 +128,20 @@ def plot_least_cosines(texts: Mapping[str, np.ndarray], path: Path = None) -> An
 
 @styled
 def plot_hit_rates(texts: Mapping[str, np.ndarray], path: Path = None) -> Any:
-    """Draw how much of a selection was selected in the step before (ShadowKV, section 3.2; figure 5, right).
+    """Draw the share of selected chunks that the previous step also selected (ShadowKV, section 3.2; figure 5, right).
 
-    Left by step (mean over layers; eight of ten layers in the band), right by layer (mean over steps).
+    The left panel shows each step: the mean over layers, and a band from the 10th to the 90th percentile. The right
+    panel shows each layer: the mean over steps.
 
     Args:
-        texts: by name, `HitRates.rates` [steps - 1, layers].
-        path: .svg, .png or .pdf to write.
+        texts: `HitRates.rates` [steps - 1, layers] by name of the text.
+        path: .svg, .png or .pdf file to write, or None.
 
     Returns:
         The Figure.
 
     Raises:
-        ConfigError: no text, or a file that cannot be written.
+        ConfigError: there is no text, or the file cannot be written.
     """
     need(texts, "hit rates")
     figure, [left, right] = panels(2, 2, 4.2, 3.2, sharey=True)

@@ -1,4 +1,4 @@
-"""Pictures of the rows of `evaluate`: needles by length and depth, scores against device memory, turn by turn."""
+"""Pictures of the rows of `evaluate`: needles by length and depth, scores by device memory, scores by turn."""
 
 import importlib.util
 import os
@@ -11,17 +11,20 @@ from jshadow.errors import ConfigError
 from jshadow.evaluation.plots.style import FORMATS, LONG, look_of, need, panels, plain, styled, write
 
 Row = Mapping[str, Any]
-WIDE, MOST_ACROSS = 4.2, 4  # inches of a panel, panels side by side
-MOST_NUMBERS = 12  # cells of a heat map's row or column up to which each has its number written in
+WIDE, MOST_ACROSS = 4.2, 4  # width of a panel in inches, maximum number of panels in a row
+MOST_NUMBERS = 12  # a heat map with at most this many rows and columns has a number in each cell
 
 
 def check_plot(path: str | os.PathLike[str], tasks: Sequence[str], turns_of: Mapping[str, int]) -> None:
-    """Raise ConfigError where a picture of these tasks could not be drawn or written, before anything runs.
+    """Check, before anything runs, that a picture by turn of these tasks can be drawn and written.
 
     Args:
         path: file to write.
-        tasks: what will be measured.
-        turns_of: questions that each task asks in turn.
+        tasks: names of the tasks.
+        turns_of: number of turns of each task, by name.
+
+    Raises:
+        ConfigError: the path is unsuitable, no task has several turns, or matplotlib is not installed.
     """
     target = Path(path)
     if target.suffix not in FORMATS:
@@ -34,28 +37,28 @@ def check_plot(path: str | os.PathLike[str], tasks: Sequence[str], turns_of: Map
 
 
 def check_matplotlib() -> None:
-    """Raise ConfigError where nothing can be drawn."""
+    """Raise ConfigError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("plot needs matplotlib: pip install 'jshadow[plots]'")
 
 
 def with_turns(rows: Iterable[Row]) -> list[Row]:
-    """Rows that `plot_turns` draws."""
+    """Return the rows that `plot_turns` draws: those with several turns."""
     return [row for row in rows if len(row.get("turns") or ()) > 1]
 
 
 def with_scores(rows: Iterable[Row]) -> list[Row]:
-    """Rows that `plot_needles` draws: a score for each of several depths, of one fact and not of several in turn."""
+    """Return the rows that `plot_needles` draws: those with scores at several depths and a single turn."""
     return [row for row in rows if len(row.get("depths") or ()) > 1 and len(row.get("turns") or ()) < 2]
 
 
 def with_memory(rows: Iterable[Row], measure: str) -> list[Row]:
-    """Rows that `plot_memory` draws."""
+    """Return the rows that `plot_memory` draws: those with the measure and the device bytes."""
     return [row for row in rows if row.get(measure) is not None and row.get("served_device_bytes")]
 
 
 def looks(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """The look of each row of one panel: a method's second setting has its colour and marker, and dashes."""
+    """Return the line style of each row of one panel. Further settings of a method get other dashes and markers."""
     seen: dict[str, list[Any]] = {}
     marks = []
     for row in rows:
@@ -69,17 +72,17 @@ def looks(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 @styled
 def plot_turns(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw the share of right answers by turn, a line a policy, a panel a task and length.
+    """Draw the share of right answers by turn. There is one panel for each task and length, and one line for a policy.
 
     Args:
-        rows: of `evaluate`; those with several turns are drawn.
-        path: .svg, .png or .pdf to write.
+        rows: rows of `evaluate`. Those with several turns are drawn.
+        path: .svg, .png or .pdf file to write, or None.
 
     Returns:
         The Figure.
 
     Raises:
-        ConfigError: no such row, or a file that cannot be written.
+        ConfigError: no row has several turns, or the file cannot be written.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -92,7 +95,7 @@ def plot_turns(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) 
         panel = [row for row in drawn if (row["task"], row["length"]) == (task, length)]
         for row, look in zip(panel, looks(panel), strict=True):
             share = row["served_device_bytes"] / row["served_full_bytes"]
-            if row["name"] == "full":  # broad, behind the others, which may lie on it
+            if row["name"] == "full":  # a broad line behind the others, which may cover it
                 look |= {"color": "0.7", "linewidth": 7, "zorder": 1}
             axis.plot(
                 range(1, len(row["turns"]) + 1),
@@ -112,17 +115,18 @@ def plot_turns(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) 
 
 @styled
 def plot_needles(rows: Sequence[Row], path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw a heat map of needles found, length by depth, a panel a task and policy (ShadowKV, figure 10).
+    """Draw heat maps of found needles by length and depth (ShadowKV, figure 10), one for each task and policy.
 
     Args:
-        rows: of `evaluate`; those with "depths" of the needle, and "depth_scores" (percent) at each, are drawn.
-        path: .svg, .png or .pdf to write.
+        rows: rows of `evaluate`. Those with several "depths" and their "depth_scores" (percent) are drawn.
+        path: .svg, .png or .pdf file to write, or None.
 
     Returns:
         The Figure.
 
     Raises:
-        ConfigError: no such row, a task with other depths at other lengths, or a file that cannot be written.
+        ConfigError: no row has several depths, the depths of a task differ between lengths, or the file cannot be
+            written.
     """
     import numpy as np
 
@@ -159,7 +163,7 @@ def plot_needles(rows: Sequence[Row], path: str | os.PathLike[str] | None = None
 
 
 def policy_title(row: Row) -> str:
-    """A row's policy in a few words: its method, then the share it was given or the settings that are not defaults."""
+    """Describe a row's policy by its method, and by its share or the settings that are not defaults."""
     marks = "".join([" (control)" if row.get("control_of") else "", " (fitted)" if row.get("fitted") else ""])
     if row.get("share"):
         return f"{row['name']}{marks}, {100 * row['share']:g} %"
@@ -186,22 +190,23 @@ MEASURES = {"score": "score, %", "top1": "same next token as full attention, %",
 def plot_memory(
     rows: Sequence[Row], path: str | os.PathLike[str] | None = None, *, measure: str = "score", moved: bool = False
 ) -> Any:
-    """Draw accuracy against device memory: a mark a method, a line where one has several settings or shares.
+    """Draw a measure of accuracy by device memory.
 
-    Memory is that of the KV cache of one request in bfloat16, with what the method offloads on the host. ShadowKV with
-    another key code is a line of its own, and so is each sweep.
+    Each method is a mark, or a line if it has several settings or shares. Memory is that of the KV cache of one request
+    in bfloat16, without the rows that are offloaded. Each key code of ShadowKV and each sweep is a separate line. There
+    is one panel for each task and length.
 
     Args:
-        rows: of `evaluate`; those that have the measure are drawn, a panel a task and length.
-        path: .svg, .png or .pdf to write.
-        measure: "score", "top1" or "kl"; the axis of "kl" is logarithmic, and full attention (0) is not on it.
-        moved: also draw it against the bytes that a step moves from the host, in a panel beside each.
+        rows: rows of `evaluate`. Those that have the measure are drawn.
+        path: .svg, .png or .pdf file to write, or None.
+        measure: "score", "top1" or "kl". The axis of "kl" is logarithmic and leaves out full attention, which has 0.
+        moved: whether to add panels with the bytes that a step moves from the host on the horizontal axis.
 
     Returns:
         The Figure.
 
     Raises:
-        ConfigError: an unknown measure, no row that has it, or a file that cannot be written.
+        ConfigError: the measure is unknown, no row has it, or the file cannot be written.
     """
     if measure not in MEASURES:
         raise ConfigError(f"measure must be one of {tuple(MEASURES)}, got {measure!r}")
@@ -249,20 +254,20 @@ def plot_memory(
 
 
 def method_of(row: Row) -> str:
-    """The key of a row's line. Rows of one method, key code, role (control or not) and training share a line."""
+    """Return the name of a row's line. Rows of the same method, key code, control and fitted flag share a line."""
     codec = (row.get("settings") or {}).get("keys", "lowrank")
     name = row["name"] + (f" {codec}" if codec != "lowrank" else "")
     return name + (" (control)" if row.get("control_of") else "") + (" (fitted)" if row.get("fitted") else "")
 
 
 def lines_of(row: Row) -> list[str]:
-    """The lines that a row is a mark of: one a sweep that it is in."""
+    """Return the names of the lines that a row belongs to: one for each of its sweeps, or that of its method."""
     names = row.get("sweeps") or ()
     return [f"{kind_of(row, name)}, {FIELDS.get(name, name)}" for name in names] or [method_of(row)]
 
 
 def kind_of(row: Row, field: str) -> str:
-    """The method whose setting is swept; one that has other landmarks is another one."""
+    """Return the name of the method whose setting `field` is swept, including its settings of landmarks."""
     settings = row.get("settings") or {}
     tokens = settings.get("landmarks.tokens")
     details = {
@@ -274,5 +279,5 @@ def kind_of(row: Row, field: str) -> str:
 
 
 def error_of(measure: str) -> str:
-    """The key of a measure's standard error in a row."""
+    """Return the key of a measure's standard error in a row."""
     return "stderr" if measure == "score" else f"{measure}_stderr"

@@ -1,4 +1,4 @@
-"""The style of all pictures: one colour and marker a method, plain axes, and files without dates."""
+"""The style of all pictures: one color and marker for each method, plain axes, and files without dates."""
 
 import contextlib
 import functools
@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from jshadow.errors import ConfigError
 
-LONG = 72  # letters of a line's name where it has room
+LONG = 72  # maximum length of a line's name in a wide legend
 FORMATS = (".svg", ".png", ".pdf")
-PLAIN = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}  # no date in a file
-# A method needs no line here: `look_of` makes a look of any name. These are chosen by hand, so that they go together:
-# colours that the common kinds of colour blindness tell apart (Okabe and Ito; Tol); the families of methods have a hue
-# each, and within one the markers differ.
+PLAIN = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}  # metadata without a date
+# The colors and markers of known methods. A method need not be listed, because `look_of` derives a look from any name.
+# The colors can be told apart with the common kinds of color blindness (Okabe and Ito; Tol). Each family of methods has
+# one hue, and its members have different markers.
 METHODS = {
     "full": ("0.55", "o"),
     "streaming_llm": ("#000000", "x"),
@@ -63,11 +63,12 @@ Draw = TypeVar("Draw", bound=Callable[..., Any])
 
 
 def look_of(name: str, number: int = 0) -> dict[str, Any]:
-    """Line2D properties of a method: its colour always; dashes and a hollow marker for its n-th setting in one panel.
+    """Return the Line2D properties of a method.
 
     Args:
-        name: as a row's "name". One that is not in METHODS gets a colour and a marker that follow from its name.
-        number: of the method's settings in the panel, 0 the first.
+        name: the "name" of a row. If it is not in METHODS, its color and marker are derived from a hash of it.
+        number: index of the setting among those of the method in one panel. The color stays the same. Settings after
+            the first have other dashes and a hollow marker.
     """
     if name in METHODS:
         colour, mark = METHODS[name]
@@ -79,18 +80,18 @@ def look_of(name: str, number: int = 0) -> dict[str, Any]:
 
 
 def series_look(number: int) -> dict[str, Any]:
-    """Line2D properties of the n-th line of a picture whose lines are no methods."""
+    """Return the Line2D properties of line `number` of a picture whose lines are not methods."""
     return {"color": SERIES[number % len(SERIES)], "linestyle": DASHES[number // len(SERIES) % len(DASHES)]}
 
 
 def styled(draw: Draw) -> Draw:
-    """Draw and write in our style, whatever the user's matplotlibrc says."""
+    """Decorate a function so that it draws and writes in the style of this module, independent of matplotlibrc."""
 
     @functools.wraps(draw)
     def inside(*args: Any, **options: Any) -> Any:
         import matplotlib
 
-        # the defaults first: a picture must not depend on who draws it
+        # The defaults come first, so that a picture does not depend on the user's settings.
         look: dict[Any, Any] = {**matplotlib.rcParamsDefault, **STYLE}
         with matplotlib.rc_context(look):
             return draw(*args, **options)
@@ -99,16 +100,25 @@ def styled(draw: Draw) -> Draw:
 
 
 def plain(text: str, most: int = 32) -> str:
-    """Text for a picture: no mathematics between dollar signs, and not so long that no room is left to draw."""
+    """Shorten a text to `most` characters, and escape its dollar signs so that it is not read as mathematics."""
     return (text if len(text) <= most else f"{text[: most - 1]}…").replace("$", r"\$")
 
 
 def panels(
     count: int, columns: int, width: float, height: float, *, beside: float = 0.0, **options: Any
 ) -> tuple[Any, list[Any]]:
-    """A figure of `count` axes in rows of at most `columns`, each width x height inches; and the axes in order.
+    """Create a figure of `count` axes in rows of at most `columns`.
 
-    `beside`: inches for what stands at the right of all of them.
+    Args:
+        count: number of axes.
+        columns: maximum number of axes in a row.
+        width: width of one in inches.
+        height: height of one in inches.
+        beside: additional width in inches to the right of all axes, for a legend or a color bar.
+        **options: passed to `Figure.subplots`.
+
+    Returns:
+        The figure, and its axes in order.
     """
     from matplotlib.figure import Figure
 
@@ -122,17 +132,17 @@ def panels(
 
 
 def need(rows: Any, what: str) -> None:
-    """Raise ConfigError where there is nothing to draw."""
+    """Raise ConfigError if there is nothing to draw."""
     if not len(rows):
         raise ConfigError(f"a picture of {what} needs at least one, got none")
 
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
-    """A name to write to that becomes the file `path` when the block ends, or vanishes when it fails.
+    """Yield a temporary path that is renamed to `path` when the block ends. If it fails, the file is removed.
 
     Raises:
-        ConfigError: the file cannot be written; `what` names it.
+        ConfigError: the file cannot be written. The message begins with `what`.
     """
     target = Path(path)
     part = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
@@ -146,7 +156,7 @@ def whole_file(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
 
 
 def write(figure: Any, path: str | os.PathLike[str] | None) -> Any:
-    """Write a figure where a path is given, whole or not at all, and return it.
+    """Write a figure, completely or not at all, if a path is given. Returns the figure.
 
     Raises:
         ConfigError: the name does not end with one of FORMATS, or the file cannot be written.

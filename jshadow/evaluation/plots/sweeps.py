@@ -1,4 +1,4 @@
-"""Pictures of what one setting does: answers, agreement with full attention, bytes."""
+"""Pictures of the effect of one setting on answers, agreement with full attention, and bytes."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from jshadow.evaluation.plots.results import FIELDS, error_of, kind_of
 from jshadow.evaluation.plots.style import LONG, look_of, panels, plain, styled, write
 
 Row = Mapping[str, Any]
-CROWD = 3  # lines whose legend still finds room among them
+CROWD = 3  # with more lines than this, the legend is below the panel
 MEASURES = {
     "score": "right answers, %",
     "top1": "same next token, %",
@@ -19,7 +19,7 @@ MEASURES = {
 
 
 def measured(row: Row, measure: str) -> float | None:
-    """A row's figure; the score of an agreement task is its top1."""
+    """Return the number of a measure in a row. Agreement tasks have no "score", because it equals "top1"."""
     if measure == "bytes":
         return float(100 * row["served_device_bytes"] / row["served_full_bytes"])
     value: float | None = row.get(measure)
@@ -27,13 +27,13 @@ def measured(row: Row, measure: str) -> float | None:
 
 
 def place_of(row: Row, field: str) -> Any:
-    """Where a step stands on the axis: at its number, or at a name of what is none (a profile, a code)."""
+    """Return the position of a row on the horizontal axis: the number of the setting, or its name if it has none."""
     value = row["settings"][field]
     return value if isinstance(value, int | float) else str(value)
 
 
 def steps_of(rows: Sequence[Row], field: str) -> list[Row]:
-    """Rows whose settings have the field, in its order; where rows are in sweeps, only those in this one."""
+    """Return the rows that have the setting, sorted by it. If any rows are in sweeps, only rows of its sweep remain."""
     asked = [row for row in rows if (row.get("settings") or {}).get(field) is not None]
     if any(row.get("sweeps") for row in rows):
         asked = [row for row in asked if field in row.get("sweeps", ())]
@@ -42,19 +42,19 @@ def steps_of(rows: Sequence[Row], field: str) -> list[Row]:
 
 @styled
 def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw what a setting does to answers, agreement and device bytes (ShadowKV, figures 8 and 9, table 15).
+    """Draw the effect of a setting on answers, agreement and device bytes (ShadowKV, figures 8 and 9, table 15).
 
     Args:
-        rows: of `jshadow.analysis.sweep` or `evaluate`; full attention's and those without the setting are left out,
-            and where some are in sweeps, those that are not in this one.
+        rows: rows of `jshadow.analysis.sweep` or `evaluate`. Those without the setting are left out. If any rows are in
+            sweeps, those outside the sweep of this setting are left out too.
         field: the setting on the horizontal axis.
-        path: .svg, .png or .pdf to write.
+        path: .svg, .png or .pdf file to write, or None.
 
     Returns:
-        The Figure: a panel a measure that some row has, in it a line a task, method and length.
+        The Figure. It has one panel for each measure, with one line for each task, method and length.
 
     Raises:
-        ConfigError: no row with that setting, or a file that cannot be written.
+        ConfigError: no row has the setting, or the file cannot be written.
     """
     drawn = [{**row, "name": kind_of(row, field)} for row in steps_of(rows, field)]
     if not drawn:
@@ -66,7 +66,7 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
         lines: dict[tuple[Any, ...], dict[Any, Row]] = {}
         for row in drawn:
             if measured(row, measure) is not None:
-                task = None if measure == "bytes" else row["task"]  # bytes are those of every task
+                task = None if measure == "bytes" else row["task"]  # the bytes are the same for every task
                 lines.setdefault((task, row["name"], row["length"]), {})[place_of(row, field)] = row
         kinds: dict[str, int] = {}
         for line, at in lines.items():
@@ -95,7 +95,7 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
 
 
 def line_name(line: tuple[Any, ...], lines: Sequence[tuple[Any, ...]]) -> str:
-    """Of a line's task, method and length, those that tell it from the other lines."""
+    """Join the parts of (task, method, length) that differ between lines into the name of a line."""
     parts = [f"{part:,} tokens" if isinstance(part, int) else str(part) for part in line]
     differing = [part for i, part in enumerate(parts) if len({other[i] for other in lines}) > 1]
     return plain(", ".join(differing) or parts[1], LONG)

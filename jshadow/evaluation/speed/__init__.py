@@ -1,7 +1,7 @@
-"""Times of decode steps and prefills on this machine, beside dense baselines and the best rates of the machine.
+"""Times of decode steps and prefills on this machine, with dense baselines and the peak rates of the machine.
 
-A bench compiles first, warms up, and returns the median, the least and the most of its repeats. Peers (torch,
-transformers) are measured in the same run where they are installed.
+A benchmark compiles, warms up, and returns the median, the minimum and the maximum of its repeats. If torch and
+transformers are installed, they are measured in the same run.
 """
 
 from jshadow.evaluation.speed.dense import bench_baselines as bench_baselines

@@ -1,4 +1,4 @@
-"""Dense attention of one query a row on the same shapes: the baselines of `bench layer`."""
+"""Dense attention of one query for each row, on the same shapes. These are the baselines of `bench layer`."""
 
 import importlib.util
 from collections.abc import Callable, Iterator
@@ -13,13 +13,13 @@ from jshadow.policies import Full
 
 
 def dense_jax(shape: Shape, repeats: int) -> Times:
-    """`jax.nn.dot_product_attention` of one query a row."""
+    """Time `jax.nn.dot_product_attention` with one query for each row."""
     prompt, q = random_prompt(shape, Full()), random_step(shape, seed=1).q_post
     return timed(jax.nn.dot_product_attention, q, prompt.k_post, prompt.v, repeats=repeats)
 
 
 def torch_arrays(shape: Shape) -> tuple[Any, Any, Any]:
-    """Random q [B, h, 1, d], k and v [B, h_kv, S, d] of torch."""
+    """Return random torch tensors q [B, h, 1, d], k and v [B, h_kv, S, d]."""
     import torch
 
     kind, generator = getattr(torch, shape.dtype), torch.Generator().manual_seed(0)
@@ -31,7 +31,7 @@ def torch_arrays(shape: Shape) -> tuple[Any, Any, Any]:
 
 
 def dense_torch_sdpa(shape: Shape, repeats: int) -> Times:
-    """torch's scaled_dot_product_attention with grouped queries."""
+    """Time torch's scaled_dot_product_attention with grouped queries."""
     import torch
 
     q, k, v = torch_arrays(shape)
@@ -41,7 +41,7 @@ def dense_torch_sdpa(shape: Shape, repeats: int) -> Times:
 
 
 def dense_torch_bmm(shape: Shape, repeats: int) -> Times:
-    """Two batched products and a softmax in torch: for one query a row faster than its fused attention."""
+    """Time two batched products and a softmax in torch. For one query this is faster than its fused attention."""
     import torch
 
     q, k, v = torch_arrays(shape)
@@ -64,10 +64,10 @@ BASELINES: dict[str, tuple[str | None, Callable[[Shape, int], Times]]] = {
 
 
 def bench_baselines(shape: Shape, repeats: int = 10) -> Iterator[dict[str, Any]]:
-    """A row for each dense baseline that this machine has; its bytes are those of all keys and values."""
+    """Yield a row for each dense baseline that is installed. Its bytes are those of all keys and values."""
     size = 2 * shape.batch * shape.context * shape.kv_heads * shape.head_dim * jnp.dtype(shape.dtype).itemsize
     for name, (package, run) in BASELINES.items():
-        # torch is measured on the CPU, which is no peer of a GPU.
+        # torch runs on the CPU here, so it is left out if JAX runs on a GPU.
         if package is not None and (importlib.util.find_spec(package) is None or jax.default_backend() != "cpu"):
             continue
         times = run(shape, repeats)

@@ -1,4 +1,4 @@
-"""One decode step of one layer's attention, on a real state: a random prompt, compressed by the policy."""
+"""The time of one decode step of one layer's attention. The state is a random prompt compressed by the policy."""
 
 import dataclasses
 import itertools
@@ -24,21 +24,24 @@ from jshadow.policies import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of
 from jshadow.policies.costs import costs_of, query_rows
 
-LEFT = 64  # tokens that the caches can take beyond the prompt
-QUERIES = 4
+LEFT = 64  # number of tokens that a cache can hold in addition to the prompt
+QUERIES = 4  # number of different random queries
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One layer's attention.
+    """The shape of one layer's attention.
 
     Attributes:
-        context: prompt tokens.
-        batch: rows.
-        heads: query heads.
-        kv_heads: key and value heads.
+        context: number of prompt tokens.
+        batch: number of rows.
+        heads: number of query heads.
+        kv_heads: number of key and value heads.
         head_dim: width of a head.
-        dtype: of keys and values.
+        dtype: dtype of keys and values.
+
+    Raises:
+        ConfigError: a number is below 1, heads is not a multiple of kv_heads, or head_dim is odd.
     """
 
     context: int
@@ -58,7 +61,7 @@ class Shape:
             raise ConfigError(f"head_dim must be even, got {self.head_dim}")
 
     def config(self) -> ModelConfig:
-        """A model of one such layer, of which nothing but the attention is ever run."""
+        """Return the config of a model with one such layer. Only its attention ever runs."""
         return ModelConfig(
             model_type="llama",
             vocab_size=2,
@@ -74,9 +77,10 @@ class Shape:
 
 
 def random_prompt(shape: Shape, policy: LayerCache, seed: int = 0) -> PromptKV:
-    """Random keys and values [B, S, h_kv, d] of a prompt that fills the context, and the queries that a policy needs.
+    """Return random keys and values [B, S, h_kv, d] of a prompt, and the random queries that a policy needs.
 
-    All log-sum-exps are those of even attention; a prefill attention of the policy's own has found nothing.
+    The log-sum-exps are those of uniform attention. If the policy has its own prefill attention, its data is as at the
+    start of the prefill.
     """
 
     def normal(key: Array, count: int, heads: int) -> Array:
@@ -102,7 +106,7 @@ def random_prompt(shape: Shape, policy: LayerCache, seed: int = 0) -> PromptKV:
 
 
 def layer_state(shape: Shape, policy: Policy, fetch: str) -> tuple[CacheSpec, LayerState]:
-    """A layer's state after a random prompt.
+    """Return the spec of a layer, and its state after a random prompt.
 
     Raises:
         ConfigError: a setting of the policy or the fetch mode is out of range.
@@ -117,7 +121,7 @@ def layer_state(shape: Shape, policy: Policy, fetch: str) -> tuple[CacheSpec, La
 
 
 def random_step(shape: Shape, seed: int, rows: int = 1) -> StepKV:
-    """Queries, keys and values of the token after the prompt; further rows are guesses."""
+    """Return random queries, keys and values of the token after the prompt. Rows after the first are guessed tokens."""
     keys = jax.random.split(jax.random.key(seed), 3)
     q, k, v = (
         jax.random.normal(key, (shape.batch, rows, heads, shape.head_dim), shape.dtype)
@@ -131,14 +135,14 @@ def random_step(shape: Shape, seed: int, rows: int = 1) -> StepKV:
 
 
 def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int = 10) -> dict[str, Any]:
-    """One decode step of one layer's attention, again and again on the state that it leaves.
+    """Time one decode step of one layer's attention. Each repeat continues with the state of the previous one.
 
-    Unrelated queries take turns, so that what one selects is hardly ever what the one before selected.
+    The queries are random and alternate, so that consecutive steps rarely select the same tokens.
 
     Returns:
-        A row: policy, fetch, context, batch, dtype, step_seconds, least, most, compile_seconds, bytes_device and
-        bytes_host of the layer's state, bytes_read and bytes_fetched (what a step must read on the device, and bring
-        from the host), bytes_moved (both) and flops.
+        A row with policy, fetch, context, batch and dtype; step_seconds (median), least, most and compile_seconds;
+        bytes_device and bytes_host of the layer's state; the bytes that a step must read on the device (bytes_read) and
+        fetch from the host (bytes_fetched), their sum (bytes_moved), and its operations (flops).
     """
     spec, state = layer_state(shape, policy, fetch)
     steps = itertools.cycle([random_step(shape, seed, query_rows(spec.policy)) for seed in range(1, 1 + QUERIES)])

@@ -1,4 +1,4 @@
-"""Whole requests on a real checkpoint: prefill and decode, each system in a process of its own, in turn."""
+"""Times of whole requests (prefill and decode) on a real checkpoint. Each system runs in a separate process."""
 
 import concurrent.futures
 import dataclasses
@@ -26,7 +26,8 @@ from jshadow.policies import Policy
 from jshadow.policies.base import why_dense
 from jshadow.weights.convert.huggingface import locate, read_config
 
-ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0)  # of its plan only the bytes and operations are read, which no rate changes
+# Only the bytes and operations of its plan are used, and these do not depend on the rates.
+ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0)
 
 
 def bench_model(
@@ -38,28 +39,31 @@ def bench_model(
     peers: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Every policy in every fetch mode, and transformers beside them on a CPU where torch is installed.
+    """Time every policy in every fetch mode. On a CPU with torch installed, transformers is timed too.
 
-    Each run is a new process that answers the request twice: the first answer compiles and warms up, the second
-    counts. The systems take turns.
+    Each run is a new process that answers the request twice. The first answer compiles and warms up, and the second is
+    measured. The systems alternate.
 
     Args:
-        request: the work.
-        policies: of this library, each with a name for its rows.
-        fetches: their fetch modes; a policy that offloads nothing runs in the first only.
-        runs: processes of each system.
-        peers: whether to run transformers.
+        request: the request that every system answers.
+        policies: (name for the rows, policy) for each policy of jshadow.
+        fetches: fetch modes of the policies. A policy that offloads nothing runs only in the first one.
+        runs: number of runs of each system.
+        peers: whether to time transformers.
         progress: called with the name of a system before each of its runs.
 
     Returns:
-        A row a system: setting (its name), policy, fetch, context, batch, dtype; prefill_seconds, prefill_least,
-        prefill_most; step_seconds (the mean decode step of a run), least, most: medians and ranges over the runs;
-        tokens_per_second; compile_seconds (of the first run); bytes_device and bytes_host of keys and values;
-        bytes_read, bytes_fetched, bytes_moved and flops of one decode step, and prefill_flops (None for peers);
-        fallback (why a policy ran as a dense cache, or None); error (why a system has no figures, or None).
+        One row for each system. It has setting (its name), policy, fetch, context, batch and dtype; the median and the
+        range over the runs of the prefill (prefill_seconds, prefill_least, prefill_most) and of the mean decode step
+        (step_seconds, least, most); tokens_per_second; compile_seconds of the first run; bytes_device and bytes_host of
+        keys and values; bytes_read, bytes_fetched, bytes_moved and flops of one decode step, and prefill_flops (all
+        None for transformers); fallback (why a policy ran as a dense cache, or None); error (why a system failed, or
+        None).
 
     Raises:
-        ConfigError, CapacityError, CheckpointError: before anything is timed.
+        ConfigError: a setting is out of range.
+        CapacityError: the request exceeds the model's context.
+        CheckpointError: the checkpoint cannot be read.
     """
     if runs < 1:
         raise ConfigError(f"runs must be at least 1, got {runs}")
@@ -75,7 +79,7 @@ def bench_model(
             row = {"setting": name} | costs(request, config, policy, fetch)
             if row not in [other for other, _ in systems]:
                 systems.append((row, functools.partial(answer_jshadow, request, policy, fetch)))
-    # torch is measured on the CPU, which is no peer of a GPU.
+    # torch runs on the CPU here, so it is left out if JAX runs on a GPU.
     if peers and importlib.util.find_spec("torch") is not None and jax.default_backend() == "cpu":
         none = dict.fromkeys(("bytes_read", "bytes_fetched", "bytes_moved", "flops", "prefill_flops", "fallback"))
         systems += [
@@ -94,18 +98,18 @@ def bench_model(
                     progress(label(row))
                 try:
                     answers[index].append(in_own_process(run))
-                except Exception as error:  # what others took minutes to measure is not thrown away
+                except Exception as error:  # the measurements of the other systems are kept
                     errors[index] = f"{type(error).__name__}: {error}".splitlines()[0]
     return [summary(request, *one) for one in zip([row for row, _ in systems], answers, errors, strict=True)]
 
 
 def label(row: dict[str, Any]) -> str:
-    """A row's system in a word or two."""
+    """Return a short name of a row's system."""
     return str(row["setting"]) + (f", {row['fetch']}" if row["fetch"] else "")
 
 
 def costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> dict[str, Any]:
-    """What is known of a system before it runs: its name, and what a decode step of it must move and compute."""
+    """Return the entries of a row that are known before the run: names, bytes and operations."""
     new = request.capacity - request.tokens
     serving = Serving(request.tokens, new, dtype=request.dtype, fetch=fetch, repeat_share=0.0)
     planner = Planner(config, config, ANY_GPU, serving)
@@ -116,7 +120,7 @@ def costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> 
     read = sum(step.hbm_bytes.values())
     table = config.vocab_size * config.model_dim * (1 if config.tie_embeddings else 2)
     numbers = planner.weights_bytes // planner.item - table
-    # Each token meets each weight, and half of the tokens before it on average.
+    # Each token is multiplied by each weight, and attends to half of the prompt on average.
     prefill = 2 * request.tokens * (numbers + config.num_layers * request.tokens * config.q_heads * config.head_dim)
     return {
         "policy": resolved.name,
@@ -131,14 +135,14 @@ def costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> 
 
 
 def in_own_process(run: Callable[[], Answer]) -> Answer:
-    """run() in a new process, so that no system works in another's memory, threads or caches."""
+    """Call run() in a new process, so that systems share no memory, threads or caches."""
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
         return pool.submit(run).result()
 
 
 def answer_jshadow(request: Request, policy: Policy, fetch: str) -> Answer:
-    """Prefill and greedy steps, one compiled program a step; the second of two answers."""
+    """Answer a request twice with jshadow, by a prefill and greedy steps, and return the second answer."""
     import jshadow
     from jshadow.engine.report import CompileClock, measured_bytes
 
@@ -166,7 +170,7 @@ def answer_jshadow(request: Request, policy: Policy, fetch: str) -> Answer:
 
 
 def summary(request: Request, row: dict[str, Any], answers: list[Answer], error: str | None) -> dict[str, Any]:
-    """A system's row, of all its runs."""
+    """Complete the row of a system with the medians and ranges of its runs."""
     row |= {"context": request.tokens, "batch": request.batch, "dtype": request.dtype, "error": error}
     if not answers:
         return row

@@ -1,4 +1,4 @@
-"""The same request through transformers on torch, for comparison."""
+"""Answering the same request with transformers on torch, for comparison."""
 
 import time
 from typing import Any
@@ -9,7 +9,7 @@ CACHES = ("DynamicCache", "OffloadedCache")
 
 
 def answer_transformers(request: Request, cache: str) -> Answer:
-    """Prefill and greedy steps with one of transformers' caches; the second of two answers."""
+    """Answer a request twice with one of transformers' caches, and return the second answer."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.utils import logging

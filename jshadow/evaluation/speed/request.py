@@ -1,4 +1,4 @@
-"""A request that systems are compared on, and an answer to it."""
+"""The request that all systems answer, and the measurements of an answer."""
 
 import dataclasses
 
@@ -9,14 +9,14 @@ from jshadow.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What every system is given.
+    """The request that every system answers.
 
     Attributes:
-        model: a checkpoint's folder, or a hub id.
-        tokens: of each prompt.
-        batch: prompts.
-        steps: tokens to feed after the prompt.
-        dtype: of weights, keys and values.
+        model: directory of a checkpoint, or a hub id.
+        tokens: number of tokens of each prompt.
+        batch: number of prompts.
+        steps: number of decode steps.
+        dtype: dtype of weights, keys and values.
     """
 
     model: str
@@ -32,17 +32,25 @@ class Request:
 
     @property
     def capacity(self) -> int:
-        """Tokens that a row holds in the end."""
+        """Number of tokens that a row holds at the end."""
         return self.tokens + self.steps
 
     def prompts(self, vocab: int) -> np.ndarray:
-        """Random ids [batch, tokens]: exact attention, and a selection of fixed size, take as long for any text."""
+        """Return random token ids, int32 [batch, tokens]. The measured time does not depend on the text."""
         return np.random.default_rng(0).integers(0, vocab, (self.batch, self.tokens), np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One answer to a request: seconds of the prefill and of all decode steps, bytes of keys and values after them."""
+    """The measurements of one answer.
+
+    Attributes:
+        prefill_seconds: time of the prefill.
+        decode_seconds: time of all decode steps.
+        bytes_device: bytes of keys and values on the device after the last step.
+        bytes_host: bytes of keys and values on the host after the last step.
+        compile_seconds: time of compilation.
+    """
 
     prefill_seconds: float
     decode_seconds: float

@@ -1,4 +1,4 @@
-"""The times of the stages of one layer's decode step, each a program of its own on the same state."""
+"""Times of the stages of one layer's decode step. Each stage is a separate program on the same state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.costs import costs_of, query_rows
 from jshadow.policies.shadowkv.costs import packed_landmarks, selected_numbers, sizes_of
 
-# The stages in their order, with the one that contains them: a fetch brings values while it rebuilds keys.
+# Each stage in order -> the stage that contains it, or None. For example, "fetch" contains "keys" and "values".
 STAGES = {
     "append": None,
     "scores": "select",
@@ -25,7 +25,7 @@ STAGES = {
     "fetch": None,
     "attend": None,
 }
-# What reads which part of a state (`Policy.step_bytes`); a part that is not named is attended.
+# Part of a state (a key of `step_bytes`) -> the stage that reads it. All other parts are read by "attend".
 READ_BY = {
     "landmarks": "scores",
     "spread": "scores",
@@ -37,13 +37,14 @@ READ_BY = {
 
 
 def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int = 10) -> list[dict[str, Any]]:
-    """The stages of one decode step of one layer.
+    """Time the stages of one decode step of one layer.
 
-    Their sum is not the step's time: a step overlaps and fuses them, and saves the calls. It says where to look.
+    The sum of their times is larger than the time of a step, because a step overlaps and fuses its stages. The times
+    show which stage is slow.
 
     Returns:
-        Rows: stage, part_of (the stage that contains this one, or None), step_seconds, least, most, and what the stage
-        must do: bytes_read, bytes_fetched and flops. What one stage leaves for the next is not counted.
+        One row for each stage: stage, part_of (the stage that contains it, or None), step_seconds (median), least,
+        most, bytes_read, bytes_fetched and flops. The bytes that one stage passes to the next are not counted.
     """
     spec, state = layer_state(shape, policy, fetch)
     step = random_step(shape, 1, query_rows(spec.policy))
@@ -52,7 +53,7 @@ def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int
     times = {name: timed(run, *args, repeats=repeats) for name, (run, args) in runs.items()}
     if fetching is not None:
         times["fetch"] = time_kept_fetch(*fetching, repeats=repeats)
-    times["append"] = time_append(spec, state, step, repeats)  # last, for it consumes the state
+    times["append"] = time_append(spec, state, step, repeats)  # last, because it consumes the state
     return [
         {
             "stage": name,
@@ -68,7 +69,7 @@ def bench_stages(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int
 
 
 def programs(spec: CacheSpec, state: LayerState, step: StepKV) -> dict[str, tuple[Callable[..., Any], tuple]]:
-    """The stages that this policy has and that change nothing: a function and its arguments each."""
+    """Return the function and the arguments of each stage of the policy that does not change the state."""
     policy, layout = spec.policy, spec.policy.host_layout(spec)
     runs: dict[str, tuple[Callable[..., Any], tuple]] = {}
 
@@ -85,7 +86,7 @@ def programs(spec: CacheSpec, state: LayerState, step: StepKV) -> dict[str, tupl
         ids = jnp.broadcast_to(selection.ids, (spec.batch, layout.heads, selection.ids.shape[2]))
 
         def choose(state: LayerState, step: StepKV) -> Any:
-            return select(state, step).replace(rebuild=None, kept=None)  # or they would be copied out
+            return select(state, step).replace(rebuild=None, kept=None)  # without this, both would be copied
 
         runs["select"] = (choose, (state, step))
         if isinstance(policy, ShadowKV):
@@ -95,7 +96,7 @@ def programs(spec: CacheSpec, state: LayerState, step: StepKV) -> dict[str, tupl
             return offload.fetch(spec, tier, selection, layout)
 
         runs["fetch"] = (fetch, (state.host, selection))
-        if selection.rebuild is not None and spec.fetch != "zero_copy":  # there one kernel does both
+        if selection.rebuild is not None and spec.fetch != "zero_copy":  # with zero_copy, one kernel does both
             runs["keys"] = (lambda rebuild, ids: rebuild.keys(ids), (selection.rebuild, ids))
             runs["values"] = (fetch, (state.host, selection.replace(rebuild=None)))
         fetched = jax.jit(fetch)(state.host, selection)
@@ -104,7 +105,7 @@ def programs(spec: CacheSpec, state: LayerState, step: StepKV) -> dict[str, tupl
 
 
 def time_kept_fetch(fetch: Callable[..., Any], args: tuple[HostTier, Any], *, repeats: int) -> Times:
-    """A fetch into the buffer of the fetch before, which is donated, as in a step."""
+    """Time a fetch that writes into the donated buffer of the previous fetch, as in a step."""
     tier, selection = args
     rows = [jnp.array(selection.kept.rows)]
 
@@ -121,7 +122,7 @@ def time_kept_fetch(fetch: Callable[..., Any], args: tuple[HostTier, Any], *, re
 
 
 def time_append(spec: CacheSpec, state: LayerState, step: StepKV, repeats: int) -> Times:
-    """Append a token to the state that the call before left. The arrays that change are donated, as in a step."""
+    """Time appending a token to the state of the previous call. The arrays that change are donated, as in a step."""
 
     def append(writes: Any, reads: Any, step: StepKV) -> Any:
         layer, rows = spec.policy.append(spec, LayerState(reads[0], writes[0], HostTier(reads[1], writes[1])), step)
@@ -137,7 +138,7 @@ def time_append(spec: CacheSpec, state: LayerState, step: StepKV, repeats: int) 
 
 
 def stage_costs(spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int, int]]:
-    """Bytes read, bytes brought from the host and operations of each stage."""
+    """Return the bytes read, the bytes fetched from the host, and the operations of each stage."""
     policy, item = spec.policy, jnp.dtype(spec.dtype).itemsize
     read, moved, flops = (dict.fromkeys(STAGES, 0) for _ in range(3))
     for part, (device, host) in costs_of(policy).step_bytes(spec, state).items():

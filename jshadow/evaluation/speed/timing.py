@@ -1,4 +1,4 @@
-"""Timing, and the best rates of a machine: its ceilings."""
+"""Timing of functions, and the peak rates of a machine."""
 
 import dataclasses
 import functools
@@ -13,13 +13,21 @@ from jax import Array
 
 from jshadow.engine.step import COMPILER_OPTIONS
 
-# Bytes and side of the arrays behind `ceilings`: starting a program must be nothing beside running it.
+# (bytes of the copied array, side of the matrices) of `ceilings`. They are so large that the start of a program takes
+# hardly any of its time.
 ON_CPU, ON_GPU = (2**29, 2048), (2**32, 8192)
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds of one call: the median of several, the least and the most, and of compiling it."""
+    """Seconds of one call over several repeats.
+
+    Attributes:
+        median: the median.
+        least: the minimum.
+        most: the maximum.
+        compile: seconds of compilation.
+    """
 
     median: float
     least: float
@@ -28,7 +36,7 @@ class Times:
 
 
 def measure(call: Callable[[], Any], repeats: int, compile_seconds: float = 0.0) -> Times:
-    """Time a call that waits for its own result, after one that does not count."""
+    """Time a call that waits for its result. One call before the repeats warms up."""
     call()
     seconds = []
     for _ in range(repeats):
@@ -41,7 +49,7 @@ def measure(call: Callable[[], Any], repeats: int, compile_seconds: float = 0.0)
 def compiled(
     function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()
 ) -> tuple[Callable[..., Any], float]:
-    """The function compiled for these arguments, and the seconds that took."""
+    """Compile a function for these arguments. Returns the compiled function and the seconds of compilation."""
     start = time.perf_counter()
     jitted = jax.jit(function, donate_argnums=donate, compiler_options=COMPILER_OPTIONS)
     program = jitted.lower(*args).compile()
@@ -49,28 +57,27 @@ def compiled(
 
 
 def timed(function: Callable[..., Any], *args: Any, repeats: int) -> Times:
-    """Times of a function of arrays, compiled."""
+    """Compile a function of arrays and time it."""
     program, seconds = compiled(function, *args)
     return measure(lambda: jax.block_until_ready(program(*args)), repeats, seconds)
 
 
-# Ceilings
+# Peak rates
 
 
 def ceilings(repeats: int = 10, copy_bytes: int | None = None, side: int | None = None) -> dict[str, float]:
-    """What this machine does at best: bytes a second read and copied, operations a second in products.
+    """Measure the peak rates of this machine: memory bandwidth, matrix products, and on an accelerator the bus.
 
-    On an accelerator also bytes a second from pinned host memory to the device and back. Numbers are random: products
-    of constant ones run faster than real ones.
+    The numbers are random, because products of constant numbers run faster than those of real data.
 
     Args:
-        repeats: timed calls, of which the fastest counts.
-        copy_bytes: of the array that is read and copied; None: 512 MiB on a CPU, else 4 GiB.
-        side: of the square matrices; None: 2,048 on a CPU, else 8,192.
+        repeats: number of timed calls. The fastest counts.
+        copy_bytes: bytes of the array that is read and copied. None means 512 MiB on a CPU, else 4 GiB.
+        side: side of the square matrices. None means 2,048 on a CPU, else 8,192.
 
     Returns:
-        {"read", "copy" (read and written bytes together), "matmul_float32", "matmul_bfloat16"}, and
-        {"host_to_device", "device_to_host"} where there is a device apart.
+        Bytes per second: "read", "copy" (bytes read plus bytes written), and on an accelerator "host_to_device" and
+        "device_to_host" for pinned host memory. Operations per second: "matmul_float32" and "matmul_bfloat16".
     """
     usual = ON_CPU if jax.default_backend() == "cpu" else ON_GPU
     copy_bytes, side = copy_bytes or usual[0], side or usual[1]
@@ -93,5 +100,5 @@ def ceilings(repeats: int = 10, copy_bytes: int | None = None, side: int | None 
 
 
 def move(x: Array, target: Any) -> None:
-    """Copy x to another memory, and wait."""
+    """Copy x to another memory, and wait for it."""
     jax.block_until_ready(jax.device_put(x, target))

@@ -1,9 +1,9 @@
-"""Tasks with known answers, made when they are needed: no data set, no network.
+"""Tasks with known answers. Their prompts are generated on demand, without data sets or network.
 
-A task is a function (tokenizer, length, depth, seed) -> Case. Its prompt has exactly `length` tokens, or up to a
-hundredth less where the tokenizer allows no other length. Texts are filler sentences of our own, the documentation and
-source code that ship with Python (a seed means one prompt per version of Python), or the Bible. As a program it prints
-one prompt, or writes many:
+A task is a function (tokenizer, length, depth, seed) -> Case. Its prompt has exactly `length` tokens, or up to 1 % less
+if the tokenizer allows no other length. The texts are filler sentences written for this project, the documentation and
+source code that ship with Python, or the Bible. Python's texts differ between its versions, so a seed gives the same
+prompt only with the same version of Python. As a program, this package prints one prompt, or writes many:
 
     python -m jshadow.evaluation.tasks needle_docs --model DIR --tokens 2000 --depth 0.5 --seed 0
     python -m jshadow.evaluation.tasks niah_single_1 --model DIR --tokens 4096 --samples 20 --out niah.jsonl
@@ -50,7 +50,7 @@ from jshadow.evaluation.tasks.verses import qa_1, qa_1_apart, qa_2
 
 Task = Callable[[Any, int, float, int], Case]
 TASK_TURNS = {"needle_multiturn": TURNS, "needle_multiturn_noise": TURNS}
-GRIDS = ("needle_grid",)  # samples walk the depth from 0 to 1, both ends included: the rows of a heat map
+GRIDS = ("needle_grid",)  # tasks whose depths reach from 0 to 1 with both ends, for the rows of a heat map
 NIAH = {
     "niah_single_1": NeedleKind("noise"),
     "niah_single_2": NeedleKind(),
@@ -87,7 +87,7 @@ TASKS: dict[str, Task] = {
 
 
 def check(length: Any, depth: Any, seed: Any) -> None:
-    """Raise ConfigError unless length and seed are whole numbers in range and depth lies in [0, 1]."""
+    """Raise ConfigError unless length is an integer of at least 1, seed one of at least 0, and depth lies in [0, 1]."""
     for name, value, least in (("length", length, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
@@ -96,18 +96,18 @@ def check(length: Any, depth: Any, seed: Any) -> None:
 
 
 def make(task: str, tokenizer: Any, length: int, depth: float, seed: int) -> Case:
-    """One case of a task.
+    """Create one case of a task.
 
     Args:
         task: a name in TASKS.
-        tokenizer: of transformers; its chat template is used where it has one.
-        length: tokens of the prompt; where questions are asked apart, of the context.
-        depth: where in the text the (first) fact is planted, 0 the beginning and 1 the end.
-        seed: decides the text's offset, and what is planted in it.
+        tokenizer: a transformers tokenizer. If it has a chat template, the prompt uses it.
+        length: number of tokens of the prompt. If the questions are independent, of the context.
+        depth: place of the (first) fact in the text, from 0 (the beginning) to 1 (the end).
+        seed: seed of the facts, and of the place where the text starts.
 
     Raises:
-        ConfigError: an unknown task, no tokenizer, a length, depth or seed out of range, a length too short for the
-            task, or a text that is not installed.
+        ConfigError: the task is unknown, there is no tokenizer, length, depth or seed is out of range, length is too
+            short for the task, or a text is not installed.
     """
     if task not in TASKS:
         raise ConfigError(f"task must be one of {sorted(TASKS)}, got {task!r}")
@@ -118,7 +118,11 @@ def make(task: str, tokenizer: Any, length: int, depth: float, seed: int) -> Cas
 
 
 def sample_of(task: str, tokenizer: Any, length: int, index: int, samples: int, seed: int) -> tuple[Case, float]:
-    """Case number `index` of `samples`, whose depths are spread evenly, and its depth. Raises ConfigError."""
+    """Create case number `index` of `samples` cases whose depths are spread evenly. Raises ConfigError as `make` does.
+
+    Returns:
+        The case, and its depth.
+    """
     depth = (index + 0.5) / samples
     if task in GRIDS and samples > 1:
         depth = index / (samples - 1)

@@ -1,4 +1,4 @@
-"""`python -m jshadow.evaluation.tasks`: print the prompt of one case, or write the rows of several."""
+"""The command `python -m jshadow.evaluation.tasks`: prints the prompt of one case, or writes the rows of several."""
 
 import argparse
 import dataclasses
@@ -13,7 +13,7 @@ from jshadow.evaluation.tasks import TASKS, make, sample_of
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of the command line."""
     options = argparse.ArgumentParser(
         prog="python -m jshadow.evaluation.tasks", description="Print one prompt, or write rows that kvpress reads."
     )
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def write(args: argparse.Namespace) -> None:
-    """The rows of several cases. Raises ConfigError."""
+    """Write the rows of several cases to a file. Raises ConfigError for bad options, or if it cannot be written."""
     from jshadow.weights.params import load_tokenizer
 
     if args.samples < 1:
@@ -50,7 +50,7 @@ def write(args: argparse.Namespace) -> None:
 
 
 def show(args: argparse.Namespace) -> None:
-    """One prompt. Raises ConfigError."""
+    """Print one prompt. Raises ConfigError as `make` does."""
     from jshadow.weights.params import load_tokenizer
 
     depth = 0.5 if args.depth is None else args.depth
@@ -64,7 +64,7 @@ def show(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print or write; 0 if it worked, 2 after a typed error."""
+    """Run the command. Returns the exit status: 0, or 2 after an error of jshadow."""
     args = parser().parse_args(argv)
     try:
         show(args) if args.out is None else write(args)

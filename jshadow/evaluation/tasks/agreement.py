@@ -1,4 +1,4 @@
-"""Agreement with full attention on plain text that is fed token by token. The model need not know any answer."""
+"""Tasks that measure agreement with full attention on plain text. They have no questions and no answers."""
 
 import functools
 import itertools
@@ -9,7 +9,7 @@ from typing import Any
 from jshadow.evaluation.tasks.framing import Case, Sample, opening
 from jshadow.evaluation.tasks.texts import bible, code, documentation
 
-FORCED = 64  # tokens of an agreement task that are forced after its prompt
+FORCED = 64  # number of tokens that are fed after the prompt
 
 
 def agreement(
@@ -20,7 +20,7 @@ def agreement(
     *,
     source: Callable[[Any, random.Random], Iterator[int]] = documentation,
 ) -> Case:
-    """Plain text: `length` tokens as the prompt, and what really follows them to be forced."""
+    """Create a case whose prompt is `length` tokens of plain text. The next FORCED tokens are fed one by one."""
     del depth
     begin = opening(tokenizer)
     text = itertools.islice(source(tokenizer, random.Random(seed)), max(0, length - len(begin)) + FORCED)

@@ -1,4 +1,4 @@
-"""Names and numbers drawn from a seed, each at most once."""
+"""Endless streams of random names and numbers without repetition."""
 
 import random
 import uuid
@@ -8,7 +8,7 @@ from jshadow.evaluation.tasks.texts import words
 
 
 def distinct(draw: Callable[[], str]) -> Iterator[str]:
-    """What a function draws, without what it drew before; without end."""
+    """Yield the values that a function draws, without repetition and without end."""
     seen: set[str] = set()
     while True:
         value = draw()
@@ -18,20 +18,20 @@ def distinct(draw: Callable[[], str]) -> Iterator[str]:
 
 
 def word_pairs(rng: random.Random) -> Iterator[str]:
-    """Pairs of plain words, with a hyphen between them."""
+    """Yield pairs of plain words, joined by a hyphen."""
     return distinct(lambda: "-".join(rng.sample(words(), 2)))
 
 
 def uuids(rng: random.Random) -> Iterator[str]:
-    """UUIDs of version 4."""
+    """Yield UUIDs of version 4."""
     return distinct(lambda: str(uuid.UUID(int=rng.getrandbits(128), version=4)))
 
 
 def numbers(rng: random.Random, digits: int) -> Iterator[str]:
-    """Numbers of so many digits, none of them a leading zero."""
+    """Yield numbers of `digits` digits, without leading zeros."""
     return distinct(lambda: str(rng.randrange(10 ** (digits - 1), 10**digits)))
 
 
 def letters(rng: random.Random, alphabet: str, size: int) -> Iterator[str]:
-    """Strings of so many letters."""
+    """Yield strings of `size` letters of the alphabet."""
     return distinct(lambda: "".join(rng.choices(alphabet, k=size)))

@@ -1,7 +1,7 @@
-"""Turn a text into data. Every field of many records is asked for, so that most of the context matters.
+"""A task that turns a text into data. It asks for every field of many records, so most of the context matters.
 
-After the Text2JSON benchmark of arXiv 2604.08426, where retrieval from a compressed cache loses much. The records and
-the text are our own.
+It follows the Text2JSON benchmark of arXiv 2604.08426, where retrieval from a compressed cache loses much. The records
+and the text were written for this project.
 """
 
 import itertools
@@ -40,8 +40,8 @@ FORMS = (
     "{name} in {city} asked for {count} {goods}; this is order {order}. ",
     "Under number {order} we sent {count} {goods} to {city}, to be paid by {name}. ",
 )
-SPREAD = 3  # a record has so many times its own tokens of the prompt
-FEWEST, MOST = 3, 32
+SPREAD = 3  # tokens of the prompt for each token of a record
+FEWEST, MOST = 3, 32  # limits of the number of records
 HEAD = "This is a report on the orders of a shop.\n\n"
 QUESTION = (
     "List all orders of the report as a JSON array, one object an order, in the order of the text. Its keys are order "
@@ -50,7 +50,7 @@ QUESTION = (
 
 
 def records(rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Orders, each with a number of its own."""
+    """Yield random orders. Each has a different number."""
     for number in numbers(rng, 4):
         yield {
             "order": int(number),
@@ -62,7 +62,10 @@ def records(rng: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def text_to_json(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
-    """Records spread evenly over filler sentences; the depth moves them all. Score: share of the fields got right."""
+    """Spread records evenly over filler sentences. The score is the share of correct fields.
+
+    The depth shifts all records by a part of their distance.
+    """
     rng = random.Random(seed)
     chosen = list(itertools.islice(records(rng), MOST))
     lines = [rng.choice(FORMS).format(**record) for record in chosen]
@@ -75,5 +78,5 @@ def text_to_json(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
         return (HEAD + planted(pieces.first(some), lines, depths)).rstrip() + padding
 
     answer = json.dumps(chosen)
-    room = len(encode(tokenizer, answer)) * 9 // 8 + 8  # for another way to write the same
+    room = len(encode(tokenizer, answer)) * 9 // 8 + 8  # the same JSON may be formatted differently
     return filled(tokenizer, length, compose, [Sample("", QUESTION, "", answer, room, "json_fields")])

@@ -1,4 +1,4 @@
-"""Texts of an exact number of tokens, composed of pieces of any length."""
+"""Composing texts of an exact number of tokens from pieces of any length."""
 
 import dataclasses
 import functools
@@ -11,13 +11,17 @@ from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks.framing import Case, Sample, case_of, encode, frame
 from jshadow.evaluation.tasks.texts import noise_pieces
 
-TRIES = 12  # of lengths of the padding; a token more of text is nearly always a token more of the prompt
-PROBE = 8  # pieces from which the size of one is guessed
+TRIES = 12  # how many lengths of padding are tried; one more token of padding nearly always adds one to the prompt
+PROBE = 8  # how many pieces are used to estimate the size of one
 Compose = Callable[[int, str], str]
 
 
 class TooShort(Exception):
-    """The smallest text of a task is longer than its room by so many tokens."""
+    """The error that the smallest text of a task is too long.
+
+    Attributes:
+        by: number of excess tokens.
+    """
 
     def __init__(self, by: int) -> None:
         super().__init__(by)
@@ -25,34 +29,37 @@ class TooShort(Exception):
 
 
 class Pieces:
-    """A stream that remembers what it gave, so that a text of n pieces begins like one of n + 1."""
+    """A stream of pieces that remembers them, so that a text of n + 1 pieces starts with the same n pieces."""
 
     def __init__(self, stream: Iterator[str]) -> None:
         self.stream, self.given = stream, list[str]()
 
     def first(self, count: int) -> list[str]:
-        """The first pieces."""
+        """Return the first `count` pieces."""
         self.given += itertools.islice(self.stream, max(0, count - len(self.given)))
         return self.given[:count]
 
 
 @functools.cache
 def noise_text(count: int) -> str:
-    """Filler sentences, of which one has more than one token each."""
+    """Return a text of `count` filler sentences. It has more than `count` tokens."""
     return " " + "".join(itertools.islice(noise_pieces(random.Random(0)), count))
 
 
 def largest(size: Callable[[int], int], least: int, room: int) -> int:
-    """The largest count whose size is at most room. Size must grow, about evenly; size(least) must fit."""
+    """Return the largest count whose size is at most room, by interpolation search.
+
+    `size` must increase, roughly linearly, and size(least) must be at most room.
+    """
     per = max(1.0, (size(least + PROBE) - size(least)) / PROBE)
-    low, high = least, 0  # no high yet
+    low, high = least, 0  # 0 means that no upper bound is known
     for turn in itertools.count():
         if high == low + 1:
             return low
         if not high:
             guess = low + max(1, int((room - size(low)) / per))
         elif turn % 3 == 2:
-            guess = (low + high) // 2  # or uneven pieces could make this a slow walk
+            guess = (low + high) // 2  # bisection, because interpolation is slow if pieces differ much
         else:
             share = (room - size(low)) / (size(high) - size(low))
             guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
@@ -61,14 +68,14 @@ def largest(size: Callable[[int], int], least: int, room: int) -> int:
 
 
 def fill(tokenizer: Any, compose: Compose, room: int, least: int, after: Callable[[int], str] | None = None) -> str:
-    """A text of `room` tokens, or of a few less where the tokenizer allows no other.
+    """Compose a text of `room` tokens, or of a few less if the tokenizer allows no other number.
 
     Args:
-        tokenizer: of transformers.
-        compose: makes the text of a number of pieces, with some padding where it does no harm.
-        room: tokens.
+        tokenizer: a transformers tokenizer.
+        compose: returns the text for (number of pieces, padding). It puts the padding at a harmless place.
+        room: number of tokens.
         least: the smallest number of pieces.
-        after: the text whose beginning is the padding of so many pieces; None: filler sentences.
+        after: returns a text for a number of pieces. Its beginning is used as padding. None uses filler sentences.
 
     Raises:
         TooShort: the smallest text is longer than room.
@@ -107,14 +114,16 @@ def filled(
     apart: bool = False,
     after: Callable[[int], str] | None = None,
 ) -> Case:
-    """The case whose prompt has `length` tokens, or at most a hundredth less.
+    """Create the case whose prompt has `length` tokens, or at most 1 % less.
 
     Args:
-        tokenizer: of transformers.
-        length: tokens of the prompt; where questions are asked apart, of the context.
-        compose, least, after: as in `fill`.
-        samples: the questions; their contexts are put in.
-        apart: ask each question of its own fork of the context.
+        tokenizer: a transformers tokenizer.
+        length: number of tokens of the prompt. If the questions are independent, of the context.
+        compose: see `fill`.
+        samples: the questions. Their contexts are filled in.
+        least: see `fill`.
+        apart: whether the questions are independent, each asked on a fork of the context.
+        after: see `fill`.
 
     Raises:
         ConfigError: length is too short for the task.
@@ -129,7 +138,10 @@ def filled(
 
 
 def place(sizes: Sequence[int], depth: float) -> int:
-    """The place among pieces of these sizes where a share of the text lies before: 0 first, len(sizes) last."""
+    """Return the index among pieces of these sizes that has about the share `depth` of the text before it.
+
+    It is from 0 to len(sizes).
+    """
     target, total = depth * sum(sizes), 0
     for index, size in enumerate(sizes):
         if total + size / 2 > target:
@@ -139,7 +151,7 @@ def place(sizes: Sequence[int], depth: float) -> int:
 
 
 def planted(pieces: Sequence[str], facts: Sequence[str], depths: Sequence[float]) -> str:
-    """The text of the pieces with each fact before the piece where it lies at its depth; facts keep their order."""
+    """Join the pieces, and insert each fact between two pieces at its depth. Facts at one place keep their order."""
     sizes = [len(piece) for piece in pieces]
     at: dict[int, list[str]] = {}
     for fact, depth in zip(facts, depths, strict=True):

@@ -1,4 +1,4 @@
-"""Turns a context and its questions into token ids, with the model's chat template where it has one."""
+"""Turning a context and its questions into token ids, with the chat template of the model if it has one."""
 
 import dataclasses
 import itertools
@@ -8,22 +8,22 @@ from typing import Any
 from jshadow.ops.buckets import round_up
 
 HEAD = "Read this text, then answer a question about it.\n\n"
-MARK = "\N{SECTION SIGN}\N{PILCROW SIGN}\N{SECTION SIGN}"  # stands for a text while a chat template is rendered
-TURN_WIDTH = 32  # questions after a prompt are padded to a multiple of this, so that they share a compiled program
+MARK = "\N{SECTION SIGN}\N{PILCROW SIGN}\N{SECTION SIGN}"  # a placeholder for a text in a chat template
+TURN_WIDTH = 32  # later questions are padded to a multiple of this, so that they share compiled programs
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """One question about one context; the first five are the columns that kvpress uses.
+    """One question about one context. The first five fields are the columns of kvpress.
 
     Attributes:
-        context: the long text, with what was planted in it.
-        question: what is asked after it.
-        answer_prefix: the beginning of the answer, given to the model.
-        answer: what must come out, or a tuple of such; empty where nothing is asked.
-        max_new_tokens: tokens that the answer may take.
+        context: the long text, including the planted facts.
+        question: the question after it.
+        answer_prefix: the beginning of the answer, which is given to the model.
+        answer: the correct answer, or a tuple of answers. Empty if nothing is asked.
+        max_new_tokens: maximum number of tokens of the answer.
         scorer: a name in `text_metrics.SCORERS`.
-        choices: all classes that could be the answer, for the scorer "classes".
+        choices: all possible classes, for the scorer "classes".
     """
 
     context: str
@@ -36,23 +36,23 @@ class Sample:
 
     @property
     def answers(self) -> tuple[str, ...]:
-        """What must come out, always as a tuple."""
+        """The correct answers, always as a tuple."""
         return (self.answer,) if isinstance(self.answer, str) else self.answer
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What the runner feeds: the samples of one context as token ids.
+    """The samples of one context as token ids. The runner feeds them to a model.
 
     Attributes:
-        samples: one a turn, or one a question; all have the same context.
-        prompt: token ids up to where the first answer goes on; with `questions`, up to the end of the context.
-        turns: token ids of each later question, from the end of the answer before it.
+        samples: one for each turn or question. All have the same context.
+        prompt: token ids up to the end of the first answer prefix. With `questions`, up to the end of the context.
+        turns: token ids of each later question of a conversation, from the end of the previous answer on.
         forced: token ids that continue the prompt, for teacher forcing.
-        planted: index in the prompt of each planted fact's first token, where the task knows it.
-        instruction: what a user would write before the context.
-        questions: token ids of each question where they are independent: each is asked of its own fork of the prompt.
-        truncated: tokens cut out of the middle of the context, so that the prompt fits the model.
+        planted: index in the prompt of the first token of each planted fact, if the task records it.
+        instruction: the text before the context.
+        questions: token ids of each independent question. Each is asked on a fork of the prompt.
+        truncated: number of tokens that were removed from the middle of the context.
     """
 
     samples: tuple[Sample, ...]
@@ -66,12 +66,16 @@ class Case:
 
     @property
     def text(self) -> str:
-        """The first turn as its user would type it: no chat template, no answer prefix."""
+        """The text of the first turn, without chat template and answer prefix."""
         return f"{self.instruction}{self.samples[0].context}\n\n{self.samples[0].question}"
 
     @property
     def growth(self) -> int:
-        """Tokens that a state needs beyond the prompt: what is forced, all turns and answers, or the largest fork."""
+        """Number of tokens that a state needs in addition to the prompt.
+
+        This is the number of forced tokens, or of all turns and answers, or of the longest question and its answer if
+        the questions are independent.
+        """
         if self.questions:
             pairs = zip(self.questions, self.samples, strict=True)
             return max(padded(len(question)) + sample.max_new_tokens for question, sample in pairs)
@@ -80,22 +84,22 @@ class Case:
 
 
 def padded(count: int) -> int:
-    """Tokens of a question, rounded up so that near lengths share a compiled program."""
+    """Round the number of tokens of a question up, so that similar lengths share a compiled program."""
     return round_up(count, TURN_WIDTH)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of text, no special token added, and no warning of a long one."""
+    """Encode a text without special tokens and without the tokenizer's warning about long texts."""
     return list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer comes with a chat template."""
+    """Whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def opening(tokenizer: Any) -> list[int]:
-    """The special tokens that a plain text begins with."""
+    """Return the BOS token in a list if the tokenizer puts it before a plain text, or an empty list."""
     bos = getattr(tokenizer, "bos_token_id", None)
     return [token for token in tokenizer.encode("", add_special_tokens=True)[:1] if token == bos]
 
@@ -103,14 +107,14 @@ def opening(tokenizer: Any) -> list[int]:
 def frame(
     tokenizer: Any, question: str, prefix: str, head: str = HEAD, *, chat: bool = True
 ) -> tuple[list[int], list[int]]:
-    """Token ids before and after the context of a question.
+    """Return the token ids before and after the context of a question.
 
     Args:
-        tokenizer: its chat template is used where it has one.
-        question: what is asked after the context.
+        tokenizer: a transformers tokenizer. If it has a chat template, the template is used.
+        question: the question after the context.
         prefix: the beginning of the answer.
-        head: what a user would write before the context.
-        chat: whether this is a chat at all. If not, nothing is put around it: the model goes on with a text.
+        head: the text before the context.
+        chat: whether the prompt is a chat. If not, the model continues a text, and no template is used.
     """
     if not chat:
         after = "\n\n" + question if question else ""
@@ -124,14 +128,14 @@ def frame(
 
 
 def follow_up(tokenizer: Any, question: str, prefix: str) -> list[int]:
-    """Token ids of a later question, from the end of the answer before it."""
+    """Return the token ids of a later question, from the end of the previous answer on."""
     if not has_template(tokenizer):
         return encode(tokenizer, f"\n\nQuestion: {question}\nAnswer: {prefix}")
     return encode(tokenizer, render(tokenizer, ["?", MARK, question]).partition(MARK)[2] + prefix)
 
 
 def render(tokenizer: Any, contents: Sequence[str]) -> str:
-    """The chat text of messages by user and assistant in turn, up to where the assistant begins to write."""
+    """Render messages that alternate between user and assistant as a chat, up to the start of the next answer."""
     roles = itertools.cycle(("user", "assistant"))
     messages = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -147,16 +151,16 @@ def case_of(
     chat: bool = True,
     drop: int = 0,
 ) -> Case:
-    """The case of questions about one context, whose token ids follow from its text alone.
+    """Create the case of questions about one context from their text.
 
     Args:
-        tokenizer: of transformers.
-        samples: at least one; all have the same context.
-        head: what a user would write before the context.
-        apart: ask each question of its own fork of the context.
-        turns: ask one after the other, answers stay in the cache.
-        chat: as in `frame`.
-        drop: tokens to cut out of the middle of the context.
+        tokenizer: a transformers tokenizer.
+        samples: at least one question. All have the same context.
+        head: the text before the context.
+        apart: whether the questions are independent, each asked on a fork of the context.
+        turns: whether the questions are asked one after another, with the answers kept in the cache.
+        chat: see `frame`.
+        drop: number of tokens to remove from the middle of the context.
     """
     frames = [frame(tokenizer, one.question, one.answer_prefix, head, chat=chat) for one in samples]
     ids = encode(tokenizer, samples[0].context)

@@ -1,9 +1,9 @@
-"""Needles: facts planted in a long text, and questions that ask for them.
+"""Needle tasks: facts planted in a long text, and questions that ask for them.
 
-There are two families. The `needle_*` tasks are our own, with cities and numbers. The `niah_*` tasks follow RULER
-(arXiv 2404.06654, section 3.1 and appendix B) with other words: keys are pairs of words or UUIDs, values are numbers or
-UUIDs, and the text is filler, documentation in place of essays, or only other needles. Because the texts differ, scores
-are not those of RULER's own files.
+There are two families. The `needle_*` tasks were written for this project. Their facts are numbers of cities. The
+`niah_*` tasks follow RULER (arXiv 2404.06654, section 3.1 and appendix B) with different wording. Their keys are pairs
+of words or UUIDs, and their values are numbers or UUIDs. Their text is filler, documentation instead of essays, or only
+other needles. So their scores differ from those on RULER's files.
 """
 
 import dataclasses
@@ -22,14 +22,15 @@ CITIES = ("Lisbon", "Oslo", "Cairo", "Lima", "Quito", "Hanoi", "Dakar", "Sofia",
 FACT = "The secret number of {city} is {number}."
 QUESTION = "What is the secret number of {city}? Answer with the number."
 PREFIX = "The secret number of {city} is"
-TURNS = 4  # facts planted, and questions asked, in a multi-turn task
-DIGITS = 7  # of a number, as in this field's other needles
-# Of each number where there are several. A small model at one token a digit mixes up long ones with full attention; and
-# SnapKV, which keeps three neighbours of what the question looks at, loses their ends in the very first turn.
+TURNS = 4  # number of planted facts and of questions in a multi-turn task
+DIGITS = 7  # digits of a number, as in other needle tasks
+# Digits of each number if there are several. A small model with one token for each digit confuses several long numbers
+# even with full attention. SnapKV keeps three neighbors of each attended token, so it loses the ends of long numbers in
+# the first turn.
 DIGITS_OF_MANY = 4
-NEW_TOKENS = 12  # room for a seven-digit number at one token a digit
+NEW_TOKENS = 12  # enough for a seven-digit number with one token for each digit
 SNAP = 0.02  # a fact moves to the nearest end of a paragraph, line or sentence within this share of the text
-NIAH_NEW_TOKENS = 128  # RULER's
+NIAH_NEW_TOKENS = 128  # as in RULER
 PASSKEY_NEW_TOKENS = 12
 
 
@@ -37,7 +38,10 @@ PASSKEY_NEW_TOKENS = 12
 
 
 def snap(tokenizer: Any, text: Sequence[int], target: int) -> int:
-    """A cut near target where a paragraph ends, else a line, else a sentence; target itself where nothing does."""
+    """Return the nearest end of a paragraph to target, or of a line, or of a sentence. If none is near, return target.
+
+    `text` is a list of token ids, and the result is an index in it.
+    """
     reach = int(SNAP * len(text))
     cuts = [target + away for away in sorted(range(-reach, reach + 1), key=abs)]
     before = {cut: tokenizer.decode(list(text[max(0, cut - 2) : cut])) for cut in cuts if 0 < cut < len(text)}
@@ -51,7 +55,7 @@ def snap(tokenizer: Any, text: Sequence[int], target: int) -> int:
 def needles(
     tokenizer: Any, length: int, depth: float, seed: int, *, source: Callable, count: int = 1, digits: int = DIGITS
 ) -> Case:
-    """Plant `count` facts in a text and ask for each; the first is at `depth`, the others spread from there on."""
+    """Plant `count` facts in a text, and ask for each. The first is at `depth`, the others at equal distances."""
     rng = random.Random(seed)
     cities = rng.sample(CITIES, count)
     numbers = [str(number) for number in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
@@ -75,7 +79,7 @@ def needles(
         planted[i], done = len(head) + len(context), cuts[i]
         context += facts[i]
     context += text[done:]
-    shown = tokenizer.decode(context).rstrip("\ufffd")  # the last character may be cut
+    shown = tokenizer.decode(context).rstrip("\ufffd")  # the last character may be incomplete
     samples = tuple(
         Sample(shown, question, prefix, number, NEW_TOKENS)
         for question, prefix, number in zip(questions, prefixes, numbers, strict=True)
@@ -88,7 +92,7 @@ def needles(
     return Case(samples, prompt, turns, planted=tuple(planted[i] for i in range(count)), instruction=HEAD)
 
 
-# As RULER has them
+# The needle tasks of RULER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +101,12 @@ class NeedleKind:
 
     Attributes:
         haystack: "noise", "documentation" or "needles".
-        uuid_keys, uuid_values: UUIDs in place of words and numbers.
-        keys: keys planted; in a haystack of needles, those that are asked for.
-        values: values of each key.
-        asked: keys that the question asks for.
-        apart: ask for each key in a question of its own, each of a fork of one prefill.
+        uuid_keys: whether keys are UUIDs instead of words.
+        uuid_values: whether values are UUIDs instead of numbers.
+        keys: number of planted keys. In a haystack of needles, the number of keys besides the haystack.
+        values: number of values of each key.
+        asked: number of keys that are asked for.
+        apart: whether each key has a separate question, asked on a fork of one prefill.
     """
 
     haystack: str = "documentation"
@@ -114,12 +119,12 @@ class NeedleKind:
 
     @property
     def thing(self) -> str:
-        """What a value is called."""
+        """The word for a value in the text."""
         return "code" if self.uuid_values else "number"
 
 
 def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: NeedleKind) -> Case:
-    """Plant needles and ask for some; the first asked for lies at `depth`, the others where the seed says."""
+    """Plant needles, and ask for some of them. The first one lies at `depth`, and the others at random depths."""
     rng = random.Random(seed)
     keys = uuids(rng) if kind.uuid_keys else word_pairs(rng)
     values = uuids(rng) if kind.uuid_values else numbers(rng, DIGITS)
@@ -141,17 +146,17 @@ def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: NeedleKi
 
     asked = facts[: kind.asked]
     samples = [ask(kind, group) for group in ([[fact] for fact in asked] if kind.apart else [asked])]
-    own = None if kind.haystack == "needles" else after  # a needle cut short would be no filler
+    own = None if kind.haystack == "needles" else after  # a part of a needle must not be used as filler
     return filled(tokenizer, length, compose, samples, apart=kind.apart, after=own)
 
 
 def needle(kind: NeedleKind, key: str, value: str) -> str:
-    """The sentence that is planted."""
+    """Return the sentence of a needle."""
     return f"The special {kind.thing} of {key} is {value}."
 
 
 def ask(kind: NeedleKind, facts: Sequence[tuple[str, tuple[str, ...]]]) -> Sample:
-    """The question for all values of some keys."""
+    """Return the question for all values of the given keys."""
     names = [key for key, _ in facts]
     listed = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     several = len(facts) * len(facts[0][1]) > 1
@@ -163,7 +168,7 @@ def ask(kind: NeedleKind, facts: Sequence[tuple[str, tuple[str, ...]]]) -> Sampl
 
 
 def passkey(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
-    """A pass key of five digits in filler sentences (arXiv 2305.16300; InfiniteBench's Retrieve.PassKey)."""
+    """Plant a pass key of five digits in filler sentences (arXiv 2305.16300; Retrieve.PassKey of InfiniteBench)."""
     rng = random.Random(seed)
     number, pieces = next(numbers(rng, 5)), Pieces(noise_pieces(rng))
     head = "There is a pass key in this text. Find it and remember it.\n\n"

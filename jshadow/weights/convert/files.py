@@ -1,4 +1,4 @@
-"""Checks and writes of all checkpoint files: a file may be missing or a placeholder, and is written as a whole."""
+"""Helpers for all checkpoint files: checks before reading, and writes that are complete or leave nothing behind."""
 
 import contextlib
 import fcntl
@@ -14,23 +14,24 @@ from typing import Any
 
 from jshadow.errors import CheckpointError, ConfigError
 
-# Attempts to remove a directory, and checks that must find it gone. They are a tenth of a second apart.
+# `remove_for_good` tries up to REMOVALS times, a tenth of a second apart. It stops when the directory was gone QUIET
+# times in a row.
 REMOVALS, QUIET = 50, 3
 LFS_HEAD = b"version https://git-lfs"
 
 
 def check_file(path: Path, kind: str) -> int:
-    """Refuse a file that cannot be a weight file, before a parser reads it.
+    """Check, before a parser reads it, that a file can be a weight file.
 
     Args:
         path: the file.
-        kind: what it should be, for the message ("a safetensors file").
+        kind: description of the expected kind for the error message, such as "a safetensors file".
 
     Returns:
-        Its size in bytes.
+        The size of the file in bytes.
 
     Raises:
-        CheckpointError: missing, not a regular file, empty, or a Git LFS pointer.
+        CheckpointError: the file is missing, not a regular file, empty, or a Git LFS pointer.
     """
     with readable(path):
         if not path.exists():
@@ -51,7 +52,7 @@ def check_file(path: Path, kind: str) -> int:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """The system's errors about a path that cannot be read, as a CheckpointError."""
+    """Turn errors of the operating system about reading `path` into a CheckpointError."""
     try:
         yield
     except (OSError, UnicodeEncodeError) as error:
@@ -59,14 +60,14 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def check_path(name: str, value: Any) -> Path:
-    """A path from a string or path. Raises ConfigError for anything else."""
+    """Turn a string or path into a Path with "~" expanded. Raises ConfigError for anything else."""
     if not isinstance(value, str | os.PathLike) or "\0" in os.fspath(value):
         raise ConfigError(f"{name} must be a string or a path, got {value!r}")
     return Path(value).expanduser()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises CheckpointError naming the file where it is missing, garbage or no object."""
+    """Read a JSON object from a file. Raises CheckpointError if it is missing, does not parse or is not an object."""
     check_file(path, "a JSON object")
     try:
         value = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
@@ -89,20 +90,20 @@ def _finite(text: str) -> float:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a JSON object the way Hugging Face does: two spaces, sorted keys, a final newline."""
+    """Write a JSON object in the format of Hugging Face: indented by two spaces, with sorted keys and a newline."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @contextlib.contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """A fresh directory beside `target` that becomes `target` when the block ends, or vanishes when it fails.
+    """Create a directory beside `target` that is renamed to `target` when the block ends. If it fails, it is removed.
 
     Args:
-        target: directory to make; must not exist.
+        target: directory to create. It must not exist.
 
     Yields:
-        The temporary sibling to write to. Its files are synced before the rename, so that a crash of the machine
-        leaves the whole directory or none.
+        The temporary directory to write to. Its files are synced before the rename, so that a crash of the machine
+        leaves either the complete directory or none.
 
     Raises:
         CheckpointError: `target` exists, or its parent cannot be written.
@@ -114,23 +115,23 @@ def staged(target: Path) -> Iterator[Path]:
             for path in sorted(partial.rglob("*")):
                 sync(path)
             sync(partial)
-            refuse_existing(target)  # rename would replace an empty directory that came up meanwhile
+            refuse_existing(target)  # rename would replace an empty directory created in the meantime
             partial.rename(target)
             sync(target.parent)
-    except OSError as error:  # disk full, above all
+    except OSError as error:  # most often a full disk
         raise CheckpointError(f"output directory {target} cannot be made: {error}") from error
 
 
 @contextlib.contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
-    """A name to write to that becomes the file `target` when the block ends, or vanishes when it fails.
+    """Yield a temporary path that is renamed to the file `target` when the block ends. If it fails, it is removed.
 
     Args:
-        target: file to make or to replace.
+        target: file to create or to replace.
 
     Yields:
-        A path on the same file system. What is written there is synced before it takes the name, so that a crash
-        leaves the whole old file or the whole new one.
+        A path on the same file system. The file is synced before the rename, so that a crash of the machine leaves
+        either the complete old file or the complete new one.
 
     Raises:
         CheckpointError: `target` cannot be written.
@@ -142,27 +143,27 @@ def staged_file(target: Path) -> Iterator[Path]:
             sync(fresh)
             fresh.replace(target)
             sync(target.parent)
-    except OSError as error:  # disk full, above all
+    except OSError as error:  # most often a full disk
         raise CheckpointError(f"file {target} cannot be written: {error}") from error
 
 
 @contextlib.contextmanager
 def workspace(parent: Path, prefix: str) -> Iterator[Path]:
-    """A fresh directory in `parent` that is gone when the block ends, unless it was renamed.
+    """Create a directory in `parent` that is removed when the block ends, unless it was renamed.
 
-    A killed process cannot clean up. So each workspace is locked while its process lives, and the next process that
-    makes one with the same prefix removes those whose lock is free.
+    A killed process cannot clean up. So each directory is locked while its process lives. The next process that creates
+    one with the same prefix removes all whose lock is free.
 
     Args:
-        parent: where; made if need be.
-        prefix: how the name begins.
+        parent: directory to create it in. It is created if it does not exist.
+        prefix: start of the name.
 
     Yields:
         The directory.
     """
     parent.mkdir(parents=True, exist_ok=True)
     for path in [path for path in parent.iterdir() if path.name.startswith(prefix) and path.is_dir()]:
-        with contextlib.suppress(OSError), _locked(path):  # BlockingIOError: another process works there
+        with contextlib.suppress(OSError), _locked(path):  # BlockingIOError means that another process uses it
             shutil.rmtree(path)
     folder = parent / f"{prefix}{secrets.token_hex(4)}"
     folder.mkdir()
@@ -172,11 +173,11 @@ def workspace(parent: Path, prefix: str) -> Iterator[Path]:
     except BaseException:  # also KeyboardInterrupt
         remove_for_good(folder)
         raise
-    shutil.rmtree(folder, ignore_errors=True)  # after a rename there is nothing here
+    shutil.rmtree(folder, ignore_errors=True)  # does nothing after a rename
 
 
 def remove_for_good(path: Path) -> None:
-    """Remove a directory, although a thread of a failed writer may still write to it, or even make it again."""
+    """Remove a directory even if a thread of a failed writer still writes to it or creates it again."""
     gone = 0
     for _ in range(REMOVALS):
         shutil.rmtree(path, ignore_errors=True)
@@ -197,7 +198,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def refuse_existing(target: Path) -> None:
-    """Raise CheckpointError where `target` exists, also as a broken link."""
+    """Raise CheckpointError if `target` exists, even as a broken link."""
     if os.path.lexists(target):
         raise CheckpointError(f"output directory {target} must not exist yet; remove it or choose another name")
 

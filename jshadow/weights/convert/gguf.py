@@ -1,4 +1,7 @@
-"""GGUF (llama architecture) read as a Hugging Face checkpoint: names, shapes and metadata keys as tables."""
+"""Reading a GGUF file of the llama architecture as a Hugging Face checkpoint.
+
+The tables below map GGUF's tensor names and metadata keys to those of Hugging Face.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from jshadow.weights.convert.huggingface import GENERATION, place
 from jshadow.weights.convert.safetensors_file import raise_all
 from jshadow.weights.convert.source import Source
 
-ROPE_FACTORS = "rope_freqs.weight"  # not a weight: the frequency divisors of llama3
+ROPE_FACTORS = "rope_freqs.weight"  # not a weight, but the frequency divisors of llama3 scaling
 STEMS = (
     (r"token_embd", "model.embed_tokens", "copy"),
     (r"output_norm", "model.norm", "copy"),
@@ -37,7 +40,7 @@ NAMES = tuple(
     for stem, name, transform in STEMS
     for part in ("weight", "bias")
 )
-"""GGUF name -> Hugging Face name, for weights and biases."""
+"""Rules from GGUF names to Hugging Face names, for weights and biases."""
 
 KEYS = (
     ("num_hidden_layers", "llama.block_count", int),
@@ -48,15 +51,16 @@ KEYS = (
     ("rms_norm_eps", "llama.attention.layer_norm_rms_epsilon", float),
 )
 LLAMA3_FACTORS = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
-"""GGUF stores the divisors that llama3 scaling gives, not its settings; these are those of every published model."""
+"""The settings of llama3 scaling in every published model. GGUF stores only the divisors that follow from them."""
 
 
 def open_gguf(path: Path) -> Source:
-    """A GGUF file as a source: llama architecture, any quantisation that `gguf.quants` can undo.
+    """Open a GGUF file of the llama architecture, in any quantization that `gguf.quants` can decode.
 
     Raises:
-        CheckpointError: a damaged file, tensors that do not fit its metadata (all in one error), no `gguf` package.
-        ConfigError: another architecture, tokenizer or RoPE scaling than those known.
+        CheckpointError: the file is damaged, tensors do not match the metadata (all listed in one error), or the
+            package `gguf` is not installed.
+        ConfigError: the architecture, the tokenizer or the RoPE scaling is not supported.
     """
     file = GGUFFile(path)
     hf = config_of(file)
@@ -80,21 +84,22 @@ def open_gguf(path: Path) -> Source:
 
 
 def unpermute(value: np.ndarray, heads: int) -> np.ndarray:
-    """Undo GGML's order of the rows of q and k, [heads * d, ...] -> the same shape.
+    """Undo GGML's order of the rows of q and k. The shape [heads * d, ...] does not change.
 
-    GGML rotates neighbours (2i, 2i + 1), Hugging Face halves (i, i + d / 2); llama.cpp's converter reorders the rows
-    of each head accordingly.
+    RoPE rotates rows 2i and 2i + 1 of a head together in GGML, and rows i and i + d / 2 in Hugging Face. The converter
+    of llama.cpp reorders the rows of each head accordingly.
     """
     rows = value.reshape(heads, value.shape[0] // heads // 2, 2, *value.shape[1:])
     return rows.swapaxes(1, 2).reshape(value.shape)
 
 
 def config_of(file: GGUFFile) -> dict[str, Any]:
-    """The config.json that follows from the metadata of a GGUF file.
+    """Build the config.json of a GGUF file from its metadata.
 
     Raises:
-        ConfigError: another architecture than llama, experts, or RoPE scaling that config.json cannot express exactly.
-        CheckpointError: a key is missing or of the wrong kind.
+        ConfigError: the architecture is not llama, the model has experts, or config.json cannot express its RoPE
+            scaling exactly.
+        CheckpointError: a key is missing or has the wrong type.
     """
     metadata = file.metadata
     if metadata.get("general.architecture") != "llama":
@@ -131,7 +136,7 @@ def config_of(file: GGUFFile) -> dict[str, Any]:
 
 
 def _eos(metadata: dict[str, Any]) -> int | list[int] | None:
-    """The ids of the end of text, and of the end of a turn where the file has one."""
+    """Return the token id of the end of text, and that of the end of a turn if the file has one."""
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     known = list(dict.fromkeys(i for i in ids if i is not None))
     return known[0] if len(known) == 1 else (known or None)
@@ -143,13 +148,13 @@ def _number(metadata: dict[str, Any], key: str, kind: type, default: Any = None)
         raise CheckpointError(f"GGUF metadata lacks {key}")
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
         raise CheckpointError(f"{key} must be one number ({kind.__name__}), got {value!r:.80}")
-    # The shortest decimal that gives the float32: 1e-05, not 9.999999747378752e-06.
+    # Take the shortest decimal that rounds to the float32: 1e-05, not 9.999999747378752e-06.
     with np.errstate(over="ignore"):
         return float(str(np.float32(value))) if kind is float and np.float32(value) == value else value
 
 
 def _rope_scaling(file: GGUFFile, head_dim: int) -> dict[str, Any] | None:
-    """rope_scaling of config.json. Divisors that no llama3 setting reproduces are refused, never approximated."""
+    """Build rope_scaling of config.json. Raises ConfigError if no llama3 settings reproduce the divisors."""
     kind = file.metadata.get("llama.rope.scaling.type", "none")
     if kind == "linear":
         return {"rope_type": "linear", "factor": _number(file.metadata, "llama.rope.scaling.factor", float)}
@@ -180,13 +185,17 @@ def _parsed(hf: dict[str, Any], source: Path) -> tuple[ModelFamily, ModelConfig]
 
 
 def _renamed(file: GGUFFile) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[int, ...]], list[str]]:
-    """Hugging Face name -> (GGUF name, transform), Hugging Face name -> shape, and the tensors that no rule matches."""
+    """Rename the tensors of a GGUF file.
+
+    Returns:
+        Hugging Face name -> (GGUF name, transform); Hugging Face name -> shape; one line for each unknown tensor.
+    """
     rules: dict[str, tuple[str, str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
     for original, info in file.tensors.items():
         if original == ROPE_FACTORS:
-            continue  # read into the config
+            continue  # already read for the config
         matches = [(name, rule.transform) for rule in NAMES for name in rule.match(original)]
         if len(matches) != 1 or matches[0][0] in rules:
             problems.append(f"{original}: extra, no weight of a llama model takes it")

@@ -1,8 +1,8 @@
-"""Reads a GGUF file (versions 2 and 3). Every count is compared with the number of bytes that are left.
+"""A reader of GGUF files (versions 2 and 3). It compares every count with the number of bytes that are left.
 
-The `gguf` package's own reader trusts the counts of the header: a file of 49 bytes that announces an array of 2^63
-elements keeps it busy for ever, and other damage raises an IndexError. So this small parser reads the header, and only
-the arithmetic of the quantised formats (`gguf.quants`) comes from the package.
+The reader of the `gguf` package trusts the counts in the header. A file of 49 bytes that announces an array of 2^63
+elements makes it run forever, and other damage raises an IndexError. So this module parses the header itself. Only the
+decoding of quantized formats (`gguf.quants`) comes from the package.
 """
 
 import mmap
@@ -36,12 +36,19 @@ SCALARS: dict[int, np.dtype[Any]] = {
         12: "<f8",
     }.items()
 }
-MIN_FIELD, MIN_STRING, MIN_TENSOR = 13, 8, 24  # fewest bytes that a header entry of each kind takes
+MIN_FIELD, MIN_STRING, MIN_TENSOR = 13, 8, 24  # the smallest possible entry of each kind, in bytes
 MAX_DIMENSIONS = 4
 
 
 class TensorInfo(NamedTuple):
-    """Where a tensor lies: its shape in NumPy's order, its ggml type code, its first byte and its number of bytes."""
+    """The place of a tensor in the file.
+
+    Attributes:
+        shape: shape in NumPy's order.
+        kind: ggml type code.
+        start: offset of the first byte.
+        nbytes: number of bytes.
+    """
 
     shape: tuple[int, ...]
     kind: int
@@ -50,16 +57,16 @@ class TensorInfo(NamedTuple):
 
 
 class GGUFFile:
-    """A checked GGUF file, its tensor data mapped and not yet read.
+    """An opened GGUF file whose header is checked. The tensor data is memory-mapped and not read yet.
 
     Attributes:
         path: the file.
         metadata: key -> number, bool, string, list of strings, or list of numbers.
-        tensors: name -> TensorInfo, all inside the file.
+        tensors: name -> TensorInfo. Every tensor lies inside the file.
 
     Raises:
-        CheckpointError: missing, empty, an LFS pointer, no GGUF, another version, big-endian, truncated, or a count,
-            length, type or offset that cannot be.
+        CheckpointError: the file is missing, empty, a Git LFS pointer, not GGUF, of an unsupported version, big-endian
+            or truncated; or it has an impossible count, length, type or offset.
     """
 
     def __init__(self, path: Path) -> None:
@@ -78,7 +85,7 @@ class GGUFFile:
         self.tensors = _tensor_infos(cursor, tensor_count, self.metadata.get("general.alignment", 32))
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor `name`, dequantised to float32 (F16, BF16 and F32 included), with its shape in `tensors`."""
+        """Read tensor `name` as float32, whatever its type in the file. Its shape is that in `tensors`."""
         gguf = gguf_package()
         info = self.tensors[name]
         kind = gguf.GGMLQuantizationType(info.kind)
@@ -86,14 +93,14 @@ class GGUFFile:
         rows = np.frombuffer(self._map, np.uint8, info.nbytes, info.start)
         rows = rows.reshape(*info.shape[:-1], info.shape[-1] // block * size)
         try:
-            with np.errstate(all="ignore"):  # overflow in a scale becomes Inf, which the finite check names
+            with np.errstate(all="ignore"):  # an overflowing scale becomes Inf, which is reported later
                 return gguf.quants.dequantize(rows, kind).astype(np.float32, copy=False).reshape(info.shape)
         except (NotImplementedError, ValueError, IndexError) as error:
             raise CheckpointError(f"{self.path}: tensor {name} of type {kind.name} cannot be read: {error}") from error
 
 
 def gguf_package() -> ModuleType:
-    """The optional package `gguf`. Raises CheckpointError that says how to install it."""
+    """Import the optional package `gguf`. Raises CheckpointError with the install command if it is missing."""
     try:
         import gguf
         import gguf.quants
@@ -117,7 +124,7 @@ class _Cursor:
         return self.data[start : self.at]
 
     def fits(self, count: int, each: int, what: str) -> None:
-        """Refuse a count of items of at least `each` bytes where too few bytes are left."""
+        """Raise CheckpointError if fewer bytes are left than `count` items of at least `each` bytes need."""
         if count > (self.size - self.at) // each:
             raise self.error(f"{what} announces {count}, but only {self.size - self.at} bytes are left; truncated?")
 
@@ -155,7 +162,7 @@ class _Cursor:
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """Check magic and version; return (tensor count, metadata count)."""
+    """Check the magic bytes and the version, and return (number of tensors, number of metadata fields)."""
     magic = bytes(cursor.data[:4])
     if magic != MAGIC:
         raise CheckpointError(f"{cursor.path} must be {KIND} (magic {MAGIC!r}), got {magic!r}")

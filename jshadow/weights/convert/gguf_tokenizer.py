@@ -1,7 +1,7 @@
-"""Rebuilds the tokenizer that a GGUF file carries as lists, without torch.
+"""Rebuilding the tokenizer of a GGUF file, which stores it as lists, without torch.
 
-Only byte-level BPE is known. GGUF's "pre" type says how text is split before BPE. A wrong split gives token ids that
-look right and are wrong, so an unknown type is refused by name.
+Only byte-level BPE is supported. GGUF's "pre" type says how text is split into words before BPE. A wrong split gives
+wrong token ids without any error, so an unknown type is refused.
 """
 
 from pathlib import Path
@@ -20,13 +20,13 @@ NAMED_TOKENS = (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unkno
 
 
 class Pre(NamedTuple):
-    """How a pre type cuts text.
+    """How text is split before BPE, for one "pre" type.
 
     Attributes:
-        digits: every digit alone, before all else.
-        pattern: regular expression that isolates words; None is GPT-2's own.
-        ignore_merges: a word that is a token as a whole is taken without asking the merges.
-        add_bos: whether a file that does not say puts the bos token in front.
+        digits: whether every digit is split off first.
+        pattern: regular expression that isolates words. None means the pattern of GPT-2.
+        ignore_merges: whether a word that is a token is taken as a whole, without applying the merges.
+        add_bos: whether the bos token is put in front if the file does not say so.
     """
 
     digits: bool = False
@@ -46,19 +46,19 @@ PRE_TYPES: dict[str, Pre] = {
 
 
 def write_tokenizer(metadata: dict[str, Any], directory: Path, context: int) -> bool:
-    """Write tokenizer.json, tokenizer_config.json and, where the file has one, chat_template.jinja.
+    """Write tokenizer.json and tokenizer_config.json, and chat_template.jinja if the file has a template.
 
     Args:
         metadata: the metadata of the GGUF file.
-        directory: where to write.
+        directory: directory to write to.
         context: model_max_length of the tokenizer.
 
     Returns:
-        False, with nothing written, where the file carries no tokenizer.
+        Whether the file has a tokenizer. If it has none, nothing is written.
 
     Raises:
-        ConfigError: another tokenizer model than "gpt2", or an unknown pre type.
-        CheckpointError: the lists do not make a tokenizer.
+        ConfigError: the tokenizer model is not "gpt2", or the pre type is unknown.
+        CheckpointError: the lists do not form a valid tokenizer.
     """
     model = metadata.get("tokenizer.ggml.model")
     if model is None:
@@ -147,7 +147,7 @@ def _byte_level_bpe(tokens: list[str], kinds: list[int], merges: list[tuple[str,
 
 
 def _add_ends(tokenizer: Any, metadata: dict[str, Any], named: dict[str, str], pre: Pre, tokens: list[str]) -> None:
-    """Put bos and eos around encoded text where the file asks for it."""
+    """Make the tokenizer put bos and eos around encoded text if the file asks for it."""
     from tokenizers import processors
 
     before, after = [], []
@@ -167,9 +167,9 @@ def _add_ends(tokenizer: Any, metadata: dict[str, Any], named: dict[str, str], p
 
 
 def _name_class(directory: Path) -> None:
-    """Name the plain fast class, so that every version of transformers reads tokenizer.json as it stands.
+    """Set the class of the tokenizer to the generic one, so that transformers uses tokenizer.json unchanged.
 
-    A model-specific class (LlamaTokenizer) would replace our way of splitting text with its own.
+    A model-specific class such as LlamaTokenizer would replace the splitting of text.
     """
     path = directory / "tokenizer_config.json"
     write_json(path, read_json(path) | {"tokenizer_class": "PreTrainedTokenizerFast"})

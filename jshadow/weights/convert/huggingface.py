@@ -1,7 +1,7 @@
 """Hugging Face directories: finding them, reading their config, and mapping tensors to weights by a family's rules.
 
-No model is named here. The family's table says which tensor becomes which weight, and the config says which shape it
-must have (`abstract_weights`). All tensors that do not fit are reported in one error.
+This module has no code for single models. The family's table says which tensor becomes which weight. The config says
+which shape each weight has (`abstract_weights`). All tensors that do not match are reported in one error.
 """
 
 import dataclasses
@@ -29,11 +29,12 @@ from jshadow.weights.convert.tensors import Placement, placements
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-# The files of a hub download. Never *.bin: unpickling runs code. Sub-folders hold other formats of the same weights.
+# The files that a hub download takes. It never takes *.bin, because unpickling runs code. Subfolders are ignored,
+# because they hold other formats of the same weights.
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt")
 HUB_IGNORED = ("*/*", "consolidated*")
 LARGEST_SIZE = 2**31 - 1
-# Files that a directory may have beside config and weights.
+# Files that are copied along with config and weights.
 SIDE_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -47,7 +48,7 @@ SIDE_FILES = (
 )
 Put = Callable[[str, np.ndarray], tuple[dict[str, Any], str | None]]
 
-# Tensors that some checkpoints have and that are no weights of the model: (name, when, why).
+# Tensors of some checkpoints that are not weights of the model: (pattern of the name, condition, reason).
 IGNORED: tuple[tuple[str, Callable[[ModelConfig], bool], str], ...] = (
     (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", lambda config: True, "a buffer that the config implies"),
     (r"lm_head\.weight", lambda config: config.tie_embeddings, "a copy of the tied embedding"),
@@ -55,10 +56,11 @@ IGNORED: tuple[tuple[str, Callable[[ModelConfig], bool], str], ...] = (
 
 
 def locate(source: str | os.PathLike[str]) -> Path:
-    """The directory of a checkpoint, downloaded first where `source` is a hub id ("org/name") and no local path.
+    """Return the directory of a checkpoint. A hub id ("org/name") that is not a local path is downloaded first.
 
     Raises:
-        CheckpointError: no such directory, a file instead (GGUF is told to be converted), or the download failed.
+        CheckpointError: the directory does not exist, it is a file, or the download failed. For a GGUF file, the
+            message says to convert it.
     """
     path = check_path("checkpoint", source)
     if path.suffix == ".gguf":
@@ -69,7 +71,7 @@ def locate(source: str | os.PathLike[str]) -> Path:
         return path
     if there:
         raise CheckpointError(f"checkpoint {path} must be a directory with {CONFIG} and *.safetensors, got a file")
-    # "checkpoints/name" has the form of a hub id too. If its first half exists here, a path was meant.
+    # "checkpoints/name" has the form of a hub id too. If its first part is a local directory, it is a path.
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(source)) and not path.parent.is_dir():
         return _download(str(source))
     raise CheckpointError(f"checkpoint directory {path} does not exist (and a hub id has the form org/name)")
@@ -90,14 +92,15 @@ def _download(hub_id: str) -> Path:
 
 
 def read_config(directory: Path) -> tuple[dict[str, Any], ModelFamily, ModelConfig]:
-    """Read config.json, and eos ids from generation_config.json where it gives them (it wins).
+    """Read config.json. If generation_config.json has eos ids, they replace those of config.json.
 
     Returns:
-        The raw config.json, the model family, the config.
+        The parsed config.json, the model family and the ModelConfig.
 
     Raises:
-        CheckpointError: a file is missing or garbage.
-        ConfigError: unknown model_type, quantised or remote-code config, a value out of range or of the wrong kind.
+        CheckpointError: a file is missing or does not parse.
+        ConfigError: the model_type is unknown, the config is quantized or needs remote code, or a value is out of range
+            or of the wrong type.
     """
     if not directory.is_dir():
         raise CheckpointError(f"checkpoint directory {directory} does not exist")
@@ -109,7 +112,7 @@ def read_config(directory: Path) -> tuple[dict[str, Any], ModelFamily, ModelConf
 
 
 def read_config_file(path: Path) -> tuple[dict[str, Any], ModelFamily, ModelConfig]:
-    """As `read_config`, from a config.json alone."""
+    """Read a config.json without generation_config.json. Results and errors are those of `read_config`."""
     hf = read_json(path)
     try:
         family = family_of(hf)
@@ -126,11 +129,11 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], ModelFamily, ModelConf
 
 
 def open_files(directory: Path) -> list[TensorFile]:
-    """Open the safetensors of a directory: model.safetensors, or every shard of the index.
+    """Open the safetensors files of a directory: model.safetensors, or every shard of the index.
 
     Raises:
-        CheckpointError: no safetensors (with a hint where there are pickles), a shard missing or outside the
-            directory, a damaged file.
+        CheckpointError: there are no safetensors files (with a hint if there are pickles), a shard is missing or lies
+            outside the directory, or a file is damaged.
     """
     if (directory / WEIGHTS).exists():
         return [TensorFile(directory / WEIGHTS)]
@@ -157,7 +160,7 @@ def open_files(directory: Path) -> list[TensorFile]:
 
 
 def flat_abstract(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Weight path ("layer_0/mlp/up/kernel") -> shape, from the config alone."""
+    """Return a mapping from weight path ("layer_0/mlp/up/kernel") to shape, computed from the config only."""
     try:
         tree = abstract_weights(config)
     except (TypeError, ValueError, OverflowError, MemoryError) as error:
@@ -168,17 +171,17 @@ def flat_abstract(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def place(
     shapes: Mapping[str, tuple[int, ...]], family: ModelFamily, config: ModelConfig
 ) -> tuple[dict[str, Placement], list[str]]:
-    """Match tensors with weights: one rule a tensor, one tensor a weight, shapes equal.
+    """Match the tensors of a checkpoint with the weights of a model.
 
     Args:
-        shapes: tensor name -> shape, as the checkpoint has them.
-        family: gives the rules.
-        config: gives the weights and their shapes.
+        shapes: tensor name -> shape in the checkpoint.
+        family: the family, which has the rules.
+        config: the config, which defines the weights and their shapes.
 
     Returns:
-        Placements by tensor name, and a line for every misfit.
+        Placements by tensor name, and one line for every tensor that is missing, extra or misshaped.
     """
-    if config.num_layers > len(shapes):  # before a model of a billion layers is traced
+    if config.num_layers > len(shapes):  # checked first, because tracing a billion layers would never end
         return {}, [f"config.json num_hidden_layers is {config.num_layers}, but there are {len(shapes)} tensors"]
     weight_shapes = flat_abstract(config)
     expected = placements(family, weight_shapes)
@@ -197,7 +200,11 @@ def place(
 def plan(
     directory: Path, family: ModelFamily, config: ModelConfig
 ) -> tuple[list[tuple[TensorFile, Placement]], list[str]]:
-    """Open a checkpoint and match its tensors; returns (file, placement) in file order, and a line a misfit."""
+    """Open a checkpoint and match its tensors with the weights.
+
+    Returns:
+        One (file, placement) for each matching tensor, in file order, and one line for every other tensor.
+    """
     files = open_files(directory)
     shapes: dict[str, tuple[int, ...]] = {}
     problems: list[str] = []
@@ -218,11 +225,11 @@ def plan(
 
 
 def open_huggingface(directory: Path) -> Source:
-    """A Hugging Face directory as a source.
+    """Open a Hugging Face directory for conversion.
 
     Raises:
-        CheckpointError: damaged files, or tensors that are missing, extra or misshaped, all in one error.
-        ConfigError: as `read_config`.
+        CheckpointError: files are damaged, or tensors are missing, extra or misshaped (all listed in one error).
+        ConfigError: see `read_config`.
     """
     hf, family, config = read_config(directory)
     order, problems = plan(directory, family, config)
@@ -239,7 +246,7 @@ def open_huggingface(directory: Path) -> Source:
 
 
 def copy_side_files(directory: Path, target: Path) -> None:
-    """Copy what a directory carries beside config and weights; code (*.py) never."""
+    """Copy the tokenizer and generation files of a directory to `target`. Code (*.py) is never copied."""
     for path in sorted({path for pattern in SIDE_FILES for path in directory.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, target / path.name)
 
@@ -249,16 +256,17 @@ def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put:
 
     Args:
         directory: the checkpoint.
-        family, config: as `read_config` gives them.
-        put: (weight path, NumPy value) -> the leaf or leaves to keep, by path, and a text that says what is wrong
-            with the values, or None.
+        family: the family from `read_config`.
+        config: the config from `read_config`.
+        put: called with (weight path, NumPy value). It returns the leaf or leaves to keep, by path, and a text about
+            invalid values, or None if all are valid.
 
     Returns:
         The nested weight tree of `abstract_weights(config)`.
 
     Raises:
-        CheckpointError: damaged files, files that differ from their manifest, or tensors that are missing, extra,
-            misshaped or not finite, all in one error.
+        CheckpointError: files are damaged, or tensors are missing, extra, misshaped or not finite (all listed in one
+            error).
     """
     order, problems = plan(directory, family, config)
     sound = not problems
@@ -271,7 +279,7 @@ def read_weights(directory: Path, family: ModelFamily, config: ModelConfig, put:
                 flat |= leaves
                 if problem:
                     problems.append(f"{placement.name}: {problem}")
-        elif problem := not_finite(file.read(placement.name)):  # the rest is only checked
+        elif problem := not_finite(file.read(placement.name)):  # after a problem, the rest is only checked
             problems.append(f"{placement.name}: {problem}")
     raise_all(str(directory), problems)
     return dict(traverse_util.unflatten_dict(flat, sep="/"))

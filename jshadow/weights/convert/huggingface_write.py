@@ -1,4 +1,4 @@
-"""Writing Hugging Face directories: config.json from a config, tensors in one file or in shards."""
+"""Writing Hugging Face directories: config.json from a ModelConfig, and the tensors in one file or in shards."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ from jshadow.weights.convert.safetensors_file import check_dtype, write_tensors
 from jshadow.weights.convert.tensors import Shape, placements
 from jshadow.weights.digest import host_array
 
-SHARD_BYTES = 5 * 10**9  # of a file, as transformers writes them
+SHARD_BYTES = 5 * 10**9  # maximum bytes of a file, as in transformers
 NAMES_OF_ACTIVATIONS = {ours: theirs for theirs, ours in ACTIVATIONS.items()}
 
 
 def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """The config.json that reads back as `config`."""
+    """Return the config.json that is read back as `config`."""
     hf = {
         "model_type": config.model_type,
         "vocab_size": config.vocab_size,
@@ -38,9 +38,9 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "attention_bias": config.attention_bias,
         "mlp_bias": config.mlp_bias,
         "eos_token_id": list(config.eos_ids) or None,
-        "bos_token_id": None,  # written always: a family's default may lie outside the vocabulary
+        "bos_token_id": None,  # always written, because a family's default may lie outside the vocabulary
         "pad_token_id": None,
-        "torch_dtype": dtype,  # the older spelling, as for the RoPE keys: every reader knows it
+        "torch_dtype": dtype,  # the older name, which every reader knows; the RoPE keys have older names too
         **config.rope.to_hf(),
     }
     family = FAMILIES[config.model_type]
@@ -48,7 +48,11 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def tensors_of(weights: dict[str, Any], config: ModelConfig) -> tuple[dict[str, Shape], Callable[[str], np.ndarray]]:
-    """A weight tree under Hugging Face's names: the shape of every tensor, and a function that makes one."""
+    """Map a weight tree to Hugging Face's tensors.
+
+    Returns:
+        Tensor name -> shape, and a function that builds the tensor of a name.
+    """
     flat = traverse_util.flatten_dict(weights, sep="/")
     weight_shapes = {path: tuple(leaf.shape) for path, leaf in flat.items()}
     tensors = placements(FAMILIES[config.model_type], weight_shapes)
@@ -68,18 +72,18 @@ def write_shards(
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write tensors as Hugging Face does: `model.safetensors`, or numbered shards and an index.
+    """Write tensors in the format of Hugging Face: `model.safetensors`, or numbered shards and an index.
 
     Args:
-        directory: to write to.
+        directory: directory to write to.
         shapes: tensor name -> shape, in the order of the files.
-        dtype: of every tensor.
-        read: gives the tensor of a name, any float dtype; asked for one at a time.
-        shard_bytes: most bytes of a file, unless one tensor is larger.
-        progress: called with (tensors written, tensors in all).
+        dtype: dtype of every written tensor.
+        read: returns the tensor of a name, in any float dtype. It is called once for each tensor.
+        shard_bytes: maximum bytes of a file. A single larger tensor gets one file.
+        progress: called with (number of tensors written, number of all tensors).
 
     Raises:
-        CheckpointError: tensors with NaN or Inf, all of one file in one message.
+        CheckpointError: tensors have NaN or Inf. The message lists all of one file.
     """
     item, shards = check_dtype(dtype).itemsize, [dict[str, Shape]()]
     shard_size = 0

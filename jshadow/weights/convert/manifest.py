@@ -1,4 +1,4 @@
-"""The manifest of a converted checkpoint: its kind, and the size and SHA-256 of every file."""
+"""The manifest of a converted checkpoint: its format, and the size and SHA-256 digest of every file."""
 
 import concurrent.futures
 import hashlib
@@ -11,13 +11,13 @@ from jshadow.weights.convert.files import read_json, write_json
 
 MANIFEST = "manifest.json"
 VERSION = 1
-ORBAX_WEIGHTS = "weights"  # the orbax checkpoint in a directory of that kind
+ORBAX_WEIGHTS = "weights"  # name of the folder that holds the orbax checkpoint
 KINDS = ("huggingface", "orbax")
-BLOCK = 2**20  # bytes of a file that are in memory at once
+BLOCK = 2**20  # how many bytes of a file are read at once
 
 
 def write_manifest(directory: Path, kind: str) -> None:
-    """Describe all files of a finished directory except the manifest."""
+    """Write the manifest of a complete directory. It lists all files except itself."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     digests = _all_digests(paths)
     files = {
@@ -28,10 +28,10 @@ def write_manifest(directory: Path, kind: str) -> None:
 
 
 def kind_of(directory: Path) -> str:
-    """Which kind of checkpoint a directory is: "huggingface" where no manifest says otherwise.
+    """Return the format of a checkpoint directory. Without a manifest it is "huggingface".
 
     Raises:
-        CheckpointError: a damaged manifest, one of a newer version, or an orbax checkpoint without one.
+        CheckpointError: the manifest is damaged or of a newer version, or an orbax checkpoint has no manifest.
     """
     if (directory / MANIFEST).exists():
         return str(_read(directory)["format"])
@@ -41,10 +41,10 @@ def kind_of(directory: Path) -> str:
 
 
 def check_manifest(directory: Path) -> None:
-    """Refuse a directory that differs from its manifest. A directory without a manifest passes.
+    """Compare a directory with its manifest. A directory without a manifest passes.
 
     Raises:
-        CheckpointError: files that are missing, of another size or of other bytes, all in one message.
+        CheckpointError: files are missing, or have a different size or different bytes. The message lists all of them.
     """
     if not (directory / MANIFEST).exists():
         return
@@ -62,7 +62,7 @@ def check_manifest(directory: Path) -> None:
             problems.append(f"{name}: {record['bytes']} bytes when it was written, {path.stat().st_size} now")
         else:
             sound.append(name)
-    if not problems:  # digests take long: they are only computed where all else is right
+    if not problems:  # digests take long, so they are computed only if all other checks pass
         digests = _all_digests([directory / name for name in sound])
         for name, digest in zip(sound, digests, strict=True):
             if digest != files[name]["sha256"]:
@@ -103,7 +103,7 @@ def _read(directory: Path) -> dict[str, Any]:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that no file can have
+    except OSError:  # for example, the name is too long
         return False
 
 

@@ -1,9 +1,9 @@
-"""Orbax checkpoints: written tensor by tensor; read whole, to a mesh, or tensor by tensor.
+"""Orbax checkpoints. They are written tensor by tensor, and read as a whole, onto a mesh, or tensor by tensor.
 
-A directory has `config.json` and tokenizer files as Hugging Face has them, a manifest, and `weights/`, an ordinary
-orbax checkpoint of the weight tree. Orbax writes a tree of arrays, but the tree of a large model does not fit the host.
-So the leaves are promises (`Promise`), and a type handler for orbax reads them one after the other: small tensors are
-written while the next ones are read.
+A directory has `config.json` and tokenizer files in the format of Hugging Face, a manifest, and `weights/`, an ordinary
+orbax checkpoint of the weight tree. Orbax writes a tree of arrays, but the tree of a large model does not fit into host
+memory. So the leaves are `Promise` objects, and a type handler for orbax reads them one after another. While small
+tensors are being written, the next ones are read.
 """
 
 import asyncio
@@ -32,14 +32,20 @@ from jshadow.weights.convert.safetensors_file import cast, raise_all
 from jshadow.weights.convert.source import Source
 from jshadow.weights.convert.tensors import Shape, placements
 
-CHUNK_BYTES = 2**24  # least bytes that a device reads at once of the array of which it holds a part
-IN_FLIGHT_BYTES = 2**25  # read and being written; a larger tensor goes alone
-CACHE_BYTES = 2**20  # of written data, which is not read again
-CONCURRENT_GB = 1  # arrays in flight while a checkpoint is restored
+CHUNK_BYTES = 2**24  # size of a chunk of a stored array, and so the smallest read of a device that needs a part of it
+IN_FLIGHT_BYTES = 2**25  # maximum bytes of tensors being written at once; a larger tensor is written alone
+CACHE_BYTES = 2**20  # size of the cache of written data; it is small because the data is not read again
+CONCURRENT_GB = 1  # maximum GB of arrays being read at once
 
 
 class Promise:
-    """A weight that is not read yet. Attributes: shape; dtype; read: a function that gives the array."""
+    """A weight that is not read yet.
+
+    Attributes:
+        shape: shape of the array.
+        dtype: dtype of the array.
+        read: function that returns the array.
+    """
 
     def __init__(self, shape: Shape, dtype: np.dtype[Any], read: Callable[[], np.ndarray]) -> None:
         self.shape, self.dtype, self.read = shape, dtype, read
@@ -56,21 +62,21 @@ class Promise:
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Number of bytes."""
         return self.size * self.dtype.itemsize
 
 
 class PromiseHandler(type_handlers.NumpyHandler):
-    """Writes promises as orbax writes NumPy arrays, so that they are read back as arrays."""
+    """Type handler that makes orbax write promises in the format of NumPy arrays."""
 
     def __init__(self) -> None:
         super().__init__(deepcopy_host_arrays=False)
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
-        """One after the other: while some are being written the next is read, if both are small."""
+        """Read and write the values one after another. Small tensors are written while the next one is read."""
         writing: list[Any] = []
         held = 0
-        # orbax's own context caches up to 100 MB
+        # The default context of orbax caches up to 100 MB.
         context = tensorstore.Context({"cache_pool#ocdbt": {"total_bytes_limit": CACHE_BYTES}})
         infos = [copy.copy(info) for info in infos]
         for info in infos:
@@ -85,7 +91,7 @@ class PromiseHandler(type_handlers.NumpyHandler):
                 writing += await super().serialize([array], [info], [arg])
                 held += value.nbytes
                 del array
-        except BaseException:  # also after an interrupt: no thread may still write when the directory is removed
+        except BaseException:  # also for an interrupt; no thread may still write when the directory is removed
             for done in writing:
                 with contextlib.suppress(Exception):
                     done.result()
@@ -100,17 +106,17 @@ def write_orbax(
     read: Callable[[str], np.ndarray],
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write a weight tree.
+    """Write a weight tree as an orbax checkpoint.
 
     Args:
-        path: directory to make.
+        path: directory to create.
         shapes: weight path ("layer_0/mlp/up/kernel") -> shape.
-        dtype: of all weights.
-        read: gives the weight at a path, any float dtype; asked once for each.
-        progress: called with (weights written, weights in all).
+        dtype: dtype of all written weights.
+        read: returns the weight at a path, in any float dtype. It is called once for each weight.
+        progress: called with (number of weights written, number of all weights).
 
     Raises:
-        CheckpointError: it cannot be written, or weights with NaN or Inf, all of them in one message.
+        CheckpointError: the directory cannot be written, or weights have NaN or Inf (all listed in one message).
     """
     problems: list[str] = []
     done = 0
@@ -130,7 +136,7 @@ def write_orbax(
     saving = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     registry = type_handlers.create_type_handler_registry((Promise, PromiseHandler()))
     with _typed_errors(path, "cannot be written"):
-        # Weights hardly compress, and reading them back would wait for one core.
+        # Compression hardly makes weights smaller, and decompression on one core would slow down reading.
         handler = ocp.PyTreeCheckpointHandler(use_compression=False, type_handler_registry=registry)
         with ocp.Checkpointer(handler) as checkpointer:
             checkpointer.save(path.absolute(), args=ocp.args.PyTreeSave(tree, save_args=saving))
@@ -138,7 +144,7 @@ def write_orbax(
 
 
 class OrbaxWeights:
-    """The weights of a directory, opened for reading.
+    """The orbax weights of a directory, opened for reading.
 
     Attributes:
         path: the orbax checkpoint.
@@ -146,7 +152,7 @@ class OrbaxWeights:
         dtypes: weight path -> dtype.
 
     Raises:
-        CheckpointError: missing, unfinished or damaged.
+        CheckpointError: the checkpoint is missing, incomplete or damaged.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -166,7 +172,7 @@ class OrbaxWeights:
         self.dtypes = {name: np.dtype(leaf.dtype) for name, leaf in leaves.items()}
 
     def misfits(self, weight_shapes: Mapping[str, Shape]) -> list[str]:
-        """A line for every weight that is missing, extra or misshaped."""
+        """Return one line for every weight that is missing, extra or misshaped."""
         lines = [f"{path}: missing" for path in weight_shapes if path not in self.shapes]
         lines += [f"{path}: extra, the config has no such weight" for path in self.shapes if path not in weight_shapes]
         lines += [
@@ -177,13 +183,13 @@ class OrbaxWeights:
         return lines
 
     def read(self, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-        """Some weights as NumPy arrays, by path."""
+        """Read the weights at these paths as NumPy arrays, by path."""
         return self._restore({name: ocp.RestoreArgs(restore_type=np.ndarray) for name in names})
 
     def restore(
         self, names: tuple[str, ...], dtype: np.dtype[Any], sharding: Callable[[str], jax.sharding.Sharding]
     ) -> dict[str, jax.Array]:
-        """Weights as arrays on the devices that `sharding` names: each device reads its own part."""
+        """Read the weights at these paths onto the devices of their shardings. Each device reads only its part."""
         return self._restore(
             {
                 name: ocp.ArrayRestoreArgs(sharding=sharding(name), global_shape=self.shapes[name], dtype=dtype)
@@ -203,7 +209,7 @@ class OrbaxWeights:
 
 @contextlib.contextmanager
 def _typed_errors(path: Path, what: str) -> Iterator[None]:
-    """Turn the many errors of orbax and tensorstore into one of ours, without their log messages."""
+    """Turn all errors of orbax and tensorstore into a CheckpointError, and suppress their log messages."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -211,18 +217,18 @@ def _typed_errors(path: Path, what: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except Exception as error:  # tensorstore raises ValueError for a full disk as well as for damage
+    except Exception as error:  # tensorstore raises ValueError for a full disk and for damaged files
         raise CheckpointError(f"orbax checkpoint {path} {what}: {error}") from error
     finally:
         logger.setLevel(level)
 
 
 def open_orbax(directory: Path) -> Source:
-    """A directory that holds an orbax checkpoint, as a source.
+    """Open a directory with an orbax checkpoint for conversion.
 
     Raises:
-        CheckpointError: damaged, or weights that are missing, extra or misshaped, all in one error.
-        ConfigError: as `read_config`.
+        CheckpointError: the checkpoint is damaged, or weights are missing, extra or misshaped (all in one error).
+        ConfigError: see `read_config`.
     """
     hf, family, config = read_config(directory)
     weights, weight_shapes = OrbaxWeights(directory), flat_abstract(config)
@@ -248,17 +254,18 @@ def read_orbax(
 
     Args:
         directory: the checkpoint.
-        config: what its config.json says.
-        dtype: of the result.
-        put: turns each weight into a leaf, one after the other (as in `huggingface.read_weights`); None: all are read
-            at once, straight to their devices.
-        sharding: (weight path, shape) -> where it lies; None: on the default device.
+        config: the config of the checkpoint.
+        dtype: dtype of the result.
+        put: turns each weight into leaves, one weight after another (see `huggingface.read_weights`). With None, all
+            weights are read at once, directly onto their devices.
+        sharding: returns the sharding of a weight for (weight path, shape). None means the default device.
 
     Returns:
         The nested weight tree.
 
     Raises:
-        CheckpointError: damaged, or weights that are missing, extra, misshaped or not finite, all in one error.
+        CheckpointError: the checkpoint is damaged, or weights are missing, extra, misshaped or not finite (all listed
+            in one error).
     """
     weights, weight_shapes = OrbaxWeights(directory), flat_abstract(config)
     raise_all(str(directory), weights.misfits(weight_shapes))

@@ -1,4 +1,4 @@
-"""Import transformers without its message about torch."""
+"""Importing transformers without its warning that torch is missing."""
 
 import contextlib
 import logging
@@ -9,10 +9,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[Any]:
-    """Import transformers without its message about torch, which is not needed here, and keep its loader silent."""
+    """Import and yield transformers without its warning that torch is missing. Its log shows only errors meanwhile."""
     name, logger = "TRANSFORMERS_NO_ADVISORY_WARNINGS", logging.getLogger("transformers")
     before = os.environ.get(name)
-    os.environ[name] = "1"  # the import itself sets the level of the logger, so that a level set now would be lost
+    os.environ[name] = "1"  # the import sets the level of the logger, so a level set before it would be lost
     try:
         import transformers
     finally:

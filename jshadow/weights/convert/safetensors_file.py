@@ -1,8 +1,8 @@
 """Reading and writing single safetensors files, tensor by tensor, so that a model is never in memory twice.
 
-The format (version 1): a little-endian uint64 n, n bytes of JSON header (name -> dtype, shape, data_offsets), then the
-raw bytes. `safetensors` parses and validates it; this module adds messages that a user can act on, and a writer that
-does not need all tensors at once.
+The format (version 1) is a little-endian uint64 n, n bytes of JSON header (name -> dtype, shape, data_offsets), and the
+raw bytes of the tensors. The package `safetensors` parses and validates the header. This module adds error messages
+that say what to do, and a writer that holds one tensor at a time.
 """
 
 import json
@@ -25,7 +25,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-# Everything that JAX holds without its 64-bit mode.
+# The dtypes of JAX without its 64-bit mode.
 TAGS = {
     "float32": "F32",
     "bfloat16": "BF16",
@@ -41,14 +41,14 @@ TAGS = {
 DTYPES_OF_TAGS = {tag: DTYPES.get(name, np.dtype(name)) for name, tag in TAGS.items()} | {"F64": np.dtype(np.float64)}
 READABLE_TAGS = ("F64", "F32", "F16", "BF16")
 KIND = "a safetensors file"
-CHECKED = 2**22  # values that are looked at at once
-MAX_HEADER = 100_000_000  # the format's own limit
+CHECKED = 2**22  # how many values are checked at once
+MAX_HEADER = 100_000_000  # maximum bytes of a header, as the format defines
 
-Layout = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> name of its dtype, shape; in the order of the file
+Layout = Mapping[str, tuple[str, tuple[int, ...]]]  # tensor name -> (name of its dtype, shape), in the file's order
 
 
 def check_dtype(dtype: Any) -> np.dtype[Any]:
-    """NumPy dtype of "float32", "bfloat16" or "float16". Raises ConfigError for anything else."""
+    """Return the NumPy dtype of "float32", "bfloat16" or "float16". Raises ConfigError for anything else."""
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {sorted(DTYPES)}, got {dtype!r}")
     return DTYPES[dtype]
@@ -59,20 +59,20 @@ class TensorFile:
 
     Attributes:
         path: the file.
-        shapes: tensor name -> shape, from the header alone.
-        tags: tensor name -> dtype tag of the format ("BF16").
-        metadata: the texts that the header carries beside the tensors.
+        shapes: tensor name -> shape.
+        tags: tensor name -> the format's name of its dtype, such as "BF16".
+        metadata: the metadata texts of the header.
 
     Raises:
-        CheckpointError: the file is missing, empty, an LFS pointer, truncated or garbage.
+        CheckpointError: the file is missing, empty, a Git LFS pointer, truncated, or not a safetensors file.
     """
 
     def __init__(self, path: Path, kind: str = KIND) -> None:
         check_file(path, kind)
         self.path = path
         try:
-            with safe_open(path, framework="numpy") as opened:  # which checks the header as the format wants it
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - no dict
+            with safe_open(path, framework="numpy") as opened:  # this validates the header
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 - not a dict
                 self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
                 self.tags = {name: str(part.get_dtype()) for name, part in slices.items()}
                 self.metadata: dict[str, str] = opened.metadata() or {}
@@ -84,9 +84,9 @@ class TensorFile:
             raise CheckpointError(describe_damage(path, error, kind)) from error
 
     def read(self, name: str) -> np.ndarray:
-        """The tensor `name`, in the file's dtype (only those of TAGS, and F64, are safe to ask for).
+        """Read tensor `name` in the dtype of the file, which must be F64 or one of TAGS.
 
-        It is read, not mapped: the pages of a mapped file would count as memory of this process.
+        The file is read and not memory-mapped, because the pages of a mapped file count as memory of the process.
         """
         dtype, shape = DTYPES_OF_TAGS[self.tags[name]], self.shapes[name]
         try:
@@ -99,7 +99,7 @@ class TensorFile:
 
 
 def describe_damage(path: Path, error: Exception, kind: str = KIND) -> str:
-    """A message for a file that the parser refused, with what the user can do."""
+    """Return an error message for a file that the parser refused, which says what the user can do."""
     size = path.stat().st_size
     cut = "truncated, probably by an interrupted download or copy: fetch it again"
     with path.open("rb") as file:
@@ -122,9 +122,12 @@ def describe_damage(path: Path, error: Exception, kind: str = KIND) -> str:
 
 
 def cast(value: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, str | None]:
-    """A tensor in `dtype`, its order in memory unchanged, and a text on what is wrong with its values, or None.
+    """Cast a tensor to `dtype` without changing its order in memory, and check its values.
 
-    float16 overflows at 65504, so the check comes after the cast.
+    The values are checked after the cast, because float16 overflows at 65504.
+
+    Returns:
+        The tensor, and a text about NaN or Inf values, or None if there are none.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         out = value.astype(dtype, order="K", copy=False)
@@ -132,8 +135,8 @@ def cast(value: np.ndarray, dtype: np.dtype[Any]) -> tuple[np.ndarray, str | Non
 
 
 def not_finite(value: np.ndarray) -> str | None:
-    """A text on what is wrong with the values of a tensor, or None."""
-    flat = value.ravel(order="K")  # a view of a tensor in one piece, transposed or not
+    """Return a text about the NaN or Inf values of a tensor, or None if there are none."""
+    flat = value.ravel(order="K")  # a view if the tensor is contiguous, transposed or not
     bad = sum(
         block.size - int(np.count_nonzero(np.isfinite(block)))
         for block in (flat[start : start + CHECKED] for start in range(0, flat.size, CHECKED))
@@ -148,17 +151,17 @@ def write_tensors(
     read: Callable[[str], np.ndarray],
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write one safetensors file, asking for one tensor at a time.
+    """Write one safetensors file, reading one tensor at a time.
 
     Args:
         path: file to write.
         shapes: tensor name -> shape, in the order of the file.
         dtype: dtype of every tensor in the file.
-        read: gives the tensor of a name, any float dtype, of the shape told above.
-        progress: called with (tensors written, tensors in all).
+        read: returns the tensor of a name, in any float dtype and in the shape given by `shapes`.
+        progress: called with (number of tensors written, number of all tensors).
 
     Raises:
-        CheckpointError: tensors with NaN or Inf, all of them in one message.
+        CheckpointError: tensors have NaN or Inf. The message lists all of them.
     """
     target = check_dtype(dtype)
     problems: list[str] = []
@@ -182,13 +185,13 @@ def write_payload(
     read: Callable[[str], np.ndarray],
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Write the bytes of all tensors, asking for one at a time. The file's position must be the end of its header.
+    """Write the bytes of all tensors, reading one at a time. The position of the file must be the end of its header.
 
     Args:
-        file: open for writing.
-        layout: as given to `encode_header`.
-        read: gives the tensor of a name, in C order.
-        progress: called with (tensors written, tensors in all).
+        file: a file that is open for writing.
+        layout: the layout that `encode_header` was called with.
+        read: returns the tensor of a name, in C order.
+        progress: called with (number of tensors written, number of all tensors).
     """
     for done, (name, announced) in enumerate(layout.items(), start=1):
         value = read(name)
@@ -200,7 +203,7 @@ def write_payload(
 
 
 def encode_header(layout: Layout, metadata: Mapping[str, str]) -> bytes:
-    """The header of a file. Its length only depends on the lengths of the names and texts."""
+    """Return the header of a file. Its length depends only on the layout and on the lengths of the metadata texts."""
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     start = 0
     for name, (dtype, shape) in layout.items():
@@ -208,12 +211,12 @@ def encode_header(layout: Layout, metadata: Mapping[str, str]) -> bytes:
         entries[name] = {"dtype": TAGS[dtype], "shape": list(shape), "data_offsets": [start, end]}
         start = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts aligned
+    text += b" " * (-len(text) % 8)  # so that the data starts at a multiple of 8
     return struct.pack("<Q", len(text)) + text
 
 
 def raise_all(owner: str, problems: list[str], most: int = 100) -> None:
-    """Raise one CheckpointError that lists the problems, at most `most` of them."""
+    """Raise one CheckpointError that lists up to `most` problems. Does nothing if there are none."""
     if not problems:
         return
     shown = "\n  ".join(problems[:most])

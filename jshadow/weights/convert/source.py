@@ -1,4 +1,4 @@
-"""A checkpoint of any format, read tensor by tensor under Hugging Face's names and shapes."""
+"""The common interface of checkpoints of all formats: tensors by Hugging Face's names and shapes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,15 +14,15 @@ from jshadow.weights.convert.tensors import Shape
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What a conversion reads.
+    """A checkpoint that is open for conversion.
 
     Attributes:
-        hf: config.json.
-        family: its family.
-        config: what it says.
-        shapes: tensor name -> shape, in the order in which reading is cheap.
-        read: tensor name -> its value, in the dtype that it is stored in; only one is asked for at a time.
-        accompany: writes the files beside config and weights (tokenizer files) into a directory.
+        hf: the parsed config.json.
+        family: the model family.
+        config: the ModelConfig that config.json describes.
+        shapes: tensor name -> shape, in the order in which reading is fastest.
+        read: returns the tensor of a name. GGUF tensors are float32; other tensors have their stored dtype.
+        accompany: writes tokenizer and generation files into a directory.
     """
 
     hf: dict[str, Any]

@@ -1,4 +1,4 @@
-"""One tensor of a checkpoint and the weights that it becomes: transposed, reordered or split; and exactly back."""
+"""Turning a tensor of a checkpoint into weights by transposing, reordering and splitting, and exactly back."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,14 +13,20 @@ Shape = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Attributes: name: of the tensor; paths: of the weights that it becomes, in its order; rule: of the family."""
+    """One tensor of a checkpoint and the weights that it becomes.
+
+    Attributes:
+        name: name of the tensor.
+        paths: paths of the weights, in the order in which they lie in the tensor.
+        rule: rule of the family that matches the tensor.
+    """
 
     name: str
     paths: tuple[str, ...]
     rule: Rule
 
     def tensor_shape(self, weight_shapes: Mapping[str, Shape]) -> Shape:
-        """The shape that the tensor must have, from those of the weights by path."""
+        """Return the shape that the tensor must have. `weight_shapes` has the shape of each weight by path."""
         shapes = [weight_shapes[path] for path in self.paths]
         whole = (*shapes[0][:-1], sum(shape[-1] for shape in shapes))
         return whole[::-1] if self.rule.transform == "transpose" else whole
@@ -28,7 +34,7 @@ class Placement:
     def to_weights(
         self, value: np.ndarray, weight_shapes: Mapping[str, Shape], config: ModelConfig
     ) -> dict[str, np.ndarray]:
-        """The weights of a tensor by path; views where possible."""
+        """Return the weights of a tensor by path. They are views where possible."""
         value = value.T if self.rule.transform == "transpose" else value
         if self.rule.interleaved:
             value = value[..., half_split_order(value.shape[-1], config)]
@@ -36,7 +42,7 @@ class Placement:
         return dict(zip(self.paths, np.split(value, ends[:-1], axis=-1), strict=True))
 
     def to_tensor(self, weights: Mapping[str, np.ndarray], config: ModelConfig) -> np.ndarray:
-        """The tensor as the checkpoint has it: `to_weights` backwards."""
+        """Undo `to_weights`: build the tensor from its weights."""
         parts = [weights[path] for path in self.paths]
         value = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
         if self.rule.interleaved:
@@ -45,14 +51,17 @@ class Placement:
 
 
 def half_split_order(columns: int, config: ModelConfig) -> np.ndarray:
-    """The source column of each column of q or k: of each head's rotated part the even ones, then the odd ones."""
+    """Return the source index of each column of q or k, int [columns].
+
+    The rotated part of each head takes its even columns first, then its odd columns.
+    """
     dim, rotated = config.head_dim, config.rope.rotary_dim(config.head_dim)
     order = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, dim)])
     return (np.arange(columns // dim)[:, None] * dim + order).reshape(-1)
 
 
 def placements(family: ModelFamily, weight_shapes: Mapping[str, Shape]) -> dict[str, Placement]:
-    """Every tensor that a checkpoint of a family has, by name, from the paths of the weights."""
+    """Return all tensors that a checkpoint of a family has, by name. `weight_shapes` has the paths of all weights."""
     result: dict[str, Placement] = {}
     for path in weight_shapes:
         for rule in family.rules:

@@ -1,0 +1,114 @@
+"""The prompts of needle and agreement tasks, with three kinds of tokenizers."""
+
+import warnings
+from typing import Any
+
+import pytest
+from tokenizers_by_kind import TOKENIZERS
+
+from jshadow.errors import ConfigError
+from jshadow.evaluation import tasks
+
+OLD = [name for name in tasks.TASKS if name.startswith(("needle", "agreement"))]
+
+
+NEEDLES = [name for name in tasks.TASKS if name.startswith("needle")]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("task", OLD)
+def test_a_prompt_has_exactly_the_asked_length(task: str, kind: str) -> None:
+    for length, depth in ((600, 0.0), (601, 0.5), (1337, 1.0)):
+        case = tasks.make(task, TOKENIZERS[kind], length, depth, seed=length)
+        assert len(case.prompt) == length
+        assert len(case.forced) == (tasks.FORCED if task.startswith("agreement") else 0)
+
+
+@pytest.mark.parametrize("task", OLD)
+def test_the_seed_decides_everything(task: str) -> None:
+    for tokenizer in TOKENIZERS.values():
+        one, again, other = (tasks.make(task, tokenizer, 700, 0.5, seed) for seed in (3, 3, 4))
+        assert one == again
+        assert one.prompt != other.prompt
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("task", NEEDLES)
+def test_the_facts_lie_where_they_were_asked_to(task: str, kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    length = 3000
+    for depth in (0.05, 0.5, 0.95):
+        case = tasks.make(task, tokenizer, length, depth, seed=7)
+        assert len(case.samples) == len(case.planted) == len(case.turns) + 1
+        for turn, (sample, start) in enumerate(zip(case.samples, case.planted, strict=True)):
+            city = sample.answer_prefix.removeprefix("The secret number of ").removesuffix(" is")
+            fact = tasks.FACT.format(city=city, number=sample.answer)
+            assert tokenizer.decode(list(case.prompt[start:])).lstrip().startswith(fact)
+            assert sample.context.count(fact) == 1
+            assert sample.context.count(sample.answer) == 1
+            asked = (depth + turn / len(case.samples)) % 1
+            assert abs(start / length - asked) < 0.15  # the frame, and the other facts, take their share
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_prompt_reads_as_its_user_would_write_it(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    case = tasks.make("needle_docs", tokenizer, 900, 0.3, seed=1)
+    sample, text = case.samples[0], tokenizer.decode(list(case.prompt))
+    assert text.endswith(sample.answer_prefix)
+    assert sample.context in text
+    assert sample.question in text
+    assert sample.answer not in text.replace(sample.context, "")
+    assert case.text == f"{tasks.HEAD}{sample.context}\n\n{sample.question}"
+    assert "<assistant>" not in case.text
+    if kind == "chat":
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": case.text}], tokenize=False, add_generation_prompt=True
+        )
+        assert text == rendered + sample.answer_prefix
+    else:
+        assert text.count("<s>") == (kind == "merging")  # no end token is put after the prompt
+    assert not any(token in case.prompt for token in (tokenizer.eos_token_id,))
+
+
+def test_a_later_question_goes_on_from_the_answer() -> None:
+    case = tasks.make("needle_multiturn", TOKENIZERS["chat"], 2500, 0.5, seed=1)
+    second = TOKENIZERS["chat"].decode(list(case.turns[0]))
+    assert second == f"\n<user>{case.samples[1].question}\n<assistant>{case.samples[1].answer_prefix}"
+    plain = tasks.make("needle_multiturn", TOKENIZERS["plain"], 2500, 0.5, seed=1)
+    assert TOKENIZERS["plain"].decode(list(plain.turns[0])).startswith("\n\nQuestion: ")
+
+
+def test_the_forced_text_is_what_follows_the_prompt() -> None:
+    tokenizer = TOKENIZERS["plain"]
+    case = tasks.make("agreement", tokenizer, 500, 0.5, seed=5)
+    longer = tasks.make("agreement", tokenizer, 500 + tasks.FORCED, 0.5, seed=5)
+    assert (*case.prompt, *case.forced) == longer.prompt
+
+
+def test_long_texts_cause_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings(), caplog.at_level("WARNING"):
+        warnings.simplefilter("error")
+        for task in OLD:
+            tasks.make(task, TOKENIZERS["merging"], 5000, 0.5, seed=0)
+    assert not caplog.records
+
+
+BAD_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("task", {"task": "needle"}),
+    ("length", {"length": 20}),
+    ("length", {"length": 0}),
+    ("length", {"length": True}),
+    ("depth", {"depth": -0.1}),
+    ("depth", {"depth": 1.5}),
+    ("depth", {"depth": float("nan")}),
+    ("seed", {"seed": -1}),
+    ("tokenizer", {"tokenizer": None}),
+]
+
+
+@pytest.mark.parametrize(("word", "change"), BAD_CASES)
+def test_bad_cases_are_refused(word: str, change: dict[str, Any]) -> None:
+    good = {"task": "needle_docs", "tokenizer": TOKENIZERS["plain"], "length": 900, "depth": 0.5, "seed": 0}
+    with pytest.raises(ConfigError, match=word):
+        tasks.make(**(good | change))
