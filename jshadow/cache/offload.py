@@ -63,7 +63,7 @@ def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
         return HostTier()
     if layout.no_kernel and spec.fetch == "zero_copy" and jax.default_backend() == "gpu":
         raise ConfigError(
-            f"fetch must be 'device_put' or 'resident' for {spec.policy.name} with {layout.no_kernel} on a GPU, because "
+            f"fetch must be 'device_put' or 'resident' for {spec.policy.name} with {layout.no_kernel} on a GPU, as "
             "no kernel fetches these values and rebuilds these keys, got 'zero_copy'"
         )
     shape = (spec.head_dim * layout.planes * layout.unit, jnp.dtype(spec.dtype))
