@@ -87,7 +87,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
 
     @property
     def reads(self) -> HookInputs:
-        """New tokens of a turn in pieces of 8. With `top_p` one by one, since each step's count of units is recorded."""
+        """New tokens of a turn in pieces of 8. With `top_p` one by one, since a step records one count of units."""
         return HookInputs(piece=8 if self.top_p == 1 else 1)
 
     @property

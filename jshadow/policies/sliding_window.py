@@ -79,8 +79,8 @@ class SlidingWindow(LayerCache, Costs):
     ) -> tuple[Array, LayerState]:
         """Exact attention over the window that ends at each query."""
         lengths = step.lengths + step.valid.sum(axis=1, dtype=jnp.int32)
-        held, own = ring_positions(lengths, self.slots(spec.capacity))[:, None], step.positions[:, :, None]
-        seen = (held >= 0) & (held <= own) & (held > own - self.window)
+        held, query = ring_positions(lengths, self.slots(spec.capacity))[:, None], step.positions[:, :, None]
+        seen = (held >= 0) & (held <= query) & (held > query - self.window)
         cache, rows = state.live.cache, step.positions.shape[1]
         pieces = [Piece(cache.k, cache.v, seen[:, None])]
         if rows > 1:  # a guess is not stored in the cache, but its query attends to its own key
