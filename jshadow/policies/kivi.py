@@ -143,7 +143,7 @@ class KIVI(UniformPolicy, Sized, Costs):
     # One step
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Quantize the value that leaves the ring, write the token there, and quantize the block of keys it completes."""
+        """Quantize the value that leaves the ring, write the token there, and quantize a block of keys it completes."""
         ring, later, position = state.live.recent, state.live.later, step.positions[:, :1]
         start_value = self.first_exact_value(state.frozen.lengths)[:, None]
         slot, leaving = position % self.residual, position - self.residual
