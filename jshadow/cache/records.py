@@ -51,7 +51,7 @@ class StepKV(struct.PyTreeNode):
         k_pre, k_post: the new keys before and after RoPE [B, T, h_kv, d].
         v: the new values [B, T, h_kv, d].
         positions: positions of the tokens, int32 [B, T]: lengths, lengths + 1, ...
-        valid: whether a token is real, bool [B, T]. It is False for padding, for an inactive row and for a guessed token.
+        valid: whether a token is real, bool [B, T]. It is False for padding, inactive rows and guessed tokens.
         lengths: tokens held before this step, int32 [B].
         inverse: angle per position of each rotated pair of dimensions, float32 [d / 2].
         q_foreseen: this layer's queries after RoPE as the previous layer predicted them [B, T, h_q, d]. None in the
