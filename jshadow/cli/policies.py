@@ -13,7 +13,8 @@ from jshadow.policies.settings import policy_settings
 
 # ShadowKV with keys in the transform code, landmarks and host values in four bits. No paper has these settings.
 PACKED = "keys=transform:landmarks.order=2:landmarks.dtype=int4:values.dtype=int4"
-# NAME:key=value:... and the fetch mode of each row: as the papers run the policies, then packed codes.
+# NAME:key=value:... and the fetch mode of each row: as the papers run the policies, then packed codes. A policy that is
+# not listed here has a row with its defaults.
 PAPERS_SETTINGS = (
     ("full", "resident"),
     ("streaming_llm:sinks=4:window=2000", "resident"),
@@ -87,7 +88,8 @@ def show_bytes(args: argparse.Namespace) -> int:
     if args.context < 1:
         raise ConfigError(f"--context must be at least 1, got {args.context}")
     config = config_of(args.model)
-    asked: Any = PAPERS_SETTINGS
+    listed = {text.partition(":")[0] for text, _ in PAPERS_SETTINGS}
+    asked: Any = [*PAPERS_SETTINGS, *((name, "device_put") for name in POLICIES if name not in listed)]
     if args.policies is not None:
         asked = [(text, args.fetch or "device_put") for text in args.policies.split(",")]
     elif args.fetch is not None:
