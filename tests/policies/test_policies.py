@@ -151,3 +151,16 @@ def test_the_table_of_bytes_is_the_papers(capsys):
         assert row["bytes_host"] / 2**30 == pytest.approx(host, rel=0.02), (key, row["parts"])
         if moved is not None:
             assert row["bytes_moved"] / 2**20 == pytest.approx(moved, rel=0.02), key
+
+
+def test_a_policy_without_a_paper_s_settings_has_a_row_with_its_defaults(capsys, monkeypatch):
+    """`jshadow policies` shows the bytes of a new file's policy too."""
+    import json
+
+    from jshadow.cli import policies as command
+    from jshadow.cli.main import main
+
+    monkeypatch.setattr(command, "PAPERS_SETTINGS", (("full", "resident"),))
+    assert main(["policies", "--context", "8192", "--model", "llama-3.1-8b", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["policies"]
+    assert [row["policy"] for row in rows] == [row["setting"] for row in rows] == list(POLICIES)
