@@ -31,6 +31,8 @@ from jshadow.cache.spec import HostLayout as HostLayout
 from jshadow.errors import StateMismatch
 from jshadow.ops.rope_config import RopeConfig as RopeConfig
 
+CONSUMED = "state was consumed by an earlier step; use the state it returned, or fork() first"
+
 
 class Counters(struct.PyTreeNode):
     """What the steps did, per row [B].
@@ -117,6 +119,21 @@ class KVState(struct.PyTreeNode):
     specs: tuple[CacheSpec, ...] = struct.field(pytree_node=False)
     policy: Any = struct.field(pytree_node=False)
 
+    def __getattribute__(self, name: str) -> Any:
+        """Raise StateMismatch where `lengths` or `last` of a consumed state is asked for."""
+        value = super().__getattribute__(name)
+        if name in ("lengths", "last") and is_deleted(value):
+            raise StateMismatch(CONSUMED)
+        return value
+
+    def __repr__(self) -> str:
+        """The sizes, the policy and the lengths; the arrays are left out. A consumed state says that it is one."""
+        lengths = vars(self)["lengths"]
+        held = "consumed" if is_deleted(lengths) else getattr(lengths, "shape", None)
+        if isinstance(lengths, Array) and not isinstance(lengths, jax.core.Tracer) and held != "consumed":
+            held = np.asarray(lengths).tolist()
+        return f"KVState(lengths={held}, capacity={self.capacity}, fetch={self.fetch!r}, policy={self.policy})"
+
     @property
     def capacity(self) -> int:
         """Tokens that a row may ever hold."""
@@ -134,11 +151,13 @@ class KVState(struct.PyTreeNode):
 
     def split(self) -> tuple[Reads, Writes]:
         """The half that a step reads and the half that it consumes."""
-        reads = tuple((layer.frozen, layer.host.prompt) for layer in self.layers)
         writes = tuple((layer.live, layer.host.tail) for layer in self.layers)
-        return Reads(reads, self.fitted, self.specs, self.policy), Writes(
-            writes, self.shared, self.lengths, self.last, self.counters
-        )
+        return self.reads(), Writes(writes, self.shared, self.lengths, self.last, self.counters)
+
+    def reads(self) -> Reads:
+        """The half that a step reads. It outlives the step."""
+        layers = tuple((layer.frozen, layer.host.prompt) for layer in self.layers)
+        return Reads(layers, self.fitted, self.specs, self.policy)
 
     @classmethod
     def of(cls, reads: Reads, writes: Writes) -> "KVState":
@@ -160,20 +179,24 @@ class KVState(struct.PyTreeNode):
 
     def join(self, writes: Writes) -> "KVState":
         """This state's prompt half with a new changing half."""
-        return self.of(self.split()[0], writes)
+        return self.of(self.reads(), writes)
 
     def fork(self) -> "KVState":
         """An independent copy: the prompt half is shared by reference, the changing half is copied."""
         self.check_alive()
         _, writes = self.split()
-        return self.join(jax.tree.map(lambda leaf: leaf.copy(), writes))
+        try:
+            return self.join(jax.tree.map(lambda leaf: leaf.copy(), writes))
+        except RuntimeError:
+            self.check_alive()  # another thread may have consumed it meanwhile
+            raise
 
     def check_alive(self) -> None:
         """Raise StateMismatch where a step has already consumed this state."""
         _, writes = self.split()
         for leaf in jax.tree.leaves(writes):
-            if isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-                raise StateMismatch("state was consumed by an earlier step; use the state it returned, or fork() first")
+            if is_deleted(leaf):
+                raise StateMismatch(CONSUMED)
 
     def take(self, rows: Sequence[int]) -> "KVState":
         """A new state of the given rows, in the given order (a row may repeat).
@@ -200,12 +223,12 @@ class KVState(struct.PyTreeNode):
         of this state.
 
         Raises:
-            StateMismatch: the states do not fit each other, or row is outside [0, B).
+            StateMismatch: the states do not fit each other, or row is no whole number in [0, B).
         """
         self.check_alive()
         other.check_alive()
-        if not 0 <= row < self.batch:
-            raise StateMismatch(f"row must lie in [0, {self.batch}), got {row}")
+        if isinstance(row, bool) or not isinstance(row, int | np.integer) or not 0 <= row < self.batch:
+            raise StateMismatch(f"row must be a whole number in [0, {self.batch}), got {row!r:.80}")
         row_specs = tuple(dataclasses.replace(spec, batch=1, window=0) for spec in self.specs)
         other_specs = tuple(dataclasses.replace(spec, window=0) for spec in other.specs)
         if row_specs != other_specs:
@@ -244,6 +267,11 @@ class KVState(struct.PyTreeNode):
     def row_trees(self) -> tuple[Any, ...]:
         """The parts whose leaves have rows as their first axis."""
         return self.layers, self.shared, self.lengths, self.last, self.counters
+
+
+def is_deleted(leaf: Any) -> bool:
+    """Whether a leaf is an array whose buffer was donated to a step."""
+    return isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
 
 
 def of_layer(fitted: Any, layer: int) -> Any:

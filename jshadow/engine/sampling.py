@@ -5,6 +5,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from jshadow.errors import ConfigError
@@ -40,6 +41,17 @@ class Sampler:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and 0 < value <= 1):
                 raise ConfigError(f"sampler.{name} must lie in (0, 1], got {value!r}")
+
+
+def seed_key(seed: int) -> Key[Array, ""]:
+    """The PRNG key of a seed of 64 bits.
+
+    jax.random.key reads the low 32 bits of a seed alone, unless x64 is enabled. The high 32 bits are folded in where
+    they are not 0, so a seed below 2**32 has the key that jax.random.key gives it.
+    """
+    low, high = np.uint32(int(seed) & 0xFFFFFFFF), np.uint32(int(seed) >> 32 & 0xFFFFFFFF)
+    key = jax.random.key(low)
+    return jax.random.fold_in(key, high) if high else key
 
 
 def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -> Int[Array, " B"]:

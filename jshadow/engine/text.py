@@ -58,6 +58,8 @@ def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | N
         else:
             ids = encode_chat(tokenizer, prompt, after)
     elif is_token_ids(prompt):
+        if truths := [token for token in prompt if isinstance(token, bool)]:
+            raise PromptError(f"prompt token ids must be integers, got {truths[0]}")
         ids = [int(token) for token in prompt]
     else:
         raise PromptError(f"prompt must be text, a chat or token ids, got {prompt!r:.80}")
