@@ -32,7 +32,7 @@ from jshadow.engine.cores import step as step
 from jshadow.engine.host_notes import consuming, note_room
 from jshadow.engine.prefill import prefill as prefill
 from jshadow.engine.prefill import prefill_many as prefill_many
-from jshadow.engine.sampling import Sampler, sample, seed_key
+from jshadow.engine.sampling import Sampler, sample_checked, seed_key
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes
 from jshadow.engine.types import Joined, Logits, Tokens, WholeLogits
@@ -105,18 +105,18 @@ def step_and_sample(
 ) -> tuple[Array, Writes]:
     """Feed fed = (token int32 [B], active bool [B]) and sample the next tokens, int32 [B].
 
-    This is one program, so that a generated token takes one dispatch and no logits leave the device; two programs
-    would be `decode_step` and `sample_once`.
+    A row whose logits have a NaN gets NO_TOKEN. This is one program, so that a generated token takes one dispatch and
+    the logits stay on the device. `decode_step` and `sample_once` together do the same in two programs.
     """
     token, active = fed
     logits, writes = step_writes(weights, config, token[:, None], active.astype(jnp.int32), reads, writes)
-    return sample(sampler, logits, jax.random.fold_in(*draw)), writes
+    return sample_checked(sampler, logits, jax.random.fold_in(*draw)), writes
 
 
 @functools.partial(jax.jit, static_argnames=("sampler",))
 def sample_once(logits: Array, draw: Draw, *, sampler: Sampler) -> Array:
-    """The next token of each row, int32 [B], of logits [B, V]."""
-    return sample(sampler, logits, jax.random.fold_in(*draw))
+    """The next token of each row, int32 [B], drawn from logits [B, V]; NO_TOKEN where these have a NaN."""
+    return sample_checked(sampler, logits, jax.random.fold_in(*draw))
 
 
 # Many tokens

@@ -13,6 +13,8 @@ from jshadow.models.config import check_positive
 
 COLDEST = 1e-30  # at this temperature the lesser of two logits is never drawn; a lower one would change nothing
 
+NO_TOKEN = -1  # in place of a token that could not be drawn
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
@@ -72,6 +74,11 @@ def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -
     filtered = filter_logits(sampler, cooled)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
     return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
+
+
+def sample_checked(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -> Int[Array, " B"]:
+    """`sample`, with NO_TOKEN for a row in whose logits there is a NaN. argmax would give the place of the NaN."""
+    return jnp.where(jnp.isnan(logits).any(axis=-1), NO_TOKEN, sample(sampler, logits, key))
 
 
 def filter_logits(sampler: Sampler, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:

@@ -24,7 +24,11 @@ def jitted_steps():
                 continue
             called = {one.func.id for one in ast.walk(node) if isinstance(one, ast.Call) and hasattr(one.func, "id")}
             for decorator in node.decorator_list:
-                if called & STEPS_OF_A_STATE and isinstance(decorator, ast.Call) and "jax.jit" in ast.unparse(decorator):
+                if (
+                    called & STEPS_OF_A_STATE
+                    and isinstance(decorator, ast.Call)
+                    and "jax.jit" in ast.unparse(decorator)
+                ):
                     yield f"{path.stem}.{node.name}", {keyword.arg for keyword in decorator.keywords}
 
 
