@@ -31,6 +31,8 @@ from jshadow.cache.spec import HostLayout as HostLayout
 from jshadow.errors import StateMismatch
 from jshadow.ops.rope_config import RopeConfig as RopeConfig
 
+CONSUMED = "state was consumed by an earlier step; use the state it returned, or fork() first"
+
 
 class Counters(struct.PyTreeNode):
     """Counts of what the decode steps did. Every field is an array [B], one number for each row.
@@ -120,6 +122,21 @@ class KVState(struct.PyTreeNode):
     specs: tuple[CacheSpec, ...] = struct.field(pytree_node=False)
     policy: Any = struct.field(pytree_node=False)
 
+    def __getattribute__(self, name: str) -> Any:
+        """Raise StateMismatch where `lengths` or `last` of a consumed state is asked for."""
+        value = super().__getattribute__(name)
+        if name in ("lengths", "last") and is_deleted(value):
+            raise StateMismatch(CONSUMED)
+        return value
+
+    def __repr__(self) -> str:
+        """The sizes, the policy and the lengths; the arrays are left out. A consumed state says that it is one."""
+        lengths = vars(self)["lengths"]
+        held = "consumed" if is_deleted(lengths) else getattr(lengths, "shape", None)
+        if isinstance(lengths, Array) and not isinstance(lengths, jax.core.Tracer) and held != "consumed":
+            held = np.asarray(lengths).tolist()
+        return f"KVState(lengths={held}, capacity={self.capacity}, fetch={self.fetch!r}, policy={self.policy})"
+
     @property
     def capacity(self) -> int:
         """Most tokens that a row can hold."""
@@ -136,12 +153,19 @@ class KVState(struct.PyTreeNode):
         return self.specs[0].batch
 
     def split(self) -> tuple[Reads, Writes]:
+<<<<<<< HEAD
         """The half that a step only reads, and the half that it replaces. The arrays are not copied."""
         reads = tuple((layer.frozen, layer.host.prompt) for layer in self.layers)
+=======
+        """The half that a step reads and the half that it consumes."""
+>>>>>>> 085d48a73f04ebc6caa6ffc82a171c4fce26a5f7
         writes = tuple((layer.live, layer.host.tail) for layer in self.layers)
-        return Reads(reads, self.fitted, self.specs, self.policy), Writes(
-            writes, self.shared, self.lengths, self.last, self.counters
-        )
+        return self.reads(), Writes(writes, self.shared, self.lengths, self.last, self.counters)
+
+    def reads(self) -> Reads:
+        """The half that a step reads. It outlives the step."""
+        layers = tuple((layer.frozen, layer.host.prompt) for layer in self.layers)
+        return Reads(layers, self.fitted, self.specs, self.policy)
 
     @classmethod
     def of(cls, reads: Reads, writes: Writes) -> "KVState":
@@ -162,8 +186,13 @@ class KVState(struct.PyTreeNode):
         )
 
     def join(self, writes: Writes) -> "KVState":
+<<<<<<< HEAD
         """A state with this state's prompt half and the given changing half."""
         return self.of(self.split()[0], writes)
+=======
+        """This state's prompt half with a new changing half."""
+        return self.of(self.reads(), writes)
+>>>>>>> 085d48a73f04ebc6caa6ffc82a171c4fce26a5f7
 
     def fork(self) -> "KVState":
         """An independent state: it shares the prompt half by reference and copies the changing half.
@@ -173,14 +202,18 @@ class KVState(struct.PyTreeNode):
         """
         self.check_alive()
         _, writes = self.split()
-        return self.join(jax.tree.map(lambda leaf: leaf.copy(), writes))
+        try:
+            return self.join(jax.tree.map(lambda leaf: leaf.copy(), writes))
+        except RuntimeError:
+            self.check_alive()  # another thread may have consumed it meanwhile
+            raise
 
     def check_alive(self) -> None:
         """Raise StateMismatch if a step has already consumed this state."""
         _, writes = self.split()
         for leaf in jax.tree.leaves(writes):
-            if isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-                raise StateMismatch("state was consumed by an earlier step; use the state it returned, or fork() first")
+            if is_deleted(leaf):
+                raise StateMismatch(CONSUMED)
 
     def take(self, rows: Sequence[int]) -> "KVState":
         """A new state that consists of the given rows, in the given order. A row may be repeated.
@@ -207,12 +240,16 @@ class KVState(struct.PyTreeNode):
         prefill sizes its own. The tokens of `other` must fit the window of this state.
 
         Raises:
+<<<<<<< HEAD
             StateMismatch: the states do not match, row is outside [0, B), or a step has consumed one of the states.
+=======
+            StateMismatch: the states do not fit each other, or row is no whole number in [0, B).
+>>>>>>> 085d48a73f04ebc6caa6ffc82a171c4fce26a5f7
         """
         self.check_alive()
         other.check_alive()
-        if not 0 <= row < self.batch:
-            raise StateMismatch(f"row must lie in [0, {self.batch}), got {row}")
+        if isinstance(row, bool) or not isinstance(row, int | np.integer) or not 0 <= row < self.batch:
+            raise StateMismatch(f"row must be a whole number in [0, {self.batch}), got {row!r:.80}")
         row_specs = tuple(dataclasses.replace(spec, batch=1, window=0) for spec in self.specs)
         other_specs = tuple(dataclasses.replace(spec, window=0) for spec in other.specs)
         if row_specs != other_specs:
@@ -251,6 +288,11 @@ class KVState(struct.PyTreeNode):
     def row_trees(self) -> tuple[Any, ...]:
         """The parts of the state in which axis 0 of every array is the row."""
         return self.layers, self.shared, self.lengths, self.last, self.counters
+
+
+def is_deleted(leaf: Any) -> bool:
+    """Whether a leaf is an array whose buffer was donated to a step."""
+    return isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
 
 
 def of_layer(fitted: Any, layer: int) -> Any:
