@@ -153,12 +153,7 @@ class KVState(struct.PyTreeNode):
         return self.specs[0].batch
 
     def split(self) -> tuple[Reads, Writes]:
-<<<<<<< HEAD
         """The half that a step only reads, and the half that it replaces. The arrays are not copied."""
-        reads = tuple((layer.frozen, layer.host.prompt) for layer in self.layers)
-=======
-        """The half that a step reads and the half that it consumes."""
->>>>>>> 085d48a73f04ebc6caa6ffc82a171c4fce26a5f7
         writes = tuple((layer.live, layer.host.tail) for layer in self.layers)
         return self.reads(), Writes(writes, self.shared, self.lengths, self.last, self.counters)
 
@@ -186,13 +181,8 @@ class KVState(struct.PyTreeNode):
         )
 
     def join(self, writes: Writes) -> "KVState":
-<<<<<<< HEAD
         """A state with this state's prompt half and the given changing half."""
-        return self.of(self.split()[0], writes)
-=======
-        """This state's prompt half with a new changing half."""
         return self.of(self.reads(), writes)
->>>>>>> 085d48a73f04ebc6caa6ffc82a171c4fce26a5f7
 
     def fork(self) -> "KVState":
         """An independent state: it shares the prompt half by reference and copies the changing half.
@@ -240,11 +230,8 @@ class KVState(struct.PyTreeNode):
         prefill sizes its own. The tokens of `other` must fit the window of this state.
 
         Raises:
-<<<<<<< HEAD
-            StateMismatch: the states do not match, row is outside [0, B), or a step has consumed one of the states.
-=======
-            StateMismatch: the states do not fit each other, or row is no whole number in [0, B).
->>>>>>> 085d48a73f04ebc6caa6ffc82a171c4fce26a5f7
+            StateMismatch: the states do not match, row is not a whole number in [0, B), or a step has consumed one of
+                the states.
         """
         self.check_alive()
         other.check_alive()
