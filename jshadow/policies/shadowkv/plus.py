@@ -80,7 +80,9 @@ class ShadowKVPlus(ShadowKV):
         check_range(self.name, "extra_outlier_chunks", self.extra_outlier_chunks, 0)
         resolved = super().resolve(config, capacity)
         if self.quirks.turn_selection == "shared":
-            raise ConfigError(f"{self.name}.quirks.turn_selection must be 'each', since each query has its own window")
+            raise ConfigError(
+                f"{self.name}.quirks.turn_selection must be 'each', since each query has its own window, got 'shared'"
+            )
         return resolved
 
     # Counts

@@ -181,7 +181,7 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         return self.landmark_parts if self.landmarks.levels == 1 else 1
 
     def scoring(self, spec: CacheSpec) -> Scoring:
-        """How queries score chunks."""
+        """How queries score chunks, as `selection` needs it."""
         return self.quirks.scoring(spec.scale)
 
     def max_near(self, capacity: int, later: int) -> int:
