@@ -95,7 +95,7 @@ class EvictingPolicy(UniformPolicy, Costs):
 
     @abc.abstractmethod
     def slots(self, capacity: int) -> int:
-        """Most tokens of a prompt that are kept."""
+        """Maximum number of tokens of a prompt that are kept."""
 
     @abc.abstractmethod
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:

@@ -89,7 +89,7 @@ class ShadowKVPlus(ShadowKV):
 
     @property
     def window_chunks(self) -> int:
-        """Most chunks in a query's window, its own chunk included."""
+        """Maximum number of chunks in a query's window, its own chunk included."""
         return max(2, self.local_chunks + self.quirks.chunk_multiple)
 
     @property

@@ -185,7 +185,7 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         return self.quirks.scoring(spec.scale)
 
     def max_near(self, capacity: int, later: int) -> int:
-        """Most chunks whose second level of landmarks a step reads, if `later` chunks follow the prompt's."""
+        """Maximum number of chunks whose second level a step reads, with `later` chunks after the prompt."""
         named = self.max_selected(capacity) * self.choice.wider
         return GROUP * min(named, -(-self.max_chunks(capacity) // GROUP) - -later // GROUP)
 
