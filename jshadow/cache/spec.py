@@ -15,7 +15,7 @@ class CacheSpec:
             layers.
         num_layers: number of layers of the model.
         batch: number of rows (sequences).
-        capacity: most tokens that a row can hold, counting the prompt and the generated tokens.
+        capacity: maximum number of tokens that a row can hold, counting the prompt and the generated tokens.
         window: slots for tokens that are kept exactly, beside the policy's compressed prompt.
         q_heads: number of query heads.
         kv_heads: number of KV heads.

@@ -113,7 +113,7 @@ class KVState(struct.PyTreeNode):
 
     @property
     def capacity(self) -> int:
-        """Most tokens that a row can hold."""
+        """Maximum number of tokens that a row can hold."""
         return self.specs[0].capacity
 
     @property

@@ -104,7 +104,7 @@ def split_policy(text: str) -> tuple[str, list[str]]:
     """Split NAME:key=value:... into the name and the settings. NAME may be module:Class."""
     name, *settings = text.split(":")
     named = POLICIES.get(name)
-    # NAME may be module:Class with a module whose policy has the module's name, so look at the module of that policy
+    # The text begins with module:Class if no policy is called `name`, or if `name` is also the module of that policy.
     if settings and settings[0].isidentifier() and (named is None or named.__module__ == name):
         name = f"{name}:{settings.pop(0)}"
     return name, settings

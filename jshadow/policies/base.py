@@ -57,7 +57,7 @@ class Policy(abc.ABC):
 
         Args:
             config: the model.
-            capacity: most tokens that a row can hold.
+            capacity: maximum number of tokens that a row can hold.
 
         Raises:
             ConfigError: a setting is out of range.
@@ -69,7 +69,7 @@ class Policy(abc.ABC):
         """The cache of a layer. It is called on a resolved policy, and only for layers that attend to all tokens."""
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """The reason why the policy has no effect at this capacity, or None if it has one."""
+        """The reason why the policy has no effect at this capacity, or None if it has an effect."""
         return None
 
 
@@ -205,7 +205,7 @@ def full_layers(config: ModelConfig) -> tuple[int, ...]:
 
 
 def why_dense(policy: Policy, config: ModelConfig, capacity: int) -> str | None:
-    """The reason why a policy has no effect on a model at a capacity, or None if it has one."""
+    """The reason why a policy has no effect on a model at a capacity, or None if it has an effect."""
     if all(kind.window is not None for kind in config.attention_kinds):
         return f"every layer of the model sees a window of {config.sliding_window} tokens only"
     return policy.fallback(config, capacity)

@@ -135,9 +135,10 @@ class LearnsBasis(Learns):
             ConfigError: `fitted` has no such basis.
         """
         if not isinstance(fitted, dict) or self.basis_name not in fitted:
+            names = sorted(map(str, fitted)) if isinstance(fitted, dict) else type(fitted).__name__
             raise ConfigError(
-                f"fitted must hold {self.basis_name!r}, which {type(self).__name__}.fit returns, "
-                "where calibration='offline'"
+                f"fitted must contain {self.basis_name!r}, which {type(self).__name__}.fit returns, "
+                f"if calibration='offline', got {names}"
             )
         return jnp.broadcast_to(fitted[self.basis_name], (spec.batch, *fitted[self.basis_name].shape))
 

@@ -1,6 +1,6 @@
 """The base of policies that evict once: after prefill they keep some of the prompt's tokens and drop the rest.
 
-A policy scores every prompt token, and reserves some of the newest tokens, which are kept whatever their score. The
+A policy scores every prompt token, and reserves some of the newest tokens, which are kept regardless of the score. The
 kept tokens are frozen, so forks share them. Tokens after the prompt are all kept, in a window. H2O also evicts later
 tokens, so it has its own state.
 """
@@ -50,7 +50,7 @@ def best_positions(scores: Array, lengths: Array, reserved: Array, count: int) -
     Args:
         scores: float32 [B, h, S]. The tokens with the highest scores are kept. Of equal scores, the lower position is.
         lengths: tokens of each row, int32 [B].
-        reserved: number of newest tokens of each row that are kept whatever their score, int32 [B].
+        reserved: number of newest tokens of each row that are kept regardless of their score, int32 [B].
         count: number of tokens to keep.
 
     Returns:
@@ -95,7 +95,7 @@ class EvictingPolicy(UniformPolicy, Costs):
 
     @abc.abstractmethod
     def slots(self, capacity: int) -> int:
-        """Most tokens of a prompt that are kept."""
+        """Maximum number of tokens of a prompt that are kept."""
 
     @abc.abstractmethod
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:

@@ -70,7 +70,7 @@ class KIVI(UniformPolicy, Sized, Costs):
         return self
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Most tokens that can be quantized after the prompt, including the prompt's exact ones."""
+        """Maximum number of tokens that can be quantized after the prompt, including the prompt's exact ones."""
         return capacity - max(shortest - self.residual, 0)
 
     # Counts

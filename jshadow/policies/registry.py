@@ -149,7 +149,7 @@ def check_policy_class(policy: Any) -> None:
         raise ConfigError(f"policy must be a subclass of jshadow.policies.Policy, got {policy!r}")
     place = place_of(policy)
     if missing := sorted(getattr(policy, "__abstractmethods__", ())):
-        raise ConfigError(f"policy must define {', '.join(missing)}, got {place!r} without")
+        raise ConfigError(f"policy must define {', '.join(missing)}, got {place!r} without them")
     # A subclass of a dataclass must be decorated as a dataclass too. Otherwise its new settings are ignored.
     parameters = vars(policy).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:
@@ -161,7 +161,7 @@ def check_policy_class(policy: Any) -> None:
         if field.init and field.default is none and field.default_factory is none
     ]
     if bare:
-        raise ConfigError(f"policy must have defaults for all settings, got {place!r} without for {', '.join(bare)}")
+        raise ConfigError(f"policy must have defaults for all settings, got {place!r} with none for {', '.join(bare)}")
 
 
 def hint(name: str, names: Iterable[str]) -> str:

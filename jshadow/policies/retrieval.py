@@ -31,7 +31,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     """A policy that fetches the units with the highest scores for each query.
 
     Attributes:
-        budget: most tokens that are fetched for a query.
+        budget: maximum number of tokens that are fetched for a query.
         recent: number of newest tokens that are always attended to.
         unit: tokens in a unit.
         top_p: fetch only as many units of the budget as reach this share of the softmax over their scores; 1: all.
@@ -118,11 +118,11 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         return min(self.recent + self.unit + self.reads.piece - 2, spec.capacity)
 
     def count(self, spec: CacheSpec) -> int:
-        """Most units that a query selects."""
+        """Maximum number of units that a query selects."""
         return min(self.budget // self.unit, -(-spec.capacity // self.unit))
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Most tokens after the whole units of the shortest prompt."""
+        """Maximum number of tokens after the whole units of the shortest prompt."""
         return capacity - shortest // self.unit * self.unit
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:

@@ -52,7 +52,7 @@ def at_share(policy: P, fraction: float, num_tokens: int, config: ModelConfig) -
     if not fraction > 0:
         raise ConfigError(f"fraction must be above 0, got {fraction!r}")
     if not isinstance(policy, Sized):
-        raise ConfigError(f"policy must be one that can be brought to a share of bytes, got {policy.name}")
+        raise ConfigError(f"policy must be Sized, so that its settings can follow a share of bytes, got {policy.name}")
     share = functools.partial(device_share, num_tokens=num_tokens, config=config)
     least = float("inf")
     for group in policy.candidates(num_tokens, config):

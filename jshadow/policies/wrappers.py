@@ -78,11 +78,11 @@ class Pyramid(Wrapper):
         return resolved
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """The inner policy's with its share of the budget."""
+        """The inner policy's cache for the layer, with its budget scaled."""
         caches = {other: self.inner.for_layer(other, config) for other in full_layers(config)}
         cache, ranks = caches[layer], [other for other, one in caches.items() if isinstance(one, Budgeted)]
         if not isinstance(cache, Budgeted):
-            return cache  # a dense one
+            return cache  # a layer without a budget, such as one with full attention
         last, count = 1 / self.steepness, len(ranks)
         step = (2 - 2 * last) / (count - 1) if count > 1 else 0.0
         scaled = cache.scaled(2 - last - ranks.index(layer) * step if count > 1 else 1.0)

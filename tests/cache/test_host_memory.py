@@ -119,9 +119,6 @@ def test_a_prefill_is_refused_before_it_begins(monkeypatch):
         decode.prefill(model(), PROMPT, LENGTHS, setting("shadowkv", "restricted"), capacity=96, fetch="device_put")
 
 
-# XLA's pool on a GPU
-
-
 @pytest.mark.parametrize(
     ("environment", "gib"),
     [

@@ -92,7 +92,7 @@ WRONG = {
     "is a function": ("def Newest():\n    pass\n", "must be a subclass of jshadow.policies.Policy"),
     "is abstract": (
         GOOD.replace("def slots", "def places"),
-        "policy must define slots, got 'stranger:Newest' without",
+        "policy must define slots, got 'stranger:Newest' without them",
     ),
     "is no dataclass": (
         GOOD.replace("@dataclasses.dataclass(frozen=True)\n", ""),
@@ -104,7 +104,7 @@ WRONG = {
     ),
     "has a setting without a default": (
         GOOD.replace("kept: int = 64", "kept: int"),
-        "policy must have defaults for all settings, got 'stranger:Newest' without for kept",
+        "policy must have defaults for all settings, got 'stranger:Newest' with none for kept",
     ),
     "has no name": (GOOD.replace('name = "newest"', ""), "a policy's name must be an identifier, got ''"),
     "has an odd name": (GOOD.replace('"newest"', '"the newest"'), "must be an identifier, got 'the newest'"),

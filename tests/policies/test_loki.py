@@ -51,5 +51,5 @@ def test_loki_learns_from_a_text():
     np.testing.assert_allclose(online, offline, atol=1e-4)
     steps, _ = run_steps(model(), state, random_tokens(2, 3, seed=5))
     assert np.isfinite(steps).all()
-    with pytest.raises(ConfigError, match=r"fitted must be what Loki\.fit returned"):
+    with pytest.raises(ConfigError, match=r"fitted must contain 'components', which Loki\.fit returns,.* got NoneType"):
         decode.prefill(model(), tokens, [50, 31], policy, capacity=96)

@@ -43,7 +43,7 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
     """Fetch the tokens with the highest scores for the predicted query.
 
     Attributes:
-        budget: most tokens that are fetched for a query. None: a fifth of the capacity.
+        budget: maximum number of tokens that are fetched for a query. None: a fifth of the capacity.
         columns: number of columns of the basis that are used to score. None: a fifth of the head width.
         alpha: a token whose score is this much below the best one is not fetched.
         dense_layers: number of first layers with full attention. At least 1, because the first layer's queries cannot

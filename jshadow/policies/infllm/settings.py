@@ -29,8 +29,9 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
         unit: tokens in a block.
         representatives: number of tokens of a block whose mean key is used to score the block.
         cached: number of tokens in the blocks that the device keeps. None: twice the budget.
-        fetched: most tokens that a step fetches, in blocks. None: the budget, as published. A smaller number limits the
-            transfer: a selected block that is neither in the pool nor fetched is not attended to in this step.
+        fetched: maximum number of tokens that a step fetches, in blocks. None: the budget, as published. A smaller
+            number limits the transfer: a selected block that is neither in the pool nor fetched is not attended to in
+            this step.
         query_block: number of consecutive prompt tokens that share their blocks.
     """
 
@@ -93,7 +94,7 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
         return min(self.window + self.unit, spec.capacity)
 
     def count(self, spec: CacheSpec) -> int:
-        """Most blocks that a query attends to."""
+        """Maximum number of blocks that a query attends to."""
         return min(self.budget // self.unit, self.left(spec.capacity - 1))
 
     def pool_slots(self, spec: CacheSpec) -> int:
@@ -102,12 +103,12 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
         return min(self.cached // self.unit, self.left(spec.capacity - 1))
 
     def moved(self, spec: CacheSpec) -> int:
-        """Most blocks that a step fetches."""
+        """Maximum number of blocks that a step fetches."""
         assert self.fetched is not None
         return min(self.fetched // self.unit, self.count(spec))
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Most blocks that are written after the shortest prompt."""
+        """Maximum number of blocks that are written after the shortest prompt."""
         return self.left(capacity - 1) - self.left(shortest - 1)
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:

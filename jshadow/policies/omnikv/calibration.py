@@ -64,7 +64,7 @@ def filter_masses(
         params: the model's Params.
         tokens: int32 [S] or [B, S], without padding.
         budget: number of tokens that a layer chooses. It must be less than S.
-        queries: most queries that are measured in each row.
+        queries: maximum number of queries that are measured in each row.
         progress: called with (layers done, number of layers).
 
     Raises:

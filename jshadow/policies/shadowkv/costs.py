@@ -24,7 +24,7 @@ def sizes_of(spec: CacheSpec) -> Sizes:
 
 
 def itemsize(spec: CacheSpec) -> int:
-    """Bytes of a number of the model's dtype."""
+    """Bytes of a number in the model's dtype."""
     return jnp.dtype(spec.dtype).itemsize
 
 

@@ -23,7 +23,7 @@ from jshadow.policies.shadowkv.records import Landmarks
 from pallas_kernels import half_variance
 from pallas_kernels.bits import signed_at
 
-GROUP = 4  # number of neighboring chunks whose landmarks are read together; the groups read are as many as the budget
+GROUP = 4  # number of neighboring chunks whose landmarks are read together; a query reads a group for each chosen chunk
 
 
 class Levels(struct.PyTreeNode):

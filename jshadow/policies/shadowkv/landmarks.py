@@ -97,7 +97,7 @@ def over_chunks(
     Args:
         summary: maps chunks [B, h, m, size, d] to arrays in which axis 2 is m or a multiple of it.
         keys: the prompt's keys [B, S, h, d].
-        chunks: most chunks to summarize.
+        chunks: maximum number of chunks to summarize.
         size: tokens in a chunk.
         block: tokens in a block, but at least one chunk.
         empty: arrays into which the results are written. They keep their values for chunks after the end of the prompt.

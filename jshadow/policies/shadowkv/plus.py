@@ -80,14 +80,16 @@ class ShadowKVPlus(ShadowKV):
         check_range(self.name, "extra_outlier_chunks", self.extra_outlier_chunks, 0)
         resolved = super().resolve(config, capacity)
         if self.quirks.turn_selection == "shared":
-            raise ConfigError(f"{self.name}.quirks.turn_selection must be 'each', since each query has its own window")
+            raise ConfigError(
+                f"{self.name}.quirks.turn_selection must be 'each', since each query has its own window, got 'shared'"
+            )
         return resolved
 
     # Counts
 
     @property
     def window_chunks(self) -> int:
-        """Most chunks in a query's window, its own chunk included."""
+        """Maximum number of chunks in a query's window, its own chunk included."""
         return max(2, self.local_chunks + self.quirks.chunk_multiple)
 
     @property

@@ -182,11 +182,11 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         return self.landmark_parts if self.landmarks.levels == 1 else 1
 
     def scoring(self, spec: CacheSpec) -> Scoring:
-        """How queries score chunks."""
+        """How queries score chunks, as `selection` needs it."""
         return self.quirks.scoring(spec.scale)
 
     def max_near(self, capacity: int, later: int) -> int:
-        """Most chunks whose second level of landmarks a step reads, if `later` chunks follow the prompt's."""
+        """Maximum number of chunks whose second level a step reads, with `later` chunks after the prompt."""
         named = self.max_selected(capacity) * self.choice.wider
         return GROUP * min(named, -(-self.max_chunks(capacity) // GROUP) - -later // GROUP)
 
