@@ -1,4 +1,4 @@
-"""Which implementation runs, and what callers are told when they are wrong."""
+"""Which implementation of an op runs, and the errors for wrong arguments."""
 
 import functools
 
@@ -30,7 +30,7 @@ def test_auto_is_the_kernel_on_cuda_and_the_reference_elsewhere(op):
 
 
 def test_a_kernel_for_cuda_takes_values_where_they_lie():
-    """No copy of an operand in host memory, to the device or on the host."""
+    """The program copies no operand in host memory, neither to the device nor on the host."""
     text = lowered("fetch_reconstruct", OPS["fetch_reconstruct"](), "cuda", implementation="pallas")
     assert text.count('mhlo.memory_kind = "pinned_host"') == 2
     assert "annotate_device_placement" not in text

@@ -1,4 +1,4 @@
-"""Loading and saving: what fits loads exactly, what does not fit is refused by name."""
+"""Loading and saving: matching weights load exactly, and tensors that do not match are named in the error."""
 
 import dataclasses
 import json

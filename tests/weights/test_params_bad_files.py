@@ -1,4 +1,4 @@
-"""Checkpoint directories that are damaged, unsafe or do not fit: each refused by name, and convert leaves nothing."""
+"""Damaged, unsafe and mismatched checkpoint directories: errors name the file, and convert leaves nothing behind."""
 
 import os
 import shutil
