@@ -184,7 +184,7 @@ SHARD = 128 * 2**20
 
 
 def large_directory(path: Path, layers: int) -> int:
-    """Write a checkpoint of `layers` times 32 MiB in bfloat16 and shards of 128 MiB; return the largest file's bytes."""
+    """Write a checkpoint of `layers` times 32 MiB in bfloat16, in shards of 128 MiB. Return the largest file size."""
     from jshadow.weights.convert.huggingface_write import config_to_hf, write_shards
     from jshadow.weights.convert.tensors import placements
 
