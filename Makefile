@@ -4,13 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := checkpoints/smollm2-135m-instruct
 WORKERS ?= 2
-# all: every law in every fetch mode, long tests on every policy. For a release: hours.
+# TESTS=all: every law in every fetch mode, and long tests on every policy. For a release; it takes hours.
 TESTS ?= few
 export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo setup test test-slow aot gpu check clean
+.PHONY: demo setup test test-all test-slow docs aot gpu check clean
 
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
@@ -22,12 +22,24 @@ demo: $(BIN)/.demo
 
 setup: $(BIN)/.setup
 
+PYTEST := TESTS=$(TESTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+
+# Minutes: every policy and family, on some of the cases.
 test: $(BIN)/.setup check
-	TESTS=$(TESTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(PYTEST)
+
+# Everything: all cases on tiny models, then the tests on the real model.
+test-all: $(BIN)/.setup check
+	$(PYTEST) -m "not slow"
+	$(MAKE) test-slow
 
 test-slow: $(BIN)/.setup
 	$(BIN)/python checkpoints/fetch_smollm2.py
-	TESTS=$(TESTS) $(BIN)/python -m pytest -m slow -n $(WORKERS) --timeout=2400
+	$(PYTEST) -m slow --timeout=2400
+
+# The documentation as a site of static pages: build/site/index.html. A warning is an error.
+docs: $(BIN)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The GPU compiler alone, beside the environment and not in it: no driver, no CUDA libraries.
 AOT := .cache/aot
@@ -66,5 +78,9 @@ $(BIN)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gguf]"
 	@touch $@
 
+$(BIN)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[docs]"
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .cache .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .cache build/site .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -33,5 +33,9 @@ class VerificationError(JshadowError, RuntimeError):
     """The offloaded path gave another selection, row or result than the resident one."""
 
 
+class NumericalError(JshadowError, ArithmeticError):
+    """The model computed logits that are NaN, so no token can be drawn from them."""
+
+
 class Infeasible(JshadowError, ValueError):
     """No setting of a policy fits under the bytes that were asked for."""

@@ -53,7 +53,10 @@ def generate(
         capacity: tokens that a row may ever hold; None: what this call needs, rounded up.
         state: continue this state instead of starting one; prompts are appended to it, and it is consumed. A chat is
             then the next turn: the template's end of the answer before it is added where it is not there yet.
-        stop: strings or token ids that end a generation, beside the model's own end tokens.
+        stop: strings or token ids that end a generation, beside the model's own end tokens. A string may be a special
+            token. While generated text may be the beginning of a stop string, a fork of the state is kept, so that
+            `out.state` can end where `out.text` ends. It takes the bytes of the part that steps change, which with
+            `Full()` is the whole cache.
         prefill: how the prompt's queries attend to each other: `VerticalSlash()`, `AShape()` or `BlockSparse()`;
             None: exactly. Not with a state, whose prompt is taken in already.
         verify: run the resident path beside the offloaded one, and fail at the first selection, fetched row or logit
@@ -95,7 +98,7 @@ def stream(
     Raises:
         PromptError: a batch, or a checkpoint without tokenizer; else as `generate`. All before the first piece.
     """
-    loop = GenerationLoop(params, prompt, GenerateOptions(policy, **options))
+    loop = GenerationLoop(params, prompt, GenerateOptions(policy, **options, returns_state=False))
     if not loop.bare:
         raise PromptError(f"prompt must be a single one to be streamed, got a list of {len(loop.prompts)}")
     if params.tokenizer is None:

@@ -30,10 +30,16 @@ settings.register_profile("jshadow", deadline=None, derandomize=True)
 settings.load_profile("jshadow")
 
 
+# Tiny models compile two to three times as fast with these; a real model would run too slowly.
+FAST_COMPILE = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
+if sys.version_info < (3, 12):  # the XLA of JAX 0.11 and later does not know this flag, and would abort
+    FAST_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Tiny models compile twice as fast without LLVM's optimisations; a real model would run too slowly."""
+    """Let XLA compile fast, unless a real model is to run."""
     if config.option.markexpr.startswith("not slow"):
-        os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        os.environ.setdefault("XLA_FLAGS", " ".join(FAST_COMPILE))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,6 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     They also come together in the order of the run, so that a worker needs no more than one policy's at a time.
     """
     from cases import POLICY_CASES
+    from tiers import is_whole
 
     def policy_of(item: pytest.Item) -> str:
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")  # type: ignore[attr-defined]
@@ -50,8 +57,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     items.sort(key=policy_of)  # stable
     for item in items:
-        if policy := policy_of(item):
+        policy = policy_of(item)
+        if policy:
             item.add_marker(pytest.mark.xdist_group(policy))
+        case = item.callspec.id if hasattr(item, "callspec") else ""
+        if is_whole(getattr(item, "originalname", item.name), case, policy):
+            item.add_marker(pytest.mark.whole)
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

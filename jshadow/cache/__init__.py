@@ -1,1 +1,1 @@
-"""What a request holds, and where: static specs, records, the state, the host tier."""
+"""The KV cache of a batch of requests: its static description, its state, and the part of it in host memory."""

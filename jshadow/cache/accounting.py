@@ -1,4 +1,4 @@
-"""Bytes of a state by part, told by the shapes and memories of its arrays; abstract states count too."""
+"""Bytes of a state by part, from the shapes, dtypes and memory kinds of its arrays. Abstract states are counted too."""
 
 import dataclasses
 from typing import Any
@@ -11,19 +11,20 @@ from jshadow.cache.state import KVState
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Bytes of an array or of its abstract stand-in."""
+    """Bytes of an array or of a ShapeDtypeStruct."""
     return int(leaf.size) * jnp.dtype(leaf.dtype).itemsize
 
 
 def layer_nbytes(state: LayerState) -> dict[str, tuple[int, int]]:
-    """Bytes (device, host) of each part of a layer's state."""
+    """Bytes (device, host) of each part of a layer's state, by the name of the field; offloaded rows are "host rows"
+    and "host tail"."""
     parts: dict[str, tuple[int, int]] = {}
     for half in (state.frozen, state.live):
         for field in dataclasses.fields(half) if half is not None else ():
             leaves = jax.tree.leaves(getattr(half, field.name))
             if not leaves:
-                continue  # a part that these settings do without
-            # Both halves may have a field of that name.
+                continue  # the settings of the policy leave this part out
+            # The frozen and the live record may have a field of the same name. Their bytes are added.
             parts[field.name] = (parts.get(field.name, (0, 0))[0] + sum(map(leaf_bytes, leaves)), 0)
     for label, tier in (("host rows", state.host.prompt), ("host tail", state.host.tail)):
         if isinstance(tier, HostArray):
@@ -33,7 +34,7 @@ def layer_nbytes(state: LayerState) -> dict[str, tuple[int, int]]:
 
 
 def state_nbytes(state: KVState) -> dict[str, tuple[int, int]]:
-    """Bytes (device, host) of each part of a whole state, summed over layers; lengths and counters are left out."""
+    """Bytes (device, host) of each part of a state, summed over layers. Lengths and counters are not counted."""
     total: dict[str, tuple[int, int]] = {}
     for layer in state.layers:
         for part, (device, host) in layer_nbytes(layer).items():

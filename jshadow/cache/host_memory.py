@@ -1,7 +1,7 @@
-"""Whether offloaded rows fit into host memory. This is checked before any is allocated; the error says what would fit.
+"""Check that offloaded rows fit into host memory before they are allocated. The error names sizes that would fit.
 
-There are two limits: the memory that the system has left, and on a GPU XLA's pool of pinned memory
-(`xla_gpu_host_bfc`), whose size an environment variable sets when jax starts.
+There are two limits. One is the memory that the system has available. The other, on a GPU, is XLA's pool of pinned
+memory (`xla_gpu_host_bfc`). An environment variable sets the size of the pool when jax starts.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from jshadow.cache.records import LayerState
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import HostMemoryError
 
-Plans = Sequence[tuple[CacheSpec, ...]]  # the layers of one state, or of several that are made at once
+Plans = Sequence[tuple[CacheSpec, ...]]  # the specs of all layers, one tuple for each state that is made
 
 POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 PREALLOCATE_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_PREALLOCATE"
@@ -29,8 +29,8 @@ class Limit:
     """A limit of host memory.
 
     Attributes:
-        free: bytes that may still be allocated.
-        owner: whose limit it is, as words behind the number of bytes.
+        free: bytes that can still be allocated.
+        owner: text that follows the number of bytes in an error message, such as "that the system has available".
     """
 
     free: int
@@ -38,16 +38,16 @@ class Limit:
 
 
 def check_host_memory(plans: Plans) -> None:
-    """Raise HostMemoryError where the offloaded rows of the planned states clearly do not fit.
+    """Raise HostMemoryError if the offloaded rows of the planned states exceed a known limit.
 
     Args:
-        plans: specs of all layers, one tuple a state; states that offload nothing do not count.
+        plans: the specs of all layers, one tuple for each state. States that offload nothing are ignored.
     """
     plans = [specs for specs in plans if host_bytes(specs)]
     taken = Pool.note()
     limits = [limit for limit in (system_limit(taken), pool_limit(taken)) if limit is not None]
     if not plans or not limits:
-        return  # where no limit is known, the allocation itself fails
+        return  # if no limit is known, `placing` reports a failed allocation
     needed, least = planned_bytes(plans), min(limits, key=lambda limit: limit.free)
     if needed > least.free:
         raise HostMemoryError(
@@ -58,7 +58,7 @@ def check_host_memory(plans: Plans) -> None:
 
 @contextlib.contextmanager
 def placing(plans: Plans) -> Iterator[None]:
-    """While offloaded rows are placed, turn the runtime's error about host memory into a HostMemoryError."""
+    """A context in which offloaded rows are placed. It turns the runtime's out-of-memory error into HostMemoryError."""
     try:
         yield
         Pool.note()
@@ -75,32 +75,32 @@ def placing(plans: Plans) -> Iterator[None]:
 
 
 def settle(layers: Sequence[LayerState], plans: Plans) -> None:
-    """Wait until the host rows of these layers have arrived.
+    """Wait until the host rows of these layers have been copied to host memory.
 
     Raises:
-        HostMemoryError: the runtime lacked the memory for them.
+        HostMemoryError: the runtime could not allocate the host memory.
     """
-    # Wait for the layers' other arrays first: a failure of the device must not be reported as one of host memory.
+    # Wait for the layers' other arrays first, so that a failure on the device is not reported as lack of host memory.
     jax.block_until_ready([(layer.frozen, layer.live) for layer in layers])
     with placing(plans):
         jax.block_until_ready([layer.host for layer in layers])
 
 
-# What there is
+# Limits
 
 
 class Pool:
-    """XLA's pool of pinned memory, which gives nothing back to the system.
+    """XLA's pool of pinned memory. The pool grows, and never returns memory to the system.
 
     Attributes:
-        taken: the most bytes of it that arrays took at any check.
+        taken: the largest number of bytes that arrays had in the pool at any call of `note`.
     """
 
     taken = 0
 
     @classmethod
     def note(cls) -> int:
-        """Update `taken`, and return the bytes that arrays take now."""
+        """Update `taken`, and return the bytes that arrays have in the pool at this moment."""
         now = pinned_bytes()
         cls.taken = max(cls.taken, now)
         return now
@@ -112,7 +112,11 @@ def pinned_bytes() -> int:
 
 
 def system_limit(taken: int) -> Limit | None:
-    """The memory that the system has left, and on a GPU the part of XLA's pool that no array uses."""
+    """The limit of the system: its available memory and, on a GPU, the unused part of XLA's pool. None if unknown.
+
+    Args:
+        taken: bytes of all arrays in pinned host memory.
+    """
     free = available_memory()
     if free is None:
         return None
@@ -121,7 +125,7 @@ def system_limit(taken: int) -> Limit | None:
 
 
 def available_memory() -> int | None:
-    """Bytes that a program may still allocate; None where the system does not say."""
+    """Bytes that a program can still allocate, or None if the system does not report it."""
     try:
         with open("/proc/meminfo") as lines:
             available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
@@ -131,7 +135,11 @@ def available_memory() -> int | None:
 
 
 def pool_limit(taken: int) -> Limit | None:
-    """What is left of XLA's pool of pinned memory; None where there is no such pool."""
+    """The limit of XLA's pool of pinned memory, or None if the backend is not a GPU.
+
+    Args:
+        taken: bytes of all arrays in pinned host memory.
+    """
     if jax.default_backend() != "gpu":
         return None
     size = pool_gib() * GIB
@@ -140,7 +148,8 @@ def pool_limit(taken: int) -> Limit | None:
 
 
 def pool_gib() -> int:
-    """Size of XLA's pinned-host pool by the environment, with XLA's own defaults."""
+    """Size of XLA's pool of pinned memory in GiB, from the environment variables; by default 16 if preallocated, else
+    64, as in XLA."""
     preallocated = os.environ.get(PREALLOCATE_VARIABLE, "").strip().lower() in ("1", "true")
     try:
         return int(os.environ.get(POOL_VARIABLE, ""))
@@ -148,23 +157,23 @@ def pool_gib() -> int:
         return 16 if preallocated else 64
 
 
-# What would fit
+# Sizes that would fit
 
 
 def planned_bytes(plans: Plans) -> int:
-    """Bytes in host memory of all planned states."""
+    """Bytes that all planned states need in host memory."""
     return sum(host_bytes(specs) for specs in plans)
 
 
 def describe(plans: Plans) -> str:
-    """The sizes of planned states, which are all alike."""
+    """The number of rows and the capacity of the planned states, as text. All states have the same sizes."""
     spec = plans[0][0]
     states = f" in each of {len(plans)} states" if len(plans) > 1 else ""
     return f"{count_rows(spec.batch)} at capacity={spec.capacity}{states}"
 
 
 def what_fits(plans: Plans, free: int) -> str:
-    """How many of the rows fit at this capacity, and which capacity at so many rows."""
+    """The number of rows that fit at this capacity and the capacity at which all rows fit, as text."""
     batch = plans[0][0].batch
     rows, capacity = free * batch // planned_bytes(plans), largest_capacity(plans, free)
     if rows == 0 and capacity == 0:
@@ -175,7 +184,7 @@ def what_fits(plans: Plans, free: int) -> str:
 
 
 def largest_capacity(plans: Plans, free: int) -> int:
-    """The largest capacity at which as many rows fit, rounded down by less than a 32nd; 0 where none does."""
+    """The largest capacity at which all rows fit, rounded down by less than 1/32 of it; 0 if no capacity does."""
 
     def size(capacity: int) -> int:
         return planned_bytes([tuple(at_capacity(spec, capacity) for spec in specs) for specs in plans])
@@ -185,21 +194,21 @@ def largest_capacity(plans: Plans, free: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if size(middle) <= free else (low, middle)
     low -= low % max(1, 1 << max(0, low.bit_length() - 6))
-    return low if low and size(low) else 0  # a capacity so small that nothing is offloaded is no answer
+    return low if low and size(low) else 0  # a capacity so small that nothing is offloaded is not proposed
 
 
 def at_capacity(spec: CacheSpec, capacity: int) -> CacheSpec:
-    """The spec with a smaller capacity; the window shrinks by as much."""
+    """The spec with a smaller capacity. The window shrinks by the same number of tokens."""
     return dataclasses.replace(spec, capacity=capacity, window=max(0, spec.window - (spec.capacity - capacity)))
 
 
 def count_rows(rows: int) -> str:
-    """1 row, 2 rows."""
+    """The number of rows as text: "1 row", "2 rows"."""
     return f"{rows} row" if rows == 1 else f"{rows} rows"
 
 
 def amount(size: int) -> str:
-    """Bytes, and roughly how many that are."""
+    """A number of bytes as text, with the size in GiB or MiB: "3221225472 bytes (3.0 GiB)"."""
     for factor, unit in ((GIB, "GiB"), (2**20, "MiB")):
         if size >= factor:
             return f"{size} bytes ({size / factor:.1f} {unit})"

@@ -1,18 +1,18 @@
-"""The host tier: place the rows of a prompt, write new rows, fetch selected rows. Only this module moves rows.
+"""The host tier: place the rows of a prompt, write new rows, fetch selected rows. No other module moves these rows.
 
 There are three fetch modes:
 
-- "resident" keeps the rows on the device. It is the reference that offloading must equal.
-- "device_put" keeps the rows in pinned host memory. Inside the compiled step the indices travel to the host, the host
-  gathers the rows, and `jax.device_put` brings them back while the device rebuilds the keys. XLA overlaps the two,
-  because they meet only at an optimization barrier.
-- "zero_copy" keeps the rows in pinned host memory too. On an NVIDIA GPU one kernel reads them itself while it rebuilds
-  the keys; it leaves out rows that lie on the device from the step before. Keys and values for which there is no such
-  kernel are refused. Elsewhere, and where no keys are rebuilt, the rows are fetched as by "device_put".
+- "resident" keeps the rows on the device. It is the reference: the other modes must give equal results.
+- "device_put" keeps the rows in pinned host memory. Inside the compiled step, the indices are sent to the host, the
+  host gathers the rows, and `jax.device_put` sends them back while the device rebuilds the keys. XLA can overlap the
+  transfer with the rebuilding, because the two meet only at an optimization barrier.
+- "zero_copy" also keeps the rows in pinned host memory. On an NVIDIA GPU, one kernel reads them from there while it
+  rebuilds the keys. It skips rows that are on the device from the previous step. Settings without such a kernel are
+  refused. On other backends, and where no keys are rebuilt, the rows are fetched as with "device_put".
 
-Inside jit, only these are safe on host arrays on a GPU: device_put of a whole array, dynamic_slice,
-dynamic_update_slice, a function under compute_on("device_host"), and a kernel of this project. So this module does not
-index, reshape or scatter host arrays.
+Inside jit on a GPU, only these operations on host arrays are safe: device_put of a whole array, dynamic_slice,
+dynamic_update_slice, a function under compute_on("device_host"), and a kernel of this project. Therefore this module
+does not index, reshape or scatter host arrays.
 """
 
 import functools
@@ -32,14 +32,14 @@ from pallas_kernels import ChosenKeys, HostRows, KeptRows, fetch_reconstruct, on
 
 Space = jax.memory.Space
 FETCH_MODES = ("resident", "device_put", "zero_copy")
-FETCH_QUANTUM = 64  # bytes in one count of Counters.fetched
+FETCH_QUANTUM = 64  # Counters.fetched counts in units of this many bytes
 
 
 def resolve_fetch(fetch: str) -> str:
-    """The fetch mode that a setting means: "auto" offloads on an accelerator, and is "resident" on a CPU.
+    """The fetch mode of a setting. "auto" means "resident" on a CPU and "device_put" on an accelerator.
 
     Raises:
-        ConfigError: not a fetch mode.
+        ConfigError: `fetch` is neither "auto" nor a fetch mode.
     """
     if not isinstance(fetch, str) or fetch not in ("auto", *FETCH_MODES):
         raise ConfigError(f"fetch must be 'auto' or one of {FETCH_MODES}, got {fetch!r}")
@@ -49,22 +49,22 @@ def resolve_fetch(fetch: str) -> str:
 
 
 def memory_of(fetch: str) -> str:
-    """Memory kind in which a fetch mode keeps the host tier."""
+    """The memory kind in which a fetch mode keeps the rows: "device" or "pinned_host"."""
     return "device" if fetch == "resident" else "pinned_host"
 
 
 def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
-    """The host tier of a layer as ShapeDtypeStructs: no allocation.
+    """The host tier of a layer with ShapeDtypeStructs in place of arrays. Nothing is allocated.
 
     Raises:
-        ConfigError: zero_copy on a GPU where no kernel fetches such values while it rebuilds such keys.
+        ConfigError: the fetch mode is "zero_copy" on a GPU, and there is no kernel for the policy's settings.
     """
     if layout is None:
         return HostTier()
     if layout.no_kernel and spec.fetch == "zero_copy" and jax.default_backend() == "gpu":
         raise ConfigError(
-            f"fetch must be 'device_put' or 'resident' for {spec.policy.name} with {layout.no_kernel} on a GPU, where "
-            "no kernel fetches such values while it rebuilds such keys, got 'zero_copy'"
+            f"fetch must be 'device_put' or 'resident' for {spec.policy.name} with {layout.no_kernel} on a GPU, as "
+            "no kernel fetches these values and rebuilds these keys, got 'zero_copy'"
         )
     shape = (spec.head_dim * layout.planes * layout.unit, jnp.dtype(spec.dtype))
     if layout.bits is not None:
@@ -76,19 +76,25 @@ def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
         array = jax.ShapeDtypeStruct((spec.batch, layout.heads, units, shape[0]), shape[1])
         return HostArray(array, memory_of(spec.fetch))
 
-    # The tail has one unit more, which takes the rows that must not be written.
+    # The tail has one extra unit at its end. `write` writes the units that are not valid there.
     return HostTier(part(layout.units), part(layout.tail_units + 1 if layout.tail_units else 0))
 
 
 def host_bytes(specs: tuple[CacheSpec, ...]) -> int:
-    """Bytes that all layers keep in host memory."""
+    """Bytes that the layers with these specs keep in host memory."""
     tiers = [tier_shapes(spec.policy.host_layout(spec), spec) for spec in specs]
     parts = [part for tier in tiers for part in (tier.prompt, tier.tail) if part is not None]
     return sum(part.array.size * part.array.dtype.itemsize for part in parts if part.memory == "pinned_host")
 
 
 def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) -> HostTier:
-    """Start moving a layer's prompt rows to their tier and return at once; the tail begins as zeros."""
+    """Start to copy a layer's prompt rows to the host tier, and return without waiting. The tail is filled with zeros.
+
+    Args:
+        layout: the layer's layout, or None if the layer offloads nothing.
+        spec: the layer.
+        prompt: the rows of the prompt. None: zeros.
+    """
     shapes = tier_shapes(layout, spec)
     sharding = SingleDeviceSharding(jax.devices()[0], memory_kind=memory_of(spec.fetch))
 
@@ -96,22 +102,22 @@ def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) 
         if shape is None:
             return None
         if shape.memory == "device" and isinstance(data, Array):
-            return HostArray(data, shape.memory)  # it stays where it is, also where that is several devices
+            return HostArray(data, shape.memory)  # keep its sharding, which may span several devices
         if data is None:
-            data = np.zeros(shape.array.shape, shape.array.dtype)  # by NumPy, so that nothing is on the device
+            data = np.zeros(shape.array.shape, shape.array.dtype)  # NumPy, so that no device memory is used
         return HostArray(jax.device_put(data, sharding), shape.memory)
 
     return HostTier(put(shapes.prompt, prompt.data if prompt else None), put(shapes.tail, None))
 
 
 def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
-    """Write new units into the tail, one slice for each unit of each row. A donated tail is changed in place."""
+    """Write new units into the tail, one slice for each unit of each row. If the tail is donated, this is in place."""
     if rows is None:
         return tier
     tail = tier.tail
     assert tail is not None
     assert rows.start is not None
-    # XLA shifts a slice that reaches past the end onto the units before it. So each slice has one unit.
+    # If a slice reaches past the end, XLA shifts it back, and it would overwrite earlier units. So a slice is one unit.
     start = rows.start if rows.valid is None else jnp.where(rows.valid, rows.start, tail.array.shape[2] - 1)
     data = rows.data.astype(tail.array.dtype)
     data = to_host(data) if tail.memory == "pinned_host" else data
@@ -123,16 +129,16 @@ def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
 
 
 def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLayout) -> Fetched:
-    """Bring the selected units to the device, rebuilding their keys meanwhile.
+    """Copy the selected units to the device, and rebuild their keys meanwhile if the selection asks for it.
 
     Args:
-        spec: the layer whose rows these are.
-        tier: its host tier.
-        selection: what to bring.
-        layout: how the tier is laid out.
+        spec: the layer that the rows belong to.
+        tier: the layer's host tier.
+        selection: the units to fetch.
+        layout: the layout of the tier.
 
     Returns:
-        Fetched; its ids and valid are the selection's, valid repeated for each token of a unit.
+        The keys and values of the units. `ids` is that of the selection, and `valid` is repeated for each token.
     """
     shape = (spec.batch, layout.heads, selection.ids.shape[2])
     ids = jnp.broadcast_to(selection.ids, shape)
@@ -147,10 +153,11 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     if selection.rebuild is not None:
         with jax.named_scope("rebuild"):
             if spec.fetch != "resident":
-                # Rebuild only when the ids have left for the host. Otherwise the host's work overlaps with nothing.
+                # Start rebuilding only after the ids were sent to the host. Otherwise XLA may rebuild the keys first,
+                # and the host's gather overlaps with nothing.
                 ids, _ = lax.optimization_barrier((ids, to_host(ids)))
             keys = selection.rebuild.keys(ids).astype(spec.dtype)
-        # Without this barrier the scheduler waits for the rows before it rebuilds the keys.
+        # Without this barrier, XLA's scheduler waits for the rows before it rebuilds the keys.
         keys, rows = lax.optimization_barrier((keys, rows))
     if layout.bits is not None:
         scaled = split_rows(rows, layout.unit, spec.dtype)
@@ -169,7 +176,15 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
 def fetch_by_kernel(
     spec: CacheSpec, tier: HostTier, selection: Selection, ids: Array, bits: int | None
 ) -> tuple[Array, Array]:
-    """Keys and values [B, heads, n * unit, d] by the kernel that reads host memory itself; `bits` as in HostLayout."""
+    """Keys and values [B, heads, n * unit, d] from the kernel that reads host memory itself.
+
+    Args:
+        spec: the layer that the rows belong to.
+        tier: the layer's host tier.
+        selection: the units to fetch. Its `rebuild` must be set.
+        ids: the selection's ids, broadcast to int32 [B, heads, n].
+        bits: as in `HostLayout`.
+    """
     rebuild, kept = selection.rebuild, selection.kept
     assert rebuild is not None
     assert tier.prompt is not None
@@ -188,9 +203,9 @@ def fetch_by_kernel(
 
 
 def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> int:
-    """Bytes that a fetch moves from the host for one row of the batch: all selected units, valid or not.
+    """Bytes that a fetch moves from the host for one row of the batch. All selected units count, valid or not.
 
-    It is 0 where `missed_quanta` counts the bytes instead.
+    The result is 0 if the rows are resident, or if the selection has `kept` rows; then `missed_quanta` counts.
     """
     if spec.fetch == "resident" or selection.kept is not None:
         return 0
@@ -198,41 +213,53 @@ def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> 
 
 
 def missed_quanta(spec: CacheSpec, selection: Selection, layout: HostLayout) -> Array | int:
-    """What a fetch moves for each row where units on the device are left out, uint32 [B] in FETCH_QUANTUM bytes."""
+    """Data that a fetch moves for each row if it skips `kept` units: uint32 [B], in units of FETCH_QUANTUM bytes; or 0.
+
+    The result is 0 if the selection has no `kept` rows; then `fetched_bytes` counts.
+    """
     if selection.kept is None:
         return 0
     missed = (~selection.kept.stay).sum(axis=(1, 2), dtype=jnp.uint32)
     unit = unit_bytes(spec, layout)
-    # The product is computed in two parts, because as one it may exceed 32 bits.
+    # missed * unit may exceed 32 bits, so the quotient and the remainder of `missed` are multiplied separately.
     return missed // FETCH_QUANTUM * unit + missed % FETCH_QUANTUM * unit // FETCH_QUANTUM
 
 
 def unit_bytes(spec: CacheSpec, layout: HostLayout) -> int:
-    """Bytes of one unit of one head."""
+    """Bytes of one unit of one head in the host tier."""
     if layout.bits is not None:
         return row_bytes(layout.unit, spec.head_dim, layout.bits, spec.dtype)
     return layout.planes * layout.unit * spec.head_dim * jnp.dtype(spec.dtype).itemsize
 
 
 def gather(tier: HostTier, ids: Array, units: tuple[int, ...]) -> Array:
-    """The units ids [B, heads, n] of a tier, on the device: [B, heads, n, width]. Ids are clipped.
+    """Gather units of a tier and copy them to the device.
 
     Args:
-        tier: the rows.
-        ids: numbers of units; those of the tail follow those of the prompt.
-        units: how many units the prompt and the tail have, 0 for a part that is absent.
+        tier: the host tier of a layer.
+        ids: numbers of units, int32 [B, heads, n], as in `Selection`. Ids out of range are clipped.
+        units: the number of units of the prompt and of the tail; 0 for a part that is absent.
+
+    Returns:
+        [B, heads, n, width], where width is the last axis of the tier's arrays.
     """
     sources = [part for part in (tier.prompt, tier.tail) if part is not None]
     pick = functools.partial(gather_units, units=tuple(filter(None, units)))
     arrays = [source.array for source in sources]
     if sources[0].memory == "device":
         return pick(ids, *arrays)
-    # The host chooses between prompt and tail, so that each row travels once.
+    # The host chooses between prompt and tail. The device would need a row from each, twice the transfer.
     return jax.device_put(on_host(pick)(to_host(ids), *arrays), Space.Device)
 
 
 def gather_units(ids: Array, *arrays: Array, units: tuple[int, ...]) -> Array:
-    """Units ids [B, heads, n] of arrays [B, heads, U, width] joined, each cut to its number in `units`."""
+    """Gather units from several arrays as if they were concatenated along the axis of units.
+
+    Args:
+        ids: numbers of units in the concatenation, int32 [B, heads, n]. Ids out of range are clipped.
+        arrays: [B, heads, U, width] each.
+        units: the number of leading units of each array that the concatenation contains.
+    """
     first, rows = 0, None
     for array, count in zip(arrays, units, strict=True):
         inside = jnp.clip(ids - first, 0, max(count - 1, 0))
@@ -244,5 +271,5 @@ def gather_units(ids: Array, *arrays: Array, units: tuple[int, ...]) -> Array:
 
 
 def to_host(x: Array) -> Array:
-    """x in host memory, inside jit."""
+    """Copy x to host memory, inside jit."""
     return jax.device_put(x, Space.Host)

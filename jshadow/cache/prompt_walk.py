@@ -1,4 +1,4 @@
-"""The queries, keys and values of a text, layer by layer. Policies learn from them."""
+"""Run a text through the model layer by layer and yield its queries, keys and values. Policies learn from them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,28 +15,37 @@ from jshadow.models.transformer import Heads, apply_block, embed
 from jshadow.ops.attention import causal_attention
 from jshadow.ops.rope import inverse_frequencies, rotation
 
-NOTHING = 1e-5  # share of the largest eigenvalue below which an eigenvalue is only rounding
+NOTHING = 1e-5  # an eigenvalue below this share of the largest one is only rounding error
 
 
 def directions(spread: Array) -> tuple[Array, Array]:
-    """Eigenvectors of float32 [..., d, d], the largest eigenvalue first, and which of them are more than rounding."""
+    """Eigenvectors of symmetric matrices, in order of falling eigenvalue.
+
+    Args:
+        spread: float32 [..., d, d].
+
+    Returns:
+        The eigenvectors as columns, float32 [..., d, d], and a mask bool [..., d] that is False where the eigenvalue is
+        only rounding error.
+    """
     values, vectors = jnp.linalg.eigh(spread)
     return vectors[..., ::-1], values[..., ::-1] > NOTHING * values[..., -1:]
 
 
 def prompts_of(params: Any, tokens: Any, progress: Callable[[int, int], None] | None = None) -> Iterator[PromptKV]:
-    """Keys, values and queries of a text in each layer, all queries included.
+    """The keys, values and queries of a text in each layer, under exact attention.
 
     Args:
-        params: Params.
-        tokens: int32 [S] or [B, S], no padding.
-        progress: called with (layers done, layers) when the caller asks for the next layer.
+        params: the model's Params.
+        tokens: int32 [S] or [B, S], without padding.
+        progress: called with (layers done, number of layers) when the caller asks for the next layer.
 
     Yields:
-        A PromptKV for each layer. Drop each before asking for the next one if they are large.
+        A PromptKV for each layer, with `q_post` and `lse`. To save memory, drop each one before you ask for the next.
 
     Raises:
-        PromptError: no tokens, a wrong shape, an id out of range, or more than the model's context.
+        PromptError: there are no tokens, the shape is wrong, an id is out of range, or the text is longer than the
+            model's context.
     """
     config, tokens = params.config, check_text(params.config, tokens)
     batch, count = tokens.shape
@@ -57,9 +66,14 @@ def walk_layers(
     keep: Callable[[Heads, Any, Any], tuple[Array, Any]],
     progress: Callable[[int, int], None] | None = None,
 ) -> Iterator[Any]:
-    """Take checked tokens [B, S] through the model, one compiled layer at a time, and yield a result of each layer.
+    """Run tokens through the model, one compiled layer at a time, and yield a result for each layer.
 
-    `keep(heads, rotation, attention kind)` is traced. It returns the attention's output and the result.
+    Args:
+        params: the model's Params.
+        tokens: int32 [B, S], as `check_text` returns them.
+        keep: called as keep(heads, rotation, attention kind) while the layer is traced. It returns the attention's
+            output and the result to yield.
+        progress: called with (layers done, number of layers) when the caller asks for the next layer.
     """
     config, count = params.config, tokens.shape[1]
     positions = jnp.arange(count, dtype=jnp.int32)[None]
@@ -80,10 +94,14 @@ def walk_layers(
 
 
 def check_text(config: ModelConfig, tokens: Any) -> Array:
-    """A calibration text as int32 [B, S]. Raises PromptError."""
+    """A calibration text as int32 [B, S].
+
+    Raises:
+        PromptError: as `prompts_of`.
+    """
     ids = np.atleast_2d(np.asarray(tokens))
     if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":
-        raise PromptError(f"tokens must be integers [S] or [B, S], and some, got {ids.dtype} {np.shape(tokens)}")
+        raise PromptError(f"tokens must be integers [S] or [B, S], at least one, got {ids.dtype} {np.shape(tokens)}")
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         raise PromptError(f"tokens must lie in [0, vocab_size={config.vocab_size}), got {ids.min()} to {ids.max()}")
     if ids.shape[1] > config.context:

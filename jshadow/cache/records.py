@@ -1,29 +1,34 @@
-"""The records that a policy and a step exchange.
+"""The records that the decode step and a policy exchange, and the counters of a state.
 
-Sizes: B rows, S prompt tokens, T query rows of a step, h_q query heads, h_kv KV heads, d head width, D model width,
-N slots of a buffer, n selected units, U stored units, w queries at the end of a prompt. A unit is what one fetch moves
-(a chunk of 8 tokens in ShadowKV).
+Sizes: B rows (sequences), S prompt tokens, T query rows of a step, h_q query heads, h_kv KV heads, d head width, D
+model width, N slots of a buffer, n selected units, U stored units, w queries at the end of a prompt. A unit is the
+smallest piece that a fetch moves, for example a chunk of 8 tokens in ShadowKV.
 """
 
+import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
 
 class PromptKV(struct.PyTreeNode):
-    """One layer's keys and values of a ragged batch of prompts, right padded. Freed once they are compressed.
+    """One layer's keys and values of a batch of prompts. Shorter prompts are padded on the right.
+
+    The arrays have the model's dtype unless stated otherwise. They are freed after `compress`.
 
     Attributes:
         k_pre: keys before RoPE (after bias and norm) [B, S, h_kv, d].
         k_post: keys after RoPE [B, S, h_kv, d].
         v: values [B, S, h_kv, d].
         lengths: real tokens of each row, int32 [B].
-        positions: of the tokens, int32 [B, S].
-        q_tail: queries after RoPE of each row's last w real tokens [B, w, h_q, d]; w = `HookInputs.last_queries`.
-        q_post: all queries after RoPE [B, S, h_q, d]; None unless a policy reads all of them.
-        lse: log-sum-exp of each query's scores under exact attention, float32 [B, h_q, S]; None as `q_post`.
-        extra: what the prefill attention of the policy itself left behind, or None.
+        positions: positions of the tokens, int32 [B, S].
+        q_tail: queries after RoPE of each row's last w real tokens [B, w, h_q, d]; w is `HookInputs.last_queries`.
+        q_post: all queries after RoPE [B, S, h_q, d]. None unless `HookInputs.all_queries`.
+        lse: log-sum-exp of each query's scores under exact attention, float32 [B, h_q, S]. None unless
+            `HookInputs.all_queries`.
+        extra: the result that the policy's own prefill attention passes to `compress`, or None.
     """
 
     k_pre: Array
@@ -38,19 +43,22 @@ class PromptKV(struct.PyTreeNode):
 
 
 class StepKV(struct.PyTreeNode):
-    """One layer, one step of T query rows (T = 2 where a guessed token runs along).
+    """The queries, keys and values of one step in one layer.
+
+    T is 1 in a decode step, and 2 where a guessed token is computed along with the current one. A turn's new tokens can
+    also be taken T at a time (`HookInputs.piece`).
 
     Attributes:
         q_pre, q_post: queries before and after RoPE [B, T, h_q, d].
         k_pre, k_post: the new keys before and after RoPE [B, T, h_kv, d].
         v: the new values [B, T, h_kv, d].
-        positions: of the tokens, int32 [B, T]: lengths, lengths + 1, ...
-        valid: whether a token is real, bool [B, T]. It is False for an inactive sequence, and for a guessed token.
+        positions: positions of the tokens, int32 [B, T]: lengths, lengths + 1, ...
+        valid: whether a token is real, bool [B, T]. It is False for padding, inactive rows and guessed tokens.
         lengths: tokens held before this step, int32 [B].
-        inverse: angle per position of each rotated pair, float32 [d / 2].
-        q_foreseen: this layer's queries after RoPE [B, T, h_q, d] as the layer before predicted them; None in the first
-            layer, and where the policy is not one that `Foresees`.
-        learned: this layer's slice of the `fitted` arrays, which all rows share, or None.
+        inverse: angle per position of each rotated pair of dimensions, float32 [d / 2].
+        q_foreseen: this layer's queries after RoPE as the previous layer predicted them [B, T, h_q, d]. None in the
+            first layer, and unless the policy is one that `Foresees`.
+        learned: this layer's slice of the `fitted` arrays, shared by all rows, or None.
     """
 
     q_pre: Array
@@ -67,10 +75,10 @@ class StepKV(struct.PyTreeNode):
 
 
 class KeyValues(struct.PyTreeNode):
-    """Exact keys and values.
+    """A buffer of exact keys and values, in the model's dtype.
 
     Attributes:
-        k: keys [B, h_kv, N, d], after RoPE unless a policy says otherwise.
+        k: keys [B, h_kv, N, d], after RoPE unless the policy states otherwise.
         v: values [B, h_kv, N, d].
     """
 
@@ -79,24 +87,25 @@ class KeyValues(struct.PyTreeNode):
 
 
 class HostArray(struct.PyTreeNode):
-    """Rows in the host tier.
+    """One array of the host tier; see `HostLayout` for its layout and an example.
 
     Attributes:
-        array: [B, heads, units, planes * unit * d], each unit contiguous; or bytes, see `HostLayout.bits`.
-        memory: "pinned_host" when offloaded, "device" in resident mode. It is a field because abstract states have no
-            sharding that could say it.
+        array: [B, heads, units, planes * unit * d] in the model's dtype, or uint8 [B, heads, units, bytes of a unit]
+            with `HostLayout.bits`. In an abstract state it is a ShapeDtypeStruct.
+        memory: memory kind of the array: "pinned_host" when offloaded, "device" in resident mode. It is a field because
+            a ShapeDtypeStruct has no memory kind.
     """
 
-    array: Any  # an Array; in abstract states a ShapeDtypeStruct
+    array: Any  # an Array or a ShapeDtypeStruct
     memory: str = struct.field(pytree_node=False)
 
 
 class HostTier(struct.PyTreeNode):
-    """A layer's offloaded rows.
+    """The offloaded rows of one layer.
 
     Attributes:
-        prompt: units of the prompt, written once; or None.
-        tail: units written while decoding, of a bounded number; or None.
+        prompt: units of the prompt, which are written once, or None.
+        tail: units written while decoding, or None. Its number of units is fixed by `HostLayout.tail_units`.
     """
 
     prompt: HostArray | None = None
@@ -104,12 +113,13 @@ class HostTier(struct.PyTreeNode):
 
 
 class HostWrite(struct.PyTreeNode):
-    """Rows to write to the host tier. Only offload.py moves them.
+    """Units that a policy asks to write to the host tier. cache/offload.py does the writing.
 
     Attributes:
-        data: [B, heads, n, planes * unit * d], or a unit's row of bytes.
-        start: the tail unit to which each of the n is written, int32 [B, n]; None: `data` is the whole prompt.
-        valid: bool [B, n]; units that are False are not written. None: all are written.
+        data: the units [B, heads, n, planes * unit * d], or uint8 [B, heads, n, bytes of a unit].
+        start: the tail unit to which each of the n units is written, int32 [B, n]. None: `data` is the whole prompt
+            part.
+        valid: which units are written, bool [B, n]. None: all of them.
     """
 
     data: Array
@@ -118,15 +128,17 @@ class HostWrite(struct.PyTreeNode):
 
 
 class Rebuild(struct.PyTreeNode):
-    """From what the keys of selected units are rebuilt while their values travel: low-rank factors, or another code.
+    """Compressed keys, from which the keys of selected units are rebuilt while their values are being fetched.
+
+    The shapes below are those of low-rank factors; see policies/shadowkv/key_codecs for other codes.
 
     Attributes:
-        left: the left factor of each unit [B, U, unit * r], each unit contiguous; see key_codecs for other codes.
-        right: the right factor [B, heads, r, d], or the tree of arrays of another code.
-        inverse: angle per position of each rotated pair, float32 [d / 2]. Token j of unit u is at position
+        left: the left factor of each unit [B, U, unit * r]. The numbers of a unit are contiguous.
+        right: the right factor [B, heads, r, d], or a pytree of arrays for another code.
+        inverse: angle per position of each rotated pair of dimensions, float32 [d / 2]. Token j of unit u has position
             u * unit + j.
-        tail: left factors of the units written after the prompt [B, T, unit * r], whose ids begin at U; or None.
-        tail_unit: number of the unit of the sequence that is first in the tail, int32 [B]; or None.
+        tail: left factors of the T units written after the prompt [B, T, unit * r], or None. Their ids begin at U.
+        tail_unit: the number, counted in the whole sequence, of the first unit in the tail, int32 [B]; or None.
         codec: the KeyCodec that made the code.
         unit: tokens in a unit.
     """
@@ -140,18 +152,29 @@ class Rebuild(struct.PyTreeNode):
     unit: int = struct.field(pytree_node=False, kw_only=True)
 
     def keys(self, ids: Array) -> Array:
-        """Keys after RoPE of units ids int32 [B, heads, n]: [B, heads, n * unit, d], float32 or the model's dtype."""
+        """Rebuild the keys of the units `ids`.
+
+        Args:
+            ids: units, int32 [B, heads, n].
+
+        Returns:
+            Keys after RoPE [B, heads, n * unit, d], in float32 or the model's dtype.
+        """
         keys: Array = self.codec.reconstruct(self, ids)
         return keys
 
 
 class Kept(struct.PyTreeNode):
-    """Rows that lie on the device from the step before, in the order of the units that are selected now.
+    """Units that are still on the device from the previous step and need no fetch.
+
+    Entry j belongs to the j-th selected unit. Example: B = 1, 2 heads, and 3 units are selected. Head 0 selects the
+    units [4, 7, 9], and units 4 and 9 are on the device. Then stay[0, 0] = [True, False, True], rows[0, 0, 0] and
+    rows[0, 0, 2] hold units 4 and 9, and rows[0, 0, 1] is unused.
 
     Attributes:
-        rows: [B, heads, n, planes * unit * d], numbers of the model's dtype.
-        stay: bool [B, heads, n]. True: the row is that of the selected unit, or no query attends to it. False: the row
-            must be fetched.
+        rows: the units [B, heads, n, planes * unit * d] in the model's dtype.
+        stay: bool [B, heads, n]. True: the row is used as it is, because it holds the selected unit or because no query
+            attends to it. False: the unit must be fetched.
     """
 
     rows: Array
@@ -159,16 +182,25 @@ class Kept(struct.PyTreeNode):
 
 
 class Selection(struct.PyTreeNode):
-    """Units to fetch.
+    """Units to fetch from the host tier.
+
+    Ids below the layout's `units` are units of the prompt. Id units + j is unit j of the tail. Example: B = 1, 2 heads,
+    a prompt part of 3 units, and n = 2. ids [[[0, 3], [2, 1]]] with valid [[[True, True], [True, False]]] fetches for
+    head 0 the first unit of the prompt and the first unit of the tail. Head 1 attends only to the last unit of the
+    prompt; its second unit may be moved but is masked.
 
     Attributes:
-        ids: numbers of the units, int32 [B, heads | 1, n]. Tail units follow those of the prompt.
-        valid: bool, same shape. Units that are False may be moved, because shapes are static, but are never attended.
-        hit: bool, same shape: the unit was selected in the previous step too. None: the policy does not count that.
-        rebuild: from what the keys are rebuilt; None where keys are fetched or not needed.
-        kept: rows that need not travel again; only where the fetch mode can leave them out ("zero_copy").
-        layer: the layer whose units these are; None: the layer that selects.
-        when: "now" (attended in this step) or "next_step" (received after the target layer has attended).
+        ids: numbers of the units, int32 [B, heads, n], or [B, 1, n] where all heads select the same units.
+        valid: bool, the shape of ids. A unit that is False may be moved, because shapes are static, but no query
+            attends to it.
+        hit: bool, the shape of ids: whether the previous step selected the unit too. None: the policy does not count
+            this.
+        rebuild: the compressed keys from which the units' keys are rebuilt. None where keys are fetched or not needed.
+        kept: units that are on the device and need no fetch. Only set in the fetch mode that can skip them
+            ("zero_copy").
+        layer: the layer whose units these are. None: the layer that selects.
+        when: "now": the units are attended to in this step. "next_step": the target layer receives them after its
+            attention of this step.
     """
 
     ids: Array
@@ -181,13 +213,13 @@ class Selection(struct.PyTreeNode):
 
 
 class Fetched(struct.PyTreeNode):
-    """Fetched units.
+    """The keys and values of the units that a Selection names. Token j of the i-th unit is at index i * unit + j.
 
     Attributes:
-        k: keys [B, heads, n * unit, d]; None where only values were fetched and no keys were rebuilt.
+        k: keys [B, heads, n * unit, d]. None where only values were fetched and no keys were rebuilt.
         v: values [B, heads, n * unit, d].
-        valid: which tokens may be attended, bool [B, heads | 1, n * unit].
-        ids: as in the selection, int32 [B, heads | 1, n].
+        valid: which tokens may be attended to, bool [B, heads, n * unit] or [B, 1, n * unit].
+        ids: the ids of the selection, int32 [B, heads, n] or [B, 1, n].
     """
 
     k: Array | None
@@ -200,11 +232,38 @@ class LayerState(struct.PyTreeNode):
     """The state of one layer.
 
     Attributes:
-        frozen: arrays of the policy that steps only read.
-        live: arrays of the policy that change with each step.
-        host: the offloaded rows.
+        frozen: the policy's record of arrays that steps only read, or None.
+        live: the policy's record of arrays that steps replace, or None.
+        host: the rows of the host tier.
     """
 
     frozen: Any = None
     live: Any = None
     host: HostTier = HostTier()
+
+
+class Counters(struct.PyTreeNode):
+    """Counts of what the decode steps did. Every field is an array [B], one number for each row.
+
+    Attributes:
+        steps: steps in which the row was active, uint32.
+        attended: tokens attended to, float32. It is the mean over heads, summed over steps and layers.
+        selected: valid units that were selected, uint32, summed over steps, layers and heads. Only selections that have
+            a `hit` mask are counted.
+        hits: units in `selected` that the previous step had selected too, uint32.
+        fetched: data moved from the host tier, in units of 64 bytes, uint32. The count wraps around, so compare two
+            counts by their difference.
+    """
+
+    steps: Array
+    attended: Array
+    selected: Array
+    hits: Array
+    fetched: Array
+
+    @classmethod
+    def zeros(cls, batch: int) -> "Counters":
+        """The counts before the first step, for `batch` rows."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        kinds = {name: jnp.float32 if name == "attended" else jnp.uint32 for name in names}
+        return cls(**{name: jnp.zeros(batch, kind) for name, kind in kinds.items()})

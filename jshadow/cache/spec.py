@@ -1,4 +1,4 @@
-"""What is static about a layer's cache: its sizes, its policy, and how its offloaded rows lie in host memory."""
+"""The static description of one layer's cache: its sizes, its policy, and the layout of its rows in host memory."""
 
 import dataclasses
 from typing import Any
@@ -8,24 +8,25 @@ from jshadow.models.config import RopeConfig
 
 @dataclasses.dataclass(frozen=True)
 class CacheSpec:
-    """Everything static about the cache of one layer.
+    """Everything static about the cache of one layer. It is hashable, and jit takes it as a static argument.
 
     Attributes:
-        layer: index of the layer; None while a prompt is compressed, so that one compiled program serves all layers.
-        num_layers: layers of the model.
-        batch: rows.
-        capacity: tokens that a row may ever hold, prompt and generated.
-        window: slots for tokens that are kept exactly beside a policy's prompt structures.
-        q_heads: query heads.
-        kv_heads: key and value heads.
+        layer: index of the layer. It is None while a prompt is compressed, so that one compiled program serves all
+            layers.
+        num_layers: number of layers of the model.
+        batch: number of rows (sequences).
+        capacity: most tokens that a row can hold, counting the prompt and the generated tokens.
+        window: slots for tokens that are kept exactly, beside the policy's compressed prompt.
+        q_heads: number of query heads.
+        kv_heads: number of KV heads.
         head_dim: width of a head.
         model_dim: width of the residual stream.
-        dtype: name of the dtype of keys and values.
-        scale: factor on attention scores, 1 / sqrt(head_dim).
+        dtype: name of the dtype of keys and values, such as "bfloat16".
+        scale: factor on attention scores, usually 1 / sqrt(head_dim).
         rope: rotary position embedding.
-        sliding_window: tokens that this layer's attention reaches back, None for all of them.
-        fetch: "resident", "device_put" or "zero_copy".
-        policy: this layer's policy, resolved: no setting of it is None any more.
+        sliding_window: number of newest tokens that this layer attends to; None for all of them.
+        fetch: "resident", "device_put" or "zero_copy"; see cache/offload.py.
+        policy: this layer's policy. It is resolved, so none of its settings is None.
     """
 
     layer: int | None
@@ -45,7 +46,7 @@ class CacheSpec:
     policy: Any
 
     def __hash__(self) -> int:
-        # jit asks for the hash of every layer's spec at every step, so it is computed once.
+        # jit hashes the spec of every layer in every step, so the hash is computed once and stored.
         if "_hash" not in self.__dict__:
             fields = tuple(getattr(self, field.name) for field in dataclasses.fields(self))
             object.__setattr__(self, "_hash", hash(fields))
@@ -53,7 +54,7 @@ class CacheSpec:
 
     @property
     def group(self) -> int:
-        """Query heads that share a KV head."""
+        """Number of query heads that share a KV head."""
         return self.q_heads // self.kv_heads
 
 
@@ -61,16 +62,24 @@ class CacheSpec:
 class HostLayout:
     """How a policy's offloaded rows lie in host memory.
 
+    The unit is the smallest piece that a fetch moves: a few consecutive tokens of one head. Its numbers are contiguous.
+
+    Example: one row (B = 1), 2 KV heads of width 64, a capacity of 24 tokens in 3 chunks of 8, and only values are
+    offloaded. `HostLayout(heads=2, units=3, unit=8)` stands for a prompt array [1, 2, 3, 512]. Entry [0, h, u] holds
+    the values of tokens 8u to 8u + 7 in head h, 64 numbers a token. With planes=2 the array is [1, 2, 3, 1024], and
+    each entry holds the 8 keys and then the 8 values. With bits=8 it is uint8 [1, 2, 3, 528] for bfloat16: 512 bytes
+    of codes, and 8 scales of 2 bytes.
+
     Attributes:
         heads: heads of the array, usually h_kv.
-        units: units of the prompt.
+        units: units that the prompt can have.
         unit: tokens in a unit.
-        planes: 1 for values, 2 for keys and values.
-        tail_units: units that may be written after the prompt (0: nothing is).
-        bits: 8 or 4 bits a number: a unit is then one row of bytes with a scale for each token, as `packing.join_rows`
-            makes it (planes = 1). None: numbers of the model's dtype.
-        float8: whether numbers are float8_e4m3fn, stored as bytes (planes = 1, no bits).
-        no_kernel: the settings for which no GPU kernel reads host memory itself; "" where there is a kernel.
+        planes: 1 where only values are stored, 2 where keys and values are.
+        tail_units: units that can be written after the prompt; 0 where none is written.
+        bits: None: numbers have the model's dtype. 8 or 4: numbers are stored in that many bits. A unit is then one row
+            of bytes with a scale for each token, in the layout of `packing.join_rows`, and planes is 1.
+        no_kernel: "" where a GPU kernel can read these rows from host memory itself. Otherwise the settings that
+            prevent it, as text for an error message.
     """
 
     heads: int
@@ -79,5 +88,4 @@ class HostLayout:
     planes: int = 1
     tail_units: int = 0
     bits: int | None = None
-    float8: bool = False
     no_kernel: str = ""

@@ -1,7 +1,7 @@
-"""Everything that a batch of sequences remembers, as one immutable pytree.
+"""The state of a batch of sequences, as one immutable pytree.
 
-B is the number of rows. The state knows no policy by name and runs no model. `jshadow.state` is this module, so it also
-offers the records of its neighbours.
+B is the number of rows (sequences). Nothing here depends on a particular policy, and nothing here runs the model.
+`jshadow.state` is this module, so it also exports the records of records.py and spec.py.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
+from jshadow.cache.records import Counters as Counters
 from jshadow.cache.records import Fetched as Fetched
 from jshadow.cache.records import HostArray as HostArray
 from jshadow.cache.records import HostTier as HostTier
@@ -31,40 +32,17 @@ from jshadow.cache.spec import HostLayout as HostLayout
 from jshadow.errors import StateMismatch
 from jshadow.ops.rope_config import RopeConfig as RopeConfig
 
-
-class Counters(struct.PyTreeNode):
-    """What the steps did, per row [B].
-
-    Attributes:
-        steps: steps in which the row was active, uint32.
-        attended: tokens attended, summed over those steps and all layers, mean over heads, float32.
-        selected: valid units that were selected, summed over layers and heads, uint32; only selections with `hit`.
-        hits: those of them that the step before had selected too, uint32.
-        fetched: bytes moved from the host tier, in units of 64 bytes, uint32. It wraps around: read differences.
-    """
-
-    steps: Array
-    attended: Array
-    selected: Array
-    hits: Array
-    fetched: Array
-
-    @classmethod
-    def zeros(cls, batch: int) -> "Counters":
-        """No step taken yet."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        kinds = {name: jnp.float32 if name == "attended" else jnp.uint32 for name in names}
-        return cls(**{name: jnp.zeros(batch, kind) for name, kind in kinds.items()})
+CONSUMED = "state was consumed by an earlier step; use the state it returned, or fork() first"
 
 
 class Reads(struct.PyTreeNode):
     """The half of a KVState that a step reads and never returns; see KVState.
 
     Attributes:
-        layers: (frozen part, host rows of the prompt) of each layer.
-        fitted: arrays that a policy learned beforehand, or None.
-        specs: one a layer.
-        policy: the policy of the whole model.
+        layers: for each layer, its frozen part and the host rows of the prompt (None where it has none).
+        fitted: arrays that the policy learned beforehand, or None.
+        specs: the static description of each layer.
+        policy: the policy of the whole model, resolved.
     """
 
     layers: tuple[tuple[Any, HostArray | None], ...]
@@ -74,14 +52,14 @@ class Reads(struct.PyTreeNode):
 
 
 class Writes(struct.PyTreeNode):
-    """The half of a KVState that a step consumes (it is donated) and returns anew; see KVState.
+    """The half of a KVState that a step replaces; see KVState. A step donates these buffers to the compiled program.
 
     Attributes:
-        layers: (live part, host rows after the prompt) of each layer.
-        shared: what a policy carries across layers and steps, or None.
+        layers: for each layer, its live part and the host rows written after the prompt (None where it has none).
+        shared: arrays that the policy carries across layers and steps, or None.
         lengths: tokens held by each row, int32 [B].
-        last: the last token that each row holds, int32 [B].
-        counters: what was attended, selected and fetched so far.
+        last: the last token of each row, int32 [B].
+        counters: counts of the tokens attended to, the units selected and the bytes fetched.
     """
 
     layers: tuple[tuple[Any, HostArray | None], ...]
@@ -92,19 +70,20 @@ class Writes(struct.PyTreeNode):
 
 
 class KVState(struct.PyTreeNode):
-    """Everything a batch of sequences remembers, as an immutable pytree.
+    """The state of a batch of sequences between two steps, as an immutable pytree.
 
-    A step consumes the state it is given (the changing half is donated to the compiled program); `fork()` first to
-    keep it. The prompt half is shared by all forks.
+    A state has two halves. The prompt half is only read (`Reads`). The changing half is replaced by every step
+    (`Writes`): its buffers are donated to the compiled program, so a step makes the state it was given unusable. Call
+    `fork()` first to keep a state. All forks share the prompt half.
 
     Attributes:
-        layers: one LayerState a layer.
-        shared: what a policy carries across layers and steps, or None.
+        layers: one LayerState for each layer.
+        shared: arrays that the policy carries across layers and steps, or None.
         lengths: tokens held by each row, int32 [B].
-        last: the last token that each row holds, int32 [B].
-        counters: what was attended, selected and fetched so far.
-        fitted: arrays that a policy learned beforehand, or None.
-        specs: static description, one a layer.
+        last: the last token of each row, int32 [B].
+        counters: counts of the tokens attended to, the units selected and the bytes fetched.
+        fitted: arrays that the policy learned beforehand, or None.
+        specs: the static description of each layer.
         policy: the policy of the whole model, resolved.
     """
 
@@ -117,32 +96,49 @@ class KVState(struct.PyTreeNode):
     specs: tuple[CacheSpec, ...] = struct.field(pytree_node=False)
     policy: Any = struct.field(pytree_node=False)
 
+    def __getattribute__(self, name: str) -> Any:
+        """Raise StateMismatch where `lengths` or `last` of a consumed state is asked for."""
+        value = super().__getattribute__(name)
+        if name in ("lengths", "last") and is_deleted(value):
+            raise StateMismatch(CONSUMED)
+        return value
+
+    def __repr__(self) -> str:
+        """The sizes, the policy and the lengths; the arrays are left out. A consumed state says that it is one."""
+        lengths = vars(self)["lengths"]
+        held = "consumed" if is_deleted(lengths) else getattr(lengths, "shape", None)
+        if isinstance(lengths, Array) and not isinstance(lengths, jax.core.Tracer) and held != "consumed":
+            held = np.asarray(lengths).tolist()
+        return f"KVState(lengths={held}, capacity={self.capacity}, fetch={self.fetch!r}, policy={self.policy})"
+
     @property
     def capacity(self) -> int:
-        """Tokens that a row may ever hold."""
+        """Most tokens that a row can hold."""
         return self.specs[0].capacity
 
     @property
     def fetch(self) -> str:
-        """How values reach the device: "resident", "device_put" or "zero_copy"."""
+        """The fetch mode: "resident", "device_put" or "zero_copy"."""
         return self.specs[0].fetch
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """Number of rows (sequences)."""
         return self.specs[0].batch
 
     def split(self) -> tuple[Reads, Writes]:
-        """The half that a step reads and the half that it consumes."""
-        reads = tuple((layer.frozen, layer.host.prompt) for layer in self.layers)
+        """The half that a step only reads, and the half that it replaces. The arrays are not copied."""
         writes = tuple((layer.live, layer.host.tail) for layer in self.layers)
-        return Reads(reads, self.fitted, self.specs, self.policy), Writes(
-            writes, self.shared, self.lengths, self.last, self.counters
-        )
+        return self.reads(), Writes(writes, self.shared, self.lengths, self.last, self.counters)
+
+    def reads(self) -> Reads:
+        """The half that a step reads. It outlives the step."""
+        layers = tuple((layer.frozen, layer.host.prompt) for layer in self.layers)
+        return Reads(layers, self.fitted, self.specs, self.policy)
 
     @classmethod
     def of(cls, reads: Reads, writes: Writes) -> "KVState":
-        """The state of two halves."""
+        """The state that consists of these two halves. The arrays are not copied."""
         layers = tuple(
             LayerState(frozen, live, HostTier(prompt, tail))
             for (frozen, prompt), (live, tail) in zip(reads.layers, writes.layers, strict=True)
@@ -159,34 +155,42 @@ class KVState(struct.PyTreeNode):
         )
 
     def join(self, writes: Writes) -> "KVState":
-        """This state's prompt half with a new changing half."""
-        return self.of(self.split()[0], writes)
+        """A state with this state's prompt half and the given changing half."""
+        return self.of(self.reads(), writes)
 
     def fork(self) -> "KVState":
-        """An independent copy: the prompt half is shared by reference, the changing half is copied."""
-        self.check_alive()
-        _, writes = self.split()
-        return self.join(jax.tree.map(lambda leaf: leaf.copy(), writes))
-
-    def check_alive(self) -> None:
-        """Raise StateMismatch where a step has already consumed this state."""
-        _, writes = self.split()
-        for leaf in jax.tree.leaves(writes):
-            if isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted():
-                raise StateMismatch("state was consumed by an earlier step; use the state it returned, or fork() first")
-
-    def take(self, rows: Sequence[int]) -> "KVState":
-        """A new state of the given rows, in the given order (a row may repeat).
+        """An independent state: it shares the prompt half by reference and copies the changing half.
 
         Raises:
-            StateMismatch: no rows, or a row outside [0, B).
+            StateMismatch: a step has already consumed this state.
+        """
+        self.check_alive()
+        _, writes = self.split()
+        try:
+            return self.join(jax.tree.map(lambda leaf: leaf.copy(), writes))
+        except RuntimeError:
+            self.check_alive()  # another thread may have consumed it meanwhile
+            raise
+
+    def check_alive(self) -> None:
+        """Raise StateMismatch if a step has already consumed this state."""
+        _, writes = self.split()
+        for leaf in jax.tree.leaves(writes):
+            if is_deleted(leaf):
+                raise StateMismatch(CONSUMED)
+
+    def take(self, rows: Sequence[int]) -> "KVState":
+        """A new state that consists of the given rows, in the given order. A row may be repeated.
+
+        Raises:
+            StateMismatch: rows is empty, a row is not an integer in [0, B), or a step has consumed this state.
         """
         self.check_alive()
         try:
             numbers = [operator.index(row) for row in rows]
         except TypeError as error:
             raise StateMismatch(f"rows must be whole numbers, got {rows!r:.80}") from error
-        if any(isinstance(row, bool) for row in rows):  # a mask, which would be rows 0 and 1
+        if any(isinstance(row, bool) for row in rows):  # a boolean mask would be read as the rows 0 and 1
             raise StateMismatch(f"rows must be whole numbers, got {rows!r:.80}")
         if not numbers or not all(0 <= row < self.batch for row in numbers):
             raise StateMismatch(f"rows must be a non-empty list of numbers in [0, {self.batch}), got {numbers}")
@@ -194,18 +198,19 @@ class KVState(struct.PyTreeNode):
         return self.map_rows(lambda leaf: leaf[np.asarray(numbers)]).replace(specs=specs)
 
     def insert(self, row: int, other: "KVState") -> "KVState":
-        """A new state in which `row` is the only row of `other` (same model, policy, capacity and fetch mode).
+        """A new state in which row `row` is replaced by the only row of `other`.
 
-        The windows of the two may differ, because each prefill sizes its own. The tokens of `other` must fit the window
-        of this state.
+        The two states must have the same model, policy, capacity and fetch mode. Their windows may differ, because each
+        prefill sizes its own. The tokens of `other` must fit the window of this state.
 
         Raises:
-            StateMismatch: the states do not fit each other, or row is outside [0, B).
+            StateMismatch: the states do not match, row is not a whole number in [0, B), or a step has consumed one of
+                the states.
         """
         self.check_alive()
         other.check_alive()
-        if not 0 <= row < self.batch:
-            raise StateMismatch(f"row must lie in [0, {self.batch}), got {row}")
+        if isinstance(row, bool) or not isinstance(row, int | np.integer) or not 0 <= row < self.batch:
+            raise StateMismatch(f"row must be a whole number in [0, {self.batch}), got {row!r:.80}")
         row_specs = tuple(dataclasses.replace(spec, batch=1, window=0) for spec in self.specs)
         other_specs = tuple(dataclasses.replace(spec, window=0) for spec in other.specs)
         if row_specs != other_specs:
@@ -220,39 +225,44 @@ class KVState(struct.PyTreeNode):
         return new
 
     def room(self) -> Array:
-        """Tokens that each row can still take, int32 [B]: the least over the layers. Traceable."""
+        """Tokens that each row can still take, int32 [B]: the minimum over the layers. Can be traced by jit."""
         distinct = {spec.policy: (spec, layer) for spec, layer in zip(self.specs, self.layers, strict=True)}
         rooms = [spec.policy.room(spec, layer, self.lengths) for spec, layer in distinct.values()]
         return jnp.min(jnp.stack(rooms), axis=0)
 
     def map_rows(self, change: Callable[..., Any], *others: "KVState") -> "KVState":
-        """Apply `change` to every array that has a row axis; the results lie in the same memory as the arrays."""
+        """Apply `change` to every array that has a row axis. Each result lies in the memory kind of its array."""
 
         def leaf_map(leaf: Array, *other_leaves: Array) -> Array:
             leaves: tuple[Any, ...] = (leaf, *other_leaves)
             if leaf.sharding.memory_kind == "pinned_host":
-                # NumPy copies memory. XLA has no good program on a GPU for a gather from pinned host memory.
+                # NumPy gathers on the CPU. On a GPU, XLA compiles a gather from pinned host memory badly.
                 leaves = tuple(np.asarray(one) for one in leaves)
             new = change(*leaves)
-            # device_put may return the same buffer for an empty array. Copy it, or a step on one of the two states,
-            # which donates its buffers, would delete the buffer of the other.
+            # device_put may return the same buffer for an empty array. It is copied, because a step on one of the two
+            # states donates its buffers and would delete the buffer of the other.
             return jax.device_put(new if new.size else jnp.array(np.zeros(new.shape, new.dtype)), leaf.sharding)
 
         new = jax.tree.map(leaf_map, self.row_trees(), *[other.row_trees() for other in others])
         return self.replace(layers=new[0], shared=new[1], lengths=new[2], last=new[3], counters=new[4])
 
     def row_trees(self) -> tuple[Any, ...]:
-        """The parts whose leaves have rows as their first axis."""
+        """The parts of the state in which axis 0 of every array is the row."""
         return self.layers, self.shared, self.lengths, self.last, self.counters
 
 
+def is_deleted(leaf: Any) -> bool:
+    """Whether a leaf is an array whose buffer was donated to a step."""
+    return isinstance(leaf, Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
+
+
 def of_layer(fitted: Any, layer: int) -> Any:
-    """The slice of one layer from learned arrays, whose first axis is the layers."""
+    """One layer's slice of learned arrays. Axis 0 of each array is the layer."""
     return jax.tree.map(lambda leaf: leaf[layer], fitted)
 
 
 def same_arrays(tree: Any, other: Any) -> bool:
-    """Whether two trees hold the same arrays."""
+    """Whether two pytrees have the same structure and equal arrays."""
     if tree is other:
         return True
     leaves, other_leaves = jax.tree.leaves(tree), jax.tree.leaves(other)
@@ -261,7 +271,7 @@ def same_arrays(tree: Any, other: Any) -> bool:
 
 
 def set_row(array: Any, row: int, source: Any) -> Any:
-    """`array` with its row replaced by source[0], which is cut or zero-padded where the sizes differ."""
+    """A copy of `array` in which row `row` is source[0]. Where sizes differ, source[0] is cut or padded with zeros."""
     overlap = tuple(slice(0, min(a, b)) for a, b in zip(array.shape[1:], source.shape[1:], strict=True))
     if isinstance(array, np.ndarray):
         new = array.copy()

@@ -183,6 +183,7 @@ def answer(args: argparse.Namespace, params: Any, question: Question) -> "Genera
         fitted=question.fitted,
         progress=progress,
         spare=SPARE if args.save_state is not None else 0,
+        returns_state=args.save_state is not None,
     )
     run = GenerationLoop(params, question.prompt, options)
     write_answer(run, progress, f"[{policy.name}] " if question.labelled else "", silent=args.json)

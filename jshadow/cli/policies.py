@@ -87,7 +87,7 @@ def show_bytes(args: argparse.Namespace) -> int:
     if args.context < 1:
         raise ConfigError(f"--context must be at least 1, got {args.context}")
     config = config_of(args.model)
-    asked: Any = PAPERS_SETTINGS
+    asked = rows_of_bytes()
     if args.policies is not None:
         asked = [(text, args.fetch or "device_put") for text in args.policies.split(",")]
     elif args.fetch is not None:
@@ -110,6 +110,14 @@ def show_bytes(args: argparse.Namespace) -> int:
         )
     console().print(table)
     return 0
+
+
+def rows_of_bytes() -> list[tuple[str, str]]:
+    """The setting and the fetch mode of each row: PAPERS_SETTINGS, then every other policy with its defaults."""
+    from jshadow.policies import POLICIES
+
+    listed = {text.partition(":")[0] for text, _ in PAPERS_SETTINGS}
+    return [*PAPERS_SETTINGS, *((name, "device_put") for name in POLICIES if name not in listed)]
 
 
 def byte_row(config: Any, text: str, fetch: str, context: int, dtype: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jshadow.cache.state import KVState
+from jshadow.engine.host_notes import known_room, read_room
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.types import Tokens
 from jshadow.errors import CapacityError, ConfigError, PromptError, StateMismatch
@@ -17,9 +18,30 @@ from jshadow.policies.base import why_dense
 from jshadow.weights.params import Params
 
 
+def as_array(values: Any, name: str) -> np.ndarray:
+    """Token ids or lengths as an array. Raises PromptError for ragged lists, and for True and False.
+
+    NumPy would take True among integers for 1.
+    """
+    if (truth := first_bool(values)) is not None:
+        raise PromptError(f"{name} must be integers, got {truth}")
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        raise PromptError(f"{name} must be an array of integers, got {values!r:.80}: {error}") from error
+
+
+def first_bool(values: Any) -> bool | None:
+    """The first bool in lists of any depth; None where there is none."""
+    if isinstance(values, bool):
+        return values
+    found = map(first_bool, values) if isinstance(values, list | tuple) else ()
+    return next((one for one in found if one is not None), None)
+
+
 def check_ids(config: ModelConfig, tokens: Tokens, shape: tuple[int | None, ...], name: str) -> np.ndarray:
     """Token ids as int32 of that shape. Raises PromptError naming the first id out of range."""
-    array = np.asarray(tokens)
+    array = as_array(tokens, name)
     if array.dtype.kind not in "iu" or array.ndim != len(shape):
         raise PromptError(f"{name} must be integers with {len(shape)} axes, got {array.dtype} {array.shape}")
     if any(want is not None and want != got for want, got in zip(shape, array.shape, strict=True)):
@@ -34,7 +56,7 @@ def check_tokens(
     config: ModelConfig, tokens: Tokens, lengths: Tokens, *, least: int, batch: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Right-padded tokens [B, T] and lengths [B], padding set to 0. Raises PromptError."""
-    array, counts = np.asarray(tokens), np.asarray(lengths)
+    array, counts = as_array(tokens, "tokens"), as_array(lengths, "lengths")
     if array.ndim != 2 or array.size == 0:
         raise PromptError(f"tokens must be a non-empty array [B, T], got shape {array.shape}")
     if counts.shape != array.shape[:1] or counts.dtype.kind not in "iu":
@@ -57,19 +79,30 @@ def check_capacity(config: ModelConfig, capacity: Any, longest: int) -> None:
         raise CapacityError(f"prompt must have at most capacity={capacity} tokens, got {longest}")
 
 
-def check_room(state: KVState, new: np.ndarray) -> None:
-    """Raise CapacityError where a row has no room for its new tokens, before any is lost."""
-    if not new.any():
-        return
-    room = np.asarray(state.room())
-    row = int(np.argmin(room - new))
-    if new[row] > room[row]:
-        held = int(np.asarray(state.lengths)[row])
-        window = min(spec.window for spec in state.specs)
-        raise CapacityError(
-            f"row {row} holds {held} tokens of capacity={state.capacity} (window={window}) and has room for "
-            f"{int(room[row])} more, got {int(new[row])}"
-        )
+def check_room(state: KVState, new: np.ndarray) -> np.ndarray | None:
+    """Raise CapacityError where a row has no room for its new tokens, before any of them is fed.
+
+    The device is asked only where the host does not know of enough room.
+
+    Args:
+        state: before the step.
+        new: new tokens of each row, int64 [B].
+
+    Returns:
+        Tokens that each row can take at least after the step, int64 [B]; None where that is not known.
+    """
+    room = known_room(state)
+    if new.any() and (room is None or (new > room).any()):
+        room = read_room(state)
+        row = int(np.argmin(room - new))
+        if new[row] > room[row]:
+            held = int(np.asarray(state.lengths)[row])
+            window = min(spec.window for spec in state.specs)
+            raise CapacityError(
+                f"row {row} holds {held} tokens of capacity={state.capacity} (window={window}) and has room for "
+                f"{int(room[row])} more, got {int(new[row])}"
+            )
+    return None if room is None else room - new
 
 
 def check_piece(name: str, tokens: Any) -> None:

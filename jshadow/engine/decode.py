@@ -29,9 +29,10 @@ from jshadow.engine.cores import extend_steps as extend_steps
 from jshadow.engine.cores import generate_steps as generate_steps
 from jshadow.engine.cores import scan_tokens
 from jshadow.engine.cores import step as step
+from jshadow.engine.host_notes import consuming, note_room
 from jshadow.engine.prefill import prefill as prefill
 from jshadow.engine.prefill import prefill_many as prefill_many
-from jshadow.engine.sampling import Sampler, sample
+from jshadow.engine.sampling import Sampler, sample_checked, seed_key
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes
 from jshadow.engine.types import Joined, Logits, Tokens, WholeLogits
@@ -75,10 +76,11 @@ def decode_step(
     rows = np.ones(batch, bool) if active is None else np.asarray(active, bool)
     if rows.shape != (batch,):
         raise PromptError(f"active must have shape ({batch},), got {rows.shape}")
-    check_room(state, rows.astype(np.int64))
-    reads, writes = state.split()
-    out, writes = _step(params.weights, jnp.asarray(ids), reads, writes, jnp.asarray(rows), config=params.config)
-    return out, state.join(writes)
+    room = check_room(state, rows.astype(np.int64))
+    with consuming(state):
+        reads, writes = state.split()
+        out, writes = _step(params.weights, jnp.asarray(ids), reads, writes, jnp.asarray(rows), config=params.config)
+    return out, note_room(state.join(writes), room)
 
 
 class Draw(NamedTuple):
@@ -88,7 +90,9 @@ class Draw(NamedTuple):
     step_number: Array
 
 
-@functools.partial(jax.jit, static_argnames=("config", "sampler"), donate_argnames=("writes",))
+@functools.partial(
+    jax.jit, static_argnames=("config", "sampler"), donate_argnames=("writes",), compiler_options=COMPILER_OPTIONS
+)
 def step_and_sample(
     weights: dict,
     fed: tuple[Array, Array],
@@ -101,18 +105,18 @@ def step_and_sample(
 ) -> tuple[Array, Writes]:
     """Feed fed = (token int32 [B], active bool [B]) and sample the next tokens, int32 [B].
 
-    This is one program, so that a generated token takes one dispatch and no logits leave the device; two programs
-    would be `decode_step` and `sample_once`.
+    A row whose logits have a NaN gets NO_TOKEN. This is one program, so that a generated token takes one dispatch and
+    the logits stay on the device. `decode_step` and `sample_once` together do the same in two programs.
     """
     token, active = fed
     logits, writes = step_writes(weights, config, token[:, None], active.astype(jnp.int32), reads, writes)
-    return sample(sampler, logits, jax.random.fold_in(*draw)), writes
+    return sample_checked(sampler, logits, jax.random.fold_in(*draw)), writes
 
 
 @functools.partial(jax.jit, static_argnames=("sampler",))
 def sample_once(logits: Array, draw: Draw, *, sampler: Sampler) -> Array:
-    """The next token of each row, int32 [B], of logits [B, V]."""
-    return sample(sampler, logits, jax.random.fold_in(*draw))
+    """The next token of each row, int32 [B], drawn from logits [B, V]; NO_TOKEN where these have a NaN."""
+    return sample_checked(sampler, logits, jax.random.fold_in(*draw))
 
 
 # Many tokens
@@ -185,12 +189,13 @@ def extend(
     check_state(params, state, policy)
     check_logits(logits)
     ids, counts = check_tokens(params.config, tokens, lengths, least=0, batch=state.batch)
-    check_room(state, counts.astype(np.int64))
-    reads, writes = state.split()
-    out, writes = _extend(
-        params.weights, jnp.asarray(ids), jnp.asarray(counts), reads, writes, config=params.config, want=logits
-    )
-    return out, state.join(writes)
+    room = check_room(state, counts.astype(np.int64))
+    with consuming(state):
+        reads, writes = state.split()
+        out, writes = _extend(
+            params.weights, jnp.asarray(ids), jnp.asarray(counts), reads, writes, config=params.config, want=logits
+        )
+    return out, note_room(state.join(writes), room)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,10 +251,11 @@ def decode_steps(
     check_sampling(sampler, seed)
     plan = ScanPlan(n, sampler or Sampler(), check_stop(stop))
     ids = check_ids(params.config, token, (state.batch,), "token")
-    check_room(state, np.full(state.batch, n, np.int64))
-    reads, writes = state.split()
-    key = jax.random.key(seed)
-    tokens, writes = _generate_steps(
-        params.weights, jnp.asarray(ids), reads, writes, key, config=params.config, plan=plan
-    )
-    return tokens, state.join(writes)
+    room = check_room(state, np.full(state.batch, n, np.int64))
+    key = seed_key(seed)
+    with consuming(state):
+        reads, writes = state.split()
+        tokens, writes = _generate_steps(
+            params.weights, jnp.asarray(ids), reads, writes, key, config=params.config, plan=plan
+        )
+    return tokens, note_room(state.join(writes), room)

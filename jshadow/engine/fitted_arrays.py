@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jshadow.engine.saved_file import described, header_digest, open_described, read_checked
 from jshadow.engine.saved_record import compare, plain, policy_record, read_json_text
-from jshadow.engine.saved_state import described, header_digest, open_described, read_checked
 from jshadow.engine.types import Fitted
 from jshadow.errors import ConfigError, StateMismatch
 from jshadow.policies import POLICIES, Policy

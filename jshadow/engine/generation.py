@@ -13,15 +13,16 @@ from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.checks import check_policy, check_room, check_state
 from jshadow.engine.decode import Draw
+from jshadow.engine.host_notes import consuming
 from jshadow.engine.options import GenerateOptions, length_step
 from jshadow.engine.prefill_job import own_attention, prepared_attention
 from jshadow.engine.report import CompileClock, Report, attended_parts, measured_bytes, row_figures
-from jshadow.engine.result import FinalState, Generation
-from jshadow.engine.sampling import Sampler
+from jshadow.engine.result import FinalStates, Generation
+from jshadow.engine.sampling import NO_TOKEN, Sampler, seed_key
 from jshadow.engine.text import TextStream, encode, split_prompts, split_stops
 from jshadow.engine.types import OnePrompt, Prompt
 from jshadow.engine.verify import Verifier, resident_twin
-from jshadow.errors import ConfigError, StateMismatch
+from jshadow.errors import ConfigError, NumericalError, StateMismatch
 from jshadow.ops.buckets import round_up
 from jshadow.planner.bytes import full_bytes
 from jshadow.policies import Full, Policy, ShadowKV
@@ -39,6 +40,8 @@ class GenerationLoop:
         state: the latest KV state; None before the prefill and after `close`.
         policy: resolved; Full where the asked one can do nothing.
         fallback: why Full runs in place of the asked policy, or None.
+        marks: for a row whose text may have begun a stop string, or has met one: a state from before the tokens that
+            may have, and how many generated tokens the row holds in it.
     """
 
     def __init__(self, params: Params, prompt: Prompt, options: GenerateOptions) -> None:
@@ -55,6 +58,7 @@ class GenerationLoop:
         self.streams = [TextStream(params.tokenizer, texts) for _ in self.prompts]
         if options.fitted is not None and options.state is not None:
             raise ConfigError("fitted must be left out with a state, which keeps those that it was made with")
+        self.marks: dict[int, tuple[KVState, int]] = {}
         self.verifier: Verifier | None = None
         self.fallback: str | None = None
         self.prefill_label: str | None = None
@@ -154,23 +158,51 @@ class GenerationLoop:
         return logits
 
     def __iter__(self) -> Iterator[tuple[int, str, int]]:
-        count, key = self.options.max_new_tokens, jax.random.key(self.options.seed)
+        count, key = self.options.max_new_tokens, seed_key(self.options.seed)
         stop = self._timed()
         logits = self._start()
         if count == 0:
             self.prefill_seconds = stop()
             return
-        values = np.asarray(decode.sample_once(logits, Draw(key, jnp.int32(0)), sampler=self.sampler))
-        self.prefill_seconds = stop()
         active = np.ones(len(self.prompts), bool)
+        tokens = decode.sample_once(logits, Draw(key, jnp.int32(0)), sampler=self.sampler)
+        values = self.read_tokens(tokens, 0, active)
+        self.prefill_seconds = stop()
         for index in range(1, count + 1):
             yield from self._push(values, active, last=index == count)
             if not active.any() or index == count:
                 break
             stop = self._timed()
-            values = np.asarray(self._next(values, active, Draw(key, jnp.int32(index))))
+            self._mark(active)
+            values = self.read_tokens(self._next(values, active, Draw(key, jnp.int32(index))), index, active)
             self.decode_seconds += stop()
             self.decoded += int(active.sum())
+
+    def read_tokens(self, tokens: Array, step: int, active: np.ndarray) -> np.ndarray:
+        """The tokens that a step drew, int32 [B], on the host. Step 0 is the prompt.
+
+        Raises:
+            NumericalError: the logits of an active row had a NaN.
+        """
+        values = np.asarray(tokens)
+        if len(rows := np.flatnonzero(active & (values == NO_TOKEN))):
+            place = "that follow the prompt" if step == 0 else f"that follow {step} generated tokens"
+            raise NumericalError(
+                f"logits must be numbers, got NaN in row {rows[0]} at step {step}, in the logits {place}; check the "
+                f"weights, or run the model in a wider dtype than {self.params.dtype}"
+            )
+        return values
+
+    def _mark(self, active: np.ndarray) -> None:
+        """Keep a state for each active row whose newest token may have begun a stop string; let go of the others."""
+        assert self.state is not None
+        fork = None
+        for row in np.flatnonzero(active).tolist() if self.options.returns_state else ():
+            if not self.streams[row].held_back:
+                self.marks.pop(row, None)
+            elif row not in self.marks:
+                fork = self.state.fork() if fork is None else fork
+                self.marks[row] = fork, len(self.streams[row].tokens) - 1
 
     def _next(self, values: np.ndarray, active: np.ndarray, draw: Draw) -> Array:
         """Feed a token to each active row, sample the next."""
@@ -178,10 +210,13 @@ class GenerationLoop:
         if self.verifier is not None:
             logits, self.state = self.verifier.step(values[:, None], active.astype(np.int32), self.state)
             return decode.sample_once(logits, draw, sampler=self.sampler)
-        reads, writes = self.state.split()
         weights, config = self.params.weights, self.params.config
         fed = jnp.asarray(values), jnp.asarray(active)
-        token, writes = decode.step_and_sample(weights, fed, reads, writes, draw, config=config, sampler=self.sampler)
+        with consuming(self.state):
+            reads, writes = self.state.split()
+            token, writes = decode.step_and_sample(
+                weights, fed, reads, writes, draw, config=config, sampler=self.sampler
+            )
         self.state = self.state.join(writes)
         return token
 
@@ -202,15 +237,21 @@ class GenerationLoop:
     def close(self) -> None:
         """Let the KV state go."""
         self.state = self.verifier = None
+        self.marks.clear()
 
     def results(self) -> list[Generation]:
         """One Generation a row, once the iteration has ended."""
         assert self.state is not None
-        final = FinalState(self.params, self.state, [stream.tokens[-1:] for stream in self.streams])
-        rows, generations = range(len(self.prompts)), []
-        for row, stream, report in zip(rows, self.streams, self._reports(self.state), strict=True):
+        bases = []
+        for row, stream in enumerate(self.streams):
+            latest = self.state, max(0, len(stream.tokens) - 1)  # its last token was never fed
+            state, held = self.marks.get(row, latest) if stream.stopped else latest
+            bases.append((state, stream.tokens[held : stream.kept()]))
+        final, generations = FinalStates(self.params, bases), []
+        for row, (stream, report) in enumerate(zip(self.streams, self._reports(self.state), strict=True)):
             text = stream.text if self.params.tokenizer is not None else None
-            generations.append(Generation(text, list(stream.tokens), report, final, None if self.bare else row))
+            tokens = stream.tokens[: stream.kept()]
+            generations.append(Generation(text, tokens, report, final, None if self.bare else row))
         return generations
 
     def _reports(self, state: KVState) -> list[Report]:

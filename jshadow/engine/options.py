@@ -38,12 +38,13 @@ class GenerateKeywords(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerateOptions:
-    """The arguments of `generate` beside the model and the prompt, and two more.
+    """The arguments of `generate` beside the model and the prompt, and three more.
 
     Attributes:
         policy, max_new_tokens, sampler, seed, fetch, capacity, state, stop, prefill, verify, fitted: see `generate`.
         progress: called with (layers done, layers) during the prefill.
-        spare: tokens by which the capacity should exceed what this call needs, if the context allows.
+        spare: tokens by which the capacity should exceed the need of this call, if the context allows.
+        returns_state: whether the caller may ask for the state. Otherwise none is kept for a stop string.
     """
 
     policy: Policy | None = None
@@ -59,6 +60,7 @@ class GenerateOptions:
     fitted: Fitted | None = None
     progress: Progress | None = None
     spare: int = 0
+    returns_state: bool = True
 
     def check(self, params: Params) -> None:
         """Raise ConfigError or CapacityError where a setting is out of range for the model."""

@@ -21,7 +21,7 @@ from jshadow.engine.blas_threads import one_blas_thread
 from jshadow.engine.placement import commit
 from jshadow.engine.prefill_job import PrefillJob, PrefillOptions, check_job
 from jshadow.engine.prefill_layer import compress_layer, needed, prefill_layer
-from jshadow.engine.step import step_writes
+from jshadow.engine.step import COMPILER_OPTIONS, step_writes
 from jshadow.engine.types import (
     Fitted,
     Joined,
@@ -145,7 +145,7 @@ def foresee(weights: dict, config: ModelConfig, token: Array, state: KVState) ->
     return commit(state.join(writes.replace(layers=layers, shared=shared)))
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
+@functools.partial(jax.jit, static_argnames=("config",), compiler_options=COMPILER_OPTIONS)
 def _foresee(weights: dict, token: Array, reads: Reads, writes: Writes, *, config: ModelConfig) -> tuple[Any, Any]:
     speculation = capability(reads.policy, Speculates)
     assert speculation is not None

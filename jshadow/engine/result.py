@@ -10,21 +10,29 @@ from jshadow.engine.report import Report
 from jshadow.weights.params import Params
 
 
-class FinalState:
-    """The final state of a batch. The last token of each row was sampled but not fed; the first use feeds it."""
+class FinalStates:
+    """The final states of a batch. Tokens that a row was given and not fed are fed when its state is first asked for.
 
-    def __init__(self, params: Params, state: KVState, last: list[list[int]]) -> None:
-        """`last` has the last sampled token of each row in a list, which is empty where nothing was sampled."""
-        self.params, self.latest = params, state
-        self.last = [token for tokens in last for token in tokens]
-        self.fed = not self.last
+    A row that a stop string ended may have an older state than its neighbors. Rows with the same state share it.
+    """
 
-    def state(self) -> KVState:
-        """The state that holds the prompt and all generated tokens."""
-        if not self.fed:
-            _, self.latest = decode.decode_step(self.params, np.array(self.last, np.int32), self.latest)
-            self.fed = True
-        return self.latest
+    def __init__(self, params: Params, rows: list[tuple[KVState, list[int]]]) -> None:
+        """For each row, a state of the whole batch, and the tokens that the row must still be fed."""
+        self.params = params
+        self.states = {id(state): state for state, _ in rows}
+        self.keys = [id(state) for state, _ in rows]
+        self.unfed = [list(tokens) for _, tokens in rows]
+
+    def of_row(self, row: int) -> KVState:
+        """The state of the batch in which this row holds the prompt and the tokens that it was given."""
+        key = self.keys[row]
+        sharing = [self.keys[other] == key for other in range(len(self.keys))]
+        while any(active := [mine and bool(unfed) for mine, unfed in zip(sharing, self.unfed, strict=True)]):
+            tokens = [unfed.pop(0) if fed else 0 for fed, unfed in zip(active, self.unfed, strict=True)]
+            _, self.states[key] = decode.decode_step(
+                self.params, np.array(tokens, np.int32), self.states[key], active=active
+            )
+        return self.states[key]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,22 +40,23 @@ class Generation:
     """The answer to one prompt.
 
     Attributes:
-        text: the new text without stop token or stop string; None without a tokenizer.
-        tokens: the new token ids; a stop token that ended them is included.
+        text: the new text without the stop token or the stop string; None without a tokenizer.
+        tokens: the new token ids that `state` holds. A stop token is one of them. The tokens of a stop string are not,
+            nor is a token in which the stop string begins behind other text.
         report: bytes, counts and seconds of this generation.
     """
 
     text: str | None
     tokens: list[int]
     report: Report
-    _final: FinalState = dataclasses.field(repr=False)
+    _final: FinalStates = dataclasses.field(repr=False)
     _row: int | None = dataclasses.field(repr=False, default=None)
 
     @property
     def state(self) -> KVState:
-        """The KV state after prompt and answer, for the next turn (`generate(state=...)`, which consumes it).
+        """The KV state for the next turn (`generate(state=...)`, which consumes it): the prompt, then `tokens`.
 
-        The last token was sampled but never fed; asking for the state feeds it.
+        The last token is fed when the state is first asked for.
         """
-        state = self._final.state()
+        state = self._final.of_row(self._row or 0)
         return state if self._row is None else state.take([self._row])

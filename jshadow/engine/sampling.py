@@ -5,12 +5,15 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from jshadow.errors import ConfigError
 from jshadow.models.config import check_positive
 
 COLDEST = 1e-30  # at this temperature the lesser of two logits is never drawn; a lower one would change nothing
+
+NO_TOKEN = -1  # in place of a token that could not be drawn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,17 @@ class Sampler:
                 raise ConfigError(f"sampler.{name} must lie in (0, 1], got {value!r}")
 
 
+def seed_key(seed: int) -> Key[Array, ""]:
+    """The PRNG key of a seed of 64 bits.
+
+    jax.random.key reads the low 32 bits of a seed alone, unless x64 is enabled. The high 32 bits are folded in where
+    they are not 0, so a seed below 2**32 has the key that jax.random.key gives it.
+    """
+    low, high = np.uint32(int(seed) & 0xFFFFFFFF), np.uint32(int(seed) >> 32 & 0xFFFFFFFF)
+    key = jax.random.key(low)
+    return jax.random.fold_in(key, high) if high else key
+
+
 def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -> Int[Array, " B"]:
     """Draw a token for each row.
 
@@ -60,6 +74,11 @@ def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -
     filtered = filter_logits(sampler, cooled)
     keys = jax.vmap(lambda row: jax.random.fold_in(key, row))(jnp.arange(logits.shape[0]))
     return jax.vmap(jax.random.categorical)(keys, filtered).astype(jnp.int32)
+
+
+def sample_checked(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -> Int[Array, " B"]:
+    """`sample`, with NO_TOKEN for a row in whose logits there is a NaN. argmax would give the place of the NaN."""
+    return jnp.where(jnp.isnan(logits).any(axis=-1), NO_TOKEN, sample(sampler, logits, key))
 
 
 def filter_logits(sampler: Sampler, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:

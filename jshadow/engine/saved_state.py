@@ -7,9 +7,8 @@ metadata and the tensor table in canonical JSON ("header_sha256"). So a changed 
 parser does not see either (a space between two fields).
 """
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,12 @@ import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from jshadow.cache import host_memory
+from jshadow.cache import host_memory, offload
 from jshadow.cache.records import HostArray
 from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_ids, check_state
-from jshadow.engine.saved_record import StateRecord, read_json_text
+from jshadow.engine.saved_file import described, header_digest, open_described, read_all_checked, read_checked
+from jshadow.engine.saved_record import StateRecord
 from jshadow.errors import CheckpointError, ConfigError, PromptError, StateMismatch
 from jshadow.policies import POLICIES, WRAPPERS, Policy
 from jshadow.weights.convert.files import staged_file
@@ -101,13 +101,18 @@ def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | No
     expected_leaves = places(expected)
     check_table(file, {name: bare(leaf) for name, leaf in expected_leaves.items()}, record.batch)
     host_memory.check_host_memory([expected.specs])
-    for name in file.shapes:
-        read_checked(file, name, digests)
-    check_lengths(file, record)
+    tensors = read_all_checked(file, digests, spare_bytes(expected))
+    check_lengths(file, record, tensors["lengths"].tolist())
+
+    def place(name: str) -> Any:
+        # Each tensor leaves `tensors` here, so that it is freed as soon as it is placed.
+        value = tensors.pop(name) if name in tensors else file.read(name)
+        return put(expected_leaves[name], value)
+
     with host_memory.placing([expected.specs]):
-        hosted = {name: put(leaf, file.read(name)) for name, leaf in expected_leaves.items() if is_place(leaf)}
+        hosted = {name: place(name) for name, leaf in expected_leaves.items() if is_place(leaf)}
         jax.block_until_ready(hosted)
-    leaves = [hosted[name] if name in hosted else put(leaf, file.read(name)) for name, leaf in expected_leaves.items()]
+    leaves = [hosted[name] if name in hosted else place(name) for name in expected_leaves]
     state: KVState = jax.tree.unflatten(jax.tree.structure(expected, is_leaf=is_place), leaves)
     if (room := np.asarray(state.room())).min() < 0:
         raise CheckpointError(f"{file.path}: room of each row must be at least 0, got {room.tolist()}")
@@ -204,46 +209,7 @@ def header_texts(record: StateRecord, layout: Layout, digests: Mapping[str, str]
     return texts | {"header_sha256": header_digest(texts, table)}
 
 
-def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    """SHA-256 of the parsed header. Offsets follow from the sizes: the format allows neither gap nor overlap."""
-    return sha256(canonical({"metadata": dict(texts), "tensors": {name: list(entry) for name, entry in table.items()}}))
-
-
 # Loading
-
-
-def open_described(path: Path, kind: str, form: str, version: int) -> tuple[TensorFile, dict[str, str], dict[str, str]]:
-    """Open a file that jshadow wrote and check its header: the file, its texts, and the SHA-256 of each tensor.
-
-    Raises:
-        CheckpointError: missing, damaged or foreign, or of a newer format.
-    """
-    file = TensorFile(path, kind)
-    texts = dict(file.metadata)
-    if texts.get("format") != form:
-        raise CheckpointError(f"{path} must be {kind}, got a safetensors file of format {texts.get('format')!r:.80}")
-    with described(path, kind):
-        number = read_json_text(texts, "version")
-        if number != version:
-            raise CheckpointError(f"{path} is of format version {number}; this jshadow understands version {version}")
-        recorded = texts.pop("header_sha256", None)
-        if recorded != header_digest(texts, {name: (file.tags[name], shape) for name, shape in file.shapes.items()}):
-            raise CheckpointError(f"{path} is damaged: its header does not have the SHA-256 that it tells")
-        digests = read_json_text(texts, "sha256")
-        if not isinstance(digests, dict) or digests.keys() != file.shapes.keys():
-            raise ValueError("sha256 must have one digest for each tensor")
-    return file, texts, digests
-
-
-@contextlib.contextmanager
-def described(path: Path, kind: str) -> Iterator[None]:
-    """Turn the errors of reading metadata into a CheckpointError."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} must be {kind}, got metadata that do not fit: {error}") from error
 
 
 def open_state(path: Path) -> tuple[TensorFile, StateRecord, dict[str, str]]:
@@ -259,14 +225,6 @@ def open_state(path: Path) -> tuple[TensorFile, StateRecord, dict[str, str]]:
         return file, StateRecord.read(texts), digests
 
 
-def read_checked(file: TensorFile, name: str, digests: Mapping[str, str]) -> np.ndarray:
-    """A tensor of the file. Raises CheckpointError where its bytes are not those that were written."""
-    value = file.read(name)
-    if sha256(raw_bytes(value)) != digests[name]:
-        raise CheckpointError(f"{file.path} is damaged: {name} does not have the SHA-256 that the header tells")
-    return value
-
-
 def check_table(file: TensorFile, leaves: Mapping[str, Any], batch: int) -> None:
     """Raise CheckpointError unless the file has the tensors of the leaves and no others but token ids of all rows."""
     extra = [name for name in file.shapes if name not in leaves]
@@ -280,9 +238,17 @@ def check_table(file: TensorFile, leaves: Mapping[str, Any], batch: int) -> None
     raise_all(str(file.path), problems)
 
 
-def check_lengths(file: TensorFile, record: StateRecord) -> None:
+def spare_bytes(expected: KVState) -> int:
+    """Bytes of host memory that tensors may take while they are checked; 0 where the system does not say.
+
+    It is half of what is left beside the state's own host rows.
+    """
+    free = host_memory.available_memory()
+    return 0 if free is None else max(0, free - offload.host_bytes(expected.specs)) // 2
+
+
+def check_lengths(file: TensorFile, record: StateRecord, lengths: list[int]) -> None:
     """Raise CheckpointError where a row holds an impossible number of tokens, or another number than its token ids."""
-    lengths = file.read("lengths").tolist()
     if not all(0 <= length <= record.capacity for length in lengths):
         raise CheckpointError(f"{file.path}: lengths must lie in [0, capacity={record.capacity}], got {lengths}")
     for name, length in zip(token_names(record.batch), lengths, strict=True):

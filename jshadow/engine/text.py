@@ -1,5 +1,6 @@
 """Prompts to token ids, and token ids back to text piece by piece. Knows no model."""
 
+import bisect
 from collections.abc import Sequence
 from typing import Any, TypeGuard, cast
 
@@ -58,6 +59,8 @@ def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | N
         else:
             ids = encode_chat(tokenizer, prompt, after)
     elif is_token_ids(prompt):
+        if truths := [token for token in prompt if isinstance(token, bool)]:
+            raise PromptError(f"prompt token ids must be integers, got {truths[0]}")
         ids = [int(token) for token in prompt]
     else:
         raise PromptError(f"prompt must be text, a chat or token ids, got {prompt!r:.80}")
@@ -103,31 +106,49 @@ def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) 
 def split_stops(stop: Any, tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Stop strings and stop token ids of a `stop=` argument: a string, an id, or a sequence of either.
 
+    A string that is a special token becomes its id, because decoded text has no special tokens.
+
     Raises:
-        ConfigError: something else, an empty string, or a string without a tokenizer.
+        ConfigError: another type, an empty string, a string without a tokenizer, or a string that has a special token
+            beside other text.
     """
     items = [] if stop is None else list(stop) if np.iterable(stop) and not isinstance(stop, str) else [stop]
-    texts = tuple(item for item in items if isinstance(item, str))
-    ids = tuple(int(item) for item in items if isinstance(item, int | np.integer) and not isinstance(item, bool))
+    texts = [item for item in items if isinstance(item, str)]
+    ids = [int(item) for item in items if isinstance(item, int | np.integer) and not isinstance(item, bool)]
     if len(texts) + len(ids) != len(items) or "" in texts:
         raise ConfigError(f"stop must be non-empty strings or token ids, got {stop!r}")
     if texts and tokenizer is None:
         raise ConfigError(f"stop must be token ids, for the checkpoint has no tokenizer; got {stop!r}")
-    return texts, ids
+    specials = special_tokens(tokenizer) if texts else {}
+    for text in texts:
+        inside = [token for token in specials if token in text]
+        if inside and text not in specials:
+            raise ConfigError(f"stop must not have the special token {inside[0]!r} beside other text, got {text!r}")
+    ids += [specials[text] for text in texts if text in specials]
+    return tuple(text for text in texts if text not in specials), tuple(ids)
+
+
+def special_tokens(tokenizer: Any) -> dict[str, int]:
+    """The ids of the special tokens by their text. Decoded text leaves these tokens out."""
+    named = zip(getattr(tokenizer, "all_special_tokens", ()), getattr(tokenizer, "all_special_ids", ()), strict=True)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return dict(named) | {token.content: index for index, token in added.items() if token.special}
 
 
 class TextStream:
     """One row's text as it grows: whole characters only, cut before a stop string.
 
     Attributes:
-        text: what is final so far.
-        stopped: a stop string was met.
+        tokens: all tokens of the row.
+        text: the text that is final.
+        stopped: whether a stop string was met.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, tuple(stops)
         self.tokens: list[int] = []
         self.decoded, self.text, self.stopped = "", "", False
+        self._ends: list[int] = []  # where the text of each decoded token ends in `decoded`
         self._begin = self._done = 0  # tokens[_begin:_done] are decoded again, as the context of later tokens
 
     def push(self, token: int) -> str:
@@ -139,8 +160,9 @@ class TextStream:
         after = self._decode(self._begin, len(self.tokens))
         if after.endswith(UNFINISHED) or len(after) <= len(before):
             return ""
-        self.decoded += after[len(before) :]
-        self._begin, self._done = self._done, len(self.tokens)
+        begin = self._done
+        self._add(after[len(before) :])
+        self._begin = begin
         return self._release(final=False)
 
     def finish(self) -> str:
@@ -148,9 +170,25 @@ class TextStream:
         if self.tokenizer is None or self.stopped:
             return ""
         before = self._decode(self._begin, self._done)
-        self.decoded += self._decode(self._begin, len(self.tokens))[len(before) :]
-        self._begin = self._done = len(self.tokens)
+        self._add(self._decode(self._begin, len(self.tokens))[len(before) :])
+        self._begin = self._done
         return self._release(final=True)
+
+    @property
+    def held_back(self) -> bool:
+        """Whether a stop string may have begun in the tokens so far. False without stop strings."""
+        waiting = len(self._ends) < len(self.tokens) or len(self.text) < len(self.decoded)
+        return bool(self.stops) and waiting and not self.stopped
+
+    def kept(self) -> int:
+        """How many of the first tokens have no part in a stop string: all where none was met."""
+        return bisect.bisect_right(self._ends, len(self.text)) if self.stopped else len(self.tokens)
+
+    def _add(self, text: str) -> None:
+        """Add the text of the tokens that were not yet decoded."""
+        self.decoded += text
+        self._ends += [len(self.decoded)] * (len(self.tokens) - len(self._ends))
+        self._done = len(self.tokens)
 
     def _decode(self, begin: int, end: int) -> str:
         return self.tokenizer.decode(self.tokens[begin:end], skip_special_tokens=True)

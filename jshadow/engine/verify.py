@@ -18,7 +18,7 @@ from jax import Array, lax
 from jshadow.cache.records import Fetched, HostArray, HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads, Writes
-from jshadow.engine.step import AllLayers, LayerWork, step_layer, step_state, step_writes, turn_piece
+from jshadow.engine.step import COMPILER_OPTIONS, AllLayers, LayerWork, step_layer, step_state, step_writes, turn_piece
 from jshadow.errors import StateMismatch, VerificationError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of
@@ -101,7 +101,7 @@ class WatchedWrites(NamedTuple):
     free: Writes
 
 
-@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("writes",))
+@functools.partial(jax.jit, static_argnames=("config",), donate_argnames=("writes",), compiler_options=COMPILER_OPTIONS)
 def _watched_step(
     weights: dict,
     tokens: Array,

@@ -20,7 +20,7 @@ from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.checks import check_capacity, check_room
 from jshadow.engine.prefill_job import prepared_attention
-from jshadow.engine.sampling import Sampler
+from jshadow.engine.sampling import Sampler, seed_key
 from jshadow.engine.text import TextStream, split_stops
 from jshadow.errors import CapacityError, ConfigError, PromptError
 from jshadow.evaluation.likelihood_steps import draw_tokens, forced_scores, target_scores
@@ -249,7 +249,7 @@ class Scorer:
         names = range(len(prompts)) if names is None else names
         for indices, logits, state, rows in self.prefilled(prompts, max_new_tokens):
             numbers = jnp.array([names[index] for index in indices] + [0] * (rows - len(indices)))
-            keys = jax.vmap(functools.partial(jax.random.fold_in, jax.random.key(seed)))(numbers)
+            keys = jax.vmap(functools.partial(jax.random.fold_in, seed_key(seed)))(numbers)
             streams = [TextStream(self.params.tokenizer, texts) for _ in indices]
             draw, take = functools.partial(drawn, sampler, keys), functools.partial(taken, streams, ends)
             generate_rows(self.params, logits, state, max_new_tokens, draw, take, len(indices))

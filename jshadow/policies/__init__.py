@@ -1,4 +1,4 @@
-"""The methods, one file or folder each, known by name in `POLICIES`. What they share begins in base.py."""
+"""The methods, one file or folder each. `POLICIES` maps their names to their classes; base.py defines the contract."""
 
 import importlib
 import json
@@ -45,22 +45,23 @@ from jshadow.policies.wrappers import WRAPPERS as WRAPPERS
 from jshadow.policies.wrappers import DenseFirst as DenseFirst
 from jshadow.policies.wrappers import Pyramid as Pyramid
 
-# A new file of this package needs no line here: it is imported, and so registered, all the same.
+# Import every file of this package, so that a new method is registered without a line here.
 for _module in pkgutil.iter_modules(__path__, f"{__name__}."):
     importlib.import_module(_module.name)
-# By name, whatever is imported first. Policies of other packages follow in the order of their registration.
+# Sort by name, because the order of imports varies. Policies of other packages follow in order of registration.
 for _name in sorted(POLICIES):
     POLICIES[_name] = POLICIES.pop(_name)
 
 
 def parse_policy(name: str, settings: Sequence[str]) -> Policy:
-    """The policy `name` with `key=value` settings, and `wrapper.key=value` for what is put around it, in that order.
+    """The policy called `name` with settings from the command line, inside the wrappers that the settings name.
 
-    A key is the dotted name of a setting (`jshadow.policies.settings`): `keys=transform` chooses a record, and
-    `keys.bits=2` sets one of its settings. Their order does not matter.
+    A setting is `key=value`. A key is the dotted name of a setting (`jshadow.policies.settings`): `keys=transform`
+    chooses a record, and `keys.bits=2` sets one of its settings. The order of these does not matter. A setting
+    `wrapper.key=value` puts a wrapper around the policy; the first wrapper that is named is the innermost.
 
     Raises:
-        ConfigError: a key that does not exist, which names the nearest ones, or a record that does not exist.
+        ConfigError: there is no such key or record. The message names the nearest keys.
     """
     policy_class = find_policy(name)
     values = parse_settings(name, settings)
@@ -71,10 +72,13 @@ def parse_policy(name: str, settings: Sequence[str]) -> Policy:
 
 
 def parse_settings(name: str, settings: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The values of `key=value` settings of the policy `name` under "", and those of wrappers under their names.
+    """Parse `key=value` settings for the policy called `name`.
+
+    Returns:
+        The values by key, in one dictionary for the policy under "" and one for each wrapper under its name.
 
     Raises:
-        ConfigError: a key that does not exist, which names the nearest ones.
+        ConfigError: there is no such key. The message names the nearest keys.
     """
     types = setting_types(find_policy(name))
     around = {f"{one}.{key}": kind for one, wrapper in WRAPPERS.items() for key, kind in setting_types(wrapper).items()}
@@ -97,26 +101,26 @@ def parse_settings(name: str, settings: Sequence[str]) -> dict[str, dict[str, An
 
 
 def split_policy(text: str) -> tuple[str, list[str]]:
-    """The name and the settings of NAME:key=value:..., where NAME may be module:Class."""
+    """Split NAME:key=value:... into the name and the settings. NAME may be module:Class."""
     name, *settings = text.split(":")
     named = POLICIES.get(name)
-    # a module that has the name of its policy is asked for its class again
+    # NAME may be module:Class with a module whose policy has the module's name, so look at the module of that policy
     if settings and settings[0].isidentifier() and (named is None or named.__module__ == name):
         name = f"{name}:{settings.pop(0)}"
     return name, settings
 
 
 def parse_value(text: str) -> Any:
-    """A number, a truth value, null, or else the text itself."""
+    """The value that a text stands for in JSON (a number, a boolean, null, a list as a tuple), or else the text."""
     try:
         value = json.loads(text.lower() if text in ("True", "False") else text)
     except json.JSONDecodeError:
         return text
-    return tuple(value) if isinstance(value, list) else value  # settings are hashed
+    return tuple(value) if isinstance(value, list) else value  # settings must be hashable
 
 
 def parse_tuple(text: str) -> Any:
-    """Several values: "2,8,18", "(2, 8, 18)", "[2,8,18]", or "2+8+18" where a comma would begin another policy."""
+    """The tuple in a text: "2,8,18", "(2, 8, 18)" or "[2,8,18]". "2+8+18" is for lists of policies split at commas."""
     if text in ("null", "None"):
         return None
     inside = text.strip().strip("[]()")

@@ -1,16 +1,17 @@
 """The contract of a KV-cache method, in two halves.
 
-A `Policy` is what a user chooses for a whole model: numbers, checked once and static under jit. A `LayerCache` is how
-one layer keeps, chooses and attends to keys and values. A method whose layers are all alike is both at once
-(`UniformPolicy`). What a layer remembers is a `LayerState`, a value that the hooks take and return. The hooks are pure
-and see a ragged batch: array sizes are maxima that follow from the capacity, and each row masks its own share.
+A `Policy` is the user's choice for a whole model: settings that are checked once and static under jit. A `LayerCache`
+defines how one layer stores, selects and attends to keys and values. A method whose layers are all alike is both at
+once (`UniformPolicy`). The arrays of a layer are in a `LayerState`, which the hooks take and return. The hooks are pure
+functions. They see a batch whose rows have different lengths: the sizes of arrays are maxima that follow from the
+capacity, and masks mark the part that each row uses.
 
-In a decode step, layer by layer:
+A decode step calls the hooks of each layer in this order:
 
     append -> select -> fetch (cache/offload.py) -> receive -> attend
 
-What only some methods can do (learn from a text, guess the next token, ...) is not part of the contract. It stands in
-`capabilities.py`, and the engine asks for it.
+Abilities that only some methods have (learning from a text, guessing the next token, ...) are not part of the contract.
+`capabilities.py` declares them, and the engine asks for them.
 """
 
 import abc
@@ -26,13 +27,13 @@ from jshadow.models.config import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class HookInputs:
-    """What a layer's hooks are given to read.
+    """The inputs that a layer's hooks need.
 
     Attributes:
-        all_queries: `compress` reads all queries of the prompt and their log-sum-exps.
-        last_queries: how many of the prompt's last queries `compress` reads.
-        piece: new tokens of a turn that the hooks of a step take at once, with the result of as many single steps;
-            1: a turn is a loop over steps.
+        all_queries: whether `compress` needs all queries of the prompt and their log-sum-exps.
+        last_queries: how many of the prompt's last queries `compress` needs.
+        piece: how many new tokens of a turn the step's hooks take at once. The result must equal that of as many single
+            steps. 1: a turn is a loop over single steps.
     """
 
     all_queries: bool = False
@@ -41,10 +42,10 @@ class HookInputs:
 
 
 class Policy(abc.ABC):
-    """A user's choice for a whole model: a frozen, hashable dataclass of settings that can be made without arguments.
+    """A user's choice for a whole model: a frozen, hashable dataclass of settings that all have defaults.
 
     Class attributes:
-        name: as the command line and POLICIES have it.
+        name: the name on the command line and in POLICIES.
         source: the paper, with the section.
     """
 
@@ -52,91 +53,127 @@ class Policy(abc.ABC):
     source: ClassVar[str] = ""
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """This policy with every None replaced by a number. Raises ConfigError where a setting is out of range."""
+        """This policy with every None replaced by a number.
+
+        Args:
+            config: the model.
+            capacity: most tokens that a row can hold.
+
+        Raises:
+            ConfigError: a setting is out of range.
+        """
         return self
 
     @abc.abstractmethod
     def for_layer(self, layer: int, config: ModelConfig) -> "LayerCache":
-        """The cache of a layer that sees all tokens. Only asked of a resolved policy."""
+        """The cache of a layer. It is called on a resolved policy, and only for layers that attend to all tokens."""
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """Why a cache of this capacity is too small for the policy to do anything, or None."""
+        """The reason why the policy has no effect at this capacity, or None if it has one."""
         return None
 
 
 class LayerCache(abc.ABC):
-    """How one layer keeps, chooses and attends to keys and values: a frozen, hashable dataclass, resolved."""
+    """How one layer stores, selects and attends to keys and values: a frozen, hashable dataclass.
+
+    All its settings are resolved.
+    """
 
     @property
     def reads(self) -> HookInputs:
-        """What the hooks are given to read."""
+        """The inputs that the hooks need."""
         return HookInputs()
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Slots for tokens that are kept exactly, in a batch whose shortest prompt has `shortest` tokens."""
+        """`CacheSpec.window` for a batch whose shortest prompt has `shortest` tokens."""
         return capacity
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """How the layer's offloaded rows lie in host memory; None: nothing is offloaded."""
+        """The layout of the layer's offloaded rows in host memory, or None if nothing is offloaded."""
         return None
 
     # A prompt
 
     @abc.abstractmethod
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """An empty state, without its host tier."""
+        """The state before any token, without its host tier.
+
+        Args:
+            spec: the layer.
+            fitted: this layer's slice of learned arrays, or None.
+        """
 
     @abc.abstractmethod
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Take in a prompt. The write, if there is one, is the whole prompt part of the host tier."""
+        """Store a prompt.
+
+        Args:
+            spec: the layer.
+            state: the state that `init` returned.
+            prompt: the prompt's keys, values and queries.
+            fitted: this layer's slice of learned arrays, or None.
+
+        Returns:
+            The new state, and the whole prompt part of the host tier, or None if nothing is offloaded.
+        """
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Tokens that each row can still take, int32 [B], when it holds `lengths`."""
+        """Tokens that each row can still take when it holds `lengths` tokens, int32 [B]."""
         return spec.capacity - lengths
 
     # One step
 
     @abc.abstractmethod
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Take in the step's new keys and values, where `step.valid`."""
+        """Store the step's new keys and values where `step.valid`. Returns the state and rows for the host's tail."""
 
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
-        """Choose units of the host tier to fetch for this layer now; None: everything attended is at hand."""
+        """Choose the units of the host tier to fetch for this layer in this step, or None if none is needed."""
         return None, state
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
-        """Keep what a fetch brought, where it is needed again."""
+        """Store fetched units that a later step needs again. By default nothing is stored."""
         return state
 
     @abc.abstractmethod
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """The attention's output [B, T, h_q, d]."""
+        """The attention's output [B, T, h_q, d], and the new state.
+
+        Args:
+            spec: the layer.
+            state: the state after `append`, `select` and `receive`.
+            step: the step's queries, keys and values.
+            fetched: the units that `select` chose, or None.
+        """
 
     @abc.abstractmethod
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Tokens that a query attends to, itself included, mean over heads: float32 [B] by part ("window", ...).
+        """How many tokens a query attends to, its own included, by part of the cache ("window", "selected", ...).
 
         Args:
             spec: the layer.
             state: its state after the query's step.
             lengths: tokens held when the query attends, its own included, int32 [B].
+
+        Returns:
+            For each part a count float32 [B], the mean over heads.
         """
 
 
 class UniformPolicy(Policy, LayerCache):
-    """A policy whose layers are all alike: it is the cache of each."""
+    """A policy whose layers are all alike. The same object is the policy and the cache of every layer."""
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """The policy itself."""
+        """This object, for every layer."""
         return self
 
 
 class Wrapper(Policy):
-    """A policy around another one, for which it decides the layers' caches.
+    """A policy that contains another policy and decides the cache of each layer.
 
     Attributes:
         inner: the policy inside. It must be a dataclass field of the subclass, with a default.
@@ -145,30 +182,30 @@ class Wrapper(Policy):
     inner: Policy
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Resolve the inner policy."""
+        """This wrapper with its inner policy resolved."""
         return dataclasses.replace(self, inner=self.inner.resolve(config, capacity))  # type: ignore[type-var]
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """The inner policy's."""
+        """The cache that the inner policy has for the layer."""
         return self.inner.for_layer(layer, config)
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """The inner policy's."""
+        """The reason that the inner policy gives, or None."""
         return self.inner.fallback(config, capacity)
 
 
 def innermost(policy: Policy) -> Policy:
-    """The policy that all wrappers are around."""
+    """The policy inside all wrappers; the policy itself if it is no wrapper."""
     return innermost(policy.inner) if isinstance(policy, Wrapper) else policy
 
 
 def full_layers(config: ModelConfig) -> tuple[int, ...]:
-    """Layers that see all tokens. The others keep the model's own window whatever the policy."""
+    """The layers that attend to all tokens. The other layers keep the model's own window under every policy."""
     return tuple(layer for layer, kind in enumerate(config.attention_kinds) if kind.window is None)
 
 
 def why_dense(policy: Policy, config: ModelConfig, capacity: int) -> str | None:
-    """Why a policy can do nothing with a model at a capacity, or None."""
+    """The reason why a policy has no effect on a model at a capacity, or None if it has one."""
     if all(kind.window is not None for kind in config.attention_kinds):
         return f"every layer of the model sees a window of {config.sliding_window} tokens only"
     return policy.fallback(config, capacity)

@@ -1,4 +1,4 @@
-"""Checks of settings and of learned arrays: each raises ConfigError with the setting's name, the rule and the value."""
+"""Checks of settings and of learned arrays. Each raises ConfigError with the name, the rule and the given value."""
 
 from typing import Any
 
@@ -29,7 +29,16 @@ def check_share(policy: str, name: str, value: Any) -> None:
 
 
 def shape_problem(shapes: Any, arrays: Any, place: str = "fitted") -> str | None:
-    """What keeps nested dicts of arrays from having these shapes and float32 numbers, named by place, or None."""
+    """Compare a nested dict of arrays with the expected shapes and the dtype float32.
+
+    Args:
+        shapes: the expected shapes, in a nested dict.
+        arrays: the nested dict to check.
+        place: the name of the dict in the result, such as "fitted.psi".
+
+    Returns:
+        The first difference as text, or None if there is none.
+    """
     if not isinstance(shapes, dict):
         shape, dtype = getattr(arrays, "shape", None), str(getattr(arrays, "dtype", None))
         return (
@@ -43,7 +52,7 @@ def shape_problem(shapes: Any, arrays: Any, place: str = "fitted") -> str | None
 
 
 def check_fitted(policy: Policy, config: ModelConfig, fitted: Any) -> None:
-    """Raise ConfigError unless fitted is None, or arrays that the policy learned for such a model and can use."""
+    """Raise ConfigError unless `fitted` is None or has the shapes of the policy's learned arrays for this model."""
     if fitted is None:
         return
     learner = capability(policy, Learns)
@@ -55,6 +64,6 @@ def check_fitted(policy: Policy, config: ModelConfig, fitted: Any) -> None:
 
 
 def reads_fitted(policy: object) -> bool:
-    """Whether a policy, or a layer's cache, attends by learned arrays."""
+    """Whether a policy, or a layer's cache that is a policy, uses learned arrays."""
     learner = capability(policy, Learns) if isinstance(policy, Policy) else None
     return learner is not None and learner.reads_fitted

@@ -1,6 +1,6 @@
-"""What a layer's cache costs beside its state: bytes read, bytes moved, operations and temporaries.
+"""The costs of a layer's cache beyond its state: bytes read, bytes moved, operations, and temporary memory.
 
-The planner asks `costs_of`. A method says more than the defaults by inheriting `Costs` and overriding what differs.
+The planner calls `costs_of`. A method inherits `Costs` and overrides the estimates for which it has better bounds.
 """
 
 import jax.numpy as jnp
@@ -13,33 +13,40 @@ from jshadow.policies.capabilities import Speculates, capability
 
 
 class Costs:
-    """Upper bounds by default. Inherited beside `LayerCache` by methods that know better."""
+    """Estimates of costs. The defaults are upper bounds. A layer's cache inherits this class to override them."""
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Device bytes that `compress` takes for a while beyond its result, at most, for prompts of that width."""
+        """Upper bound on the temporary device bytes of `compress`, beyond its result.
+
+        The default is twice the size of one array of keys, for the longer of prompt and capacity.
+
+        Args:
+            spec: the layer.
+            tokens: width S of the batch of prompts.
+        """
         row = spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
         return 2 * spec.batch * max(tokens, spec.capacity) * row
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """Bytes (read from device memory, moved from the host) of each part in one decode step of the layer.
+        """Bytes of each part in one decode step of the layer: (read from device memory, moved from the host).
 
-        Temporaries that a compiler writes and reads again are not counted. The default reads all that lies on the
-        device. Abstract states count too.
+        Temporaries that the compiler writes and reads again are not counted. By default every array on the device is
+        read once. The state may be abstract.
         """
         return {part: (device, 0) for part, (device, _) in layer_nbytes(state).items()}
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
-        """Operations of the layer's attention in one decode step, at most.
+        """Upper bound on the operations of the layer's attention in one decode step.
 
-        The default: each number that is read meets each query head of a group in one multiplication and one addition.
+        The default counts one multiplication and one addition for each number read and each query head of its group.
         """
         moved = sum(device + host for device, host in self.step_bytes(spec, state).values())
         return 2 * spec.group * query_rows(spec.policy) * (moved // jnp.dtype(spec.dtype).itemsize)
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Device bytes that one decode step of the layer takes for a while, at most.
+        """Upper bound on the temporary device bytes of one decode step of the layer.
 
-        The default: three float32 numbers for each query head and token (scores, masked scores, their softmax).
+        The default counts three float32 numbers for each query head and token: scores, masked scores and their softmax.
         """
         return 3 * 4 * spec.batch * query_rows(spec.policy) * spec.q_heads * spec.capacity
 
@@ -48,15 +55,15 @@ DEFAULT = Costs()
 
 
 def costs_of(layer: LayerCache) -> Costs:
-    """The costs of a layer's cache: its own, or the defaults."""
+    """The costs of a layer's cache: the cache itself if it inherits `Costs`, or else the defaults."""
     return layer if isinstance(layer, Costs) else DEFAULT
 
 
 def rows_of(policy: Policy) -> int:
-    """Query rows of a decode step of a whole model: 2 where a guessed token runs along."""
+    """Query rows T of a decode step of the model: 2 if the policy `Speculates`, else 1."""
     return 1 if capability(policy, Speculates) is None else 2
 
 
 def query_rows(layer: LayerCache) -> int:
-    """Query rows of a decode step: 2 where a guessed token runs along."""
+    """Query rows T of a decode step of the layer: 2 if its cache `Speculates`, else 1."""
     return 2 if isinstance(layer, Speculates) else 1

@@ -1,8 +1,8 @@
-"""What eviction policies share: some of a prompt's tokens are kept for good, the rest are gone.
+"""The base of policies that evict once: after prefill they keep some of the prompt's tokens and drop the rest.
 
-A policy says which: `score` of every prompt token, `reserved` the newest ones that stay whatever their score. Kept rows
-are frozen (forks share them), later tokens lie in a window behind them and stay; whoever evicts those as well (H2O)
-has a state of its own.
+A policy scores every prompt token, and reserves some of the newest tokens, which are kept whatever their score. The
+kept tokens are frozen, so forks share them. Tokens after the prompt are all kept, in a window. H2O also evicts later
+tokens, so it has its own state.
 """
 
 import abc
@@ -21,12 +21,12 @@ from jshadow.policies.costs import Costs
 
 
 class KeptPrompt(struct.PyTreeNode):
-    """What is left of a prompt.
+    """The prompt tokens that are kept.
 
     Attributes:
-        kept: keys after RoPE and values [B, h, C, d], by position.
-        count: rows of them that are real, int32 [B].
-        lengths: tokens of the prompt, int32 [B].
+        kept: keys after RoPE and values of the kept tokens [B, h, C, d], in the order of their positions.
+        count: number of kept tokens, int32 [B]. Entries from count on are unused.
+        lengths: tokens of the whole prompt, int32 [B].
     """
 
     kept: KeyValues
@@ -35,26 +35,30 @@ class KeptPrompt(struct.PyTreeNode):
 
 
 class LaterTokens(struct.PyTreeNode):
-    """Attributes: window: tokens after the prompt [B, h, W, d]; token len_b + i in slot i."""
+    """The tokens after the prompt.
+
+    Attributes:
+        window: keys after RoPE and values [B, h, W, d]. Slot i of row b is the token at position lengths[b] + i.
+    """
 
     window: KeyValues
 
 
 def best_positions(scores: Array, lengths: Array, reserved: Array, count: int) -> Array:
-    """Positions of the tokens that are kept, rising.
+    """Positions of the tokens to keep.
 
     Args:
-        scores: float32 [B, h, S]; higher is kept longer.
-        lengths: int32 [B].
-        reserved: int32 [B], the newest tokens of each row that are kept whatever their score.
-        count: tokens to keep.
+        scores: float32 [B, h, S]. The tokens with the highest scores are kept. Of equal scores, the lower position is.
+        lengths: tokens of each row, int32 [B].
+        reserved: number of newest tokens of each row that are kept whatever their score, int32 [B].
+        count: number of tokens to keep.
 
     Returns:
-        int32 [B, h, count]; the length of the row where there are no more. Equal scores: the lower position.
+        int32 [B, h, count], rising. A row with fewer than `count` tokens ends with entries equal to its length.
     """
     position = jnp.arange(scores.shape[2])
     last = lengths[:, None, None]
-    # of more reserved tokens than are kept the newest stay
+    # if more tokens are reserved than can be kept, the newest of them are kept
     order = jnp.where(position >= last - jnp.minimum(reserved, count)[:, None, None], jnp.inf, scores)
     order = jnp.where(position < last, order, -jnp.inf)
     found = top_k(order, min(count, scores.shape[2]))
@@ -66,7 +70,15 @@ def best_positions(scores: Array, lengths: Array, reserved: Array, count: int) -
 
 
 def take_positions(x: Array, positions: Array) -> Array:
-    """Rows of x [B, S, h_kv, d] at positions [B, h, n], h a multiple of h_kv -> [B, h, n, d]; zeros past the end."""
+    """Gather tokens for each head.
+
+    Args:
+        x: keys or values [B, S, h_kv, d].
+        positions: int32 [B, h, n], where h is a multiple of h_kv.
+
+    Returns:
+        [B, h, n, d], zeros where a position is S or larger.
+    """
     batch, heads, _ = positions.shape
     row = jnp.arange(batch)[:, None, None]
     head = (jnp.arange(heads) // (heads // x.shape[2]))[None, :, None]
@@ -74,31 +86,31 @@ def take_positions(x: Array, positions: Array) -> Array:
 
 
 class EvictingPolicy(UniformPolicy, Costs):
-    """A prompt is cut down to `slots` tokens once; everything after it is kept."""
+    """A policy that keeps `slots` tokens of each prompt and all tokens after it."""
 
     @property
     def reads(self) -> HookInputs:
-        """Pieces of 16 tokens."""
+        """New tokens of a turn in pieces of 16."""
         return HookInputs(piece=16)
 
     @abc.abstractmethod
     def slots(self, capacity: int) -> int:
-        """Tokens of a prompt that are kept at most."""
+        """Most tokens of a prompt that are kept."""
 
     @abc.abstractmethod
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
-        """Float32 scores [B, h, S] of a prompt's tokens, and the reserved newest ones, int32 [B]."""
+        """Scores of a prompt's tokens, float32 [B, h, S], and how many of the newest are reserved, int32 [B]."""
 
     def heads(self, spec: CacheSpec) -> int:
-        """Heads that keep tokens of their own."""
+        """Number of heads h that keep their own set of tokens."""
         return spec.kv_heads
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Room for everything after the shortest prompt."""
+        """Slots for all tokens after the shortest prompt."""
         return max(capacity - shortest, 1)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Nothing kept."""
+        """A state in which no token is kept."""
         none = jnp.zeros(spec.batch, jnp.int32)
 
         def zeros(count: int) -> KeyValues:
@@ -110,17 +122,17 @@ class EvictingPolicy(UniformPolicy, Costs):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Keep the best tokens."""
+        """Keep the tokens with the highest scores and the reserved ones."""
         count = self.slots(spec.capacity)
         scores, reserved = self.score(spec, prompt)
         at = best_positions(scores, prompt.lengths, reserved, count)
-        # past a row's end lie zeros, and past the prompt's width nothing
+        # `at` is the row's length in unused entries: they hold padding or zeros, and `count` masks them
         k, v = (take_positions(x, at).astype(spec.dtype) for x in (prompt.k_post, prompt.v))
         kept = KeptPrompt(KeyValues(k, v), jnp.minimum(prompt.lengths, count), prompt.lengths)
         return state.replace(frozen=kept), None
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Write new tokens behind the prompt."""
+        """Write the new tokens to the window."""
         slots, window = step.positions - state.frozen.lengths[:, None], state.live.window
         rows = (jnp.repeat(x, self.heads(spec) // spec.kv_heads, axis=2) for x in (step.k_post, step.v))
         k, v = (write_rows(old, new, slots, step.valid) for old, new in zip((window.k, window.v), rows, strict=True))
@@ -129,7 +141,7 @@ class EvictingPolicy(UniformPolicy, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Exact attention over what is kept and what came since."""
+        """Exact attention over the kept prompt tokens and the window."""
         frozen, window = state.frozen, state.live.window
         there = jnp.arange(frozen.kept.k.shape[2]) < frozen.count[:, None]
         seen = jnp.arange(window.k.shape[2]) <= (step.positions - frozen.lengths[:, None])[..., None]
@@ -137,16 +149,16 @@ class EvictingPolicy(UniformPolicy, Costs):
         return attend(step.q_post, [kept, Piece(window.k, window.v, seen[:, None])], spec.scale), state
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Capacity and window both end."""
+        """The smaller of what the capacity and the window still allow."""
         left = spec.window - (lengths - state.frozen.lengths)
         return jnp.minimum(spec.capacity - lengths, left)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """What is kept of the prompt, and all after it."""
+        """The kept prompt tokens, and all tokens after the prompt."""
         parts = {"kept": state.frozen.count, "window": lengths - state.frozen.lengths}
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Scores of all slots, and a copy of them in float32 where keys are no float32."""
+        """Scores of all slots, and a float32 copy of one of the arrays of keys and values."""
         slots = self.slots(spec.capacity) + spec.window
         return 3 * 4 * spec.batch * spec.q_heads * slots + 4 * spec.batch * self.heads(spec) * slots * spec.head_dim

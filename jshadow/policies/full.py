@@ -1,4 +1,4 @@
-"""Full attention: every key and value, exact. The measure of all other policies."""
+"""Full attention over exact keys and values: the baseline of all other policies."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,7 +20,11 @@ from jshadow.policies.registry import register
 
 
 class FullLive(struct.PyTreeNode):
-    """Attributes: cache: keys after RoPE and values by position, [B, h_kv, capacity, d]."""
+    """The keys and values of all tokens.
+
+    Attributes:
+        cache: keys after RoPE and values [B, h_kv, capacity, d]. The token at position p is in slot p.
+    """
 
     cache: KeyValues
 
@@ -28,18 +32,18 @@ class FullLive(struct.PyTreeNode):
 @register(lossless=lambda tokens, config: {})
 @dataclasses.dataclass(frozen=True)
 class Full(UniformPolicy, Sized, Costs):
-    """Keep and attend everything."""
+    """Keep all keys and values exactly, and attend to all of them."""
 
     name = "full"
     source = "the dense baseline"
 
     @property
     def reads(self) -> HookInputs:
-        """Pieces of 16 tokens."""
+        """New tokens of a turn in pieces of 16."""
         return HookInputs(piece=16)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Zeros [B, h_kv, capacity, d]."""
+        """A cache of zeros, with a slot for each token up to the capacity."""
         zeros = jnp.zeros((spec.batch, spec.kv_heads, spec.capacity, spec.head_dim), spec.dtype)
         return LayerState(live=FullLive(KeyValues(zeros, zeros)))
 
@@ -66,21 +70,24 @@ class Full(UniformPolicy, Sized, Costs):
         if rows > 1:
             end = jnp.minimum(end, step.lengths[:, None] + step.valid.sum(axis=1, keepdims=True) - 1)
         pieces = [Piece(cache.k, cache.v, jnp.arange(spec.capacity) <= end[:, None, :, None])]
-        if rows > 1:  # a guess is not kept, yet it sees itself
+        if rows > 1:  # a guess is not stored in the cache, but its query attends to its own key
             k, v = (x.swapaxes(1, 2) for x in (step.k_post, step.v))
             pieces.append(Piece(k, v, (jnp.eye(rows, dtype=bool) & ~step.valid[:, None])[:, None]))
         return attend(step.q_post, pieces, spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """All of them."""
+        """All tokens held, as the part "window"."""
         return {"window": lengths.astype(jnp.float32)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Scores, and a copy of the values: where 128 does not divide the capacity, XLA pads them for the product of
-        one query's weights and so many values on NVIDIA GPUs, which it splits along the tokens."""
+        """The scores, and a padded copy of the values.
+
+        On NVIDIA GPUs, XLA splits the product of one query's weights and the values along the tokens. If the capacity
+        is not a multiple of 128, it pads the values first.
+        """
         padded = spec.batch * spec.capacity * spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
         return super().step_temporaries(spec) + padded
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """There is one size."""
+        """Only this policy itself, since full attention has no settings."""
         return [[self]]

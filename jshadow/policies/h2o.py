@@ -1,7 +1,8 @@
-"""H2O: heavy hitters and recent tokens, chosen anew at every step (Zhang et al. 2023, arXiv 2306.14048, section 4).
+"""H2O: heavy hitters and recent tokens, chosen again at every step (Zhang et al. 2023, arXiv 2306.14048, section 4).
 
-The published code sums scores over the batch and per query head, which fits neither ragged batches nor grouped queries.
-Here each KV head sums over its query heads. Positions stay the tokens' own, as in the paper's accuracy code.
+The published code sums scores over the batch, and keeps one sum for each query head. That fits neither batches of
+different lengths nor grouped queries. Here each KV head sums over its query heads, row by row. Tokens keep their
+positions in the text, as in the code of the paper's accuracy experiments.
 """
 
 import dataclasses
@@ -25,16 +26,22 @@ from jshadow.policies.eviction import best_positions, take_positions
 from jshadow.policies.registry import register
 from jshadow.policies.sizing import Falling
 
-SHARE = 0.1  # of the capacity, each for heavy hitters and for recent tokens: the paper's 20 % in all
+SHARE = 0.1  # share of the capacity for heavy hitters, and again for recent tokens: together the paper's 20 %
 
 
 class H2OLive(struct.PyTreeNode):
-    """What is held; one slot more than the budget is where the next token goes.
+    """The tokens that each head keeps, in no particular order.
+
+    C is the budget. A head has one extra slot: the next token is written to a free slot, and then one token is evicted.
+
+    Example: B = 1, 2 heads, a budget of C = 3. positions [[[0, 5, 6, -1], [2, -1, 5, 6]]] means that head 0 keeps the
+    tokens at positions 0, 5 and 6, and its last slot is free. Head 1 keeps those at 2, 5 and 6.
 
     Attributes:
         cache: keys after RoPE and values [B, h_kv, C + 1, d].
-        positions: of the token in each slot, int32 [B, h_kv, C + 1]; -1 for a free slot.
-        mass: attention that each has been given, float32 [B, h_kv, C + 1].
+        positions: position of the token in each slot, int32 [B, h_kv, C + 1]; -1 for a free slot.
+        mass: sum of the attention probabilities that the token has received from all queries of the head's group,
+            float32 [B, h_kv, C + 1].
     """
 
     cache: KeyValues
@@ -45,13 +52,13 @@ class H2OLive(struct.PyTreeNode):
 @register(small={"heavy": 6, "recent": 8}, lossless=lambda tokens, config: {"heavy": 0, "recent": tokens})
 @dataclasses.dataclass(frozen=True)
 class H2O(UniformPolicy, Budgeted, Sized, Costs):
-    """Evict, at every step, the token outside the recent window that was attended to least.
+    """At every step, evict the token outside the recent window that has received the least attention.
 
     Attributes:
-        heavy: tokens kept for their accumulated attention. None: a tenth of the capacity.
-        recent: newest tokens, never evicted. None: a tenth of the capacity.
-        normalise: divide what a token was given by the number of queries that could see it (raw sums favour early
-            tokens, as the paper has it).
+        heavy: number of tokens kept for their accumulated attention. None: a tenth of the capacity.
+        recent: number of newest tokens, which are never evicted. None: a tenth of the capacity.
+        normalise: divide a token's accumulated attention by the number of queries that could attend to it. The paper
+            does not divide, so its sums are larger for early tokens.
     """
 
     heavy: int | None = None
@@ -64,11 +71,11 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
 
     @property
     def reads(self) -> HookInputs:
-        """All queries of the prompt."""
+        """All queries of the prompt, to sum the attention that each token receives."""
         return HookInputs(all_queries=True)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Fill in a tenth of the capacity each, and check."""
+        """Replace None by a tenth of the capacity, and check the settings."""
         tenth = max(1, round(SHARE * capacity))
         resolved = dataclasses.replace(
             self,
@@ -81,13 +88,13 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         return resolved
 
     def budget(self, capacity: int) -> int:
-        """Tokens held between steps."""
+        """Tokens that a head keeps between steps, at most the capacity."""
         assert self.heavy is not None
         assert self.recent is not None
         return min(self.heavy + self.recent, capacity)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """All slots free."""
+        """A state in which all slots are free."""
         shape = (spec.batch, spec.kv_heads, self.budget(spec.capacity) + 1)
         zeros = jnp.zeros((*shape, spec.head_dim), spec.dtype)
         return LayerState(live=H2OLive(KeyValues(zeros, zeros), jnp.full(shape, -1, jnp.int32), jnp.zeros(shape)))
@@ -95,7 +102,7 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Sum the attention of all queries to each token; keep the best and the newest."""
+        """Sum the attention that each token receives, and keep the heaviest and the newest tokens."""
         assert prompt.q_post is not None
         assert prompt.lse is not None
         assert self.recent is not None
@@ -112,11 +119,17 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         return state.replace(live=held), None
 
     def worth(self, mass: Array, positions: Array, held: Array) -> Array:
-        """What a token's attention counts, once `held` tokens have come."""
+        """The score by which tokens are kept, float32, in the shape of mass.
+
+        Args:
+            mass: accumulated attention of each token.
+            positions: positions of the tokens.
+            held: number of tokens in the row so far.
+        """
         return mass / jnp.maximum(held - positions, 1) if self.normalise else mass
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Put the new token into each head's free slot."""
+        """Write the new token into the first free slot of each head."""
         live: H2OLive = state.live
         free = jnp.argmin(live.positions, axis=2)  # the first slot with -1
         batch, heads, slots = live.positions.shape
@@ -135,7 +148,7 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Attention over the budget and the new token; then the least worth is evicted."""
+        """Attend to all tokens held, add their probabilities to their masses, and evict one token."""
         live: H2OLive = state.live
         piece = Piece(live.cache.k, live.cache.v, (live.positions >= 0)[:, :, None])
         out = attend(step.q_post, [piece], spec.scale)
@@ -144,7 +157,10 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         return out, state.replace(live=self.evict(spec, live.replace(mass=mass), step))
 
     def evict(self, spec: CacheSpec, live: H2OLive, step: StepKV) -> H2OLive:
-        """Free one slot of each head that holds more than the budget."""
+        """Free a slot in each head that holds more tokens than the budget: that of the least `worth`, not recent.
+
+        If several tokens have the same worth, the earliest one is evicted.
+        """
         assert self.recent is not None
         held = step.positions[:, :1, None] + 1
         over = (live.positions >= 0).sum(axis=2, keepdims=True) > self.budget(spec.capacity)
@@ -156,21 +172,21 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         return live.replace(positions=jnp.where(gone, -1, live.positions), mass=jnp.where(gone, 0, live.mass))
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """The budget and the new token, at most."""
+        """All tokens held, up to the budget and the new token."""
         return {"kept": jnp.minimum(lengths, self.budget(spec.capacity) + 1).astype(jnp.float32)}
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """All queries and their log-sum-exps, and a tile of attention."""
+        """The default, and all queries with their log-sum-exps, and one tile of attention."""
         item = jnp.dtype(spec.dtype).itemsize
         queries = spec.batch * tokens * spec.q_heads * (spec.head_dim * item + 4)
         return super().compress_bytes(spec, tokens) + 2 * queries + 3 * 4 * spec.batch * spec.q_heads * 512 * 512
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Scores twice, for the output and for what each token was given."""
+        """Scores twice: for the output, and for the attention that each token receives."""
         slots = self.budget(spec.capacity) + 1
         return 6 * 4 * spec.batch * spec.q_heads * slots + 4 * spec.batch * spec.kv_heads * slots * spec.head_dim
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """All numbers of tokens, half of them heavy hitters and half recent ones."""
+        """Every number of tokens up to num_tokens, half of them heavy hitters and half recent tokens."""
         cls = type(self)
         return [Falling(lambda slots: cls(heavy=slots // 2, recent=slots - slots // 2), 1, num_tokens)]

@@ -1,9 +1,10 @@
-"""Loki: tokens by the leading principal components of their keys (Singhania et al. 2024, arXiv 2406.02542, section 4).
+"""Loki scores tokens by the principal components of their keys (Singhania et al. 2024, arXiv 2406.02542, section 4).
 
-Keys are kept rotated into the basis, so that their leading columns serve for scoring. Where keys and values are
-offloaded, the leading columns are all that stays on the device. A basis comes from the prompt itself
-(`calibration="online"`, which the ShadowKV authors found more accurate) or from a text (`fit`). The basis is that of
-keys after RoPE; their mean is subtracted to find it and not to score, for it moves all scores of a query alike.
+Keys are stored in the basis of their principal components, and their leading columns are used for scoring. If keys and
+values are offloaded, only the leading columns are on the device. The basis is computed from the prompt
+(`calibration="online"`, which the ShadowKV authors found more accurate) or learned from a text (`fit`). It is the basis
+of keys after RoPE. The mean of the keys is subtracted to compute the basis. It is not subtracted to score, because it
+changes all scores of a query by the same amount.
 """
 
 import dataclasses
@@ -24,16 +25,16 @@ from jshadow.policies.registry import register
 from jshadow.policies.retrieval import RetrievalPolicy
 from jshadow.policies.sizing import Falling
 
-SHARE = 4  # of the tokens and of the columns, one in so many: the paper's k_f = d_f = 0.25
+SHARE = 4  # 1 / SHARE of the tokens and of the columns are used by default: the paper's k_f = d_f = 0.25
 
 
 class Components(struct.PyTreeNode):
-    """What keys are kept in.
+    """The basis in which keys are stored.
 
     Attributes:
-        turn: orthonormal columns, float32 [B, h_kv, d, d].
-        known: the prompt's keys are spread along them, bool [B, h_kv, d]; a short prompt leaves the last ones
-            arbitrary, and those do not score.
+        turn: the basis as orthonormal columns, by falling variance, float32 [B, h_kv, d, d].
+        known: whether the prompt's keys vary along a column at all, bool [B, h_kv, d]. The last columns of a short
+            prompt are arbitrary, and they are not used to score.
     """
 
     turn: Array
@@ -43,14 +44,15 @@ class Components(struct.PyTreeNode):
 @register(small={"budget": 9, "columns": 3, "recent": 4}, lossless=lambda tokens, config: {"budget": tokens})
 @dataclasses.dataclass(frozen=True)
 class Loki(RetrievalPolicy, LearnsBasis, Sized):
-    """Fetch the tokens whose keys agree most with a query in a few columns of a basis.
+    """Fetch the tokens with the highest scores, computed in the leading columns of a basis.
 
     Attributes:
-        budget: tokens fetched for a query. None: a quarter of the capacity.
-        columns: leading columns of the basis that score. None: a quarter of the head.
-        recent: newest tokens that are always attended (the paper has none but the token itself).
-        calibration: "online": a basis of each prompt; "offline": the `fitted` one.
-        top_p: share of the softmax over the budget that is enough.
+        budget: number of tokens fetched for a query. None: a quarter of the capacity.
+        columns: number of leading columns that are used to score. None: a quarter of the head width.
+        recent: number of newest tokens that are always attended to. The paper has only the current token.
+        calibration: "online": the basis is computed from each prompt. "offline": it is learned from a text.
+        unit: tokens in a unit; it must be 1.
+        top_p: fetch only as many tokens of the budget as reach this share of the softmax over their scores.
     """
 
     budget: int | None = None  # type: ignore[assignment]
@@ -65,7 +67,7 @@ class Loki(RetrievalPolicy, LearnsBasis, Sized):
     source = "arXiv 2406.02542, section 4"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Fill in a quarter each, and check."""
+        """Replace None by a quarter of the capacity or of the head width, and check the settings."""
         budget = max(1, capacity // SHARE) if self.budget is None else self.budget
         columns = max(1, config.head_dim // SHARE) if self.columns is None else self.columns
         resolved = dataclasses.replace(self, budget=budget, columns=columns)
@@ -75,12 +77,12 @@ class Loki(RetrievalPolicy, LearnsBasis, Sized):
         return super(Loki, resolved).resolve(config, capacity)
 
     def no_basis(self, spec: CacheSpec) -> Components:
-        """Zeros."""
+        """A basis of zeros, in which no column is known."""
         shape = (spec.batch, spec.kv_heads, spec.head_dim)
         return Components(jnp.zeros((*shape, spec.head_dim), jnp.float32), jnp.zeros(shape, bool))
 
     def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Components:
-        """The principal components of each head's keys."""
+        """The principal components of each head's keys, from the prompt or from `fitted`."""
         if self.calibration == "online":
             return principal(prompt)
         turn = self.fitted_basis(spec, fitted)
@@ -89,44 +91,44 @@ class Loki(RetrievalPolicy, LearnsBasis, Sized):
     def fit(
         self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Array]:
-        """The components of a text's keys: {"components": float32 [L, h_kv, d, d]}."""
+        """The principal components of a text's keys: {"components": float32 [L, h_kv, d, d]}."""
         return {
             self.basis_name: jnp.stack([principal(prompt).turn[0] for prompt in prompts_of(params, tokens, progress)])
         }
 
     def stored(self, keys: Array, basis: Any) -> Array:
-        """In the components: products of queries and keys are the same in any orthogonal basis (section 4.2)."""
+        """Keys or queries in the basis. Products are the same in every orthonormal basis (section 4.2)."""
         batch, tokens, _, dim = keys.shape
         grouped = keys.astype(jnp.float32).reshape(batch, tokens, basis.turn.shape[1], -1, dim)
         turned = jnp.einsum("bshgd,bhde->bshge", grouped, basis.turn, precision="highest")
         return turned.reshape(keys.shape).astype(keys.dtype)
 
     def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
-        """Leading columns [B, h_kv, n, r]."""
+        """The leading columns of the keys [B, h_kv, n, columns]."""
         return keys[:, :, :, 0, : self.columns]
 
     def kept_summaries(self, spec: CacheSpec) -> bool:
-        """On the device the leading columns are those of the keys themselves."""
+        """Whether the rows are offloaded. Resident rows contain the leading columns already."""
         return spec.fetch != "resident"
 
     def resident_summaries(self, spec: CacheSpec, rows: Array) -> Array:
-        """The front of each row."""
+        """The leading columns of the keys, which are at the front of each row."""
         return rows[..., : self.columns]
 
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
-        """Products of the leading columns, the largest of the group."""
-        known = basis.known | (self.columns == spec.head_dim)  # with all of them any basis gives the same products
+        """Products in the leading columns; the largest in each group of query heads."""
+        known = basis.known | (self.columns == spec.head_dim)  # with all columns, every basis gives the same products
         short = jnp.where(known[:, :, None, None], q, 0)[..., : self.columns].astype(spec.dtype)
         return jnp.einsum("bhgtr,bhnr->bhgtn", short, summaries, preferred_element_type=jnp.float32).max(axis=2)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Keys and values offloaded, by the columns that stay."""
+        """Every number of columns, from all to 1."""
         cls = type(self)
         return [Falling(lambda columns: cls(columns=columns), 1, config.head_dim)]
 
 
 def principal(prompt: PromptKV) -> Components:
-    """Orthonormal components of each head's keys after RoPE, the greatest variance first."""
+    """The principal components of each head's keys after RoPE, by falling variance."""
     keys = prompt.k_post.astype(jnp.float32)
     real = (jnp.arange(keys.shape[1]) < prompt.lengths[:, None])[..., None, None]
     mean = jnp.where(real, keys, 0).sum(axis=1, keepdims=True) / prompt.lengths[:, None, None, None]

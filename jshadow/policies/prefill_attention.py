@@ -1,7 +1,7 @@
-"""What may take the place of exact attention while a prompt is taken in: sparse prefill, and policies with their own.
+"""The interface of attentions that replace exact attention during prefill.
 
-Nothing here touches what is cached: keys and values of the prompt are computed all the same, from hidden states that
-then differ.
+Sparse prefill implements it, and so do policies that inherit `OwnPrefill`. The prompt's keys and values are computed
+and cached as usual. They differ from those of exact prefill only because the hidden states differ.
 """
 
 import abc
@@ -16,12 +16,12 @@ from jshadow.models.config import AttentionKind, ModelConfig
 
 
 class PrefillPiece(struct.PyTreeNode):
-    """The queries of one piece of a prompt.
+    """The queries of P consecutive tokens of a prompt.
 
     Attributes:
-        q_pre, q_post: before and after RoPE [B, P, h_q, d].
-        first: position of the first of them, int32 [].
-        inverse: angle per position of each rotated pair, float32 [rotary_dim / 2].
+        q_pre, q_post: queries before and after RoPE [B, P, h_q, d].
+        first: position of the first query, int32 [].
+        inverse: angle per position of each rotated pair of dimensions, float32 [rotary_dim / 2].
     """
 
     q_pre: Array
@@ -32,14 +32,14 @@ class PrefillPiece(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class PrefillAttention(abc.ABC):
-    """How the queries of a prompt attend. Frozen and hashable: static under jit, like a policy.
+    """How the queries of a prompt attend. It is frozen and hashable, so it is static under jit, like a policy.
 
-    Layers in which the model itself sees a window only keep that window.
+    A prompt is processed in pieces of consecutive tokens. Layers with the model's own window keep that window.
 
     Class attributes:
-        ahead: a pass before the first piece computes all keys, values and trailing queries of the layer.
-        tail: trailing real queries of each row that `begin` is given, where `ahead`.
-        multiple: every piece is a whole multiple of so many tokens.
+        ahead: whether all keys, values and last queries of a layer are computed before its first piece.
+        tail: number of the last real queries of each row that `begin` gets if `ahead`.
+        multiple: the number of tokens in a piece is a multiple of this.
     """
 
     ahead = False
@@ -47,16 +47,16 @@ class PrefillAttention(abc.ABC):
     multiple = 1
 
     def label(self, tokens: int | None = None) -> str:
-        """What a report calls it, and what it is to a prompt of so many tokens."""
+        """The name in reports. It may describe the effect on a prompt of `tokens` tokens."""
         return type(self).__name__
 
     def prepared(self, config: ModelConfig) -> tuple["PrefillAttention", Any]:
-        """What runs in place of this one, static in all layers, and arrays [L, ...] of which `begin` gets a layer's.
+        """The attention to run for a model, and arrays [L, ...] of which `begin` gets each layer's slice.
 
-        Sizes that differ from layer to layer go there, so that one compiled program serves all layers.
+        Settings that differ from layer to layer become arrays, so that one compiled program serves all layers.
 
         Raises:
-            ConfigError: they were searched for in another model.
+            ConfigError: the settings were found by a search on another model.
         """
         return self, None
 
@@ -64,11 +64,12 @@ class PrefillAttention(abc.ABC):
     def begin(
         self, config: ModelConfig, kind: AttentionKind, prompt: PromptKV, q_tail: Array | None, learned: Any
     ) -> Any:
-        """What the pieces hand to each other, before the first one.
+        """The initial value of the pytree that each piece passes on to the next.
 
         Args:
-            config, kind: the model and its layer.
-            prompt: the whole prompt where `ahead`, else zeros of its shape.
+            config: the model.
+            kind: the kind of attention in the layer.
+            prompt: the whole prompt if `ahead`, else zeros of the same shapes.
             q_tail: queries after RoPE of each row's last `tail` real tokens [B, tail, h_q, d], or None.
             learned: this layer's slice of the arrays of `prepared`, or None.
         """
@@ -77,15 +78,16 @@ class PrefillAttention(abc.ABC):
     def attend(
         self, config: ModelConfig, kind: AttentionKind, piece: PrefillPiece, prompt: PromptKV, aux: Any
     ) -> tuple[Array, Any]:
-        """The output [B, P, h_q, d] of a piece, and what to hand on.
+        """The attention's output [B, P, h_q, d] for a piece, and the pytree to pass on to the next piece.
 
         Args:
-            config, kind: the model and its layer.
-            piece: its queries.
-            prompt: keys and values up to the piece's last token at least; what lies behind may hold anything.
-            aux: from `begin`, or from the piece before. The last one's becomes `PromptKV.extra`.
+            config: the model.
+            kind: the kind of attention in the layer.
+            piece: the queries of the piece.
+            prompt: the keys and values. Those after the piece's last token may be arbitrary.
+            aux: the pytree from `begin` or from the previous piece. That of the last piece becomes `PromptKV.extra`.
         """
 
     @abc.abstractmethod
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
-        """Device bytes that a piece of `size` tokens of a prompt of `tokens` takes for a while, at most."""
+        """Upper bound on the temporary device bytes for a piece of `size` tokens of a prompt of `tokens` tokens."""

@@ -1,8 +1,8 @@
-"""Quest: pages by the largest product that a key in them could have (Tang et al. 2024, arXiv 2406.10774, section 3).
+"""Quest scores pages by an upper bound on the scores of their keys (Tang et al. 2024, arXiv 2406.10774, section 3).
 
-The published evaluation selects per query head over repeated keys; here, as in its kernels, a KV head's pages serve its
-group, by the largest bound in it. The newest page is always attended. Keys and values may be offloaded, which the
-paper's system does not do: the minima and maxima are what a device must hold.
+The code of the paper's evaluation selects pages for each query head. Here, as in its kernels, a KV head selects pages
+for its whole group of query heads, by the largest bound in the group. The newest page is always attended to. Unlike in
+the paper's system, keys and values can be offloaded. The device then holds only the minima and maxima of the pages.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ from jshadow.policies.retrieval import RetrievalPolicy
 )
 @dataclasses.dataclass(frozen=True)
 class Quest(RetrievalPolicy, Sized):
-    """Fetch the pages whose upper bound on a query's scores is highest.
+    """Fetch the pages with the highest upper bound on a query's scores.
 
     Attributes:
-        budget: tokens fetched for a query.
-        unit: tokens of a page.
-        recent: newest tokens that are always attended, with the pages they are in.
-        dense_layers: first layers that attend to everything.
-        top_p: share of the softmax over the budget that is enough.
+        budget: number of tokens fetched for a query.
+        unit: tokens in a page.
+        recent: number of newest tokens that are always attended to, together with the page they begin in.
+        dense_layers: number of first layers with full attention.
+        top_p: fetch only as many pages of the budget as reach this share of the softmax over their bounds.
     """
 
     budget: int = 1024
@@ -48,16 +48,16 @@ class Quest(RetrievalPolicy, Sized):
     source = "arXiv 2406.10774, section 3"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings."""
+        """Check the settings, of which none is None."""
         check_range(self.name, "dense_layers", self.dense_layers, 0)
         return super().resolve(config, capacity)
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """The first layers are dense: pages say little there (section 3.1)."""
+        """Full attention in the first layers, where the bounds select badly (section 3.1)."""
         return Full() if layer < self.dense_layers else self
 
     def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> tuple[Array, Array]:
-        """The least and the largest number of each column of a page's keys."""
+        """The minimum and the maximum of each column of a page's keys, [B, h_kv, n, d] each."""
         real = there[:, None, ..., None]
         least = jnp.where(real, keys, jnp.inf).min(axis=3)
         most = jnp.where(real, keys, -jnp.inf).max(axis=3)
@@ -65,16 +65,16 @@ class Quest(RetrievalPolicy, Sized):
         return jnp.where(some, least, 0).astype(spec.dtype), jnp.where(some, most, 0).astype(spec.dtype)
 
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
-        """Sum over columns of the larger of q * least and q * most: no key of the page has a larger product."""
+        """The sum over columns of max(q * minimum, q * maximum). No key of the page has a larger product with q."""
         least, most = summaries
-        # with q split by sign that is two products of matrices
+        # if q is split by sign, this is the sum of two matrix products
         up, down = jnp.maximum(q, 0), jnp.minimum(q, 0)
         bound = jnp.einsum("bhgtd,bhnd->bhgtn", up, most, preferred_element_type=jnp.float32)
         bound = bound + jnp.einsum("bhgtd,bhnd->bhgtn", down, least, preferred_element_type=jnp.float32)
         return bound.max(axis=2)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Keys and values offloaded and no dense layer, by the size of pages: the smaller, the more bounds are kept."""
+        """Page sizes from small to large, without dense layers. With smaller pages, more bounds are on the device."""
         cls = type(self)
         units = [unit for unit in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if unit <= max(num_tokens, 16)]
         return [[cls(unit=unit, budget=max(cls.budget, unit), dense_layers=0)] for unit in units]

@@ -1,8 +1,8 @@
-"""Policies by name: how a method becomes known to the command line, the laws and the evaluation.
+"""The registry of policies: it makes a method known by name to the command line, the evaluation and the law tests.
 
-A method is registered by the decorator `register` on its class. The files of this package are imported by
-`jshadow.policies`. A method in another package is named `module:Class`, or is found by its name where the package
-declares an entry point of the group `jshadow.policies`.
+The class decorator `register` registers a method. `jshadow.policies` imports the methods of this package. A method of
+another package is given as `module:Class`. It can also be given by its name, if its package declares an entry point in
+the group `jshadow.policies`.
 """
 
 import dataclasses
@@ -27,12 +27,14 @@ T = TypeVar("T", bound=type[Policy])
 
 @dataclasses.dataclass(frozen=True)
 class LawSettings:
-    """Settings in which the laws run on a tiny model: 3 layers, 2 KV heads of width 16, prompts of 61, 27 and 5 tokens.
+    """Settings for the law tests, which check every policy on a tiny model.
+
+    The model has 3 layers and 2 KV heads of width 16. The prompts have 61, 27 and 5 tokens.
 
     Attributes:
-        small: settings that drop or approximate something there.
-        lossless: (tokens, model config) -> settings that equal full attention up to so many tokens; None: there are
-            none.
+        small: settings so small that the policy drops or approximates some of these tokens.
+        lossless: maps (tokens, model config) to settings that give the result of full attention for up to that many
+            tokens. None: the policy has no such settings.
     """
 
     small: Mapping[str, Any]
@@ -43,16 +45,16 @@ def register(
     small: Mapping[str, Any] | None = None,
     lossless: Callable[[int, ModelConfig], Mapping[str, Any]] | None = None,
 ) -> Callable[[T], T]:
-    """A class decorator that makes a policy known by its `name`.
+    """A class decorator that registers a policy under its `name`.
+
+    A class that is defined again in the same place, as in a notebook's cell, replaces the earlier one.
 
     Args:
-        small: settings in which the laws run; None: the defaults.
+        small: settings for the law tests; None: the defaults. See `LawSettings`.
         lossless: see `LawSettings`.
 
-    A class that is defined again in the same place, as in a notebook's cell, replaces the one before.
-
     Raises:
-        ConfigError: it is no concrete policy, or has no name, or another class has the same one.
+        ConfigError: the class is not a concrete policy, it has no name, or another class has the same name.
     """
 
     def add(policy: T) -> T:
@@ -62,7 +64,7 @@ def register(
         before = POLICIES.get(policy.name)
         if before is not None and place_of(before) != place_of(policy):
             raise ConfigError(
-                f"a policy's name must be its own, got {policy.name!r} of {place_of(policy)} and {place_of(before)}"
+                f"a policy's name must be unique, got {policy.name!r} of {place_of(policy)} and {place_of(before)}"
             )
         POLICIES[policy.name] = policy
         LAW_SETTINGS[policy.name] = LawSettings(small or {}, lossless)
@@ -72,15 +74,15 @@ def register(
 
 
 def place_of(policy: type[Policy]) -> str:
-    """Where a class is defined, as `module:Class`."""
+    """The place where a class is defined, as `module:Class`."""
     return f"{policy.__module__}:{policy.__qualname__}"
 
 
 def find_policy(name: str) -> type[Policy]:
-    """The class of a policy's name, of an entry point, or of `module:Class`.
+    """The policy class with this name: a registered name, the name of an entry point, or `module:Class`.
 
     Raises:
-        ConfigError: there is none, or it is no policy.
+        ConfigError: there is no such class, or it is not a policy.
     """
     if ":" in name:
         return import_policy(name)
@@ -96,10 +98,10 @@ def find_policy(name: str) -> type[Policy]:
 
 
 def import_policy(place: str) -> type[Policy]:
-    """The class at `module:Class`, registered if it was not. The working directory is searched too.
+    """The class at `module:Class`. It is registered if it was not. The working directory is searched too.
 
     Raises:
-        ConfigError: the module cannot be imported, or has no such class, or it is no concrete policy.
+        ConfigError: the module cannot be imported, it has no such class, or the class is not a concrete policy.
     """
     module_name, _, class_name = place.partition(":")
     module = import_named(module_name, place)
@@ -117,13 +119,21 @@ def import_policy(place: str) -> type[Policy]:
 
 
 def import_named(module_name: str, place: str) -> ModuleType:
-    """The module of `module:Class`. Raises ConfigError where it cannot be imported."""
+    """Import a module.
+
+    Args:
+        module_name: the module.
+        place: the whole `module:Class`, for the error message.
+
+    Raises:
+        ConfigError: the module cannot be imported.
+    """
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         return importlib.import_module(module_name)
     except ConfigError:
-        raise  # of `register`
+        raise  # `register` in that module found an invalid policy
     except Exception as error:
         near = hint(module_name, [path.stem for path in Path.cwd().glob("*.py")])
         near = near if isinstance(error, ModuleNotFoundError) else ""
@@ -134,13 +144,13 @@ def import_named(module_name: str, place: str) -> ModuleType:
 
 
 def check_policy_class(policy: Any) -> None:
-    """Raise ConfigError unless a class is a policy that can be made without arguments."""
+    """Raise ConfigError unless a class is a concrete policy whose settings all have defaults."""
     if not isinstance(policy, type) or not issubclass(policy, Policy):
         raise ConfigError(f"policy must be a subclass of jshadow.policies.Policy, got {policy!r}")
     place = place_of(policy)
     if missing := sorted(getattr(policy, "__abstractmethods__", ())):
         raise ConfigError(f"policy must define {', '.join(missing)}, got {place!r} without")
-    # A subclass of a dataclass must be one itself, or its own settings are ignored.
+    # A subclass of a dataclass must be decorated as a dataclass too. Otherwise its new settings are ignored.
     parameters = vars(policy).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:
         raise ConfigError(f"policy must be a frozen dataclass, got {place!r}")
@@ -155,6 +165,6 @@ def check_policy_class(policy: Any) -> None:
 
 
 def hint(name: str, names: Iterable[str]) -> str:
-    """The nearest names as a question, or nothing."""
+    """The names nearest to `name` as a question at the end of an error message, or ""."""
     near = difflib.get_close_matches(name, list(names), n=3)
     return f" (did you mean {' or '.join(near)}?)" if near else ""

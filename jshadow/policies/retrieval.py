@@ -1,8 +1,9 @@
-"""What retrieval policies share: nothing is lost, some of it is attended.
+"""The base of retrieval policies: all tokens are kept, and each query attends to some of them.
 
-Tokens lie in units of `unit`. A unit that the recent window has left lives in the host tier, keys and values, and is
-a candidate: `summarise` says what of it stays on the device, `score` how much a query wants it by that. The best ones
-within the budget are fetched at each step and attended exactly, together with the recent tokens, which lie in a ring.
+Tokens are grouped in units of `unit` tokens, whose keys and values are in the host tier. The device keeps a summary of
+each unit (`summarise`) and a ring buffer of the recent tokens. Each query scores the units before its recent tokens by
+their summaries (`score`). The units with the highest scores, within the budget, are fetched at each step. The query
+attends exactly to them and to its recent tokens.
 """
 
 import abc
@@ -27,10 +28,13 @@ from jshadow.policies.units import UnitFrozen, UnitLive, put_units, within_share
 
 
 class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
-    """Settings that every one has.
+    """A policy that fetches the units with the highest scores for each query.
 
-    `budget` tokens to fetch, `recent` newest tokens that are always attended; with `top_p` below 1 only as many units
-    of the budget as it takes to make up that share of the softmax over them.
+    Attributes:
+        budget: most tokens that are fetched for a query.
+        recent: number of newest tokens that are always attended to.
+        unit: tokens in a unit.
+        top_p: fetch only as many units of the budget as reach this share of the softmax over their scores; 1: all.
     """
 
     budget: int
@@ -39,34 +43,38 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     top_p: float
     budget_fields = ("budget",)
 
-    # What a policy says
+    # Hooks of a retrieval policy
 
     @abc.abstractmethod
     def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Any:
-        """A tree of [B, h_kv, n, ...] from the stored keys [B, h_kv, n, unit, d] of units, `there` [B, n, unit]."""
+        """Summaries of n units, a pytree of arrays [B, h_kv, n, ...].
+
+        `keys` [B, h_kv, n, unit, d] is in the form of `stored`, `there` bool [B, n, unit] marks real tokens, and
+        `basis` is the result of `learn`.
+        """
 
     @abc.abstractmethod
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
-        """How much each query wants each unit: q [B, h_kv, group, T, d] -> float32 [B, h_kv, T, n]."""
+        """The score of each unit for each query, float32 [B, h_kv, T, n]; q is [B, h_kv, group, T, d]."""
 
     def stored(self, keys: Array, basis: Any) -> Array:
-        """Keys after RoPE [B, S, h, d] as they are kept, and queries as they meet them: products must not change."""
+        """Keys or queries after RoPE [B, S, h, d] in the form in which keys are stored. Products must stay the same."""
         return keys
 
     def kept_summaries(self, spec: CacheSpec) -> bool:
-        """Whether summaries are kept beside the units; else `resident_summaries` reads them off the units."""
+        """Whether summaries are stored. If not, `resident_summaries` reads them from the units on the device."""
         return True
 
     def resident_summaries(self, spec: CacheSpec, rows: Array) -> Any:
-        """Summaries of units that lie on the device [B, h_kv, n, 2 * unit * d], where none are kept."""
+        """The summaries of units that are on the device, `rows` [B, h_kv, n, 2 * unit * d], if none are stored."""
         raise NotImplementedError
 
     def query(self, step: StepKV) -> Array:
-        """The queries after RoPE [B, T, h_q, d] that choose."""
+        """The queries after RoPE by which units are chosen [B, T, h_q, d]."""
         return step.q_post
 
     def enough(self, spec: CacheSpec, scores: Array, good: Array) -> Array:
-        """Which of the best units are fetched: float32 scores [B, h_kv, T, k], falling; `good` ones exist."""
+        """Which of the best k units are fetched: `scores` float32 [B, h_kv, T, k], falling; `good` marks real units."""
         if self.top_p == 1:
             return good
         logits = jnp.where(good, scores * self.score_scale(spec), -jnp.inf)
@@ -74,60 +82,60 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         return good & within_share(weights, self.top_p)
 
     def score_scale(self, spec: CacheSpec) -> float:
-        """What makes logits of scores."""
+        """The factor that turns scores into attention logits, for `top_p`."""
         return spec.scale
 
     @property
     def reads(self) -> HookInputs:
-        """Pieces of 8 tokens; with `top_p`, single steps, for each query's count is read off its own step."""
+        """New tokens of a turn in pieces of 8. With `top_p` one by one, since a step records one count of units."""
         return HookInputs(piece=8 if self.top_p == 1 else 1)
 
     @property
     def budget_unit(self) -> int:
-        """Budgets are whole units."""
+        """The tokens of a unit."""
         return self.unit
 
     def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Any:
-        """The basis; None for most policies."""
+        """The basis that `summarise` and `score` get for this prompt; None by default."""
         return None
 
     def no_basis(self, spec: CacheSpec) -> Any:
-        """The basis before any prompt."""
+        """The basis of an empty state."""
         return None
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the shared settings."""
+        """Check the settings that all retrieval policies have."""
         check_range(self.name, "unit", self.unit, 1)
         check_range(self.name, "budget", self.budget, self.unit)
         check_range(self.name, "recent", self.recent, 1)
         check_share(self.name, "top_p", self.top_p)
         return self
 
-    # Sizes and places
+    # Sizes
 
     def ring_slots(self, spec: CacheSpec) -> int:
-        """A piece's first query still needs its own recent tokens, and its unit as a whole."""
+        """Slots R of the ring. The first query of a piece still finds its recent tokens there, and their whole unit."""
         return min(self.recent + self.unit + self.reads.piece - 2, spec.capacity)
 
     def count(self, spec: CacheSpec) -> int:
-        """Units that a query selects at most."""
+        """Most units that a query selects."""
         return min(self.budget // self.unit, -(-spec.capacity // self.unit))
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Tokens that may have to be written behind the prompt's units."""
+        """Most tokens after the whole units of the shortest prompt."""
         return capacity - shortest // self.unit * self.unit
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Keys and values of the prompt's units and of later ones."""
+        """Keys and values of the prompt's units, and of the units after them in the tail."""
         tail = max(1, -(-spec.window // self.unit))
         return HostLayout(spec.kv_heads, spec.capacity // self.unit, self.unit, planes=2, tail_units=tail)
 
     def first_recent(self, positions: Array) -> Array:
-        """First position that a query attends in the ring: whole units before the recent tokens are candidates."""
+        """The first position that a query at `positions` reads from the ring; whole units before it are candidates."""
         return jnp.maximum(positions + 1 - self.recent, 0) // self.unit * self.unit
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Capacity and tail both end."""
+        """The smaller of what the capacity and the tail still allow."""
         layout = self.host_layout(spec)
         assert layout is not None
         tail = layout.tail_units * self.unit
@@ -136,7 +144,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """No unit, an empty ring."""
+        """A state without units and with an empty ring."""
         layout = self.host_layout(spec)
         assert layout is not None
 
@@ -159,7 +167,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Whole units to the host tier, their summaries and the newest tokens to the device."""
+        """Write the whole units to the host tier. Keep their summaries and the newest tokens on the device."""
         layout, slots = self.host_layout(spec), self.ring_slots(spec)
         assert layout is not None
         units, basis = prompt.lengths // self.unit, self.learn(spec, prompt, fitted)
@@ -171,13 +179,12 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         width = 2 * self.unit * spec.head_dim
         data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, width)
         live = state.live.replace(recent=KeyValues(k, v))
-        # the unit that the prompt has begun lies in the ring; its place in the tail is written with the next token
-        return state.replace(frozen=UnitFrozen(units, summaries, basis), live=live), HostWrite(
-            data
-        ) if layout.units else None
+        # The prompt's last, incomplete unit is in the ring. `append` writes it to the tail with the next token.
+        write = HostWrite(data) if layout.units else None
+        return state.replace(frozen=UnitFrozen(units, summaries, basis), live=live), write
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Write the new tokens to the ring, and each unit they are in, done or not, to the tail and its summary."""
+        """Write the new tokens to the ring, and the units they are in, complete or not, with summaries to the tail."""
         slots, ring, basis = self.ring_slots(spec), state.live.recent, state.frozen.basis
         k = write_rows(ring.k, self.stored(step.k_post, basis), step.positions % slots, step.valid)
         v = write_rows(ring.v, step.v, step.positions % slots, step.valid)
@@ -203,7 +210,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     # One step
 
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
-        """The best units of each query, one query after the other."""
+        """The units with the highest scores for each query. The units of query t are entries t * k to t * k + k - 1."""
         layout, frozen = self.host_layout(spec), state.frozen
         assert layout is not None
         q = group_queries(self.stored(self.query(step), frozen.basis), spec.kv_heads)
@@ -226,7 +233,11 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         return selection, state.replace(live=state.live.replace(selected=chosen))
 
     def unit_of_place(self, spec: CacheSpec, units: Array) -> Array:
-        """Unit of the sequence behind each place, int32 [B, U + T]: the prompt's, then the tail's; -1 for none."""
+        """The unit of the sequence that each stored unit is, int32 [B, U + T]: first the prompt's, then the tail's.
+
+        -1 marks a place in the prompt's part that holds no unit. Example: the prompt's part has 3 places, the tail has
+        2, and row 0 has units[0] = 2. Then the result for row 0 is [0, 1, -1, 2, 3].
+        """
         layout, start = self.host_layout(spec), units[:, None]
         assert layout is not None
         places = jnp.arange(layout.units + layout.tail_units)
@@ -234,7 +245,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         return jnp.where((places < start) | (places >= layout.units), unit, -1)
 
     def both_summaries(self, spec: CacheSpec, state: LayerState) -> list[Any]:
-        """Of the prompt's units and of later ones."""
+        """The summaries of the prompt's units and of the tail's units."""
         if self.kept_summaries(spec):
             return [state.frozen.summaries, state.live.summaries]
         layout, tier = self.host_layout(spec), state.host
@@ -246,7 +257,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Exact attention over each query's recent tokens and its units."""
+        """Exact attention over each query's recent tokens and its fetched units."""
         assert fetched is not None
         assert fetched.k is not None
         slots, queries = self.ring_slots(spec), step.positions.shape[1]
@@ -260,7 +271,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         return attend(query, pieces, spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Recent tokens, and whole units."""
+        """Recent tokens, and the tokens of the selected units."""
         first = self.first_recent(lengths - 1)
         selected = jnp.minimum(first, self.count(spec) * self.unit)
         if self.top_p < 1:
@@ -271,14 +282,14 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     # Accounting
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """All summaries and the ring are read, the selected units move."""
+        """All summaries and the ring are read. The selected units are moved from the host and read."""
         parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
         moved = 2 * spec.batch * spec.kv_heads * self.count(spec) * self.unit * spec.head_dim
         size = moved * jnp.dtype(spec.dtype).itemsize
         return parts | {"selected": (size, 0 if spec.fetch == "resident" else size)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Scores of all units, the selected rows twice, in float32 for their products too, and their scores."""
+        """Scores of all units; the selected and the recent rows twice, and once in float32; and their scores."""
         layout = self.host_layout(spec)
         assert layout is not None
         units, rows = layout.units + layout.tail_units, self.count(spec) * self.unit + self.ring_slots(spec)

@@ -1,10 +1,10 @@
-"""Settings in records, and their names: `--set landmarks.tokens=2`.
+"""Records of settings, and the dotted names of settings, as in `--set landmarks.tokens=2`.
 
 A policy is a frozen dataclass of settings. Settings that belong together are a `Record`, a frozen dataclass that is one
-field of the policy. A field can allow one type of record, as `landmarks: Landmarks` does, or several, as
-`keys: LowRank | TransformCode` does; then the records' names tell them apart.
+field of the policy. A field can allow one type of record, as `landmarks: Landmarks` does. It can also allow several, as
+`keys: LowRank | TransformCode` does; then each record type has a name.
 
-Every setting has a dotted name. The same names stand on the command line, in saved states and in result rows:
+Every setting has a dotted name. The command line, saved states and result rows use the same names:
 
     ShadowKV(keys=TransformCode(bits=2), landmarks=Landmarks(tokens=2))
     {"keys": "transform", "keys.bits": 2, "landmarks.tokens": 2}
@@ -27,14 +27,14 @@ class Record:
     """Settings that belong together. Subclasses are frozen dataclasses whose fields all have defaults.
 
     Class attributes:
-        name: what the record is called where a field allows several types; "" where it allows one.
+        name: the name of the record type if a field allows several types; "" if it allows only one.
     """
 
     name: ClassVar[str] = ""
 
 
 def record_types(annotation: Any) -> dict[str, type[Record]]:
-    """The types of record that a field's annotation allows, by name; empty for a plain setting."""
+    """The record types that a field's annotation allows, by name. It is empty for a plain setting."""
     types = typing.get_args(annotation) or (annotation,)
     return {kind.name: kind for kind in types if isinstance(kind, type) and issubclass(kind, Record)}
 
@@ -42,7 +42,7 @@ def record_types(annotation: Any) -> dict[str, type[Record]]:
 def setting_types(kind: type) -> dict[str, str]:
     """The dotted names of all settings of a policy or record type, with their types as text.
 
-    Settings of every allowed record are listed. A wrapper's inner policy is not.
+    The settings of every allowed record type are listed. Those of a wrapper's inner policy are not.
     """
     types: dict[str, str] = {}
     for field in dataclasses.fields(kind):
@@ -57,7 +57,7 @@ def setting_types(kind: type) -> dict[str, str]:
 
 
 def dotted_settings(value: Any) -> dict[str, Any]:
-    """The settings of a policy or record by dotted name; a record that has a name stands as that name first."""
+    """The settings of a policy or record by dotted name. A record with a name adds an entry with that name."""
     settings: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         setting = getattr(value, field.name)
@@ -71,7 +71,7 @@ def dotted_settings(value: Any) -> dict[str, Any]:
 
 
 def policy_settings(policy: Policy) -> dict[str, Any]:
-    """The settings of a policy by dotted name; those of a wrapper's inner policy in a dictionary with its name."""
+    """The settings of a policy by dotted name. A wrapper's inner policy is a nested dictionary with its name."""
     return {
         name: {"name": value.name, **policy_settings(value)} if isinstance(value, Policy) else value
         for name, value in dotted_settings(policy).items()
@@ -79,7 +79,7 @@ def policy_settings(policy: Policy) -> dict[str, Any]:
 
 
 def changed_settings(value: Any, usual: Any = None) -> dict[str, Any]:
-    """The dotted settings in which a policy or record differs from `usual`; None: from the defaults of its type."""
+    """The dotted settings in which a policy or record differs from `usual`. None means the defaults of its type."""
     usual = type(value)() if usual is None else usual
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(value):
@@ -99,12 +99,12 @@ def with_settings(value: T, settings: Mapping[str, Any], path: str = "") -> T:
 
     Args:
         value: a policy or a record.
-        settings: by dotted name. Where a field allows several records, their name chooses one, with default settings
-            unless `value` has that type already.
-        path: what errors call the value; by default its name.
+        settings: the new values by dotted name. If a field allows several record types, a name chooses one of them. The
+            record has default settings unless `value` already has a record of that type.
+        path: the name of the value in error messages; by default its `name`.
 
     Raises:
-        ConfigError: there is no such setting, which names the nearest ones, or no such record.
+        ConfigError: there is no such setting or no such record. The message names the nearest settings.
     """
     path = path or getattr(value, "name", "")
     fields = {field.name: field for field in dataclasses.fields(value)}  # type: ignore[arg-type]
@@ -127,7 +127,11 @@ def with_settings(value: T, settings: Mapping[str, Any], path: str = "") -> T:
 
 
 def named_record(field: dataclasses.Field[Any], setting: Any, current: Any, path: str) -> Any:
-    """The record that a name stands for; a plain setting, or a record, as it is. Raises ConfigError."""
+    """The record that the name `setting` chooses for a field. A plain setting, or a record, is returned unchanged.
+
+    Raises:
+        ConfigError: the field allows no record of that name.
+    """
     records = record_types(field.type)
     if not records or isinstance(setting, Record):
         return setting
@@ -139,14 +143,14 @@ def named_record(field: dataclasses.Field[Any], setting: Any, current: Any, path
 
 
 def unknown_setting(path: str, name: str, value: Any) -> ConfigError:
-    """The error of a setting that a policy or record does not have."""
+    """The error for a setting that a policy or record does not have."""
     names = dotted_settings(value)
     shown = f"{path}={value.name!r}" if isinstance(value, Record) and value.name else path
     return ConfigError(f"{shown} has the settings {sorted(names)}, got {name!r}{nearest(name, names)}")
 
 
 def nearest(name: str, names: Any) -> str:
-    """The names most like one that does not exist, as the end of an error message; "" where none is like it."""
+    """The names most similar to `name`, as the end of an error message; "" if none is similar."""
     similar = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
     return f"; the nearest: {', '.join(similar)}" if similar else ""
 

@@ -1,4 +1,4 @@
-"""The largest setting within a share of full attention's device bytes, by the bytes that its state really takes."""
+"""Find the largest settings of a policy whose state fits into a share of full attention's device bytes."""
 
 import bisect
 import functools
@@ -19,7 +19,7 @@ P = TypeVar("P", bound=Policy)
 
 
 class Falling(Sequence[P]):
-    """make(high), make(high - 1), ..., make(low): settings that are made when they are asked for."""
+    """The sequence make(high), make(high - 1), ..., make(low). An entry is made each time it is read."""
 
     def __init__(self, make: Callable[[int], P], low: int, high: int) -> None:
         self.make, self.low, self.high = make, low, high
@@ -37,17 +37,17 @@ class Falling(Sequence[P]):
 
 
 def at_share(policy: P, fraction: float, num_tokens: int, config: ModelConfig) -> P:
-    """The policy at the largest size that keeps to a share of full attention's device bytes.
+    """The policy with the largest settings whose device bytes are at most a share of full attention's.
 
     Args:
-        policy: its settings; only those in `Sized.size_free` stay as they are.
-        fraction: of the bytes of full attention at that many tokens, sliding layers included.
-        num_tokens: a prompt of so many tokens fills the capacity.
+        policy: a policy that is `Sized`. Its settings in `Sized.size_free` are kept; the others are replaced.
+        fraction: the share of the bytes that full attention takes for that many tokens, sliding layers included.
+        num_tokens: the capacity, which a prompt fills completely.
         config: the model.
 
     Raises:
-        ConfigError: fraction is not above 0, or the policy has no sizes.
-        Infeasible: no setting is that small; the message names the least share.
+        ConfigError: fraction is not above 0, or the policy is not `Sized`.
+        Infeasible: no setting is small enough. The message names the smallest possible share.
     """
     if not fraction > 0:
         raise ConfigError(f"fraction must be above 0, got {fraction!r}")
@@ -69,9 +69,9 @@ def at_share(policy: P, fraction: float, num_tokens: int, config: ModelConfig) -
 
 
 def device_share(policy: Policy, num_tokens: int, config: ModelConfig) -> float:
-    """Device bytes of a prompt that fills the capacity, offloaded where the policy offloads, to full attention's.
+    """Device bytes of a policy's state divided by those of full attention, for a prompt that fills the capacity.
 
-    In bfloat16, where masks, positions and bases in wider numbers weigh most. Nothing is allocated.
+    Keys and values are counted in bfloat16, and the policy offloads what it can. Nothing is allocated.
     """
     policy = policy.resolve(config, num_tokens)
     row = 2 * config.key_columns * 2  # bytes of a token's key and value
@@ -91,7 +91,7 @@ def device_share(policy: Policy, num_tokens: int, config: ModelConfig) -> float:
 
 
 def layer_spec(policy: Policy, layer: int, num_tokens: int, config: ModelConfig) -> CacheSpec:
-    """One row's cache of a layer that sees everything, filled by its prompt."""
+    """The spec of one row in a layer that attends to all tokens, whose prompt fills the capacity. It offloads."""
     cache, kind = policy.for_layer(layer, config), config.attention_kind(layer)
     return CacheSpec(
         layer=layer,
@@ -113,7 +113,7 @@ def layer_spec(policy: Policy, layer: int, num_tokens: int, config: ModelConfig)
 
 
 def layer_slots(num_tokens: int, config: ModelConfig) -> tuple[int, int]:
-    """Slots of full attention at that many tokens: of all sliding layers, and of all others."""
+    """Slots that full attention needs for `num_tokens`, summed over the sliding layers and over all other layers."""
     windows = [kind.window for kind in config.attention_kinds]
     sliding = sum(sliding_slots(window, num_tokens) for window in windows if window is not None)
     return sliding, num_tokens * windows.count(None)

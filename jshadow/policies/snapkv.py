@@ -1,8 +1,8 @@
-"""SnapKV: what the prompt's last queries looked at is kept (Li et al. 2024, arXiv 2404.14469, section 4).
+"""SnapKV keeps the prompt tokens that its last queries attend to most (Li et al. 2024, arXiv 2404.14469, section 4).
 
-The paper leaves open which pooling its listing means, and its code repeats keys for all query heads before it selects.
-Here: the maximum, as in the paper's LongBench settings, and one set for each KV head by the mean over its query heads
-(`granularity="q_head"` keeps one for each query head, and its keys and values with it, as the published code does).
+The paper does not state the kind of pooling. Here the default is the maximum, as in the paper's LongBench settings. The
+published code selects tokens for each query head and stores keys and values for each of them
+(`granularity="q_head"`). Here the default is one set for each KV head, by the mean over its query heads.
 """
 
 import dataclasses
@@ -31,14 +31,15 @@ from jshadow.policies.sizing import Falling
 )
 @dataclasses.dataclass(frozen=True)
 class SnapKV(EvictingPolicy, Budgeted, Sized):
-    """Keep the prompt's newest tokens, and those that these attended to most.
+    """Keep the prompt's newest tokens and the tokens that these attend to most.
 
     Attributes:
-        max_capacity_prompt: tokens of a prompt that are kept, the observation window included.
-        observation_window: newest prompt tokens: their queries choose, and they are kept.
-        kernel: tokens over which scores are pooled, an odd number: neighbours of what is kept are kept too.
+        max_capacity_prompt: number of prompt tokens that are kept, the observation window included.
+        observation_window: number of newest prompt tokens. Their queries score the others, and they are always kept.
+        kernel: number of tokens over which scores are pooled, an odd number. Pooling lets neighbors of an important
+            token be kept too.
         pooling: "max" or "avg".
-        granularity: "kv_head" or "q_head".
+        granularity: "kv_head": each KV head keeps one set of tokens. "q_head": each query head does.
     """
 
     max_capacity_prompt: int = 2048
@@ -53,18 +54,18 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
 
     @property
     def reads(self) -> HookInputs:
-        """The queries of the observation window."""
+        """The queries of the observation window; new tokens of a turn in pieces of 16."""
         return HookInputs(last_queries=self.observation_window, piece=16)
 
     def scaled(self, share: float) -> Self:
-        """Also the window, where the prompt's budget would not hold it."""
+        """Scale the budget, and limit the observation window to half of it."""
         scaled = super().scaled(share)
         return dataclasses.replace(
             scaled, observation_window=min(self.observation_window, max(1, scaled.max_capacity_prompt // 2))
         )
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings."""
+        """Check the settings, of which none is None."""
         check_range(self.name, "observation_window", self.observation_window, 1)
         check_range(self.name, "max_capacity_prompt", self.max_capacity_prompt, self.observation_window)
         check_range(self.name, "kernel", self.kernel, 1)
@@ -74,38 +75,38 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
         return self
 
     def slots(self, capacity: int) -> int:
-        """Never more than the capacity."""
+        """Prompt tokens that are kept, at most the capacity."""
         return min(self.max_capacity_prompt, capacity)
 
     def heads(self, spec: CacheSpec) -> int:
-        """Heads with a set of their own."""
+        """Number of heads that keep their own set of tokens."""
         return spec.q_heads if self.granularity == "q_head" else spec.kv_heads
 
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
-        """Attention of the last queries to each token, summed, pooled along the tokens."""
+        """The attention of the last queries to each token, summed over the queries and pooled along the tokens."""
         assert prompt.q_tail is not None
         tokens, window = prompt.k_post.shape[1], self.observation_window
         position, last = jnp.arange(tokens), prompt.lengths[:, None]
-        own = last - window + jnp.arange(window)  # positions of the queries [B, w]; negative ones repeat the first
-        seen = position <= own[:, :, None]
+        query_positions = last - window + jnp.arange(window)  # [B, w]; negative in a prompt shorter than the window
+        seen = position <= query_positions[:, :, None]
         queries = group_queries(prompt.q_tail, spec.kv_heads)
         logits = jnp.einsum("bhgtd,bshd->bhgts", queries, prompt.k_post, preferred_element_type=jnp.float32)
         logits *= spec.scale
         probs = jax.nn.softmax(jnp.where(seen[:, None, None], logits, MASKED), axis=-1)
-        probs = jnp.where((own >= 0)[:, None, None, :, None], probs, 0)
+        probs = jnp.where((query_positions >= 0)[:, None, None, :, None], probs, 0)
         scores = probs.sum(axis=3)  # [B, h_kv, group, S]
         scores = scores.mean(axis=2) if self.granularity == "kv_head" else scores.reshape(spec.batch, -1, tokens)
         inside = position < jnp.maximum(last - window, 0)
         return pool(jnp.where(inside[:, None], scores, 0), self.kernel, self.pooling), jnp.full_like(last[:, 0], window)
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Scores of the window's queries, their masked form and their softmax."""
+        """The default, and the scores of the window's queries, their masked form and their softmax."""
         return (
             super().compress_bytes(spec, tokens) + 3 * 4 * spec.batch * spec.q_heads * self.observation_window * tokens
         )
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """All numbers of tokens; a small one has a small window."""
+        """Every number of tokens up to num_tokens. The observation window is at most half of it."""
         cls = type(self)
 
         def make(slots: int) -> Any:
@@ -115,7 +116,10 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
 
 
 def pool(scores: Array, kernel: int, pooling: str) -> Array:
-    """Scores [B, h, S], each the maximum or the mean of `kernel` neighbours; beyond the ends lie zeros."""
+    """Replace each score of [B, h, S] by the maximum or the mean of the `kernel` scores around it.
+
+    Scores before the first and after the last token count as 0.
+    """
     half, shape, ones = kernel // 2, (1, 1, kernel), (1, 1, 1)
     pad = ((0, 0), (0, 0), (half, half))
     if pooling == "max":

@@ -1,11 +1,13 @@
-"""SpeCache: a low-bit copy, exact rows fetched a step ahead (Jie et al. 2025, arXiv 2503.16163, section 3).
+"""SpeCache: a low-bit copy on the device, and exact rows fetched one step ahead (Jie et al. 2025, arXiv 2503.16163).
 
-A step carries two queries: of the current token, whose output counts, and of the token that is guessed to follow. What
-the guess attends to most in the low-bit copy is fetched exactly while the step goes on, and takes the place of its
-low-bit rows in the next one. The guess is never verified and its keys are not kept: a wrong one costs accuracy of the
-next step's rows alone. Where text and printed algorithm differ (which rows are fetched, what is appended) the text is
-followed. Tokens are chosen for each KV head by the mean of its query heads' probabilities; tokens that the next step
-has exactly are no candidates. The first guess comes from a step that is taken back (`predecode`), as in the paper.
+A step has two queries: that of the current token, whose output is used, and that of a guess of the next token. The
+tokens that the guess attends to most in the low-bit copy are fetched exactly during the step. In the next step they
+replace their low-bit rows. The guess is not verified, and its key and value are not stored. A wrong guess only makes
+the fetched rows less useful in the next step.
+
+Where the paper's text (section 3) and its printed algorithm differ (which rows are fetched, what is appended), this
+follows the text. Tokens are chosen for each KV head by the mean of its query heads' probabilities. Tokens that the next
+step has exactly anyway are not chosen. The first guess comes from a trial step that is undone, as in the paper.
 """
 
 import dataclasses
@@ -26,16 +28,17 @@ from jshadow.ops.attention import Piece, attend, group_queries, masked_scores
 from jshadow.ops.layout import to_chunks, top_k
 from jshadow.policies.capabilities import Budgeted, PlansAhead, Speculates
 from jshadow.policies.checks import check_range
-from jshadow.policies.kivi import KIVI, KiviLive, never_full
+from jshadow.policies.kivi import KIVI, never_full
+from jshadow.policies.kivi_state import KiviLive
 from jshadow.policies.registry import register
 
 
 class Guess(struct.PyTreeNode):
-    """Shared by all layers.
+    """The state that all layers share.
 
     Attributes:
-        guess: the token that is expected after the next one, int32 [B].
-        known: it has been guessed, bool [B]; before, the current token stands in for it.
+        guess: the guess of the token that follows the next step's token, int32 [B].
+        known: whether a guess was made, bool [B]. Before the first guess, `guess` is the current token.
     """
 
     guess: Array
@@ -43,11 +46,14 @@ class Guess(struct.PyTreeNode):
 
 
 class SpeLive(KiviLive, kw_only=True):
-    """Also the rows that came for this step.
+    """KIVI's state and the exact rows that were fetched for this step.
+
+    Example: B = 1, 2 KV heads and k = 3. positions [[[7, 2, -1], [4, 2, 9]]] means that head 0 has the exact tokens 7
+    and 2, and its last slot is unused. Head 1 has the exact tokens 4, 2 and 9.
 
     Attributes:
-        buffer: keys after RoPE and values [B, h_kv, k, d].
-        positions: theirs, int32 [B, h_kv, k]; -1 for none.
+        buffer: exact keys after RoPE and values [B, h_kv, k, d].
+        positions: the tokens' positions, int32 [B, h_kv, k]; -1 in an unused slot.
     """
 
     buffer: KeyValues
@@ -60,11 +66,13 @@ class SpeLive(KiviLive, kw_only=True):
 )
 @dataclasses.dataclass(frozen=True)
 class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
-    """KIVI whose most wanted tokens are exact, by speculation.
+    """KIVI in which the tokens that matter most are exact, chosen by speculation.
 
     Attributes:
-        bits, group, residual: as in KIVI; half the residual pays for the fetched rows.
-        fetched: tokens fetched for a step, of each KV head.
+        bits: as in KIVI.
+        group: as in KIVI.
+        residual: as in KIVI. The default is half of KIVI's, which pays for the fetched rows.
+        fetched: number of tokens that each KV head fetches for a step.
     """
 
     residual: int = 64
@@ -76,39 +84,39 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
     trial_step = True
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the settings."""
+        """Check `fetched` and KIVI's settings."""
         check_range(self.name, "fetched", self.fetched, 1)
         return super().resolve(config, capacity)
 
     def init_shared(self, specs: tuple[CacheSpec, ...], fitted: Any = None) -> Guess:
-        """Nothing guessed."""
+        """A state without a guess."""
         return Guess(jnp.zeros(specs[0].batch, jnp.int32), jnp.zeros(specs[0].batch, bool))
 
     def after_step(self, shared: Guess, logits: Array, lengths: Array) -> Guess:
-        """The most likely token after the guessed one; after the current one, where none was guessed yet."""
+        """The most likely token after the guess, or after the current token in rows without a guess."""
         best = logits.argmax(-1).astype(jnp.int32)
         return Guess(jnp.where(shared.known, best[:, 1], best[:, 0]), jnp.ones_like(shared.known))
 
     def before_trial(self, shared: Guess, token: Array) -> Guess:
-        """What the trial step begins with."""
+        """A state in which `token` stands in for the guess."""
         return Guess(token, jnp.zeros_like(shared.known))
 
     def adopt(self, live: SpeLive, after: SpeLive) -> SpeLive:
-        """The rows that came, and nothing else of that step."""
+        """Keep only the rows that the trial step fetched."""
         return live.replace(buffer=after.buffer, positions=after.positions)
 
     def count(self, spec: CacheSpec) -> int:
-        """Tokens fetched for a step."""
+        """Tokens k that a head fetches for a step."""
         return min(self.fetched, spec.capacity)
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Everything, exactly, token by token."""
+        """The exact keys and values of all tokens, in units of one token."""
         return HostLayout(spec.kv_heads, spec.capacity, 1, planes=2, tail_units=spec.window)
 
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Nothing held, nothing fetched."""
+        """A state without tokens and without fetched rows."""
         state = super().init(spec, fitted)
         zeros = jnp.zeros((spec.batch, spec.kv_heads, self.count(spec), spec.head_dim), spec.dtype)
         live = SpeLive(
@@ -122,15 +130,15 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """The low-bit copy, and the exact rows for the host."""
+        """Quantize the prompt as KIVI does, and write its exact rows to the host tier."""
         state, _ = super().compress(spec, state, prompt, fitted)
         planes = [to_chunks(x, spec.capacity, 1) for x in (prompt.k_post, prompt.v)]
         return state, HostWrite(jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, spec.capacity, -1))
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """The current token's row, here and to the host; the guess's is not kept."""
-        made, _ = super().append(spec, state, step)
-        live = state.live.replace(later=made.live.later, recent=made.live.recent)
+        """Store the current token's key and value as KIVI does, and write them to the host. The guess is not stored."""
+        appended, _ = super().append(spec, state, step)
+        live = state.live.replace(later=appended.live.later, recent=appended.live.recent)
         row = jnp.stack([step.k_post[:, 0], step.v[:, 0]], axis=2)  # [B, h_kv, 2, d]
         data = row.reshape(spec.batch, spec.kv_heads, 1, -1)
         start = step.positions[:, :1] - state.frozen.lengths[:, None]
@@ -139,7 +147,10 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
     # One step
 
     def pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[list[Piece], list[Array]]:
-        """What both queries see, and the positions behind it, int32 [B, h_kv | 1, n]; -1 where nobody may choose it."""
+        """The pieces that both queries attend to, and for each piece the positions of the tokens that may be fetched.
+
+        Positions are int32 [B, h_kv, n] or [B, 1, n], with -1 for a token that may not be fetched.
+        """
         live: SpeLive = state.live
         batch, heads = live.positions.shape[:2]
         row, head = jnp.arange(batch)[:, None, None], jnp.arange(heads)[None, :, None]
@@ -149,7 +160,7 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         slot = jnp.where(used, live.positions, spec.capacity)
         exact = jnp.zeros((batch, heads, spec.capacity + 1), bool).at[row, head, slot].set(True)
         pieces, positions = [], []
-        low_bit = held // self.residual * self.residual  # in the next step, which what is chosen is for
+        low_bit = held // self.residual * self.residual  # tokens whose keys are quantized in the next step
         for part in self.parts(spec, state, held):
             at = jnp.clip(part.positions, 0, spec.capacity - 1)[:, None]
             replaced = jnp.take_along_axis(exact, jnp.broadcast_to(at, (batch, heads, at.shape[2])), axis=2)
@@ -167,15 +178,15 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Attention of both queries; what came takes the place of its low-bit rows."""
+        """Attention of both queries. The fetched exact rows replace their low-bit rows."""
         return attend(step.q_post, self.pieces(spec, state, step)[0], spec.scale), state
 
     def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
-        """For the next step, what the guess attended to most."""
+        """Select for the next step the tokens that the guess attends to most."""
         pieces, positions = self.pieces(spec, state, step)
-        own = step.q_post[:, 1:]
+        guess_query = step.q_post[:, 1:]
         pieces = [piece.of_queries(1, 2) for piece in pieces]
-        logits = jnp.concatenate([masked_scores_of(own, piece, spec.scale) for piece in pieces], axis=-1)
+        logits = jnp.concatenate([masked_scores_of(guess_query, piece, spec.scale) for piece in pieces], axis=-1)
         probs = jax.nn.softmax(logits, axis=-1).mean(axis=2)[:, :, 0]  # [B, h_kv, n]
         at = jnp.concatenate([jnp.broadcast_to(x, (spec.batch, spec.kv_heads, x.shape[2])) for x in positions], axis=2)
         places = top_k(jnp.where(at >= 0, probs, -1.0), self.count(spec))
@@ -186,7 +197,7 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         return (Selection(jnp.maximum(ids, 0), valid, when="next_step"),)
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
-        """Keep what came for the next step; a row without valid ids is idle and stays."""
+        """Store the fetched rows for the next step. A row without valid ids is inactive and keeps its buffer."""
         assert fetched.k is not None
         live: SpeLive = state.live
         length = state.frozen.lengths[:, None, None]
@@ -200,18 +211,18 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         return state.replace(live=live.replace(buffer=KeyValues(*rows), positions=positions))
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """All that lies on the device is read, the rows of the next step move."""
+        """All arrays on the device are read. The rows for the next step are moved from the host."""
         parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
         numbers = 2 * spec.batch * spec.kv_heads * self.count(spec) * spec.head_dim
         size = numbers * jnp.dtype(spec.dtype).itemsize
         return parts | {"fetched": (0, 0 if spec.fetch == "resident" else size)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """As KIVI for two queries, and their probabilities once more."""
+        """Twice KIVI's, for two queries and for the guess's probabilities."""
         return 2 * super().step_temporaries(spec)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """The most bits first, and of each the smallest groups, beside the residual and the fetched rows."""
+        """Settings from many bits to few; for each number of bits, from small groups to large ones."""
         cls, largest = type(self), math.gcd(config.head_dim, 64)
         groups = [group for group in (16, 32, 64) if group <= largest] or [largest]
         rows = min(cls.fetched, max(1, num_tokens // 32))
@@ -224,5 +235,5 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
 
 
 def masked_scores_of(q: Array, piece: Piece, scale: float) -> Array:
-    """Float32 scores [B, h_kv, group, T, n] of queries [B, T, h_q, d]."""
+    """Scores of queries [B, T, h_q, d] with a piece's keys, float32 [B, h_kv, group, T, n]."""
     return masked_scores(group_queries(q, piece.k.shape[1]), piece, scale)

@@ -23,10 +23,14 @@ from jshadow.policies.sizing import Falling
 
 
 class StreamingLive(struct.PyTreeNode):
-    """Attributes: cache: keys before RoPE and values [B, h_kv, sinks + window, d].
+    """The tokens that are kept.
 
-    Slots [0, sinks) hold the first tokens; token p >= sinks lies in slot sinks + (p - sinks) % window. Keys wait
-    unrotated because their rotation changes as older tokens are evicted.
+    Slots [0, sinks) hold the first tokens. The rest is a ring buffer: the token at position p >= sinks is in slot
+    sinks + (p - sinks) % window. Keys are stored before RoPE, because their rotation changes when older tokens are
+    evicted.
+
+    Attributes:
+        cache: keys before RoPE and values [B, h_kv, sinks + window, d].
     """
 
     cache: KeyValues
@@ -35,13 +39,13 @@ class StreamingLive(struct.PyTreeNode):
 @register(small={"sinks": 2, "window": 12}, lossless=lambda tokens, config: {"window": tokens})
 @dataclasses.dataclass(frozen=True)
 class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
-    """Keep the first tokens and the most recent ones; evict what lies between.
+    """Keep the first tokens (attention sinks) and the newest ones. Evict the tokens between them.
 
     Attributes:
-        sinks: first tokens that are never evicted.
-        window: recent tokens, the current one included.
-        rebase_positions: rotate keys and query by their index inside the cache, as the paper does; False keeps the
-            original positions, as many benchmark tables run it.
+        sinks: number of first tokens that are never evicted.
+        window: number of newest tokens that are kept, the current one included.
+        rebase_positions: True: keys and queries are rotated by their index inside the cache, as in the paper. False:
+            they are rotated by their position in the text, as in many benchmarks.
     """
 
     sinks: int = 4
@@ -59,16 +63,21 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
         return self
 
     def slots(self, capacity: int) -> int:
-        """Slots of the cache: never more than the capacity."""
+        """Slots of the cache, at most the capacity."""
         return min(self.sinks + self.window, capacity)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Zeros."""
+        """A cache of zeros."""
         zeros = jnp.zeros((spec.batch, spec.kv_heads, self.slots(spec.capacity), spec.head_dim), spec.dtype)
         return LayerState(live=StreamingLive(KeyValues(zeros, zeros)))
 
     def held_positions(self, spec: CacheSpec, lengths: Array) -> Array:
-        """Position of the token in each slot, int32 [B, slots]; -1 where there is none yet."""
+        """Position of the token in each slot, int32 [B, slots]; -1 in a slot that no token has reached yet.
+
+        Args:
+            spec: the layer.
+            lengths: tokens that each row has taken so far, evicted ones included, int32 [B].
+        """
         slots = self.slots(spec.capacity)
         ring = slots - min(self.sinks, slots)
         slot = jnp.arange(slots)
@@ -80,7 +89,7 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
         return jnp.where((held <= last) & (held >= jnp.minimum(slot, self.sinks)), held, -1)
 
     def slot_of(self, spec: CacheSpec, positions: Array) -> Array:
-        """Slot of each position, int32, same shape."""
+        """The slot for the token at each position: int32, in the shape of positions."""
         slots = self.slots(spec.capacity)
         ring = max(slots - self.sinks, 1)
         return jnp.where(positions < self.sinks, positions, self.sinks + (positions - self.sinks) % ring)
@@ -88,7 +97,7 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Keep the sinks and the window of an exactly attended prompt."""
+        """Store the sinks and the newest tokens of the prompt. The prompt's own attention is exact."""
         held = self.held_positions(spec, prompt.lengths)
         index = jnp.maximum(held, 0)[:, :, None, None]
         k, v = (
@@ -107,7 +116,7 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Rotate the kept keys, then exact attention over them."""
+        """Rotate the stored keys and attend to them."""
         lengths = step.positions[:, -1] + 1
         held = self.held_positions(spec, lengths)
         evicted = jnp.maximum(lengths - self.slots(spec.capacity), 0)[:, None] if self.rebase_positions else 0
@@ -122,16 +131,16 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
         return attend(q, [Piece(k, state.live.cache.v, seen[:, None])], spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """At most the slots."""
+        """All tokens held, up to the number of slots."""
         return {"window": jnp.minimum(lengths, self.slots(spec.capacity)).astype(jnp.float32)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """The rotated keys, in float32 first, and the scores of all slots."""
+        """The rotated keys, first in float32, and the scores of all slots."""
         slots, item = spec.batch * self.slots(spec.capacity), jnp.dtype(spec.dtype).itemsize
         return slots * (spec.kv_heads * spec.head_dim * (2 * 4 + item) + 3 * 4 * spec.q_heads)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """All numbers of slots."""
+        """Every number of slots up to num_tokens."""
         cls = type(self)
 
         def make(slots: int) -> Any:

@@ -1,4 +1,4 @@
-"""Units of tokens on the host, as retrieval policies hold them: what is remembered of them, and small operations."""
+"""The state of retrieval policies: summaries on the device of units of tokens that lie in the host tier."""
 
 from typing import Any
 
@@ -11,9 +11,14 @@ from jshadow.ops.layout import write_rows
 
 
 def within_share(weights: Array, share: float) -> Array:
-    """The fewest leading entries that make up a share of all: bool mask of float32 weights [..., k], falling.
+    """Mark the fewest leading weights whose sum reaches a share of the total (Twilight, arXiv 2502.02770, section 4).
 
-    The budget of Twilight (arXiv 2502.02770, section 4): as many as it takes, not a fixed number.
+    Args:
+        weights: float32 [..., k], falling along the last axis.
+        share: in (0, 1].
+
+    Returns:
+        A mask, bool [..., k].
     """
     if share >= 1:
         return jnp.ones(weights.shape, bool)
@@ -22,12 +27,17 @@ def within_share(weights: Array, share: float) -> Array:
 
 
 class UnitFrozen(struct.PyTreeNode):
-    """The prompt.
+    """The prompt's part of a retrieval policy's state.
+
+    Example: B = 1, 2 KV heads, units of 4 tokens, a capacity of 12 tokens and a prompt of 10. The prompt part of the
+    host tier has room for 3 units. units is [2], since the prompt has 2 whole units; its last 2 tokens are only in the
+    ring of `UnitLive`. With Quest, summaries are two arrays [1, 2, 3, d], whose last entry is unused.
 
     Attributes:
-        units: whole units of it, int32 [B].
-        summaries: of them, a tree of [B, h_kv, U, ...].
-        basis: what summaries are made with, where a policy learns that from the prompt; None otherwise.
+        units: whole units of each row's prompt, int32 [B].
+        summaries: a pytree of arrays [B, h_kv, U, ...] with one summary for each unit, or None if the policy reads
+            summaries from the units themselves.
+        basis: arrays that the summaries are computed with, if the policy learns them from the prompt; else None.
     """
 
     units: Array
@@ -36,12 +46,16 @@ class UnitFrozen(struct.PyTreeNode):
 
 
 class UnitLive(struct.PyTreeNode):
-    """What decoding changes.
+    """The part of a retrieval policy's state that decoding changes.
 
     Attributes:
-        recent: the ring: keys after RoPE and values, token p in slot p % R [B, h_kv, R, d].
-        summaries: of later units, as far as they are there, a tree of [B, h_kv, T, ...]; unit units_b + j in place j.
-        selected: units of the last query, int32 [B, h_kv, k]; -1 for none.
+        recent: a ring buffer of the newest tokens' keys after RoPE and values [B, h_kv, R, d]. The token at position p
+            is in slot p % R.
+        summaries: a pytree of arrays [B, h_kv, T, ...] with the summaries of units after the prompt, or None. In row b,
+            entry j is unit units[b] + j of the sequence. A unit that is not complete yet is summarized from its first
+            tokens.
+        selected: the units that the last query selected, int32 [B, h_kv, k], with -1 in unused entries. Units of the
+            tail follow those of the prompt, as in `Selection.ids`.
     """
 
     recent: KeyValues
@@ -50,7 +64,17 @@ class UnitLive(struct.PyTreeNode):
 
 
 def put_units(old: Array, new: Array, *, place: Array, valid: Array) -> Array:
-    """old [B, h, T, ...] with new [B, h, n, ...] at places [B, n]."""
+    """Write entries along axis 2 of an array.
+
+    Args:
+        old: [B, h, T, ...].
+        new: the entries to write [B, h, n, ...].
+        place: where each entry is written, int32 [B, n].
+        valid: which entries are written, bool [B, n].
+
+    Returns:
+        The new array [B, h, T, ...].
+    """
     batch, heads, count = old.shape[:3]
     rows = new.reshape(batch, heads, new.shape[2], -1).swapaxes(1, 2)
     return write_rows(old.reshape(batch, heads, count, -1), rows, place, valid).reshape(old.shape)

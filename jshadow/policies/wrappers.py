@@ -1,7 +1,7 @@
-"""What can be put around any policy: dense first layers, and budgets that differ by layer.
+"""Wrappers around policies: dense first layers, and budgets that differ by layer.
 
-A wrapper decides the cache of each layer. Wrappers compose: `DenseFirst(Pyramid(Quest()))`. On the command line a
-setting with the wrapper's name in front puts it around the policy: `--set dense_first.layers=2`.
+A wrapper decides the cache of each layer. Wrappers can be nested: `DenseFirst(Pyramid(Quest()))`. On the command line,
+a setting that begins with the name of a wrapper puts it around the policy: `--set dense_first.layers=2`.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jshadow.policies.shadowkv import ShadowKV
 
 
 def check_inner(wrapper: Wrapper) -> None:
-    """Raise ConfigError unless a policy is inside whose layers do not depend on each other."""
+    """Raise ConfigError unless the inner policy is a policy whose layers do not depend on each other."""
     if not isinstance(wrapper.inner, Policy):
         raise ConfigError(f"{wrapper.name}.inner must be a policy, got {wrapper.inner!r}")
     if capability(wrapper.inner, CouplesLayers) is not None:
@@ -26,11 +26,11 @@ def check_inner(wrapper: Wrapper) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class DenseFirst(Wrapper):
-    """Full attention in the first layers, whose queries select badly (Quest's choice, arXiv 2406.10774, section 4.2).
+    """Full attention in the first layers, in which selection works badly (Quest, arXiv 2406.10774, section 4.2).
 
     Attributes:
         inner: the policy of the other layers.
-        layers: how many of the layers that see everything are dense.
+        layers: number of first layers with full attention. Layers with the model's own window are not counted.
     """
 
     inner: Policy = dataclasses.field(default_factory=ShadowKV)
@@ -40,24 +40,24 @@ class DenseFirst(Wrapper):
     source = "arXiv 2406.10774, section 4.2"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the number too."""
+        """Check `layers` and the inner policy, and resolve the inner policy."""
         check_range(self.name, "layers", self.layers, 0, len(full_layers(config)))
         check_inner(self)
         return super().resolve(config, capacity)
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """Full attention, or the inner policy's."""
+        """Full attention for the first layers, and the inner policy's cache for the others."""
         dense = full_layers(config).index(layer) < self.layers
         return Full() if dense else self.inner.for_layer(layer, config)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pyramid(Wrapper):
-    """Budgets that fall from layer to layer by the same step, as many tokens in all (PyramidKV, arXiv 2406.02069).
+    """Budgets that fall linearly from layer to layer (PyramidKV, arXiv 2406.02069). Their mean stays the same.
 
     Attributes:
-        inner: the policy whose budgets they are.
-        steepness: the last layer has this part of the mean, its inverse: 20 as published; 1 for equal budgets.
+        inner: the policy whose budgets are scaled.
+        steepness: the last layer has 1 / steepness of the mean budget. The paper uses 20; with 1 all budgets are equal.
     """
 
     inner: Policy = dataclasses.field(default_factory=ShadowKV)
@@ -67,7 +67,7 @@ class Pyramid(Wrapper):
     source = "arXiv 2406.02069, section 4.2"
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check the steepness, and that the inner policy has a budget."""
+        """Check the steepness and that the inner policy has a budget, and resolve the inner policy."""
         number = isinstance(self.steepness, int | float) and not isinstance(self.steepness, bool)
         if not number or not 1 <= self.steepness < float("inf"):
             raise ConfigError(f"pyramid.steepness must be at least 1 and finite, got {self.steepness!r}")

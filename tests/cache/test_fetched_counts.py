@@ -1,4 +1,4 @@
-"""Bytes that steps fetch, where they pass what 32 bits hold."""
+"""Counts of fetched bytes that exceed 32 bits."""
 
 import jax
 import jax.numpy as jnp
@@ -20,27 +20,27 @@ LLAMA = ModelConfig("llama", 256, 32, 4096, 256, 32, 8, 128, 1e-5, 2**20)
 
 
 def test_a_turn_that_moves_more_than_four_gibibytes_a_row():
-    """Sixteen queries at 262,700 tokens: the count overflowed while the step was traced."""
+    """Sixteen queries at 262,700 tokens fetch more bytes than 32 bits can count, and the step can be traced."""
     state = abstract_state(
         LLAMA, ShadowKV(), batch=1, capacity=262_700, prompt=262_000, dtype="bfloat16", fetch="device_put"
     )
     tokens, new = jax.ShapeDtypeStruct((1, 16), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     step = jax.jit(lambda weights, tokens, new, reads, writes: step_writes(weights, LLAMA, tokens, new, reads, writes))
-    made = step.trace(*map(place, (abstract_weights(LLAMA), tokens, new, *state.split()))).out_info
-    assert made[1].counters.fetched.dtype == jnp.uint32
+    traced = step.trace(*map(place, (abstract_weights(LLAMA), tokens, new, *state.split()))).out_info
+    assert traced[1].counters.fetched.dtype == jnp.uint32
     policy = state.policy
     assert 32 * 8 * 16 * policy.max_selected(262_700) * 8 * 128 * 2 >= 2**32
 
 
 def test_a_turn_fetches_what_its_real_queries_select():
-    """Not for padded queries, nor for idle rows; within a turn no query's rows serve another."""
+    """Padded queries and inactive rows fetch nothing, and within a turn no query reuses another query's rows."""
     policy = ShadowKV(rank=8, chunk_size=4, budget=16, outlier_chunks=2, local_chunks=1)
     _, state = decode.prefill(model(), PROMPT, np.asarray(LENGTHS), policy, capacity=CAPACITY, fetch="zero_copy")
     before = np.asarray(state.counters.fetched)
     new = np.array([6, 1, 0])
     _, state = decode.extend(model(), random_tokens(len(LENGTHS), 6), new, state)
-    chunks = np.array([4, 3, 0])  # a budget of 16 tokens; 27 tokens leave three chunks beside outliers and window
-    one = TINY.num_layers * TINY.kv_heads * 4 * TINY.head_dim * 4  # a chunk in float32, of each head and layer
+    chunks = np.array([4, 3, 0])  # a budget of 16 tokens; a row of 27 tokens has three chunks that can be selected
+    one = TINY.num_layers * TINY.kv_heads * 4 * TINY.head_dim * 4  # bytes of a float32 chunk in all heads and layers
     counted = (np.asarray(state.counters.fetched) - before) * offload.FETCH_QUANTUM
     assert counted.tolist() == (one * chunks * new).tolist()
 
@@ -49,7 +49,7 @@ def test_missed_chunks_are_counted_beyond_32_bits():
     state = abstract_state(LLAMA, ShadowKV(), batch=2, capacity=4096, prompt=4000, dtype="bfloat16", fetch="zero_copy")
     spec, units = state.specs[0], 300_000
     stay = jnp.zeros((2, 8, units), bool).at[1, :, 1:].set(True)
-    rows = jax.ShapeDtypeStruct((2, 8, units, 1024), jnp.bfloat16)  # 10 GB that nobody reads
+    rows = jax.ShapeDtypeStruct((2, 8, units, 1024), jnp.bfloat16)  # 10 GB, never allocated
     selection = Selection(stay.astype(jnp.int32), ~stay, kept=Kept(rows, stay))  # type: ignore[arg-type]
     layout = HostLayout(heads=8, units=units, unit=8)
     counted = offload.missed_quanta(spec, selection, layout)

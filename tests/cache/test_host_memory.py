@@ -1,4 +1,4 @@
-"""Host memory is asked for before anything is allocated; a refusal says what would fit, and how to have more."""
+"""Host memory is checked before allocation; the error names sizes that would fit and how to get more memory."""
 
 import dataclasses
 import re
@@ -23,7 +23,7 @@ OFFLOADING = ("shadowkv", "shadowkv_reference", "shadowkv_plus", "probe")
 
 @pytest.fixture(autouse=True)
 def fresh_pool(monkeypatch):
-    """What earlier tests took does not count, and the environment says nothing."""
+    """The pool is empty, and no environment variable sets its size."""
     monkeypatch.setattr(Pool, "taken", 0)
     monkeypatch.delenv(POOL_VARIABLE, raising=False)
     monkeypatch.delenv(PREALLOCATE_VARIABLE, raising=False)
@@ -35,7 +35,7 @@ def plan(name="shadowkv", *, batch=3, capacity=CAPACITY, shortest=5, fetch="devi
 
 
 def huge(gib: int):
-    """A plan of about that many GiB (never allocated): many rows."""
+    """A plan of about `gib` GiB, by its number of rows. It is never allocated."""
     one = plan(batch=1)
     return plan(batch=gib * GIB // offload.host_bytes(one))
 
@@ -50,9 +50,6 @@ def on_gpu(monkeypatch, *, available: int, taken: int = 0) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(host_memory, "available_memory", lambda: available)
     monkeypatch.setattr(host_memory, "pinned_bytes", lambda: taken)
-
-
-# What the system has
 
 
 def test_the_system_tells():
@@ -75,17 +72,17 @@ def test_other_systems_tell_otherwise_or_nothing(monkeypatch):
 @pytest.mark.parametrize("name", OFFLOADING)
 @pytest.mark.parametrize("share", [0.9, 0.67, 0.34, 0.2])
 def test_what_is_said_to_fit_does(monkeypatch, name, share):
-    """And hardly more would: one row more does not, nor a capacity that is a 16th (or a unit's tail) larger."""
+    """The sizes in the error fit. One row more does not, and neither does a capacity that is 1/16 larger."""
     specs = plan(name)
     needed = offload.host_bytes(specs)
     free = int(needed * share)
     monkeypatch.setattr(host_memory, "available_memory", lambda: free)
-    told = refusal([specs])
-    assert f"at most {free} bytes" in told
-    assert f"got {needed} bytes" in told
-    assert f"for 3 rows at capacity={CAPACITY}; " in told
+    message = refusal([specs])
+    assert f"at most {free} bytes" in message
+    assert f"got {needed} bytes" in message
+    assert f"for 3 rows at capacity={CAPACITY}; " in message
     rows, capacity = (
-        int(re.search(pattern, told)[1]) if re.search(pattern, told) else 0
+        int(re.search(pattern, message)[1]) if re.search(pattern, message) else 0
         for pattern in (r"(\d+) rows? at this capacity", r"3 rows at capacity=(\d+) would")
     )
     assert rows == int(3 * share)
@@ -104,9 +101,9 @@ def test_states_that_are_made_at_once_count_together(monkeypatch):
     one = offload.host_bytes(plan())
     monkeypatch.setattr(host_memory, "available_memory", lambda: one)
     check_host_memory([plan(), plan(fetch="resident"), plan("full")])
-    told = refusal([plan(), plan(fetch="resident"), plan()])
-    assert f"got {2 * one} bytes" in told
-    assert "for 3 rows at capacity=96 in each of 2 states; 1 row at this capacity or 3 rows at capacity=" in told
+    message = refusal([plan(), plan(fetch="resident"), plan()])
+    assert f"got {2 * one} bytes" in message
+    assert "for 3 rows at capacity=96 in each of 2 states; 1 row at this capacity or 3 rows at capacity=" in message
 
 
 def test_resident_states_ask_for_nothing(monkeypatch):
@@ -141,17 +138,17 @@ def test_the_pool_is_as_large_as_the_environment_says(monkeypatch, environment, 
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     check_host_memory([huge(gib)])
-    told = refusal([huge(gib + 1)])
-    assert f"at most {gib * GIB} bytes ({gib}.0 GiB) left in XLA's pinned-host pool (xla_gpu_host_bfc)" in told
-    assert "; XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, set before jax starts, is its size in GiB; got" in told
+    message = refusal([huge(gib + 1)])
+    assert f"at most {gib * GIB} bytes ({gib}.0 GiB) left in XLA's pinned-host pool (xla_gpu_host_bfc)" in message
+    assert "; XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, set before jax starts, is its size in GiB; got" in message
 
 
 def test_live_arrays_take_from_the_pool(monkeypatch):
     on_gpu(monkeypatch, available=1000 * GIB, taken=40 * GIB)
     check_host_memory([huge(24)])
-    told = refusal([huge(30)])
-    assert f"at most {24 * GIB} bytes (24.0 GiB) left" in told
-    assert f"live arrays take {40 * GIB} bytes (40.0 GiB)" in told
+    message = refusal([huge(30)])
+    assert f"at most {24 * GIB} bytes (24.0 GiB) left" in message
+    assert f"live arrays take {40 * GIB} bytes (40.0 GiB)" in message
 
 
 def test_the_system_may_have_less_than_the_pool(monkeypatch):
@@ -160,7 +157,7 @@ def test_the_system_may_have_less_than_the_pool(monkeypatch):
 
 
 def test_what_the_pool_has_taken_it_gives_again(monkeypatch):
-    """The system no longer has it, but the next state can be there all the same."""
+    """Memory that the pool once took is not available to the system, but the next state can use it."""
     on_gpu(monkeypatch, available=10 * GIB, taken=60 * GIB)
     with host_memory.placing([plan()]):
         pass
@@ -187,12 +184,9 @@ def test_pinned_bytes_are_those_of_live_arrays():
     assert pinned_bytes() >= before + sum(array.nbytes for array in tier) > before
     held = pinned_bytes()
     del fork
-    assert pinned_bytes() == held  # an array of it is held still
+    assert pinned_bytes() == held  # `tier` still refers to its arrays
     del tier
     assert pinned_bytes() < held
-
-
-# What the runtime refuses
 
 
 def exhausted(text="RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 1073741824 bytes"):
@@ -200,7 +194,7 @@ def exhausted(text="RESOURCE_EXHAUSTED: Out of host memory while trying to alloc
 
 
 def refuse_puts(monkeypatch, memory: str, call: int, error: Exception) -> None:
-    """The n-th device_put (from 1) to that kind of memory raises."""
+    """Make the device_put number `call` (from 1) to that memory kind raise the error."""
     real, calls = jax.device_put, []
 
     def put(value, place=None, **options):
@@ -242,7 +236,7 @@ def test_on_a_gpu_the_variable_is_named(monkeypatch):
 
 @pytest.mark.parametrize("late", ["host", "device"])
 def test_rows_may_fail_on_their_way(monkeypatch, late):
-    """Computation and copies are asynchronous: what failed on the device is not told as the host's failure."""
+    """Computation and copies are asynchronous. A failure on the device is not reported as lack of host memory."""
     real = jax.block_until_ready
 
     def wait(tree):
@@ -295,7 +289,7 @@ def test_loading_asks_first(tmp_path, monkeypatch):
 
 
 def test_the_tail_of_a_tier_begins_as_zeros():
-    """It is made on the host: the device may have no room for it."""
+    """The tail is created in host memory, because the device may have no room for it."""
     _, state = prefilled("probe", "restricted", "device_put")
     for layer in state.layers[1:]:
         assert not np.asarray(layer.host.tail.array).any()

@@ -1,4 +1,4 @@
-"""Two hundred requests in one process leave no array behind, however they end: not even for the garbage collector."""
+"""Two hundred requests in one process leave no array behind, however they end, even without the garbage collector."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ OPTIONS = {"max_new_tokens": 6, "capacity": 256, "fetch": "device_put"}
 
 
 def live() -> Counter[str]:
-    """Bytes of all arrays that exist, by kind of memory."""
+    """Bytes of all live arrays, by memory kind."""
     total: Counter[str] = Counter()
     for array in jax.live_arrays():
         total[array.sharding.memory_kind] += array.nbytes
@@ -32,7 +32,7 @@ def live() -> Counter[str]:
 
 
 class Consumer(Exception):
-    """What the reader of a stream raises."""
+    """The error that the reader of a stream raises."""
 
 
 def generate(prompt, policy=SHADOW, **options):
@@ -45,7 +45,7 @@ def stream(**options) -> Iterator[str]:
 
 @contextlib.contextmanager
 def ends_with(*errors: type[BaseException]) -> Iterator[None]:
-    """As pytest.raises, but the error is let go at once: its frames keep what they worked with."""
+    """Like pytest.raises, but the error is dropped at once, because its frames refer to arrays."""
     raised = False
     try:
         yield
@@ -55,7 +55,7 @@ def ends_with(*errors: type[BaseException]) -> Iterator[None]:
 
 
 def failing(error: BaseException, call: int, function: Callable) -> Callable:
-    """The function, but its n-th call (from 1) raises."""
+    """Wrap a function so that call number `call` (from 1) raises the error."""
     calls = itertools.count(1)
 
     def wrapped(*args, **kwargs):
@@ -66,7 +66,7 @@ def failing(error: BaseException, call: int, function: Callable) -> Callable:
     return wrapped
 
 
-# Requests. One returns what its caller may go on holding: the generator of a stream that has ended.
+# Requests. Some return the generator of an ended stream, which a caller may keep.
 
 
 def bare(patch):
@@ -148,7 +148,7 @@ def failing_stream(patch):
 
 
 def failing_trace(patch):
-    """Inside a compilation, where JAX cuts tracebacks short."""
+    """The error is raised during tracing, where JAX shortens tracebacks."""
     broken = dataclasses.replace(SHADOW, budget=72)
     patch.setattr(jshadow.ShadowKV, "attend", failing(JshadowError("broken"), 2, jshadow.ShadowKV.attend))
     with ends_with(JshadowError):
@@ -218,7 +218,7 @@ KINDS = [
 
 @pytest.fixture
 def no_collector():
-    """Cycles stay."""
+    """Disable the garbage collector, so that reference cycles are not freed."""
     gc.collect()
     gc.disable()
     yield
@@ -226,7 +226,7 @@ def no_collector():
 
 
 def serve(kind: Callable) -> object:
-    """One request."""
+    """Run one request with patches that are undone afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         return kind(patch)
 
@@ -246,7 +246,7 @@ def test_two_hundred_requests_keep_live_bytes_flat(no_collector):
 
 
 def test_a_state_that_is_kept_is_seen(no_collector):
-    """The measure itself: device and host bytes of what one generation keeps, no more and no less."""
+    """The measurement sees exactly the arrays of a generation that is kept."""
     serve(bare)
     before = live()
     out = generate(TEXTS[0])

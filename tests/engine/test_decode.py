@@ -139,6 +139,9 @@ def test_bad_steps_consume_nothing():
         (PromptError, "token must lie in .*got -1", lambda: decode.decode_steps(model(), [0, 1, -1], state, 2)),
         (PromptError, r"shape \(3,\)", lambda: decode.decode_step(model(), [0, 1], state)),
         (PromptError, "integers", lambda: decode.decode_step(model(), [0.0, 1.0, 2.0], state)),
+        (PromptError, "token must.*got True", lambda: decode.decode_step(model(), [0, True, 2], state)),
+        (PromptError, "tokens must.*got False", lambda: decode.extend(model(), [[1], [False], [1]], [1, 1, 1], state)),
+        (PromptError, "lengths must.*got True", lambda: decode.extend(model(), [[1], [1], [1]], [1, True, 1], state)),
         (PromptError, "active must", lambda: decode.decode_step(model(), [0, 1, 2], state, active=[True])),
         (PromptError, "3 rows", lambda: decode.extend(model(), [[1], [1]], [1, 1], state)),
         (PromptError, r"\[0, 1\]", lambda: decode.extend(model(), [[1], [1], [1]], [1, 1, -1], state)),
@@ -362,6 +365,9 @@ def test_a_policy_is_neither_its_name_nor_its_class(policy):
 
 def test_rows_must_be_whole_numbers():
     state = prefilled("full", "restricted")[1]
+    for row in (True, 1.0, None):
+        with pytest.raises(StateMismatch, match="row must be a whole number"):
+            state.insert(row, state.take([0]))
     for rows in ([0.7], [True, False], np.array([True, False, True])):  # of a mask, rows 1 and 0 would be taken
         with pytest.raises(StateMismatch, match="whole numbers"):
             state.take(rows)

@@ -129,7 +129,7 @@ def test_no_changed_bit_is_read(tmp_path):
 
 def forged(path: Path, **changes: str) -> None:
     """A good file with other metadata and a header digest that fits them."""
-    from jshadow.engine.saved_state import header_digest
+    from jshadow.engine.saved_file import header_digest
     from jshadow.weights.convert.safetensors_file import TensorFile
 
     file = TensorFile(path)

@@ -67,6 +67,14 @@ def test_draws_follow_the_seed_and_not_the_neighbours():
     np.testing.assert_array_equal(sampling.sample(sampler, logits[:1], jax.random.key(1)), first[:1])
 
 
+def test_all_64_bits_of_a_seed_count():
+    seeds = (7, 7 + 2**32, 7 + 2**33, 7 - 2**32, 7 - 2**63, np.int64(7 + 2**40))
+    keys = {tuple(jax.random.key_data(sampling.seed_key(seed)).tolist()) for seed in seeds}
+    assert len(keys) == len(seeds)
+    for seed in (0, 7, 2**31, 2**32 - 1, np.uint8(7)):  # as jax.random.key has them
+        assert sampling.seed_key(seed) == jax.random.key(seed)
+
+
 @pytest.mark.parametrize("temperature", [1e-3, 1e-38, 1e-40, 1e-300])
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.9}, {"min_p": 0.5, "top_k": 3}])
 def test_next_to_nothing_is_greedy(temperature, settings):

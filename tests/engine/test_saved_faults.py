@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 from small_state import equal, file_size_limit, save_small, small
 
 from jshadow import load_state, save_state
+from jshadow.engine import saved_file, saved_state
 from jshadow.engine.saved_state import read_state_info
 from jshadow.errors import CheckpointError, StateMismatch
+from jshadow.weights.convert.safetensors_file import TensorFile
 
 # Damage
 
@@ -190,3 +193,32 @@ def test_any_error_while_writing_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="device lost"):
         save_state(tmp_path / "state", small()[1], small()[0])
     assert not os.listdir(tmp_path)
+
+
+# Reading
+
+
+def test_each_tensor_is_read_once_and_hashed_in_threads(tmp_path, monkeypatch):
+    params, state = small()
+    save_small(tmp_path / "state")
+    reads, threads, read, digest = [], set(), TensorFile.read, saved_file.sha256
+    together = threading.Barrier(2)
+
+    def hashed(content):
+        if threading.current_thread() is not threading.main_thread() and len(threads) < 2:
+            threads.add(threading.get_ident())
+            together.wait(30)  # breaks where one thread hashes one tensor after the other
+        return digest(content)
+
+    monkeypatch.setattr(TensorFile, "read", lambda file, name: reads.append(name) or read(file, name))
+    monkeypatch.setattr(saved_file, "sha256", hashed)
+    assert equal(load_state(tmp_path / "state", params), state)
+    assert len(reads) == len(set(reads))
+    assert len(threads) == 2
+
+
+def test_a_tensor_that_does_not_fit_the_host_twice_is_read_again(tmp_path, monkeypatch):
+    params, state = small()
+    save_small(tmp_path / "state")
+    monkeypatch.setattr(saved_state, "spare_bytes", lambda expected: 0)
+    assert equal(load_state(tmp_path / "state", params), state)

@@ -48,6 +48,8 @@ def test_no_prompt_is_refused(prompt):
         (TOKENIZER, [300], "vocab_size=257"),
         (TOKENIZER, [-1], "got -1"),
         (TOKENIZER, [1, True, "x"], "token ids"),
+        (TOKENIZER, [True, False], "token ids"),
+        (TOKENIZER, [1, True], "token ids"),
         (TOKENIZER, [{"role": "user"}], "role and content"),
         (None, "text", "no tokenizer"),
         (None, CHAT, "no tokenizer"),

@@ -36,7 +36,7 @@ def test_rank_32_budget_256_finds_what_full_attention_finds(smollm2: Params) -> 
     lengths = [1024, 2048, 4096] if ALL else [1024, 2048]
     rows = evaluate(smollm2, TASKS, lengths, [POLICY], samples=10, fetch="resident")
     FIGURES.parent.mkdir(exist_ok=True)
-    FIGURES.write_text(json.dumps(rows))  # git-ignored: for BENCHMARKS.md
+    FIGURES.write_text(json.dumps(rows))  # git-ignored: for docs/benchmarks/quality.md
     shadow, control = totals(rows)
     assert shadow["asked"] == 20 * len(lengths)
     assert shadow["found_by_full"] >= 10 * len(lengths), "full attention finds too little for this to mean anything"

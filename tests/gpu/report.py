@@ -1,4 +1,4 @@
-"""Writes gpu.md: the measurements as Markdown tables, with the goals and whether they were met."""
+"""Writes gpu.md: the measurements as tables for docs/benchmarks/gpu.md, with each goal and whether it is met."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -110,7 +110,7 @@ WRONG = {
     "has an odd name": (GOOD.replace('"newest"', '"the newest"'), "must be an identifier, got 'the newest'"),
     "has the name of another": (
         GOOD.replace('"newest"', '"quest"'),
-        "must be its own, got 'quest' of stranger:Newest and jshadow.policies.quest:Quest",
+        "must be unique, got 'quest' of stranger:Newest and jshadow.policies.quest:Quest",
     ),
     "does not compile": ("class Newest\n", "stranger:Newest': SyntaxError"),
     "imports what is not there": ("import no_such_module\n", "ModuleNotFoundError: No module named 'no_such_module'"),
@@ -305,7 +305,7 @@ def test_a_class_that_is_defined_again_replaces_the_first(folder):
 
 
 def test_two_policies_of_one_name():
-    with pytest.raises(ConfigError, match=r"a policy's name must be its own, got 'quest' of .*Other"):
+    with pytest.raises(ConfigError, match=r"a policy's name must be unique, got 'quest' of .*Other"):
 
         @register()
         @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Bytes before anything exists: the figures of README and BENCHMARKS, from the config alone."""
+"""Bytes before anything exists: the figures of README.md and docs/benchmarks/memory.md, from the config alone."""
 
 import jax
 import pytest

@@ -17,4 +17,4 @@ def test_h2o_holds_its_budget_and_never_evicts_the_recent():
             for positions in np.asarray(layer.live.positions[0]):
                 kept = sorted(positions[positions >= 0].tolist())
                 assert len(kept) == len(set(kept)) == 11
-                assert set(range(held - 5, held)) <= set(kept)  # the sixth is the next token's place in the window
+                assert set(range(held - 5, held)) <= set(kept)  # the next token will be the sixth recent one

@@ -1,4 +1,4 @@
-"""InfiniGen, and Loki beside it: prompts shorter than the subspace that scores."""
+"""InfiniGen and Loki: prompts with fewer tokens than the columns that are used to score."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from jshadow.policies import InfiniGen, Loki
 @pytest.mark.parametrize("name", ["loki", "infinigen"])
 @pytest.mark.parametrize("length", [1, 3, 12, 20])
 def test_a_prompt_shorter_than_the_subspace_is_alone_what_it_is_in_a_batch(name, length):
-    """What a prompt has nothing along is arbitrary, a matter of rounding: it does not score."""
+    """Directions in which the prompt has no component are arbitrary, so they must not be used to score."""
     config = dataclasses.replace(TINY, num_layers=2, head_dim=64, kv_heads=1)
     policy = {"loki": Loki(budget=4, columns=24), "infinigen": InfiniGen(budget=4, columns=24, dense_layers=1)}[name]
     tokens, steps = random_tokens(2, 40, seed=31), random_tokens(2, 6, seed=32)

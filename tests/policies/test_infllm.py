@@ -1,4 +1,4 @@
-"""InfLLM: its pool of blocks, capped fetches, the window, and its own prefill."""
+"""InfLLM: its pool of blocks, limited fetches, the window, and its prefill attention."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from jshadow.policies import DenseFirst, Full, InfLLM, Pyramid
 
 
 def infllm_run(policy: InfLLM, tokens: int, steps: int):
-    """The state after a prompt and so many steps, and the blocks in the pool and in use after each."""
+    """The state after a prompt and `steps` steps, and the pool's (held, used) after each step."""
     prompt, after = random_tokens(1, tokens, seed=3), random_tokens(1, steps, seed=4)
     _, state = decode.prefill(model(), prompt, [tokens], policy, capacity=160)
     seen = []
@@ -25,7 +25,7 @@ def infllm_run(policy: InfLLM, tokens: int, steps: int):
 
 
 def test_the_pool_keeps_what_was_used_last():
-    """Against a list kept by hand: what is used moves to the front, what is new drops the last."""
+    """The pool equals a plain list: a used block moves to the end, and a new block drops the first one."""
     policy = InfLLM(window=10, sinks=3, budget=8, unit=4, representatives=2, cached=16, query_block=8)
     _, seen = infllm_run(policy, 90, 30)
     recent: list[int] = []
@@ -33,12 +33,12 @@ def test_the_pool_keeps_what_was_used_last():
         chosen = {int(place) for place, position in zip(held, used, strict=True) if position == 90 + step}
         assert len(chosen) == 2
         missing = chosen - set(recent)
-        kept = [place for place in recent if place not in chosen]  # the oldest first
+        kept = [place for place in recent if place not in chosen]  # the least recently used first
         assert len(missing) <= 2
         recent = kept[max(0, len(kept) + len(chosen) - 4) :] + sorted(chosen)
         assert chosen <= set(held.tolist())
         assert len(set(held.tolist()) - {-1}) == len(recent)
-    assert len({int(place) for held, _ in seen for place in held}) > 4  # something was dropped
+    assert len({int(place) for held, _ in seen for place in held}) > 4  # more blocks than slots, so some were dropped
 
 
 def test_capped_fetches_move_less_and_attend_to_what_is_there():
@@ -57,7 +57,7 @@ def test_capped_fetches_move_less_and_attend_to_what_is_there():
 
 
 def test_the_window_has_a_block_to_itself_before_it_leaves():
-    """Sinks, blocks, the rest of a block and the window: every token is in one of them."""
+    """With a budget for all blocks, every token is in the sinks, in a block, in a leaving block or in the window."""
     policy = InfLLM(window=7, sinks=2, budget=100, unit=5, representatives=1, query_block=4).resolve(TINY, 100)
     spec = cache_specs(TINY, policy, 1, 100, 40, "float32", "resident")[0]
     _, state = decode.prefill(model(), random_tokens(1, 40, seed=5), [40], policy, capacity=100)

@@ -1,4 +1,4 @@
-"""LESS: inert until it is taught, exact against an oracle once it is, and what a training makes of it."""
+"""LESS: equal to H2O without learned arrays, and equal to an oracle with them."""
 
 import dataclasses
 import functools
@@ -15,38 +15,32 @@ from oracle_less import LESSOracle
 
 import jshadow
 from jshadow.cache.accounting import state_nbytes
-from jshadow.cache.prompt_walk import prompts_of
-from jshadow.cache.records import StepKV
 from jshadow.engine import decode
-from jshadow.errors import ConfigError, PromptError, StateMismatch
-from jshadow.ops.attention import group_queries
-from jshadow.planner.bytes import cache_specs
+from jshadow.errors import ConfigError, StateMismatch
 from jshadow.policies import H2O, LESS, Full, Loki
-from jshadow.policies.less.errors import errors_of
 from jshadow.policies.less.kernels import combine
-from jshadow.policies.less.training import answers, evictions, make_examples
 
 
 def decoded(policy, fitted=None, dtype="float32", params=None):
-    """Logits of the ragged batch's prompt and steps, and the state."""
+    """Logits of the prompt and of all steps, for the batch of three lengths, and the state."""
     params = params or model(TINY, dtype)
     first, state = decode.prefill(params, PROMPT, np.array(LENGTHS), policy, capacity=CAPACITY, fitted=fitted)
     rest, state = run(params, state, STEPS)
     return np.concatenate([np.asarray(first)[:, None], rest], axis=1), state
 
 
-# Inert
+# Without learned arrays
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fitted", [None, fitted_for(TINY, scale=0.0)], ids=["untaught", "scale_0"])
 def test_untaught_it_is_h2o_to_the_bit(fitted, dtype):
-    mine, state = decoded(SMALL, fitted, dtype)
-    theirs, other = decoded(H2O(heavy=6, recent=8), None, dtype)
-    np.testing.assert_array_equal(mine, theirs)
-    for layer, its in zip(state.layers, other.layers, strict=True):
+    got, state = decoded(SMALL, fitted, dtype)
+    want, other = decoded(H2O(heavy=6, recent=8), None, dtype)
+    np.testing.assert_array_equal(got, want)
+    for layer, h2o in zip(state.layers, other.layers, strict=True):
         for field in ("cache", "positions", "mass"):
-            jax.tree.map(np.testing.assert_array_equal, getattr(layer.live, field), getattr(its.live, field))
+            jax.tree.map(np.testing.assert_array_equal, getattr(layer.live, field), getattr(h2o.live, field))
         assert not np.asarray(layer.live.numerator).any()
         assert not np.asarray(layer.live.denominator).any()
 
@@ -56,7 +50,7 @@ def test_where_nothing_is_evicted_kernels_change_nothing():
     np.testing.assert_array_equal(decoded(policy, fitted_for(TINY))[0], decoded(policy)[0])
 
 
-# Taught
+# With learned arrays
 
 
 CASES = {
@@ -70,7 +64,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("row", range(3))
 def test_against_the_oracle(case, row):
-    """Row by row of a ragged batch, prompt tokens evicted at once and later ones each in its step."""
+    """The logits of each row equal the oracle's, after the prompt and after each step."""
     name, policy = CASES[case]
     config = CONFIGS[name]
     fitted = fitted_for(config, policy)
@@ -94,7 +88,7 @@ def taught_run(case):
 
 
 def test_arrays_that_are_given_are_those_of_the_law_table():
-    """The case "less_taught" has kernels of its own; here the same ones come through `fitted`."""
+    """The law tests' policy TaughtLESS contains its kernels. The same kernels through `fitted` give the same logits."""
     settings = dict(heavy=6, recent=8, normalise=True, state_rank=4, hidden=16)
     one = random_kernels(SMALL, TINY.kv_heads, TINY.head_dim)
     fitted = jax.tree.map(lambda leaf: jnp.stack([leaf] * TINY.num_layers), one)
@@ -106,7 +100,7 @@ def test_arrays_that_are_given_are_those_of_the_law_table():
 
 
 def test_a_taught_state_is_a_value(tmp_path):
-    """Forks, rows that leave and join, turns, pieces of a prompt, and a file: the same logits."""
+    """Forks, taken and inserted rows, turns, prefill in pieces, and a saved state give the same logits."""
     fitted, params = fitted_for(TINY), model()
     _, state = decode.prefill(params, PROMPT, np.array(LENGTHS), SMALL, capacity=CAPACITY, fitted=fitted)
     want, after = run(params, state.fork(), STEPS[:, :6])
@@ -129,7 +123,7 @@ def test_generate_takes_the_arrays_and_says_why_it_will_not():
     taught = jshadow.generate(params, prompt, SMALL, max_new_tokens=12, fitted=fitted_for(TINY, scale=30.0))
     assert taught.tokens != plain.tokens
     assert taught.report.device_bytes > plain.report.device_bytes
-    for policy, fitted, told in (
+    for policy, fitted, message in (
         (jshadow.ShadowKV(rank=8), fitted_for(TINY), "uses no learned arrays"),
         (SMALL, {"phi": fitted_for(TINY)["phi"]}, r"fitted must have \['phi', 'psi'\], got \['phi'\]"),
         (
@@ -138,7 +132,7 @@ def test_generate_takes_the_arrays_and_says_why_it_will_not():
             r"fitted\.phi\.first must be float32 \(3, 2, 16, 17\)",
         ),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             jshadow.generate(params, prompt, policy, max_new_tokens=1, fitted=fitted)
     loki = jshadow.policies.Loki(budget=12, columns=5, calibration="offline")
     basis = loki.fit(params, random_tokens(80, seed=9))
@@ -152,147 +146,15 @@ def test_generate_takes_the_arrays_and_says_why_it_will_not():
 
 @pytest.mark.parametrize("lse", [-80.0, 0.0, 5.0, 300.0])
 def test_no_size_of_scores_overflows(lse):
-    """Nor do its gradients, where there is nothing to see above all."""
+    """`combine` and its gradients are finite for all sizes of scores, also where no token was evicted."""
     out, top = jnp.ones((3, 2)), jnp.array([[0.0, 0.0], [2e-8, 4e-8], [2e9, 4e9]])
     bottom = jnp.array([0.0, 1e-8, 1e9])
-    made = combine(out, jnp.full(3, lse), top, bottom)
+    got = combine(out, jnp.full(3, lse), top, bottom)
     share = [0.0, 1 / (1 + np.exp(min(lse - np.log(1e-8), 700))), 1 / (1 + np.exp(min(lse - np.log(1e9), 700)))]
     want = np.array([[1 - s + 2 * s, 1 - s + 4 * s] for s in share])
-    np.testing.assert_allclose(made, want, rtol=1e-5)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
     slopes = jax.grad(lambda *args: combine(*args).sum(), argnums=(1, 2, 3))(out, jnp.full(3, lse), top, bottom)
     assert all(np.isfinite(slope).all() for slope in slopes)
-
-
-# Training
-
-
-TEXT, OTHER = random_tokens(4, 200, seed=31), random_tokens(2, 200, seed=32)
-TRAINED = dataclasses.replace(SMALL, state_rank=8, hidden=32)
-
-
-def layer_spec(policy, tokens, batch=1):
-    return cache_specs(TINY, policy.resolve(TINY, tokens), batch, tokens, tokens, "float32", "resident")[0]
-
-
-def test_evictions_are_those_of_the_oracle_s_h2o():
-    """Decoding from an empty cache, by dictionaries."""
-    policy, text = H2O(heavy=6, recent=8), TEXT[:1, :90]
-    prompt = next(prompts_of(model(), text))
-    gone = np.asarray(evictions(prompt, layer_spec(policy, 90)))[0]
-    q, k = (np.asarray(x, np.float64)[0] for x in (prompt.q_post, prompt.k_post))
-    oracle, want = oracle_sisters.H2O(heavy=6, recent=8), np.full((TINY.kv_heads, 90), 90)
-    memory = [{} for _ in range(TINY.kv_heads)]
-    for at in range(90):
-        seen, _ = oracle.see(memory, q[at], k[: at + 1])
-        probs = []
-        for head, positions in enumerate(seen):
-            logits = k[positions, head // TINY.group] @ q[at, head] * TINY.attention_scale
-            probs.append(np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum())
-        before = [set(one) for one in memory]
-        oracle.saw(memory, seen, probs, at + 1)
-        for head, held in enumerate(before):
-            for position in held - set(memory[head]):
-                want[head, position] = at
-    np.testing.assert_array_equal(gone, want)
-
-
-def test_what_is_trained_is_what_a_step_does():
-    """The masked sums over a text equal LESS's own hooks, token by token."""
-    text, kernels = TEXT[:1, :70], random_kernels(SMALL, TINY.kv_heads, TINY.head_dim)
-    prompt = next(prompts_of(model(), text))
-    examples = make_examples(prompt, spec=layer_spec(H2O(heavy=6, recent=8), 70))
-    spec = layer_spec(SMALL, 70)
-    made = answers(kernels, examples.q, jnp.arange(70), examples, jnp.zeros(TINY.kv_heads))
-    state = SMALL.init(spec)
-
-    @jax.jit
-    def one(state, q, k, v, at):
-        at = jnp.full((1, 1), at)
-        step = StepKV(q, q, k, k, v, at, at >= 0, at[:, 0], jnp.zeros(0), learned=kernels)
-        state, _ = SMALL.append(spec, state, step)
-        return SMALL.attend(spec, state, step, None)
-
-    for at in range(70):
-        out, state = one(state, *(x[:, at : at + 1] for x in (prompt.q_post, prompt.k_post, prompt.v)), at)
-        want = group_queries(out, TINY.kv_heads)[:, :, :, 0]
-        np.testing.assert_allclose(made[:, :, :, at], want, atol=2e-5, err_msg=str(at))
-
-
-@functools.cache
-def trained(seed=0, steps=120):
-    """Arrays and the progress that was told."""
-    told = []
-
-    def note(done, total):
-        told.append((done, total))
-
-    return TRAINED.fit(model(), TEXT, steps=steps, rate=3e-3, seed=seed, progress=note), told
-
-
-def test_training_brings_every_layer_nearer_to_full_attention():
-    """On texts that it has not seen; at least half of H2O's error goes."""
-    errors = errors_of(TRAINED, model(), OTHER, trained()[0])
-    assert errors.shape == (3, 2)
-    assert (errors[:, 1] < 0.5 * errors[:, 0]).all(), errors
-    untaught = errors_of(TRAINED, model(), OTHER, jax.tree.map(jnp.zeros_like, trained()[0]))
-    np.testing.assert_array_equal(untaught[:, 0], untaught[:, 1])
-    np.testing.assert_allclose(untaught[:, 0], errors[:, 0])
-
-
-def test_trained_arrays_bring_a_decode_nearer_to_full_attention():
-    """After a prompt that is taken in at once, which the training does not simulate."""
-    params, tokens = model(), random_tokens(4, 120, seed=41)
-    steps = random_tokens(4, 20, seed=42)
-    logits = [
-        run(params, decode.prefill(params, tokens, [120] * 4, policy, capacity=160, fitted=fitted)[1], steps)[0]
-        for policy, fitted in ((jshadow.Full(), None), (TRAINED, None), (TRAINED, trained()[0]))
-    ]
-    plain, taught = (np.square(np.asarray(one - logits[0])).mean() for one in logits[1:])
-    assert taught < 0.7 * plain, (taught, plain)
-
-
-def test_training_is_what_its_seed_says():
-    fitted, told = trained(steps=53)
-    again, _ = trained.__wrapped__(steps=53)
-    jax.tree.map(np.testing.assert_array_equal, fitted, again)
-    other, _ = trained(seed=1, steps=53)
-    assert np.abs(other["phi"]["first"] - fitted["phi"]["first"]).max() > 0.1
-    assert told == [(50, 159), (53, 159), (103, 159), (106, 159), (156, 159), (159, 159)]
-    assert {leaf.dtype for leaf in jax.tree.leaves(fitted)} == {jnp.dtype("float32")}
-
-
-def test_layers_with_a_window_learn_nothing():
-    config = dataclasses.replace(TINY, sliding_window=16, sliding_layers=(0, 2))
-    fitted = TRAINED.fit(model(config), TEXT[:1, :64], steps=2)
-    scale = np.asarray(fitted["psi"]["scale"])
-    assert not scale[[0, 2]].any()
-    assert scale[1].any()
-    assert np.isnan(errors_of(TRAINED, model(config), TEXT[:1, :64], fitted)).tolist() == [
-        [True] * 2,
-        [False] * 2,
-        [True] * 2,
-    ]
-    logits, _ = decoded(TRAINED, fitted, params=model(config))
-    assert np.isfinite(logits).all()
-
-
-BAD_FITS = {
-    "short": (dict(tokens=TEXT[0, :15]), PromptError, "nothing is evicted"),
-    "empty": (dict(tokens=np.zeros((1, 0), np.int32)), PromptError, "tokens must be integers"),
-    "floats": (dict(tokens=np.ones(40)), PromptError, "tokens must be integers"),
-    "three_axes": (dict(tokens=np.ones((1, 2, 40), int)), PromptError, "tokens must be integers"),
-    "id": (dict(tokens=np.full(40, 101)), PromptError, r"vocab_size=101"),
-    "long": (dict(tokens=np.ones(300, int)), PromptError, "context=256"),
-    "steps": (dict(steps=0), ConfigError, "fit's steps"),
-    "rate": (dict(rate=float("nan")), ConfigError, "fit's rate"),
-}
-
-
-@pytest.mark.parametrize("case", BAD_FITS)
-def test_bad_fits_are_told(case):
-    settings, error, told = BAD_FITS[case]
-    with pytest.raises(error, match=told):
-        TRAINED.fit(model(), **dict(tokens=TEXT[0]) | settings)
 
 
 @pytest.mark.parametrize(("name", "value"), [("state_rank", 0), ("hidden", 0), ("recent", 0), ("heavy", -1)])
@@ -301,7 +163,7 @@ def test_settings_are_checked(name, value):
         LESS(**{name: value}).resolve(TINY, 96)
 
 
-# Whose arrays
+# Learned arrays of another state or policy
 
 
 def test_a_row_of_other_learned_arrays_is_refused():

@@ -1,4 +1,4 @@
-"""Loki: scores in all columns are products, and a text teaches a basis."""
+"""Loki: with all columns, scores are exact products; and a basis can be learned from a text."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ def test_loki_with_all_columns_ranks_by_the_products():
     prompt = prompt_of(TINY, 60, seed=2)
     q = jnp.asarray(np.random.default_rng(1).standard_normal((1, 1, TINY.q_heads, TINY.head_dim)), jnp.float32)
     want = jnp.einsum("bhgtd,bshd->bhgts", group_queries(q, TINY.kv_heads), prompt.k_post).max(axis=2)
-    for fetch in ("resident", "device_put"):  # the front of the keys themselves, or kept beside them
+    for fetch in ("resident", "device_put"):  # the columns are read from the rows, or from stored summaries
         spec = dataclasses.replace(spec_of(policy), fetch=fetch)
         state, write = policy.compress(spec, policy.init(spec), prompt)
         state = state.replace(host=offload.place(policy.host_layout(spec), spec, write))
@@ -30,7 +30,7 @@ def test_loki_with_all_columns_ranks_by_the_products():
 
 
 def test_loki_learns_from_a_text():
-    """A basis of a text: orthonormal, the greatest variance first, and a state that is made with it."""
+    """The learned basis is orthonormal, states use it, and a prompt equal to the text has the same basis online."""
     text = random_tokens(120, seed=9)
     policy = Loki(budget=12, columns=5, calibration="offline")
     fitted = policy.fit(model(), text)
@@ -43,9 +43,9 @@ def test_loki_learns_from_a_text():
     )
     tokens = random_tokens(2, 50, seed=4)
     _, state = decode.prefill(model(), tokens, [50, 31], policy, capacity=96, fitted=fitted)
-    for layer, own in zip(state.layers, components, strict=True):
-        np.testing.assert_array_equal(layer.frozen.basis.turn, np.broadcast_to(own, layer.frozen.basis.turn.shape))
-    # a prompt that is the text itself has that basis online
+    for layer, basis in zip(state.layers, components, strict=True):
+        np.testing.assert_array_equal(layer.frozen.basis.turn, np.broadcast_to(basis, layer.frozen.basis.turn.shape))
+    # the online basis of a prompt that equals the text is the learned one
     online, _ = decode.prefill(model(), text[None], [120], Loki(budget=12, columns=5), capacity=128)
     offline, _ = decode.prefill(model(), text[None], [120], policy, capacity=128, fitted=fitted)
     np.testing.assert_allclose(online, offline, atol=1e-4)

@@ -1,4 +1,4 @@
-"""OmniKV: which layers filter for which, and filters everywhere."""
+"""OmniKV: which layers each filter serves, and a model in which all layers are filters."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What holds of all policies: names, defaults, checked settings, and the papers' bytes."""
+"""Properties of all policies: names, defaults, checked settings, and the bytes that the papers state."""
 
 import importlib
 import inspect
@@ -32,25 +32,26 @@ from jshadow.policies import (
 
 def test_each_constructs_without_arguments_and_names_its_source():
     for name, policy in POLICIES.items():
-        made = policy()
-        assert made.name == name
-        assert made.source
-        assert hash(made) == hash(policy())
+        instance = policy()
+        assert instance.name == name
+        assert instance.source
+        assert hash(instance) == hash(policy())
     assert StreamingLLM in POLICIES.values()
 
 
 def test_a_policy_that_is_listed_nowhere_is_found():
-    """Every class of every file in policies/ goes by a listed name; a layer's own form goes by its policy's."""
+    """Every policy class of every file in policies/ has a registered name."""
     for file in Path(policies.__file__).parent.glob("*.py"):
         importlib.import_module(f"jshadow.policies.{file.stem}" if file.stem != "__init__" else "jshadow.policies")
 
     def below(kind: type) -> set[type]:
         return {kind}.union(*map(below, kind.__subclasses__()))
 
-    own = {kind for kind in below(Policy) if kind.__module__.startswith("jshadow.") and not inspect.isabstract(kind)}
-    names = {kind.name for kind in own} - {"sliding_window", ""}  # the model's own; and Wrapper, which is none itself
+    classes = {kind for kind in below(Policy) if kind.__module__.startswith("jshadow.")}
+    classes = {kind for kind in classes if not inspect.isabstract(kind)}
+    names = {kind.name for kind in classes} - {"sliding_window", ""}  # SlidingWindow is not registered
     assert names == set(POLICIES) | set(WRAPPERS)
-    assert {kind.__name__ for kind in own if not kind.name} == {"Wrapper"}
+    assert {kind.__name__ for kind in classes if not kind.name} == {"Wrapper"}
 
 
 SETTINGS = {
@@ -76,8 +77,8 @@ SETTINGS = {
 
 @pytest.mark.parametrize("case", SETTINGS)
 def test_settings_are_checked(case):
-    policy, told = SETTINGS[case]
-    with pytest.raises(ConfigError, match=told.replace(".", r"\.")):
+    policy, message = SETTINGS[case]
+    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
         policy.resolve(TINY, 96)
 
 
@@ -109,8 +110,9 @@ def test_what_is_put_around_is_checked(case):
         policy.resolve(DEEP, 4096)
 
 
-# By hand from the papers: GiB on the device and on the host, MiB moved a step, at 131,072 tokens of Llama-3.1-8B; None:
-# not told. Rows that a step fetches are no state here, but what moves; some papers count them as device bytes.
+# GiB on the device, GiB on the host, and MiB moved in a step, by hand from the papers, at 131,072 tokens of
+# Llama-3.1-8B. None: the paper does not state it. Rows that a step fetches count as moved, and not as state; some
+# papers count them as device bytes.
 PAPERS_BYTES = {
     ("full", "resident"): (16.0, 0, 0),
     ("streaming_llm:sinks=4:window=2000", "resident"): (0.245, 0, 0),
@@ -127,10 +129,10 @@ PAPERS_BYTES = {
     ("kivi:bits=2:group=64", "resident"): (2.51, 0, 0),
     ("specache:bits=2:group=64", "device_put"): (2.51, 16.0, 8),
     ("specache:bits=1:group=64", "device_put"): (1.51, 16.0, 8),
-    # the published code keeps the window twice, a buffer of the blocks that it attends to, 768 tokens of a prompt's
-    # unit on their way, and a representative of each query head; here window and sinks are not on the host as well
+    # The published code keeps the window twice, a buffer of the blocks that it attends to, a buffer of 768 prompt
+    # tokens, and a representative of each query head. Here the window and the sinks are not on the host.
     ("infllm", "device_put"): (1.86 + 0.25 - (4096 + 2048 + 768 - 128) * 4096 * 32 / 2**30 - 0.1875, 15.5, 256),
-    # the published code also keeps the selected keys and values on the device from step to step, 0.25 GiB
+    # The published code also keeps the selected keys and values on the device between steps, 0.25 GiB.
     ("shadowkv:rank=160:budget=2048", "device_put"): (2.57 - 0.25, 8.0, 128),
 }
 
@@ -149,3 +151,16 @@ def test_the_table_of_bytes_is_the_papers(capsys):
         assert row["bytes_host"] / 2**30 == pytest.approx(host, rel=0.02), (key, row["parts"])
         if moved is not None:
             assert row["bytes_moved"] / 2**20 == pytest.approx(moved, rel=0.02), key
+
+
+def test_a_policy_without_a_paper_s_settings_has_a_row_with_its_defaults(capsys, monkeypatch):
+    """`jshadow policies` shows the bytes of a new file's policy too."""
+    import json
+
+    from jshadow.cli import policies as command
+    from jshadow.cli.main import main
+
+    monkeypatch.setattr(command, "PAPERS_SETTINGS", (("full", "resident"),))
+    assert main(["policies", "--context", "8192", "--model", "llama-3.1-8b", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["policies"]
+    assert [row["policy"] for row in rows] == [row["setting"] for row in rows] == list(POLICIES)

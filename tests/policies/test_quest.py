@@ -1,4 +1,4 @@
-"""Quest: the bound of a page, and a context shorter than one."""
+"""Quest: the upper bound of a page, and a context shorter than a page."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,7 @@ def test_quest_s_bound_holds_for_every_page(unit):
     products = jnp.einsum("bhgtd,bhnud->bhgtnu", q, keys).max(axis=(2, 5))
     assert scores.shape == (1, TINY.kv_heads, 5, 11)
     assert (scores >= products - 1e-4).all()
-    if unit == 1:  # then it is the product itself
+    if unit == 1:  # the bound of a single key is its product with the query
         np.testing.assert_allclose(scores, products, atol=1e-4)
 
 
@@ -32,5 +32,5 @@ def test_a_capacity_below_a_page_is_no_error():
         tokens, steps = random_tokens(1, 6, seed=33), random_tokens(1, 4, seed=34)
         _, state = decode.prefill(model(), tokens, [6], policy, capacity=10)
         _, full = decode.prefill(model(), tokens, [6], Full(), capacity=10)
-        mine, theirs = (run_steps(model(), one, steps)[0] for one in (state, full))
-        np.testing.assert_allclose(mine, theirs, atol=1e-4)
+        got, want = (run_steps(model(), one, steps)[0] for one in (state, full))
+        np.testing.assert_allclose(got, want, atol=1e-4)

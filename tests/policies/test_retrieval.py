@@ -1,4 +1,4 @@
-"""Retrieval with `top_p`: the smaller the share, the fewer tokens are attended."""
+"""Retrieval with `top_p`: with a smaller share, fewer tokens are attended to."""
 
 from cases import model, random_tokens, run_steps
 

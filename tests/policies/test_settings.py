@@ -1,4 +1,4 @@
-"""Settings in records: their dotted names, there and back, and what is told of names that do not exist."""
+"""Settings in records: dotted names, round trips, and the errors for names that do not exist."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ NAMED = [name for name, case in POLICY_CASES.items() if case.restricted.name in 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_there_and_back(name):
-    """By all settings, by those that differ from the defaults, and by the text of a label."""
+    """A policy is restored from all its settings, from those that differ from the defaults, and from its label."""
     policy = POLICY_CASES[name].restricted
     fresh = type(policy)()
     assert with_settings(fresh, dotted_settings(policy)) == policy

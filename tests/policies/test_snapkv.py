@@ -1,4 +1,4 @@
-"""SnapKV: pooling, what is kept of a prompt, and short prompts."""
+"""SnapKV: pooling, the tokens of a prompt that are kept, and short prompts."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def test_pooling_by_hand(kernel, pooling):
 
 
 def test_constant_queries_keep_the_largest_products():
-    """With kernel 1 and all of a group's queries alike, what is kept is the top of K q, and the window."""
+    """With kernel 1 and equal queries, the keys with the largest products with the query are kept, and the window."""
     config = dataclasses.replace(TINY, q_heads=2, kv_heads=2)
     policy = SnapKV(max_capacity_prompt=20, observation_window=4, kernel=1)
     spec, prompt = spec_of(policy, config), prompt_of(config, 60, seed=8, tail=4)

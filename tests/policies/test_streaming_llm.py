@@ -1,4 +1,4 @@
-"""StreamingLLM far beyond its window, against the NumPy oracle."""
+"""StreamingLLM on a text much longer than its window, against the NumPy oracle."""
 
 import numpy as np
 import oracle
@@ -9,7 +9,7 @@ from jshadow.policies import StreamingLLM
 
 
 def test_streaming_llm_is_stable_far_beyond_its_window():
-    """Ten windows long, against the NumPy oracle: re-based positions, nothing drifts."""
+    """On a text of ten windows, with rebased positions, the logits stay equal to the oracle's."""
     policy, prompt, steps = StreamingLLM(sinks=2, window=10), random_tokens(1, 20, seed=16), random_tokens(100, seed=17)
     run = oracle.Oracle(model().weights, TINY, oracle.StreamingLLM(2, 10))
     run.prefill(prompt[0].tolist())

@@ -1,4 +1,4 @@
-"""The share of a softmax that is enough, against sums by hand."""
+"""The fewest weights that reach a share of a softmax, against plain sums."""
 
 import jax.numpy as jnp
 import numpy as np

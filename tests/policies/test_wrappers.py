@@ -1,4 +1,4 @@
-"""The wrappers: pyramids spend what they were given, first layers are dense, and both have settings."""
+"""The wrappers: pyramids keep the total budget, the first layers are dense, and both have settings."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ from jshadow.policies.settings import policy_settings
 
 
 def test_a_pyramid_spends_what_it_was_given():
-    """Falling budgets, in whole units, with the mean of equal ones."""
+    """Budgets fall, are whole units, and have the mean of equal budgets."""
     for inner in (
         Quest(budget=512, unit=16, dense_layers=0),
         SnapKV(max_capacity_prompt=100),
@@ -44,14 +44,14 @@ def test_a_pyramid_spends_it_on_the_layers_that_choose():
 
 
 def test_a_pyramid_keeps_the_newest_tokens_of_a_prompt():
-    """Where the budget of a layer would not hold the observation window, that shrinks."""
+    """If the budget of a layer is too small for the observation window, the window shrinks."""
     policy = Pyramid(SnapKV(max_capacity_prompt=24, observation_window=16, kernel=3), steepness=4.0)
     _, state = decode.prefill(model(), random_tokens(1, 61, seed=30), [61], policy, capacity=96)
     for spec, layer in zip(state.specs, state.layers, strict=True):
-        spec.policy.resolve(TINY, 96)  # is in range
+        spec.policy.resolve(TINY, 96)  # the scaled settings are in range
         prompt = prompt_of(TINY, 61, tail=spec.policy.observation_window)
         kept = best_positions(*spec.policy.score(spec, prompt)[:1], jnp.array([61]), jnp.array([16]), 6)
-        assert (np.asarray(kept)[0] >= 55).all()  # six of sixteen reserved ones: the newest
+        assert (np.asarray(kept)[0] >= 55).all()  # of sixteen reserved tokens, the newest six
         assert layer.frozen.kept.k.shape[2] == spec.policy.max_capacity_prompt
     assert [spec.policy.observation_window for spec in state.specs] == [16, 12, 3]
 
@@ -65,11 +65,11 @@ def test_dense_first_is_dense_first():
 
 def test_wrappers_come_from_the_command_line():
     settings = ["budget=64", "dense_layers=0", "pyramid.steepness=4", "dense_first.layers=1"]
-    made = parse_policy("quest", settings)
-    assert made == DenseFirst(Pyramid(Quest(budget=64, dense_layers=0), steepness=4), layers=1)
-    name, *again = label(made).split(":")
-    assert parse_policy(name, again) == made
-    assert policy_settings(made)["inner"]["inner"]["name"] == "quest"
+    policy = parse_policy("quest", settings)
+    assert policy == DenseFirst(Pyramid(Quest(budget=64, dense_layers=0), steepness=4), layers=1)
+    name, *again = label(policy).split(":")
+    assert parse_policy(name, again) == policy
+    assert policy_settings(policy)["inner"]["inner"]["name"] == "quest"
     assert parse_policy("omnikv", ["filter_layers=[0,3]"]) == OmniKV(filter_layers=(0, 3))
     with pytest.raises(ConfigError, match="or of a wrapper"):
         parse_policy("quest", ["pyramid.width=3"])

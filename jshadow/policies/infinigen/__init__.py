@@ -1,3 +1,3 @@
-"""InfiniGen (arXiv 2406.19707)."""
+"""InfiniGen: tokens are chosen by predicted queries (arXiv 2406.19707)."""
 
 from jshadow.policies.infinigen.policy import InfiniGen as InfiniGen

@@ -1,11 +1,13 @@
-"""InfiniGen: tokens are chosen while the layer before computes (Lee et al. 2024, arXiv 2406.19707, section 4).
+"""InfiniGen chooses a layer's tokens while the previous layer computes (Lee et al. 2024, arXiv 2406.19707, section 4).
 
-The input of two neighbouring layers differs little, so a layer's queries can be foreseen from the input of the one
-before. Foreseen queries meet a few columns of the keys, in a basis that gathers the queries' variance in few columns
-(skewing); tokens within `alpha` of the best score are fetched. Skewing cannot be folded into weights where keys are
-rotated, so it is applied to queries and keys after RoPE. Columns are chosen by the paper's sum of queries' and keys'
-magnitudes (its code has two other ways). The number of tokens follows from the scores, the same for all heads, up to a
-fixed maximum: shapes are static. The first layers are dense.
+The inputs of two neighboring layers are similar. Therefore a layer's queries can be predicted from the input of the
+previous layer. Tokens are scored by the predicted queries in a few columns of a basis, and those whose score is within
+`alpha` of the best one are fetched. The basis concentrates the variance of the queries in few columns (skewing).
+
+In the paper, skewing is folded into the weights. With RoPE that is not possible, so it is applied to queries and keys
+after RoPE. Columns are chosen by the sum of the queries' and the keys' magnitudes, as in the paper; its code has two
+other rules. The number of fetched tokens follows from the scores and is the same for all heads. It has a fixed maximum,
+because shapes are static. The first layers have full attention.
 """
 
 import dataclasses
@@ -29,7 +31,7 @@ from jshadow.policies.registry import register
 from jshadow.policies.retrieval import RetrievalPolicy
 from jshadow.policies.sizing import Falling
 
-SHARE = 0.2  # of the tokens, and of the columns: the published scripts' settings
+SHARE = 0.2  # default share of the tokens and of the columns, as in the published scripts
 
 
 @register(
@@ -38,16 +40,19 @@ SHARE = 0.2  # of the tokens, and of the columns: the published scripts' setting
 )
 @dataclasses.dataclass(frozen=True)
 class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
-    """Fetch what the foreseen query wants.
+    """Fetch the tokens with the highest scores for the predicted query.
 
     Attributes:
-        budget: tokens fetched at most. None: a fifth of the capacity.
-        columns: of keys and queries that score. None: a fifth of the head.
-        alpha: scores that much below the best one are not fetched.
-        dense_layers: first layers that attend to everything; at least one, for the first cannot be foreseen.
-        recent: newest tokens that are always attended.
-        calibration: "online": the basis comes from each prompt's queries; "offline": from a text (`fit`).
-        top_p: share of the softmax over the budget that is enough, beside alpha.
+        budget: most tokens that are fetched for a query. None: a fifth of the capacity.
+        columns: number of columns of the basis that are used to score. None: a fifth of the head width.
+        alpha: a token whose score is this much below the best one is not fetched.
+        dense_layers: number of first layers with full attention. At least 1, because the first layer's queries cannot
+            be predicted.
+        recent: number of newest tokens that are always attended to.
+        calibration: "online": the basis is computed from each prompt's queries. "offline": it is learned from a text.
+        unit: tokens in a unit; it must be 1.
+        top_p: in addition to alpha, fetch only as many tokens of the budget as reach this share of the softmax over
+            their scores.
     """
 
     budget: int | None = None  # type: ignore[assignment]
@@ -65,11 +70,11 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
 
     @property
     def reads(self) -> HookInputs:
-        """All queries of the prompt; single steps, for each query's count is read off its own step."""
+        """All queries of the prompt. New tokens one by one, because a step records one count of fetched tokens."""
         return HookInputs(all_queries=True)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Fill in a fifth each, and check."""
+        """Replace None by a fifth of the capacity or of the head width, and check the settings."""
         budget = max(1, int(SHARE * capacity)) if self.budget is None else self.budget
         columns = max(1, round(SHARE * config.head_dim)) if self.columns is None else self.columns
         resolved = dataclasses.replace(self, budget=budget, columns=columns)
@@ -84,11 +89,11 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
         return super(InfiniGen, resolved).resolve(config, capacity)
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """The first layers see everything."""
+        """Full attention in the first layers."""
         return Full() if layer < self.dense_layers else self
 
     def no_basis(self, spec: CacheSpec) -> Array:
-        """Zeros [B, h_kv, d, columns]."""
+        """A basis of zeros, float32 [B, h_kv, d, columns]."""
         assert self.columns is not None
         return jnp.zeros((spec.batch, spec.kv_heads, spec.head_dim, self.columns), jnp.float32)
 
@@ -107,52 +112,52 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
         keys = prompt.k_post.astype(jnp.float32)
         skewed_k = jnp.where(real, jnp.abs(jnp.einsum("bshd,bhde->bhse", keys, skew)), 0)
         weight = skewed_q.sum(axis=(2, 3)) + skewed_k.sum(axis=2)
-        # a stable choice: ties go to the lower column
+        # a stable sort, so that of equal columns the lower one is chosen
         order = jnp.argsort(-weight, axis=-1, stable=True)[..., : self.columns]
         return jnp.take_along_axis(skew, order[:, :, None, :], axis=3)
 
     def fit(
         self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Array]:
-        """The skewing bases of a text: {"skew": float32 [L, h_kv, d, d]}."""
+        """The skewing basis of each layer and KV head from a text: {"skew": float32 [L, h_kv, d, d]}."""
         return {
             self.basis_name: jnp.stack([query_basis(prompt)[0][0] for prompt in prompts_of(params, tokens, progress)])
         }
 
     def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
-        """Partial keys [B, h_kv, n, columns]."""
+        """The keys in the chosen columns [B, h_kv, n, columns]."""
         return jnp.einsum("bhnud,bhdr->bhnr", keys.astype(jnp.float32), basis).astype(spec.dtype)
 
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
-        """Foreseen scores, the largest of the group."""
+        """Scores of the predicted queries, the largest in each group of query heads."""
         short = jnp.einsum("bhgtd,bhdr->bhgtr", q.astype(jnp.float32), basis).astype(spec.dtype)
         scores = jnp.einsum("bhgtr,bhnr->bhgtn", short, summaries, preferred_element_type=jnp.float32)
         return scores.max(axis=2) * spec.scale
 
     def score_scale(self, spec: CacheSpec) -> float:
-        """Scores are logits."""
+        """1, because `score` already returns attention logits."""
         return 1.0
 
     def query(self, step: StepKV) -> Array:
-        """Those that the layer before predicted."""
+        """The queries that were predicted during the previous layer."""
         assert step.q_foreseen is not None
         return step.q_foreseen
 
     def enough(self, spec: CacheSpec, scores: Array, good: Array) -> Array:
-        """As many as are within alpha of the best, mean over heads; each head its own best ones."""
+        """The best units of each head. Their number is that of units within alpha of the best, as a mean over heads."""
         good = super().enough(spec, scores, good)
         near = (scores > scores[..., :1] - self.alpha) & good
         count = jnp.round(near.sum(axis=3).astype(jnp.float32).mean(axis=1))
         return good & (jnp.arange(scores.shape[3]) < count[:, None, :, None])
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Recent tokens, and as many as were near enough."""
+        """Recent tokens, and the tokens that the last query selected."""
         first = self.first_recent(lengths - 1)
         chosen = (state.live.selected >= 0).sum(axis=2).astype(jnp.float32).mean(axis=1)
         return {"window": (lengths - first).astype(jnp.float32), "selected": chosen}
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Keys and values offloaded, by the columns that stay; with the usual dense layers if these fit, or one."""
+        """Every number of columns, from all to 1: first with the usual dense layers, then with one dense layer."""
         cls = type(self)
         dense = cls.dense_layers if len(full_layers(config)) > cls.dense_layers else 1
 
@@ -163,11 +168,11 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
 
 
 def query_basis(prompt: PromptKV) -> tuple[Array, Array]:
-    """Orthonormal directions of each KV head's queries after RoPE, the strongest first.
+    """The principal directions of each KV head's queries after RoPE, the strongest first.
 
     Returns:
-        Float32 [B, h_kv, d, d], and bool [B, h_kv, d]: the queries are spread along them at all. The directions of a
-        short prompt that has nothing along them are arbitrary.
+        Orthonormal columns float32 [B, h_kv, d, d], and bool [B, h_kv, d]: whether the queries have a component along a
+        column at all. If not, as in a short prompt, the column is arbitrary.
     """
     assert prompt.q_post is not None
     queries = group_queries(prompt.q_post, prompt.k_post.shape[2]).astype(jnp.float32)

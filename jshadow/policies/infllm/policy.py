@@ -1,14 +1,18 @@
-"""InfLLM: block memory behind a sliding window (Xiao et al. 2024, arXiv 2402.04617, section 3).
+"""InfLLM: a sliding window and a memory of earlier blocks (Xiao et al. 2024, arXiv 2402.04617, section 3).
 
-A query sees three things: the window that ends at it, with true distances; the first tokens; and, of all that lies
-between, the few blocks whose representative tokens it matches best. Whatever the window has left stands at one and the
-same distance, the window's size, so that a model is never asked about a distance it was not trained on: its keys stay
-unrotated, and queries are rotated to that distance. The prompt is taken in the same way, `query_block` tokens sharing
-their blocks: unlike with every other policy here, prefill itself is approximate.
+A query attends to three kinds of tokens. The first is the window of tokens that ends at the query, at their true
+distances. The second is the first tokens of the text (sinks). The third is a few of the blocks between the two: those
+whose representative tokens match the query best. All tokens outside the window are treated as if their distance was the
+size of the window, so the model never sees a distance that it was not trained on. For this their keys are stored before
+RoPE, and queries are rotated by that distance.
 
-Where the paper and its code differ, this follows the code: representatives are averaged. Where the code keeps one per
-query head, this keeps one per KV head. A block's representatives are the tokens that the window's own softmax gave
-most. Blocks are shared by all heads. Some of them stay on the device in a pool, the least recently used one goes first.
+Prefill works in the same way: each `query_block` consecutive queries share their blocks. InfLLM is the only policy here
+whose prefill attention is not exact.
+
+A block's representatives are the tokens that got the most attention while they were in the window. Their keys are
+averaged, as in the published code; the paper does not average them. The code keeps one mean key for each query head,
+and here each KV head has one. All heads select the same blocks. A pool on the device keeps some blocks, and the least
+recently used block is replaced first.
 """
 
 import dataclasses
@@ -36,12 +40,12 @@ from jshadow.policies.registry import register
 )
 @dataclasses.dataclass(frozen=True)
 class InfLLM(InfLLMSettings, Costs):
-    """A window, the first tokens, and the blocks that match. The settings are those of `InfLLMSettings`."""
+    """Attend to the window, the first tokens and the best blocks. The settings are those of `InfLLMSettings`."""
 
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Nothing held."""
+        """A state without tokens and with an empty pool."""
 
         def zeros(count: int) -> Array:
             return jnp.zeros((spec.batch, spec.kv_heads, count, spec.head_dim), spec.dtype)
@@ -64,7 +68,7 @@ class InfLLM(InfLLMSettings, Costs):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Blocks that the window has left to the host tier; their representatives, window and sinks stay."""
+        """Write the blocks before the window to the host tier; keep their representatives, window and sinks."""
         mass = prompt.extra.mass
         slots, live = self.ring_slots(spec), state.live
         sinks = live.sinks.k.shape[2]
@@ -85,7 +89,7 @@ class InfLLM(InfLLMSettings, Costs):
         return state.replace(frozen=frozen, live=live), HostWrite(data)
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Write the token to the ring, and the block that the window leaves with it, if it does, to the tail."""
+        """Write the token to the ring. If a whole block leaves the window in this step, write it to the tail."""
         slots, live, position = self.ring_slots(spec), state.live, step.positions
         ring = KeyValues(
             *(
@@ -106,7 +110,7 @@ class InfLLM(InfLLMSettings, Costs):
         live = live.replace(ring=ring, mass=jnp.where(fresh[:, None], 0, live.mass))
         if self.host_layout(spec) is None:
             return state.replace(live=live), None
-        end = position[:, 0] - self.window + 1  # the first token that this window holds
+        end = position[:, 0] - self.window + 1  # position of the first token in the window
         leaving = (end - self.sinks) // self.unit - 1
         complete = ((end - self.sinks) % self.unit == 0) & (leaving >= state.frozen.units) & step.valid[:, 0]
         tokens = (end[:, None] - self.unit + jnp.arange(self.unit)) % slots
@@ -121,7 +125,7 @@ class InfLLM(InfLLMSettings, Costs):
     # One step
 
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
-        """The best blocks, the same for all heads; those that are not in the pool first."""
+        """Select the best blocks, the same ones for all heads. Blocks that are not in the pool come first."""
         layout, frozen, live = self.host_layout(spec), state.frozen, state.live
         if layout is None:
             return None, state
@@ -142,7 +146,7 @@ class InfLLM(InfLLMSettings, Costs):
         order = jnp.argsort(hit | ~good, axis=1, stable=True)[:, : self.moved(spec)]
         ids, good, hit = (jnp.take_along_axis(x, order, axis=1) for x in (ids, good, hit))
         missing = good & ~hit
-        # the n-th of what is missing takes the place of the n-th least recently used block
+        # the n-th missing block replaces the n-th least recently used block
         slots = jnp.argsort(used, axis=1, stable=True)[:, : self.moved(spec)]
         row, slots = jnp.arange(spec.batch)[:, None], jnp.where(missing, slots, self.pool_slots(spec))
         held = live.held.at[row, slots].set(ids, mode="drop")
@@ -153,7 +157,7 @@ class InfLLM(InfLLMSettings, Costs):
         return Selection(ids[:, None], good[:, None], hit[:, None]), state
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
-        """Put what came where `select` has made room for it; what was there already comes to the same place."""
+        """Write the fetched blocks to the slots of the pool that `select` assigned to them."""
         assert fetched.k is not None
         live, ids = state.live, selection.ids[:, 0]
         slots = jnp.argmax(ids[:, :, None] == live.held[:, None], axis=2)
@@ -169,7 +173,7 @@ class InfLLM(InfLLMSettings, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """One softmax over the window at true distances and over all else at the window's."""
+        """One softmax over the window at true distances and over all other tokens at the window's size."""
         live, slots, position = state.live, self.ring_slots(spec), step.positions
         lengths = step.lengths + step.valid.sum(axis=1, dtype=jnp.int32)
         token = ring_positions(lengths, slots)
@@ -178,7 +182,8 @@ class InfLLM(InfLLMSettings, Costs):
         rest = (token >= self.sinks + blocks * self.unit) & (token <= position - self.window)
         first = jnp.arange(live.sinks.k.shape[2]) <= position - self.window
         chosen = jnp.repeat((live.held >= 0) & (live.used == position), self.unit, axis=1)
-        # The query stands at `window`: what has left the window at 0, a token in it at its distance from the query.
+        # The query is rotated to position `window`. Tokens outside the window are at position 0, and a token in the
+        # window is at the position that keeps its distance from the query.
         query = far_queries(step.q_pre, self.window, step.inverse, spec.rope)
         place = jnp.where(near, token - position + self.window, 0)
         window = Piece(rotate(live.ring.k, *cos_sin(place[:, None], step.inverse)), live.ring.v, near[:, None, None])
@@ -190,7 +195,7 @@ class InfLLM(InfLLMSettings, Costs):
         return out, state.replace(live=live.replace(mass=mass))
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Window, sinks and the rest of a block that have left it, and the blocks attended to."""
+        """The window, with the tokens of a block that is still leaving it; the sinks outside it; and the blocks."""
         out = jnp.maximum(lengths - self.window, 0)
         rest = jnp.maximum(out - self.sinks, 0) % self.unit
         chosen = ((state.live.held >= 0) & (state.live.used == lengths[:, None] - 1)).sum(axis=1) * self.unit
@@ -201,18 +206,18 @@ class InfLLM(InfLLMSettings, Costs):
     # Accounting
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Beside the rows on their way: the order of tokens in their blocks."""
+        """The default, and the sorting of the tokens of each block by attention."""
         return super().compress_bytes(spec, tokens) + 4 * 4 * spec.batch * max(tokens, spec.capacity) * spec.kv_heads
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """All that lies on the device is read, the blocks move."""
+        """All arrays on the device are read. The fetched blocks are moved from the host and read."""
         parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
         moved = 2 * spec.batch * spec.kv_heads * self.moved(spec) * self.unit * spec.head_dim
         size = moved * jnp.dtype(spec.dtype).itemsize
         return parts | {"moved": (size, 0 if spec.fetch == "resident" else size)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """The rotated window, scores of all slots, and the blocks that came."""
+        """The rotated window, the scores of all slots, and the fetched blocks."""
         ring, item = self.ring_slots(spec), jnp.dtype(spec.dtype).itemsize
         slots = 2 * ring + min(self.sinks, spec.capacity) + self.pool_slots(spec) * self.unit
         rows = 3 * ring + 4 * self.moved(spec) * self.unit + slots

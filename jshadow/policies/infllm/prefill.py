@@ -1,4 +1,4 @@
-"""InfLLM's attention while a prompt is taken in; see policy.py."""
+"""InfLLM's prefill attention; see policy.py."""
 
 import dataclasses
 import functools
@@ -15,15 +15,16 @@ from jshadow.ops.layout import top_k
 from jshadow.ops.rope import RopeConfig, cos_sin, query_factor, rotate
 from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
 
-SUB_BLOCK = 64  # queries whose scores exist at once
+SUB_BLOCK = 64  # number of queries whose scores are in memory at once
 
 
 class Memory(struct.PyTreeNode):
-    """What the pieces of a prompt hand on.
+    """The arrays that each piece of a prompt passes on to the next.
 
     Attributes:
-        mass: attention that each token got from the windows it was in, float32 [B, h_kv, S].
-        representatives: of blocks that the window has left [B, h_kv, U, d].
+        mass: sum of the attention probabilities that each token got while it was in a query's window, float32
+            [B, h_kv, S].
+        representatives: mean keys of the blocks before the window [B, h_kv, U, d].
     """
 
     mass: Array
@@ -31,12 +32,21 @@ class Memory(struct.PyTreeNode):
 
 
 def far_queries(q_pre: Array, distance: int, inverse: Array, rope: RopeConfig) -> Array:
-    """Queries [B, T, h_q, d] rotated to one position, the distance from which they see unrotated keys."""
+    """Rotate all queries [B, T, h_q, d] to the position `distance`, so that keys before RoPE are at that distance."""
     return rotate(q_pre, *cos_sin(jnp.full((1, 1, 1), distance), inverse), query_factor(rope))
 
 
 def mean_key(keys: Array, mass: Array, count: int) -> Array:
-    """Blocks' representatives [B, h, n, d]: the mean of the `count` keys of [B, h, n, unit, d] with the most mass."""
+    """The mean of the `count` keys with the most mass in each block.
+
+    Args:
+        keys: [B, h, n, unit, d].
+        mass: attention that each key got, float32 [B, h, n, unit].
+        count: number of representatives of a block.
+
+    Returns:
+        [B, h, n, d] in the dtype of keys.
+    """
     ids = top_k(mass, min(count, mass.shape[3]))
     chosen = jnp.take_along_axis(keys, ids[..., None], axis=3).astype(jnp.float32)
     return chosen.mean(axis=3).astype(keys.dtype)
@@ -44,12 +54,15 @@ def mean_key(keys: Array, mass: Array, count: int) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class InfLLMPrefill(PrefillAttention):
-    """Units of `multiple` queries, which share their blocks.
+    """Prefill attention in which each `multiple` consecutive queries share their blocks.
 
     Attributes:
-        window, sinks, unit, representatives: as in InfLLM.
-        count: blocks that a unit attends to.
-        multiple: queries of a unit.
+        window: as in InfLLM.
+        sinks: as in InfLLM.
+        count: number of blocks that a query attends to.
+        unit: tokens in a block.
+        representatives: as in InfLLM.
+        multiple: number of consecutive queries that share their blocks.
     """
 
     window: int
@@ -60,17 +73,17 @@ class InfLLMPrefill(PrefillAttention):
     multiple: int
 
     def label(self, tokens: int | None = None) -> str:
-        """The policy's own."""
+        """The name of the policy."""
         return "infllm"
 
     def blocks(self, tokens: int) -> int:
-        """Blocks of a prompt of that width."""
+        """Number of blocks in a prompt of `tokens` tokens."""
         return max(tokens - self.sinks, 0) // self.unit
 
     def begin(
         self, config: ModelConfig, kind: AttentionKind, prompt: PromptKV, q_tail: Array | None, learned: Any
     ) -> Memory:
-        """No mass, no block."""
+        """A memory of zeros."""
         batch, tokens, heads, dim = prompt.k_pre.shape
         mean_keys = jnp.zeros((batch, heads, self.blocks(tokens), dim), prompt.k_pre.dtype)
         return Memory(jnp.zeros((batch, heads, tokens), jnp.float32), mean_keys)
@@ -78,7 +91,7 @@ class InfLLMPrefill(PrefillAttention):
     def attend(
         self, config: ModelConfig, kind: AttentionKind, piece: PrefillPiece, prompt: PromptKV, aux: Memory
     ) -> tuple[Array, Memory]:
-        """One unit after the other."""
+        """Process the queries in groups of `multiple`, one group after the other."""
         batch, size, heads, dim = piece.q_post.shape
         far = far_queries(piece.q_pre, self.window, piece.inverse, kind.rope)
 
@@ -93,12 +106,20 @@ class InfLLMPrefill(PrefillAttention):
     def one_unit(
         self, prompt: PromptKV, scale: float, memory: Memory, unit: tuple[Array, Array, Array]
     ) -> tuple[Memory, Array]:
-        """Attention of queries first .. first + multiple - 1: q and far [B, multiple, h_q, d]."""
+        """Attention of one group of queries that share their blocks.
+
+        Args:
+            prompt: the keys and values of the prompt.
+            scale: factor on attention scores.
+            memory: the memory from the previous group.
+            unit: the position of the first query, the queries after RoPE, and the queries rotated by `far_queries`,
+                [B, multiple, h_q, d] each.
+        """
         first, q, far = unit
         memory = self.remember(prompt, memory, first)
         real = first + jnp.arange(self.multiple) < prompt.lengths[:, None]
         keys, values, place = self.far_rows(prompt, memory, first, far, real)
-        # the window of the whole unit
+        # the union of the windows of all queries in the group
         tokens = prompt.k_post.shape[1]
         width = min(self.window + self.multiple, tokens)
         start = jnp.clip(first - self.window, 0, tokens - width)
@@ -108,14 +129,14 @@ class InfLLMPrefill(PrefillAttention):
 
         def some(index: Array) -> tuple[Array, Array]:
             position = first + index * sub + jnp.arange(sub)[:, None]
-            own = [lax.dynamic_slice_in_dim(x, index * sub, sub, axis=1) for x in (q, far)]
-            q_near, q_far = (group_queries(x, prompt.k_post.shape[2]) for x in own)
+            queries = [lax.dynamic_slice_in_dim(x, index * sub, sub, axis=1) for x in (q, far)]
+            q_near, q_far = (group_queries(x, prompt.k_post.shape[2]) for x in queries)
             near = jnp.einsum("bhgtd,bnhd->bhgtn", q_near, near_k, preferred_element_type=jnp.float32) * scale
             near = jnp.where((token <= position) & (token > position - self.window), near, MASKED)
             away = jnp.einsum("bhgtd,bnhd->bhgtn", q_far, keys, preferred_element_type=jnp.float32) * scale
             seen = (place >= 0)[:, None] & (place[:, None] <= position - self.window)
             away = jnp.where(seen[:, None, None], away, MASKED)
-            # every query sees itself: the largest score is a real one
+            # every query attends to its own token, so the largest score is not a masked one
             top = jnp.maximum(near.max(-1), away.max(-1))[..., None]
             near_weight, away_weight = jnp.exp(near - top), jnp.exp(away - top)
             total = near_weight.sum(-1) + away_weight.sum(-1)
@@ -136,11 +157,11 @@ class InfLLMPrefill(PrefillAttention):
         return memory.replace(mass=mass), out
 
     def left(self, position: Array) -> Array:
-        """Blocks that the window of a query has left as a whole."""
+        """Number of blocks that lie completely before the window of a query at `position`."""
         return jnp.maximum(position - self.window + 1 - self.sinks, 0) // self.unit
 
     def remember(self, prompt: PromptKV, memory: Memory, first: Array) -> Memory:
-        """Representatives of the blocks that the window has left since the unit before."""
+        """Add the representatives of the blocks that have left the window since the previous group of queries."""
         batch, heads, total, dim = memory.representatives.shape
         fresh = min(-(-self.multiple // self.unit) + 1, total)
         if not fresh:
@@ -161,10 +182,21 @@ class InfLLMPrefill(PrefillAttention):
     def far_rows(
         self, prompt: PromptKV, memory: Memory, first: Array, far: Array, real: Array
     ) -> tuple[Array, Array, Array]:
-        """Keys before RoPE and values [B, n, h_kv, d] beyond the unit's window; positions [B, n], -1: none."""
+        """The tokens outside the window that a group of queries attends to.
+
+        Args:
+            prompt: the keys and values of the prompt.
+            memory: the representatives of the blocks.
+            first: position of the first query of the group.
+            far: the queries rotated by `far_queries` [B, multiple, h_q, d].
+            real: which queries are real tokens, bool [B, multiple].
+
+        Returns:
+            Keys before RoPE and values [B, n, h_kv, d], and their positions int32 [B, n], -1 in unused entries.
+        """
         batch, tokens, heads, dim = prompt.k_pre.shape
         blocks = self.left(first)
-        # sinks, then the rest of a block that the window has not left as a whole, and what leaves it within the unit
+        # the sinks; then the tokens of the block that is leaving the window, and those that leave it within the group
         rest = self.sinks + blocks * self.unit + jnp.arange(self.unit + self.multiple)
         place = jnp.concatenate([jnp.arange(min(self.sinks, tokens)), jnp.where(rest < tokens, rest, -1)])
         place = jnp.broadcast_to(place, (batch, place.shape[0]))
@@ -185,7 +217,7 @@ class InfLLMPrefill(PrefillAttention):
         return keys, values, place
 
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
-        """A unit's scores and their softmax, what it sees beyond its window, far queries, mass and representatives."""
+        """A group's scores and their softmax, its rows outside the window, far queries, mass and representatives."""
         near, sub = self.window + self.multiple, SUB_BLOCK if self.multiple % SUB_BLOCK == 0 else self.multiple
         far = self.sinks + self.unit + self.multiple + self.count * self.unit
         scores = 5 * 4 * config.q_heads * sub * (near + far)

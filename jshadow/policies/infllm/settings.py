@@ -20,18 +20,18 @@ from jshadow.policies.sizing import Falling
 
 @dataclasses.dataclass(frozen=True)
 class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
-    """What `InfLLM` can be told, and the sizes that follow from it.
+    """The settings of `InfLLM`, and the sizes that follow from them.
 
     Attributes:
-        window: newest tokens, attended with their true distance.
-        sinks: first tokens, attended always.
-        budget: tokens of the blocks that a query attends to.
-        unit: tokens of a block.
-        representatives: tokens of a block whose mean key stands for it.
-        cached: tokens of blocks that stay on the device. None: twice the budget.
-        fetched: tokens of blocks that a step fetches at most, the best ones that are not in the pool. None: the budget,
-            as published. Less caps what moves: what is wanted and not fetched is not attended in this step.
-        query_block: tokens of a prompt that share their blocks.
+        window: number of newest tokens, which are attended to at their true distance.
+        sinks: number of first tokens, which are always attended to.
+        budget: number of tokens in the blocks that a query attends to.
+        unit: tokens in a block.
+        representatives: number of tokens of a block whose mean key is used to score the block.
+        cached: number of tokens in the blocks that the device keeps. None: twice the budget.
+        fetched: most tokens that a step fetches, in blocks. None: the budget, as published. A smaller number limits the
+            transfer: a selected block that is neither in the pool nor fetched is not attended to in this step.
+        query_block: number of consecutive prompt tokens that share their blocks.
     """
 
     window: int = 4096
@@ -49,11 +49,11 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
 
     @property
     def budget_unit(self) -> int:
-        """Budgets are whole blocks."""
+        """The tokens of a block."""
         return self.unit
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Fill in the pool's size, and check."""
+        """Replace None in `cached` and `fetched`, and check the settings."""
         check_range(self.name, "window", self.window, 1)
         check_range(self.name, "sinks", self.sinks, 0)
         check_range(self.name, "unit", self.unit, 1)
@@ -70,62 +70,62 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
         return resolved
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """No block ever leaves the window."""
+        """The policy has no effect if the capacity is so small that no block leaves the window."""
         if self.left(capacity - 1) >= 1:
             return None
         least = self.window + self.sinks + self.unit
         return f"capacity {capacity} is below infllm's window + sinks + unit = {least} tokens"
 
     def prefill_attention(self) -> PrefillAttention:
-        """The same for the prompt."""
+        """Attention by blocks for the prompt too."""
         return InfLLMPrefill(
             self.window, self.sinks, self.budget // self.unit, self.unit, self.representatives, self.query_block
         )
 
-    # Sizes and places
+    # Sizes
 
     def left(self, position: int) -> int:
-        """Blocks that the window of a query at that position has left as a whole."""
+        """Number of blocks that lie completely before the window of a query at `position`."""
         return max(position - self.window + 1 - self.sinks, 0) // self.unit
 
     def ring_slots(self, spec: CacheSpec) -> int:
-        """The window, and the block that it is leaving."""
+        """Slots R of the ring: the window, and the block that is leaving it."""
         return min(self.window + self.unit, spec.capacity)
 
     def count(self, spec: CacheSpec) -> int:
-        """Blocks that a query attends to at most."""
+        """Most blocks that a query attends to."""
         return min(self.budget // self.unit, self.left(spec.capacity - 1))
 
     def pool_slots(self, spec: CacheSpec) -> int:
-        """Blocks that fit the pool."""
+        """Number of blocks C in the pool."""
         assert self.cached is not None
         return min(self.cached // self.unit, self.left(spec.capacity - 1))
 
     def moved(self, spec: CacheSpec) -> int:
-        """Blocks that a step fetches."""
+        """Most blocks that a step fetches."""
         assert self.fetched is not None
         return min(self.fetched // self.unit, self.count(spec))
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Blocks that may have to be written after the shortest prompt."""
+        """Most blocks that are written after the shortest prompt."""
         return self.left(capacity - 1) - self.left(shortest - 1)
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Keys before RoPE and values of the prompt's blocks and of later ones; nothing where none leaves."""
+        """Keys before RoPE and values of all blocks, or None if no block can leave the window."""
         units = self.left(spec.capacity - 1)
         return HostLayout(spec.kv_heads, units, self.unit, 2, max(spec.window, 1)) if units else None
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Capacity and tail both end."""
+        """The smaller of what the capacity and the tail still allow."""
         if self.host_layout(spec) is None:
             return spec.capacity - lengths
-        blocks = state.frozen.units + max(spec.window, 1) + 1  # the one that does not fit
+        blocks = state.frozen.units + max(spec.window, 1) + 1  # the last of these does not fit, and may not be complete
         return jnp.minimum(spec.capacity, self.sinks + blocks * self.unit + self.window - 1) - lengths
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Half of the slots for the window, a 16th for sinks, the rest for the pool, in blocks of at most 128.
+        """Half of the slots for the window, at most 1/16 for sinks, and the rest for the pool.
 
-        Large blocks come first, where eight of them fit.
+        There is one group for each size of blocks, from 128 tokens to 4. A group with larger blocks needs more slots.
         """
         cls = type(self)
 

@@ -1,4 +1,4 @@
-"""How far LESS and H2O are from full attention on a text that was not trained on (`jshadow fit` reports it)."""
+"""The errors of LESS and H2O relative to full attention, on a text without training. `jshadow fit` reports them."""
 
 import functools
 from typing import Any
@@ -13,13 +13,22 @@ from jshadow.policies.less.training import OF_QUERIES, TILE, Examples, answers, 
 
 
 def errors_of(policy: H2O, params: Any, tokens: Any, fitted: Any) -> np.ndarray:
-    """How far each layer's output is from full attention's on a text: float64 [L, 2], without and with the state.
+    """The relative squared error of each layer's attention output on a text.
 
-    Squared differences over the squares of full attention's output, all queries behind the budget; NaN for layers that
-    see a window only. Arguments as in `LESS.fit`; the policy's budget is that of a capacity of the text's length.
+    The error is the sum of squared differences to full attention, divided by the sum of squares of full attention. All
+    queries after the budget are counted.
+
+    Args:
+        policy: H2O or LESS. Settings that are None are resolved for a capacity of the text's length.
+        params: the model's Params.
+        tokens: int32 [S] or [B, S], without padding; more than the budget.
+        fitted: the arrays that `LESS.fit` returned.
+
+    Returns:
+        float64 [L, 2]: the error of H2O, and that of LESS. NaN for layers with the model's own window.
 
     Raises:
-        PromptError: as `LESS.fit`.
+        PromptError: as in `LESS.fit`.
     """
     out = np.full((params.config.num_layers, 2), np.nan)
     for layer, first, examples in examples_of(policy, params, tokens):
@@ -30,7 +39,7 @@ def errors_of(policy: H2O, params: Any, tokens: Any, fitted: Any) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames=("first",))
 def layer_errors(kernels: Any, examples: Examples, *, first: int) -> tuple[Array, Array]:
-    """Relative squared errors without and with the state, over the queries from `first` on."""
+    """The relative squared errors of H2O and of LESS in one layer, over the queries from position `first` on."""
     tokens, none = examples.k.shape[2], jnp.zeros(examples.k.shape[1])
     size = min(TILE, tokens - first)
 

@@ -1,15 +1,15 @@
-"""LESS: what H2O evicts is summed up in a small state (Dong et al. 2024, arXiv 2402.09398, section 3).
+"""LESS: the tokens that H2O evicts are summed up in a small state (Dong et al. 2024, arXiv 2402.09398, section 3).
 
-Each evicted token (k, v) of a KV head goes into a state of R rows, H += psi(k)^T v and z += psi(k). A query q then
-sees the tokens that are held with the weights exp(q k), and the evicted ones with phi(q) psi(k) in their place, all
-under one normaliser. phi and psi are learned (`fit`): two layers with GELU and an absolute value, so that no weight is
+Each evicted token (k, v) of a KV head is added to a state of R rows: H += psi(k)^T v and z += psi(k). A query q attends
+to the tokens that are held with the weights exp(q k), and to the evicted ones with the weights phi(q) psi(k), under one
+normalizer. phi and psi are learned (`fit`). Each has two layers with GELU and an absolute value, so that no weight is
 negative.
 
     phi(q) = |GELU(GELU(q A1) A2)|        psi(k) = |(s * GELU(GELU(k B1) B2)) (I + M)|
 
-The published code has a state for each attention head of models without grouped queries. Here a KV head has one state
-and one pair of kernels, which all query heads of its group share: that is what the cache has too. Without learned
-arrays, or where s = 0, nothing is added, and LESS is H2O bit for bit.
+The published code has a state for each attention head, for models without grouped queries. Here each KV head has one
+state and one pair of kernels, which all query heads of its group share, as they share the cache. Without learned
+arrays, or with s = 0, nothing is added, and LESS equals H2O bit for bit.
 """
 
 import dataclasses
@@ -32,13 +32,14 @@ from jshadow.policies.less.kernels import KernelSizes, combine, key_features, qu
 from jshadow.policies.registry import register
 
 MOST_RANK, MOST_HIDDEN = 1024, 65536
-PIECE = 512  # tokens of a prompt whose features exist at once
+PIECE = 512  # number of prompt tokens whose features are in memory at once
 
 
 class LESSLive(H2OLive):
-    """What H2O holds, and the sums over what it evicted.
+    """H2O's state, and sums over the tokens that were evicted.
 
     Attributes:
+        cache, positions, mass: as in `H2OLive`.
         numerator: H, the sum of psi(k)^T v, float32 [B, h_kv, R, d].
         denominator: z, the sum of psi(k), float32 [B, h_kv, R].
     """
@@ -53,10 +54,10 @@ class LESSLive(H2OLive):
 )
 @dataclasses.dataclass(frozen=True)
 class LESS(H2O, Trains):
-    """H2O with a low-rank state of what it evicts. `heavy`, `recent` and `normalise` are H2O's.
+    """H2O with a low-rank state of the evicted tokens. The settings `heavy`, `recent` and `normalise` are H2O's.
 
     Attributes:
-        state_rank: rows R of the state of a KV head.
+        state_rank: number of rows R of a KV head's state.
         hidden: width between the two layers of a kernel.
     """
 
@@ -68,17 +69,17 @@ class LESS(H2O, Trains):
 
     @property
     def reads_fitted(self) -> bool:
-        """Always, where arrays are given."""
+        """True: learned arrays are used whenever they are given."""
         return True
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """As H2O's."""
+        """Check `state_rank`, `hidden` and H2O's settings, and replace None in H2O's settings."""
         check_range(self.name, "state_rank", self.state_rank, 1, MOST_RANK)
         check_range(self.name, "hidden", self.hidden, 1, MOST_HIDDEN)
         return super().resolve(config, capacity)
 
     def fitted_shapes(self, config: ModelConfig) -> Any:
-        """Those of all layers."""
+        """The shapes of `layer_shapes`, with the layer as axis 0."""
         layer = self.layer_shapes(config.kv_heads, config.head_dim)
         return {
             kernel: {name: (config.num_layers, *shape) for name, shape in parts.items()}
@@ -86,7 +87,7 @@ class LESS(H2O, Trains):
         }
 
     def layer_shapes(self, kv_heads: int, head_dim: int) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Shapes of one layer's arrays: A1, A2 of phi; B1, B2, s, M of psi."""
+        """The shapes of one layer's arrays; see `KernelSizes.shapes`."""
         return KernelSizes(self.state_rank, self.hidden).shapes(kv_heads, head_dim)
 
     def fit(
@@ -99,34 +100,38 @@ class LESS(H2O, Trains):
         rate: float = 1e-3,
         seed: int = 0,
     ) -> dict[str, Any]:
-        """Learn the kernels of each layer by itself: with them, its attention's output is to be full attention's.
+        """Train the kernels of each layer separately, so that the layer's output is close to that of full attention.
 
-        H2O itself decodes the text from its first token on, on the exact queries, keys and values of the layer; what
-        it holds and has evicted at each query makes the examples (`training.py`, which says how that differs from
-        a prompt taken in at once). Settings that are None are resolved for a capacity of the text's length.
+        The training examples come from H2O decoding the text from its first token, with the layer's exact queries, keys
+        and values. training.py states how this differs from a prompt that is compressed at once. Settings that are None
+        are resolved for a capacity of the text's length.
 
         Args:
-            params: Params.
-            tokens: int32 [S] or [B, S], no padding; more than the budget.
-            progress: called with (training steps done, steps of all layers).
-            steps: of Adam, each on a draw of queries.
-            rate: its first learning rate, which falls to 0 along a cosine.
-            seed: of the first weights and of the draws: the same seed gives the same arrays.
+            params: the model's Params.
+            tokens: int32 [S] or [B, S], without padding; more than the budget.
+            progress: called with (training steps done, training steps of all layers).
+            steps: number of Adam steps for each layer. Each step draws some queries.
+            rate: first learning rate. It falls to 0 along a cosine.
+            seed: seed of the initial weights and of the draws. The same seed gives the same arrays.
 
         Returns:
-            Float32 arrays as `fitted_shapes` has them; zeros for layers that see a window only.
+            Float32 arrays with the shapes of `fitted_shapes`; zeros for layers with the model's own window.
 
         Raises:
-            PromptError: tokens of a wrong shape, out of range, or so few that nothing is evicted.
-            ConfigError: a setting, `steps` or `rate` out of range.
+            PromptError: tokens have a wrong shape, are out of range, or are so few that none is evicted.
+            ConfigError: a setting, `steps` or `rate` is out of range.
         """
-        from jshadow.policies.less.training import Training, train_all  # optax, which nothing else needs
+        from jshadow.policies.less.training import Training, train_all  # imports optax, which only training needs
 
         sizes = KernelSizes(self.state_rank, self.hidden)
         return train_all(self, sizes, params, tokens, Training(steps, rate, seed), progress)
 
     def kernels(self, spec: CacheSpec, learned: Any) -> dict[str, Any] | None:
-        """A layer's arrays, or None without any. Raises ConfigError where they are not those that `fit` returns."""
+        """The layer's learned arrays, or None if there are none.
+
+        Raises:
+            ConfigError: they do not have the shapes and the dtype of the arrays that `fit` returns.
+        """
         if learned is None:
             return None
         problem = shape_problem(self.layer_shapes(spec.kv_heads, spec.head_dim), learned)
@@ -135,7 +140,7 @@ class LESS(H2O, Trains):
         return dict(learned)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """All slots free, nothing evicted."""
+        """A state in which all slots are free and no token was evicted."""
         live: H2OLive = super().init(spec, fitted).live
         shape = (spec.batch, spec.kv_heads, self.state_rank)
         numerator, denominator = jnp.zeros((*shape, spec.head_dim)), jnp.zeros(shape)
@@ -144,7 +149,7 @@ class LESS(H2O, Trains):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Keep what H2O keeps, sum up the rest of the prompt."""
+        """Keep the tokens that H2O keeps, and add the prompt's other tokens to the state."""
         state, write = super().compress(spec, state, prompt, fitted)
         kernels = self.kernels(spec, fitted)
         if kernels is None:
@@ -152,13 +157,13 @@ class LESS(H2O, Trains):
         live: LESSLive = state.live
         tokens = prompt.k_post.shape[1]
         batch, head = jnp.ogrid[: spec.batch, : spec.kv_heads]
-        held = jnp.where(live.positions >= 0, live.positions, tokens)  # a free slot holds nothing
+        held = jnp.where(live.positions >= 0, live.positions, tokens)  # an index past the end for a free slot
         kept = jnp.zeros((spec.batch, spec.kv_heads, tokens), bool)
         kept = kept.at[batch[..., None], head[..., None], held].set(True, mode="drop")
         size = min(PIECE, tokens)
 
         def one(index: Array, live: LESSLive) -> LESSLive:
-            # The last piece overlaps the one before: what is counted there already is masked.
+            # The last piece overlaps the previous one. Tokens that were already added are masked.
             start = jnp.minimum(index * size, tokens - size)
             k, v = (lax.dynamic_slice_in_dim(x, start, size, axis=1) for x in (prompt.k_post, prompt.v))
             k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
@@ -171,7 +176,7 @@ class LESS(H2O, Trains):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """H2O's attention, and what was evicted before this step beside it."""
+        """H2O's attention, combined with attention to the tokens that were evicted before this step."""
         live: LESSLive = state.live
         out, state = super().attend(spec, state, step, fetched)
         kernels = self.kernels(spec, step.learned)
@@ -188,7 +193,7 @@ class LESS(H2O, Trains):
         return both.transpose(0, 3, 1, 2, 4).reshape(out.shape).astype(out.dtype), state
 
     def evict(self, spec: CacheSpec, live: H2OLive, step: StepKV) -> H2OLive:
-        """Evict as H2O does, and sum up what goes."""
+        """Evict as H2O does, and add the evicted tokens to the state."""
         after = super().evict(spec, live, step)
         kernels = self.kernels(spec, step.learned)
         if kernels is None:
@@ -200,19 +205,27 @@ class LESS(H2O, Trains):
         return absorb(after, kernels, k, v, gone.any(axis=2, keepdims=True))
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """H2O's, and the features of a piece, twice between the layers; which tokens are kept."""
+        """H2O's, the features of a piece with two copies of the hidden layer, and a mask of the kept tokens."""
         piece = min(PIECE, tokens) * (2 * self.hidden + 3 * spec.head_dim + 4 * self.state_rank)
         return super().compress_bytes(spec, tokens) + spec.batch * spec.kv_heads * (4 * piece + 2 * tokens)
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """H2O's, the scores once more, and the features of a step's queries and key."""
+        """H2O's, another copy of the scores, and the features of the step's queries and key."""
         slots = self.budget(spec.capacity) + 1
         query = slots + 2 * self.hidden + 3 * spec.head_dim + 4 * self.state_rank
         return super().step_temporaries(spec) + 2 * 4 * spec.batch * (spec.q_heads + spec.kv_heads) * query
 
 
 def absorb(live: LESSLive, kernels: dict[str, Any], k: Array, v: Array, there: Array) -> LESSLive:
-    """The state with tokens k, v [B, h_kv, n, d] summed up, those that are `there` [B, h_kv, n]."""
+    """Add tokens to the sums of the state.
+
+    Args:
+        live: the state.
+        kernels: the layer's learned arrays.
+        k: keys after RoPE [B, h_kv, n, d].
+        v: values [B, h_kv, n, d].
+        there: which tokens are added, bool [B, h_kv, n].
+    """
     psi = jnp.where(there[..., None], key_features(kernels, k), 0)
     return live.replace(
         numerator=live.numerator + jnp.einsum("bhnr,bhnd->bhrd", psi, v.astype(jnp.float32)),

@@ -1,12 +1,13 @@
-"""How LESS learns its kernels: layer by layer, from what H2O evicts of a text (arXiv 2402.09398, section 3.3).
+"""Train the kernels of LESS layer by layer, on the tokens that H2O evicts of a text (arXiv 2402.09398, section 3.3).
 
-What is simulated: H2O's own hooks decode the text, token by token from an empty cache, on the exact queries, keys and
-values of the layer. That says for every query which tokens are held and which are in the state, and so what LESS would
-answer with given kernels: the low-rank part is a causal sum over the evicted tokens, many queries at once.
+The training simulates decoding. H2O's hooks decode the text token by token from an empty cache, with the layer's exact
+queries, keys and values. This gives, for every query, the tokens that are held and those that were evicted. LESS's
+output for given kernels follows from it for many queries at once: the part of the evicted tokens is a causal sum.
 
-How that differs from a step after a prompt: `compress` ranks a prompt's tokens by exact attention and evicts all at
-once, here the masses are those of the sparse attention itself (as in the paper's simulation). And each layer sees the
-inputs of the full model, not those of a model whose earlier layers are sparse, so layers are independent of each other.
+The simulation differs from a decode step after a prompt in two ways. `compress` ranks a prompt's tokens by exact
+attention and evicts many at once; here the masses come from the sparse attention, as in the paper's simulation. And
+each layer gets the inputs of the full model, not those of a model with sparse earlier layers, so the layers are
+independent.
 """
 
 import functools
@@ -28,22 +29,24 @@ from jshadow.policies.checks import check_range
 from jshadow.policies.h2o import H2O
 from jshadow.policies.less.kernels import KernelSizes, combine, key_features, query_features
 
-QUERIES = 128  # of a training step, all of one text
-TILE = 128  # queries whose scores exist at once
-LARGEST = 60.0  # logarithm of the factor that the key side may take
-ROUND = 50  # training steps of one compiled program
-SCALE = 1e-4  # at which the diagonal of the key side begins, beside the normaliser of the sparse part
+QUERIES = 128  # queries in a training step, all from one row of the text
+TILE = 128  # queries whose scores are in memory at once
+LARGEST = 60.0  # largest absolute value of `shift_of`, the logarithm of a factor on psi
+ROUND = 50  # training steps in one call of the compiled program
+SCALE = 1e-4  # initial value of psi's scale s, small compared with the normalizer of the sparse part
 
 
 class Examples(NamedTuple):
-    """What one layer is to learn from, queries in the order of their KV heads [B, h_kv, g, S, ...].
+    """The training examples of one layer. g query heads share a KV head.
 
     Attributes:
-        q: queries after RoPE, float32 [..., d].
-        k, v: keys after RoPE and values, float32 [B, h_kv, S, d].
-        gone: the step at whose end a token was evicted, int32 [B, h_kv, S]; S where it never was.
-        sparse, lse: H2O's output [..., d] and its log-sum-exp [...], float32.
-        full: full attention's output, float32 [..., d].
+        q: queries after RoPE, float32 [B, h_kv, g, S, d].
+        k: keys after RoPE, float32 [B, h_kv, S, d].
+        v: values, float32 [B, h_kv, S, d].
+        gone: the step at whose end each token was evicted, int32 [B, h_kv, S]; S if it never was.
+        sparse: H2O's output for each query, float32 [B, h_kv, g, S, d].
+        lse: log-sum-exp of H2O's scores, float32 [B, h_kv, g, S].
+        full: full attention's output, float32 [B, h_kv, g, S, d].
     """
 
     q: Array
@@ -55,11 +58,11 @@ class Examples(NamedTuple):
     full: Array
 
 
-OF_QUERIES = ("q", "sparse", "lse", "full")  # the fields with an axis of queries
+OF_QUERIES = ("q", "sparse", "lse", "full")  # the fields in which axis 3 is the query
 
 
 class Training(NamedTuple):
-    """How long, how fast and from which seed to train: as the arguments of `LESS.fit`."""
+    """The arguments `steps`, `rate` and `seed` of `LESS.fit`."""
 
     steps: int
     rate: float
@@ -74,13 +77,13 @@ def train_all(
     training: Training,
     progress: Callable[[int, int], None] | None,
 ) -> dict[str, Any]:
-    """The arrays of every layer. Arguments and errors as in `LESS.fit`."""
+    """Train the kernels of all layers on `policy`'s evictions. Arguments, result and errors are as in `LESS.fit`."""
     steps, rate, seed = training
     check_range(policy.name, "fit's steps", steps, 1)
     if not 0 < rate < 1:
         raise ConfigError(f"less.fit's rate must lie in (0, 1), got {rate!r}")
     config: ModelConfig = params.config
-    # A schedule is given the steps before, so that 0 is reached one step behind the last.
+    # The schedule counts steps from 0, so that the rate would reach 0 one step after the last.
     optimiser = optax.adam(optax.cosine_decay_schedule(rate, steps))
     layers: list[Any] = [None] * config.num_layers
     total = steps * sum(kind.window is None for kind in config.attention_kinds)
@@ -104,12 +107,12 @@ def train_all(
 
 
 def is_shape(node: Any) -> bool:
-    """A shape is a leaf."""
+    """Whether a node of the tree of shapes is a shape, for `jax.tree.map`."""
     return isinstance(node, tuple)
 
 
 def examples_of(policy: H2O, params: Any, tokens: Any) -> Iterator[tuple[int, int, Examples]]:
-    """Layer, the first query that counts, and the examples, for each layer that sees everything."""
+    """For each layer that attends to all tokens: its index, the first query after an eviction, and its examples."""
     config = params.config
     text = check_text(config, tokens)
     batch, count = text.shape
@@ -119,8 +122,8 @@ def examples_of(policy: H2O, params: Any, tokens: Any) -> Iterator[tuple[int, in
     first = policy.heavy + policy.recent + 1
     if first >= count:
         raise PromptError(
-            f"tokens must be more than {first} for heavy + recent = {first - 1}: of {count} nothing is evicted that a "
-            "query behind could miss"
+            f"tokens must be more than {first} for heavy + recent = {first - 1}, got {count}: nothing is evicted "
+            "before the last query"
         )
     base = H2O(policy.heavy, policy.recent, policy.normalise)
     for layer, prompt in enumerate(prompts_of(params, text)):
@@ -149,7 +152,7 @@ def examples_of(policy: H2O, params: Any, tokens: Any) -> Iterator[tuple[int, in
 
 @functools.partial(jax.jit, static_argnames=("spec",))
 def make_examples(prompt: PromptKV, *, spec: CacheSpec) -> Examples:
-    """What H2O held at each query of a layer, what it made of it, and what full attention did."""
+    """The examples of one layer, from its exact queries, keys and values. `spec.policy` is H2O."""
     assert prompt.q_post is not None
     full, _ = causal_attention(prompt.q_post, prompt.k_post, prompt.v, spec.scale)
     queries = group_queries(prompt.q_post, spec.kv_heads)
@@ -165,7 +168,7 @@ def make_examples(prompt: PromptKV, *, spec: CacheSpec) -> Examples:
         out = jnp.einsum("bhgtn,bhnd->bhgtd", probs, v.astype(jnp.float32))
         return out, jax.nn.logsumexp(scores, axis=-1)
 
-    # The last tile overlaps the one before; what both have is the same.
+    # The last tile overlaps the previous one. Both have the same numbers there.
     starts = jnp.minimum(jnp.arange(0, tokens, size), tokens - size)
     outs, lses = lax.map(tile, starts)
 
@@ -180,7 +183,11 @@ def make_examples(prompt: PromptKV, *, spec: CacheSpec) -> Examples:
 
 
 def evictions(prompt: PromptKV, spec: CacheSpec) -> Array:
-    """The step at whose end H2O evicts each token of a text that it decodes, int32 [B, h_kv, S]; S: it stays."""
+    """Decode a text with H2O and record the step at whose end each token is evicted.
+
+    Returns:
+        int32 [B, h_kv, S]; S for a token that is never evicted.
+    """
     assert prompt.q_post is not None
     policy: H2O = spec.policy
     tokens, batch = prompt.k_post.shape[1], spec.batch
@@ -204,17 +211,18 @@ def evictions(prompt: PromptKV, spec: CacheSpec) -> Array:
 
 
 def shift_of(examples: Examples, first: int) -> Array:
-    """The mean log-sum-exp of each KV head's sparse part, float32 [h_kv].
+    """The mean log-sum-exp of H2O's scores in each KV head, float32 [h_kv], clipped to [-LARGEST, LARGEST].
 
-    Models differ in the size of their scores. Kernels are trained for scores less that much, which a factor on the key
-    side takes back, so that they begin equally small beside the sparse part in every model. That factor and sums of it
-    must be float32 numbers: heads of larger scores learn less, or nothing.
+    Models differ in the size of their scores. Training subtracts this shift from the log-sum-exps, so that in every
+    model the kernels begin equally small compared with the sparse part. After training, psi is multiplied by exp(shift)
+    to undo it. The shift is clipped because that factor, and sums of it, must be finite in float32. Heads with larger
+    scores learn less, or nothing.
     """
     return jnp.clip(examples.lse[..., first:].mean(axis=(0, 2, 3)), -LARGEST, LARGEST)
 
 
 def begin(sizes: KernelSizes, key: Array, examples: Examples) -> dict[str, Any]:
-    """First weights: random layers that keep the size of what they are given, and a small key side."""
+    """The initial weights: random layers that keep the size of their inputs, and a small scale of psi."""
     heads, dim = examples.k.shape[1], examples.k.shape[3]
     shapes = sizes.shapes(heads, dim)
     rows = {"phi": examples.q.transpose(1, 0, 2, 3, 4).reshape(heads, -1), "psi": examples.k.swapaxes(0, 1)}
@@ -231,7 +239,15 @@ def begin(sizes: KernelSizes, key: Array, examples: Examples) -> dict[str, Any]:
 
 
 def answers(kernels: dict[str, Any], q: Array, at: Array, part: Examples, shift: Array) -> Array:
-    """What LESS gives for queries q [B, h_kv, g, T, d] at positions [T], sparse and lse of `part` being theirs."""
+    """The output of LESS for some queries, float32 [B, h_kv, g, T, d].
+
+    Args:
+        kernels: the kernels of the layer.
+        q: queries after RoPE, float32 [B, h_kv, g, T, d].
+        at: their positions, int32 [T].
+        part: examples in which the fields of OF_QUERIES are cut to these queries.
+        shift: as `shift_of` returns it, or zeros.
+    """
     batch, heads, group, count, dim = q.shape
     phi = query_features(kernels, q.reshape(batch, heads, group * count, dim))
     weights = jnp.einsum("bhnr,bhsr->bhns", phi, key_features(kernels, part.k))
@@ -242,7 +258,7 @@ def answers(kernels: dict[str, Any], q: Array, at: Array, part: Examples, shift:
 
 
 class Draws(NamedTuple):
-    """What the steps of a training draw from: the examples of a layer, `shift_of` them, and a random key."""
+    """The constant inputs of a layer's training: its examples, their `shift_of`, and a random key."""
 
     examples: Examples
     shift: Array
@@ -253,7 +269,10 @@ class Draws(NamedTuple):
 def train_round(
     carry: tuple[Any, Any], draws: Draws, start: Array, optimiser: optax.GradientTransformation, count: int, first: int
 ) -> tuple[Any, Any]:
-    """`count` steps of the optimiser from step `start` on, each on queries drawn from one text."""
+    """Run `count` training steps, beginning with step `start`. Each draws queries from one row of the text.
+
+    `carry` is the kernels and the optimizer's state, and `first` is the first query that may be drawn.
+    """
     examples, shift, key = draws
     batch, tokens = examples.k.shape[0], examples.k.shape[2]
     span = tokens - first
@@ -267,8 +286,8 @@ def train_round(
         a, b = jax.random.split(jax.random.fold_in(key, index + 1))
         row = jax.random.randint(a, (), 0, batch)
         at = first + jax.random.choice(b, span, (min(QUERIES, span),), replace=False)
-        own = Examples(*(lax.dynamic_slice_in_dim(x, row, 1, axis=0) for x in examples))
-        drawn = own._replace(**{name: jnp.take(getattr(own, name), at, axis=3) for name in OF_QUERIES})
+        text = Examples(*(lax.dynamic_slice_in_dim(x, row, 1, axis=0) for x in examples))
+        drawn = text._replace(**{name: jnp.take(getattr(text, name), at, axis=3) for name in OF_QUERIES})
         slope = jax.grad(loss)(kernels, drawn, at)
         change, moments = optimiser.update(slope, moments, kernels)
         return (optax.apply_updates(kernels, change), moments), None

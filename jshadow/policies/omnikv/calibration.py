@@ -1,9 +1,9 @@
-"""Which layers of a model serve as OmniKV's filters: measured on a text (OmniKV, ICLR 2025, section 3 and appendix).
+"""Choose OmniKV's filter layers by a measurement on a text (OmniKV, ICLR 2025, section 3 and appendix).
 
-A layer is a good filter where the tokens that its own attention ranks highest are those that later layers attend to.
-For each layer i and each later layer j: the share of j's attention that falls on i's top tokens, mean over queries and
-heads. Layers that see a window only neither choose nor count. Most heads give much to the first token (a sink), which
-nearly every layer ranks high: masses are large and differ little, and it is their order that chooses.
+A layer is a good filter if later layers attend to the tokens that its own attention ranks highest. For each layer i and
+each later layer j, this measures the share of j's attention that falls on the top tokens of i, as a mean over queries
+and heads. Layers with the model's own window are left out. Most heads attend strongly to the first token (a sink), and
+nearly every layer ranks it high. So all shares are large and differ little. Only their order matters.
 """
 
 import functools
@@ -22,17 +22,17 @@ from jshadow.ops.attention import group_queries
 from jshadow.policies.checks import check_range
 from jshadow.policies.omnikv.policy import full_layers
 
-QUERIES = 64  # of each row of a text, evenly spaced
+QUERIES = 64  # number of evenly spaced queries that are measured in each row of a text
 
 
 class FilterMasses(NamedTuple):
-    """What a text told.
+    """The result of the measurement.
 
     Attributes:
-        layers: layers that see everything, in order.
-        masses: float64 [n, n]: of the attention of layers[j], what falls on the top tokens of layers[i]; NaN for
-            j <= i.
-        budget: tokens of a top set.
+        layers: the n layers that attend to all tokens, in order.
+        masses: float64 [n, n]. Entry [i, j] is the share of the attention of layers[j] that falls on the top tokens of
+            layers[i]; NaN for j <= i.
+        budget: number of top tokens.
     """
 
     layers: tuple[int, ...]
@@ -41,7 +41,7 @@ class FilterMasses(NamedTuple):
 
     @property
     def scores(self) -> np.ndarray:
-        """Mean over all later layers, float64 [n]; NaN for the last one."""
+        """The mean of each layer's masses over all later layers, float64 [n]; NaN for the last layer."""
         count = np.arange(len(self.layers))[::-1]
         return np.nansum(self.masses, axis=1) / np.where(count > 0, count, np.nan)
 
@@ -54,21 +54,22 @@ def filter_masses(
     queries: int = QUERIES,
     progress: Callable[[int, int], None] | None = None,
 ) -> FilterMasses:
-    """Measure how well each layer chooses for those behind it.
+    """Measure how well each layer chooses tokens for the layers after it.
 
-    A layer's score of a token is the largest attention that any head gives it, as in OmniKV's selection; it chooses
-    among all tokens up to the query's own. Queries are evenly spaced over those that see more than the budget.
+    A layer scores a token by the largest attention that any head gives it, as OmniKV's filters do. It chooses among all
+    tokens up to the query's own. The queries are evenly spaced among those that can attend to more tokens than the
+    budget.
 
     Args:
-        params: Params.
-        tokens: int32 [S] or [B, S], no padding.
-        budget: tokens that a layer chooses; fewer than S.
-        queries: of each row, at most.
-        progress: called with (layers done, layers).
+        params: the model's Params.
+        tokens: int32 [S] or [B, S], without padding.
+        budget: number of tokens that a layer chooses. It must be less than S.
+        queries: most queries that are measured in each row.
+        progress: called with (layers done, number of layers).
 
     Raises:
-        PromptError: tokens of a wrong shape, out of range, or no more than the budget.
-        ConfigError: budget or queries below 1.
+        PromptError: tokens have a wrong shape, are out of range, or are not more than the budget.
+        ConfigError: budget or queries is below 1.
     """
     check_range("filter_masses", "budget", budget, 1)
     check_range("filter_masses", "queries", queries, 1)
@@ -94,7 +95,18 @@ def filter_masses(
 
 @functools.partial(jax.jit, static_argnames=("scale", "budget"))
 def layer_attention(q: Array, k: Array, at: Array, *, scale: float, budget: int) -> tuple[Array, Array]:
-    """Of the queries at some positions [n]: their top tokens int32 [B, n, T], and mean attention float32 [B, n, S]."""
+    """The top tokens and the attention of the queries at some positions.
+
+    Args:
+        q: queries after RoPE [B, S, h_q, d].
+        k: keys after RoPE [B, S, h_kv, d].
+        at: positions of the queries, int32 [n].
+        scale: factor on attention scores.
+        budget: number of top tokens T.
+
+    Returns:
+        The top tokens int32 [B, n, T], and the attention as a mean over heads, float32 [B, n, S].
+    """
 
     def one(position: Array) -> tuple[Array, Array]:
         query = group_queries(jnp.take(q, position[None], axis=1), k.shape[2]).astype(jnp.float32)
@@ -109,18 +121,18 @@ def layer_attention(q: Array, k: Array, at: Array, *, scale: float, budget: int)
 
 
 def choose_filters(found: FilterMasses, count: int) -> tuple[int, ...]:
-    """The layers to filter at, rising: the peak of each of `count` equal stretches of the model.
+    """Choose filter layers: the best layer in each of `count` equal stretches of the model, in rising order.
 
-    A stretch each keeps them apart, and the first one early: all layers before it are dense. A filter needs a sparse
-    layer to serve, so that the last two layers are none, and between two filters lie at least two layers. A model too
-    shallow for `count` gets fewer, but one.
+    The stretches keep the filters apart and the first filter early, since all layers before it are dense. A filter must
+    have a sparse layer to serve. Therefore the last two layers are not chosen, and there are at least two layers
+    between two filters. A model that is too shallow for `count` filters gets fewer, at least one.
 
     Raises:
-        ConfigError: count below 1, or no layer that sees everything.
+        ConfigError: count is below 1, or no layer attends to all tokens.
     """
     check_range("choose_filters", "count", count, 1)
     if not found.layers:
-        raise ConfigError("filter layers must see everything, got a model whose layers all see a window only")
+        raise ConfigError("filter layers must see all tokens, got a model whose layers all see a window only")
     usable = max(len(found.layers) - 2, 1)
     scores = np.nan_to_num(found.scores, nan=-1.0)
     ranks: list[int] = []
@@ -132,9 +144,11 @@ def choose_filters(found: FilterMasses, count: int) -> tuple[int, ...]:
 
 
 def dense_share(filters: tuple[int, ...], config: ModelConfig) -> float:
-    """Share of the layers that see everything which stay dense: those before the first filter, filters, and the layer
-    behind each."""
-    own = full_layers(config)
-    ranks = [own.index(layer) for layer in filters]
+    """The share of layers with full attention, among those that do not have the model's own window.
+
+    These are the layers before the first filter, the filters, and the layer after each filter.
+    """
+    full = full_layers(config)
+    ranks = [full.index(layer) for layer in filters]
     dense = set(range(ranks[0])) | set(ranks) | {rank + 1 for rank in ranks}
-    return len([rank for rank in dense if rank < len(own)]) / len(own)
+    return len([rank for rank in dense if rank < len(full)]) / len(full)

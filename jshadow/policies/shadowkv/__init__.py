@@ -1,7 +1,8 @@
 """ShadowKV and ShadowKV+ (Sun et al. 2024, arXiv 2410.21465).
 
-Read in this order: `settings` and `records` (what can be chosen), `policy` (what a layer does), `selection` (how chunks
-are chosen), `landmarks` and `landmark_levels` (what they are chosen by), `outliers`, `key_codecs`, `plus`.
+Read the files in this order: `settings` and `records` (the settings), `state` (the arrays, with an example), `policy`
+(the hooks of a layer), `selection` (how chunks are chosen), `landmarks` and `landmark_levels` (the summaries by which
+they are chosen), `outliers` (chunks that stay exact), `key_codecs` (how keys are stored), `plus` (ShadowKV+).
 """
 
 from jshadow.policies.shadowkv.plus import ShadowKVPlus as ShadowKVPlus

@@ -1,4 +1,4 @@
-"""What ShadowKV costs: the bytes of a prompt's chunks, and what a decode step reads and computes."""
+"""The costs of ShadowKV: the bytes of a prompt's chunks, and what a decode step reads and computes."""
 
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def sizes_of(spec: CacheSpec) -> Sizes:
-    """The sizes of a layer that a codec needs."""
+    """The sizes of a layer in the form that a codec needs."""
     return Sizes(spec.kv_heads, spec.head_dim, spec.dtype)
 
 
@@ -28,18 +28,18 @@ def itemsize(spec: CacheSpec) -> int:
     return jnp.dtype(spec.dtype).itemsize
 
 
-# What is stored
+# Stored arrays
 
 
 def landmark_row_bytes(rows: int, kind: str, sizes: Sizes) -> int:
-    """Bytes of so many landmarks that are stored as that kind."""
+    """Bytes of `rows` landmarks of the width of a head, stored as `kind` ("model", "int8" or "int4")."""
     if kind == "model":
         return rows * sizes.dim * jnp.dtype(sizes.dtype).itemsize
     return row_bytes(rows, sizes.dim, ROW_BITS[kind], sizes.dtype)
 
 
 def landmark_bytes(policy: "ShadowSettings", chunks: int, sizes: Sizes) -> int:
-    """Bytes of the landmarks of so many chunks, scales included."""
+    """Bytes of the landmarks of `chunks` chunks, with scales."""
     rows, kind = chunks * sizes.heads, policy.landmarks.dtype
     if policy.landmarks.levels == 1:
         return landmark_row_bytes(rows * policy.landmark_parts, kind, sizes)
@@ -48,7 +48,7 @@ def landmark_bytes(policy: "ShadowSettings", chunks: int, sizes: Sizes) -> int:
 
 
 def spread_bytes(policy: "ShadowSettings", chunks: int, sizes: Sizes) -> int:
-    """Bytes of the spreads of so many chunks."""
+    """Bytes of the spreads of `chunks` chunks."""
     if policy.landmarks.order == 1:
         return 0
     each = policy.landmark_parts + (policy.landmarks.levels == 2)
@@ -58,7 +58,7 @@ def spread_bytes(policy: "ShadowSettings", chunks: int, sizes: Sizes) -> int:
 def compress_bytes(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> int:
     """Bytes of the temporaries of `compress`.
 
-    They are those of the codec, which encodes, and measures what it lost if outliers are chosen by that; and landmarks
+    These are the temporaries of the codec when it encodes, or when it measures errors to choose outliers; and landmarks
     and values before they are packed.
     """
     sizes, item = sizes_of(spec), itemsize(spec)
@@ -72,21 +72,21 @@ def compress_bytes(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> in
     return spec.batch * total
 
 
-# What a step reads and computes
+# A decode step
 
 
 def tiers(policy: "ShadowSettings", spec: CacheSpec) -> tuple[HostLayout, int]:
-    """The host tier's layout, and how many of its two halves (the prompt's chunks, later ones) there are."""
+    """The layout of the host tier, and the number of its parts (prompt and tail) that are not empty."""
     layout = policy.host_layout(spec)
     assert layout is not None
     return layout, bool(layout.units) + bool(layout.tail_units)
 
 
 def selected_numbers(policy: "ShadowSettings", spec: CacheSpec, width: int) -> int:
-    """Numbers of `width` for each selected token of each KV head.
+    """The product of `width` and the number of selected tokens of all KV heads.
 
-    They count twice where there are later chunks, for the device gathers from both halves. From the host a row comes
-    once.
+    It is doubled if there is a tail, because the device gathers each row from both parts. A row is moved from the host
+    only once.
     """
     _, halves = tiers(policy, spec)
     return halves * spec.batch * spec.kv_heads * policy.max_selected(spec.capacity) * policy.chunk_size * width
@@ -95,13 +95,13 @@ def selected_numbers(policy: "ShadowSettings", spec: CacheSpec, width: int) -> i
 def step_bytes(
     policy: "ShadowSettings", spec: CacheSpec, state: LayerState, usual: dict[str, tuple[int, int]]
 ) -> dict[str, tuple[int, int]]:
-    """Bytes that a step reads of each part: of left rows and values only the selected ones, of the others all.
+    """Bytes that a step reads of each part: only the selected left rows and values, and all of the other parts.
 
     Args:
-        policy: ShadowKV.
+        policy: the policy.
         spec: the layer.
-        state: its state, or an abstract one.
-        usual: the bytes of a policy that reads everything.
+        state: its state, which may be abstract.
+        usual: the bytes of each part if all of it was read.
     """
     layout, halves = tiers(policy, spec)
     once = spec.batch * spec.kv_heads * policy.max_selected(spec.capacity) * unit_bytes(spec, layout)
@@ -115,9 +115,9 @@ def step_bytes(
 
 
 def step_flops(policy: "ShadowSettings", spec: CacheSpec, usual: int) -> int:
-    """Operations of a step: `usual` of what is read, the rebuilding of the selected keys, and their scores.
+    """Operations of a step: those of `usual`, the rebuilding of the selected keys, and their scores.
 
-    Packed numbers count as if they were unpacked.
+    Packed numbers are counted as if they were unpacked. `usual` is the default estimate from the bytes read.
     """
     rebuilt = policy.choice.rebuilt * selected_numbers(policy, spec, spec.head_dim)
     packed = packed_landmarks(policy, spec)
@@ -130,7 +130,7 @@ def step_flops(policy: "ShadowSettings", spec: CacheSpec, usual: int) -> int:
 
 
 def packed_landmarks(policy: "ShadowSettings", spec: CacheSpec) -> int:
-    """Numbers of landmarks that a step reads, minus those that would fill as many bytes in the model's dtype."""
+    """How many landmark numbers a step reads beyond the numbers of the model's dtype that fit into the same bytes."""
     if policy.landmarks.dtype == "model":
         return 0
     numbers, size = landmark_reads(policy, spec)
@@ -138,10 +138,10 @@ def packed_landmarks(policy: "ShadowSettings", spec: CacheSpec) -> int:
 
 
 def landmark_reads(policy: "ShadowSettings", spec: CacheSpec) -> tuple[int, int]:
-    """Numbers and bytes of landmarks that a step reads.
+    """How many numbers and bytes of landmarks a step reads.
 
-    With one level it reads all landmarks. With two it reads the means of all chunks, and both levels of few chunks,
-    which it gathers from each of the two halves.
+    With one level, it reads all landmarks. With two levels, it reads the means of all chunks, and both levels of a few
+    chunks, which it gathers from each part of the tier.
     """
     (layout, halves), sizes = tiers(policy, spec), sizes_of(spec)
     chunks, row = layout.units + layout.tail_units, spec.kv_heads * spec.head_dim
@@ -154,7 +154,7 @@ def landmark_reads(policy: "ShadowSettings", spec: CacheSpec) -> tuple[int, int]
 
 
 def spread_reads(policy: "ShadowSettings", spec: CacheSpec) -> int:
-    """Bytes of spreads that a step reads; it reads them like the landmarks."""
+    """Bytes of spreads that a step reads. The same chunks are read as for landmarks."""
     (layout, halves), sizes = tiers(policy, spec), sizes_of(spec)
     chunks = layout.units + layout.tail_units
     if policy.landmarks.levels == 1:
@@ -166,7 +166,7 @@ def spread_reads(policy: "ShadowSettings", spec: CacheSpec) -> int:
 def step_temporaries(policy: "ShadowSettings", spec: CacheSpec) -> int:
     """Bytes of a step's temporaries: scores and sorting of all chunks, places, selected rows, and scores of tokens.
 
-    Selected keys are float32 until they are rotated. Selected values exist as they came and as they are attended.
+    Selected keys are float32 until they are rotated. Selected values exist twice: as fetched, and as attended to.
     """
     (layout, halves), parts = tiers(policy, spec), policy.read_parts
     item, chunks = itemsize(spec), layout.units + layout.tail_units
@@ -175,7 +175,7 @@ def step_temporaries(policy: "ShadowSettings", spec: CacheSpec) -> int:
         scores += spec.batch * chunks * 4 * spec.q_heads
     if policy.landmarks.dtype != "model":
         rows = spec.batch * chunks * parts * spec.kv_heads
-        # A GPU's kernel unpacks into registers; on a CPU `pallas_kernels` unpacks a block at a time into the cache.
+        # On a GPU the kernel unpacks into registers. On a CPU `pallas_kernels` unpacks one block at a time.
         if has_kernel(policy.scoring(spec), joined=layout.tail_units > 0):
             rows = min(rows, 2 * CACHED_ROWS)
         scores += rows * spec.head_dim * (4 + item)
@@ -186,11 +186,8 @@ def step_temporaries(policy: "ShadowSettings", spec: CacheSpec) -> int:
     if policy.values.dtype != "model":
         selected += spec.head_dim * (1 + 4)
     count = policy.max_selected(spec.capacity)
-    # Each selected unit is compared with a block of those selected before, in four bytes.
+    # `selection.in_place` compares each selected chunk with a block of the chunks that were selected before.
     places = 5 * spec.batch * spec.kv_heads * count * min(count, PLACES)
     exact = spec.window + (policy.max_outliers(spec.capacity) + count) * policy.chunk_size
     attended = 3 * 4 * spec.batch * spec.q_heads * exact
     return scores + policy.choice.rebuilt * selected_numbers(policy, spec, selected) + places + attended
-
-
-# The largest setting within a share

@@ -1,10 +1,10 @@
 """Landmarks in two levels, and how landmarks of one or two levels are stored and read.
 
-The finer landmarks are, the better they choose, and the more memory every step reads only to choose. With two levels a
-step reads less. The landmarks of a chunk are stored as their Hadamard transform, which has as many numbers. Its first
-row is the mean of the chunk, which is what one landmark of the whole chunk would be. A query scores all chunks by their
-means. Then only the best candidates are scored by all their landmarks. An error of a mean is an error of all landmarks
-of its chunk, so means have eight bits where the other rows have four. Two levels are not the paper's.
+Finer landmarks choose better, but each step must read more memory to choose. With two levels, a step reads less. The
+landmarks of a chunk are stored as their Hadamard transform, which has the same size. Its first row is the mean of the
+chunk, that is, the landmark of the whole chunk. A query scores all chunks by their means. Then only the best candidates
+are scored by all their landmarks. An error in a mean affects all landmarks of the chunk. Therefore means have 8 bits
+when the other rows have 4. Two levels are not part of the paper.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,16 +23,20 @@ from jshadow.policies.shadowkv.records import Landmarks
 from pallas_kernels import half_variance
 from pallas_kernels.bits import signed_at
 
-GROUP = 4  # neighbouring chunks whose landmarks are read together; as many groups are read as chunks are chosen
+GROUP = 4  # number of neighboring chunks whose landmarks are read together; the groups read are as many as the budget
 
 
 class Levels(struct.PyTreeNode):
-    """Landmarks of n chunks, s of each, as the rows of their transform over a chunk.
+    """The s landmarks of each of n chunks, as the s rows of their Hadamard transform.
+
+    Example: B = 1, 2 KV heads of width 64, 3 chunks of 8 tokens, and a landmark for every 2 tokens, so s = 4. means is
+    [1, 2, 3, 64] and details is [1, 2, 3, 192]. With dtype "int4", means are `Scaled` with uint8 codes [1, 2, 3, 64]
+    (8 bits) and scales [1, 2, 3, 1]; details are `Scaled` with codes [1, 2, 3, 96] and scales [1, 2, 3, 3].
 
     Attributes:
-        means: of chunks [B, h_kv, n, d], or `Scaled` rows of them.
-        details: the s - 1 other rows of each chunk side by side [B, h_kv, n, (s - 1) * d], or `Scaled` rows of them
-            with s - 1 scales.
+        means: the means of the chunks [B, h_kv, n, d], as an array or as `Scaled` rows.
+        details: the other s - 1 rows of each chunk, side by side [B, h_kv, n, (s - 1) * d], as an array or as `Scaled`
+            rows with s - 1 scales for each chunk.
     """
 
     means: Array | Scaled
@@ -40,7 +44,7 @@ class Levels(struct.PyTreeNode):
 
     @property
     def parts(self) -> int:
-        """Landmarks of a chunk."""
+        """Number of landmarks s of a chunk."""
         mean, details = (x.scale if isinstance(x, Scaled) else x for x in (self.means, self.details))
         return 1 + details.shape[3] // mean.shape[3]
 
@@ -49,12 +53,12 @@ StoredLandmarks = Array | Scaled | Levels
 
 
 class Marks(NamedTuple):
-    """Chunks that lie side by side: the prompt's, or those that joined later.
+    """Consecutive chunks from which queries choose: those of the prompt, or those that joined later.
 
     Attributes:
-        landmarks: as they are stored.
-        spread: as it is stored, or None.
-        open: which chunks each query may choose, bool [B, h_kv, 1 or T, n].
+        landmarks: the landmarks, as they are stored.
+        spread: the spreads, as they are stored, or None.
+        open: which chunks each query may choose, bool [B, h_kv, T, n], or [B, h_kv, 1, n] for all queries.
     """
 
     landmarks: StoredLandmarks
@@ -66,20 +70,20 @@ class Marks(NamedTuple):
 
 
 def stored_landmarks(landmarks: Float[Array, "B h m d"], kind: Landmarks, parts: int, dtype: Any) -> StoredLandmarks:
-    """Landmarks [B, h, n * parts, d], those of a chunk side by side, as they are stored; `dtype` is the model's."""
+    """Convert landmarks [B, h, n * parts, d] to the stored form. `dtype` is the model's dtype."""
     if kind.levels == 1:
         return store_landmarks(landmarks, kind.dtype, dtype)
     return store_levels(landmarks, parts, kind.dtype, dtype)
 
 
 def store_levels(landmarks: Float[Array, "B h m d"], parts: int, kind: str, dtype: Any) -> Levels:
-    """Landmarks [B, h, n * parts, d], those of a chunk side by side, as their levels.
+    """Convert landmarks to their two levels.
 
     Args:
-        landmarks: means of keys.
-        parts: landmarks of a chunk, a power of two.
+        landmarks: means of keys [B, h, n * parts, d], with those of a chunk side by side.
+        parts: number of landmarks of a chunk, a power of two.
         kind: how the details are stored: "model", "int8" or "int4".
-        dtype: the model's.
+        dtype: the model's dtype.
     """
     batch, heads, count, dim = landmarks.shape
     chunked = landmarks.astype(jnp.float32).reshape(batch, heads, count // parts, parts, dim)
@@ -90,13 +94,13 @@ def store_levels(landmarks: Float[Array, "B h m d"], parts: int, kind: str, dtyp
 
 
 def stored_spread(find: Callable[[int], Float[Array, "B h _"]], kind: Landmarks, parts: int, dtype: Any) -> Any:
-    """Spreads as they are stored: of landmarks, or of the chunks and of their landmarks; None if no score uses them.
+    """The spreads in the stored form: None if no score uses them, else as in `ShadowFrozen.spread`.
 
     Args:
-        find: gives the float32 spreads [B, h, n * m] of m landmarks a chunk.
-        kind: how landmarks are stored.
-        parts: landmarks of a chunk.
-        dtype: the model's.
+        find: maps a number m of landmarks in a chunk to their spreads, float32 [B, h, n * m].
+        kind: the settings of the landmarks.
+        parts: number of landmarks of a chunk.
+        dtype: the model's dtype.
     """
     if kind.order == 1:
         return None
@@ -110,15 +114,15 @@ def stored_spread(find: Callable[[int], Float[Array, "B h _"]], kind: Landmarks,
 
 
 def mean_kind(kind: str) -> str:
-    """How means are stored where details are stored as `kind`."""
+    """How means are stored if details are stored as `kind`."""
     return "int8" if kind == "int4" else kind
 
 
 def hadamard(x: Float[Array, "*rows s"]) -> Float[Array, "*rows s"]:
-    """Hadamard transform over the last axis, whose size s is a power of two; s times its own inverse.
+    """The Hadamard transform over the last axis, whose size s is a power of two. Applied twice, it multiplies by s.
 
-    The first number is the sum. The transform is done by additions: a GPU would round a product of matrices to TF32,
-    and a CPU takes ten times as long for sums of products.
+    The first number of the result is the sum. The transform is computed by additions. A GPU would round a matrix
+    product to TF32, and on a CPU sums of products take ten times as long.
     """
     half = x.shape[-1] // 2
     if half == 0:
@@ -143,7 +147,7 @@ def first_spread(spread: Any) -> Array | None:
 def first_logits(
     q: Float[Array, "B T h_q d"], marks: Marks, scale: float
 ) -> tuple[Float[Array, "B h_kv group T m"], int]:
-    """`landmark_logits` of the first level, and how many of them a chunk has."""
+    """`landmark_logits` of the first level, and the number of logits of a chunk."""
     landmarks = first_level(marks.landmarks)
     parts = first_rows(landmarks).shape[2] // max(marks.open.shape[3], 1)
     is_open = jnp.repeat(marks.open, parts, axis=3)
@@ -151,7 +155,10 @@ def first_logits(
 
 
 def marks_at(marks: Sequence[Marks], ids: Int[Array, "B h_kv k"]) -> tuple[Levels, Array | None]:
-    """Both levels of chunks ids, and the spread of their landmarks; ids past the first chunks mean later ones."""
+    """Gather both levels of the chunks `ids`, and the spreads of their landmarks.
+
+    Ids from the number of chunks of marks[0] on are chunks of marks[1].
+    """
     trees = [(part.landmarks, part.spread) for part in marks]
     tails = trees[1:]
     if tails:
@@ -164,13 +171,14 @@ def marks_at(marks: Sequence[Marks], ids: Int[Array, "B h_kv k"]) -> tuple[Level
 def level_logits(
     q: Float[Array, "B T h_q d"], near: Levels, spread: Float[Array, "B h_kv m s"] | None, sets: int, scale: float
 ) -> Float[Array, "B h_kv group T m_s"]:
-    """Scores of all landmarks of chosen chunks before the softmax.
+    """The logits of all landmarks of the candidates.
 
     Args:
         q: queries after RoPE [B, T, h_q, d].
-        near: levels of Q sets of m chunks [B, h_kv, Q * m, ...].
-        spread: of their landmarks [B, h_kv, Q * m, s]; if given, half the variance of the products is added.
-        sets: Q; each set is scored by its own query, or by all queries if there is one set.
+        near: the levels of Q sets of m chunks [B, h_kv, Q * m, ...].
+        spread: the spreads of their landmarks [B, h_kv, Q * m, s], or None. If given, half the variance of the products
+            is added.
+        sets: the number Q of sets. Each set is scored by its own query, or by all queries if there is one set.
         scale: factor on the products.
 
     Returns:
@@ -184,7 +192,7 @@ def level_logits(
     asking = asking.reshape(batch, heads * sets, -1, q.shape[3])
 
     def products(level: Array | Scaled, rows: int) -> Array:
-        """With each of the rows of a chunk, [B, h_kv * Q, R, m, rows]."""
+        """The products of the queries with `rows` rows of each chunk, [B, h_kv * Q, R, m, rows]."""
         shape = (batch, heads * sets, count * rows)
         level = jax.tree.map(lambda x: x.reshape(*shape, x.shape[3] // rows), level)
         logits = jax.lax.platform_dependent(asking, level, cpu=landmark_products, default=gathered_products)
@@ -202,14 +210,14 @@ def level_logits(
 
 
 def first_rows(landmarks: Array | Scaled) -> Array:
-    """An array with a row for each landmark."""
+    """The array of a landmark form that has a row for each landmark: the codes, or the landmarks themselves."""
     return landmarks.codes if isinstance(landmarks, Scaled) else landmarks
 
 
 def gathered_products(rows: Float[Array, "B h R d"], landmarks: Array | Scaled) -> Float[Array, "B h R n"]:
-    """`landmark_products` of few rows with gathered landmarks, for a GPU.
+    """`landmark_products` of a few rows with gathered landmarks, for a GPU.
 
-    The products are sums: XLA reads the landmarks where they lie. For a product of matrices it would copy them first.
+    It uses sums of products, for which XLA reads the landmarks in place. For a matrix product it would copy them first.
     """
 
     def summed(rows: Array, numbers: Array) -> Array:

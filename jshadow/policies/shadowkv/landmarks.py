@@ -1,4 +1,4 @@
-"""Landmarks: how a chunk of keys is summed up, and how a query scores that before the softmax (ShadowKV, section 4)."""
+"""Landmarks: summaries of chunks of keys, and the logits that a query gives them (ShadowKV, section 4)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,26 +12,26 @@ from jshadow.ops.packing import ROW_BITS, Scaled, quantise_rows
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK
 from pallas_kernels import half_variance, whole_products
 
-EXACT = lax.Precision.HIGHEST  # or a GPU rounds float32 products to TF32, and chooses otherwise
+EXACT = lax.Precision.HIGHEST  # otherwise a GPU rounds float32 products to TF32, and may choose other chunks
 
 
 def chunk_landmarks(
     keys: Float[Array, "B h n c d"], parts: int = 1
 ) -> tuple[Float[Array, "B h m d"], Float[Array, "B h n"]]:
-    """Landmarks, and how badly they represent their chunk.
+    """The landmarks of chunks, and how well they represent the chunks.
 
     Args:
-        keys: post-RoPE keys [B, h, n, c, d].
-        parts: landmarks of a chunk, each of c / parts tokens in a row.
+        keys: keys after RoPE [B, h, n, c, d].
+        parts: number of landmarks of a chunk. Each is the mean of c / parts consecutive keys.
 
     Returns:
-        float32 means [B, h, n * parts, d], and the least cosine between a key of a chunk and its mean [B, h, n]. The
-        cosine is 1 where each key has a landmark of its own.
+        The means, float32 [B, h, n * parts, d], and the least cosine between a key of a chunk and its landmark, float32
+        [B, h, n]. The cosine is 1 if each key has its own landmark.
     """
     batch, heads, count, size, dim = keys.shape
     keys = keys.astype(jnp.float32).reshape(batch, heads, count * parts, size // parts, dim)
     mean = keys.mean(axis=3)
-    if size == parts:  # computed, they would differ from 1 by rounding, which must not choose outliers
+    if size == parts:  # computed cosines would differ from 1 by rounding, and rounding must not choose outliers
         return mean, jnp.ones((batch, heads, count), jnp.float32)
     length = jnp.linalg.norm(keys, axis=-1) * jnp.linalg.norm(mean, axis=-1)[..., None]
     cosine = jnp.einsum("bhncd,bhnd->bhnc", keys, mean, precision=EXACT) / jnp.maximum(
@@ -41,11 +41,11 @@ def chunk_landmarks(
 
 
 def chunk_spread(keys: Float[Array, "B h n c d"], parts: int = 1) -> Float[Array, "B h m"]:
-    """Root mean square of the differences between keys and their landmark.
+    """The root mean square of the differences between keys and their landmark.
 
     Args:
-        keys: post-RoPE keys [B, h, n, c, d].
-        parts: landmarks of a chunk, each of c / parts tokens in a row.
+        keys: keys after RoPE [B, h, n, c, d].
+        parts: number of landmarks of a chunk. Each is the mean of c / parts consecutive keys.
 
     Returns:
         float32 [B, h, n * parts].
@@ -58,17 +58,17 @@ def chunk_spread(keys: Float[Array, "B h n c d"], parts: int = 1) -> Float[Array
 def prompt_landmarks(
     keys: Float[Array, "B S h d"], chunks: int, size: int, block: int = BLOCK, parts: int = 1
 ) -> tuple[Float[Array, "B h m d"], Float[Array, "B h {chunks}"]]:
-    """`chunk_landmarks` of a prompt's first chunks, with a float32 copy of at most `block` tokens at once.
+    """`chunk_landmarks` of a prompt's first chunks. At most `block` tokens have a float32 copy at once.
 
     Args:
-        keys: post-RoPE keys [B, S, h, d].
-        chunks: chunks to return; those past the prompt are zero.
-        size: tokens of a chunk.
-        block: tokens summed up at once, or a chunk if that is larger.
-        parts: landmarks of a chunk.
+        keys: keys after RoPE [B, S, h, d].
+        chunks: number of chunks in the result. Those after the end of the prompt are zero.
+        size: tokens in a chunk.
+        block: number of tokens that are summarized at once, but at least one chunk.
+        parts: number of landmarks of a chunk.
 
     Returns:
-        means [B, h, chunks * parts, d] in the dtype of the keys, and float32 least cosines.
+        The means [B, h, chunks * parts, d] in the dtype of the keys, and the least cosines, float32 [B, h, chunks].
     """
     batch, _, heads, dim = keys.shape
     means = jnp.zeros((batch, heads, chunks * parts, dim), keys.dtype)
@@ -79,7 +79,7 @@ def prompt_landmarks(
 def prompt_spread(
     keys: Float[Array, "B S h d"], chunks: int, size: int, block: int = BLOCK, parts: int = 1
 ) -> Float[Array, "B h m"]:
-    """`chunk_spread` of a prompt's first chunks, float32; the arguments are those of `prompt_landmarks`."""
+    """`chunk_spread` of a prompt's first chunks, float32. The arguments are those of `prompt_landmarks`."""
     empty = jnp.zeros((keys.shape[0], keys.shape[2], chunks * parts), jnp.float32)
     return over_chunks(lambda rows: (chunk_spread(rows, parts),), keys, chunks, size, block, (empty,))[0]
 
@@ -92,15 +92,15 @@ def over_chunks(
     block: int,
     empty: tuple[Array, ...],
 ) -> Any:
-    """Sum up a prompt's chunks block by block.
+    """Summarize a prompt's chunks block by block.
 
     Args:
-        summary: from chunks [B, h, m, size, d] to arrays whose third axis is m or a multiple of it.
-        keys: of the prompt [B, S, h, d].
-        chunks: chunks to sum up, at most.
-        size: tokens of a chunk.
-        block: tokens of a block, or a chunk if that is larger.
-        empty: the results for chunks past the prompt; the other ones are written into these.
+        summary: maps chunks [B, h, m, size, d] to arrays in which axis 2 is m or a multiple of it.
+        keys: the prompt's keys [B, S, h, d].
+        chunks: most chunks to summarize.
+        size: tokens in a chunk.
+        block: tokens in a block, but at least one chunk.
+        empty: arrays into which the results are written. They keep their values for chunks after the end of the prompt.
     """
     batch, length, heads, dim = keys.shape
     there = min(chunks, length // size)
@@ -109,7 +109,7 @@ def over_chunks(
     count = min(there, max(1, block // size))
 
     def sum_up(index: Array, done: tuple[Array, ...]) -> tuple[Array, ...]:
-        first = jnp.minimum(index * count, there - count)  # an overlap is written twice, with the same numbers
+        first = jnp.minimum(index * count, there - count)  # overlapping chunks are written twice with equal results
         rows = lax.dynamic_slice_in_dim(keys, first * size, count * size, axis=1)
         rows = rows.reshape(batch, count, size, heads, dim).transpose(0, 3, 1, 2, 4)
         return tuple(
@@ -121,7 +121,7 @@ def over_chunks(
 
 
 def store_landmarks(means: Float[Array, "B h n d"], kind: str, dtype: Any) -> Array | Scaled:
-    """Landmarks as they are stored: "model": in `dtype`; "int8" or "int4": with a scale for each."""
+    """Landmarks in the stored form. `kind` is "model" (stored in `dtype`), or "int8" or "int4" (with a scale each)."""
     return means.astype(dtype) if kind == "model" else quantise_rows(means, ROW_BITS[kind], dtype)
 
 
@@ -132,17 +132,18 @@ def landmark_logits(
     scale: float,
     spread: Float[Array, "B h_kv n 1"] | None = None,
 ) -> Float[Array, "B h_kv group T n"]:
-    """Scores of landmarks before the softmax, float32; MASKED where there is no candidate.
+    """The logits of landmarks, float32; MASKED where a landmark is not a candidate.
 
     Args:
         q: queries after RoPE [B, T, h_q, d].
-        landmarks: as they are stored.
-        candidates: bool, for all queries or for each.
+        landmarks: the landmarks in the stored form.
+        candidates: which landmarks each query may choose, bool [B, h_kv, T, n], or [B, h_kv, 1, n] for all queries.
         scale: factor on the products of queries and landmarks.
-        spread: of the landmarks; if given, half the variance of the products with their keys is added.
+        spread: the spreads of the landmarks, or None. If given, half the variance of the products of their keys with
+            the query is added.
     """
     grouped = group_queries(q, candidates.shape[1])
-    # All queries in one axis: with two axes XLA's CPU backend takes five times as long.
+    # All queries are in one axis, because with two axes XLA's CPU backend takes five times as long.
     rows = grouped.reshape(*grouped.shape[:2], -1, q.shape[3])
     logits = scale * landmark_products(rows, landmarks)
     if spread is not None:
@@ -153,7 +154,7 @@ def landmark_logits(
 def landmark_products(
     rows: Float[Array, "B h R d"], landmarks: Float[Array, "B h n d"] | Scaled
 ) -> Float[Array, "B h R n"]:
-    """Float32 products of rows with the stored landmarks of their head."""
+    """The products of rows with the landmarks of their head, float32. Landmarks are in the stored form."""
     if isinstance(landmarks, Scaled):
         bits = 8 * landmarks.codes.shape[3] // max(rows.shape[3], 1)
         products = whole_products(rows, landmarks.codes, bits)

@@ -1,8 +1,9 @@
-"""Which chunks stay exact: those of the prompt, and those of ShadowKV+ that joined later.
+"""Outliers: the chunks of the prompt that stay exact, and the later chunks that ShadowKV+ keeps exactly.
 
-Two kinds of chunks are worth it. A chunk that is far from its landmark is not selected when it should be, as the first
-tokens of a text are. A chunk that the code of the keys cannot hold is rebuilt as something else, as a number in a
-repetitive text is. The paper looks for the first kind; `Choice(outlier_rule="both")` looks for both.
+Two kinds of chunks should stay exact. The keys of the first kind differ from their landmark, so the chunk is not
+selected when it should be; the first tokens of a text are an example. The second kind has a large coding error, so its
+keys are rebuilt wrongly; a number in a repetitive text is an example. The paper keeps the first kind.
+`Choice(outlier_rule="both")` keeps both.
 """
 
 import jax.numpy as jnp
@@ -16,14 +17,16 @@ from jshadow.policies.shadowkv.state import PlusLive
 
 
 def outlier_chunks(whole: Array, worst: Array, lost: Array | None, first: int, count: int) -> Array:
-    """The chunks of a prompt that stay exact, int32 [B, h_kv, count]; a row's own come first.
+    """The chunks of a prompt that stay exact, int32 [B, h_kv, count].
+
+    A row with fewer than `count` chunks has its real chunks first. The entries after them are arbitrary.
 
     Args:
-        whole: chunks that the row has, bool [B, h_kv, n].
+        whole: which chunks the row has, bool [B, h_kv, n].
         worst: least cosine between a key of each chunk and its landmark, float32 [B, h_kv, n].
         lost: largest squared error of a rebuilt key of each chunk, float32 [B, h_kv, n]; None if first == count.
-        first: chunks that are chosen because they are least like their landmark; they come first.
-        count: chunks in all. The others are those of which the code loses most.
+        first: number of chunks that are chosen by the least cosine. They come first.
+        count: number of chunks in all. The others are chosen by the largest error.
     """
     ids = top_k(jnp.where(whole, -worst, -jnp.inf), first)
     if lost is None:
@@ -33,20 +36,23 @@ def outlier_chunks(whole: Array, worst: Array, lost: Array | None, first: int, c
 
 
 def leave_out(chunks: Array, ids: Array, chosen: Array) -> Array:
-    """Chunks bool [B, h_kv, n] without those ids [B, h_kv, o] that are `chosen`, bool [B, h_kv, o]."""
+    """The mask `chunks` [B, h_kv, n] with False at those `ids` [B, h_kv, o] where `chosen` [B, h_kv, o] is True."""
     row, head = jnp.ogrid[: chunks.shape[0], : chunks.shape[1]]
     ids = jnp.where(chosen, ids, chunks.shape[2])
     return chunks.at[row[..., None], head[..., None], ids].set(False, mode="drop")
 
 
 def least_cosine(outliers: KeyValues, used: Array, size: int, parts: int) -> Array:
-    """How well the best represented outlier is represented: its least cosine, float32 [B, h_kv]; -inf without any.
+    """The limit `PlusFrozen.cut`: the largest least cosine of an outlier that was chosen by its landmark.
 
     Args:
-        outliers: of the prompt, by their landmark first: keys [B, h_kv, o * c, d].
-        used: whether the first m outliers were chosen by their landmark and are a row's own, bool [B, 1, m].
-        size: tokens of a chunk.
-        parts: landmarks of a chunk.
+        outliers: the prompt's outliers, those chosen by their landmark first: keys [B, h_kv, o * c, d].
+        used: which of the first m outliers are real and were chosen by their landmark, bool [B, 1, m].
+        size: tokens in a chunk.
+        parts: number of landmarks of a chunk.
+
+    Returns:
+        float32 [B, h_kv]; -inf if there is no such outlier.
     """
     batch, heads, _, dim = outliers.k.shape
     exact = outliers.k.reshape(batch, heads, -1, size, dim)
@@ -55,16 +61,16 @@ def least_cosine(outliers: KeyValues, used: Array, size: int, parts: int) -> Arr
 
 
 def loses_more(keys: Array, real: Array, weights: Array | None, most: Array) -> Array:
-    """Whether the code loses more of a chunk than `most`, bool [B, h_kv, n].
+    """Whether the coding error of a chunk is above the limit `PlusFrozen.most`, bool [B, h_kv, n].
 
-    The rebuilt keys and the real ones were both rounded to the model's dtype. The keys that `most` was measured on were
-    not, so the difference that rounding alone can cause is subtracted.
+    The rebuilt keys and the real keys were rounded to the model's dtype after RoPE. The keys from which `most` was
+    measured were not. Therefore the difference that rounding alone can cause is subtracted.
 
     Args:
         keys: rebuilt keys after RoPE [B, h_kv, n, c, d].
-        real: the keys themselves.
-        weights: what an error in each number of a key counts, or None.
-        most: a squared error, float32 [B, h_kv]; negative: every chunk loses more.
+        real: the exact keys after RoPE [B, h_kv, n, c, d].
+        weights: weights on the errors of a key's numbers, float32 [B, h_kv, d], or None.
+        most: limit on the squared error, float32 [B, h_kv]. If it is negative, every chunk is above it.
     """
     rounding = float(jnp.finfo(real.dtype).eps)
     off, size = (jnp.sqrt(squared_error(x, real, weights)) for x in (keys, jnp.zeros_like(real)))
@@ -73,19 +79,19 @@ def loses_more(keys: Array, real: Array, weights: Array | None, most: Array) -> 
 
 
 def keep_exact(live: PlusLive, number: Array, bad: Array, k: Array, v: Array) -> PlusLive:
-    """ShadowKV+'s state with exact copies of the joining chunks that are badly represented, while slots are free.
+    """Copy the joining chunks that should stay exact to the free exact slots of ShadowKV+, as far as there are any.
 
     Args:
         live: the state.
-        number: of the joining chunks, int32 [B, m].
-        bad: which of them are badly represented, bool [B, h_kv, m].
+        number: which later chunks are joining, int32 [B, m].
+        bad: which of them should stay exact, bool [B, h_kv, m].
         k: their keys after RoPE [B, h_kv, m, c, d].
-        v: their values.
+        v: their values [B, h_kv, m, c, d].
     """
     batch, heads = bad.shape[:2]
     slots = live.extra_ids.shape[2]
     used = (live.extra_ids >= 0).sum(axis=2, keepdims=True)
-    slot = jnp.where(bad, used + jnp.cumsum(bad, axis=2) - 1, slots)  # past the last slot: dropped
+    slot = jnp.where(bad, used + jnp.cumsum(bad, axis=2) - 1, slots)  # an index past the last slot is dropped
     bad = bad & (slot < slots)
     row, head = jnp.ogrid[:batch, :heads]
     place = (row[..., None], head[..., None], slot)

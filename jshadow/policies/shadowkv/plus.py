@@ -1,16 +1,18 @@
-"""ShadowKV+: generated tokens join what may be selected (Sun et al. 2024, arXiv 2410.21465, section 7.1; no code).
+"""ShadowKV+: generated tokens can be selected too (Sun et al. 2024, arXiv 2410.21465, section 7.1; no published code).
 
-The paper projects new keys onto the prompt's right factor. It leaves the rest open, which is decided so:
+The paper projects new keys onto the prompt's right factor, and leaves the rest open. This implementation does this:
 
-- A ring of bounded size keeps the newest tokens exact.
-- When a chunk has left every query's window, it joins the chunks that may be selected. Its landmark joins the
-  landmarks, and its values follow the prompt's to the host. Its keys are rebuilt from left rows that were projected
-  when the tokens came.
-- A chunk that its landmark represents worse than any outlier of the prompt stays exact, while there is a free slot.
-- With outlier_rule="both" a chunk also stays exact if its coding error exceeds that of every rebuilt chunk of the
-  prompt; if no chunk of the prompt is rebuilt, every chunk does.
+- A ring buffer of fixed size holds the newest tokens exactly.
+- When a chunk has left the window of every query, it joins the chunks that can be selected. Its landmark is added to
+  the landmarks, and its values are written to the host. Its keys are rebuilt from left rows, which are computed when
+  the tokens arrive.
+- A chunk stays exact if its landmark represents it worse than any outlier of the prompt is represented. This needs a
+  free slot.
+- With outlier_rule="both", a chunk also stays exact if its coding error exceeds that of every rebuilt chunk of the
+  prompt. If no chunk of the prompt is rebuilt, every chunk does.
 
-What the prompt has no direction for is lost: the code of a short prompt knows little of later tokens.
+A component of a new key that lies outside the prompt's basis is lost. So the code of a short prompt represents later
+tokens badly.
 """
 
 import dataclasses
@@ -37,7 +39,7 @@ from jshadow.policies.shadowkv.policy import ShadowKV
 from jshadow.policies.shadowkv.records import weights_of
 from jshadow.policies.shadowkv.state import PlusFrozen, PlusLive, ShadowFrozen, fields_of
 
-MOST_TOKENS = 64  # of a piece of a turn: the ring holds them beside the window, and each of their chunks is one write
+MOST_TOKENS = 64  # limit on extend_piece: the ring holds a piece beside the window, and each chunk of it is one write
 
 
 @register(
@@ -54,10 +56,10 @@ MOST_TOKENS = 64  # of a piece of a turn: the ring holds them beside the window,
 )
 @dataclasses.dataclass(frozen=True)
 class ShadowKVPlus(ShadowKV):
-    """ShadowKV in which the tokens of long outputs and further turns are selected and offloaded too.
+    """ShadowKV in which the tokens of long outputs and of further turns are also selected and offloaded.
 
     Attributes:
-        extra_outlier_chunks: later chunks per KV head that may be kept exactly.
+        extra_outlier_chunks: number of slots of each KV head for later chunks that stay exact.
     """
 
     extra_outlier_chunks: int = 16
@@ -67,48 +69,48 @@ class ShadowKVPlus(ShadowKV):
 
     @classmethod
     def reference(cls) -> "ShadowKVPlus":
-        """The published choices, but each query selects for itself: with ShadowKV+ each has its own window."""
+        """`ShadowKV.reference`, except that each query selects its own chunks, because each has its own window."""
         published = super().reference()
         quirks = dataclasses.replace(published.quirks, turn_selection="each")
         return dataclasses.replace(published, quirks=quirks, extend_piece=cls.extend_piece)
 
     def resolve(self, config: ModelConfig, capacity: int) -> "ShadowKVPlus":
-        """Also check what ShadowKV+ limits."""
+        """Check the settings of ShadowKV and those that ShadowKV+ adds or limits."""
         check_range(self.name, "extend_piece", self.extend_piece, 1, MOST_TOKENS)
         check_range(self.name, "extra_outlier_chunks", self.extra_outlier_chunks, 0)
         resolved = super().resolve(config, capacity)
         if self.quirks.turn_selection == "shared":
-            raise ConfigError(f"{self.name}.quirks.turn_selection must be 'each', for each query has its own window")
+            raise ConfigError(f"{self.name}.quirks.turn_selection must be 'each', since each query has its own window")
         return resolved
 
     # Counts
 
     @property
     def window_chunks(self) -> int:
-        """Chunks that a query's window holds at most, its own included."""
+        """Most chunks in a query's window, its own chunk included."""
         return max(2, self.local_chunks + self.quirks.chunk_multiple)
 
     @property
     def ring_slots(self) -> int:
-        """Slots of the ring: a window and a piece of a turn, whose first query still needs its own window."""
+        """Slots R of the ring: a window and a piece of a turn, so that the piece's first query has its whole window."""
         return (self.window_chunks - -self.extend_piece // self.chunk_size) * self.chunk_size
 
     def max_selected(self, capacity: int) -> int:
-        """Later chunks are candidates too, also of a row whose prompt had none."""
+        """Number of chunks k that a query selects. Later chunks are candidates, so the outliers are not subtracted."""
         assert self.budget is not None
         return min(self.budget // self.chunk_size, self.max_chunks(capacity))
 
     def later_chunks(self, spec: CacheSpec) -> int:
-        """Chunks after the prompt's that the live segment holds."""
+        """Number of later chunks m for which there is space."""
         return -(-spec.window // self.chunk_size)
 
     def left_behind(self, frozen: ShadowFrozen, positions: Array) -> Array:
-        """Later chunks that have left the window of queries at positions [B, T], int32 [B, T]."""
+        """Number of later chunks that have left the window of queries at `positions` [B, T], int32 [B, T]."""
         chunks = positions // self.chunk_size + 1 - self.window_chunks
         return jnp.maximum(chunks - frozen.chunks[:, None], 0)
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """The prompt's chunks, and room for the later ones."""
+        """The values of the prompt's chunks, and a tail for later chunks."""
         layout = super().host_layout(spec)
         assert layout is not None
         return dataclasses.replace(layout, tail_units=self.later_chunks(spec))
@@ -116,7 +118,7 @@ class ShadowKVPlus(ShadowKV):
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Zeros: no chunk, an empty ring."""
+        """A state of zeros, without chunks and with an empty ring."""
         state = super().init(spec, fitted)
         heads, later, extra = spec.kv_heads, self.later_chunks(spec), self.extra_outlier_chunks
 
@@ -146,7 +148,7 @@ class ShadowKVPlus(ShadowKV):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """As ShadowKV; the end of the prompt goes to the ring, and its left rows to the live segment."""
+        """Compress as ShadowKV. Store the prompt's last tokens in the ring, and their left rows with later chunks."""
         compressed, write = super().compress(spec, state, prompt, fitted)
         frozen: ShadowFrozen = compressed.frozen
         weights = self.key_weights(spec, prompt)
@@ -172,28 +174,25 @@ class ShadowKVPlus(ShadowKV):
         return compressed.replace(frozen=frozen, live=live), write
 
     def most_lost(self, spec: CacheSpec, frozen: ShadowFrozen, prompt: PromptKV, weights: Array | None) -> Array | None:
-        """Largest squared error of a key of the prompt's rebuilt chunks, float32 [B, h_kv]; None with another rule.
-
-        It is below 0 where no chunk is rebuilt, and infinite where no outlier may be chosen by its error.
-        """
+        """The limit `PlusFrozen.most`, float32 [B, h_kv], or None with outlier_rule="landmark"."""
         assert self.outlier_chunks is not None
         if self.choice.outlier_rule == "landmark":
             return None
-        if self.outlier_chunks < 2:  # the first one is chosen by its landmark
+        if self.outlier_chunks < 2:  # a single outlier is chosen by its landmark, and none by its error
             return jnp.full((spec.batch, spec.kv_heads), jnp.inf)
         code = KeyCode(frozen.left, frozen.right)
         lost = self.codec.losses(code, prompt.k_pre, self.chunk_size, weights)
         return jnp.where(frozen.candidates, lost, -1.0).max(axis=2, initial=-1.0)
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Up to the end of the live segment."""
+        """The smaller of what the capacity and the space for later chunks still allow."""
         segment = self.later_chunks(spec) * self.chunk_size
         return jnp.minimum(segment - (lengths - state.frozen.chunks * self.chunk_size), spec.capacity - lengths)
 
     # One step
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """New tokens to the ring and their left rows to the segment; chunks that left the window join."""
+        """Store the new tokens in the ring, and their left rows. Then add the chunks that have left the window."""
         live: PlusLive = state.live
         slots = step.positions % self.ring_slots
         k = write_rows(live.window.k, step.k_post, slots, step.valid)
@@ -202,21 +201,21 @@ class ShadowKVPlus(ShadowKV):
         return self.join(spec, state.replace(live=live), step)
 
     def write_left(self, state: LayerState, step: StepKV) -> Array:
-        """The live left rows with those of the new tokens."""
+        """The left rows of later chunks, with those of the new tokens."""
         left = state.live.left
         places = step.positions - state.frozen.chunks[:, None] * self.chunk_size
         rows = self.codec.project(step.k_pre, state.frozen.right, state.frozen.key_weights)
         return write_rows(by_token(left, self.chunk_size), rows, places, step.valid).reshape(left.shape)
 
     def join(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Take in the chunks that left the window with this step: landmark, values to the host, or an exact slot."""
+        """Add the chunks that left the window in this step: landmarks, values on the host, and exact copies."""
         live: PlusLive = state.live
         batch, count = step.valid.shape
         most, size = -(-count // self.chunk_size), self.chunk_size
         new = step.valid.sum(axis=1, dtype=jnp.int32)
         before = self.left_behind(state.frozen, (step.lengths - 1)[:, None])
         after = self.left_behind(state.frozen, (step.lengths + new - 1)[:, None])
-        number = before + jnp.arange(most)  # later chunks [B, most]
+        number = before + jnp.arange(most)  # indices of later chunks [B, most]
         leaves = number < after
         tokens = ((state.frozen.chunks[:, None] + number)[..., None] * size + jnp.arange(size)).reshape(batch, -1)
         places = (tokens % self.ring_slots)[:, None, :, None]
@@ -237,8 +236,8 @@ class ShadowKVPlus(ShadowKV):
         return state.replace(live=live), HostWrite(self.host_rows(spec, v), number, leaves)
 
     def write_marks(self, marks: Any, new: Any, number: Array, leaves: Array) -> Any:
-        """Landmarks or spreads of joining chunks at their places, where the chunk `leaves` [B, most]."""
-        parts = self.read_parts  # rows of a chunk that are rows of the arrays
+        """Write landmarks or spreads of the chunks `number` [B, most] where the chunk `leaves` the window."""
+        parts = self.read_parts  # number of rows of a chunk in axis 2 of the arrays
         places = (number[..., None] * parts + jnp.arange(parts)).reshape(number.shape[0], -1)
         valid = jnp.repeat(leaves, parts, axis=1)
 
@@ -248,19 +247,19 @@ class ShadowKVPlus(ShadowKV):
         return jax.tree.map(write, marks, new)
 
     def marks(self, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
-        """The prompt's chunks, then the later ones that each query has left behind."""
+        """The prompt's chunks, and the later chunks that have left each query's window."""
         live: PlusLive = state.live
         behind = self.left_behind(state.frozen, step.positions)[:, None, :, None]
         is_open = (jnp.arange(live.kept.shape[2]) < behind) & ~live.kept[:, :, None]
         return *super().marks(state, step), Marks(live.landmarks, live.spread, is_open)
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
-        """The prompt's left rows, and those of the later chunks."""
+        """The key code of the prompt's chunks and of later chunks."""
         prompt = super().rebuild(spec, state, step)
         return prompt.replace(tail=state.live.left, tail_unit=state.frozen.chunks)
 
     def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
-        """Each query's window in the ring, outliers, and exact later chunks that it has left behind."""
+        """Each query's window in the ring, the outliers, and the exact later chunks that have left its window."""
         live: PlusLive = state.live
         behind = self.left_behind(state.frozen, step.positions)[..., None]
         first = (state.frozen.chunks[:, None, None] + behind) * self.chunk_size
@@ -274,7 +273,7 @@ class ShadowKVPlus(ShadowKV):
         return pieces
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Selected chunks, outliers, exact later chunks and window; heads may differ, so means over them."""
+        """The tokens of the selected chunks, of the outliers, of the exact later chunks and of the window."""
         assert self.budget is not None
         frozen, ids = state.frozen, state.live.extra_ids
         behind = self.left_behind(frozen, lengths[:, None] - 1)

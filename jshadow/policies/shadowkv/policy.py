@@ -1,13 +1,14 @@
-"""ShadowKV: low-rank keys, landmarks and outliers on the device, values in host memory (Sun et al. 2024,
-arXiv 2410.21465, section 4, algorithms 1 and 2).
+"""ShadowKV: low-rank keys, landmarks and outliers on the device, values in host memory.
 
-Where the paper and its code leave a choice, it is made so: selection scores are float32 at 1 / sqrt(head_dim), ties go
-to the lower chunk, lengths are per row, selected keys are always rebuilt, the outlier count is a number of chunks, and
-each query selects for itself. An exact window holds what follows the last whole chunks of the prompt, and all new
-tokens. `ShadowKV.reference()` makes the published code's choices instead.
+The method is that of Sun et al. 2024 (arXiv 2410.21465), section 4, algorithms 1 and 2. Where the paper and its code
+leave a choice, this implementation chooses as follows. Scores are float32 and scaled by 1 / sqrt(head_dim). Of equal
+scores, the lower chunk is selected. Each row of a batch has its own length. Selected keys are always rebuilt. The
+number of outliers is a number of chunks. Each query selects its own chunks. The window holds, exactly, the end of the
+prompt and all new tokens. `ShadowKV.reference()` has the published code's choices instead.
 
-Beyond the paper, keys can be in other codes than low rank (`key_codecs`), landmarks and host values in 8 or 4 bits, and
-landmarks can know the variance of their keys, and be fine without all being read (`landmark_levels`).
+Some settings go beyond the paper. Keys can be stored in other codes than low rank (`key_codecs`). Landmarks and host
+values can have 8 or 4 bits. Landmarks can include the variance of their keys, and can have two levels
+(`landmark_levels`).
 """
 
 import dataclasses
@@ -43,13 +44,13 @@ from jshadow.policies.shadowkv.state import ShadowFrozen, ShadowLive
 )
 @dataclasses.dataclass(frozen=True)
 class ShadowKV(ShadowSettings, Costs):
-    """Rebuild a few percent of the keys from a code of them while their values are fetched.
+    """Select a few percent of the chunks, rebuild their keys from a code, and fetch their values meanwhile.
 
     The settings are those of `ShadowSettings`.
     """
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """Zeros: no chunk, an empty window."""
+        """A state of zeros, without chunks and with an empty window."""
         chunks, heads, dim = self.max_chunks(spec.capacity), spec.kv_heads, spec.head_dim
         code = self.codec.empty(spec.batch, chunks, self.chunk_size, sizes_of(spec))
 
@@ -79,14 +80,14 @@ class ShadowKV(ShadowSettings, Costs):
         return LayerState(frozen, live)
 
     def empty_marks(self, spec: CacheSpec, chunks: int) -> tuple[StoredLandmarks, Any]:
-        """Landmarks and spreads of so many chunks, all zero."""
+        """Landmarks and spreads of `chunks` chunks, all zero, as they are stored."""
         shape, kind, parts = (spec.batch, spec.kv_heads), self.landmarks, self.landmark_parts
         landmarks = jnp.zeros((*shape, chunks * parts, spec.head_dim), spec.dtype)
         spread = stored_spread(lambda parts: jnp.zeros((*shape, chunks * parts)), kind, parts, spec.dtype)
         return stored_landmarks(landmarks, kind, parts, spec.dtype), spread
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Values of every whole chunk, outliers too (as in the published code)."""
+        """The values of every chunk, outliers included, as in the published code."""
         return HostLayout(
             heads=spec.kv_heads,
             units=self.max_chunks(spec.capacity),
@@ -96,7 +97,7 @@ class ShadowKV(ShadowSettings, Costs):
         )
 
     def host_rows(self, spec: CacheSpec, values: Array) -> Array:
-        """Values of chunks [B, h_kv, n, c, d] as they lie in host memory, one row a chunk."""
+        """The values of chunks [B, h_kv, n, c, d] as they are stored in host memory, one row for each chunk."""
         if self.values.dtype == "model":
             return values.reshape(*values.shape[:3], self.chunk_size * spec.head_dim)
         return join_rows(quantise_rows(values, ROW_BITS[self.values.dtype], spec.dtype))
@@ -106,7 +107,7 @@ class ShadowKV(ShadowSettings, Costs):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Key code, landmarks and outliers of the prompt; its values to the host (algorithm 1)."""
+        """Compute the prompt's key code, landmarks and outliers; write its values to the host (algorithm 1)."""
         size, count, parts = self.chunk_size, self.max_chunks(spec.capacity), self.landmark_parts
         row_chunks, weights = self.prompt_chunks(prompt.lengths), self.key_weights(spec, prompt)
         code = self.codec.encode(prompt.k_pre, prompt.lengths, count, size, weights)
@@ -144,7 +145,7 @@ class ShadowKV(ShadowSettings, Costs):
         return LayerState(frozen, live), HostWrite(rows) if count else None
 
     def key_weights(self, spec: CacheSpec, prompt: PromptKV) -> Array | None:
-        """What an error in each number of a key counts [B, h_kv, d]; None: all count alike."""
+        """The weights on errors of a key's numbers, float32 [B, h_kv, d], or None if all count equally."""
         if weights_of(self.keys) == "none":
             return None
         assert prompt.q_tail is not None
@@ -153,12 +154,12 @@ class ShadowKV(ShadowSettings, Costs):
     # One step
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """The capacity and the window limit it."""
+        """The smaller of what the capacity and the window still allow."""
         used = lengths - state.frozen.chunks * self.chunk_size
         return jnp.minimum(spec.capacity - lengths, spec.window - used)
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """New tokens join the window, exact."""
+        """Store the new tokens in the window, exactly."""
         slots = step.positions - state.frozen.chunks[:, None] * self.chunk_size
         window = state.live.window
         k = write_rows(window.k, step.k_post, slots, step.valid)
@@ -166,7 +167,7 @@ class ShadowKV(ShadowSettings, Costs):
         return state.replace(live=state.live.replace(window=KeyValues(k, v))), None
 
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
-        """Chunks with the most softmax mass on their landmark, per KV head and query (algorithm 2)."""
+        """Select the chunks with the most softmax mass on their landmarks, per KV head and query (algorithm 2)."""
         count = self.max_selected(spec.capacity)
         if count == 0:
             return None, state
@@ -178,7 +179,7 @@ class ShadowKV(ShadowSettings, Costs):
         flat = (*ids.shape[:2], -1)
         kept = None
         if (rows := state.live.values) is not None:
-            # Invalid units need no fetch. With several queries nothing is reused.
+            # Chunks that are not valid need no fetch. With several queries, no values are reused.
             one = ids.shape[2] == 1
             stay = (hit | ~valid if one else ~valid).reshape(flat)
             kept = Kept(rows if one else jnp.zeros((*flat[:2], stay.shape[2], rows.shape[3]), rows.dtype), stay)
@@ -187,33 +188,33 @@ class ShadowKV(ShadowSettings, Costs):
         return selection, state.replace(live=state.live.replace(resident=resident))
 
     def choose(self, spec: CacheSpec, state: LayerState, step: StepKV, count: int) -> tuple[Array, Array]:
-        """The best chunks, int32 [B, h_kv, Q, count], and their scores; Q = 1 for a shared selection, else T."""
+        """The best chunks int32 [B, h_kv, Q, count] and their scores; Q is 1 if queries select together, else T."""
         query, keys_of = Query(step.q_post, step.valid, self.scoring(spec)), None
         if self.choice.rounds == 2:
             keys_of = lambda ids: self.rebuild(spec, state, step).keys(ids).astype(spec.dtype)  # noqa: E731
         return best_chunks(query, self.marks(state, step), self.scores(spec, state, step), count, keys_of)
 
     def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
-        """Float32 scores of all chunks [B, h_kv, Q, n], -1 where one may not be selected; Q = 1 if shared, else T."""
+        """Scores of all chunks, float32 [B, h_kv, Q, n]; -1 where a chunk may not be selected. Q is as in `choose`."""
         return landmark_scores(Query(step.q_post, step.valid, self.scoring(spec)), self.marks(state, step))
 
     def marks(self, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
-        """The chunks to choose from."""
+        """The chunks from which queries select, as `selection` reads them."""
         return (prompt_marks(state.frozen),)
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
-        """The code of all chunks that may be selected."""
+        """The key code of all chunks that may be selected."""
         frozen = state.frozen
         return Rebuild(frozen.left, frozen.right, step.inverse, codec=self.codec, unit=self.chunk_size)
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
-        """Keep the values of the last query's chunks, where the next fetch can leave them out."""
+        """Store the values of the last query's chunks if the next fetch can skip them."""
         if state.live.values is None:
             return state
         batch, heads, count, width = state.live.values.shape
         rows = fetched.v.reshape(batch, heads, -1, count, width)
         values = rows[:, :, 0]
-        if rows.shape[2] > 1:  # several queries: keep what the last of them has in each place
+        if rows.shape[2] > 1:  # several queries: in each place, keep the values of the last valid one
             valid = selection.valid.reshape(batch, heads, -1, count)
             last = valid.shape[2] - 1 - jnp.argmax(valid[:, :, ::-1], axis=2)
             values = jnp.take_along_axis(rows, last[:, :, None, :, None], axis=2)[:, :, 0]
@@ -223,7 +224,7 @@ class ShadowKV(ShadowSettings, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Outliers, selected chunks and window, in one softmax."""
+        """One softmax over the window, the outliers and the selected chunks."""
         pieces = self.exact_pieces(spec, state, step)
         if fetched is not None:
             assert fetched.k is not None
@@ -235,7 +236,7 @@ class ShadowKV(ShadowSettings, Costs):
         return attend(step.q_post, pieces, spec.scale), state
 
     def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
-        """Window and outliers."""
+        """The window and the outliers as pieces for attention."""
         frozen, window = state.frozen, state.live.window
         first = frozen.chunks[:, None] * self.chunk_size
         seen = jnp.arange(spec.window) <= (step.positions - first)[:, None, :, None]
@@ -247,7 +248,7 @@ class ShadowKV(ShadowSettings, Costs):
         return pieces
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Selected chunks, outliers and window."""
+        """The tokens of the selected chunks, of the outliers and of the window."""
         assert self.budget is not None
         chunks = state.frozen.chunks
         outliers = self.row_outliers(chunks)
@@ -258,32 +259,35 @@ class ShadowKV(ShadowSettings, Costs):
         }
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
-    # What it costs
+    # Costs
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Those of the codec, and of what is packed."""
+        """The temporaries of the codec, and of landmarks and values that are packed."""
         return costs.compress_bytes(self, spec, tokens)
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """Of left rows and values only what is selected, of all else everything."""
+        """Only the selected left rows and values are read. All other arrays on the device are read."""
         return costs.step_bytes(self, spec, state, super().step_bytes(spec, state))
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
-        """Also the rebuilding of the selected keys, and their scores."""
+        """The default, and the rebuilding of the selected keys, and their scores."""
         return costs.step_flops(self, spec, super().step_flops(spec, state))
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Scores, places and selected rows."""
+        """The scores of chunks, their places, the selected rows, and the scores of tokens."""
         return costs.step_temporaries(self, spec)
 
 
 def prompt_marks(frozen: ShadowFrozen) -> Marks:
-    """The prompt's chunks, as selection reads them."""
+    """The prompt's chunks, as `selection` reads them."""
     return Marks(frozen.landmarks, frozen.spread, frozen.candidates[:, :, None])
 
 
 def own_piece(k: Array, fetched: Fetched, queries: int) -> Piece:
-    """Fetched rows, keys [B, h_kv, queries * n, d], as a piece: for all queries if queries = 1, else each its own."""
+    """Fetched rows as a piece for attention. With queries > 1, each query attends only to its own n rows.
+
+    k is the keys [B, h_kv, queries * n, d]; the values and the mask are those of `fetched`.
+    """
     batch, heads, tokens, dim = k.shape
     if queries == 1:
         return Piece(k, fetched.v, fetched.valid[:, :, None])

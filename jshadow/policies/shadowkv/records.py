@@ -1,7 +1,7 @@
-"""The records of ShadowKV's settings: how keys, landmarks and values are stored, and how chunks are chosen.
+"""Records of ShadowKV's settings: how keys, landmarks and values are stored, and how chunks are chosen.
 
-The settings that most people change (rank, chunk_size, budget, outlier_chunks, local_chunks) are fields of `ShadowKV`
-itself. `resolve` of a record checks it and replaces every None by a number.
+The settings that are changed most often (rank, chunk_size, budget, outlier_chunks, local_chunks) are fields of
+`ShadowKV` itself. A record's `resolve` checks it and replaces every None by a number.
 """
 
 import dataclasses
@@ -24,16 +24,16 @@ from jshadow.policies.shadowkv.key_codecs import (
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
 
 WEIGHTS = ("none", "queries")
-WIDER = 2  # chunks that the first of two rounds names for each chunk of the budget
+WIDER = 2  # with two rounds, the first selects this many chunks for each chunk of the budget
 
 
 @dataclasses.dataclass(frozen=True)
 class LowRank(Record):
-    """Keys as low-rank factors, the paper's code. Their rank is `ShadowKV.rank`.
+    """Keys stored as low-rank factors, as in the paper. Their rank is `ShadowKV.rank`.
 
     Attributes:
-        weights: which error is least: "none": that of the keys (the paper); "queries": that of the products of the keys
-            with queries like the prompt's last ones.
+        weights: the error that the code minimizes. "none": the error of the keys (the paper). "queries": the error of
+            the products of keys and queries, estimated from the prompt's last queries.
     """
 
     weights: str = "none"
@@ -41,7 +41,7 @@ class LowRank(Record):
     name = "lowrank"
 
     def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, int | None]:
-        """Check the weights and the rank; a rank of None becomes the paper's share of the key columns."""
+        """Check the weights and the rank. A rank of None becomes the paper's share of the key columns."""
         check_choice(f"{policy}.keys", "weights", self.weights, WEIGHTS)
         columns = config.key_columns
         rank = usual_rank(columns) if rank is None else rank
@@ -50,19 +50,19 @@ class LowRank(Record):
         return self, rank
 
     def codec(self, rank: int | None) -> KeyCodec:
-        """The code with these settings."""
+        """The codec with these settings."""
         return LowRankCodec(rank)  # type: ignore[arg-type]  # None only before `resolve`
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformCode(Record):
-    """Keys in their eigenbasis, whose columns have 8, 4 and 2 bits.
+    """Keys stored in their eigenbasis, with 8, 4, 2 or 0 bits for each column.
 
     Attributes:
-        bits: mean bits of a key column, in (0, 8]; `resolve` turns them into a profile. None: the bits of the usual
-            rank, unless a profile is given.
-        profile: columns with 8, 4 and 2 bits (n8, n4, n2); n4 is even and n2 a multiple of 4.
-        weights: as `LowRank.weights`.
+        bits: mean bits of a key column, in (0, 8]. `resolve` replaces them by a profile. None: `profile` is used, or
+            as many bits as the usual rank takes.
+        profile: numbers of columns with 8, 4 and 2 bits (n8, n4, n2). n4 is a multiple of 2 and n2 a multiple of 4.
+        weights: as in `LowRank`.
     """
 
     bits: float | None = None
@@ -72,7 +72,7 @@ class TransformCode(Record):
     name = "transform"
 
     def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
-        """Check every setting; bits become a profile."""
+        """Check every setting. `bits` is replaced by a profile, and so is a profile of None."""
         check_no_rank(policy, self.name, rank)
         check_choice(f"{policy}.keys", "weights", self.weights, WEIGHTS)
         if self.bits is not None:
@@ -85,7 +85,7 @@ class TransformCode(Record):
         return dataclasses.replace(self, bits=None, profile=profile), None
 
     def profile_of_bits(self, policy: str, config: ModelConfig) -> Profile:
-        """The default profile with these bits."""
+        """The default profile with `bits` bits for each column on average."""
         bits, columns = self.bits, config.key_columns
         if self.profile is not None:
             raise ConfigError(f"{policy}.keys.bits must be None with keys.profile={self.profile!r}, got {bits!r}")
@@ -94,23 +94,23 @@ class TransformCode(Record):
         return profile_of(columns, max(8, bits * columns))
 
     def codec(self, rank: int | None) -> KeyCodec:
-        """The code with these settings."""
+        """The codec with these settings."""
         return TransformCodec(self.profile)  # type: ignore[arg-type]  # None only before `resolve`
 
 
 @dataclasses.dataclass(frozen=True)
 class ExactKeys(Record):
-    """Keys before RoPE without any loss."""
+    """Keys stored exactly, before RoPE."""
 
     name = "exact"
 
     def resolve(self, policy: str, rank: Any, config: ModelConfig) -> tuple[Self, None]:
-        """Check that there is no rank."""
+        """Check that no rank is given."""
         check_no_rank(policy, self.name, rank)
         return self, None
 
     def codec(self, rank: int | None) -> KeyCodec:
-        """The code with these settings."""
+        """The codec with these settings."""
         return ExactCodec()
 
 
@@ -118,18 +118,18 @@ Keys = LowRank | TransformCode | ExactKeys
 
 
 def weights_of(keys: Keys) -> str:
-    """Which error the code of the keys makes least; exact keys have none."""
+    """The setting `weights` of the key code; "none" for exact keys."""
     return "none" if isinstance(keys, ExactKeys) else keys.weights
 
 
 def check_no_rank(policy: str, keys: str, rank: Any) -> None:
-    """Raise ConfigError where a rank is given to a code that has none."""
+    """Raise ConfigError if a rank is given for a code that has none."""
     if rank is not None:
         raise ConfigError(f"{policy}.rank must be None with keys={keys!r}, which has none, got {rank!r}")
 
 
 def check_profile(policy: str, profile: Any, columns: int) -> None:
-    """Raise ConfigError unless a profile has three counts that the keys have room for and that fill whole bytes."""
+    """Raise ConfigError unless a profile is three counts that fill whole bytes, at most `columns` together."""
     good = isinstance(profile, tuple) and len(profile) == 3
     good = good and all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in profile)
     if not good or profile[1] % 2 or profile[2] % 4 or not 1 <= sum(profile) <= columns:
@@ -141,15 +141,15 @@ def check_profile(policy: str, profile: Any, columns: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Landmarks(Record):
-    """What a chunk is chosen by.
+    """The landmarks: summaries of keys by which chunks are selected.
 
     Attributes:
-        tokens: tokens of a landmark, a divisor of chunk_size; a chunk's score is the sum over its landmarks. None:
-            chunk_size, one landmark a chunk (the paper).
-        levels: 1: every landmark is read in every step. 2: the mean of each chunk is read, and its landmarks only where
-            that mean comes near to being selected; their number in a chunk must be a power of two.
-        order: 1: score a landmark by the mean of its keys (the paper). 2: add half the variance of the products of its
-            keys with the query.
+        tokens: number of consecutive tokens that a landmark summarizes, a divisor of chunk_size. A chunk's score is the
+            sum over its landmarks. None: chunk_size, so a chunk has one landmark (the paper).
+        levels: 1: each step reads all landmarks. 2: each step reads the mean of every chunk, and the landmarks of those
+            chunks that are among the best by their means. A chunk must then have a power of two of landmarks.
+        order: 1: a landmark is scored by the mean of its keys (the paper). 2: half the variance of the products of its
+            keys and the query is added to the logit.
         dtype: "model", or "int8" or "int4" with a scale for each landmark.
     """
 
@@ -159,7 +159,7 @@ class Landmarks(Record):
     dtype: str = "model"
 
     def resolve(self, policy: str, chunk_size: int, config: ModelConfig) -> Self:
-        """Check every setting and fill in `tokens`. A single landmark a chunk has one level."""
+        """Check every setting, and replace None in `tokens`. If a chunk has one landmark, levels becomes 1."""
         where = f"{policy}.landmarks"
         tokens = chunk_size if self.tokens is None else self.tokens
         check_range(where, "tokens", tokens, 1, chunk_size)
@@ -187,7 +187,7 @@ class Values(Record):
     dtype: str = "model"
 
     def check(self, policy: str, config: ModelConfig) -> None:
-        """Raise ConfigError where the dtype is unknown or does not fit the model."""
+        """Raise ConfigError if the dtype is unknown or does not fit the model."""
         check_dtype(f"{policy}.values", self.dtype, config)
 
 
@@ -200,20 +200,20 @@ def check_dtype(where: str, dtype: Any, config: ModelConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Record):
-    """How chunks are chosen beyond the paper's rule.
+    """Extensions of the paper's rules for choosing chunks.
 
     Attributes:
-        rounds: 1: landmarks choose (the paper). 2: landmarks name twice as many chunks, whose keys are rebuilt, and the
-            rebuilt keys choose among them.
-        outlier_rule: which chunks stay exact: "landmark": those least like their landmark (the paper); "both": half of
-            them by that, and half by how much of their keys the code loses.
+        rounds: 1: chunks are selected by their landmarks (the paper). 2: landmarks select twice as many chunks, their
+            keys are rebuilt, and the best of these chunks are selected by the rebuilt keys.
+        outlier_rule: how the chunks that stay exact are chosen. "landmark": those whose keys differ most from their
+            landmark (the paper). "both": half of them by that rule, and half by the largest error of the key code.
     """
 
     rounds: int = 1
     outlier_rule: str = "landmark"
 
     def check(self, policy: str, keys: Keys) -> None:
-        """Raise ConfigError where a setting is out of range, or exact keys have nothing to lose."""
+        """Raise ConfigError if a setting is out of range, or if outlier_rule is "both" and the keys are exact."""
         where = f"{policy}.choice"
         check_choice(where, "outlier_rule", self.outlier_rule, ("landmark", "both"))
         if self.outlier_rule == "both" and isinstance(keys, ExactKeys):
@@ -222,10 +222,10 @@ class Choice(Record):
 
     @property
     def wider(self) -> int:
-        """Chunks that landmarks name for each chunk that is selected."""
+        """Number of chunks that landmarks select for each chunk of the budget."""
         return 1 if self.rounds == 1 else WIDER
 
     @property
     def rebuilt(self) -> int:
-        """Keys that a step rebuilds for each selected key."""
+        """Number of keys that a step rebuilds for each selected key."""
         return 1 if self.rounds == 1 else 1 + WIDER

@@ -1,8 +1,9 @@
-"""Where the published code differs from the paper (github.com/ByteDance-Seed/ShadowKV, e51904c): `Quirks`.
+"""Settings (`Quirks`) that reproduce where the published code differs from the paper.
 
-`ShadowKV.reference()` has all of them. One is more than a number: chunks that begin with exact keys. In the published
-code a chunk that stays selected keeps the keys that it has. These are exact for the chunks that the prompt's last query
-selects, and are rebuilt from the factors once such a chunk was dropped and fetched again (`Preload`).
+The code is github.com/ByteDance-Seed/ShadowKV, e51904c. `ShadowKV.reference()` has all of these settings. One of them
+needs arrays of its own (`Preload`): in the published code, a chunk that stays selected keeps its keys. The chunks that
+the prompt's last query selects begin with exact keys. Once such a chunk was dropped, its keys are rebuilt from the
+factors.
 """
 
 import dataclasses
@@ -23,15 +24,17 @@ N = TypeVar("N", int, Array)
 
 @dataclasses.dataclass(frozen=True)
 class Quirks(Record):
-    """The published code's choices where they are not the paper's; the defaults are none of them.
+    """The published code's choices that differ from the paper. The defaults are the paper's choices.
 
     Attributes:
-        score_dim: selection scores are divided by its square root; None: by that of the head width.
+        score_dim: products are divided by the square root of this number for selection. None: by the square root of the
+            head width.
         score_dtype: dtype that the softmax over landmarks is rounded to, "float32" or "bfloat16".
-        exact_preload: chunks that the prompt's last query selects keep exact keys as long as every query selects them.
+        exact_preload: whether the chunks that the prompt's last query selects have exact keys. A chunk has them as long
+            as every query selects it.
         chunk_multiple: the number of a prompt's chunks is rounded down to a multiple of this.
-        turn_selection: "each": every query of a turn selects for itself, so that a turn equals as many single steps;
-            "shared": the queries of a piece select together.
+        turn_selection: "each": every query of a turn selects its own chunks, so that a turn equals single steps.
+            "shared": all queries of a piece select the same chunks.
     """
 
     score_dim: int | None = None
@@ -42,11 +45,11 @@ class Quirks(Record):
 
     @classmethod
     def published(cls) -> "Quirks":
-        """All choices of the published code."""
+        """The published code's choices."""
         return cls(128, "bfloat16", exact_preload=True, chunk_multiple=8, turn_selection="shared")
 
     def check(self, policy: str) -> None:
-        """Raise ConfigError where a setting is out of range."""
+        """Raise ConfigError if a setting is out of range."""
         where = f"{policy}.quirks"
         check_choice(where, "turn_selection", self.turn_selection, ("each", "shared"))
         if self.score_dim is not None:
@@ -56,21 +59,21 @@ class Quirks(Record):
         check_range(where, "chunk_multiple", self.chunk_multiple, 1)
 
     def scoring(self, scale: float) -> Scoring:
-        """How queries score chunks, where `scale` is the attention's factor on products."""
+        """How queries score chunks. `scale` is the attention's factor on products, used if score_dim is None."""
         scale = scale if self.score_dim is None else float(self.score_dim**-0.5)
         return Scoring(scale, shared=self.turn_selection == "shared", dtype=self.score_dtype)
 
     def rounded(self, chunks: N) -> N:
-        """The number of chunks, rounded down."""
+        """The number of chunks, rounded down to a multiple of `chunk_multiple`."""
         return chunks // self.chunk_multiple * self.chunk_multiple
 
 
 class Preload(struct.PyTreeNode):
-    """Chunks that begin with exact keys.
+    """The chunks that begin with exact keys.
 
     Attributes:
-        ids: chunks, int32 [B, h_kv, n]; -1 for none.
-        keys: their keys after RoPE [B, h_kv, n * c, d].
+        ids: ids of the chunks, int32 [B, h_kv, n]; -1 in an unused entry.
+        keys: exact keys after RoPE of these chunks [B, h_kv, n * c, d].
     """
 
     ids: Array
@@ -78,28 +81,28 @@ class Preload(struct.PyTreeNode):
 
 
 def preloaded_chunks(query: Query, marks: Marks, count: int) -> Array:
-    """Chunks that the prompt's last query selects, int32 [B, h_kv, count]; -1 past a row's last one.
+    """The chunks that the prompt's last query selects, int32 [B, h_kv, count]; -1 in unused entries.
 
     Args:
-        query: that query (T = 1).
-        marks: of the prompt's chunks.
-        count: chunks to select.
+        query: the prompt's last query (T = 1).
+        marks: the prompt's chunks.
+        count: number of chunks to select.
     """
     ids, scores = best_by_landmarks(query, (marks,), product_scores(query, (marks,)), count)
     return jnp.where(scores >= 0, ids, -1)[:, :, 0]
 
 
 def exact_keys(preload: Preload, fresh: Array, fetched: Fetched, valid: Array) -> tuple[Array, Array]:
-    """The fetched keys, exact for those preloaded chunks that no query has dropped so far.
+    """Replace the rebuilt keys of those preloaded chunks that every query so far has selected by exact keys.
 
     Args:
-        preload: the chunks.
-        fresh: those that every query so far has selected, bool [B, h_kv, n].
-        fetched: the step's chunks, k for each of Q queries: keys [B, h_kv, Q * k * c, d].
-        valid: real queries [B, T].
+        preload: the preloaded chunks.
+        fresh: which of them every query before this step has selected, bool [B, h_kv, n].
+        fetched: the chunks of the step, n for each of Q queries: keys [B, h_kv, Q * n * c, d].
+        valid: which queries are real, bool [B, T].
 
     Returns:
-        keys like fetched.k, and the new fresh.
+        The keys, in the shape of fetched.k, and `fresh` after this step.
     """
     assert fetched.k is not None
     batch, heads, count = preload.ids.shape

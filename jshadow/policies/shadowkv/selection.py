@@ -1,13 +1,14 @@
-"""Choosing chunks (ShadowKV, algorithm 2), from top to bottom.
+"""Choosing chunks (ShadowKV, algorithm 2), in four steps.
 
-1. `landmark_scores`: every chunk is scored by the softmax mass on its landmarks, or, with two levels, on its mean.
-2. `best_by_landmarks`: the best chunks. With two levels, the chunks near the best ones are scored again by all of their
-   landmarks.
-3. `best_chunks`: with a second round, the keys of twice as many chunks are rebuilt, and those keys choose.
-4. `in_turn`: a chunk that stays selected keeps its place, so that its values can stay where they are. A fetch then
-   writes only into the places of dropped chunks, in the buffer that the step before has filled.
+1. `landmark_scores` scores every chunk by the softmax mass on its landmarks. With two levels, it is that on its mean.
+2. `best_by_landmarks` takes the best chunks. With two levels, it first scores the best candidates again, by all of
+   their landmarks.
+3. `best_chunks` with a second round takes twice as many chunks, rebuilds their keys, and scores them by these keys.
+4. `in_turn` orders the chunks so that a chunk that stays selected keeps its place. Its values then stay where they are
+   in the buffer, and a fetch writes only into the places of dropped chunks.
 
-Sizes: B rows, h_kv KV heads, T queries of a step, n chunks, k chosen ones, Q sets of scores: T, or 1 if shared.
+Sizes: B rows, h_kv KV heads, T queries of a step, n chunks, k chosen chunks. Q is the number of sets of scores: 1 if
+the queries choose together (`Scoring.shared`), else T.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ from jshadow.policies.shadowkv.landmarks import EXACT
 from jshadow.policies.shadowkv.records import WIDER
 
 MANTISSA = {"float32": (8, 23), "bfloat16": (8, 7)}  # exponent and mantissa bits of the dtypes of scores
-PLACES = 256  # places compared with all chosen chunks at once; the largest temporary is [B, h_kv, k, PLACES]
+PLACES = 256  # `in_place` compares this many places at once, so its largest temporary is [B, h_kv, k, PLACES]
 
 
 class Scoring(NamedTuple):
@@ -46,8 +47,8 @@ class Scoring(NamedTuple):
 
     Attributes:
         scale: factor on products of queries and keys.
-        shared: the queries of a step choose together.
-        dtype: dtype that the softmax is rounded to.
+        shared: whether the queries of a step choose together.
+        dtype: dtype that the softmax is rounded to, a key of MANTISSA.
     """
 
     scale: float
@@ -56,11 +57,11 @@ class Scoring(NamedTuple):
 
 
 class Query(NamedTuple):
-    """The queries that choose.
+    """The queries that choose chunks.
 
     Attributes:
-        q: after RoPE [B, T, h_q, d].
-        valid: bool [B, T]; the other queries choose nothing.
+        q: queries after RoPE [B, T, h_q, d].
+        valid: which queries are real, bool [B, T]. The others choose nothing.
         scoring: how they score chunks.
     """
 
@@ -69,11 +70,11 @@ class Query(NamedTuple):
     scoring: Scoring
 
 
-# 1. Every chunk's score
+# 1. The scores of all chunks
 
 
 def landmark_scores(query: Query, marks: Sequence[Marks]) -> Float[Array, "B h_kv Q n"]:
-    """Float32 scores of all chunks by the landmarks that every query reads; -1 where a chunk may not be chosen."""
+    """Scores of all chunks by the landmarks that every query reads, float32; -1 where a chunk may not be chosen."""
     if not has_kernel(query.scoring, joined=len(marks) > 1):
         return product_scores(query, marks)
     landmarks, is_open = first_level(marks[0].landmarks), marks[0].open[:, :, 0]
@@ -83,12 +84,12 @@ def landmark_scores(query: Query, marks: Sequence[Marks]) -> Float[Array, "B h_k
 
 
 def has_kernel(scoring: Scoring, *, joined: bool) -> bool:
-    """Whether a kernel scores the landmarks: float32 scores, each query its own, of the prompt's chunks alone."""
+    """Whether a kernel scores the landmarks. It needs float32 scores for each query, of the prompt's chunks only."""
     return not joined and not scoring.shared and scoring.dtype == "float32"
 
 
 def product_scores(query: Query, marks: Sequence[Marks]) -> Float[Array, "B h_kv Q n"]:
-    """`landmark_scores` by XLA."""
+    """`landmark_scores` without the kernel, computed by XLA."""
     logits, parts = zip(*(first_logits(query.q, part, query.scoring.scale) for part in marks), strict=True)
     every = logits[0] if len(logits) == 1 else jnp.concatenate(logits, axis=-1)
     return chunk_scores(every, query.valid, query.scoring, parts[0])
@@ -97,16 +98,16 @@ def product_scores(query: Query, marks: Sequence[Marks]) -> Float[Array, "B h_kv
 def chunk_scores(
     logits: Float[Array, "B h_kv group T m"], valid: Bool[Array, "B T"], scoring: Scoring, parts: int = 1
 ) -> Float[Array, "B h_kv Q n"]:
-    """Score of each chunk: the softmax over all candidates of a query head, then the maximum over the heads of a group.
+    """The score of each chunk: a softmax over all candidates in each query head, then the maximum over a group's heads.
 
     Args:
-        logits: MASKED where there is no candidate.
-        valid: bool [B, T], queries that count.
+        logits: the logits of m landmarks, MASKED where a chunk is not a candidate.
+        valid: which queries are real, bool [B, T].
         scoring: if shared, masses are summed over the queries before the maximum.
-        parts: logits of a chunk, whose masses are added up; m = n * parts.
+        parts: number of logits of a chunk, whose masses are added; m = n * parts.
 
     Returns:
-        float32 [B, h_kv, Q, n]; -1 where a chunk is no candidate.
+        float32 [B, h_kv, Q, n]; -1 where a chunk is not a candidate.
     """
     there = logits > MASKED
     mass = jnp.where(there & valid[:, None, None, :, None], jax.nn.softmax(logits, axis=-1), 0.0)
@@ -128,8 +129,8 @@ def best_by_landmarks(query: Query, marks: Sequence[Marks], scores: Array, count
     Args:
         query: the queries.
         marks: the chunks.
-        scores: of all chunks, from `landmark_scores`.
-        count: chunks to choose.
+        scores: the scores of all chunks, from `landmark_scores`.
+        count: number of chunks to choose.
     """
     if not isinstance(marks[0].landmarks, Levels):
         ids = top_k(scores, count)
@@ -143,18 +144,18 @@ def best_by_landmarks(query: Query, marks: Sequence[Marks], scores: Array, count
 def near_chunks(
     scores: Float[Array, "B h Q n"], count: int, first: int
 ) -> tuple[Int[Array, "B h Q m"], Bool[Array, "B h Q m"]]:
-    """Chunks that come near to being chosen: all chunks of the groups of neighbours whose best chunk is among the best.
+    """The candidates whose landmarks are all read: the `count` best groups of GROUP neighboring chunks.
 
     Args:
-        scores: by the means; negative where a chunk may not be chosen.
-        count: chunks that are chosen in the end.
-        first: chunks of the prompt. Groups do not span the prompt and later chunks, so that results do not depend on
-            the capacity.
+        scores: scores by the means; negative where a chunk may not be chosen. A group has the score of its best chunk.
+        count: number of chunks that are chosen in the end.
+        first: number of chunks of the prompt. No group spans the prompt and later chunks, so that results do not
+            depend on the capacity.
 
     Returns:
-        int32 ids, those of a group side by side, and whether each may be chosen.
+        The ids, int32, with those of a group side by side, and whether each chunk may be chosen.
     """
-    # Keep the scores shared: without this barrier XLA's CPU backend computes them twice.
+    # Without this barrier, XLA's CPU backend computes the scores twice.
     scores = lax.optimization_barrier(scores)
     ids, grouped = [], []
     for start, end in ((0, first), (first, scores.shape[3])):
@@ -172,35 +173,33 @@ def near_chunks(
 
 def scores_where(logits: Array, there: Array, query: Query, parts: int) -> Array:
     """`chunk_scores` of m chunks by logits [B, h_kv, group, T, m * parts]; `there` bool [B, h_kv, Q, m]."""
-    is_there = jnp.repeat(there, parts, axis=3)[
-        :, :, None
-    ]  # one for all heads of a group, and for all queries if Q = 1
+    is_there = jnp.repeat(there, parts, axis=3)[:, :, None]  # for all heads of a group, and all queries if Q = 1
     return chunk_scores(jnp.where(is_there, logits, MASKED), query.valid, query.scoring, parts)
 
 
 def best_of(ids: Array, scores: Array, count: int) -> tuple[Array, Array]:
-    """Of chunks ids and their scores, both [B, h_kv, Q, m], the best ones."""
+    """The `count` best of m chunks, from their ids and scores [B, h_kv, Q, m], with their scores."""
     order = top_k(scores, count)
     return jnp.take_along_axis(ids, order, axis=3), jnp.take_along_axis(scores, order, axis=3)
 
 
-# 3. The chosen chunks
+# 3. The best chunks by their keys
 
 
 def best_chunks(
     query: Query, marks: Sequence[Marks], scores: Array, count: int, rebuild: Callable[[Array], Array] | None
 ) -> tuple[Array, Array]:
-    """The chunks that each query chooses, int32 [B, h_kv, Q, count], and their scores; -1 for no chunk.
+    """The chunks that each query chooses, int32 [B, h_kv, Q, count], and their scores; -1 where there is no chunk.
 
-    A second round costs the rebuilding of three times the chunks, but nothing more moves from the host. It is better
-    because a landmark blurs its tokens: what a mean hides, the keys show.
+    With a second round, three times as many chunks are rebuilt, but no more rows are moved from the host. The choice is
+    better, because a landmark is a mean and hides single keys.
 
     Args:
         query: the queries.
-        marks: the prompt's chunks, and those that joined later if there are any.
-        scores: of all chunks, from `landmark_scores`.
-        count: chunks to choose.
-        rebuild: for a second round: the keys after RoPE [B, h_kv, m * c, d] of chunks int32 [B, h_kv, m].
+        marks: the prompt's chunks, and the chunks that joined later if there are any.
+        scores: the scores of all chunks, from `landmark_scores`.
+        count: number of chunks to choose.
+        rebuild: None: one round. Otherwise it maps chunks int32 [B, h_kv, m] to keys after RoPE [B, h_kv, m * c, d].
     """
     if rebuild is None:
         return best_by_landmarks(query, marks, scores, count)
@@ -212,7 +211,7 @@ def best_chunks(
 def scores_by_keys(
     query: Query, keys: Float[Array, "B h_kv tokens d"], there: Bool[Array, "B h_kv Q m"]
 ) -> Float[Array, "B h_kv Q m"]:
-    """Scores of m chunks by all of their keys [B, h_kv, Q * m * c, d]; -1 where one may not be chosen."""
+    """Scores of m chunks by all of their keys [B, h_kv, Q * m * c, d]; -1 where a chunk may not be chosen."""
     batch, heads, sets, count = there.shape
     grouped, size = group_queries(query.q, heads), keys.shape[2] // (sets * count)
     keys = keys.reshape(batch, heads, sets, count * size, keys.shape[3])
@@ -223,20 +222,23 @@ def scores_by_keys(
     return scores_where(logits * query.scoring.scale, there, query, size)
 
 
-# 4. Their order
+# 4. The order of the chosen chunks
 
 
 def in_turn(ids: Array, valid: Array, asked: Array, resident: Array) -> tuple[Array, Array, Array, Array]:
-    """Order the selections of successive queries so that what stays selected keeps its place.
+    """Order the selections of successive queries so that a chunk that stays selected keeps its place.
+
+    Example for one head and one query: ids [7, 4, 2] (all valid) and resident [4, -1, 9] give the order [4, 7, 2] and
+    hit [True, False, False]. Chunk 4 keeps its place, and chunks 7 and 2 get the free places.
 
     Args:
-        ids: int32 [B, h, Q, k], distinct in each selection.
-        valid: bool [B, h, Q, k]; what is not valid is not selected.
-        asked: bool [B, Q]; a query that did not ask leaves everything as it is.
-        resident: what was selected before, int32 [B, h, k], distinct; -1: nothing at that place.
+        ids: selected chunks, int32 [B, h, Q, k], distinct in each selection.
+        valid: which of them are selected, bool [B, h, Q, k].
+        asked: which queries select, bool [B, Q]. The others leave `resident` as it is.
+        resident: chunks selected by the previous query, int32 [B, h, k], distinct; -1 in an unused place.
 
     Returns:
-        ids and valid in that order, whether each was selected by the query before it too, and the new resident.
+        ids and valid in the new order, whether the previous query selected each chunk too, and the new resident.
     """
 
     def follow(resident: Array, one: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -255,14 +257,11 @@ def in_turn(ids: Array, valid: Array, asked: Array, resident: Array) -> tuple[Ar
 
 
 def in_place(new: Array, valid: Array, resident: Array) -> Array:
-    """Which of the new units [B, h, k] each place gets, int32 [B, h, k].
-
-    A unit that is resident gets its own place again; the others get the free places in turn.
-    """
+    """For each place, the index of the chunk in `new` that gets it, int32 [B, h, k]; see the example of `in_turn`."""
     count = new.shape[2]
     size = min(count, PLACES)
     blocks = -(-count // size)
-    # Places past the last one get -1, which no unit is.
+    # The padding is -1, which is no chunk's id.
     padded = jnp.pad(resident, ((0, 0), (0, 0), (0, blocks * size - count)), constant_values=-1)
     tiles = padded.reshape(*resident.shape[:2], blocks, size).transpose(2, 0, 1, 3)
 
@@ -275,7 +274,7 @@ def in_place(new: Array, valid: Array, resident: Array) -> Array:
 
     found, taken = over_blocks(look, jnp.zeros_like(valid), tiles)
     free = ~taken.transpose(1, 2, 0, 3).reshape(padded.shape)
-    # The n-th unit without a place gets the n-th free place; the two fillers, 0 and -1, never meet.
+    # The n-th chunk without a place gets the n-th free place. The fillers 0 (has a place) and -1 (taken) never match.
     number = jnp.where(found, 0, jnp.cumsum(~found, axis=-1, dtype=jnp.int32))
     turn = jnp.where(free, jnp.cumsum(free, axis=-1, dtype=jnp.int32), -1)
     index = jnp.arange(count, dtype=jnp.int32)[:, None]
@@ -283,7 +282,7 @@ def in_place(new: Array, valid: Array, resident: Array) -> Array:
     def take(nothing: None, one: tuple[Array, Array]) -> tuple[None, Array]:
         tile, turn = one
         pair = same(tile) | (number[..., :, None] == turn[..., None, :])
-        # One entry of each column is true. Summing its index is several times cheaper than argmax on a CPU.
+        # One entry of each column is True. On a CPU, summing its index is several times cheaper than argmax.
         return nothing, jnp.where(pair, index, 0).sum(axis=-2)
 
     turns = turn.reshape(*resident.shape[:2], blocks, size).transpose(2, 0, 1, 3)
@@ -292,7 +291,7 @@ def in_place(new: Array, valid: Array, resident: Array) -> Array:
 
 
 def over_blocks(function: Callable[..., Any], start: Any, blocks: Any) -> tuple[Any, Any]:
-    """lax.scan over the leading axis, without a loop for a single block."""
+    """lax.scan over the leading axis. A single block is computed without a loop."""
     if jax.tree.leaves(blocks)[0].shape[0] > 1:
         return lax.scan(function, start, blocks)
     last, out = function(start, jax.tree.map(lambda x: x[0], blocks))

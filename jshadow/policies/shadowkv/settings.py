@@ -33,20 +33,21 @@ from jshadow.policies.shadowkv.selection import Scoring
 
 @dataclasses.dataclass(frozen=True)
 class ShadowSettings(UniformPolicy, Budgeted, Sized):
-    """What the user of `ShadowKV` chooses, apart from how a layer then behaves.
+    """The settings of `ShadowKV`, and the counts that follow from them.
 
     Attributes:
-        rank: columns of the low-rank keys; None: 160 of every 1,024 key columns, in multiples of 8.
+        rank: rank of the low-rank keys. None: 160 of every 1,024 key columns, in multiples of 8.
         chunk_size: tokens in a chunk.
-        budget: tokens selected in a step, beside outliers and window; None: 1.56 % of the capacity, at least 256.
-        outlier_chunks: chunks per KV head that are kept exactly; None: 24 per 1,024 tokens of budget.
-        local_chunks: whole chunks at the end of the prompt that stay in the window.
-        keys: the code of the keys: `LowRank` (the paper's), `TransformCode` or `ExactKeys`.
-        landmarks: what a chunk is chosen by.
+        budget: number of tokens selected for a query, in addition to outliers and window. None: 1.56 % of the capacity,
+            at least 256.
+        outlier_chunks: number of chunks that each KV head keeps exactly. None: 24 for every 1,024 tokens of budget.
+        local_chunks: number of whole chunks at the end of the prompt that stay in the window.
+        keys: how keys are stored: `LowRank` (the paper), `TransformCode` or `ExactKeys`.
+        landmarks: the summaries of keys by which chunks are selected.
         values: how values are stored in host memory.
-        choice: how chunks are chosen beyond the paper's rule.
-        extend_piece: tokens of a turn that pass the model at once.
-        quirks: where to do as the published code does, and not as the paper says.
+        choice: extensions of the paper's rules for choosing chunks.
+        extend_piece: number of new tokens of a turn that are processed at once.
+        quirks: the published code's choices that differ from the paper.
     """
 
     rank: int | None = None
@@ -68,36 +69,39 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
 
     @classmethod
     def paper(cls) -> Self:
-        """The paper's settings, whatever the defaults are.
+        """The paper's settings (sections 4 and 5.1).
 
-        Keys of low rank with 160 of 1,024 columns, one landmark for a chunk of 8 tokens, 1.56 % of the tokens, 48
-        outlier chunks, and 16 bits throughout (sections 4 and 5.1).
+        Keys have rank 160 for 1,024 columns. A chunk of 8 tokens has one landmark. 1.56 % of the tokens are selected,
+        48 chunks are outliers, and all numbers have the model's dtype.
         """
         return cls(keys=LowRank(), landmarks=Landmarks(), values=Values(), choice=Choice())
 
     @classmethod
     def reference(cls) -> Self:
-        """The choices of the published code's throughput class (github.com/ByteDance-Seed/ShadowKV, e51904c).
+        """The settings of the published code's throughput class (github.com/ByteDance-Seed/ShadowKV, e51904c).
 
-        A turn of at most 4,096 tokens selects once. Scores are divided by sqrt(128) whatever the head width, and
-        rounded to bfloat16. Chunks that the prompt's last query selects begin with exact keys. Chunks come in eights,
-        and the budget gives the number of outliers. Not repeated are: tokens dropped at a full window, ties broken at
-        random, and prompts of equal length.
+        All queries of a turn of at most 4,096 tokens select the same chunks. Products are divided by sqrt(128) for
+        every head width, and scores are rounded to bfloat16. Chunks that the prompt's last query selects begin with
+        exact keys. The number of chunks is a multiple of 8, and the budget determines the number of outliers.
+
+        Three properties of that code are not reproduced: it drops tokens when the window is full, it breaks ties at
+        random, and all prompts of a batch must have equal length.
         """
         return cls(outlier_chunks=None, extend_piece=4096, quirks=Quirks.published())
 
     @classmethod
     def packed(cls, *, small: bool = False) -> Self:
-        """Packed codes at about the paper's device bytes; this project's own, not the paper's.
+        """Quantized codes with about the paper's device bytes. They are this project's, not the paper's.
 
-        Keys are in the transform code, landmarks and host values in four bits. There is a landmark for every two
-        tokens, in two levels. With `small`, keys have 4/3 bits a column and a chunk has one landmark; that takes two
-        fifths of the bytes. Landmarks know the variance of their keys, and half of the outliers are the chunks that the
-        code holds worst. Host values take a good quarter of the paper's bytes.
+        Keys are in the transform code with 2 bits a column, and landmarks and host values have 4 bits. There is a
+        landmark for every two tokens, in two levels. With `small`, keys have 4/3 bits a column and a chunk has one
+        landmark. Landmarks of both have order 2, and half of the outliers are the chunks with the largest coding error.
+        Host values take a little more than a quarter of the paper's bytes.
 
-        Both are for long prompts, because a basis takes 2.7 (small: 2.5) times the bytes of the paper's, whatever the
-        prompt. Of all the paper's bytes they take 1.04 (0.44) on Llama-3.1-8B at 131,072 tokens, and 1.13 (0.81) at
-        4,096. BENCHMARKS.md has their quality on SmolLM2.
+        Both are for long prompts, because the basis takes 2.3 (small: 2.5) times the bytes of the paper's right factor
+        at every prompt length. In total they take 1.04 (small: 0.44) times the paper's device bytes on Llama-3.1-8B at
+        131,072 tokens, and 1.11 (small: 0.81) times at 4,096. docs/benchmarks/key_codes.md has their quality on
+        SmolLM2.
         """
         if small:
             keys, landmarks = TransformCode(bits=4 / 3, weights="queries"), Landmarks(order=2, dtype="int4")
@@ -108,17 +112,16 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
 
     @classmethod
     def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """Full rank, and a budget of all tokens."""
+        """Settings that equal full attention for up to num_tokens: full rank, and a budget of all tokens."""
         return cls(rank=config.key_columns, budget=max(num_tokens, cls.chunk_size))
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Outliers go before the keys fall below the bits of the usual rank: see `sizes.shadow_candidates`.
+        """The settings of `sizes.shadow_candidates`, with the key code, landmarks, values and choice of this policy.
 
-        The codes are those of these settings. With the transform code, the size also decides the landmarks' tokens
-        unless they are given.
+        With the transform code, the size also decides `landmarks.tokens`, unless they are given.
 
         Raises:
-            ConfigError: the bits of the keys are given, which the size decides.
+            ConfigError: the key code's bits or profile are given, although the size decides them.
         """
         if isinstance(self.keys, TransformCode):
             for field in ("profile", "bits"):
@@ -128,7 +131,7 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         return sizes.shadow_candidates(codes, config)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """Check every range and replace every None by a number; only codes other than low rank have no rank."""
+        """Check every setting and replace every None by a number, except a rank that the key code does not have."""
         check_record(self.name, "keys", self.keys, (LowRank, TransformCode, ExactKeys))
         for name, kind in (("landmarks", Landmarks), ("values", Values), ("choice", Choice), ("quirks", Quirks)):
             check_record(self.name, name, getattr(self, name), (kind,))
@@ -150,32 +153,32 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
             self, rank=rank, keys=keys, budget=budget, outlier_chunks=outliers, landmarks=landmarks
         )
 
-    # What follows from the settings. Counts of a capacity are maxima; a row's own follow from its chunks.
+    # Counts. A count for a capacity is the maximum over all prompts; a row's count follows from its number of chunks.
 
     @property
     def reads(self) -> HookInputs:
-        """The prompt's last queries: to weigh the keys, or the one that selects."""
+        """The prompt's last queries, to compute key weights, or the last one, to select the preloaded chunks."""
         last = TAIL if weights_of(self.keys) == "queries" else int(self.quirks.exact_preload)
         return HookInputs(last_queries=last, piece=self.extend_piece)
 
     @property
     def budget_unit(self) -> int:
-        """Budgets are whole chunks."""
+        """The tokens of a chunk."""
         return self.chunk_size
 
     @property
     def codec(self) -> KeyCodec:
-        """The code of the keys."""
+        """The codec of the keys."""
         return self.keys.codec(self.rank)
 
     @property
     def landmark_parts(self) -> int:
-        """Landmarks of a chunk."""
+        """Number of landmarks of a chunk."""
         return self.chunk_size // (self.landmarks.tokens or self.chunk_size)
 
     @property
     def read_parts(self) -> int:
-        """Rows of a chunk's landmarks that every step reads."""
+        """Number of landmark rows of a chunk that every step reads."""
         return self.landmark_parts if self.landmarks.levels == 1 else 1
 
     def scoring(self, spec: CacheSpec) -> Scoring:
@@ -183,41 +186,41 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         return self.quirks.scoring(spec.scale)
 
     def max_near(self, capacity: int, later: int) -> int:
-        """Chunks whose second level of landmarks a step reads; `later` chunks follow the prompt's."""
+        """Most chunks whose second level of landmarks a step reads, if `later` chunks follow the prompt's."""
         named = self.max_selected(capacity) * self.choice.wider
         return GROUP * min(named, -(-self.max_chunks(capacity) // GROUP) - -later // GROUP)
 
     def max_chunks(self, capacity: int) -> int:
-        """Chunks of the longest prompt that fits."""
+        """Number of chunks n of the longest prompt that fits."""
         return self.quirks.rounded(max(0, capacity // self.chunk_size - self.local_chunks))
 
     def prompt_chunks(self, lengths: Array) -> Array:
-        """Chunks of prompts of these lengths, int32 [B]; what follows them is the window."""
+        """Number of chunks of prompts with these lengths, int32 [B]. All tokens after them are in the window."""
         return self.quirks.rounded(jnp.maximum(0, lengths // self.chunk_size - self.local_chunks))
 
     def max_outliers(self, capacity: int) -> int:
-        """Outlier chunks of the longest prompt that fits."""
+        """Number of outlier chunks of the longest prompt that fits."""
         assert self.outlier_chunks is not None
         return min(self.outlier_chunks, self.max_chunks(capacity))
 
     def landmark_outliers(self, capacity: int) -> int:
-        """How many outliers are chosen by their landmark; they come first."""
+        """Number of outliers that are chosen by their landmark. They are stored first."""
         assert self.outlier_chunks is not None
         first = self.outlier_chunks if self.choice.outlier_rule == "landmark" else -(-self.outlier_chunks // 2)
         return min(first, self.max_outliers(capacity))
 
     def row_outliers(self, chunks: Array) -> Array:
-        """Outlier chunks of rows with that many chunks, int32 [B]."""
+        """Number of outlier chunks of rows with `chunks` chunks, int32 [B]."""
         assert self.outlier_chunks is not None
         return jnp.minimum(self.outlier_chunks, chunks)
 
     def max_selected(self, capacity: int) -> int:
-        """Chunks selected in a step for the longest prompt that fits."""
+        """Number of chunks k that a query selects from the longest prompt that fits."""
         assert self.budget is not None
         return min(self.budget // self.chunk_size, self.max_chunks(capacity) - self.max_outliers(capacity))
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """Why a cache of this capacity has nothing to select from, or None."""
+        """The reason why there is no chunk to select at this capacity, or None."""
         if self.max_selected(capacity) > 0:
             return None
         return (
@@ -226,5 +229,5 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         )
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """The shortest prompt leaves the most tokens to the window. There is at least one slot for a step's token."""
+        """Slots of the window for the shortest prompt, which has the fewest chunks. There is at least one slot."""
         return max(1, capacity - self.chunk_size * self.max_chunks(min(shortest, capacity)))

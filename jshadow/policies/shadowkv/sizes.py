@@ -1,4 +1,4 @@
-"""The sizes in which ShadowKV can be brought to a share of full attention's bytes (`policies/sizing.py` searches)."""
+"""The settings of ShadowKV from large to small, among which `policies/sizing.py` finds those for a share of bytes."""
 
 import dataclasses
 import itertools
@@ -11,7 +11,7 @@ from jshadow.policies.shadowkv.records import ExactKeys, Landmarks, LowRank, Tra
 
 
 class Codes(Protocol):
-    """The settings of ShadowKV that its size depends on beside the number of outliers."""
+    """The settings of ShadowKV that decide the size of its codes."""
 
     @property
     def chunk_size(self) -> int: ...  # noqa: D102
@@ -22,14 +22,15 @@ class Codes(Protocol):
 
 
 S = TypeVar("S", bound=Codes)
-OUTLIERS = (48, 24, 8, 4, 1, 0)  # outlier chunks that a size tries, from many to none
+OUTLIERS = (48, 24, 8, 4, 1, 0)  # numbers of outlier chunks to try
 
 
 def shadow_candidates(policy: S, config: ModelConfig) -> list[list[S]]:
-    """The policy with fewer and fewer outliers, each by falling bits of its key code; all other settings stay.
+    """Groups of settings with fewer and fewer outliers. Within a group, the bits of the key code fall.
 
-    Outliers go before the keys fall below the bits of the usual rank. 48 outlier chunks are few of 128K tokens, but a
-    fifth of 2K tokens, where a low rank costs more than they save.
+    All other settings stay as they are. Outliers are given up before the keys get fewer bits than the usual rank has.
+    48 outlier chunks are a small share of 128K tokens, but a fifth of 2K tokens. There, a lower rank costs more quality
+    than these outliers gain.
     """
     rich, poor = code_sizes(policy, config)
     groups = (*itertools.product(OUTLIERS, [rich]), (0, poor))
@@ -40,9 +41,10 @@ def shadow_candidates(policy: S, config: ModelConfig) -> list[list[S]]:
 
 
 def code_sizes(policy: Codes, config: ModelConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Settings of the key code from most bits to least: those with the bits of the usual rank or more, and the others.
+    """Two lists of settings of the key code: those with at least the bits of the usual rank, and those with fewer.
 
-    With the transform code, more bits of the keys come with finer landmarks, unless these were given.
+    The bits fall within each list. With the transform code, more bits come with finer landmarks, unless
+    `landmarks.tokens` is given.
     """
     columns, usual = config.key_columns, usual_rank(config.key_columns)
     if isinstance(policy.keys, LowRank):

@@ -1,4 +1,16 @@
-"""What ShadowKV and ShadowKV+ remember of one layer."""
+"""The state of ShadowKV and ShadowKV+ in one layer.
+
+Example for `ShadowFrozen` and `ShadowLive`: B = 1, 2 KV heads of width 64, chunks of c = 8 tokens, rank 16, one outlier
+chunk, 4 local chunks, and a capacity of 56 tokens. The capacity has 56 / 8 - 4 = 3 chunks, so n = 3. A prompt of 50
+tokens has 6 whole chunks, of which the last 4 stay in the window. So chunks is [2], and the window begins at token 16.
+
+    left        [1, 3, 128]     the 8 left rows of a chunk, 16 numbers each; the third chunk is unused
+    right       [1, 2, 16, 64]  rebuilds the keys of all chunks
+    landmarks   [1, 2, 3, 64]   one mean key for each chunk
+    outliers    [1, 2, 8, 64]   head 0 keeps chunk 0 exactly, and head 1 keeps chunk 1
+    candidates  [[[False, True, False], [True, False, False]]]
+    resident    [[[1, -1], [0, -1]]]   with room for k = 2 selected chunks, of which each head has one
+"""
 
 import dataclasses
 from typing import Any
@@ -12,18 +24,21 @@ from jshadow.policies.shadowkv.reference import Preload
 
 
 class ShadowFrozen(struct.PyTreeNode):
-    """The prompt, n chunks of c tokens at most, with s landmarks each.
+    """The prompt: at most n chunks of c tokens, with s landmarks each. Arrays have the model's dtype unless stated.
 
     Attributes:
-        left: left rows of the keys' code, the rows of a chunk side by side: [B, n, c * rank] of low rank.
-        right: what all left rows share: [B, h_kv, rank, d] of low rank; a tree of arrays, or None, of other codes.
-        landmarks: mean keys after RoPE [B, h_kv, n * s, d], or `Scaled` rows, or `Levels` of them.
-        candidates: chunks that may be selected, bool [B, h_kv, n]: whole chunks of the row that are no outliers.
-        chunks: chunks of each row, int32 [B]; the window begins at token chunks * c.
-        outliers: exact keys and values of the outlier chunks [B, h_kv, o * c, d].
-        preload: chunks that begin with exact keys, only with `Quirks.exact_preload`.
-        spread: with landmarks of order 2, `chunk_spread` of landmarks [B, h_kv, n * s, 1]; with two levels, those of
-            the chunks [B, h_kv, n, 1] and of their landmarks [B, h_kv, n, s].
+        left: the part of the key code that belongs to a token or chunk; see `KeyCode`. With low rank it is
+            [B, n, c * rank], with the rows of a chunk side by side.
+        right: the part of the key code that all chunks share; see `KeyCode`. With low rank it is [B, h_kv, rank, d].
+            With other codes it is a pytree of arrays, or None.
+        landmarks: mean keys after RoPE [B, h_kv, n * s, d]. In another dtype than the model's they are `Scaled` rows,
+            and with two levels they are `Levels`.
+        candidates: the chunks that may be selected, bool [B, h_kv, n]. These are the row's chunks without its outliers.
+        chunks: number of chunks of each row, int32 [B]. The window begins at token chunks * c.
+        outliers: exact keys after RoPE and values of the o outlier chunks [B, h_kv, o * c, d].
+        preload: chunks that begin with exact keys, or None unless `Quirks.exact_preload`.
+        spread: `chunk_spread` of the landmarks [B, h_kv, n * s, 1], or None with landmarks of order 1. With two levels
+            it is a pair: that of the chunks [B, h_kv, n, 1] and that of their landmarks [B, h_kv, n, s].
     """
 
     left: Array
@@ -37,13 +52,15 @@ class ShadowFrozen(struct.PyTreeNode):
 
 
 class ShadowLive(struct.PyTreeNode):
-    """What decoding changes.
+    """The part that decoding changes.
 
     Attributes:
-        window: exact keys (after RoPE) and values from token chunks * c on [B, h_kv, window, d].
-        resident: chunks that the last query has selected, int32 [B, h_kv, k]; -1 where there is none.
-        fresh: preloaded chunks that every query has selected since, bool [B, h_kv, k]; only with a preload.
-        values: values of the chunks in `resident` [B, h_kv, k, c * d], only with fetch="zero_copy".
+        window: exact keys after RoPE and values of all tokens from position chunks * c on [B, h_kv, W, d].
+        resident: ids of the chunks that the last query selected, int32 [B, h_kv, k]; -1 in an unused place. A chunk
+            that stays selected keeps its place.
+        fresh: which preloaded chunks every query so far has selected, bool [B, h_kv, k], or None without a preload.
+        values: values of the chunks in `resident`, in the same places [B, h_kv, k, c * d], or None unless
+            fetch="zero_copy".
     """
 
     window: KeyValues
@@ -53,14 +70,16 @@ class ShadowLive(struct.PyTreeNode):
 
 
 class PlusFrozen(ShadowFrozen, kw_only=True):
-    """ShadowKV+'s prompt, with the limits by which later chunks are kept exactly.
+    """ShadowKV+'s prompt, with the limits that decide which later chunks are kept exactly.
 
     Attributes:
-        cut: least cosine of the best represented outlier that was chosen by its landmark, float32 [B, h_kv]; -inf where
-            there is none.
-        most: squared error of the worst chunk that may be rebuilt, float32 [B, h_kv]; infinite where no outlier was
-            chosen by that. None with another outlier rule.
-        key_weights: what an error in each number of a key counts, float32 [B, h_kv, d]; None where all count alike.
+        cut: limit on the cosine, float32 [B, h_kv]. A later chunk is kept exactly if its least cosine with its landmark
+            is below this. It is the largest least cosine of the prompt's outliers that were chosen by landmark, or -inf
+            if there is none.
+        most: limit on the coding error, float32 [B, h_kv], or None with outlier_rule="landmark". A later chunk is kept
+            exactly if its squared error is above this. It is the largest error of the prompt's chunks that may be
+            rebuilt, below 0 if there is none, and infinite if no outlier may be chosen by its error.
+        key_weights: weights on the errors of a key's numbers, float32 [B, h_kv, d], or None if they count equally.
     """
 
     cut: Array
@@ -69,16 +88,21 @@ class PlusFrozen(ShadowFrozen, kw_only=True):
 
 
 class PlusLive(ShadowLive, kw_only=True):
-    """What decoding with ShadowKV+ changes. Later chunk j is chunk `chunks + j` of the sequence; m of them fit.
+    """The part that decoding with ShadowKV+ changes. There is space for m later chunks.
+
+    Later chunk j of row b is chunk chunks[b] + j of the sequence.
 
     Attributes:
-        window: the ring: token p lies in slot p % R [B, h_kv, R, d].
-        left: left rows of all tokens from chunks * c on, as the prompt's: [B, m, c * rank] of low rank.
-        landmarks: of later chunks, stored as the prompt's: [B, h_kv, m * s, d].
-        kept: later chunks that are kept exactly, bool [B, h_kv, m].
-        extra: their keys and values [B, h_kv, x * c, d].
-        extra_ids: their numbers, int32 [B, h_kv, x]; -1 for a free slot.
-        spread: of later chunks, stored as the prompt's.
+        window: a ring buffer of exact keys after RoPE and values [B, h_kv, R, d]. The token at position p is in slot
+            p % R.
+        resident, fresh, values: as in `ShadowLive`. The id of later chunk j is n + j.
+        left: left rows of all tokens from position chunks * c on, stored as in the prompt: [B, m, c * rank] with low
+            rank.
+        landmarks: landmarks of later chunks, stored as in the prompt: [B, h_kv, m * s, d].
+        kept: which later chunks are kept exactly, bool [B, h_kv, m].
+        extra: exact keys after RoPE and values of these chunks [B, h_kv, x * c, d].
+        extra_ids: the j of the later chunk in each of the x slots, int32 [B, h_kv, x]; -1 in a free slot.
+        spread: the spread of later chunks, stored as in the prompt.
     """
 
     left: Array
@@ -90,5 +114,5 @@ class PlusLive(ShadowLive, kw_only=True):
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """The fields of a state record by name, not copied."""
+    """The fields of a state record as a dictionary by name. The arrays are not copied."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

@@ -1,5 +1,5 @@
-"""Profiles of the transform code: the default for any width and bits; packed settings, and policies that keep
-their code at a share of full attention's bytes.
+"""Profiles of the transform code: the defaults for all widths and bits, packed settings, and settings for a share of
+full attention's bytes.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ def test_the_measured_profiles_come_out():
     assert profile_of(192, 256) == (4, 40, 32)
     assert profile_of(192, 384) == (28, 40, 0)
     assert profile_of(1024, 2560) == (80, 320, 320) == usual_profile(1024)
-    assert profile_of(1024, 1024 * 4 / 3) == (22, 214, 168)  # a third and more of 512 bits each, in whole bytes
+    assert profile_of(1024, 1024 * 4 / 3) == (22, 214, 168)  # near the shares of 192 columns
     assert [profile_of(192, bits) for bits in (768, 1024, 1280)] == [(33, 102, 48), (75, 96, 20), (130, 58, 4)]
     assert profile_of(192, 8 * 192) == (192, 0, 0)
 
@@ -52,8 +52,8 @@ def test_every_profile_fills_its_bytes(columns):
 
 @pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
 def test_packed_settings(kind):
-    """Bytes of a prompt token and layer: what BENCHMARKS tells of SmolLM2, scales counted."""
-    for small, profile, own in ((False, (28, 40, 0), 48 + 63 + 3.75), (True, (4, 40, 32), 32 + 12.75 + 0.75)):
+    """Bytes of a prompt token in a layer, with scales, as docs/benchmarks/key_codes.md states them for SmolLM2."""
+    for small, profile, token_bytes in ((False, (28, 40, 0), 48 + 63 + 3.75), (True, (4, 40, 32), 32 + 12.75 + 0.75)):
         policy = kind.packed(small=small)
         assert type(policy) is kind
         resolved = policy.resolve(SMOLLM2, 4096)
@@ -63,11 +63,11 @@ def test_packed_settings(kind):
         tokens = 30 * 8 * resolved.max_chunks(4096) + (30 * 8 * -(-resolved.window_slots(4096, 4096) // 8)) * (
             kind is ShadowKVPlus
         )
-        assert sum(parts[part][0] for part in ("left", "landmarks", "spread")) / tokens == own
+        assert sum(parts[part][0] for part in ("left", "landmarks", "spread")) / tokens == token_bytes
 
 
 def test_the_paper_s_codes_stay_to_be_had():
-    """Whatever the defaults become."""
+    """`paper()` gives the paper's settings, independent of the defaults."""
     for kind in (ShadowKV, ShadowKVPlus):
         resolved = kind.paper().resolve(LLAMA, 131_072)
         assert (resolved.keys, resolved.rank, resolved.landmarks) == (LowRank(), 160, Landmarks(tokens=8))
@@ -106,44 +106,44 @@ KEPT = ("keys", "landmarks.dtype", "values.dtype")
 
 
 def share_of(policy: Policy, config: ModelConfig, tokens: int) -> float:
-    made = footprint(config, policy, capacity=tokens, prompt=tokens, fetch="device_put")
-    return made["device_bytes"] / made["full_bytes"]
+    sizes = footprint(config, policy, capacity=tokens, prompt=tokens, fetch="device_put")
+    return sizes["device_bytes"] / sizes["full_bytes"]
 
 
 @pytest.mark.parametrize("name", CODES)
 def test_a_policy_keeps_its_code_at_a_share(name):
-    """At or under it, not far under it where there is more to have, and the least that is told can be had."""
+    """The policy's bytes are within the share, its codes stay, and the least share of an Infeasible is possible."""
     policy, feasible = CODES[name], 0
     for config, tokens in ((SMOLLM2, 2304), (LLAMA, 32768), (TINY, 256)):
         taken = []
         for fraction in (0.5, 0.25, 0.12, 0.06):
             try:
-                made = at_share(policy, fraction, tokens, config)
+                found = at_share(policy, fraction, tokens, config)
             except Infeasible as error:
                 least = float(str(error).split("at least ")[1].split()[0]) + 1e-4
                 assert fraction < least
-                made = at_share(policy, least, tokens, config)
+                found = at_share(policy, least, tokens, config)
             else:
                 feasible += 1
-                taken.append(share_of(made, config, tokens))
+                taken.append(share_of(found, config, tokens))
                 assert taken[-1] <= fraction
-            assert type(made) is type(policy)
-            assert [policy_settings(made)[name] for name in KEPT] == [policy_settings(policy)[name] for name in KEPT]
-            assert policy.landmarks.tokens in (None, made.landmarks.tokens)
+            assert type(found) is type(policy)
+            assert [policy_settings(found)[name] for name in KEPT] == [policy_settings(policy)[name] for name in KEPT]
+            assert policy.landmarks.tokens in (None, found.landmarks.tokens)
         assert taken == sorted(taken, reverse=True)
     assert feasible >= 4
 
 
 def test_the_bits_follow_the_share():
-    """Nothing larger fits; landmarks grow coarse with the keys; the paper's own code is brought to the same size."""
+    """No larger profile fits, coarser keys have coarser landmarks, and the result ignores settings of size."""
     policy = CODES["transform"]
     rich, middle, poor = (at_share(policy, fraction, 122_880, LLAMA) for fraction in (0.25, 0.11, 0.05))
-    assert [made.landmarks.tokens for made in (rich, middle, poor)] == [2, 4, None]
-    assert [made.outlier_chunks for made in (rich, middle, poor)] == [48, 0, 0]
-    for made, fraction in ((rich, 0.25), (poor, 0.05)):
-        size = packed_width(made.keys.profile) + 1024 // 128
-        more = with_settings(made, {"keys.profile": profile_of(1024, 8 * size)})
-        assert share_of(made, LLAMA, 122_880) <= fraction < share_of(more, LLAMA, 122_880)
+    assert [found.landmarks.tokens for found in (rich, middle, poor)] == [2, 4, None]
+    assert [found.outlier_chunks for found in (rich, middle, poor)] == [48, 0, 0]
+    for found, fraction in ((rich, 0.25), (poor, 0.05)):
+        size = packed_width(found.keys.profile) + 1024 // 128
+        more = with_settings(found, {"keys.profile": profile_of(1024, 8 * size)})
+        assert share_of(found, LLAMA, 122_880) <= fraction < share_of(more, LLAMA, 122_880)
     nines = shadow_candidates(dataclasses.replace(policy, chunk_size=9), LLAMA)
     assert {one.landmarks.tokens for group in nines for one in group} == {1, 3, None}
     assert packed_width(rich.keys.profile) >= 2 * usual_rank(1024) > packed_width(middle.keys.profile)

@@ -1,5 +1,5 @@
-"""Landmarks in two levels, and with the variance of their keys: the transform, the spread, the choice against a plain
-search in float64, what a step reads.
+"""Landmarks in two levels, and landmarks of order 2: the transform, the spread, the choice against a plain search in
+float64, and the bytes that a step reads.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ SETTINGS = {
     "model": POLICY,
     "int4": with_settings(POLICY, {"landmarks.dtype": "int4", "landmarks.tokens": 2}),
     "int8": with_settings(POLICY, {"landmarks.dtype": "int8"}),
-    "few_chunks": dataclasses.replace(POLICY, budget=60),  # there are fewer groups
+    "few_chunks": dataclasses.replace(POLICY, budget=60),  # the budget exceeds the number of groups
     "variance": with_settings(POLICY, {"landmarks.levels": 1, "landmarks.tokens": 2, "landmarks.order": 2}),
     "levels_variance": with_settings(POLICY, {"landmarks.tokens": 2, "landmarks.dtype": "int4", "landmarks.order": 2}),
     "shared_variance": with_settings(
@@ -42,19 +42,19 @@ SETTINGS = {
 
 
 def kept(levels, parts, kind):
-    """The rows of levels in float64, a chunk's mean first [B, h, n, s, d]."""
+    """The rows of the levels, float64 [B, h, n, s, d], with a chunk's mean first."""
     found = []
-    for rows, own, each in ((levels.means, mean_kind(kind), 1), (levels.details, kind, parts - 1)):
-        if own != "model":
+    for rows, row_kind, each in ((levels.means, mean_kind(kind), 1), (levels.details, kind, parts - 1)):
+        if row_kind != "model":
             rows = jax.tree.map(lambda x, each=each: x.reshape(*x.shape[:3], each, -1), rows)
-            rows = dequantise_rows(rows, ROW_BITS[own], "float32")
+            rows = dequantise_rows(rows, ROW_BITS[row_kind], "float32")
         shape = rows.shape[:3]
         found.append(np.asarray(rows, np.float64).reshape(*shape, each, -1))
     return np.concatenate(found, axis=3)
 
 
 def landmarks_of(levels, parts, kind):
-    """The landmarks that levels stand for, float64 [B, h, n, s, d]."""
+    """The landmarks that the levels represent, float64 [B, h, n, s, d]."""
     signs = np.array([[(-1) ** bin(i & k).count("1") for i in range(parts)] for k in range(parts)])
     return np.einsum("ks,bhnkd->bhnsd", signs, kept(levels, parts, kind))
 
@@ -70,8 +70,10 @@ def test_the_transform_s_rows_are_orthogonal_and_the_first_is_the_sum(size):
 @pytest.mark.parametrize("kind", ["model", "int8", "int4"])
 @pytest.mark.parametrize("parts", [2, 4, 8])
 def test_levels_are_the_landmarks(parts, kind):
-    """The first row is the chunk's mean, in eight bits where there are bits; each code is off by half a step at most.
-    They take as many bytes as the landmarks, but for the mean's bits."""
+    """The first row is the chunk's mean, and the error of each landmark is at most half a step.
+
+    The levels take as many bytes as the landmarks, except that quantized means have 8 bits.
+    """
     marks = jax.random.normal(jax.random.key(parts), (2, 3, 5 * parts, 16))
     levels = store_levels(marks, parts, kind, "float32")
     wanted = np.asarray(marks, np.float64).reshape(2, 3, 5, parts, 16)
@@ -85,7 +87,7 @@ def test_levels_are_the_landmarks(parts, kind):
 
 
 def scored(q, rows, spread):
-    """Scores [n] of chunks by their rows [n, s, d], whose keys have a spread [n, s], for queries [t, group, d]."""
+    """Scores [n] of chunks for queries [t, group, d], from their landmarks [n, s, d] and spreads [n, s]."""
     half = (np.linalg.norm(q, axis=2)[..., None, None] * spread / 4) ** 2 / 2
     weight = np.exp(np.einsum("tgd,nsd->tgns", q, rows) / 4 + half)
     mass = weight / weight.sum(axis=(2, 3), keepdims=True)
@@ -95,8 +97,10 @@ def scored(q, rows, spread):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype):
-    """Or of all, where there is one level. For one query and for three of a turn, which choose apart or together; one
-    that does not count has no say."""
+    """With one level, the best of all chunks. One query, and three of a turn that choose separately or together.
+
+    Invalid queries have no effect.
+    """
     shape = Shape(context=157, batch=2, heads=6, kv_heads=2, head_dim=16, dtype=dtype)
     spec, state = layer_state(shape, SETTINGS[name], "resident")
     policy, count = spec.policy, spec.policy.max_selected(spec.capacity)
@@ -108,8 +112,8 @@ def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype)
     chunks = marks.shape[2]
     first_spread, spread = np.zeros((2, 2, chunks, 1)), np.zeros((2, 2, chunks, parts))
     if policy.landmarks.order == 2:
-        told = state.frozen.spread if levels == 2 else (first_spread, state.frozen.spread)
-        first_spread, spread = (np.asarray(x, np.float64).reshape(2, 2, chunks, -1) for x in told)
+        stored = state.frozen.spread if levels == 2 else (first_spread, state.frozen.spread)
+        first_spread, spread = (np.asarray(x, np.float64).reshape(2, 2, chunks, -1) for x in stored)
     assert (GROUP * count < chunks) == (name != "few_chunks")
     assert chunks % GROUP
     for queries in (1, 3):
@@ -119,9 +123,9 @@ def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype)
         assert ids.shape == best.shape == (2, 2, 1 if shared else queries, count)
         q, valid = np.asarray(step.q_post, np.float64), np.asarray(step.valid)
         free = np.asarray(state.frozen.candidates)
-        for b, h, own in np.ndindex(ids.shape[:3]):
-            asking = [t for t in range(queries) if valid[b, t]] if shared else [own]
-            if not valid[b, own]:
+        for b, h, chooser in np.ndindex(ids.shape[:3]):
+            asking = [t for t in range(queries) if valid[b, t]] if shared else [chooser]
+            if not valid[b, chooser]:
                 continue
             open_to = np.flatnonzero(free[b, h])
             ours = q[b, asking, 3 * h : 3 * h + 3]
@@ -132,16 +136,16 @@ def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype)
             near = open_to[np.isin(open_to // GROUP, wanted_groups)] if levels == 2 else open_to
             wanted = scored(ours, marks[b, h, near], spread[b, h, near])
             order = np.argsort(-wanted, kind="stable")[:count]
-            real = best[b, h, own] >= 0
+            real, rtol = best[b, h, chooser] >= 0, 3e-4 if dtype == "float32" else 0.05
             assert real.sum() == len(order)
-            np.testing.assert_allclose(best[b, h, own][real], wanted[order], rtol=3e-4 if dtype == "float32" else 0.05)
+            np.testing.assert_allclose(best[b, h, chooser][real], wanted[order], rtol=rtol)
             if dtype == "float32":
-                assert set(ids[b, h, own][real]) == set(near[order])
+                assert set(ids[b, h, chooser][real]) == set(near[order])
 
 
 @pytest.mark.parametrize(("tokens", "block"), [(53, 8), (64, 1000), (3, 8)])
 def test_the_spread_is_the_deviation_from_the_landmark(tokens, block):
-    """Of whole chunks, in whatever blocks; none where a landmark is a key."""
+    """The spread of whole chunks does not depend on the block, and is 0 if each key is its own landmark."""
     keys = 3 + jax.random.normal(jax.random.key(tokens), (2, tokens, 3, 16))
     got = np.asarray(prompt_spread(keys, 9, 4, block=block, parts=2))
     assert got.shape == (2, 3, 18)
@@ -167,13 +171,13 @@ def test_a_spread_that_float16_cannot_hold_is_its_largest_number():
 
 @pytest.mark.parametrize("kind", [ShadowKV, ShadowKVPlus])
 def test_all_chunks_are_all_chunks(kind):
-    """Where every chunk comes near, two levels of exact landmarks choose as one does; where few do, they do not."""
+    """Two levels of exact landmarks choose as one level does only if the landmarks of all chunks are read."""
     for budget, same in ((24, True), (4, False)):
         policies = [
             kind(rank=12, budget=budget, landmarks=Landmarks(tokens=1, levels=levels), **SMALL) for levels in (1, 2)
         ]
-        made = [decode.prefill(model(), PROMPT, LENGTHS, one, capacity=96, fetch="resident")[1] for one in policies]
-        one, two = (np.asarray(run_steps(model(), state, STEPS[:, :3])[0]) for state in made)
+        states = [decode.prefill(model(), PROMPT, LENGTHS, one, capacity=96, fetch="resident")[1] for one in policies]
+        one, two = (np.asarray(run_steps(model(), state, STEPS[:, :3])[0]) for state in states)
         assert np.allclose(one, two, atol=1e-5) == same
 
 
@@ -198,7 +202,7 @@ def test_a_step_reads_all_means_and_the_landmarks_of_few_chunks(kind, rounds):
 
 @pytest.mark.parametrize(("tokens", "levels", "first", "each"), [(None, 1, 1, 0), (1, 1, 4, 0), (2, 2, 1, 2)])
 def test_the_variance_takes_a_number_for_each_landmark(tokens, levels, first, each):
-    """A step reads those of all chunks, and of levels those of the landmarks of few."""
+    """A step reads the spreads of all chunks, and with two levels those of the landmarks of a few chunks."""
     sizes = dict(capacity=1024, prompt=1000, dtype="bfloat16", fetch="device_put")
     policies = [
         ShadowKV(budget=32, **SMALL, landmarks=Landmarks(tokens=tokens, levels=levels, order=order)) for order in (1, 2)
@@ -223,7 +227,8 @@ def test_levels_and_order_are_one_or_two(field, value):
 def test_a_chunk_s_landmarks_are_a_power_of_two():
     with pytest.raises(ConfigError, match=r"a power of two of landmarks a chunk with landmarks\.levels=2, got 3"):
         ShadowKV(chunk_size=6, landmarks=Landmarks(tokens=2, levels=2)).resolve(TINY, 96)
-    assert ShadowKV(landmarks=Landmarks(levels=2)).resolve(TINY, 96).landmarks.levels == 1  # the mean is all there is
+    # a chunk with a single landmark has one level, because the landmark is the mean
+    assert ShadowKV(landmarks=Landmarks(levels=2)).resolve(TINY, 96).landmarks.levels == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""The landmarks of chunks and their scores against plain NumPy."""
+"""The landmarks of chunks and their scores, against plain NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ def test_landmarks_and_their_scores():
     cosine = np.einsum("bhncd,bhnd->bhnc", wide(keys), want)
     cosine /= np.linalg.norm(wide(keys), axis=-1) * np.linalg.norm(want, axis=-1)[..., None]
     np.testing.assert_allclose(worst, cosine.min(-1), atol=1e-6)
-    # two query rows of which only the first counts; a chunk that is no candidate takes no mass
+    # only the first of two queries is valid, and a chunk that is not a candidate gets no mass
     q, candidates = normal(1, 2, 6, 16, seed=6), jnp.ones((1, 2, 5), bool).at[0, 1, 3].set(False)
     logits = landmarks.landmark_logits(q, means, candidates[:, :, None], 0.25)
     shared = selection.chunk_scores(logits, jnp.array([[True, False]]), Scoring(0.25, shared=True))

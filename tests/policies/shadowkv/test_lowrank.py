@@ -14,7 +14,7 @@ from jshadow.policies.shadowkv.key_codecs import LowRankCodec, lowrank
 
 @pytest.mark.parametrize(("length", "rank"), [(61, 12), (61, 32), (27, 20), (5, 16), (1, 8)])
 def test_factors_are_the_truncated_svd(length, rank):
-    """In a padded batch, against a direct SVD of the real rows; a rank above the length loses nothing."""
+    """In a padded batch, the factors equal a direct SVD of the real rows. A rank above the length is exact."""
     keys = normal(2, 64, 2, 16, seed=length)
     lengths = jnp.array([length, 64])
     left, right = lowrank.key_factors(keys, lengths, rank)
@@ -25,11 +25,11 @@ def test_factors_are_the_truncated_svd(length, rank):
         got = np.einsum("sr,hrd->shd", wide(left[row]), wide(right[row])).reshape(64, 32)
         np.testing.assert_allclose(got[:count], want, atol=2e-4)
         assert not got[count:].any()
-    assert not np.asarray(left[0, :, length:]).any()  # no more columns than tokens
+    assert not np.asarray(left[0, :, length:]).any()  # columns beyond the number of tokens are zero
 
 
 def test_a_large_mean_does_not_spoil_the_factors():
-    """Key biases make the first singular value huge; the Gram matrix squares it."""
+    """Key biases make the first singular value large, and the Gram matrix squares it."""
     keys = normal(1, 61, 2, 16, seed=3) + 30.0 * normal(1, 1, 2, 16, seed=4)
     left, right = lowrank.key_factors(keys, jnp.array([61]), 12)
     u, s, vt = np.linalg.svd(wide(keys[0]).reshape(61, 32), full_matrices=False)
@@ -40,7 +40,7 @@ def test_a_large_mean_does_not_spoil_the_factors():
 
 @pytest.mark.parametrize("block", [7, 16, 61, 2048])
 def test_factors_do_not_depend_on_the_block(block):
-    """Each token counts once, though the last block overlaps the one before."""
+    """Each token is counted once, although the last block overlaps the previous one."""
     keys, lengths = normal(2, 61, 2, 16, seed=8), jnp.array([61, 22])
     want, got = lowrank.key_factors(keys, lengths, 12), lowrank.key_factors(keys, lengths, 12, block=block)
     product = [np.einsum("bsr,bhrd->bshd", wide(left), wide(right)) for left, right in (want, got)]
@@ -48,14 +48,14 @@ def test_factors_do_not_depend_on_the_block(block):
 
 
 def test_a_whole_basis_keeps_keys_that_no_token_had():
-    """At full rank a later token's key survives the projection, though the prompt is shorter than the keys are wide."""
+    """At full rank the projection keeps every key, although the prompt has fewer tokens than key columns."""
     _, right = lowrank.key_factors(normal(1, 5, 2, 16, seed=9), jnp.array([5]), 32)
     basis, key = wide(right[0]).transpose(0, 2, 1).reshape(32, 32), wide(normal(32, seed=10))
     np.testing.assert_allclose(key @ basis @ basis.T, key, atol=1e-4)
 
 
 def test_rebuilt_keys_are_the_rotated_product():
-    """Chunk-major factors, a set of its own for each head, positions from the chunk ids."""
+    """Each head rebuilds its own set of chunks, at the positions of these chunks."""
     keys, lengths, ids = normal(2, 24, 2, 16), jnp.array([24, 24]), jnp.array([[[5, 0], [2, 2]], [[1, 4], [3, 5]]])
     left, right = lowrank.key_factors(keys, lengths, 32)
     inverse = jnp.asarray(rope.inverse_frequencies(RopeConfig(), 16))

@@ -1,4 +1,4 @@
-"""Which chunks ShadowKV keeps exactly: by their landmark, and by what the code of their keys loses."""
+"""The chunks that ShadowKV keeps exactly: chosen by their landmark, and by the error of the key code."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ BOTH = ShadowKV(
 
 
 def keys_of(lengths: list[int], heads: int = 2, dim: int = 12, seed: int = 0) -> np.ndarray:
-    """Keys [B, S, h, d] of few directions, some tokens unlike all others; padded with what must not be read."""
+    """Keys [B, S, h, d] in a few directions, with some different tokens, padded with numbers that must not be read."""
     rng = np.random.default_rng(seed)
     keys = np.full((len(lengths), max(lengths) + 3, heads, dim), 99.0)
     for row, length in enumerate(lengths):
@@ -55,8 +55,7 @@ def keys_of(lengths: list[int], heads: int = 2, dim: int = 12, seed: int = 0) ->
 
 
 def lost_by(codec: KeyCodec, code, keys: np.ndarray, chunks: int, weights=1.0) -> np.ndarray:
-    """Largest squared distance of a token of each chunk from its rebuilt key, both times weights [B, h, d]:
-    [B, h, chunks], in float64."""
+    """The largest squared error of a rebuilt key in each chunk, float64 [B, h, chunks]. Weights are [B, h, d]."""
     batch, _, heads, dim = keys.shape
     every = jnp.broadcast_to(jnp.arange(chunks), (batch, heads, chunks))
     rebuilt = np.asarray(codec.decode(code, every, CHUNK), np.float64).reshape(batch, heads, chunks, CHUNK, dim)
@@ -71,7 +70,7 @@ def lost_by(codec: KeyCodec, code, keys: np.ndarray, chunks: int, weights=1.0) -
 @pytest.mark.parametrize("weighed", [False, True])
 @pytest.mark.parametrize("name", CODECS)
 def test_losses_are_those_of_the_worst_token(name, weighed, block, dtype):
-    """Blocks smaller than a chunk, ragged and whole; chunks past the prompt lose nothing."""
+    """The result does not depend on the block, and chunks after the end of the prompt have no error."""
     codec, lengths = CODECS[name], [57, 30]
     keys = jnp.asarray(keys_of(lengths), dtype)
     sizes = np.random.default_rng(1).uniform(0.2, 2, (2, 2, 12)) if weighed else np.ones((2, 2, 12))
@@ -82,13 +81,13 @@ def test_losses_are_those_of_the_worst_token(name, weighed, block, dtype):
     assert not lost[:, :, 15:].any()
     want = lost_by(codec, code, np.asarray(keys, np.float64), 15, sizes)
     for row, length in enumerate(lengths):
-        own = length // CHUNK
-        np.testing.assert_allclose(lost[row, :, :own], want[row, :, :own], rtol=1e-3, atol=1e-5)
+        whole = length // CHUNK
+        np.testing.assert_allclose(lost[row, :, :whole], want[row, :, :whole], rtol=1e-3, atol=1e-5)
     assert (lost[0, :, :14] == 0).all() == (name == "exact")
 
 
 def compressed(policy: ShadowKV, lengths: list[int], capacity: int, keys: np.ndarray):
-    """A layer's resolved policy and state of a prompt with these keys, after RoPE as before it."""
+    """A layer's resolved policy, and its state for a prompt whose keys before and after RoPE are `keys`."""
     config = dataclasses.replace(TINY, kv_heads=keys.shape[2], q_heads=2 * keys.shape[2], head_dim=keys.shape[3])
     spec = cache_specs(config, policy.resolve(config, capacity), len(keys), capacity, 1, "float32", "resident")[0]
     batch = jnp.asarray(keys, jnp.float32)
@@ -100,8 +99,10 @@ def compressed(policy: ShadowKV, lengths: list[int], capacity: int, keys: np.nda
 @pytest.mark.parametrize("landmark_tokens", [1, 2, 4])
 @pytest.mark.parametrize("outliers", [0, 1, 2, 5, 12, 40])
 def test_half_by_landmark_and_half_by_code(outliers, landmark_tokens):
-    """In rows of many chunks, of fewer than there are outliers, of one, and of none. Where every key is its own
-    landmark, the first chunks are those of the landmarks' rule."""
+    """The outliers equal a plain search, in rows with many chunks, fewer than the outliers, one chunk, and none.
+
+    If every key is its own landmark, all cosines are 1, and the landmark's rule chooses the first chunks.
+    """
     lengths = [203, 46, 8, 5]
     keys = keys_of(lengths)
     policy = with_settings(BOTH, {"outlier_chunks": outliers, "landmarks.tokens": landmark_tokens})
@@ -110,24 +111,24 @@ def test_half_by_landmark_and_half_by_code(outliers, landmark_tokens):
     for row, length in enumerate(lengths):
         chunks = max(0, length // CHUNK - 1)
         assert int(frozen.chunks[row]) == chunks
-        own = np.float64(np.float32(keys[row, : chunks * CHUNK]))
-        worst = worst_of(own, CHUNK, CHUNK // landmark_tokens)
+        exact = np.float64(np.float32(keys[row, : chunks * CHUNK]))
+        worst = worst_of(exact, CHUNK, CHUNK // landmark_tokens)
         code = KeyCode(*jax.tree.map(lambda x, row=row: x[row : row + 1], (frozen.left, frozen.right)))
-        lost = lost_by(policy.codec, code, own[None], chunks)[0]
+        lost = lost_by(policy.codec, code, exact[None], chunks)[0]
         for head in range(2):
             wanted = np.argsort(worst[head], kind="stable")[:first].tolist()
             lost[head, wanted] = -1
             wanted += np.argsort(-lost[head], kind="stable")[: max(0, min(outliers, chunks) - len(wanted))].tolist()
             held = np.asarray(frozen.outliers.k[row, head]).reshape(-1, CHUNK, keys.shape[3])
-            assert not held[len(wanted) :].any()  # or a state would hang on how far its prompt was padded
+            assert not held[len(wanted) :].any()  # otherwise a state would depend on the padding of its prompt
             for kept, chunk in zip(held, wanted, strict=False):
-                np.testing.assert_array_equal(kept, own[chunk * CHUNK : (chunk + 1) * CHUNK, head])
+                np.testing.assert_array_equal(kept, exact[chunk * CHUNK : (chunk + 1) * CHUNK, head])
             open_to = np.flatnonzero(np.asarray(frozen.candidates[row, head])).tolist()
             assert open_to == sorted(set(range(chunks)) - set(wanted))
 
 
 def test_a_fact_in_a_text_that_repeats_itself_stays():
-    """A sentence of 9 tokens again and again, and once three tokens of another kind: clipped by deviations alone."""
+    """A sentence of 9 tokens repeats, and three tokens differ once. By the deviations alone they would be clipped."""
     rng = np.random.default_rng(5)
     sentence, turn = rng.standard_normal((9, 24)), np.linalg.qr(rng.standard_normal((24, 24)))[0]
     plain = (np.tile(sentence, (60, 1)) * 0.8 ** np.arange(24) + 0.01 * rng.standard_normal((540, 24))) @ turn
@@ -140,13 +141,16 @@ def test_a_fact_in_a_text_that_repeats_itself_stays():
         assert closed[:, fact].all() == (policy.choice.outlier_rule == "both")
         code = KeyCode(state.frozen.left, state.frozen.right)
         lost = lost_by(policy.codec, code, keys[:, : CHUNK * closed.shape[1]], closed.shape[1])[0]
-        # An eighth of the key; with steps by the deviations alone it was a quarter to a third.
+        # The error is 1/8 of the key. With steps from the deviations alone it would be 1/4 to 1/3.
         assert (lost[:, fact] < 0.2 * (keys[0, 121:124] ** 2).sum(axis=2).max()).all()
 
 
 def test_later_chunks_are_measured_by_the_prompt_s():
-    """ShadowKV+: what the code chose is well summed up by its landmarks, and must not lower that bar for others; the
-    bar of the code is the worst prompt chunk that is rebuilt. Where none is, every later chunk is worse."""
+    """The limits of ShadowKV+ for later chunks.
+
+    Outliers that were chosen by the code do not change the limit on the cosine. The limit on the error is that of the
+    worst chunk of the prompt that is rebuilt. If none is, every later chunk is above the limit.
+    """
     lengths = [203, 46, 8, 5]
     keys = keys_of(lengths)
     cuts = []
@@ -178,7 +182,7 @@ def test_no_outlier_is_chosen_by_the_code_of_fewer_than_two(outliers):
 @pytest.mark.parametrize("name", ["lowrank", "transform"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_keys_later_are_no_worse(name, dtype):
-    """Keys far from zero, as biases make them, are rounded by more than a good code loses of them."""
+    """Keys far from zero, as with biases, have a rounding error that is larger than the error of a good code."""
     rng = np.random.default_rng(2)
     keys = rng.standard_normal((1, 160, 2, 12)) * 0.5 + np.where(rng.random((2, 12)) < 0.2, 60, 0)
     codec = LowRankCodec(24) if name == "lowrank" else CODECS[name]
@@ -202,7 +206,7 @@ def test_the_same_keys_later_are_no_worse(name, dtype):
     later = later.transpose(0, 2, 1, 3).reshape(1, 2, chunks, CHUNK, 12)
     rebuilt = rebuild.keys(ids).reshape(later.shape)
     unlike = later.at[:, :, 7, 2].multiply(-1)
-    if dtype == "bfloat16":  # or the bound would not be needed
+    if dtype == "bfloat16":  # without the allowance for rounding, these keys would be above the limit
         assert (squared_error(rebuilt, later, None).max(axis=3) > most[..., None]).any()
         assert not loses_more(rebuilt, later, None, most).any()
     found = np.asarray(loses_more(rebuilt, unlike, None, most * 1.01))

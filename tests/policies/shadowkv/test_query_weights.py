@@ -1,4 +1,4 @@
-"""What an error in a key is weighed by, and what that is good for."""
+"""The weights on errors of a key's numbers, and their effect on the error of the products."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +16,7 @@ from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
 
 
 def queries_of(batch: int, count: int, heads: int, dim: int, seed: int = 0) -> np.ndarray:
-    """Queries [B, w, h, d], each number of a size of its own."""
+    """Queries [B, w, h, d] in which each number has its own scale."""
     rng = np.random.default_rng(seed)
     return rng.standard_normal((batch, count, heads, dim)) * rng.uniform(0.05, 3, (heads, dim))
 
@@ -24,21 +24,21 @@ def queries_of(batch: int, count: int, heads: int, dim: int, seed: int = 0) -> n
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotated"), [(4, 2, 12, 12), (3, 3, 10, 6), (6, 1, 16, 4)])
 def test_weights_are_the_oracle_s(heads, kv_heads, dim, rotated, dtype):
-    """In ragged rows, of as many tokens as there are queries, of fewer, and of one; some numbers not rotated."""
+    """Rows have more tokens than queries, as many, fewer, and one. In some cases not all numbers are rotated."""
     lengths = [90, 16, 7, 1]
     queries = jnp.asarray(queries_of(4, 16, heads, dim), dtype)
     got = query_weights(queries, jnp.array(lengths), kv_heads, rotated)
     assert got.shape == (4, kv_heads, dim)
     assert got.dtype == jnp.float32
     for row, length in enumerate(lengths):
-        own = np.asarray(queries[row, -min(16, length) :], np.float64)
-        np.testing.assert_allclose(got[row], wanted(own, kv_heads, rotated), rtol=1e-5)
+        real = np.asarray(queries[row, -min(16, length) :], np.float64)
+        np.testing.assert_allclose(got[row], wanted(real, kv_heads, rotated), rtol=1e-5)
     half = rotated // 2
     np.testing.assert_array_equal(got[..., :half], got[..., half:rotated])
 
 
 def test_no_query_weighs_nothing_more_than_another():
-    """Zeros, as a row that is none has them, and numbers that no query has: finite, and above zero."""
+    """The weights are finite and above 0 for an empty row, and for numbers that are 0 in all queries."""
     got = query_weights(jnp.zeros((2, 4, 2, 6)), jnp.array([0, 9]), 1, 6)
     np.testing.assert_array_equal(got, jnp.full((2, 1, 6), 0.1))
     some = jnp.zeros((1, 4, 2, 6)).at[..., 1].set(100.0)
@@ -49,7 +49,7 @@ def test_no_query_weighs_nothing_more_than_another():
 
 @pytest.mark.parametrize("rotated", [12, 8])
 def test_weights_are_those_before_rope(rotated):
-    """RoPE moves a query within its pairs, so that weights suit every distance."""
+    """RoPE rotates a query within pairs of numbers, so the weights are the same before and after it."""
     queries = jnp.asarray(queries_of(1, 40, 4, 12), jnp.float32)
     inverse = jnp.asarray(1.0 / 50 ** (np.arange(rotated // 2) / 4), jnp.float32)
     cos, sin = (x[:, None] for x in cos_sin(jnp.arange(40) * 7, inverse))
@@ -63,7 +63,7 @@ def test_weights_are_those_before_rope(rotated):
 
 @pytest.mark.parametrize("codec", [LowRankCodec(6), TransformCodec((2, 10, 12))], ids=["lowrank", "transform"])
 def test_less_is_lost_of_the_products(codec):
-    """Keys that are large everywhere, queries in few places: of the same bytes, most of the error goes."""
+    """If keys are large in all numbers and queries in few, weights reduce the error of the products by half."""
     rng, dim, tokens = np.random.default_rng(2), 16, 512
     size = np.tile(2.0 ** np.linspace(2, -2, dim // 2), 2)
     keys = jnp.asarray(rng.standard_normal((1, tokens, 2, dim)), jnp.float32)
@@ -72,7 +72,7 @@ def test_less_is_lost_of_the_products(codec):
     ids = jnp.arange(tokens // 8)[None, None].repeat(2, 1)
 
     def lost(weights) -> float:
-        """Mean square of what queries at the end get wrong of the products with all keys."""
+        """The mean squared error of the products of queries after the prompt with all keys."""
         code = codec.encode(keys, lengths, tokens // 8, 8, weights)
         off = codec.decode(code, ids, 8) - keys.swapaxes(1, 2)
         turned = rotate(off, *cos_sin(jnp.arange(tokens), inverse))

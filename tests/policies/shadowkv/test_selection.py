@@ -1,4 +1,4 @@
-"""ShadowKV's selection: units keep their places from query to query, and a second round chooses by keys."""
+"""ShadowKV's selection: chunks keep their places from query to query, and a second round chooses by keys."""
 
 import dataclasses
 
@@ -98,7 +98,7 @@ SETTINGS = {
             "landmarks.tokens": 2,
         },
     ),
-    "few_chunks": dataclasses.replace(POLICY, budget=100),  # twice the budget is more than there are
+    "few_chunks": dataclasses.replace(POLICY, budget=100),  # twice the budget exceeds the number of chunks
     "shared": with_settings(POLICY, {"quirks.turn_selection": "shared"}),
 }
 
@@ -106,7 +106,7 @@ SETTINGS = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_chosen_are_the_best_of_twice_the_chunks_by_their_keys(name, dtype):
-    """For one query and for three of a turn, which choose apart or together; a query that does not count has no say."""
+    """For one query, and for three of a turn that choose separately or together. Invalid queries have no effect."""
     shape = Shape(context=157, batch=2, heads=6, kv_heads=2, head_dim=16, dtype=dtype)
     spec, state = layer_state(shape, SETTINGS[name], "resident")
     policy, count = spec.policy, spec.policy.max_selected(spec.capacity)
@@ -121,29 +121,29 @@ def test_chosen_are_the_best_of_twice_the_chunks_by_their_keys(name, dtype):
         keys = policy.rebuild(spec, state, step).keys(every).astype(dtype)
         keys = np.asarray(keys, np.float64).reshape(2, 2, chunks, 4, 16)
         q, valid = np.asarray(step.q_post, np.float64), np.asarray(step.valid)
-        for b, h, own in np.ndindex(ids.shape[:3]):
-            wide = np.argsort(-first[b, h, own], kind="stable")[: 2 * count]
-            wide = wide[first[b, h, own][wide] >= 0]
-            asking = [t for t in range(queries) if valid[b, t]] if name == "shared" else [own]
+        for b, h, chooser in np.ndindex(ids.shape[:3]):
+            wide = np.argsort(-first[b, h, chooser], kind="stable")[: 2 * count]
+            wide = wide[first[b, h, chooser][wide] >= 0]
+            asking = [t for t in range(queries) if valid[b, t]] if name == "shared" else [chooser]
             mass = np.zeros((3, len(wide)))
             for t in asking:
                 weight = np.exp(np.einsum("gd,ncd->gnc", q[b, t, 3 * h : 3 * h + 3], keys[b, h, wide]) / 4)
                 mass += (weight / weight.sum(axis=(1, 2), keepdims=True)).sum(axis=2)
-            if not valid[b, own]:
+            if not valid[b, chooser]:
                 continue
             wanted = mass.max(axis=0)
             order = np.argsort(-wanted, kind="stable")[:count]
-            real = best[b, h, own] >= 0
+            real, rtol = best[b, h, chooser] >= 0, 3e-4 if dtype == "float32" else 0.03
             assert real.sum() == len(order)
-            np.testing.assert_allclose(best[b, h, own][real], wanted[order], rtol=3e-4 if dtype == "float32" else 0.03)
+            np.testing.assert_allclose(best[b, h, chooser][real], wanted[order], rtol=rtol)
             if dtype == "float32":
-                assert set(ids[b, h, own][real]) == set(wide[order])
+                assert set(ids[b, h, chooser][real]) == set(wide[order])
 
 
 def test_all_chunks_are_all_chunks():
-    """Where the budget takes everything, a second round changes nothing; where not, it does."""
+    """A second round changes the result only if the budget is smaller than the number of chunks."""
     for budget, same in ((96, True), (12, False)):
-        made = [
+        states = [
             decode.prefill(
                 model(),
                 PROMPT,
@@ -154,7 +154,7 @@ def test_all_chunks_are_all_chunks():
             )[1]
             for rounds in (1, 2)
         ]
-        one, two = (np.asarray(run_steps(model(), state, STEPS[:, :3])[0]) for state in made)
+        one, two = (np.asarray(run_steps(model(), state, STEPS[:, :3])[0]) for state in states)
         assert np.allclose(one, two, atol=1e-5) == same
 
 
@@ -173,7 +173,7 @@ def test_a_step_rebuilds_three_times_the_keys_and_moves_no_more():
     ]
     first, second = (state.specs[0].policy.step_flops(state.specs[0], state.layers[0]) for state in states)
     products = 2 * 2 * (12 + TINY.q_heads // TINY.kv_heads) * 64 * TINY.key_columns
-    assert products <= second - first <= 1.2 * products  # the formula counts what is read as multiplied, too
+    assert products <= second - first <= 1.2 * products  # the formula also counts numbers that are read as multiplied
     kept = [
         footprint(TINY, ShadowKV(rank=12, budget=64, **SMALL, choice=Choice(rounds=rounds)), **sizes)["device_bytes"]
         for rounds in (1, 2)

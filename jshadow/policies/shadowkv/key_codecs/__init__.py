@@ -1,7 +1,7 @@
-"""Codes of a prompt's keys before RoPE: what ShadowKV keeps of them on the device, and rebuilds chunks from.
+"""Codes of a prompt's keys before RoPE, which ShadowKV stores on the device and rebuilds chunks from.
 
-`lowrank` is the paper's, `transform` spends the same bits on more columns, and `exact` loses nothing. To add one: a
-`KeyCodec` in a file of its own, a settings record in `shadowkv/settings.py`, and a case in
+`lowrank` is the paper's code. `transform` spends the same bits on more columns. `exact` is lossless. A new code needs a
+`KeyCodec` in its own file, a settings record in `shadowkv/records.py`, and a case in
 tests/policies/shadowkv/test_key_codecs.py.
 """
 

@@ -1,8 +1,13 @@
-"""Codes of a prompt's keys before RoPE (`KeyCodec`), and how selected chunks are rebuilt from them.
+"""The interface of codes of a prompt's keys before RoPE (`KeyCodec`), and how chunks are rebuilt from them.
 
-A code has two parts, like ShadowKV's factors: `left` has a row for every token, a chunk's rows side by side, and
-`right` is what all rows share. Sizes: B rows of the batch, S tokens, n chunks of c tokens, h_kv heads of width d. A
-codec that mixes heads has one left row a token, [B, n, c * w]; another has one a token and head, [B, h_kv, n, c * w].
+A code has two parts, like the two factors of low-rank keys. `left` has a row of w numbers for every token; the rows of
+a chunk are side by side. `right` is shared by all tokens. Some codecs code all heads of a token together: their left is
+[B, n, c * w]. The others have a row for each token and head: their left is [B, h_kv, n, c * w].
+
+Sizes: B rows of the batch, S tokens, n chunks of c tokens, h_kv KV heads of width d.
+
+Example: B = 1, 2 KV heads of width 64, 3 chunks of 8 tokens. With low rank 16, left is [1, 3, 128] and right is
+[1, 2, 16, 64]. With exact keys, left is [1, 2, 3, 512] and right is None.
 """
 
 import abc
@@ -19,16 +24,16 @@ import pallas_kernels
 from jshadow.cache.records import Rebuild
 from jshadow.ops.rope import cos_sin, rotate
 
-BLOCK = 2048  # tokens of which a float32 copy exists at once
-EXACT = lax.Precision.HIGHEST  # TF32 products would bend a basis
+BLOCK = 2048  # number of tokens that have a float32 copy at once
+EXACT = lax.Precision.HIGHEST  # products in TF32 would make a basis inaccurate
 
 
 class KeyCode(struct.PyTreeNode):
     """The code of a prompt's keys.
 
     Attributes:
-        left: [B, n, c * w] or [B, h_kv, n, c * w]; zeros for padding.
-        right: a tree of arrays with rows of the batch first, or None.
+        left: the left rows [B, n, c * w] or [B, h_kv, n, c * w]; zeros for padding.
+        right: the shared part, a pytree of arrays in which axis 0 is the row of the batch, or None.
     """
 
     left: Array
@@ -36,7 +41,13 @@ class KeyCode(struct.PyTreeNode):
 
 
 class Sizes(NamedTuple):
-    """Attributes: heads: KV heads h_kv; dim: their width d; dtype: name of the model's."""
+    """The sizes of a layer's keys.
+
+    Attributes:
+        heads: number of KV heads h_kv.
+        dim: width d of a head.
+        dtype: name of the model's dtype.
+    """
 
     heads: int
     dim: int
@@ -44,17 +55,17 @@ class Sizes(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Numbers of a token's key."""
+        """Key columns: the numbers in a token's key, h_kv * d."""
         return self.heads * self.dim
 
 
 class KeyCodec(abc.ABC):
-    """Pure functions of arrays with static settings. The rows of a batch may differ in length.
+    """A code of keys: pure functions of arrays, with static settings. The rows of a batch may differ in length.
 
     Class attributes:
-        name: as the settings name it, `ShadowKV.keys.name`.
-        compiled: `pallas_kernels` has a GPU kernel that rebuilds keys from this code, and one that fetches values
-            meanwhile. Both take `operands`.
+        name: the name of the code's settings record, `ShadowKV.keys.name`.
+        compiled: whether `pallas_kernels` has a GPU kernel that rebuilds keys from this code, and one that also fetches
+            values. Both take `operands`.
     """
 
     name = ""
@@ -62,7 +73,7 @@ class KeyCodec(abc.ABC):
 
     @abc.abstractmethod
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """The code of so many chunks as ShapeDtypeStructs."""
+        """The shapes and dtypes of the code of `units` chunks, as ShapeDtypeStructs."""
 
     @abc.abstractmethod
     def encode(
@@ -73,55 +84,55 @@ class KeyCodec(abc.ABC):
         chunk: int,
         weights: Float[Array, "B h_kv d"] | None = None,
     ) -> KeyCode:
-        """Code the first `units` chunks of a right-padded prompt, by statistics of all of its tokens.
+        """Code the first `units` chunks of a prompt. Statistics are computed over all tokens of the prompt.
 
         Args:
-            k_pre: keys before RoPE [B, S, h_kv, d].
+            k_pre: keys before RoPE, padded on the right [B, S, h_kv, d].
             lengths: real tokens of each row, int32 [B].
-            units: chunks to keep; those past the prompt are zero.
-            chunk: tokens of a chunk.
-            weights: what an error in each number of a key counts, float32 [B, h_kv, d]. A codec that can choose what
-                to lose loses the least of keys times these. None: all count alike.
+            units: number of chunks to code. Those after the end of the prompt are zero.
+            chunk: tokens in a chunk.
+            weights: weights on the errors of a key's numbers, float32 [B, h_kv, d]. A lossy codec minimizes the error
+                of keys times these weights. None: all errors count equally.
         """
 
     @abc.abstractmethod
     def project(
         self, k_pre: Float[Array, "B T h_kv d"], right: Any, weights: Float[Array, "B h_kv d"] | None = None
     ) -> Shaped[Array, "B T heads w"]:
-        """Left rows [B, T, 1 or h_kv, w] of later tokens, by the prompt's `right` and weights (section 7.1)."""
+        """Left rows of later tokens [B, T, 1 or h_kv, w], from the prompt's `right` and weights (section 7.1)."""
 
     @abc.abstractmethod
     def expand(self, rows: Shaped[Array, "B heads t w"], right: Any) -> Float[Array, "B h_kv t d"]:
-        """Keys before RoPE of left rows [B, 1 or h_kv, t, w]: float32 [B, h_kv, t, d]."""
+        """Rebuild keys before RoPE, float32 [B, h_kv, t, d], from left rows [B, 1 or h_kv, t, w]."""
 
     @abc.abstractmethod
     def products(self, sizes: Sizes) -> int:
-        """Multiplications for each number of a rebuilt key."""
+        """Number of multiplications for each number of a rebuilt key."""
 
     @abc.abstractmethod
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
-        """Bytes of `encode`'s temporaries for a row of so many tokens, of which `block` are float32 at a time."""
+        """Bytes of the temporaries of `encode` for one row of `tokens` tokens, of which `block` are float32 at once."""
 
     @abc.abstractmethod
     def expand_bytes(self, sizes: Sizes) -> int:
-        """Bytes of the temporaries that rebuild one token of one KV head, without the key itself."""
+        """Bytes of the temporaries that rebuild one token of one KV head, without the rebuilt key."""
 
-    # The same for all codecs
+    # Common to all codecs
 
     def operands(self, right: Any) -> dict[str, Any]:
-        """What the kernels take beside left: `right` and more of the fields of `pallas_kernels.ChosenKeys`."""
+        """The fields of `pallas_kernels.ChosenKeys` that come from `right` and from the settings of the code."""
         raise NotImplementedError(f"{self.name} has no kernel")
 
     def decode(
         self, code: KeyCode, ids: Int[Array, "B h_kv k"], chunk: int, tail: Array | None = None
     ) -> Float[Array, "B h_kv tokens d"]:
-        """Keys before RoPE of chosen chunks.
+        """Rebuild the keys before RoPE of chosen chunks.
 
         Args:
-            code: from `encode`, of n chunks.
-            ids: int32 [B, h_kv, k]; clipped. Ids from n on are chunks of the tail.
-            chunk: tokens of a chunk.
-            tail: left rows of later chunks, as `KeyCode.left`.
+            code: the code of n chunks, from `encode`.
+            ids: chosen chunks, int32 [B, h_kv, k]. Ids from n on are chunks of the tail. Ids out of range are clipped.
+            chunk: tokens in a chunk.
+            tail: left rows of later chunks, in the form of `KeyCode.left`, or None.
 
         Returns:
             float32 [B, h_kv, k * chunk, d].
@@ -138,17 +149,17 @@ class KeyCodec(abc.ABC):
         weights: Float[Array, "B h_kv d"] | None = None,
         block: int = BLOCK,
     ) -> Float[Array, "B h_kv n"]:
-        """The largest squared error of a rebuilt key of each chunk.
+        """The largest squared error of a rebuilt key in each chunk.
 
         Args:
-            code: from `encode`, of n chunks.
-            k_pre: the keys it was made of [B, S, h_kv, d].
-            chunk: tokens of a chunk.
-            weights: as `encode` had them; errors are those of keys times these.
-            block: tokens rebuilt at once, if a chunk is no larger.
+            code: the code of n chunks, from `encode`.
+            k_pre: the keys before RoPE that were coded [B, S, h_kv, d].
+            chunk: tokens in a chunk.
+            weights: the weights that `encode` had. Errors are those of keys times these.
+            block: number of tokens that are rebuilt at once, but at least one chunk.
 
         Returns:
-            float32 [B, h_kv, n]; 0 for chunks past S, and any number for chunks with padding.
+            float32 [B, h_kv, n]; 0 for chunks after position S, and arbitrary for chunks with padding.
         """
         batch, length, heads = k_pre.shape[:3]
         units = code.left.shape[-2]
@@ -159,7 +170,7 @@ class KeyCodec(abc.ABC):
         count = min(there, max(1, block // chunk))
 
         def rebuild(index: Array, lost: Array) -> Array:
-            first = jnp.minimum(index * count, there - count)  # an overlap is written twice, with the same numbers
+            first = jnp.minimum(index * count, there - count)  # overlapping chunks are written twice with equal results
             keys = lax.dynamic_slice_in_dim(k_pre, first * chunk, count * chunk, axis=1).swapaxes(1, 2)
             ids = jnp.broadcast_to(first + jnp.arange(count), (batch, heads, count))
             errors = squared_error(self.decode(code, ids, chunk), keys, weights)
@@ -169,10 +180,10 @@ class KeyCodec(abc.ABC):
         return lax.fori_loop(0, -(-there // count), rebuild, lost)
 
     def reconstruct(self, rebuild: Rebuild, ids: Int[Array, "B h_kv k"]) -> Float[Array, "B h_kv tokens d"]:
-        """Keys after RoPE of selected units, each at its place in the sequence. On a GPU the code's kernel does it.
+        """Rebuild the keys after RoPE of selected units, each at its position in the sequence; on a GPU, by a kernel.
 
         Returns:
-            [B, h_kv, k * unit, d], float32 or in the model's dtype.
+            [B, h_kv, k * unit, d], in float32 or in the model's dtype.
         """
         if self.compiled:
             chosen = pallas_kernels.ChosenKeys(
@@ -194,21 +205,21 @@ class KeyCodec(abc.ABC):
         return rotate(keys, *cos_sin(positions, rebuild.inverse))
 
     def losses_bytes(self, sizes: Sizes, block: int) -> int:
-        """Bytes of `losses`' temporaries for a row, `block` tokens at a time."""
+        """Bytes of the temporaries of `losses` for one row, with `block` tokens at once."""
         item = jnp.dtype(sizes.dtype).itemsize
         return block * sizes.heads * (self.expand_bytes(sizes) + sizes.dim * (item + 3 * 4))
 
     def empty(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """A code of zeros."""
+        """A code of `units` chunks in which all numbers are zero."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes(batch, units, chunk, sizes))
 
     def nbytes(self, units: int, chunk: int, sizes: Sizes) -> int:
-        """Bytes of one row's code of so many chunks."""
+        """Bytes of one row's code of `units` chunks."""
         leaves = jax.tree.leaves(self.shapes(1, units, chunk, sizes))
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
     def read_bytes(self, sizes: Sizes) -> int:
-        """Bytes of a token's left row that one KV head reads."""
+        """Bytes of the left row that one KV head reads to rebuild a token."""
         left = self.shapes(1, 1, 1, sizes).left
         return int(left.shape[-1]) * left.dtype.itemsize
 
@@ -216,7 +227,10 @@ class KeyCodec(abc.ABC):
 def squared_error(
     keys: Float[Array, "B h_kv *n d"], real: Float[Array, "B h_kv *n d"], weights: Float[Array, "B h_kv d"] | None
 ) -> Float[Array, "B h_kv *n"]:
-    """Squared distance of keys from the real ones, both times weights. It is the same before and after RoPE."""
+    """The squared distance of rebuilt keys from the real keys, both times weights.
+
+    The result is the same before and after RoPE, because RoPE rotates pairs of numbers that have equal weights.
+    """
     off = keys.astype(jnp.float32) - real.astype(jnp.float32)
     if weights is not None:
         off *= jnp.expand_dims(weights, tuple(range(2, off.ndim - 1)))
@@ -224,12 +238,12 @@ def squared_error(
 
 
 def by_head(left: Shaped[Array, "..."]) -> Shaped[Array, "B heads n w"]:
-    """Left rows with an axis of heads, which has size 1 if a row is of all heads together."""
+    """Left rows with an axis of heads, of size 1 if the heads of a token are coded together."""
     return left if left.ndim == 4 else left[:, None]
 
 
 def by_token(left: Shaped[Array, "..."], chunk: int) -> Shaped[Array, "B heads tokens w"]:
-    """Left rows of chunks as one row a token, [B, 1 or h_kv, n * chunk, w]."""
+    """Left rows of chunks, reshaped to one row for each token [B, 1 or h_kv, n * chunk, w]."""
     left = by_head(left)
     return left.reshape(*left.shape[:2], left.shape[2] * chunk, left.shape[3] // chunk)
 
@@ -237,7 +251,7 @@ def by_token(left: Shaped[Array, "..."], chunk: int) -> Shaped[Array, "B heads t
 def chosen_rows(
     left: Shaped[Array, "..."], tail: Shaped[Array, "..."] | None, ids: Int[Array, "B h_kv k"]
 ) -> Shaped[Array, "B h_kv k w"]:
-    """Left rows of chunks ids [B, h_kv, k]. Ids past the chunks of `left` are chunks of the tail."""
+    """Gather the rows of the chunks `ids`. Ids from the number of chunks in `left` on are chunks of the tail."""
     first = by_head(left)
     units = first.shape[2]
     if tail is None:
@@ -247,50 +261,5 @@ def chosen_rows(
 
 
 def rows_at(source: Shaped[Array, "B heads n w"], ids: Int[Array, "B h_kv k"]) -> Shaped[Array, "B h_kv k w"]:
-    """Rows of source [B, 1 or h_kv, n, w]; ids are clipped."""
+    """Gather rows of `source` [B, 1 or h_kv, n, w]. Ids out of range are clipped."""
     return jnp.take_along_axis(source, ids[..., None], axis=2, mode="clip")
-
-
-# A prompt is read in blocks of tokens, so that a float32 copy of all of it never exists.
-
-
-def token_block(
-    k_pre: Array, lengths: Array, index: Array, block: int, weights: Array | None = None
-) -> tuple[Array, Array]:
-    """One block of a prompt's keys, times weights, with all heads side by side.
-
-    The last block begins early, so that it is as long as the others. Tokens that the block before it has too are zero,
-    and so is padding: every token counts once.
-
-    Args:
-        k_pre: keys before RoPE [B, S, h_kv, d].
-        lengths: tokens of each row, int32 [B].
-        index: number of the block.
-        block: tokens of a block, at most S.
-        weights: float32 [B, h_kv, d], or None.
-
-    Returns:
-        float32 rows [B, block, h_kv * d], and the number of the block's first token.
-    """
-    batch, length, heads, dim = k_pre.shape
-    start = jnp.minimum(index * block, length - block)
-    rows = lax.dynamic_slice_in_dim(k_pre, start, block, axis=1).reshape(batch, block, heads * dim)
-    new = new_tokens(lengths, index, start, block)
-    rows = rows.astype(jnp.float32)
-    if weights is not None:
-        rows *= weights.reshape(batch, 1, -1)
-    return jnp.where(new[..., None], rows, 0.0), start
-
-
-def new_tokens(lengths: Array, index: Array, start: Array, block: int) -> Array:
-    """Which tokens of a block are real and were not in the block before it, bool [B, block]."""
-    token = start + jnp.arange(block)
-    return (token >= index * block) & (token < lengths[:, None])
-
-
-def put_block(buffer: Array, new: Array, index: Array, start: Array) -> Array:
-    """A buffer [B, S, ...] with one block's rows. Tokens that the block before has written stay as they are."""
-    block = new.shape[1]
-    old = lax.dynamic_slice_in_dim(buffer, start, block, axis=1)
-    written = (start + jnp.arange(block) < index * block).reshape(block, *[1] * (buffer.ndim - 2))
-    return lax.dynamic_update_slice_in_dim(buffer, jnp.where(written, old, new), start, axis=1)

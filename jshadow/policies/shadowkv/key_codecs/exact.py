@@ -1,4 +1,4 @@
-"""Keys before RoPE without any loss: the code that every other one is measured against."""
+"""Keys before RoPE without loss: the baseline of all other codes."""
 
 import dataclasses
 from typing import Any
@@ -13,12 +13,12 @@ from jshadow.policies.shadowkv.key_codecs.base import KeyCode, KeyCodec, Sizes
 
 @dataclasses.dataclass(frozen=True)
 class ExactCodec(KeyCodec):
-    """left is [B, h_kv, n, c * d] in the model's dtype; there is no right."""
+    """Store the keys themselves. left is [B, h_kv, n, c * d] in the model's dtype, and right is None."""
 
     name = "exact"
 
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """The keys."""
+        """left has the shape of the keys in chunks."""
         shape = (batch, sizes.heads, units, chunk * sizes.dim)
         left: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))
         return KeyCode(left, None)
@@ -38,13 +38,13 @@ class ExactCodec(KeyCodec):
         return rows.astype(jnp.float32)
 
     def products(self, sizes: Sizes) -> int:
-        """None."""
+        """0, since keys are not multiplied."""
         return 0
 
     def expand_bytes(self, sizes: Sizes) -> int:
-        """The row."""
+        """The left row."""
         return sizes.dim * jnp.dtype(sizes.dtype).itemsize
 
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
-        """A copy of the keys without their padding, and one in chunks."""
+        """A copy of the keys with zeros for padding, and a copy in chunks."""
         return 2 * tokens * sizes.columns * jnp.dtype(sizes.dtype).itemsize

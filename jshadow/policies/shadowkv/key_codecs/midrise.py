@@ -1,9 +1,9 @@
-"""A uniform quantiser without a zero (mid-rise) that clips outliers, in packed bytes.
+"""A uniform mid-rise quantizer (no level at zero) that clips large values. Codes are packed in bytes.
 
-The range of a column is a multiple of its standard deviation, the best choice for a column like a Gaussian one. Where
-most tokens are alike, deviations are small and the few different tokens lie many deviations away; then the range is a
-share of the largest magnitude. So one key that is a hundred times as long as all others makes the others imprecise,
-even where that key itself is stored exactly.
+The range of a column is a multiple of its standard deviation, which is best for a Gaussian column. If most tokens are
+alike, the deviation is small, and the few different tokens are many deviations away. Then the range is a share of the
+largest magnitude. As a consequence, one key that is a hundred times as long as all others makes the others imprecise,
+even if that key itself is stored exactly.
 """
 
 import jax.numpy as jnp
@@ -15,26 +15,27 @@ from pallas_kernels.bits import dequantise as dequantise
 from pallas_kernels.bits import pack_bytes
 from pallas_kernels.bits import packed_width as packed_width
 
-# The range by bits: at least LOAD standard deviations, and at least REACH times the largest magnitude. Both were chosen
-# on SmolLM2-135M: LOAD by the error of its keys, REACH by divergence on plain text and by needles in repetitive text.
+# The range for each number of bits is the larger of LOAD standard deviations and REACH times the largest magnitude.
+# Both were chosen on SmolLM2-135M: LOAD by the error of its keys, and REACH by the divergence from full attention on
+# plain text and by needles in repetitive text.
 LOAD = {8: 8.0, 4: 3.2, 2: 1.9}
 REACH = {8: 1.0, 4: 0.7, 2: 0.5}
-# A column whose deviation is smaller than this part of the largest one holds nothing but float32's rounding.
+# A column whose deviation is below this share of the largest one contains only float32 rounding error.
 NOTHING = 1e-5
 
 
 def profile_bits(profile: Profile) -> np.ndarray:
-    """Bits of each coded column, int [n8 + n4 + n2]: eight first, then four, then two."""
+    """The number of bits of each coded column, int [n8 + n4 + n2]: first 8, then 4, then 2."""
     return np.repeat((8, 4, 2), profile)
 
 
 def steps(sigma: Float[Array, "*n r"], largest: Float[Array, "*n r"], profile: Profile) -> Float[Array, "*n r"]:
-    """Step of each column; 0, which decodes to 0, for a column that is constant.
+    """The quantizer's step for each column, [..., r]; 0 for a constant column, whose codes then stand for 0.
 
     Args:
-        sigma: standard deviations [..., r].
-        largest: magnitudes [..., r].
-        profile: columns by bits.
+        sigma: standard deviations of the columns [..., r].
+        largest: largest magnitudes of the columns [..., r].
+        profile: numbers of columns with 8, 4 and 2 bits.
     """
     bits = profile_bits(profile)
     load, reach = (np.array([of[bit] for bit in bits], np.float32) for of in (LOAD, REACH))
@@ -44,7 +45,7 @@ def steps(sigma: Float[Array, "*n r"], largest: Float[Array, "*n r"], profile: P
 
 
 def quantise(x: Float[Array, "*n r"], step: Float[Array, "*n r"], profile: Profile) -> UInt8[Array, "*n w"]:
-    """Pack columns as codes. The code q stands for (q + 1 / 2 - 2**(bits - 1)) * step."""
+    """Quantize columns and pack their codes. The code q stands for (q + 1 / 2 - 2**(bits - 1)) * step."""
     half = jnp.asarray(2.0 ** (profile_bits(profile) - 1), jnp.float32)
     codes = jnp.clip(jnp.floor(x / jnp.where(step > 0, step, 1)) + half, 0, 2 * half - 1)
     codes = jnp.where(step > 0, codes, 0).astype(jnp.uint8)

@@ -1,7 +1,7 @@
-"""Profiles of the transform code: how many key columns get 8, 4 and 2 bits.
+"""Profiles of the transform code: how many key columns have 8, 4 and 2 bits.
 
-One profile serves all layers and prompts, so that shapes are static. `profile_of` gives the default profile for a key
-width and a number of bits a token.
+All layers and prompts have the same profile, so that shapes are static. `profile_of` returns the default profile for a
+number of key columns and a number of bits per token.
 """
 
 import itertools
@@ -9,10 +9,10 @@ import itertools
 from jshadow.errors import ConfigError
 from jshadow.policies.shadowkv.key_codecs.midrise import Profile
 
-# (mean bits of a key column, shares of all columns that have 8, 4 and 2 bits). Shares between two points lie on a
-# straight line. The points were measured on SmolLM2-135M, which has 192 key columns: 4/3, 2 and 8/3 bits by divergence
-# from full attention, more bits by the least variance lost. 5/2 bits are those of the usual rank of wide keys: the
-# shares of 8/3 in proportion, (80, 320, 320) of 1,024 columns.
+# Points (mean bits of a key column, shares of all columns that have 8, 4 and 2 bits). Between two points, shares are
+# interpolated linearly. The points were measured on SmolLM2-135M, which has 192 key columns. Those at 4/3, 2 and 8/3
+# bits have the least divergence from full attention, and those with more bits lose the least variance. 5/2 bits are
+# those of the usual rank of wide keys; its shares, (80, 320, 320) of 1,024 columns, are in proportion to those of 8/3.
 POINTS = (
     (0, (0, 0, 0)),
     (4 / 3, (4 / 192, 40 / 192, 32 / 192)),
@@ -27,14 +27,14 @@ POINTS = (
 
 
 def profile_of(columns: int, bits: float) -> Profile:
-    """The default profile of keys of that width, at so many bits.
+    """The default profile for a number of key columns and a number of bits.
 
     Args:
-        columns: of a token's key, all KV heads together.
-        bits: of a token's code, rounded to whole bytes, which the profile fills without waste.
+        columns: number of key columns, all KV heads together.
+        bits: bits of a token's code. They are rounded to whole bytes, which the profile fills completely.
 
     Raises:
-        ConfigError: less than a byte, or more than eight bits a column.
+        ConfigError: bits are less than a byte, or more than 8 for each column.
     """
     size = round(bits / 8)
     if not 1 <= size <= columns:
@@ -46,6 +46,7 @@ def profile_of(columns: int, bits: float) -> Profile:
             _, fours, twos = (columns * (a + along * (b - a)) for a, b in zip(first, last, strict=True))
             break
     four, two = 2 * round(fours / 2), 4 * round(twos / 4)
-    while size < four // 2 + two // 4 or columns < size + four // 2 + two * 3 // 4:  # rounding took too much
+    # Rounding may have made more columns than the bytes or the keys have room for.
+    while size < four // 2 + two // 4 or columns < size + four // 2 + two * 3 // 4:
         four, two = (four, two - 4) if two else (four - 2, two)
     return size - four // 2 - two // 4, four, two

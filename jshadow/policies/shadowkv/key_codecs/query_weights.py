@@ -1,10 +1,10 @@
-"""Weights of the numbers of a key, by the queries that the key will meet.
+"""Weights on the numbers of a key, estimated from the prompt's last queries.
 
-A code of the keys has an error in each of their numbers, and attention sees the product of that error with a query.
-RoPE turns a query and a key against each other by their distance, in pairs of numbers. Over many distances, an error in
-either number of a pair costs the mean square of the queries in that pair, and pairs do not mix. So a code that works on
-keys times the root of that mean square loses the least of the products, not of the keys. KQ-SVD (Lesens et al. 2025,
-arXiv 2512.05916) weighs keys by what queries are like without RoPE, where whole matrices can be taken.
+A key code has an error in each number of a key, and attention is affected by the product of this error and a query.
+RoPE rotates pairs of numbers by an angle that depends on the distance. Averaged over many distances, the squared error
+of a product is the squared error of a pair times the mean square of the queries in that pair, summed over pairs. So a
+code minimizes the error of the products if it codes keys times the root of that mean square. KQ-SVD (Lesens et al.
+2025, arXiv 2512.05916) uses the queries in the same way for models without RoPE, with full matrices as weights.
 """
 
 import jax.numpy as jnp
@@ -12,23 +12,23 @@ from jaxtyping import Array, Float, Int
 
 from jshadow.ops.attention import group_queries
 
-TAIL = 64  # the prompt's last queries, which the weights are computed from
-LEAST = 0.01  # part of the mean square that every weight has: later queries may use directions that these do not
+TAIL = 64  # number of the prompt's last queries from which the weights are computed
+LEAST = 0.01  # added to each relative mean square, because later queries may be larger in numbers that are small here
 
 
 def query_weights(
     q_tail: Float[Array, "B w h_q d"], lengths: Int[Array, " B"], kv_heads: int, rotated: int
 ) -> Float[Array, "B {kv_heads} d"]:
-    """What a code multiplies the numbers of a key with before it loses some of them.
+    """The factors by which a code multiplies the numbers of a key before it quantizes or truncates them.
 
     Args:
         q_tail: queries after RoPE of each row's last w tokens [B, w, h_q, d]. Rows shorter than w are padded in front.
         lengths: tokens of each row, int32 [B].
-        kv_heads: KV heads.
-        rotated: how many of the d numbers RoPE turns; it turns number i with number i + rotated / 2.
+        kv_heads: number of KV heads.
+        rotated: how many of the d numbers RoPE rotates. Number i is paired with number i + rotated / 2.
 
     Returns:
-        float32 [B, h_kv, d], equal within a pair, with a mean square near 1 over a row's heads.
+        float32 [B, h_kv, d], equal within a pair. The mean square over all heads of a row is near 1.
     """
     count = q_tail.shape[1]
     real = jnp.arange(count) >= count - lengths[:, None]

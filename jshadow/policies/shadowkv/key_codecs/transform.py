@@ -1,10 +1,10 @@
-"""Transform-coded keys: the prompt's own eigenbasis, with more bits for columns of more variance.
+"""Transform-coded keys: coefficients in the prompt's eigenbasis, with more bits for columns of larger variance.
 
-Low rank spends 16 bits on each of a few columns and none on the others. In its eigenbasis, a Gaussian source is coded
-with the least squared error where the bits of a column follow the logarithm of its variance (Cover & Thomas, Elements
-of Information Theory, section 10.3.3); that spreads the same bits over many more columns. Here the bits follow a fixed
-profile of 8, 4 and 2 bits, so that shapes are static. The mean of the keys is kept apart; otherwise it would be the
-first column and make every step coarse.
+Low rank spends 16 bits on each of a few columns and none on the others. A Gaussian source is coded with the least
+squared error if each column of its eigenbasis gets bits in proportion to the logarithm of its variance (Cover & Thomas,
+Elements of Information Theory, section 10.3.3). This spreads the same bits over many more columns. Here the bits follow
+a fixed profile of 8, 4 and 2 bits, so that shapes are static. The mean of the keys is stored separately. Otherwise it
+would dominate the first column and make its steps coarse.
 """
 
 import dataclasses
@@ -17,16 +17,8 @@ from flax import struct
 from jax import Array, lax
 
 from jshadow.ops.layout import fit_tokens
-from jshadow.policies.shadowkv.key_codecs.base import (
-    BLOCK,
-    EXACT,
-    KeyCode,
-    KeyCodec,
-    Sizes,
-    new_tokens,
-    put_block,
-    token_block,
-)
+from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes
+from jshadow.policies.shadowkv.key_codecs.blocks import new_tokens, put_block, token_block
 from jshadow.policies.shadowkv.key_codecs.lowrank import head_columns, usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import Profile, packed_width, profile_bits, quantise, steps
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
@@ -34,13 +26,14 @@ from pallas_kernels import coded_products
 
 
 class Basis(struct.PyTreeNode):
-    """What all rows of a prompt share.
+    """The part of the code that all tokens of a prompt share.
 
     Attributes:
-        columns: eigenvectors of the centred keys by falling variance, each KV head its part [B, h_kv, r, d]. With
-            weights, eigenvectors of the weighted keys, divided by the weights, so that their sums are keys again.
-        mean: of the prompt's keys [B, h_kv, d].
-        step: of each column's quantiser, float32 [B, r].
+        columns: eigenvectors of the centered keys by falling variance, split into the parts of the KV heads
+            [B, h_kv, r, d], in the model's dtype. With weights, they are eigenvectors of the weighted keys, divided by
+            the weights, so that a linear combination of them is an unweighted key.
+        mean: mean of the prompt's keys [B, h_kv, d], in the model's dtype.
+        step: step of each column's quantizer, float32 [B, r].
     """
 
     columns: Array
@@ -49,16 +42,19 @@ class Basis(struct.PyTreeNode):
 
 
 def usual_profile(columns: int) -> Profile:
-    """The bits of the usual low rank: (16, 64, 64) of 192 columns, (80, 320, 320) of 1,024."""
+    """The profile with as many bits as the usual low rank: (16, 64, 64) of 192 columns, (80, 320, 320) of 1,024."""
     return profile_of(columns, min(16 * usual_rank(columns), 8 * columns))
 
 
 @dataclasses.dataclass(frozen=True)
 class TransformCodec(KeyCodec):
-    """left uint8 [B, n, c * w], w = n8 + n4 / 2 + n2 / 4: a token's 8-bit columns, then 4-bit, then 2-bit ones.
+    """Quantized coefficients in the eigenbasis. right is a `Basis`.
+
+    left is uint8 [B, n, c * w], where w = n8 + n4 / 2 + n2 / 4. The bytes of a token are its 8-bit columns, then its
+    4-bit columns, then its 2-bit columns.
 
     Attributes:
-        profile: (n8, n4, n2), columns by bits: the first n8 have eight, the next n4 four, the next n2 two.
+        profile: (n8, n4, n2): the first n8 columns have 8 bits, the next n4 have 4, and the next n2 have 2.
     """
 
     profile: Profile
@@ -68,11 +64,11 @@ class TransformCodec(KeyCodec):
 
     @property
     def rank(self) -> int:
-        """Columns that have any bits."""
+        """Number of columns r that have bits."""
         return sum(self.profile)
 
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """The rows are bytes; `right` is a Basis."""
+        """The shapes of the packed rows and of the Basis."""
         dtype = jnp.dtype(sizes.dtype)
         left: Any = jax.ShapeDtypeStruct((batch, units, chunk * packed_width(self.profile)), jnp.uint8)
         columns: Any = jax.ShapeDtypeStruct((batch, sizes.heads, self.rank, sizes.dim), dtype)
@@ -80,7 +76,7 @@ class TransformCodec(KeyCodec):
         return KeyCode(left, Basis(columns, mean, jax.ShapeDtypeStruct((batch, self.rank), jnp.float32)))  # type: ignore[arg-type]
 
     def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None) -> KeyCode:
-        """Read the prompt four times: twice for the basis, once for the steps, once for the codes."""
+        """Code the keys in four passes over the prompt: for the mean, the basis, the steps and the codes."""
         batch, length, heads, _ = k_pre.shape
         block = min(BLOCK, length)
         blocks = -(-length // block)
@@ -104,16 +100,16 @@ class TransformCodec(KeyCodec):
         return KeyCode(left.reshape(batch, units, chunk * left.shape[2]), Basis(columns, mean, step))
 
     def project(self, k_pre: Array, right: Any, weights: Array | None = None) -> Array:
-        """Code keys by the prompt's basis, mean and steps."""
+        """Code keys with the prompt's basis, mean and steps."""
         rows = k_pre.astype(jnp.float32) - right.mean.astype(jnp.float32)[:, None]
-        if weights is not None:  # once for the keys, and once because the columns are divided by them
+        if weights is not None:  # squared: once for the weighted keys, and once because columns are divided by them
             rows *= weights[:, None] ** 2
         columns = right.columns.astype(jnp.float32)
         coefficients = jnp.einsum("bthd,bhrd->btr", rows, columns, precision=EXACT)
         return quantise(coefficients, right.step[:, None], self.profile)[:, :, None]
 
     def expand(self, rows: Array, right: Any) -> Array:
-        """Multiply the codes with the basis times the steps, in the basis' dtype, and add the mean."""
+        """Multiply the codes by the basis and the steps, in the dtype of the basis, and add the mean."""
         keys = coded_products(rows, right.columns, right.step, self.profile)
         return keys + right.mean.astype(jnp.float32)[:, :, None]
 
@@ -122,22 +118,22 @@ class TransformCodec(KeyCodec):
         return {"right": right.columns, "mean": right.mean, "step": right.step, "profile": self.profile}
 
     def products(self, sizes: Sizes) -> int:
-        """One for each column that has bits."""
+        """The number of columns that have bits."""
         return self.rank
 
     def expand_bytes(self, sizes: Sizes) -> int:
-        """The row, codes of a byte each, and coefficients in float32 and in the model's dtype."""
+        """The left row, one byte for each code, and coefficients in float32 and in the model's dtype."""
         return packed_width(self.profile) + self.rank * (1 + 4 + jnp.dtype(sizes.dtype).itemsize)
 
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
-        """Rows in the order of the prompt, the Gram matrix and its eigenvectors, float32 copies of a block."""
+        """Two copies of the left rows, the Gram matrix and its eigenvectors, and float32 copies of a block."""
         columns, coefficients = sizes.columns, 4 * block * len(profile_bits(self.profile))
         rows = 2 * tokens * packed_width(self.profile)
         return rows + 4 * (6 * columns * columns + 4 * block * columns + coefficients)
 
 
 def mean_key(k_pre: Array, lengths: Array, block: int) -> Array:
-    """Mean of each row's keys [B, h_kv, d], rounded to k_pre's dtype as it is stored."""
+    """The mean of each row's keys [B, h_kv, d], rounded to k_pre's dtype, in which it is stored."""
     batch, length, heads, dim = k_pre.shape
 
     def add(index: Array, total: Array) -> Array:
@@ -150,7 +146,7 @@ def mean_key(k_pre: Array, lengths: Array, block: int) -> Array:
 def centred_block(
     k_pre: Array, lengths: Array, mean: Array, index: Array, block: int, weights: Array | None = None
 ) -> tuple[Array, Array]:
-    """`token_block` of the keys minus their mean."""
+    """`token_block` of the keys minus their mean, times weights."""
     rows, start = token_block(k_pre, lengths, index, block)
     new = new_tokens(lengths, index, start, block)
     rows -= mean.reshape(rows.shape[0], 1, -1).astype(jnp.float32)
@@ -160,13 +156,13 @@ def centred_block(
 
 
 def column_sizes(block_of: Callable[[Array], Array], lengths: Array, blocks: int, columns: int) -> tuple[Array, Array]:
-    """Standard deviation and largest magnitude of each column, float32 [B, columns].
+    """The standard deviation and the largest magnitude of each column, float32 [B, columns] each.
 
     Args:
-        block_of: centred rows [B, tokens, columns] of a block, zero where there is no token.
+        block_of: maps the number of a block to its centered rows [B, tokens, columns], zero where there is no token.
         lengths: tokens of each row, int32 [B].
-        blocks: how many there are.
-        columns: of a row.
+        blocks: number of blocks.
+        columns: number of columns.
     """
 
     def add(index: Array, total: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -179,7 +175,11 @@ def column_sizes(block_of: Callable[[Array], Array], lengths: Array, blocks: int
 
 
 def eigenbasis(k_pre: Array, lengths: Array, mean: Array, block: int, weights: Array | None = None) -> Array:
-    """Eigenvectors of the centred keys, all heads side by side, falling variance: float32 [B, h_kv * d, h_kv * d]."""
+    """Eigenvectors of the centered keys, with all heads side by side, by falling variance.
+
+    Returns:
+        float32 [B, h_kv * d, h_kv * d], eigenvectors as columns.
+    """
     batch, length, heads, dim = k_pre.shape
     width = heads * dim
 

@@ -1,0 +1,46 @@
+"""Blocks of a prompt's tokens. A codec reads a prompt block by block, so that only one block has a float32 copy."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+
+def token_block(
+    k_pre: Array, lengths: Array, index: Array, block: int, weights: Array | None = None
+) -> tuple[Array, Array]:
+    """One block of a prompt's keys, times weights, with all heads side by side.
+
+    All blocks have the same size, so the last one overlaps the previous one. Tokens that the previous block contains
+    are zero, and so is padding. So every token is counted once.
+
+    Args:
+        k_pre: keys before RoPE [B, S, h_kv, d].
+        lengths: tokens of each row, int32 [B].
+        index: number of the block.
+        block: tokens in a block, at most S.
+        weights: weights on the numbers of a key, float32 [B, h_kv, d], or None.
+
+    Returns:
+        The keys, float32 [B, block, h_kv * d], and the position of the block's first token.
+    """
+    batch, length, heads, dim = k_pre.shape
+    start = jnp.minimum(index * block, length - block)
+    rows = lax.dynamic_slice_in_dim(k_pre, start, block, axis=1).reshape(batch, block, heads * dim)
+    new = new_tokens(lengths, index, start, block)
+    rows = rows.astype(jnp.float32)
+    if weights is not None:
+        rows *= weights.reshape(batch, 1, -1)
+    return jnp.where(new[..., None], rows, 0.0), start
+
+
+def new_tokens(lengths: Array, index: Array, start: Array, block: int) -> Array:
+    """Which tokens of a block are real and are not in the previous block, bool [B, block]."""
+    token = start + jnp.arange(block)
+    return (token >= index * block) & (token < lengths[:, None])
+
+
+def put_block(buffer: Array, new: Array, index: Array, start: Array) -> Array:
+    """Write one block's rows into a buffer [B, S, ...]. Tokens that the previous block has written are not changed."""
+    block = new.shape[1]
+    old = lax.dynamic_slice_in_dim(buffer, start, block, axis=1)
+    written = (start + jnp.arange(block) < index * block).reshape(block, *[1] * (buffer.ndim - 2))
+    return lax.dynamic_update_slice_in_dim(buffer, jnp.where(written, old, new), start, axis=1)
