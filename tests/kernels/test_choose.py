@@ -81,7 +81,7 @@ WRONG = [
     ("chunk_scores", "q", lambda x: x.astype(int), "q must be floating, got int"),
     ("chunk_scores", "landmarks", lambda x: cut(x, 3), r"landmarks must have shape \[1, h_kv, m, 128\], got .*127\]"),
     ("chunk_scores", "landmarks", lambda x: x.astype(int), "landmarks must be floating"),
-    ("chunk_scores", "candidates", lambda x: cut(x, 2), "s for each of the 60 candidates, got 61 landmarks"),
+    ("chunk_scores", "candidates", lambda x: cut(x, 2), "landmarks must be a multiple of the 60 candidates, got 61"),
     ("chunk_scores", "candidates", lambda x: cut(x, 1), r"candidates must have shape \[1, 2, n\], got \[1, 1, 61\]"),
     ("chunk_scores", "candidates", lambda x: x.astype(int), "candidates must be bool, got int"),
     ("reconstruct_keys", "left", lambda x: x[0], "left must have shape"),

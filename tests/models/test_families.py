@@ -107,7 +107,11 @@ REFUSED = {
     "rope lacks": ("llama", {"rope_scaling": {"rope_type": "dynamic"}}, "lacks factor"),
     "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
     "longrope lacks": ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "lacks long_factor"),
-    "longrope length": ("phi3", {"rope_scaling": LONGROPE | {"short_factor": [1.0]}}, "short_factors must be 6"),
+    "longrope length": (
+        "phi3",
+        {"rope_scaling": LONGROPE | {"short_factor": [1.0]}},
+        "short_factors must have 6 numbers",
+    ),
     "longrope sign": ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 5 + [-1.0]}}, "above 0, got -1.0"),
     "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 in a llama model"),
     "odd rotary": ("glm", {"head_dim": 12, "partial_rotary_factor": 0.75}, "even rotated part"),

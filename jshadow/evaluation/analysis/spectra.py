@@ -15,7 +15,7 @@ KINDS = ("k_pre", "k_post", "v", "x_in")  # fields of LayerTensors
 def as_matrix(tensor: np.ndarray) -> np.ndarray:
     """Turn a tensor [S, h, d] or [S, m] into a float64 matrix [S, h * d] or [S, m], as algorithm 1 does with keys."""
     if tensor.ndim not in (2, 3) or not tensor.size:
-        raise ConfigError(f"a tensor must have shape [S, h, d] or [S, m] and not be empty, got {tensor.shape}")
+        raise ConfigError(f"a tensor must be [S, h, d] or [S, m] and not empty, got {tensor.shape}")
     return np.asarray(tensor, np.float64).reshape(tensor.shape[0], -1)
 
 
