@@ -110,7 +110,7 @@ REFUSED = {
     "longrope length": (
         "phi3",
         {"rope_scaling": LONGROPE | {"short_factor": [1.0]}},
-        "short_factors must have 6 numbers",
+        "must have 6 numbers",
     ),
     "longrope sign": ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 5 + [-1.0]}}, "above 0, got -1.0"),
     "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 in a llama model"),
