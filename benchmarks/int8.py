@@ -46,15 +46,15 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def compared(name: str, got: np.ndarray, truth: np.ndarray, ids: np.ndarray) -> dict[str, float | str]:
     """Compare logits `got` with the reference `truth`, both [T, V], and return one row."""
-    error, mine, theirs = got - truth, log_softmax(got), log_softmax(truth)
+    error, log_probs, true_log_probs = got - truth, log_softmax(got), log_softmax(truth)
     return {
         "what": name,
         "rms_error": float(np.sqrt((error**2).mean())),
         "largest_error": float(np.abs(error).max()),
         "deviation_of_logits": float(truth.std()),
         "top1_agreement": float((got.argmax(-1) == truth.argmax(-1)).mean()),
-        "kl": float((np.exp(theirs) * (theirs - mine)).sum(-1).mean()),
-        "perplexity": float(np.exp(-mine[np.arange(len(ids) - 1), ids[1:]].mean())),
+        "kl": float((np.exp(true_log_probs) * (true_log_probs - log_probs)).sum(-1).mean()),
+        "perplexity": float(np.exp(-log_probs[np.arange(len(ids) - 1), ids[1:]].mean())),
     }
 
 

@@ -136,17 +136,17 @@ def divergences(
     plans.sort(key=lambda plan: plan.length)  # tasks of one length share compiled programs
     found: list[dict[tuple, dict[str, Any]]] = [{} for _ in policies]
     for done, plan in enumerate(plans):
-        told = [entry.policy for entry in plan.entries if entry.policy is not None]  # full attention first
+        run_policies = [entry.policy for entry in plan.entries if entry.policy is not None]  # full attention first
         for index in range(samples):
-            _, *records = run_case(setup, plan, index, told)
-            for own, record in zip(found, records, strict=True):
-                own[plan.task, plan.length, index] = record
+            _, *records = run_case(setup, plan, index, run_policies)
+            for records_of_policy, record in zip(found, records, strict=True):
+                records_of_policy[plan.task, plan.length, index] = record
             console.print(f"{plan.task}, {plan.length} tokens, prompt {index + 1}: {done + 1} of {len(plans)} tasks")
         if done % len(TASKS) == len(TASKS) - 1:
             jax.clear_caches()
     rows = []
-    for name, own in zip(policies, found, strict=True):
-        kl = {place: record["kl"] for place, record in own.items()}
+    for name, own_records in zip(policies, found, strict=True):
+        kl = {place: record["kl"] for place, record in own_records.items()}
         mean, error = mean_stderr(list(kl.values()))
         rows.append(
             {
@@ -156,9 +156,9 @@ def divergences(
                 "kl_stderr": error,
                 "of_first": mean / float(np.mean([record["kl"] for record in found[0].values()])),
                 "lower_on": sum(kl[place] < found[0][place]["kl"] for place in kl),
-                "top1": float(np.mean([record["score"] for record in own.values()])),
+                "top1": float(np.mean([record["score"] for record in own_records.values()])),
                 "by_text": {task: float(np.mean([kl[place] for place in kl if place[0] == task])) for task in TASKS},
-                "attended_tokens": float(np.mean([record["attended_tokens"] for record in own.values()])),
+                "attended_tokens": float(np.mean([record["attended_tokens"] for record in own_records.values()])),
             }
         )
     return rows
@@ -214,12 +214,12 @@ def reuse(params: Any, length: int, steps: int = 64) -> list[dict[str, Any]]:
     for task in TASKS:
         case = TASK_TABLE[task](params.tokenizer, length, 0.5, 0)
         tokens = np.array([*case.prompt, *case.forced[:steps]], np.int32)
-        own = selections(params, tokens, ShadowKV(**packed), steps)
+        selected = selections(params, tokens, ShadowKV(**packed), steps)
         row: dict[str, Any] = {"text": task, "tokens": length}
-        row |= {f"pool of {size:g}": pool_hits(own, size) for size in (1, 1.5, 2, 4)}
+        row |= {f"pool of {size:g}": pool_hits(selected, size) for size in (1, 1.5, 2, 4)}
         for more in (1.5, 2):
             wide = selections(params, tokens, ShadowKV(**packed | {"budget": round(more * COMMON["budget"])}), steps)
-            row[f"the query before, {more:g} budgets"] = foreseen(own, wide)
+            row[f"the query before, {more:g} budgets"] = foreseen(selected, wide)
         rows.append(row)
     return rows
 

@@ -43,7 +43,7 @@ def main() -> None:
     for sample in range(args.samples):
         text = list(itertools.islice(documentation(params.tokenizer, random.Random(sample)), args.prompt + args.output))
         prompt, forced = np.array([text[: args.prompt]]), np.array([text[args.prompt :]])
-        made = jshadow.prefill_many(
+        prefilled = jshadow.prefill_many(
             params,
             prompt,
             [args.prompt],
@@ -52,7 +52,7 @@ def main() -> None:
             fetch="device_put",
         )
         exact = None
-        for label, (_, state) in zip(chosen, made, strict=True):
+        for label, (_, state) in zip(chosen, prefilled, strict=True):
             sizes[label] = measured_bytes(state)
             logits, _ = jshadow.extend(params, forced, [args.output], state, logits="all")
             logits = np.asarray(jax.block_until_ready(logits))[0]

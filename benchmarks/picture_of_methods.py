@@ -1,4 +1,4 @@
-"""Draw the table "Methods at equal memory": divergence from full attention against device bytes, one line a method.
+"""Draw the table "Methods at equal memory": divergence from full attention by device bytes, one line for each method.
 
 python benchmarks/picture_of_methods.py docs/benchmarks/methods.md docs/assets/methods.png
 """
@@ -11,13 +11,13 @@ import matplotlib.pyplot as plt
 
 from jshadow.evaluation.plots.style import STYLE, look_of
 
-PANELS = {"2,048 tokens": (1, 4), "4,096 tokens": (5, 8)}  # the columns of device bytes and of KL
+PANELS = {"2,048 tokens": (1, 4), "4,096 tokens": (5, 8)}  # title -> (column of device bytes, column of KL)
 BYTES = re.compile(r"([\d.]+) \(([\d.]+) %\)")
 KL = re.compile(r"([\d.]+) ± ([\d.]+)")
 
 
 def points(table: list[list[str]], columns: tuple[int, int]) -> dict[str, list[tuple[float, float, float]]]:
-    """For each method its points (percent of full attention's device bytes, KL, standard error of KL)."""
+    """Return the points of each method: (percent of full attention's device bytes, KL, standard error of KL)."""
     found: dict[str, list[tuple[float, float, float]]] = {}
     for row in table:
         name = row[0].removesuffix(" (fitted)")

@@ -93,20 +93,20 @@ def main() -> None:
     args = parser.parse_args()
     params = jshadow.load(args.model, dtype="float32")
     policy = jshadow.ShadowKV(rank=32, budget=256)
-    made: dict[str, list[dict[str, Any]]] = {"forks": [], "separate": []}
+    rows_of_way: dict[str, list[dict[str, Any]]] = {"forks": [], "separate": []}
     for index in range(args.runs + 1):
-        for way, rows in made.items():
+        for way, rows in rows_of_way.items():
             row = run(params, args, policy, forks=way == "forks")
             if index:  # the first pass compiles
                 rows.append(row)
-    same = all(row["answers"] == made["forks"][0]["answers"] for rows in made.values() for row in rows)
+    same = all(row["answers"] == rows_of_way["forks"][0]["answers"] for rows in rows_of_way.values() for row in rows)
     figures = {
         way: {
             "seconds": [row["seconds"] for row in rows],
             "device_bytes": rows[0]["device"],
             "host_bytes": rows[0]["pinned_host"],
         }
-        for way, rows in made.items()
+        for way, rows in rows_of_way.items()
     }
     if args.json:
         print(json.dumps({"same_answers": same, **figures}))

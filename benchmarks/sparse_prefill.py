@@ -64,10 +64,10 @@ def main(tokens: int = 8192, layer: int = 2) -> None:
         shares = (
             [1.0, 1.0] if aux is None else [float(x.mean()) / (count * (count + 1) / 2) for x in (aux.tiles, aux.ran)]
         )
-        its = seconds[name]
+        taken = seconds[name]
         print(
-            f"| {name} | {100 * shares[0]:.1f} | {100 * shares[1]:.1f} | {statistics.median(its):.2f} "
-            f"({min(its):.2f} to {max(its):.2f}) |"
+            f"| {name} | {100 * shares[0]:.1f} | {100 * shares[1]:.1f} | {statistics.median(taken):.2f} "
+            f"({min(taken):.2f} to {max(taken):.2f}) |"
         )
 
 

@@ -135,9 +135,9 @@ def checked(row: Row) -> Row:
         if not isinstance(getattr(sample, name), str):
             raise ConfigError(f"{row.where}: {name} must be text, got {getattr(sample, name)!r:.80}")
     if not sample.context:
-        raise ConfigError(f"{row.where}: context must have text in it, got {sample.context!r}")
+        raise ConfigError(f"{row.where}: context must have text, got {sample.context!r}")
     if not any(sample.answers):
-        raise ConfigError(f"{row.where}: answer must be text or a list of it, got {sample.answer!r}")
+        raise ConfigError(f"{row.where}: answer must be text or a list of texts, got {sample.answer!r}")
     if sample.scorer not in SCORERS:
         raise ConfigError(f"{row.where}: scorer must be one of {sorted(SCORERS)}, got {sample.scorer!r}")
     if not sample.context.startswith(row.instruction):
@@ -254,7 +254,7 @@ def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, tr
 def rows_of(task: str, tokenizer: Any, length: int, case: Case, depth: float) -> list[dict[str, Any]]:
     """Turn a case into rows, one for each question. Raises ConfigError for a task without questions."""
     if case.forced:
-        raise ConfigError(f"task must ask something that a row can hold, got {task}")
+        raise ConfigError(f"task must have questions, got {task}")
     rows: list[dict[str, Any]] = []
     again = case_of(tokenizer, case.samples, head=case.instruction, apart=bool(case.questions), turns=bool(case.turns))
     for number, sample in enumerate(case.samples):

@@ -130,7 +130,7 @@ class Scorer:
         """
         widths = [width_of(len(one), self.limit) for one in contexts]
         for width in sorted(set(widths), reverse=True):
-            rows = [index for index, its in enumerate(widths) if its == width]
+            rows = [index for index, own_width in enumerate(widths) if own_width == width]
             capacity = self.capacity or width_of(width + grow, self.limit)
             for start in range(0, len(rows), self.batch):
                 some = rows[start : start + self.batch]

@@ -60,7 +60,7 @@ class JshadowLM(TemplateLM):
         asked, settings = ModelArguments.split(arguments)
         if asked.max_batch_size is not None:
             raise ConfigError(
-                f"max_batch_size must be left out, for no batch size is searched, got {asked.max_batch_size!r}"
+                f"max_batch_size must be left out, because no batch size is searched, got {asked.max_batch_size!r}"
             )
         if asked.truncation not in TRUNCATIONS:
             raise ConfigError(f"truncation must be one of {TRUNCATIONS}, got {asked.truncation!r}")
@@ -72,7 +72,7 @@ class JshadowLM(TemplateLM):
         loaded = isinstance(pretrained, Params)
         params = pretrained if loaded else load(str(pretrained), asked.dtype, quantize=asked.quantize)
         if params.tokenizer is None:
-            raise ConfigError("pretrained must have a tokenizer, got a checkpoint without")
+            raise ConfigError("pretrained must have a tokenizer, got a checkpoint without one")
         arrays = None if asked.fitted is None else load_fitted(asked.fitted, params, chosen := with_fitted(chosen))
         self.scorer = Scorer(params, chosen, asked.fetch, asked.capacity, batch, attention, arrays)
         if self.rolling_context > self.max_length:
@@ -93,7 +93,7 @@ class JshadowLM(TemplateLM):
         known = [self.tokenizer.eos_token_id, *self.scorer.params.config.eos_ids]
         token = next((one for one in known if one is not None), None)
         if token is None:
-            raise PromptError("prefix_token_id must be given, for neither tokenizer nor config has an EOS token")
+            raise PromptError("prefix_token_id must be given, because neither tokenizer nor config has an EOS token")
         return int(token)
 
     @property
@@ -137,7 +137,7 @@ class JshadowLM(TemplateLM):
             PromptError: the tokenizer has no chat template, or the template refuses the chat.
         """
         if not getattr(self.tokenizer, "chat_template", None):
-            raise PromptError("apply_chat_template must be left out, for the tokenizer has no chat template")
+            raise PromptError("apply_chat_template must be left out, because the tokenizer has no chat template")
         try:
             text = self.tokenizer.apply_chat_template(
                 chat_history,

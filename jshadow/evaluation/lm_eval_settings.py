@@ -75,7 +75,7 @@ def policy_of(policy: str | Policy, settings: dict[str, Any]) -> Policy:
     """Build a policy from its name and settings. Raises ConfigError that names an unknown policy or setting."""
     if isinstance(policy, Policy):
         if settings:
-            raise ConfigError(f"settings must be left out beside a Policy, got {sorted(settings)}")
+            raise ConfigError(f"settings must be left out if policy is a Policy, got {sorted(settings)}")
         return policy
     texts = [f"{name}={'null' if value is None else value}" for name, value in settings.items()]
     return parse_policy(policy, texts)

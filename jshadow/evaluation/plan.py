@@ -54,14 +54,14 @@ def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: 
 
     fraction = share
     try:
-        while (used := taken(made := setup.taught(sized_to(policy, fraction, capacity, config)))) > share:
+        while (used := taken(sized := setup.taught(sized_to(policy, fraction, capacity, config)))) > share:
             fraction -= max(used - share, share / 200)
     except (Infeasible, ConfigError):
         least = least_share(policy, capacity, config, taken)
         reason = f"{policy.name}: the share must be at least {least:.4f} of full attention's bytes, got {share!r}"
         return Entry(None, None, share, policy.name, reason)
-    given, changed = changed_settings(policy), changed_settings(made)
-    asked = with_settings(made, given)
+    given, changed = changed_settings(policy), changed_settings(sized)
+    asked = with_settings(sized, given)
     free = policy.size_free if isinstance(policy, Sized) else ()
     decided = [name for name in given if name in changed and name.partition(".")[0] not in free]
     if decided or abs(taken(asked) - used) > SLACK * used:

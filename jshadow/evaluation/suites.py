@@ -101,7 +101,7 @@ def kind_of(suite: str, kinds: Mapping[str, SuiteTask], task: str) -> SuiteTask:
     """Return the SuiteTask of a task. Raises ConfigError if the suite lacks it, or if it is in Chinese."""
     name = ALIASES.get(task, task).removesuffix("_e")
     if name in CHINESE:
-        raise ConfigError(f"task {task} of {suite} is in Chinese, whose scores need a segmentation of words")
+        raise ConfigError(f"task {task} of {suite} is in Chinese, and its score needs a segmentation of words")
     if name not in kinds:
         raise ConfigError(f"task must be one of {suite}'s, {sorted(kinds)}, got {task!r}")
     return kinds[name]

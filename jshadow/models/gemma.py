@@ -25,7 +25,7 @@ NOT_BUILT = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirecti
 def _read(hf: Mapping[str, Any]) -> dict[str, Any]:
     for key in NOT_BUILT:
         if hf.get(key):
-            raise ConfigError(f"config.json {key} must be absent (it is not built), got {hf[key]!r}")
+            raise ConfigError(f"config.json {key} must be absent (it is not supported), got {hf[key]!r}")
     pattern = hf.get("sliding_window_pattern") or hf.get("_sliding_window_pattern") or 6
     check_positive("config.json", sliding_window_pattern=pattern)
     return {

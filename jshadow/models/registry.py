@@ -29,5 +29,5 @@ def family_of(hf: Mapping[str, Any]) -> ModelFamily:
 def support_matrix() -> str:
     """Return the supported families as a Markdown table. docs/models.md contains this table."""
     rows = [(f"`{name}`", family.models, family.differs) for name, family in FAMILIES.items()]
-    head = [("`model_type`", "models", "what is its own"), ("---", "---", "---")]
+    head = [("`model_type`", "models", "how it differs"), ("---", "---", "---")]
     return "\n".join("| " + " | ".join(row) + " |" for row in [*head, *rows])

@@ -121,7 +121,7 @@ class RopeConfig:
             raise ConfigError(f"config.head_dim must give two rotated pairs for dynamic scaling, got {rotated} numbers")
         for name, factors in (("short_factors", self.short_factors), ("long_factors", self.long_factors)):
             if self.kind == "longrope" and len(factors) != rotated // 2:
-                raise ConfigError(f"rope.{name} must be {rotated // 2}, one a rotated pair, got {len(factors)}")
+                raise ConfigError(f"rope.{name} must have {rotated // 2} numbers (rotated pairs), got {len(factors)}")
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "RopeConfig":
@@ -143,7 +143,7 @@ class RopeConfig:
         if lacking := [key for key in needed if scaling.get(key) is None]:
             raise ConfigError(f"rope_scaling of rope_type {kind!r} lacks {', '.join(lacking)}")
         if kind != "default" and (unknown := sorted(set(scaling) - COMMON - {*needed, *optional})):
-            raise ConfigError(f"rope_scaling of rope_type {kind!r} must not have {', '.join(unknown)}: not understood")
+            raise ConfigError(f"rope_scaling of rope_type {kind!r} has the unknown keys {', '.join(unknown)}")
         newer = hf.get("rope_parameters") or {}
         share = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor"))
         fields: dict[str, Any] = {

@@ -52,7 +52,7 @@ def check(q: jax.Array, chunks: Chunks) -> None:
         expect_dtype("spread", spread, jnp.floating)
     rows, count = landmarks.shape[2], candidates.shape[2]
     if (rows > 0) != (count > 0) or (count and rows % count):
-        raise ValueError(f"landmarks must have s for each of the {count} candidates, got {rows} landmarks")
+        raise ValueError(f"landmarks must be a multiple of the {count} candidates, got {rows} landmarks")
 
 
 def check_landmarks(q: jax.Array, chunks: Chunks) -> None:

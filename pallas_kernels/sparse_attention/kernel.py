@@ -100,7 +100,7 @@ def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float, inte
     """
     for k, v, _ in pieces:
         if k.ndim == 5:
-            raise NotImplementedError("sparse_attention: the kernel takes no pieces with rows of each query's own")
+            raise NotImplementedError("sparse_attention: the kernel takes no pieces with separate rows for each query")
         can_do("sparse_attention", q.shape[3], q, k, v)
     batch, length, q_heads, dim = q.shape
     kv_heads = pieces[0].k.shape[1]

@@ -1,6 +1,6 @@
-"""`make aot`: the decode step as XLA compiles it for an A100 and an H200, on a machine that has neither.
+"""`make aot`: compiles decode steps and kernels for an A100 and an H200 on a machine that has neither, and checks them.
 
-Prints a row for each program and what did not hold; exits with 1 if anything did not.
+Prints one row for each program, and the checks that fail. The exit status is 1 if any check fails.
 """
 
 import argparse
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before JAX looks for a GPU that the compiler's plugin does not bring
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the compiler's plugin has no GPU for JAX
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from aot import programs
@@ -21,19 +21,19 @@ from jshadow.planner.bytes import full_bytes
 from jshadow.policies import ShadowKV
 
 FIRST = next(iter(TARGETS))
-MOST_LOCAL = 256  # bytes a thread may spill
-PACKED, PACKED_BATCH = "Llama-3.1-8B, shadowkv packed small", 50  # the paper's setting holds half as many
-# What may have the prompt's values as a result: what passes them on, and what reads them where they lie.
+MOST_LOCAL = 256  # maximum bytes of spilled registers of a thread
+PACKED, PACKED_BATCH = "Llama-3.1-8B, shadowkv packed small", 50  # the setting of the paper has half this batch
+# Operations that may have the prompt's values as their result, because they copy nothing.
 HARMLESS = {"parameter", "tuple", "get-tuple-element", "bitcast", "custom-call", "custom-call-start"}
 
 
 def biggest_copy(program: Program) -> int:
-    """Bytes of the largest array that is copied as it is."""
+    """Return the bytes of the largest array that a copy operation copies."""
     return max((i.result_bytes for i in program.everything() if i.operation in ("copy", "copy-start")), default=0)
 
 
 def overlaps(program: Program) -> tuple[int, int]:
-    """How many host fetches there are, and how many begin before their layer's keys are rebuilt and end after."""
+    """Count the host fetches, and those of them that overlap with rebuilding the keys of their layer."""
     began, total, good, rebuilt = False, 0, 0, False
     for one in program.entry():
         if one.operation == "custom-call-start" and "HostExecute" in one.line:
@@ -46,14 +46,14 @@ def overlaps(program: Program) -> tuple[int, int]:
 
 
 def used(program: Program) -> int:
-    """Device bytes while the program runs: arguments, temporaries, and results that reuse no argument."""
+    """Return the device bytes of a running program: arguments, temporaries, and results that reuse no argument."""
     memory = program.memory
     fresh = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + max(0, fresh)
 
 
 def faults(task: Task, program: Program) -> Iterator[str]:
-    """What should hold of a program and does not."""
+    """Yield one line for each check that a program fails."""
     memory, target = program.memory, TARGETS[task.gpu]
     if used(program) > target.memory:
         yield f"needs {used(program):,} bytes of {target.memory:,}"
@@ -89,20 +89,20 @@ def faults(task: Task, program: Program) -> Iterator[str]:
 
 
 def all_tasks(gpu: str, full_batch: int) -> Iterator[Task]:
-    """The programs, and the batch that packed codes are for."""
+    """Yield all programs, and the large batch that packed codes make possible."""
     yield from programs.tasks(gpu, full_batch)
     small = ShadowKV.packed(small=True)
     yield programs.step_task(PACKED, gpu, programs.LLAMA, small, PACKED_BATCH, 122_880, "device_put")
 
 
 def full_batch(gpu: str) -> int:
-    """The largest batch of full attention at 122,880 tokens that leaves a gibibyte beside weights and caches."""
+    """Return the largest batch of full attention at 122,880 tokens that leaves 1 GiB free besides weights and cache."""
     free = TARGETS[gpu].memory - programs.size(programs.weights_of(programs.LLAMA)) - 2**30
     return free // full_bytes(programs.LLAMA, 122_880, 2)
 
 
 def row(task: Task, program: Program, seconds: float, wrong: list[str]) -> dict:
-    """One row of the table."""
+    """Return one row of the table."""
     memory = program.memory
     total, good = overlaps(program)
     return {
@@ -121,7 +121,7 @@ def row(task: Task, program: Program, seconds: float, wrong: list[str]) -> dict:
 
 
 def main() -> int:
-    """Compile everything, or what --only names."""
+    """Compile and check all programs, or those that --only names. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="aot", description=__doc__)
     parser.add_argument("--only", default="", help="programs whose name holds this")
     parser.add_argument("--gpu", choices=TARGETS, action="append", help="this one alone (default: all)")

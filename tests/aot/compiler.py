@@ -1,8 +1,8 @@
-"""Compile a jitted function for a GPU that is not there, and read what XLA made of it.
+"""Compiles a jitted function for a GPU that this machine does not have, and reads XLA's program.
 
-Memory kinds are lost on a topology's own devices, so the function is lowered with the shardings of one CPU device
-(which has pinned host memory too), for the platform "cuda"; XLA's CUDA compiler then takes the module. That needs
-jax 0.10.2, the wheel jax-cuda12-pjrt and two private calls: this folder is the only place that makes them.
+The devices of a topology have no memory kinds. So the function is lowered for the platform "cuda" with the shardings of
+one CPU device, which has pinned host memory too. XLA's CUDA compiler then compiles the module. This needs jax 0.10.2,
+the wheel jax-cuda12-pjrt and two private calls of JAX. Only this folder makes such calls.
 """
 
 import functools
@@ -41,7 +41,14 @@ SHAPE = re.compile(r"\b(" + "|".join(SIZES) + r")\[([\d,]*)\]")
 
 
 class Instruction(NamedTuple):
-    """One line of the scheduled entry computation: its name, operation, result type and the whole line."""
+    """One line of HLO text.
+
+    Attributes:
+        name: name of the instruction.
+        operation: its operation.
+        result: type of its result.
+        line: the whole line.
+    """
 
     name: str
     operation: str
@@ -50,12 +57,12 @@ class Instruction(NamedTuple):
 
     @property
     def result_bytes(self) -> int:
-        """Bytes of the largest array of the result."""
+        """Number of bytes of the largest array in the result."""
         return max((shape_bytes(match) for match in SHAPE.finditer(self.result)), default=0)
 
 
 def shape_bytes(match: re.Match) -> int:
-    """Bytes of an array type like bf16[8,128]."""
+    """Return the bytes of an array type such as bf16[8,128]."""
     return SIZES[match[1]] * int(np.prod([int(n) for n in match[2].split(",") if n], dtype=np.int64))
 
 
@@ -63,9 +70,9 @@ class Program(NamedTuple):
     """A compiled program.
 
     Attributes:
-        text: the optimised module, scheduled.
-        memory: XLA's sizes: argument, output, temp and alias in bytes, and the same with host_ before them.
-        ptx: the assembly of all its kernels.
+        text: the optimized and scheduled module.
+        memory: XLA's statistics: bytes of arguments, outputs, temporaries and aliases, on the device and on the host.
+        ptx: the assembly of all kernels.
     """
 
     text: str
@@ -73,24 +80,24 @@ class Program(NamedTuple):
     ptx: str
 
     def entry(self) -> list[Instruction]:
-        """The entry computation in the order of its schedule."""
+        """Return the instructions of the entry computation in the order of the schedule."""
         return instructions(self.text[self.text.index("\nENTRY") :])
 
     def everything(self) -> list[Instruction]:
-        """All computations, fused ones too."""
+        """Return the instructions of all computations, including fused ones."""
         return instructions(self.text)
 
     def local_bytes(self) -> int:
-        """Bytes of the largest array that a kernel keeps in local memory: spilled registers."""
+        """Return the bytes of the largest array that a kernel keeps in local memory, which holds spilled registers."""
         return max((int(size) for size in re.findall(r"\.local\s.*?\[(\d+)\]", self.ptx)), default=0)
 
     def architectures(self) -> set[str]:
-        """Targets of the assembly."""
+        """Return the target architectures of the assembly."""
         return set(re.findall(r"^\.target\s+(\w+)", self.ptx, re.MULTILINE))
 
 
 def instructions(text: str) -> list[Instruction]:
-    """The lines of HLO text that define something."""
+    """Parse the lines of HLO text that define an instruction."""
     found = []
     for line in text.splitlines():
         match = re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)", line)
@@ -104,7 +111,7 @@ def instructions(text: str) -> list[Instruction]:
 
 
 def split_type(text: str) -> tuple[str, str]:
-    """The result's type at the front of an instruction, and what follows; a tuple's type has blanks in it."""
+    """Split the text of an instruction into its result type and the rest. The type of a tuple contains spaces."""
     if not text.startswith("("):
         return tuple(text.split(" ", 1))  # type: ignore[return-value]
     depth = 0
@@ -117,12 +124,12 @@ def split_type(text: str) -> tuple[str, str]:
 
 @functools.cache
 def one_device() -> Mesh:
-    """A mesh of the first CPU device, which has both memories."""
+    """Return a mesh of the first CPU device, which has device and pinned host memory."""
     return Mesh(np.array(jax.devices("cpu")[:1]), ("x",))
 
 
 def place(tree: Any, memory: str = "device") -> Any:
-    """A tree of ShapeDtypeStructs with memory kinds, as the compiler wants them; a HostArray knows its own."""
+    """Return a tree of ShapeDtypeStructs with memory kinds. A HostArray keeps its own memory kind."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, HostArray):
@@ -134,7 +141,7 @@ def place(tree: Any, memory: str = "device") -> Any:
 
 
 def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Program:
-    """XLA's program of function(*args) for one of TARGETS; args are trees from `place`."""
+    """Compile function(*args) for one of TARGETS. The args are trees from `place`."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[gpu].text(), topology="1x1x1")
     jitted = jax.jit(function, donate_argnums=donate, keep_unused=True)
     lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))

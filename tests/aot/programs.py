@@ -1,4 +1,4 @@
-"""The programs that are compiled: each is a function, its abstract arguments, and what must hold of the result."""
+"""The programs that `make aot` compiles: functions, their abstract arguments, and the values that are checked."""
 
 import functools
 import math
@@ -27,22 +27,25 @@ from pallas_kernels import ChosenKeys, HostRows, KeptRows
 
 DTYPE = jnp.bfloat16
 PACKED = ShadowKV.packed()
-# The bits of the usual rank, on more columns; landmarks of two tokens, all read by all queries.
+# The keys have the bits of the default rank, but more columns. Each landmark covers two tokens, and every query reads
+# all landmarks.
 ONE_LEVEL = ShadowKV(keys=TransformCode(), landmarks=Landmarks(tokens=2, dtype="int4"), values=Values(dtype="int4"))
 
 
 class Task(NamedTuple):
-    """One program to compile, and what must hold of it beyond what holds of all.
+    """One program to compile, and the numbers that it is checked against.
 
     Attributes:
-        name: for the table.
+        name: name in the table.
         gpu: one of TARGETS.
-        function, arguments, donate: as `compile_for` takes them.
-        state: the abstract state among the arguments, if there is one.
+        function: see `compile_for`.
+        arguments: see `compile_for`.
+        donate: see `compile_for`.
+        state: the abstract state among the arguments, or None.
         other: device bytes of the other arguments.
-        fetches: layers that fetch, by "device_put".
-        resident: bytes of a layer's selected keys and values where they come by "zero_copy", else None.
-        kernel: whether the program is one of our kernels alone.
+        fetches: number of layers that fetch with "device_put".
+        resident: bytes of a layer's selected keys and values if they are fetched with "zero_copy", else None.
+        kernel: whether the program is a single kernel of pallas_kernels.
     """
 
     name: str
@@ -58,17 +61,17 @@ class Task(NamedTuple):
 
 
 def size(tree: Any) -> int:
-    """Bytes of abstract arrays."""
+    """Return the bytes of a tree of abstract arrays."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def weights_of(config: ModelConfig) -> Any:
-    """Abstract weights in bfloat16."""
+    """Return the abstract weights of a model in bfloat16."""
     return jax.tree.map(lambda leaf: Shape(leaf.shape, DTYPE), abstract_weights(config))
 
 
 def step_task(name: str, gpu: str, config: ModelConfig, policy: Policy, batch: int, capacity: int, fetch: str) -> Task:
-    """One decode step of a batch whose prompts filled all but 64 tokens of the capacity."""
+    """Return the program of a decode step after prompts that fill all but 64 tokens of the capacity."""
     state = abstract_state(
         config, policy, batch=batch, capacity=capacity, prompt=capacity - 64, dtype="bfloat16", fetch=fetch
     )
@@ -97,7 +100,7 @@ def step_task(name: str, gpu: str, config: ModelConfig, policy: Policy, batch: i
 
 
 def prefill_task(gpu: str, tokens: int) -> Task:
-    """One layer of a prompt that passes in pieces of 2,048 tokens."""
+    """Return the program of one layer of a prefill in pieces of 2,048 tokens."""
     weights = weights_of(LLAMA)["layer_0"]
     x, lengths = Shape((1, tokens, LLAMA.model_dim), DTYPE), Shape((1,), jnp.int32)
     inverse = Shape((LLAMA.head_dim // 2,), jnp.float32)
@@ -113,13 +116,13 @@ def prefill_task(gpu: str, tokens: int) -> Task:
 
 
 def fetch(values: HostRows, keys: ChosenKeys, kept: Any, stay: Any) -> Any:
-    """fetch_reconstruct, with values in the shape in which a state keeps them: that of the donated buffer."""
+    """Call fetch_reconstruct, and return values in the shape of the donated buffer, as a state keeps them."""
     rebuilt, rows = pallas_kernels.fetch_reconstruct(values, keys, KeptRows(kept, stay))
     return rebuilt, rows.reshape(kept.shape)
 
 
 def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[Task]:
-    """Each kernel at the shapes of a decode step of Llama-3.1-8B."""
+    """Yield each kernel at the shapes of a decode step of Llama-3.1-8B."""
     policy = ShadowKV().resolve(LLAMA, capacity)
     assert policy.rank is not None
     heads, dim, chunk = LLAMA.kv_heads, LLAMA.head_dim, policy.chunk_size
@@ -147,7 +150,7 @@ def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[
 
 
 def packed_tasks(gpu: str, told: str, policy: ShadowKV, batch: int = 2, capacity: int = 122_880) -> Iterator[Task]:
-    """The kernels of a decode step on the arrays of a state whose numbers are packed."""
+    """Yield the kernels of a decode step on the arrays of a state with packed numbers."""
     state = abstract_state(
         ONE_LAYER, policy, batch=batch, capacity=capacity, prompt=capacity - 64, dtype="bfloat16", fetch="zero_copy"
     )
@@ -181,7 +184,7 @@ def packed_tasks(gpu: str, told: str, policy: ShadowKV, batch: int = 2, capacity
 
 
 def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
-    """All programs for one GPU; full attention at the largest batch that fits it."""
+    """Yield all programs for one GPU. `full_batch` is the largest batch of full attention that fits into it."""
     yield from kernel_tasks(gpu)
     for told, policy in (("packed", PACKED), ("one level", ONE_LEVEL)):
         yield from packed_tasks(gpu, told, policy)
@@ -199,7 +202,7 @@ def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
 
 
 def planned(task: Task) -> tuple[int, int]:
-    """Device and host bytes of a task's state by the planner, from the policy and the sizes alone."""
+    """Return the device and host bytes of a task's state as the planner computes them from policy and sizes."""
     assert task.state is not None
     spec = task.state.specs[0]
     config = LLAMA if spec.num_layers == LLAMA.num_layers else ONE_LAYER

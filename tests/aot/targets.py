@@ -1,4 +1,4 @@
-"""What the compiler must know of a GPU that is not there, by the vendor's data sheets and CUDA's device queries."""
+"""Descriptions of GPUs for the compiler. The numbers come from NVIDIA's data sheets and CUDA's device queries."""
 
 from typing import NamedTuple
 
@@ -7,16 +7,16 @@ class Target(NamedTuple):
     """One GPU.
 
     Attributes:
-        name: as the driver calls it.
-        capability: CUDA compute capability, and whether its architecture-specific instructions are used.
+        name: name that the driver reports.
+        capability: CUDA compute capability (major, minor), and whether architecture-specific instructions are used.
         memory: bytes of device memory.
-        bandwidth: of it, bytes a second.
-        cores: streaming multiprocessors.
-        fpus: float32 units of each.
-        clock: GHz.
-        l2: bytes of second-level cache.
+        bandwidth: bandwidth of device memory in bytes per second.
+        cores: number of streaming multiprocessors.
+        fpus: number of float32 units of a multiprocessor.
+        clock: clock rate in GHz.
+        l2: bytes of the second-level cache.
         shared_core: bytes of shared memory of a multiprocessor.
-        shared_block: most bytes of it for one block.
+        shared_block: maximum bytes of shared memory of a block.
     """
 
     name: str
@@ -32,12 +32,12 @@ class Target(NamedTuple):
 
     @property
     def architecture(self) -> str:
-        """As PTX names it."""
+        """Name of the architecture in PTX."""
         major, minor, specific = self.capability
         return f"sm_{major}{minor}{'a' if specific else ''}"
 
     def text(self) -> str:
-        """The compiler's own description, a text protocol buffer."""
+        """Return the description of the GPU for XLA, a protocol buffer in text format."""
         major, minor, specific = self.capability
         features = "feature_extension: ACCELERATED_FEATURES" if specific else "feature_extension: NONE"
         numbers = {
@@ -75,10 +75,11 @@ class Target(NamedTuple):
         )
 
 
-# Where a process runs, the scheduler works with what its allocator was given (XLA_PYTHON_CLIENT_MEM_FRACTION); without
-# one it assumes a share of the device, and near that share it saves memory instead of overlapping anything.
+# In a running process, XLA's scheduler uses the memory of the allocator (XLA_PYTHON_CLIENT_MEM_FRACTION, ALLOCATED
+# here). Without an allocator it assumes the share ASSUMED of the device memory. Near that limit it saves memory and
+# overlaps nothing. So the description has a device memory that makes both equal.
 ALLOCATED, ASSUMED = 0.97, 0.8
-HOST_MEMORY = 128 * 2**30  # of the machine that packed requests must fit on, beside either GPU
+HOST_MEMORY = 128 * 2**30  # host memory of a machine that the packed programs must fit into
 VERSIONS = {"driver": "12.8.0", "runtime": "12.8.0", "compile_time_toolkit": "12.8.0", "dnn": "9.10.0"}
 TARGETS = {
     "a100-80gb": Target(

@@ -1,4 +1,4 @@
-"""Observations of ShadowKV on tensors whose answer is known, and on a tiny model against NumPy's own way to it."""
+"""The measurements of ShadowKV's paper on tensors with known results, and on a tiny model compared with NumPy."""
 
 import dataclasses
 from typing import Any
@@ -24,7 +24,7 @@ def layers() -> list[analysis.LayerTensors]:
 
 
 def tensors(**given: np.ndarray) -> analysis.LayerTensors:
-    """A layer with these tensors, the others ones."""
+    """A layer with these tensors. All other tensors are ones."""
     parts = {field.name: np.ones((4, 2)) for field in dataclasses.fields(analysis.LayerTensors)}
     return analysis.LayerTensors(**parts | given)
 
@@ -43,7 +43,7 @@ def test_tensors_are_those_that_policies_learn_from(layers: list[analysis.LayerT
         for name in ("k_pre", "k_post", "v"):
             np.testing.assert_allclose(getattr(mine, name), np.asarray(getattr(prompt, name)[0]), atol=1e-5)
         assert mine.x_in.shape == (len(TEXT), TINY.model_dim)
-        # hidden states are what keys are projected from
+        # keys are projected from the hidden states
         found = np.linalg.lstsq(mine.x_in.astype(np.float64), mine.k_pre.reshape(len(TEXT), -1), rcond=None)[0]
         np.testing.assert_allclose(mine.x_in @ found, mine.k_pre.reshape(len(TEXT), -1), atol=1e-4)
         assert np.abs(mine.k_pre - mine.k_post).max() > 0.1, index

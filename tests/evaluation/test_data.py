@@ -127,7 +127,7 @@ def test_parquet_and_json_hold_the_same_rows(tmp_path: Path, monkeypatch: pytest
 
 
 def fake_parquet(rows: Any) -> Any:
-    """pyarrow as it reads a table, or as it is missing."""
+    """A fake pyarrow that reads a table with these rows, or that is missing if rows is None."""
 
     class Parquet:
         @staticmethod

@@ -46,7 +46,7 @@ QUESTIONS = [ROW, ROW | {"question": "What does the ferry cost, in crowns?", "an
 
 
 def by_hand(params: Params, case: tasks.Case, index: int, capacity: int) -> str:
-    """The answer of one question after a prefill of its own, token by token."""
+    """The answer to one question after a separate prefill, token by token."""
     tokens = np.array([case.prompt], np.int32)
     logits, state = decode.prefill(params, tokens, np.array([tokens.shape[1]]), POLICY, capacity=capacity)
     for token in case.questions[index]:
@@ -64,7 +64,7 @@ def by_hand(params: Params, case: tasks.Case, index: int, capacity: int) -> str:
 def test_questions_on_one_context_are_prefilled_once_and_answered_alike(
     params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever is asked before: each fork starts from the context."""
+    """Each question is asked on a fork of the context, so earlier questions change nothing."""
     prefills: list[int] = []
     original = decode.prefill_many
 

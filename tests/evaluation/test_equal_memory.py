@@ -47,7 +47,7 @@ def params() -> Params:
 
 @pytest.fixture(scope="module")
 def rows(params: Params) -> list[dict[str, Any]]:
-    """Two tasks, two shares, of which one is out of reach for some."""
+    """Rows of two tasks and two shares. Some policies cannot reach the smaller share."""
     return runner.evaluate(
         params, ["agreement", "needle_noise"], [LENGTH], POLICIES, samples=1, shares=[0.5, 0.06], fetch="device_put"
     )
@@ -77,7 +77,7 @@ def test_every_policy_is_at_or_under_its_share(rows: list[dict[str, Any]], param
 
 
 def test_a_smaller_share_agrees_less(rows: list[dict[str, Any]]) -> None:
-    """Of what full attention says next, by its divergence: full itself has none."""
+    """The divergence from full attention grows. Full attention itself has none."""
     kl = {
         (row["name"], row["share"]): row["kl"] for row in rows if row["task"] == "agreement" and not row["infeasible"]
     }

@@ -1,4 +1,4 @@
-"""The HTML report: read by a parser; whole, self-contained, every row there, nothing of a row taken for markup."""
+"""The HTML report: it is well-formed and self-contained, has every row, and no text of a row becomes markup."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ HOSTILE = '<script>alert("x")</script><img src="http://example.org/x" onerror=al
 
 
 class Reader(HTMLParser):
-    """Elements, their attributes, text outside of scripts and styles, and tables as lists of rows of cells."""
+    """A parser that collects elements with attributes, text outside scripts and styles, and tables as lists of rows."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_nothing_in_a_row_is_markup(tmp_path: Path) -> None:
     assert tags.count("script") == 1
     assert all(attributes["src"].startswith("data:") for tag, attributes in page.elements if tag == "img")  # type: ignore[union-attr]
     assert not any(name.startswith("on") for _, attributes in page.elements for name in attributes)
-    assert page.text.count(HOSTILE) >= 6  # told as it is: command, task, policy, why, control, fetch, prefill
+    assert page.text.count(HOSTILE) >= 6  # escaped in command, task, policy, reason, control, fetch, prefill
 
 
 @pytest.mark.parametrize("rows", [[], "rows", {"task": 1}, [{"task": "t", "length": 1, "policy": "p"}], [3]], ids=str)
@@ -188,7 +188,7 @@ def test_results_of_a_real_evaluation(tmp_path: Path) -> None:
         samples=2,
         out=tmp_path,
     )
-    rows = json.loads(json.dumps(rows))  # as `--json` gives them
+    rows = json.loads(json.dumps(rows))  # as `--json` prints them
     written = html.write_results(rows, tmp_path, "jshadow eval")
     names = [path.name for path in written]
     assert names[-1] == "report.html"

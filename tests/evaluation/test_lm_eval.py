@@ -62,7 +62,7 @@ def test_the_evaluation_imports_without_the_harness():
 
 
 def write_tasks(folder: Any) -> dict[str, Any]:
-    """Three tasks of a kind each, from files: nothing is downloaded."""
+    """Write three tasks of different kinds as local files, so that nothing is downloaded."""
     rows = [
         {
             "text": f"{TALE}Question {index}: what did the {who} want?",
@@ -129,7 +129,7 @@ def test_tasks_run_through_the_harness(params, tiny_tasks):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::FutureWarning")
 def test_full_attention_scores_as_the_hf_backend(smollm2_dir, tiny_tasks):
-    """SmolLM2 in float32, torch beside it: scores, greedy flags, windows and generations of the same requests."""
+    """SmolLM2 in float32 and the `hf` backend give equal scores, greedy flags, windows and generations."""
     from lm_eval.models.huggingface import HFLM
 
     mine = JshadowLM(smollm2_dir, policy="full", dtype="float32", capacity=64, batch_size=2)

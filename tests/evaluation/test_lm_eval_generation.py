@@ -49,14 +49,14 @@ def test_until_strings_end_a_generation_and_are_cut_off(params):
 
 
 def test_a_special_token_among_until_ends_a_generation(params):
-    """Decoded text leaves special tokens out, so such a string is compared as a token."""
+    """Decoded text has no special tokens, so such a stop string is compared as a token."""
     tokenizer = byte_tokenizer()
     said = greedy_ids(params, TALE, 8)
     target = tokenizer.convert_ids_to_tokens(said[4])
     tokenizer.add_special_tokens({"additional_special_tokens": [target]})
     model = JshadowLM(dataclasses.replace(params, tokenizer=tokenizer), policy="full", capacity=256)
     ids = params.tokenizer.encode(TALE)
-    model.tok_encode = lambda *_, **__: ids  # the text may hold that byte itself
+    model.tok_encode = lambda *_, **__: ids  # the text itself may contain that byte
     got = model.generate_until(requests((TALE, {"max_gen_toks": 8, "until": [target]})), disable_tqdm=True)
     assert got == [params.tokenizer.decode(said[: said.index(said[4])])]
 
@@ -67,7 +67,7 @@ def test_sampling_does_not_depend_on_the_batch(params):
     alone = JshadowLM(params, policy="full", capacity=256, seed=3).generate_until(asked, disable_tqdm=True)
     together = JshadowLM(params, policy="full", capacity=256, seed=3, batch_size=4)
     assert together.generate_until(asked, disable_tqdm=True) == alone
-    assert alone[0] != alone[2]  # a repeated request draws anew
+    assert alone[0] != alone[2]  # equal requests draw different numbers
     other = JshadowLM(params, policy="full", capacity=256, seed=4, batch_size=4)
     assert other.generate_until(asked, disable_tqdm=True) != alone
 

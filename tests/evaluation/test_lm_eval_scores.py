@@ -48,7 +48,7 @@ def test_loglikelihoods_are_those_of_single_steps(params, name, batch):
     for (context, continuation), (score, greedy) in zip(PAIRS, got, strict=True):
         ids = params.tokenizer.encode(context) or [END]
         more = params.tokenizer.encode(continuation)
-        if context.endswith(" "):  # lm-eval gives the space at a context's end to the continuation
+        if context.endswith(" "):  # lm-eval moves the space at the end of a context to the continuation
             ids, more = ids[:-1], [ids[-1], *more]
         wanted, top = step_by_step(params, POLICIES[name], ids, more)
         assert score == pytest.approx(wanted, abs=1e-4)
@@ -59,7 +59,7 @@ def test_loglikelihoods_are_those_of_single_steps(params, name, batch):
 
 
 def test_policies_score_differently_and_greedy_ones_are_told(params):
-    """What the tests above compare is no constant: a policy that drops tokens gives other numbers."""
+    """A policy that drops tokens gives different scores, so the tests above do not compare constants."""
     made = {name: JshadowLM(params, policy=policy, capacity=256) for name, policy in POLICIES.items()}
     ids, continuation = params.tokenizer.encode(TALE), greedy_ids(params, TALE, 4)
     scores = {}
@@ -130,7 +130,7 @@ def test_equal_contexts_are_prefilled_once(params, monkeypatch):
     choices = requests(*[(f"Question {index}?", f" {answer}") for index in range(3) for answer in "abcd"])
     scores = model.loglikelihood(choices, disable_tqdm=True)
     assert len(set(scores)) == 12
-    assert seen == [4]  # three contexts, and one more row to make a power of two
+    assert seen == [4]  # three contexts, padded to a power of two
 
 
 def test_near_lengths_share_compiled_programs(params):

@@ -47,7 +47,7 @@ def test_the_facts_lie_where_they_were_asked_to(task: str, kind: str) -> None:
             assert sample.context.count(fact) == 1
             assert sample.context.count(sample.answer) == 1
             asked = (depth + turn / len(case.samples)) % 1
-            assert abs(start / length - asked) < 0.15  # the frame, and the other facts, take their share
+            assert abs(start / length - asked) < 0.15  # the frame and the other facts take some of the text
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)

@@ -1,4 +1,4 @@
-"""The real model finds planted facts through ShadowKV wherever it finds them with full attention, and not by luck."""
+"""The real model with ShadowKV finds the planted facts that it finds with full attention, and a control does not."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def smollm2(smollm2_dir: Path) -> Params:
 
 
 def totals(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The pooled entries of ShadowKV and of its control; prints the table."""
+    """Print the table, and return the pooled entries of ShadowKV and of its control."""
     for row in rows:
         print(f"{row['task']:13} {row['length']:5} {row['policy']:32} {row['found']:2} / {row['asked']}")
     entries = {entry["policy"]: entry for entry in pooled(rows)}

@@ -33,7 +33,7 @@ def test_a_picture_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         "served_full_bytes": 10,
     }
     target = tmp_path / "turns.png"
-    target.mkdir()  # nothing can take its place
+    target.mkdir()  # a directory cannot be replaced by a file
     with pytest.raises(ConfigError, match="can be written"):
         plots.plot_turns([row], target)
     assert [path.name for path in tmp_path.iterdir()] == ["turns.png"]

@@ -1,4 +1,4 @@
-"""Pictures: what is drawn of which rows, one look a method, and files that hang on the numbers alone."""
+"""Pictures: which rows are drawn, one look for each method, and files that depend only on the numbers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -120,14 +120,14 @@ def test_a_key_code_is_a_line_of_its_own_and_bytes_moved_a_panel() -> None:
 
 @pytest.mark.parametrize("profiles", [((16, 64, 64), (4, 40, 32)), ([16, 64, 64], [4, 40, 32]), ("int4", "exact")])
 def test_steps_that_are_no_numbers_stand_by_name(profiles: Any, tmp_path: Path) -> None:
-    """A profile is a tuple, and a list once it was JSON."""
+    """A profile is a tuple in Python, and a list after a round trip through JSON."""
     rows = [one | {"settings": {"keys.profile": profile}} for one, profile in zip(SWEEP, profiles, strict=False)]
     axis = plots.plot_sweep(rows, "keys.profile", tmp_path / "sweep.png").axes[0]
     assert [text.get_text() for text in axis.get_xticklabels()] == [str(profile) for profile in sorted(profiles)]
 
 
 def test_each_sweep_is_a_line() -> None:
-    """A setting that two sweeps share is a mark of both."""
+    """A row that belongs to two sweeps is drawn in both lines."""
     marks = ((50.0, 10_000_000, ["rank", "budget"]), (75.0, 20_000_000, ["rank"]), (80.0, 10_000_000, ["budget"]))
     rows = [row(score=score, served_device_bytes=size, sweeps=sweeps) for score, size, sweeps in marks]
     figure = plots.plot_memory([row("full"), *rows])
@@ -137,7 +137,7 @@ def test_each_sweep_is_a_line() -> None:
 
 
 def test_landmarks_of_another_length_are_a_line_of_their_own() -> None:
-    """But for the sweep over those lengths."""
+    """They share a line only in the sweep over the lengths of landmarks."""
     settings = {"keys": "transform", "chunk_size": 8}
     marks = [(2, ["keys.bits"]), (8, ["keys.bits"]), (2, ["landmarks.tokens"]), (8, ["landmarks.tokens"])]
     rows = [row(settings=settings | {"landmarks.tokens": tokens}, sweeps=sweeps) for tokens, sweeps in marks]
@@ -225,7 +225,7 @@ def test_observations_draw_what_they_are_given() -> None:
 
 
 def test_a_sweep_has_a_line_a_task_and_length() -> None:
-    """In each panel what has that measure; bytes once, though two tasks tell them; other sweeps' steps left out."""
+    """A panel draws the rows that have its measure. Bytes are drawn once for two tasks. Other sweeps are left out."""
     longer = [one | {"length": 2 * one["length"], "kl": 3.0} for one in SWEEP]
     answers = [row(task="passkey", score=10.0 * i, settings={"rank": i}) for i in (2, 4)]
     own = [one | {"sweeps": ["rank"]} for one in [*SWEEP, *longer, *answers]]

@@ -89,7 +89,7 @@ def test_every_turn_is_asked_and_answers_stay_in_the_cache(params: Params) -> No
 
 
 def by_hand(params: Params, case: tasks.Case) -> list[str]:
-    """Greedy answers token by token, every question fed in the same way: the slow way to the same."""
+    """Greedy answers token by token, with every question fed token by token too. It is slow, but simple."""
     capacity = 700 + case.growth
     logits, state = decode.prefill(params, np.array([case.prompt]), np.array([700]), Full(), capacity=capacity)
     texts = []

@@ -1,4 +1,4 @@
-"""`jshadow bench`: what its rows say is counted, not timed; that it runs, and what it refuses."""
+"""`jshadow bench`: the counted bytes and operations of its rows, that it runs, and the errors that it raises."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_a_row_of_shadowkv(fetch):
     row = bench.bench_layer(SHAPE, policy, fetch, repeats=2)
     values = 2 * 2 * ((200 + layer.LEFT) // 4 - 1) * 4 * 16 * 4
     assert row["bytes_host"] == (0 if fetch == "resident" else values)
-    # values, landmarks and left factor of what is not selected stay where they are
+    # values, landmarks and left factor of other chunks are not read
     assert row["bytes_moved"] < row["bytes_device"] + row["bytes_host"]
 
 

@@ -39,7 +39,7 @@ SWEEPS = {
 
 
 def test_sweeps_run_beside_shares(params: Params, tmp_path: Path) -> None:
-    """A step that two sweeps share is run once, and told in both."""
+    """A policy that belongs to two sweeps runs once, and its row names both."""
     made = runner.evaluate(
         params, ["agreement", "passkey"], [LENGTH], [H2O()], samples=1, shares=[0.5], sweeps=SWEEPS, out=tmp_path
     )
@@ -78,7 +78,7 @@ def test_sweeps_are_read(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_swept_setting_that_another_one_stands_for_is_told_as_given(params: Params) -> None:
-    """Bits become a profile; of what is not swept the settings are those that ran."""
+    """Bits become a profile. Settings that are not swept have their resolved values."""
     policy = ShadowKV(keys=TransformCode(bits=2.0))
     resolved = policy.resolve(params.config, 96)
     assert resolved.keys.bits is None

@@ -44,7 +44,7 @@ def plain_tokenizer() -> Any:
 
 
 def niah(context: str, question: str) -> list[str]:
-    """The values of all keys that the question names, in its order."""
+    """The values of all keys that the question names, in the order of the question."""
     facts: dict[str, list[str]] = {}
     for key, value in re.findall(r"The special (?:number|code) of ([\w-]+) is ([\w-]+)\.", context):
         facts.setdefault(key, []).append(value)
@@ -99,7 +99,7 @@ def verses(context: str, question: str) -> list[str]:
 
 
 def text_to_json(context: str, question: str) -> list[str]:
-    """Fields by what can only be one: a number after "order" or "number", one before goods, a city after in, of, to."""
+    """Find fields by their neighbors: a number after "order" or "number" or before goods, a city after in, of or to."""
     made = []
     for sentence in re.split(r"(?<=[.;]) (?=[A-Z])", context.replace("; this", ", this")):
         order = re.search(r"(?:[Oo]rder|number) (\d{4})", sentence)
@@ -127,7 +127,7 @@ ORACLES: dict[str, Callable[[str, str], list[str]]] = {
 }
 
 
-MANY = ("two_stage", "cwe", "fwe", "vt", "passkey")  # their answers stand in the text more than once, by design
+MANY = ("two_stage", "cwe", "fwe", "vt", "passkey")  # by design, their answers occur in the text more than once
 
 
 @pytest.mark.parametrize("task", NEW)
@@ -167,7 +167,7 @@ def test_prompts_have_the_asked_length_and_the_seed_decides_all(task: str) -> No
 
 
 def place_of(task: str, context: str, answers: tuple[str, ...]) -> float:
-    """Where the first fact lies, as a share of the context."""
+    """The place of the first fact, as a share of the context."""
     fact = {"vt": rf"VAR {answers[0]} ="}.get(task, re.escape(answers[0][:30]))
     found = re.search(fact, context)
     assert found
@@ -208,7 +208,7 @@ def test_a_length_that_is_too_short_is_told_with_the_least(task: str) -> None:
         tasks.make(task, TOKENIZER, 90, 0.5, 0)
     told = re.findall(r"\d+", str(caught.value))
     assert int(told[0]) > int(told[1]) == 90
-    for more in (0, 60):  # what another length draws may be a little longer
+    for more in (0, 60):  # the text for a different length may be slightly longer
         try:
             assert len(tasks.make(task, TOKENIZER, int(told[0]) + more, 0.5, 0).prompt) <= int(told[0]) + more
             return
@@ -246,7 +246,7 @@ def params() -> Params:
 
 
 def test_every_task_runs(params: Params, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them in one call, with short answers and at one capacity, so that few programs are compiled."""
+    """All tasks run in one call, with short answers and at one capacity, so that few programs are compiled."""
 
     def short(*args: Any) -> tuple[tasks.Case, float]:
         case, depth = tasks.sample_of(*args)

@@ -36,7 +36,7 @@ def test_the_module_writes_rows(tmp_path: Path, params: Params, capsys: pytest.C
     wanted = tuple(tasks.sample_of("niah_multiquery_apart", params.tokenizer, 1200, i, 2, 3)[0] for i in range(2))
     assert made.cases == wanted
     for bad, told in (
-        (["agreement", *args], "must ask something"),
+        (["agreement", *args], "must have questions"),
         (["passkey", *args, "--depth", "1"], "--depth"),
         (["passkey", *args, "--samples", "0"], "--samples"),
         (["passkey", *args[:-1], str(tmp_path / "none" / "x.jsonl")], "can be written"),

@@ -1,4 +1,4 @@
-"""Scores against answers made by hand: each scorer with what is right, nearly right, and wrong."""
+"""Scorers on hand-written outputs: right, nearly right, and wrong ones for each scorer."""
 
 import itertools
 import json

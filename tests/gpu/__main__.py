@@ -1,4 +1,4 @@
-"""`make gpu`: what only a machine with an NVIDIA GPU can show, in one unattended run, the most important first."""
+"""`make gpu`: the checks and measurements that need an NVIDIA GPU, in one unattended run, the most important first."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ PARTS = ("ceilings", "correctness", "fetch", "decode", "layer", "decode-more", "
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="gpu", description=__doc__)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on any backend; its figures mean nothing")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder (default: %(default)s)")
@@ -18,14 +18,18 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--host-gib", type=float, help="pinned memory that may be taken (default: what is available less 20 GiB)"
     )
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # how a run starts its own children
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # for child processes
     return parser.parse_args(given)
 
 
 def main(given: list[str] | None = None) -> int:
-    """Run the parts. Returns 1 if a check failed or something raised, 2 without a GPU, 3 if a part came too late."""
+    """Run the parts.
+
+    Returns:
+        The exit status: 1 if a check failed or a task raised, 2 without a GPU, 3 if there was no time for a part.
+    """
     args = arguments(given)
-    # Imported only where it runs: the parent must live on whatever a kernel does, and so has no JAX.
+    # The imports are local, because the parent must not import JAX. So it survives any failure of a kernel.
     if args.worker:
         from gpu import worker
 

@@ -1,4 +1,4 @@
-"""What compressing a prompt costs beside its attention, of one layer (ShadowKV, table 12)."""
+"""The time of compressing a prompt, compared with its attention, for one layer (ShadowKV, table 12)."""
 
 import functools
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ PIECE = 2048  # tokens of a piece of a prompt, as in `prefill`
 
 
 def arrays(sizes: Sizes, tokens: int) -> tuple[Any, Any, Any]:
-    """Queries, keys and values of a prompt: rows of a matrix that are no multiples of one another."""
+    """Return random queries, keys and values of a prompt. Its rows are not multiples of one another."""
     config = sizes.config
     shapes = ((1, tokens, heads, config.head_dim) for heads in (config.q_heads, config.kv_heads, config.kv_heads))
     q, k, v = (on_device(seed, 1.0, shape) for seed, shape in enumerate(shapes))
@@ -28,7 +28,7 @@ def arrays(sizes: Sizes, tokens: int) -> tuple[Any, Any, Any]:
 
 
 def in_pieces(q: Any, k: Any, v: Any) -> Any:
-    """Causal attention as a prefill does it, piece after piece."""
+    """Compute causal attention piece by piece, as a prefill does."""
     count, size = pieces_of(q.shape[1], PIECE)
 
     scale = q.shape[-1] ** -0.5
@@ -41,14 +41,14 @@ def in_pieces(q: Any, k: Any, v: Any) -> Any:
 
 
 def factors(sizes: Sizes, capacity: int, k: Any) -> Any:
-    """Gram matrix, eigenvectors, left and right factor."""
+    """Compute the Gram matrix of the keys, its eigenvectors, and the left and right factor."""
     rank = sizes.policy.resolve(sizes.config, capacity).rank
     assert rank is not None
     return key_factors(k, jnp.full(1, k.shape[1], jnp.int32), rank)
 
 
 def measured(sizes: Sizes, capacity: int) -> dict[str, Any]:
-    """Seconds of the factors, of the attention in pieces and, where cuDNN does it, at once."""
+    """Measure the seconds of the factors, of attention in pieces, and on a GPU of fused attention (cuDNN)."""
     tokens = sizes.prompt(capacity) // PIECE * PIECE or sizes.prompt(capacity)
     q, k, v = arrays(sizes, tokens)
     repeats = min(3, sizes.repeats)
@@ -76,7 +76,7 @@ def measured(sizes: Sizes, capacity: int) -> dict[str, Any]:
 
 
 def tasks(sizes: Sizes) -> Iterator[Task]:
-    """One task a context, the shorter first: the other's attention takes four times as long."""
+    """Yield one task for each context, shortest first, because attention of a longer one takes four times as long."""
     for capacity in sorted(sizes.capacities):
         needs = 0 if sizes.dry else 15 if capacity < 100_000 else 25
         yield Task(f"compress, {capacity:,}", needs, functools.partial(measured, sizes, capacity))

@@ -1,4 +1,7 @@
-"""What must be set before JAX is imported, and what the machine is. This module imports no JAX."""
+"""The environment variables that must be set before JAX is imported, and a description of the machine.
+
+The module does not import JAX, except in `machine`.
+"""
 
 import datetime
 import os
@@ -10,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 GIB = 2**30
-HOST_MARGIN = 20 * GIB  # of what the system has available: for the program itself, the compiler and the page tables
+HOST_MARGIN = 20 * GIB  # host memory that is left for the program itself, the compiler and the page tables
 POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
 FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "jax-gpu"
-ENOUGH = 100 * GIB  # available at the start: more is not needed
+ENOUGH = 100 * GIB  # with this much available memory, growth is not probed
 PROBES, PROBE_SECONDS = 8, 15
-# Touches pages up to a limit, waits while nearly nothing is left (more may come), and is killed before all others.
+# The program touches pages up to a limit. While little memory is left, it waits for more. If memory runs out, the
+# system kills it first.
 PROBE = """
 import mmap, sys, time
 from gpu.environment import GIB, available_bytes
@@ -36,7 +40,7 @@ while done + step <= limit and time.monotonic() < end:
 
 
 def available_bytes() -> int:
-    """MemAvailable; 0 where the system does not tell."""
+    """Return MemAvailable of the system in bytes, or 0 if it is unknown."""
     try:
         with open("/proc/meminfo") as lines:
             return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -45,7 +49,7 @@ def available_bytes() -> int:
 
 
 def grown_bytes(limit: int = ENOUGH, seconds: float = PROBE_SECONDS) -> int:
-    """MemAvailable after short-lived processes touched `limit` bytes: some machines grow only by use."""
+    """Return MemAvailable after short processes have touched `limit` bytes. Some machines grow only when used."""
     command = [sys.executable, "-c", PROBE, str(limit // PROBES), str(seconds)]
     probes = [
         subprocess.Popen(command, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}) for _ in range(PROBES)
@@ -60,13 +64,13 @@ def grown_bytes(limit: int = ENOUGH, seconds: float = PROBE_SECONDS) -> int:
 
 
 def prepare(host_gib: float | None, probe: bool) -> None:
-    """Set XLA's pool of pinned memory, its share of the device, and where compiled programs are kept.
+    """Set XLA's pool of pinned memory, its share of device memory, and the folder of compiled programs.
 
-    A variable that is set already stays.
+    Variables that are already set are kept.
 
     Args:
-        host_gib: size of the pool; None: what is available less a margin.
-        probe: where that is little, find out whether the machine's memory grows.
+        host_gib: size of the pool in GiB. None means the available memory minus HOST_MARGIN.
+        probe: whether to test if the machine's memory grows when little is available.
     """
     if POOL_VARIABLE not in os.environ:
         if host_gib is None:
@@ -77,18 +81,18 @@ def prepare(host_gib: float | None, probe: bool) -> None:
         os.environ[POOL_VARIABLE] = str(max(1, int(host_gib)))
     if FRACTION not in os.environ:
         os.environ[FRACTION] = "0.95"
-        os.environ.pop("XLA_CLIENT_MEM_FRACTION", None)  # its other name: JAX takes only one of them
+        os.environ.pop("XLA_CLIENT_MEM_FRACTION", None)  # a second name, and JAX accepts only one of the two
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 
 
 def pool() -> int:
-    """Bytes of the pool that `prepare` set."""
+    """Return the bytes of the pool that `prepare` set."""
     return int(os.environ[POOL_VARIABLE]) * GIB
 
 
 def answer(*command: str) -> str:
-    """First line that a command prints, or "unknown"."""
+    """Return the first line that a command prints, or "unknown"."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -97,7 +101,7 @@ def answer(*command: str) -> str:
 
 
 def machine(pool: int) -> dict[str, Any]:
-    """Device, driver, versions, date, commit and the variables that XLA and JAX read."""
+    """Describe device, driver, versions, date, commit and the environment variables of XLA and JAX."""
     import jax
     import jaxlib
     from jax.extend import backend

@@ -1,4 +1,4 @@
-"""What JAX and XLA promise of this machine's memories and arithmetic, and the three fetch modes beside each other."""
+"""Checks of the memories and the arithmetic that JAX and XLA provide, and a comparison of the three fetch modes."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -29,13 +29,14 @@ POLICIES = {
     "": ShadowKV(rank=24, chunk_size=8, budget=64, outlier_chunks=4),
     "packed, ": ShadowKV(**PACKED, keys=TransformCode(profile=(4, 16, 12)), chunk_size=8, budget=64, outlier_chunks=4),
 }
-# Of logits of unit variance (sums in another order), and the share of selected ids: a near tie may fall to either side.
+# NEAR: the largest difference of logits of unit variance, because sums are computed in a different order. ALIKE: the
+# smallest share of equal selected ids, because a near tie may be decided either way.
 NEAR = {"float32": 2e-3, "bfloat16": 0.1}
 ALIKE = {"float32": 0.99, "bfloat16": 0.9}
 
 
 def check_memories() -> dict[str, Any]:
-    """Whether the device can address pinned host memory, and an array goes there and back."""
+    """Check that the device addresses pinned host memory, and that an array survives the way there and back."""
     kinds = sorted(memory.kind for memory in jax.devices()[0].addressable_memories())
     x = jnp.arange(1001.0)
     away = jax.device_put(x, sharding("pinned_host"))
@@ -44,7 +45,7 @@ def check_memories() -> dict[str, Any]:
 
 
 def check_top_k(sizes: Sizes) -> dict[str, Any]:
-    """Our top_k against a stable sort of NumPy, with many ties: the lower index must win."""
+    """Compare top_k with a stable sort of NumPy on scores with many ties. The lower index must win."""
     rng, count = np.random.default_rng(0), 24 if sizes.dry else 239
     wrong = []
     for levels in (50, 100_000):
@@ -57,7 +58,7 @@ def check_top_k(sizes: Sizes) -> dict[str, Any]:
 
 
 def check_gram(sizes: Sizes) -> dict[str, Any]:
-    """A float32 Gram matrix must not be made of TF32 products, and its eigenvectors must give the keys back."""
+    """Check that a float32 Gram matrix does not use TF32 products, and that its factors reproduce the keys."""
     rows, heads, dim = (64, 2, 8) if sizes.dry else (4096, 8, 128)
     keys = jax.random.normal(jax.random.key(0), (rows, heads, dim), jnp.float32) + 0.5
     flat = keys.reshape(rows, -1)
@@ -81,7 +82,11 @@ def check_gram(sizes: Sizes) -> dict[str, Any]:
 
 
 def decoded(sizes: Sizes, params: Any, fetch: str, policy: ShadowKV) -> tuple[np.ndarray, np.ndarray, float]:
-    """Logits [T, B, V], sorted ids of selected chunks [T, layers, B, h_kv, k], share of them that stayed."""
+    """Decode STEPS tokens.
+
+    Returns:
+        Logits [T, B, V], sorted ids of the selected chunks [T, layers, B, h_kv, k], and the share of hits.
+    """
     config, rng = SMALL_MODEL if sizes.dry else MODEL, np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, (len(LENGTHS), max(LENGTHS)), dtype=np.int32)
     fed = rng.integers(0, config.vocab_size, (STEPS, len(LENGTHS)), dtype=np.int32)
@@ -97,8 +102,8 @@ def decoded(sizes: Sizes, params: Any, fetch: str, policy: ShadowKV) -> tuple[np
 
 
 def check_modes(sizes: Sizes, dtype: str, policy: ShadowKV) -> dict[str, Any]:
-    """The same prompts and tokens in all fetch modes: selected chunks, and logits where those agree so far."""
-    with jax.default_matmul_precision("highest"):  # else TF32 makes near ties of what is none
+    """Compare all fetch modes on the same prompts and tokens: selected chunks, and logits while selections agree."""
+    with jax.default_matmul_precision("highest"):  # TF32 would cause more near ties
         params = init_params(SMALL_MODEL if sizes.dry else MODEL, dtype=dtype)
         base, chosen, hits = decoded(sizes, params, "resident", policy)
         row: dict[str, Any] = {"ok": bool(np.isfinite(base).all()), "repeat_share": hits}
@@ -108,24 +113,27 @@ def check_modes(sizes: Sizes, dtype: str, policy: ShadowKV) -> dict[str, Any]:
             except Exception as error:
                 row |= {"ok": False, fetch: {"error": brief(error)}}
                 continue
-            # Another selection changes what the row's later steps attend to as well.
+            # A different selection also changes all later steps of the row, so these are not compared.
             agree = np.logical_and.accumulate((picked == chosen).all(axis=(1, 3, 4)), axis=0)
             off = np.abs(mine - base).max(axis=-1)[agree]
             row[f"{fetch}_ids"] = alike = float(np.mean(picked == chosen))
             row[f"{fetch}_compared"], row[f"{fetch}_logits"] = float(agree.mean()), float(off.max(initial=0.0))
-            # Not "greater": a NaN must fail, wherever it is.
+            # The comparison is "<" and not "not >", so that NaN fails.
             good = bool(np.isfinite(mine).all()) and bool((off < NEAR[dtype]).all()) and alike >= ALIKE[dtype]
             row["ok"] = row["ok"] and good
     return row
 
 
 def expected(index: Any, width: int) -> Any:
-    """Small whole numbers by the flat index (row, head, chunk) of a chunk; exact in bfloat16."""
+    """Return small whole numbers that depend on the flat index of a chunk. They are exact in bfloat16."""
     return ((index * 7)[..., None] % 251 + jnp.arange(width) % 5).astype(jnp.bfloat16)
 
 
 def check_big(sizes: Sizes) -> dict[str, Any]:
-    """Chunks of a pinned array that no 32-bit offset spans (JAX issue 42349): by kernel, by the host, as a whole."""
+    """Fetch chunks of a pinned array that is too large for 32-bit offsets (JAX issue 42349).
+
+    They are fetched by the kernel and by the host, and the array is copied as a whole.
+    """
     batch, heads, units, chunk, rank = 2, 4, sizes.big_units, 8, 16
     dim = 16 if sizes.dry else 128
     width = chunk * dim
@@ -167,7 +175,7 @@ def check_big(sizes: Sizes) -> dict[str, Any]:
 
 
 def tasks(sizes: Sizes) -> Iterator[Task]:
-    """The checks that are of no one kernel."""
+    """Yield the checks that do not belong to a single kernel."""
     yield Task("memories", 1, check_memories)
     for dtype in NEAR:
         for told, policy in POLICIES.items():

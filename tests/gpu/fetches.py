@@ -1,4 +1,4 @@
-"""One layer's fetch alone: the kernel that reads pinned host memory, and the host's gathering with its copy."""
+"""The time of one layer's fetch: by the kernel that reads pinned host memory, and by a host gather and a copy."""
 
 import functools
 import itertools
@@ -21,12 +21,12 @@ from jshadow.cache.records import HostArray, HostTier
 from jshadow.ops.rope import inverse_frequencies
 from pallas_kernels import ChosenKeys, HostRows, KeptRows, fetch_reconstruct
 
-DRAWS, CALLS = 8, 16  # least sets of chunks that take turns; calls dispatched together
-CACHED = 512e6  # bytes of all sets together: far more than the L2 holds
+DRAWS, CALLS = 8, 16  # minimum number of sets of chunks that alternate; calls that are dispatched together
+CACHED = 512e6  # minimum bytes of all sets together, far more than the L2 cache holds
 
 
 class Fetches:
-    """The operands of a layer's fetch at the longest context, made when first asked for."""
+    """The operands of a layer's fetch at the longest context. They are created on first use."""
 
     def __init__(self, sizes: Sizes, room: Room) -> None:
         self.sizes, self.room = sizes, room
@@ -38,7 +38,7 @@ class Fetches:
         self.made: dict[int, tuple[Any, ...]] = {}
 
     def operands(self, batch: int) -> tuple[Any, ...]:
-        """Values in pinned memory, factors, kept rows."""
+        """Return the values in pinned memory, the left and right factor, and the kept rows."""
         if batch not in self.made:
             free(self.made)
             width, rank = self.chunk * self.dim, self.policy.rank or 1
@@ -50,7 +50,7 @@ class Fetches:
         return self.made[batch]
 
     def draws(self, batch: int, size: int) -> list[jax.Array]:
-        """Sets of `size` bytes over the bus each. Different chunks, int32 [B, h_kv, k], each time others."""
+        """Return sets of random chunks, int32 [B, h_kv, k]. Fetching one set moves `size` bytes over the bus."""
         rng = np.random.default_rng(0)
         lead = (batch, self.heads)
         count = DRAWS if self.sizes.dry else max(DRAWS, math.ceil(CACHED / size))
@@ -61,17 +61,17 @@ class Fetches:
         return [jnp.asarray(pick.reshape(*lead, self.count), jnp.int32) for pick in picks]
 
     def stay(self, batch: int, share: float) -> np.ndarray:
-        """Which rows are not fetched, bool [B, h_kv, k]: a share of them, evenly spread."""
+        """Return which rows are not fetched, bool [B, h_kv, k]. They are evenly spread."""
         index = np.arange(self.count)
         kept = np.floor((index + 1) * share) > np.floor(index * share)
         return np.broadcast_to(kept, (batch, self.heads, self.count))
 
     def timed(self, batch: int, function: Callable[..., Any], share: float, *args: Any) -> dict[str, Any]:
-        """A row: bytes that must cross the bus, seconds, bytes a second, and their share of the measured bus.
+        """Time a fetch, and return a row with bytes, seconds, bytes per second, and the share of the measured bus rate.
 
-        function(ids, held, *args) returns what the next call gets as `held`, which is donated, and what it brought.
+        function(ids, held, *args) returns `held` for the next call and the fetched rows. `held` is donated.
         """
-        limit = bus(self.room.ceilings())  # before anything is timed: if they fail, the row tells
+        limit = bus(self.room.ceilings())  # first, so that an error of the measured rates comes before the timing
         missed = int((~self.stay(batch, share)).sum())
         size = missed * self.chunk * self.dim * 2
         ids, held = self.draws(batch, size), [jnp.array(self.operands(batch)[3])]
@@ -101,7 +101,7 @@ class Fetches:
         return row
 
     def empty(self, ids: Any, held: list[Any], args: tuple[Any, ...]) -> float:
-        """Seconds of a program that does nothing with the same arguments: the rest is the fetch."""
+        """Return the seconds of a program that has the same arguments and does nothing."""
 
         def nothing(ids: Any, held: Any, *args: Any) -> Any:
             return held, ids[0, 0, 0]
@@ -115,7 +115,7 @@ class Fetches:
         return series(call, CALLS, self.sizes.repeats).median
 
     def by_kernel(self, batch: int, share: float) -> dict[str, Any]:
-        """fetch_reconstruct, with a share of the rows on the device already."""
+        """Time fetch_reconstruct with a share of the rows kept on the device."""
         values, left, right, _ = self.operands(batch)
         inverse = self.inverse
 
@@ -127,7 +127,7 @@ class Fetches:
         return self.timed(batch, run, share, values, left, right, jnp.asarray(self.stay(batch, share)))
 
     def by_host(self, batch: int) -> dict[str, Any]:
-        """The host gathers, a copy brings the rows."""
+        """Time a gather on the host and the copy of its rows."""
         values = self.operands(batch)[0]
 
         def run(ids: Any, held: Any, values: Any) -> Any:
@@ -136,7 +136,7 @@ class Fetches:
         return self.timed(batch, run, 0.0, values)
 
     def tasks(self) -> Iterator[Task]:
-        """Many rows first."""
+        """Yield the tasks, the largest batch first."""
         try:
             for batch in (self.sizes.layer_batch[0], 1):
                 for share, told in ((0.0, "misses only"), (SHARE, "60 % kept")):

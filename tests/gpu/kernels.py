@@ -1,4 +1,4 @@
-"""Every kernel of pallas_kernels: against float64 NumPy at awkward sizes, the float32 reference at real ones."""
+"""Checks of every kernel: against float64 NumPy at awkward sizes, and against the float32 reference at real sizes."""
 
 import dataclasses
 import functools
@@ -31,16 +31,16 @@ from gpu.runner import Task, brief
 from gpu.sizes import Sizes
 from gpu.timing import side_by_side
 
-# How XLA calls our kernels; its own products of matrices are Triton's too.
+# The target of the custom calls of our kernels. XLA also uses Triton for its own matrix products.
 TRITON = getattr(pltriton, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
-# The shapes of a decode step of Llama-3.1-8B; the batch does not change what a program does.
+# The shapes of a decode step of Llama-3.1-8B. The batch is small, because it does not change the work of a program.
 REAL_SCORES = tuple(Heads((n,), 128, 4, kv_heads=8, dtype=t) for n, t in ((15_356, "bfloat16"), (7_676, "float32")))
 REAL_ATTENTION = tuple(Heads((1_912, 384, 96), 128, 4, kv_heads=8, dtype=t) for t in ("bfloat16", "float32"))
 REAL_CHUNKS = tuple(
     Chunks(n, 8, 160, 128, count=239, kept=True, kv_heads=8, dtype=t)
     for n, t in ((15_356, "bfloat16"), (1_532, "float32"))
 )
-# The same bits of codes, landmarks and values.
+# The same cases with packed landmarks, keys and values.
 REAL_PACKED_SCORES = tuple(
     dataclasses.replace(case, **kind)
     for case in REAL_SCORES
@@ -50,11 +50,16 @@ REAL_PACKED = tuple(dataclasses.replace(case, rank=0, profile=(149, 214, 0), val
 
 
 class Op(NamedTuple):
-    """A kernel: its awkward and real cases, its arguments, the op, and its results in float64.
+    """A kernel and its cases.
 
     Attributes:
-        scores: results are float32 whatever goes in.
-        moved: the second result is copied, or exact in its dtype.
+        cases: cases of awkward sizes.
+        real: cases of real sizes.
+        inputs: returns the arguments of a case.
+        call: the op.
+        truth: returns the results in float64.
+        scores: whether results are float32 for any dtype of the arguments.
+        moved: whether the second result must be exact, because it is a copy.
     """
 
     cases: tuple[Any, ...]
@@ -67,7 +72,7 @@ class Op(NamedTuple):
 
 
 def fetch_truth(**inputs: Any) -> tuple[np.ndarray, ...]:
-    """Keys and values."""
+    """Return the keys and values of fetch_reconstruct in float64."""
     others = ("values", "values_tail", "kept", "stay", "value_bits", "value_dtype")
     factors = {key: x for key, x in inputs.items() if key not in others}
     return kernel_truth.reconstruct_keys(**factors), kernel_truth.fetched_values(**inputs)
@@ -117,17 +122,17 @@ OPS = {
 
 
 def compiled(op: Op, arrays: dict[str, Any], fixed: dict[str, Any], implementation: str) -> tuple[Any, bool]:
-    """The op as one program, by one implementation, and whether a kernel of ours is in it."""
+    """Compile an op with one implementation. Returns the program, and whether it contains a Triton kernel."""
     lowered = jax.jit(lambda x: op.call(**x, **fixed, implementation=implementation)).lower(arrays)
     program = lowered.compile()
-    # XLA may rewrite the call while it compiles.
+    # Both texts are searched, because XLA may rewrite the call while it compiles.
     return program, TRITON in lowered.as_text() or TRITON in program.as_text()
 
 
 def wide(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments on the device, in float32 where they are shorter: exact, and with the reference exact in its sums.
+    """Return the arguments on the device with all floating arrays in float32, so that the reference is exact.
 
-    Not what is kept beside packed values, which become numbers of its dtype.
+    Rows that are kept with packed values keep their dtype, because packed values are unpacked to that dtype.
     """
 
     def one(x: jax.Array) -> jax.Array:
@@ -139,13 +144,13 @@ def wide(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def parts_of(inputs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays, and what is none."""
+    """Split arguments into arrays and all others."""
     fixed = {key: x for key, x in inputs.items() if not isinstance(x, (jax.Array, list))}
     return {key: x for key, x in inputs.items() if key not in fixed}, fixed
 
 
 def compare(got: Any, want: np.ndarray, dtype: str) -> dict[str, Any]:
-    """Largest error, and whether it is within the tests' table of tolerances."""
+    """Return the largest error, and whether it is within the tolerances of the tests."""
     mine, want = kernel_truth.wide(got), kernel_truth.wide(want)
     limit = TOLERANCE[dtype]
     error = np.abs(mine - want)
@@ -154,12 +159,12 @@ def compare(got: Any, want: np.ndarray, dtype: str) -> dict[str, Any]:
 
 
 def outputs(made: Any) -> list[Any]:
-    """Of an op of one or several results."""
+    """Return the results of an op as a list."""
     return list(made) if isinstance(made, (tuple, list)) else [made]
 
 
 def check_case(key: str, case: Any, inputs: dict[str, Any], real: bool, program: Any) -> tuple[list[str], float]:
-    """What is wrong with a compiled case, and its largest relative error."""
+    """Run a compiled case. Returns the failed checks, and the largest relative error."""
     op, made = OPS[key], outputs(program(parts_of(inputs)[0]))
     truth = outputs(op.call(**wide(inputs), implementation="xla")) if real else list(op.truth(**inputs))
     kinds = ["float32" if op.scores else case.dtype] * len(made)
@@ -171,7 +176,7 @@ def check_case(key: str, case: Any, inputs: dict[str, Any], real: bool, program:
 
 
 def check_kernel(key: str, sizes: Sizes) -> dict[str, Any]:
-    """All cases of a kernel: {"ok", "cases", "worst", "wrong"}."""
+    """Check all cases of a kernel. Returns a row with "ok", "cases", "worst_relative" and "wrong"."""
     op = OPS[key]
     awkward = op.cases[: sizes.cases]
     implementation = "interpret" if jax.default_backend() == "cpu" else "auto"
@@ -185,13 +190,13 @@ def check_kernel(key: str, sizes: Sizes) -> dict[str, Any]:
             told, relative = check_case(key, case, inputs, real, program)
             told += [] if ours or implementation != "auto" else ["no kernel of ours ran"]
             worst = max(worst, relative)
-        except Exception as error:  # the other cases tell which sizes it is about
+        except Exception as error:  # the other cases still run, and show which sizes fail
             told = [brief(error)]
         wrong += [f"{name(case)}: {reason}" for reason in told]
     return {"ok": not wrong, "cases": len(wanted), "worst_relative": worst, "wrong": wrong}
 
 
 def tasks(sizes: Sizes) -> Iterator[Task]:
-    """One task a kernel."""
+    """Yield one task for each kernel."""
     for key in OPS:
         yield Task(f"kernel {key}", 10, functools.partial(check_kernel, key, sizes))

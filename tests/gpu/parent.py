@@ -1,4 +1,4 @@
-"""The parent of a run: no JAX, so that neither an abort nor a broken CUDA context ends what is left of the parts."""
+"""The parent process of a run. It has no JAX, so that an abort or a broken CUDA context does not end the run."""
 
 import argparse
 import json
@@ -14,11 +14,11 @@ from gpu.runner import CUT, DIED, GRACE, LATE, STOPPED, close_off, exit_status, 
 
 CHILDREN = 8
 NO_GPU = 2
-LEAST = 15.0  # seconds in which a new child may still measure something
+LEAST = 15.0  # no new child is started with fewer seconds left
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the parts in children. Returns the exit status of the whole run."""
+    """Run the parts in child processes. Returns the exit status of the whole run."""
     begin = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     for name in ("gpu.json", "gpu.md"):
@@ -37,15 +37,15 @@ def main(args: argparse.Namespace) -> int:
 
 
 def supervise(command: list[str], out: Path, end: float) -> dict[str, Any] | None:
-    """Children one after another until all parts are done or the time is over.
+    """Start one child after another until all parts are done or the time is over.
 
     Args:
-        command: starts a child; the seconds that it has are added to it.
-        out: folder of the results; a child goes on with the gpu.json that it finds there.
-        end: of the run, by time.monotonic().
+        command: command that starts a child. `--seconds` is added to it.
+        out: folder of the results. A child continues the gpu.json that it finds there.
+        end: end of the run, in time.monotonic().
 
     Returns:
-        All results; None: there is no GPU.
+        All results, or None if there is no GPU.
     """
     results: dict[str, Any] = {"parts": {}}
     with (out / "gpu.log").open("w", encoding="utf-8") as log:
@@ -58,10 +58,10 @@ def supervise(command: list[str], out: Path, end: float) -> dict[str, Any] | Non
             if results.get("finished"):
                 return results
             late = end - time.monotonic() < LEAST
-            if status != STOPPED:  # else the row that broke the device is there
+            if status != STOPPED:  # otherwise the task that broke the device already has a row
                 blame(results, status, end)
             save(out, results)
-            if late or not results.get("machine"):  # JAX does not even start
+            if late or not results.get("machine"):  # no machine means that JAX did not start
                 break
     rows = results["parts"].get((results.get("running") or {}).get("part"))
     if rows:
@@ -72,7 +72,7 @@ def supervise(command: list[str], out: Path, end: float) -> dict[str, Any] | Non
 
 
 def child(command: list[str], end: float, log: TextIO) -> int:
-    """One child's exit status; what it prints goes to stderr and to the log."""
+    """Run one child and return its exit status. Its output goes to stderr and to the log."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     ) as process:
@@ -90,7 +90,7 @@ def child(command: list[str], end: float, log: TextIO) -> int:
 
 
 def blame(results: dict[str, Any], status: int, end: float) -> None:
-    """List the task during which a child died; the next child leaves it out."""
+    """Add a row for the task during which a child died, so that the next child skips it."""
     running = results.get("running") or {"part": "none", "name": "start"}
     rows = results["parts"].setdefault(running["part"], [])
     over = time.monotonic() > end

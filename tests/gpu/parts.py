@@ -1,4 +1,4 @@
-"""The parts of a run, in the order of what matters: ceilings first, for all bounds rest on them."""
+"""The parts of a run, the most important first. The peak rates come first of all, because all bounds use them."""
 
 import functools
 from collections.abc import Iterator
@@ -15,10 +15,13 @@ from jshadow.planner.gpu_specs import GPUS
 
 
 def all_parts(sizes: Sizes, runner: Runner, pool: int) -> Parts:
-    """What `Runner.run` takes; nothing is allocated before a part begins."""
+    """Return the parts for `Runner.run`. Nothing is allocated before a part begins."""
 
     def ceilings() -> dict[str, float]:
-        """Measured once, whatever comes of it; if that fails or kills a process, the data sheet's, marked as such."""
+        """Return the peak rates of this machine. They are measured once.
+
+        If the measurement fails or kills the process, the rates of the data sheet are used and marked.
+        """
         results = runner.results
         if "ceilings" not in results:
             sheet = GPUS["h200"]

@@ -1,4 +1,4 @@
-"""gpu.md: the figures as tables for docs/benchmarks/gpu.md, each goal with its figure and whether it was reached."""
+"""Writes gpu.md: the measurements as tables for docs/benchmarks/gpu.md, with each goal and whether it is met."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +9,7 @@ Row = dict[str, Any]
 
 
 def markdown(results: Row) -> str:
-    """The whole page. Parts that did not run say so in their place."""
+    """Return the whole page. A part that did not run has a line that says so."""
     parts = results["parts"]
     lines = ["# GPU figures", ""]
     if results["dry_run"]:
@@ -29,22 +29,22 @@ def markdown(results: Row) -> str:
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """A markdown table."""
+    """Return the lines of a Markdown table."""
     return [line(head), "|---" * len(head) + "|", *map(line, rows)]
 
 
 def line(cells: tuple[str, ...]) -> str:
-    """A row of it."""
+    """Return one row of a Markdown table."""
     return "| " + " | ".join(cells) + " |"
 
 
 def others(rows: list[Row]) -> list[str]:
-    """Lines about what is no figure, or not all of it."""
+    """Return one line for each row that was not measured, or only in part."""
     return [f"- {row['name']}: {row['status']}{told(row)}" for row in rows if row["status"] != MEASURED]
 
 
 def told(row: Row) -> str:
-    """Why a row is no figure."""
+    """Return the reasons why a row was not measured."""
     reasons = [*errors(row), *([row["why"]] if row.get("why") else []), *row.get("wrong", [])]
     return ": " + "; ".join(str(reason).replace("\n", " ") for reason in reasons) if reasons else ""
 
@@ -53,7 +53,7 @@ def told(row: Row) -> str:
 
 
 def goals(results: Row) -> list[tuple[str, ...]]:
-    """Each goal: what it says, the figure, whether it is met; "not measured" where there is none."""
+    """Return the rows of the table of goals: the goal, its bound, the measured number, the task, and the verdict."""
     fetch = [row for row in measured(results, "fetch") if row["name"].startswith("zero_copy") and not row["kept_share"]]
     bus = max(fetch, key=lambda row: row["share_of_bus"], default=None)
     rows = [
@@ -69,7 +69,7 @@ def goals(results: Row) -> list[tuple[str, ...]]:
         return phases.get(share, {}).get(key)
 
     def needed(share: float, aim: float) -> str:
-        """What the bound itself would reach, and how much of it the goal is."""
+        """Describe the ratio at the roofline, and the share of the roofline that the goal needs."""
         ratio, part = of(share, "ratio_to_full"), of(share, "share_of_bound")
         return (
             f"; the bound's own is {ratio / part:.2f}, {percent(aim * part / ratio)} needed" if ratio and part else ""
@@ -99,12 +99,12 @@ def goals(results: Row) -> list[tuple[str, ...]]:
 
 
 def verdict(aim: float, got: float | None, dry: bool) -> str:
-    """Whether a goal is met; a dry run measures none."""
+    """Return whether a goal is met. In a dry run no goal is measured."""
     return "not measured" if got is None or dry else "met" if got >= aim else "not met"
 
 
 def measured(results: Row, part: str) -> list[Row]:
-    """The rows of a part that are figures."""
+    """Return the measured rows of a part."""
     return [row for row in results["parts"].get(part, []) if row["status"] in SHOWN and "error" not in row]
 
 
@@ -112,21 +112,21 @@ def measured(results: Row, part: str) -> list[Row]:
 
 
 def check_cells(row: Row) -> Iterator[tuple[str, ...]]:
-    """What was checked."""
+    """Yield the line of one check."""
     skip = ("name", "status", "ok", "seconds", "wrong", "error")
     details = ", ".join(f"{key} {number(value)}" for key, value in row.items() if key not in skip)
     yield row["name"], "wrong" if row["status"] == FAILED else "right", details, f"{row['seconds']:.1f}"
 
 
 def ceiling_cells(row: Row) -> Iterator[tuple[str, ...]]:
-    """One line a ceiling."""
+    """Yield one line for each peak rate."""
     for name, value in row["per_second"].items():
         unit = "GFLOP" if name.startswith("matmul") else "GB"
         yield name, f"{value / 1e9:,.1f} {unit}", row["from"]
 
 
 def fetch_cells(row: Row) -> Iterator[tuple[str, ...]]:
-    """One way to fetch."""
+    """Yield the line of one way to fetch."""
     times = [f"{row[key] * 1e6:,.0f}" for key in ("fetch_seconds", "least", "most")]
     empty, rate = number(row["empty_seconds"], 1e6), f"{row['bytes_per_second'] / 1e9:.1f}"
     share = percent(row["share_of_bus"])
@@ -134,7 +134,7 @@ def fetch_cells(row: Row) -> Iterator[tuple[str, ...]]:
 
 
 def decode_cells(row: Row) -> Iterator[tuple[str, ...]]:
-    """One line a repeat share."""
+    """Yield one line for each share of repeated chunks."""
     for phase in row["phases"]:
         if "error" in phase:
             continue
@@ -158,14 +158,14 @@ def decode_cells(row: Row) -> Iterator[tuple[str, ...]]:
 
 
 def stage_cells(row: Row) -> Iterator[tuple[str, ...]]:
-    """One line a stage."""
+    """Yield one line for each stage."""
     told = ", packed" if row.get("packed") else ""
     for stage, value in row["milliseconds"].items():
         yield f"{row['batch']} x {row['capacity']:,}{told}", stage, number(value)
 
 
 def compress_cells(row: Row) -> Iterator[tuple[str, ...]]:
-    """One context."""
+    """Yield the line of one context."""
     factors, pieces, fused = (row.get(f"{key}_seconds") for key in ("factor", "attention", "fused_attention"))
     yield (
         f"{row['tokens']:,}",
@@ -178,24 +178,24 @@ def compress_cells(row: Row) -> Iterator[tuple[str, ...]]:
 
 
 def number(value: Any, times: float = 1.0) -> str:
-    """Short; what is missing or raised is a dash."""
+    """Format a number with three digits. A missing number or an error becomes a dash."""
     if value is None or isinstance(value, dict):
         return "-"
     return f"{value * times:.3g}" if isinstance(value, float) else str(value)
 
 
 def part_of(value: Any, whole: Any) -> str:
-    """A share, where both were measured."""
+    """Format value / whole in percent, or a dash if one of them was not measured."""
     return percent(value / whole) if isinstance(value, float) and isinstance(whole, float) else "-"
 
 
 def percent(value: float) -> str:
-    """Of one."""
+    """Format a share of 1 in percent."""
     return f"{100 * value:.1f} %"
 
 
 def giga(value: int | None) -> str:
-    """Bytes in units of 1e9."""
+    """Format bytes in units of 1e9."""
     return "-" if value is None else f"{value / 1e9:.2f}"
 
 

@@ -1,4 +1,4 @@
-"""How much fits into this machine, and how fast a step could be by what the machine itself can do."""
+"""How many rows fit into this machine, and the roofline of a step with the measured rates of this machine."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,18 +13,19 @@ from jshadow.planner.gpu_plan import Serving, StepBound
 from jshadow.planner.gpu_specs import Gpu
 from jshadow.policies import Full, Policy
 
-SPARE = GIB  # of the device, for what the allocator cannot use between large arrays
-# The pool of pinned memory grows by regions, each twice the one before, and wastes their ends.
+SPARE = GIB  # device memory that the allocator may lose between large arrays
+# The share of the pool of pinned memory that can be used. The pool grows by regions of doubling size, and wastes the
+# end of each.
 POOL_SHARE = 0.92
 
 
 class Room:
-    """Memory of device and host, and the measured ceilings.
+    """The memory of device and host, and the measured peak rates.
 
     Args:
-        sizes: may set both memories.
+        sizes: the sizes of the run. They may set both memories.
         pool: bytes of the pool of pinned memory.
-        ceilings: measures them when first asked, or gives what was measured.
+        ceilings: returns the peak rates. They are measured on the first call.
     """
 
     def __init__(self, sizes: Sizes, pool: int, ceilings: Callable[[], dict[str, float]]) -> None:
@@ -34,45 +35,45 @@ class Room:
         self.host_bytes = sizes.host_bytes or int(pool * POOL_SHARE)
 
     def gpu(self) -> Gpu:
-        """This machine, as the planner sees it."""
+        """Describe this machine for the planner."""
         found = self.ceilings()
         return Gpu("this", self.device_bytes, found["read"], bus(found), found["matmul_bfloat16"])
 
     def plan(self, policy: Policy, capacity: int, batch: int | None, fetch: str, share: float | None) -> Any:
-        """The planner's word on a policy with prompts that fill the capacity."""
+        """Return the planner's result for a policy with prompts that fill all but 64 tokens of the capacity."""
         prompt = self.sizes.prompt(capacity)
         serving = Serving(prompt, max_new_tokens=capacity - prompt, batch=batch, fetch=fetch, repeat_share=share)
         return capacity_plan(self.sizes.config, policy, self.gpu(), serving).chosen
 
     def largest(self, policy: Policy, capacity: int, fetch: str) -> int:
-        """Most rows whose step fits the device and whose offloaded rows fit the host."""
+        """Return the largest batch whose step fits the device and whose offloaded rows fit the host."""
         rows: int = self.plan(policy, capacity, 1, fetch, 0.0 if fetch == "zero_copy" else None).largest_batch
         host = self.host_row(policy, capacity, fetch)
         if self.sizes.dry and isinstance(policy, Full):
-            rows = min(rows, 3)  # a dry run has no device whose end it could reach
+            rows = min(rows, 3)  # a dry run does not fill the device
         return min(rows, self.host_bytes // host) if host else rows
 
     def host_row(self, policy: Policy, capacity: int, fetch: str) -> int:
-        """Bytes of a row in host memory."""
+        """Return the bytes of one row of the batch in host memory."""
         prompt = self.sizes.prompt(capacity)
         return int(footprint(self.sizes.config, policy, capacity=capacity, prompt=prompt, fetch=fetch)["host_bytes"])
 
     def bound(self, policy: Policy, capacity: int, batch: int, fetch: str, share: float | None) -> StepBound:
-        """The roofline of a step with the measured ceilings."""
+        """Return the roofline of a step with the measured peak rates."""
         bound: StepBound = self.plan(policy, capacity, batch, fetch, share).step
         return bound
 
     def in_use(self) -> dict[str, int | None]:
-        """Bytes of arrays on the device and in pinned memory."""
+        """Return the bytes of all arrays on the device and in pinned memory."""
         stats = jax.devices()[0].memory_stats() or {}
         host = sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host")
         return {"device_bytes": stats.get("bytes_in_use"), "host_bytes": host}
 
     def peak(self) -> dict[str, int | None]:
-        """Most device bytes that this process has taken so far."""
+        """Return the peak device bytes of this process so far."""
         return {"peak_device_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")}
 
 
 def bus(ceilings: dict[str, float]) -> float:
-    """Bytes a second from the host; where the host's memory is the device's, what can be read of it."""
+    """Return the bytes per second from host to device, or the read rate of memory if both share it."""
     return ceilings.get("host_to_device", ceilings["read"])

@@ -1,4 +1,4 @@
-"""Parts of tasks, one after another, against a clock: nothing is dropped silently, and one failure stops no other."""
+"""Runs parts, which consist of tasks, within a time limit. Skipped tasks are reported, and a failure stops no other."""
 
 import contextlib
 import json
@@ -15,29 +15,29 @@ MEASURED, FAILED, RAISED, LATE = "measured", "failed", "error", "not measured: o
 CUT, NOT_HERE, NOT_ASKED = "cut off: out of time", "not measured: not on this machine", "not asked"
 PARTLY, DIED = "measured in part: error", "error: the process died"
 BAD = (FAILED, RAISED, CUT, PARTLY, DIED)
-SHOWN = (MEASURED, FAILED, PARTLY)  # rows with figures
-GRACE = 8.0  # seconds past the deadline after which a task that does not return is left behind
-STOPPED = 75  # exit status of a process whose device can do nothing more
-# What CUDA says from the first bad kernel on, of every call of this process.
+SHOWN = (MEASURED, FAILED, PARTLY)  # statuses of rows with measurements
+GRACE = 8.0  # a task that has not returned this many seconds after the deadline is abandoned
+STOPPED = 75  # exit status of a process whose device is unusable
+# Texts of CUDA errors after which every further call of the process fails.
 POISON = re.compile(r"CUDA_ERROR_(?!OUT_OF_MEMORY)|illegal|unspecified launch")
 
 
 class NotHere(Exception):
-    """A task that this machine cannot do, and why: no failure."""
+    """The error that this machine cannot run a task. It is not counted as a failure."""
 
 
 class Late(Exception):
-    """A task for which too little time is left after all."""
+    """The error that a task has too little time left."""
 
 
 class Task(NamedTuple):
-    """Something to check or to measure.
+    """A check or a measurement.
 
     Attributes:
-        name: for the tables, unique in its part.
+        name: name in the tables, unique in its part.
         needs: seconds that must be left when it starts.
-        run: returns a row of plain values; {"ok": False} in it is a failed check, {"error": ...} anywhere in it a
-            figure that is missing.
+        run: function that returns a row of plain values. {"ok": False} means a failed check. {"error": ...} at any
+            depth means a missing measurement.
     """
 
     name: str
@@ -53,10 +53,10 @@ class Runner:
 
     Args:
         out: folder of the results.
-        about: what is told beside them, plain values; "parts" in it: what an earlier process has done already.
-        seconds: from now to the deadline.
-        say: told each line of progress.
-        finish: called with the results after each part, or when the time is over in the middle of a task.
+        about: further entries of the results. Its "parts" are the rows of an earlier process.
+        seconds: time until the deadline.
+        say: called with each line of progress.
+        finish: called with the results after each part, and when the time runs out during a task.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class Runner:
 
     @property
     def left(self) -> float:
-        """Seconds to the deadline."""
+        """Seconds until the deadline."""
         return self.end - time.monotonic()
 
     def run(self, parts: Parts, only: str | None = None) -> int:
-        """Run them in order. Returns the exit status, see `exit_status`, or STOPPED."""
+        """Run the parts in order. Returns the exit status (see `exit_status`), or STOPPED."""
         for name in parts:
             self.results["parts"].setdefault(name, [])
         for name, tasks in parts.items():
             rows = self.results["parts"][name]
             if only not in (None, name):
                 rows[:] = [{"name": name, "status": NOT_ASKED}]
-            elif all(row["name"] != name for row in rows):  # else an earlier process died of its preparation
+            elif all(row["name"] != name for row in rows):  # otherwise an earlier process died at its start
                 self.part(name, rows, tasks)
-                with contextlib.suppress(Exception):  # the page is made again at the end
+                with contextlib.suppress(Exception):  # the page is written again at the end
                     self.finish(self.results)
             if self.poisoned:
                 return STOPPED
@@ -99,7 +99,7 @@ class Runner:
         return exit_status(self.results)
 
     def part(self, name: str, rows: list[dict[str, Any]], tasks: Callable[[], Iterator[Task]]) -> None:
-        """All tasks of a part that are not done."""
+        """Run all tasks of a part that have no row."""
         self.now(name, name)
         made: Iterator[Task] = iter(())
         try:
@@ -112,16 +112,16 @@ class Runner:
                 self.now(name, name)
             with contextlib.suppress(Exception) if self.poisoned else contextlib.nullcontext():
                 getattr(made, "close", lambda: None)()
-        except Exception as error:  # whatever one part does, the others go on
+        except Exception as error:  # the other parts still run
             self.note(name, rows, {"name": name} | told(error))
 
     def now(self, part: str, name: str) -> None:
-        """Write down what runs: of a process that dies, nobody else could tell."""
+        """Write the name of the running task to gpu.json, so that it is known if the process dies."""
         self.running = self.results["running"] = {"part": part, "name": name}
         self.write()
 
     def one(self, part: str, rows: list[dict[str, Any]], task: Task) -> None:
-        """Run a task, if there is time for it."""
+        """Run one task if there is enough time left."""
         if self.left < task.needs:
             self.note(part, rows, {"name": task.name, "status": LATE, "left": self.left, "needs": task.needs})
             return
@@ -140,7 +140,7 @@ class Runner:
         self.note(part, rows, {"name": task.name} | row | {"seconds": time.monotonic() - start})
 
     def note(self, part: str, rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
-        """Keep a row, say it and write everything."""
+        """Add a row, print it, and write gpu.json."""
         with self.lock:
             rows.append(row)
             self.write()
@@ -151,14 +151,14 @@ class Runner:
         self.say(f"[{self.left:5.0f} s left] {part}: {row['name']}: {text}")
 
     def write(self) -> None:
-        """gpu.json, whole at every moment."""
+        """Write gpu.json."""
         with self.lock:
             save(self.out, self.results)
 
     def cut(self) -> None:
-        """End the process; what runs is listed as cut off."""
+        """List the running task as cut off, and end the process."""
         try:
-            self.lock.acquire(timeout=3)  # better a file that lacks a row than a process that does not end
+            self.lock.acquire(timeout=3)  # the timeout makes sure that the process ends
             rows = self.results["parts"].setdefault(self.running["part"], [])
             why = "the rest of this part was not measured"
             rows.append({"name": self.running["name"], "status": CUT, "why": why})
@@ -166,10 +166,10 @@ class Runner:
             save(self.out, self.results)
             self.finish(self.results)
         finally:
-            os._exit(1)  # the main thread sits in code that no exception reaches
+            os._exit(1)  # the main thread may be in code that an exception does not stop
 
     def watch(self, grace: float) -> threading.Timer:
-        """End the process `grace` seconds after the deadline, should a task (a compilation, say) not return by then."""
+        """Start a timer that ends the process `grace` seconds after the deadline, if a task is still running."""
         timer = threading.Timer(self.left + grace, self.cut)
         timer.daemon = True
         timer.start()
@@ -177,7 +177,7 @@ class Runner:
 
 
 def save(out: Path, results: dict[str, Any]) -> None:
-    """Write gpu.json, whole at every moment."""
+    """Write gpu.json atomically."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / "gpu.json.new"
     path.write_text(json.dumps(results, indent=1, default=str))
@@ -185,7 +185,7 @@ def save(out: Path, results: dict[str, Any]) -> None:
 
 
 def close_off(results: dict[str, Any]) -> None:
-    """Nothing more will be measured: parts that never began say so."""
+    """Mark the results as finished, and add a row to each part that never began."""
     for rows in results["parts"].values():
         if not rows:
             rows.append({"name": "all", "status": LATE})
@@ -193,7 +193,7 @@ def close_off(results: dict[str, Any]) -> None:
 
 
 def exit_status(results: dict[str, Any]) -> int:
-    """1 if a check failed or something raised, 3 if else a whole part was out of time, 0."""
+    """Return 1 if a check failed or a task raised, 3 if there was no time for a whole part, else 0."""
     parts = results["parts"].values()
     if any(row["status"] in BAD for rows in parts for row in rows):
         return 1
@@ -201,18 +201,18 @@ def exit_status(results: dict[str, Any]) -> int:
 
 
 def told(error: Exception) -> dict[str, Any]:
-    """An exception as a row."""
+    """Return the row of an exception."""
     trace = traceback.format_exception(error)
     return {"status": RAISED, "error": brief(error), "trace": "".join(trace)[-3000:]}
 
 
 def brief(error: Exception) -> str:
-    """An exception in a line or a few."""
+    """Describe an exception in at most 600 characters."""
     return f"{type(error).__name__}: {error}"[:600]
 
 
 def attempt(function: Callable[[], Any]) -> Any:
-    """What it returns, or {"error": ...}: one figure that fails must not take finished ones with it."""
+    """Call a function and return its result, or {"error": ...}. So other measurements of the row are kept."""
     try:
         return function()
     except Exception as error:
@@ -220,7 +220,7 @@ def attempt(function: Callable[[], Any]) -> Any:
 
 
 def errors(value: Any) -> list[str]:
-    """All errors in nested values."""
+    """Return all errors in nested values."""
     if isinstance(value, dict):
         own = [str(value["error"])] if isinstance(value.get("error"), str) else []
         return own + [text for one in value.values() for text in errors(one)]

@@ -1,4 +1,4 @@
-"""How large everything is: for a GPU, and tiny for a dry run."""
+"""All sizes of a run: those for a GPU, and tiny ones for a dry run."""
 
 from dataclasses import dataclass, replace
 
@@ -9,7 +9,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
 
-LEFT = 64  # tokens of a capacity that the prompt leaves
+LEFT = 64  # the prompt has this many tokens fewer than the capacity
 
 
 @dataclass(frozen=True)
@@ -17,19 +17,23 @@ class Sizes:
     """One set of sizes.
 
     Attributes:
-        dry: whether figures mean nothing.
-        config: the model of the decode part; its layers are those of all others.
-        policy: ShadowKV's settings.
-        packed: settings of the same bits in which keys, landmarks and values are codes of a few bits.
-        capacities: tokens that a row may hold, in the order in which they are measured.
-        layer_batch: rows of the single layers, by capacity, in the same order.
-        device_bytes, host_bytes: what states may take; None: what the machine has.
-        singles, runs, run_steps: decode steps timed alone; runs of steps dispatched together; steps of a run.
-        repeats: timed calls of everything else.
-        big_units: chunks of the array that no 32-bit offset spans.
-        ceiling_bytes, ceiling_side: of the arrays behind the ceilings.
-        cases: the most awkward cases of each kernel that are checked; None: all.
-        workers: programs compiled at once.
+        dry: whether this is a dry run, whose measurements mean nothing.
+        config: the model of the decode parts. All other parts use one of its layers.
+        policy: ShadowKV with the paper's settings.
+        packed: ShadowKV with packed keys, landmarks and values.
+        capacities: maximum tokens of a row, in the order in which they are measured.
+        layer_batch: batch of the single layers, for each capacity.
+        device_bytes: maximum device bytes of states. None means the memory of the machine.
+        host_bytes: maximum host bytes of states. None means the memory of the machine.
+        singles: number of decode steps that are timed one by one.
+        runs: number of runs of steps that are dispatched together.
+        run_steps: number of steps of a run.
+        repeats: number of timed calls of everything else.
+        big_units: number of chunks of the array that is too large for 32-bit offsets.
+        ceiling_bytes: bytes of the array for the memory rates.
+        ceiling_side: side of the matrices for the rates of products.
+        cases: number of awkward cases of each kernel that are checked. None means all.
+        workers: number of programs that are compiled at the same time.
     """
 
     dry: bool
@@ -52,17 +56,17 @@ class Sizes:
 
     @property
     def layer_config(self) -> ModelConfig:
-        """One layer of the model."""
+        """The config of a model with one layer."""
         return replace(self.config, num_layers=1)
 
     def prompt(self, capacity: int) -> int:
-        """Tokens of a prompt that fills the capacity."""
+        """Return the number of prompt tokens for a capacity."""
         return capacity - LEFT
 
 
 BITS, PROFILE = TransformCode(bits=2), TransformCode(profile=(4, 16, 12))
 PACKED = {"landmarks": Landmarks(tokens=2, levels=2, order=2, dtype="int4"), "values": Values("int4")}
-# Ceilings of gigabytes: at half a gigabyte, a launch takes as long as the reading.
+# The peak rates need gigabytes, because a launch takes as long as reading half a gigabyte.
 REAL = Sizes(
     False,
     LLAMA,

@@ -1,4 +1,4 @@
-"""One layer's decode step by stages, each compiled alone at the shapes of the step, beside the whole step."""
+"""Times of the stages of one layer's decode step, each compiled separately, and of the whole step."""
 
 import dataclasses
 import functools
@@ -26,13 +26,13 @@ CALLS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """A layer whose prompts fill a capacity.
+    """A layer after prompts that fill all but 64 tokens of the capacity.
 
     Attributes:
-        sizes: of everything.
-        capacity: tokens that a row may hold.
-        batch: rows.
-        packed: whether keys, landmarks and values are codes of a few bits.
+        sizes: all sizes.
+        capacity: maximum tokens of a row.
+        batch: number of rows.
+        packed: whether keys, landmarks and values are packed.
     """
 
     sizes: Sizes
@@ -41,7 +41,7 @@ class Stages:
     packed: bool = False
 
     def timed(self, function: Any, *args: Any, unused: bool = False) -> Any:
-        """Milliseconds of a stage, or its error."""
+        """Return the milliseconds of a stage, or its error."""
 
         def run() -> float:
             program = build(function, *args, unused=unused).program
@@ -50,7 +50,7 @@ class Stages:
         return attempt(run)
 
     def measured(self) -> dict[str, Any]:
-        """Milliseconds of each stage, with what `device_put` and `zero_copy` make of the fetch."""
+        """Measure the milliseconds of each stage, and of the whole step with both offloading fetch modes."""
         sizes, prompt = self.sizes, self.sizes.prompt(self.capacity)
         config, policy = sizes.layer_config, steered(sizes.packed if self.packed else sizes.policy, prompt)
         held = state(config, policy, self.batch, self.capacity, prompt, "zero_copy")
@@ -61,7 +61,7 @@ class Stages:
             found = {"empty program": self.timed(lambda layer, step: jnp.int32(0), layer, step, unused=True)}
             try:
                 found |= self.stages(spec, layer, step)
-            except Exception as error:  # what the later stages would take
+            except Exception as error:  # the error stands for the remaining stages
                 found["stages"] = {"error": brief(error)}
             for fetch in ("device_put", "zero_copy"):
                 run = functools.partial(self.whole, dataclasses.replace(spec, fetch=fetch), layer, step)
@@ -72,7 +72,7 @@ class Stages:
             free(held)
 
     def stages(self, spec: Any, layer: LayerState, step: StepKV) -> dict[str, Any]:
-        """All but the whole."""
+        """Measure all stages except the whole step."""
         policy, layout = spec.policy, spec.policy.host_layout(spec)
         scores = jax.jit(policy.scores, static_argnums=0)(spec, layer, step)
         select = jax.jit(functools.partial(self.selected, spec))
@@ -102,28 +102,28 @@ class Stages:
 
     @staticmethod
     def selected(spec: Any, layer: LayerState, step: StepKV) -> Selection:
-        """What the step would fetch."""
+        """Return the selection of the step."""
         selection, _ = spec.policy.select(spec, layer, step)
         assert selection is not None
         return selection
 
     @staticmethod
     def fetched(spec: Any, tier: HostTier, selection: Selection) -> Fetched:
-        """All of it, by the spec's fetch mode."""
+        """Fetch a selection with the fetch mode of the spec."""
         return offload.fetch(spec, tier, selection, spec.policy.host_layout(spec))
 
     def whole(self, spec: Any, layer: LayerState, step: StepKV) -> Seconds:
-        """The layer's step; its query moves on, so that each step selects other chunks."""
+        """Time the layer's step. Its position advances, so that each step selects different chunks."""
         live = layer.live if spec.fetch == "zero_copy" else layer.live.replace(values=None)
 
         def run(frozen: Any, tier: Any, live: Any, step: StepKV) -> tuple[Any, Any, Any]:
             given = LayerState(frozen, live, HostTier(tier))
             out, after, _ = step_layer(spec, given, step, AllLayers((spec,), [given.host]))
-            # Round and round in the phase in which no step selects what the one before did.
+            # The position stays in the phase in which consecutive steps select no common chunk.
             position = spec.policy.prompt + (step.positions - spec.policy.prompt + 1) % PHASE
             return out, after.live, step.replace(positions=position, lengths=position[:, 0])
 
-        # Consumed at each step: the stages before must not lose it.
+        # Each step consumes its state, so copies are used.
         box = [jax.tree.map(jnp.copy, live), jax.tree.map(jnp.copy, step)]
         program = build(run, layer.frozen, layer.host.prompt, *box, donate=(2, 3)).program
 
@@ -137,7 +137,10 @@ class Stages:
 
 
 def dense(sizes: Sizes, capacity: int, batch: int) -> dict[str, Any]:
-    """Full attention of one token by our kernel and by JAX's own: is the baseline of the decode part a fair one?"""
+    """Time full attention of one token with our kernel and with JAX's own.
+
+    This shows whether full attention is a fair baseline in the decode part.
+    """
     config = sizes.layer_config
     shape = Shape(capacity, batch, config.q_heads, config.kv_heads, config.head_dim)
     q = random_step(shape, 1).q_post
@@ -156,7 +159,7 @@ def dense(sizes: Sizes, capacity: int, batch: int) -> dict[str, Any]:
 
 
 def attended(sizes: Sizes, function: Any, q: Any, shape: tuple[int, ...]) -> float:
-    """Milliseconds of one kind of attention with keys and values of that shape."""
+    """Return the milliseconds of one attention function with keys and values of a shape."""
     k, v = (on_device(seed, 1.0, shape) for seed in (1, 2))
     try:
         program = build(function, q, k, v).program
@@ -166,7 +169,7 @@ def attended(sizes: Sizes, function: Any, q: Any, shape: tuple[int, ...]) -> flo
 
 
 def tasks(sizes: Sizes) -> Iterator[Task]:
-    """Three tasks a context."""
+    """Yield three tasks for each context."""
     for capacity, batch in zip(sizes.capacities, sizes.layer_batch, strict=True):
         needs, few = 0 if sizes.dry else 30, max(1, batch // 4)
         yield Task(f"stages, {batch} x {capacity:,}", needs, Stages(sizes, capacity, batch).measured)

@@ -1,4 +1,4 @@
-"""ShadowKV with a set repeat share: the real scores are computed, then a moving window of chunks wins."""
+"""ShadowKV with a given share of repeated chunks. It computes the real scores, but a moving window of chunks wins."""
 
 import dataclasses
 import math
@@ -10,32 +10,34 @@ from jshadow.cache.records import LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.policies import ShadowKV
 
-BONUS = 4.0  # scores are probabilities
-PHASE = 32  # tokens after the prompt that share nothing with each other; those that follow share SHARE
+BONUS = 4.0  # added to the scores of the window; scores are probabilities, so the window always wins
+PHASE = 32  # the first steps select no chunk of the previous step; steps after these repeat SHARE of the chunks
 SHARE = 0.6
 
 
 @dataclasses.dataclass(frozen=True)
 class Steered(ShadowKV):
-    """Chunks have a rank (their number times a stride, modulo the chunks), so that neighbours lie far apart; a step
-    selects the next k ranks on a wheel of those that may be selected.
+    """ShadowKV whose selection is a moving window.
+
+    The rank of a chunk is its index times a stride, modulo the number of chunks. So neighboring chunks have very
+    different ranks. A step selects the next k ranks, on a wheel of the ranks that may be selected.
 
     Attributes:
-        prompt: tokens of every row's prompt.
+        prompt: number of tokens of every row's prompt.
     """
 
     prompt: int = 0
 
     @property
     def chunks(self) -> int:
-        """Of the prompt."""
+        """Number of chunks of the prompt, without the local ones."""
         return max(0, self.prompt // self.chunk_size - self.local_chunks)
 
     def wheel(self, capacity: int) -> int:
-        """Ranks that may be selected; those behind belong to outliers.
+        """Return the number of ranks that may be selected. Higher ranks belong to outliers.
 
         Raises:
-            ValueError: two selections that share nothing do not fit.
+            ValueError: there are too few chunks for two selections without common chunks.
         """
         size = self.chunks - self.max_outliers(capacity)
         if size < 2 * self.max_selected(capacity):
@@ -43,27 +45,27 @@ class Steered(ShadowKV):
         return size
 
     def ranks(self, count: int) -> Array:
-        """Rank of each of `count` chunks, int32 [count]; those past the prompt share ranks with others."""
+        """Return the ranks of `count` chunks, int32 [count]. Chunks past the prompt have the same ranks as others."""
         stride = next(n for n in range(round(0.618 * self.chunks), 2 * self.chunks) if math.gcd(n, self.chunks) == 1)
         return jnp.arange(count, dtype=jnp.int32) * stride % self.chunks
 
     def eligible(self, capacity: int) -> Array:
-        """Chunks that are no outliers, bool [n]: what `candidates` must say."""
+        """Return which chunks are not outliers, bool [n]. The `candidates` of a state must equal this."""
         count = self.max_chunks(capacity)
         return (self.ranks(count) < self.wheel(capacity)) & (jnp.arange(count) < self.chunks)
 
     def moved(self, capacity: int) -> int:
-        """Ranks by which the window moves in the second phase."""
+        """Return how many ranks the window moves in a step of the second phase."""
         selected = self.max_selected(capacity)
         return selected - round(SHARE * selected)
 
     def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
-        """The real scores, and a bonus for the window; float32 [B, h_kv, T, n]."""
+        """Return the real scores with a bonus for the chunks of the window, float32 [B, h_kv, T, n]."""
         real = super().scores(spec, state, step)
         wheel, selected = self.wheel(spec.capacity), self.max_selected(spec.capacity)
         token = (step.positions - self.prompt)[:, None, :, None]
         start = selected * jnp.minimum(token, PHASE) + self.moved(spec.capacity) * jnp.maximum(token - PHASE, 0)
-        # Heads look at different chunks, or they would find each other's left rows in the cache.
+        # Heads select different chunks. Otherwise they would find each other's left rows in the GPU's cache.
         start += jnp.arange(spec.kv_heads)[:, None, None] * (wheel // spec.kv_heads)
         ranks = self.ranks(real.shape[3])
         inside = ((ranks - start) % wheel < selected) & (ranks < wheel)

@@ -1,4 +1,4 @@
-"""One decode step of a configuration as a program, and the times of many of them."""
+"""The compiled decode step of a configuration, and the times of many steps."""
 
 import dataclasses
 import functools
@@ -26,7 +26,14 @@ from jshadow.policies import Full, Policy
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """One configuration: "full" or a fetch mode of ShadowKV, tokens a row may hold, rows, whether codes are packed."""
+    """One configuration.
+
+    Attributes:
+        kind: "full", or a fetch mode of ShadowKV.
+        capacity: maximum tokens of a row.
+        batch: number of rows.
+        packed: whether keys, landmarks and values are packed.
+    """
 
     kind: str
     capacity: int
@@ -35,22 +42,22 @@ class Setup:
 
     @property
     def fetch(self) -> str:
-        """Fetch mode."""
+        """The fetch mode. Full attention is "resident"."""
         return "resident" if self.kind == "full" else self.kind
 
     def policy(self, sizes: Sizes) -> Policy:
-        """Full attention, or ShadowKV with a set repeat share."""
+        """Return full attention, or ShadowKV with a given share of repeated chunks."""
         if self.kind == "full":
             return Full()
         return steered(sizes.packed if self.packed else sizes.policy, sizes.prompt(self.capacity))
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """The name in tables."""
         return f"{self.kind}, packed" if self.packed else self.kind
 
     def shares_rows(self, other: "Setup") -> bool:
-        """Whether what one keeps in host memory serves the other."""
+        """Whether both configurations have the same rows in host memory."""
         return "full" not in (self.kind, other.kind) and dataclasses.replace(self, kind=other.kind) == other
 
     def __str__(self) -> str:
@@ -60,13 +67,17 @@ class Setup:
 def greedy_step(
     weights: dict, token: Array, reads: Reads, writes: Writes, *, config: ModelConfig
 ) -> tuple[Array, Array, Writes]:
-    """One step of all rows: the likeliest next tokens int32 [B], whether all logits are finite, the changing half."""
+    """Run one step of all rows.
+
+    Returns:
+        The most likely next tokens int32 [B], whether all logits are finite, and the new `writes`.
+    """
     logits, writes = step_writes(weights, config, token[:, None], jnp.ones_like(token), reads, writes)
     return logits.argmax(-1).astype(jnp.int32), jnp.isfinite(logits).all(), writes
 
 
 def built(setup: Setup, sizes: Sizes) -> Built:
-    """The step of a configuration, compiled from shapes alone."""
+    """Compile the step of a configuration from abstract arguments."""
     shapes = abstract_state(
         sizes.config,
         setup.policy(sizes),
@@ -84,7 +95,7 @@ def built(setup: Setup, sizes: Sizes) -> Built:
 
 
 class Steps:
-    """A state that moves on by a compiled program; the prompt may begin anew at any token."""
+    """A state that a compiled step advances. It can be set to any position after the prompt."""
 
     def __init__(self, program: Any, tensors: dict, state: KVState, prompt: int) -> None:
         self.program, self.tensors, self.state, self.prompt = program, tensors, state, prompt
@@ -92,27 +103,27 @@ class Steps:
         self.finite: Array | None = None
 
     def step(self) -> None:
-        """Dispatch one."""
+        """Dispatch one step."""
         reads, writes = self.state.split()
         self.token, self.finite, writes = self.program(self.tensors, self.token, reads, writes)
         self.state = self.state.join(writes)
 
     def wait(self) -> None:
-        """For all that was dispatched."""
+        """Wait for all dispatched steps."""
         jax.block_until_ready((self.token, self.state.lengths))
 
     def at(self, token: int) -> None:
-        """Go on as if that many tokens had followed the prompt."""
+        """Continue as if `token` tokens had followed the prompt."""
         lengths = jnp.full(self.state.batch, self.prompt + token, jnp.int32)
         self.state = self.state.replace(lengths=jax.device_put(lengths, sharding("device")))
 
     def counters(self) -> dict[str, np.ndarray]:
-        """As NumPy arrays [B]."""
+        """Return the counters of the state as NumPy arrays [B]."""
         counters: Counters = self.state.counters
         return {field.name: np.asarray(getattr(counters, field.name)) for field in dataclasses.fields(counters)}
 
     def phase(self, first: int, sizes: Sizes) -> dict[str, Any]:
-        """Times of steps from that token after the prompt on, single ones and runs; what they selected and fetched."""
+        """Time single steps and runs of steps, starting `first` tokens after the prompt, and count their chunks."""
         self.at(first)
         for _ in range(2):
             self.step()
@@ -149,6 +160,6 @@ class Steps:
 
 
 def temporaries(program: Any) -> int | None:
-    """Device bytes that a program takes beside its arguments, by XLA; None where it does not tell."""
+    """Return the device bytes of a program's temporaries as XLA reports them, or None."""
     memory = program.memory_analysis()
     return None if memory is None else int(memory.temp_size_in_bytes)

@@ -1,6 +1,7 @@
-"""Random weights and states made where they will lie: the device makes every number, none passes through NumPy.
+"""Random weights and states. The device generates all numbers, so none is copied from NumPy.
 
-A state is what a prompt that fills the capacity but for 64 tokens would leave: lengths, chunks and candidates agree.
+A state is like that after a prompt which fills all but 64 tokens of the capacity. Its lengths, chunks and candidates
+are consistent.
 """
 
 import dataclasses
@@ -28,14 +29,14 @@ DTYPE = "bfloat16"
 
 
 def sharding(memory: str) -> SingleDeviceSharding:
-    """The first device, "device" or "pinned_host" memory."""
+    """Return the sharding of the first device in "device" or "pinned_host" memory."""
     device = jax.devices()[0]
     return SingleDeviceSharding(device, memory_kind=device.default_memory().kind if memory == "device" else memory)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def drawn(seed: int, scale: float, *, shape: tuple[int, ...], dtype: str) -> Array:
-    """Normal numbers of deviation `scale`; bytes are below 64, so that two of them are no scale that is not finite."""
+    """Draw normal numbers of standard deviation `scale`. Bytes are below 64, so that two bytes are a finite float16."""
     if dtype == "uint8":
         return jax.random.randint(jax.random.key(seed), shape, 0, 64, jnp.int32).astype(jnp.uint8)
     return scale * jax.random.normal(jax.random.key(seed), shape, dtype)
@@ -43,7 +44,7 @@ def drawn(seed: int, scale: float, *, shape: tuple[int, ...], dtype: str) -> Arr
 
 @functools.partial(jax.jit, static_argnames=("count",))
 def spread(row: Array, *, count: int) -> Array:
-    """`count` multiples of an array, nearly as large: so few numbers are drawn, by one program for any batch."""
+    """Stack `count` slightly different multiples of an array. So only one row of numbers is drawn for any batch."""
     if row.dtype == jnp.uint8:
         return jnp.broadcast_to(row, (count, *row.shape))
     factors = 1 + jnp.arange(count, dtype=row.dtype).reshape(-1, *[1] * row.ndim) / (8 * count)
@@ -51,13 +52,13 @@ def spread(row: Array, *, count: int) -> Array:
 
 
 def on_device(seed: int, scale: float, shape: tuple[int, ...], dtype: Any = DTYPE) -> Array:
-    """Normal numbers of deviation about `scale`, bound to the device; the rows are multiples of one another."""
+    """Return normal numbers of standard deviation about `scale` on the device. Rows are multiples of one another."""
     row = drawn(seed, scale, shape=shape[1:], dtype=str(dtype))
     return jax.device_put(spread(row, count=shape[0]), sharding("device"))
 
 
 def on_host(seed: int, shape: tuple[int, ...], dtype: Any = DTYPE) -> Array:
-    """`on_device` of deviation 1, moved to pinned host memory; nothing of it stays on the device."""
+    """Return numbers like `on_device` in pinned host memory, without keeping them on the device."""
     here = on_device(seed, 1.0, shape, dtype)
     away = jax.block_until_ready(jax.device_put(here, sharding("pinned_host")))
     if here.sharding.memory_kind != "pinned_host":
@@ -66,7 +67,7 @@ def on_host(seed: int, shape: tuple[int, ...], dtype: Any = DTYPE) -> Array:
 
 
 def free(*trees: Any) -> None:
-    """Give the memory of all arrays back now."""
+    """Free the memory of all arrays now."""
     for leaf in jax.tree.leaves(trees):
         if isinstance(leaf, Array) and not leaf.is_deleted():
             leaf.delete()
@@ -74,7 +75,7 @@ def free(*trees: Any) -> None:
 
 
 def weights(config: ModelConfig, dtype: str = DTYPE) -> dict:
-    """Random weights: kernels of deviation 1 / sqrt(fan_in), norms one."""
+    """Return random weights. Kernels have standard deviation 1 / sqrt(fan_in), and norm scales are one."""
     leaves, structure = jax.tree.flatten(abstract_weights(config))
     made = []
     for seed, leaf in enumerate(leaves):
@@ -87,15 +88,15 @@ def weights(config: ModelConfig, dtype: str = DTYPE) -> dict:
 
 
 def steered(policy: ShadowKV, prompt: int) -> Steered:
-    """The policy's settings, steered, for prompts of that many tokens."""
+    """Return a Steered policy with the settings of `policy`, for prompts of `prompt` tokens."""
     return Steered(**fields_of(policy), prompt=prompt)
 
 
 def state(config: ModelConfig, policy: Policy, batch: int, capacity: int, prompt: int, fetch: str) -> KVState:
-    """The state of `batch` prompts; Full or Steered.
+    """Create the state of `batch` prompts under Full or Steered.
 
     Raises:
-        jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED, what was made before is given back.
+        jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED. The layers created so far are freed.
     """
     shapes = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=DTYPE, fetch=fetch)
     layers: list[LayerState] = []
@@ -112,7 +113,7 @@ def state(config: ModelConfig, policy: Policy, batch: int, capacity: int, prompt
 
 
 def fill(layer: LayerState, policy: Policy, capacity: int, seed: int) -> LayerState:
-    """One layer, leaf by leaf."""
+    """Fill the state of one layer with random numbers, leaf by leaf."""
 
     def one(leaf: Any, seed: int) -> Array:
         if jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.uint8:
@@ -140,7 +141,7 @@ def fill(layer: LayerState, policy: Policy, capacity: int, seed: int) -> LayerSt
 
 
 def basis(right: Any, seed: int) -> Any:
-    """What gives rebuilt keys a deviation of about one: of low-rank factors, or of codes with their steps."""
+    """Return a right factor or a basis of codes that gives rebuilt keys a standard deviation of about one."""
     if isinstance(right, Array):
         return on_device(seed, math.sqrt(1 / right.shape[2]), right.shape)
     columns = on_device(seed, math.sqrt(1 / right.columns.shape[2]), right.columns.shape)
@@ -148,7 +149,7 @@ def basis(right: Any, seed: int) -> Any:
 
 
 def refetched(state: KVState, fetch: str) -> KVState:
-    """The same state in the other offloading fetch mode: what lies in host memory stays where it is."""
+    """Return the same state in the other offloading fetch mode. Rows in host memory are not moved."""
     assert "resident" not in (fetch, state.fetch), "resident rows lie elsewhere"
     layers = []
     for spec, layer in zip(state.specs, state.layers, strict=True):
@@ -160,7 +161,7 @@ def refetched(state: KVState, fetch: str) -> KVState:
         elif live.values is None:
             width = spec.policy.chunk_size * spec.head_dim
             live = live.replace(values=on_device(7, 1.0, (*live.resident.shape, width)))
-            # What is held would no longer be the values of these chunks.
+            # The new buffer does not hold the values of the resident chunks, so none is marked as resident.
             live = live.replace(resident=jax.device_put(jnp.full_like(live.resident, -1), sharding("device")))
         layers.append(layer.replace(live=live))
     specs = tuple(dataclasses.replace(spec, fetch=fetch) for spec in state.specs)
@@ -168,7 +169,7 @@ def refetched(state: KVState, fetch: str) -> KVState:
 
 
 def abstract(tree: Any) -> Any:
-    """ShapeDtypeStructs with the memory in which each array of a state or of weights lies."""
+    """Return the arrays of a state or of weights as ShapeDtypeStructs with their memory kinds."""
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, HostArray):
@@ -179,7 +180,7 @@ def abstract(tree: Any) -> Any:
 
 
 def placed(leaf: Any, memory: str) -> jax.ShapeDtypeStruct:
-    """One of them. Of a SingleDeviceSharding, JAX 0.10 would forget the memory while tracing."""
+    """Return a ShapeDtypeStruct with a memory kind. With a SingleDeviceSharding, JAX 0.10 loses it while tracing."""
     kind = sharding(memory).memory_kind
     mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(), memory_kind=kind))

@@ -1,4 +1,4 @@
-"""What becomes of a run whose process dies, hangs or has a device that can do nothing more. No JAX here."""
+"""A run whose process dies or hangs, or whose device becomes unusable. This module has no JAX."""
 
 import json
 import os
@@ -85,7 +85,7 @@ def test_a_process_that_dies_takes_only_its_task_with_it(tmp_path, monkeypatch):
     first, [second] = results["parts"]["first"], results["parts"]["second"]
     assert [(row["name"], row["status"]) for row in first] == [("good", MEASURED), ("bad", DIED), ("next", MEASURED)]
     assert "exit status -6" in first[1]["error"]
-    assert first[0]["by"] == results["machine"]["process"]  # measured once, by the first
+    assert first[0]["by"] == results["machine"]["process"]  # the first process measured it, and no other
     assert second["status"] == MEASURED
     assert parent.exit_status(results) == 1
 

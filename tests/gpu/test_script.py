@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: a dry run of everything, and what it does about what is wrong, raises or comes too late."""
+"""`make gpu` without a GPU: a dry run of all parts, and tasks that fail, raise or run out of time."""
 
 import dataclasses
 import json
@@ -22,13 +22,13 @@ from gpu.steps import Steps
 from gpu.synthetic import steered
 
 ROOT = Path(__file__).resolve().parents[2]
-one_worker = pytest.mark.xdist_group("dry run")  # it takes minutes: once is enough
+one_worker = pytest.mark.xdist_group("dry run")  # it takes minutes, so it runs only once
 PARTS = ["ceilings", "correctness", "fetch", "decode", "layer", "decode-more", "decode-packed", "compress"]
 
 
 @pytest.fixture(scope="module")
 def dry(tmp_path_factory):
-    """What a dry run leaves: its results, its page, its exit status."""
+    """The results of a dry run: gpu.json, gpu.md, the finished process, and the folder."""
     out = tmp_path_factory.mktemp("gpu")
     environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'support'}"}
     command = [sys.executable, "-m", "gpu", "--dry-run", "--out", str(out)]
@@ -38,7 +38,7 @@ def dry(tmp_path_factory):
 
 
 def numbers(value):
-    """All numbers in nested values."""
+    """Return all floats in nested values."""
     if isinstance(value, dict):
         return [n for one in value.values() for n in numbers(one)]
     if isinstance(value, list):
@@ -116,7 +116,7 @@ def test_a_steered_selection_fits_the_real_sizes(capacity):
     ranks = np.asarray(policy.ranks(policy.chunks))
     assert sorted(ranks) == list(range(policy.chunks))
     near = np.abs(np.diff(ranks))
-    assert np.minimum(near, policy.chunks - near).min() > count  # neighbours are never in one selection
+    assert np.minimum(near, policy.chunks - near).min() > count  # neighboring chunks are never selected together
     assert 1 - policy.moved(capacity) / count == pytest.approx(0.6, abs=0.01)
 
 
@@ -124,7 +124,7 @@ def test_a_steered_selection_fits_the_real_sizes(capacity):
 
 
 def run(tmp_path, tasks, seconds=100.0, only=None):
-    """Exit status, and the rows that a part of these tasks leaves beside another that is well."""
+    """Run a part of these tasks and a second part that succeeds. Returns the exit status and the rows of both."""
     runner = Runner(tmp_path, {"dry_run": True, "machine": {}}, seconds, say=lambda line: None)
     parts = {"first": lambda: iter(tasks), "second": lambda: iter([Task("well", 0, lambda: {"ok": True})])}
     status = runner.run(parts, only)
@@ -183,7 +183,7 @@ def test_parts_that_nobody_asked_for_say_so(tmp_path):
 
 
 def decoding(capacities=(512,), left=lambda: 1e9, **sizes):
-    """The decode parts at tiny sizes."""
+    """Return the decode parts at tiny sizes."""
     sizes = dataclasses.replace(DRY, capacities=capacities, **sizes)
     room = Room(sizes, 0, lambda: {"read": 1e10, "matmul_bfloat16": 1e10})
     return throughput.Throughput(sizes, room, left)
@@ -191,7 +191,7 @@ def decoding(capacities=(512,), left=lambda: 1e9, **sizes):
 
 @pytest.fixture
 def scarce(monkeypatch):
-    """No room for more than three rows."""
+    """Makes states of more than three rows fail for lack of memory."""
     made = throughput.state
 
     def state(config, policy, batch, *rest):

@@ -1,4 +1,4 @@
-"""Tokens a second of whole models on synthetic states: full attention and ShadowKV, short of nothing but a prompt."""
+"""Tokens per second of a whole model with full attention and with ShadowKV, on synthetic states instead of prompts."""
 
 import dataclasses
 import functools
@@ -22,12 +22,12 @@ from jshadow.policies import Full
 
 
 class Throughput:
-    """The decode parts: programs compiled side by side, weights made once a part, one state at a time.
+    """The decode parts. Programs are compiled in parallel. Weights are created once for each part. One state exists.
 
     Args:
-        sizes: of everything.
-        room: what fits.
-        left: seconds to the deadline.
+        sizes: all sizes.
+        room: the memory of the machine.
+        left: returns the seconds until the deadline.
         earlier: rows that an earlier process measured.
     """
 
@@ -36,18 +36,20 @@ class Throughput:
         self.programs: dict[Setup, Future] = {}
         self.tensors: dict | None = None
         self.held: tuple[Setup, KVState] | None = None
-        self.best: dict[int, float] = {}  # tokens a second of full attention, by capacity
-        self.fallen: dict[tuple[str, int], int] = {}  # largest batches that did not fit after all
+        self.best: dict[int, float] = {}  # tokens per second of full attention, by capacity
+        self.fallen: dict[tuple[str, int], int] = {}  # batch to try next, after a larger one did not fit
         for row in earlier:
             if row.get("kind") == "full" and row.get("phases"):
                 self.remember(row["capacity"], row["phases"])
-        # Guesses until they were measured: seconds to compile a group, bytes a second into pinned memory, while its
-        # pool grows and after that.
+        # Estimates that measurements replace: seconds to compile a group, and bytes per second into pinned memory while
+        # its pool grows and afterwards.
         self.compiling, self.filling, self.grown = 70.0, {False: 3e9, True: 10e9}, False
 
     def setups(self, capacity: int, packed: bool = False) -> list[list[Setup]]:
-        """Groups that are compiled together: largest batches first, then single rows; full attention with the first,
-        but where numbers are packed, for it has been measured then."""
+        """Return the groups of configurations that are compiled together: the largest batches, then single rows.
+
+        The first group includes full attention, except for packed numbers, because it is measured before those.
+        """
         sizes = self.sizes
         policy = steered(sizes.packed if packed else sizes.policy, sizes.prompt(capacity))
         most = self.room.largest(policy, capacity, "zero_copy")
@@ -58,21 +60,21 @@ class Throughput:
         return [many, one] if most > 1 else [many]
 
     def longest(self) -> Iterator[Task]:
-        """The longest context with all rows that fit: what matters most."""
+        """Yield the tasks of the longest context with the largest batch, which matter most."""
         return self.tasks([self.setups(self.sizes.capacities[0])[0]])
 
     def others(self) -> Iterator[Task]:
-        """Shorter contexts with all rows that fit, then single rows."""
+        """Yield the tasks of shorter contexts with the largest batch, and then of single rows."""
         first, *shorter = [self.setups(capacity) for capacity in self.sizes.capacities]
         single = [group for groups in (first, *shorter) for group in groups[1:]]
         return self.tasks([groups[0] for groups in shorter] + single)
 
     def packed(self) -> Iterator[Task]:
-        """Keys, landmarks and values of a few bits, at every context with all rows that fit: beside the paper's."""
+        """Yield the tasks of packed keys, landmarks and values at every context with the largest batch."""
         return self.tasks([self.setups(capacity, packed=True)[0] for capacity in self.sizes.capacities])
 
     def tasks(self, groups: list[list[Setup]]) -> Iterator[Task]:
-        """One task a configuration; also of those of which no row fits, which say so."""
+        """Yield one task for each configuration. If not one row fits, the task reports this."""
         try:
             for group in groups:
                 fits = [setup for setup in group if setup.batch]
@@ -89,7 +91,7 @@ class Throughput:
             self.tensors = None
 
     def refused(self, setup: Setup) -> dict[str, Any]:
-        """Why no row of it fits."""
+        """Raise NotHere with the reason why not one row fits."""
         row = self.room.host_row(setup.policy(self.sizes), setup.capacity, setup.fetch)
         raise NotHere(
             f"not one row fits: it takes {row / 1e9:.2f} GB of pinned memory, {self.room.host_bytes / 1e9:.2f} "
@@ -97,11 +99,11 @@ class Throughput:
         )
 
     def remember(self, capacity: int, phases: list[dict]) -> None:
-        """Full attention's best, to which all others are compared."""
+        """Store the best rate of full attention, which all other rates are compared with."""
         self.best[capacity] = max(self.best.get(capacity, 0.0), phases[0]["tokens_per_second"])
 
     def needs(self, setup: Setup) -> float:
-        """Seconds that a configuration will take."""
+        """Estimate the seconds of a configuration."""
         if self.sizes.dry:
             return 0.0
         filled = self.held is not None and setup.shares_rows(self.held[0])
@@ -113,15 +115,15 @@ class Throughput:
         return 20 + host / self.filling[self.grown] + (0 if setup in self.programs else self.compiling)
 
     def drop(self) -> None:
-        """Free the state that is held."""
+        """Free the current state."""
         if self.held is not None:
             free(self.held[1])
             self.held = None
 
     def program(self, setup: Setup, group: list[Setup]) -> Built:
-        """A configuration's program; those of its group are compiled with it."""
+        """Return the program of a configuration. All programs of its group are compiled together."""
         if setup not in self.programs:
-            self.drop()  # compilers measure too, and want room for that
+            self.drop()  # XLA times kernels while it compiles, and needs device memory for that
             jobs = {one: functools.partial(built, one, self.sizes) for one in group if one not in self.programs}
             start = time.perf_counter()
             self.programs |= side_by_side(jobs, self.sizes.workers)
@@ -130,7 +132,7 @@ class Throughput:
         return done
 
     def state(self, setup: Setup) -> KVState:
-        """Its state; offloaded rows stay where they are when only the fetch mode changes."""
+        """Create the state of a configuration. If only the fetch mode changes, offloaded rows are not moved."""
         sizes = self.sizes
         if self.held is not None:
             other, held = self.held
@@ -142,7 +144,7 @@ class Throughput:
         )
 
     def measured(self, setup: Setup, group: list[Setup]) -> dict[str, Any]:
-        """A configuration's figures; with fewer rows where memory runs out."""
+        """Measure a configuration. If memory runs out, try a smaller batch."""
         if self.tensors is None:
             self.tensors = weights(self.sizes.config)
         while True:
@@ -162,7 +164,7 @@ class Throughput:
                     raise Late(f"{brief(error)}; no time to try {less} rows") from error
 
     def figures(self, setup: Setup, group: list[Setup]) -> dict[str, Any]:
-        """As `measured`, for exactly that batch."""
+        """Measure a configuration with exactly this batch."""
         program, seconds = self.program(setup, group)
         try:
             row, steps = self.filled(setup, program)
@@ -171,7 +173,7 @@ class Throughput:
             self.drop()
             raise
         if any("error" in phase for phase in phases):
-            self.drop()  # its arrays may be gone
+            self.drop()  # the failed step may have consumed its arrays
         if setup.kind == "full":
             self.remember(setup.capacity, phases)
         best = self.best.get(setup.capacity)
@@ -181,7 +183,7 @@ class Throughput:
         return row | {"compile_seconds": seconds} | self.room.peak() | {"phases": phases}
 
     def filled(self, setup: Setup, program: Any) -> tuple[dict[str, Any], Steps]:
-        """What is known before the first step, and the steps of a state that is held from now on."""
+        """Create and hold the state. Returns the entries that are known before the first step, and the Steps."""
         start = time.perf_counter()
         made, fresh = self.state(setup), self.held is None
         self.held = (setup, made)
@@ -198,7 +200,7 @@ class Throughput:
         return row, Steps(program, self.tensors or {}, made, self.sizes.prompt(setup.capacity))
 
     def phases(self, setup: Setup, steps: Steps) -> list[dict[str, Any]]:
-        """Figures of each phase. What the second raises stands beside the first, which is finished."""
+        """Measure each phase. If the second phase raises, its error is stored and the first phase is kept."""
         shares: list[tuple[int, float | None]] = [(0, None)] if setup.kind == "full" else [(0, 0.0), (PHASE, SHARE)]
         phases: list[dict[str, Any]] = []
         try:
@@ -215,7 +217,7 @@ class Throughput:
         return phases
 
     def bound(self, setup: Setup, phase: dict[str, Any]) -> dict[str, Any]:
-        """The planner's roofline of this step, with the measured ceilings, and the share of it that was reached."""
+        """Return the planner's roofline of this step with the measured peak rates, and the reached share of it."""
         share = phase["share"] if setup.kind == "zero_copy" else None
         step = self.room.bound(setup.policy(self.sizes), setup.capacity, setup.batch, setup.fetch, share)
         return {

@@ -1,4 +1,4 @@
-"""Compiling apart from timing, several programs at once, and times of calls that follow each other."""
+"""Compiling programs, also several in parallel, and timing series of calls."""
 
 import statistics
 import time
@@ -12,27 +12,34 @@ from jshadow.engine.step import COMPILER_OPTIONS
 
 
 class Built(NamedTuple):
-    """A compiled program, and the seconds of tracing and compiling it (beside others, where they were several)."""
+    """A compiled program, and the seconds of tracing and compiling it.
+
+    If several programs are compiled in parallel, the seconds include waiting for the others.
+    """
 
     program: Any
     seconds: float
 
 
 def build(function: Callable[..., Any], *args: Any, donate: tuple[int, ...] = (), unused: bool = False) -> Built:
-    """The program of function(*args), args arrays or ShapeDtypeStructs; unused: it also takes what it does not use."""
+    """Compile function(*args). The args are arrays or ShapeDtypeStructs. `unused` keeps arguments that are not used."""
     start = time.perf_counter()
     jitted = jax.jit(function, donate_argnums=donate, keep_unused=unused, compiler_options=COMPILER_OPTIONS)
     return Built(jitted.lower(*args).compile(), time.perf_counter() - start)
 
 
 def side_by_side(jobs: Mapping[Any, Callable[[], Any]], workers: int) -> dict[Any, Future]:
-    """All jobs done, by some threads: XLA compiles without Python's lock. Each future holds a result or an error."""
+    """Run all jobs in threads and wait for them. XLA compiles without holding Python's lock.
+
+    Returns:
+        One finished future for each job, with its result or its error.
+    """
     with ThreadPoolExecutor(workers) as pool:
         return {key: pool.submit(job) for key, job in jobs.items()}
 
 
 class Seconds(NamedTuple):
-    """Of one call: the median of several series, the least and the most."""
+    """Seconds of one call: median, minimum and maximum over several series."""
 
     median: float
     least: float
@@ -40,14 +47,14 @@ class Seconds(NamedTuple):
 
 
 def series(calls: Callable[[], Any], count: int, repeats: int) -> Seconds:
-    """Time `count` calls that are dispatched one after another and waited for together, per call.
+    """Time series of `count` calls that are dispatched one after another and waited for together.
 
-    The first series does not count.
+    The result is the time of one call. The first series warms up and does not count.
     """
 
     def once() -> float:
         start = time.perf_counter()
-        # Results of earlier calls are dropped as they go, or they would fill the device.
+        # Only the last result is kept. Otherwise the results would fill the device.
         for _ in range(count):
             last = calls()
         jax.block_until_ready(last)

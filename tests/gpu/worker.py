@@ -1,4 +1,4 @@
-"""A child of a run: all parts, or those that an earlier child left."""
+"""A child process of a run. It runs all parts, or those that an earlier child left."""
 
 import argparse
 import faulthandler
@@ -11,13 +11,13 @@ from gpu.runner import GRACE, Runner
 
 
 def say(line: str) -> None:
-    """Progress."""
+    """Print a line of progress to stderr."""
     print(line, file=sys.stderr, flush=True)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run what is left of the parts. Returns 2 if there is no GPU, else ends the process with the runner's status."""
-    # The last resort: it needs neither Python's lock nor a Python thread.
+    """Run the remaining parts. Returns 2 if there is no GPU; otherwise ends the process with the runner's status."""
+    # The last resort against a hang. It needs neither Python's lock nor a Python thread.
     faulthandler.dump_traceback_later(args.seconds + GRACE + 10, exit=True)
     path = args.out / "gpu.json"
     earlier = json.loads(path.read_text()) if path.exists() else {}
@@ -27,7 +27,7 @@ def main(args: argparse.Namespace) -> int:
 
     about = {"dry_run": args.dry_run, "machine": {}} | earlier
     runner = Runner(args.out, about, args.seconds, say=say, finish=page)
-    timer = runner.watch(GRACE)  # before JAX: starting it on a GPU may hang as well
+    timer = runner.watch(GRACE)  # before JAX is imported, because its start on a GPU may hang too
     import jax
 
     from gpu import parts
@@ -43,4 +43,4 @@ def main(args: argparse.Namespace) -> int:
     status = runner.run(parts.all_parts(sizes, runner, pool), args.only)
     timer.cancel()
     sys.stderr.flush()
-    os._exit(status)  # what JAX does at its end could hang or abort on a broken device
+    os._exit(status)  # a normal exit of JAX could hang or abort on a broken device

@@ -1,4 +1,4 @@
-"""The layout of numbers in bytes: what is packed comes back, in XLA and by the way of a kernel."""
+"""The layout of packed numbers: packing and unpacking are inverse, in XLA and with the functions of kernels."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,7 +33,7 @@ def test_bytes_are_taken_apart_as_they_were_packed(count, bits):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_rows_with_scales_come_back(bits, dtype):
-    """Codes first, then scales; the library's own records are the same bytes."""
+    """A row has codes first, then scales. The records of the library have the same bytes."""
     rng = np.random.default_rng(0)
     codes = jnp.asarray(rng.integers(0, 256, (2, 5, 3, 8 * bits // 8), np.uint8))
     scale = jnp.asarray(0.5 + rng.random((2, 5, 3, 1)), layout.scale_dtype(dtype))

@@ -1,4 +1,4 @@
-"""Which implementation runs, and what callers are told when they are wrong."""
+"""Which implementation of an op runs, and the errors for wrong arguments."""
 
 import functools
 
@@ -30,7 +30,7 @@ def test_auto_is_the_kernel_on_cuda_and_the_reference_elsewhere(op):
 
 
 def test_a_kernel_for_cuda_takes_values_where_they_lie():
-    """No copy of an operand in host memory, to the device or on the host."""
+    """The program copies no operand in host memory, neither to the device nor on the host."""
     text = lowered("fetch_reconstruct", OPS["fetch_reconstruct"](), "cuda", implementation="pallas")
     assert text.count('mhlo.memory_kind = "pinned_host"') == 2
     assert "annotate_device_placement" not in text
@@ -81,7 +81,7 @@ WRONG = [
     ("chunk_scores", "q", lambda x: x.astype(int), "q must be floating, got int"),
     ("chunk_scores", "landmarks", lambda x: cut(x, 3), r"landmarks must have shape \[1, h_kv, m, 128\], got .*127\]"),
     ("chunk_scores", "landmarks", lambda x: x.astype(int), "landmarks must be floating"),
-    ("chunk_scores", "candidates", lambda x: cut(x, 2), "s for each of the 60 candidates, got 61 landmarks"),
+    ("chunk_scores", "candidates", lambda x: cut(x, 2), "landmarks must be a multiple of the 60 candidates, got 61"),
     ("chunk_scores", "candidates", lambda x: cut(x, 1), r"candidates must have shape \[1, 2, n\], got \[1, 1, 61\]"),
     ("chunk_scores", "candidates", lambda x: x.astype(int), "candidates must be bool, got int"),
     ("reconstruct_keys", "left", lambda x: x[0], "left must have shape"),

@@ -1,4 +1,4 @@
-"""chunk_scores: the reference against NumPy, the kernel against both."""
+"""chunk_scores: the reference is compared with NumPy, and the kernel with both."""
 
 import dataclasses
 

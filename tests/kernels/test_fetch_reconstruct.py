@@ -1,4 +1,4 @@
-"""fetch_reconstruct: keys as reconstruct_keys, values bit by bit, and what the host is asked for."""
+"""fetch_reconstruct: keys equal those of reconstruct_keys, values are exact copies, only needed host rows are read."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def test_keys_and_values(case):
 
 @pytest.mark.parametrize("implementation", ["auto", "xla", "interpret"])
 def test_values_that_stay_may_be_anything_on_the_host(implementation):
-    """Also inside jit, with operands that lie on the host."""
+    """This also holds inside jit with operands in host memory."""
     inputs = fetch_inputs(CHUNKS[2])
     ids = np.clip(np.asarray(inputs["ids"]), 0, 28)
     want = kernel_truth.fetched_values(**inputs)
@@ -51,7 +51,7 @@ def test_a_donated_buffer_becomes_the_result():
     want, kept = kernel_truth.fetched_values(**inputs), jnp.array(inputs["kept"])
     np.testing.assert_array_equal(fetch(kept, rest), want)
     assert kept.is_deleted()
-    # without donation the caller's rows are safe
+    # without donation the caller's rows do not change
     _, values = fetch_reconstruct(**inputs, implementation="interpret")
     np.testing.assert_array_equal(values, want)
     np.testing.assert_array_equal(inputs["kept"], fetch_inputs(CHUNKS[1])["kept"])

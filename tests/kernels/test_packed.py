@@ -1,4 +1,4 @@
-"""The ops on numbers of few bits: references and kernels against NumPy, and every byte that a kernel reads."""
+"""The ops on packed numbers: references and kernels compared with NumPy, and every byte that a kernel reads."""
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,14 @@ from pallas_kernels.bits import packed_width
 TO_WATCH = [PACKED[0], PACKED[2], PACKED[4]]
 
 
-# XLA rounds a column's step times its row of the basis, once for all tokens; the kernel each token's coefficient.
+# XLA rounds the product of a step and a row of the basis, once for all tokens. The kernel rounds the product of a step
+# and each token's code.
 ROUNDED = {("xla", "bfloat16"): {"atol": 0.015}}
 
 
 @pytest.mark.parametrize("case", PACKED, ids=name)
 def test_keys_and_values(case):
-    """Both ops: keys within the tolerance of their dtype, values bit by bit."""
+    """Keys of both ops are within the tolerance of their dtype, and values are equal bit by bit."""
     inputs = fetch_inputs(case)
     want, rows = kernel_truth.reconstruct_keys(**factor_inputs(case)), kernel_truth.fetched_values(**inputs)
     for implementation in ("xla", "interpret"):
@@ -46,7 +47,7 @@ def test_keys_and_values(case):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("profile", [(5, 22, 28), (0, 64, 0), (0, 0, 12)])
 def test_the_reference_is_the_codec(profile, dtype):
-    """What the library encodes and expands, rotated, is what the op makes of the same bytes."""
+    """The op gives the keys that the library encodes, expands and rotates."""
     rng, codec = np.random.default_rng(0), TransformCodec(profile)
     keys = jnp.asarray(rng.standard_normal((2, 40, 2, 64)) * (1 + np.arange(64)) ** -0.5, dtype)
     code = codec.encode(keys, jnp.array([40, 33]), 10, 4)
@@ -56,7 +57,7 @@ def test_the_reference_is_the_codec(profile, dtype):
     places = (ids[..., None] * 4 + jnp.arange(4)).reshape(2, 2, 28)
     want = rotate(plain, *cos_sin(places, inverse)).astype(dtype)
     got = reconstruct_keys(left=code.left, ids=ids, inverse=inverse, **codec.operands(code.right), implementation="xla")
-    # bfloat16 bit by bit; float32 but for the order of its sums, as the op takes one head after the other
+    # bfloat16 is equal bit by bit. float32 differs by the order of its sums, because the op takes one head at a time.
     near = {"rtol": 1e-5, "atol": 3e-6} if dtype == "float32" else {"rtol": 0, "atol": 0}
     np.testing.assert_allclose(np.asarray(got, np.float64), np.asarray(want, np.float64), **near)
 
@@ -83,7 +84,7 @@ def test_scores_of_large_logits_are_finite_and_do_not_depend_on_what_is_no_candi
 
 
 def test_values_of_a_prompt_come_back():
-    """What the library packs is what the op takes, and ids that do not exist are clipped."""
+    """The op reads the values that the library packs, and clips ids that do not exist."""
     rng = np.random.default_rng(0)
     values = jnp.asarray(rng.standard_normal((1, 2, 5, 4, 64)), "bfloat16").at[0, 0, 1, 2].set(0)
     inputs = fetch_inputs(PACKED[1])
@@ -113,7 +114,7 @@ def test_values_of_a_prompt_come_back():
 
 @pytest.mark.parametrize("case", TO_WATCH, ids=name)
 def test_the_kernel_reads_what_it_must_and_once(case, watched):  # noqa: F811
-    """Of host rows those that do not stay; of left rows the chosen chunks, once a head; nothing beyond any array."""
+    """It reads host rows that are not kept, left rows of selected chunks once a head, and nothing out of bounds."""
     inputs = fetch_inputs(case)
     keys, values = fetch_reconstruct(**inputs, implementation="interpret")
     np.testing.assert_array_equal(values, kernel_truth.fetched_values(**inputs))
@@ -139,7 +140,7 @@ def test_the_kernel_reads_what_it_must_and_once(case, watched):  # noqa: F811
 
 @pytest.mark.parametrize("case", [PACKED_SCORES[0], PACKED_SCORES[2], PACKED_SCORES[5], *PACKED_SCORES[7:]], ids=name)
 def test_each_landmark_is_read_once(case, watched):  # noqa: F811
-    """And its scale and spread, for all queries of its head; of four landmarks a chunk one number is written."""
+    """Its scale and spread are read once too, for all queries of its head. A chunk of four landmarks has one result."""
     inputs = score_inputs(case)
     got = chunk_scores(**inputs, implementation="interpret")
     np.testing.assert_allclose(got, kernel_truth.chunk_scores(**inputs), **TOLERANCE["float32"])
@@ -151,7 +152,7 @@ def test_each_landmark_is_read_once(case, watched):  # noqa: F811
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_reads_the_bytes_that_the_plan_counts(dtype, watched):  # noqa: F811
-    """Left rows, landmarks and host rows of a policy's own state, element by element."""
+    """The kernel reads each element of left rows, landmarks and host rows of a policy's state that the plan counts."""
     policy = ShadowKV(
         budget=32,
         outlier_chunks=2,
@@ -202,12 +203,12 @@ def test_a_step_reads_the_bytes_that_the_plan_counts(dtype, watched):  # noqa: F
     assert read == landmark_bytes(policy, 2 * layout.units, Sizes(2, spec.head_dim, dtype))
 
 
-# Programs, and what callers are told
+# Programs and errors
 
 
 @pytest.mark.parametrize("case", PACKED, ids=name)
 def test_auto_is_the_kernel_on_cuda(case):
-    """And takes host rows where they lie: no copy of them to the device or on the host."""
+    """The kernel reads host rows in place: the program has no copy of them to the device or on the host."""
     text = lowered("fetch_reconstruct", fetch_inputs(case), "cuda")
     assert text.count(TARGET) == 1
     assert "annotate_device_placement" not in text

@@ -1,4 +1,4 @@
-"""reconstruct_keys: the reference against NumPy, the kernel against both."""
+"""reconstruct_keys: the reference is compared with NumPy, and the kernel with both."""
 
 import jax.numpy as jnp
 import kernel_truth
@@ -22,7 +22,7 @@ def test_keys(case):
 
 
 def test_factors_of_two_dtypes():
-    """The basis may stay float32 beside rows in bfloat16: it is not rounded."""
+    """The basis may be float32 while the rows are bfloat16. It is not rounded."""
     inputs = factor_inputs(CHUNKS[5])
     inputs |= {"left": inputs["left"].astype(jnp.bfloat16), "tail": inputs["tail"].astype(jnp.bfloat16)}
     for implementation in ("xla", "interpret"):
@@ -34,7 +34,7 @@ def test_factors_of_two_dtypes():
 
 
 def test_everything_in_the_tail():
-    """A prompt so short that no chunk of it was compressed; the kernel says that it cannot, "auto" does it."""
+    """No chunk of a short prompt is compressed. The kernel refuses this case, and "auto" uses the reference."""
     inputs = factor_inputs(CHUNKS[2])
     inputs |= {"left": inputs["left"][:, :0], "ids": jnp.asarray(np.arange(28).reshape(2, 2, 7) % 2, jnp.int32)}
     np.testing.assert_allclose(

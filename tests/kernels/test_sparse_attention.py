@@ -1,4 +1,4 @@
-"""sparse_attention: the reference against NumPy, the kernel against both."""
+"""sparse_attention: the reference is compared with NumPy, and the kernel with both."""
 
 import jax.numpy as jnp
 import kernel_truth
@@ -24,7 +24,7 @@ def test_attention(case):
 
 
 def test_rows_of_each_querys_own():
-    """5-D pieces beside 4-D ones; "auto" takes them, the kernel says that it cannot."""
+    """5-D and 4-D pieces together: "auto" uses the reference, and the kernel refuses them."""
     rng = np.random.default_rng(0)
     inputs = attention_inputs(Heads((27,), 64, group=2, queries=3, kv_heads=2))
     for dtype in ("float32", "bfloat16"):
@@ -39,7 +39,7 @@ def test_rows_of_each_querys_own():
 
 
 def test_a_mask_over_queries_only():
-    """valid may be 1 wide along the rows too."""
+    """`valid` may have size 1 along the rows too."""
     inputs = attention_inputs(Heads((27,), 64, group=2, queries=3))
     k, v, _ = inputs["pieces"][0]
     valid = jnp.asarray([True, False, True]).reshape(1, 1, 3, 1)
@@ -62,7 +62,7 @@ def test_pieces_without_rows_are_passed_over():
 
 
 def test_a_program_walks_several_blocks(monkeypatch):
-    """As where the batch is large: few splits, each a loop, the last one past the end."""
+    """With a large batch there are few splits. Each program loops over blocks, and the last one ends past the rows."""
     monkeypatch.setattr(kernel, "PROGRAMS", 2)
     kernel.sparse_attention.clear_cache()
     inputs = attention_inputs(Heads((482,), 64, group=3))

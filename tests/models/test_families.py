@@ -1,4 +1,4 @@
-"""Model families: published configs give the right model, unknown variants are refused by name, RoPE by the book."""
+"""Model families: published configs give the right model, unknown variants are refused, and RoPE follows the papers."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def read(model_type: str, **changes) -> ModelConfig:
     return family_of(hf).config_from_hf(hf)
 
 
-# The paper's models: parameters as their owners count them, and bytes of keys and values a token by hand
+# The models of the paper: the published number of parameters, and the bytes of keys and values of a token, by hand
 # (2 x layers x KV heads x head width x 2 bytes).
 PUBLISHED = {
     "llama-3-8b-1m": (8_030_261_248, 2 * 32 * 8 * 128 * 2, 2**20),
@@ -61,8 +61,8 @@ def test_published_config(name):
     full = footprint(config, Full(), capacity=tokens, prompt=tokens, fetch="resident")
     assert full["device_bytes"] == tokens * token_bytes
     plan = footprint(config, ShadowKV(), capacity=tokens + 64, prompt=tokens, fetch="device_put")
-    # rank 160 of every 1,024 key columns for all chunks that may ever be, which leave the local window out; values of
-    # the same on the host
+    # Keys have rank 160 of 1,024 columns for all possible chunks outside the local window. Their values are on the
+    # host.
     columns = config.kv_heads * config.head_dim
     rank = -(-round(160 * columns / 1024) // 8) * 8
     held = tokens + 64 - 4 * 8
@@ -84,7 +84,7 @@ def test_special_settings_of_published_configs():
     assert configs["glm-4-9b-1m"].rope.rotary_dim(128) == 64
     assert (configs["glm-4-9b-1m"].attention_bias, configs["glm-4-9b-1m"].output_bias) == (True, False)
     phi = configs["phi-3-mini-128k"]
-    assert phi.rope.attention_factor == pytest.approx(1.190238, rel=1e-6)  # as GGUF files of it say
+    assert phi.rope.attention_factor == pytest.approx(1.190238, rel=1e-6)  # the value in GGUF files of the model
     assert (phi.rope.original_context, len(phi.rope.long_factors)) == (4096, 48)
     assert {kind.window for kind in phi.attention_kinds} == {None}  # 262,144 tokens are longer than its context
     assert configs["llama-3.1-8b"].eos_ids == (128001, 128008, 128009)
@@ -107,7 +107,11 @@ REFUSED = {
     "rope lacks": ("llama", {"rope_scaling": {"rope_type": "dynamic"}}, "lacks factor"),
     "rope object": ("llama", {"rope_scaling": "linear"}, "rope_scaling must be an object, got 'linear'"),
     "longrope lacks": ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "lacks long_factor"),
-    "longrope length": ("phi3", {"rope_scaling": LONGROPE | {"short_factor": [1.0]}}, "short_factors must be 6"),
+    "longrope length": (
+        "phi3",
+        {"rope_scaling": LONGROPE | {"short_factor": [1.0]}},
+        "must have 6 numbers",
+    ),
     "longrope sign": ("phi3", {"rope_scaling": LONGROPE | {"long_factor": [1.0] * 5 + [-1.0]}}, "above 0, got -1.0"),
     "partial rotary": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1.0 in a llama model"),
     "odd rotary": ("glm", {"head_dim": 12, "partial_rotary_factor": 0.75}, "even rotated part"),
@@ -155,7 +159,7 @@ def test_an_unknown_variant_is_refused_by_name(case):
 
 
 def test_what_a_file_leaves_out_is_what_transformers_says():
-    """Class defaults: a checkpoint need not repeat them."""
+    """A checkpoint need not repeat the defaults of transformers' config classes."""
     bare = {key: value for key, value in BASE.items() if key not in ("eos_token_id", "num_key_value_heads")}
     bare |= {"rms_norm_eps": 1e-6, "vocab_size": 200_000, "num_attention_heads": 32, "hidden_size": 64 * 32}
     expected = {
@@ -175,7 +179,7 @@ def test_what_a_file_leaves_out_is_what_transformers_says():
         told = family_of({"model_type": model_type}).config_from_hf(
             bare | {"model_type": model_type, "vocab_size": 97, "num_key_value_heads": 4}
         )
-        assert told.eos_ids in ((), (2,), (1,))  # a cut-down vocabulary has no such token
+        assert told.eos_ids in ((), (2,), (1,))  # the reduced vocabulary has no such token
     sliding = read("qwen2", use_sliding_window=True, max_window_layers=1, **{"sliding_window": 4096})
     bare_window = {key: value for key, value in BASE.items()} | {"rms_norm_eps": 1e-6, "model_type": "qwen2"}
     made = family_of({"model_type": "qwen2"}).config_from_hf(
@@ -202,7 +206,7 @@ def test_a_model_of_sliding_layers_alone_falls_back():
 
 
 def test_nominal_counts_the_windows():
-    """At or under the share of full attention's bytes, sliding layers included, as the sizes themselves say."""
+    """The bytes, including sliding layers, are at most the share of full attention's."""
     from jshadow.errors import Infeasible
     from jshadow.policies import StreamingLLM
     from jshadow.policies.sizing import at_share
@@ -229,7 +233,7 @@ def test_nominal_counts_the_windows():
 
 
 def test_what_was_attended_is_told_layer_by_layer():
-    """A sliding layer's window is all generated tokens once they fill it; a global layer still sees the prompt."""
+    """After enough tokens, a sliding layer sees only generated tokens. A global layer still sees the prompt."""
     import jshadow
     from jshadow.weights.params import init_params
 
@@ -254,7 +258,7 @@ def test_every_family_has_a_parity_case():
 
 def test_rope_kinds_all_have_a_parity_case():
     kinds = {(settings.get("rope_scaling") or {}).get("rope_type", "default") for _, settings in FAMILY_CASES.values()}
-    # llama3 is tried on Llama itself (test_parity.py); "none" are SmolLM3's unrotated layers
+    # llama3 is tested on Llama in test_parity.py. "none" is for SmolLM3's layers without RoPE.
     assert kinds | {"llama3", "none"} == set(RopeConfig.KINDS)
 
 

@@ -1,4 +1,4 @@
-"""Weight-only int8: the error of a number and of a model, what it takes, and that everything else works on it."""
+"""Weight-only int8: the error of a number and of a model, its bytes, and that all other features work with it."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def test_blocks_of_a_large_kernel_are_one_result(monkeypatch):
 
 
 def dequantized(params):
-    """The same model with its int8 kernels multiplied out: what int8 must compute."""
+    """The same model with dequantized kernels, which defines the results of int8."""
     flat = traverse_util.flatten_dict(params.weights, sep="/")
     plain = {
         path: leaf * flat[f"{path}_scale"] if f"{path}_scale" in flat else leaf
@@ -67,7 +67,7 @@ def dequantized(params):
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "glm4", "gemma3", "smollm3"])
 def test_a_model_in_int8(tmp_path, name):
-    """What is kept in int8, from either format, and logits near the plain ones: prompt, steps and turns."""
+    """The projections are int8, from both formats. Logits of prompt, steps and turns are close to the plain ones."""
     model_type, settings = FAMILY_CASES[name]
     hf = {"model_type": model_type, "rms_norm_eps": 1e-6} | BASE | settings
     plain = init_params(family_of(hf).config_from_hf(hf), seed=1)
@@ -107,7 +107,7 @@ def test_int8_answers_with_every_mode(tmp_path):
 
 
 def test_states_know_their_weights(tmp_path):
-    """A state of the int8 model is no state of the plain one."""
+    """A saved state of the int8 model does not load into the plain model."""
     directory, plain = tiny_directory(tmp_path / "m")
     params = load(directory, "float32", quantize="int8")
     _, state = prefill(params, np.arange(1, 41)[None], np.array([40]), SHADOW, capacity=64)

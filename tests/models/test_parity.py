@@ -1,4 +1,4 @@
-"""jshadow against transformers, on the same weights: tiny random Llamas here, SmolLM2 in test-slow."""
+"""jshadow compared with transformers on the same weights: tiny random Llamas, and SmolLM2 in the slow tests."""
 
 import json
 
@@ -53,7 +53,7 @@ def reference(directory, **settings):
     model = transformers.LlamaForCausalLM(config).float().eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            # transformers starts biases at 0 and matrices at 0.02: too tame to show a mistake
+            # transformers initializes biases with 0 and matrices with 0.02, which is too small to show a mistake
             weight.normal_(1.0 if "norm" in name else 0.0, 0.1 if "norm" in name or "bias" in name else 0.25)
     model.save_pretrained(directory)
     return model
@@ -82,8 +82,8 @@ def test_tiny_llama_equals_transformers(tmp_path, shape, variant):
         model(torch.tensor(tokens))
         want = model(torch.tensor(tokens)).logits.numpy()
         exact = model.double()(torch.tensor(tokens)).logits.numpy()
-    # Once in some twenty runs the first comparison of a process was off by 4e-3 in the second half of its tokens, on
-    # one of the two sides; hence the forward above that is thrown away, and the judge in float64.
+    # In about one of twenty runs, the first comparison of a process differed by 4e-3 in the second half of its tokens,
+    # on one of the two sides. So a first forward pass is thrown away, and the results are compared with float64.
     mine = full_logits(params, tokens, steps=4)
     told = f"off float64: transformers {np.abs(want - exact).max():.1e}, jshadow {np.abs(mine - exact).max():.1e}"
     np.testing.assert_allclose(mine, want, atol=1e-4, rtol=0, err_msg=told)
@@ -103,7 +103,7 @@ def test_every_family_equals_transformers(tmp_path, name, tokens):
 
 @pytest.mark.parametrize("name", FAMILY_CASES)
 def test_transformers_reads_what_save_writes(tmp_path, name):
-    """The same config, the same tensors bit by bit, the same model."""
+    """It reads the same config and the same tensors bit by bit, and gives the same logits."""
     model = random_checkpoint(name, tmp_path / "theirs")
     params = jshadow.load(tmp_path / "theirs", dtype="float32")
     jshadow.save(params, tmp_path / "ours")
@@ -114,7 +114,7 @@ def test_transformers_reads_what_save_writes(tmp_path, name):
     assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
     ids = torch.tensor(np.random.default_rng(1).integers(3, 97, (1, 90)))
     with torch.no_grad():
-        # attention factors that one file leaves to be computed may differ in the last bit
+        # an attention factor that a file does not store is computed, and may differ in the last bit
         np.testing.assert_allclose(model(ids).logits.numpy(), again(ids).logits.numpy(), atol=1e-5, rtol=0)
 
 

@@ -1,4 +1,4 @@
-"""Attention in blocks and in pieces, and the mass of keys, against plain NumPy."""
+"""Attention in blocks and in pieces, and the mass of keys, compared with plain NumPy."""
 
 import itertools
 
@@ -42,7 +42,7 @@ def naive(q, k, v):
     ],
 )
 def test_blockwise_attention_is_attention(length, dim, group, dtype):
-    """Lengths that no block divides, over one and several blocks of queries and keys."""
+    """The lengths are not multiples of a block, and cover one and several blocks of queries and keys."""
     q = normal(2, length, 2 * group, dim, seed=1, dtype=dtype)
     k, v = (normal(2, length, 2, dim, seed=seed, dtype=dtype) for seed in (2, 3))
     out, lse = jax.jit(lambda *x: attention.causal_attention(*x, float(1 / np.sqrt(dim))))(q, k, v)
@@ -87,7 +87,7 @@ def test_attention_over_nothing_is_zero_and_masked_rows_may_hold_anything():
 
 @pytest.mark.parametrize("tokens", [1, 5, 256, 300, 613])
 def test_key_mass_is_the_column_sums(tokens):
-    """Against the whole matrix of probabilities, past the tiles' size and with padding."""
+    """Compared with the whole matrix of probabilities, for lengths beyond the size of a tile and with padding."""
     prompt = prompt_of(TINY, tokens, seed=tokens)
     length = max(1, tokens - 3)
     mass = key_mass(prompt.q_post, prompt.k_post, prompt.lse, jnp.array([length]), TINY.attention_scale)

@@ -1,4 +1,4 @@
-"""Chunks, gathers, writes and the order of ties against plain NumPy."""
+"""Chunks, gathers, writes and the order of ties, compared with plain NumPy."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ from random_arrays import normal
 from jshadow.ops import layout as chunking
 
 
-@settings(max_examples=25)  # every example is a shape of its own, so a compilation
+@settings(max_examples=25)  # every example has a different shape, and so needs a compilation
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 8))
 def test_chunks_hold_the_tokens_in_order(length, size, count):
     x = np.arange(2 * length * 3 * 2, dtype=np.float32).reshape(2, length, 3, 2)
@@ -41,7 +41,8 @@ def test_gathers_and_writes():
     written = chunking.write_rows(buffer, x[:, :2], jnp.array([[4, 1], [0, 7]]), valid)
     np.testing.assert_array_equal(written[0, :, 4], x[0, 0])
     np.testing.assert_array_equal(written[1, :, 0], x[1, 0])
-    assert np.count_nonzero(np.asarray(written).any(axis=(1, 3))) == 2  # neither the invalid nor the far one
+    # the invalid row and the row past the end are not written
+    assert np.count_nonzero(np.asarray(written).any(axis=(1, 3))) == 2
 
 
 def test_ties_go_to_the_lower_index():
@@ -51,6 +52,6 @@ def test_ties_go_to_the_lower_index():
 
 
 def test_shapes_are_checked():
-    """The suite's import hook is on: a wrong rank is refused by the annotation, before JAX sees it."""
+    """The import hook of the tests checks annotations, so a wrong rank is refused before JAX sees it."""
     with pytest.raises(TypeCheckError):
         chunking.to_chunks(jnp.zeros((2, 3)), 1, 1)

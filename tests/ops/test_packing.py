@@ -1,4 +1,4 @@
-"""Packed codes: there and back, and the error of a quantised number."""
+"""Packed codes: packing and unpacking are inverse, and the error of a quantized number is bounded."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,14 +20,15 @@ def test_codes_survive_packing(bits, group):
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_the_error_of_a_number_is_half_a_step(bits, dtype):
-    """One bit: a quarter of the range, for codes stand for the middles of its halves."""
+    """With one bit it is a quarter of the range, because the codes stand for the middles of its halves."""
     x = jnp.asarray(np.random.default_rng(bits).standard_normal((50, 32)) * 3, dtype)
     packed = quantise(x, bits)
     wide = np.asarray(x, np.float32)
     span = wide.max(axis=1) - wide.min(axis=1)
     step = span / 4 if bits == 1 else span / (2**bits - 1) / 2
     error = np.abs(np.asarray(dequantise(packed, 32, bits)) - wide).max(axis=1)
-    rounding = 0 if dtype == jnp.float32 else 2**-10 * np.abs(wide).max(axis=1) * 2  # of float16 scales and zeros
+    # float16 scales and zeros are rounded too
+    rounding = 0 if dtype == jnp.float32 else 2**-10 * np.abs(wide).max(axis=1) * 2
     assert (error <= step * (1 + 1e-3) + rounding + 1e-6).all()
     assert packed.scale.dtype == (jnp.float32 if dtype == jnp.float32 else jnp.float16)
 

@@ -1,4 +1,4 @@
-"""RoPE's frequencies, angles and rotations against NumPy and transformers."""
+"""RoPE's frequencies, angles and rotations, compared with NumPy and transformers."""
 
 import jax
 import jax.numpy as jnp

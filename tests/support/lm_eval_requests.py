@@ -38,7 +38,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def step_by_step(params: Params, policy: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """Prefill alone and unpadded, then one decode step a token."""
+    """Score a continuation with an unpadded prefill of one row, and one decode step for each token."""
     capacity = 256
     logits, state = decode.prefill(
         params, np.array([context]), np.array([len(context)]), policy, capacity=capacity, fetch="resident"
@@ -53,7 +53,7 @@ def step_by_step(params: Params, policy: Any, context: list[int], continuation: 
 
 
 def plainly(params: Params, context: list[int], continuation: list[int]) -> tuple[float, bool]:
-    """Logits of the whole text at once."""
+    """Score a continuation with the logits of one prefill of the whole text."""
     whole = np.array([context + continuation])
     logits, _ = decode.prefill(params, whole, np.array([whole.shape[1]]), Full(), capacity=256, logits="all")
     rows = np.asarray(logits)[0, len(context) - 1 : -1]

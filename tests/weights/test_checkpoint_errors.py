@@ -88,7 +88,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, format, limit):
 
 @pytest.mark.parametrize("late", [0.05, 0.15])
 def test_what_a_late_writer_makes_is_removed_too(tmp_path, late):
-    """A thread of a writer that failed makes the directory anew after it was removed."""
+    """A thread of a failed writer creates the directory again after it was removed."""
 
     def write(made):
         time.sleep(late)
@@ -167,7 +167,7 @@ def test_paths_are_paths(tmp_path):
 
 
 def test_what_may_not_be_read_is_told(tmp_path, monkeypatch):
-    """As the system says it of a file that belongs to somebody else (root reads everything, so it is made up here)."""
+    """The error is that of a file of a different user. It is simulated, because root can read all files."""
     directory, _ = tiny_directory(tmp_path / "m")
     convert(directory, tmp_path / "c", "float32")
     really = Path.open

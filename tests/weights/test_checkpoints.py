@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def family_directory(name: str, path: Path, dtype: str) -> Path:
-    """A checkpoint of a family with random weights, norms and biases included, and a tokenizer file."""
+    """Write a checkpoint of a family with random weights, also for norms and biases, and a tokenizer file."""
     model_type, settings = FAMILY_CASES[name]
     hf = {"model_type": model_type, "rms_norm_eps": 1e-6} | BASE | settings
     params = init_params(family_of(hf).config_from_hf(hf), seed=5, dtype=dtype)
@@ -40,7 +40,7 @@ def family_directory(name: str, path: Path, dtype: str) -> Path:
 
 
 def tensors(directory: Path) -> dict[str, tuple[Any, bytes]]:
-    """Tensor name -> dtype, shape and bytes, of all safetensors of a directory."""
+    """Tensor name -> dtype, shape and bytes, for all safetensors files of a directory."""
     return {
         name: ((value.dtype.name, value.shape), value.tobytes())
         for file in directory.glob("*.safetensors")
@@ -151,7 +151,7 @@ print("spread")
 
 @pytest.mark.parametrize("format", ["huggingface", "orbax"])
 def test_weights_go_straight_to_a_mesh(tmp_path, format):
-    """In a process of four CPU devices: each holds its part, the model is the same, and saving gathers it again."""
+    """In a process of four CPU devices, each holds its part, results are the same, and saving gathers the weights."""
     save(init_params(dataclasses.replace(TINY, kv_heads=4, vocab_size=96, eos_ids=()), seed=1), tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "c", "float32", format=format)
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
@@ -184,7 +184,7 @@ SHARD = 128 * 2**20
 
 
 def large_directory(path: Path, layers: int) -> int:
-    """A checkpoint of `layers` times 32 MiB in bfloat16, in shards of 128 MiB; returns the largest file's bytes."""
+    """Write a checkpoint of `layers` times 32 MiB in bfloat16, in shards of 128 MiB. Return the largest file size."""
     from jshadow.weights.convert.huggingface_write import config_to_hf, write_shards
     from jshadow.weights.convert.tensors import placements
 
@@ -209,7 +209,7 @@ def large_directory(path: Path, layers: int) -> int:
 
 
 def peak_of(source: Path, target: Path, dtype: str, format: str) -> int:
-    """Bytes by which a conversion raises the maximum resident size of a process that has imported everything."""
+    """Return by how many bytes a conversion raises the peak memory of a process that has imported everything."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, source, target, dtype, format, str(SHARD)],
@@ -225,7 +225,7 @@ def peak_of(source: Path, target: Path, dtype: str, format: str) -> int:
 
 @pytest.mark.parametrize("layers", [12, pytest.param(128 if ALL else 48, marks=pytest.mark.slow)])
 def test_memory_of_a_conversion_does_not_grow_with_it(tmp_path, layers, record_property):
-    """Layers of 32 MiB: 0.4 GiB, 1.5 and 4."""
+    """The checkpoints have layers of 32 MiB, and 0.4, 1.5 or 4 GiB in all."""
     largest = large_directory(tmp_path / "m", layers)
     assert largest <= SHARD + 10_000
     bound = 2 * largest + 64 * 10**6

@@ -1,4 +1,4 @@
-"""GGUF and re-typed directories: exact where nothing is quantised, refused by name where something is wrong."""
+"""Conversion of GGUF files and of dtypes: exact for unquantized tensors, with errors that name the cause."""
 
 import dataclasses
 import json
@@ -96,7 +96,7 @@ def test_tokenizer_and_template(tmp_path: Path) -> None:
         assert tokenizer.decode(tokenizer(text).input_ids) == text
     ids = {token: index for index, token in enumerate(TOKENS)}
     assert tokenizer("<|user|>hell<|end|>").input_ids == [1, ids["hell"], 0]
-    assert tokenizer("12").input_ids == [ids["1"], ids["2"]]  # "1 2" is a merge, but digits are cut apart first
+    assert tokenizer("12").input_ids == [ids["1"], ids["2"]]  # "1 2" is a merge, but digits are split first
     assert tokenizer.decode([1, ids["hell"], ids["<tool>"]], skip_special_tokens=True) == "hell<tool>"
     chat = [{"role": "user", "content": "hi"}]
     rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
@@ -146,7 +146,7 @@ def test_end_of_turn_is_an_end(tmp_path: Path) -> None:
 
 
 def llama3_divisors(theta: float, width: int, factor: float) -> np.ndarray:
-    """The divisors that llama.cpp stores, from the scaling's definition, one pair at a time."""
+    """The divisors that llama.cpp stores, computed from the definition of the scaling, one pair at a time."""
     out = []
     for i in range(width // 2):
         wavelength = 2 * np.pi * theta ** (2 * i / width)

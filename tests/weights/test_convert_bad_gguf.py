@@ -1,4 +1,4 @@
-"""Damaged, crafted and unsupported GGUF files: each refused by name, in time, with nothing left behind."""
+"""Damaged, crafted and unsupported GGUF files: each is refused quickly with its name, and leaves no files behind."""
 
 import builtins
 import dataclasses
@@ -76,7 +76,7 @@ def string(text: bytes) -> bytes:
 KEY = string(b"k")
 PAD = bytes(64)
 CRAFTED: dict[str, tuple[bytes, tuple[str, ...]]] = {
-    # 49 bytes that keep gguf 0.19's own reader busy for ever
+    # 49 bytes that make the reader of gguf 0.19 run forever
     "array of 2^63": (header(0, 1, KEY + struct.pack("<IIQ", 9, 0, 2**63)), ("array length of metadata 'k'",)),
     "strings 2^63": (header(0, 1, KEY + struct.pack("<IIQ", 9, 8, 2**63) + PAD), ("array length", str(2**63))),
     "huge kv count": (header(0, 2**62, PAD), ("metadata count", str(2**62))),

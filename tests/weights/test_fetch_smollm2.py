@@ -1,4 +1,4 @@
-"""The recipe that fetches SmolLM2: what it checks, and that a second run does nothing. No network."""
+"""The script that fetches SmolLM2: its checks, and that a second run does nothing. The tests use no network."""
 
 import os
 import zipfile

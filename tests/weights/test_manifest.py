@@ -12,7 +12,7 @@ from jshadow.weights.params import load
 
 
 def files(directory: Path) -> list[str]:
-    """Names of all files below a directory."""
+    """The names of all files below a directory."""
     return sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
 
 
@@ -24,12 +24,12 @@ def flip(path: Path) -> None:
 
 
 def largest_file(directory: Path) -> Path:
-    """The file that holds most."""
+    """The largest file below a directory."""
     return max((path for path in directory.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
 def grow(path: Path) -> None:
-    """A byte more at the end of a file."""
+    """Append a byte to a file."""
     path.write_bytes(path.read_bytes() + b"x")
 
 

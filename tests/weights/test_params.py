@@ -1,4 +1,4 @@
-"""Loading and saving: what fits loads exactly, what does not fit is refused by name."""
+"""Loading and saving: matching weights load exactly, and tensors that do not match are named in the error."""
 
 import dataclasses
 import json
@@ -153,7 +153,7 @@ def test_save_refuses_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="dtype"):
         save(Params(jax.tree.map(lambda leaf: leaf.astype("int32"), params.weights), params.config), tmp_path / "bad")
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="cannot be made"):
+    with pytest.raises(CheckpointError, match="cannot be created"):
         save(params, tmp_path / "file" / "below")
     assert sorted(os.listdir(tmp_path)) == ["file", "m"]
 

@@ -1,4 +1,4 @@
-"""Checkpoint directories that are damaged, unsafe or do not fit: each refused by name, and convert leaves nothing."""
+"""Damaged, unsafe and mismatched checkpoint directories: errors name the file, and convert leaves nothing behind."""
 
 import os
 import shutil
@@ -73,7 +73,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[JshadowError], tuple[str, ...]]
     "remote code": (config_sets(auto_map={"AutoModel": "x.Y"}), ConfigError, ("auto_map", "x.Y")),
     "lacks key": (config_sets(hidden_size=None), ConfigError, ("lacks hidden_size",)),
     "kind of theta": (config_sets(rope_theta="big"), ConfigError, ("config.json", "big")),
-    "kind of eps": (config_sets(rms_norm_eps="x"), ConfigError, ("config.json", "wrong kind")),
+    "kind of eps": (config_sets(rms_norm_eps="x"), ConfigError, ("config.json", "wrong type")),
     "rope kind": (config_sets(rope_scaling={"rope_type": "yarn"}), ConfigError, ("rope_type", "yarn")),
     "huge size": (config_sets(vocab_size=10**12), ConfigError, ("vocab_size", "2147483647", "1000000000000")),
     "huge depth": (config_sets(num_hidden_layers=10**9), CheckpointError, ("num_hidden_layers", "1000000000")),

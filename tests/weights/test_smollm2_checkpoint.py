@@ -1,4 +1,4 @@
-"""The real checkpoint: what conversion made of SmolLM2-135M-Instruct, against facts known from elsewhere."""
+"""The converted checkpoint of SmolLM2-135M-Instruct, compared with its published facts."""
 
 import json
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_all_tensors_and_their_number(smollm2_dir: Path) -> None:
 
 @pytest.fixture(scope="module")
 def gguf_source(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The file that was converted, by the recipe's own functions, and gguf's own reader on it."""
+    """The GGUF file that was converted, opened by the reader of gguf."""
     gguf = pytest.importorskip("gguf")
     from fetch_script import import_fetch_script
 
@@ -122,6 +122,6 @@ def test_weights_equal_ggufs_own_arrays(smollm2_dir: Path, gguf_source: Any) -> 
             tensor = theirs[f"{name}.weight"]
             expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(heads, 64, 576)
             stored = file.get_tensor(f"model.layers.{ours}.weight").reshape(heads, 64, 576)
-            # GGML's neighbours are the two halves here: row 2i is i, row 2i + 1 is i + 32.
+            # Neighboring rows in GGML are in different halves here: row 2i is row i, and row 2i + 1 is row i + 32.
             np.testing.assert_array_equal(stored[:, :32], expected[:, 0::2].astype(stored.dtype))
             np.testing.assert_array_equal(stored[:, 32:], expected[:, 1::2].astype(stored.dtype))

@@ -15,7 +15,7 @@ KINDS = ("k_pre", "k_post", "v", "x_in")  # fields of LayerTensors
 def as_matrix(tensor: np.ndarray) -> np.ndarray:
     """Turn a tensor [S, h, d] or [S, m] into a float64 matrix [S, h * d] or [S, m], as algorithm 1 does with keys."""
     if tensor.ndim not in (2, 3) or not tensor.size:
-        raise ConfigError(f"a tensor of analysis must be [S, h, d] or [S, m], and some, got {tensor.shape}")
+        raise ConfigError(f"a tensor must be [S, h, d] or [S, m] and not empty, got {tensor.shape}")
     return np.asarray(tensor, np.float64).reshape(tensor.shape[0], -1)
 
 
@@ -117,7 +117,7 @@ def subspace_similarity(first: np.ndarray, second: np.ndarray, rank: int) -> flo
     """
     one, two = right_basis(first, rank), right_basis(second, rank)
     if one.shape[0] != two.shape[0]:
-        raise ConfigError(f"second must have as many columns as first, {one.shape[0]}, got {two.shape[0]}")
+        raise ConfigError(f"second must have as many columns as first ({one.shape[0]}), got {two.shape[0]}")
     return float(np.sum((one.T @ two) ** 2) / rank)
 
 
@@ -160,7 +160,7 @@ def compare_subspaces(
         raise ConfigError(f"kind must be one of {KINDS}, got {kind!r}")
     layers, others = list(text), list(other)
     if len(layers) != len(others) or not layers:
-        raise ConfigError(f"other must have as many layers as text, {len(layers)} and some, got {len(others)}")
+        raise ConfigError(f"other must have as many layers as text ({len(layers)}, at least 1), got {len(others)}")
     rows: list[list[float]] = []
     for here, there in zip(layers, others, strict=True):
         tensor = getattr(here, kind)

@@ -48,7 +48,7 @@ def sweep(
     ids = [text_of(params, text) for text in texts]
     lengths = sorted(set(map(len, ids)))
     if len(lengths) != 1:
-        raise ConfigError(f"texts must be one or more, and all as long, got lengths {lengths}")
+        raise ConfigError(f"texts must be at least one text, all of the same length, got lengths {lengths}")
     if not policies or any(not isinstance(policy, Policy) for policy in policies):
         raise ConfigError(f"policies must be a non-empty list of policies, got {policies!r}")
     [total] = lengths

@@ -134,7 +134,7 @@ def panels(
 def need(rows: Any, what: str) -> None:
     """Raise ConfigError if there is nothing to draw."""
     if not len(rows):
-        raise ConfigError(f"a picture of {what} needs at least one, got none")
+        raise ConfigError(f"a picture of {what} needs at least one row or line, got none")
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ def write(args: argparse.Namespace) -> None:
     if args.samples < 1:
         raise ConfigError(f"--samples must be at least 1, got {args.samples}")
     if args.depth is not None or args.json:
-        raise ConfigError("--out must stand without --depth and --json: depths are spread evenly")
+        raise ConfigError("--out must be given without --depth and --json, because depths are spread evenly")
     tokenizer = load_tokenizer(Path(args.model))
     rows = []
     for index in range(args.samples):

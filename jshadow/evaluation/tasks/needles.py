@@ -130,7 +130,7 @@ def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: NeedleKi
     values = uuids(rng) if kind.uuid_values else numbers(rng, DIGITS)
     facts = [(key, tuple(itertools.islice(values, kind.values))) for key in itertools.islice(keys, kind.keys)]
     end = "\n\n" if kind.haystack == "documentation" else " "
-    needles = [needle(kind, key, value) + end for key, own in facts for value in own]
+    needles = [needle(kind, key, value) + end for key, key_values in facts for value in key_values]
     depths = [depth, *(rng.random() for _ in needles[1:])]
     if kind.haystack == "needles":
         pieces = Pieces(needle(kind, key, value) + end for key, value in zip(keys, values, strict=True))
@@ -146,8 +146,8 @@ def niah(tokenizer: Any, length: int, depth: float, seed: int, *, kind: NeedleKi
 
     asked = facts[: kind.asked]
     samples = [ask(kind, group) for group in ([[fact] for fact in asked] if kind.apart else [asked])]
-    own = None if kind.haystack == "needles" else after  # a part of a needle must not be used as filler
-    return filled(tokenizer, length, compose, samples, apart=kind.apart, after=own)
+    padding_text = None if kind.haystack == "needles" else after  # a part of a needle must not be used as filler
+    return filled(tokenizer, length, compose, samples, apart=kind.apart, after=padding_text)
 
 
 def needle(kind: NeedleKind, key: str, value: str) -> str:

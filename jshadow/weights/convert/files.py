@@ -45,7 +45,7 @@ def check_file(path: Path, kind: str) -> int:
             if file.read(len(LFS_HEAD)) == LFS_HEAD:
                 raise CheckpointError(
                     f"{path} must be {kind}, got a Git LFS pointer of {size} bytes: "
-                    "run `git lfs pull` where it came from"
+                    "run `git lfs pull` in its repository"
                 )
     return size
 
@@ -119,7 +119,7 @@ def staged(target: Path) -> Iterator[Path]:
             partial.rename(target)
             sync(target.parent)
     except OSError as error:  # most often a full disk
-        raise CheckpointError(f"output directory {target} cannot be made: {error}") from error
+        raise CheckpointError(f"output directory {target} cannot be created: {error}") from error
 
 
 @contextlib.contextmanager

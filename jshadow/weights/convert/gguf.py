@@ -198,7 +198,7 @@ def _renamed(file: GGUFFile) -> tuple[dict[str, tuple[str, str]], dict[str, tupl
             continue  # already read for the config
         matches = [(name, rule.transform) for rule in NAMES for name in rule.match(original)]
         if len(matches) != 1 or matches[0][0] in rules:
-            problems.append(f"{original}: extra, no weight of a llama model takes it")
+            problems.append(f"{original}: extra, a llama model has no such weight")
             continue
         rules[matches[0][0]] = (original, matches[0][1])
         shapes[matches[0][0]] = info.shape

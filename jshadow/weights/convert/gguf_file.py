@@ -80,7 +80,7 @@ class GGUFFile:
         for _ in range(field_count):
             key = cursor.string("metadata key")
             if key in self.metadata:
-                raise cursor.error(f"metadata key {key!r} comes twice")
+                raise cursor.error(f"metadata key {key!r} occurs twice")
             self.metadata[key] = cursor.value(f"metadata {key!r}")
         self.tensors = _tensor_infos(cursor, tensor_count, self.metadata.get("general.alignment", 32))
 
@@ -116,7 +116,7 @@ class _Cursor:
         self.path, self.data, self.at, self.size = path, data, 0, len(data)
 
     def error(self, what: str) -> CheckpointError:
-        return CheckpointError(f"{self.path} is no sound GGUF file: {what} (at byte {self.at} of {self.size})")
+        return CheckpointError(f"{self.path} is not a valid GGUF file: {what} (at byte {self.at} of {self.size})")
 
     def take(self, count: int, what: str) -> bytes:
         self.fits(count, 1, what)
@@ -185,7 +185,7 @@ def _tensor_infos(cursor: _Cursor, count: int, alignment: Any) -> dict[str, Tens
     for _ in range(count):
         name = cursor.string("tensor name")
         if name in infos:
-            raise cursor.error(f"tensor {name!r} comes twice")
+            raise cursor.error(f"tensor {name!r} occurs twice")
         rank = cursor.u32(f"rank of {name!r}")
         if not 1 <= rank <= MAX_DIMENSIONS:
             raise cursor.error(f"rank of tensor {name!r} must lie in [1, {MAX_DIMENSIONS}], got {rank}")

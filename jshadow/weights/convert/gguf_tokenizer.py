@@ -100,7 +100,9 @@ def _strings(metadata: dict[str, Any], key: str) -> list[str]:
 def _lists(metadata: dict[str, Any]) -> tuple[list[str], list[int], list[tuple[str, str]]]:
     tokens, merges = _strings(metadata, "tokenizer.ggml.tokens"), _strings(metadata, "tokenizer.ggml.merges")
     if len(set(tokens)) != len(tokens):
-        raise CheckpointError(f"tokenizer.ggml.tokens must be distinct, got {len(tokens) - len(set(tokens))} doubles")
+        raise CheckpointError(
+            f"tokenizer.ggml.tokens must be distinct, got {len(tokens) - len(set(tokens))} duplicates"
+        )
     kinds = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     if not isinstance(kinds, list) or len(kinds) != len(tokens):
         raise CheckpointError(f"tokenizer.ggml.token_type must have {len(tokens)} entries, got {kinds!r:.80}")

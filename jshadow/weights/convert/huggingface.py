@@ -86,7 +86,7 @@ def _download(hub_id: str) -> Path:
         )
     except Exception as error:  # the hub client and its transport raise many unrelated types
         raise CheckpointError(
-            f"checkpoint {hub_id!r} is no local directory and could not be downloaded as a hub id: {error}"
+            f"checkpoint {hub_id!r} is not a local directory and could not be downloaded as a hub id: {error}"
         ) from error
     return Path(found)
 
@@ -120,7 +120,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], ModelFamily, ModelConf
     except JshadowError:
         raise
     except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
-        raise ConfigError(f"{path} holds a value of the wrong kind: {error}") from error
+        raise ConfigError(f"{path} has a value of the wrong type: {error}") from error
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, int) and value > LARGEST_SIZE:
@@ -189,7 +189,7 @@ def place(
     for name, shape in shapes.items():
         if name not in expected:
             if not any(re.fullmatch(pattern, name) and when(config) for pattern, when, _ in IGNORED):
-                problems.append(f"{name}: extra, no weight of this {config.model_type} config takes it")
+                problems.append(f"{name}: extra, this {config.model_type} config has no such weight")
         elif shape != (right := expected[name].tensor_shape(weight_shapes)):
             paths = ", ".join(expected[name].paths)
             problems.append(f"{name}: misshaped, expected {list(right)}, got {list(shape)} (it becomes {paths})")
@@ -211,7 +211,7 @@ def plan(
     for file in files:
         for name, shape in file.shapes.items():
             if name in shapes:
-                problems.append(f"{name}: comes twice, again in {file.path.name}")
+                problems.append(f"{name}: occurs twice, again in {file.path.name}")
             elif file.tags[name] not in READABLE_TAGS:
                 problems.append(f"{name}: dtype must be one of {READABLE_TAGS}, got {file.tags[name]}")
             shapes.setdefault(name, shape)

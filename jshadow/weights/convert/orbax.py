@@ -165,7 +165,7 @@ class OrbaxWeights:
         ):
             metadata = checkpointer.metadata(self.path.absolute()).item_metadata
         if metadata is None:
-            raise CheckpointError(f"orbax checkpoint {self.path} cannot be read: its metadata are missing or closed")
+            raise CheckpointError(f"orbax checkpoint {self.path} cannot be read: its metadata is missing or damaged")
         tree = dict(metadata.tree)
         leaves = traverse_util.flatten_dict(tree, sep="/")
         self.shapes = {name: tuple(leaf.shape) for name, leaf in leaves.items()}
