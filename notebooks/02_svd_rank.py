@@ -14,13 +14,17 @@
 # %% [markdown]
 # # How low is the rank of keys?
 #
-# ShadowKV keeps two thin factors instead of the keys, and rebuilds the few keys that a step selects. That works as far
-# as keys have a low rank. Section 3.1 of the paper (arXiv 2410.21465) looks at Llama-3.1-8B and finds that keys before
-# RoPE have the fastest falling singular values of all tensors of a layer. Here the same questions are asked of
-# SmolLM2-135M: which tensor has the lowest rank, whether the subspace that a prompt's keys span still holds for what
-# follows it, and what a rank costs.
+# ShadowKV keeps two thin factors instead of the keys, and rebuilds the few keys that a step selects. This is accurate
+# if the keys have a low rank. Section 3.1 of the paper (arXiv 2410.21465) examines Llama-3.1-8B. It finds that the
+# singular values of keys before RoPE fall faster than those of any other tensor of a layer. This notebook asks three
+# questions about SmolLM2-135M. Which tensor has the lowest rank? Do later tokens' keys lie in the subspace of the
+# prompt's keys? What does a rank cost?
 #
-# The functions are `jshadow.analysis`, the pictures `jshadow.evaluation.plots`; this page only calls them.
+# The functions are in `jshadow.analysis` and the pictures in `jshadow.evaluation.plots`.
+
+# %%
+MODEL = "../checkpoints/smollm2-135m-instruct"  # a directory in Hugging Face format, or a hub id
+TEXT = None  # the path of a text file of at least 3,072 tokens; None: Python's documentation
 
 # %%
 # %matplotlib inline
@@ -34,33 +38,37 @@ import numpy as np
 import jshadow
 from jshadow.evaluation import analysis, plots, tasks
 
-params = jshadow.load("../checkpoints/smollm2-135m-instruct", dtype="float32")
+params = jshadow.load(MODEL, dtype="float32")
 tokenizer = params.tokenizer
 
 # %% [markdown]
-# ## Two texts
+# ## Texts
 #
-# A stretch of Python's documentation, and the source of one module of its standard library.
+# Three samples of 1,024 tokens of the text, and the source code of one module of Python's standard library.
 
 # %%
-tokens = 1024
-documentation = list(itertools.islice(tasks.documentation(tokenizer, random.Random(0)), tokens))
-source = tasks.encode(tokenizer, Path(argparse.__file__).read_text(encoding="utf-8")[:8000])[:tokens]
-texts = {"documentation": documentation, "source code": source}
+LENGTH, SAMPLES = 1024, 3
+if TEXT is None:
+    tokens = list(itertools.islice(tasks.documentation(tokenizer, random.Random(0)), LENGTH * SAMPLES))
+else:
+    tokens = tasks.encode(tokenizer, Path(TEXT).read_text(encoding="utf-8"))[: LENGTH * SAMPLES]
+samples = [tokens[start : start + LENGTH] for start in range(0, LENGTH * SAMPLES, LENGTH)]
+source = tasks.encode(tokenizer, Path(argparse.__file__).read_text(encoding="utf-8")[:8000])[:LENGTH]
+texts = {"text": samples[0], "source code": source}
 tensors = {name: list(analysis.prompt_tensors(params, text)) for name, text in texts.items()}
-first = tensors["documentation"][0]
-print(len(tensors["documentation"]), "layers; keys", first.k_pre.shape, "hidden states", first.x_in.shape)
+first = tensors["text"][0]
+print(len(tensors["text"]), "layers; keys", first.k_pre.shape, "hidden states", first.x_in.shape)
 
 # %% [markdown]
 # ## Singular values
 #
-# Of each layer's tensors, all KV heads side by side: 192 columns of keys and values, 576 of hidden states (the input
-# that keys and values are projected from). Lines are means over the layers, bands hold eight of ten of them. On the
-# right, the share of the squared norm that the best approximation of a rank keeps.
+# The tensors of all KV heads of a layer are put side by side. Keys and values have 192 columns, and hidden states, from
+# which keys and values are projected, have 576. Lines are means over the layers. Bands hold eight of ten layers. The
+# right side shows the share of the squared norm that the best approximation of a rank keeps.
 
 # %%
 spectra = {name: analysis.singular_values(layers) for name, layers in tensors.items()}
-plots.plot_spectra({name: found.values for name, found in spectra.items()})
+plots.plot_spectra({"text": spectra["text"].values})
 
 # %%
 ranks = (1, 16, 32, 64, 128)
@@ -71,8 +79,8 @@ for name, found in spectra.items():
         print(f"{name:>28} {plots.KIND_NAMES[kind]:>18} {' '.join(f'{share:6.1f}' for share in kept)}")
 
 # %% [markdown]
-# How much of it is the first column alone? A key's largest part is one that all tokens share, and any method that
-# keeps it keeps that much of the norm. The fairer comparison is of what is left without it:
+# How much of this is the first column alone? Most of a key's norm is a part that all tokens share, and every method
+# that keeps this part keeps most of the norm. So it is fairer to compare what remains without it:
 
 # %%
 rank = 32
@@ -83,16 +91,16 @@ for name, found in spectra.items():
         print(f"{name:>14} {plots.KIND_NAMES[kind]:>18}: {rest:5.1f} % of the rest in the next {rank - 1} columns")
 
 # %% [markdown]
-# ## One subspace a text?
+# ## Does one subspace serve a whole text?
 #
-# The factors are made of the prompt. Do later tokens' keys lie in the same subspace, and those of another text? `D`
-# (section 3.1) is 1 for the same subspace and 0 for orthogonal ones; two subspaces drawn at random have rank / columns
-# in the mean. The paper compares a context with the same context and its continuation, which share most of their
-# tokens; the continuation alone is the harder question.
+# The factors are computed from the prompt. Do the keys of later tokens lie in the same subspace? Do those of another
+# text? `D` (section 3.1) is 1 for the same subspace and 0 for orthogonal ones. For two random subspaces its mean is
+# rank / columns. The paper compares a context with the same context and its continuation. These two share most of their
+# tokens, so the continuation alone is the harder test.
 
 # %%
 context = 768
-found = analysis.compare_subspaces(tensors["documentation"], tensors["source code"], context, rank)
+found = analysis.compare_subspaces(tensors["text"], tensors["source code"], context, rank)
 lines = {
     "context with its continuation": found.extended,
     "continuation alone": found.continuation,
@@ -105,21 +113,23 @@ plots.plot_subspaces(lines, found.chance)
 # %% [markdown]
 # ## What a rank costs
 #
-# Squared norms are not answers. Here the last 32 tokens of a text are forced behind the others, and each position's
-# next token distribution is compared with full attention's. The budget, the outliers and the chunks stay the same.
+# The squared norm says little about the output. Here the last 32 tokens of each sample are fed after the others, and
+# the next-token distribution at each position is compared with that of full attention. The budget, the outlier chunks
+# and the chunk size stay the same. Bars are standard errors over the three samples.
 
 # %%
-policies = [jshadow.ShadowKV(rank=rank, budget=256, outlier_chunks=8) for rank in (8, 32, 192)]
-rows = analysis.sweep(params, [documentation], policies, steps=32)
+policies = [jshadow.ShadowKV(rank=rank, budget=256, outlier_chunks=8) for rank in (8, 32, 96, 192)]
+rows = analysis.sweep(params, samples, policies, steps=32)
 for row in rows[1:]:
     share = 100 * row["served_device_bytes"] / row["served_full_bytes"]
-    told = f"KL {row['kl']:.4f} nats, same next token {row['top1']:.1f} %, device bytes {share:.1f} % of full's"
-    print(f"rank {row['settings']['rank']:>3}: {told}")
+    divergence = f"KL {row['kl']:.4f} ± {row['kl_stderr']:.4f} nats"
+    same = f"same next token {row['top1']:.1f} %"
+    print(f"rank {row['settings']['rank']:>3}: {divergence}, {same}, device bytes {share:.1f} % of full attention's")
 plots.plot_sweep(rows, "rank")
 
 # %%
 best = min(rows[1:], key=lambda row: row["kl"])
-decays = {kind: spectra["documentation"].energy(kind, rank) for kind in analysis.KINDS}
-fastest = sum(int(np.argmax(shares)) == 0 for shares in zip(*decays.values(), strict=True))
-print(f"pre-RoPE keys keep the most at rank {rank} in {fastest} of {len(decays['k_pre'])} layers")
+shares = {kind: spectra["text"].energy(kind, rank) for kind in analysis.KINDS}
+fastest = sum(int(np.argmax(layer)) == 0 for layer in zip(*shares.values(), strict=True))
+print(f"pre-RoPE keys keep the largest share at rank {rank} in {fastest} of {len(shares['k_pre'])} layers")
 print(f"least divergence: rank {best['settings']['rank']}")

@@ -14,32 +14,43 @@
 # %% [markdown]
 # # Chunk size and outliers
 #
-# A step does not look at all keys: it scores one landmark for each chunk of the prompt, the mean of the chunk's keys
-# after RoPE, and fetches the chunks with the best scores. That is right as far as a chunk's keys are like their mean.
-# Section 3.2 of the paper (arXiv 2410.21465) finds that most are, and that the few chunks that are not (the outliers)
-# can be kept exactly. This page measures both on SmolLM2-135M, and what chunk size and outliers do to the output.
+# A step does not score all keys. ShadowKV keeps one landmark for each chunk of the prompt: the mean of the chunk's keys
+# after RoPE. A step scores the landmarks and fetches the chunks with the highest scores. This is accurate if the keys
+# of a chunk are close to their mean. Section 3.2 of the paper (arXiv 2410.21465) finds that most chunks are like this.
+# The few others, the outliers, can be kept exactly. This notebook measures both on SmolLM2-135M. It then measures the
+# effect of the chunk size and of the outliers on the output.
+
+# %%
+MODEL = "../checkpoints/smollm2-135m-instruct"  # a directory in Hugging Face format, or a hub id
+TEXT = None  # the path of a text file of at least 3,072 tokens; None: Python's documentation
 
 # %%
 # %matplotlib inline
 import itertools
 import random
+from pathlib import Path
 
 import numpy as np
 
 import jshadow
 from jshadow.evaluation import analysis, plots, tasks
 
-params = jshadow.load("../checkpoints/smollm2-135m-instruct", dtype="float32")
-tokens = 1024
-text = list(itertools.islice(tasks.documentation(params.tokenizer, random.Random(0)), tokens))
+params = jshadow.load(MODEL, dtype="float32")
+LENGTH, SAMPLES = 1024, 3
+if TEXT is None:
+    tokens = list(itertools.islice(tasks.documentation(params.tokenizer, random.Random(0)), LENGTH * SAMPLES))
+else:
+    tokens = tasks.encode(params.tokenizer, Path(TEXT).read_text(encoding="utf-8"))[: LENGTH * SAMPLES]
+samples = [tokens[start : start + LENGTH] for start in range(0, LENGTH * SAMPLES, LENGTH)]
+text = samples[0]
 tensors = list(analysis.prompt_tensors(params, text))
 
 # %% [markdown]
-# ## How well a mean stands for its chunk
+# ## How well a mean represents its chunk
 #
-# Of each chunk, the least cosine between a key and the chunk's mean. On the left the share of chunks below a value, on
-# a logarithmic axis that shows the few bad ones; on the right the median by layer, and a band from the first to the
-# 99th percentile.
+# For each chunk we take the least cosine between one of its keys and its mean. The left picture shows the share of
+# chunks below a value. Its logarithmic axis makes the few bad chunks visible. The right picture shows the median by
+# layer, with a band from the 1st to the 99th percentile.
 
 # %%
 sizes = (4, 8, 16)
@@ -52,9 +63,9 @@ plots.plot_least_cosines({f"chunks of {size} tokens": similarity.least for size,
 # %% [markdown]
 # ## Outliers
 #
-# ShadowKV keeps the chunks with the least cosine exactly, so that landmarks need not represent them. How bad is the
-# worst chunk that is left in a head, when so many are kept? Both keys and values of an outlier stay on the device, so
-# that the last column is memory.
+# ShadowKV keeps the chunks with the least cosine exactly, so no landmark has to represent them. The table shows the
+# worst of the remaining chunks for several numbers of outliers. The keys and values of an outlier stay on the device,
+# so the last column is a share of the device memory.
 
 # %%
 similarity = found[8]
@@ -68,7 +79,7 @@ for count in (0, 1, 4, 8, 24, 48):
     )
 
 # %% [markdown]
-# Where do they lie? A chunk that is an outlier in many heads is one that no head sums up well.
+# Where are the outliers? The next cell shows the chunks that are outliers in the most heads.
 
 # %%
 outliers = similarity.outliers(4)
@@ -79,33 +90,35 @@ for chunk in np.argsort(-where, kind="stable")[:4]:
     print(f"chunk {chunk:>3}: among the 4 worst in {where[chunk]} of {heads} heads: {shown!r}")
 
 # %% [markdown]
-# ## What they do to the output
+# ## The effect on the output
 #
-# The last 32 tokens of the text are forced behind the others, and each position's next token distribution is compared
-# with full attention's. Rank and budget stay the same.
+# The last 32 tokens of each sample are fed after the others, and the next-token distribution at each position is
+# compared with that of full attention. The rank and the budget stay the same. The numbers after ± are standard errors
+# over the three samples.
 
 # %%
-base = {"rank": 32, "budget": 128}
+base = {"rank": params.config.key_columns // 6, "budget": 128}
 by_size = [jshadow.ShadowKV(chunk_size=size, outlier_chunks=64 // size, **base) for size in sizes]
 without = jshadow.ShadowKV(outlier_chunks=0, **base)
-rows = analysis.sweep(params, [text], [without, *by_size], steps=32)
+rows = analysis.sweep(params, samples, [without, *by_size], steps=32)
 for row in rows[1:]:
     share = 100 * row["served_device_bytes"] / row["served_full_bytes"]
     setting = f"chunks of {row['settings']['chunk_size']:>2} tokens, {row['settings']['outlier_chunks']:>2} outliers"
-    told = f"KL {row['kl']:.4f} nats, same next token {row['top1']:.1f} %, device bytes {share:.1f} % of full's"
-    print(f"{setting}: {told}, hit rate {100 * row['hit_rate']:.1f} %")
+    divergence = f"KL {row['kl']:.4f} ± {row['kl_stderr']:.4f} nats"
+    print(f"{setting}: {divergence}, device bytes {share:.1f} %, hit rate {100 * row['hit_rate']:.1f} %")
 
 # %% [markdown]
-# The chunk size alone, with the same number of tokens in outliers:
+# The next picture varies the chunk size alone. The outliers have the same number of tokens in all settings. Bars are
+# standard errors over the samples.
 
 # %%
 plots.plot_sweep([row for row in rows if row["settings"].get("outlier_chunks")], "chunk_size")
 
 # %% [markdown]
-# ## What stays selected
+# ## Which chunks stay selected
 #
-# A chunk that the step before has selected too need not be fetched again (`fetch="zero_copy"` leaves it where it is).
-# Step by step, and by layer:
+# A chunk that the step before selected too need not be fetched again (`fetch="zero_copy"` leaves it in its place). The
+# picture shows the share of such chunks by step and by layer. The band holds eight of ten layers.
 
 # %%
 rates = analysis.hit_rates(params, text, by_size[1], 32)

@@ -14,12 +14,16 @@
 # %% [markdown]
 # # Methods side by side
 #
-# A KV cache can be made smaller by evicting tokens, by attending to a few of them, by fewer bits, or as ShadowKV does
-# it: low-rank keys on the device, values on the host. Which of them is closest to full attention depends on how much
-# memory each is given, so that the comparison is at equal memory: every method gets the largest setting within a share
-# of full attention's device bytes.
+# A KV cache becomes smaller if tokens are evicted, if a step attends to a few of them, or if numbers have fewer bits.
+# ShadowKV keeps low-rank keys on the device and values in host memory. The distance from full attention depends on the
+# memory that a method gets. So we compare methods at equal memory: each gets its largest setting within a share of full
+# attention's device bytes.
 #
-# Two samples of one length are enough to see how such a comparison is made, and too few to rank methods by.
+# Four samples of one length show how such a comparison works. They are too few to rank the methods.
+
+# %%
+MODEL = "../checkpoints/smollm2-135m-instruct"  # a directory in Hugging Face format, or a hub id
+TEXT = "agreement"  # Python's documentation; "agreement_code": its source code
 
 # %%
 # %matplotlib inline
@@ -31,32 +35,40 @@ from jshadow.evaluation import html, plots
 from jshadow.evaluation.runner import evaluate
 from jshadow.policies import Quest, ShadowKV, SnapKV
 
-params = jshadow.load("../checkpoints/smollm2-135m-instruct", dtype="float32")
+params = jshadow.load(MODEL, dtype="float32")
 
 # %% [markdown]
 # ## One evaluation
 #
-# SnapKV keeps what the end of the prompt attends to, Quest attends to a few pages. In the task `agreement` 64 tokens of
-# documentation are forced behind the prompt; the measure is how far each next token distribution is from full
-# attention's. All policies share one prefill a sample, and bytes are those of bfloat16 with offloaded values on the
-# host. The other policies of `jshadow policies` go into the list likewise.
+# SnapKV keeps the tokens that the end of the prompt attends to. Quest attends to a few pages of tokens. In these tasks
+# 64 tokens of the text are fed after the prompt. We measure how far each next-token distribution is from that of full
+# attention. All policies share the prefill of a sample. Bytes are counted in bfloat16, with offloaded rows in host
+# memory. Any policy of `jshadow policies` can be added to the list.
+#
+# Quest keeps two vectors for each page, and its pages have 2, 4, 8, ... tokens. So its bytes fall by almost a half from
+# one setting to the next. With a share of 50 % Quest would use only 28 %, and the comparison would not be at equal
+# memory. The shares below are slightly above the bytes of pages of 2 and 4 tokens, so all methods use almost their
+# whole share. The column "used" shows this.
 
 # %%
+SHARES = [0.55, 0.28]
 policies = [SnapKV(), Quest(budget=128), ShadowKV(budget=128)]
-rows = evaluate(params, ["agreement"], [1024], policies, samples=2, shares=[0.5, 0.25])
+rows = evaluate(params, [TEXT], [1024], policies, samples=4, shares=SHARES)
+print("policy          share    used   same next token, %        KL, nats")
 for row in rows:
     if row["infeasible"]:
-        print(f"{row['name']:>13}: {row['infeasible']}")
+        print(f"{row['name']:<12} {row['infeasible']}")
         continue
-    share = 100 * row["served_device_bytes"] / row["served_full_bytes"]
-    size = f"{row['served_device_bytes'] / 1e6:5.1f} MB, {share:5.1f} %"
-    print(f"{row['name']:>13}: {size}   same next token {row['top1']:5.1f} %, KL {row['kl']:.4f} nats")
+    share = f"{100 * (row['share'] or 1):6.0f} %"
+    used = f"{100 * row['served_device_bytes'] / row['served_full_bytes']:5.1f} %"
+    top1, kl = f"{row['top1']:6.1f} ± {row['top1_stderr']:3.1f}", f"{row['kl']:.4f} ± {row['kl_stderr']:.4f}"
+    print(f"{row['name']:<12} {share} {used} {top1:>20} {kl:>20}")
 
 # %% [markdown]
 # ## Accuracy against memory
 #
-# A line is a method, a mark one share, and a bar the standard error over the samples. Left is less memory; in the
-# first picture up is closer to full attention, in the second down.
+# A line is a method and a mark is a share. A bar is the standard error over the four samples. In the first picture
+# higher is closer to full attention, in the second lower is closer.
 
 # %%
 plots.plot_memory(rows, measure="top1")
@@ -65,20 +77,22 @@ plots.plot_memory(rows, measure="top1")
 plots.plot_memory(rows, measure="kl")
 
 # %% [markdown]
-# ## What a setting really is
+# ## The settings of a share
 #
-# `shares` decide all settings that take memory. What was resolved stands in the rows:
+# A share decides all settings that take memory. The rows contain the resolved settings. Device memory is equal here,
+# but traffic is not: a method that keeps tokens in host memory moves some of them in every step.
 
 # %%
 for row in rows:
-    if row["share"] == 0.25 and not row["infeasible"]:
-        print(f"{row['name']:>13}: attends to {row['attended_tokens']:.0f} tokens; {row['settings']}")
+    if row["share"] == SHARES[-1] and not row["infeasible"]:
+        moved = f"moves {row['served_moved_bytes'] / 1e6:.1f} MB a step"
+        print(f"{row['name']:<12} attends to {row['attended_tokens']:.0f} tokens, {moved}; {row['settings']}")
 
 # %% [markdown]
-# ## A report to keep
+# ## A report
 #
-# `jshadow eval` does all of this on the command line. `write_report` makes one HTML file of the rows, with tables,
-# pictures, the machine and the versions, that loads nothing.
+# `jshadow eval` does all of this on the command line. `write_report` makes one HTML file from the rows. It contains the
+# tables, the pictures, the machine and the versions, and loads nothing from elsewhere.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:

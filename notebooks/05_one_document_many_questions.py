@@ -14,9 +14,14 @@
 # %% [markdown]
 # # One document, many questions
 #
-# Reading a long document is the expensive part; a question is short. A KV state is a value, an immutable pytree:
-# prefill the document once, fork the state for each question, save it for another day. A fork shares the prompt's half
-# by reference and copies only what steps change, so that ten questions do not take ten caches.
+# The prefill of a long document is expensive, and a question is short. A KV state is a value, an immutable pytree. You
+# can prefill the document once, fork the state for each question, and save it to a file. A fork shares the prompt's
+# half of the state by reference and copies only the half that steps change. So ten questions do not take ten caches.
+
+# %%
+MODEL = "../checkpoints/smollm2-135m-instruct"  # a directory in Hugging Face format, or a hub id
+TEXT = "The bridge was closed in 1998. It was rebuilt in 2003. The ferry costs 7 crowns. " * 30
+QUESTIONS = ["When was the bridge closed?", "When was it rebuilt?", "What does the ferry cost?"]
 
 # %%
 import tempfile
@@ -25,59 +30,62 @@ from pathlib import Path
 
 import jax
 import matplotlib.pyplot as plt
+import numpy as np
 
 import jshadow
 
-params = jshadow.load("../checkpoints/smollm2-135m-instruct", dtype="float32")
-facts = ["The bridge was closed in 1998.", "It was rebuilt in 2003.", "The ferry costs 7 crowns."]
-document = "<|im_start|>user\nA report: " + " ".join(facts * 30)  # opens a chat turn and leaves it open
-print(len(params.tokenizer.encode(document)), "tokens")
+params = jshadow.load(MODEL, dtype="float32")
+document = [{"role": "user", "content": f"Here is a report.\n\n{TEXT}\n\nI will ask you about it."}]
 
 # %% [markdown]
 # ## Prefill once
 #
-# `max_new_tokens=0` reads the document and stops. The capacity leaves room for a question and its answer; `read.state`
-# is what everything below starts from.
+# With `max_new_tokens=0`, `generate` prefills the document and stops. The capacity leaves room for a question and its
+# answer. All cells below start from `read.state`.
 
 # %%
-policy = jshadow.ShadowKV(rank=64, budget=128, outlier_chunks=16)
-read = jshadow.generate(params, document, policy, max_new_tokens=0, capacity=1024)
-print(read.state.lengths, "tokens held,", read.report.fallback)
+capacity = len(params.tokenizer.encode(TEXT)) + 192
+policy = jshadow.ShadowKV(rank=params.config.key_columns // 3, budget=128, outlier_chunks=16)
+read = jshadow.generate(params, document, policy, max_new_tokens=0, capacity=capacity)
+print(read.state.lengths, "tokens held, fallback:", read.report.fallback)
 
 # %% [markdown]
 # ## Ask forks of it
 #
-# Each question goes to a fork; the state itself stays as it was. A turn continues the text, so that the questions close
-# the chat turn that the document opened. The first question compiles its steps, so it is asked once more before the
-# clock runs.
+# Each question goes to a fork, and the state itself does not change. A first call may compile a step, so each question
+# is asked once before the measurement, and then three times.
 
 # %%
-questions = ["When was the bridge closed?", "When was it rebuilt?", "What does the ferry cost?"]
+REPEATS = 3
 
 
 def ask(state, question, count=16):
-    """The answer, on a fork."""
-    turn = f"\n\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    """The result of a question on a fork of a state."""
+    turn = [{"role": "user", "content": question}]
     return jshadow.generate(params, turn, state=state.fork(), max_new_tokens=count)
 
 
-ask(read.state, questions[0])
-answers, seconds = [], []
-for question in questions:
-    start = time.perf_counter()
-    answers.append(ask(read.state, question))
-    seconds.append(time.perf_counter() - start)
-    print(f"{question:<30} {answers[-1].text.strip()!r}")
+for question in QUESTIONS:
+    ask(read.state, question)
+answers, seconds = [], np.zeros((len(QUESTIONS), REPEATS))
+for number, question in enumerate(QUESTIONS):
+    for repeat in range(REPEATS):
+        start = time.perf_counter()
+        out = ask(read.state, question)
+        seconds[number, repeat] = time.perf_counter() - start
+    answers.append(out)
+    print(f"{question:<30} {out.text.strip()!r}")
 
 # %% [markdown]
-# ## What a question takes
+# ## Seconds of a question
 #
-# The bars compare the seconds of reading the document (without compiling) with those of each question, its answer
-# included.
+# The bars compare the prefill of the document, without compilation, with a question and its answer. Bars of questions
+# are means of three runs, with their standard errors. The document is prefilled once.
 
 # %%
 figure, axis = plt.subplots(figsize=(7, 2.6), layout="constrained")
-axis.barh(["the document", *questions], [read.report.prefill_seconds, *seconds], color=["C1"] + ["C0"] * len(questions))
+axis.barh("the document", read.report.prefill_seconds, color="C1")
+axis.barh(QUESTIONS, seconds.mean(axis=1), xerr=seconds.std(axis=1, ddof=1) / REPEATS**0.5, color="C0", capsize=3)
 axis.invert_yaxis()
 axis.set_xlabel("seconds")
 plt.show()
@@ -85,7 +93,7 @@ plt.show()
 # %% [markdown]
 # ## What forks share
 #
-# All states that are alive are counted here by the buffers that they really hold: what several share counts once.
+# The next cell counts the bytes of all states that are alive. A buffer that several states share counts once.
 
 
 # %%
@@ -103,10 +111,11 @@ print(f"one state: {one / 2**20:.1f} MiB; {len(states)} states: {shared / 2**20:
 assert shared < apart
 
 # %% [markdown]
-# ## Another day, another process
+# ## Save the state
 #
-# A saved state is one safetensors file with the digests of model and tokenizer. What is loaded is bit-equal, so that it
-# gives the same answer; another model or policy is refused before anything reaches a device.
+# A saved state is one safetensors file. It contains the digests of the model and of the tokenizer. The loaded state is
+# equal bit by bit, so it gives the same answer in another process. `jshadow.load_state` and `jshadow.generate` refuse
+# another model or policy before anything reaches a device.
 
 # %%
 with tempfile.TemporaryDirectory() as folder:
@@ -114,21 +123,20 @@ with tempfile.TemporaryDirectory() as folder:
     jshadow.save_state(path, read.state, params)
     print(f"{path.stat().st_size / 2**20:.1f} MiB on disk")
     again = jshadow.load_state(path, params)
-assert ask(again, questions[2]).tokens == answers[2].tokens
+assert ask(again, QUESTIONS[-1]).tokens == answers[-1].tokens
 try:
     jshadow.generate(params, "?", jshadow.Full(), state=again)
 except jshadow.errors.StateMismatch as error:
     print("StateMismatch:", str(error)[:80])
 
 # %% [markdown]
-# ## A conversation instead
+# ## A conversation
 #
-# To keep what was said, hand on the state of the answer: the next question then knows the one before it.
+# For a conversation, pass on the state of the answer. The next turn then knows the turn before it.
 
 # %%
-first = ask(read.state, questions[0])
-second = jshadow.generate(
-    params, [{"role": "user", "content": "Say that once more."}], state=first.state, max_new_tokens=12
-)
+first = ask(read.state, QUESTIONS[0])
+turn = [{"role": "user", "content": "Say that once more."}]
+second = jshadow.generate(params, turn, state=first.state, max_new_tokens=12)
 print(repr(first.text.strip()), "->", repr(second.text.strip()))
 print(int(read.state.lengths[0]), "->", int(second.state.lengths[0]), "tokens")

@@ -14,33 +14,55 @@
 # %% [markdown]
 # # Add a policy
 #
-# A method is one class. It says what it keeps of a prompt and how a step attends. Sizes, offloading, forks, saving,
-# batches and accounting come with the contract. Here is a small one, written whole: keep the tokens whose keys have the
-# smallest norm. Devoto et al. (2024, arXiv 2406.11430) saw that such keys draw attention. The method needs no queries.
+# A policy is one class. It says which tokens of a prompt it keeps and how a step attends to them. The contract gives it
+# sizes, offloading, forks, saved states, batches and byte counts. This notebook writes a small policy: keep the tokens
+# whose keys have the smallest norm. Devoto et al. (2024, arXiv 2406.11430) observed that such keys get much attention.
+# The method needs no queries.
+
+# %%
+MODEL = "../checkpoints/smollm2-135m-instruct"  # a directory in Hugging Face format, or a hub id
+TEXT = "agreement"  # Python's documentation; "agreement_code": its source code
 
 # %%
 import dataclasses
+from collections.abc import Sequence
+from typing import Self
 
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
+from jax import Array
 
 import jshadow
 from jshadow.evaluation import metrics
 from jshadow.evaluation.laws import LAWS, run_laws, subject_of
 from jshadow.evaluation.tasks import make
-from jshadow.policies import EvictingPolicy, Falling, Sized, SnapKV, check_range, register
+from jshadow.models.config import ModelConfig
+from jshadow.policies import (
+    Budgeted,
+    CacheSpec,
+    EvictingPolicy,
+    Falling,
+    PromptKV,
+    Sized,
+    SnapKV,
+    check_range,
+    register,
+)
 from jshadow.policies.sizing import at_share
 
 # %% [markdown]
 # ## The class
 #
-# `EvictingPolicy` is the skeleton of methods that cut a prompt down once and keep all that follows. Such a method only
-# says how many tokens stay (`slots`) and which (`score`, and how many of the newest whatever their score). `resolve`
-# checks the settings. `Sized` and its `candidates` let methods be compared at equal memory; they are optional.
+# `EvictingPolicy` is the base class of methods that evict tokens of the prompt once and keep all later tokens. A
+# subclass has two methods. `slots` returns the number of tokens that stay. `score` returns a score for each token, and
+# the number of newest tokens that stay whatever their score. `resolve` checks the settings.
 #
-# `@register` makes the method known by its name. `small` are settings that drop something on the laws' tiny prompts.
-# `lossless` are settings that equal full attention. A cell that runs again replaces the class.
+# Two base classes are optional. With `Budgeted` the wrapper `pyramid` can scale the budget from layer to layer. With
+# `Sized` and its method `candidates` the policy can be compared with others at equal memory.
+#
+# `@register` makes the policy known by its name. `small` are settings that drop tokens on the tiny prompts of the laws.
+# `lossless` are settings that equal full attention. If the cell runs again, the new class replaces the old one.
 
 
 # %%
@@ -49,41 +71,48 @@ from jshadow.policies.sizing import at_share
     lossless=lambda tokens, config: {"kept": max(tokens, SmallNorms.recent)},
 )
 @dataclasses.dataclass(frozen=True)
-class SmallNorms(EvictingPolicy, Sized):
-    """Keep the tokens whose keys have the smallest L2 norm, and the newest ones."""
+class SmallNorms(EvictingPolicy, Budgeted, Sized):
+    """Keep the tokens whose keys have the smallest L2 norm, and the newest ones.
+
+    Attributes:
+        kept: tokens of a prompt that are kept, the newest ones included.
+        recent: newest tokens that are kept whatever their norms.
+    """
 
     kept: int = 256
     recent: int = 32
 
     name = "small_norms"
     source = "arXiv 2406.11430"
+    budget_fields = ("kept",)
 
-    def resolve(self, config, capacity):
-        """Check the settings."""
+    def resolve(self, config: ModelConfig, capacity: int) -> Self:
+        """Check the settings. Raises ConfigError where one is out of range."""
         check_range(self.name, "recent", self.recent, 0)
         check_range(self.name, "kept", self.kept, max(1, self.recent))
         return self
 
-    def slots(self, capacity):
-        """Never more than the capacity."""
+    def slots(self, capacity: int) -> int:
+        """Tokens that are kept, never more than the capacity."""
         return min(self.kept, capacity)
 
-    def score(self, spec, prompt):
-        """Minus the norm of each key, [B, h_kv, S]; rotation does not change it."""
+    def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
+        """Minus the norm of each key, float32 [B, h_kv, S], and how many of the newest tokens stay, int32 [B]."""
         norms = jnp.linalg.norm(prompt.k_post.astype(jnp.float32), axis=-1)
         return -norms.swapaxes(1, 2), jnp.full_like(prompt.lengths, self.recent)
 
-    def candidates(self, num_tokens, config):
-        """All sizes, from the largest."""
-        recent = SmallNorms.recent
-        return [Falling(lambda kept: SmallNorms(kept=kept, recent=min(recent, kept)), 1, num_tokens)]
+    def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
+        """All sizes, from the largest to the smallest."""
+        cls = type(self)
+        return [Falling(lambda kept: cls(kept=kept, recent=min(cls.recent, kept)), 1, num_tokens)]
 
 
 # %% [markdown]
 # ## The laws
 #
-# Some facts hold for every policy, and a mistake in a mask or a size breaks one of them. They are checked on a tiny
-# random model and one ragged batch. Here are a few; without `names`, all of them run, as `jshadow laws` does it.
+# The laws are sentences that hold for every policy. A mistake in a mask or in a size breaks one of them. They are
+# checked on a tiny random model and one ragged batch. The next cell runs four. Without `names` it would run all of
+# them, as the command `jshadow laws` does.
 
 # %%
 names = ["lossless_is_full", "small_is_not_full", "split_turns_are_one_turn", "inactive_rows_do_not_change"]
@@ -93,15 +122,15 @@ for outcome in run_laws(subject_of(SmallNorms), names=names):
 print(f"{len(LAWS)} laws in all")
 
 # %% [markdown]
-# A method with a mistake: it writes the tokens of rows that take no part in a step. The law names the leaf of the state
-# that changed.
+# The next policy has a mistake. It writes tokens into rows that take no part in a step. The law names the array of the
+# state that changed.
 
 
 # %%
 @register(small={"kept": 14, "recent": 4})
 @dataclasses.dataclass(frozen=True)
 class Careless(SmallNorms):
-    """It does not look at `step.valid`."""
+    """A policy with a mistake: it does not look at `step.valid`."""
 
     name = "careless"
 
@@ -117,41 +146,59 @@ assert outcome.broken
 # %% [markdown]
 # ## Does it help?
 #
-# Now the real model. All policies share one exact prefill of the same text; then the text's own continuation is forced
-# through each, and the distance of its predictions from full attention's is the Kullback-Leibler divergence in nats.
-# SnapKV, which asks the prompt's last queries what to keep, is given as many tokens.
+# Now the real model. All policies share one exact prefill of a sample. Then the sample's own continuation is fed to
+# each. The measure is the Kullback-Leibler divergence between the next-token distributions of full attention and of the
+# policy, in nats. SnapKV chooses tokens by the attention of the prompt's last queries. It keeps as many tokens.
 
 # %%
-params = jshadow.load("../checkpoints/smollm2-135m-instruct", dtype="float32")
-case = make("agreement", params.tokenizer, 640, 0.5, 1)
-forced = np.array([case.forced[:32]])
+SAMPLES, PROMPT, FORCED = 4, 640, 32
+params = jshadow.load(MODEL, dtype="float32")
 sizes = (64, 256)
-entries = {
+methods = {
     "small norms": [SmallNorms(kept=size) for size in sizes],
     "SnapKV": [SnapKV(max_capacity_prompt=size, observation_window=32) for size in sizes],
 }
-policies = [jshadow.Full(), *(policy for some in entries.values() for policy in some)]
-made = jshadow.prefill_many(params, np.array([case.prompt]), np.array([640]), policies, capacity=704)
-logits = {}
-for policy, (_, state) in zip(policies, made, strict=True):
-    out, _ = jshadow.extend(params, forced, np.array([forced.shape[1]]), state, logits="all")
-    logits[policy] = np.asarray(out)[0]
+policies = [jshadow.Full(), *(policy for settings in methods.values() for policy in settings)]
+divergence = {policy: [] for policy in policies}
+for seed in range(SAMPLES):
+    case = make(TEXT, params.tokenizer, PROMPT, 0.5, seed)
+    prompt, forced = np.array([case.prompt]), np.array([case.forced[:FORCED]])
+    results = jshadow.prefill_many(params, prompt, np.array([PROMPT]), policies, capacity=PROMPT + 64)
+    logits = {}
+    for policy, (_, state) in zip(policies, results, strict=True):
+        out, _ = jshadow.extend(params, forced, np.array([FORCED]), state, logits="all")
+        logits[policy] = np.asarray(out)[0]
+        divergence[policy].append(metrics.kl(logits[policies[0]], logits[policy]).mean())
+
+# %% [markdown]
+# Bars are means over the samples, with their standard errors.
 
 # %%
 figure, axis = plt.subplots(figsize=(6, 3.2), layout="constrained")
-for number, (name, some) in enumerate(entries.items()):
-    distances = [metrics.kl(logits[policies[0]], logits[one]).mean() for one in some]
-    bars = axis.bar(np.arange(len(sizes)) + 0.4 * number, distances, width=0.38, label=name)
-    axis.bar_label(bars, fmt="%.3f")
-axis.set_xticks(np.arange(len(sizes)) + 0.2, [f"{size} of 640 tokens kept" for size in sizes])
+for number, (name, settings) in enumerate(methods.items()):
+    table = np.array([divergence[policy] for policy in settings])
+    mean, error = table.mean(axis=1), table.std(axis=1, ddof=1) / SAMPLES**0.5
+    bars = axis.bar(np.arange(len(sizes)) + 0.4 * number, mean, yerr=error, width=0.38, label=name, capsize=3)
+    axis.bar_label(bars, [f"{value:.3f}" for value in mean], padding=2)
+    print(name, *(f"{size} tokens: {m:.3f} ± {e:.3f} nats;" for size, m, e in zip(sizes, mean, error, strict=True)))
+axis.set_xticks(np.arange(len(sizes)) + 0.2, [f"{size} of {PROMPT} tokens kept" for size in sizes])
 axis.set_ylabel("divergence from full attention, nats")
+axis.margins(y=0.1)
 axis.legend()
 plt.show()
-print("at half of full attention's bytes:", at_share(SmallNorms(), 0.5, 704, params.config))
+print("at half of full attention's bytes:", at_share(SmallNorms(), 0.5, PROMPT + 64, params.config))
 
 # %% [markdown]
-# One text of one small model decides nothing; `jshadow eval --shares` compares methods at equal bytes over many cases.
+# Four samples of one small model decide nothing. `jshadow eval --shares` compares methods at equal bytes on many
+# samples.
 #
-# `docs/add_a_policy.md` goes the same way with files: a policy in a module of your own, in every command, as a package.
-# The order of a step is at the top of `policies/base.py`. What only some methods do (learn arrays, guess the next
-# token, fetch for later layers) is in `policies/capabilities.py`.
+# ## From the notebook to a file
+#
+# Put the class and its imports into a module of your own. Then `module:SmallNorms` works in every command, and `jshadow
+# laws module:SmallNorms` runs all laws. `docs/add_a_policy.md` shows this, and how to install it as a package.
+#
+# To propose a policy for jshadow itself, put the file into `jshadow/policies/`. Like its neighbors, the file imports
+# from the modules of that folder (`jshadow.policies.eviction`, not `jshadow.policies`). Its methods need type
+# annotations as above, because `make test` runs mypy. "Add a policy" in CONTRIBUTING.md lists all steps.
+# `jshadow/policies/base.py` describes the order of a step, and `jshadow/policies/capabilities.py` the optional
+# abilities.
