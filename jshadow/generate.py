@@ -68,7 +68,8 @@ def generate(
 
     Raises:
         PromptError, CapacityError, ConfigError, StateMismatch, HostMemoryError: before anything runs.
-        VerificationError: with `verify`, naming step, layer and head.
+        NumericalError: the model's logits are NaN; names the step and the row.
+        VerificationError: with `verify`; names step, layer and head.
     """
     options = GenerateOptions(
         policy=policy,

@@ -16,7 +16,14 @@ from jshadow.engine.decode import Draw
 from jshadow.engine.host_notes import consuming
 from jshadow.engine.options import GenerateOptions, length_step
 from jshadow.engine.prefill_job import own_attention, prepared_attention
-from jshadow.engine.report import CompileClock, Report, attended_parts, measured_bytes, row_figures
+from jshadow.engine.report import (
+    CompileClock,
+    Report,
+    attended_parts,
+    explain_large_cache,
+    measured_bytes,
+    row_figures,
+)
 from jshadow.engine.result import FinalStates, Generation
 from jshadow.engine.sampling import NO_TOKEN, Sampler, seed_key
 from jshadow.engine.text import TextStream, encode, split_prompts, split_stops
@@ -277,6 +284,9 @@ class GenerationLoop:
                 fallback=self.fallback,
                 verified_steps=self.verifier.steps if self.verifier else None,
                 prefill=self.prefill_label,
+                device_kind=next(iter(state.lengths.devices())).device_kind,
+                dtype=str(self.params.dtype),
+                large_cache=explain_large_cache(state, sizes["device"] // batch, dense),
                 **row_figures(self.before, counters, row, config.num_layers),
             )
             for row in range(batch)

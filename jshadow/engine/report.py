@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.offload import FETCH_QUANTUM
 from jshadow.cache.state import Counters, KVState
 from jshadow.policies.settings import policy_settings
@@ -60,6 +61,10 @@ class Report:
         fallback: why a dense cache was used instead of the policy, or None.
         prefill: how the prompt's queries attended to each other: "exact", or the sparse attention with its settings;
             None where a state was continued.
+        device_kind: the device that holds the state, as JAX names it ("NVIDIA H100 80GB HBM3").
+        dtype: of the weights and the cache.
+        large_cache: one sentence on the largest parts of the state, where it takes more device bytes than full
+            attention; else None.
     """
 
     policy: Any
@@ -80,6 +85,9 @@ class Report:
     fallback: str | None
     verified_steps: int | None = None
     prefill: str | None = "exact"
+    device_kind: str = ""
+    dtype: str = ""
+    large_cache: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; the policy as its name and settings."""
@@ -93,6 +101,21 @@ def measured_bytes(state: KVState) -> dict[str, int]:
     for leaf in jax.tree.leaves((state.layers, state.shared, state.fitted)):
         sizes["device" if leaf.sharding.memory_kind in (None, "device") else "host"] += leaf.nbytes
     return sizes
+
+
+def explain_large_cache(state: KVState, device_bytes: int, dense_bytes: int) -> str | None:
+    """One sentence on the largest device parts of a row, where it takes more bytes than full attention; else None."""
+    if device_bytes <= dense_bytes:
+        return None
+    parts = {name: device // state.batch for name, (device, _) in state_nbytes(state).items()}
+    if "host rows" in parts:  # a resident state has them on the device
+        parts["rows that an offloading fetch mode keeps on the host"] = parts.pop("host rows")
+    largest = sorted(parts, key=lambda name: -parts[name])[:2]
+    return (
+        f"{state.policy.name} takes {device_bytes / dense_bytes:.2f} times the device bytes of full attention at "
+        f"capacity={state.capacity}; its largest parts are "
+        + " and ".join(f"{name} ({parts[name]:,} bytes)" for name in largest)
+    )
 
 
 def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, float]]:
