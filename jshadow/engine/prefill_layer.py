@@ -86,6 +86,39 @@ class LayerPlan:
         return out, prompt
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerRun:
+    """The arguments of `prefill_layer` that are the same for all pieces of a prompt."""
+
+    plan: LayerPlan
+    weights: dict
+    lengths: Array
+    inverse: np.ndarray
+
+    def piece(self, index: Array, x: Array, prompt: PromptKV, attend: PieceAttention) -> tuple[Array, Any]:
+        """The block's output for one piece of the hidden states x [B, S, D], and what `attend` returns beside its own."""
+        plan, lengths = self.plan, self.lengths
+        first = index * plan.size
+        positions = first + jnp.arange(plan.size, dtype=jnp.int32)
+        turn = rotation(plan.kind.rope, jnp.asarray(self.inverse), positions[None])
+        real = (positions < lengths[:, None])[..., None, None]
+
+        def cache(heads: Heads) -> tuple[Array, Any]:
+            q, k = turn.queries(heads.q_pre), turn.keys(heads.k_pre)
+            # Padding leaves zeros, so that a state does not depend on how far a prompt was padded.
+            k_pre, k, v = (jnp.where(real, rows, 0) for rows in (heads.k_pre, k, heads.v))
+            extended = prompt.replace(
+                k_pre=put(prompt.k_pre, k_pre, first),
+                k_post=put(prompt.k_post, k, first),
+                v=put(prompt.v, v, first),
+                q_tail=tail_queries(prompt.q_tail, q, lengths, first),
+            )
+            return attend(PrefillPiece(heads.q_pre, q, first, turn.inverse), extended)
+
+        piece = lax.dynamic_slice_in_dim(x, first, plan.size, axis=1)
+        return apply_block({"layer_0": self.weights}, plan.config, 0, piece, cache)
+
+
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("x",))
 def prefill_layer(
     weights: dict, x: Array, lengths: Array, inverse: np.ndarray, learned: Any = None, *, plan: LayerPlan
@@ -112,26 +145,7 @@ def prefill_layer(
     assert count * plan.size == tokens, f"{tokens} tokens are no pieces of {plan.size}"
     prompt = plan.empty_prompt(lengths, tokens, x.dtype)
 
-    def run_piece(index: Array, x: Array, prompt: PromptKV, attend: PieceAttention) -> tuple[Array, Any]:
-        first = index * plan.size
-        positions = first + jnp.arange(plan.size, dtype=jnp.int32)
-        turn = rotation(kind.rope, jnp.asarray(inverse), positions[None])
-        real = (positions < lengths[:, None])[..., None, None]
-
-        def cache(heads: Heads) -> tuple[Array, Any]:
-            q, k = turn.queries(heads.q_pre), turn.keys(heads.k_pre)
-            # Padding leaves zeros, so that a state does not depend on how far a prompt was padded.
-            k_pre, k, v = (jnp.where(real, rows, 0) for rows in (heads.k_pre, k, heads.v))
-            extended = prompt.replace(
-                k_pre=put(prompt.k_pre, k_pre, first),
-                k_post=put(prompt.k_post, k, first),
-                v=put(prompt.v, v, first),
-                q_tail=tail_queries(prompt.q_tail, q, lengths, first),
-            )
-            return attend(PrefillPiece(heads.q_pre, q, first, turn.inverse), extended)
-
-        piece = lax.dynamic_slice_in_dim(x, first, plan.size, axis=1)
-        return apply_block({"layer_0": weights}, config, 0, piece, cache)
+    run = LayerRun(plan, weights, lengths, inverse)
 
     def one(index: Array, carry: tuple[Array, PromptKV, Any]) -> tuple[Array, PromptKV, Any]:
         x, prompt, aux = carry
@@ -144,12 +158,12 @@ def prefill_layer(
             out, after = attention.attend(config, kind, piece, prompt, aux)
             return out, (prompt, after)
 
-        out, (prompt, aux) = run_piece(index, x, prompt, attend)
+        out, (prompt, aux) = run.piece(index, x, prompt, attend)
         return put(x, out, index * plan.size), prompt, aux
 
     def look(index: Array, prompt: PromptKV) -> PromptKV:
         # The block's output is dropped, so XLA computes no attention and no MLP here.
-        return run_piece(index, x, prompt, lambda piece, extended: (piece.q_post, extended))[1]
+        return run.piece(index, x, prompt, lambda piece, extended: (piece.q_post, extended))[1]
 
     aux = None
     if attention is not None:
