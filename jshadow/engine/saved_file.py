@@ -18,15 +18,15 @@ THREADS = 4  # that read and hash; both let go of Python's lock
 
 
 def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    """SHA-256 of the parsed header. Offsets follow from the sizes: the format allows neither gap nor overlap."""
+    """SHA-256 of the parsed header. Offsets follow from the sizes, because the format allows no gap and no overlap."""
     return sha256(canonical({"metadata": dict(texts), "tensors": {name: list(entry) for name, entry in table.items()}}))
 
 
 def open_described(path: Path, kind: str, form: str, version: int) -> tuple[TensorFile, dict[str, str], dict[str, str]]:
-    """Open a file that jshadow wrote and check its header: the file, its texts, and the SHA-256 of each tensor.
+    """Open a file that jshadow wrote and check its header. Returns the file, its texts, and each tensor's SHA-256.
 
     Raises:
-        CheckpointError: missing, damaged or foreign, or of a newer format.
+        CheckpointError: the file is missing, damaged, not of this kind, or of a newer format.
     """
     file = TensorFile(path, kind)
     texts = dict(file.metadata)
@@ -57,7 +57,7 @@ def described(path: Path, kind: str) -> Iterator[None]:
 
 
 def read_checked(file: TensorFile, name: str, digests: Mapping[str, str]) -> np.ndarray:
-    """A tensor of the file. Raises CheckpointError where its bytes are not those that were written."""
+    """Read a tensor of the file. Raises CheckpointError if its SHA-256 is not that of the header."""
     value = file.read(name)
     if sha256(raw_bytes(value)) != digests[name]:
         raise CheckpointError(f"{file.path} is damaged: {name} does not have the SHA-256 that the header tells")

@@ -1,4 +1,4 @@
-"""One decode step as traceable code, layer by layer. It compiles nothing and checks nothing.
+"""One decode step as traceable code, layer by layer. It checks nothing and compiles nothing.
 
 B rows, T tokens of a step, D model width, h_q query heads, d head width, V vocabulary.
 """
@@ -31,12 +31,12 @@ COMPILER_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 @dataclasses.dataclass(frozen=True)
 class AllLayers:
-    """What a layer needs of all layers, to fetch on behalf of another one.
+    """The parts of all layers that a layer needs to fetch units for another layer.
 
     Attributes:
         specs: one a layer.
         tiers: the host tier of each layer.
-        inbox: layer -> units that an earlier layer fetched for it; the layer takes them out.
+        inbox: layer -> units that an earlier layer fetched for it. The layer removes them.
     """
 
     specs: tuple[CacheSpec, ...]
@@ -50,8 +50,8 @@ def step_layer(
     """One layer of one step: append, select, fetch, receive, attend, plan. This order holds for every policy.
 
     Args:
-        spec: this layer.
-        state: its state.
+        spec: the spec of this layer.
+        state: the state of this layer.
         step: queries, keys and values of the step.
         everyone: specs, host tiers and inbox of all layers.
 
@@ -88,7 +88,10 @@ def step_layer(
 
 
 def turn_piece(source: Reads | KVState, count: int) -> int:
-    """How many of a turn's `count` tokens pass the model at once: as many as every layer takes; one beside a guess."""
+    """How many of a turn's `count` tokens pass through the model at once: the least that a layer takes.
+
+    A policy that guesses the next token takes one token at a time.
+    """
     if capability(source.policy, Speculates) is not None:
         return 1
     return min(count, *(spec.policy.reads.piece for spec in source.specs))
@@ -104,7 +107,7 @@ def step_writes(
     *,
     every: bool = False,
 ) -> tuple[Array, Writes]:
-    """`step_state` on the two halves of a state: the logits, and the new changing half."""
+    """`step_state` on the two halves of a state. Returns the logits and the new `writes`."""
     out, state = step_state(weights, config, tokens, new, KVState.of(reads, writes), every=every)
     return out, state.split()[1]
 
@@ -125,13 +128,13 @@ def step_state(
         weights, config: the model.
         tokens: int32 [B, T], right padded; T > 1 only up to `turn_piece`.
         new: how many of them are real, int32 [B], 0 .. T.
-        state: before the step.
+        state: the state before the step.
         every: return the logits of all tokens, not only of each row's last real one.
-        run_layer: runs a layer; `step_layer`, or a function around it that looks on.
+        run_layer: runs a layer: `step_layer`, or a function that calls it and watches.
 
     Returns:
-        float32 logits [B, V], or [B, T, V], and the new state. The logits of a row with an impossible token or
-        without room are NaN.
+        float32 logits [B, V], or [B, T, V] with `every`, and the new state. The logits of a row are NaN if a token id
+        is out of range or the row has no room.
     """
     reads, writes = state.split()
     specs, policy, lengths = reads.specs, reads.policy, writes.lengths
@@ -140,7 +143,7 @@ def step_state(
     assert count == 1 or speculation is None, "a guess follows one token, not a piece of a turn"
     asked = jnp.concatenate([tokens, writes.shared.guess[:, None]], axis=1) if speculation else tokens
     positions = lengths[:, None] + jnp.arange(asked.shape[1], dtype=jnp.int32)
-    # A guessed token attends, but its key and value are never stored.
+    # The guessed token attends to the cache, but its key and value are not stored.
     valid = jnp.arange(asked.shape[1]) < new[:, None]
     x, layers, works = run_layers(weights, config, asked, state, positions, valid, run_layer)
     for target, selection, brought in (item for work in works for item in work.later):
@@ -226,7 +229,7 @@ def run_layers(
 
 
 def rotations(specs: tuple[CacheSpec, ...], positions: Array) -> dict[RopeConfig, Rotation]:
-    """The rotation at positions [B, T] of each kind of layer."""
+    """The rotation at positions int32 [B, T] for each RopeConfig of the layers."""
     capacity, width = specs[0].capacity, specs[0].head_dim
     return {
         rope: rotation(rope, jnp.asarray(inverse_frequencies(rope, width, capacity)), positions)

@@ -19,12 +19,12 @@ from jshadow.cache.state import Counters
 
 @dataclasses.dataclass
 class LayerWork:
-    """What one layer moved.
+    """The units that one layer fetched in a step.
 
     Attributes:
-        moved: bytes that every row moved.
-        missed: what a row moved beyond that, uint32 [B] in units of offload.FETCH_QUANTUM bytes. It differs between
-            rows where units that lie on the device from the step before are not fetched again.
+        moved: bytes that each row moved.
+        missed: what a row moved in addition, uint32 [B], in units of offload.FETCH_QUANTUM bytes. Rows differ if units
+            that the device still has from the previous step are not fetched again.
         fetches: the fetched units, in the order of the fetches.
         followed: the selections whose hits are counted.
         later: (target layer, selection, fetched units) of each fetch that is for the next step.
@@ -37,7 +37,7 @@ class LayerWork:
     later: list[tuple[int, Selection, Fetched]] = dataclasses.field(default_factory=list)
 
     def add(self, spec: CacheSpec, selection: Selection, layout: Any, fetched: Fetched) -> None:
-        """Note one fetch."""
+        """Count one fetch, of the units `selection` of the layer `spec`."""
         self.fetches.append(fetched)
         self.moved += offload.fetched_bytes(spec, selection, layout)
         self.missed = self.missed + offload.missed_quanta(spec, selection, layout)
@@ -46,7 +46,7 @@ class LayerWork:
 
 
 def attended(spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-    """Tokens that a query attends to when rows hold `lengths`, its own included, mean over heads: float32 [B]."""
+    """Tokens that a query attends to when rows hold `lengths` tokens, with its own; mean over heads, float32 [B]."""
     return functools.reduce(jnp.add, spec.policy.attended_parts(spec, state, lengths).values())
 
 
@@ -61,10 +61,10 @@ def count_step(
     """Add one step to the counters.
 
     Args:
-        counters: before the step.
-        specs: one a layer.
-        layers: after the step.
-        works: what each layer moved.
+        counters: the counters before the step.
+        specs: one for each layer.
+        layers: the layers after the step.
+        works: the units that each layer fetched.
         visible: how many tokens are at or before each query, int32 [B, T].
         valid: which queries are real, bool [B, T].
     """
