@@ -104,9 +104,9 @@ def stream(
     """
     loop = GenerationLoop(params, prompt, GenerateOptions(policy, **options, returns_state=False))
     if not loop.bare:
-        raise PromptError(f"prompt must be a single one to be streamed, got a list of {len(loop.prompts)}")
+        raise PromptError(f"prompt must be one prompt to be streamed, got a list of {len(loop.prompts)}")
     if params.tokenizer is None:
-        raise PromptError("prompt cannot be streamed as text, for the checkpoint has no tokenizer; use generate")
+        raise PromptError("prompt cannot be streamed as text, because the checkpoint has no tokenizer; use generate")
     return _pieces(loop)
 
 

@@ -77,7 +77,7 @@ def check_tokens(
     if counts.shape != array.shape[:1] or counts.dtype.kind not in "iu":
         raise PromptError(f"lengths must be integers of shape ({array.shape[0]},), got {counts.dtype} {counts.shape}")
     if batch is not None and array.shape[0] != batch:
-        raise PromptError(f"tokens must have {batch} rows, as the state, got {array.shape[0]}")
+        raise PromptError(f"tokens must have {batch} rows, like the state, got {array.shape[0]}")
     if counts.min() < least or counts.max() > array.shape[1]:
         raise PromptError(f"lengths must lie in [{least}, {array.shape[1]}], got {counts.tolist()}")
     real = np.arange(array.shape[1]) < counts[:, None]

@@ -62,7 +62,7 @@ def save_fitted(
     """
     policy = with_fitted(policy)
     if fitted is None:
-        raise ConfigError(f"fitted must be what fit returned, got None; {policy.name} may learn nothing")
+        raise ConfigError(f"fitted must be the result of fit, got None; {policy.name} may learn nothing")
     check_fitted(policy, params.config, fitted)
     arrays = {name: host_array(leaf) for name, leaf in named(fitted).items()}
     bad = [f"{name}: {problem}" for name, value in arrays.items() if (problem := not_finite(value))]

@@ -64,7 +64,7 @@ class GenerationLoop:
         self.stop_ids = frozenset(params.config.eos_ids) | set(ids)
         self.streams = [TextStream(params.tokenizer, texts) for _ in self.prompts]
         if options.fitted is not None and options.state is not None:
-            raise ConfigError("fitted must be left out with a state, which keeps those that it was made with")
+            raise ConfigError("fitted must be left out with a state, because the state has its own arrays")
         self.marks: dict[int, tuple[KVState, int]] = {}
         self.verifier: Verifier | None = None
         self.fallback: str | None = None
@@ -84,7 +84,7 @@ class GenerationLoop:
         if state is not None:
             check_state(params, state, self.options.policy)
             if len(prompts) != state.batch:
-                raise StateMismatch(f"prompt must have {state.batch} rows, as the state, got {len(prompts)}")
+                raise StateMismatch(f"prompt must have {state.batch} rows, like the state, got {len(prompts)}")
             last = np.asarray(state.last).tolist()
         vocab = params.config.vocab_size
         return [encode(params.tokenizer, one, vocab, after=before) for one, before in zip(prompts, last, strict=True)]

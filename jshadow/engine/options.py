@@ -72,7 +72,7 @@ class GenerateOptions:
             check_capacity(params.config, self.capacity, 1)
         if self.prefill is not None and self.state is not None:
             raise ConfigError(
-                f"prefill must be None where a state is continued: its prompt is in it, got {self.prefill!r}"
+                f"prefill must be None with a state, because its prompt was read before, got {self.prefill!r}"
             )
 
     def fetch_mode(self) -> str:

@@ -94,7 +94,9 @@ def check_job(
     capacity, dtype = int(options.capacity), str(params.dtype)
     modes: list[Any] = list(fetch) if isinstance(fetch, tuple | list) else [fetch] * len(policies)
     if not policies or len(modes) != len(policies):
-        raise ConfigError(f"policies must be some, with a fetch mode each, got {len(policies)} and {len(modes)} modes")
+        raise ConfigError(
+            f"policies must be a non-empty list with one fetch mode each, got {len(policies)} and {len(modes)} modes"
+        )
     chosen = [ShadowKV() if policy is None else policy for policy in policies]
     for policy in chosen:
         check_policy(policy)

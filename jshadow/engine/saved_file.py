@@ -38,7 +38,7 @@ def open_described(path: Path, kind: str, form: str, version: int) -> tuple[Tens
             raise CheckpointError(f"{path} is of format version {number}; this jshadow understands version {version}")
         recorded = texts.pop("header_sha256", None)
         if recorded != header_digest(texts, {name: (file.tags[name], shape) for name, shape in file.shapes.items()}):
-            raise CheckpointError(f"{path} is damaged: its header does not have the SHA-256 that it tells")
+            raise CheckpointError(f"{path} is damaged: its header does not have the SHA-256 that it gives")
         digests = read_json_text(texts, "sha256")
         if not isinstance(digests, dict) or digests.keys() != file.shapes.keys():
             raise ValueError("sha256 must have one digest for each tensor")
@@ -53,14 +53,14 @@ def described(path: Path, kind: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} must be {kind}, got metadata that do not fit: {error}") from error
+        raise CheckpointError(f"{path} must be {kind}, got metadata that does not fit: {error}") from error
 
 
 def read_checked(file: TensorFile, name: str, digests: Mapping[str, str]) -> np.ndarray:
     """Read a tensor of the file. Raises CheckpointError if its SHA-256 is not that of the header."""
     value = file.read(name)
     if sha256(raw_bytes(value)) != digests[name]:
-        raise CheckpointError(f"{file.path} is damaged: {name} does not have the SHA-256 that the header tells")
+        raise CheckpointError(f"{file.path} is damaged: {name} does not have the SHA-256 that the header gives")
     return value
 
 

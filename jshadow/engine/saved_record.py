@@ -150,13 +150,13 @@ class StateRecord:
         except ConfigError:
             raise
         except (TypeError, ValueError, OverflowError, AssertionError) as error:
-            raise ValueError(f"the sizes make no state: {error}") from error
+            raise ValueError(f"no state has these sizes: {error}") from error
 
 
 def read_json_text(texts: Mapping[str, str], name: str) -> Any:
     """The value of one JSON text. Raises ValueError with its name if it is missing or no JSON."""
     if name not in texts:
-        raise ValueError(f"{name} must be there, got nothing")
+        raise ValueError(f"{name} must be present, got nothing")
     try:
         return json.loads(texts[name])
     except (ValueError, RecursionError) as error:

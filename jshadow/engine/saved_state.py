@@ -195,7 +195,7 @@ def token_arrays(state: KVState, params: Params, tokens: Sequence[Sequence[int]]
     if not all(isinstance(row, Sequence | np.ndarray) and not isinstance(row, str) for row in tokens):
         raise PromptError(f"tokens must have a list of ids for each row, got {tokens!r:.80}")
     if [len(row) for row in tokens] != lengths:
-        raise StateMismatch(f"tokens must have {lengths} ids, as the state, got {[len(row) for row in tokens]}")
+        raise StateMismatch(f"tokens must have {lengths} ids, like the state, got {[len(row) for row in tokens]}")
     return {
         name: check_ids(params.config, np.asarray(row, np.int64 if not len(row) else None), (None,), name)
         for name, row in zip(token_names(state.batch), tokens, strict=True)

@@ -53,7 +53,7 @@ def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | N
     """
     if isinstance(prompt, str) or is_chat(prompt):
         if tokenizer is None:
-            raise PromptError("prompt must be token ids, for the checkpoint has no tokenizer; got text")
+            raise PromptError("prompt must be token ids, because the checkpoint has no tokenizer; got text")
         if isinstance(prompt, str):
             ids = tokenizer.encode(prompt, add_special_tokens=after is None)
         else:
@@ -88,7 +88,7 @@ def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) 
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise PromptError(f"prompt messages must have a text role and content, got {message!r:.80}")
     if not getattr(tokenizer, "chat_template", None):
-        raise PromptError("prompt must be text or token ids, for the tokenizer has no chat template; got a chat")
+        raise PromptError("prompt must be text or token ids, because the tokenizer has no chat template; got a chat")
     before = [] if after is None else [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
     try:
         text = tokenizer.apply_chat_template([*before, *messages], tokenize=False, add_generation_prompt=True)
@@ -119,7 +119,7 @@ def split_stops(stop: Any, tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, 
     if len(texts) + len(ids) != len(items) or "" in texts:
         raise ConfigError(f"stop must be non-empty strings or token ids, got {stop!r}")
     if texts and tokenizer is None:
-        raise ConfigError(f"stop must be token ids, for the checkpoint has no tokenizer; got {stop!r}")
+        raise ConfigError(f"stop must be token ids, because the checkpoint has no tokenizer; got {stop!r}")
     specials = special_tokens(tokenizer) if texts else {}
     for text in texts:
         inside = [token for token in specials if token in text]

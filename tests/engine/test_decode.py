@@ -335,7 +335,7 @@ def test_a_state_that_is_full_can_rest(policy):
 
 def test_lists_of_policies_and_modes_must_match():
     for policies, fetch in (([], "auto"), ([None], ["resident", "device_put"])):
-        with pytest.raises(ConfigError, match="policies must be some, with a fetch mode each"):
+        with pytest.raises(ConfigError, match="policies must be a non-empty list with one fetch mode each"):
             decode.prefill_many(model(), PROMPT, LENGTHS, policies, capacity=CAPACITY, fetch=fetch)
 
 

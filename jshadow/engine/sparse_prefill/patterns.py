@@ -61,7 +61,7 @@ class Pattern:
     def __post_init__(self) -> None:
         check_positive("pattern", block=self.block)
         if not self.heads or not all(self.heads) or len({len(layer) for layer in self.heads}) != 1:
-            raise ConfigError("pattern: heads must be some, and as many in each layer")
+            raise ConfigError("pattern: heads must not be empty, and each layer must have the same number of them")
 
     def arrays(self) -> HeadSizes:
         """The sizes as arrays [L, h_q]."""

@@ -61,7 +61,7 @@ class Found:
     best: np.ndarray
 
     def summary(self) -> list[dict[str, Any]]:
-        """A row for each candidate: heads that took it, mean mass, mean share. The last row is the best of each head."""
+        """One row for each candidate: heads that took it, mean mass, mean share. Last, the best of each head."""
         rows = []
         for index, name in enumerate(self.names):
             figures = means(self.recovered[..., index], self.tiles[..., index])
