@@ -97,14 +97,14 @@ def check_capacity(config: ModelConfig, capacity: Any, longest: int) -> None:
 def check_room(state: KVState, new: np.ndarray) -> np.ndarray | None:
     """Raise CapacityError where a row has no room for its new tokens, before any of them is fed.
 
-    The device is asked only where the host does not know of enough room.
+    The room is read from the device only if the host's lower bound is too small or not known.
 
     Args:
         state: before the step.
         new: new tokens of each row, int64 [B].
 
     Returns:
-        Tokens that each row can take at least after the step, int64 [B]; None where that is not known.
+        A lower bound of the tokens that each row can take after the step, int64 [B]; None if it is not known.
     """
     room = known_room(state)
     if new.any() and (room is None or (new > room).any()):

@@ -47,8 +47,8 @@ class GenerationLoop:
         state: the latest KV state; None before the prefill and after `close`.
         policy: the resolved policy, or Full if the policy that was asked for can do nothing.
         fallback: why Full runs in place of the policy that was asked for, or None.
-        marks: for a row whose text may have begun a stop string, or has met one: a state from before the tokens that
-            may have, and how many generated tokens the row holds in it.
+        marks: for each row whose last tokens may begin a stop string, or did: a state without those tokens, and the
+            number of generated tokens that the row holds in that state.
     """
 
     def __init__(self, params: Params, prompt: Prompt, options: GenerateOptions) -> None:
