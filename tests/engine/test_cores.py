@@ -1,4 +1,4 @@
-"""The traceable cores in a user's jit, and decode_steps: NaN for what cannot be, and the greedy loop in one scan."""
+"""The traceable cores in a user's jit, and decode_steps: NaN for impossible tokens, and the greedy loop in one scan."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ GOOD = np.array([[1, 2, 3], [4, 5, 0]])
 def test_impossible_tokens_in_a_user_s_jit_give_nan():
     """The core cannot raise; it must not clamp silently either. Only the row concerned, and only where active."""
     _, state = prefilled("shadowkv", "restricted")
-    core = jax.jit(lambda token, state, active: decode.step(model().weights, TINY, token, state, active))
+    weights = model().weights  # made outside of the jit, where it would be traced
+    core = jax.jit(lambda token, state, active: decode.step(weights, TINY, token, state, active))
     logits, _ = core(jnp.array([VOCAB, -1, 5]), state, jnp.array([True, True, True]))
     assert np.isnan(logits).all(axis=1).tolist() == [True, True, False]
     assert np.isfinite(logits[2]).all()
@@ -52,7 +53,8 @@ def test_an_impossible_token_spoils_the_rest_of_its_turn(place, bad):
 @pytest.mark.parametrize("name", ["full", "streaming_llm"])
 def test_a_full_row_in_a_user_s_jit_gives_nan(name):
     _, state = decode.prefill(model(), GOOD, [3, 2], setting(name, "restricted"), capacity=3)
-    logits, _ = jax.jit(lambda token, state: decode.step(model().weights, TINY, token, state))(jnp.array([1, 2]), state)
+    weights = model().weights
+    logits, _ = jax.jit(lambda token, state: decode.step(weights, TINY, token, state))(jnp.array([1, 2]), state)
     assert np.isnan(logits).all(axis=1).tolist() == [True, False]
 
 
