@@ -1,8 +1,8 @@
-"""Typed errors. Every message names the field, the limit, and what came."""
+"""Typed errors. Every message names the field, the limit and the value that was given."""
 
 
 class JshadowError(Exception):
-    """Base of every error that jshadow raises on purpose."""
+    """The base class of all errors that jshadow raises on purpose."""
 
 
 class ConfigError(JshadowError, ValueError):
@@ -10,19 +10,19 @@ class ConfigError(JshadowError, ValueError):
 
 
 class PromptError(JshadowError, ValueError):
-    """A prompt is empty, holds an impossible token id, or needs a tokenizer that is not there."""
+    """A prompt is empty, has a token id out of range, or needs a tokenizer that the checkpoint lacks."""
 
 
 class CapacityError(JshadowError, ValueError):
-    """More tokens were asked for than the state, its window or the model's context can hold."""
+    """The tokens do not fit into the state, its window or the model's context."""
 
 
 class CheckpointError(JshadowError, ValueError):
-    """A checkpoint is missing, damaged, of an unsafe kind, or does not fit its configuration."""
+    """A checkpoint or a file of jshadow is missing, damaged, of an unsafe kind, or does not fit its configuration."""
 
 
 class StateMismatch(JshadowError, ValueError):
-    """A KV state was used with another policy, batch or model, or after it was consumed."""
+    """A KV state does not fit the policy, batch or model that it is used with, or it was consumed before."""
 
 
 class HostMemoryError(JshadowError, MemoryError):
@@ -30,7 +30,7 @@ class HostMemoryError(JshadowError, MemoryError):
 
 
 class VerificationError(JshadowError, RuntimeError):
-    """The offloaded path gave another selection, row or result than the resident one."""
+    """The offloaded path gave another selection, fetched row or result than the resident path."""
 
 
 class NumericalError(JshadowError, ArithmeticError):
@@ -38,4 +38,4 @@ class NumericalError(JshadowError, ArithmeticError):
 
 
 class Infeasible(JshadowError, ValueError):
-    """No setting of a policy fits under the bytes that were asked for."""
+    """No setting of a policy fits into the number of bytes that was asked for."""

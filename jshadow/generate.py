@@ -45,30 +45,31 @@ def generate(
         params: from `load`.
         prompt: text (encoded with the tokenizer's special tokens, no chat template), a chat (list of messages, through
             the template), token ids, or a list of any of these.
-        policy: how keys and values are kept; None: ShadowKV().
-        max_new_tokens: most tokens to generate; 0: take in the prompt only, for `out.state`.
-        sampler: None: greedy.
-        seed: of the sampler.
-        fetch: "auto", "resident", "device_put" or "zero_copy"; with a state "auto" or its own.
-        capacity: tokens that a row may ever hold; None: what this call needs, rounded up.
-        state: continue this state instead of starting one; prompts are appended to it, and it is consumed. A chat is
-            then the next turn: the template's end of the answer before it is added where it is not there yet.
+        policy: how keys and values are kept. None means ShadowKV().
+        max_new_tokens: the most tokens to generate. 0 only reads the prompt into `out.state`.
+        sampler: how tokens are drawn. None means greedy.
+        seed: seed of the sampler, an integer of 64 bits.
+        fetch: "auto", "resident", "device_put" or "zero_copy". With a state: "auto", or the mode of the state.
+        capacity: tokens that a row may ever hold. None means the need of this call, rounded up.
+        state: a state to continue. The prompts are appended to it, and it is consumed. A chat is then the next turn.
+            If the state lacks the template's end of the last answer, that is added first.
         stop: strings or token ids that end a generation, beside the model's own end tokens. A string may be a special
             token. While generated text may be the beginning of a stop string, a fork of the state is kept, so that
             `out.state` can end where `out.text` ends. It takes the bytes of the part that steps change, which with
             `Full()` is the whole cache.
         prefill: how the prompt's queries attend to each other: `VerticalSlash()`, `AShape()` or `BlockSparse()`;
-            None: exactly. Not with a state, whose prompt is taken in already.
-        verify: run the resident path beside the offloaded one, and fail at the first selection, fetched row or logit
-            that differs. Slow, and it needs the device memory that offloading saves.
-        fitted: arrays that the policy learned (`policy.fit`, `load_fitted`); not with a state, which has its own.
+            None means exact attention. Must be None with a state, because its prompt was read before.
+        verify: run the resident path beside the offloaded path, and raise an error at the first selection, fetched row
+            or logit that differs. This is slow, and needs the device memory that offloading saves.
+        fitted: arrays that the policy learned (`policy.fit`, `load_fitted`). Must be None with a state, which has them.
 
     Returns:
-        A Generation for a bare prompt, a list of them for a list.
+        A Generation for one prompt, or a list of them for a list of prompts.
 
     Raises:
         PromptError, CapacityError, ConfigError, StateMismatch, HostMemoryError: before anything runs.
-        VerificationError: with `verify`, naming step, layer and head.
+        NumericalError: the model's logits are NaN; names the step and the row.
+        VerificationError: with `verify`; names step, layer and head.
     """
     options = GenerateOptions(
         policy=policy,
@@ -93,16 +94,19 @@ def generate(
 def stream(
     params: Params, prompt: OnePrompt, policy: Policy | None = None, **options: Unpack[GenerateKeywords]
 ) -> Iterator[str]:
-    """The text of `generate` piece by piece, for one prompt; same arguments. Closing it frees its state.
+    """Yield the text of `generate` piece by piece, for one prompt. The arguments are those of `generate`.
+
+    Closing the iterator frees its KV state.
 
     Raises:
-        PromptError: a batch, or a checkpoint without tokenizer; else as `generate`. All before the first piece.
+        PromptError: the prompt is a batch, or the checkpoint has no tokenizer. Raised before the first piece, like the
+            errors that `generate` raises before anything runs.
     """
     loop = GenerationLoop(params, prompt, GenerateOptions(policy, **options, returns_state=False))
     if not loop.bare:
-        raise PromptError(f"prompt must be a single one to be streamed, got a list of {len(loop.prompts)}")
+        raise PromptError(f"prompt must be one prompt to be streamed, got a list of {len(loop.prompts)}")
     if params.tokenizer is None:
-        raise PromptError("prompt cannot be streamed as text, for the checkpoint has no tokenizer; use generate")
+        raise PromptError("prompt cannot be streamed as text, because the checkpoint has no tokenizer; use generate")
     return _pieces(loop)
 
 

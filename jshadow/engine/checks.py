@@ -40,7 +40,11 @@ def first_bool(values: Any) -> bool | None:
 
 
 def check_ids(config: ModelConfig, tokens: Tokens, shape: tuple[int | None, ...], name: str) -> np.ndarray:
-    """Token ids as int32 of that shape. Raises PromptError naming the first id out of range."""
+    """Return token ids as int32 after checking their shape (None: any size).
+
+    Raises:
+        PromptError: another shape, values that are no integers, or an id out of range; names the first such id.
+    """
     array = as_array(tokens, name)
     if array.dtype.kind not in "iu" or array.ndim != len(shape):
         raise PromptError(f"{name} must be integers with {len(shape)} axes, got {array.dtype} {array.shape}")
@@ -55,14 +59,25 @@ def check_ids(config: ModelConfig, tokens: Tokens, shape: tuple[int | None, ...]
 def check_tokens(
     config: ModelConfig, tokens: Tokens, lengths: Tokens, *, least: int, batch: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Right-padded tokens [B, T] and lengths [B], padding set to 0. Raises PromptError."""
+    """Return right-padded tokens int32 [B, T], with padding set to 0, and lengths int32 [B].
+
+    Args:
+        config: the model.
+        tokens: int [B, T].
+        lengths: int [B], real tokens of each row.
+        least: the smallest length that is allowed.
+        batch: the number of rows of the state; None: any.
+
+    Raises:
+        PromptError: wrong shapes, a length out of range, or a token id out of range.
+    """
     array, counts = as_array(tokens, "tokens"), as_array(lengths, "lengths")
     if array.ndim != 2 or array.size == 0:
         raise PromptError(f"tokens must be a non-empty array [B, T], got shape {array.shape}")
     if counts.shape != array.shape[:1] or counts.dtype.kind not in "iu":
         raise PromptError(f"lengths must be integers of shape ({array.shape[0]},), got {counts.dtype} {counts.shape}")
     if batch is not None and array.shape[0] != batch:
-        raise PromptError(f"tokens must have {batch} rows, as the state, got {array.shape[0]}")
+        raise PromptError(f"tokens must have {batch} rows, like the state, got {array.shape[0]}")
     if counts.min() < least or counts.max() > array.shape[1]:
         raise PromptError(f"lengths must lie in [{least}, {array.shape[1]}], got {counts.tolist()}")
     real = np.arange(array.shape[1]) < counts[:, None]
@@ -82,14 +97,14 @@ def check_capacity(config: ModelConfig, capacity: Any, longest: int) -> None:
 def check_room(state: KVState, new: np.ndarray) -> np.ndarray | None:
     """Raise CapacityError where a row has no room for its new tokens, before any of them is fed.
 
-    The device is asked only where the host does not know of enough room.
+    The room is read from the device only if the host's lower bound is too small or not known.
 
     Args:
         state: before the step.
         new: new tokens of each row, int64 [B].
 
     Returns:
-        Tokens that each row can take at least after the step, int64 [B]; None where that is not known.
+        A lower bound of the tokens that each row can take after the step, int64 [B]; None if it is not known.
     """
     room = known_room(state)
     if new.any() and (room is None or (new > room).any()):
@@ -112,7 +127,7 @@ def check_piece(name: str, tokens: Any) -> None:
 
 
 def check_stop(stop: Any) -> tuple[int, ...]:
-    """Stop tokens as a tuple; None: none. Raises ConfigError unless they are a sequence of token ids."""
+    """Return stop tokens as a tuple; None gives an empty one. Raises ConfigError for anything but token ids."""
     ids = () if stop is None else tuple(stop) if np.iterable(stop) else (stop,)
     if any(isinstance(item, bool) or not isinstance(item, int | np.integer) for item in ids):
         raise ConfigError(f"stop must be token ids, got {stop!r}")
@@ -120,7 +135,7 @@ def check_stop(stop: Any) -> tuple[int, ...]:
 
 
 def check_sampling(sampler: Any, seed: Any) -> None:
-    """Raise ConfigError unless they are a Sampler, or None, and an integer of 64 bits."""
+    """Raise ConfigError unless sampler is a Sampler or None, and seed is an integer of 64 bits."""
     if sampler is not None and not isinstance(sampler, Sampler):
         raise ConfigError(f"sampler must be a Sampler, got {sampler!r}")
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not -(2**63) <= seed < 2**63:
@@ -134,13 +149,19 @@ def check_logits(want: Any) -> None:
 
 
 def check_policy(policy: Any) -> None:
-    """Raise ConfigError unless policy is a Policy: not its name, nor its class."""
+    """Raise ConfigError unless policy is an instance of Policy. A name or a class is refused."""
     if not isinstance(policy, Policy):
         raise ConfigError(f"policy must be a Policy, such as ShadowKV() or parse_policy('quest'), got {policy!r:.80}")
 
 
 def check_state(params: Params, state: KVState, policy: Policy | None) -> None:
-    """Raise StateMismatch unless the state is one, alive, and was made by this model and policy."""
+    """Raise StateMismatch unless the state fits the model and the policy, and was not consumed.
+
+    Args:
+        params: the model.
+        state: any value; an error is raised if it is no KVState.
+        policy: the policy that the caller passed, or None.
+    """
     if not isinstance(state, KVState):
         raise StateMismatch(f"state must be a KVState, as prefill and generate return it, got {state!r:.80}")
     state.check_alive()
@@ -162,6 +183,6 @@ def check_state(params: Params, state: KVState, policy: Policy | None) -> None:
     check_policy(policy)
     policy = policy.resolve(config, state.capacity)
     if state.policy == Full() and why_dense(policy, config, state.capacity):
-        return  # as `generate` made it: it falls back at this capacity
+        return  # `generate` falls back to Full where the policy can do nothing at this capacity
     if policy != state.policy:
         raise StateMismatch(f"policy must be the state's own {state.policy}, got {policy}")

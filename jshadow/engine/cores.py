@@ -1,7 +1,7 @@
-"""The traceable cores of the public steps, for a user's own jit, scan or vmap. They check and compile nothing.
+"""The traceable cores of the public steps, for a user's own jit, scan or vmap. They check nothing and compile nothing.
 
-A core cannot raise an error that depends on a value: a row gets NaN logits where its token is impossible or it has no
-room left. B rows, T tokens of each, V vocabulary.
+A core cannot raise an error that depends on a value. Instead, a row gets NaN logits if its token id is out of range or
+if it has no room left. B rows, T tokens of each row, V tokens in the vocabulary.
 """
 
 import functools
@@ -22,7 +22,17 @@ from jshadow.ops.layout import fit_tokens
 def step(
     weights: dict, config: ModelConfig, token: Array, state: KVState, active: Array | None = None
 ) -> tuple[Array, KVState]:
-    """Traceable core of `decode_step`: no checks, no compilation of its own."""
+    """Traceable core of `decode_step`.
+
+    Args:
+        weights, config: the model.
+        token: int32 [B].
+        state: before the step.
+        active: bool [B]; rows that are False do not change. None: all rows are active.
+
+    Returns:
+        float32 logits [B, V], and the new state.
+    """
     new = jnp.ones_like(state.lengths) if active is None else active.astype(jnp.int32)
     return step_state(weights, config, token[:, None], new, state)
 
@@ -30,7 +40,7 @@ def step(
 def extend_steps(
     weights: dict, config: ModelConfig, tokens: Array, lengths: Array, state: KVState, logits: Logits[Any] = "last"
 ) -> tuple[Any, KVState]:
-    """Traceable core of `extend`."""
+    """Traceable core of `extend`, with its arguments and results; `weights` and `config` are the model."""
     reads, writes = state.split()
     out, writes = scan_tokens(weights, config, tokens, lengths, reads, writes, logits)
     return out, state.join(writes)
@@ -45,13 +55,24 @@ def scan_tokens(
     writes: Writes,
     want: Logits[Any],
 ) -> tuple[Any, Writes]:
-    """Feed tokens in pieces; a piece has as many tokens as every layer's policy takes at once."""
+    """Feed tokens [B, T] in pieces of `turn_piece` tokens, in one scan.
+
+    Args:
+        weights, config: the model.
+        tokens: int32 [B, T], right padded; the padding may be anything.
+        lengths: int32 [B], real tokens of each row.
+        reads, writes: the two halves of the state.
+        want: as `logits` of `extend`.
+
+    Returns:
+        The logits, or the joined results of the callable, and the new `writes`.
+    """
     batch, count = tokens.shape
     size = turn_piece(reads, count)
     pieces = -(-count // size)
     real = jnp.arange(pieces * size) < lengths[:, None]
-    tokens = jnp.where(real, fit_tokens(tokens, pieces * size), 0)  # padding may be anything
-    # A step marks only its own piece with NaN. Later pieces have read what an impossible token left: mark them too.
+    tokens = jnp.where(real, fit_tokens(tokens, pieces * size), 0)  # padding may hold any value
+    # A step gives NaN only to its own piece. Later pieces attend to the impossible token, so they get NaN too.
     wrong = jnp.cumsum(real & ((tokens < 0) | (tokens >= config.vocab_size)), axis=1) > 0
     tokens, wrong = (x.reshape(batch, pieces, size).swapaxes(0, 1) for x in (tokens, wrong))
 
@@ -88,7 +109,10 @@ def generate_steps(
     stop: tuple[int, ...] = (),
     active: Array | None = None,
 ) -> tuple[Array, KVState]:
-    """Traceable core of `decode_steps`. A row also emits -1 where its token is impossible or it has no room left."""
+    """Traceable core of `decode_steps`: tokens int32 [B, n] and the new state.
+
+    A row emits -1 after its stop token, if its token id is out of range, and if it has no room left.
+    """
     reads, writes = state.split()
     active = jnp.ones_like(state.lengths, bool) if active is None else active
 

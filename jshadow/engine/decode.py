@@ -60,15 +60,15 @@ def decode_step(
         token: int32 [B].
         state: from prefill, extend or decode_step.
         policy: None, or the policy that made the state.
-        active: bool [B]; rows that are False neither change nor get meaningful logits. None: all.
+        active: bool [B]. Rows that are False do not change, and their logits mean nothing. None: all rows are active.
 
     Returns:
         float32 logits [B, V], and the new state.
 
     Raises:
-        PromptError: a token id out of range, or misshaped tokens.
+        PromptError: a token id is out of range, or the tokens have another shape.
         CapacityError: a row has no room for another token.
-        StateMismatch: the state was consumed, or belongs to another model or policy.
+        StateMismatch: the state was consumed, is being consumed by another thread, or has another model or policy.
     """
     check_state(params, state, policy)
     batch = state.batch
@@ -169,8 +169,8 @@ def extend(
 ) -> tuple[Array | Joined, KVState]:
     """Feed several tokens to each row. Consumes the state.
 
-    The tokens pass the model in pieces of the policy's `extend_piece`. Each query selects for itself, so that the
-    result equals that of as many decode steps (except with `ShadowKV(quirks=Quirks(turn_selection="shared"))`).
+    The tokens pass through the model in pieces of the policy's `extend_piece`. Each query selects for itself, so the
+    result is that of feeding the tokens one by one (except with `ShadowKV(quirks=Quirks(turn_selection="shared"))`).
 
     Args:
         params: the Params that made the state.
@@ -178,7 +178,7 @@ def extend(
         lengths: int32 [B], new tokens of each row; 0 leaves a row unchanged.
         state: from prefill, extend or decode_step.
         policy: None, or the policy that made the state.
-        logits: as in `prefill`; "last" is 0 for a row without new tokens.
+        logits: as in `prefill`. With "last", a row without new tokens gets zeros.
 
     Returns:
         float32 logits, and the new state.
@@ -200,7 +200,7 @@ def extend(
 
 @dataclasses.dataclass(frozen=True)
 class ScanPlan:
-    """What is static in a scan of `generate_steps`: the number of steps, the sampler and the stop tokens."""
+    """The static arguments of a scan of `generate_steps`: the number of steps, the sampler and the stop tokens."""
 
     n: int
     sampler: Sampler
@@ -234,17 +234,17 @@ def decode_steps(
         params: the Params that made the state.
         token: int32 [B], the first token to feed.
         state: from prefill, extend or decode_step.
-        n: steps.
-        sampler: None: greedy.
-        seed: of the sampler.
+        n: number of steps.
+        sampler: how tokens are drawn. None means greedy.
+        seed: seed of the sampler, an integer of 64 bits.
         stop: token ids after which a row feeds and emits nothing more.
 
     Returns:
-        New tokens int32 [B, n], -1 after a row's stop token; and the new state.
+        New tokens int32 [B, n], which are -1 after a row's stop token, and the new state.
 
     Raises:
         PromptError, CapacityError, StateMismatch: as in `decode_step`.
-        ConfigError: n below 1, not a sampler or a seed, or stop is not of token ids.
+        ConfigError: n is below 1, the sampler or the seed is of another type, or stop has anything but token ids.
     """
     check_state(params, state, None)
     check_piece("n", n)

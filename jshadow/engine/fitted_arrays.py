@@ -1,8 +1,8 @@
-"""Learned arrays of a policy in files: written whole or not at all, and refused by every other model and policy.
+"""Learned arrays of a policy in files. A file appears complete or not at all, and fits one model and policy.
 
-A file is one safetensors file. Its tensors are the arrays by their place in the nested dict ("psi.scale"), its metadata
-the policy, the model's config, the SHA-256 of its weights, of every array, and of the header, as in a saved state
-(`saved.py`).
+A file is one safetensors file. A tensor is named by its place in the nested dict ("psi.scale"). The metadata holds the
+policy, the model's config, and the SHA-256 of the weights, of every array and of the header, as in a saved state
+(`saved_state.py`).
 """
 
 import os
@@ -51,18 +51,18 @@ def save_fitted(
 
     Args:
         path: file to make or to replace; it appears complete or not at all.
-        fitted: nested dict of float32 arrays, as `policy.fitted_shapes` has them.
-        policy: that learned them.
+        fitted: nested dict of float32 arrays, with the shapes of `policy.fitted_shapes`.
+        policy: the policy that learned them.
         params: the Params that they were learned on.
-        about: what else the file should tell (the text, the steps), plain values; not checked when it is read.
+        about: further plain values for the file, such as the text and the steps. Reading does not check them.
 
     Raises:
-        ConfigError: the arrays are not those of the policy and model, or the policy learns none.
+        ConfigError: the arrays do not fit the policy and the model, or the policy learns nothing.
         CheckpointError: the file cannot be written, an array has NaN or Inf, or JSON cannot hold a setting.
     """
     policy = with_fitted(policy)
     if fitted is None:
-        raise ConfigError(f"fitted must be what fit returned, got None; {policy.name} may learn nothing")
+        raise ConfigError(f"fitted must be the result of fit, got None; {policy.name} may learn nothing")
     check_fitted(policy, params.config, fitted)
     arrays = {name: host_array(leaf) for name, leaf in named(fitted).items()}
     bad = [f"{name}: {problem}" for name, value in arrays.items() if (problem := not_finite(value))]
@@ -83,8 +83,8 @@ def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) ->
 
     Args:
         path: written by `save_fitted`.
-        params: the model that they were learned on: same config, weights and dtype.
-        policy: the policy that learned them. Settings that decide no shape (a budget) may differ.
+        params: the model that they were learned on, with the same config, weights and dtype.
+        policy: the policy that learned them. Settings on which no shape depends (a budget) may differ.
 
     Returns:
         The nested dict of float32 arrays that `policy.fit` returned.
@@ -121,16 +121,16 @@ def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) ->
 
 
 def read_fitted_info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file says of itself: "policy" ({"name", "settings"}), "config", "weights" (a digest), "dtype", "about".
+    """Read the record of a file: "policy" ({"name", "settings"}), "config", "weights" (a digest), "dtype", "about".
 
     Raises:
-        CheckpointError: as `load_fitted`; damage inside the arrays is not looked for.
+        CheckpointError: as in `load_fitted`, except that the arrays are not checked for damage.
     """
     return open_fitted(Path(path).expanduser())[1]
 
 
 def open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]:
-    """Open a file and check its header: the file, what it belongs to, and the SHA-256 of each array."""
+    """Open a file and check its header. Returns the file, its record, and the SHA-256 of each array."""
     file, texts, digests = open_described(path, KIND, FORMAT, VERSION)
     with described(path, KIND):
         record = {name: read_json_text(texts, name) for name in FIELDS}
@@ -142,18 +142,18 @@ def open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]
 
 
 def identity(params: Params) -> dict[str, Any]:
-    """What tells a model from another."""
+    """The config, the digest of the weights and the dtype, by which a file knows its model."""
     return {"config": plain(params.config), "weights": params.digest, "dtype": str(params.dtype)}
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The leaves of a nested dict by their place; a shape is a leaf."""
+    """The leaves of a nested dict by their dotted place. A tuple, which is a shape, is a leaf."""
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, tuple))[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
 
 def nested(leaves: dict[str, Any]) -> dict[str, Any]:
-    """`named` backwards."""
+    """The nested dict from which `named` made the leaves."""
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *outer, last = name.split(".")
@@ -165,5 +165,5 @@ def nested(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_values(about: Mapping[str, object]) -> dict[str, Any]:
-    """As JSON has them."""
+    """The values as JSON values, with NumPy scalars as Python numbers."""
     return {str(name): plain(value.item() if isinstance(value, np.generic) else value) for name, value in about.items()}

@@ -16,7 +16,14 @@ from jshadow.engine.decode import Draw
 from jshadow.engine.host_notes import consuming
 from jshadow.engine.options import GenerateOptions, length_step
 from jshadow.engine.prefill_job import own_attention, prepared_attention
-from jshadow.engine.report import CompileClock, Report, attended_parts, measured_bytes, row_figures
+from jshadow.engine.report import (
+    CompileClock,
+    Report,
+    attended_parts,
+    explain_large_cache,
+    measured_bytes,
+    row_figures,
+)
 from jshadow.engine.result import FinalStates, Generation
 from jshadow.engine.sampling import NO_TOKEN, Sampler, seed_key
 from jshadow.engine.text import TextStream, encode, split_prompts, split_stops
@@ -38,17 +45,17 @@ class GenerationLoop:
         prompts: token ids of each row.
         bare: one prompt was passed, not a list.
         state: the latest KV state; None before the prefill and after `close`.
-        policy: resolved; Full where the asked one can do nothing.
-        fallback: why Full runs in place of the asked policy, or None.
-        marks: for a row whose text may have begun a stop string, or has met one: a state from before the tokens that
-            may have, and how many generated tokens the row holds in it.
+        policy: the resolved policy, or Full if the policy that was asked for can do nothing.
+        fallback: why Full runs in place of the policy that was asked for, or None.
+        marks: for each row whose last tokens may begin a stop string, or did: a state without those tokens, and the
+            number of generated tokens that the row holds in that state.
     """
 
     def __init__(self, params: Params, prompt: Prompt, options: GenerateOptions) -> None:
-        """Check everything; nothing runs yet. Raises what `generate` says."""
+        """Check all arguments. Nothing runs yet. Raises the errors of `generate`."""
         options.check(params)
         self.params, self.state = params, options.state
-        # The record must not keep a state, which `close` lets go.
+        # `options` must hold no state, or `close` could not free it.
         self.options = dataclasses.replace(options, state=None)
         self.sampler = options.sampler or Sampler()
         prompts, self.bare = split_prompts(prompt)
@@ -57,7 +64,7 @@ class GenerationLoop:
         self.stop_ids = frozenset(params.config.eos_ids) | set(ids)
         self.streams = [TextStream(params.tokenizer, texts) for _ in self.prompts]
         if options.fitted is not None and options.state is not None:
-            raise ConfigError("fitted must be left out with a state, which keeps those that it was made with")
+            raise ConfigError("fitted must be left out with a state, because the state has its own arrays")
         self.marks: dict[int, tuple[KVState, int]] = {}
         self.verifier: Verifier | None = None
         self.fallback: str | None = None
@@ -71,19 +78,19 @@ class GenerationLoop:
         self.decoded = 0
 
     def _encode(self, prompts: list[OnePrompt]) -> list[list[int]]:
-        """Token ids of the prompts, which continue the rows of the state, if there is one."""
+        """Token ids of the prompts. They continue the rows of the state, if there is one."""
         params, state = self.params, self.state
         last = [None] * len(prompts)
         if state is not None:
             check_state(params, state, self.options.policy)
             if len(prompts) != state.batch:
-                raise StateMismatch(f"prompt must have {state.batch} rows, as the state, got {len(prompts)}")
+                raise StateMismatch(f"prompt must have {state.batch} rows, like the state, got {len(prompts)}")
             last = np.asarray(state.last).tolist()
         vocab = params.config.vocab_size
         return [encode(params.tokenizer, one, vocab, after=before) for one, before in zip(prompts, last, strict=True)]
 
     def _plan(self) -> None:
-        """Decide the capacity, and whether the policy can do anything within it."""
+        """Choose the capacity, and the policy: Full if the asked policy can do nothing at that capacity."""
         config, options = self.params.config, self.options
         longest = max(map(len, self.prompts))
         self.capacity = options.needed_capacity(self.params, longest)
@@ -98,7 +105,7 @@ class GenerationLoop:
         self.prefill_label = "exact" if attention is None else attention.label(longest)
 
     def _continue(self, state: KVState) -> None:
-        """Check that a state has room for these prompts and answers."""
+        """Check that the state has room for the prompts and the answers."""
         capacity = self.options.capacity
         if capacity is not None and capacity != state.capacity:
             raise StateMismatch(f"capacity must be the state's own {state.capacity}, got {capacity}")
@@ -106,7 +113,7 @@ class GenerationLoop:
         self.capacity, self.policy = state.capacity, state.policy
 
     def _timed(self) -> Callable[[], float]:
-        """A clock that leaves compilation out and adds it to compile_seconds."""
+        """Start a clock. Calling it returns the seconds without compilation, which goes to compile_seconds."""
         start, compiled = time.perf_counter(), CompileClock.seconds
 
         def stop() -> float:
@@ -117,7 +124,7 @@ class GenerationLoop:
         return stop
 
     def _start(self) -> Array:
-        """Prefill, or extend the given state: the logits of the first new token."""
+        """Prefill, or extend the given state. Returns the logits [B, V] of the first new token."""
         lengths = np.array([len(one) for one in self.prompts], np.int32)
         width = int(lengths.max())
         width = round_up(width, length_step(width), self.capacity) if self.state is None else round_up(width, 16)
@@ -205,7 +212,7 @@ class GenerationLoop:
                 self.marks[row] = fork, len(self.streams[row].tokens) - 1
 
     def _next(self, values: np.ndarray, active: np.ndarray, draw: Draw) -> Array:
-        """Feed a token to each active row, sample the next."""
+        """Feed a token to each active row and sample the next tokens, int32 [B]."""
         assert self.state is not None
         if self.verifier is not None:
             logits, self.state = self.verifier.step(values[:, None], active.astype(np.int32), self.state)
@@ -221,12 +228,12 @@ class GenerationLoop:
         return token
 
     def _push(self, values: np.ndarray, active: np.ndarray, *, last: bool) -> Iterator[tuple[int, str, int]]:
-        """Hand new tokens to the rows that still run; clear `active` where one stops."""
+        """Add new tokens to the active rows, yield their text, and clear `active` for rows that stop."""
         for row in np.flatnonzero(active):
             stream, token = self.streams[row], int(values[row])
             if token in self.stop_ids:
                 text, active[row] = stream.finish(), False
-                stream.tokens.append(token)  # after the text ended: an end token need not be a special one
+                stream.tokens.append(token)  # after the text has ended: the token may have a text of its own
             else:
                 text = stream.push(token)
                 active[row] = not stream.stopped
@@ -235,7 +242,7 @@ class GenerationLoop:
             yield int(row), text, token
 
     def close(self) -> None:
-        """Let the KV state go."""
+        """Drop all references to the KV state."""
         self.state = self.verifier = None
         self.marks.clear()
 
@@ -277,6 +284,9 @@ class GenerationLoop:
                 fallback=self.fallback,
                 verified_steps=self.verifier.steps if self.verifier else None,
                 prefill=self.prefill_label,
+                device_kind=next(iter(state.lengths.devices())).device_kind,
+                dtype=str(self.params.dtype),
+                large_cache=explain_large_cache(state, sizes["device"] // batch, dense),
                 **row_figures(self.before, counters, row, config.num_layers),
             )
             for row in range(batch)

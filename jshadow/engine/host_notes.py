@@ -1,7 +1,7 @@
-"""What the host notes about a state beside its arrays: the room that is left at least, and who is consuming it.
+"""Notes of the host about a state: a lower bound of the room that its rows have, and the thread that is consuming it.
 
-The notes lie in the instance's dictionary, not in fields. So they are no part of the pytree, compile nothing anew, and
-are absent from every other state: a fork, a taken row, a loaded state or the result of a user's own jit has none.
+The notes lie in the dictionary of the instance and not in fields, so they are no part of the pytree and cause no
+compilation. Every new state begins without them: a fork, a taken row, a loaded state, the result of a user's own jit.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ ROOM, USER = "_known_room", "_user"  # keys in the dictionary of a state
 
 
 def known_room(state: KVState) -> np.ndarray | None:
-    """Tokens that each row can take at least, int64 [B]; None where the host does not know."""
+    """A lower bound of the tokens that each row can take, int64 [B]; None if the host knows none."""
     room: np.ndarray | None = vars(state).get(ROOM)
     return room
 
 
 def note_room(state: KVState, room: np.ndarray | None) -> KVState:
-    """The same state, with the tokens that each row can take at least, int64 [B], noted."""
+    """Note a lower bound of the tokens that each row can take, int64 [B]. Returns the same state."""
     vars(state)[ROOM] = room
     return state
 
@@ -34,13 +34,13 @@ def read_room(state: KVState) -> np.ndarray:
 
 @contextlib.contextmanager
 def consuming(state: KVState) -> Iterator[None]:
-    """Let one thread alone consume a state. A step that fails gives the state back.
+    """Let only one thread consume a state at a time. If the step fails, the state can be used again.
 
     Raises:
         StateMismatch: another thread is consuming the state, or has consumed it.
     """
     user = object()
-    # One call of the dictionary, so that no two threads can both be the first.
+    # setdefault is atomic, so only one of two threads finds its own object there.
     if vars(state).setdefault(USER, user) is not user:
         raise StateMismatch("state is being consumed by another thread; give each thread a fork() of its own")
     try:

@@ -17,7 +17,7 @@ from jshadow.weights.params import Params
 
 
 def length_step(tokens: int) -> int:
-    """Tokens to whose multiples lengths are rounded: 64 up to 2,048 tokens, 128 up to 4,096, and so on."""
+    """The step to which a length is rounded up: 64 up to 2,048 tokens, 128 up to 4,096, and so on."""
     return step_of(tokens, share=32, least=64)
 
 
@@ -72,15 +72,15 @@ class GenerateOptions:
             check_capacity(params.config, self.capacity, 1)
         if self.prefill is not None and self.state is not None:
             raise ConfigError(
-                f"prefill must be None where a state is continued: its prompt is in it, got {self.prefill!r}"
+                f"prefill must be None with a state, because its prompt was read before, got {self.prefill!r}"
             )
 
     def fetch_mode(self) -> str:
-        """The resolved fetch mode: that of the state, if there is one. Verifying needs a mode that offloads.
+        """The resolved fetch mode, or that of the state, if there is one. Verifying needs a mode that offloads.
 
         Raises:
-            StateMismatch: another mode than that of the state.
-            ConfigError: an unknown mode, or verifying what is resident.
+            StateMismatch: the mode is not that of the state.
+            ConfigError: the mode is unknown, or a resident state was to be verified.
         """
         mode = resolve_fetch(self.fetch)
         if self.verify and self.fetch == "auto":
@@ -94,7 +94,7 @@ class GenerateOptions:
         return mode
 
     def needed_capacity(self, params: Params, longest: int) -> int:
-        """Tokens that a row may hold, for a longest prompt of so many tokens. Raises CapacityError."""
+        """Tokens that a row may hold, when the longest prompt has `longest` tokens. Raises CapacityError."""
         context = params.config.context
         needed = longest + self.max_new_tokens
         limit = context if self.capacity is None else self.capacity

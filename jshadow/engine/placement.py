@@ -1,4 +1,4 @@
-"""On which devices a prefill's state lies."""
+"""The devices on which the state of a prefill lies."""
 
 from typing import Any
 
@@ -18,9 +18,9 @@ def replicated_sharding(weights: dict) -> Sharding | None:
 def commit(state: KVState, everywhere: Sharding | None = None) -> KVState:
     """The state with every leaf bound to its device and memory, as a step returns it.
 
-    A fresh array is bound to no device. JAX compiles one program for bound arrays and another for unbound ones, so
-    that without this the first and the second step after a prefill would each be compiled. Nothing is copied, except
-    that an array on one device is copied to all where `everywhere` is given.
+    A fresh array is bound to no device. JAX compiles one program for bound arrays and another for unbound arrays.
+    Without this function, the first and the second step after a prefill would each be compiled. Nothing is copied,
+    unless `everywhere` is given: then an array that lies on one device is copied to all.
     """
 
     def bind(leaf: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Prefill: a ragged batch of prompts through the model, layer by layer, within a bound of device memory.
+"""Prefill: run a ragged batch of prompts through the model, layer by layer, in bounded device memory.
 
 The prompts pass through a layer piece by piece. Then the policy compresses the layer's keys and values, and these are
-freed. The layer's host rows travel while the next layer computes. All layers share one compiled program.
+freed. The layer's host rows are copied while the next layer computes. Layers with equal plans share one program.
 """
 
 import dataclasses
@@ -57,14 +57,14 @@ def run_job(job: PrefillJob) -> list[tuple[Any, KVState]]:
     with one_blas_thread() as results:
         for index in range(config.num_layers):
             plan = job.layer_plan(index, size)
-            # NumPy makes the angles, so that nothing stays on the device.
+            # NumPy computes the angles, so that they take no device memory between layers.
             inverse = inverse_frequencies(plan.kind.rope, config.head_dim, options.capacity)
             weights, learned = params.weights[f"layer_{index}"], of_layer(job.learned, index)
             x, prompt = prefill_layer(weights, x, row_lengths, inverse, learned, plan=plan)
-            # At most one layer's rows travel to the host at a time: wait for those of the layer before.
+            # The rows of at most one layer are on their way to the host: wait for those of the layer before.
             host_memory.settle(layers[-1] if layers else [], job.plans)
             layers.append(compress_all(job, index, prompt))
-            del prompt  # or it would live on beside the next layer's
+            del prompt  # else it would be held while the next layer's is made
             if options.progress is not None:
                 jax.block_until_ready(x)
                 options.progress(index + 1, config.num_layers)
@@ -80,7 +80,7 @@ def run_job(job: PrefillJob) -> list[tuple[Any, KVState]]:
 
 
 def compress_all(job: PrefillJob, index: int, prompt: PromptKV) -> list[LayerState]:
-    """Each policy's state of layer `index`; its host rows may still be on their way."""
+    """Each policy's state of layer `index`. Its host rows may still be on their way to the host."""
     states = []
     for plan in job.plans:
         spec = plan[index]
@@ -130,13 +130,13 @@ def _prompt_logits(weights: dict, x: Array, lengths: Array, *, config: ModelConf
 
 
 def tries_a_step(policy: Policy) -> bool:
-    """Whether a prompt ends with a trial step."""
+    """Whether the policy needs a trial step at the end of a prompt."""
     speculation = capability(policy, Speculates)
     return speculation is not None and speculation.trial_step
 
 
 def foresee(weights: dict, config: ModelConfig, token: Array, state: KVState) -> KVState:
-    """The state with what its policy keeps of a step on a token, [B], that is taken back."""
+    """The state after a trial step on a token, int32 [B], of which only what the policy adopts is kept."""
     if not tries_a_step(state.policy):
         return state
     reads, writes = state.split()
@@ -200,16 +200,16 @@ def prefill_many(
     Args:
         params: Params.
         tokens, lengths: as in `prefill`.
-        policies: one state is made for each.
+        policies: one state is made for each policy.
         capacity, fitted, logits, prefill_chunk: as in `prefill`.
         fetch: one mode for all, or one for each policy.
-        shortest: size the windows as if the shortest prompt had this many tokens (a bucket, so that near lengths
-            share one compiled step); None: its real length.
+        shortest: the number of tokens of the shortest prompt for which windows are sized. A rounded number lets prompts
+            of similar lengths share one compiled step. None: the real length.
         progress: called with (layers done, layers) as they finish.
         attention: as in `prefill`.
 
     Returns:
-        (logits, state) for each policy; the logits are the same array.
+        (logits, state) for each policy. All have the same logits array.
     """
     options = PrefillOptions(capacity, fitted, logits, prefill_chunk, shortest, progress, attention)
     return run_job(check_job(params, tokens, lengths, policies, fetch, options))
@@ -256,26 +256,26 @@ def prefill(
         params: Params.
         tokens: int32 [B, S], right padded.
         lengths: int32 [B], real tokens of each row, at least 1.
-        policy: None: ShadowKV().
+        policy: how keys and values are kept. None means ShadowKV().
         capacity: tokens that a row may ever hold.
         fetch: "auto", "resident", "device_put" or "zero_copy".
         fitted: arrays that the policy learned.
         logits: "last": [B, V] at each row's last real token; "all": [B, S, V]; or a callable that is given the
             float32 logits [B, P, V] of one piece of tokens after another and whose results [B, P, ...] are joined.
         prefill_chunk: tokens that go through a layer at once. Smaller pieces take less device memory
-            (`planning.prefill_peak` tells how much), never another result.
-        attention: how the prompt's queries attend to each other (`VerticalSlash()` and others); None: exactly, or as
-            the policy itself says. Keys, values and the scores by which a policy chooses them stay dense.
+            (`planning.prefill_peak` computes how much) and give the same result.
+        attention: how the prompt's queries attend to each other (`VerticalSlash()` and others). None means exact
+            attention, or the policy's own. Keys, values and the scores by which a policy chooses them stay dense.
 
     Returns:
         float32 logits, and the state.
 
     Raises:
-        PromptError: empty batch or row, misshaped tokens or lengths, a token id out of range.
-        CapacityError: a prompt is longer than the capacity, or the capacity than the model's context.
-        ConfigError: a policy setting, fetch mode, logits choice or prefill_chunk is out of range, `fitted` is nothing
-            that the policy learned, or `attention` is none, is for another model, or stands beside a policy with an
-            attention of its own.
+        PromptError: the batch or a row is empty, the shapes are wrong, or a token id is out of range.
+        CapacityError: a prompt exceeds the capacity, or the capacity exceeds the model's context.
+        ConfigError: a policy setting, fetch mode, logits choice or prefill_chunk is out of range; `fitted` does not fit
+            the policy; or `attention` is no PrefillAttention, is for another model, or is given for a policy that has
+            its own.
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
     options = PrefillOptions(capacity, fitted, logits, prefill_chunk, None, None, attention)

@@ -1,4 +1,4 @@
-"""A prefill before it runs: its arguments checked, its policies resolved, its attention chosen."""
+"""A prefill before it runs: checks its arguments, resolves its policies, and chooses its attention."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -45,10 +45,10 @@ class PrefillJob:
         params: the model.
         tokens: int32 [B, S], zeros behind each row's real tokens.
         lengths: real tokens of each row, int32 [B].
-        policies: resolved.
+        policies: the resolved policies.
         plans: for each policy the CacheSpec of every layer.
         everywhere: the sharding of the states where the weights lie on several devices, or None.
-        attention: what attends in place of exact attention, or None.
+        attention: replaces exact attention, or None.
         learned: arrays [L, ...] of `PrefillAttention.prepared`, or None.
         options: the settings that the policies share.
     """
@@ -64,7 +64,7 @@ class PrefillJob:
     options: PrefillOptions
 
     def layer_plan(self, index: int, size: int) -> LayerPlan:
-        """What is static in layer `index` where a piece has `size` tokens."""
+        """The static arguments of layer `index`, when a piece has `size` tokens."""
         config, policies = self.params.config, [plan[index].policy for plan in self.plans]
         kind = config.attention_kind(index)
         if self.options.attention:
@@ -85,7 +85,7 @@ def check_job(
     fetch: str | Sequence[str],
     options: PrefillOptions,
 ) -> PrefillJob:
-    """A prefill that can run. Raises what `prefill` says."""
+    """Check the arguments and return a prefill that can run. Raises the errors of `prefill`."""
     config, fitted = params.config, options.fitted
     token_ids, row_lengths = check_tokens(config, tokens, lengths, least=1)
     check_logits(options.logits)
@@ -94,7 +94,9 @@ def check_job(
     capacity, dtype = int(options.capacity), str(params.dtype)
     modes: list[Any] = list(fetch) if isinstance(fetch, tuple | list) else [fetch] * len(policies)
     if not policies or len(modes) != len(policies):
-        raise ConfigError(f"policies must be some, with a fetch mode each, got {len(policies)} and {len(modes)} modes")
+        raise ConfigError(
+            f"policies must be a non-empty list with one fetch mode each, got {len(policies)} and {len(modes)} modes"
+        )
     chosen = [ShadowKV() if policy is None else policy for policy in policies]
     for policy in chosen:
         check_policy(policy)
@@ -118,14 +120,14 @@ def check_job(
 
 
 def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None) -> PrefillAttention | None:
-    """What attends while the prompt is taken in; None: exact attention.
+    """The attention of a prefill; None: exact attention.
 
     Raises:
-        ConfigError: a policy has an attention of its own, but shares this prefill with another one.
+        ConfigError: a policy has its own attention, but shares this prefill with another policy or attention.
     """
     own = [attention_of(policy) for policy in policies]
     changed = [innermost(policy).name for policy, its in zip(policies, own, strict=True) if its is not None]
-    # layers of a wrapped policy may differ, so that only the very same policy attends alike
+    # The layers of a wrapped policy may differ, so only equal policies are known to attend alike.
     if changed and (len(set(policies)) > 1 or attention is not None):
         raise ConfigError(
             f"{changed[0]} attends to a prompt in its own way: it takes no prefill= and shares its prefill with no "
@@ -137,10 +139,10 @@ def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None
 def prepared_attention(
     policies: Sequence[Policy], attention: PrefillAttention | None, config: ModelConfig
 ) -> tuple[PrefillAttention | None, Any]:
-    """What attends while the prompt is taken in, and its arrays [L, ...]; (None, None): exact attention.
+    """The attention of a prefill and its arrays [L, ...]; (None, None): exact attention.
 
     Raises:
-        ConfigError: no PrefillAttention, one for another model, or beside a policy that has its own.
+        ConfigError: it is no PrefillAttention, is for another model, or is given for a policy that has its own.
     """
     if attention is not None and not isinstance(attention, PrefillAttention):
         raise ConfigError(f"prefill must be a PrefillAttention such as VerticalSlash(), or None, got {attention!r}")

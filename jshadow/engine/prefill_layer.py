@@ -23,14 +23,14 @@ from jshadow.ops.rope import rotation
 from jshadow.policies.capabilities import OwnPrefill
 from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
 
-# Attends for one piece, given its queries and the prompt up to its last token: the output, and what else the piece
-# leaves.
+# Computes the attention of one piece from its queries and the prompt up to its last token. Returns the output, and
+# what later pieces need.
 PieceAttention = Callable[[PrefillPiece, PromptKV], tuple[Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """What is static in the compiled layer. Layers with equal plans share one compiled program.
+    """The static arguments of the compiled layer. Layers with equal plans share one compiled program.
 
     Attributes:
         config: the model.
@@ -38,7 +38,7 @@ class LayerPlan:
         needs_all: a policy reads all queries and the log-sum-exp of their scores.
         q_tail: how many trailing queries of each row the policies read.
         size: tokens in a piece; it divides the padded prompt.
-        attention: what attends in place of exact attention; None: exact attention.
+        attention: replaces exact attention; None: exact attention.
     """
 
     config: ModelConfig
@@ -68,7 +68,7 @@ class LayerPlan:
         )
 
     def exact(self, piece: PrefillPiece, prompt: PromptKV) -> tuple[Array, PromptKV]:
-        """Exact attention of a piece, and the prompt with its queries and log-sum-exps where a policy reads them."""
+        """Exact attention of a piece. The prompt gets the piece's queries and log-sum-exps, if a policy reads them."""
         out, lse = piece_attention(
             piece.q_post,
             prompt.k_post,
@@ -86,41 +86,26 @@ class LayerPlan:
         return out, prompt
 
 
-@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("x",))
-def prefill_layer(
-    weights: dict, x: Array, lengths: Array, inverse: np.ndarray, learned: Any = None, *, plan: LayerPlan
-) -> tuple[Array, PromptKV]:
-    """One block over the prompt, piece after piece.
+@dataclasses.dataclass(frozen=True)
+class LayerRun:
+    """The arguments of `prefill_layer` that are the same for all pieces of a prompt."""
 
-    What is larger than a piece is written in place: the hidden states, and the layer's keys and values, to which the
-    pieces that follow attend.
+    plan: LayerPlan
+    weights: dict
+    lengths: Array
+    inverse: np.ndarray
 
-    Args:
-        weights: of this layer.
-        x: hidden states [B, S, D]; donated.
-        lengths: real tokens of each row, int32 [B].
-        inverse: angle per position of each rotated pair, float32 [d / 2].
-        learned: this layer's arrays of `PrefillAttention.prepared`, or None.
-        plan: what is static.
-
-    Returns:
-        The hidden states behind the block [B, S, D], and the prompt's keys and values.
-    """
-    config, kind, attention = plan.config, plan.kind, plan.attention
-    tokens = x.shape[1]
-    count = tokens // plan.size
-    assert count * plan.size == tokens, f"{tokens} tokens are no pieces of {plan.size}"
-    prompt = plan.empty_prompt(lengths, tokens, x.dtype)
-
-    def run_piece(index: Array, x: Array, prompt: PromptKV, attend: PieceAttention) -> tuple[Array, Any]:
+    def piece(self, index: Array, x: Array, prompt: PromptKV, attend: PieceAttention) -> tuple[Array, Any]:
+        """The block's output for one piece of the hidden states x [B, S, D], and the second result of `attend`."""
+        plan, lengths = self.plan, self.lengths
         first = index * plan.size
         positions = first + jnp.arange(plan.size, dtype=jnp.int32)
-        turn = rotation(kind.rope, jnp.asarray(inverse), positions[None])
+        turn = rotation(plan.kind.rope, jnp.asarray(self.inverse), positions[None])
         real = (positions < lengths[:, None])[..., None, None]
 
         def cache(heads: Heads) -> tuple[Array, Any]:
             q, k = turn.queries(heads.q_pre), turn.keys(heads.k_pre)
-            # Padding leaves zeros, so that a state does not depend on how far a prompt was padded.
+            # Zeros for padding, so that a state does not depend on the width to which a prompt was padded.
             k_pre, k, v = (jnp.where(real, rows, 0) for rows in (heads.k_pre, k, heads.v))
             extended = prompt.replace(
                 k_pre=put(prompt.k_pre, k_pre, first),
@@ -131,7 +116,36 @@ def prefill_layer(
             return attend(PrefillPiece(heads.q_pre, q, first, turn.inverse), extended)
 
         piece = lax.dynamic_slice_in_dim(x, first, plan.size, axis=1)
-        return apply_block({"layer_0": weights}, config, 0, piece, cache)
+        return apply_block({"layer_0": self.weights}, plan.config, 0, piece, cache)
+
+
+@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("x",))
+def prefill_layer(
+    weights: dict, x: Array, lengths: Array, inverse: np.ndarray, learned: Any = None, *, plan: LayerPlan
+) -> tuple[Array, PromptKV]:
+    """One block over the prompt, piece after piece.
+
+    The hidden states and the layer's keys and values, to which later pieces attend, are written in place. All other
+    arrays are no larger than a piece.
+
+    Args:
+        weights: the weights of this layer.
+        x: hidden states [B, S, D]; donated.
+        lengths: real tokens of each row, int32 [B].
+        inverse: angle per position of each rotated pair, float32 [d / 2].
+        learned: this layer's arrays of `PrefillAttention.prepared`, or None.
+        plan: the static arguments.
+
+    Returns:
+        The hidden states [B, S, D] after the block, and the prompt's keys and values.
+    """
+    config, kind, attention = plan.config, plan.kind, plan.attention
+    tokens = x.shape[1]
+    count = tokens // plan.size
+    assert count * plan.size == tokens, f"{tokens} tokens are no pieces of {plan.size}"
+    prompt = plan.empty_prompt(lengths, tokens, x.dtype)
+
+    run = LayerRun(plan, weights, lengths, inverse)
 
     def one(index: Array, carry: tuple[Array, PromptKV, Any]) -> tuple[Array, PromptKV, Any]:
         x, prompt, aux = carry
@@ -144,12 +158,12 @@ def prefill_layer(
             out, after = attention.attend(config, kind, piece, prompt, aux)
             return out, (prompt, after)
 
-        out, (prompt, aux) = run_piece(index, x, prompt, attend)
+        out, (prompt, aux) = run.piece(index, x, prompt, attend)
         return put(x, out, index * plan.size), prompt, aux
 
     def look(index: Array, prompt: PromptKV) -> PromptKV:
         # The block's output is dropped, so XLA computes no attention and no MLP here.
-        return run_piece(index, x, prompt, lambda piece, extended: (piece.q_post, extended))[1]
+        return run.piece(index, x, prompt, lambda piece, extended: (piece.q_post, extended))[1]
 
     aux = None
     if attention is not None:
@@ -171,7 +185,14 @@ def put(whole: Array, piece: Array, first: Array) -> Array:
 
 
 def tail_queries(tail: Array | None, q: Array, lengths: Array, first: Array) -> Array | None:
-    """tail [B, w, h_q, d] with those of each row's last w real queries that lie in this piece's q [B, P, h_q, d]."""
+    """Copy into tail [B, w, h_q, d] those of each row's last w real queries that this piece has.
+
+    Args:
+        tail: the last queries found so far, or None.
+        q: the piece's queries [B, P, h_q, d].
+        lengths: real tokens of each row, int32 [B].
+        first: position of the piece's first token.
+    """
     if tail is None:
         return None
     w = tail.shape[1]
@@ -186,8 +207,8 @@ def piece_attention(
 ) -> tuple[Array, Array | None]:
     """Causal attention of a piece. On a GPU, cuDNN computes it for a prompt that is one piece.
 
-    cuDNN does not serve other pieces: its causal mask begins at the first key. Nor does it serve log-sum-exps: JAX
-    returns them in the output's dtype, which is too coarse to merge a piece with what lies before it.
+    cuDNN cannot compute other pieces, because its causal mask begins at the first key. It is not used for
+    log-sum-exps either, because JAX returns them in the output's dtype, which is too coarse to merge pieces.
     """
     fused = jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
     if fused and q.shape[1] == k.shape[1] and not with_lse:
@@ -199,7 +220,7 @@ def piece_attention(
 
 
 def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
-    """The prompt with what this policy reads alone, where several policies share one prefill."""
+    """The prompt without the arrays that this policy does not read. Several policies may share one prefill."""
     reads = spec.policy.reads
     tail = prompt.q_tail[:, -reads.last_queries :] if prompt.q_tail is not None and reads.last_queries else None
     everything = reads.all_queries
@@ -213,6 +234,6 @@ def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
 
 @functools.partial(jax.jit, static_argnames=("spec",))
 def compress_layer(prompt: PromptKV, fitted: Any, *, spec: CacheSpec) -> tuple[LayerState, Any]:
-    """A policy's state of a prompt without the host tier, and the write that fills the tier. `spec.layer` is None."""
+    """The state that a policy makes of a prompt, and the write that fills its host tier. `spec.layer` is None."""
     state, write = spec.policy.compress(spec, spec.policy.init(spec, fitted), prompt, fitted)
     return state.replace(host=HostTier()), write

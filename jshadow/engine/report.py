@@ -1,4 +1,4 @@
-"""What a generation really did: measured bytes, counted tokens, seconds with compilation apart."""
+"""The report of a generation: measured bytes, counted tokens, and seconds with compilation apart."""
 
 import dataclasses
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.offload import FETCH_QUANTUM
 from jshadow.cache.state import Counters, KVState
 from jshadow.policies.settings import policy_settings
@@ -36,30 +37,34 @@ jax.monitoring.register_event_duration_secs_listener(CompileClock.on_event)
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """One row of a generation. Bytes are the row's share of the state, at its allocated capacity.
+    """The figures of one row of a generation. Bytes are the row's share of the state at its allocated capacity.
 
     Attributes:
         policy: the resolved policy that ran.
-        fetch: fetch mode.
-        prompt_tokens: tokens of the prompt (of this turn's prompt, where a state was continued).
-        generated_tokens: tokens sampled, a stop token included.
-        attended_tokens: mean over decode steps, layers and heads, window, outliers and generated tokens included;
-            None where no step ran.
-        attended_parts: the last step's by part, mean over layers and heads: "selected", "outliers", "window" (without
-            generated tokens), "generated"; empty where no step ran. What a budget really means.
+        fetch: the fetch mode.
+        prompt_tokens: tokens of the prompt. If a state was continued, those of this turn alone.
+        generated_tokens: tokens that were sampled, with a stop token or the tokens of a stop string.
+        attended_tokens: tokens that a query attended to, mean over decode steps, layers and heads. Window, outliers
+            and generated tokens count. None if no step ran.
+        attended_parts: tokens of each part that the last query attended to, mean over layers and heads: "selected",
+            "outliers", "window" (without generated tokens), "generated". Empty if no step ran.
         device_bytes: KV bytes in device memory.
         host_bytes: KV bytes in host memory.
         full_bytes: KV bytes of full attention at the same capacity.
         bytes_fetched: bytes moved from host to device in this generation.
-        hit_rate: share of the selected units that the step before had selected too; None where nothing is selected.
-        prefill_seconds: the prompt, compilation excluded; of the whole batch.
-        decode_seconds: the decode steps, compilation excluded; of the whole batch.
-        compile_seconds: tracing, lowering and compiling; of the whole batch.
-        decode_tokens_per_second: tokens of the whole batch a second; None where no step ran.
-        verified_steps: steps in which the offloaded path was compared with the resident one; None: not asked for.
+        hit_rate: share of the selected units that the previous step had selected too. None if nothing is selected.
+        prefill_seconds: seconds of the prefill of the whole batch, without compilation.
+        decode_seconds: seconds of the decode steps of the whole batch, without compilation.
+        compile_seconds: seconds of tracing, lowering and compiling, for the whole batch.
+        decode_tokens_per_second: tokens per second of the whole batch. None if no step ran.
+        verified_steps: steps in which the offloaded path was compared with the resident path. None without `verify`.
         fallback: why a dense cache was used instead of the policy, or None.
-        prefill: how the prompt's queries attended to each other: "exact", or the sparse attention with its settings;
-            None where a state was continued.
+        prefill: how the prompt's queries attended to each other: "exact", or the sparse attention with its settings.
+            None if a state was continued.
+        device_kind: the device that holds the state, as JAX names it ("NVIDIA H100 80GB HBM3").
+        dtype: of the weights and the cache.
+        large_cache: one sentence on the largest parts of the state, where it takes more device bytes than full
+            attention; else None.
     """
 
     policy: Any
@@ -80,33 +85,51 @@ class Report:
     fallback: str | None
     verified_steps: int | None = None
     prefill: str | None = "exact"
+    device_kind: str = ""
+    dtype: str = ""
+    large_cache: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; the policy as its name and settings."""
+        """The report as JSON values. The policy is given by its name and settings."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return values | {"policy": {"name": self.policy.name, **policy_settings(self.policy)}}
 
 
 def measured_bytes(state: KVState) -> dict[str, int]:
-    """KV bytes of a state's arrays by the memory they really lie in: {"device": n, "host": n}."""
+    """KV bytes of a state's arrays by the memory in which they lie: {"device": n, "host": n}."""
     sizes = {"device": 0, "host": 0}
     for leaf in jax.tree.leaves((state.layers, state.shared, state.fitted)):
         sizes["device" if leaf.sharding.memory_kind in (None, "device") else "host"] += leaf.nbytes
     return sizes
 
 
+def explain_large_cache(state: KVState, device_bytes: int, dense_bytes: int) -> str | None:
+    """One sentence on the largest device parts of a row, where it takes more bytes than full attention; else None."""
+    if device_bytes <= dense_bytes:
+        return None
+    parts = {name: device // state.batch for name, (device, _) in state_nbytes(state).items()}
+    if "host rows" in parts:  # a resident state has them on the device
+        parts["rows that an offloading fetch mode keeps on the host"] = parts.pop("host rows")
+    largest = sorted(parts, key=lambda name: -parts[name])[:2]
+    return (
+        f"{state.policy.name} takes {device_bytes / dense_bytes:.2f} times the device bytes of full attention at "
+        f"capacity={state.capacity}; its largest parts are "
+        + " and ".join(f"{name} ({parts[name]:,} bytes)" for name in largest)
+    )
+
+
 def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, float]]:
-    """What each row's last query attended to, by part, mean over layers; {} for a row whose last token is a prompt's.
+    """Tokens of each part that each row's last query attended to, mean over layers; {} for a row that generated none.
 
     Args:
-        state: after the step.
+        state: the state after the step.
         generated: generated tokens that each row holds, int [B].
     """
     totals: dict[str, Any] = {}
     for spec, layer in zip(state.specs, state.layers, strict=True):
         attended = spec.policy.attended_parts(spec, layer, state.lengths)
         parts = {part: np.asarray(tokens, np.float64) for part, tokens in attended.items()}
-        if "window" in parts:  # whose newest tokens are the generated ones
+        if "window" in parts:  # its newest tokens are the generated ones
             parts["generated"] = np.minimum(generated, parts["window"])
             parts["window"] = parts["window"] - parts["generated"]
         for part, tokens in parts.items():

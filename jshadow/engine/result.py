@@ -11,7 +11,7 @@ from jshadow.weights.params import Params
 
 
 class FinalStates:
-    """The final states of a batch. Tokens that a row was given and not fed are fed when its state is first asked for.
+    """The final states of a batch. The last sampled token of a row is fed when its state is first asked for.
 
     A row that a stop string ended may have an older state than its neighbors. Rows with the same state share it.
     """
@@ -24,14 +24,15 @@ class FinalStates:
         self.unfed = [list(tokens) for _, tokens in rows]
 
     def of_row(self, row: int) -> KVState:
-        """The state of the batch in which this row holds the prompt and the tokens that it was given."""
+        """The state of the batch in which this row holds the prompt and all of its tokens."""
         key = self.keys[row]
         sharing = [self.keys[other] == key for other in range(len(self.keys))]
         while any(active := [mine and bool(unfed) for mine, unfed in zip(sharing, self.unfed, strict=True)]):
-            tokens = [unfed.pop(0) if fed else 0 for fed, unfed in zip(active, self.unfed, strict=True)]
+            tokens = [unfed[0] if fed else 0 for fed, unfed in zip(active, self.unfed, strict=True)]
             _, self.states[key] = decode.decode_step(
                 self.params, np.array(tokens, np.int32), self.states[key], active=active
             )
+            self.unfed = [unfed[1:] if fed else unfed for fed, unfed in zip(active, self.unfed, strict=True)]
         return self.states[key]
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, Key
 from jshadow.errors import ConfigError
 from jshadow.models.config import check_positive
 
-COLDEST = 1e-30  # at this temperature the lesser of two logits is never drawn; a lower one would change nothing
+COLDEST = 1e-30  # lower temperatures count as this one, at which the smaller of two logits is never drawn
 
 NO_TOKEN = -1  # in place of a token that could not be drawn
 
@@ -26,7 +26,7 @@ class Sampler:
         temperature: 0 is greedy.
         top_k: keep the k most likely tokens.
         top_p: keep the fewest tokens whose probabilities sum to at least p.
-        min_p: keep tokens with at least that share of the most likely token's probability.
+        min_p: keep tokens whose probability is at least this share of the most likely token's.
     """
 
     temperature: float = 0.0
@@ -62,7 +62,7 @@ def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -
     Args:
         sampler: static settings.
         logits: float32 [B, V].
-        key: PRNG key; row b draws with fold_in(key, b), so a row does not depend on its neighbours.
+        key: PRNG key. Row b draws with fold_in(key, b), so a row does not depend on its neighbors.
 
     Returns:
         int32 [B].
@@ -82,9 +82,9 @@ def sample_checked(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array
 
 
 def filter_logits(sampler: Sampler, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """Logits [B, V] with -inf where a filter drops the token."""
+    """Logits [B, V], with -inf for the tokens that a filter of the sampler drops."""
     if sampler.top_k is not None and sampler.top_k < logits.shape[-1]:
-        # By rank, not by value: a tie at the cut keeps the lower ids and exactly k tokens.
+        # By rank and not by value: with a tie at the cut, the lower ids and exactly k tokens are kept.
         chosen = jax.lax.top_k(logits, sampler.top_k)[1]
         rows = jnp.arange(logits.shape[0])[:, None]
         mask = jnp.zeros(logits.shape, bool).at[rows, chosen].set(True)

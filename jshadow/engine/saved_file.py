@@ -18,15 +18,15 @@ THREADS = 4  # that read and hash; both let go of Python's lock
 
 
 def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    """SHA-256 of the parsed header. Offsets follow from the sizes: the format allows neither gap nor overlap."""
+    """SHA-256 of the parsed header. Offsets follow from the sizes, because the format allows no gap and no overlap."""
     return sha256(canonical({"metadata": dict(texts), "tensors": {name: list(entry) for name, entry in table.items()}}))
 
 
 def open_described(path: Path, kind: str, form: str, version: int) -> tuple[TensorFile, dict[str, str], dict[str, str]]:
-    """Open a file that jshadow wrote and check its header: the file, its texts, and the SHA-256 of each tensor.
+    """Open a file that jshadow wrote and check its header. Returns the file, its texts, and each tensor's SHA-256.
 
     Raises:
-        CheckpointError: missing, damaged or foreign, or of a newer format.
+        CheckpointError: the file is missing, damaged, not of this kind, or of a newer format.
     """
     file = TensorFile(path, kind)
     texts = dict(file.metadata)
@@ -38,7 +38,7 @@ def open_described(path: Path, kind: str, form: str, version: int) -> tuple[Tens
             raise CheckpointError(f"{path} is of format version {number}; this jshadow understands version {version}")
         recorded = texts.pop("header_sha256", None)
         if recorded != header_digest(texts, {name: (file.tags[name], shape) for name, shape in file.shapes.items()}):
-            raise CheckpointError(f"{path} is damaged: its header does not have the SHA-256 that it tells")
+            raise CheckpointError(f"{path} is damaged: its header does not have the SHA-256 that it gives")
         digests = read_json_text(texts, "sha256")
         if not isinstance(digests, dict) or digests.keys() != file.shapes.keys():
             raise ValueError("sha256 must have one digest for each tensor")
@@ -53,14 +53,14 @@ def described(path: Path, kind: str) -> Iterator[None]:
     except CheckpointError:
         raise
     except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} must be {kind}, got metadata that do not fit: {error}") from error
+        raise CheckpointError(f"{path} must be {kind}, got metadata that does not fit: {error}") from error
 
 
 def read_checked(file: TensorFile, name: str, digests: Mapping[str, str]) -> np.ndarray:
-    """A tensor of the file. Raises CheckpointError where its bytes are not those that were written."""
+    """Read a tensor of the file. Raises CheckpointError if its SHA-256 is not that of the header."""
     value = file.read(name)
     if sha256(raw_bytes(value)) != digests[name]:
-        raise CheckpointError(f"{file.path} is damaged: {name} does not have the SHA-256 that the header tells")
+        raise CheckpointError(f"{file.path} is damaged: {name} does not have the SHA-256 that the header gives")
     return value
 
 

@@ -1,4 +1,4 @@
-"""The record in a saved state of the model, policy and sizes that it belongs to, as plain JSON; and what differs."""
+"""The record of a saved state: its model, policy and sizes as plain JSON. Lists the differences to another model."""
 
 import dataclasses
 import json
@@ -25,13 +25,13 @@ NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
 
 @dataclasses.dataclass(frozen=True)
 class StateRecord:
-    """The metadata of a file; each attribute is a JSON text there.
+    """The metadata of a file. Each attribute is stored as a JSON text.
 
     Attributes:
         config: every field of the ModelConfig.
         weights: Params.digest.
         tokenizer: Params.tokenizer_digest.
-        policy: {"name", "settings"}, resolved.
+        policy: {"name", "settings"} of the resolved policy.
         fitted: digest of the policy's fitted arrays, or None.
         fitted_tree: their nested dict with [dtype, shape] for each array, or None.
         batch, capacity, dtype, fetch: of every layer's CacheSpec.
@@ -73,7 +73,7 @@ class StateRecord:
 
     @classmethod
     def read(cls, texts: Mapping[str, str]) -> "StateRecord":
-        """The record behind JSON texts. Raises ValueError naming the field that is missing or of the wrong kind."""
+        """Parse a record from its JSON texts. Raises ValueError naming a field that is missing or of the wrong type."""
         values = {}
         for field in dataclasses.fields(cls):
             values[field.name] = read_json_text(texts, field.name)
@@ -96,10 +96,10 @@ class StateRecord:
         return record
 
     def match(self, params: Params, policy: Policy | None) -> Policy:
-        """The resolved policy of the state, where everything is as params (and policy, if given) have it.
+        """The resolved policy of the state, if the record fits params (and policy, if given).
 
         Raises:
-            StateMismatch: something is not; the message has a line for each difference.
+            StateMismatch: something differs. The message has a line for each difference.
         """
         ours = {
             "config": plain(params.config),
@@ -115,7 +115,7 @@ class StateRecord:
         return resolved
 
     def match_policy(self, config: ModelConfig, policy: Policy | None) -> tuple[Policy | None, list[str]]:
-        """The resolved policy of the state, and a line for each difference from the one given."""
+        """The resolved policy of the state, and a line for each difference from the given policy."""
         name, settings = self.policy["name"], self.policy["settings"]
         if policy is None and name not in POLICIES | WRAPPERS:
             return None, [f"policy.name: file has {name!r}, POLICIES has {sorted(POLICIES)}; pass policy="]
@@ -124,7 +124,7 @@ class StateRecord:
                 policy = recorded_policy(name, settings)
             resolved = policy.resolve(config, self.capacity)
             if name == Full.name and why_dense(resolved, config, self.capacity):
-                resolved = Full()  # what `generate` falls back to
+                resolved = Full()  # `generate` falls back to it
             return resolved, compare("policy", self.policy, policy_record(resolved), "policy")
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             return None, [f"policy: file has {self.policy}, which is no policy of this model here: {error}"]
@@ -133,8 +133,8 @@ class StateRecord:
         """The state as ShapeDtypeStructs.
 
         Raises:
-            ConfigError: such a state cannot be held here, in its fetch mode.
-            ValueError: the sizes make no state.
+            ConfigError: this machine cannot hold such a state in its fetch mode.
+            ValueError: no state has these sizes.
         """
         if len(self.windows) != config.num_layers or self.capacity > config.context:
             raise ValueError(
@@ -150,13 +150,13 @@ class StateRecord:
         except ConfigError:
             raise
         except (TypeError, ValueError, OverflowError, AssertionError) as error:
-            raise ValueError(f"the sizes make no state: {error}") from error
+            raise ValueError(f"no state has these sizes: {error}") from error
 
 
 def read_json_text(texts: Mapping[str, str], name: str) -> Any:
-    """The value of one JSON text. Raises ValueError naming it."""
+    """The value of one JSON text. Raises ValueError with its name if it is missing or no JSON."""
     if name not in texts:
-        raise ValueError(f"{name} must be there, got nothing")
+        raise ValueError(f"{name} must be present, got nothing")
     try:
         return json.loads(texts[name])
     except (ValueError, RecursionError) as error:
@@ -164,7 +164,7 @@ def read_json_text(texts: Mapping[str, str], name: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A setting as a JSON value. Raises CheckpointError where there is none for it."""
+    """A setting as a JSON value. Raises CheckpointError if JSON cannot express it."""
     if isinstance(value, Policy):
         return policy_record(value)
     if dataclasses.is_dataclass(value):
@@ -177,24 +177,24 @@ def plain(value: Any) -> Any:
 
 
 def policy_record(policy: Policy) -> dict[str, Any]:
-    """{"name", "settings"} of a policy; settings by dotted name."""
+    """{"name", "settings"} of a policy, with the settings by dotted name."""
     return {"name": policy.name, "settings": {name: plain(value) for name, value in dotted_settings(policy).items()}}
 
 
 def recorded_policy(name: str, settings: dict[str, Any]) -> Policy:
-    """The policy of such a record. Raises KeyError, TypeError or ConfigError where there is none."""
+    """The policy of a `policy_record`. Raises KeyError, TypeError or ConfigError if there is no such policy."""
     return with_settings((POLICIES | WRAPPERS)[name](), {key: hashable(value) for key, value in settings.items()})
 
 
 def hashable(value: Any) -> Any:
-    """A JSON value as a dataclass of settings holds it."""
+    """A JSON value as a setting: a list becomes a tuple, and a policy record becomes a policy."""
     if isinstance(value, dict) and value.keys() == {"name", "settings"}:
         return recorded_policy(**value)
     return tuple(map(hashable, value)) if isinstance(value, list) else value
 
 
 def describe_tree(tree: Any) -> Any:
-    """A nested dict of arrays with [dtype, shape] for each; None stays. Raises CheckpointError for another tree."""
+    """The nested dict with [dtype, shape] for each array; None for None. Raises CheckpointError for another tree."""
     if tree is None:
         return None
     if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
@@ -207,7 +207,7 @@ def describe_tree(tree: Any) -> Any:
 
 
 def abstract_tree(tree: Any) -> Any:
-    """ShapeDtypeStructs of what `describe_tree` made. Raises ValueError or TypeError for anything else."""
+    """ShapeDtypeStructs for a result of `describe_tree`. Raises ValueError or TypeError for anything else."""
     if tree is None:
         return None
     if isinstance(tree, dict):
@@ -219,7 +219,7 @@ def abstract_tree(tree: Any) -> Any:
 
 
 def compare(field: str, theirs: Any, ours: Any, owner: str) -> list[str]:
-    """A line for each difference between the file and the `owner` ("params", "policy") that it is to be loaded for."""
+    """A line for each difference between the file and the `owner` ("params" or "policy") for which it is loaded."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         keys = sorted(theirs.keys() | ours.keys())
         return [

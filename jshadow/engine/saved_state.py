@@ -1,10 +1,10 @@
-"""KV states in files: written whole or not at all, and never loaded into a model or policy they do not belong to.
+"""KV states in files. A file appears complete or not at all, and is loaded only for its own model and policy.
 
 A state is one safetensors file. The tensors are the leaves of the state, named by their place in it
 ("layers.3.frozen.left", "lengths"), and the token ids if the caller passed them ("tokens.0"). The metadata holds the
 record of `saved_record.py`, the SHA-256 of every tensor ("sha256"), and the SHA-256 of the parsed header, that is the
-metadata and the tensor table in canonical JSON ("header_sha256"). So a changed bit is refused, except one that the
-parser does not see either (a space between two fields).
+metadata and the tensor table in canonical JSON ("header_sha256"). So every changed bit is refused, except in white
+space of the header, which the parser skips.
 """
 
 import os
@@ -31,24 +31,24 @@ from jshadow.weights.params import Params
 
 FORMAT, VERSION = "jshadow KV state", 1
 KIND = "a saved KV state (safetensors)"
-UNKNOWN = "0" * 64  # stands for a digest until the tensors are written
+UNKNOWN = "0" * 64  # the placeholder of a digest until its tensor is written
 
 
 def save_state(
     path: str | os.PathLike[str], state: KVState, params: Params, *, tokens: Sequence[Sequence[int]] | None = None
 ) -> None:
-    """Write a state to one file, tensor by tensor. The state is left as it is.
+    """Write a state to one file, tensor by tensor. The state does not change.
 
     Args:
         path: file to make or to replace; it appears complete or not at all.
         state: from prefill, extend or decode_step, not yet consumed.
         params: the Params that made it.
-        tokens: the ids that each row holds, to be kept beside the state; None: not kept.
+        tokens: the ids that each row holds, to be stored with the state. None: they are not stored.
 
     Raises:
-        StateMismatch: the state was consumed or is of another model, or `tokens` are not as many as it holds.
+        StateMismatch: the state was consumed, is of another model, or holds another number of tokens than `tokens`.
         PromptError: a token id out of range.
-        CheckpointError: the file cannot be written (disk full, no such place), or a setting not be told in JSON.
+        CheckpointError: the file cannot be written (a full disk, no such folder), or JSON cannot hold a setting.
     """
     target = Path(path).expanduser()
     check_state(params, state, None)
@@ -76,12 +76,12 @@ def save_state(
 
 
 def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | None = None) -> KVState:
-    """Read a state back, in the fetch mode it had. All of the file is checked before anything is put on a device.
+    """Read a state back, in the fetch mode it had. The whole file is checked before anything is put on a device.
 
     Args:
         path: written by `save_state`.
         params: the model that made the state: same config, weights, dtype and tokenizer.
-        policy: None, or the policy that made it. A policy that is not in POLICIES must be given.
+        policy: None, or the policy that made the state. A policy that is not in POLICIES must be given.
 
     Raises:
         StateMismatch: another model, tokenizer, dtype or policy; one error names every difference.
@@ -120,14 +120,14 @@ def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | No
 
 
 def read_state_info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a file says of itself, without loading it: the StateRecord's fields, and lengths, tokens and bytes.
+    """Read the record of a file, its lengths and tokens, without loading the state.
 
     Returns:
         The fields of StateRecord, and "format", "version", "lengths" (one a row), "tokens" (a list of ids a row, or
-        None where they were not kept), "nbytes" (of the file).
+        None if they were not stored), "nbytes" (of the file).
 
     Raises:
-        CheckpointError: as `load_state`; damage inside tensors other than lengths and tokens is not looked for.
+        CheckpointError: as in `load_state`, except that only the tensors of lengths and tokens are checked.
     """
     file, record, digests = open_state(Path(path).expanduser())
     names = [name for name in token_names(record.batch) if name in file.shapes]
@@ -143,12 +143,12 @@ def read_state_info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def is_place(node: Any) -> bool:
-    """Whether a node is one tensor of the file, together with the memory where it belongs."""
+    """Whether a node is one tensor of the file together with the memory in which it lies."""
     return isinstance(node, HostArray)
 
 
 def places(state: KVState) -> dict[str, Any]:
-    """Every array of a state (or HostArray with one) by its name. Raises CheckpointError where two have the same."""
+    """Every array or HostArray of a state by its name. Raises CheckpointError if two have the same name."""
     flat = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_place)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
     if len(named) != len(flat):
@@ -157,7 +157,7 @@ def places(state: KVState) -> dict[str, Any]:
 
 
 def bare(leaf: Any) -> Any:
-    """The array of a place."""
+    """The array of a leaf, which may be a HostArray."""
     return leaf.array if isinstance(leaf, HostArray) else leaf
 
 
@@ -170,7 +170,7 @@ def token_names(batch: int) -> list[str]:
 
 
 def check_loadable(record: StateRecord, state: KVState, params: Params) -> None:
-    """Raise CheckpointError where the record would not lead back to the very structure of the state."""
+    """Raise CheckpointError if a state loaded by this record would have another structure than this state."""
     try:
         policy = record.match(params, None if state.policy.name in POLICIES | WRAPPERS else state.policy)
         expected = record.abstract(params.config, policy)
@@ -195,7 +195,7 @@ def token_arrays(state: KVState, params: Params, tokens: Sequence[Sequence[int]]
     if not all(isinstance(row, Sequence | np.ndarray) and not isinstance(row, str) for row in tokens):
         raise PromptError(f"tokens must have a list of ids for each row, got {tokens!r:.80}")
     if [len(row) for row in tokens] != lengths:
-        raise StateMismatch(f"tokens must have {lengths} ids, as the state, got {[len(row) for row in tokens]}")
+        raise StateMismatch(f"tokens must have {lengths} ids, like the state, got {[len(row) for row in tokens]}")
     return {
         name: check_ids(params.config, np.asarray(row, np.int64 if not len(row) else None), (None,), name)
         for name, row in zip(token_names(state.batch), tokens, strict=True)
@@ -226,7 +226,7 @@ def open_state(path: Path) -> tuple[TensorFile, StateRecord, dict[str, str]]:
 
 
 def check_table(file: TensorFile, leaves: Mapping[str, Any], batch: int) -> None:
-    """Raise CheckpointError unless the file has the tensors of the leaves and no others but token ids of all rows."""
+    """Raise CheckpointError unless the file has exactly the tensors of the leaves, with or without all token ids."""
     extra = [name for name in file.shapes if name not in leaves]
     if set(extra) == set(token_names(batch)):
         extra = [name for name in extra if file.tags[name] != TAGS["int32"] or len(file.shapes[name]) != 1]
@@ -248,7 +248,7 @@ def spare_bytes(expected: KVState) -> int:
 
 
 def check_lengths(file: TensorFile, record: StateRecord, lengths: list[int]) -> None:
-    """Raise CheckpointError where a row holds an impossible number of tokens, or another number than its token ids."""
+    """Raise CheckpointError if a length is out of range, or differs from the number of the row's stored token ids."""
     if not all(0 <= length <= record.capacity for length in lengths):
         raise CheckpointError(f"{file.path}: lengths must lie in [0, capacity={record.capacity}], got {lengths}")
     for name, length in zip(token_names(record.batch), lengths, strict=True):
@@ -257,7 +257,7 @@ def check_lengths(file: TensorFile, record: StateRecord, lengths: list[int]) -> 
 
 
 def put(place: Any, value: np.ndarray) -> Any:
-    """An array in the memory of its place, bound to the device as a step returns it, so that no step recompiles."""
+    """Put an array into the memory of its place, bound to the device, so that the next step does not recompile."""
     memory = place.memory if isinstance(place, HostArray) else "device"
     array = jax.device_put(value, SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
     return HostArray(array, memory) if isinstance(place, HostArray) else array

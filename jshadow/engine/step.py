@@ -1,10 +1,9 @@
-"""One decode step as traceable code, layer by layer. It compiles nothing and checks nothing.
+"""One decode step as traceable code, layer by layer. It checks nothing and compiles nothing.
 
 B rows, T tokens of a step, D model width, h_q query heads, d head width, V vocabulary.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +12,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache import offload
-from jshadow.cache.records import Fetched, HostTier, LayerState, Selection, StepKV
+from jshadow.cache.records import Fetched, HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.cache.state import Counters, KVState, Reads, Writes, of_layer
+from jshadow.cache.state import KVState, Reads, Writes, of_layer
+from jshadow.engine.step_work import LayerWork as LayerWork
+from jshadow.engine.step_work import count_step
 from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.models.transformer import Heads, apply_block, block_query, embed
 from jshadow.models.transformer import logits as model_logits
@@ -28,42 +29,14 @@ from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates, capa
 COMPILER_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 
-@dataclasses.dataclass
-class LayerWork:
-    """What one layer moved.
-
-    Attributes:
-        moved: bytes that every row moved.
-        missed: what a row moved beyond that, uint32 [B] in units of offload.FETCH_QUANTUM bytes. It differs between
-            rows where units that lie on the device from the step before are not fetched again.
-        fetches: the fetched units, in the order of the fetches.
-        followed: the selections whose hits are counted.
-        later: (target layer, selection, fetched units) of each fetch that is for the next step.
-    """
-
-    moved: int = 0
-    missed: int | Array = 0
-    fetches: list[Fetched] = dataclasses.field(default_factory=list)
-    followed: list[Selection] = dataclasses.field(default_factory=list)
-    later: list[tuple[int, Selection, Fetched]] = dataclasses.field(default_factory=list)
-
-    def add(self, spec: CacheSpec, selection: Selection, layout: Any, fetched: Fetched) -> None:
-        """Note one fetch."""
-        self.fetches.append(fetched)
-        self.moved += offload.fetched_bytes(spec, selection, layout)
-        self.missed = self.missed + offload.missed_quanta(spec, selection, layout)
-        if selection.hit is not None:
-            self.followed.append(selection)
-
-
 @dataclasses.dataclass(frozen=True)
 class AllLayers:
-    """What a layer needs of all layers, to fetch on behalf of another one.
+    """The parts of all layers that a layer needs to fetch units for another layer.
 
     Attributes:
         specs: one a layer.
         tiers: the host tier of each layer.
-        inbox: layer -> units that an earlier layer fetched for it; the layer takes them out.
+        inbox: layer -> units that an earlier layer fetched for it. The layer removes them.
     """
 
     specs: tuple[CacheSpec, ...]
@@ -77,8 +50,8 @@ def step_layer(
     """One layer of one step: append, select, fetch, receive, attend, plan. This order holds for every policy.
 
     Args:
-        spec: this layer.
-        state: its state.
+        spec: the spec of this layer.
+        state: the state of this layer.
         step: queries, keys and values of the step.
         everyone: specs, host tiers and inbox of all layers.
 
@@ -115,7 +88,10 @@ def step_layer(
 
 
 def turn_piece(source: Reads | KVState, count: int) -> int:
-    """How many of a turn's `count` tokens pass the model at once: as many as every layer takes; one beside a guess."""
+    """How many of a turn's `count` tokens pass through the model at once: the least that a layer takes.
+
+    A policy that guesses the next token takes one token at a time.
+    """
     if capability(source.policy, Speculates) is not None:
         return 1
     return min(count, *(spec.policy.reads.piece for spec in source.specs))
@@ -131,7 +107,7 @@ def step_writes(
     *,
     every: bool = False,
 ) -> tuple[Array, Writes]:
-    """`step_state` on the two halves of a state: the logits, and the new changing half."""
+    """`step_state` on the two halves of a state. Returns the logits and the new `writes`."""
     out, state = step_state(weights, config, tokens, new, KVState.of(reads, writes), every=every)
     return out, state.split()[1]
 
@@ -152,56 +128,24 @@ def step_state(
         weights, config: the model.
         tokens: int32 [B, T], right padded; T > 1 only up to `turn_piece`.
         new: how many of them are real, int32 [B], 0 .. T.
-        state: before the step.
+        state: the state before the step.
         every: return the logits of all tokens, not only of each row's last real one.
-        run_layer: runs a layer; `step_layer`, or a function around it that looks on.
+        run_layer: runs a layer: `step_layer`, or a function that calls it and watches.
 
     Returns:
-        float32 logits [B, V], or [B, T, V], and the new state. The logits of a row with an impossible token or
-        without room are NaN.
+        float32 logits [B, V], or [B, T, V] with `every`, and the new state. The logits of a row are NaN if a token id
+        is out of range or the row has no room.
     """
     reads, writes = state.split()
     specs, policy, lengths = reads.specs, reads.policy, writes.lengths
     count = tokens.shape[1]
-    speculation, foresees = capability(policy, Speculates), capability(policy, Foresees) is not None
+    speculation = capability(policy, Speculates)
     assert count == 1 or speculation is None, "a guess follows one token, not a piece of a turn"
     asked = jnp.concatenate([tokens, writes.shared.guess[:, None]], axis=1) if speculation else tokens
     positions = lengths[:, None] + jnp.arange(asked.shape[1], dtype=jnp.int32)
-    # A guessed token attends, but its key and value are never stored.
+    # The guessed token attends to the cache, but its key and value are not stored.
     valid = jnp.arange(asked.shape[1]) < new[:, None]
-    turns = rotations(specs, positions)
-    layers = list(state.layers)
-    everyone = AllLayers(specs, [layer.host for layer in layers])
-    x, works = embed(weights, config, asked), []
-    foreseen: Array | None = None
-    for index, spec in enumerate(specs):
-
-        def cache(
-            heads: Heads, index: int = index, spec: CacheSpec = spec, foreseen: Array | None = foreseen
-        ) -> tuple[Array, Any]:
-            turn = turns[spec.rope]
-            step = StepKV(
-                q_pre=heads.q_pre,
-                q_post=turn.queries(heads.q_pre),
-                k_pre=heads.k_pre,
-                k_post=turn.keys(heads.k_pre),
-                v=heads.v,
-                positions=positions,
-                valid=valid,
-                lengths=lengths,
-                inverse=turn.inverse,
-                q_foreseen=foreseen,
-                learned=of_layer(reads.fitted, index),
-            )
-            out, layer, work = run_layer(spec, layers[index], step, everyone)
-            ahead = None
-            if foresees and index + 1 < len(specs):
-                ahead = turns[specs[index + 1].rope].queries(block_query(weights, config, index + 1, heads.x_in))
-            return out, (layer, ahead, work)
-
-        x, (layers[index], foreseen, work) = apply_block(weights, config, index, x, cache)
-        everyone.tiers[index] = layers[index].host
-        works.append(work)
+    x, layers, works = run_layers(weights, config, asked, state, positions, valid, run_layer)
     for target, selection, brought in (item for work in works for item in work.later):
         layers[target] = specs[target].policy.receive(specs[target], layers[target], selection, brought)
     if not (every or speculation):
@@ -224,57 +168,70 @@ def step_state(
     return out[:, :count] if every else out[:, 0], state.join(Writes(changed, shared, held, last, counters))
 
 
+def run_layers(
+    weights: dict,
+    config: ModelConfig,
+    tokens: Array,
+    state: KVState,
+    positions: Array,
+    valid: Array,
+    run_layer: Callable[..., tuple[Array, LayerState, LayerWork]],
+) -> tuple[Array, list[LayerState], list[LayerWork]]:
+    """Run the tokens of a step through all layers.
+
+    Args:
+        weights, config: the model.
+        tokens: int32 [B, T], a guessed token included.
+        state: before the step.
+        positions: of the tokens, int32 [B, T].
+        valid: which tokens are stored, bool [B, T].
+        run_layer: as in `step_state`.
+
+    Returns:
+        The hidden states [B, T, D] behind the last layer, the new state of each layer, and what each layer moved.
+    """
+    reads, specs = state.reads(), state.specs
+    foresees = capability(state.policy, Foresees) is not None
+    turns = rotations(specs, positions)
+    layers = list(state.layers)
+    everyone = AllLayers(specs, [layer.host for layer in layers])
+    x, works = embed(weights, config, tokens), []
+    foreseen: Array | None = None
+    for index, spec in enumerate(specs):
+
+        def cache(
+            heads: Heads, index: int = index, spec: CacheSpec = spec, foreseen: Array | None = foreseen
+        ) -> tuple[Array, Any]:
+            turn = turns[spec.rope]
+            step = StepKV(
+                q_pre=heads.q_pre,
+                q_post=turn.queries(heads.q_pre),
+                k_pre=heads.k_pre,
+                k_post=turn.keys(heads.k_pre),
+                v=heads.v,
+                positions=positions,
+                valid=valid,
+                lengths=state.lengths,
+                inverse=turn.inverse,
+                q_foreseen=foreseen,
+                learned=of_layer(reads.fitted, index),
+            )
+            out, layer, work = run_layer(spec, layers[index], step, everyone)
+            ahead = None
+            if foresees and index + 1 < len(specs):
+                ahead = turns[specs[index + 1].rope].queries(block_query(weights, config, index + 1, heads.x_in))
+            return out, (layer, ahead, work)
+
+        x, (layers[index], foreseen, work) = apply_block(weights, config, index, x, cache)
+        everyone.tiers[index] = layers[index].host
+        works.append(work)
+    return x, layers, works
+
+
 def rotations(specs: tuple[CacheSpec, ...], positions: Array) -> dict[RopeConfig, Rotation]:
-    """The rotation at positions [B, T] of each kind of layer."""
+    """The rotation at positions int32 [B, T] for each RopeConfig of the layers."""
     capacity, width = specs[0].capacity, specs[0].head_dim
     return {
         rope: rotation(rope, jnp.asarray(inverse_frequencies(rope, width, capacity)), positions)
         for rope in dict.fromkeys(spec.rope for spec in specs)
     }
-
-
-def attended(spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-    """Tokens that a query attends to when rows hold `lengths`, its own included, mean over heads: float32 [B]."""
-    return functools.reduce(jnp.add, spec.policy.attended_parts(spec, state, lengths).values())
-
-
-def count_step(
-    counters: Counters,
-    specs: tuple[CacheSpec, ...],
-    layers: list[LayerState],
-    works: list[LayerWork],
-    visible: Array,
-    valid: Array,
-) -> Counters:
-    """Add one step to the counters.
-
-    Args:
-        counters: before the step.
-        specs: one a layer.
-        layers: after the step.
-        works: what each layer moved.
-        visible: how many tokens are at or before each query, int32 [B, T].
-        valid: which queries are real, bool [B, T].
-    """
-    queries = valid.sum(axis=1, dtype=jnp.uint32)
-    one = (queries > 0).astype(jnp.uint32)
-    seen = [
-        jax.vmap(functools.partial(attended, spec, layer), in_axes=1, out_axes=1)(visible)
-        for spec, layer in zip(specs, layers, strict=True)
-    ]
-    followed = [selection for work in works for selection in work.followed]
-
-    def total(masks: list[Array]) -> Array:
-        counts = [mask.sum(axis=(1, 2), dtype=jnp.uint32) for mask in masks]
-        return functools.reduce(jnp.add, counts, jnp.zeros_like(one)) * one
-
-    missed = jnp.asarray(sum(work.missed for work in works), jnp.uint32)
-    return Counters(
-        steps=counters.steps + queries,
-        attended=counters.attended + jnp.where(valid, functools.reduce(jnp.add, seen), 0.0).sum(axis=1),
-        selected=counters.selected + total([selection.valid for selection in followed]),
-        hits=counters.hits
-        + total([selection.valid & hit for selection in followed if (hit := selection.hit) is not None]),
-        fetched=counters.fetched
-        + one * (jnp.uint32(sum(work.moved for work in works) // offload.FETCH_QUANTUM) + missed),
-    )

@@ -1,4 +1,4 @@
-"""Prompts to token ids, and token ids back to text piece by piece. Knows no model."""
+"""Turn prompts into token ids, and token ids into text piece by piece. Uses the tokenizer alone."""
 
 import bisect
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ import numpy as np
 from jshadow.engine.types import Chat, OnePrompt, Prompt
 from jshadow.errors import ConfigError, PromptError
 
-ANSWER = "THE-ANSWER-BEFORE"  # stands for an answer that the state already holds
-UNFINISHED = "\ufffd"  # a tokenizer decodes bytes that are not yet a whole character to this
+ANSWER = "THE-ANSWER-BEFORE"  # the placeholder of an answer that the state already holds
+UNFINISHED = "\ufffd"  # the decoded text of bytes that are not yet a whole character
 
 
 def is_token_ids(prompt: object) -> TypeGuard[list[int] | tuple[int, ...] | np.ndarray]:
@@ -26,10 +26,10 @@ def is_chat(prompt: object) -> TypeGuard[Chat]:
 
 
 def split_prompts(prompt: Prompt) -> tuple[list[OnePrompt], bool]:
-    """The prompts of a call, and whether it gave just one.
+    """The prompts of a call, and whether the call gave one prompt and not a list.
 
     Raises:
-        PromptError: not a string, a chat, token ids, or a non-empty list of those.
+        PromptError: the value is no string, chat, token ids, or non-empty list of those.
     """
     if isinstance(prompt, str) or is_token_ids(prompt) or is_chat(prompt):
         return [prompt], True
@@ -42,18 +42,18 @@ def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | N
     """Token ids of one prompt.
 
     Args:
-        tokenizer: of transformers, or None.
+        tokenizer: a tokenizer of transformers, or None.
         prompt: str, list[dict] or token ids.
-        vocab_size: limit of the ids.
-        after: the last token of the sequence that the prompt continues: text gets no special tokens, a chat is the
-            next turn of a conversation. None: the prompt opens a sequence.
+        vocab_size: ids must be below it.
+        after: the last token of the sequence that the prompt continues. Text then gets no special tokens, and a chat
+            is the next turn of a conversation. None: the prompt begins a sequence.
 
     Raises:
-        PromptError: text without a tokenizer, an empty prompt, a chat without a template, an id out of range.
+        PromptError: text without a tokenizer, an empty prompt, a chat without a template, or an id out of range.
     """
     if isinstance(prompt, str) or is_chat(prompt):
         if tokenizer is None:
-            raise PromptError("prompt must be token ids, for the checkpoint has no tokenizer; got text")
+            raise PromptError("prompt must be token ids, because the checkpoint has no tokenizer; got text")
         if isinstance(prompt, str):
             ids = tokenizer.encode(prompt, add_special_tokens=after is None)
         else:
@@ -76,18 +76,19 @@ def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) 
     """Token ids of a chat through the tokenizer's own template, with the generation prompt.
 
     Args:
-        tokenizer: one with a chat template.
+        tokenizer: a tokenizer with a chat template.
         messages: the chat, or its next messages.
-        after: the last token of the answer that they follow; its end of turn is added unless it is that already.
+        after: the last token of the answer that the messages follow. The template's end of that answer is added unless
+            the token is that end. None: the chat begins a sequence.
 
     Raises:
-        PromptError: no template, a message without text, or an order of roles that the template refuses.
+        PromptError: there is no template, a message has no text, or the template refuses the order of roles.
     """
     for message in messages:
         if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
             raise PromptError(f"prompt messages must have a text role and content, got {message!r:.80}")
     if not getattr(tokenizer, "chat_template", None):
-        raise PromptError("prompt must be text or token ids, for the tokenizer has no chat template; got a chat")
+        raise PromptError("prompt must be text or token ids, because the tokenizer has no chat template; got a chat")
     before = [] if after is None else [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
     try:
         text = tokenizer.apply_chat_template([*before, *messages], tokenize=False, add_generation_prompt=True)
@@ -95,7 +96,7 @@ def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) 
         raise PromptError(f"prompt is a chat that the template refuses: {error}") from error
     if after is None:
         return list(tokenizer.encode(text, add_special_tokens=False))
-    # Only what the template writes after an answer continues the chat; before it, it may write an opening.
+    # Only the text after the answer continues the chat. The text before it repeats the beginning of a chat.
     _, separator, text = text.partition(ANSWER)
     if not separator:
         raise PromptError("prompt continues a chat, but the template leaves earlier answers out; give text instead")
@@ -118,7 +119,7 @@ def split_stops(stop: Any, tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, 
     if len(texts) + len(ids) != len(items) or "" in texts:
         raise ConfigError(f"stop must be non-empty strings or token ids, got {stop!r}")
     if texts and tokenizer is None:
-        raise ConfigError(f"stop must be token ids, for the checkpoint has no tokenizer; got {stop!r}")
+        raise ConfigError(f"stop must be token ids, because the checkpoint has no tokenizer; got {stop!r}")
     specials = special_tokens(tokenizer) if texts else {}
     for text in texts:
         inside = [token for token in specials if token in text]
@@ -152,7 +153,7 @@ class TextStream:
         self._begin = self._done = 0  # tokens[_begin:_done] are decoded again, as the context of later tokens
 
     def push(self, token: int) -> str:
-        """Take one token; return the text that became final."""
+        """Add one token. Returns the text that became final."""
         self.tokens.append(token)
         if self.tokenizer is None or self.stopped:
             return ""
@@ -166,7 +167,7 @@ class TextStream:
         return self._release(final=False)
 
     def finish(self) -> str:
-        """No more tokens: return what was held back."""
+        """End the row. Returns the text that was held back."""
         if self.tokenizer is None or self.stopped:
             return ""
         before = self._decode(self._begin, self._done)
@@ -194,7 +195,7 @@ class TextStream:
         return self.tokenizer.decode(self.tokens[begin:end], skip_special_tokens=True)
 
     def _release(self, *, final: bool) -> str:
-        """Move decoded text to `text`, except an end that may become a stop string."""
+        """Move decoded text to `text`, except an end that may become a stop string. Returns the moved text."""
         hits = [at for stop in self.stops if (at := self.decoded.find(stop)) >= 0]
         if hits:
             self.decoded, self.stopped = self.decoded[: min(hits)], True
@@ -208,5 +209,5 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of text that begins stop."""
+    """Length of the longest end of `text` that is a beginning of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

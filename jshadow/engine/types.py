@@ -17,7 +17,7 @@ Prompt = OnePrompt | Batch
 Tokens = ArrayLike  # token ids or numbers of tokens, integers
 Fitted = Mapping[str, object]  # a nested dict of arrays [L, ...] that a policy learned
 
-Joined = TypeVar("Joined")  # what a callable makes of logits, joined over the pieces of a prompt
+Joined = TypeVar("Joined")  # the results of a callable on logits, joined over the pieces of a prompt
 WholeLogits = Literal["last", "all"]
 Logits = str | Callable[[Array], Joined]
 

@@ -1,9 +1,9 @@
-"""Proof at run time that offloading changes nothing: the resident path beside the offloaded one, step by step.
+"""A check at run time that offloading changes nothing: the resident path runs beside the offloaded path.
 
-There are two comparisons. In the first, each layer of both paths gets the very same queries, keys and values: the
-selection and the fetched rows must be equal bit by bit, the rebuilt keys and the attention's output up to the dtype's
-rounding. Its error names the layer that differs. In the second, another resident state runs freely: its logits must
-stay within the dtype's tolerance.
+There are two comparisons at each step. In the first, each layer of both paths gets the same queries, keys and values.
+The selection and the fetched rows must be equal bit by bit. The rebuilt keys and the attention's output must be equal
+up to the dtype's rounding. The error names the layer that differs. In the second comparison, another resident state
+runs on its own. Its logits must stay within the dtype's tolerance.
 """
 
 import dataclasses
@@ -25,20 +25,20 @@ from jshadow.planner.bytes import abstract_of
 from jshadow.weights.digest import host_array
 from jshadow.weights.params import Params
 
-# Largest difference that rounding may cause, as a share of the largest number compared.
+# The largest difference that rounding may cause, as a share of the largest number that is compared.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.03, "float16": 0.005}
 BITS = {4: jnp.uint32, 2: jnp.uint16, 1: jnp.uint8}
 
 
 class Finding(NamedTuple):
-    """One comparison of a layer: bad, bool [B, heads], and the unit where it first is, int32 [B, heads] or None."""
+    """One comparison of a layer: where it failed, bool [B, heads], and the first bad unit, int32 [B, heads] or None."""
 
     bad: Array
     unit: Array | None = None
 
 
 class LayerFindings(NamedTuple):
-    """The comparisons of one layer, in the order in which a fault shows."""
+    """The comparisons of one layer. A fault shows first in the first of them that it affects."""
 
     selected: Finding | None = None
     values: Finding | None = None
@@ -50,7 +50,7 @@ NAMES = ("selected chunks", "fetched values", "keys", "attention outputs")
 
 
 def _differs(mine: Array, theirs: Array) -> Array:
-    """Whether two arrays differ in any bit, elementwise: a NaN is equal to itself."""
+    """Whether two arrays differ in any bit, elementwise. A NaN is equal to itself."""
     if jnp.issubdtype(mine.dtype, jnp.floating):
         bits = BITS[mine.dtype.itemsize]
         mine, theirs = lax.bitcast_convert_type(mine, bits), lax.bitcast_convert_type(theirs, bits)
@@ -58,14 +58,14 @@ def _differs(mine: Array, theirs: Array) -> Array:
 
 
 def _far(mine: Array, theirs: Array, axes: tuple[int, ...], dtype: str) -> Array:
-    """Whether arrays differ by more than rounding, reduced over axes; a NaN differs from everything."""
+    """Whether arrays differ by more than rounding, reduced over axes. A NaN differs from everything."""
     mine, theirs = mine.astype(jnp.float32), theirs.astype(jnp.float32)
     limit = TOLERANCE[dtype] * jnp.maximum(jnp.abs(theirs).max(axis=axes, keepdims=True), 1e-3)
     return ~(jnp.abs(mine - theirs) <= limit).all(axis=axes)
 
 
 def _compare_fetch(spec: CacheSpec, mine: Fetched, theirs: Fetched) -> LayerFindings:
-    """What two fetches of the same layer brought; rows that are not attended may hold anything."""
+    """Compare two fetches of the same layer. Rows that are not attended to may hold any values."""
     units = mine.ids.shape[2]
     valid = mine.valid.reshape(*mine.ids.shape, -1).any(-1)
     chosen = (_differs(mine.ids, theirs.ids) & valid).any(-1) | _differs(mine.valid, theirs.valid).any(-1)
@@ -80,7 +80,7 @@ def _compare_fetch(spec: CacheSpec, mine: Fetched, theirs: Fetched) -> LayerFind
 
 
 def _worse(one: Finding | None, other: Finding | None) -> Finding | None:
-    """Two findings of the same kind as one."""
+    """Two findings of the same comparison as one: bad where either is."""
     if one is None or other is None:
         return one or other
     unit = None if one.unit is None or other.unit is None else jnp.where(one.bad, one.unit, other.unit)

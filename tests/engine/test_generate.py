@@ -2,8 +2,10 @@
 
 import dataclasses
 import gc
+import re
 import weakref
 
+import jax
 import numpy as np
 import pytest
 from byte_models import BARE, CONFIG, PARAMS, SHADOW
@@ -167,6 +169,23 @@ def test_the_report_says_what_a_budget_means():
         "generated": 4.0,
     }
     assert sum(report.attended_parts.values()) == report.attended_tokens + 1.5  # the mean is over four steps
+
+
+def test_the_report_names_the_device_and_says_why_a_cache_is_large():
+    """At 256 tokens this policy has more device bytes than full attention."""
+    policy = dataclasses.replace(SHADOW, rank=32, budget=8)
+    large = jshadow.generate(BARE, PROMPTS[0], policy, max_new_tokens=2, capacity=256).report
+    assert (large.device_kind, large.dtype) == (jax.devices()[0].device_kind, "float32")
+    assert large.device_bytes > large.full_bytes
+    times = large.device_bytes / large.full_bytes
+    start = (
+        f"shadowkv takes {times:.2f} times the device bytes of full attention at capacity=256; its largest parts are "
+    )
+    part = r"[\w ]+ \([\d,]+ bytes\)"
+    assert re.fullmatch(f"{re.escape(start)}{part} and {part}", large.large_cache)
+    assert "rows that an offloading fetch mode keeps on the host" in large.large_cache
+    small = jshadow.generate(BARE, PROMPTS[0], jshadow.Full(), max_new_tokens=2, capacity=256).report
+    assert small.large_cache is None
 
 
 def test_rows_of_a_batch_have_states_of_their_own():

@@ -75,7 +75,7 @@ def test_verify_takes_it(params):
 
 def test_a_state_has_its_prompt_already(params):
     read = jshadow.generate(params, TEXT, SHADOW, max_new_tokens=0, prefill=SMALL, capacity=1024)
-    with pytest.raises(ConfigError, match="prefill must be None where a state is continued"):
+    with pytest.raises(ConfigError, match="prefill must be None with a state"):
         jshadow.generate(params, "more", state=read.state, prefill=SMALL)
     more = jshadow.generate(params, "more", state=read.state, max_new_tokens=2)
     assert more.report.prefill is None

@@ -1,7 +1,7 @@
-"""Sparse prefill: which keys a prompt's queries attend to, estimated on the fly (MInference, arXiv 2407.02490).
+"""Sparse prefill: a prompt's queries attend to few keys, which are estimated on the fly (MInference, arXiv 2407.02490).
 
-`estimate` says what the last queries see, `lines` what is chosen of it, `tiles` computes attention over that, and
-`attentions` are the settings.
+`estimate` measures what the last queries attend to. `lines` chooses columns and diagonals by it. `tiles` computes the
+attention over the chosen keys. `attentions` has the classes with the settings.
 """
 
 from jshadow.engine.sparse_prefill.attentions import AShape as AShape

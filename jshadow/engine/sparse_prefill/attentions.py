@@ -21,17 +21,17 @@ from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
 
 @dataclasses.dataclass(frozen=True)
 class SparsePrefill(PrefillAttention):
-    """What the three share: each query head attends to chosen columns and diagonals, or to chosen key blocks.
+    """The base of the three attentions: each query head attends to chosen columns and diagonals, or key blocks.
 
     Attention is causal, its softmax is float32, and each key counts once. The work grows with the number of chosen
-    keys, never with S x S. `aux` is a `Chosen`, which counts the tiles. Where the settings cover the whole prompt,
+    keys, and not with S x S. `aux` is a `Chosen`, which counts the tiles. If the settings cover the whole prompt,
     attention is exact.
 
     Attributes:
-        block: queries and keys of a tile. Any size gives the same result with columns and diagonals.
+        block: queries and keys of a tile. With columns and diagonals, the result does not depend on it.
 
     Class attributes:
-        name: as `--prefill` takes it.
+        name: the name for `--prefill`.
     """
 
     name = ""
@@ -47,9 +47,9 @@ class SparsePrefill(PrefillAttention):
         return self.block
 
     def label(self, tokens: int | None = None) -> str:
-        """As `--prefill` takes it, with the settings that are not the defaults; a pattern by its digest.
+        """The text for `--prefill`, with the settings that are not the defaults; a pattern is given by its digest.
 
-        Where the settings cover all of so many tokens, that stands behind it: such a prefill is exact.
+        If `tokens` is given and the settings cover that many tokens, a note says that the prefill is exact.
         """
         changed = {
             field.name: value
@@ -63,27 +63,27 @@ class SparsePrefill(PrefillAttention):
 
     @abc.abstractmethod
     def covers(self, tokens: int) -> bool:
-        """Whether every query sees all keys before it, by the settings alone."""
+        """Whether the settings let every query of so many tokens attend to all keys before it."""
 
     @abc.abstractmethod
     def sizes(self, heads: int) -> HeadSizes:
-        """How much each of the heads attends to, where no pattern says it."""
+        """The sizes of so many heads if there is no pattern."""
 
     @abc.abstractmethod
     def choose_lines(
         self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes
     ) -> Lines | None:
-        """The chosen columns and diagonals; None where all heads are block sparse."""
+        """The chosen columns and diagonals; None if all heads are block sparse."""
 
     @property
     def most_blocks(self) -> int:
-        """Key blocks of a block-sparse head at most; 0: there is none."""
+        """The most key blocks of a block-sparse head; 0 if there is no such head."""
         return 0
 
     def begin(
         self, config: ModelConfig, kind: AttentionKind, prompt: PromptKV, q_tail: Array | None, learned: Any
     ) -> Chosen:
-        """As PrefillAttention; learned: HeadSizes of this layer."""
+        """Choose the lines of a layer; see PrefillAttention. `learned` has the HeadSizes of this layer, or is None."""
         batch, tokens = prompt.k_post.shape[:2]
         counted = Chosen(None, None, jnp.zeros((batch, config.q_heads), jnp.int32), jnp.int32(0))
         if learned is None and self.covers(tokens):
@@ -95,7 +95,7 @@ class SparsePrefill(PrefillAttention):
     def attend(
         self, config: ModelConfig, kind: AttentionKind, piece: PrefillPiece, prompt: PromptKV, aux: Chosen
     ) -> tuple[Array, Chosen]:
-        """As PrefillAttention."""
+        """Attention of a piece over the chosen keys; see PrefillAttention."""
         scale = config.attention_scale
         if aux.lines is None and aux.sizes is None:
             return causal_attention(piece.q_post, prompt.k_post, prompt.v, scale, piece.first)[0], aux
@@ -103,7 +103,7 @@ class SparsePrefill(PrefillAttention):
         return attend_chosen(piece, prompt, aux, Tiling(scale, self.block, most_blocks))
 
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
-        """As PrefillAttention: the estimate's sums and what was chosen from them, a tile, a piece's queries."""
+        """Bytes of the estimate's sums, the chosen lines, a tile and a piece's queries; see PrefillAttention."""
         heads, dim = config.q_heads, config.head_dim
         gathered = max(GATHERED, self.block)
         chosen = heads * tokens * 40  # sums, their order, masks; diagonals twice; the copies that a sort makes
@@ -118,22 +118,22 @@ class SparsePrefill(PrefillAttention):
 class VerticalSlash(SparsePrefill):
     """Columns and diagonals with most attention mass (MInference, Jiang et al. 2024, arXiv 2407.02490, section 3.2).
 
-    The last `last_queries` queries attend to the whole prompt. Their probabilities, summed by column and by diagonal,
-    choose what all queries of the head attend to: the union, at single tokens and single diagonals. (The published
-    kernel rounds a diagonal up to blocks of 64 keys, and so attends to somewhat more.) The last queries are each row's
-    own last real ones; a shorter prompt has fewer.
+    The last `last_queries` queries attend to the whole prompt. Their probabilities are summed by column and by
+    diagonal. All queries of the head attend to the columns and diagonals with the largest sums. (The published kernel
+    rounds a diagonal up to blocks of 64 keys, and so attends to somewhat more keys.) The last queries are the last real
+    ones of each row. A shorter prompt has fewer.
 
     Attributes:
         vertical: columns of each head.
         slash: diagonals of each head.
-        last_queries: queries that the estimate looks at.
-        first_columns: columns from the first token on that are always among them.
-        local_diagonals: diagonals from a query's own token on that are always among them.
-        pattern: sizes of its own for each head, in place of vertical and slash, or None; a file's path is read.
-        key_blocks: most key blocks of a block-sparse head; filled in by a pattern that has such heads.
+        last_queries: queries by which the columns and diagonals are chosen.
+        first_columns: columns at the start of the prompt that are always chosen.
+        local_diagonals: diagonals next to a query's own token that are always chosen.
+        pattern: sizes for each head, which replace vertical and slash, or None. A path is read as a file.
+        key_blocks: the most key blocks of a block-sparse head. A pattern with such heads sets it.
 
     Raises:
-        ConfigError: a setting is out of range, or a pattern file unreadable.
+        ConfigError: a setting is out of range, or a pattern file cannot be read.
     """
 
     name = "vertical_slash"
@@ -162,16 +162,16 @@ class VerticalSlash(SparsePrefill):
 
     @property
     def tail(self) -> int:  # type: ignore[override]
-        """Queries of the estimate."""
+        """How many last queries the estimate reads."""
         return self.last_queries
 
     @property
     def most_blocks(self) -> int:
-        """Of the pattern's block-sparse heads."""
+        """The most key blocks of the pattern's block-sparse heads."""
         return self.key_blocks
 
     def prepared(self, config: ModelConfig) -> tuple[PrefillAttention, HeadSizes | None]:
-        """As PrefillAttention: a pattern becomes arrays, and its largest sizes the static ones."""
+        """Turn a pattern into arrays, and its largest sizes into static settings; see PrefillAttention."""
         if not isinstance(self.pattern, Pattern):
             return self, None
         self.pattern.check(config, self.block)
@@ -182,7 +182,7 @@ class VerticalSlash(SparsePrefill):
         return dataclasses.replace(self, pattern=None, **most), sizes
 
     def covers(self, tokens: int) -> bool:
-        """All columns, or all diagonals."""
+        """Whether all columns or all diagonals are chosen."""
         return max(self.vertical, self.slash) >= tokens
 
     def sizes(self, heads: int) -> HeadSizes:
@@ -190,7 +190,7 @@ class VerticalSlash(SparsePrefill):
         return HeadSizes.equal(heads, self.vertical, self.slash)
 
     def choose_lines(self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes) -> Lines:
-        """By the estimate; the first columns and nearest diagonals of an A-shaped head of a pattern."""
+        """Choose by the estimate. An A-shaped head of a pattern gets its first columns and nearest diagonals."""
         assert q_tail is not None
         tokens = prompt.k_post.shape[1]
         by_column, by_diagonal = line_sums(q_tail, prompt.k_post, prompt.lengths, config.attention_scale)
@@ -215,11 +215,11 @@ class VerticalSlash(SparsePrefill):
 
 @dataclasses.dataclass(frozen=True)
 class AShape(SparsePrefill):
-    """The first tokens and the nearest ones, whatever they say (MInference's A-shape, arXiv 2407.02490, section 3.2).
+    """The first and the nearest tokens, whatever they contain (MInference's A-shape, arXiv 2407.02490, section 3.2).
 
     Attributes:
         initial: tokens at the prompt's start that every query sees.
-        local: newest tokens that a query sees, itself included.
+        local: nearest tokens that a query sees, with its own.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -235,7 +235,7 @@ class AShape(SparsePrefill):
         check_positive(self.name, initial=self.initial, local=self.local)
 
     def covers(self, tokens: int) -> bool:
-        """All of them at the start, or all of them near."""
+        """Whether all tokens count as first tokens, or all as near tokens."""
         return max(self.initial, self.local) >= tokens
 
     def sizes(self, heads: int) -> HeadSizes:
@@ -243,7 +243,7 @@ class AShape(SparsePrefill):
         return HeadSizes.equal(heads, self.initial, self.local, by_position=True)
 
     def choose_lines(self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes) -> Lines:
-        """The same for every row: what lies past its end comes after its queries."""
+        """The same lines for every row. Padding comes after a row's queries, so the causal mask hides it."""
         batch, tokens = prompt.k_post.shape[:2]
         shape = (batch, config.q_heads, tokens)
         columns = jnp.broadcast_to(jnp.arange(min(self.initial, tokens), dtype=jnp.int32), (*shape[:2], self.initial))
@@ -253,7 +253,7 @@ class AShape(SparsePrefill):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSparse(SparsePrefill):
-    """For each block of queries the key blocks whose mean key suits its mean query best
+    """Each block of queries attends to the key blocks whose mean key has the largest product with its mean query
     (MInference, arXiv 2407.02490, section 3.2).
 
     A block of queries always sees its own block of keys.
@@ -275,11 +275,11 @@ class BlockSparse(SparsePrefill):
 
     @property
     def most_blocks(self) -> int:
-        """As many as any."""
+        """All heads have as many key blocks."""
         return self.blocks
 
     def covers(self, tokens: int) -> bool:
-        """As many blocks as there are."""
+        """Whether all blocks are chosen."""
         return self.blocks * self.block >= tokens
 
     def sizes(self, heads: int) -> HeadSizes:
@@ -287,5 +287,5 @@ class BlockSparse(SparsePrefill):
         return HeadSizes.equal(heads, blocks=self.blocks)
 
     def choose_lines(self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes) -> None:
-        """None: blocks are chosen where the queries are at hand."""
+        """None, because key blocks are chosen for each block of queries, in `attend`."""
         return None

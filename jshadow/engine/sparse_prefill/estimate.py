@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from jshadow.ops.attention import MASKED, group_queries
 
-KEY_TILE = 512  # keys whose scores exist at once
+KEY_TILE = 512  # keys whose scores are in memory at once
 
 
 def line_sums(
@@ -32,7 +32,7 @@ def line_sums(
     query = lengths[:, None] - w + jnp.arange(w)
 
     def scores_of(index: Array) -> tuple[Array, Array]:
-        """Where a tile begins, and its scores [B, h_q, w, K]; masked where the last tile overlaps the one before."""
+        """The first key of a tile, and its scores [B, h_q, w, K]. Keys that the previous tile had too are masked."""
         start = jnp.minimum(index * tile, tokens - tile)
         key = start + jnp.arange(tile)
         k_tile = lax.dynamic_slice_in_dim(k, start, tile, axis=1)
@@ -55,7 +55,7 @@ def line_sums(
         start, scores = scores_of(index)
         weight = jnp.where(scores > MASKED / 2, jnp.exp(scores - top[..., None]) / total[..., None], 0)
         weight = jnp.where(real[..., None], weight, 0)
-        # Shift each row one further to the right than the row below it. So a diagonal becomes a column.
+        # Shift each row one place further to the right than the row below it, so that a diagonal becomes a column.
         rows = jnp.pad(weight[:, :, ::-1], ((0, 0), (0, 0), (0, 0), (0, w))).reshape(batch, q_heads, -1)
         slanted = rows[..., :-w].reshape(batch, q_heads, w, tile + w - 1).sum(2)
         return add_at(columns, weight.sum(2), start), add_at(slants, slanted, start)
@@ -68,7 +68,7 @@ def line_sums(
 
 
 def add_at(whole: Array, part: Array, start: Array) -> Array:
-    """whole [B, h, n] with part [B, h, m] added from start on."""
+    """whole [B, h, n] with part [B, h, m] added at start .. start + m - 1 of the last axis."""
     old = lax.dynamic_slice_in_dim(whole, start, part.shape[2], axis=2)
     return lax.dynamic_update_slice_in_dim(whole, old + part, start, axis=2)
 

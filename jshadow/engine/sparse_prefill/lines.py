@@ -9,13 +9,13 @@ from jshadow.ops.layout import top_k
 
 
 class HeadSizes(struct.PyTreeNode):
-    """How much each query head may attend to, all int32 [h_q]. They are arrays, so that one program serves all layers.
+    """How many keys each query head attends to, all int32 [h_q]. As arrays, they let all layers share one program.
 
     Attributes:
         columns: columns of a head.
         diagonals: diagonals of a head.
-        by_position: 1: the first columns and the nearest diagonals (A-shape); 0: those with most mass.
-        blocks: key blocks a query block; 0: the head has columns and diagonals instead.
+        by_position: 1: the first columns and the nearest diagonals (A-shape); 0: those with the largest mass.
+        blocks: key blocks for each query block; 0: the head has columns and diagonals instead.
     """
 
     columns: Array
@@ -27,7 +27,7 @@ class HeadSizes(struct.PyTreeNode):
     def equal(
         cls, heads: int, columns: int = 0, diagonals: int = 0, by_position: bool = False, blocks: int = 0
     ) -> "HeadSizes":
-        """All heads alike."""
+        """The same sizes for all heads."""
         return cls(*(jnp.full(heads, value, jnp.int32) for value in (columns, diagonals, int(by_position), blocks)))
 
 
@@ -39,7 +39,7 @@ class Lines(struct.PyTreeNode):
         in_column: the same as a mask [B, h_q, n, M].
         near: whether a diagonal is chosen, for the 2M distances from (D - 1) * M on, which hold all those between a
             query block and the block D before it; [B, h_q, n, 2M].
-        strips: the D where any is, rising, then n; int32 [B, h_q, n].
+        strips: the D for which a diagonal is chosen, rising, then n; int32 [B, h_q, n].
         touched: the same as a mask [B, h_q, n].
     """
 
@@ -95,7 +95,7 @@ def make_lines(
     cut = diagonals.reshape(batch, heads, count, block)
     before = jnp.pad(cut, ((0, 0), (0, 0), (1, 0), (0, 0)))[:, :, :-1]
     near = jnp.concatenate([before, cut], axis=3)
-    touched = near[..., 1:].any(-1)  # distances of at least (D - 1) * M + 1: the farthest pair of two neighbours
+    touched = near[..., 1:].any(-1)  # distances of at least (D - 1) * M + 1: the farthest pair of two neighbors
     strips = jnp.sort(jnp.where(touched, jnp.arange(count), count), axis=-1)
     return Lines(columns, in_column.reshape(batch, heads, count, block), near, strips, touched)
 
@@ -113,7 +113,7 @@ def best_blocks(
     counts: Int[Array, " h_q"],
     most: int,
 ) -> tuple[Int[Array, "B h_q {most}"], Int[Array, "B h_q"]]:
-    """The key blocks whose mean key suits the mean query best, best first, and how many they are.
+    """The key blocks whose mean key has the largest product with the mean query, best first, and their number.
 
     A query block's own key block is always the first, because otherwise a query might see no key.
     """

@@ -1,4 +1,4 @@
-"""The sparse attentions by name, as the command line takes them."""
+"""The sparse attentions by name, and the parser of the command line's `--prefill`."""
 
 import dataclasses
 import json
@@ -16,10 +16,10 @@ PREFILLS: dict[str, type[SparsePrefill]] = {
 
 
 def parse_prefill(text: str) -> SparsePrefill | None:
-    """NAME or NAME:key=value:... as `--prefill` takes it; None for "exact".
+    """Parse NAME or NAME:key=value:..., the value of `--prefill`. Returns None for "exact".
 
     Raises:
-        ConfigError: naming what is unknown or out of range.
+        ConfigError: the name or a setting is unknown, or a value is out of range.
     """
     name, *settings = text.split(":")
     if name == "exact" and not settings:
@@ -30,7 +30,7 @@ def parse_prefill(text: str) -> SparsePrefill | None:
 
 
 def parse_settings(name: str, settings: Sequence[str]) -> dict[str, Any]:
-    """The values of `key=value` settings; what is no JSON is text."""
+    """The values of `key=value` settings. A value that is no JSON is a text."""
     fields = {field.name for field in dataclasses.fields(PREFILLS[name])} - {"key_blocks"}
     values: dict[str, Any] = {}
     for setting in settings:

@@ -20,11 +20,11 @@ KINDS = {"vertical_slash": ("vertical", "slash"), "a_shape": ("initial", "local"
 
 @dataclasses.dataclass(frozen=True)
 class HeadPattern:
-    """What one query head attends to.
+    """The sparse attention of one query head.
 
     Attributes:
         kind: "vertical_slash", "a_shape" or "block_sparse".
-        sizes: (vertical, slash), (initial, local) or (blocks,), as those settings of the attention of that name.
+        sizes: (vertical, slash), (initial, local) or (blocks,), the settings of the attention of that name.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class HeadPattern:
 
     @property
     def row(self) -> tuple[int, int, int, int]:
-        """(columns, diagonals, by_position, blocks), as HeadSizes has them."""
+        """(columns, diagonals, by_position, blocks), the fields of HeadSizes."""
         if self.kind == "block_sparse":
             return 0, 0, 0, self.sizes[0]
         return self.sizes[0], self.sizes[1], int(self.kind == "a_shape"), 0
@@ -48,7 +48,7 @@ class HeadPattern:
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Patterns of all heads: numbers, so that settings that hold it stay hashable.
+    """The patterns of all heads. It is hashable, so that the settings that hold it are.
 
     Attributes:
         heads: heads[layer][query head].
@@ -61,7 +61,7 @@ class Pattern:
     def __post_init__(self) -> None:
         check_positive("pattern", block=self.block)
         if not self.heads or not all(self.heads) or len({len(layer) for layer in self.heads}) != 1:
-            raise ConfigError("pattern: heads must be some, and as many in each layer")
+            raise ConfigError("pattern: heads must not be empty, and each layer must have the same number of them")
 
     def arrays(self) -> HeadSizes:
         """The sizes as arrays [L, h_q]."""
@@ -69,7 +69,7 @@ class Pattern:
         return HeadSizes(*(rows[..., index] for index in range(4)))  # type: ignore[arg-type]
 
     def check(self, config: ModelConfig, block: int) -> None:
-        """Raise ConfigError where this is the pattern of another model, or of other blocks."""
+        """Raise ConfigError if this is the pattern of another model, or counts blocks of another size."""
         mine, its = (len(self.heads), len(self.heads[0])), (config.num_layers, config.q_heads)
         if mine != its:
             raise ConfigError(
@@ -79,7 +79,7 @@ class Pattern:
             raise ConfigError(f"block must be the pattern's own {self.block}, got {block}")
 
     def digest(self) -> str:
-        """Eight hex digits that tell patterns apart."""
+        """Eight hexadecimal digits that differ between patterns."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
 
     def __repr__(self) -> str:
@@ -106,8 +106,8 @@ def as_json(pattern: Pattern, about: Mapping[str, Any] | None = None) -> str:
     """The text of a pattern's file.
 
     Args:
-        pattern: what to write.
-        about: plain values about it, kept in the file and not read back.
+        pattern: the pattern to write.
+        about: plain values to store beside it. Reading skips them.
     """
     layers = [[[head.kind, *head.sizes] for head in layer] for layer in pattern.heads]
     return json.dumps({"format": FORMAT, "block": pattern.block, **(about or {}), "heads": layers}) + "\n"

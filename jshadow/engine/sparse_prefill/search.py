@@ -1,4 +1,4 @@
-"""The search for a pattern of sparse prefill: which attention suits each query head best at equal cost, on one text.
+"""The search for a pattern of sparse prefill: on one text, it finds the best attention of equal cost for each head.
 
 It is MInference's kernel-aware search (Jiang et al. 2024, arXiv 2407.02490, section 3.3) with exact counts in place of
 timings. All candidates of a head cost the same: a share of the tiles of M x M scores that exact causal attention has.
@@ -43,7 +43,7 @@ SKIPPED = 2500  # queries that see little of the text yet, and are not looked at
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
         pattern: each head's best candidate.
@@ -61,7 +61,7 @@ class Found:
     best: np.ndarray
 
     def summary(self) -> list[dict[str, Any]]:
-        """A row a candidate: heads that took it, and its mean mass and share where it fits; last, the best's own."""
+        """One row for each candidate: heads that took it, mean mass, mean share. Last, the best of each head."""
         rows = []
         for index, name in enumerate(self.names):
             figures = means(self.recovered[..., index], self.tiles[..., index])
@@ -72,7 +72,7 @@ class Found:
 
 
 def means(recovered: np.ndarray, tiles: np.ndarray) -> dict[str, float | None]:
-    """Mean attention mass and share of the tiles, of the heads where they are known."""
+    """Mean attention mass and mean share of the tiles, over the heads for which they are known."""
     known = ~np.isnan(recovered)
     if not known.any():
         return {"recovered": None, "tiles": None}
@@ -135,7 +135,7 @@ def search_pattern(
 
 
 def head_pattern(row: np.ndarray) -> HeadPattern:
-    """Of (columns, diagonals, by_position, blocks)."""
+    """The pattern of a head from (columns, diagonals, by_position, blocks)."""
     columns, diagonals, by_position, blocks = (int(size) for size in row)
     if blocks:
         return HeadPattern("block_sparse", (blocks,))
@@ -159,7 +159,7 @@ def diagonals_for(ranks: np.ndarray, tiles: int, block: int) -> tuple[int, int]:
 
     Args:
         ranks: place of each diagonal [S].
-        tiles: what they may cost.
+        tiles: the most tiles that they may touch.
         block: M.
     """
     count = len(ranks) // block
@@ -241,7 +241,7 @@ def recovered_mass(
 def _recovered(
     prompt: PromptKV, columns: Array, diagonals: Array, sizes: Array, *, scale: float, block: int, first: int
 ) -> Array:
-    """Query block after query block from number `first` on; never a matrix of all scores."""
+    """The mass of `recovered_mass`, computed for one query block after another, from number `first` on."""
     q, k, lse, lengths = prompt.q_post, prompt.k_post, prompt.lse, prompt.lengths
     assert q is not None
     assert lse is not None

@@ -1,4 +1,4 @@
-"""Attention of a piece of queries over what each head chose, tile by tile.
+"""Attention of a piece of queries over the keys that each head chose, tile by tile.
 
 The work grows with the number of chosen keys, not with the length of the prompt.
 """
@@ -21,7 +21,7 @@ GATHERED = 512  # keys that are gathered for each head at once
 
 
 class Chosen(struct.PyTreeNode):
-    """What the heads of a layer attend to, and how many tiles that took so far.
+    """The keys that the heads of a layer attend to, and the tiles that were computed so far.
 
     Attributes:
         lines: columns and diagonals; None where no head has them.
@@ -46,7 +46,7 @@ class Softmax(NamedTuple):
     def fold(
         self, scores: Float[Array, "B h_q M N"], seen: Bool[Array, "#B #h_q #M N"], v: Float[Array, "B h_q N d"]
     ) -> "Softmax":
-        """With N more keys, of which `seen` count."""
+        """The softmax with N more keys, of which only those in `seen` count."""
         scores = jnp.where(seen, scores, MASKED)
         top = jnp.maximum(self.top, scores.max(-1))
         weight, shrink = jnp.exp(scores - top[..., None]), jnp.exp(self.top - top)
@@ -83,8 +83,8 @@ def attend_chosen(
 
     Args:
         piece: whole blocks of queries; the first is at a multiple of the block size.
-        prompt: keys and values at least up to the piece's last token, whole blocks. What lies behind is not read.
-        chosen: by `SparsePrefill.begin`, or as the piece before left it.
+        prompt: keys and values at least up to the piece's last token, in whole blocks. Later tokens are not read.
+        chosen: from `SparsePrefill.begin`, or from the piece before.
         tiling: sizes of the tiles.
 
     Returns:
