@@ -93,7 +93,7 @@ def one_warning() -> Iterator[None]:
         elif not text.startswith(READ_FAILED):
             show(message, *others, **named)  # type: ignore[arg-type]
 
-    warnings.showwarning = show_once  # type: ignore[assignment]
+    warnings.showwarning = show_once
     try:
         yield
     finally:

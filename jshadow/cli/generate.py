@@ -22,7 +22,7 @@ from jshadow.cli.options import (
     sampler_of,
 )
 from jshadow.cli.progress import SlowProgress, waiting
-from jshadow.cli.report_table import figures, why_larger
+from jshadow.cli.report_table import figures, is_right, notes
 from jshadow.errors import ConfigError, PromptError
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
         help="continue a saved state: the prompt is its next turn. --policy module:Class names the class of a policy "
         "that is not part of jshadow",
     )
+    add.add_argument("--expect", metavar="TEXT", help="mark each answer as right if it has this text in it")
     add.add_argument("--verify", action="store_true", help="check each step against the resident path (slow)")
     add_weights_options(add)
     add_cache_option(add)
@@ -101,11 +102,11 @@ def run_generate(args: argparse.Namespace) -> int:
     ]
     results = [answer(args, params, question) for question in questions]
     if args.json:
-        print(json.dumps({"results": [to_json(one) for one in results]}))
+        print(json.dumps({"results": [to_json(one, args.expect) for one in results]}))
         return 0
     out = console(100)
-    out.print(figures(results))
-    for sentence in filter(None, (why_larger(one.report) for one in results)):
+    out.print(figures(results, args.expect))
+    for sentence in notes(results):
         out.print(sentence, highlight=False)
     return 0
 
@@ -245,6 +246,7 @@ def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) 
         print(flush=True)
 
 
-def to_json(generation: Any) -> dict[str, Any]:
-    """A Generation as plain values: its text, its tokens and its report."""
-    return {"text": generation.text, "tokens": generation.tokens, "report": generation.report.to_json()}
+def to_json(generation: Any, expected: str | None) -> dict[str, Any]:
+    """A Generation as plain values: its text, its tokens and its report; and "right" if a text is expected."""
+    values = {"text": generation.text, "tokens": generation.tokens, "report": generation.report.to_json()}
+    return values if expected is None else values | {"right": is_right(generation, expected)}

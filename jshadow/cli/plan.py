@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from jshadow.policies import Policy
 
 LENGTHS = "2048,4096,8192"
-ABOUT = """Count KV bytes by part (--lengths), or plan a GPU (--context). A plan has the largest batch that fits, the host
-bytes it needs, the bytes that a step moves, and an upper bound of the tokens a second, which follows from these bytes
-and the bandwidths of the data sheet. The columns beside the published ShadowKV keep its keys in the transform code, at
-equal bytes and at about half of them, with landmarks and host values in four bits. The command reads a config.json
-alone and allocates nothing. XLA takes 75 % of a GPU's memory when it starts. If a planned batch needs more, set
-XLA_PYTHON_CLIENT_MEM_FRACTION to the share in the table."""
+ABOUT = """Count KV bytes by part (--lengths), or plan a GPU (--context). A plan has the largest batch that fits, the
+host bytes it needs, the bytes that a step moves, and an upper bound of the tokens a second, which follows from these
+bytes and the bandwidths of the data sheet. The columns beside the published ShadowKV keep its keys in the transform
+code, at equal bytes and at about half of them, with landmarks and host values in four bits. The command reads a
+config.json alone and allocates nothing. XLA takes 75 % of a GPU's memory when it starts. If a planned batch needs
+more, set XLA_PYTHON_CLIENT_MEM_FRACTION to the share in the table."""
 
 
 def add_options(add: argparse.ArgumentParser) -> None:
@@ -120,7 +120,7 @@ def packed_beside(policy: "Policy", config: "ModelConfig") -> dict[str, "Policy"
         if not small:
             if size & (size - 1):
                 continue  # no levels of landmarks
-            # The chunk means take more than four bits a number. The keys have fewer bits for it.
+            # Landmarks in levels store a chunk's means with four bits more a number. Keys get as many bits less.
             keys = dataclasses.replace(keys, bits=min(8.0, max(16 * rank / columns - 4 / size, 8 / columns)))
         choice = dataclasses.replace(policy.choice, outlier_rule=code.choice.outlier_rule)
         packed[name] = dataclasses.replace(

@@ -96,8 +96,8 @@ def notes(plans: list[CapacityPlan]) -> list[str]:
     ]
     lines = [
         f"Bounds from data sheets, nothing measured: {'; '.join(sheets)}.",
-        f"fetch {first.fetch}: {first.repeat_share:.0%} of the selected units are assumed to be on the device already.",
-        "XLA memory fraction: set XLA_PYTHON_CLIENT_MEM_FRACTION to it; the default is 0.75.",
+        f"fetch {first.fetch}: {first.repeat_share:.0%} of the selected units taken as on the device already.",
+        "XLA memory fraction: set XLA_PYTHON_CLIENT_MEM_FRACTION to it; XLA takes 0.75 by itself.",
     ]
     host = max(side.host_bytes for plan in plans for side in (plan.chosen, *plan.beside.values()))
     pool = pool_gib()

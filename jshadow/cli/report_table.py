@@ -10,8 +10,18 @@ if TYPE_CHECKING:
     from jshadow.engine.result import Generation
 
 
-def figures(results: Sequence["Generation"]) -> "Table":
-    """The figures of one or more generations, one column for each policy."""
+def is_right(generation: "Generation", expected: str) -> bool:
+    """Whether an answer has the expected text in it."""
+    return expected in (generation.text or "")
+
+
+def figures(results: Sequence["Generation"], expected: str | None = None) -> "Table":
+    """The figures of one or more generations, one column for each policy.
+
+    Args:
+        results: the generations.
+        expected: the text that a right answer has in it, for a row of ticks and crosses; None: no such row.
+    """
     from rich.table import Table
 
     table = Table(title=None)
@@ -26,6 +36,8 @@ def figures(results: Sequence["Generation"]) -> "Table":
         return "-" if value is None else form.format(value)
 
     row("answer", lambda m: (m.text or "").strip())
+    if expected is not None:
+        row(f"right ({expected})", lambda m: "✓" if is_right(m, expected) else "✗")
     for label, name in (("device", "device_kind"), ("dtype", "dtype")):
         if any(hasattr(generation.report, name) for generation in results):
             row(label, lambda m, name=name: str(getattr(m.report, name, "-")))  # type: ignore[misc]
@@ -50,6 +62,18 @@ def figures(results: Sequence["Generation"]) -> "Table":
 def parts_text(parts: dict[str, float]) -> str:
     """ "256 selected, 384 outliers, ..." of the parts that are not empty."""
     return ", ".join(f"{tokens:,.4g} {name.replace('_', ' ')}" for name, tokens in parts.items() if tokens) or "-"
+
+
+def notes(results: Sequence["Generation"]) -> list[str]:
+    """Sentences below the table: why a policy takes more memory than full attention, and what offloading costs here."""
+    import jax
+
+    sentences = [sentence for one in results if (sentence := why_larger(one.report))]
+    if jax.default_backend() == "cpu" and any(one.report.host_bytes for one in results):
+        sentences.append(
+            "On a CPU, offloading costs time and saves nothing: host memory and device memory are the same memory."
+        )
+    return sentences
 
 
 def why_larger(report: "Report") -> str | None:
