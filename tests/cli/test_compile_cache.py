@@ -12,14 +12,21 @@ from jshadow.cli import compile_cache
 from jshadow.cli.main import parser
 
 # A command in a process of its own, which then prints how many programs JAX compiled, and found in its cache.
+# JAX is imported by the command, after the cache is set up.
 COUNTED = """
-import sys, resource
+import resource, sys
 if {limit}:
     resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
-from jshadow.cli import main
-import jax
-seen = []
-jax.monitoring.register_event_listener(lambda event, **_: seen.append(event.rpartition("/")[2]))
+from jshadow.cli import generate
+from jshadow.cli.main import main
+seen, run = [], generate.run_generate
+
+def counted(args):
+    import jax
+    jax.monitoring.register_event_listener(lambda event, **_: seen.append(event.rpartition("/")[2]))
+    return run(args)
+
+generate.run_generate = counted
 status = main(sys.argv[1:])
 print("COUNTS", status, seen.count("cache_misses"), seen.count("cache_hits"))
 """
