@@ -25,7 +25,7 @@ more, set XLA_PYTHON_CLIENT_MEM_FRACTION to the share in the table."""
 
 
 def add_options(add: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     add.set_defaults(run=run_plan)
     add.add_argument("model", help="HF directory, hub id, path of a config.json, or a published model (llama-3.1-8b)")
     add.add_argument("--lengths", help=f"prompt tokens, comma list (default, without --context: {LENGTHS})")

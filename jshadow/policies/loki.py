@@ -50,6 +50,7 @@ class Loki(RetrievalPolicy, LearnsBasis, Sized):
         columns: leading columns of the basis that score. None: a quarter of the head.
         recent: newest tokens that are always attended (the paper has none but the token itself).
         calibration: "online": a basis of each prompt; "offline": the `fitted` one.
+        unit: tokens of a unit; only 1 is possible.
         top_p: share of the softmax over the budget that is enough.
     """
 

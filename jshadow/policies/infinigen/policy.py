@@ -47,6 +47,7 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
         dense_layers: first layers that attend to everything; at least one, for the first cannot be foreseen.
         recent: newest tokens that are always attended.
         calibration: "online": the basis comes from each prompt's queries; "offline": from a text (`fit`).
+        unit: tokens of a unit; only 1 is possible.
         top_p: share of the softmax over the budget that is enough, beside alpha.
     """
 
