@@ -35,8 +35,8 @@ def split_table(table: "Table", width: int) -> list["Table"]:
 
     texts = [[str(column.header), *map(str, column.cells)] for column in table.columns]
     widths = [max(cell_len(line) for text in cells for line in text.split("\n")) + PADDING for cells in texts]
-    # A long label may wrap, down to half of the width.
-    room = width - 1 - min(widths[0], width // 2)
+    # A long label may wrap, down to a third of the width.
+    room = width - 1 - min(widths[0], width // 3)
     groups: list[list[int]] = [[]]
     for index in range(1, len(widths)):
         if groups[-1] and sum(widths[one] for one in groups[-1]) + widths[index] > room:
