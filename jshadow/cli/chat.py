@@ -1,6 +1,8 @@
 """`jshadow chat`: questions and answers about one document, which is read once."""
 
 import argparse
+import contextlib
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -92,7 +94,11 @@ def questions() -> Iterator[str]:
     Raises:
         PromptError: the input is no UTF-8 text.
     """
-    sign = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    sign = ""
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        sign = "> "
+        with contextlib.suppress(ImportError):  # absent from some builds of Python
+            importlib.import_module("readline")  # `input` then has a history
     while True:
         try:
             line = input(sign).strip()
