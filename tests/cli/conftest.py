@@ -6,6 +6,7 @@ import pytest
 from tiny_text import byte_tokenizer
 
 import jshadow
+from jshadow.cli import progress
 from jshadow.models.config import ModelConfig
 from jshadow.weights.params import init_params
 
@@ -29,3 +30,9 @@ def tiny_model(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny"
     jshadow.save(dataclasses.replace(init_params(CONFIG), tokenizer=byte_tokenizer()), path)
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def no_lines(monkeypatch):
+    """No line of progress on stderr, also on a machine where a tiny answer takes long."""
+    monkeypatch.setattr(progress, "LINE_SECONDS", 3600.0)
