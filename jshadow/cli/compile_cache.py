@@ -37,7 +37,7 @@ def default_folder() -> Path:
 
 @contextlib.contextmanager
 def compile_cache(args: argparse.Namespace) -> Iterator[None]:
-    """Run a command with the cache that its options ask for. A cache that cannot be used is told in one line.
+    """Run a command with the cache that its options ask for. A cache that cannot be used costs one line on stderr.
 
     Args:
         args: the parsed command. Without `compile_cache` the command compiles nothing, and nothing is done.

@@ -25,7 +25,7 @@ def show_settings(name: str, *, as_json: bool) -> int:
 
     policy = find_policy(name)
     summary = (inspect.getdoc(policy) or "").split("\n\n")[0].replace("\n", " ")
-    rows = setting_rows(policy(), policy.name)
+    rows = setting_rows(policy())
     if as_json:
         print(json.dumps({"name": policy.name, "paper": policy.source, "summary": summary, "settings": rows}))
         return 0
@@ -41,12 +41,11 @@ def show_settings(name: str, *, as_json: bool) -> int:
     return 0
 
 
-def setting_rows(value: Any, owner: str = "", prefix: str = "", condition: str = "") -> list[dict[str, Any]]:
+def setting_rows(value: Any, prefix: str = "", condition: str = "") -> list[dict[str, Any]]:
     """The settings of a policy or record, in the order of its fields.
 
     Args:
         value: the policy or record, whose values are the defaults.
-        owner: its name, for the types of records.
         prefix: begins the dotted names, as "keys.".
         condition: the setting that chooses the record, as "keys=transform"; "" where there is no choice.
 
@@ -71,9 +70,8 @@ def setting_rows(value: Any, owner: str = "", prefix: str = "", condition: str =
             rows.append(row | {"type": " or ".join(choices), "default": default})
         for name, record in records.items():
             chosen = current if type(current) is record else record()
-            rows += setting_rows(
-                chosen, owner, f"{prefix}{field.name}.", f"{prefix}{field.name}={name}" if name else condition
-            )
+            chooses = f"{prefix}{field.name}={name}" if name else condition
+            rows += setting_rows(chosen, f"{prefix}{field.name}.", chooses)
     return rows
 
 
