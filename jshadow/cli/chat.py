@@ -21,6 +21,7 @@ from jshadow.cli.options import (
     sampler_of,
 )
 from jshadow.cli.progress import SlowProgress, waiting
+from jshadow.cli.report_table import why_larger
 from jshadow.errors import CapacityError, ConfigError, PromptError
 
 if TYPE_CHECKING:
@@ -83,6 +84,8 @@ def run_chat(args: argparse.Namespace) -> int:
         for question in questions():
             generation = talk.ask(question)
             print(json.dumps(talk.record(question, generation)) if args.json else talk.gauge(generation), flush=True)
+            if talk.turns == 1 and not args.json and (sentence := why_larger(generation.report)):
+                print(sentence, flush=True)
     except KeyboardInterrupt:
         print(file=sys.stderr)
     return 0

@@ -68,6 +68,13 @@ def test_the_gauge_stands_below_each_answer(talk):
     assert out.count("tokens\n") == 2
 
 
+def test_a_policy_that_takes_more_memory_says_why_once(talk):
+    settings = ["--set", "rank=32", "--set", "budget=64", "--set", "outlier_chunks=2", "--fetch", "resident"]
+    status, out, _ = talk(["one?", "two?"], *talk.book, *settings)
+    assert status == 0
+    assert out.count("takes more device memory than full attention because") == 1
+
+
 def test_a_model_without_a_template_is_asked_in_plain_text(talk, monkeypatch):
     monkeypatch.setattr(chat, "load_model", without_template(chat.load_model))
     _, out, _ = talk(["one?", "two?"], *talk.book, "--policy", "full", "--json")
