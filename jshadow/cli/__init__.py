@@ -1,3 +1,3 @@
-"""The command line."""
+"""The command line `jshadow`, a module for each command."""
 
 from jshadow.cli.main import main as main

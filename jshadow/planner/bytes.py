@@ -1,4 +1,4 @@
-"""The specs, shapes and bytes of a state before it exists. Nothing is allocated, and no weights are needed."""
+"""The specs, shapes and bytes of a KV state, computed without allocating it and without weights."""
 
 import functools
 import math
@@ -26,13 +26,13 @@ from jshadow.policies.sliding_window import SlidingWindow
 def cache_specs(
     config: ModelConfig, policy: Policy, batch: int, capacity: int, shortest: int, dtype: str, fetch: str
 ) -> tuple[CacheSpec, ...]:
-    """Static description of every layer's cache.
+    """The static descriptions of the caches, one for each layer.
 
     Args:
         config: the model.
-        policy: resolved for this capacity.
+        policy: the policy, resolved for this capacity.
         batch: rows.
-        capacity: tokens that a row may ever hold.
+        capacity: tokens that a row may hold.
         shortest: tokens of the shortest prompt, which decides how many tokens the windows must hold.
         dtype: dtype of keys and values.
         fetch: resolved fetch mode.
@@ -66,19 +66,22 @@ def cache_specs(
 def abstract_state(
     config: ModelConfig, policy: Policy, *, batch: int, capacity: int, prompt: int, dtype: str, fetch: str
 ) -> KVState:
-    """The state of `batch` prompts of `prompt` tokens as ShapeDtypeStructs: nothing is allocated, no weights needed."""
+    """The state of `batch` prompts of `prompt` tokens, with ShapeDtypeStructs in place of arrays.
+
+    The other arguments are those of `footprint`, and so are the errors.
+    """
     policy = policy.resolve(config, capacity)
     specs = cache_specs(config, policy, batch, capacity, prompt, dtype, offload.resolve_fetch(fetch))
     return abstract_of(specs, policy)
 
 
 def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None) -> KVState:
-    """The state of the given specs as ShapeDtypeStructs.
+    """The state of the given specs, with ShapeDtypeStructs in place of arrays.
 
     Args:
-        specs: one a layer.
-        policy: resolved.
-        fitted: arrays that the policy learned, or ShapeDtypeStructs of them.
+        specs: one for each layer.
+        policy: the resolved policy.
+        fitted: arrays that the policy learned, or ShapeDtypeStructs of them; None: none.
     """
     layers = []
     for spec in specs:
@@ -98,7 +101,7 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
 
 
 def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
-    """KV bytes of one row of full attention; a sliding layer holds its window."""
+    """KV bytes of one row of full attention of `capacity` tokens. A layer with a sliding window holds its window."""
     slots = [
         capacity if window is None else SlidingWindow(window).slots(capacity)
         for window in (config.attention_kind(layer).window for layer in range(config.num_layers))
@@ -109,21 +112,21 @@ def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
 def footprint(
     config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
 ) -> dict[str, Any]:
-    """Bytes of one row's KV state, by part, beside full attention's at the same capacity.
+    """The bytes of one row's KV state, by part, and those of full attention at the same capacity.
 
     Args:
         config: the model.
         policy: its settings; None in them is resolved for this capacity.
-        capacity: tokens that the row may ever hold.
+        capacity: tokens that the row may hold.
         prompt: tokens of its prompt.
-        dtype: of keys and values.
+        dtype: dtype of keys and values.
         fetch: fetch mode.
 
     Returns:
         {"parts": {name: (device, host)}, "device_bytes", "host_bytes", "full_bytes"}.
 
     Raises:
-        CapacityError: the prompt has no token, or more than the capacity.
+        CapacityError: the prompt has no token, or more tokens than the capacity.
         ConfigError: a setting or the fetch mode is out of range.
     """
     check_prompt(prompt, capacity)
@@ -138,7 +141,7 @@ def footprint(
 
 
 def check_prompt(prompt: int, capacity: int) -> None:
-    """Raise CapacityError unless a prompt of so many tokens fits."""
+    """Raise CapacityError unless a prompt of `prompt` tokens fits into `capacity` tokens."""
     if not 1 <= prompt <= capacity:
         raise CapacityError(f"prompt must have 1 to capacity={capacity} tokens, got {prompt}")
 
@@ -146,12 +149,12 @@ def check_prompt(prompt: int, capacity: int) -> None:
 def step_footprint(
     config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
 ) -> dict[str, int]:
-    """Bytes that one decode step of one row moves from the host, and that it reads on the device, all layers.
+    """The bytes that one decode step of one row moves from the host, and reads on the device, in all layers.
 
-    Args and their meaning as in `footprint`.
+    The arguments are those of `footprint`.
 
     Returns:
-        {"bytes_moved", "bytes_read"}; bytes from the host only count in the first.
+        {"bytes_moved", "bytes_read"}. Bytes from the host count only in the first.
 
     Raises:
         CapacityError, ConfigError: as in `footprint`.
@@ -165,9 +168,10 @@ def step_footprint(
 
 
 def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, int]:
-    """How a prompt is cut: (pieces, tokens of each), equal pieces that cover the tokens.
+    """The equal pieces that a prompt is cut into: (number of pieces, tokens of each).
 
-    Each has at most prefill_chunk tokens and is a multiple of `multiple`; it is larger only if one `multiple` is.
+    A piece has a multiple of `multiple` tokens, and at most prefill_chunk unless one `multiple` is larger. The last
+    piece may reach past the end of the prompt.
     """
     units = -(-tokens // multiple)
     count = -(-units // max(prefill_chunk // multiple, 1))
@@ -187,25 +191,25 @@ def prefill_peak(
     fetch: str = "auto",
     attention: PrefillAttention | None = None,
 ) -> dict[str, int]:
-    """An upper bound of the device bytes at the peak of a prefill, by part. The last layer reaches the peak.
+    """An upper bound of the device bytes at the peak of a prefill, by part. The peak is in the last layer.
 
-    Only "state" grows with the number of layers, and only "piece" with prefill_chunk. Logits are not counted, nor are
-    the copies of weights that exist while they are loaded.
+    Only "state" grows with the number of layers, and only "piece" with prefill_chunk. The bound leaves out the logits,
+    and the copies of weights that exist while they are loaded.
 
     Args:
         config: the model.
         policy: its settings; None in them is resolved for this capacity.
         batch: rows.
         tokens: width of the right-padded prompts.
-        capacity: tokens that a row may ever hold.
+        capacity: tokens that a row may hold.
         prefill_chunk: tokens that go through a layer at once.
         shortest: tokens of the shortest prompt, which decides the windows; None: all are `tokens` long.
-        dtype: of weights, keys and values.
+        dtype: dtype of weights, keys and values.
         fetch: fetch mode.
-        attention: in place of exact attention; None: exactly, or as the policy itself says.
+        attention: a sparse attention of the prompt; None: the policy's own one, or exact attention.
 
     Raises:
-        ConfigError: tokens or prefill_chunk below 1, a pattern of another model, or a policy setting out of range.
+        ConfigError: tokens or prefill_chunk is below 1, a pattern is of another model, or a setting is out of range.
 
     Returns:
         {"weights", "hidden", "keys_values", "piece", "compress", "in_flight", "state"}; the peak is their sum.

@@ -1,8 +1,8 @@
-"""What a GPU can hold and how fast a decode step can be at best, from published figures. Nothing is allocated or run.
+"""How many requests a GPU can hold, and a lower bound of the time of a decode step. Nothing is allocated or run.
 
-The figures are bounds. The bytes of weights and state are exact, those of temporaries an upper bound. The step time is
-the time to move each byte once at the data sheet's bandwidth. It leaves out launches, copies that the compiler adds,
-the gathering of rows on the host and traffic between GPUs, so that a real step is slower.
+The bytes of weights and state are exact. The bytes of temporaries are an upper bound. The time of a step is the time to
+move each byte once at the bandwidth of the data sheet. A real step is slower, because the bound has no kernel launches,
+no copies that the compiler adds, no gathering of rows on the host and no traffic between GPUs.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
 from jshadow.policies.costs import costs_of, rows_of
 
-# Fetch modes in which a unit that the step before had fetched stays on the device; the others move every unit.
+# Fetch modes in which a unit that the previous step fetched stays on the device. The other modes move every unit.
 KEEPING_MODES = ("zero_copy",)
-PAPERS_REPEATS = 0.6  # share of selected chunks that the step before had selected too (arXiv 2410.21465, section 5.3)
+PAPERS_REPEATS = 0.6  # share of chunks that the previous step had selected too (arXiv 2410.21465, section 5.3)
 
 
 def capacity_plan(
@@ -38,13 +38,16 @@ def capacity_plan(
     Args:
         config: the model.
         policy: its settings; None in them is resolved for the capacity.
-        gpu: one of `gpu_specs.GPUS`.
+        gpu: its figures, such as one of `gpu_specs.GPUS`.
         serving: prompts, requests, GPUs, dtype and fetch mode.
-        beside: other policies by a name, planned likewise.
+        beside: other policies by name, which are planned in the same way.
+
+    Returns:
+        The plan of the policy, of those beside it and of full attention.
 
     Raises:
-        ConfigError: a count, share or setting out of range, or KV heads that do not split.
-        CapacityError: more tokens than the model's context.
+        ConfigError: a count, share or setting is out of range, or the GPUs cannot share the KV heads equally.
+        CapacityError: context and new tokens exceed the model's context.
     """
     serving = checked(config, serving)
     planner, batch = Planner(share_of(config, serving.count), config, gpu, serving), serving.batch
@@ -67,7 +70,7 @@ def capacity_plan(
 
 
 def checked(config: ModelConfig, serving: Serving) -> Serving:
-    """The same with its fetch mode and share of repeats resolved. Raises as `capacity_plan`."""
+    """`serving` with its fetch mode and its share of repeats resolved. Raises the errors of `capacity_plan`."""
     for name, value, least in (
         ("context", serving.context, 1),
         ("max_new_tokens", serving.max_new_tokens, 0),
@@ -82,13 +85,13 @@ def checked(config: ModelConfig, serving: Serving) -> Serving:
             f"context + max_new_tokens must be at most the model's context={config.context}, "
             f"got {serving.context} + {serving.max_new_tokens}"
         )
-    # A CPU plans for a GPU here: "auto" is what it would be there.
+    # "auto" is resolved as on a GPU, also if this process runs on a CPU.
     fetch = offload.resolve_fetch("device_put" if serving.fetch == "auto" else serving.fetch)
     return dataclasses.replace(serving, fetch=fetch, repeat_share=repeats(fetch, serving.repeat_share))
 
 
 def repeats(fetch: str, repeat_share: float | None) -> float:
-    """The share of selected units that a fetch mode does not move. Raises ConfigError where it cannot be that."""
+    """The share of the selected units that a fetch mode does not move. Raises ConfigError for an impossible share."""
     if fetch not in KEEPING_MODES:
         if repeat_share:
             raise ConfigError(f"repeat_share must be 0 with fetch={fetch!r}, which keeps no unit, got {repeat_share!r}")
@@ -100,7 +103,7 @@ def repeats(fetch: str, repeat_share: float | None) -> float:
 
 
 def share_of(config: ModelConfig, count: int) -> ModelConfig:
-    """The part of a model that one of `count` GPUs holds: heads, MLP and vocabulary are split, the stream is not."""
+    """The part of a model that one of `count` GPUs holds. Heads, MLP and vocabulary are split; the residual is not."""
     if config.kv_heads % count:
         raise ConfigError(f"count must divide kv_heads={config.kv_heads}, got {count}")
     return dataclasses.replace(
@@ -121,7 +124,7 @@ class Planner:
         share: the part of the model that this GPU holds.
         whole: the model.
         gpu: its figures.
-        serving: what is to be served, its fetch mode and share of repeats resolved.
+        serving: what is served, with its fetch mode and its share of repeats resolved.
     """
 
     share: ModelConfig
@@ -136,7 +139,7 @@ class Planner:
 
     @property
     def repeat_share(self) -> float:
-        """Share of the selected units that do not move."""
+        """Share of the selected units that are on the device already, in [0, 1]."""
         return self.serving.repeat_share or 0.0
 
     @property
@@ -145,7 +148,13 @@ class Planner:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(self.share))) * self.item
 
     def plan(self, policy: Policy, batch: int | None, *, capped: bool) -> PolicyPlan:
-        """A policy with that batch, or with the largest where it is None; `capped`: with as much of it as fits."""
+        """The plan of a policy.
+
+        Args:
+            policy: its settings; None in them is resolved.
+            batch: requests; None: as many as fit.
+            capped: plan only as many of the requests as fit.
+        """
         serving = self.serving
         policy = policy.resolve(self.whole, serving.capacity)
         row = abstract_of(self.specs(policy, 1), policy)
@@ -177,15 +186,16 @@ class Planner:
         )
 
     def specs(self, policy: Policy, batch: int) -> tuple[Any, ...]:
-        """Of the caches of all layers, for `batch` rows."""
+        """The specs of the caches of all layers, for `batch` rows."""
         serving = self.serving
         return cache_specs(self.share, policy, batch, serving.capacity, serving.context, serving.dtype, serving.fetch)
 
     def temporaries(self, policy: Policy, batch: int) -> dict[str, int]:
-        """Device bytes that a step needs for a while, at most. Layers run one after the other: only one layer counts.
+        """An upper bound of the device bytes that a step of `batch` rows needs beside weights and state, by part.
 
-        Logits count twice, for those of a bad row become NaN. The residual stream, the projections and the two halves
-        of the MLP count with their float32 copies.
+        Layers run one after the other, so that only one layer counts. Logits count twice, because the logits of a bad
+        row are replaced by NaN in a copy. The residual stream, the projections and the two halves of the MLP count with
+        their float32 copies.
         """
         c, rows = self.share, batch * rows_of(policy)
         token = 6 * c.model_dim + 3 * c.ffn_dim + 3 * (c.q_heads + 2 * c.kv_heads) * c.head_dim
@@ -198,7 +208,7 @@ class Planner:
         }
 
     def prefill_batch(self, policy: Policy) -> int | None:
-        """Rows whose prefill fits in one call. Its bytes grow evenly with the rows."""
+        """Rows whose prefill fits in one call, by the bytes of one row and of two; None for several GPUs."""
         serving = self.serving
         if serving.count > 1:
             return None
@@ -208,10 +218,10 @@ class Planner:
         return max(0, (self.gpu.memory_bytes - CONTEXT_RESERVE - one) // (two - one) + 1)
 
     def step(self, policy: Policy, batch: int) -> StepBound:
-        """The bound of one step of that many rows."""
+        """The bound of one decode step of `batch` rows."""
         state = abstract_of(self.specs(policy, batch), policy)
         table = self.share.vocab_size * self.share.model_dim * self.item
-        # Of an embedding that is not also the head, a step reads one row a token: it is left out.
+        # A step reads one row a token of an embedding that is not also the head, so such an embedding is left out.
         hbm = {"weights": self.weights_bytes - (0 if self.share.tie_embeddings else table)}
         moved, flops = 0, 2 * batch * rows_of(policy) * hbm["weights"] // self.item
         for spec, layer in zip(state.specs, state.layers, strict=True):

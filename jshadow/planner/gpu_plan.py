@@ -1,4 +1,4 @@
-"""The records of a GPU plan: what is to be served, what fits, and how fast a decode step can be at best."""
+"""The records of a GPU plan: the requests, the batch that fits, and the bound of a decode step."""
 
 import dataclasses
 from typing import Any
@@ -10,18 +10,18 @@ from jshadow.policies.settings import policy_settings
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """What is to be served by one GPU, or by several that share weights and KV heads.
+    """The requests that one GPU serves, or several GPUs that share weights and KV heads.
 
     Attributes:
         context: tokens of each prompt.
         max_new_tokens: tokens that each request may hold beyond its prompt.
-        count: GPUs.
+        count: number of GPUs.
         batch: requests; None: as many as fit.
         dtype: of weights, keys and values.
-        fetch: fetch mode; "auto" means what it means on a GPU.
-        repeat_share: share of the selected units that the step before had fetched already; None: the paper's where
-            the mode keeps them, else 0.
-        host_limit: bytes of host memory that all requests together may take; None: as many as they need.
+        fetch: fetch mode; "auto" is resolved as on a GPU.
+        repeat_share: share of the selected units that the previous step fetched too, in [0, 1]; None: 0.6, the share of
+            the ShadowKV paper, in a fetch mode that keeps units on the device, else 0.
+        host_limit: bytes of host memory that all requests together may take; None: no limit.
     """
 
     context: int
@@ -35,21 +35,21 @@ class Serving:
 
     @property
     def capacity(self) -> int:
-        """Tokens that each request may ever hold."""
+        """Tokens that each request may hold: its prompt and its new tokens."""
         return self.context + self.max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBound:
-    """One decode step of a batch on one GPU, at best.
+    """The lower bound of the time of one decode step of a batch on one GPU.
 
     Attributes:
-        hbm_bytes: read from device memory, by part.
-        pcie_bytes: moved from the host.
+        hbm_bytes: bytes read from device memory, by part.
+        pcie_bytes: bytes moved from the host.
         flops: operations.
-        hbm_seconds, pcie_seconds, flop_seconds: each at the GPU's full rate.
-        tokens_per_second: of the whole batch, where the three overlap: the slowest counts.
-        serial_tokens_per_second: where none overlaps: their sum counts.
+        hbm_seconds, pcie_seconds, flop_seconds: the time of each at the full rate of the GPU.
+        tokens_per_second: tokens of the whole batch a second, if the three times overlap completely.
+        serial_tokens_per_second: the same if they do not overlap at all.
     """
 
     hbm_bytes: dict[str, int]
@@ -63,15 +63,15 @@ class StepBound:
 
 
 def step_bound(gpu: Gpu, hbm: dict[str, int], moved: int, flops: int, batch: int, repeat_share: float) -> StepBound:
-    """The time of a step at best: each byte is moved once and each operation done once, at the GPU's full rates.
+    """The bound of a step that moves each byte once and does each operation once, at the full rates of the GPU.
 
     Args:
         gpu: its rates.
         hbm: bytes read from device memory, by part.
-        moved: bytes of all units that are selected in host memory.
+        moved: bytes of all selected units in host memory.
         flops: operations.
-        batch: tokens that the step makes.
-        repeat_share: share of `moved` that is on the device already.
+        batch: tokens that the step generates.
+        repeat_share: share of `moved` that is on the device already, in [0, 1].
     """
     moved = round(moved * (1 - repeat_share))
     seconds = (sum(hbm.values()) / gpu.hbm_bytes_per_second, moved / gpu.pcie_bytes_per_second, flops / gpu.flops)
@@ -80,20 +80,20 @@ def step_bound(gpu: Gpu, hbm: dict[str, int], moved: int, flops: int, batch: int
 
 @dataclasses.dataclass(frozen=True)
 class PolicyPlan:
-    """A policy on one GPU, or on one of several that share the model's heads.
+    """The plan of one policy on one GPU, or on one of several that share the model's heads.
 
     Attributes:
-        policy: resolved.
-        fallback: why a cache of this capacity gives the policy nothing to do, or None.
+        policy: the policy with all settings resolved.
+        fallback: why full attention runs in place of the policy at this capacity, or None.
         row_parts: bytes (device, host) of one request's state on one GPU, by part.
-        largest_batch: most requests whose decode step fits; 0: none does.
-        prefill_batch: most requests whose prefill fits in one call (`prefill_peak`); None for several GPUs.
-        batch: requests of the figures below: what was asked, or the largest; 0 where nothing fits.
-        fits: whether that batch does.
-        temporaries: device bytes of a step beside weights and state, at most, by part.
-        device_bytes: weights, states, temporaries and reserve of one GPU.
-        host_bytes: of all GPUs together.
-        step: None for an empty batch.
+        largest_batch: the most requests whose decode step fits, or 0.
+        prefill_batch: the most requests whose prefill fits in one call (`prefill_peak`); None for several GPUs.
+        batch: requests of the figures below: the number that was asked for, or the largest batch.
+        fits: whether `batch` fits and is not 0.
+        temporaries: upper bound of the device bytes of a step beside weights and state, by part.
+        device_bytes: bytes of weights, states, temporaries and reserve on one GPU.
+        host_bytes: bytes in host memory for all GPUs together.
+        step: the bound of a decode step; None for an empty batch.
     """
 
     policy: Policy
@@ -116,22 +116,22 @@ class PolicyPlan:
 
 @dataclasses.dataclass(frozen=True)
 class CapacityPlan:
-    """A policy, other policies to compare it with, and full attention, on the same GPUs.
+    """The plans of a policy, of other policies beside it, and of full attention, on the same GPUs.
 
     Attributes:
         gpu: its figures.
-        count: GPUs that share weights and KV heads.
-        dtype: of weights, keys and values.
+        count: number of GPUs that share weights and KV heads.
+        dtype: dtype of weights, keys and values.
         fetch: fetch mode.
         context: tokens of each prompt.
-        capacity: tokens that each request may ever hold.
+        capacity: tokens that each request may hold.
         repeat_share: share of the selected units that is assumed not to move.
-        weights_bytes: on one GPU.
-        reserve_bytes: on one GPU, for memory outside of arrays.
-        host_limit: bytes of host memory that requests may take; None: as many as they need.
-        chosen: the policy that was asked for.
-        beside: other policies by name, as `chosen`.
-        full: full attention, its batch no larger than was asked for.
+        weights_bytes: bytes of the weights on one GPU.
+        reserve_bytes: bytes on one GPU for memory outside of arrays.
+        host_limit: bytes of host memory that all requests may take; None: no limit.
+        chosen: the plan of the policy that was asked for.
+        beside: the plans of other policies, by name.
+        full: the plan of full attention, whose batch is at most the one that was asked for.
     """
 
     gpu: Gpu
@@ -154,12 +154,12 @@ class CapacityPlan:
         return self.ratio_of(self.chosen)
 
     def ratio_of(self, side: PolicyPlan) -> float | None:
-        """Overlapped tokens a second, a policy's to full attention's; None where one of them does not fit."""
+        """The ratio of a policy's overlapped tokens a second to those of full attention; None if one does not fit."""
         step, full = side.step, self.full.step
         return step.tokens_per_second / full.tokens_per_second if step and full else None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; policies as their names and settings."""
+        """The plan as plain values, with each policy as its name and settings."""
         values = dataclasses.asdict(self)
         sides = [(values, "chosen", self.chosen), (values, "full", self.full)]
         for place, name, side in sides + [(values["beside"], name, side) for name, side in self.beside.items()]:

@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CAPACITY, POLICY_CASES, POLICY_FETCHES, STEPS, TINY, model, prefilled, run_steps
+from cases import POLICY_CASES, POLICY_FETCHES, STEPS, TINY, model, prefilled, run_steps
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
 from jshadow.engine.step import step_writes
-from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.bytes import abstract_state, prefill_peak
@@ -282,14 +281,9 @@ def test_several_gpus_split_weights_and_heads():
 def test_what_prefill_fits_in_one_call():
     side = planned(context=120 * 1024).chosen
     room = A100.memory_bytes - CONTEXT_RESERVE
-    peaks = [
-        sum(
-            prefill_peak(
-                LLAMA_3_8B_1M, side.policy, batch=batch, tokens=120 * 1024, capacity=120 * 1024 + 64, fetch="device_put"
-            ).values()
-        )
-        for batch in (side.prefill_batch, side.prefill_batch + 1)
-    ]
+    sizes = {"tokens": 120 * 1024, "capacity": 120 * 1024 + 64, "fetch": "device_put"}
+    batches = (side.prefill_batch, side.prefill_batch + 1)
+    peaks = [sum(prefill_peak(LLAMA_3_8B_1M, side.policy, batch=batch, **sizes).values()) for batch in batches]
     assert peaks[0] <= room < peaks[1]
     assert 0 < side.prefill_batch < side.largest_batch
 
@@ -302,43 +296,3 @@ def test_nothing_fits():
     assert not asked.fits
     assert asked.step is not None
     assert asked.device_bytes > A100.memory_bytes
-
-
-def test_repeats_move_nothing_where_they_are_kept(monkeypatch):
-    """A mode that keeps units on the device, as far as the planner sees one."""
-    monkeypatch.setattr(offload, "FETCH_MODES", ("resident", "device_put", "zero_copy"))
-    monkeypatch.setattr(offload, "memory_of", lambda fetch: "device" if fetch == "resident" else "pinned_host")
-    policy = ShadowKV(rank=8, budget=32, outlier_chunks=2)
-
-    def make(**settings):
-        return capacity_plan(TINY, policy, A100, Serving(200, max_new_tokens=8, batch=2, **settings))
-
-    moved = make().chosen.step.pcie_bytes
-    assert moved > 0
-    assert make(fetch="zero_copy", repeat_share=0.0).chosen.step.pcie_bytes == moved
-    assert make(fetch="zero_copy").chosen.step.pcie_bytes == round(0.4 * moved)
-    assert make(fetch="zero_copy").repeat_share == 0.6
-    assert make(fetch="zero_copy", repeat_share=1.0).chosen.step.pcie_bytes == 0
-    assert make(fetch="resident").chosen.step.pcie_bytes == 0
-    with pytest.raises(ConfigError, match=r"repeat_share must lie in \[0, 1\], got 1.5"):
-        make(fetch="zero_copy", repeat_share=1.5)
-
-
-BAD = {
-    "context": (dict(context=0), ConfigError, "context must be at least 1, got 0"),
-    "too_long": (dict(context=200, max_new_tokens=57), CapacityError, "model's context=256, got 200 [+] 57"),
-    "new": (dict(max_new_tokens=-1), ConfigError, "max_new_tokens must be at least 0"),
-    "no_gpu": (dict(count=0), ConfigError, "count must be at least 1, got 0"),
-    "split": (dict(count=3), ConfigError, "count must divide kv_heads=2, got 3"),
-    "batch": (dict(batch=0), ConfigError, "batch must be at least 1, got 0"),
-    "host": (dict(host_limit=-1), ConfigError, "host_limit must be at least 0, got -1"),
-    "fetch": (dict(fetch="mail"), ConfigError, "fetch must be"),
-    "repeats": (dict(repeat_share=0.5), ConfigError, "repeat_share must be 0 with fetch='device_put'"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_arguments_are_told(case):
-    arguments, kind, told = BAD[case]
-    with pytest.raises(kind, match=told):
-        capacity_plan(TINY, Full(), A100, Serving(**{"context": CAPACITY} | arguments))

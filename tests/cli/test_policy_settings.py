@@ -1,0 +1,72 @@
+"""`jshadow policies NAME`: what each setting of a policy means."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jshadow.cli.main import main
+from jshadow.cli.policy_settings import attribute_texts, setting_rows
+from jshadow.policies import POLICIES
+from jshadow.policies.settings import setting_types
+
+
+def test_each_setting_has_its_type_default_and_text(capsys):
+    assert main(["policies", "quest", "--json"]) == 0
+    quest = json.loads(capsys.readouterr().out)
+    assert (quest["name"], quest["paper"]) == ("quest", "arXiv 2406.10774, section 3")
+    rows = {row["name"]: row for row in quest["settings"]}
+    assert (rows["unit"]["type"], rows["unit"]["default"], rows["top_p"]["default"]) == ("int", 16, 1.0)
+    assert "tokens" in rows["budget"]["text"]
+    assert main(["policies", "quest"]) == 0
+    assert "unit: int = 16" in capsys.readouterr().out
+
+
+def test_a_setting_of_a_record_names_what_chooses_it():
+    rows = setting_rows(POLICIES["shadowkv"]())
+    [bits] = [row for row in rows if row["name"] == "keys.bits"]
+    assert bits["with"] == "keys=transform"
+    [keys] = [row for row in rows if row["name"] == "keys"]
+    assert (keys["type"], keys["default"]) == ("lowrank or transform or exact", "lowrank")
+    [tokens] = [row for row in rows if row["name"] == "landmarks.tokens"]
+    assert (tokens["with"], tokens["default"]) == ("", None)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_no_setting_is_without_a_text(name):
+    rows = setting_rows(POLICIES[name]())
+    assert {row["name"] for row in rows} == set(setting_types(POLICIES[name]))
+    assert [row["name"] for row in rows if not row["text"]] == []
+    json.dumps(rows)
+
+
+def test_texts_of_bases_and_of_several_attributes():
+    @dataclasses.dataclass
+    class Base:
+        """A base.
+
+        Attributes:
+            one, two: both of them,
+                in two lines.
+            three: of the base.
+
+        More text: not an attribute.
+        """
+
+    @dataclasses.dataclass
+    class Other(Base):
+        """Another one.
+
+        Attributes:
+            three: its own.
+        """
+
+    both = "both of them, in two lines."
+    assert attribute_texts(Other) == {"one": both, "two": both, "three": "its own."}
+
+
+def test_an_unknown_policy_or_another_option_is_told(capsys):
+    assert main(["policies", "magic"]) == 2
+    assert "policy must be one of" in capsys.readouterr().err
+    assert main(["policies", "quest", "--context", "5"]) == 2
+    assert "--context must be left out" in capsys.readouterr().err

@@ -1,0 +1,56 @@
+"""Tables fit the width without cutting a number."""
+
+import io
+import json
+import re
+
+import pytest
+from real_shapes import LLAMA_31_8B_JSON
+from rich.console import Console
+from rich.table import Table
+
+from jshadow.cli import bench_tables, console, plan, policies
+from jshadow.cli.console import print_table
+from jshadow.cli.main import main
+
+
+def printed(table, width):
+    out = Console(width=width, file=io.StringIO())
+    print_table(table, out)
+    return out.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [30, 40, 80])
+def test_columns_go_into_further_tables(width):
+    numbers = [f"{10**12 + index:,}" for index in range(9)]
+    table = Table("bytes of something long", *(f"{index} tokens" for index in range(9)))
+    table.add_row("a label of several words", *numbers)
+    text = printed(table, width)
+    assert all(number in text for number in numbers)
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert text.count("0 tokens") == 1
+
+
+def test_a_table_that_fits_is_one_table():
+    table = Table("label", "x\ny")
+    table.add_row("one", "1")
+    assert printed(table, 80).count("label") == 1
+    assert "│ one   │ 1 │" in printed(table, 80)
+
+
+@pytest.mark.parametrize("command", [["plan", "--context", "122880"], ["plan"], ["policies", "--context", "122880"]])
+def test_commands_at_80_columns(command, tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B_JSON))
+    for module in (plan, policies, bench_tables):
+        monkeypatch.setattr(module, "console", lambda width=0: console.console(80))
+    model = ["--model"] if command[0] == "policies" else []
+    arguments = [command[0], *model, str(tmp_path / "config.json"), *command[1:]]
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    # each number stands whole in its cell
+    cells = [cell.strip() for line in out.splitlines() if line.startswith("│") for cell in line.split("│")[2:-1]]
+    assert any(re.fullmatch(r"[\d,]{9,}", cell) for cell in cells) or command[0] == "policies"
+    assert not any(cell.endswith(",") for cell in cells)

@@ -1,0 +1,53 @@
+"""Arguments of the planner: repeats, and those that it refuses."""
+
+import pytest
+from cases import CAPACITY, TINY
+
+from jshadow.cache import offload
+from jshadow.errors import CapacityError, ConfigError
+from jshadow.planner.gpu import capacity_plan
+from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu_specs import GPUS
+from jshadow.policies import Full, ShadowKV
+
+A100 = GPUS["a100-80gb"]
+
+
+def test_repeats_move_nothing_where_they_are_kept(monkeypatch):
+    """A mode that keeps units on the device, as far as the planner sees one."""
+    monkeypatch.setattr(offload, "FETCH_MODES", ("resident", "device_put", "zero_copy"))
+    monkeypatch.setattr(offload, "memory_of", lambda fetch: "device" if fetch == "resident" else "pinned_host")
+    policy = ShadowKV(rank=8, budget=32, outlier_chunks=2)
+
+    def make(**settings):
+        return capacity_plan(TINY, policy, A100, Serving(200, max_new_tokens=8, batch=2, **settings))
+
+    moved = make().chosen.step.pcie_bytes
+    assert moved > 0
+    assert make(fetch="zero_copy", repeat_share=0.0).chosen.step.pcie_bytes == moved
+    assert make(fetch="zero_copy").chosen.step.pcie_bytes == round(0.4 * moved)
+    assert make(fetch="zero_copy").repeat_share == 0.6
+    assert make(fetch="zero_copy", repeat_share=1.0).chosen.step.pcie_bytes == 0
+    assert make(fetch="resident").chosen.step.pcie_bytes == 0
+    with pytest.raises(ConfigError, match=r"repeat_share must lie in \[0, 1\], got 1.5"):
+        make(fetch="zero_copy", repeat_share=1.5)
+
+
+BAD = {
+    "context": (dict(context=0), ConfigError, "context must be at least 1, got 0"),
+    "too_long": (dict(context=200, max_new_tokens=57), CapacityError, "model's context=256, got 200 [+] 57"),
+    "new": (dict(max_new_tokens=-1), ConfigError, "max_new_tokens must be at least 0"),
+    "no_gpu": (dict(count=0), ConfigError, "count must be at least 1, got 0"),
+    "split": (dict(count=3), ConfigError, "count must divide kv_heads=2, got 3"),
+    "batch": (dict(batch=0), ConfigError, "batch must be at least 1, got 0"),
+    "host": (dict(host_limit=-1), ConfigError, "host_limit must be at least 0, got -1"),
+    "fetch": (dict(fetch="mail"), ConfigError, "fetch must be"),
+    "repeats": (dict(repeat_share=0.5), ConfigError, "repeat_share must be 0 with fetch='device_put'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_arguments_are_told(case):
+    arguments, kind, told = BAD[case]
+    with pytest.raises(kind, match=told):
+        capacity_plan(TINY, Full(), A100, Serving(**{"context": CAPACITY} | arguments))
