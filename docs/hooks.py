@@ -12,7 +12,7 @@ OUTSIDE = "../../notebooks/pictures/"  # as pages of docs/benchmarks/ name the f
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pictures to the files of the site."""
-    for path in sorted(PICTURES.glob("*.svg")):
+    for path in sorted(path for path in PICTURES.iterdir() if path.suffix in (".svg", ".png")):
         files.append(File.generated(config, f"pictures/{path.name}", abs_src_path=str(path)))
     return files
 
