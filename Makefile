@@ -15,10 +15,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
 	@mkdir -p .cache
-	@$(BIN)/python -m jshadow.evaluation.tasks needle_docs --model $(MODEL) --tokens 2000 > .cache/demo.txt
-	@echo "2,000 tokens of Python's documentation with one planted fact, then: $$(tail -n 1 .cache/demo.txt)"
-	@$(BIN)/jshadow generate $(MODEL) --prompt-file .cache/demo.txt --chat --policy shadowkv --set rank=32 \
-	    --set budget=256 --fetch device_put --baseline full --max-new-tokens 32 --dtype float32
+	@$(BIN)/python -m jshadow.cli.demo_text > .cache/demo.txt
+	@$(BIN)/python -m jshadow.cli.demo_text --question > .cache/demo-prompt.txt
+	@echo "A harbor's diary of about 2,000 tokens with one planted fact, then: $$(tail -n 1 .cache/demo-prompt.txt)"
+	@$(BIN)/jshadow generate $(MODEL) --prompt-file .cache/demo-prompt.txt --chat --policy shadowkv --set rank=32 \
+	    --set budget=256 --fetch device_put --baseline full --max-new-tokens 32 --dtype float32 --expect 4719362
+	@echo "Next:"
+	@echo "  $(BIN)/jshadow chat $(MODEL) --file .cache/demo.txt"
+	@echo "  $(BIN)/jshadow policies shadowkv"
+	@echo "  $(BIN)/jshadow plan llama-3.1-8b --context 122880 --gpu h200"
 
 setup: $(BIN)/.setup
 

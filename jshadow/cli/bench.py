@@ -6,18 +6,17 @@ import platform
 import sys
 from typing import Any
 
-from rich.table import Table
-
 from jshadow.cli.bench_tables import print_ceilings, print_growth, print_model, print_rows, print_stages
-from jshadow.cli.console import console
+from jshadow.cli.compile_cache import add_cache_option
+from jshadow.cli.console import console, print_table
+from jshadow.cli.options import FETCH_HELP, JSON_HELP
 from jshadow.errors import ConfigError
-from jshadow.policies import parse_policy, split_policy
 
 ABOUT = """Measure on this machine. Absolute times drift where cores are shared: compare within one run."""
 
 
 def add_options(add: argparse.ArgumentParser) -> None:
-    """The options of the command and of its parts."""
+    """Add the options of the command and of its four parts."""
     parts = add.add_subparsers(dest="part", required=True, metavar="PART")
     layer = parts.add_parser(
         "layer",
@@ -34,9 +33,10 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add_count(layer, "repeats", 10, "timed calls; their median is printed")
     layer.add_argument("--dtype", default="bfloat16", help="float32 or bfloat16 (default: %(default)s)")
     layer.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
-    layer.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")
+    layer.add_argument("--fetch", default="auto", help=FETCH_HELP)
     layer.add_argument("--stages", action="store_true", help="also each stage of the step, as a program of its own")
-    layer.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_cache_option(layer)
+    layer.add_argument("--json", action="store_true", help=JSON_HELP)
     for part, text in (("decode", "decode steps of a checkpoint"), ("prefill", "the prefill of a checkpoint")):
         model = parts.add_parser(
             part,
@@ -52,16 +52,17 @@ def add_options(add: argparse.ArgumentParser) -> None:
     )
     most.set_defaults(run=run_ceilings)
     add_count(most, "repeats", 10, "timed calls; the best one counts")
-    most.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_cache_option(most)
+    most.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def add_count(parser: argparse.ArgumentParser, name: str, default: int, text: str) -> None:
-    """One whole number as an option."""
+    """Add an option --`name` that takes an integer. `text` is its help, without the default."""
     parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
 
 
 def add_model_options(add: argparse.ArgumentParser) -> None:
-    """The options of `decode` and `prefill`, which do the same work and print two halves of it."""
+    """Add the options of `decode` and `prefill`, which measure the same and print different halves of it."""
     add.set_defaults(run=run_model)
     add.add_argument("model", help="HF directory or hub id")
     add_count(add, "tokens", 4096, "tokens of each prompt")
@@ -72,7 +73,8 @@ def add_model_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
     add.add_argument("--fetch", default="auto", help="auto, resident, device_put, zero_copy, comma list")
     add.add_argument("--no-peers", action="store_true", help="leave transformers out")
-    add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_cache_option(add)
+    add.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def check_repeats(repeats: int) -> None:
@@ -82,7 +84,7 @@ def check_repeats(repeats: int) -> None:
 
 
 def machine() -> dict[str, str]:
-    """This machine, as the JSON output describes it."""
+    """Device, platform, processor and versions, as the JSON output has them."""
     import jax
 
     device = jax.devices()[0]
@@ -96,7 +98,9 @@ def machine() -> dict[str, str]:
 
 
 def run_ceilings(args: argparse.Namespace) -> int:
-    """`jshadow bench ceilings`."""
+    """Run `jshadow bench ceilings`: 0 when all rates are measured."""
+    from rich.table import Table
+
     from jshadow.evaluation.speed import ceilings
 
     check_repeats(args.repeats)
@@ -107,7 +111,7 @@ def run_ceilings(args: argparse.Namespace) -> int:
     table = Table("ceiling", "a second")
     for name, value in rates.items():
         table.add_row(name, f"{value / 1e9:,.1f} {'GFLOP' if name.startswith('matmul') else 'GB'}")
-    console(140).print(table)
+    print_table(table, console(140))
     return 0
 
 
@@ -118,12 +122,14 @@ def check_dtype(dtype: str) -> None:
 
 
 def policies_of(text: str) -> list[tuple[str, Any]]:
-    """The policies of a comma list, each with its text."""
+    """The policies of a comma list, each with its text. Raises ConfigError for an unknown policy or setting."""
+    from jshadow.policies import parse_policy, split_policy
+
     return [(part, parse_policy(*split_policy(part))) for part in text.split(",")]
 
 
 def run_layer(args: argparse.Namespace) -> int:
-    """`jshadow bench layer`."""
+    """Run `jshadow bench layer`: 0 when all settings are measured."""
     from jshadow.evaluation.speed import Shape, bench_baselines, bench_layer, bench_stages, ceilings
 
     check_repeats(args.repeats)
@@ -159,13 +165,13 @@ def run_layer(args: argparse.Namespace) -> int:
 
 
 def bound(row: dict[str, Any], best: dict[str, float], dtype: str) -> float:
-    """Seconds that a row's bytes and operations take at the machine's own rates, one after the other."""
+    """Seconds that a row's bytes and operations take at the measured rates of this machine, one after the other."""
     bus = row["bytes_fetched"] / best.get("host_to_device", best["read"])
     return float(row["bytes_read"] / best["read"] + bus + row["flops"] / best[f"matmul_{dtype}"])
 
 
 def run_model(args: argparse.Namespace) -> int:
-    """`jshadow bench decode` and `jshadow bench prefill`."""
+    """Run `jshadow bench decode` or `jshadow bench prefill`: 1 if a setting of jshadow could not be measured."""
     from jshadow.evaluation.speed import Request, bench_model, ceilings
 
     check_dtype(args.dtype)

@@ -2,13 +2,21 @@
 
 from typing import Any
 
-from rich.table import Table
-
-from jshadow.cli.console import console
+from jshadow.cli.console import console, print_table
 
 
 def print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
-    """The table of `bench decode` or `prefill`. Ratios are to transformers, else to full attention."""
+    """Print the table of `bench decode` or `bench prefill`, with a line for each setting that was not measured.
+
+    Ratios are to transformers if it was measured, else to full attention.
+
+    Args:
+        rows: of `evaluation.speed.bench_model`.
+        part: "decode" or "prefill".
+        tokens: tokens of all prompts together.
+    """
+    from rich.table import Table
+
     decode = part == "decode"
     name, least, most, limit = (
         ("step_seconds", "least", "most", "bound_seconds")
@@ -47,7 +55,7 @@ def print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
                 for size in ("bytes_device", "bytes_host", "bytes_moved")
             ),
         )
-    console(140).print(table)
+    print_table(table, console(140))
     for row in rows:
         if row["fallback"]:
             print(f"{row['setting']}: {row['fallback']}")
@@ -56,12 +64,14 @@ def print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
 
 
 def label_of(row: dict[str, Any]) -> str:
-    """The setting of a row as it was asked for, and its fetch mode."""
+    """The setting of a row as the command line has it, and its fetch mode."""
     return str(row["setting"]) + (f", {row['fetch']}" if row["fetch"] else "")
 
 
 def print_rows(rows: list[dict[str, Any]], context: int) -> None:
-    """The table of `bench layer` at one length; ratios are to the fastest dense row of the same run."""
+    """Print the table of `bench layer` for one context length. Ratios are to the fastest dense row of the run."""
+    from rich.table import Table
+
     dense = min(row["step_seconds"] for row in rows if row["policy"] == "full" or row["fetch"] is None)
     table = Table(
         f"{context:,} tokens",
@@ -81,11 +91,13 @@ def print_rows(rows: list[dict[str, Any]], context: int) -> None:
             times_bound(row),
             *(f"{row[name] / 1e6:,.1f}" for name in ("bytes_device", "bytes_host", "bytes_moved")),
         )
-    console(140).print(table)
+    print_table(table, console(140))
 
 
 def print_stages(rows: list[dict[str, Any]]) -> None:
-    """The stages of each policy. A stage that is part of another one is marked."""
+    """Print the stages of each policy. A stage that is part of another one names it."""
+    from rich.table import Table
+
     table = Table("stage", "ms", "least to most", "to its bound", "read MB", "from the host MB", "million operations")
     for row in rows:
         inner = f" (of {row['part_of']})" if row["part_of"] else ""
@@ -97,21 +109,21 @@ def print_stages(rows: list[dict[str, Any]]) -> None:
             f"{row['bytes_fetched'] / 1e6:,.1f}",
             f"{row['flops'] / 1e6:,.1f}",
         )
-    console(140).print(table)
+    print_table(table, console(140))
 
 
 def milliseconds(row: dict[str, Any]) -> tuple[str, str]:
-    """Median and range."""
+    """The median of a row's times, and their range, in milliseconds."""
     return f"{row['step_seconds'] * 1e3:.1f}", f"{row['least'] * 1e3:.1f} to {row['most'] * 1e3:.1f}"
 
 
 def times_bound(row: dict[str, Any]) -> str:
-    """How many times its bound a row took; empty where the bound is zero."""
+    """The ratio of a row's time to its bound; "" if the bound is zero."""
     return f"{row['step_seconds'] / row['bound_seconds']:.2f}" if row["bound_seconds"] else ""
 
 
 def print_growth(rows: list[dict[str, Any]]) -> None:
-    """How a step grows from the shortest context to the longest."""
+    """Print the ratio of the step times at the longest and the shortest context, for each setting."""
     shortest, longest = (pick(row["context"] for row in rows) for pick in (min, max))
     if shortest == longest:
         return
@@ -124,6 +136,6 @@ def print_growth(rows: list[dict[str, Any]]) -> None:
 
 
 def print_ceilings(best: dict[str, float]) -> None:
-    """The measured rates that the bounds follow from."""
+    """Print the measured rates that the bounds are computed from."""
     rates = ", ".join(f"{name} {value / 1e9:,.1f} G/s" for name, value in best.items())
-    print(f"bounds by this machine's own ceilings: {rates}")
+    print(f"bounds from the rates measured on this machine: {rates}")

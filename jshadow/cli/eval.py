@@ -5,7 +5,9 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jshadow.cli.compile_cache import add_cache_option
 from jshadow.cli.console import console
+from jshadow.cli.options import FETCH_HELP, JSON_HELP, PREFILL_HELP, add_weights_options
 from jshadow.cli.progress import SlowProgress
 from jshadow.errors import ConfigError
 from jshadow.evaluation.tasks import TASK_TURNS, TASKS
@@ -13,13 +15,13 @@ from jshadow.evaluation.tasks import TASK_TURNS, TASKS
 if TYPE_CHECKING:
     from jshadow.policies import Policy
 
-ABOUT = f"""Measure policies against full attention, on tasks with known answers that are made on the spot, and on
-local data. Tasks: {", ".join(TASKS)}."""
+ABOUT = f"""Measure policies against full attention, on generated tasks with known answers and on local data. Tasks:
+{", ".join(TASKS)}."""
 USUAL_TASKS, USUAL_LENGTHS = "needle_noise,needle_docs", "1024,2048"
 
 
-def add_options(add: argparse.ArgumentParser, prefill_help: str) -> None:
-    """The options of `eval`. `prefill_help` is the help text of --prefill, which another command has too."""
+def add_options(add: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     add.set_defaults(run=run_eval)
     add.add_argument("model", help="HF directory, or hub id")
     add.add_argument("--tasks", help=f"comma list (default: {USUAL_TASKS}; none with --data)")
@@ -30,7 +32,10 @@ def add_options(add: argparse.ArgumentParser, prefill_help: str) -> None:
         help="local .jsonl, .json or .parquet files, comma list: kvpress's "
         "columns, or the files of LongBench v1 and v2, InfiniteBench or RULER",
     )
-    add.add_argument("--truncate", help="middle: cut a row of --data that the model has no room for, and tell it")
+    add.add_argument(
+        "--truncate",
+        help="middle: cut rows of --data that exceed the context, and mark them",
+    )
     add.add_argument("--limit", type=int, help="rows of each file of --data (default: all)")
     add.add_argument("--policies", default="full,shadowkv", help="NAME or NAME:key=value:..., comma list")
     add.add_argument("--shares", help="run each policy at these shares of full attention's device bytes, comma list")
@@ -40,20 +45,20 @@ def add_options(add: argparse.ArgumentParser, prefill_help: str) -> None:
         metavar="NAME:KEY=A|B",
         help="also run each of these settings of a policy, beside those at --shares; again for another setting",
     )
-    add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=prefill_help)
+    add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=PREFILL_HELP)
     add.add_argument("--fitted", metavar="FILES", help="arrays of `jshadow fit`, a file a policy, comma list")
     add.add_argument("--samples", type=int, default=10, help="samples of each task and length (default: %(default)s)")
-    add.add_argument("--seed", type=int, default=0)
-    add.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")
-    add.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
-    add.add_argument("--quantize", help="int8: keep the projections' weights in int8")
-    add.add_argument("--out", help="directory for per-sample results, pictures and report.html")
+    add.add_argument("--seed", type=int, default=0, help="seed of the tasks (default: %(default)s)")
+    add.add_argument("--fetch", default="auto", help=FETCH_HELP)
+    add_weights_options(add)
+    add_cache_option(add)
+    add.add_argument("--out", metavar="DIR", help="directory for per-sample results, pictures and report.html")
     add.add_argument("--plot", metavar="FILE", help="draw right answers by turn (.svg, .png, .pdf; extra `plots`)")
-    add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def split_list(text: str, name: str) -> list[str]:
-    """The parts of a comma list. Raises ConfigError where there is none or one is empty."""
+    """The parts of a comma list. Raises ConfigError, which calls the list `name`, if a part is empty."""
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ConfigError(f"{name} must be a comma list without empty parts, got {text!r}")
@@ -61,7 +66,8 @@ def split_list(text: str, name: str) -> list[str]:
 
 
 def split_policies(text: str) -> list[str]:
-    """The policies of a comma list. A part that does not begin with a letter belongs to the tuple before it.
+    """The policies of a comma list. A part that does not begin with a letter belongs to the tuple before it, as in
+    "omnikv:filter_layers=2,8,18".
 
     Raises:
         ConfigError: as `split_list`.
@@ -84,7 +90,7 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def parse_shares(text: str | None) -> list[float]:
-    """Shares of full attention's bytes from a comma list; none where there is no text. Raises ConfigError."""
+    """Shares of full attention's bytes from a comma list; [] for None. Raises ConfigError."""
     if text is None:
         return []
     try:
@@ -94,7 +100,7 @@ def parse_shares(text: str | None) -> list[float]:
 
 
 def parse_sweeps(texts: Sequence[str]) -> dict[str, list["Policy"]]:
-    """Policies by the setting that differs, from NAME:key=a|b:other=value each. Raises ConfigError."""
+    """Policies by the name of the swept setting, from texts such as "NAME:key=a|b:other=value". Raises ConfigError."""
     from jshadow.policies import parse_policy, split_policy
 
     sweeps: dict[str, list[Policy]] = {}
@@ -112,7 +118,11 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list["Policy"]]:
 
 
 def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any) -> dict[str, Any]:
-    """Learned arrays by their policy's name. Raises ConfigError where a policy has two files, or a file no policy."""
+    """Learned arrays by the name of their policy.
+
+    Raises:
+        ConfigError: two files for one policy, or a file for a policy that is not evaluated.
+    """
     from jshadow.engine.fitted_arrays import load_fitted, read_fitted_info
     from jshadow.policies.base import innermost
     from jshadow.policies.capabilities import with_fitted
@@ -128,7 +138,7 @@ def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any)
 
 
 def asked_for(args: argparse.Namespace) -> dict[str, Any]:
-    """Tasks, lengths and data of `evaluate`. Raises ConfigError."""
+    """The arguments of `evaluate` for tasks, lengths and data. Raises ConfigError."""
     files = split_list(args.data, "data") if args.data is not None else []
     usual = USUAL_TASKS if not files else None
     names = args.tasks if args.tasks is not None else usual
@@ -140,7 +150,7 @@ def asked_for(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    """`jshadow eval`: parse, load, evaluate, print."""
+    """Run `jshadow eval`: 0 when all samples are evaluated."""
     from jshadow.cache import offload
     from jshadow.engine.sparse_prefill import parse_prefill
     from jshadow.evaluation import results
@@ -160,8 +170,7 @@ def run_eval(args: argparse.Namespace) -> int:
         check_plot(args.plot, asked["tasks"], TASK_TURNS)
     params = load(args.model, dtype=args.dtype, quantize=args.quantize)
     fitted = read_fitted(files, policies, params)
-    progress = SlowProgress("evaluating")
-    try:
+    with SlowProgress("evaluating") as progress:
         rows = evaluate(
             params,
             policies=policies,
@@ -176,8 +185,6 @@ def run_eval(args: argparse.Namespace) -> int:
             fitted=fitted,
             **asked,
         )
-    finally:
-        progress.close()
     if args.plot is not None:
         plot_turns(rows, args.plot)
     if args.out is not None:

@@ -1,43 +1,41 @@
-"""`jshadow fit` and `calibrate`: what a policy learns from a text, before it meets a prompt."""
+"""`jshadow fit` and `jshadow calibrate`: learn the arrays or the settings of a policy from a text."""
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
+from jshadow.cli.compile_cache import add_cache_option
 from jshadow.cli.console import console
+from jshadow.cli.files import check_writable, read_text
+from jshadow.cli.options import JSON_HELP, add_weights_options
 from jshadow.cli.progress import SlowProgress
-from jshadow.errors import CheckpointError, ConfigError, PromptError
-from jshadow.policies import POLICIES, Wrapper, parse_policy
-from jshadow.policies.capabilities import Learns, Trains, capability, with_fitted
+from jshadow.errors import ConfigError
 
-LONGEST = 64  # most characters a token on average: a longer text is cut before it is encoded
-LEARNERS = [name for name, policy in POLICIES.items() if issubclass(policy, Learns)]
+LONGEST = 64  # characters of a token on average, at most: a longer text is cut before it is encoded
+LEARNERS = ("infinigen", "less", "loki")  # a test compares them with the policies that learn
 ABOUT_FIT = """Learn the arrays of a policy from a text and write them to a safetensors file, for
 `jshadow generate --fitted FILE`. loki and infinigen take a basis of each head from it; less trains its kernels, layer
-by layer, which takes a while: the fit tells how far each layer is from full attention on the rest of the text."""
-ABOUT_CALIBRATE = """Measure which layers of a model serve as OmniKV's filters: of the attention of all later layers,
-how much falls on the tokens that a layer itself attends to most. Tells the filter layers, ready for --set."""
+by layer, which takes a while, and prints how far each layer is from full attention on the rest of the text."""
+ABOUT_CALIBRATE = """Find the layers of a model that serve best as OmniKV's filters. The score of a layer is the share
+of later layers' attention that falls on the tokens this layer attends to most. Prints the setting for --set."""
 
 
 def add_fit_options(add: argparse.ArgumentParser) -> None:
-    """The options of `fit`."""
+    """Add the options of `fit`."""
     add.set_defaults(run=run_fit)
     add.add_argument("--policy", required=True, help=f"one of {', '.join(LEARNERS)}")
     add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")
     add.add_argument("--steps", type=int, help="less: training steps of a layer (default: 400)")
-    add.add_argument("--seed", type=int, help="less: of the first weights and the draws (default: 0)")
+    add.add_argument("--seed", type=int, help="less: seed of the first weights and the draws (default: 0)")
     add.add_argument("--out", required=True, metavar="FILE", help="safetensors file to write")
     add_text_options(add)
 
 
 def add_calibrate_options(add: argparse.ArgumentParser) -> None:
-    """The options of `calibrate`."""
+    """Add the options of `calibrate`."""
     add.set_defaults(run=run_calibrate)
     add.add_argument("--filters", type=int, default=3, help="filter layers to choose (default: %(default)s)")
     add.add_argument("--budget", type=int, help="tokens that a filter chooses (default: a sixteenth of the text)")
@@ -45,28 +43,17 @@ def add_calibrate_options(add: argparse.ArgumentParser) -> None:
 
 
 def add_text_options(add: argparse.ArgumentParser) -> None:
-    """The model and its text."""
+    """Add the options for a model and a text that both commands have."""
     add.add_argument("model", help="HF directory, or hub id")
     add.add_argument("--text", required=True, metavar="FILE", help="a UTF-8 text to learn from")
-    add.add_argument("--tokens", type=int, default=2048, help="of the text, at most (default: %(default)s)")
-    add.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
-    add.add_argument("--quantize", help="int8: keep the projections' weights in int8")
-    add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-
-
-def read_text(path: str) -> str:
-    """A text. Raises PromptError where it cannot be read, or is empty."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"--text must be readable UTF-8 text: {error}") from error
-    if not text.strip():
-        raise PromptError(f"--text must have text in it, got {text!r:.20}")
-    return text
+    add.add_argument("--tokens", type=int, default=2048, help="tokens of the text, at most (default: %(default)s)")
+    add_weights_options(add)
+    add_cache_option(add)
+    add.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def load_with_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
-    """The model and the token ids of the text. Up to twice --tokens are returned: the second half is for a check.
+    """The model and the token ids of the text, up to twice --tokens. The second half is for a check.
 
     Errors that do not depend on the model are raised before it is loaded.
     """
@@ -76,18 +63,20 @@ def load_with_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
 
     if args.tokens < 1:
         raise ConfigError(f"--tokens must be at least 1, got {args.tokens}")
-    text = read_text(args.text)
+    text = read_text(args.text, "--text")
     params = load(args.model, dtype=args.dtype, quantize=args.quantize)
-    with quiet_transformers():  # transformers warns of a text that is longer than the context
+    with quiet_transformers():  # transformers warns about a text that is longer than the context
         ids = encode(params.tokenizer, text[: 2 * args.tokens * LONGEST], params.config.vocab_size)
     return params, ids[: 2 * args.tokens]
 
 
 def run_fit(args: argparse.Namespace) -> int:
-    """`jshadow fit`."""
+    """Run `jshadow fit`: 0 when the file is written."""
     import numpy as np
 
     from jshadow.engine.fitted_arrays import save_fitted
+    from jshadow.policies import Wrapper, parse_policy
+    from jshadow.policies.capabilities import Learns, Trains, capability, with_fitted
 
     policy = parse_policy(args.policy, args.set)
     if isinstance(policy, Wrapper):
@@ -97,13 +86,13 @@ def run_fit(args: argparse.Namespace) -> int:
     policy = with_fitted(policy)
     learner = capability(policy, Learns)
     if learner is None:
-        raise ConfigError(f"--policy must be one that learns, of {LEARNERS}, got {args.policy!r}")
+        raise ConfigError(f"--policy must be one that learns, of {list(LEARNERS)}, got {args.policy!r}")
     options = {name: getattr(args, name) for name in ("steps", "seed") if getattr(args, name) is not None}
     if options and not isinstance(learner, Trains):
         raise ConfigError(f"--{next(iter(options))} must be left out for {args.policy}, which takes no steps")
     if not 0 <= options.get("seed", 0) < 2**31:
         raise ConfigError(f"--seed must be in [0, 2^31), got {args.seed}")
-    check_place(Path(args.out).expanduser())
+    check_writable(args.out, "--out")
     params, ids = load_with_text(args)
     ids, rest = ids[: args.tokens], ids[args.tokens :]
     policy.resolve(params.config, len(ids))
@@ -126,6 +115,8 @@ def run_fit(args: argparse.Namespace) -> int:
         return 0
     print(f"{args.out}: {summary['nbytes']:,} bytes, learned from {len(ids):,} tokens in {summary['seconds']:.1f} s")
     if summary["errors"]:
+        from rich.table import Table
+
         table = Table("layer", "h2o's error", "less's error", title=f"held out, the next {len(rest):,} tokens")
         for row in summary["errors"]:
             table.add_row(str(row["layer"]), f"{row['sparse']:.4f}", f"{row['fitted']:.4f}")
@@ -133,23 +124,20 @@ def run_fit(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_place(out: Path) -> None:
-    """Raise CheckpointError where a file could not be written, before a long training."""
-    there = next(one for one in out.absolute().parents if one.exists())
-    if out.is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
-        raise CheckpointError(
-            f"file {out} cannot be written: --out must be a file in a directory that can be written to"
-        )
-
-
 def held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> list[dict[str, float]] | None:
-    """The relative squared error of each layer on the rest of the text, for LESS; None where too little is left."""
-    if capability(policy, Trains) is None:
-        return None
+    """The relative squared error of each layer on the rest of the text, for LESS.
+
+    Returns:
+        {"layer", "sparse", "fitted"} for each layer: the errors without and with the learned kernels. None for other
+        policies, and if too little text is left.
+    """
     import numpy as np
 
+    from jshadow.policies.capabilities import Trains, capability
     from jshadow.policies.less.errors import errors_of
 
+    if capability(policy, Trains) is None:
+        return None
     if len(rest) < 2 or policy.resolve(params.config, len(rest)).budget(len(rest)) + 1 >= len(rest):
         return None
     errors = errors_of(policy, params, np.asarray(rest), fitted)
@@ -161,8 +149,9 @@ def held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> l
 
 
 def run_calibrate(args: argparse.Namespace) -> int:
-    """`jshadow calibrate`."""
+    """Run `jshadow calibrate`: 0 when the layers are measured."""
     import numpy as np
+    from rich.table import Table
 
     from jshadow.policies.omnikv.calibration import choose_filters, dense_share, filter_masses
 
@@ -202,8 +191,5 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 def with_bar(title: str, work: Callable[[SlowProgress], Any]) -> Any:
     """The result of `work`, which is given a progress bar."""
-    progress = SlowProgress(title)
-    try:
+    with SlowProgress(title) as progress:
         return work(progress)
-    finally:
-        progress.close()

@@ -1,69 +1,75 @@
-"""`jshadow generate`: its options, and how an answer and its figures are printed."""
+"""`jshadow generate`: its options, and how an answer is streamed."""
 
 import argparse
 import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
+from jshadow.cli.compile_cache import add_cache_option
 from jshadow.cli.console import console
+from jshadow.cli.files import check_writable, read_text
+from jshadow.cli.options import (
+    JSON_HELP,
+    add_policy_options,
+    add_sampling_options,
+    add_weights_options,
+    check_fetch,
+    check_fitted_file,
+    load_model,
+    policy_of,
+    sampler_of,
+)
 from jshadow.cli.progress import SlowProgress, waiting
+from jshadow.cli.report_table import figures, is_right, notes
 from jshadow.errors import ConfigError, PromptError
-from jshadow.policies import parse_policy
 
 if TYPE_CHECKING:
     from jshadow.engine.result import Generation
 
-PREFILL_HELP = "exact (default), vertical_slash, a_shape or block_sparse: how the prompt's tokens attend to each other"
 SPARE = 1024  # tokens that can still be added to a saved state, unless --capacity says otherwise
 
 
 def add_options(add: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     add.set_defaults(run=run_generate)
     add.add_argument("model", help="HF directory, or hub id")
     add.add_argument("source", nargs="?", choices=["-"], help="read the prompt from standard input")
     add.add_argument("--prompt", help="the prompt")
-    add.add_argument("--prompt-file", help="a UTF-8 file with the prompt")
+    add.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file with the prompt")
     add.add_argument("--chat", action="store_true", help="put the prompt through the model's chat template")
-    add.add_argument("--policy", help="policy name (default: shadowkv; see `jshadow policies`)")
-    add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")
-    add.add_argument("--fitted", metavar="FILE", help="arrays of `jshadow fit`; without --policy: and their policy")
+    add_policy_options(add)
     add.add_argument("--baseline", metavar="POLICY", help="run this policy first and show both side by side")
-    add.add_argument("--prefill", metavar="NAME[:KEY=VALUE...]", help=PREFILL_HELP)
-    add.add_argument("--fetch", default="auto", help="auto, resident, device_put or zero_copy (default: %(default)s)")
     add.add_argument("--max-new-tokens", type=int, default=128, help="default: %(default)s; 0 only saves the state")
-    add.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    add.add_argument("--top-k", type=int)
-    add.add_argument("--top-p", type=float)
-    add.add_argument("--min-p", type=float)
-    add.add_argument("--seed", type=int, default=0)
+    add_sampling_options(add)
     add.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end at this text (repeatable)")
     add.add_argument("--capacity", type=int, help="tokens to allocate (default: what is needed, rounded up)")
     add.add_argument(
         "--save-state", metavar="FILE", help=f"save the KV state afterwards, with room for {SPARE:,} tokens"
     )
-    add.add_argument("--load-state", metavar="FILE", help="go on from a saved state: the prompt is its next turn")
+    add.add_argument(
+        "--load-state",
+        metavar="FILE",
+        help="continue a saved state: the prompt is its next turn. --policy module:Class names the class of a policy "
+        "that is not part of jshadow",
+    )
+    add.add_argument("--expect", metavar="TEXT", help="mark each answer as right if it has this text in it")
     add.add_argument("--verify", action="store_true", help="check each step against the resident path (slow)")
-    add.add_argument("--dtype", default="bfloat16", help="default: %(default)s")
-    add.add_argument("--quantize", help="int8: keep the projections' weights in int8")
-    add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_weights_options(add)
+    add_cache_option(add)
+    add.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt from --prompt, --prompt-file or standard input. Raises PromptError where it cannot be read."""
+    """The prompt from --prompt, --prompt-file or standard input. Raises PromptError if it cannot be read."""
     sources = [args.prompt is not None, args.prompt_file is not None, args.source is not None]
     if sum(sources) != 1:
         raise PromptError("prompt must come from exactly one of --prompt, --prompt-file and '-' (standard input)")
+    if args.prompt_file is not None:
+        return read_text(args.prompt_file, "prompt")
     try:
-        text = args.prompt if args.prompt is not None else ""
-        text = sys.stdin.read() if args.source else text
-        text = Path(args.prompt_file).read_text(encoding="utf-8") if args.prompt_file is not None else text
+        text: str = sys.stdin.read() if args.source else args.prompt
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"prompt must be readable UTF-8 text: {error}") from error
     if not text.strip():
@@ -72,20 +78,19 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """`jshadow generate`."""
+    """Run `jshadow generate`: 0 when the answer is complete."""
     from jshadow.engine.fitted_arrays import load_fitted
-    from jshadow.engine.sampling import Sampler
     from jshadow.engine.sparse_prefill import parse_prefill
-    from jshadow.weights.params import load  # slow imports are done by the commands that need them, not by --help
+    from jshadow.policies import parse_policy
 
     text = read_prompt(args)
     check_options(args)
-    policies: list[Any] = [asked_policy(args)] if args.load_state is None else [None]
+    check_files(args)
+    policies: list[Any] = [policy_of(args)] if args.load_state is None else [None]
     if args.baseline:
         policies.insert(0, parse_policy(args.baseline, []))
-    prefill = parse_prefill(args.prefill or "exact")
-    sampler = Sampler(args.temperature, args.top_k, args.top_p, args.min_p)
-    params = load(args.model, dtype=args.dtype, quantize=args.quantize)
+    prefill, sampler = parse_prefill(args.prefill or "exact"), sampler_of(args)
+    params = load_model(args)
     prompt: Any = [{"role": "user", "content": text}] if args.chat else text
     learned: list[Any] = [None] * len(policies)
     if args.fitted is not None:
@@ -97,28 +102,21 @@ def run_generate(args: argparse.Namespace) -> int:
     ]
     results = [answer(args, params, question) for question in questions]
     if args.json:
-        print(json.dumps({"results": [to_json(one) for one in results]}))
-    else:
-        console(100).print(figures(results))
+        print(json.dumps({"results": [to_json(one, args.expect) for one in results]}))
+        return 0
+    out = console(100)
+    out.print(figures(results, args.expect))
+    for sentence in notes(results):
+        out.print(sentence, highlight=False)
     return 0
 
 
-def asked_policy(args: argparse.Namespace) -> Any:
-    """The policy of --policy and --set. With --fitted alone: the policy that learned the arrays, with its settings."""
-    if args.fitted is None or args.policy is not None:
-        return parse_policy(args.policy or "shadowkv", args.set)
-    from jshadow.engine.fitted_arrays import read_fitted_info
-
-    learner = read_fitted_info(args.fitted)["policy"]
-    settings = [f"{key}={json.dumps(value)}" for key, value in learner["settings"].items()]
-    return parse_policy(learner["name"], settings + args.set)
-
-
 def check_options(args: argparse.Namespace) -> None:
-    """Raise ConfigError where options contradict each other."""
+    """Raise ConfigError for an unknown fetch mode, and for options that contradict each other."""
+    check_fetch(args.fetch)
     if args.load_state is not None:
         options = {
-            "--policy": args.policy,
+            "--policy": args.policy is not None and ":" not in args.policy,
             "--set": args.set,
             "--baseline": args.baseline,
             "--capacity": args.capacity,
@@ -136,17 +134,37 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--max-new-tokens must be at least 1 without --save-state, got 0")
 
 
+def check_files(args: argparse.Namespace) -> None:
+    """Raise CheckpointError for a file that cannot be read or written, before the weights are loaded.
+
+    The class of --policy module:Class is registered, so that a saved state of such a policy can be loaded.
+
+    Raises:
+        ConfigError: there is no such class.
+    """
+    from jshadow.engine.saved_state import read_state_info
+    from jshadow.policies import find_policy
+
+    if args.load_state is not None:
+        if args.policy is not None:
+            find_policy(args.policy)
+        read_state_info(args.load_state)
+    if args.save_state is not None:
+        check_writable(args.save_state, "--save-state")
+    check_fitted_file(args.fitted)
+
+
 @dataclasses.dataclass(frozen=True)
 class Question:
     """One prompt under one policy.
 
     Attributes:
         prompt: a text, or a chat.
-        policy: None: that of the saved state.
+        policy: how keys and values are kept; None: the policy of the saved state.
         sampler: how tokens are drawn.
         prefill: how the prompt's tokens attend to each other.
         fitted: arrays that the policy learned, or None.
-        labelled: whether the policy's name stands before the answer.
+        labelled: print the policy's name before the answer.
     """
 
     prompt: Any
@@ -158,7 +176,7 @@ class Question:
 
 
 def answer(args: argparse.Namespace, params: Any, question: Question) -> "Generation":
-    """One generation, streamed; its state is loaded and saved where that was asked for."""
+    """Stream one generation. The state is loaded before and saved after it if the options say so."""
     from jshadow.engine.generation import GenerationLoop
     from jshadow.engine.options import GenerateOptions
     from jshadow.engine.saved_state import load_state, read_state_info, save_state
@@ -168,24 +186,24 @@ def answer(args: argparse.Namespace, params: Any, question: Question) -> "Genera
         tokens_before = read_state_info(args.load_state)["tokens"]
         state = load_state(args.load_state, params)
         policy = state.policy
-    progress = SlowProgress(f"prefill, {policy.name}")
-    options = GenerateOptions(
-        policy=policy,
-        max_new_tokens=args.max_new_tokens,
-        sampler=question.sampler,
-        seed=args.seed,
-        fetch=args.fetch,
-        capacity=args.capacity,
-        state=state,
-        stop=args.stop or None,
-        prefill=question.prefill,
-        verify=args.verify,
-        fitted=question.fitted,
-        progress=progress,
-        spare=SPARE if args.save_state is not None else 0,
-    )
-    run = GenerationLoop(params, question.prompt, options)
-    write_answer(run, progress, f"[{policy.name}] " if question.labelled else "", silent=args.json)
+    with SlowProgress(f"prefill, {policy.name}") as progress:
+        options = GenerateOptions(
+            policy=policy,
+            max_new_tokens=args.max_new_tokens,
+            sampler=question.sampler,
+            seed=args.seed,
+            fetch=args.fetch,
+            capacity=args.capacity,
+            state=state,
+            stop=args.stop or None,
+            prefill=question.prefill,
+            verify=args.verify,
+            fitted=question.fitted,
+            progress=progress,
+            spare=SPARE if args.save_state is not None else 0,
+        )
+        run = GenerationLoop(params, question.prompt, options)
+        write_answer(run, progress, f"[{policy.name}] " if question.labelled else "", silent=args.json)
     generation = run.results()[0]
     if args.save_state is not None:
         tokens = None
@@ -196,7 +214,14 @@ def answer(args: argparse.Namespace, params: Any, question: Question) -> "Genera
 
 
 def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) -> None:
-    """Run a generation and stream its text, with a bar while the prompt is read and while the step is compiled."""
+    """Run a generation and stream its text, with progress on stderr.
+
+    Args:
+        run: the GenerationLoop.
+        progress: that of the prefill; it is closed.
+        label: printed before the text.
+        silent: print no text.
+    """
     pieces = iter(run)
     try:
         first = next(pieces, None)
@@ -205,50 +230,23 @@ def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) 
     with waiting("compiling the decode step"):
         second = next(pieces, None)
     begun = [item for item in (first, second) if item is not None]
-    for _, piece, _ in itertools.chain([(0, label, 0)], begun, pieces):
-        if not silent:
-            print(piece, end="", flush=True)
+    most = run.options.max_new_tokens
+    # On a terminal, streamed text is its own progress, and a bar would cut it in two.
+    steps = SlowProgress("decode", first="") if silent or not sys.stderr.isatty() else None
+    try:
+        for count, (_, piece, _) in enumerate(itertools.chain([(0, label, 0)], begun, pieces)):
+            if not silent:
+                print(piece, end="", flush=True)
+            if steps is not None:
+                steps(count, most)
+    finally:
+        if steps is not None:
+            steps.close()
     if not silent:
         print(flush=True)
 
 
-def to_json(generation: Any) -> dict[str, Any]:
-    """A Generation as plain values."""
-    return {"text": generation.text, "tokens": generation.tokens, "report": generation.report.to_json()}
-
-
-def figures(results: Sequence[Any]) -> Table:
-    """The table below an answer: one column a policy."""
-    table = Table(title=None)
-    table.add_column("")
-    for generation in results:
-        table.add_column(generation.report.policy.name, overflow="fold")
-
-    def row(label: str, value: Callable[[Any], str]) -> None:
-        table.add_row(label, *(value(generation) for generation in results))
-
-    def optional(value: float | None, form: str) -> str:
-        return "-" if value is None else form.format(value)
-
-    row("answer", lambda m: (m.text or "").strip())
-    row("prompt tokens", lambda m: f"{m.report.prompt_tokens:,}")
-    row("tokens attended a step", lambda m: optional(m.report.attended_tokens, "{:,.1f}"))
-    row("of these, in the last step", lambda m: parts_text(m.report.attended_parts))
-    row("KV bytes on the device", lambda m: f"{m.report.device_bytes:,}")
-    row("KV bytes on the host", lambda m: f"{m.report.host_bytes:,}")
-    row("device bytes, full / this", lambda m: f"{m.report.full_bytes / m.report.device_bytes:.2f}")
-    row("repeat share", lambda m: optional(m.report.hit_rate, "{:.1%}"))
-    row("prefill", lambda m: m.report.prefill or "-")
-    row("prefill seconds", lambda m: f"{m.report.prefill_seconds:.2f}")
-    row("decode tokens/s", lambda m: optional(m.report.decode_tokens_per_second, "{:.1f}"))
-    row("compile seconds", lambda m: f"{m.report.compile_seconds:.2f}")
-    row("fetch", lambda m: m.report.fetch if m.report.host_bytes or m.report.fetch == "resident" else "-")
-    row("fallback", lambda m: str(m.report.fallback))
-    if any(generation.report.verified_steps is not None for generation in results):
-        row("verified steps", lambda m: optional(m.report.verified_steps, "{:,}"))
-    return table
-
-
-def parts_text(parts: dict[str, float]) -> str:
-    """ "256 selected, 384 outliers, ..." of the parts that are not empty."""
-    return ", ".join(f"{tokens:,.4g} {name.replace('_', ' ')}" for name, tokens in parts.items() if tokens) or "-"
+def to_json(generation: Any, expected: str | None) -> dict[str, Any]:
+    """A Generation as plain values: its text, its tokens and its report; and "right" if a text is expected."""
+    values = {"text": generation.text, "tokens": generation.tokens, "report": generation.report.to_json()}
+    return values if expected is None else values | {"right": is_right(generation, expected)}

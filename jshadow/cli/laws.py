@@ -1,25 +1,25 @@
-"""`jshadow laws`: run the laws that every policy keeps on one of them."""
+"""`jshadow laws`: check one policy by the laws that every policy keeps."""
 
 import argparse
 import json
 import time
 from typing import TYPE_CHECKING, Any
 
+from jshadow.cli.compile_cache import add_cache_option
+from jshadow.cli.options import JSON_HELP
 from jshadow.cli.progress import waiting
 from jshadow.errors import ConfigError
-from jshadow.policies import find_policy, parse_settings
-from jshadow.policies.settings import policy_settings
 
 if TYPE_CHECKING:
     from jshadow.evaluation.laws import Outcome
 
-ABOUT = """Run the laws that every policy keeps, on a tiny random model and one ragged batch, and say what became of
-each: ok, not claimed (it says nothing about this policy), or BROKEN, with the case and the difference. The exit status
-is 1 where a law is broken. The policy is a name, or module:Class of a module that can be imported from here."""
+ABOUT = """Run the laws that every policy keeps, on a tiny random model and one ragged batch. Each law is ok, not
+claimed (it says nothing about this policy), or BROKEN, with the case and the difference. The exit status is 1 if a law
+is broken. The policy is a name, or module:Class of a module that can be imported from here."""
 
 
 def add_options(add: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     add.set_defaults(run=run_laws_command)
     add.add_argument("policy", nargs="?", help="a policy's name, or module:Class")
     add.add_argument(
@@ -27,20 +27,24 @@ def add_options(add: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="in place of the small setting that is registered",
+        help="a setting, in place of the one that the policy registers for the laws",
     )
     add.add_argument(
-        "--fetch", help="comma list of resident, device_put and zero_copy (default: as the policy offloads)"
+        "--fetch",
+        help="comma list of resident, device_put and zero_copy (default: that in which the policy offloads)",
     )
     add.add_argument("--law", action="append", metavar="NAME", help="run this law only (repeatable; see --list)")
     add.add_argument("--list", action="store_true", help="list the laws and run none")
-    add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_cache_option(add)
+    add.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def run_laws_command(args: argparse.Namespace) -> int:
-    """`jshadow laws`."""
+    """Run `jshadow laws`: 1 if a law is broken."""
     from jshadow.evaluation.laws import LAWS, run_laws, subject_of
     from jshadow.evaluation.laws.run import compile_cheaply
+    from jshadow.policies import find_policy, parse_settings
+    from jshadow.policies.settings import policy_settings
 
     if args.list:
         return list_laws({name: law.statement for name, law in LAWS.items()}, args.json)
@@ -76,7 +80,7 @@ def run_laws_command(args: argparse.Namespace) -> int:
 
 
 def list_laws(statements: dict[str, str], as_json: bool) -> int:
-    """Print every law's name and statement."""
+    """Print the name and the statement of each law."""
     if as_json:
         print(json.dumps({"laws": statements}))
     else:
@@ -86,7 +90,7 @@ def list_laws(statements: dict[str, str], as_json: bool) -> int:
 
 
 def line_of(outcome: "Outcome", seconds: float) -> str:
-    """A law's line, and one for each case that breaks it."""
+    """The line of a law, its time in seconds, and a line for each case that breaks it."""
     head = f"{outcome.status:11} {outcome.law.name}"
     if outcome.unclaimed is not None:
         return f"{head}: {outcome.unclaimed}"
@@ -97,7 +101,7 @@ def line_of(outcome: "Outcome", seconds: float) -> str:
 
 
 def record_of(outcome: "Outcome", seconds: float) -> dict[str, Any]:
-    """A law's JSON object."""
+    """The JSON object of a law."""
     broken = [
         {
             "case": str(error.case),

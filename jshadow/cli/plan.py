@@ -6,25 +6,22 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from jshadow.cli.console import console
-from jshadow.cli.plan_tables import bytes_text, notes, parts_table, plan_table
+from jshadow.cli.console import console, print_table
+from jshadow.cli.options import JSON_HELP
 from jshadow.errors import ConfigError
-from jshadow.planner.gpu_specs import GIB, GPUS, gpu_named
-from jshadow.policies import Policy, ShadowKV, parse_policy
-from jshadow.policies.shadowkv import LowRank, TransformCode
+from jshadow.planner.gpu_specs import DEFAULT_GPUS, GIB, GPUS, Gpu, custom_gpu, gpu_named
 
 if TYPE_CHECKING:
     from jshadow.models.config import ModelConfig
+    from jshadow.policies import Policy
 
 LENGTHS = "2048,4096,8192"
-ABOUT = """Count KV bytes by part (--lengths), or plan a GPU (--context): the largest batch that fits, the host bytes it
-needs, the bytes that a step moves, and from these and the data sheet's bandwidths the tokens a second that no step can
-exceed. Beside ShadowKV as published stand its keys in the transform code, at equal bytes of keys and at about half of
-them, with landmarks and host values in four bits. Reads a config.json alone, allocates nothing. XLA takes 75 % of a
-GPU's memory when it starts: for a planned batch that needs more, set XLA_PYTHON_CLIENT_MEM_FRACTION to the share that
-the table names."""
+ABOUT = """Count KV bytes by part (--lengths), or plan a GPU (--context). A plan has the largest batch that fits, the
+host bytes it needs, the bytes that a step moves, and an upper bound of the tokens a second, which follows from these
+bytes and the bandwidths of the data sheet. The columns beside the published ShadowKV keep its keys in the transform
+code, at equal bytes and at about half of them, with landmarks and host values in four bits. The command reads a
+config.json alone and allocates nothing. XLA takes 75 % of a GPU's memory when it starts. If a planned batch needs
+more, set XLA_PYTHON_CLIENT_MEM_FRACTION to the share in the table."""
 
 
 def add_options(add: argparse.ArgumentParser) -> None:
@@ -33,7 +30,11 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("model", help="HF directory, hub id, path of a config.json, or a published model (llama-3.1-8b)")
     add.add_argument("--lengths", help=f"prompt tokens, comma list (default, without --context: {LENGTHS})")
     add.add_argument("--context", type=int, metavar="TOKENS", help="plan a GPU for prompts of that many tokens")
-    add.add_argument("--gpu", help=f"one of {', '.join(GPUS)} (default: each of them)")
+    add.add_argument("--gpu", help=f"one of {', '.join(GPUS)} (default: {', '.join(DEFAULT_GPUS)})")
+    add.add_argument("--gpu-gib", type=float, metavar="GIB", help="memory of another GPU, or in place of --gpu's")
+    add.add_argument("--bandwidth", type=float, metavar="GB/S", help="bandwidth of its memory")
+    add.add_argument("--link", type=float, metavar="GB/S", help="bandwidth from the host to it, one way")
+    add.add_argument("--tflops", type=float, metavar="TFLOP/S", help="its dense bfloat16 operations a second")
     add.add_argument("--count", type=int, help="GPUs that share weights and KV heads (default: 1)")
     add.add_argument("--batch", type=int, help="requests (default: as many as fit)")
     add.add_argument("--host-gib", type=float, metavar="GIB", help="host memory for all requests (default: no limit)")
@@ -41,8 +42,8 @@ def add_options(add: argparse.ArgumentParser) -> None:
         "--repeat-share",
         type=float,
         metavar="SHARE",
-        help="share of the selected units that the step before had too, in a fetch mode that keeps them on the device "
-        "(default there: 0.6, as the ShadowKV paper reports; device_put moves every unit)",
+        help="share of the selected units that the previous step had selected too, for --fetch zero_copy, which keeps "
+        "them on the device (default there: 0.6, as the ShadowKV paper reports)",
     )
     add.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
     add.add_argument("--policy", default="shadowkv", help="policy name (default: %(default)s)")
@@ -51,11 +52,12 @@ def add_options(add: argparse.ArgumentParser) -> None:
         "--fetch", default="device_put", help="auto, resident, device_put or zero_copy (default: %(default)s)"
     )
     add.add_argument("--dtype", default="bfloat16", help="of weights, keys and values (default: %(default)s)")
-    add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """`jshadow plan`."""
+    """Run `jshadow plan`: 0 when the tables are printed."""
+    from jshadow.policies import parse_policy
     from jshadow.weights.convert.safetensors_file import check_dtype
 
     check_dtype(args.dtype)
@@ -63,6 +65,10 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.context is None:
         gpu_options = {
             "--gpu": args.gpu,
+            "--gpu-gib": args.gpu_gib,
+            "--bandwidth": args.bandwidth,
+            "--link": args.link,
+            "--tflops": args.tflops,
             "--count": args.count,
             "--batch": args.batch,
             "--host-gib": args.host_gib,
@@ -89,11 +95,16 @@ def config_of(model: str) -> "ModelConfig":
     return (read_config_file(Path(model)) if model.endswith(".json") else read_config(locate(model)))[2]
 
 
-# What is shown beside the paper's setting
+def packed_beside(policy: "Policy", config: "ModelConfig") -> dict[str, "Policy"]:
+    """Policies that are planned beside ShadowKV with low-rank keys: packed codes of equal bytes, and of about half.
 
+    Returns:
+        {"packed": ..., "packed_small": ...}, without those that cannot pack this model's keys. {} for another policy
+        or key code.
+    """
+    from jshadow.policies import ShadowKV
+    from jshadow.policies.shadowkv import LowRank, TransformCode
 
-def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:
-    """ShadowKV's low rank in packed codes: at equal bytes, and small. Nothing for other policies or codes."""
     if not isinstance(policy, ShadowKV) or not isinstance(policy.keys, LowRank):
         return {}
     rank = policy.resolve(config, config.context).rank
@@ -109,7 +120,7 @@ def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:
         if not small:
             if size & (size - 1):
                 continue  # no levels of landmarks
-            # What the chunks' means have more than four bits, keys have less.
+            # Landmarks in levels store a chunk's means with four bits more a number. Keys get as many bits less.
             keys = dataclasses.replace(keys, bits=min(8.0, max(16 * rank / columns - 4 / size, 8 / columns)))
         choice = dataclasses.replace(policy.choice, outlier_rule=code.choice.outlier_rule)
         packed[name] = dataclasses.replace(
@@ -118,8 +129,8 @@ def packed_beside(policy: Policy, config: "ModelConfig") -> dict[str, Policy]:
     return packed
 
 
-def with_kernel(policies: dict[str, Policy], config: "ModelConfig", context: int, args: argparse.Namespace) -> Any:
-    """The policies that the fetch mode can serve on a GPU."""
+def with_kernel(policies: dict[str, "Policy"], config: "ModelConfig", context: int, args: argparse.Namespace) -> Any:
+    """Those of the policies that the fetch mode can serve on a GPU."""
     from jshadow.planner.bytes import cache_specs
 
     if args.fetch != "zero_copy":
@@ -136,11 +147,11 @@ def with_kernel(policies: dict[str, Policy], config: "ModelConfig", context: int
     return {name: policies[name] for name, rows in layouts.items() if not any(row and row.no_kernel for row in rows)}
 
 
-# Bytes by part
+def count_bytes(args: argparse.Namespace, policy: "Policy") -> int:
+    """Print the bytes of one request at several lengths."""
+    from rich.table import Table
 
-
-def count_bytes(args: argparse.Namespace, policy: Policy) -> int:
-    """One request's bytes at several lengths."""
+    from jshadow.cli.plan_tables import bytes_text
     from jshadow.planner.bytes import footprint
 
     text = LENGTHS if args.lengths is None else args.lengths
@@ -167,19 +178,26 @@ def count_bytes(args: argparse.Namespace, policy: Policy) -> int:
         table.add_row(f"{name}, device", *(f"{side['device_bytes']:,}" for side in sides))
         table.add_row(f"{name}, host", *(f"{side['host_bytes']:,}" for side in sides))
         table.add_row(f"full / {name}", *(f"{side['full_bytes'] / side['device_bytes']:.2f}" for side in sides))
-    console().print(table)
+    print_table(table, console())
     return 0
 
 
-# GPUs
+def gpus_of(args: argparse.Namespace) -> list[Gpu]:
+    """The GPUs that the options name. Raises ConfigError."""
+    figures = {"gib": args.gpu_gib, "bandwidth": args.bandwidth, "link": args.link, "tflops": args.tflops}
+    base = None if args.gpu is None else gpu_named(args.gpu)
+    if any(value is not None for value in figures.values()):
+        return [custom_gpu(base, **figures)]
+    return [gpu_named(name) for name in DEFAULT_GPUS] if base is None else [base]
 
 
-def plan_gpus(args: argparse.Namespace, policy: Policy) -> int:
-    """One or all GPUs at one context."""
+def plan_gpus(args: argparse.Namespace, policy: "Policy") -> int:
+    """Print the plans of the GPUs that the options name, at one context."""
+    from jshadow.cli.plan_tables import notes, parts_table, plan_table
     from jshadow.planner.gpu import capacity_plan
     from jshadow.planner.gpu_plan import Serving
 
-    gpus = list(GPUS.values()) if args.gpu is None else [gpu_named(args.gpu)]
+    gpus = gpus_of(args)
     config = config_of(args.model)
     if args.host_gib is not None and not 0 < args.host_gib < 1e6:
         raise ConfigError(f"--host-gib must be above 0 and finite, got {args.host_gib}")
@@ -199,9 +217,9 @@ def plan_gpus(args: argparse.Namespace, policy: Policy) -> int:
         print(json.dumps({"plans": [plan.to_json() for plan in plans]}))
         return 0
     out = console()
-    out.print(parts_table(plans[0]))
+    print_table(parts_table(plans[0]), out)
     for plan in plans:
-        out.print(plan_table(plan))
+        print_table(plan_table(plan), out)
     for line in notes(plans):
         out.print(line, highlight=False)
     return 0

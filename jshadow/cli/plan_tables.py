@@ -1,4 +1,4 @@
-"""The tables that `jshadow plan` prints of GPUs."""
+"""The tables that `jshadow plan` prints for GPUs."""
 
 import math
 from collections.abc import Callable
@@ -14,19 +14,19 @@ XLA_SHARE = 0.75  # of a GPU's memory, which XLA takes when it starts
 
 
 def bytes_text(device: int, host: int) -> str:
-    """Device bytes, or host bytes with a mark."""
+    """Device bytes, and host bytes with a mark; "0" if there are none."""
     return (f"{device:,}" if device else "") + (f"{host:,} (host)" if host else "") or "0"
 
 
 def sides_of(plan: CapacityPlan) -> dict[str, PolicyPlan]:
-    """The planned policies by the titles of their columns."""
+    """The planned policies by their column titles: the chosen one, those beside it, and full attention."""
     name = plan.chosen.policy.name
     beside = {f"{name}\n{other}": side for other, side in plan.beside.items()}
     return {name: plan.chosen} | beside | ({"full": plan.full} if name != "full" else {})
 
 
 def parts_table(plan: CapacityPlan) -> Table:
-    """Bytes of one request, which do not depend on the GPU."""
+    """The table of the bytes of one request by part. They do not depend on the GPU."""
     where = "" if plan.count == 1 else f", on one of {plan.count} GPUs"
     sides = sides_of(plan)
     table = Table(f"bytes of one request of {plan.context:,} tokens{where}", *sides)
@@ -38,7 +38,7 @@ def parts_table(plan: CapacityPlan) -> Table:
 
 
 def plan_table(plan: CapacityPlan) -> Table:
-    """One GPU, or one of several: a column for each policy and one for full attention."""
+    """The table of one GPU, or of each of several equal ones: a column for each policy and one for full attention."""
     count, sides = plan.count, sides_of(plan)
     table = Table(plan.gpu.name if count == 1 else f"each of {count} {plan.gpu.name}")
     for name in sides:
@@ -62,7 +62,7 @@ def plan_table(plan: CapacityPlan) -> Table:
     row("XLA memory fraction", lambda plan, side: fraction(plan, side))
     row("host, GiB" + (" (all GPUs)" if count > 1 else ""), lambda plan, side: gib(side.host_bytes))
     reads = [side.step.hbm_bytes for side in sides.values() if side.step is not None]
-    for part in {part: None for bytes_read in reads for part in bytes_read}:  # without those that would be 0.00
+    for part in {part: None for bytes_read in reads for part in bytes_read}:  # without parts that round to 0.00
         if max(bytes_read.get(part, 0) for bytes_read in reads) >= 5e6:
             step(f"step reads {part}, GB", lambda bound, part=part: gb(bound.hbm_bytes.get(part, 0)))  # type: ignore[misc]
     step("step reads, all, GB", lambda bound: gb(sum(bound.hbm_bytes.values())))
@@ -77,18 +77,18 @@ def plan_table(plan: CapacityPlan) -> Table:
 
 
 def ratio_text(ratio: float | None) -> str:
-    """A ratio, if there is one."""
+    """A ratio with two decimals; "-" for None."""
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def fraction(plan: CapacityPlan, side: PolicyPlan) -> str:
-    """The least XLA_PYTHON_CLIENT_MEM_FRACTION that is enough."""
+    """The smallest XLA_PYTHON_CLIENT_MEM_FRACTION that holds the plan, or "default" if XLA's own share does."""
     needed = math.ceil((side.device_bytes - plan.reserve_bytes) / plan.gpu.memory_bytes * 1000) / 1000
     return "default" if needed <= XLA_SHARE else f"{needed:.3f}" if side.fits else "-"
 
 
 def notes(plans: list[CapacityPlan]) -> list[str]:
-    """What the figures assume."""
+    """The assumptions behind the figures, a sentence each."""
     first = plans[0]
     rates = [(plan.gpu, plan.gpu.hbm_bytes_per_second / 1e9, plan.gpu.pcie_bytes_per_second / 1e9) for plan in plans]
     sheets = [
@@ -109,10 +109,10 @@ def notes(plans: list[CapacityPlan]) -> list[str]:
 
 
 def gib(size: int) -> str:
-    """Bytes as GiB."""
+    """Bytes as GiB with two decimals."""
     return f"{size / GIB:.2f}"
 
 
 def gb(size: int) -> str:
-    """Bytes as GB."""
+    """Bytes as GB (10^9) with two decimals."""
     return f"{size / 1e9:.2f}"

@@ -4,12 +4,9 @@ import argparse
 import json
 from typing import Any
 
-from rich.table import Column, Table
-
-from jshadow.cli.console import console
+from jshadow.cli.console import console, print_table
+from jshadow.cli.options import JSON_HELP
 from jshadow.errors import ConfigError
-from jshadow.policies import POLICIES, parse_policy, split_policy
-from jshadow.policies.settings import policy_settings
 
 # ShadowKV with keys in the transform code, landmarks and host values in four bits. No paper has these settings.
 PACKED = "keys=transform:landmarks.order=2:landmarks.dtype=int4:values.dtype=int4"
@@ -38,24 +35,32 @@ PAPERS_SETTINGS = (
     (f"shadowkv:{PACKED}:keys.bits=2:landmarks.tokens=2:landmarks.levels=2:budget=2048", "device_put"),
     (f"shadowkv:{PACKED}:keys.bits=1.333:budget=2048", "device_put"),
 )
-ABOUT = """List the policies with their settings and sources. With --model and --context: the bytes of one request's
-keys and values, on the device and on the host, counted from the state's own shapes; and what a decode step moves from
-the host, which lies on the device for the length of a layer's step. Nothing is loaded or allocated."""
+ABOUT = """List the policies with their settings and sources, or explain each setting of one policy. With --model and
+--context, count the bytes of one request's keys and values on the device and on the host, and the bytes that a decode
+step moves from the host. Nothing is loaded or allocated."""
 
 
 def add_options(add: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Add the options of the command."""
     add.set_defaults(run=run_policies)
+    add.add_argument("name", nargs="?", metavar="NAME", help="explain the settings of this policy (or of module:Class)")
     add.add_argument("--model", help="HF directory, hub id, path of a config.json, or a published model (llama-3.1-8b)")
     add.add_argument("--context", type=int, metavar="TOKENS", help="prompt tokens of the request")
     add.add_argument("--policies", help="NAME or NAME:key=value:..., comma list (default: as the papers run them)")
     add.add_argument("--fetch", help="with --policies: resident, device_put or zero_copy (default: device_put)")
     add.add_argument("--dtype", default="bfloat16", help="of keys and values (default: %(default)s)")
-    add.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add.add_argument("--json", action="store_true", help=JSON_HELP)
 
 
 def run_policies(args: argparse.Namespace) -> int:
-    """`jshadow policies`."""
+    """Run `jshadow policies`: 0 when the table is printed."""
+    if args.name is not None:
+        for name in ("model", "context", "policies", "fetch"):
+            if getattr(args, name) is not None:
+                raise ConfigError(f"--{name} must be left out with the name of a policy, got {getattr(args, name)!r}")
+        from jshadow.cli.policy_settings import show_settings
+
+        return show_settings(args.name, as_json=args.json)
     if (args.model is None) != (args.context is None):
         raise ConfigError(f"--model and --context must come together, got {args.model!r} and {args.context!r}")
     if args.model is not None:
@@ -63,6 +68,11 @@ def run_policies(args: argparse.Namespace) -> int:
     for name in ("policies", "fetch"):
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name} must come with --model and --context, got {getattr(args, name)!r}")
+    from rich.table import Table
+
+    from jshadow.policies import POLICIES
+    from jshadow.policies.settings import policy_settings
+
     rows: list[dict[str, Any]] = [
         {"name": name, "paper": policy.source, "settings": policy_settings(policy())}
         for name, policy in POLICIES.items()
@@ -71,6 +81,7 @@ def run_policies(args: argparse.Namespace) -> int:
         print(json.dumps({"policies": rows}))
         return 0
     table = Table("policy", "settings", "source")
+    table.columns[0].no_wrap = True
     for row in rows:
         settings = ", ".join(f"{key}={value}" for key, value in row["settings"].items())
         table.add_row(str(row["name"]), settings or "-", str(row["paper"]))
@@ -79,7 +90,9 @@ def run_policies(args: argparse.Namespace) -> int:
 
 
 def show_bytes(args: argparse.Namespace) -> int:
-    """The table of bytes."""
+    """Print the bytes of one request of --context tokens, for each policy."""
+    from rich.table import Table
+
     from jshadow.cli.plan import config_of
     from jshadow.weights.convert.safetensors_file import check_dtype
 
@@ -96,9 +109,8 @@ def show_bytes(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"context": args.context, "policies": rows}))
         return 0
-    # Settings have no blanks to wrap at, and two may differ only at their ends: they are folded, not cut.
-    policy = Column("policy", overflow="fold")
-    table = Table(policy, "fetch", "device GiB", "of full", "moved MiB a step", "host GiB")
+    # Settings have no blanks to wrap at, and two may differ only at their ends. `print_table` folds them.
+    table = Table("policy", "fetch", "device GiB", "of full", "moved MiB a step", "host GiB")
     for row in rows:
         table.add_row(
             row["setting"],
@@ -108,13 +120,22 @@ def show_bytes(args: argparse.Namespace) -> int:
             f"{row['bytes_moved'] / 2**20:.1f}",
             f"{row['bytes_host'] / 2**30:.2f}",
         )
-    console().print(table)
+    print_table(table, console())
     return 0
 
 
 def byte_row(config: Any, text: str, fetch: str, context: int, dtype: str) -> dict[str, Any]:
-    """One policy: `text` is NAME:key=value:..."""
+    """The bytes of one policy, as the JSON output has them.
+
+    Args:
+        config: the model.
+        text: NAME:key=value:...
+        fetch: fetch mode.
+        context: tokens of the prompt, which is also the capacity.
+        dtype: of keys and values.
+    """
     from jshadow.planner.bytes import footprint, step_footprint
+    from jshadow.policies import parse_policy, split_policy
 
     name, settings = split_policy(text)
     policy = parse_policy(name, settings)

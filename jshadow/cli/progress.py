@@ -1,59 +1,79 @@
-"""Progress bars that appear only when work takes a while."""
+"""Progress on stderr, shown only when work takes a while: a bar on a terminal, a line now and then elsewhere."""
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
 
-from rich.console import Console
-from rich.progress import Progress, TaskID
+SLOW_SECONDS = 2.0  # work longer than this shows a bar on a terminal
+LINE_SECONDS = 10.0  # between two lines in a file or a pipe
+REFRESH_SECONDS = 0.2
 
-SLOW_SECONDS = 2.0  # work longer than this shows a progress bar
 
+class SlowProgress:
+    """A progress callback that shows how far the work is once it has taken a while.
 
-def bar() -> Progress:
-    """A bar on stderr that leaves nothing behind; silent where stderr is no terminal."""
-    console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
+    Until the first call the work is named by `first`, because JAX compiles then. Close it when the work has ended.
+    """
+
+    def __init__(self, title: str, *, first: str = "compiling") -> None:
+        """Start to watch the time.
+
+        Args:
+            title: the name of the work.
+            first: what is done before the first call; "" for nothing else than the work itself.
+        """
+        self.title, self.first = title, first
+        self.place: tuple[int, int] | None = None
+        self.begin = time.monotonic()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Note that `done` of `total` parts are finished."""
+        self.place = done, total
+
+    def __enter__(self) -> "SlowProgress":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away, and print no more lines. A second call does nothing."""
+        self.ended.set()
+        self.thread.join()
+
+    @property
+    def name(self) -> str:
+        """The title, with what is done before the first call."""
+        return f"{self.title}: {self.first}" if self.place is None and self.first else self.title
+
+    def _watch(self) -> None:
+        if sys.stderr.isatty():
+            if not self.ended.wait(SLOW_SECONDS):
+                self._bar()
+            return
+        while not self.ended.wait(LINE_SECONDS):
+            where = "" if self.place is None else ", {} of {}".format(*self.place)
+            seconds = time.monotonic() - self.begin
+            print(f"jshadow: {self.name}{where} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+
+    def _bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(self.name, total=None)
+            while not self.ended.wait(REFRESH_SECONDS):
+                done, total = self.place or (0, None)
+                bar.update(task, description=self.name, completed=done, total=total)
 
 
 @contextlib.contextmanager
 def waiting(title: str) -> Iterator[None]:
-    """A bar without an end, for work that cannot tell how far it is (compilation), once it takes a while."""
-    progress = bar()
-    progress.add_task(title, total=None)
-    timer = threading.Timer(SLOW_SECONDS, progress.start)
-    timer.daemon = True
-    timer.start()
-    try:
+    """Show that work goes on which cannot tell how far it is, such as a compilation."""
+    with SlowProgress(title, first=""):
         yield
-    finally:
-        timer.cancel()
-        timer.join()
-        progress.stop()
-
-
-class SlowProgress:
-    """A progress callback whose bar appears on stderr only once the work has taken a while."""
-
-    def __init__(self, title: str) -> None:
-        self.title, self.start = title, time.perf_counter()
-        self.bar: Progress | None = None
-        self.task = TaskID(0)
-
-    def __call__(self, done: int, total: int) -> None:
-        """Show that `done` of `total` parts are finished."""
-        if self.bar is None and time.perf_counter() - self.start > SLOW_SECONDS and done < total:
-            self.bar = bar()
-            self.task = self.bar.add_task(self.title, total=total)
-            self.bar.start()
-        if self.bar is not None:
-            self.bar.update(self.task, completed=done)
-            if done >= total:
-                self.close()
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None

@@ -1,12 +1,14 @@
 """The published figures of the GPUs that the planner knows. Nothing here was measured by this project."""
 
 import dataclasses
+import math
 
 from jshadow.errors import ConfigError
 
 GIB = 2**30
 # Memory that the CUDA context, the loaded programs and the libraries' own workspaces take before any array exists.
 CONTEXT_RESERVE = GIB // 2
+CUSTOM = "custom GPU"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,11 +16,11 @@ class Gpu:
     """Published figures of one GPU.
 
     Attributes:
-        name: as on the command line.
-        memory_bytes: as the driver reports it to a program, which is less than what the name says.
-        hbm_bytes_per_second: device memory.
-        pcie_bytes_per_second: from the host, one way, nominal; a copy of scattered rows reaches a part of it.
-        flops: dense bfloat16 operations a second.
+        name: its name on the command line.
+        memory_bytes: the total that the driver reports to a program, which is less than the nominal size.
+        hbm_bytes_per_second: bandwidth of device memory, also where that is GDDR.
+        pcie_bytes_per_second: nominal bandwidth from the host, one way. A copy of scattered rows reaches a part of it.
+        flops: dense bfloat16 operations a second, with float32 sums.
     """
 
     name: str
@@ -28,22 +30,70 @@ class Gpu:
     flops: float
 
 
-# Bandwidths and operations: NVIDIA's data sheets "A100 Tensor Core GPU" (80GB SXM), "H100 Tensor Core GPU" (SXM) and
-# "H200 Tensor Core GPU" (SXM); the latter two print operations with sparsity, twice the dense ones. PCIe: x16 of
-# generation 4 (A100) and 5, the data sheets' 64 and 128 GB/s both ways less 128b/130b coding, halved. Memory: the total
-# that programs print on these GPUs (79.1, 79.1 and 139.8 GiB); some A100 show 0.1 GiB more.
+# PCIe x16, one way: the nominal 64 and 128 GB/s of both ways together, halved, less the 128b/130b coding.
+PCIE4, PCIE5 = 31.5e9, 63e9
+# Bandwidths and operations are those of NVIDIA's data sheets and architecture white papers. Where a sheet prints
+# operations with sparsity only, the dense ones are half of them. The A100s are the SXM ones; "h100" is H100 SXM.
+# Memory is the total that programs print on these GPUs, rounded down; it differs by about 0.1 GiB between drivers.
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("a100-80gb", int(79.1 * GIB), 2.039e12, 31.5e9, 312e12),
-        Gpu("h100", int(79.1 * GIB), 3.35e12, 63e9, 989.5e12),
-        Gpu("h200", int(139.8 * GIB), 4.8e12, 63e9, 989.5e12),
+        Gpu("a100-40gb", int(39.3 * GIB), 1.555e12, PCIE4, 312e12),
+        Gpu("a100-80gb", int(79.1 * GIB), 2.039e12, PCIE4, 312e12),
+        Gpu("h100", int(79.1 * GIB), 3.35e12, PCIE5, 989.5e12),
+        Gpu("h100-pcie", int(79.1 * GIB), 2.0e12, PCIE5, 756.5e12),
+        Gpu("h100-nvl", int(93.0 * GIB), 3.9e12, PCIE5, 835.5e12),
+        Gpu("h200", int(139.8 * GIB), 4.8e12, PCIE5, 989.5e12),
+        Gpu("b200", int(178.3 * GIB), 7.7e12, PCIE5, 2250e12),
+        Gpu("l4", int(21.9 * GIB), 300e9, PCIE4, 121e12),
+        Gpu("l40s", int(44.3 * GIB), 864e9, PCIE4, 362e12),
+        Gpu("a10g", int(21.9 * GIB), 600e9, PCIE4, 70e12),
+        Gpu("rtx-3090", int(23.5 * GIB), 936e9, PCIE4, 71e12),
+        Gpu("rtx-4090", int(23.5 * GIB), 1.008e12, PCIE4, 165.2e12),
+        Gpu("rtx-5090", int(31.3 * GIB), 1.792e12, PCIE5, 209.5e12),
+        Gpu("rtx-6000-ada", int(47.3 * GIB), 960e9, PCIE4, 364.2e12),
     )
 }
+DEFAULT_GPUS = ("a100-80gb", "h100", "h200")
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of that name. Raises ConfigError naming those that are known."""
+    """The GPU of that name. Raises ConfigError, which names the known ones."""
     if name not in GPUS:
         raise ConfigError(f"gpu must be one of {list(GPUS)}, got {name!r}")
     return GPUS[name]
+
+
+def custom_gpu(
+    base: Gpu | None, *, gib: float | None, bandwidth: float | None, link: float | None, tflops: float | None
+) -> Gpu:
+    """A GPU by its figures.
+
+    Args:
+        base: figures for those that are None; None: there are no others.
+        gib: memory in GiB.
+        bandwidth: of device memory, in GB/s (10^9 bytes).
+        link: from the host, one way, in GB/s.
+        tflops: dense bfloat16 operations, in 10^12 a second.
+
+    Raises:
+        ConfigError: a figure is missing, not above 0, or not finite.
+    """
+    given = {"gpu-gib": gib, "bandwidth": bandwidth, "link": link, "tflops": tflops}
+    for name, value in given.items():
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ConfigError(f"--{name} must be above 0 and finite, got {value}")
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if base is None and missing:
+        raise ConfigError(f"a GPU without --gpu needs all its figures, got none for {', '.join(missing)}")
+    if base is None:
+        base = Gpu(CUSTOM, 0, 0.0, 0.0, 0.0)
+    changes = {
+        "memory_bytes": None if gib is None else int(gib * GIB),
+        "hbm_bytes_per_second": None if bandwidth is None else bandwidth * 1e9,
+        "pcie_bytes_per_second": None if link is None else link * 1e9,
+        "flops": None if tflops is None else tflops * 1e12,
+    }
+    changed = {name: value for name, value in changes.items() if value is not None}
+    name = base.name if not changed or base.name == CUSTOM else f"{base.name}, changed"
+    return dataclasses.replace(base, name=name, **changed)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import pytest
 from real_shapes import LLAMA_31_8B_JSON
 
 from jshadow.cli.main import main
-from jshadow.planner.gpu_specs import GPUS
+from jshadow.planner.gpu_specs import DEFAULT_GPUS
 from jshadow.policies import ShadowKV
 
 # As Meta publishes it, the keys that matter here.
@@ -25,9 +25,9 @@ def answer(capsys, *arguments):
     return json.loads(capsys.readouterr().out)["plans"]
 
 
-def test_a_config_alone_is_planned_on_every_gpu(config, capsys):
+def test_a_config_alone_is_planned_on_the_default_gpus(config, capsys):
     plans = answer(capsys, config, "--context", "122880")
-    assert [plan["gpu"]["name"] for plan in plans] == list(GPUS)
+    assert [plan["gpu"]["name"] for plan in plans] == list(DEFAULT_GPUS)
     assert [plan["full"]["largest_batch"] for plan in plans] == [4, 4, 8]
     for plan in plans:
         assert plan["capacity"] == 122880 + 64

@@ -8,7 +8,7 @@ from numpy.typing import ArrayLike
 
 import jshadow
 
-FUNCTIONS = {name: value for name, value in vars(jshadow).items() if inspect.isfunction(value) and name[0] != "_"}
+FUNCTIONS = {name: value for name in jshadow.__all__ if inspect.isfunction(value := getattr(jshadow, name))}
 ALLOWED = set(typing.get_args(ArrayLike))  # numpy's own alias has Any inside
 
 

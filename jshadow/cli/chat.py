@@ -1,0 +1,240 @@
+"""`jshadow chat`: questions and answers about one document, which is read once."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from jshadow.cli.compile_cache import add_cache_option
+from jshadow.cli.files import read_text
+from jshadow.cli.options import (
+    add_policy_options,
+    add_sampling_options,
+    add_weights_options,
+    check_fetch,
+    check_fitted_file,
+    load_model,
+    policy_of,
+    sampler_of,
+)
+from jshadow.cli.progress import SlowProgress, waiting
+from jshadow.errors import CapacityError, ConfigError, PromptError
+
+if TYPE_CHECKING:
+    from jshadow.engine.result import Generation
+
+ABOUT = """Ask about a document. The document is prefilled once, and each question and answer extends its KV state. A
+gauge below each answer shows the bytes of the state. Lines of standard input are the questions. /quit, the end of the
+input and Ctrl-C end the conversation."""
+QUIT = "/quit"
+ROOM = 4096  # tokens for questions and answers, unless --room says otherwise
+GAUGE_CELLS = 20
+# For a model without a chat template.
+PLAIN_QUESTION, PLAIN_STOP = "Question: {}\nAnswer:", "\nQuestion:"
+
+
+def add_options(add: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add.set_defaults(run=run_chat)
+    add.add_argument("model", help="HF directory, or hub id")
+    add.add_argument("--file", metavar="FILE", help="a UTF-8 file with the document (default: no document)")
+    add_policy_options(add)
+    add.add_argument("--max-new-tokens", type=int, default=256, help="of each answer, at most (default: %(default)s)")
+    add_sampling_options(add)
+    add.add_argument("--capacity", type=int, help="tokens to allocate for document, questions and answers together")
+    add.add_argument(
+        "--room", type=int, help=f"tokens to allocate beside the document, if the context allows (default: {ROOM:,})"
+    )
+    add_weights_options(add)
+    add_cache_option(add)
+    add.add_argument("--json", action="store_true", help="print one JSON object a turn instead of text")
+
+
+def run_chat(args: argparse.Namespace) -> int:
+    """Run `jshadow chat`: 0 when the user has ended the conversation."""
+    from jshadow.engine.sparse_prefill import parse_prefill
+
+    if args.max_new_tokens < 1:
+        raise ConfigError(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
+    if args.capacity is not None and args.room is not None:
+        raise ConfigError(f"--room must be left out with --capacity, got {args.room}")
+    if args.room is not None and args.room < 1:
+        raise ConfigError(f"--room must be at least 1, got {args.room}")
+    document = None if args.file is None else read_text(args.file, "--file")
+    policy, sampler, prefill = policy_of(args), sampler_of(args), parse_prefill(args.prefill or "exact")
+    check_fetch(args.fetch)
+    check_fitted_file(args.fitted)
+    params = load_model(args)
+    if params.tokenizer is None:
+        raise PromptError(f"chat needs a tokenizer, and {args.model} has none")
+    settings: dict[str, Any] = {"policy": policy, "sampler": sampler, "prefill": prefill, "seed": args.seed}
+    if args.fitted is not None:
+        from jshadow.engine.fitted_arrays import load_fitted
+
+        settings["fitted"] = load_fitted(args.fitted, params, policy)
+    settings |= {"fetch": args.fetch, "capacity": args.capacity, "spare": args.room or ROOM}
+    talk = Conversation(params, settings, args.max_new_tokens, silent=args.json)
+    try:
+        if document is not None:
+            talk.read(document)
+        for question in questions():
+            generation = talk.ask(question)
+            print(json.dumps(talk.record(question, generation)) if args.json else talk.gauge(generation), flush=True)
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+    return 0
+
+
+def questions() -> Iterator[str]:
+    """Lines of standard input up to /quit or the end, without empty ones. A terminal shows a prompt sign.
+
+    Raises:
+        PromptError: the input is no UTF-8 text.
+    """
+    sign = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
+    while True:
+        try:
+            line = input(sign).strip()
+        except EOFError:
+            return
+        except UnicodeDecodeError as error:
+            raise PromptError(f"standard input must be UTF-8 text: {error}") from error
+        if line == QUIT:
+            return
+        if line:
+            yield line
+
+
+class Conversation:
+    """The turns of a chat on one KV state.
+
+    Attributes:
+        state: the state after the last answer; None before anything is prefilled.
+        turns: how many questions were answered.
+    """
+
+    def __init__(self, params: Any, settings: dict[str, Any], max_new_tokens: int, *, silent: bool) -> None:
+        """Begin without a state.
+
+        Args:
+            params: the model and its tokenizer.
+            settings: keyword arguments of `GenerateOptions` for the first prefill.
+            max_new_tokens: most tokens of an answer.
+            silent: do not print the answers.
+        """
+        self.params, self.settings, self.most, self.silent = params, settings, max_new_tokens, silent
+        self.state: Any = None
+        self.document = False
+        self.turns = 0
+        self.template = bool(getattr(params.tokenizer, "chat_template", None))
+
+    def read(self, document: str) -> None:
+        """Prefill a document, as the beginning of the first question."""
+        from jshadow.evaluation.tasks.framing import encode, frame
+
+        before, _ = frame(self.params.tokenizer, "?", "", "", chat=self.template)
+        tokens = before + encode(self.params.tokenizer, document)
+        self.state, self.document = self._run(tokens, 0).state, True
+
+    def ask(self, question: str) -> "Generation":
+        """Answer a question, and keep the state for the next one.
+
+        Raises:
+            CapacityError: there is no room for the question and one token of an answer.
+        """
+        tokens, most = self._encode(question), self.most
+        if self.state is not None:
+            import numpy as np
+
+            room = int(np.asarray(self.state.room()).min())
+            most = min(most, room - len(tokens))
+            if most < 1:
+                raise CapacityError(
+                    f"the conversation has room for {room} more of {self.state.capacity} tokens, got a question of "
+                    f"{len(tokens)}: start it anew with a larger --room or --capacity"
+                )
+        generation = self._run(tokens, most)
+        self.state = generation.state
+        self.turns += 1
+        return generation
+
+    def _encode(self, question: str) -> list[int]:
+        """Token ids of a question that continues the state."""
+        from jshadow.engine.text import encode as encode_prompt
+        from jshadow.evaluation.tasks.framing import encode, frame, opening
+
+        tokenizer, vocab = self.params.tokenizer, self.params.config.vocab_size
+        if not self.template:
+            text = PLAIN_QUESTION.format(question)
+            if self.state is None:
+                return opening(tokenizer) + encode(tokenizer, text)
+            return encode(tokenizer, f"\n\n{text}")
+        if self.document and not self.turns:
+            return frame(tokenizer, question, "", "")[1]
+        import numpy as np
+
+        last = None if self.state is None else int(np.asarray(self.state.last)[0])
+        return encode_prompt(tokenizer, [{"role": "user", "content": question}], vocab, after=last)
+
+    def _run(self, tokens: list[int], most: int) -> "Generation":
+        """Feed tokens, and stream up to `most` new ones."""
+        from jshadow.engine.generation import GenerationLoop
+        from jshadow.engine.options import GenerateOptions
+
+        settings = {"sampler": self.settings["sampler"], "seed": self.settings["seed"], "state": self.state}
+        stop = None if self.template else PLAIN_STOP
+        with SlowProgress("prefill") as progress:
+            if self.state is None:
+                settings = self.settings | {"progress": progress}
+            loop = GenerationLoop(self.params, tokens, GenerateOptions(max_new_tokens=most, stop=stop, **settings))
+            self.state = None  # the loop consumes it
+            pieces = iter(loop)
+            first = next(pieces, None)
+        self._show(first)
+        with waiting("compiling the decode step"):
+            second = next(pieces, None)
+        self._show(second)
+        for piece in pieces:
+            self._show(piece)
+        if most and not self.silent:
+            print(flush=True)
+        return loop.results()[0]
+
+    def _show(self, piece: tuple[int, str, int] | None) -> None:
+        if piece is not None and not self.silent:
+            print(piece[1], end="", flush=True)
+
+    def tokens_held(self) -> int:
+        """Tokens that the state holds."""
+        import numpy as np
+
+        return int(np.asarray(self.state.lengths)[0])
+
+    def gauge(self, generation: "Generation") -> str:
+        """One line: the bytes of the state beside those of full attention, and the tokens so far."""
+        report = generation.report
+        share = report.device_bytes / report.full_bytes
+        filled = min(GAUGE_CELLS, round(share * GAUGE_CELLS))
+        bar = "█" * filled + "░" * (GAUGE_CELLS - filled)
+        return (
+            f"[{bar}] device {report.device_bytes / 1e6:,.1f} MB ({share:.0%} of full attention's "
+            f"{report.full_bytes / 1e6:,.1f} MB), host {report.host_bytes / 1e6:,.1f} MB, "
+            f"{self.tokens_held():,} of {self.state.capacity:,} tokens"
+        )
+
+    def record(self, question: str, generation: "Generation") -> dict[str, Any]:
+        """One turn as plain values."""
+        report = generation.report
+        return {
+            "turn": self.turns,
+            "question": question,
+            "text": generation.text,
+            "tokens": generation.tokens,
+            "device_bytes": report.device_bytes,
+            "host_bytes": report.host_bytes,
+            "full_bytes": report.full_bytes,
+            "tokens_held": self.tokens_held(),
+            "capacity": self.state.capacity,
+            "report": report.to_json(),
+        }

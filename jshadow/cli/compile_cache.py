@@ -1,0 +1,100 @@
+"""The command line's cache of compiled programs, so that a second run of a command compiles nothing.
+
+The cache is JAX's own persistent compilation cache. It is set up by JAX's environment variables before JAX is imported,
+so that processes which a command starts use it too. A variable that is set already stays as it is.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+# Small programs are kept too: a short answer runs dozens of them, and each takes a fraction of a second to compile.
+KEEP_ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+WRITE_FAILED, READ_FAILED = (f"Error {verb} persistent compilation cache entry" for verb in ("writing", "reading"))
+
+
+def add_cache_option(add: argparse.ArgumentParser) -> None:
+    """Add --no-compile-cache to a command that compiles."""
+    add.add_argument(
+        "--no-compile-cache",
+        dest="compile_cache",
+        action="store_false",
+        help=f"do not keep compiled programs on disk (default: {FOLDER_VARIABLE}, or ~/.cache/jshadow/xla)",
+    )
+
+
+def default_folder() -> Path:
+    """`jshadow/xla` in the user's cache folder: $XDG_CACHE_HOME if it is an absolute path, else ~/.cache."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "jshadow" / "xla"
+
+
+@contextlib.contextmanager
+def compile_cache(args: argparse.Namespace) -> Iterator[None]:
+    """Run a command with the cache that its options ask for. A cache that cannot be used is told in one line.
+
+    Args:
+        args: the parsed command. Without `compile_cache` the command compiles nothing, and nothing is done.
+    """
+    if not hasattr(args, "compile_cache"):
+        yield
+        return
+    if args.compile_cache:
+        set_up()
+    else:
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    with one_warning():
+        yield
+
+
+def set_up() -> None:
+    """Set JAX's variables, and make the folder. If it cannot be written, warn and turn the cache off."""
+    folder = os.environ.get(FOLDER_VARIABLE, "")
+    try:
+        folder = folder or str(default_folder())
+        if "://" not in folder:  # JAX can also keep the cache in a bucket
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder) as probe:
+                probe.write(b"x")
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
+        warn(str(error))
+        os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+        return
+    for name, value in (KEEP_ALL | {FOLDER_VARIABLE: folder}).items():
+        os.environ.setdefault(name, value)
+
+
+def warn(reason: str) -> None:
+    """Say on stderr, in one line, why nothing is kept."""
+    print(f"jshadow: compiled programs are not kept on disk: {reason}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def one_warning() -> Iterator[None]:
+    """Turn JAX's warnings of entries that cannot be written into one line, and drop those of entries it cannot read.
+
+    JAX warns once for each program, and compiles a program whose entry it cannot read.
+    """
+    show, failed = warnings.showwarning, False
+
+    def show_once(message: Warning | str, *others: object, **named: object) -> None:
+        nonlocal failed
+        text = str(message)
+        if text.startswith(WRITE_FAILED):
+            if not failed:
+                failed = True
+                warn(text.rpartition("': ")[2])
+        elif not text.startswith(READ_FAILED):
+            show(message, *others, **named)  # type: ignore[arg-type]
+
+    warnings.showwarning = show_once
+    try:
+        yield
+    finally:
+        warnings.showwarning = show

@@ -1,0 +1,46 @@
+"""Files that a command reads and writes, checked before the model is loaded."""
+
+import os
+from pathlib import Path
+
+from jshadow.errors import CheckpointError, PromptError
+
+
+def read_text(path: str, option: str) -> str:
+    """The text of a file.
+
+    Args:
+        path: a UTF-8 file; `~` is the home folder.
+        option: what the error calls the file, such as "--text".
+
+    Raises:
+        PromptError: the file cannot be read, is no UTF-8 text, or has no text in it.
+    """
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptError(f"{option} must be readable UTF-8 text: {error}") from error
+    if "\0" in text:
+        raise PromptError(f"{option} must be readable UTF-8 text, got a binary file: {path}")
+    if not text.strip():
+        raise PromptError(f"{option} must have text in it, got {text!r:.20}")
+    return text
+
+
+def check_writable(path: str | os.PathLike[str], option: str) -> None:
+    """Raise CheckpointError if a file could not be written at this path. Missing folders would be made.
+
+    Args:
+        path: the file to be written.
+        option: what the error calls the file, such as "--out".
+    """
+    target = Path(path).expanduser()
+    try:
+        existing = next(folder for folder in target.absolute().parents if folder.exists())
+        usable = not target.is_dir() and existing.is_dir() and os.access(existing, os.W_OK)
+    except OSError:  # a name that is too long, or a folder that may not be read
+        usable = False
+    if not usable:
+        raise CheckpointError(
+            f"file {target} cannot be written: {option} must be a file in a directory that can be written to"
+        )
