@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 pages = pytest.mark.parametrize("page", PAGES)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
-COMMON = {"-h", "--help", "--json", "--no-compile-cache"}
+COMMON = {"-h", "--help", "--version", "--print-completion", "--json", "--no-compile-cache"}
 # Pages whose code runs from top to bottom on the small model.
 RUNNABLE = {"getting_started.md": "Paris", "batching.md": "def add(a, b):", "saved_states.md": "7 crowns"}
 
