@@ -4,7 +4,9 @@ import dataclasses
 import functools
 
 import numpy as np
+import oracle_bases
 import oracle_infllm
+import oracle_kivi
 import oracle_sisters
 import oracle_specache
 import pytest
@@ -25,6 +27,9 @@ QUEST = Quest(budget=32, unit=8, dense_layers=0)
 INFLLM = InfLLM(window=20, sinks=5, budget=16, unit=8, representatives=3, query_block=16)
 SPE = SpeCache(bits=1, group=8, residual=16, fetched=12)
 ORACLES = {
+    KIVI: (oracle_kivi, oracle_sisters.SetOracle),
+    InfiniGen: (oracle_bases, oracle_sisters.SetOracle),
+    Loki: (oracle_bases, oracle_sisters.SetOracle),
     InfLLM: (oracle_infllm, oracle_infllm.InfLLMOracle),
     SpeCache: (oracle_specache, oracle_specache.SpeCacheOracle),
 }
@@ -77,7 +82,7 @@ def oracle_policy(policy):
 
 @functools.cache
 def oracle_run(case, row, near_tie=0.0):
-    """Logits [1 + STEPS, V] of one row, and the trace of its steps. For near_tie see oracle_sisters.KIVI."""
+    """Logits [1 + STEPS, V] of one row, and the trace of its steps. For near_tie see oracle_kivi.KIVI."""
     config, policy = CONFIGS[CASES[case][0]], oracle_policy(CASES[case][1])
     policy = dataclasses.replace(policy, near_tie=near_tie) if near_tie else policy
     run = oracle_of(CASES[case][1])[1](model(config).weights, config, policy)
@@ -100,7 +105,7 @@ def test_against_the_oracle(case, record_property):
     first, state = decode.prefill(model(config), tokens, LENGTHS, policy, capacity=CAPACITY)
     rest, state = run_steps(model(config), state, steps)
     logits = np.concatenate([np.asarray(first)[:, None], rest], axis=1)
-    quantizes, ties = isinstance(oracle_policy(policy), oracle_sisters.KIVI), 0
+    quantizes, ties = isinstance(oracle_policy(policy), oracle_kivi.KIVI), 0
     for row in range(len(LENGTHS)):
         want, trace = oracle_run(case, row)
         tied = [entry["step"] for entry in trace if entry["gap"] < NEAR_TIE]
@@ -122,7 +127,7 @@ def test_against_the_oracle(case, record_property):
 def test_the_oracle_gives_only_a_near_tie_the_farther_code(bits):
     codes = 2**bits - 1
     group = np.array([0.0, 0.5 - 1e-6, 0.5 + 1e-6, 0.5 + 1e-3, codes])  # in steps
-    nearer, farther = (oracle_sisters.KIVI(bits, 5, 5, near_tie=near_tie).rounded(group) for near_tie in (0.0, 1e-5))
+    nearer, farther = (oracle_kivi.KIVI(bits, 5, 5, near_tie=near_tie).rounded(group) for near_tie in (0.0, 1e-5))
     np.testing.assert_array_equal(farther[[0, 3, 4]], nearer[[0, 3, 4]])
     np.testing.assert_array_equal(farther[1:3], nearer[[2, 1]])
     assert nearer[1] < nearer[2]

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 from oracle import LayerCache, Oracle, Trace
+from oracle_kivi import KIVI
 from oracle_maths import Array, apply_rope, softmax
-from oracle_sisters import KIVI, highest
+from oracle_sisters import highest
 
 
 @dataclasses.dataclass(frozen=True)
