@@ -10,7 +10,7 @@ export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo setup test test-all test-slow docs aot gpu check clean
+.PHONY: demo setup test test-all test-whole test-slow docs aot gpu check clean
 
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
@@ -33,10 +33,14 @@ PYTEST := TESTS=$(TESTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 test: $(BIN)/.setup check
 	$(PYTEST)
 
-# Everything: all cases on tiny models, then the tests on the real model.
-test-all: $(BIN)/.setup check
-	$(PYTEST) -m "not slow"
+# Everything, in three parts: the quick cases, the other cases on tiny models, the tests on the real model.
+test-all:
+	$(MAKE) test
+	$(MAKE) test-whole
 	$(MAKE) test-slow
+
+test-whole: $(BIN)/.setup
+	$(PYTEST) -m "whole and not slow"
 
 test-slow: $(BIN)/.setup
 	$(BIN)/python checkpoints/fetch_smollm2.py

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ if sys.version_info < (3, 12):  # the XLA of JAX 0.11 and later does not know th
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let XLA compile fast, unless a real model is to run."""
-    if config.option.markexpr.startswith("not slow"):
+    if "not slow" in config.option.markexpr:
         os.environ.setdefault("XLA_FLAGS", " ".join(FAST_COMPILE))
 
 
@@ -51,18 +52,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     from cases import POLICY_CASES
     from tiers import is_whole
 
+    from jshadow.policies import POLICIES
+
     def policy_of(item: pytest.Item) -> str:
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")  # type: ignore[attr-defined]
         return name if isinstance(name, str) and name in POLICY_CASES else ""
 
     items.sort(key=policy_of)  # stable
+    places: Counter[str] = Counter()  # how many cases of a function came before, by its file and name
     for item in items:
         policy = policy_of(item)
         if policy:
             item.add_marker(pytest.mark.xdist_group(policy))
+        function = getattr(item, "originalname", item.name)
         case = item.callspec.id if hasattr(item, "callspec") else ""
-        if is_whole(getattr(item, "originalname", item.name), case, policy):
+        place = f"{item.path}::{function}"
+        if is_whole(function, case, policy, places[place], policy in POLICIES):
             item.add_marker(pytest.mark.whole)
+        places[place] += 1
 
 
 def pytest_terminal_summary(terminalreporter) -> None:
