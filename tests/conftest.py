@@ -31,16 +31,14 @@ settings.register_profile("jshadow", deadline=None, derandomize=True)
 settings.load_profile("jshadow")
 
 
-# Tiny models compile two to three times as fast with these; a real model would run too slowly.
-FAST_COMPILE = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-if sys.version_info < (3, 12):  # the XLA of JAX 0.11 and later does not know this flag, and would abort
-    FAST_COMPILE.append("--xla_cpu_use_fusion_emitters=false")
+# Tiny models compile twice as fast with these; a real model would run too slowly.
+FAST_COMPILE = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let XLA compile fast, unless a real model is to run."""
     if "not slow" in config.option.markexpr:
-        os.environ.setdefault("XLA_FLAGS", " ".join(FAST_COMPILE))
+        os.environ.setdefault("XLA_FLAGS", FAST_COMPILE)
 
 
 @pytest.hookimpl(tryfirst=True)

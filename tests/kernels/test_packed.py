@@ -250,7 +250,12 @@ WRONG = [
     ("chunk_scores", "landmarks", lambda x: x[..., 1:], "8 or 4 bits for each of 128 numbers, got 63 bytes"),
     ("chunk_scores", "landmarks", lambda x: x.astype("int8"), "landmarks must be uint8, got int8"),
     ("chunk_scores", "landmark_scale", lambda x: x[:, :, 1:], r"landmark_scale must have shape \[1, 2, 244, 1\]"),
-    ("chunk_scores", "candidates", lambda x: x[:, :, 1:], "s for each of the 60 candidates, got 244 landmarks"),
+    (
+        "chunk_scores",
+        "candidates",
+        lambda x: x[:, :, 1:],
+        "landmarks must be a multiple of the 60 candidates, got 244 landmarks",
+    ),
 ]
 
 

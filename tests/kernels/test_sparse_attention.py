@@ -34,7 +34,7 @@ def test_rows_of_each_querys_own():
         both = {"q": inputs["q"].astype(dtype), "pieces": pieces, "scale": 0.125}
         got = sparse_attention(**both)
         np.testing.assert_allclose(kernel_truth.wide(got), kernel_truth.sparse_attention(**both), **TOLERANCE[dtype])
-        with pytest.raises(NotImplementedError, match="own"):
+        with pytest.raises(NotImplementedError, match="separate rows for each query"):
             sparse_attention(**both, implementation="pallas")
 
 

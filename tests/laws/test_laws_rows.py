@@ -66,7 +66,7 @@ def test_rows_and_states_that_do_not_match_are_refused():
     _, other = prefilled("full", "restricted")
     one = state.take([0])
     for row in (-1, 3):
-        with pytest.raises(StateMismatch, match="row must lie"):
+        with pytest.raises(StateMismatch, match="row must be a whole number in"):
             state.insert(row, one)
     for misfit in (other.take([0]), state.take([0, 1]), prefilled("shadowkv", "lossless")[1].take([0])):
         with pytest.raises(StateMismatch, match="must be one row"):
