@@ -267,5 +267,6 @@ assert set(pools().values()) == {2}, pools()
 def test_lapack_has_one_thread_while_a_prompt_is_compressed():
     """From a process's first prefill on; afterwards all is as before, after several at once too."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "2"}
+    env.pop("XLA_FLAGS", None)  # see conftest.py: threads
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr

@@ -278,6 +278,6 @@ def test_later_tokens_in_other_codes(name):
     np.testing.assert_allclose(turn, steps, atol=1e-4)
     for one, other in zip(extended.layers, stepped.layers, strict=True):
         if one.live.left.size:
-            assert (np.asarray(one.live.left) == np.asarray(other.live.left)).mean() > 0.999
+            np.testing.assert_allclose(one.live.left, other.live.left, atol=1e-5)  # exact keys: floats
             assert np.asarray(one.live.left).any()
     assert offload.host_bytes(offloaded.specs) > 0
