@@ -23,13 +23,18 @@ QUICK_LAWS = (
 )
 # Only `make test-all` runs these.
 WHOLE_TESTS = (
+    "test_a_dry_run_checks_everything_once",
+    "test_a_dry_run_decodes_with_the_shares_that_were_set",
+    "test_a_dry_run_takes_a_layer_apart",
     "test_a_row_alone_and_every_piece_through_the_model",
+    "test_a_smaller_share_agrees_less",
     "test_a_state_that_is_full_can_rest",
     "test_all_parts_of_a_dry_run_report",
     "test_decode_and_prefill_of_a_checkpoint",
     "test_every_policy_is_at_or_under_its_share",
     "test_every_task_runs",
     "test_every_turn_is_asked_and_answers_stay_in_the_cache",
+    "test_fewer_rows_only_while_there_is_time",
     "test_fewer_rows_where_memory_runs_out",
     "test_jit_is_no_jit",
     "test_prefills_of_few_states_and_forgotten_programs_change_nothing",
