@@ -9,28 +9,16 @@ import sys
 
 import jax
 import pytest
+from byte_models import CONFIG
 from tiny_text import byte_tokenizer
 
 import jshadow
 from jshadow.cli.main import main, parser
 from jshadow.engine.saved_state import read_state_info
 from jshadow.errors import ConfigError
-from jshadow.models.config import ModelConfig
 from jshadow.policies import POLICIES, parse_policy
 from jshadow.weights.params import init_params
 
-CONFIG = ModelConfig(
-    model_type="llama",
-    vocab_size=257,
-    num_layers=2,
-    model_dim=32,
-    ffn_dim=48,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=16,
-    norm_eps=1e-5,
-    context=512,
-)
 TEXT = "a document " * 20
 
 

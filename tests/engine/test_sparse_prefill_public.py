@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import byte_models
 import jax
 import jax.numpy as jnp
 import pytest
@@ -18,24 +19,11 @@ from jshadow.engine.sparse_prefill import load_pattern
 from jshadow.engine.sparse_prefill.lines import HeadSizes
 from jshadow.errors import ConfigError
 from jshadow.evaluation.runner import evaluate
-from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import pieces_of, prefill_peak
 from jshadow.policies import Full
 from jshadow.weights.params import init_params
 
-CONFIG = ModelConfig(
-    model_type="llama",
-    vocab_size=257,
-    num_layers=2,
-    model_dim=32,
-    ffn_dim=48,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=16,
-    norm_eps=1e-5,
-    context=2048,
-    eos_ids=(256,),
-)
+CONFIG = dataclasses.replace(byte_models.CONFIG, context=2048, eos_ids=(256,))
 SMALL = VerticalSlash(vertical=9, slash=11, last_queries=8, first_columns=3, local_diagonals=5, block=16)
 SMALL_TEXT = "vertical_slash:vertical=9:slash=11:last_queries=8:first_columns=3:local_diagonals=5:block=16"
 TEXT = "a document of many words, " * 20

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import POLICY_CASES, POLICY_FETCHES, STEPS, TINY, model, prefilled, run_steps
+from real_shapes import LLAMA_31_8B
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
 from jshadow.engine.step import step_writes
-from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.bytes import abstract_state, prefill_peak
 from jshadow.planner.gpu import capacity_plan
@@ -23,19 +23,7 @@ from jshadow.policies import POLICIES, Full, ShadowKV, StreamingLLM
 from jshadow.policies.costs import costs_of
 from jshadow.policies.settings import with_settings
 
-LLAMA_3_8B_1M = ModelConfig(
-    model_type="llama",
-    vocab_size=128256,
-    num_layers=32,
-    model_dim=4096,
-    ffn_dim=14336,
-    q_heads=32,
-    kv_heads=8,
-    head_dim=128,
-    norm_eps=1e-5,
-    context=1048576,
-    rope=RopeConfig(theta=5e5),
-)
+LLAMA_3_8B_1M = dataclasses.replace(LLAMA_31_8B, context=1048576)
 A100 = GPUS["a100-80gb"]
 PAPERS = ShadowKV(rank=160, outlier_chunks=48)  # and a budget of 1.56 %, the default
 
