@@ -77,10 +77,12 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --upgrade pip
 
-# torch comes first and by exact version: a range would bring the build with CUDA.
+# torch comes first and by exact version: a range would bring the build with CUDA. EXTRAS=dev leaves torch out, and with
+# it the tests that compare with transformers' models.
+EXTRAS ?= dev,parity
 $(BIN)/.setup: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev,parity]"
+	$(if $(findstring parity,$(EXTRAS)),$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0)
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
 	@touch $(BIN)/.setup $(BIN)/.demo
 
 $(BIN)/.demo: pyproject.toml constraints.txt | $(BIN)/python

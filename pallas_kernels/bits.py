@@ -122,7 +122,7 @@ def unpack_signed(packed: jax.Array, bits: int) -> jax.Array:
     return jnp.concatenate([signed_at(packed, place, bits) for place in range(8 // bits)], axis=-1)
 
 
-def dequantise(packed: jax.Array, step: jax.Array, profile: Profile) -> jax.Array:
+def dequantize(packed: jax.Array, step: jax.Array, profile: Profile) -> jax.Array:
     """Unpack rows of mid-rise codes and multiply them by their steps.
 
     Args:

@@ -27,7 +27,7 @@ from jax.sharding import SingleDeviceSharding
 from jshadow.cache.records import Fetched, HostArray, HostTier, HostWrite, Selection
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.errors import ConfigError
-from jshadow.ops.packing import dequantise_rows, row_bytes, split_rows
+from jshadow.ops.packing import dequantize_rows, row_bytes, split_rows
 from pallas_kernels import ChosenKeys, HostRows, KeptRows, fetch_reconstruct, on_host
 
 Space = jax.memory.Space
@@ -161,7 +161,7 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
         keys, rows = lax.optimization_barrier((keys, rows))
     if layout.bits is not None:
         scaled = split_rows(rows, layout.unit, spec.dtype)
-        rows = dequantise_rows(scaled, layout.bits, spec.dtype).reshape(*shape, layout.unit * spec.head_dim)
+        rows = dequantize_rows(scaled, layout.bits, spec.dtype).reshape(*shape, layout.unit * spec.head_dim)
     if selection.kept is not None:
         rows = jnp.where(selection.kept.stay[..., None], selection.kept.rows, rows)
     rows = rows.reshape(*shape, layout.planes, layout.unit, spec.head_dim)

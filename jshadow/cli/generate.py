@@ -97,7 +97,7 @@ def run_generate(args: argparse.Namespace) -> int:
         learned[-1] = load_fitted(args.fitted, params, policies[-1])
     several = len(policies) > 1
     questions = [
-        Question(prompt, policy, sampler, prefill, fitted, labelled=several)
+        Question(prompt, policy, sampler, prefill, fitted, labeled=several)
         for policy, fitted in zip(policies, learned, strict=True)
     ]
     results = [answer(args, params, question) for question in questions]
@@ -164,7 +164,7 @@ class Question:
         sampler: how tokens are drawn.
         prefill: how the prompt's tokens attend to each other.
         fitted: arrays that the policy learned, or None.
-        labelled: print the policy's name before the answer.
+        labeled: print the policy's name before the answer.
     """
 
     prompt: Any
@@ -172,7 +172,7 @@ class Question:
     sampler: Any
     prefill: Any
     fitted: Any
-    labelled: bool
+    labeled: bool
 
 
 def answer(args: argparse.Namespace, params: Any, question: Question) -> "Generation":
@@ -204,7 +204,7 @@ def answer(args: argparse.Namespace, params: Any, question: Question) -> "Genera
             returns_state=args.save_state is not None,
         )
         run = GenerationLoop(params, question.prompt, options)
-        write_answer(run, progress, f"[{policy.name}] " if question.labelled else "", silent=args.json)
+        write_answer(run, progress, f"[{policy.name}] " if question.labeled else "", silent=args.json)
     generation = run.results()[0]
     if args.save_state is not None:
         tokens = None

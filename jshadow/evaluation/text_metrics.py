@@ -117,7 +117,7 @@ def to_float(text: str) -> float:
 # Texts
 
 
-def normalised(text: str) -> list[str]:
+def normalized(text: str) -> list[str]:
     """Return the words of a text in lower case, without punctuation and articles, as SQuAD does (arXiv 1606.05250)."""
     return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
 
@@ -129,10 +129,10 @@ def harmonic(common: int, said: int, right: int) -> float:
 
 def f1(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
     """F1 over normalized words. The best answer counts."""
-    said = collections.Counter(normalised(output))
+    said = collections.Counter(normalized(output))
     scores = []
     for answer in answers:
-        right = collections.Counter(normalised(answer))
+        right = collections.Counter(normalized(answer))
         scores.append(harmonic((said & right).total(), said.total(), right.total()))
     return max(scores)
 

@@ -30,7 +30,7 @@ class Packed(struct.PyTreeNode):
     zero: Array
 
 
-def quantise(x: Float[Array, "*n g"], bits: int) -> Packed:
+def quantize(x: Float[Array, "*n g"], bits: int) -> Packed:
     """Round each number of a group [..., n, g] to one of 2**bits equally spaced levels.
 
     The levels reach from the smallest to the largest number of the group. One bit is a special case (SpeCache, arXiv
@@ -52,8 +52,8 @@ def quantise(x: Float[Array, "*n g"], bits: int) -> Packed:
     return Packed(pack(codes.astype(jnp.uint32), bits), scale, zero)
 
 
-def dequantise(packed: Packed, group: int, bits: int) -> Float[Array, "*n g"]:
-    """Undo `quantise` up to rounding: return the values of the codes, float32 [..., n, g]."""
+def dequantize(packed: Packed, group: int, bits: int) -> Float[Array, "*n g"]:
+    """Undo `quantize` up to rounding: return the values of the codes, float32 [..., n, g]."""
     codes = unpack(packed.words, group, bits).astype(jnp.float32)
     return codes * packed.scale.astype(jnp.float32)[..., None] + packed.zero.astype(jnp.float32)[..., None]
 
@@ -97,7 +97,7 @@ class Scaled(struct.PyTreeNode):
     scale: Array
 
 
-def quantise_rows(x: Float[Array, "*n d"], bits: int, dtype: Any) -> Scaled:
+def quantize_rows(x: Float[Array, "*n d"], bits: int, dtype: Any) -> Scaled:
     """Round each row [..., d] to whole multiples of its step, from -(2**(bits - 1) - 1) to 2**(bits - 1) - 1.
 
     d must be a multiple of 8 / bits. Scales are in `scale_dtype(dtype)`. A row of zeros becomes zero bytes. If the
@@ -110,8 +110,8 @@ def quantise_rows(x: Float[Array, "*n d"], bits: int, dtype: Any) -> Scaled:
     return Scaled(pack_signed(codes, bits), scale)
 
 
-def dequantise_rows(rows: Scaled, bits: int, dtype: Any) -> Float[Array, "*n d"]:
-    """Undo `quantise_rows` up to rounding: return the values of the codes [..., d] in dtype."""
+def dequantize_rows(rows: Scaled, bits: int, dtype: Any) -> Float[Array, "*n d"]:
+    """Undo `quantize_rows` up to rounding: return the values of the codes [..., d] in dtype."""
     return scaled_numbers(rows.codes, rows.scale, bits, dtype)
 
 

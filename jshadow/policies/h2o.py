@@ -57,13 +57,13 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
     Attributes:
         heavy: number of tokens kept for their accumulated attention. None: a tenth of the capacity.
         recent: number of newest tokens, which are never evicted. None: a tenth of the capacity.
-        normalise: divide a token's accumulated attention by the number of queries that could attend to it. The paper
+        normalize: divide a token's accumulated attention by the number of queries that could attend to it. The paper
             does not divide, so its sums are larger for early tokens.
     """
 
     heavy: int | None = None
     recent: int | None = None
-    normalise: bool = False
+    normalize: bool = False
 
     name = "h2o"
     source = "arXiv 2306.14048, section 4"
@@ -84,7 +84,7 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         )
         check_range(self.name, "heavy", resolved.heavy, 0)
         check_range(self.name, "recent", resolved.recent, 1)
-        check_choice(self.name, "normalise", self.normalise, (False, True))
+        check_choice(self.name, "normalize", self.normalize, (False, True))
         return resolved
 
     def budget(self, capacity: int) -> int:
@@ -126,7 +126,7 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
             positions: positions of the tokens.
             held: number of tokens in the row so far.
         """
-        return mass / jnp.maximum(held - positions, 1) if self.normalise else mass
+        return mass / jnp.maximum(held - positions, 1) if self.normalize else mass
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write the new token into the first free slot of each head."""

@@ -26,12 +26,12 @@ from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import attend
 from jshadow.ops.layout import fill_ring, fit_tokens, ring_positions, write_rows
-from jshadow.ops.packing import Packed, dequantise, quantise, scale_dtype, words_of
+from jshadow.ops.packing import Packed, dequantize, quantize, scale_dtype, words_of
 from jshadow.policies.base import UniformPolicy
 from jshadow.policies.capabilities import Sized
 from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.costs import Costs
-from jshadow.policies.kivi_state import KiviFrozen, KiviLive, Part, Quantised, cut, put
+from jshadow.policies.kivi_state import KiviFrozen, KiviLive, Part, Quantized, cut, put
 from jshadow.policies.registry import register
 
 BITS = (1, 2, 4, 8)
@@ -85,7 +85,7 @@ class KIVI(UniformPolicy, Sized, Costs):
 
     # State
 
-    def empty(self, spec: CacheSpec, blocks: int, tokens: int) -> Quantised:
+    def empty(self, spec: CacheSpec, blocks: int, tokens: int) -> Quantized:
         """Codes of zeros for `blocks` blocks of keys and the values of `tokens` tokens."""
         heads, words = (spec.batch, spec.kv_heads), words_of(self.group, self.bits)
         per_block, per_head = self.residual // self.group, spec.head_dim // self.group
@@ -94,7 +94,7 @@ class KIVI(UniformPolicy, Sized, Costs):
             scale = jnp.zeros((*heads, *shape), scale_dtype(spec.dtype))
             return Packed(jnp.zeros((*heads, *shape, words), jnp.uint32), scale, scale)
 
-        return Quantised(packed(blocks, per_block, spec.head_dim), packed(tokens, per_head))
+        return Quantized(packed(blocks, per_block, spec.head_dim), packed(tokens, per_head))
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """A state without tokens."""
@@ -111,33 +111,33 @@ class KIVI(UniformPolicy, Sized, Costs):
         keys = fit_tokens(prompt.k_post, blocks * self.residual).transpose(0, 2, 1, 3)
         keys = keys.reshape(spec.batch, spec.kv_heads, blocks, self.residual, spec.head_dim)
         values = fit_tokens(prompt.v, tokens).transpose(0, 2, 1, 3)
-        codes = Quantised(self.quantise_keys(keys), self.quantise_values(values))
+        codes = Quantized(self.quantize_keys(keys), self.quantize_values(values))
         k, v = (fill_ring(x, prompt.lengths, self.residual) for x in (prompt.k_post, prompt.v))
         # Entries after a row's old tokens were quantized from padding, or from tokens that are still exact. Zero them.
         old = prompt.lengths // self.residual, self.first_exact_value(prompt.lengths)
-        codes = Quantised(cut(codes.keys, old[0]), cut(codes.values, old[1]))
+        codes = Quantized(cut(codes.keys, old[0]), cut(codes.values, old[1]))
         live = state.live.replace(recent=KeyValues(k, v))
         return state.replace(frozen=KiviFrozen(codes, prompt.lengths), live=live), None
 
-    def quantise_keys(self, keys: Array) -> Packed:
+    def quantize_keys(self, keys: Array) -> Packed:
         """Quantize blocks of keys [B, h_kv, n, R, d], in groups of tokens for each channel."""
         grouped = keys.reshape(*keys.shape[:3], self.residual // self.group, self.group, keys.shape[4])
-        return quantise(grouped.swapaxes(4, 5), self.bits)
+        return quantize(grouped.swapaxes(4, 5), self.bits)
 
-    def quantise_values(self, values: Array) -> Packed:
+    def quantize_values(self, values: Array) -> Packed:
         """Quantize values [B, h_kv, n, d], in groups of channels for each token."""
         grouped = values.reshape(*values.shape[:3], values.shape[3] // self.group, self.group)
-        return quantise(grouped, self.bits)
+        return quantize(grouped, self.bits)
 
     def keys_of(self, spec: CacheSpec, packed: Packed) -> Array:
         """Dequantize blocks of keys to [B, h_kv, blocks * R, d] in the model's dtype."""
-        wide = dequantise(packed, self.group, self.bits).swapaxes(4, 5)
+        wide = dequantize(packed, self.group, self.bits).swapaxes(4, 5)
         tokens = wide.shape[2] * self.residual
         return wide.reshape(spec.batch, spec.kv_heads, tokens, spec.head_dim).astype(spec.dtype)
 
     def values_of(self, spec: CacheSpec, packed: Packed) -> Array:
         """Dequantize values to [B, h_kv, tokens, d] in the model's dtype."""
-        wide = dequantise(packed, self.group, self.bits)
+        wide = dequantize(packed, self.group, self.bits)
         return wide.reshape(spec.batch, spec.kv_heads, wide.shape[2], spec.head_dim).astype(spec.dtype)
 
     # One step
@@ -149,13 +149,13 @@ class KIVI(UniformPolicy, Sized, Costs):
         slot, leaving = position % self.residual, position - self.residual
         old = jnp.take_along_axis(ring.v, slot[:, None, :, None], axis=2)
         gone = step.valid[:, :1] & (leaving >= 0)
-        values = put(later.values, self.quantise_values(old), leaving - start_value, gone)
+        values = put(later.values, self.quantize_values(old), leaving - start_value, gone)
         k = write_rows(ring.k, step.k_post[:, :1], slot, step.valid[:, :1])
         v = write_rows(ring.v, step.v[:, :1], slot, step.valid[:, :1])
         full = step.valid[:, :1] & (slot == self.residual - 1)
         place = position // self.residual - (state.frozen.lengths // self.residual)[:, None]
-        keys = put(later.keys, self.quantise_keys(k[:, :, None]), place, full)
-        return state.replace(live=KiviLive(Quantised(keys, values), KeyValues(k, v))), None
+        keys = put(later.keys, self.quantize_keys(k[:, :, None]), place, full)
+        return state.replace(live=KiviLive(Quantized(keys, values), KeyValues(k, v))), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
@@ -167,7 +167,7 @@ class KIVI(UniformPolicy, Sized, Costs):
     def parts(self, spec: CacheSpec, state: LayerState, held: Array) -> list["Part"]:
         """All tokens held, each in one part. `held` int32 [B, 1] is their number, the query's token included."""
         lengths, recent, size = state.frozen.lengths[:, None], state.live.recent, self.residual
-        frozen, later = state.frozen.quantised, state.live.later
+        frozen, later = state.frozen.quantized, state.live.later
         keys, values = self.keys_of(spec, frozen.keys), self.values_of(spec, frozen.values)
         later_keys, later_values = self.keys_of(spec, later.keys), self.values_of(spec, later.values)
         # the ends of the quantized keys and values: those of the prompt's part, and those of all tokens held
@@ -202,9 +202,9 @@ class KIVI(UniformPolicy, Sized, Costs):
         return jnp.minimum(spec.capacity - lengths, left)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """All tokens: those with an exact key and value ("window"), and the others ("quantised")."""
+        """All tokens: those with an exact key and value ("window"), and the others ("quantized")."""
         exact = (lengths - 1) % self.residual + 1
-        parts = {"window": exact, "quantised": lengths - exact}
+        parts = {"window": exact, "quantized": lengths - exact}
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
     def step_temporaries(self, spec: CacheSpec) -> int:

@@ -13,7 +13,7 @@ from jshadow.ops.layout import write_rows
 from jshadow.ops.packing import Packed
 
 
-class Quantised(struct.PyTreeNode):
+class Quantized(struct.PyTreeNode):
     """Quantized keys and values. R is `KIVI.residual`, g is `KIVI.group`, and w is the number of words in a group.
 
     Example: B = 1, 2 heads of width 64, 3 blocks of R = 128 tokens, g = 32 and 2 bits. A group has 64 bits, so w = 2,
@@ -33,11 +33,11 @@ class KiviFrozen(struct.PyTreeNode):
     """The quantized part of the prompt.
 
     Attributes:
-        quantised: the keys of the prompt's whole blocks, and all values but the last R. Unused entries are zeros.
+        quantized: the keys of the prompt's whole blocks, and all values but the last R. Unused entries are zeros.
         lengths: tokens of the prompt, int32 [B].
     """
 
-    quantised: Quantised
+    quantized: Quantized
     lengths: Array
 
 
@@ -51,7 +51,7 @@ class KiviLive(struct.PyTreeNode):
             position p is in slot p % R.
     """
 
-    later: Quantised
+    later: Quantized
     recent: KeyValues
 
 
@@ -62,14 +62,14 @@ class Part(NamedTuple):
         k, v: keys and values [B, h_kv, n, d] in the model's dtype, dequantized where they were quantized.
         positions: positions of the tokens, int32 [B, n].
         seen: which entries are real tokens that no other part contains, bool [B, n].
-        quantised: whether the keys, or the keys and the values, were quantized.
+        quantized: whether the keys, or the keys and the values, were quantized.
     """
 
     k: Array
     v: Array
     positions: Array
     seen: Array
-    quantised: bool
+    quantized: bool
 
     def piece(self, seen: Array) -> Piece:
         """The part as a Piece for attention, with the mask `seen`, bool [B, n] or [B, h_kv, n]."""

@@ -103,7 +103,7 @@ class Loki(RetrievalPolicy, LearnsBasis, Sized):
         turned = jnp.einsum("bshgd,bhde->bshge", grouped, basis.turn, precision="highest")
         return turned.reshape(keys.shape).astype(keys.dtype)
 
-    def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
+    def summarize(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
         """The leading columns of the keys [B, h_kv, n, columns]."""
         return keys[:, :, :, 0, : self.columns]
 

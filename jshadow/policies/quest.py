@@ -56,7 +56,7 @@ class Quest(RetrievalPolicy, Sized):
         """Full attention in the first layers, where the bounds select badly (section 3.1)."""
         return Full() if layer < self.dense_layers else self
 
-    def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> tuple[Array, Array]:
+    def summarize(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> tuple[Array, Array]:
         """The minimum and the maximum of each column of a page's keys, [B, h_kv, n, d] each."""
         real = there[:, None, ..., None]
         least = jnp.where(real, keys, jnp.inf).min(axis=3)

@@ -1,7 +1,7 @@
 """The base of retrieval policies: all tokens are kept, and each query attends to some of them.
 
 Tokens are grouped in units of `unit` tokens, whose keys and values are in the host tier. The device keeps a summary of
-each unit (`summarise`) and a ring buffer of the recent tokens. Each query scores the units before its recent tokens by
+each unit (`summarize`) and a ring buffer of the recent tokens. Each query scores the units before its recent tokens by
 their summaries (`score`). The units with the highest scores, within the budget, are fetched at each step. The query
 attends exactly to them and to its recent tokens.
 """
@@ -46,7 +46,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     # Hooks of a retrieval policy
 
     @abc.abstractmethod
-    def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Any:
+    def summarize(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Any:
         """Summaries of n units, a pytree of arrays [B, h_kv, n, ...].
 
         `keys` [B, h_kv, n, unit, d] is in the form of `stored`, `there` bool [B, n, unit] marks real tokens, and
@@ -96,7 +96,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         return self.unit
 
     def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Any:
-        """The basis that `summarise` and `score` get for this prompt; None by default."""
+        """The basis that `summarize` and `score` get for this prompt; None by default."""
         return None
 
     def no_basis(self, spec: CacheSpec) -> Any:
@@ -157,7 +157,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
             if not self.kept_summaries(spec):
                 return None
             there = jnp.zeros((spec.batch, count, self.unit), bool)
-            return self.summarise(spec, zeros(count, self.unit, spec.head_dim), there, basis)
+            return self.summarize(spec, zeros(count, self.unit, spec.head_dim), there, basis)
 
         ring = zeros(self.ring_slots(spec), spec.head_dim)
         chosen = jnp.full((spec.batch, spec.kv_heads, self.count(spec)), -1, jnp.int32)
@@ -175,7 +175,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         k, v = (fill_ring(x, prompt.lengths, slots) for x in rows)
         planes = [to_chunks(x, layout.units, self.unit) for x in rows]
         there = (jnp.arange(layout.units) < units[:, None])[..., None] & jnp.ones(self.unit, bool)
-        summaries = self.summarise(spec, planes[0], there, basis) if self.kept_summaries(spec) else None
+        summaries = self.summarize(spec, planes[0], there, basis) if self.kept_summaries(spec) else None
         width = 2 * self.unit * spec.head_dim
         data = jnp.stack(planes, axis=3).reshape(spec.batch, spec.kv_heads, layout.units, width)
         live = state.live.replace(recent=KeyValues(k, v))
@@ -202,7 +202,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         valid = there.any(-1) & step.valid[:, :1]
         summaries = state.live.summaries
         if self.kept_summaries(spec):
-            fresh = self.summarise(spec, keys, there, basis)
+            fresh = self.summarize(spec, keys, there, basis)
             summaries = jax.tree.map(functools.partial(put_units, place=place, valid=valid), summaries, fresh)
         live = state.live.replace(recent=KeyValues(k, v), summaries=summaries)
         return state.replace(live=live), HostWrite(data, place, valid)

@@ -58,7 +58,7 @@ def test_settings_that_decide_no_shape_may_differ(tmp_path):
     written(tmp_path / "a", "loki")
     jshadow.load_fitted(tmp_path / "a", model(), dataclasses.replace(LOKI, budget=30, columns=16))
     written(tmp_path / "b")
-    jshadow.load_fitted(tmp_path / "b", model(), dataclasses.replace(SMALL, heavy=1, recent=3, normalise=True))
+    jshadow.load_fitted(tmp_path / "b", model(), dataclasses.replace(SMALL, heavy=1, recent=3, normalize=True))
 
 
 WIDER = dataclasses.replace(TINY, ffn_dim=64)

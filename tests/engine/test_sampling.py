@@ -57,7 +57,7 @@ def test_filters_compose_and_draws_stay_inside():
         assert allowed[np.arange(4), drawn].all()
 
 
-def test_draws_follow_the_seed_and_not_the_neighbours():
+def test_draws_follow_the_seed_and_not_the_neighbors():
     logits, sampler = LOGITS, Sampler(1.0)
     first, again, other = (np.asarray(sampling.sample(sampler, logits, jax.random.key(s))) for s in (1, 1, 2))
     np.testing.assert_array_equal(first, again)

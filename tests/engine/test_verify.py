@@ -147,7 +147,7 @@ def test_generate_with_verify_counts_its_steps(monkeypatch):
 
 
 def test_generate_with_verify_fails_where_the_gather_is_wrong(monkeypatch):
-    """An offload that fetches its neighbour's chunk: fluent, and wrong."""
+    """An offload that fetches its neighbor's chunk: fluent, and wrong."""
     plain = offload.gather
 
     def off_by_one(tier, ids, units):

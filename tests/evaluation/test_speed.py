@@ -45,6 +45,7 @@ def test_every_policy_can_be_measured(name):
     assert row["step_seconds"] > 0
 
 
+@pytest.mark.parity
 def test_the_command_prints_rows(capsys):
     assert cli.main(["bench", "layer", *TINY, "--policies", "full,shadowkv:rank=8:budget=64", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -129,7 +130,7 @@ def test_stages_and_growth_are_printed(capsys):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A tiny random Llama that transformers loads too."""
-    torch = pytest.importorskip("torch")
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -148,6 +149,7 @@ def checkpoint(tmp_path_factory):
     return str(path)
 
 
+@pytest.mark.parity
 def test_decode_and_prefill_of_a_checkpoint(checkpoint, capsys):
     options = [
         "--tokens",
@@ -190,6 +192,7 @@ def test_decode_and_prefill_of_a_checkpoint(checkpoint, capsys):
         assert "shadowkv has nothing to select" in out  # told, for 32 tokens are too few
 
 
+@pytest.mark.parity
 def test_a_system_that_fails_keeps_the_others_figures(checkpoint, capsys, monkeypatch):
     from jshadow.evaluation.speed import model
 
@@ -207,6 +210,7 @@ def test_a_system_that_fails_keeps_the_others_figures(checkpoint, capsys, monkey
     assert "not measured: MemoryError: no room" in capsys.readouterr().out
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize(
     ("options", "message"),
     [

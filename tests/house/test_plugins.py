@@ -58,7 +58,7 @@ class ByMode(RetrievalPolicy):
     top_p: float = 1.0
     name = "by_mode"
 
-    def summarise(self, spec, keys, there, basis):
+    def summarize(self, spec, keys, there, basis):
         return keys[:, :, :, 0]
 
     def score(self, spec, summaries, q, basis):

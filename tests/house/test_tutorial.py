@@ -97,7 +97,7 @@ def test_generate_and_plan(name, setting, checkpoint, folder, capsys):
 
 
 def test_eval_draws_them(checkpoint, folder, capsys):
-    """Both are in the results at their share, and in the picture in colours of their own."""
+    """Both are in the results at their share, and in the picture in colors of their own."""
     arguments = ["eval", checkpoint, "--tasks", "agreement", "--lengths", "200", "--samples", "1", "--dtype", "float32"]
     arguments += ["--policies", ",".join(PLACES.values()), "--shares", "0.6", "--out", "results", "--json"]
     assert main(arguments) == 0
@@ -106,8 +106,8 @@ def test_eval_draws_them(checkpoint, folder, capsys):
     from jshadow.evaluation.plots import plot_memory
 
     figure = plot_memory(rows, measure="kl")
-    colours = {line.get_color() for axis in figure.axes for box in axis.containers for line in box.lines[:1]}
-    assert {style.look_of(name)["color"] for name in PLACES} <= colours
+    colors = {line.get_color() for axis in figure.axes for box in axis.containers for line in box.lines[:1]}
+    assert {style.look_of(name)["color"] for name in PLACES} <= colors
     assert (folder / "results" / "memory_kl.png").exists()
 
 

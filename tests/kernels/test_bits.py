@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jshadow.ops import packing
-from jshadow.policies.shadowkv.key_codecs.midrise import quantise
+from jshadow.policies.shadowkv.key_codecs.midrise import quantize
 from pallas_kernels import bits as layout
 
 
@@ -14,10 +14,10 @@ def test_bytes_are_taken_apart_as_they_were_packed(count, bits):
     profile = tuple(count if bits == one else 0 for one in layout.BITS)
     codes = np.arange(3 * count).reshape(3, count) % 2**bits
     step = jnp.ones(count)
-    packed = quantise(jnp.asarray(codes - 2.0 ** (bits - 1) + 0.5), step, profile)
+    packed = quantize(jnp.asarray(codes - 2.0 ** (bits - 1) + 0.5), step, profile)
     np.testing.assert_array_equal(packed, layout.pack_bytes(jnp.asarray(codes, jnp.uint8), bits))
     np.testing.assert_array_equal(layout.unpack_bytes(packed, bits), codes)
-    np.testing.assert_array_equal(layout.dequantise(packed, step, profile), codes - 2.0 ** (bits - 1) + 0.5)
+    np.testing.assert_array_equal(layout.dequantize(packed, step, profile), codes - 2.0 ** (bits - 1) + 0.5)
     assert layout.packed_width(profile) == packed.shape[-1]
     wide = packed.astype(jnp.int32)
     np.testing.assert_array_equal(

@@ -12,7 +12,7 @@ from kernel_lowering import TARGET, lowered
 from kernel_refs import watched  # noqa: F401, a fixture
 
 from jshadow.cache.offload import unit_bytes
-from jshadow.ops.packing import join_rows, quantise_rows
+from jshadow.ops.packing import join_rows, quantize_rows
 from jshadow.ops.rope import cos_sin, rotate
 from jshadow.planner.bytes import abstract_state
 from jshadow.policies import ShadowKV
@@ -92,7 +92,7 @@ def test_values_of_a_prompt_come_back():
     inputs |= {"right": jnp.zeros((1, 2, 144, 64), "bfloat16"), "mean": jnp.ones((1, 2, 64), "bfloat16")}
     ids = jnp.array([[[-3, 1, 9], [4, 0, 2]]], jnp.int32)
     for bits in (8, 4):
-        rows = on_host(join_rows(quantise_rows(values, bits, "bfloat16")))
+        rows = on_host(join_rows(quantize_rows(values, bits, "bfloat16")))
         _, got = fetch_reconstruct(
             rows,
             ids=ids,

@@ -12,11 +12,13 @@ from cases import (
     CAPACITY,
     DEVICE_ONLY,
     FETCH_MODES,
+    KINDS,
     LENGTHS,
     LOSSLESS,
     OFFLOADED,
     POLICY_CASES,
     POLICY_FETCHES,
+    POLICY_KINDS,
     PROMPT,
     STEPS,
     TINY,
@@ -36,7 +38,6 @@ from jshadow.evaluation.laws import answers, rows, turns
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.policies import POLICIES, ShadowKV
 
-KINDS = ("restricted", "lossless")
 policies = pytest.mark.parametrize("name", POLICY_CASES)
 policies_fetched = pytest.mark.parametrize(("name", "fetch"), POLICY_FETCHES)
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -135,11 +136,11 @@ def layer_step(spec, query, lengths):
     return StepKV(query, query, none, none, none, positions, valid, lengths, inverse)
 
 
-@pytest.mark.parametrize(("name", "fetch"), [(name, fetch) for name, fetch in POLICY_FETCHES if fetch in OFFLOADED])
-@pytest.mark.parametrize("kind", KINDS if ALL else KINDS[:1])
+@pytest.mark.parametrize(
+    ("name", "fetch", "kind"),
+    [case for case in POLICY_KINDS if case[1] in OFFLOADED and case[2] in (KINDS if ALL else KINDS[:1])],
+)
 def test_fetch_modes_agree(name, fetch, kind, record_property):
-    if kind == "lossless" and name not in LOSSLESS:
-        pytest.skip("no lossless settings")
     case = case_of(name, fetch, kind)
     answers.fetch_modes_agree(case)
     record_property("sets_compared", len(answers.selected_units(case.policy, fetch)))

@@ -10,9 +10,9 @@ import pytest
 from cases import (
     BATCH,
     FETCH_MODES,
-    LOSSLESS,
     POLICY_CASES,
     POLICY_FETCHES,
+    POLICY_KINDS,
     STEPS,
     TINY,
     case_of,
@@ -32,11 +32,8 @@ policies = pytest.mark.parametrize("name", POLICY_CASES)
 policies_fetched = pytest.mark.parametrize(("name", "fetch"), POLICY_FETCHES)
 
 
-@policies_fetched
-@pytest.mark.parametrize("kind", ["restricted", "lossless"])
+@pytest.mark.parametrize(("name", "fetch", "kind"), POLICY_KINDS)
 def test_bytes_are_the_leaves_bytes(name, fetch, kind):
-    if kind == "lossless" and name not in LOSSLESS:
-        pytest.skip("no lossless settings")
     states.bytes_are_the_leaves_bytes(case_of(name, fetch, kind))
     if name in ("shadowkv", "probe"):
         assert (offload.host_bytes(prefilled(name, kind, fetch)[1].specs) > 0) == (fetch != "resident")

@@ -35,7 +35,7 @@ ORACLES = {
 }
 CASES = {
     "h2o": ("group2", H2O(heavy=10, recent=7)),
-    "h2o_normalised": ("group2", H2O(heavy=10, recent=7, normalise=True)),
+    "h2o_normalized": ("group2", H2O(heavy=10, recent=7, normalize=True)),
     "h2o_recent_alone": ("group1", H2O(heavy=0, recent=12)),
     "h2o_wide": ("head_dim80", H2O(heavy=16, recent=1)),
     "infinigen": ("deep", INFI),

@@ -4,12 +4,13 @@ import json
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from family_cases import FAMILY_CASES, random_checkpoint
 
 import jshadow
 
-torch = pytest.importorskip("torch", reason="the parity extra")
-transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.parity
 
 SHAPES = {
     "gqa": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jshadow.ops.packing import dequantise, pack, quantise, unpack, words_of
+from jshadow.ops.packing import dequantize, pack, quantize, unpack, words_of
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -22,11 +22,11 @@ def test_codes_survive_packing(bits, group):
 def test_the_error_of_a_number_is_half_a_step(bits, dtype):
     """With one bit it is a quarter of the range, because the codes stand for the middles of its halves."""
     x = jnp.asarray(np.random.default_rng(bits).standard_normal((50, 32)) * 3, dtype)
-    packed = quantise(x, bits)
+    packed = quantize(x, bits)
     wide = np.asarray(x, np.float32)
     span = wide.max(axis=1) - wide.min(axis=1)
     step = span / 4 if bits == 1 else span / (2**bits - 1) / 2
-    error = np.abs(np.asarray(dequantise(packed, 32, bits)) - wide).max(axis=1)
+    error = np.abs(np.asarray(dequantize(packed, 32, bits)) - wide).max(axis=1)
     # float16 scales and zeros are rounded too
     rounding = 0 if dtype == jnp.float32 else 2**-10 * np.abs(wide).max(axis=1) * 2
     assert (error <= step * (1 + 1e-3) + rounding + 1e-6).all()
@@ -36,4 +36,4 @@ def test_the_error_of_a_number_is_half_a_step(bits, dtype):
 def test_a_group_of_equal_numbers_is_exact():
     x = jnp.full((3, 8), 1.5)
     for bits in (1, 2, 4, 8):
-        np.testing.assert_array_equal(dequantise(quantise(x, bits), 8, bits), x)
+        np.testing.assert_array_equal(dequantize(quantize(x, bits), 8, bits), x)

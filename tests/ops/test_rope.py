@@ -29,11 +29,10 @@ def test_frequencies_follow_the_formula(config, dim):
     )
 
 
+@pytest.mark.parity
 @pytest.mark.parametrize("config", ROPES)
 def test_frequencies_are_those_of_transformers(config):
-    torch = pytest.importorskip("torch", reason="transformers computes its frequencies with torch")
-    assert torch
-    transformers = pytest.importorskip("transformers")
+    import transformers
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     parameters = {

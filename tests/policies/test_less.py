@@ -55,7 +55,7 @@ def test_where_nothing_is_evicted_kernels_change_nothing():
 
 CASES = {
     "group2": ("group2", SMALL),
-    "normalised": ("group2", dataclasses.replace(SMALL, normalise=True, state_rank=1)),
+    "normalized": ("group2", dataclasses.replace(SMALL, normalize=True, state_rank=1)),
     "group1": ("group1", dataclasses.replace(SMALL, heavy=0, recent=12)),
     "wide": ("head_dim80", dataclasses.replace(SMALL, heavy=11, recent=1, hidden=7)),
 }
@@ -70,7 +70,7 @@ def test_against_the_oracle(case, row):
     fitted = fitted_for(config, policy)
     got = taught_run(case)[row]
     oracle = LESSOracle(
-        model(config).weights, config, oracle_sisters.H2O(policy.heavy, policy.recent, policy.normalise)
+        model(config).weights, config, oracle_sisters.H2O(policy.heavy, policy.recent, policy.normalize)
     )
     oracle.fitted = fitted
     want = [oracle.prefill(PROMPT[row, : LENGTHS[row]].tolist())] + [oracle.step(int(token)) for token in STEPS[row]]
@@ -89,7 +89,7 @@ def taught_run(case):
 
 def test_arrays_that_are_given_are_those_of_the_law_table():
     """The law tests' policy TaughtLESS contains its kernels. The same kernels through `fitted` give the same logits."""
-    settings = dict(heavy=6, recent=8, normalise=True, state_rank=4, hidden=16)
+    settings = dict(heavy=6, recent=8, normalize=True, state_rank=4, hidden=16)
     one = random_kernels(SMALL, TINY.kv_heads, TINY.head_dim)
     fitted = jax.tree.map(lambda leaf: jnp.stack([leaf] * TINY.num_layers), one)
     given, state = decoded(LESS(**settings), fitted)

@@ -93,7 +93,7 @@ WRAPPED = {
     "top_p flag": (Quest(top_p=True), "quest.top_p"),
     "infllm pool": (InfLLM(budget=256, cached=128), "infllm.cached"),
     "infllm fetched": (InfLLM(budget=256, fetched=512), "infllm.fetched"),
-    "normalise": (H2O(normalise="no"), "h2o.normalise"),
+    "normalize": (H2O(normalize="no"), "h2o.normalize"),
     "alpha": (InfiniGen(alpha="abc"), "infinigen.alpha"),
     "alpha flag": (InfiniGen(alpha=True), "infinigen.alpha"),
     "recent": (InfiniGen(recent="abc"), "infinigen.recent"),

@@ -19,7 +19,7 @@ def test_quest_s_bound_holds_for_every_page(unit):
     keys = jnp.asarray(rng.standard_normal((1, TINY.kv_heads, 11, unit, TINY.head_dim)), jnp.float32)
     q = jnp.asarray(rng.standard_normal((1, TINY.kv_heads, TINY.group, 5, TINY.head_dim)), jnp.float32)
     there = jnp.ones((1, 11, unit), bool)
-    scores = policy.score(spec, policy.summarise(spec, keys, there, None), q, None)
+    scores = policy.score(spec, policy.summarize(spec, keys, there, None), q, None)
     products = jnp.einsum("bhgtd,bhnud->bhgtnu", q, keys).max(axis=(2, 5))
     assert scores.shape == (1, TINY.kv_heads, 5, 11)
     assert (scores >= products - 1e-4).all()

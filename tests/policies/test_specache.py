@@ -11,7 +11,7 @@ from jshadow.engine import decode
 from jshadow.policies import Full, SpeCache
 
 
-def test_specache_without_quantisation_is_full_whatever_was_guessed():
+def test_specache_without_quantization_is_full_whatever_was_guessed():
     """No token is quantized while the residual holds all, and the guess is never stored."""
     tokens, steps = random_tokens(2, 40, seed=11), random_tokens(2, 6, seed=12)
     _, state = decode.prefill(model(), tokens, [40, 23], SpeCache(group=8, residual=64, fetched=4), capacity=64)

@@ -134,7 +134,7 @@ def registered_case(policy: type[Policy]) -> PolicyCase:
 # Every policy that is registered, a new file's too, and then what a row below says of it or of a variant.
 POLICY_CASES = {name: registered_case(policy) for name, policy in POLICIES.items()} | {
     "less_taught": PolicyCase(
-        TaughtLESS(heavy=6, recent=8, normalise=True, state_rank=4, hidden=16), lossless_of(TaughtLESS)
+        TaughtLESS(heavy=6, recent=8, normalize=True, state_rank=4, hidden=16), lossless_of(TaughtLESS)
     ),
     "omnikv_window": PolicyCase(
         OmniKV(budget=9, filter_layers=(0,), selector="exp", observation_window=4), lossless_of(OmniKV)
@@ -196,6 +196,10 @@ def modes_of(name: str) -> tuple[str, ...]:
 
 POLICY_FETCHES = [(name, fetch) for name in POLICY_CASES for fetch in modes_of(name)]
 LOSSLESS = [name for name, case in POLICY_CASES.items() if case.lossless is not None]
+KINDS = ("restricted", "lossless")  # of a case's settings; not every case has lossless ones
+POLICY_KINDS = [
+    (name, fetch, kind) for name, fetch in POLICY_FETCHES for kind in KINDS if kind == "restricted" or name in LOSSLESS
+]
 
 
 def setting(name: str, kind: str, config: ModelConfig = TINY, capacity: int = CAPACITY) -> Policy:

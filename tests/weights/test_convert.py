@@ -66,7 +66,7 @@ def test_default_dtype_halves_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "F16"])
-def test_quantised_tensors_equal_ggufs_own(tmp_path: Path, kind: str) -> None:
+def test_quantized_tensors_equal_ggufs_own(tmp_path: Path, kind: str) -> None:
     directory, _ = tiny_directory(tmp_path / "m", head_dim=16)
     config = dataclasses.replace(TINY, head_dim=16)
     source = write_gguf(tmp_path / "x.gguf", directory, config, kind=gguf.GGMLQuantizationType[kind])

@@ -158,9 +158,10 @@ def test_save_refuses_and_leaves_nothing(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["file", "m"]
 
 
+@pytest.mark.parity
 def test_transformers_reads_what_we_save(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("torch")
+    import transformers
+
     rope = RopeConfig(theta=500000.0, kind="llama3", factor=8.0)
     directory, params = tiny_directory(tmp_path / "m", rope=rope, attention_bias=True)
     model, info = transformers.AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)

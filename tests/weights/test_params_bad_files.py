@@ -69,7 +69,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], type[JshadowError], tuple[str, ...]]
     "config NaN": (config_text(b'{"rms_norm_eps": NaN}'), CheckpointError, ("config.json", "NaN")),
     "config empty": (config_text(b""), CheckpointError, ("config.json", "empty")),
     "model_type": (config_sets(model_type="gpt9"), ConfigError, ("model_type", "gpt9", "llama")),
-    "quantised": (config_sets(quantization_config={"quant_method": "q"}), ConfigError, ("quantization_config", "'q'")),
+    "quantized": (config_sets(quantization_config={"quant_method": "q"}), ConfigError, ("quantization_config", "'q'")),
     "remote code": (config_sets(auto_map={"AutoModel": "x.Y"}), ConfigError, ("auto_map", "x.Y")),
     "lacks key": (config_sets(hidden_size=None), ConfigError, ("lacks hidden_size",)),
     "kind of theta": (config_sets(rope_theta="big"), ConfigError, ("config.json", "big")),

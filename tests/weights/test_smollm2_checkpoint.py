@@ -94,7 +94,7 @@ def test_all_tensors_and_their_number(smollm2_dir: Path) -> None:
 @pytest.fixture(scope="module")
 def gguf_source(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The GGUF file that was converted, opened by the reader of gguf."""
-    gguf = pytest.importorskip("gguf")
+    import gguf
     from fetch_script import import_fetch_script
 
     script, scratch = import_fetch_script(), tmp_path_factory.mktemp("gguf")

@@ -18,7 +18,7 @@ from jshadow.evaluation.laws.inputs import (
     teacher_forced,
 )
 from jshadow.evaluation.laws.law import Case, Subject, close, equal, in_each_mode, law
-from jshadow.evaluation.laws.seen import NEIGHBOUR, as_seen, same_codes
+from jshadow.evaluation.laws.seen import NEIGHBOR, as_seen, same_codes
 
 
 def row_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
@@ -38,7 +38,7 @@ def row_alone_is_row_in_batch(case: Case) -> None:
     close(logits[0], batch_logits[row], 1e-4, "the prompt's logits")
     same = same_codes(as_seen(state, [length]), as_seen(batch, LENGTHS), row).all()
     alone, _ = run_steps(model(), state, STEPS[row : row + 1, :6])
-    close(alone[0], teacher_forced(case.policy, case.fetch)[row], 1e-4 if same else NEIGHBOUR, "the steps' logits")
+    close(alone[0], teacher_forced(case.policy, case.fetch)[row], 1e-4 if same else NEIGHBOR, "the steps' logits")
 
 
 @law("Rows taken from a batch, one of them twice, go on as they would have in it.", cases=in_each_mode)

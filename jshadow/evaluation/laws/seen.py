@@ -9,12 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshadow.ops.packing import ROW_BITS, Scaled, dequantise_rows, split_rows
+from jshadow.ops.packing import ROW_BITS, Scaled, dequantize_rows, split_rows
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv.key_codecs import by_token
 from jshadow.policies.shadowkv.landmark_levels import Levels, mean_kind
 
-NEIGHBOUR = 5e-3  # the largest change of a logit if one code of a key changes by one step
+NEIGHBOR = 5e-3  # the largest change of a logit if one code of a key changes by one step
 
 
 def decoded(values: Any, prefix: str, spec: Any, layer: Any, lengths: Any) -> None:
@@ -46,13 +46,13 @@ def decoded(values: Any, prefix: str, spec: Any, layer: Any, lengths: Any) -> No
                     del values[f"{prefix}{half}.landmarks{name}.{part}"]
                 each = rows.scale.shape[3]
                 rows = jax.tree.map(lambda x, each=each: x.reshape(*x.shape[:3], each, -1), rows)
-                kept = dequantise_rows(rows, ROW_BITS[kind], "float32")
+                kept = dequantize_rows(rows, ROW_BITS[kind], "float32")
                 values[f"{prefix}{half}.landmarks{name} decoded"] = np.asarray(kept)
     if (layout := policy.host_layout(spec)) is not None and layout.bits:
         for half in ("prompt", "tail"):
             if values.pop(f"{prefix}host.{half}.array", None) is not None:
                 rows = split_rows(getattr(layer.host, half).array, layout.unit, spec.dtype)
-                values[f"{prefix}host.{half} decoded"] = np.asarray(dequantise_rows(rows, layout.bits, "float32"))
+                values[f"{prefix}host.{half} decoded"] = np.asarray(dequantize_rows(rows, layout.bits, "float32"))
 
 
 def as_seen(state: Any, lengths: Any) -> Any:

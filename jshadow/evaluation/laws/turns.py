@@ -17,7 +17,7 @@ from jshadow.evaluation.laws.inputs import (
     state_of,
 )
 from jshadow.evaluation.laws.law import Case, Subject, close, holds, in_each_mode, law
-from jshadow.evaluation.laws.seen import NEIGHBOUR, as_seen, same_codes
+from jshadow.evaluation.laws.seen import NEIGHBOR, as_seen, same_codes
 
 # Number of tokens of each row's turn. The second row has none.
 TURN = np.array([7, 0, 4])
@@ -98,4 +98,4 @@ def prefill_pieces_are_one_prefill(case: Case) -> None:
     holds(same.any(), "codes differ in every row")
     got, steps = (run_steps(model(), one, STEPS[:, :3])[0] for one in (state, want))
     close(got[same], steps[same], 2e-4, "later logits")
-    close(got, steps, NEIGHBOUR, "later logits")
+    close(got, steps, NEIGHBOR, "later logits")

@@ -71,11 +71,11 @@ def look_of(name: str, number: int = 0) -> dict[str, Any]:
             the first have other dashes and a hollow marker.
     """
     if name in METHODS:
-        colour, mark = METHODS[name]
+        color, mark = METHODS[name]
     else:
         hashed = zlib.crc32(name.encode())
-        colour, mark = SERIES[hashed % len(SERIES)], MARKS[hashed // len(SERIES) % len(MARKS)]
-    look = {"color": colour, "marker": mark, "linestyle": DASHES[number % len(DASHES)]}
+        color, mark = SERIES[hashed % len(SERIES)], MARKS[hashed // len(SERIES) % len(MARKS)]
+    look = {"color": color, "marker": mark, "linestyle": DASHES[number % len(DASHES)]}
     return look if not number else look | {"markerfacecolor": "white", "marker": MARKS[number % len(MARKS)]}
 
 

@@ -13,7 +13,7 @@ KV_NEW_TOKENS = 50  # as in InfiniteBench
 STAGES_NEW_TOKENS = 32
 LARGEST_STEP = 20  # the largest second number of a sum, so that a small model can compute it
 LONG_KEY = 99_999  # a key with at least as many tokens as any other
-COLOURS = (
+COLORS = (
     "red",
     "blue",
     "green",
@@ -65,11 +65,11 @@ def two_stage(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
     there are as many as the length allows.
     """
     rng = random.Random(seed)
-    pieces = Pieces(colours(rng))
+    pieces = Pieces(colors(rng))
     share = rng.random()
 
     def compose(count: int, padding: str) -> str:
-        pairs = ", ".join(f"{key}: {colour}" for key, colour in enumerate(pieces.first(count)))
+        pairs = ", ".join(f"{key}: {color}" for key, color in enumerate(pieces.first(count)))
         return "{" + pairs + "}" + padding
 
     def sample(key: int, answer: str) -> Sample:
@@ -82,14 +82,14 @@ def two_stage(tokenizer: Any, length: int, depth: float, seed: int) -> Case:
 
     # The number of keys is known only after filling the text. So the text is filled with a longest question first. The
     # final question is not longer, so the final text has at least as many keys.
-    count = filled(tokenizer, length, compose, [sample(LONG_KEY, COLOURS[0])], least=2).samples[0].context.count(":")
+    count = filled(tokenizer, length, compose, [sample(LONG_KEY, COLORS[0])], least=2).samples[0].context.count(":")
     key = min(int(depth * count), count - 1)
     return filled(tokenizer, length, compose, [sample(key, pieces.first(key + 1)[key])], least=key + 1)
 
 
-def colours(rng: random.Random) -> Iterator[str]:
+def colors(rng: random.Random) -> Iterator[str]:
     """Yield random colors without end. Neighbors differ."""
     before = ""
     for _ in itertools.count():
-        before = rng.choice([colour for colour in COLOURS if colour != before])
+        before = rng.choice([color for color in COLORS if color != before])
         yield before

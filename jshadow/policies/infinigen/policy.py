@@ -124,7 +124,7 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
             self.basis_name: jnp.stack([query_basis(prompt)[0][0] for prompt in prompts_of(params, tokens, progress)])
         }
 
-    def summarise(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
+    def summarize(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
         """The keys in the chosen columns [B, h_kv, n, columns]."""
         return jnp.einsum("bhnud,bhdr->bhnr", keys.astype(jnp.float32), basis).astype(spec.dtype)
 

@@ -54,7 +54,7 @@ class LESSLive(H2OLive):
 )
 @dataclasses.dataclass(frozen=True)
 class LESS(H2O, Trains):
-    """H2O with a low-rank state of the evicted tokens. The settings `heavy`, `recent` and `normalise` are H2O's.
+    """H2O with a low-rank state of the evicted tokens. The settings `heavy`, `recent` and `normalize` are H2O's.
 
     Attributes:
         state_rank: number of rows R of a KV head's state.

@@ -84,17 +84,17 @@ def train_all(
         raise ConfigError(f"less.fit's rate must lie in (0, 1), got {rate!r}")
     config: ModelConfig = params.config
     # The schedule counts steps from 0, so that the rate would reach 0 one step after the last.
-    optimiser = optax.adam(optax.cosine_decay_schedule(rate, steps))
+    optimizer = optax.adam(optax.cosine_decay_schedule(rate, steps))
     layers: list[Any] = [None] * config.num_layers
     total = steps * sum(kind.window is None for kind in config.attention_kinds)
     done = 0
     for layer, first, examples in examples_of(policy, params, tokens):
         key, shift = jax.random.fold_in(jax.random.key(seed), layer), shift_of(examples, first)
         kernels = begin(sizes, jax.random.fold_in(key, 0), examples)
-        carry = (kernels, optimiser.init(kernels))
+        carry = (kernels, optimizer.init(kernels))
         for start in range(0, steps, ROUND):
             count = min(ROUND, steps - start)
-            carry = train_round(carry, Draws(examples, shift, key), jnp.int32(start), optimiser, count, first)
+            carry = train_round(carry, Draws(examples, shift, key), jnp.int32(start), optimizer, count, first)
             done += count
             if progress is not None:
                 jax.block_until_ready(carry)
@@ -125,7 +125,7 @@ def examples_of(policy: H2O, params: Any, tokens: Any) -> Iterator[tuple[int, in
             f"tokens must be more than {first} for heavy + recent = {first - 1}, got {count}: nothing is evicted "
             "before the last query"
         )
-    base = H2O(policy.heavy, policy.recent, policy.normalise)
+    base = H2O(policy.heavy, policy.recent, policy.normalize)
     for layer, prompt in enumerate(prompts_of(params, text)):
         kind = config.attention_kind(layer)
         if kind.window is not None:
@@ -265,9 +265,9 @@ class Draws(NamedTuple):
     key: Array
 
 
-@functools.partial(jax.jit, static_argnames=("optimiser", "count", "first"), donate_argnames=("carry",))
+@functools.partial(jax.jit, static_argnames=("optimizer", "count", "first"), donate_argnames=("carry",))
 def train_round(
-    carry: tuple[Any, Any], draws: Draws, start: Array, optimiser: optax.GradientTransformation, count: int, first: int
+    carry: tuple[Any, Any], draws: Draws, start: Array, optimizer: optax.GradientTransformation, count: int, first: int
 ) -> tuple[Any, Any]:
     """Run `count` training steps, beginning with step `start`. Each draws queries from one row of the text.
 
@@ -289,7 +289,7 @@ def train_round(
         text = Examples(*(lax.dynamic_slice_in_dim(x, row, 1, axis=0) for x in examples))
         drawn = text._replace(**{name: jnp.take(getattr(text, name), at, axis=3) for name in OF_QUERIES})
         slope = jax.grad(loss)(kernels, drawn, at)
-        change, moments = optimiser.update(slope, moments, kernels)
+        change, moments = optimizer.update(slope, moments, kernels)
         return (optax.apply_updates(kernels, change), moments), None
 
     return lax.scan(one, carry, start + jnp.arange(count))[0]

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jshadow.ops.attention import MASKED, group_queries
-from jshadow.ops.packing import ROW_BITS, Scaled, quantise_rows
+from jshadow.ops.packing import ROW_BITS, Scaled, quantize_rows
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK
 from pallas_kernels import half_variance, whole_products
 
@@ -122,7 +122,7 @@ def over_chunks(
 
 def store_landmarks(means: Float[Array, "B h n d"], kind: str, dtype: Any) -> Array | Scaled:
     """Landmarks in the stored form. `kind` is "model" (stored in `dtype`), or "int8" or "int4" (with a scale each)."""
-    return means.astype(dtype) if kind == "model" else quantise_rows(means, ROW_BITS[kind], dtype)
+    return means.astype(dtype) if kind == "model" else quantize_rows(means, ROW_BITS[kind], dtype)
 
 
 def landmark_logits(

@@ -22,7 +22,7 @@ from jshadow.cache.records import Fetched, HostWrite, Kept, KeyValues, LayerStat
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import take_chunks, take_span, to_chunks, write_rows
-from jshadow.ops.packing import ROW_BITS, join_rows, quantise_rows
+from jshadow.ops.packing import ROW_BITS, join_rows, quantize_rows
 from jshadow.policies.costs import Costs
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv import costs
@@ -100,7 +100,7 @@ class ShadowKV(ShadowSettings, Costs):
         """The values of chunks [B, h_kv, n, c, d] as they are stored in host memory, one row for each chunk."""
         if self.values.dtype == "model":
             return values.reshape(*values.shape[:3], self.chunk_size * spec.head_dim)
-        return join_rows(quantise_rows(values, ROW_BITS[self.values.dtype], spec.dtype))
+        return join_rows(quantize_rows(values, ROW_BITS[self.values.dtype], spec.dtype))
 
     # The prompt
 

@@ -10,7 +10,7 @@ from oracle_sisters import SetPolicy, highest
 
 @dataclasses.dataclass(frozen=True)
 class Loki(SetPolicy):
-    """Principal components by NumPy's SVD of the centred keys."""
+    """Principal components by NumPy's SVD of the centered keys."""
 
     budget: int
     columns: int

@@ -3,8 +3,8 @@
 Written from their description alone, in float64 and one number after the other where that is clearer. T tokens, W
 key columns (all KV heads side by side), r columns that have bits.
 
-The transform code: the mean of the real tokens; eigenvectors of the centred keys, by falling variance; a profile
-(n8, n4, n2) of columns with 8, 4 and 2 bits; a mid-rise quantiser each, which ends at `LOAD` standard deviations or at
+The transform code: the mean of the real tokens; eigenvectors of the centered keys, by falling variance; a profile
+(n8, n4, n2) of columns with 8, 4 and 2 bits; a mid-rise quantizer each, which ends at `LOAD` standard deviations or at
 `REACH` of the column's largest magnitude, whichever is more. A token is a row of bytes: 8-bit columns, then 4-bit, then
 2-bit; in a part of w bytes, byte j holds the columns j, j + w, ..., the first in the lowest bits.
 """
@@ -27,7 +27,7 @@ class Coder:
         mean: [W].
         basis: columns [W, r].
         bits: of each column, int [r].
-        step: of each column's quantiser [r]; 0 for one that is constant.
+        step: of each column's quantizer [r]; 0 for one that is constant.
     """
 
     mean: Array
@@ -78,7 +78,7 @@ def coder_of(keys: Array, profile: Sequence[int]) -> Coder:
 
 
 def column_steps(columns: Array, bits: Array) -> Array:
-    """Step of the quantiser of each of the centred columns [T, r], whether it is constant or not."""
+    """Step of the quantizer of each of the centered columns [T, r], whether it is constant or not."""
     ends = []
     for column, b in zip(columns.T, bits, strict=True):
         ends.append(max(LOAD[int(b)] * np.sqrt((column**2).mean()), REACH[int(b)] * np.abs(column).max()))

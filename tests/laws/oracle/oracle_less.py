@@ -1,6 +1,6 @@
 """The NumPy oracle of LESS: every evicted token by itself, none summed up.
 
-Written from the description: held tokens weigh exp(score), an evicted token phi(q) psi(k), all under one normaliser. No
+Written from the description: held tokens weigh exp(score), an evicted token phi(q) psi(k), all under one normalizer. No
 state is kept: what is not held was evicted. Which tokens are held is the oracle's H2O.
 """
 

@@ -137,12 +137,12 @@ def chunks_of(cache: LayerCache, policy: ShadowKV, head: int) -> Array:
 
 
 def fours_of(chunks: Array, prompt: int) -> Array:
-    """A number for the four neighbours that a chunk belongs to, of the prompt's chunks and of those that joined."""
+    """A number for the four neighbors that a chunk belongs to, of the prompt's chunks and of those that joined."""
     return np.where(chunks < prompt, chunks // 4, prompt + (chunks - prompt) // 4)
 
 
 def choose_by_levels(policy: ShadowKV, queries: Array, keys: Array, fours: Array) -> tuple[list[int], Array, float]:
-    """`choose` by the mean of each candidate's landmarks first, and by the landmarks of the best and their neighbours.
+    """`choose` by the mean of each candidate's landmarks first, and by the landmarks of the best and their neighbors.
 
     The gap is the smaller one of both choices.
     """

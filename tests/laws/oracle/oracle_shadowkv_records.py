@@ -24,7 +24,7 @@ class ShadowKV:
         exact_preload: chunks that the last prompt query selects keep exact keys until they first miss a step.
         chunk_multiple: the number of chunks is rounded down to a multiple of it.
         landmark_tokens: tokens of a landmark; a chunk's score adds up its landmarks' softmax. None: chunk_size.
-        landmark_levels: 2: chunks are scored by their landmarks in the fours of neighbours whose best by the landmarks'
+        landmark_levels: 2: chunks are scored by their landmarks in the fours of neighbors whose best by the landmarks'
             mean are the best, as many fours as chunks are chosen.
         landmark_order: 2: a landmark's logit has half the variance that products with its keys would have, were each
             number of a key as far from the mean as their root mean square; of levels, both have their own.

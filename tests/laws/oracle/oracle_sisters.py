@@ -117,11 +117,11 @@ class H2O(SetPolicy):
 
     heavy: int
     recent: int
-    normalise: bool = False
+    normalize: bool = False
 
     def worth(self, mass: float, position: int, held: int) -> float:
         """What a mass counts."""
-        return mass / (held - position) if self.normalise else mass
+        return mass / (held - position) if self.normalize else mass
 
     def start(self, q: Array, k: Array, layer: int, shared: dict[str, Any]) -> list[dict[int, float]]:
         """Sum over all queries and the group's heads; drop to the budget, the recent ones safe."""

@@ -13,7 +13,7 @@ from cases import LENGTHS, PROMPT, SMALL, STEPS, TINY, model, run_steps
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
 from jshadow.evaluation.speed.layer import Shape, layer_state, random_prompt, random_step
-from jshadow.ops.packing import ROW_BITS, dequantise_rows
+from jshadow.ops.packing import ROW_BITS, dequantize_rows
 from jshadow.planner.bytes import footprint, step_footprint
 from jshadow.policies import ShadowKV, ShadowKVPlus
 from jshadow.policies.settings import with_settings
@@ -47,7 +47,7 @@ def kept(levels, parts, kind):
     for rows, row_kind, each in ((levels.means, mean_kind(kind), 1), (levels.details, kind, parts - 1)):
         if row_kind != "model":
             rows = jax.tree.map(lambda x, each=each: x.reshape(*x.shape[:3], each, -1), rows)
-            rows = dequantise_rows(rows, ROW_BITS[row_kind], "float32")
+            rows = dequantize_rows(rows, ROW_BITS[row_kind], "float32")
         shape = rows.shape[:3]
         found.append(np.asarray(rows, np.float64).reshape(*shape, each, -1))
     return np.concatenate(found, axis=3)

@@ -107,13 +107,13 @@ def test_landmarks_and_scores_are_the_oracle_s(tokens, kind, dtype):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_host_rows_are_the_oracle_s(bits, dtype):
     values = jnp.asarray(np.random.default_rng(bits).standard_normal((1, 1, 5, 4, 6)), dtype).at[0, 0, 1, 2].set(0)
-    rows = packing.join_rows(packing.quantise_rows(values, bits, dtype))
+    rows = packing.join_rows(packing.quantize_rows(values, bits, dtype))
     assert rows.shape == (1, 1, 5, packing.row_bytes(4, 6, bits, dtype))
     assert rows.shape[3] == 4 * (6 * bits // 8 + (4 if dtype == "float32" else 2))
     want = oracle_codec.host_row_values(rows[0, 0], 4, 6, bits, dtype)
     wide = np.asarray(values, np.float64)[0, 0]
     np.testing.assert_allclose(want, oracle_codec.rounded_rows(wide, bits, dtype), atol=1e-6)
-    back = packing.dequantise_rows(packing.split_rows(rows, 4, dtype), bits, dtype)
+    back = packing.dequantize_rows(packing.split_rows(rows, 4, dtype), bits, dtype)
     np.testing.assert_array_equal(np.asarray(back[0, 0]), want.astype(back.dtype))
     assert not want[1, 2].any()
     scale = np.abs(wide).max(axis=-1, keepdims=True) / (2 ** (bits - 1) - 1)
@@ -125,9 +125,9 @@ def test_rows_past_their_scale_are_clipped(bits):
     """Numbers of a bfloat16 model may exceed the range of their float16 scales."""
     most = 2 ** (bits - 1) - 1
     values = jnp.asarray([[3e9, -1e9, 70000.0 * most, 1.0], [60000.0 * most, -9e4, 1.0, 0.0]], jnp.bfloat16)
-    rows = packing.quantise_rows(values, bits, "bfloat16")
+    rows = packing.quantize_rows(values, bits, "bfloat16")
     assert (rows.scale.dtype, float(rows.scale[0, 0])) == (jnp.float16, 65504.0)
-    back = np.asarray(packing.dequantise_rows(rows, bits, "float32"))
+    back = np.asarray(packing.dequantize_rows(rows, bits, "float32"))
     np.testing.assert_array_equal(back[0], 65504.0 * most * np.array([1, -1, 1, 0]))
     assert (np.abs(back[1] - np.asarray(values, np.float32)[1]) <= 32_000).all()
     np.testing.assert_allclose(back, oracle_codec.rounded_rows(np.asarray(values, np.float64), bits, "bfloat16"))

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.bits import Profile as Profile
-from pallas_kernels.bits import dequantise as dequantise
+from pallas_kernels.bits import dequantize as dequantize
 from pallas_kernels.bits import pack_bytes
 from pallas_kernels.bits import packed_width as packed_width
 
@@ -44,7 +44,7 @@ def steps(sigma: Float[Array, "*n r"], largest: Float[Array, "*n r"], profile: P
     return jnp.where(sigma > floor, jnp.maximum(sigma * load, largest * reach) / half, 0.0)
 
 
-def quantise(x: Float[Array, "*n r"], step: Float[Array, "*n r"], profile: Profile) -> UInt8[Array, "*n w"]:
+def quantize(x: Float[Array, "*n r"], step: Float[Array, "*n r"], profile: Profile) -> UInt8[Array, "*n w"]:
     """Quantize columns and pack their codes. The code q stands for (q + 1 / 2 - 2**(bits - 1)) * step."""
     half = jnp.asarray(2.0 ** (profile_bits(profile) - 1), jnp.float32)
     codes = jnp.clip(jnp.floor(x / jnp.where(step > 0, step, 1)) + half, 0, 2 * half - 1)

@@ -20,7 +20,7 @@ from jshadow.ops.layout import fit_tokens
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes
 from jshadow.policies.shadowkv.key_codecs.blocks import new_tokens, put_block, token_block
 from jshadow.policies.shadowkv.key_codecs.lowrank import head_columns, usual_rank
-from jshadow.policies.shadowkv.key_codecs.midrise import Profile, packed_width, profile_bits, quantise, steps
+from jshadow.policies.shadowkv.key_codecs.midrise import Profile, packed_width, profile_bits, quantize, steps
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
 from pallas_kernels import coded_products
 
@@ -84,12 +84,12 @@ class TransformCodec(KeyCodec):
         basis = eigenbasis(k_pre, lengths, mean, block, weights)[:, :, : self.rank]
 
         def coefficients(index: Array) -> tuple[Array, Array]:
-            rows, start = centred_block(k_pre, lengths, mean, index, block, weights)
+            rows, start = centered_block(k_pre, lengths, mean, index, block, weights)
             return jnp.einsum("bsm,bmr->bsr", rows, basis, precision=EXACT), start
 
         def code(index: Array, left: Array) -> Array:
             rows, start = coefficients(index)
-            packed = quantise(rows, step[:, None], self.profile)
+            packed = quantize(rows, step[:, None], self.profile)
             packed = jnp.where(new_tokens(lengths, index, start, block)[..., None], packed, 0)
             return put_block(left, packed, index, start)
 
@@ -106,7 +106,7 @@ class TransformCodec(KeyCodec):
             rows *= weights[:, None] ** 2
         columns = right.columns.astype(jnp.float32)
         coefficients = jnp.einsum("bthd,bhrd->btr", rows, columns, precision=EXACT)
-        return quantise(coefficients, right.step[:, None], self.profile)[:, :, None]
+        return quantize(coefficients, right.step[:, None], self.profile)[:, :, None]
 
     def expand(self, rows: Array, right: Any) -> Array:
         """Multiply the codes by the basis and the steps, in the dtype of the basis, and add the mean."""
@@ -143,7 +143,7 @@ def mean_key(k_pre: Array, lengths: Array, block: int) -> Array:
     return (total / jnp.maximum(lengths, 1)[:, None]).reshape(batch, heads, dim).astype(k_pre.dtype)
 
 
-def centred_block(
+def centered_block(
     k_pre: Array, lengths: Array, mean: Array, index: Array, block: int, weights: Array | None = None
 ) -> tuple[Array, Array]:
     """`token_block` of the keys minus their mean, times weights."""
@@ -184,7 +184,7 @@ def eigenbasis(k_pre: Array, lengths: Array, mean: Array, block: int, weights: A
     width = heads * dim
 
     def add(index: Array, gram: Array) -> Array:
-        rows, _ = centred_block(k_pre, lengths, mean, index, block, weights)
+        rows, _ = centered_block(k_pre, lengths, mean, index, block, weights)
         return gram + jnp.einsum("bsm,bsn->bmn", rows, rows, precision=EXACT)
 
     gram = lax.fori_loop(0, -(-length // block), add, jnp.zeros((batch, width, width), jnp.float32))
