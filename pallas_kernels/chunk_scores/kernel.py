@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.bits import code_at, signed
 from pallas_kernels.chunk_scores.operands import Chunks
+from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.tiles import LEAST, MASKED, blocks, can_do, dot, group_rows, iota, row_block, spans, summed, warps
 
 MOST_PARTS = 16  # the most landmarks a chunk may have; each takes one tile of logits in registers
@@ -246,12 +247,17 @@ def launch(
     height, programs = queries.shape[2], blocks(count, tile.block)
     operands, anywhere = (queries, chunks), pl.BlockSpec(memory_space=pl.ANY)
     shapes = (batch, kv_heads, height, count), *[(batch, kv_heads, programs, height)] * 2
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    products = batch * kv_heads * height * count * chunks.parts
     first, top, total = pl.pallas_call(
         functools.partial(kernel, tile=tile),
         grid=(programs, blocks(height, tile.rows), kv_heads, batch),
         in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
         out_specs=[anywhere] * 3,
-        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
+        out_shape=results,
+        cost_estimate=estimate(
+            flops=2 * products * queries.shape[3], moved=bytes_of((operands, results)), exponentials=products
+        ),
         compiler_params=pltriton.CompilerParams(num_warps=warp_count, num_stages=1),
         interpret=interpret,
         name=kernel.__name__.removesuffix("_kernel"),

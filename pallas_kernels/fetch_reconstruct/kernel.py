@@ -8,6 +8,7 @@ The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c 
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -17,8 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.bits import code_at, signed
+from pallas_kernels.choose import in_host_memory
+from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.fetch_reconstruct.operands import HostRows, KeptRows
-from pallas_kernels.reconstruct_keys.kernel import Tokens, block_of_tokens, store_keys, tokens_of, warps_of
+from pallas_kernels.reconstruct_keys.kernel import Tokens, block_of_tokens, cost_of, store_keys, tokens_of, warps_of
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 from pallas_kernels.tiles import blocks, can_do, iota, spans
 
@@ -91,6 +94,15 @@ def values_at(values: Any, tile: jax.Array, place: int, scales: jax.Array) -> ja
     return (codes.astype(jnp.float32) * scales[:, None]).astype(values.dtype)
 
 
+def cost_of_fetch(values: HostRows, kept: KeptRows | None, keys: ChosenKeys) -> pl.CostEstimate:
+    """Return what the kernel computes and moves if no row is kept."""
+    cost = cost_of(keys)
+    rows = keys.ids.size * values.row_width(keys.chunk, keys.dim) * values.prompt.dtype.itemsize
+    cost["moved"] += math.prod(keys.out_shape) * values.value_dtype.itemsize + bytes_of(kept.stay if kept else None)
+    place = "host" if in_host_memory(values.prompt) else "moved"
+    return estimate(**(cost | {place: cost.get(place, 0) + rows}))
+
+
 @functools.partial(jax.jit, static_argnames=("interpret",))
 def fetch_reconstruct(
     values: HostRows, kept: KeptRows | None, keys: ChosenKeys, interpret: bool
@@ -120,6 +132,7 @@ def fetch_reconstruct(
         out_specs=[anywhere] * 2,
         out_shape=[jax.ShapeDtypeStruct(keys.out_shape, kind) for kind in (keys.dtype, values.value_dtype)],
         compiler_params=pltriton.CompilerParams(num_warps=warps_of(keys), num_stages=2),
+        cost_estimate=cost_of_fetch(values, kept, keys),
         input_output_aliases=aliases,
         interpret=interpret,
         name="fetch_reconstruct",

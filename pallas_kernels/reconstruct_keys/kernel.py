@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.bits import code_at, middle, parts_of
+from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 from pallas_kernels.rotation import cos_sin_of
 from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, summed, warps
@@ -182,9 +183,19 @@ def reconstruct_keys(keys: ChosenKeys, interpret: bool) -> jax.Array:
         out_specs=anywhere,
         out_shape=jax.ShapeDtypeStruct(keys.out_shape, keys.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=warps_of(keys), num_stages=2),
+        cost_estimate=estimate(**cost_of(keys)),
         interpret=interpret,
         name="reconstruct_keys",
     )(keys)
+
+
+def cost_of(keys: ChosenKeys) -> dict[str, int]:
+    """Return the operations and bytes of rebuilding keys, as arguments of `estimate`. Only chosen rows are read."""
+    batch, heads, tokens, dim = keys.out_shape
+    rows = batch * heads * tokens
+    shared = bytes_of((keys.right, keys.ids, keys.inverse, keys.tail_unit, keys.mean, keys.step))
+    moved = rows * (keys.width * keys.left.dtype.itemsize + dim * jnp.dtype(keys.dtype).itemsize)
+    return {"flops": 2 * rows * keys.right.shape[2] * dim, "moved": moved + shared}
 
 
 def block_of_tokens(keys: ChosenKeys, most: int) -> int:

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.sparse_attention.operands import Piece
 from pallas_kernels.tiles import MASKED, blocks, can_do, dot, group_rows, iota, row_block, spans, warps
 
@@ -134,12 +135,15 @@ def partial_attention(
     steps = blocks(count, max(1, PROGRAMS // others))
     splits = blocks(count, steps)
     anywhere, shape = pl.BlockSpec(memory_space=pl.ANY), (batch, kv_heads, splits, height)
+    results = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*shape, dim), shape, shape)]
+    scores = batch * kv_heads * height * k.shape[2]
     out, top, total = pl.pallas_call(
         functools.partial(piece_attention_kernel, tile=Tile(scale, group, rows, block, steps)),
         grid=(splits, blocks(height, rows), kv_heads, batch),
         in_specs=list(jax.tree.map(lambda _: anywhere, (queries, piece))),
         out_specs=[anywhere] * 3,
-        out_shape=[jax.ShapeDtypeStruct(s, jnp.float32) for s in ((*shape, dim), shape, shape)],
+        out_shape=results,
+        cost_estimate=estimate(flops=4 * scores * dim, moved=bytes_of((queries, piece, results)), exponentials=scores),
         compiler_params=pltriton.CompilerParams(num_warps=warps(dim, queries, k, v), num_stages=2),
         interpret=interpret,
         name="piece_attention",

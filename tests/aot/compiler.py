@@ -72,12 +72,23 @@ class Program(NamedTuple):
     Attributes:
         text: the optimized and scheduled module.
         memory: XLA's statistics: bytes of arguments, outputs, temporaries and aliases, on the device and on the host.
-        ptx: the assembly of all kernels.
+        modules: the assembly (PTX) of the kernels, one text for each module.
+        thunks: what the program does when it runs, in order; XLA's dump.
+        thunk_metadata: the HLO instruction of each thunk; XLA's dump.
+        jaxpr: what was compiled, as JAX traced it.
     """
 
     text: str
     memory: Any
-    ptx: str
+    modules: tuple[str, ...]
+    thunks: str
+    thunk_metadata: str
+    jaxpr: Any
+
+    @property
+    def ptx(self) -> str:
+        """The assembly of all kernels."""
+        return "\n".join(self.modules)
 
     def entry(self) -> list[Instruction]:
         """Return the instructions of the entry computation in the order of the schedule."""
@@ -144,14 +155,20 @@ def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...
     """Compile function(*args) for one of TARGETS. The args are trees from `place`."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[gpu].text(), topology="1x1x1")
     jitted = jax.jit(function, donate_argnums=donate, keep_unused=True)
-    lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
+    traced = jitted.trace(*args)
+    lowered = traced.lower(lowering_platforms=("cuda",))
     with tempfile.TemporaryDirectory() as dump:
         options = _jax.CompileOptions()
         options.num_replicas = options.num_partitions = 1
-        options.env_option_overrides = [("xla_dump_to", dump), *COMPILER_OPTIONS.items()]
+        dumps = [("xla_dump_to", dump), ("xla_dump_hlo_as_text", True)]
+        options.env_option_overrides = [*dumps, *COMPILER_OPTIONS.items()]
         devices = _jax.DeviceList(tuple(topology.devices))
         client = topology.devices[0].client
         compiled = client.compile(lowered._lowering.stablehlo(), devices, options)
-        ptx = "\n".join(path.read_text() for path in sorted(Path(dump).rglob("*.ptx")))
+        modules = tuple(path.read_text() for path in sorted(Path(dump).rglob("*.ptx")))
+        thunks, metadata = (
+            "".join(path.read_text() for path in Path(dump).rglob(f"*{name}.txt"))
+            for name in ("thunk_sequence_after_thunk_passes", "thunk_metadata")
+        )
     text = "\n".join(module.to_string() for module in compiled.hlo_modules())
-    return Program(text, compiled.get_compiled_memory_stats(), ptx)
+    return Program(text, compiled.get_compiled_memory_stats(), modules, thunks, metadata, traced.jaxpr)

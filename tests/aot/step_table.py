@@ -1,0 +1,170 @@
+"""The kernels of one layer of a decode step, and how long a step takes at least, predicted from the compiled program.
+
+A layer's launches are those of a program of two layers without those of a program of one. The prediction is a sum over
+launches. A launch takes the time of its bytes, or twice its issue floor if that is longer, because kernels reach about
+half of the issue rate. A launch outside a command buffer takes LAUNCH_SECONDS more. Nothing here was measured on a GPU.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from aot import programs
+from aot.compiler import compile_for
+from aot.launches import Launch, launches_of
+from aot.models import LLAMA
+from aot.targets import TARGETS, Target
+from jshadow.policies import Full, Policy, ShadowKV
+
+LAUNCH_SECONDS = 2.2e-6
+REACHED = 0.5  # share of the issue floor's rate that a kernel reaches
+LINK = 55e9  # bytes a second that a kernel reads from host memory over PCIe 5, reached by large reads
+CAPACITY = 122_880
+
+
+class Setting(NamedTuple):
+    """A decode step to compile.
+
+    Attributes:
+        name: name in the table.
+        policy: the policy.
+        fetch: its fetch mode.
+        batch: number of rows.
+        hits: share of the selected chunks that stay from step to step, and are not fetched again.
+    """
+
+    name: str
+    policy: Policy
+    fetch: str
+    batch: int
+    hits: float = 0.0
+
+
+SMALL = ShadowKV.packed(small=True)
+SETTINGS = {
+    "h200": (
+        Setting("full", Full(), "resident", 8),
+        Setting("paper", ShadowKV(), "zero_copy", 12, 0.6),
+        Setting("packed", ShadowKV.packed(), "zero_copy", 49, 0.6),
+        Setting("packed small", SMALL, "resident", 37),
+        Setting("packed small, one row", SMALL, "resident", 1),
+    ),
+    "a100-80gb": (
+        Setting("full", Full(), "resident", 4),
+        Setting("paper", ShadowKV(), "zero_copy", 12, 0.6),
+        Setting("packed small", SMALL, "resident", 16),
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTable:
+    """What one decode step launches.
+
+    Attributes:
+        setting: what was compiled.
+        gpu: one of TARGETS.
+        layer: the launches of one layer.
+        rest: the launches of the step that belong to no layer.
+        buffers: command buffers of the program.
+    """
+
+    setting: Setting
+    gpu: str
+    layer: tuple[Launch, ...]
+    rest: tuple[Launch, ...]
+    buffers: int
+
+    @property
+    def target(self) -> Target:
+        """The GPU."""
+        return TARGETS[self.gpu]
+
+    def seconds(self, launch: Launch) -> float:
+        """Return the predicted seconds of a launch."""
+        moved = launch.bytes / self.target.bandwidth
+        fetched = launch.host_bytes * (1 - self.setting.hits) / LINK
+        launched = 0.0 if launch.captured else LAUNCH_SECONDS
+        return max(moved, fetched, launch.issue_seconds(self.target) / REACHED) + launched
+
+    def step_seconds(self) -> float:
+        """Return the predicted seconds of a step of the whole model."""
+        layer, rest = (sum(map(self.seconds, part)) for part in (self.layer, self.rest))
+        return LLAMA.num_layers * layer + rest
+
+    def bound_seconds(self) -> float:
+        """Return the seconds that the bytes of a step take, without any instruction."""
+        layer, rest = (sum(one.bytes for one in part) for part in (self.layer, self.rest))
+        return (LLAMA.num_layers * layer + rest) / self.target.bandwidth
+
+    def report(self) -> dict[str, Any]:
+        """Return the table as JSON."""
+        kinds = Counter(one.kind for one in self.layer)
+        return {
+            "setting": self.setting.name,
+            "gpu": self.gpu,
+            "fetch": self.setting.fetch,
+            "batch": self.setting.batch,
+            "capacity": CAPACITY,
+            "hits": self.setting.hits,
+            "kernels": len(self.layer) - kinds["kCopy"],
+            "copies": kinds["kCopy"],
+            "sorts": sum(one.name.startswith("sort") for one in self.layer),
+            "command_buffers": self.buffers,
+            "outside_buffers": sum(not one.captured for one in (*self.layer, *self.rest)),
+            "issue_floor_ms": 1e3 * sum(one.issue_seconds(self.target) for one in self.layer),
+            "bytes_ms": 1e3 * sum(one.bytes for one in self.layer) / self.target.bandwidth,
+            "step_ms": 1e3 * self.step_seconds(),
+            "step_bytes_ms": 1e3 * self.bound_seconds(),
+            "tokens_per_second": self.setting.batch / self.step_seconds(),
+            "launches": [self.row(one) for one in self.layer],
+        }
+
+    def row(self, launch: Launch) -> dict[str, Any]:
+        """Return one launch as JSON."""
+        code = launch.code
+        return {
+            "name": launch.name,
+            "kind": launch.kind,
+            "ours": launch.ours,
+            "grid": launch.blocks,
+            "threads": launch.threads,
+            "registers": code.registers if code else 0,
+            "blocks_per_core": launch.blocks_per_core(self.target) if code else 0,
+            "instructions": code.instructions if code else 0,
+            "unknown_loops": code.unknown_loops if code else 0,
+            "issue_floor_us": 1e6 * launch.issue_seconds(self.target),
+            "bytes": launch.bytes,
+            "host_bytes": launch.host_bytes,
+            "bytes_us": 1e6 * launch.bytes / self.target.bandwidth,
+        }
+
+
+def step_table(setting: Setting, gpu: str, tools: str) -> StepTable:
+    """Compile a step of one layer and one of two, and compare them.
+
+    Args:
+        setting: what to compile.
+        gpu: one of TARGETS.
+        tools: the folder of ptxas and nvdisasm; see `machine_code`.
+    """
+    parts, buffers = [], 0
+    for layers in (1, 2):
+        config = dataclasses.replace(LLAMA, num_layers=layers)
+        task = programs.step_task(setting.name, gpu, config, setting.policy, setting.batch, CAPACITY, setting.fetch)
+        program = compile_for(gpu, task.function, *task.arguments, donate=task.donate)
+        parts.append(launches_of(program, TARGETS[gpu].architecture, tools))
+        buffers = program.thunks.count("kCommandBuffer")
+    one, two = parts
+    layer = without(two, one)
+    return StepTable(setting, gpu, layer, without(one, layer), buffers)
+
+
+def without(launches: Sequence[Launch], others: Sequence[Launch]) -> tuple[Launch, ...]:
+    """Return the launches that are not among the others. Each of the others takes one equal launch away."""
+    left = list(launches)
+    for launch in others:
+        if launch in left:
+            left.remove(launch)
+    return tuple(left)
