@@ -143,11 +143,11 @@ STABLE_PATHS = {
 
 
 class _StablePaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes `import jshadow.planning` the import of `jshadow.planner.bytes`, and likewise for all `STABLE_PATHS`."""
+    """An import hook for `STABLE_PATHS`. For example, `import jshadow.planning` imports `jshadow.planner.bytes`."""
 
     @staticmethod
     def target(name: str) -> str | None:
-        """The real name of the module that a stable path stands for; None for every other name."""
+        """Return the real name of the module that a stable path stands for, or None for any other name."""
         package, _, rest = name.partition(".")
         first, dot, inside = rest.partition(".")
         if package != __name__ or first not in STABLE_PATHS:
@@ -155,7 +155,7 @@ class _StablePaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return f"{package}.{STABLE_PATHS[first]}{dot}{inside}"
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """A spec for a name that begins with a stable path; None for every other name."""
+        """Return a module spec for a name that begins with a stable path, or None for any other name."""
         return importlib.util.spec_from_loader(name, self) if self.target(name) else None
 
     def exec_module(self, module: ModuleType) -> None:
@@ -169,10 +169,10 @@ sys.meta_path.insert(0, _StablePaths())
 
 
 class _Face(ModuleType):
-    """The package's own type, which keeps `jshadow.generate` a function.
+    """The type of the package. It makes sure that `jshadow.generate` is always the function.
 
-    The import of the module `jshadow.generate` sets the module as an attribute of the package. The function of the
-    same name takes its place.
+    When Python imports the module `jshadow.generate`, it sets the module as an attribute of the package. This type
+    sets the function of the same name instead.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -30,7 +30,7 @@ class HostMemoryError(JshadowError, MemoryError):
 
 
 class VerificationError(JshadowError, RuntimeError):
-    """The offloaded path gave another selection, fetched row or result than the resident path."""
+    """With offloaded rows, a selection, a fetched row or a result differs from that with all rows on the device."""
 
 
 class NumericalError(JshadowError, ArithmeticError):

@@ -42,34 +42,38 @@ def generate(
     """Answer a prompt, or a batch of prompts of any lengths.
 
     Args:
-        params: from `load`.
-        prompt: text (encoded with the tokenizer's special tokens, no chat template), a chat (list of messages, through
-            the template), token ids, or a list of any of these.
+        params: the model, from `load`.
+        prompt: text, a chat, token ids, or a list of any of these. Text is encoded with the tokenizer's special tokens
+            and without the chat template. A chat is a list of messages, and is encoded with the chat template.
         policy: how keys and values are kept. None means ShadowKV().
-        max_new_tokens: the most tokens to generate. 0 only reads the prompt into `out.state`.
+        max_new_tokens: maximum number of tokens to generate. With 0, the prompt is only read into `out.state`.
         sampler: how tokens are drawn. None means greedy.
         seed: seed of the sampler, an integer of 64 bits.
         fetch: "auto", "resident", "device_put" or "zero_copy". With a state: "auto", or the mode of the state.
-        capacity: tokens that a row may ever hold. None means the need of this call, rounded up.
-        state: a state to continue. The prompts are appended to it, and it is consumed. A chat is then the next turn.
-            If the state lacks the template's end of the last answer, that is added first.
-        stop: strings or token ids that end a generation, beside the model's own end tokens. A string may be a special
-            token. While generated text may be the beginning of a stop string, a fork of the state is kept, so that
-            `out.state` can end where `out.text` ends. It takes the bytes of the part that steps change, which with
-            `Full()` is the whole cache.
-        prefill: how the prompt's queries attend to each other: `VerticalSlash()`, `AShape()` or `BlockSparse()`;
-            None means exact attention. Must be None with a state, because its prompt was read before.
-        verify: run the resident path beside the offloaded path, and raise an error at the first selection, fetched row
-            or logit that differs. This is slow, and needs the device memory that offloading saves.
-        fitted: arrays that the policy learned (`policy.fit`, `load_fitted`). Must be None with a state, which has them.
+        capacity: maximum number of tokens that a row can ever hold, prompt included. None means the number that this
+            call needs, rounded up.
+        state: a state to continue. It is consumed. Each prompt is appended to one of its rows. A chat is then the next
+            turn. If the state lacks the tokens with which the chat template ends an answer, they are added first.
+        stop: strings or token ids that end a generation, in addition to the model's own end tokens. A string may be a
+            special token. While the newest text may be the beginning of a stop string, a fork of the state is kept, so
+            that `out.state` can end where `out.text` ends. The fork takes as many bytes as the half of the state that
+            steps change. With `Full()`, this half is the whole cache.
+        prefill: the sparse attention of the prompt: `VerticalSlash()`, `AShape()` or `BlockSparse()`. None means exact
+            attention, or the policy's own. It must be None with a state, because the state's prompt was already read.
+        verify: whether each step is also computed with all rows on the device. An error is raised at the first
+            selection, fetched row or logit that differs. This is slow, and needs the device memory that offloading
+            saves.
+        fitted: arrays that the policy learned, from `policy.fit` or `load_fitted`. It must be None with a state, which
+            holds its own.
 
     Returns:
         A Generation for one prompt, or a list of them for a list of prompts.
 
     Raises:
-        PromptError, CapacityError, ConfigError, StateMismatch, HostMemoryError: before anything runs.
-        NumericalError: the model's logits are NaN; names the step and the row.
-        VerificationError: with `verify`; names step, layer and head.
+        PromptError, CapacityError, ConfigError, StateMismatch: an argument is wrong. Raised before anything runs.
+        HostMemoryError: the host has too little memory for the offloaded rows.
+        NumericalError: the model's logits are NaN. The message names the step and the row.
+        VerificationError: `verify` found a difference. The message names the step, the layer and the head.
     """
     options = GenerateOptions(
         policy=policy,
@@ -99,8 +103,9 @@ def stream(
     Closing the iterator frees its KV state.
 
     Raises:
-        PromptError: the prompt is a batch, or the checkpoint has no tokenizer. Raised before the first piece, like the
-            errors that `generate` raises before anything runs.
+        PromptError: the prompt is a batch, or the checkpoint has no tokenizer.
+
+    The other errors are those of `generate`. An error about an argument is raised by the call itself.
     """
     loop = GenerationLoop(params, prompt, GenerateOptions(policy, **options, returns_state=False))
     if not loop.bare:

@@ -1,4 +1,4 @@
-"""Checks of arguments. Each ValueError names the argument, the shape or dtype it must have, and the one it has."""
+"""Checks of arguments. Each ValueError names the argument, the required shape or dtype, and the actual one."""
 
 import jax
 import jax.numpy as jnp

@@ -68,12 +68,12 @@ def whole_bytes(profile: Profile) -> bool:
 
 
 def code_at(packed: jax.Array, place: int, bits: int) -> jax.Array:
-    """Extract the unsigned codes in one place of the bytes. Bytes and codes are int32 arrays of the same shape."""
+    """Return the unsigned codes in one place of the bytes. Bytes and codes are int32 arrays of the same shape."""
     return packed >> (place * bits) & (2**bits - 1)
 
 
 def middle(codes: jax.Array, bits: int) -> jax.Array:
-    """Return the values of mid-rise codes in units of the step, float32: q + 1/2 - 2**(bits - 1), which is never 0."""
+    """Return the float32 values of mid-rise codes, divided by the step: q + 1/2 - 2**(bits - 1). None of them is 0."""
     return codes.astype(jnp.float32) + (0.5 - 2.0 ** (bits - 1))
 
 
@@ -149,7 +149,7 @@ def scale_dtype(dtype: jax.typing.DTypeLike) -> Any:
 
 
 def row_bytes(rows: int, dim: int, bits: int, dtype: jax.typing.DTypeLike) -> int:
-    """Return the bytes of a packed chunk that has `rows` rows of `dim` numbers and one scale for each row."""
+    """Return the number of bytes of a packed chunk with `rows` rows of `dim` numbers and one scale for each row."""
     return rows * (dim * bits // 8 + jnp.dtype(scale_dtype(dtype)).itemsize)
 
 
@@ -163,7 +163,7 @@ def scaled_numbers(codes: jax.Array, scale: jax.Array, bits: int, dtype: jax.typ
 
 
 def join_rows(codes: jax.Array, scale: jax.Array) -> jax.Array:
-    """Pack chunks: codes uint8 [..., c, w] and scales [..., c, 1] become rows of bytes [..., `row_bytes`]."""
+    """Join codes uint8 [..., c, w] and scales [..., c, 1] of chunks into rows of bytes, uint8 [..., `row_bytes`]."""
     lead = codes.shape[:-2]
     parts = codes, lax.bitcast_convert_type(scale, jnp.uint8)
     return jnp.concatenate([x.reshape(*lead, math.prod(x.shape[len(lead) :])) for x in parts], axis=-1)

@@ -6,7 +6,7 @@ The argument `implementation` of every op has four values:
 - "pallas": the kernel for CUDA.
 - "interpret": the same kernel run by JAX's interpreter, on any machine.
 - "auto": decided when the program is lowered. CUDA gets the kernel, and every other platform gets the reference. If the
-  kernel does not support the arguments, CUDA gets the reference too.
+  kernel does not support the arguments, CUDA also gets the reference.
 """
 
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def in_host_memory(x: jax.Array) -> bool:
 
 
 def on_device(x: jax.Array) -> jax.Array:
-    """Return x in device memory. An array in host memory is copied as a whole."""
+    """Return x in device memory. If it is in host memory, the whole array is copied."""
     return jax.device_put(x, Space.Device) if in_host_memory(x) else x
 
 

@@ -1,4 +1,4 @@
-"""What a kernel computes and moves, as `pl.CostEstimate`: XLA's scheduler and `make aot` read it."""
+"""Estimates of the operations and bytes of a kernel, for XLA's scheduler and for `make aot`."""
 
 import math
 from typing import Any
@@ -9,17 +9,17 @@ from jax.experimental import pallas as pl
 
 
 def bytes_of(tree: Any) -> int:
-    """Return the bytes of all arrays, or ShapeDtypeStructs, of a pytree."""
+    """Return the bytes of all arrays or ShapeDtypeStructs in a pytree."""
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree))
 
 
 def estimate(*, flops: int, moved: int, exponentials: int = 0, host: int = 0) -> pl.CostEstimate:
-    """Return a cost estimate.
+    """Return the cost estimate to pass to `pl.pallas_call`.
 
     Args:
-        flops: multiplications and additions.
-        moved: bytes of device memory that are read or written; each array counts once.
-        exponentials: exponentials, sines and other functions.
+        flops: number of multiplications and additions.
+        moved: bytes of device memory that are read or written. Each array counts once.
+        exponentials: number of evaluations of exponentials, sines and similar functions.
         host: bytes of host memory that are read.
     """
     return pl.CostEstimate(

@@ -16,16 +16,16 @@ CACHED_ROWS = 16_384  # the unpacked numbers of about this many rows fit into a 
 def coded_products(packed: jax.Array, right: jax.Array, step: jax.Array, profile: Profile) -> jax.Array:
     """Multiply rows of mid-rise codes by a matrix, without computing the values of the codes.
 
-    The codes are whole numbers below 256, which every model dtype holds exactly. The steps are multiplied into the
-    matrix instead. The offset of mid-rise codes adds the same vector to all rows, so it is added to the product. On a
-    CPU this is six times as fast as scaling the codes.
+    The codes are whole numbers below 256, which every model dtype represents exactly. The matrix is multiplied by the
+    steps instead of the codes. The offset of mid-rise codes adds the same vector to each row of the product. On a CPU
+    this is six times as fast as scaling the codes.
 
     Args:
         packed: uint8 [B, h or 1, t, w], where w is the packed width of the profile. The second axis is 1 if all heads
             share the rows.
-        right: floating [B, h, r, d].
-        step: float32 [B, r].
-        profile: how many of the r columns have 8, 4 and 2 bits.
+        right: the matrix of each head, floating [B, h, r, d].
+        step: step of each code in a row, float32 [B, r].
+        profile: how many of the r codes of a row have 8, 4 and 2 bits.
 
     Returns:
         float32 [B, h, t, d].
@@ -47,7 +47,7 @@ def coded_products(packed: jax.Array, right: jax.Array, step: jax.Array, profile
 def whole_products(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
     """Multiply rows by packed rows of two's complement numbers.
 
-    Every model dtype holds the unpacked numbers exactly.
+    Every model dtype represents the unpacked numbers exactly.
 
     Args:
         rows: floating [B, h, R, d].
@@ -68,7 +68,8 @@ def whole_products(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
 def wide_products(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
     """Compute `whole_products` by unpacking all numbers at once.
 
-    There is one product for each place of the bytes. Concatenating the places first would take longer on a CPU.
+    There is one product for each place of the bytes (see `pallas_kernels.bits`). Concatenating the places first would
+    take longer on a CPU.
     """
     width, products = packed.shape[3], jnp.zeros((), jnp.float32)
     for place in range(8 // bits):
@@ -104,14 +105,14 @@ def by_blocks(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
 
 
 def half_variance(rows: jax.Array, spread: jax.Array, scale: float) -> jax.Array:
-    """Return half the variance of the scaled products of query rows with the keys behind each landmark.
+    """Return half the variance of the scaled products of a query row with the keys that a landmark stands for.
 
     It is (scale * |q| * spread)**2 / 2, which assumes that the keys vary equally in all directions.
 
     Args:
         rows: queries, floating [B, h, R, d].
-        spread: floating [B, h, m, 1], the root mean square difference of the keys from their landmark.
-        scale: factor on the products.
+        spread: root mean square difference of the keys from their landmark, floating [B, h, m, 1].
+        scale: factor by which the products are multiplied.
 
     Returns:
         float32 [B, h, R, m].

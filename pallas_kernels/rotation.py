@@ -11,7 +11,7 @@ import numpy as np
 
 
 def split_constant(value: float, parts: int, bits: int) -> list[float]:
-    """Split value into `parts` numbers with `bits` significant bits each, and the remainder."""
+    """Split value into a sum: `parts` numbers with `bits` significant bits each, and the remainder."""
     numbers = []
     for _ in range(parts):
         unit = 2.0 ** (math.frexp(value)[1] - bits)

@@ -1,4 +1,4 @@
-"""Helpers that all kernels share: cutting any size into powers of two for Triton, and products of tiles.
+"""Helpers that all kernels share. They cut any size into powers of two for Triton, and multiply tiles.
 
 Triton needs blocks whose sizes are powers of two, and products whose sides are at least 16. Other sizes are cut or
 padded, and the padding is masked.
@@ -25,9 +25,10 @@ def power_of_two(size: int) -> int:
 
 
 def spans(size: int, most: int = 128) -> tuple[tuple[int, int], ...]:
-    """Cut an axis into (start, width) whose widths are powers of two, at least 16 and at most `most`.
+    """Cut an axis of `size` elements into tiles, and return (start, width) of each tile.
 
-    For example, 160 becomes 128 + 32, 80 becomes 64 + 16, and 120 becomes one padded 128.
+    Widths are powers of two, at least 16 and at most `most`. The last tile may reach past the end of the axis. For
+    example, 160 becomes 128 + 32, 80 becomes 64 + 16, and 120 becomes a single 128.
     """
     start, cut = 0, []
     while start < size:
@@ -42,16 +43,16 @@ def spans(size: int, most: int = 128) -> tuple[tuple[int, int], ...]:
 
 
 def summed(size: int, *arrays: Any) -> tuple[tuple[int, int], ...]:
-    """Return the spans of the axis that a product of these arrays or refs sums over.
+    """Return the spans of an axis of `size` elements that a product of these arrays or refs sums over.
 
-    They are short so that the tiles fit into registers. Float32 products are multiply-adds that hold both tiles in
-    registers, so their spans are half as wide. Products of shorter types use the tensor cores.
+    They are at most 64 wide, so that the tiles fit into registers. With a float32 array they are at most 32 wide,
+    because float32 products are multiply-adds that hold both tiles in registers. Other products use the tensor cores.
     """
     return spans(size, 32 if any(x.dtype == jnp.float32 for x in arrays) else 64)
 
 
 def warps(dim: int, *arrays: Any) -> int:
-    """Return the warps of a program whose tiles are `dim` wide: 8 if the registers of 4 would not suffice, else 4."""
+    """Return the number of warps of a program whose tiles are `dim` wide: 8 if 4 have too few registers, else 4."""
     return 8 if dim > 128 or any(x.dtype == jnp.float32 for x in arrays) else 4
 
 
@@ -61,12 +62,12 @@ def blocks(size: int, block: int) -> int:
 
 
 def iota(start: jax.Array | int, count: int) -> jax.Array:
-    """Return start .. start + count - 1 as int32, also if 64-bit types are enabled."""
+    """Return the indices start .. start + count - 1 as int32, even if 64-bit types are enabled."""
     return start + lax.iota(jnp.int32, count)
 
 
 def dot(left: jax.Array, right: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """Multiply tiles [M, K] and [K, N] (or [N, K] if transposed): float32 [M, N], never rounded to TF32."""
+    """Multiply tiles [M, K] and [K, N], or [N, K] if transposed. Return float32 [M, N], never rounded to TF32."""
     dtype = jnp.promote_types(left.dtype, right.dtype)
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
     return lax.dot_general(
@@ -75,7 +76,7 @@ def dot(left: jax.Array, right: jax.Array, *, transposed: bool = False) -> jax.A
 
 
 def exact(dtype: jax.typing.DTypeLike) -> lax.Precision:
-    """Return the precision that keeps products exact.
+    """Return the precision at which products of numbers of this dtype are not rounded to a shorter type.
 
     Products of bfloat16 and float16 are exact at any precision, and HIGHEST would only slow them down.
     """
@@ -90,7 +91,7 @@ def group_rows(q: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def key_products(rows: jax.Array, keys: jax.Array) -> jax.Array:
-    """Multiply few rows [B, h, m, d] by many keys [B, h, n, d] in XLA: float32 [B, h, m, n]."""
+    """Multiply few rows [B, h, m, d] by many keys [B, h, n, d] in XLA. Return float32 [B, h, m, n]."""
     options: Any = {
         "precision": exact(jnp.promote_types(rows.dtype, keys.dtype)),
         "preferred_element_type": jnp.float32,
@@ -103,12 +104,14 @@ def key_products(rows: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def row_block(rows: int, *arrays: Any) -> int:
-    """Return the number of query rows of one program that multiplies these arrays."""
+    """Return how many of `rows` query rows one program handles if it multiplies these arrays."""
     return min(16 if any(x.dtype == jnp.float32 for x in arrays) else 64, power_of_two(rows))
 
 
 def can_do(name: str, dim: int, *arrays: jax.Array, packed: tuple[jax.Array, ...] = ()) -> None:
-    """Check that a kernel supports these arrays. `packed` are arrays of bytes, whose dtype is not checked.
+    """Check that the kernel `name` supports heads `dim` wide and these arrays.
+
+    The arrays in `packed` hold bytes. Their dtype is not checked.
 
     Raises:
         NotImplementedError: heads are wider than 256, an array is empty, or a dtype is not float32, bfloat16 or

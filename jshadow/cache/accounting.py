@@ -1,4 +1,4 @@
-"""Bytes of a state by part, from the shapes, dtypes and memory kinds of its arrays. Abstract states are counted too."""
+"""Bytes of a state by part, from the shapes, dtypes and memory kinds of its arrays. A state may also be abstract."""
 
 import dataclasses
 from typing import Any
@@ -11,13 +11,15 @@ from jshadow.cache.state import KVState
 
 
 def leaf_bytes(leaf: Any) -> int:
-    """Bytes of an array or of a ShapeDtypeStruct."""
+    """Return the bytes of an array or of a ShapeDtypeStruct."""
     return int(leaf.size) * jnp.dtype(leaf.dtype).itemsize
 
 
 def layer_nbytes(state: LayerState) -> dict[str, tuple[int, int]]:
-    """Bytes (device, host) of each part of a layer's state, by the name of the field; offloaded rows are "host rows"
-    and "host tail"."""
+    """Return the bytes (device, host) of each part of a layer's state, by the name of the field.
+
+    The rows of the host tier are named "host rows" and "host tail". In resident mode, they count as device bytes.
+    """
     parts: dict[str, tuple[int, int]] = {}
     for half in (state.frozen, state.live):
         for field in dataclasses.fields(half) if half is not None else ():
@@ -34,7 +36,7 @@ def layer_nbytes(state: LayerState) -> dict[str, tuple[int, int]]:
 
 
 def state_nbytes(state: KVState) -> dict[str, tuple[int, int]]:
-    """Bytes (device, host) of each part of a state, summed over layers. Lengths and counters are not counted."""
+    """Return the bytes (device, host) of each part of a state, summed over layers, without lengths and counters."""
     total: dict[str, tuple[int, int]] = {}
     for layer in state.layers:
         for part, (device, host) in layer_nbytes(layer).items():

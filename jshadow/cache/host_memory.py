@@ -58,7 +58,11 @@ def check_host_memory(plans: Plans) -> None:
 
 @contextlib.contextmanager
 def placing(plans: Plans) -> Iterator[None]:
-    """A context in which offloaded rows are placed. It turns the runtime's out-of-memory error into HostMemoryError."""
+    """A context manager for code that copies offloaded rows to host memory.
+
+    An out-of-memory error of the JAX runtime becomes a HostMemoryError that describes `plans`. Without rows to offload,
+    the error is raised unchanged.
+    """
     try:
         yield
         Pool.note()
@@ -90,29 +94,31 @@ def settle(layers: Sequence[LayerState], plans: Plans) -> None:
 
 
 class Pool:
-    """XLA's pool of pinned memory. The pool grows, and never returns memory to the system.
+    """XLA's pool of pinned memory. The pool grows when it is full, and never returns memory to the system.
 
     Attributes:
-        taken: the largest number of bytes that arrays had in the pool at any call of `note`.
+        taken: maximum number of bytes that arrays in the pool had at any call of `note`.
     """
 
     taken = 0
 
     @classmethod
     def note(cls) -> int:
-        """Update `taken`, and return the bytes that arrays have in the pool at this moment."""
+        """Update `taken`, and return the bytes of all arrays that are in the pool now."""
         now = pinned_bytes()
         cls.taken = max(cls.taken, now)
         return now
 
 
 def pinned_bytes() -> int:
-    """Bytes of all arrays in pinned host memory."""
+    """Return the bytes of all arrays in pinned host memory."""
     return sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host")
 
 
 def system_limit(taken: int) -> Limit | None:
-    """The limit of the system: its available memory and, on a GPU, the unused part of XLA's pool. None if unknown.
+    """Return the limit of the system, or None if it is not known.
+
+    It is the available memory, and on a GPU also the unused part of XLA's pool.
 
     Args:
         taken: bytes of all arrays in pinned host memory.
@@ -125,7 +131,7 @@ def system_limit(taken: int) -> Limit | None:
 
 
 def available_memory() -> int | None:
-    """Bytes that a program can still allocate, or None if the system does not report it."""
+    """Return the bytes that a program can still allocate, or None if the system does not report them."""
     try:
         with open("/proc/meminfo") as lines:
             available = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
@@ -135,7 +141,7 @@ def available_memory() -> int | None:
 
 
 def pool_limit(taken: int) -> Limit | None:
-    """The limit of XLA's pool of pinned memory, or None if the backend is not a GPU.
+    """Return the limit of XLA's pool of pinned memory, or None if the backend is not a GPU.
 
     Args:
         taken: bytes of all arrays in pinned host memory.
@@ -148,8 +154,10 @@ def pool_limit(taken: int) -> Limit | None:
 
 
 def pool_gib() -> int:
-    """Size of XLA's pool of pinned memory in GiB, from the environment variables; by default 16 if preallocated, else
-    64, as in XLA."""
+    """Return the maximum size of XLA's pool of pinned memory in GiB, from the environment variables.
+
+    The defaults are those of XLA: 16 if the pool is preallocated, else 64.
+    """
     preallocated = os.environ.get(PREALLOCATE_VARIABLE, "").strip().lower() in ("1", "true")
     try:
         return int(os.environ.get(POOL_VARIABLE, ""))
@@ -161,19 +169,19 @@ def pool_gib() -> int:
 
 
 def planned_bytes(plans: Plans) -> int:
-    """Bytes that all planned states need in host memory."""
+    """Return the bytes that all planned states need in host memory."""
     return sum(host_bytes(specs) for specs in plans)
 
 
 def describe(plans: Plans) -> str:
-    """The number of rows and the capacity of the planned states, as text. All states have the same sizes."""
+    """Return the number of rows and the capacity of the planned states as text. All states have the same sizes."""
     spec = plans[0][0]
     states = f" in each of {len(plans)} states" if len(plans) > 1 else ""
     return f"{count_rows(spec.batch)} at capacity={spec.capacity}{states}"
 
 
 def what_fits(plans: Plans, free: int) -> str:
-    """The number of rows that fit at this capacity and the capacity at which all rows fit, as text."""
+    """Return the number of rows that fit at this capacity, and the capacity at which all rows fit, as text."""
     batch = plans[0][0].batch
     rows, capacity = free * batch // planned_bytes(plans), largest_capacity(plans, free)
     if rows == 0 and capacity == 0:
@@ -184,7 +192,10 @@ def what_fits(plans: Plans, free: int) -> str:
 
 
 def largest_capacity(plans: Plans, free: int) -> int:
-    """The largest capacity at which all rows fit, rounded down by less than 1/32 of it; 0 if no capacity does."""
+    """Return the largest capacity at which all rows fit, or 0 if there is none.
+
+    It is rounded down by less than 1/32 of its value.
+    """
 
     def size(capacity: int) -> int:
         return planned_bytes([tuple(at_capacity(spec, capacity) for spec in specs) for specs in plans])
@@ -198,17 +209,17 @@ def largest_capacity(plans: Plans, free: int) -> int:
 
 
 def at_capacity(spec: CacheSpec, capacity: int) -> CacheSpec:
-    """The spec with a smaller capacity. The window shrinks by the same number of tokens."""
+    """Return the spec with a smaller capacity. The window shrinks by the same number of tokens."""
     return dataclasses.replace(spec, capacity=capacity, window=max(0, spec.window - (spec.capacity - capacity)))
 
 
 def count_rows(rows: int) -> str:
-    """The number of rows as text: "1 row", "2 rows"."""
+    """Return the number of rows as text: "1 row", "2 rows"."""
     return f"{rows} row" if rows == 1 else f"{rows} rows"
 
 
 def amount(size: int) -> str:
-    """A number of bytes as text, with the size in GiB or MiB: "3221225472 bytes (3.0 GiB)"."""
+    """Return a number of bytes as text, with the size in GiB or MiB: "3221225472 bytes (3.0 GiB)"."""
     for factor, unit in ((GIB, "GiB"), (2**20, "MiB")):
         if size >= factor:
             return f"{size} bytes ({size / factor:.1f} {unit})"

@@ -8,7 +8,7 @@ There are three fetch modes:
   transfer with the rebuilding, because the two meet only at an optimization barrier.
 - "zero_copy" also keeps the rows in pinned host memory. On an NVIDIA GPU, one kernel reads them from there while it
   rebuilds the keys. It skips rows that are on the device from the previous step. Settings without such a kernel are
-  refused. On other backends, and where no keys are rebuilt, the rows are fetched as with "device_put".
+  refused. On other backends, and if no keys are rebuilt, the rows are fetched as with "device_put".
 
 Inside jit on a GPU, only these operations on host arrays are safe: device_put of a whole array, dynamic_slice,
 dynamic_update_slice, a function under compute_on("device_host"), and a kernel of this project. Therefore this module
@@ -36,7 +36,7 @@ FETCH_QUANTUM = 64  # Counters.fetched counts in units of this many bytes
 
 
 def resolve_fetch(fetch: str) -> str:
-    """The fetch mode of a setting. "auto" means "resident" on a CPU and "device_put" on an accelerator.
+    """Return the fetch mode of a setting. "auto" means "resident" on a CPU and "device_put" on an accelerator.
 
     Raises:
         ConfigError: `fetch` is neither "auto" nor a fetch mode.
@@ -49,12 +49,12 @@ def resolve_fetch(fetch: str) -> str:
 
 
 def memory_of(fetch: str) -> str:
-    """The memory kind in which a fetch mode keeps the rows: "device" or "pinned_host"."""
+    """Return the memory kind in which a fetch mode keeps the rows: "device" or "pinned_host"."""
     return "device" if fetch == "resident" else "pinned_host"
 
 
 def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
-    """The host tier of a layer with ShapeDtypeStructs in place of arrays. Nothing is allocated.
+    """Return the host tier of a layer with ShapeDtypeStructs in place of arrays. Nothing is allocated.
 
     Raises:
         ConfigError: the fetch mode is "zero_copy" on a GPU, and there is no kernel for the policy's settings.
@@ -81,7 +81,7 @@ def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
 
 
 def host_bytes(specs: tuple[CacheSpec, ...]) -> int:
-    """Bytes that the layers with these specs keep in host memory."""
+    """Return the bytes that the layers with these specs keep in host memory."""
     tiers = [tier_shapes(spec.policy.host_layout(spec), spec) for spec in specs]
     parts = [part for tier in tiers for part in (tier.prompt, tier.tail) if part is not None]
     return sum(part.array.size * part.array.dtype.itemsize for part in parts if part.memory == "pinned_host")
@@ -111,7 +111,10 @@ def place(layout: HostLayout | None, spec: CacheSpec, prompt: HostWrite | None) 
 
 
 def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
-    """Write new units into the tail, one slice for each unit of each row. If the tail is donated, this is in place."""
+    """Return the tier with new units written into its tail. If the tail is donated, they are written in place.
+
+    Each unit of each row is written as a separate slice.
+    """
     if rows is None:
         return tier
     tail = tier.tail
@@ -129,7 +132,7 @@ def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
 
 
 def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLayout) -> Fetched:
-    """Copy the selected units to the device, and rebuild their keys meanwhile if the selection asks for it.
+    """Copy the selected units to the device. If the selection has a `rebuild`, rebuild their keys at the same time.
 
     Args:
         spec: the layer that the rows belong to.
@@ -176,7 +179,7 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
 def fetch_by_kernel(
     spec: CacheSpec, tier: HostTier, selection: Selection, ids: Array, bits: int | None
 ) -> tuple[Array, Array]:
-    """Keys and values [B, heads, n * unit, d] from the kernel that reads host memory itself.
+    """Return keys and values [B, heads, n * unit, d] from the kernel that reads host memory itself.
 
     Args:
         spec: the layer that the rows belong to.
@@ -203,9 +206,10 @@ def fetch_by_kernel(
 
 
 def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> int:
-    """Bytes that a fetch moves from the host for one row of the batch. All selected units count, valid or not.
+    """Return the bytes that a fetch moves from the host for one row of the batch. All selected units count.
 
-    The result is 0 if the rows are resident, or if the selection has `kept` rows; then `missed_quanta` counts.
+    The result is 0 if the rows are resident. It is also 0 if the selection has `kept` rows, which `missed_quanta`
+    counts.
     """
     if spec.fetch == "resident" or selection.kept is not None:
         return 0
@@ -213,9 +217,9 @@ def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> 
 
 
 def missed_quanta(spec: CacheSpec, selection: Selection, layout: HostLayout) -> Array | int:
-    """Data that a fetch moves for each row if it skips `kept` units: uint32 [B], in units of FETCH_QUANTUM bytes; or 0.
+    """Return the data that a fetch with `kept` rows moves, uint32 [B], in units of FETCH_QUANTUM bytes.
 
-    The result is 0 if the selection has no `kept` rows; then `fetched_bytes` counts.
+    The result is 0 if the selection has no `kept` rows. `fetched_bytes` counts such a fetch.
     """
     if selection.kept is None:
         return 0
@@ -226,7 +230,7 @@ def missed_quanta(spec: CacheSpec, selection: Selection, layout: HostLayout) -> 
 
 
 def unit_bytes(spec: CacheSpec, layout: HostLayout) -> int:
-    """Bytes of one unit of one head in the host tier."""
+    """Return the bytes of one unit of one head in the host tier."""
     if layout.bits is not None:
         return row_bytes(layout.unit, spec.head_dim, layout.bits, spec.dtype)
     return layout.planes * layout.unit * spec.head_dim * jnp.dtype(spec.dtype).itemsize
@@ -248,7 +252,7 @@ def gather(tier: HostTier, ids: Array, units: tuple[int, ...]) -> Array:
     arrays = [source.array for source in sources]
     if sources[0].memory == "device":
         return pick(ids, *arrays)
-    # The host chooses between prompt and tail. The device would need a row from each, twice the transfer.
+    # The host chooses between prompt and tail. If the device chose, a row of each would have to be copied to it.
     return jax.device_put(on_host(pick)(to_host(ids), *arrays), Space.Device)
 
 

@@ -1,4 +1,4 @@
-"""Run a text through the model layer by layer and yield its queries, keys and values. Policies learn from them."""
+"""Running a text through the model layer by layer, to get its queries, keys and values. Policies learn from them."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,10 +19,10 @@ NOTHING = 1e-5  # an eigenvalue below this share of the largest one is only roun
 
 
 def directions(spread: Array) -> tuple[Array, Array]:
-    """Eigenvectors of symmetric matrices, in order of falling eigenvalue.
+    """Return the eigenvectors of symmetric matrices, in order of falling eigenvalue.
 
     Args:
-        spread: float32 [..., d, d].
+        spread: positive semidefinite matrices, float32 [..., d, d].
 
     Returns:
         The eigenvectors as columns, float32 [..., d, d], and a mask bool [..., d] that is False where the eigenvalue is
@@ -33,7 +33,7 @@ def directions(spread: Array) -> tuple[Array, Array]:
 
 
 def prompts_of(params: Any, tokens: Any, progress: Callable[[int, int], None] | None = None) -> Iterator[PromptKV]:
-    """The keys, values and queries of a text in each layer, under exact attention.
+    """Yield the keys, values and queries of a text in each layer, under exact attention.
 
     Args:
         params: the model's Params.
@@ -94,10 +94,10 @@ def walk_layers(
 
 
 def check_text(config: ModelConfig, tokens: Any) -> Array:
-    """A calibration text as int32 [B, S].
+    """Check a text [S] or [B, S], and return it as int32 [B, S].
 
     Raises:
-        PromptError: as `prompts_of`.
+        PromptError: as in `prompts_of`.
     """
     ids = np.atleast_2d(np.asarray(tokens))
     if ids.ndim != 2 or ids.size == 0 or ids.dtype.kind not in "iu":

@@ -45,8 +45,8 @@ class PromptKV(struct.PyTreeNode):
 class StepKV(struct.PyTreeNode):
     """The queries, keys and values of one step in one layer.
 
-    T is 1 in a decode step, and 2 where a guessed token is computed along with the current one. A turn's new tokens can
-    also be taken T at a time (`HookInputs.piece`).
+    T is 1 in a decode step, and 2 if a guessed token is computed along with the current one. When several new tokens
+    are appended to a state, T of them can be processed at once (`HookInputs.piece`).
 
     Attributes:
         q_pre, q_post: queries before and after RoPE [B, T, h_q, d].
@@ -55,9 +55,9 @@ class StepKV(struct.PyTreeNode):
         positions: positions of the tokens, int32 [B, T]: lengths, lengths + 1, ...
         valid: whether a token is real, bool [B, T]. It is False for padding, inactive rows and guessed tokens.
         lengths: tokens held before this step, int32 [B].
-        inverse: angle per position of each rotated pair of dimensions, float32 [d / 2].
-        q_foreseen: this layer's queries after RoPE as the previous layer predicted them [B, T, h_q, d]. None in the
-            first layer, and unless the policy is one that `Foresees`.
+        inverse: angle per position of each rotated pair of dimensions, float32 [rotary_dim / 2].
+        q_foreseen: this layer's queries after RoPE, as predicted in the previous layer [B, T, h_q, d]. None in the
+            first layer, and if the policy does not inherit `Foresees`.
         learned: this layer's slice of the `fitted` arrays, shared by all rows, or None.
     """
 
@@ -113,7 +113,7 @@ class HostTier(struct.PyTreeNode):
 
 
 class HostWrite(struct.PyTreeNode):
-    """Units that a policy asks to write to the host tier. cache/offload.py does the writing.
+    """Units that a policy asks to write to the host tier. `cache/offload.py` writes them.
 
     Attributes:
         data: the units [B, heads, n, planes * unit * d], or uint8 [B, heads, n, bytes of a unit].
@@ -135,10 +135,10 @@ class Rebuild(struct.PyTreeNode):
     Attributes:
         left: the left factor of each unit [B, U, unit * r]. The numbers of a unit are contiguous.
         right: the right factor [B, heads, r, d], or a pytree of arrays for another code.
-        inverse: angle per position of each rotated pair of dimensions, float32 [d / 2]. Token j of unit u has position
-            u * unit + j.
+        inverse: angle per position of each rotated pair of dimensions, float32 [rotary_dim / 2]. Token j of unit u has
+            position u * unit + j.
         tail: left factors of the T units written after the prompt [B, T, unit * r], or None. Their ids begin at U.
-        tail_unit: the number, counted in the whole sequence, of the first unit in the tail, int32 [B]; or None.
+        tail_unit: index of the tail's first unit, counted in units from the start of the sequence, int32 [B]; or None.
         codec: the KeyCodec that made the code.
         unit: tokens in a unit.
     """
@@ -190,12 +190,12 @@ class Selection(struct.PyTreeNode):
     prompt; its second unit may be moved but is masked.
 
     Attributes:
-        ids: numbers of the units, int32 [B, heads, n], or [B, 1, n] where all heads select the same units.
+        ids: numbers of the units, int32 [B, heads, n], or [B, 1, n] if all heads select the same units.
         valid: bool, the shape of ids. A unit that is False may be moved, because shapes are static, but no query
             attends to it.
-        hit: bool, the shape of ids: whether the previous step selected the unit too. None: the policy does not count
+        hit: bool, the shape of ids: whether the previous step also selected the unit. None: the policy does not count
             this.
-        rebuild: the compressed keys from which the units' keys are rebuilt. None where keys are fetched or not needed.
+        rebuild: the compressed keys from which the units' keys are rebuilt. None if keys are fetched or not needed.
         kept: units that are on the device and need no fetch. Only set in the fetch mode that can skip them
             ("zero_copy").
         layer: the layer whose units these are. None: the layer that selects.
@@ -216,7 +216,7 @@ class Fetched(struct.PyTreeNode):
     """The keys and values of the units that a Selection names. Token j of the i-th unit is at index i * unit + j.
 
     Attributes:
-        k: keys [B, heads, n * unit, d]. None where only values were fetched and no keys were rebuilt.
+        k: keys [B, heads, n * unit, d]. None if only values were fetched and no keys were rebuilt.
         v: values [B, heads, n * unit, d].
         valid: which tokens may be attended to, bool [B, heads, n * unit] or [B, 1, n * unit].
         ids: the ids of the selection, int32 [B, heads, n] or [B, 1, n].
@@ -250,7 +250,7 @@ class Counters(struct.PyTreeNode):
         attended: tokens attended to, float32. It is the mean over heads, summed over steps and layers.
         selected: valid units that were selected, uint32, summed over steps, layers and heads. Only selections that have
             a `hit` mask are counted.
-        hits: units in `selected` that the previous step had selected too, uint32.
+        hits: units in `selected` that the previous step had also selected, uint32.
         fetched: data moved from the host tier, in units of 64 bytes, uint32. The count wraps around, so compare two
             counts by their difference.
     """
@@ -263,7 +263,7 @@ class Counters(struct.PyTreeNode):
 
     @classmethod
     def zeros(cls, batch: int) -> "Counters":
-        """The counts before the first step, for `batch` rows."""
+        """Return the counts before the first step, for `batch` rows."""
         names = [field.name for field in dataclasses.fields(cls)]
         kinds = {name: jnp.float32 if name == "attended" else jnp.uint32 for name in names}
         return cls(**{name: jnp.zeros(batch, kind) for name, kind in kinds.items()})

@@ -16,15 +16,15 @@ class CacheSpec:
         num_layers: number of layers of the model.
         batch: number of rows (sequences).
         capacity: maximum number of tokens that a row can hold, counting the prompt and the generated tokens.
-        window: slots for tokens that are kept exactly, beside the policy's compressed prompt.
+        window: number of slots for tokens that are kept exactly, in addition to the policy's compressed prompt.
         q_heads: number of query heads.
         kv_heads: number of KV heads.
         head_dim: width of a head.
         model_dim: width of the residual stream.
         dtype: name of the dtype of keys and values, such as "bfloat16".
-        scale: factor on attention scores, usually 1 / sqrt(head_dim).
+        scale: factor by which attention scores are multiplied, usually 1 / sqrt(head_dim).
         rope: rotary position embedding.
-        sliding_window: number of newest tokens that this layer attends to; None for all of them.
+        sliding_window: number of newest tokens that this layer attends to. None means all tokens.
         fetch: "resident", "device_put" or "zero_copy"; see cache/offload.py.
         policy: this layer's policy. It is resolved, so none of its settings is None.
     """
@@ -72,14 +72,14 @@ class HostLayout:
 
     Attributes:
         heads: heads of the array, usually h_kv.
-        units: units that the prompt can have.
-        unit: tokens in a unit.
-        planes: 1 where only values are stored, 2 where keys and values are.
-        tail_units: units that can be written after the prompt; 0 where none is written.
+        units: maximum number of units in a prompt.
+        unit: number of tokens in a unit.
+        planes: 1 if only values are stored, 2 if keys and values are stored.
+        tail_units: number of units that can be written after the prompt; 0 if none are written.
         bits: None: numbers have the model's dtype. 8 or 4: numbers are stored in that many bits. A unit is then one row
             of bytes with a scale for each token, in the layout of `packing.join_rows`, and planes is 1.
-        no_kernel: "" where a GPU kernel can read these rows from host memory itself. Otherwise the settings that
-            prevent it, as text for an error message.
+        no_kernel: "" if a GPU kernel can read these rows from host memory itself. Otherwise the settings that prevent
+            it, as text for an error message.
     """
 
     heads: int

@@ -1,7 +1,7 @@
 """The state of a batch of sequences, as one immutable pytree.
 
-B is the number of rows (sequences). Nothing here depends on a particular policy, and nothing here runs the model.
-`jshadow.state` is this module, so it also exports the records of records.py and spec.py.
+B is the number of rows (sequences). This module does not depend on a policy, and does not run the model. The public
+name of this module is `jshadow.state`, so it also exports the records of records.py and spec.py.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Reads(struct.PyTreeNode):
     """The half of a KVState that a step reads and never returns; see KVState.
 
     Attributes:
-        layers: for each layer, its frozen part and the host rows of the prompt (None where it has none).
+        layers: for each layer, its frozen part and the host rows of the prompt (None if there are no such rows).
         fitted: arrays that the policy learned beforehand, or None.
         specs: the static description of each layer.
         policy: the policy of the whole model, resolved.
@@ -55,7 +55,7 @@ class Writes(struct.PyTreeNode):
     """The half of a KVState that a step replaces; see KVState. A step donates these buffers to the compiled program.
 
     Attributes:
-        layers: for each layer, its live part and the host rows written after the prompt (None where it has none).
+        layers: for each layer, its live part and the host rows written after the prompt (None if there are none).
         shared: arrays that the policy carries across layers and steps, or None.
         lengths: tokens held by each row, int32 [B].
         last: the last token of each row, int32 [B].
@@ -97,14 +97,14 @@ class KVState(struct.PyTreeNode):
     policy: Any = struct.field(pytree_node=False)
 
     def __getattribute__(self, name: str) -> Any:
-        """Raise StateMismatch where `lengths` or `last` of a consumed state is asked for."""
+        """Return an attribute. Raises StateMismatch for `lengths` and `last` if the state was consumed."""
         value = super().__getattribute__(name)
         if name in ("lengths", "last") and is_deleted(value):
             raise StateMismatch(CONSUMED)
         return value
 
     def __repr__(self) -> str:
-        """The sizes, the policy and the lengths; the arrays are left out. A consumed state says that it is one."""
+        """Return the lengths, the sizes and the policy as text. The lengths of a consumed state are "consumed"."""
         lengths = vars(self)["lengths"]
         held = "consumed" if is_deleted(lengths) else getattr(lengths, "shape", None)
         if isinstance(lengths, Array) and not isinstance(lengths, jax.core.Tracer) and held != "consumed":
@@ -127,18 +127,18 @@ class KVState(struct.PyTreeNode):
         return self.specs[0].batch
 
     def split(self) -> tuple[Reads, Writes]:
-        """The half that a step only reads, and the half that it replaces. The arrays are not copied."""
+        """Return the half that a step only reads, and the half that it replaces. The arrays are not copied."""
         writes = tuple((layer.live, layer.host.tail) for layer in self.layers)
         return self.reads(), Writes(writes, self.shared, self.lengths, self.last, self.counters)
 
     def reads(self) -> Reads:
-        """The half that a step reads. It outlives the step."""
+        """Return the half that a step only reads. It remains valid after the step."""
         layers = tuple((layer.frozen, layer.host.prompt) for layer in self.layers)
         return Reads(layers, self.fitted, self.specs, self.policy)
 
     @classmethod
     def of(cls, reads: Reads, writes: Writes) -> "KVState":
-        """The state that consists of these two halves. The arrays are not copied."""
+        """Return the state that consists of these two halves. The arrays are not copied."""
         layers = tuple(
             LayerState(frozen, live, HostTier(prompt, tail))
             for (frozen, prompt), (live, tail) in zip(reads.layers, writes.layers, strict=True)
@@ -155,11 +155,11 @@ class KVState(struct.PyTreeNode):
         )
 
     def join(self, writes: Writes) -> "KVState":
-        """A state with this state's prompt half and the given changing half."""
+        """Return a state with this state's prompt half and the given changing half."""
         return self.of(self.reads(), writes)
 
     def fork(self) -> "KVState":
-        """An independent state: it shares the prompt half by reference and copies the changing half.
+        """Return an independent state. It shares the prompt half by reference and copies the changing half.
 
         Raises:
             StateMismatch: a step has already consumed this state.
@@ -180,7 +180,7 @@ class KVState(struct.PyTreeNode):
                 raise StateMismatch(CONSUMED)
 
     def take(self, rows: Sequence[int]) -> "KVState":
-        """A new state that consists of the given rows, in the given order. A row may be repeated.
+        """Return a new state that consists of the given rows, in the given order. A row may be repeated.
 
         Raises:
             StateMismatch: rows is empty, a row is not an integer in [0, B), or a step has consumed this state.
@@ -198,7 +198,7 @@ class KVState(struct.PyTreeNode):
         return self.map_rows(lambda leaf: leaf[np.asarray(numbers)]).replace(specs=specs)
 
     def insert(self, row: int, other: "KVState") -> "KVState":
-        """A new state in which row `row` is replaced by the only row of `other`.
+        """Return a new state in which row `row` is replaced by the only row of `other`.
 
         The two states must have the same model, policy, capacity and fetch mode. Their windows may differ, because each
         prefill sizes its own. The tokens of `other` must fit the window of this state.
@@ -225,13 +225,19 @@ class KVState(struct.PyTreeNode):
         return new
 
     def room(self) -> Array:
-        """Tokens that each row can still take, int32 [B]: the minimum over the layers. Can be traced by jit."""
+        """Return the number of tokens that each row can still take, int32 [B]. It can be traced by jit."""
         distinct = {spec.policy: (spec, layer) for spec, layer in zip(self.specs, self.layers, strict=True)}
         rooms = [spec.policy.room(spec, layer, self.lengths) for spec, layer in distinct.values()]
         return jnp.min(jnp.stack(rooms), axis=0)
 
     def map_rows(self, change: Callable[..., Any], *others: "KVState") -> "KVState":
-        """Apply `change` to every array that has a row axis. Each result lies in the memory kind of its array."""
+        """Return a state in which `change` was applied to every array that has a row axis.
+
+        Args:
+            change: called with an array of this state, and the same array of each state in `others`. It gets NumPy
+                arrays for arrays in host memory. The result is put in the memory of the array.
+            others: states of the same structure.
+        """
 
         def leaf_map(leaf: Array, *other_leaves: Array) -> Array:
             leaves: tuple[Any, ...] = (leaf, *other_leaves)
@@ -247,7 +253,7 @@ class KVState(struct.PyTreeNode):
         return self.replace(layers=new[0], shared=new[1], lengths=new[2], last=new[3], counters=new[4])
 
     def row_trees(self) -> tuple[Any, ...]:
-        """The parts of the state in which axis 0 of every array is the row."""
+        """Return the parts of the state in which axis 0 of every array is the row."""
         return self.layers, self.shared, self.lengths, self.last, self.counters
 
 
@@ -257,7 +263,7 @@ def is_deleted(leaf: Any) -> bool:
 
 
 def of_layer(fitted: Any, layer: int) -> Any:
-    """One layer's slice of learned arrays. Axis 0 of each array is the layer."""
+    """Return one layer's slice of learned arrays. Axis 0 of each array is the layer."""
     return jax.tree.map(lambda leaf: leaf[layer], fitted)
 
 
@@ -271,7 +277,7 @@ def same_arrays(tree: Any, other: Any) -> bool:
 
 
 def set_row(array: Any, row: int, source: Any) -> Any:
-    """A copy of `array` in which row `row` is source[0]. Where sizes differ, source[0] is cut or padded with zeros."""
+    """Return a copy of `array` in which row `row` is source[0]. It is cut or padded with zeros if sizes differ."""
     overlap = tuple(slice(0, min(a, b)) for a, b in zip(array.shape[1:], source.shape[1:], strict=True))
     if isinstance(array, np.ndarray):
         new = array.copy()

@@ -1,4 +1,4 @@
-"""`jshadow bench layer | decode | prefill | ceilings`: measured times, and the best rates of the machine."""
+"""`jshadow bench layer | decode | prefill | ceilings`: measured times, and the peak rates of the machine."""
 
 import argparse
 import json
@@ -62,7 +62,10 @@ def add_count(parser: argparse.ArgumentParser, name: str, default: int, text: st
 
 
 def add_model_options(add: argparse.ArgumentParser) -> None:
-    """Add the options of `decode` and `prefill`, which measure the same and print different halves of it."""
+    """Add the options of `decode` and `prefill`.
+
+    Both commands run the same measurement. Each prints one half of the results.
+    """
     add.set_defaults(run=run_model)
     add.add_argument("model", help="HF directory or hub id")
     add_count(add, "tokens", 4096, "tokens of each prompt")
@@ -84,7 +87,7 @@ def check_repeats(repeats: int) -> None:
 
 
 def machine() -> dict[str, str]:
-    """Device, platform, processor and versions, as the JSON output has them."""
+    """Return the device, platform, processor and versions, as the JSON output has them."""
     import jax
 
     device = jax.devices()[0]
@@ -98,7 +101,7 @@ def machine() -> dict[str, str]:
 
 
 def run_ceilings(args: argparse.Namespace) -> int:
-    """Run `jshadow bench ceilings`: 0 when all rates are measured."""
+    """Run `jshadow bench ceilings`, and return 0 when all rates are measured."""
     from rich.table import Table
 
     from jshadow.evaluation.speed import ceilings
@@ -122,14 +125,18 @@ def check_dtype(dtype: str) -> None:
 
 
 def policies_of(text: str) -> list[tuple[str, Any]]:
-    """The policies of a comma list, each with its text. Raises ConfigError for an unknown policy or setting."""
+    """Return the policies of a comma list, each with its text.
+
+    Raises:
+        ConfigError: a policy or a setting is unknown.
+    """
     from jshadow.policies import parse_policy, split_policy
 
     return [(part, parse_policy(*split_policy(part))) for part in text.split(",")]
 
 
 def run_layer(args: argparse.Namespace) -> int:
-    """Run `jshadow bench layer`: 0 when all settings are measured."""
+    """Run `jshadow bench layer`, and return 0 when all settings are measured."""
     from jshadow.evaluation.speed import Shape, bench_baselines, bench_layer, bench_stages, ceilings
 
     check_repeats(args.repeats)
@@ -165,13 +172,21 @@ def run_layer(args: argparse.Namespace) -> int:
 
 
 def bound(row: dict[str, Any], best: dict[str, float], dtype: str) -> float:
-    """Seconds that a row's bytes and operations take at the measured rates of this machine, one after the other."""
+    """Return the seconds that a row's bytes and operations take at the measured rates of this machine.
+
+    The device reads, the transfers from the host and the operations are added, as if they did not overlap.
+
+    Args:
+        row: a row of `bench_layer` or `bench_model`.
+        best: the measured rates, from `ceilings`.
+        dtype: "float32" or "bfloat16", the dtype of the operations.
+    """
     bus = row["bytes_fetched"] / best.get("host_to_device", best["read"])
     return float(row["bytes_read"] / best["read"] + bus + row["flops"] / best[f"matmul_{dtype}"])
 
 
 def run_model(args: argparse.Namespace) -> int:
-    """Run `jshadow bench decode` or `jshadow bench prefill`: 1 if a setting of jshadow could not be measured."""
+    """Run `jshadow bench decode` or `prefill`, and return 1 if a setting of jshadow could not be measured, else 0."""
     from jshadow.evaluation.speed import Request, bench_model, ceilings
 
     check_dtype(args.dtype)

@@ -11,9 +11,9 @@ def print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
     Ratios are to transformers if it was measured, else to full attention.
 
     Args:
-        rows: of `evaluation.speed.bench_model`.
+        rows: the rows of `evaluation.speed.bench_model`.
         part: "decode" or "prefill".
-        tokens: tokens of all prompts together.
+        tokens: number of tokens of all prompts together.
     """
     from rich.table import Table
 
@@ -64,7 +64,7 @@ def print_model(rows: list[dict[str, Any]], part: str, tokens: int) -> None:
 
 
 def label_of(row: dict[str, Any]) -> str:
-    """The setting of a row as the command line has it, and its fetch mode."""
+    """Return a row's setting, as on the command line, and its fetch mode."""
     return str(row["setting"]) + (f", {row['fetch']}" if row["fetch"] else "")
 
 
@@ -95,7 +95,7 @@ def print_rows(rows: list[dict[str, Any]], context: int) -> None:
 
 
 def print_stages(rows: list[dict[str, Any]]) -> None:
-    """Print the stages of each policy. A stage that is part of another one names it."""
+    """Print the stages of each policy. For a stage that is part of another stage, the line names that stage."""
     from rich.table import Table
 
     table = Table("stage", "ms", "least to most", "to its bound", "read MB", "from the host MB", "million operations")
@@ -113,12 +113,12 @@ def print_stages(rows: list[dict[str, Any]]) -> None:
 
 
 def milliseconds(row: dict[str, Any]) -> tuple[str, str]:
-    """The median of a row's times, and their range, in milliseconds."""
+    """Return the median of a row's times, and their range, in milliseconds."""
     return f"{row['step_seconds'] * 1e3:.1f}", f"{row['least'] * 1e3:.1f} to {row['most'] * 1e3:.1f}"
 
 
 def times_bound(row: dict[str, Any]) -> str:
-    """The ratio of a row's time to its bound; "" if the bound is zero."""
+    """Return the ratio of a row's time to its bound, or "" if the bound is zero."""
     return f"{row['step_seconds'] / row['bound_seconds']:.2f}" if row["bound_seconds"] else ""
 
 

@@ -55,7 +55,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
 
 
 def run_chat(args: argparse.Namespace) -> int:
-    """Run `jshadow chat`: 0 when the user has ended the conversation."""
+    """Run `jshadow chat`, and return 0 when the user has ended the conversation."""
     from jshadow.engine.sparse_prefill import parse_prefill
 
     if args.max_new_tokens < 1:
@@ -92,10 +92,10 @@ def run_chat(args: argparse.Namespace) -> int:
 
 
 def questions() -> Iterator[str]:
-    """Lines of standard input up to /quit or the end, without empty ones. A terminal shows a prompt sign.
+    """Yield the lines of standard input up to /quit or the end, without empty ones. A terminal shows a prompt sign.
 
     Raises:
-        PromptError: the input is no UTF-8 text.
+        PromptError: the input is not UTF-8 text.
     """
     sign = ""
     if sys.stdin.isatty() and sys.stdout.isatty():
@@ -120,7 +120,7 @@ class Conversation:
 
     Attributes:
         state: the state after the last answer; None before anything is prefilled.
-        turns: how many questions were answered.
+        turns: number of questions that were answered.
     """
 
     def __init__(self, params: Any, settings: dict[str, Any], max_new_tokens: int, *, silent: bool) -> None:
@@ -129,8 +129,8 @@ class Conversation:
         Args:
             params: the model and its tokenizer.
             settings: keyword arguments of `GenerateOptions` for the first prefill.
-            max_new_tokens: most tokens of an answer.
-            silent: do not print the answers.
+            max_new_tokens: maximum number of tokens of an answer.
+            silent: whether the answers are not printed.
         """
         self.params, self.settings, self.most, self.silent = params, settings, max_new_tokens, silent
         self.state: Any = None
@@ -169,7 +169,7 @@ class Conversation:
         return generation
 
     def _encode(self, question: str) -> list[int]:
-        """Token ids of a question that continues the state."""
+        """Return the token ids of a question that continues the state."""
         from jshadow.engine.text import encode as encode_prompt
         from jshadow.evaluation.tasks.framing import encode, frame, opening
 
@@ -187,7 +187,7 @@ class Conversation:
         return encode_prompt(tokenizer, [{"role": "user", "content": question}], vocab, after=last)
 
     def _run(self, tokens: list[int], most: int) -> "Generation":
-        """Feed tokens, and stream up to `most` new ones."""
+        """Feed tokens, and generate up to `most` new ones, which are printed as they come."""
         from jshadow.engine.generation import GenerationLoop
         from jshadow.engine.options import GenerateOptions
 
@@ -215,13 +215,13 @@ class Conversation:
             print(piece[1], end="", flush=True)
 
     def tokens_held(self) -> int:
-        """Tokens that the state holds."""
+        """Return the number of tokens that the state holds."""
         import numpy as np
 
         return int(np.asarray(self.state.lengths)[0])
 
     def gauge(self, generation: "Generation") -> str:
-        """One line: the bytes of the state beside those of full attention, and the tokens so far."""
+        """Return one line with the bytes of the state beside those of full attention, and the number of tokens."""
         report = generation.report
         share = report.device_bytes / report.full_bytes
         filled = min(GAUGE_CELLS, round(share * GAUGE_CELLS))
@@ -233,7 +233,7 @@ class Conversation:
         )
 
     def record(self, question: str, generation: "Generation") -> dict[str, Any]:
-        """One turn as plain values."""
+        """Return one turn as plain values for JSON."""
         report = generation.report
         return {
             "turn": self.turns,

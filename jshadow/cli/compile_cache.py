@@ -1,7 +1,7 @@
 """The command line's cache of compiled programs, so that a second run of a command compiles nothing.
 
 The cache is JAX's own persistent compilation cache. It is set up by JAX's environment variables before JAX is imported,
-so that processes which a command starts use it too. A variable that is set already stays as it is.
+so that processes which a command starts also use it. A variable that is already set stays as it is.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
-# Small programs are kept too: a short answer runs dozens of them, and each takes a fraction of a second to compile.
+# Small programs are also kept: a short answer runs dozens of them, and each takes a fraction of a second to compile.
 KEEP_ALL = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
 WRITE_FAILED, READ_FAILED = (f"Error {verb} persistent compilation cache entry" for verb in ("writing", "reading"))
 
@@ -30,17 +30,17 @@ def add_cache_option(add: argparse.ArgumentParser) -> None:
 
 
 def default_folder() -> Path:
-    """`jshadow/xla` in the user's cache folder: $XDG_CACHE_HOME if it is an absolute path, else ~/.cache."""
+    """Return `jshadow/xla` in the user's cache folder: $XDG_CACHE_HOME if it is an absolute path, else ~/.cache."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (base if base.is_absolute() else Path.home() / ".cache") / "jshadow" / "xla"
 
 
 @contextlib.contextmanager
 def compile_cache(args: argparse.Namespace) -> Iterator[None]:
-    """Run a command with the cache that its options ask for. A cache that cannot be used costs one line on stderr.
+    """Run a command with the cache that its options ask for. If the cache cannot be used, one line on stderr says so.
 
     Args:
-        args: the parsed command. Without `compile_cache` the command compiles nothing, and nothing is done.
+        args: the parsed command. If it has no `compile_cache`, the command compiles nothing, and nothing is done.
     """
     if not hasattr(args, "compile_cache"):
         yield
@@ -71,7 +71,7 @@ def set_up() -> None:
 
 
 def warn(reason: str) -> None:
-    """Say on stderr, in one line, why nothing is kept."""
+    """Print on stderr, in one line, why compiled programs are not kept."""
     print(f"jshadow: compiled programs are not kept on disk: {reason}", file=sys.stderr)
 
 
@@ -79,7 +79,7 @@ def warn(reason: str) -> None:
 def one_warning() -> Iterator[None]:
     """Turn JAX's warnings of entries that cannot be written into one line, and drop those of entries it cannot read.
 
-    JAX warns once for each program, and compiles a program whose entry it cannot read.
+    Without this, JAX warns once for each program. A program whose entry JAX cannot read is compiled again.
     """
     show, failed = warnings.showwarning, False
 

@@ -10,7 +10,7 @@ PATHS = ("model", "source", "target", "out", "prompt_file")  # arguments that ta
 
 
 class PrintCompletion(argparse.Action):
-    """Print the completion script of a shell, and end."""
+    """The action that prints the completion script of a shell and exits."""
 
     def __call__(
         self,
@@ -28,7 +28,7 @@ class PrintCompletion(argparse.Action):
 
 
 def mark_files(parser: argparse.ArgumentParser) -> None:
-    """Let the script offer file names for the arguments of all commands that take a path."""
+    """Make the script offer file names for the arguments of all commands that take a path."""
     import shtab
 
     for action in parser._actions:

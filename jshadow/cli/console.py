@@ -11,25 +11,28 @@ PADDING = 3  # columns that a border and two blanks take, for each column of a t
 
 
 def console(width: int = 120) -> "Console":
-    """Standard output: as wide as the terminal, or `width` columns in a file or a pipe."""
+    """Return standard output as a console: as wide as the terminal, or `width` columns in a file or a pipe."""
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else width)
 
 
 def print_table(table: "Table", out: "Console") -> None:
-    """Print a table whose first column has labels. What does not fit the width goes into further tables.
+    """Print a table whose first column has labels. Columns that do not fit the width go into further tables.
 
     Args:
-        table: its cells are strings. Each column after the first keeps its lines whole.
-        out: where it is printed.
+        table: the table. Its cells are strings. The lines of each column after the first are not broken.
+        out: the console to print to.
     """
     for part in split_table(table, out.width):
         out.print(part)
 
 
 def split_table(table: "Table", width: int) -> list["Table"]:
-    """Tables of at most `width` columns of text, each with the labels and some of the other columns."""
+    """Split a table into tables of at most `width` characters.
+
+    Each of them has the first column, which holds the labels, and some of the other columns.
+    """
     from rich.cells import cell_len
     from rich.table import Table
 

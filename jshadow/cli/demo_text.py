@@ -33,7 +33,7 @@ FORMS = (
 
 
 def draws(seed: int) -> Iterator[int]:
-    """Endless integers of a linear congruential generator (modulus 2^32): the upper 16 bits of each state."""
+    """Yield endless integers of a linear congruential generator (modulus 2^32): the upper 16 bits of each state."""
     state = seed
     while True:
         state = (1664525 * state + 1013904223) % 2**32
@@ -41,7 +41,7 @@ def draws(seed: int) -> Iterator[int]:
 
 
 def document() -> str:
-    """The text: paragraphs about a harbor, with `FACT` as a paragraph of its own."""
+    """Return the text: paragraphs about a harbor, with `FACT` as a separate paragraph."""
     numbers = draws(7)
 
     def one(choices: Sequence[str]) -> str:
@@ -64,7 +64,7 @@ def document() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the document: 0."""
+    """Print the document, and return 0."""
     parser = argparse.ArgumentParser(prog="python -m jshadow.cli.demo_text", description="Print the demo's document.")
     parser.add_argument(
         "--question", action="store_true", help="print a prompt: an instruction, the document and a question"

@@ -58,7 +58,11 @@ def add_options(add: argparse.ArgumentParser) -> None:
 
 
 def split_list(text: str, name: str) -> list[str]:
-    """The parts of a comma list. Raises ConfigError, which calls the list `name`, if a part is empty."""
+    """Return the parts of a comma list.
+
+    Raises:
+        ConfigError: a part is empty. The message calls the list `name`.
+    """
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise ConfigError(f"{name} must be a comma list without empty parts, got {text!r}")
@@ -66,8 +70,9 @@ def split_list(text: str, name: str) -> list[str]:
 
 
 def split_policies(text: str) -> list[str]:
-    """The policies of a comma list. A part that does not begin with a letter belongs to the tuple before it, as in
-    "omnikv:filter_layers=2,8,18".
+    """Return the policies of a comma list as texts.
+
+    A part that does not begin with a letter belongs to the tuple before it, as in "omnikv:filter_layers=2,8,18".
 
     Raises:
         ConfigError: as `split_list`.
@@ -82,7 +87,7 @@ def split_policies(text: str) -> list[str]:
 
 
 def parse_lengths(text: str) -> list[int]:
-    """Prompt lengths from a comma list. Raises ConfigError."""
+    """Return the prompt lengths of a comma list. Raises ConfigError if a part is not an integer."""
     parts = split_list(text, "lengths")
     if not all(part.isdecimal() for part in parts):
         raise ConfigError(f"lengths must be a comma list of integers, got {text!r}")
@@ -90,7 +95,11 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def parse_shares(text: str | None) -> list[float]:
-    """Shares of full attention's bytes from a comma list; [] for None. Raises ConfigError."""
+    """Return the shares of full attention's bytes of a comma list, or [] for None.
+
+    Raises:
+        ConfigError: a part is not a number.
+    """
     if text is None:
         return []
     try:
@@ -100,7 +109,14 @@ def parse_shares(text: str | None) -> list[float]:
 
 
 def parse_sweeps(texts: Sequence[str]) -> dict[str, list["Policy"]]:
-    """Policies by the name of the swept setting, from texts such as "NAME:key=a|b:other=value". Raises ConfigError."""
+    """Return the policies of sweeps, by the name of the swept setting.
+
+    Args:
+        texts: texts such as "NAME:key=a|b:other=value". Each has one setting with several values.
+
+    Raises:
+        ConfigError: a text has no such setting or several, or a policy or setting is unknown.
+    """
     from jshadow.policies import parse_policy, split_policy
 
     sweeps: dict[str, list[Policy]] = {}
@@ -118,10 +134,10 @@ def parse_sweeps(texts: Sequence[str]) -> dict[str, list["Policy"]]:
 
 
 def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any) -> dict[str, Any]:
-    """Learned arrays by the name of their policy.
+    """Return learned arrays by the name of their policy.
 
     Raises:
-        ConfigError: two files for one policy, or a file for a policy that is not evaluated.
+        ConfigError: there are two files for one policy, or a file for a policy that is not evaluated.
     """
     from jshadow.engine.fitted_arrays import load_fitted, read_fitted_info
     from jshadow.policies.base import innermost
@@ -138,7 +154,11 @@ def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any)
 
 
 def asked_for(args: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `evaluate` for tasks, lengths and data. Raises ConfigError."""
+    """Return the arguments of `evaluate` for tasks, lengths and data.
+
+    Raises:
+        ConfigError: a task is unknown, a length is not an integer, or a comma list has an empty part.
+    """
     files = split_list(args.data, "data") if args.data is not None else []
     usual = USUAL_TASKS if not files else None
     names = args.tasks if args.tasks is not None else usual
@@ -150,7 +170,7 @@ def asked_for(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_eval(args: argparse.Namespace) -> int:
-    """Run `jshadow eval`: 0 when all samples are evaluated."""
+    """Run `jshadow eval`, and return 0 when all samples are evaluated."""
     from jshadow.cache import offload
     from jshadow.engine.sparse_prefill import parse_prefill
     from jshadow.evaluation import results

@@ -7,14 +7,14 @@ from jshadow.errors import CheckpointError, PromptError
 
 
 def read_text(path: str, option: str) -> str:
-    """The text of a file.
+    """Return the text of a file.
 
     Args:
         path: a UTF-8 file; `~` is the home folder.
-        option: what the error calls the file, such as "--text".
+        option: the name of the file in error messages, such as "--text".
 
     Raises:
-        PromptError: the file cannot be read, is no UTF-8 text, or has no text in it.
+        PromptError: the file cannot be read, is not UTF-8 text, or has no text in it.
     """
     try:
         text = Path(path).expanduser().read_text(encoding="utf-8")
@@ -28,11 +28,11 @@ def read_text(path: str, option: str) -> str:
 
 
 def check_writable(path: str | os.PathLike[str], option: str) -> None:
-    """Raise CheckpointError if a file could not be written at this path. Missing folders would be made.
+    """Raise CheckpointError if a file cannot be written at this path. A missing folder is not an error.
 
     Args:
-        path: the file to be written.
-        option: what the error calls the file, such as "--out".
+        path: the file to be written; `~` is the home folder.
+        option: the name of the file in error messages, such as "--out".
     """
     target = Path(path).expanduser()
     try:

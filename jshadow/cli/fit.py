@@ -53,7 +53,7 @@ def add_text_options(add: argparse.ArgumentParser) -> None:
 
 
 def load_with_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
-    """The model and the token ids of the text, up to twice --tokens. The second half is for a check.
+    """Return the model, and up to twice --tokens token ids of the text. The second half is for a check.
 
     Errors that do not depend on the model are raised before it is loaded.
     """
@@ -71,7 +71,7 @@ def load_with_text(args: argparse.Namespace) -> tuple[Any, list[int]]:
 
 
 def run_fit(args: argparse.Namespace) -> int:
-    """Run `jshadow fit`: 0 when the file is written."""
+    """Run `jshadow fit`, and return 0 when the file is written."""
     import numpy as np
 
     from jshadow.engine.fitted_arrays import save_fitted
@@ -125,7 +125,7 @@ def run_fit(args: argparse.Namespace) -> int:
 
 
 def held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> list[dict[str, float]] | None:
-    """The relative squared error of each layer on the rest of the text, for LESS.
+    """Measure the relative squared error of each layer on the rest of the text, for LESS.
 
     Returns:
         {"layer", "sparse", "fitted"} for each layer: the errors without and with the learned kernels. None for other
@@ -149,7 +149,7 @@ def held_out_errors(policy: Any, params: Any, rest: list[int], fitted: Any) -> l
 
 
 def run_calibrate(args: argparse.Namespace) -> int:
-    """Run `jshadow calibrate`: 0 when the layers are measured."""
+    """Run `jshadow calibrate`, and return 0 when the layers are measured."""
     import numpy as np
     from rich.table import Table
 
@@ -190,6 +190,6 @@ def run_calibrate(args: argparse.Namespace) -> int:
 
 
 def with_bar(title: str, work: Callable[[SlowProgress], Any]) -> Any:
-    """The result of `work`, which is given a progress bar."""
+    """Return the result of `work`, which is called with a progress bar."""
     with SlowProgress(title) as progress:
         return work(progress)

@@ -62,7 +62,11 @@ def add_options(add: argparse.ArgumentParser) -> None:
 
 
 def read_prompt(args: argparse.Namespace) -> str:
-    """The prompt from --prompt, --prompt-file or standard input. Raises PromptError if it cannot be read."""
+    """Return the prompt from --prompt, --prompt-file or standard input.
+
+    Raises:
+        PromptError: there is not exactly one of them, or it cannot be read.
+    """
     sources = [args.prompt is not None, args.prompt_file is not None, args.source is not None]
     if sum(sources) != 1:
         raise PromptError("prompt must come from exactly one of --prompt, --prompt-file and '-' (standard input)")
@@ -78,7 +82,7 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 
 def run_generate(args: argparse.Namespace) -> int:
-    """Run `jshadow generate`: 0 when the answer is complete."""
+    """Run `jshadow generate`, and return 0 when the answer is complete."""
     from jshadow.engine.fitted_arrays import load_fitted
     from jshadow.engine.sparse_prefill import parse_prefill
     from jshadow.policies import parse_policy
@@ -135,11 +139,12 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def check_files(args: argparse.Namespace) -> None:
-    """Raise CheckpointError for a file that cannot be read or written, before the weights are loaded.
+    """Check the files of the options before the weights are loaded.
 
     The class of --policy module:Class is registered, so that a saved state of such a policy can be loaded.
 
     Raises:
+        CheckpointError: a file cannot be read or written.
         ConfigError: there is no such class.
     """
     from jshadow.engine.saved_state import read_state_info
@@ -160,11 +165,11 @@ class Question:
 
     Attributes:
         prompt: a text, or a chat.
-        policy: how keys and values are kept; None: the policy of the saved state.
+        policy: the policy. None: the policy of the saved state.
         sampler: how tokens are drawn.
-        prefill: how the prompt's tokens attend to each other.
-        fitted: arrays that the policy learned, or None.
-        labeled: print the policy's name before the answer.
+        prefill: the attention between the tokens of the prompt.
+        fitted: arrays that the policy has learned, or None.
+        labeled: whether the policy's name is printed before the answer.
     """
 
     prompt: Any
@@ -176,7 +181,7 @@ class Question:
 
 
 def answer(args: argparse.Namespace, params: Any, question: Question) -> "Generation":
-    """Stream one generation. The state is loaded before and saved after it if the options say so."""
+    """Generate one answer and print it as it comes. If the options say so, load a state before and save one after."""
     from jshadow.engine.generation import GenerationLoop
     from jshadow.engine.options import GenerateOptions
     from jshadow.engine.saved_state import load_state, read_state_info, save_state
@@ -215,13 +220,13 @@ def answer(args: argparse.Namespace, params: Any, question: Question) -> "Genera
 
 
 def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) -> None:
-    """Run a generation and stream its text, with progress on stderr.
+    """Run a generation and print its text as it comes, with progress on stderr.
 
     Args:
         run: the GenerationLoop.
-        progress: that of the prefill; it is closed.
+        progress: the progress of the prefill. It is closed.
         label: printed before the text.
-        silent: print no text.
+        silent: whether no text is printed.
     """
     pieces = iter(run)
     try:
@@ -248,6 +253,6 @@ def write_answer(run: Any, progress: SlowProgress, label: str, *, silent: bool) 
 
 
 def to_json(generation: Any, expected: str | None) -> dict[str, Any]:
-    """A Generation as plain values: its text, its tokens and its report; and "right" if a text is expected."""
+    """Return a Generation as plain values: its text, tokens and report, and "right" if a text is expected."""
     values = {"text": generation.text, "tokens": generation.tokens, "report": generation.report.to_json()}
     return values if expected is None else values | {"right": is_right(generation, expected)}

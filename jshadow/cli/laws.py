@@ -40,7 +40,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
 
 
 def run_laws_command(args: argparse.Namespace) -> int:
-    """Run `jshadow laws`: 1 if a law is broken."""
+    """Run `jshadow laws`, and return 1 if a law is broken, else 0."""
     from jshadow.evaluation.laws import LAWS, run_laws, subject_of
     from jshadow.evaluation.laws.run import compile_cheaply
     from jshadow.policies import find_policy, parse_settings
@@ -80,7 +80,7 @@ def run_laws_command(args: argparse.Namespace) -> int:
 
 
 def list_laws(statements: dict[str, str], as_json: bool) -> int:
-    """Print the name and the statement of each law."""
+    """Print the name and the statement of each law, and return 0."""
     if as_json:
         print(json.dumps({"laws": statements}))
     else:
@@ -90,7 +90,7 @@ def list_laws(statements: dict[str, str], as_json: bool) -> int:
 
 
 def line_of(outcome: "Outcome", seconds: float) -> str:
-    """The line of a law, its time in seconds, and a line for each case that breaks it."""
+    """Return the line of a law with its time in seconds, and a line for each case that breaks it."""
     head = f"{outcome.status:11} {outcome.law.name}"
     if outcome.unclaimed is not None:
         return f"{head}: {outcome.unclaimed}"
@@ -101,7 +101,7 @@ def line_of(outcome: "Outcome", seconds: float) -> str:
 
 
 def record_of(outcome: "Outcome", seconds: float) -> dict[str, Any]:
-    """The JSON object of a law."""
+    """Return the JSON object of a law."""
     broken = [
         {
             "case": str(error.case),

@@ -30,7 +30,7 @@ ABOUT = "Long-context LLM inference: ShadowKV and its sister methods."
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    """Run `jshadow convert`: 0 when the directory is complete."""
+    """Run `jshadow convert`, and return 0 when the directory is complete."""
     from jshadow.weights.convert import convert
 
     if not 0 < args.shard_gb < 1e9:
@@ -48,7 +48,7 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 class PrintVersion(argparse.Action):
-    """Print the versions of jshadow and JAX, and end."""
+    """The action that prints the versions of jshadow and JAX and exits."""
 
     def __call__(
         self,
@@ -65,7 +65,7 @@ class PrintVersion(argparse.Action):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands and their options."""
+    """Return the parser of all commands and their options."""
     top = argparse.ArgumentParser(prog="jshadow", description=ABOUT)
     top.add_argument("--version", action=PrintVersion, nargs=0, help="print the version and exit")
     top.add_argument(
@@ -124,11 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        argv: the arguments after the name of the program; None: those of this process.
+        argv: the arguments after the name of the program. None: the arguments of this process.
 
     Returns:
-        The exit status: 0 if it worked, 1 after a broken law, a missing backend or a closed pipe, 2 after a typed
-        error, 130 when interrupted.
+        The exit status: 0 after success, 1 after a broken law, a missing backend or a closed pipe, 2 after a typed
+        error, 130 after an interrupt.
     """
     try:
         try:
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(argv: Sequence[str] | None) -> int:
-    """Parse the arguments and run the command: its exit status."""
+    """Parse the arguments, run the command, and return its exit status."""
     args = parser().parse_args(argv)
     args.command_line = ["jshadow", *(sys.argv[1:] if argv is None else argv)]  # for the report
     with compile_cache(args):
@@ -161,7 +161,7 @@ def run_command(argv: Sequence[str] | None) -> int:
 
 
 def backend_problem() -> str | None:
-    """Why JAX cannot start the backend that JAX_PLATFORMS names, and what to do; None where it can."""
+    """Return why JAX cannot start the backend that JAX_PLATFORMS names, and what to do, or None if it can."""
     asked = os.environ.get("JAX_PLATFORMS", "")
     if not asked or "jax" not in sys.modules:
         return None

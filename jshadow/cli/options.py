@@ -41,17 +41,19 @@ def add_sampling_options(add: argparse.ArgumentParser) -> None:
 
 
 def sampler_of(args: argparse.Namespace) -> "Sampler":
-    """The sampler of the sampling options. Raises ConfigError for a value out of range."""
+    """Return the sampler of the sampling options. Raises ConfigError for a value out of range."""
     from jshadow.engine.sampling import Sampler
 
     return Sampler(args.temperature, args.top_k, args.top_p, args.min_p)
 
 
 def policy_of(args: argparse.Namespace) -> "Policy":
-    """The policy of --policy and --set. With --fitted alone, it is the policy that learned the arrays.
+    """Return the policy of --policy and --set.
+
+    If only --fitted is given, it is the policy that learned the arrays.
 
     Raises:
-        ConfigError: an unknown policy or setting.
+        ConfigError: a policy or a setting is unknown.
         CheckpointError: the file of --fitted cannot be read.
     """
     from jshadow.policies import parse_policy
@@ -74,7 +76,7 @@ def check_fetch(fetch: str) -> None:
 
 
 def check_fitted_file(path: str | None) -> None:
-    """Raise CheckpointError unless the header of a file of learned arrays can be read. None is no file."""
+    """Raise CheckpointError unless the header of a file of learned arrays can be read. None means no file."""
     from jshadow.engine.fitted_arrays import read_fitted_info
 
     if path is not None:
@@ -82,7 +84,7 @@ def check_fitted_file(path: str | None) -> None:
 
 
 def load_model(args: argparse.Namespace) -> Any:
-    """The weights and the tokenizer that the options name."""
+    """Return the Params (weights and tokenizer) of the model that the options name."""
     from jshadow.weights.params import load
 
     return load(args.model, dtype=args.dtype, quantize=args.quantize)

@@ -34,7 +34,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
 
 
 def run_patterns(args: argparse.Namespace) -> int:
-    """Run `jshadow prefill-patterns`: 0 when the pattern is written."""
+    """Run `jshadow prefill-patterns`, and return 0 when the pattern is written."""
     from jshadow.engine.sparse_prefill.search import save_pattern, search_pattern
     from jshadow.weights.params import load
 
@@ -60,7 +60,7 @@ def run_patterns(args: argparse.Namespace) -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> "Table":
-    """The table of the candidates of `search_pattern`, one row each."""
+    """Return the table of the candidates of `search_pattern`, one row for each."""
     from rich.table import Table
 
     candidates = Table("candidate", "heads", "attention mass %", "of exact attention's tiles %")

@@ -1,4 +1,4 @@
-"""`jshadow plan`: bytes of one request by part, or how many requests a GPU can hold and how fast a step can be."""
+"""`jshadow plan`: the bytes of one request by part, or how many requests a GPU can hold and how fast a step can be."""
 
 import argparse
 import dataclasses
@@ -56,7 +56,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Run `jshadow plan`: 0 when the tables are printed."""
+    """Run `jshadow plan`, and return 0 when the tables are printed."""
     from jshadow.policies import parse_policy
     from jshadow.weights.convert.safetensors_file import check_dtype
 
@@ -84,7 +84,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def config_of(model: str) -> "ModelConfig":
-    """The config of a published model, of a directory, of a hub id, or of a lone config.json."""
+    """Return the config of a published model, of a directory, of a hub id, or of a single config.json."""
     from jshadow.models.published import published_config, published_names
     from jshadow.models.registry import family_of
     from jshadow.weights.convert.huggingface import locate, read_config, read_config_file
@@ -96,11 +96,11 @@ def config_of(model: str) -> "ModelConfig":
 
 
 def packed_beside(policy: "Policy", config: "ModelConfig") -> dict[str, "Policy"]:
-    """Policies that are planned beside ShadowKV with low-rank keys: packed codes of equal bytes, and of about half.
+    """Return packed codes that are planned beside ShadowKV with low-rank keys: of equal bytes, and of about half.
 
     Returns:
-        {"packed": ..., "packed_small": ...}, without those that cannot pack this model's keys. {} for another policy
-        or key code.
+        {"packed": ..., "packed_small": ...}, without those that cannot pack this model's keys. {} for another policy or
+        key code.
     """
     from jshadow.policies import ShadowKV
     from jshadow.policies.shadowkv import LowRank, TransformCode
@@ -130,7 +130,10 @@ def packed_beside(policy: "Policy", config: "ModelConfig") -> dict[str, "Policy"
 
 
 def with_kernel(policies: dict[str, "Policy"], config: "ModelConfig", context: int, args: argparse.Namespace) -> Any:
-    """Those of the policies that the fetch mode can serve on a GPU."""
+    """Return the policies that the fetch mode can serve on a GPU.
+
+    With "zero_copy", these are the policies for which a GPU kernel can read the rows in host memory.
+    """
     from jshadow.planner.bytes import cache_specs
 
     if args.fetch != "zero_copy":
@@ -148,7 +151,7 @@ def with_kernel(policies: dict[str, "Policy"], config: "ModelConfig", context: i
 
 
 def count_bytes(args: argparse.Namespace, policy: "Policy") -> int:
-    """Print the bytes of one request at several lengths."""
+    """Print the bytes of one request at several lengths, and return 0."""
     from rich.table import Table
 
     from jshadow.cli.plan_tables import bytes_text
@@ -183,7 +186,7 @@ def count_bytes(args: argparse.Namespace, policy: "Policy") -> int:
 
 
 def gpus_of(args: argparse.Namespace) -> list[Gpu]:
-    """The GPUs that the options name. Raises ConfigError."""
+    """Return the GPUs that the options name. Raises ConfigError for an unknown GPU or a figure out of range."""
     figures = {"gib": args.gpu_gib, "bandwidth": args.bandwidth, "link": args.link, "tflops": args.tflops}
     base = None if args.gpu is None else gpu_named(args.gpu)
     if any(value is not None for value in figures.values()):
@@ -192,7 +195,7 @@ def gpus_of(args: argparse.Namespace) -> list[Gpu]:
 
 
 def plan_gpus(args: argparse.Namespace, policy: "Policy") -> int:
-    """Print the plans of the GPUs that the options name, at one context."""
+    """Print the plans of the GPUs that the options name, at one context length, and return 0."""
     from jshadow.cli.plan_tables import notes, parts_table, plan_table
     from jshadow.planner.gpu import capacity_plan
     from jshadow.planner.gpu_plan import Serving

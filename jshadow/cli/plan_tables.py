@@ -14,19 +14,19 @@ XLA_SHARE = 0.75  # of a GPU's memory, which XLA takes when it starts
 
 
 def bytes_text(device: int, host: int) -> str:
-    """Device bytes, and host bytes with a mark; "0" if there are none."""
+    """Return a text of device bytes, and of host bytes with a mark, or "0" if there are none."""
     return (f"{device:,}" if device else "") + (f"{host:,} (host)" if host else "") or "0"
 
 
 def sides_of(plan: CapacityPlan) -> dict[str, PolicyPlan]:
-    """The planned policies by their column titles: the chosen one, those beside it, and full attention."""
+    """Return the planned policies by their column titles: the chosen one, those beside it, and full attention."""
     name = plan.chosen.policy.name
     beside = {f"{name}\n{other}": side for other, side in plan.beside.items()}
     return {name: plan.chosen} | beside | ({"full": plan.full} if name != "full" else {})
 
 
 def parts_table(plan: CapacityPlan) -> Table:
-    """The table of the bytes of one request by part. They do not depend on the GPU."""
+    """Return the table of the bytes of one request by part. These bytes do not depend on the GPU."""
     where = "" if plan.count == 1 else f", on one of {plan.count} GPUs"
     sides = sides_of(plan)
     table = Table(f"bytes of one request of {plan.context:,} tokens{where}", *sides)
@@ -38,7 +38,7 @@ def parts_table(plan: CapacityPlan) -> Table:
 
 
 def plan_table(plan: CapacityPlan) -> Table:
-    """The table of one GPU, or of each of several equal ones: a column for each policy and one for full attention."""
+    """Return the table of one GPU, or of each of several equal ones, with a column for each policy."""
     count, sides = plan.count, sides_of(plan)
     table = Table(plan.gpu.name if count == 1 else f"each of {count} {plan.gpu.name}")
     for name in sides:
@@ -77,18 +77,21 @@ def plan_table(plan: CapacityPlan) -> Table:
 
 
 def ratio_text(ratio: float | None) -> str:
-    """A ratio with two decimals; "-" for None."""
+    """Format a ratio with two decimals. None becomes "-"."""
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
 def fraction(plan: CapacityPlan, side: PolicyPlan) -> str:
-    """The smallest XLA_PYTHON_CLIENT_MEM_FRACTION that holds the plan, or "default" if XLA's own share does."""
+    """Return the smallest XLA_PYTHON_CLIENT_MEM_FRACTION that holds the plan, as text.
+
+    It is "default" if XLA's own share is enough. Otherwise, it is "-" if the plan does not fit the GPU.
+    """
     needed = math.ceil((side.device_bytes - plan.reserve_bytes) / plan.gpu.memory_bytes * 1000) / 1000
     return "default" if needed <= XLA_SHARE else f"{needed:.3f}" if side.fits else "-"
 
 
 def notes(plans: list[CapacityPlan]) -> list[str]:
-    """The assumptions behind the figures, a sentence each."""
+    """Return the assumptions behind the figures, one sentence each."""
     first = plans[0]
     rates = [(plan.gpu, plan.gpu.hbm_bytes_per_second / 1e9, plan.gpu.pcie_bytes_per_second / 1e9) for plan in plans]
     sheets = [
@@ -109,10 +112,10 @@ def notes(plans: list[CapacityPlan]) -> list[str]:
 
 
 def gib(size: int) -> str:
-    """Bytes as GiB with two decimals."""
+    """Format bytes as GiB with two decimals."""
     return f"{size / GIB:.2f}"
 
 
 def gb(size: int) -> str:
-    """Bytes as GB (10^9) with two decimals."""
+    """Format bytes as GB (10^9) with two decimals."""
     return f"{size / 1e9:.2f}"

@@ -53,7 +53,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
 
 
 def run_policies(args: argparse.Namespace) -> int:
-    """Run `jshadow policies`: 0 when the table is printed."""
+    """Run `jshadow policies`, and return 0 when the table is printed."""
     if args.name is not None:
         for name in ("model", "context", "policies", "fetch"):
             if getattr(args, name) is not None:
@@ -90,7 +90,7 @@ def run_policies(args: argparse.Namespace) -> int:
 
 
 def show_bytes(args: argparse.Namespace) -> int:
-    """Print the bytes of one request of --context tokens, for each policy."""
+    """Print the bytes of one request of --context tokens for each policy, and return 0."""
     from rich.table import Table
 
     from jshadow.cli.plan import config_of
@@ -125,7 +125,7 @@ def show_bytes(args: argparse.Namespace) -> int:
 
 
 def rows_of_bytes() -> list[tuple[str, str]]:
-    """The setting and the fetch mode of each row: PAPERS_SETTINGS, then every other policy with its defaults."""
+    """Return the setting and the fetch mode of each row: PAPERS_SETTINGS, then other policies with their defaults."""
     from jshadow.policies import POLICIES
 
     listed = {text.partition(":")[0] for text, _ in PAPERS_SETTINGS}
@@ -133,14 +133,14 @@ def rows_of_bytes() -> list[tuple[str, str]]:
 
 
 def byte_row(config: Any, text: str, fetch: str, context: int, dtype: str) -> dict[str, Any]:
-    """The bytes of one policy, as the JSON output has them.
+    """Return the bytes of one policy, as the JSON output has them.
 
     Args:
         config: the model.
         text: NAME:key=value:...
         fetch: fetch mode.
-        context: tokens of the prompt, which is also the capacity.
-        dtype: of keys and values.
+        context: number of tokens of the prompt, which is also the capacity.
+        dtype: dtype of keys and values.
     """
     from jshadow.planner.bytes import footprint, step_footprint
     from jshadow.policies import parse_policy, split_policy

@@ -1,4 +1,4 @@
-"""`jshadow policies NAME`: the settings of one policy, each with its type, its default and a sentence."""
+"""`jshadow policies NAME`: the settings of one policy, each with its type, its default and an explanation."""
 
 import dataclasses
 import inspect
@@ -11,7 +11,7 @@ ENTRY = re.compile(r"^(\w+(?:, \w+)*): (.*)$")  # a line "name: text" or "name, 
 
 
 def show_settings(name: str, *, as_json: bool) -> int:
-    """Print the settings of a policy.
+    """Print the settings of a policy, and return 0.
 
     Args:
         name: a policy's name, or module:Class.
@@ -42,12 +42,12 @@ def show_settings(name: str, *, as_json: bool) -> int:
 
 
 def setting_rows(value: Any, prefix: str = "", condition: str = "") -> list[dict[str, Any]]:
-    """The settings of a policy or record, in the order of its fields.
+    """Return the settings of a policy or record, in the order of its fields.
 
     Args:
         value: the policy or record, whose values are the defaults.
-        prefix: begins the dotted names, as "keys.".
-        condition: the setting that chooses the record, as "keys=transform"; "" where there is no choice.
+        prefix: the beginning of the dotted names, for example "keys.".
+        condition: the setting that chooses the record, for example "keys=transform". It is "" if there is no choice.
 
     Returns:
         {"name", "type", "default", "text", "with"} for each setting; "with" is the condition.
@@ -76,14 +76,14 @@ def setting_rows(value: Any, prefix: str = "", condition: str = "") -> list[dict
 
 
 def type_text(annotation: Any) -> str:
-    """A field's type as a reader writes it."""
+    """Format a field's type for a reader."""
     return annotation.__name__ if isinstance(annotation, type) else str(annotation).replace("typing.", "")
 
 
 def attribute_texts(kind: type) -> dict[str, str]:
-    """The texts of the "Attributes:" of a class's docstring and of those of its base classes, by attribute.
+    """Return the text of each attribute in the "Attributes:" of a class's docstring and of its base classes.
 
-    A class that describes an attribute again comes before its bases.
+    If several classes describe an attribute, the text of the most derived class is returned.
     """
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):

@@ -1,4 +1,4 @@
-"""Progress on stderr, shown only when work takes a while: a bar on a terminal, a line now and then elsewhere."""
+"""Progress on stderr, shown only when work takes a while: a bar on a terminal, else a line every few seconds."""
 
 import contextlib
 import sys
@@ -12,9 +12,10 @@ REFRESH_SECONDS = 0.2
 
 
 class SlowProgress:
-    """A progress callback that shows how far the work is once it has taken a while.
+    """A progress callback that shows how far the work is, once the work has taken a while.
 
-    Until the first call the work is named by `first`, because JAX compiles then. Close it when the work has ended.
+    Until the first call, the display also shows `first`, because JAX is then compiling. Close it when the work has
+    ended.
     """
 
     def __init__(self, title: str, *, first: str = "compiling") -> None:
@@ -22,7 +23,7 @@ class SlowProgress:
 
         Args:
             title: the name of the work.
-            first: what is done before the first call; "" for nothing else than the work itself.
+            first: what is done before the first call. It is "" if nothing but the work itself is done.
         """
         self.title, self.first = title, first
         self.place: tuple[int, int] | None = None
@@ -42,7 +43,7 @@ class SlowProgress:
         self.close()
 
     def close(self) -> None:
-        """Take the bar away, and print no more lines. A second call does nothing."""
+        """Remove the bar, and print no more lines. A second call does nothing."""
         self.ended.set()
         self.thread.join()
 
@@ -74,6 +75,6 @@ class SlowProgress:
 
 @contextlib.contextmanager
 def waiting(title: str) -> Iterator[None]:
-    """Show that work goes on which cannot tell how far it is, such as a compilation."""
+    """Show that work is in progress that cannot report how far it is, such as a compilation."""
     with SlowProgress(title, first=""):
         yield

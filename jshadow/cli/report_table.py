@@ -11,16 +11,16 @@ if TYPE_CHECKING:
 
 
 def is_right(generation: "Generation", expected: str) -> bool:
-    """Whether an answer has the expected text in it."""
+    """Return whether an answer has the expected text in it."""
     return expected in (generation.text or "")
 
 
 def figures(results: Sequence["Generation"], expected: str | None = None) -> "Table":
-    """The figures of one or more generations, one column for each policy.
+    """Return a table of the figures of one or more generations, with one column for each policy.
 
     Args:
         results: the generations.
-        expected: the text that a right answer has in it, for a row of ticks and crosses; None: no such row.
+        expected: the text that a right answer has in it, for a row of ticks and crosses. None: there is no such row.
     """
     from rich.table import Table
 
@@ -60,12 +60,15 @@ def figures(results: Sequence["Generation"], expected: str | None = None) -> "Ta
 
 
 def parts_text(parts: dict[str, float]) -> str:
-    """ "256 selected, 384 outliers, ..." of the parts that are not empty."""
+    """Return a text such as "256 selected, 384 outliers" of the parts that are not empty."""
     return ", ".join(f"{tokens:,.4g} {name.replace('_', ' ')}" for name, tokens in parts.items() if tokens) or "-"
 
 
 def notes(results: Sequence["Generation"]) -> list[str]:
-    """Sentences below the table: why a policy takes more memory than full attention, and what offloading costs here."""
+    """Return the sentences below the table.
+
+    They say why a policy takes more memory than full attention, and what offloading costs on a CPU.
+    """
     import jax
 
     sentences = [sentence for one in results if (sentence := why_larger(one.report))]
@@ -77,7 +80,7 @@ def notes(results: Sequence["Generation"]) -> list[str]:
 
 
 def why_larger(report: "Report") -> str | None:
-    """One sentence for a policy that takes more device memory than full attention; None where it takes less."""
+    """Return a sentence for a policy that takes more device memory than full attention, or None if it takes less."""
     if report.device_bytes <= report.full_bytes:
         return None
     tokens = report.prompt_tokens + report.generated_tokens

@@ -1,1 +1,1 @@
-"""The loop of a request: prefill, steps, sampling, saved states."""
+"""Running requests: prefill, decode steps, sampling, reports and saved states."""

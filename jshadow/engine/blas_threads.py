@@ -1,4 +1,4 @@
-"""How many threads LAPACK may use while a prompt is compressed."""
+"""A limit on the number of threads that LAPACK uses while a prompt is compressed."""
 
 import contextlib
 import importlib
@@ -9,16 +9,17 @@ from typing import Any
 import jax
 import threadpoolctl
 
-LIMITING = threading.Lock()  # held by the prefill that limits BLAS
+LIMITING = threading.Lock()  # held by the prefill that has set the limit
 
 
 @contextlib.contextmanager
 def one_blas_thread() -> Iterator[list[Any]]:
-    """Keep LAPACK to one thread until the arrays in the yielded list are computed. Does nothing off the CPU.
+    """A context manager that limits LAPACK to one thread. On other backends than the CPU, it does nothing.
 
-    OpenBLAS computes the eigenvectors of the compression. Its threads spin between calls and take the cores from XLA's
-    threads. The limit holds for the whole process. When several prefills run at once, only the first sets and lifts
-    it, so another prefill may run for a while without it.
+    It yields an empty list. At the end of the block, it waits for the arrays that the caller has put into the list, and
+    then lifts the limit. OpenBLAS computes the eigenvectors of the compression. Its threads spin between calls and take
+    the cores from XLA's threads. The limit holds for the whole process. When several prefills run at once, only the
+    first sets and lifts it, so another prefill may run for a while without it.
     """
     results: list[Any] = []
     if jax.default_backend() != "cpu" or not LIMITING.acquire(blocking=False):

@@ -1,6 +1,6 @@
 """Checks of the arguments of public functions, before anything is traced.
 
-They are needed because JAX clamps an impossible index without an error.
+They are needed because JAX clamps an index that is out of range without an error.
 """
 
 from typing import Any
@@ -19,9 +19,9 @@ from jshadow.weights.params import Params
 
 
 def as_array(values: Any, name: str) -> np.ndarray:
-    """Token ids or lengths as an array. Raises PromptError for ragged lists, and for True and False.
+    """Return token ids or lengths as a NumPy array. Raises PromptError for ragged lists, and for True and False.
 
-    NumPy would take True among integers for 1.
+    Without this check, NumPy would turn True in a list of integers into 1.
     """
     if (truth := first_bool(values)) is not None:
         raise PromptError(f"{name} must be integers, got {truth}")
@@ -32,7 +32,7 @@ def as_array(values: Any, name: str) -> np.ndarray:
 
 
 def first_bool(values: Any) -> bool | None:
-    """The first bool in lists of any depth; None where there is none."""
+    """Return the first bool in lists of any depth, or None if there is none."""
     if isinstance(values, bool):
         return values
     found = map(first_bool, values) if isinstance(values, list | tuple) else ()
@@ -40,10 +40,11 @@ def first_bool(values: Any) -> bool | None:
 
 
 def check_ids(config: ModelConfig, tokens: Tokens, shape: tuple[int | None, ...], name: str) -> np.ndarray:
-    """Return token ids as int32 after checking their shape (None: any size).
+    """Check token ids, and return them as int32. In `shape`, None stands for any size.
 
     Raises:
-        PromptError: another shape, values that are no integers, or an id out of range; names the first such id.
+        PromptError: the shape is different, the values are not integers, or an id is out of range. The message names
+            the argument as `name`, and the first id that is out of range.
     """
     array = as_array(tokens, name)
     if array.dtype.kind not in "iu" or array.ndim != len(shape):
@@ -59,14 +60,14 @@ def check_ids(config: ModelConfig, tokens: Tokens, shape: tuple[int | None, ...]
 def check_tokens(
     config: ModelConfig, tokens: Tokens, lengths: Tokens, *, least: int, batch: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return right-padded tokens int32 [B, T], with padding set to 0, and lengths int32 [B].
+    """Check right-padded tokens and their lengths. Return int32 [B, T], with padding set to 0, and int32 [B].
 
     Args:
         config: the model.
-        tokens: int [B, T].
-        lengths: int [B], real tokens of each row.
+        tokens: token ids, int [B, T].
+        lengths: number of real tokens of each row, int [B].
         least: the smallest length that is allowed.
-        batch: the number of rows of the state; None: any.
+        batch: the required number of rows. None: any number.
 
     Raises:
         PromptError: wrong shapes, a length out of range, or a token id out of range.
@@ -95,16 +96,16 @@ def check_capacity(config: ModelConfig, capacity: Any, longest: int) -> None:
 
 
 def check_room(state: KVState, new: np.ndarray) -> np.ndarray | None:
-    """Raise CapacityError where a row has no room for its new tokens, before any of them is fed.
+    """Raise CapacityError if a row has no room for its new tokens. This is called before any of them is fed.
 
-    The room is read from the device only if the host's lower bound is too small or not known.
+    The room is read from the device only if the lower bound that the host has noted is too small or missing.
 
     Args:
-        state: before the step.
-        new: new tokens of each row, int64 [B].
+        state: the state before the step.
+        new: number of new tokens of each row, int64 [B].
 
     Returns:
-        A lower bound of the tokens that each row can take after the step, int64 [B]; None if it is not known.
+        A lower bound on the tokens that each row can still take after the step, int64 [B], or None if it is not known.
     """
     room = known_room(state)
     if new.any() and (room is None or (new > room).any()):
@@ -127,7 +128,7 @@ def check_piece(name: str, tokens: Any) -> None:
 
 
 def check_stop(stop: Any) -> tuple[int, ...]:
-    """Return stop tokens as a tuple; None gives an empty one. Raises ConfigError for anything but token ids."""
+    """Return stop tokens as a tuple, which is empty for None. Raises ConfigError for anything but token ids."""
     ids = () if stop is None else tuple(stop) if np.iterable(stop) else (stop,)
     if any(isinstance(item, bool) or not isinstance(item, int | np.integer) for item in ids):
         raise ConfigError(f"stop must be token ids, got {stop!r}")
@@ -159,7 +160,7 @@ def check_state(params: Params, state: KVState, policy: Policy | None) -> None:
 
     Args:
         params: the model.
-        state: any value; an error is raised if it is no KVState.
+        state: any value. An error is raised if it is not a KVState.
         policy: the policy that the caller passed, or None.
     """
     if not isinstance(state, KVState):
@@ -183,6 +184,6 @@ def check_state(params: Params, state: KVState, policy: Policy | None) -> None:
     check_policy(policy)
     policy = policy.resolve(config, state.capacity)
     if state.policy == Full() and why_dense(policy, config, state.capacity):
-        return  # `generate` falls back to Full where the policy can do nothing at this capacity
+        return  # `generate` falls back to Full if the policy has no effect at this capacity
     if policy != state.policy:
         raise StateMismatch(f"policy must be the state's own {state.policy}, got {policy}")

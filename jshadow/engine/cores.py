@@ -1,7 +1,7 @@
-"""The traceable cores of the public steps, for a user's own jit, scan or vmap. They check nothing and compile nothing.
+"""The public steps as traceable functions, for a user's own jit, scan or vmap. They check nothing and compile nothing.
 
-A core cannot raise an error that depends on a value. Instead, a row gets NaN logits if its token id is out of range or
-if it has no room left. B rows, T tokens of each row, V tokens in the vocabulary.
+Such a core cannot raise an error that depends on a value. Instead, a row gets NaN logits if its token id is out of
+range or if it has no room left. B rows, T tokens of each row, V tokens in the vocabulary.
 """
 
 import functools
@@ -22,13 +22,13 @@ from jshadow.ops.layout import fit_tokens
 def step(
     weights: dict, config: ModelConfig, token: Array, state: KVState, active: Array | None = None
 ) -> tuple[Array, KVState]:
-    """Traceable core of `decode_step`.
+    """Feed one token to each row. This is the traceable core of `decode_step`.
 
     Args:
         weights, config: the model.
-        token: int32 [B].
-        state: before the step.
-        active: bool [B]; rows that are False do not change. None: all rows are active.
+        token: the token of each row, int32 [B].
+        state: the state before the step.
+        active: bool [B]. Rows that are False do not change. None: all rows are active.
 
     Returns:
         float32 logits [B, V], and the new state.
@@ -40,7 +40,10 @@ def step(
 def extend_steps(
     weights: dict, config: ModelConfig, tokens: Array, lengths: Array, state: KVState, logits: Logits[Any] = "last"
 ) -> tuple[Any, KVState]:
-    """Traceable core of `extend`, with its arguments and results; `weights` and `config` are the model."""
+    """Feed several tokens to each row. This is the traceable core of `extend`, with the same arguments and results.
+
+    `weights` and `config` are the model.
+    """
     reads, writes = state.split()
     out, writes = scan_tokens(weights, config, tokens, lengths, reads, writes, logits)
     return out, state.join(writes)
@@ -59,10 +62,10 @@ def scan_tokens(
 
     Args:
         weights, config: the model.
-        tokens: int32 [B, T], right padded; the padding may be anything.
-        lengths: int32 [B], real tokens of each row.
+        tokens: token ids, int32 [B, T], right padded with any values.
+        lengths: number of real tokens of each row, int32 [B].
         reads, writes: the two halves of the state.
-        want: as `logits` of `extend`.
+        want: the same as `logits` of `extend`.
 
     Returns:
         The logits, or the joined results of the callable, and the new `writes`.
@@ -72,7 +75,7 @@ def scan_tokens(
     pieces = -(-count // size)
     real = jnp.arange(pieces * size) < lengths[:, None]
     tokens = jnp.where(real, fit_tokens(tokens, pieces * size), 0)  # padding may hold any value
-    # A step gives NaN only to its own piece. Later pieces attend to the impossible token, so they get NaN too.
+    # A step sets only the logits of its own piece to NaN. Later pieces attend to the wrong token, so they also get NaN.
     wrong = jnp.cumsum(real & ((tokens < 0) | (tokens >= config.vocab_size)), axis=1) > 0
     tokens, wrong = (x.reshape(batch, pieces, size).swapaxes(0, 1) for x in (tokens, wrong))
 
@@ -109,9 +112,21 @@ def generate_steps(
     stop: tuple[int, ...] = (),
     active: Array | None = None,
 ) -> tuple[Array, KVState]:
-    """Traceable core of `decode_steps`: tokens int32 [B, n] and the new state.
+    """Generate n tokens for each row. This is the traceable core of `decode_steps`.
 
-    A row emits -1 after its stop token, if its token id is out of range, and if it has no room left.
+    Args:
+        weights, config: the model.
+        token: the first token to feed to each row, int32 [B].
+        state: the state before the steps.
+        n: number of steps.
+        sampler: how tokens are drawn.
+        key: PRNG key. Step i draws with fold_in(key, i).
+        stop: token ids that end a row.
+        active: bool [B]. Rows that are False do not change. None: all rows are active.
+
+    Returns:
+        The new tokens, int32 [B, n], and the new state. A token is -1 in a row that is not active, after a row's stop
+        token, if the token id that was fed is out of range, and if the row has no room left.
     """
     reads, writes = state.split()
     active = jnp.ones_like(state.lengths, bool) if active is None else active

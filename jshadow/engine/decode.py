@@ -1,7 +1,7 @@
-"""prefill, extend and decode_step: the functions that make and change a KV state.
+"""The functions that make and change a KV state: prefill, extend, decode_step and decode_steps.
 
-There are two kinds. The public functions of this module take Params, check their arguments and keep compiled programs.
-The cores (`step`, `extend_steps`, `generate_steps`) are plain traceable functions of weights, config and state.
+These functions take Params, check their arguments and keep compiled programs. The module also exports their cores
+(`step`, `extend_steps`, `generate_steps`), which are plain traceable functions of weights, config and state.
 """
 
 import dataclasses
@@ -53,14 +53,17 @@ def _step(
 def decode_step(
     params: Params, token: Tokens, state: KVState, policy: Policy | None = None, *, active: Tokens | None = None
 ) -> tuple[Array, KVState]:
-    """Feed one token to each row. Consumes the state (fork it first to keep it).
+    """Feed one token to each row, and return the logits for the next token. This consumes the state.
+
+    To keep the state, call `fork` first.
 
     Args:
         params: the Params that made the state.
-        token: int32 [B].
+        token: the token of each row, int32 [B].
         state: from prefill, extend or decode_step.
         policy: None, or the policy that made the state.
-        active: bool [B]. Rows that are False do not change, and their logits mean nothing. None: all rows are active.
+        active: bool [B]. Rows that are False do not change, and their logits have no meaning. None: all rows are
+            active.
 
     Returns:
         float32 logits [B, V], and the new state.
@@ -84,7 +87,7 @@ def decode_step(
 
 
 class Draw(NamedTuple):
-    """The randomness of one step: a key, and the number of the step, int32 [], that is folded into it."""
+    """The randomness of one step: a PRNG key, and the number of the step, int32 [], which is folded into the key."""
 
     key: Array
     step_number: Array
@@ -103,10 +106,11 @@ def step_and_sample(
     config: ModelConfig,
     sampler: Sampler,
 ) -> tuple[Array, Writes]:
-    """Feed fed = (token int32 [B], active bool [B]) and sample the next tokens, int32 [B].
+    """Feed a token to each active row. Return the next tokens, int32 [B], and the new `writes`.
 
-    A row whose logits have a NaN gets NO_TOKEN. This is one program, so that a generated token takes one dispatch and
-    the logits stay on the device. `decode_step` and `sample_once` together do the same in two programs.
+    `fed` is (token int32 [B], active bool [B]). A row whose logits contain a NaN gets NO_TOKEN. This is one program, so
+    a generated token takes one dispatch, and the logits stay on the device. `decode_step` and `sample_once` do the same
+    in two programs.
     """
     token, active = fed
     logits, writes = step_writes(weights, config, token[:, None], active.astype(jnp.int32), reads, writes)
@@ -115,7 +119,7 @@ def step_and_sample(
 
 @functools.partial(jax.jit, static_argnames=("sampler",))
 def sample_once(logits: Array, draw: Draw, *, sampler: Sampler) -> Array:
-    """The next token of each row, int32 [B], drawn from logits [B, V]; NO_TOKEN where these have a NaN."""
+    """Draw the next token of each row, int32 [B], from logits [B, V]. A row with a NaN gets NO_TOKEN."""
     return sample_checked(sampler, logits, jax.random.fold_in(*draw))
 
 
@@ -167,24 +171,26 @@ def extend(
     *,
     logits: WholeLogits | Callable[[Array], Joined] = "last",
 ) -> tuple[Array | Joined, KVState]:
-    """Feed several tokens to each row. Consumes the state.
+    """Feed several tokens to each row, and return logits. This consumes the state.
 
-    The tokens pass through the model in pieces of the policy's `extend_piece`. Each query selects for itself, so the
-    result is that of feeding the tokens one by one (except with `ShadowKV(quirks=Quirks(turn_selection="shared"))`).
+    The tokens pass through the model in pieces of the policy's `extend_piece`. Each query selects units separately, so
+    the result is the same as if the tokens were fed one by one. The only exception is
+    `ShadowKV(quirks=Quirks(turn_selection="shared"))`.
 
     Args:
         params: the Params that made the state.
-        tokens: int32 [B, T], right padded.
-        lengths: int32 [B], new tokens of each row; 0 leaves a row unchanged.
+        tokens: token ids, int32 [B, T], right padded.
+        lengths: number of new tokens of each row, int32 [B]. 0 leaves a row unchanged.
         state: from prefill, extend or decode_step.
         policy: None, or the policy that made the state.
         logits: as in `prefill`. With "last", a row without new tokens gets zeros.
 
     Returns:
-        float32 logits, and the new state.
+        The float32 logits, or the joined results of the callable, and the new state.
 
     Raises:
         PromptError, CapacityError, StateMismatch: as in `decode_step`.
+        ConfigError: `logits` is not one of these choices.
     """
     check_state(params, state, policy)
     check_logits(logits)
@@ -200,7 +206,7 @@ def extend(
 
 @dataclasses.dataclass(frozen=True)
 class ScanPlan:
-    """The static arguments of a scan of `generate_steps`: the number of steps, the sampler and the stop tokens."""
+    """The static arguments of `_generate_steps`: the number of steps, the sampler and the stop tokens."""
 
     n: int
     sampler: Sampler
@@ -228,23 +234,26 @@ def decode_steps(
     seed: int = 0,
     stop: Sequence[int] | None = None,
 ) -> tuple[Array, KVState]:
-    """Generate n tokens in one compiled scan: feed `token`, sample the next, feed it. Consumes the state.
+    """Generate up to n tokens for each row in one compiled scan. This consumes the state.
+
+    The first step feeds `token`. Each step samples a token, and the next step feeds it.
 
     Args:
         params: the Params that made the state.
-        token: int32 [B], the first token to feed.
+        token: the first token to feed to each row, int32 [B].
         state: from prefill, extend or decode_step.
         n: number of steps.
         sampler: how tokens are drawn. None means greedy.
         seed: seed of the sampler, an integer of 64 bits.
-        stop: token ids after which a row feeds and emits nothing more.
+        stop: token ids that end a row. A row that has drawn one of them is not fed again. None: no token ends a row.
 
     Returns:
-        New tokens int32 [B, n], which are -1 after a row's stop token, and the new state.
+        The new tokens int32 [B, n], with -1 after a row's stop token, and the new state.
 
     Raises:
         PromptError, CapacityError, StateMismatch: as in `decode_step`.
-        ConfigError: n is below 1, the sampler or the seed is of another type, or stop has anything but token ids.
+        ConfigError: n is not an integer of at least 1, sampler is not a Sampler, seed is not an integer of 64 bits, or
+            stop contains anything but token ids.
     """
     check_state(params, state, None)
     check_piece("n", n)

@@ -1,8 +1,8 @@
-"""Learned arrays of a policy in files. A file appears complete or not at all, and fits one model and policy.
+"""Saving and loading the learned arrays of a policy. A file belongs to one model and one policy.
 
-A file is one safetensors file. A tensor is named by its place in the nested dict ("psi.scale"). The metadata holds the
-policy, the model's config, and the SHA-256 of the weights, of every array and of the header, as in a saved state
-(`saved_state.py`).
+The arrays of a policy are stored in one safetensors file. A tensor is named by its place in the nested dict
+("psi.scale"). The metadata holds the policy, the model's config, and the SHA-256 of the weights, of every array and of
+the header, as in a saved state (`saved_state.py`). A file is written completely or not at all.
 """
 
 import os
@@ -36,7 +36,7 @@ from jshadow.weights.params import Params
 
 FORMAT, VERSION = "jshadow fitted arrays", 1
 KIND = "a file of fitted arrays (safetensors)"
-FIELDS = ("policy", "config", "weights", "dtype", "about")  # each a JSON text of the metadata
+FIELDS = ("policy", "config", "weights", "dtype", "about")  # the fields of the metadata that are JSON texts
 
 
 def save_fitted(
@@ -47,18 +47,19 @@ def save_fitted(
     *,
     about: Mapping[str, object] | None = None,
 ) -> None:
-    """Write what `policy.fit(params, tokens)` returned to one file.
+    """Write the learned arrays that `policy.fit(params, tokens)` returned to one file.
 
     Args:
-        path: file to make or to replace; it appears complete or not at all.
+        path: file to create or to replace. It is written completely or not at all.
         fitted: nested dict of float32 arrays, with the shapes of `policy.fitted_shapes`.
         policy: the policy that learned them.
-        params: the Params that they were learned on.
-        about: further plain values for the file, such as the text and the steps. Reading does not check them.
+        params: the model that they were learned on.
+        about: other plain values to store in the file, such as the number of training steps. `load_fitted` does not
+            check them.
 
     Raises:
         ConfigError: the arrays do not fit the policy and the model, or the policy learns nothing.
-        CheckpointError: the file cannot be written, an array has NaN or Inf, or JSON cannot hold a setting.
+        CheckpointError: the file cannot be written, an array has NaN or Inf, or JSON cannot express a setting.
     """
     policy = with_fitted(policy)
     if fitted is None:
@@ -79,20 +80,20 @@ def save_fitted(
 
 
 def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) -> Fitted:
-    """Read learned arrays back, for `fitted=` of prefill and generate.
+    """Load learned arrays, to be passed as `fitted=` to prefill and generate.
 
     Args:
-        path: written by `save_fitted`.
+        path: file that `save_fitted` wrote.
         params: the model that they were learned on, with the same config, weights and dtype.
-        policy: the policy that learned them. Settings on which no shape depends (a budget) may differ.
+        policy: the policy that learned them. Settings that do not affect a shape, such as a budget, may differ.
 
     Returns:
         The nested dict of float32 arrays that `policy.fit` returned.
 
     Raises:
-        StateMismatch: another model, dtype or policy; one error names every difference.
-        ConfigError: these settings of the policy use no learned arrays.
-        CheckpointError: missing, truncated, damaged or foreign file, or one of a newer format.
+        StateMismatch: the file belongs to another model, dtype or policy. The message lists every difference.
+        ConfigError: the policy uses no learned arrays with these settings.
+        CheckpointError: the file is missing, truncated, damaged, of another kind, or of a newer format.
     """
     file, record, digests = open_fitted(Path(path).expanduser())
     ours = identity(params)
@@ -121,7 +122,10 @@ def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) ->
 
 
 def read_fitted_info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the record of a file: "policy" ({"name", "settings"}), "config", "weights" (a digest), "dtype", "about".
+    """Read the metadata of a file that `save_fitted` wrote, without reading the arrays.
+
+    Returns:
+        "policy" ({"name", "settings"}), "config", "weights" (a digest), "dtype" and "about".
 
     Raises:
         CheckpointError: as in `load_fitted`, except that the arrays are not checked for damage.
@@ -130,7 +134,14 @@ def read_fitted_info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]:
-    """Open a file and check its header. Returns the file, its record, and the SHA-256 of each array."""
+    """Open a file of learned arrays and check its header.
+
+    Returns:
+        The file, its metadata by the names in FIELDS, and the SHA-256 of each array.
+
+    Raises:
+        CheckpointError: as in `load_fitted`.
+    """
     file, texts, digests = open_described(path, KIND, FORMAT, VERSION)
     with described(path, KIND):
         record = {name: read_json_text(texts, name) for name in FIELDS}
@@ -142,18 +153,18 @@ def open_fitted(path: Path) -> tuple[TensorFile, dict[str, Any], dict[str, str]]
 
 
 def identity(params: Params) -> dict[str, Any]:
-    """The config, the digest of the weights and the dtype, by which a file knows its model."""
+    """Return what identifies a model in a file: its config, the digest of its weights, and its dtype."""
     return {"config": plain(params.config), "weights": params.digest, "dtype": str(params.dtype)}
 
 
 def named(tree: Any) -> dict[str, Any]:
-    """The leaves of a nested dict by their dotted place. A tuple, which is a shape, is a leaf."""
+    """Return the leaves of a nested dict by dotted names, such as "psi.scale". A tuple is a leaf, as it is a shape."""
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, tuple))[0]
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
 
 def nested(leaves: dict[str, Any]) -> dict[str, Any]:
-    """The nested dict from which `named` made the leaves."""
+    """Undo `named`: return the nested dict of the leaves."""
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
         *outer, last = name.split(".")
@@ -165,5 +176,5 @@ def nested(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def plain_values(about: Mapping[str, object]) -> dict[str, Any]:
-    """The values as JSON values, with NumPy scalars as Python numbers."""
+    """Return the values as JSON values. NumPy scalars become Python numbers."""
     return {str(name): plain(value.item() if isinstance(value, np.generic) else value) for name, value in about.items()}

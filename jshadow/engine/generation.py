@@ -1,4 +1,4 @@
-"""The loop of one generation of a batch: from prompts to text over the compiled steps, with a report at the end."""
+"""The loop that generates text for a batch of prompts. It runs the compiled steps and makes a report at the end."""
 
 import dataclasses
 import time
@@ -39,20 +39,20 @@ from jshadow.weights.params import Params
 
 
 class GenerationLoop:
-    """One generation of a batch: iterate it for (row, new text, token), then read `results()`.
+    """One generation for a batch. Iterate over it to get (row, new text, token), and then call `results()`.
 
     Attributes:
         prompts: token ids of each row.
-        bare: one prompt was passed, not a list.
+        bare: whether the call passed one prompt and not a list.
         state: the latest KV state; None before the prefill and after `close`.
-        policy: the resolved policy, or Full if the policy that was asked for can do nothing.
-        fallback: why Full runs in place of the policy that was asked for, or None.
-        marks: for each row whose last tokens may begin a stop string, or did: a state without those tokens, and the
-            number of generated tokens that the row holds in that state.
+        policy: the resolved policy, or Full if that policy has no effect at this capacity.
+        fallback: the reason why Full runs in place of the requested policy, or None.
+        marks: row -> (state, number of generated tokens of the row in it). The rows are those whose last tokens may
+            begin a stop string, or began one. The state is from before these tokens.
     """
 
     def __init__(self, params: Params, prompt: Prompt, options: GenerateOptions) -> None:
-        """Check all arguments. Nothing runs yet. Raises the errors of `generate`."""
+        """Check all arguments, without running anything. Raises the errors of `generate` about arguments."""
         options.check(params)
         self.params, self.state = params, options.state
         # `options` must hold no state, or `close` could not free it.
@@ -78,7 +78,7 @@ class GenerationLoop:
         self.decoded = 0
 
     def _encode(self, prompts: list[OnePrompt]) -> list[list[int]]:
-        """Token ids of the prompts. They continue the rows of the state, if there is one."""
+        """Return the token ids of the prompts. If there is a state, they continue its rows."""
         params, state = self.params, self.state
         last = [None] * len(prompts)
         if state is not None:
@@ -90,7 +90,7 @@ class GenerationLoop:
         return [encode(params.tokenizer, one, vocab, after=before) for one, before in zip(prompts, last, strict=True)]
 
     def _plan(self) -> None:
-        """Choose the capacity, and the policy: Full if the asked policy can do nothing at that capacity."""
+        """Choose the capacity and the policy. It is Full if the requested one has no effect at that capacity."""
         config, options = self.params.config, self.options
         longest = max(map(len, self.prompts))
         self.capacity = options.needed_capacity(self.params, longest)
@@ -105,7 +105,7 @@ class GenerationLoop:
         self.prefill_label = "exact" if attention is None else attention.label(longest)
 
     def _continue(self, state: KVState) -> None:
-        """Check that the state has room for the prompts and the answers."""
+        """Continue a state: check that it has room for the prompts and the answers."""
         capacity = self.options.capacity
         if capacity is not None and capacity != state.capacity:
             raise StateMismatch(f"capacity must be the state's own {state.capacity}, got {capacity}")
@@ -113,7 +113,10 @@ class GenerationLoop:
         self.capacity, self.policy = state.capacity, state.policy
 
     def _timed(self) -> Callable[[], float]:
-        """Start a clock. Calling it returns the seconds without compilation, which goes to compile_seconds."""
+        """Start a clock, and return a function that stops it.
+
+        The function returns the seconds that did not go into compilation. It adds the others to `compile_seconds`.
+        """
         start, compiled = time.perf_counter(), CompileClock.seconds
 
         def stop() -> float:
@@ -124,7 +127,7 @@ class GenerationLoop:
         return stop
 
     def _start(self) -> Array:
-        """Prefill, or extend the given state. Returns the logits [B, V] of the first new token."""
+        """Prefill the prompts, or extend the given state. Return the logits [B, V] for the first new token."""
         lengths = np.array([len(one) for one in self.prompts], np.int32)
         width = int(lengths.max())
         width = round_up(width, length_step(width), self.capacity) if self.state is None else round_up(width, 16)
@@ -186,10 +189,10 @@ class GenerationLoop:
             self.decoded += int(active.sum())
 
     def read_tokens(self, tokens: Array, step: int, active: np.ndarray) -> np.ndarray:
-        """The tokens that a step drew, int32 [B], on the host. Step 0 is the prompt.
+        """Copy the tokens that a step drew, int32 [B], to the host. Step 0 draws from the logits of the prompt.
 
         Raises:
-            NumericalError: the logits of an active row had a NaN.
+            NumericalError: the logits of an active row contain a NaN.
         """
         values = np.asarray(tokens)
         if len(rows := np.flatnonzero(active & (values == NO_TOKEN))):
@@ -201,7 +204,7 @@ class GenerationLoop:
         return values
 
     def _mark(self, active: np.ndarray) -> None:
-        """Keep a state for each active row whose newest token may have begun a stop string; let go of the others."""
+        """Keep a state for each active row whose newest token may begin a stop string, and drop those of the others."""
         assert self.state is not None
         fork = None
         for row in np.flatnonzero(active).tolist() if self.options.returns_state else ():
@@ -212,7 +215,7 @@ class GenerationLoop:
                 self.marks[row] = fork, len(self.streams[row].tokens) - 1
 
     def _next(self, values: np.ndarray, active: np.ndarray, draw: Draw) -> Array:
-        """Feed a token to each active row and sample the next tokens, int32 [B]."""
+        """Feed a token to each active row, and return the next tokens, int32 [B]."""
         assert self.state is not None
         if self.verifier is not None:
             logits, self.state = self.verifier.step(values[:, None], active.astype(np.int32), self.state)
@@ -228,7 +231,7 @@ class GenerationLoop:
         return token
 
     def _push(self, values: np.ndarray, active: np.ndarray, *, last: bool) -> Iterator[tuple[int, str, int]]:
-        """Add new tokens to the active rows, yield their text, and clear `active` for rows that stop."""
+        """Add new tokens to the active rows and yield their text. Set `active` to False for rows that stop."""
         for row in np.flatnonzero(active):
             stream, token = self.streams[row], int(values[row])
             if token in self.stop_ids:
@@ -247,7 +250,7 @@ class GenerationLoop:
         self.marks.clear()
 
     def results(self) -> list[Generation]:
-        """One Generation a row, once the iteration has ended."""
+        """Return one Generation for each row. The iteration must have ended."""
         assert self.state is not None
         bases = []
         for row, stream in enumerate(self.streams):
@@ -262,7 +265,7 @@ class GenerationLoop:
         return generations
 
     def _reports(self, state: KVState) -> list[Report]:
-        """The report of each row."""
+        """Return the report of each row."""
         config, batch = self.params.config, len(self.prompts)
         counters, sizes = jax.tree.map(np.asarray, state.counters), measured_bytes(state)
         dense = full_bytes(config, self.capacity, jnp.dtype(self.params.dtype).itemsize)

@@ -1,7 +1,7 @@
-"""Notes of the host about a state: a lower bound of the room that its rows have, and the thread that is consuming it.
+"""Notes on a state that only the host has: a lower bound on the room of its rows, and whether a thread consumes it.
 
-The notes lie in the dictionary of the instance and not in fields, so they are no part of the pytree and cause no
-compilation. Every new state begins without them: a fork, a taken row, a loaded state, the result of a user's own jit.
+The notes are entries in the `__dict__` of the instance and not fields. So they are not part of the pytree, and cause no
+compilation. A fork, a taken row, a loaded state and the result of a user's own jit begin without notes.
 """
 
 import contextlib
@@ -12,29 +12,29 @@ import numpy as np
 from jshadow.cache.state import CONSUMED, KVState, is_deleted
 from jshadow.errors import StateMismatch
 
-ROOM, USER = "_known_room", "_user"  # keys in the dictionary of a state
+ROOM, USER = "_known_room", "_user"  # keys in the `__dict__` of a state
 
 
 def known_room(state: KVState) -> np.ndarray | None:
-    """A lower bound of the tokens that each row can take, int64 [B]; None if the host knows none."""
+    """Return the noted lower bound on the tokens that each row can still take, int64 [B], or None without a note."""
     room: np.ndarray | None = vars(state).get(ROOM)
     return room
 
 
 def note_room(state: KVState, room: np.ndarray | None) -> KVState:
-    """Note a lower bound of the tokens that each row can take, int64 [B]. Returns the same state."""
+    """Note a lower bound on the tokens that each row can still take, int64 [B]. Return the same state."""
     vars(state)[ROOM] = room
     return state
 
 
 def read_room(state: KVState) -> np.ndarray:
-    """Tokens that each row can take, int64 [B]. Waits for the device."""
+    """Return the number of tokens that each row can still take, int64 [B]. This waits for the device."""
     return np.asarray(state.room()).astype(np.int64)
 
 
 @contextlib.contextmanager
 def consuming(state: KVState) -> Iterator[None]:
-    """Let only one thread consume a state at a time. If the step fails, the state can be used again.
+    """A context manager in which one thread consumes a state. If the step fails, the state can be used again.
 
     Raises:
         StateMismatch: another thread is consuming the state, or has consumed it.

@@ -17,7 +17,7 @@ from jshadow.weights.params import Params
 
 
 def length_step(tokens: int) -> int:
-    """The step to which a length is rounded up: 64 up to 2,048 tokens, 128 up to 4,096, and so on."""
+    """Return the step for rounding up a length of `tokens`: 64 for up to 2,048, 128 for up to 4,096, and so on."""
     return step_of(tokens, share=32, least=64)
 
 
@@ -38,13 +38,14 @@ class GenerateKeywords(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class GenerateOptions:
-    """The arguments of `generate` beside the model and the prompt, and three more.
+    """The arguments of `generate` except the model and the prompt, and three more options.
 
     Attributes:
         policy, max_new_tokens, sampler, seed, fetch, capacity, state, stop, prefill, verify, fitted: see `generate`.
-        progress: called with (layers done, layers) during the prefill.
-        spare: tokens by which the capacity should exceed the need of this call, if the context allows.
-        returns_state: whether the caller may ask for the state. Otherwise none is kept for a stop string.
+        progress: called with (layers done, number of layers) after each layer of the prefill.
+        spare: number of tokens that the capacity should have beyond the need of this call. The model's context limits
+            the capacity.
+        returns_state: whether the caller may ask for the final state. If not, no fork is kept for stop strings.
     """
 
     policy: Policy | None = None
@@ -63,7 +64,7 @@ class GenerateOptions:
     returns_state: bool = True
 
     def check(self, params: Params) -> None:
-        """Raise ConfigError or CapacityError where a setting is out of range for the model."""
+        """Raise ConfigError or CapacityError if a setting is out of range for the model."""
         count = self.max_new_tokens
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise ConfigError(f"max_new_tokens must be an integer of at least 0, got {count!r}")
@@ -76,11 +77,13 @@ class GenerateOptions:
             )
 
     def fetch_mode(self) -> str:
-        """The resolved fetch mode, or that of the state, if there is one. Verifying needs a mode that offloads.
+        """Return the fetch mode to use: that of the state if there is one, else the resolved `fetch`.
+
+        With `verify` and without a state, "auto" means "device_put", because only offloaded rows can be verified.
 
         Raises:
-            StateMismatch: the mode is not that of the state.
-            ConfigError: the mode is unknown, or a resident state was to be verified.
+            StateMismatch: `fetch` is another mode than that of the state.
+            ConfigError: the mode is unknown, or `verify` is used with the mode "resident".
         """
         mode = resolve_fetch(self.fetch)
         if self.verify and self.fetch == "auto":
@@ -94,7 +97,11 @@ class GenerateOptions:
         return mode
 
     def needed_capacity(self, params: Params, longest: int) -> int:
-        """Tokens that a row may hold, when the longest prompt has `longest` tokens. Raises CapacityError."""
+        """Return the capacity to allocate for each row. The longest prompt has `longest` tokens.
+
+        Raises:
+            CapacityError: that prompt and `max_new_tokens` do not fit.
+        """
         context = params.config.context
         needed = longest + self.max_new_tokens
         limit = context if self.capacity is None else self.capacity

@@ -10,17 +10,17 @@ from jshadow.cache.state import KVState
 
 
 def replicated_sharding(weights: dict) -> Sharding | None:
-    """A sharding that repeats an array on every device of the weights; None where one device holds all weights."""
+    """Return the sharding that copies an array to every device of the weights, or None if one device has them all."""
     sharding = jax.tree.leaves(weights)[0].sharding
     return NamedSharding(sharding.mesh, PartitionSpec()) if len(sharding.device_set) > 1 else None
 
 
 def commit(state: KVState, everywhere: Sharding | None = None) -> KVState:
-    """The state with every leaf bound to its device and memory, as a step returns it.
+    """Return the state with every array committed to its device and memory, like the arrays that a step returns.
 
-    A fresh array is bound to no device. JAX compiles one program for bound arrays and another for unbound arrays.
+    A new array is uncommitted. JAX compiles one program for committed arrays and another for uncommitted arrays.
     Without this function, the first and the second step after a prefill would each be compiled. Nothing is copied,
-    unless `everywhere` is given: then an array that lies on one device is copied to all.
+    unless `everywhere` is given: then an array that lies on one device is copied to all devices.
     """
 
     def bind(leaf: Any) -> Any:

@@ -44,11 +44,11 @@ from jshadow.policies.checks import reads_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.weights.params import Params
 
-LOGITS_PIECE = 256  # tokens of float32 logits that exist at once for a callable
+LOGITS_PIECE = 256  # if `logits` is a callable, the number of tokens whose float32 logits exist at once
 
 
 def run_job(job: PrefillJob) -> list[tuple[Any, KVState]]:
-    """(logits, state) for each policy of a prefill."""
+    """Run a prefill, and return (logits, state) for each policy."""
     params, config, options = job.params, job.params.config, job.options
     row_lengths, width = jnp.asarray(job.lengths), job.tokens.shape[1]
     count, size = pieces_of(width, options.prefill_chunk, job.attention.multiple if job.attention else 1)
@@ -80,7 +80,10 @@ def run_job(job: PrefillJob) -> list[tuple[Any, KVState]]:
 
 
 def compress_all(job: PrefillJob, index: int, prompt: PromptKV) -> list[LayerState]:
-    """Each policy's state of layer `index`. Its host rows may still be on their way to the host."""
+    """Compress the prompt in layer `index`, and return the layer's state for each policy.
+
+    The host rows may not have been copied completely yet.
+    """
     states = []
     for plan in job.plans:
         spec = plan[index]
@@ -92,7 +95,7 @@ def compress_all(job: PrefillJob, index: int, prompt: PromptKV) -> list[LayerSta
 
 
 def first_states(job: PrefillJob, layers: list[list[LayerState]]) -> list[KVState]:
-    """The state of each policy before any step."""
+    """Return the state of each policy after the prompt, before any step."""
     batch, fitted = len(job.lengths), job.options.fitted
     last = job.tokens[np.arange(batch), job.lengths - 1]
     states = []
@@ -136,7 +139,10 @@ def tries_a_step(policy: Policy) -> bool:
 
 
 def foresee(weights: dict, config: ModelConfig, token: Array, state: KVState) -> KVState:
-    """The state after a trial step on a token, int32 [B], of which only what the policy adopts is kept."""
+    """Return the state after a trial step on `token`, int32 [B], if its policy needs one.
+
+    The step is then undone. Only the parts that the policy adopts are kept.
+    """
     if not tries_a_step(state.policy):
         return state
     reads, writes = state.split()
@@ -195,21 +201,24 @@ def prefill_many(
     progress: Progress | None = None,
     attention: PrefillAttention | None = None,
 ) -> list[tuple[Array, KVState]] | list[tuple[Joined, KVState]]:
-    """Prefill once and let every policy compress each layer.
+    """Prefill a batch of prompts once, and make one state for each policy.
 
     Args:
-        params: Params.
+        params: the model.
         tokens, lengths: as in `prefill`.
         policies: one state is made for each policy.
         capacity, fitted, logits, prefill_chunk: as in `prefill`.
         fetch: one mode for all, or one for each policy.
-        shortest: the number of tokens of the shortest prompt for which windows are sized. A rounded number lets prompts
-            of similar lengths share one compiled step. None: the real length.
-        progress: called with (layers done, layers) as they finish.
+        shortest: number of tokens of the shortest prompt, by which windows are sized. A number that is rounded down
+            lets prompts of similar lengths share one compiled step. None means the real number.
+        progress: called with (layers done, number of layers) after each layer.
         attention: as in `prefill`.
 
     Returns:
         (logits, state) for each policy. All have the same logits array.
+
+    Raises:
+        PromptError, CapacityError, ConfigError, HostMemoryError: as in `prefill`.
     """
     options = PrefillOptions(capacity, fitted, logits, prefill_chunk, shortest, progress, attention)
     return run_job(check_job(params, tokens, lengths, policies, fetch, options))
@@ -250,32 +259,34 @@ def prefill(
     prefill_chunk: int = 2048,
     attention: PrefillAttention | None = None,
 ) -> tuple[Array, KVState] | tuple[Joined, KVState]:
-    """Run a ragged batch of prompts through the model and make its KV state.
+    """Run a ragged batch of prompts through the model. Return logits and the KV state of the prompts.
 
     Args:
-        params: Params.
-        tokens: int32 [B, S], right padded.
-        lengths: int32 [B], real tokens of each row, at least 1.
+        params: the model.
+        tokens: token ids, int32 [B, S], right padded.
+        lengths: number of real tokens of each row, int32 [B], at least 1.
         policy: how keys and values are kept. None means ShadowKV().
-        capacity: tokens that a row may ever hold.
+        capacity: maximum number of tokens that a row can ever hold, prompt included.
         fetch: "auto", "resident", "device_put" or "zero_copy".
-        fitted: arrays that the policy learned.
-        logits: "last": [B, V] at each row's last real token; "all": [B, S, V]; or a callable that is given the
-            float32 logits [B, P, V] of one piece of tokens after another and whose results [B, P, ...] are joined.
-        prefill_chunk: tokens that go through a layer at once. Smaller pieces take less device memory
+        fitted: arrays that the policy learned, or None.
+        logits: which logits to return. "last": [B, V], for each row's last real token. "all": [B, S, V]. A callable:
+            it is called with the float32 logits [B, P, V] of each piece of P tokens, and its results [B, P, ...] are
+            concatenated.
+        prefill_chunk: number of tokens that go through a layer at once. Smaller pieces take less device memory
             (`planning.prefill_peak` computes how much) and give the same result.
-        attention: how the prompt's queries attend to each other (`VerticalSlash()` and others). None means exact
-            attention, or the policy's own. Keys, values and the scores by which a policy chooses them stay dense.
+        attention: the sparse attention of the prompt (`VerticalSlash()` and others). None means exact attention, or the
+            policy's own. Keys and values of all tokens are computed in any case. A policy that chooses tokens by
+            attention scores also computes the scores of all tokens.
 
     Returns:
-        float32 logits, and the state.
+        The float32 logits, or the joined results of the callable, and the state.
 
     Raises:
         PromptError: the batch or a row is empty, the shapes are wrong, or a token id is out of range.
         CapacityError: a prompt exceeds the capacity, or the capacity exceeds the model's context.
         ConfigError: a policy setting, fetch mode, logits choice or prefill_chunk is out of range; `fitted` does not fit
-            the policy; or `attention` is no PrefillAttention, is for another model, or is given for a policy that has
-            its own.
+            the policy; or `attention` is not a PrefillAttention, was found on another model, or is given although the
+            policy has its own.
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
     options = PrefillOptions(capacity, fitted, logits, prefill_chunk, None, None, attention)

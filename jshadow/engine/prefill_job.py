@@ -1,4 +1,4 @@
-"""A prefill before it runs: checks its arguments, resolves its policies, and chooses its attention."""
+"""The preparation of a prefill: its arguments are checked, its policies resolved, and its attention chosen."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from jshadow.weights.params import Params
 
 @dataclasses.dataclass(frozen=True)
 class PrefillOptions:
-    """The settings that all policies of one prefill share; see `prefill_many`."""
+    """The settings that all policies of a prefill share. They are arguments of `prefill_many`."""
 
     capacity: int
     fitted: Fitted | None
@@ -39,18 +39,18 @@ class PrefillOptions:
 
 @dataclasses.dataclass(frozen=True)
 class PrefillJob:
-    """One prefill whose arguments are checked.
+    """A prefill that can run: its arguments are checked.
 
     Attributes:
         params: the model.
-        tokens: int32 [B, S], zeros behind each row's real tokens.
-        lengths: real tokens of each row, int32 [B].
+        tokens: token ids, int32 [B, S], with zeros after each row's real tokens.
+        lengths: number of real tokens of each row, int32 [B].
         policies: the resolved policies.
-        plans: for each policy the CacheSpec of every layer.
-        everywhere: the sharding of the states where the weights lie on several devices, or None.
-        attention: replaces exact attention, or None.
-        learned: arrays [L, ...] of `PrefillAttention.prepared`, or None.
-        options: the settings that the policies share.
+        plans: for each policy, the CacheSpec of every layer.
+        everywhere: if the weights lie on several devices, the sharding that copies a state to all of them; else None.
+        attention: the attention that replaces exact attention, or None.
+        learned: the settings of `attention` as arrays [L, ...], from `PrefillAttention.prepared`, or None.
+        options: the settings that all policies share.
     """
 
     params: Params
@@ -64,7 +64,10 @@ class PrefillJob:
     options: PrefillOptions
 
     def layer_plan(self, index: int, size: int) -> LayerPlan:
-        """The static arguments of layer `index`, when a piece has `size` tokens."""
+        """Return the static arguments of `prefill_layer` for layer `index`.
+
+        The prompt is processed in pieces of `size` tokens.
+        """
         config, policies = self.params.config, [plan[index].policy for plan in self.plans]
         kind = config.attention_kind(index)
         if self.options.attention:
@@ -85,7 +88,7 @@ def check_job(
     fetch: str | Sequence[str],
     options: PrefillOptions,
 ) -> PrefillJob:
-    """Check the arguments and return a prefill that can run. Raises the errors of `prefill`."""
+    """Check the arguments of `prefill_many`, and return a prefill that can run. Raises the errors of `prefill`."""
     config, fitted = params.config, options.fitted
     token_ids, row_lengths = check_tokens(config, tokens, lengths, least=1)
     check_logits(options.logits)
@@ -120,14 +123,16 @@ def check_job(
 
 
 def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None) -> PrefillAttention | None:
-    """The attention of a prefill; None: exact attention.
+    """Return the attention that replaces exact attention in a prefill, or None for exact attention.
+
+    It is the policy's own attention if the policy has one, and `attention` otherwise.
 
     Raises:
-        ConfigError: a policy has its own attention, but shares this prefill with another policy or attention.
+        ConfigError: a policy has its own attention, and `attention` or a different policy is also given.
     """
     own = [attention_of(policy) for policy in policies]
     changed = [innermost(policy).name for policy, its in zip(policies, own, strict=True) if its is not None]
-    # The layers of a wrapped policy may differ, so only equal policies are known to attend alike.
+    # The layers of a wrapped policy may differ, so only equal policies are known to have the same attention.
     if changed and (len(set(policies)) > 1 or attention is not None):
         raise ConfigError(
             f"{changed[0]} attends to a prompt in its own way: it takes no prefill= and shares its prefill with no "
@@ -139,10 +144,13 @@ def own_attention(policies: Sequence[Policy], attention: PrefillAttention | None
 def prepared_attention(
     policies: Sequence[Policy], attention: PrefillAttention | None, config: ModelConfig
 ) -> tuple[PrefillAttention | None, Any]:
-    """The attention of a prefill and its arrays [L, ...]; (None, None): exact attention.
+    """Return the attention that replaces exact attention in a prefill, and its settings as arrays.
+
+    The first axis of each array is the layer. Return (None, None) for exact attention.
 
     Raises:
-        ConfigError: it is no PrefillAttention, is for another model, or is given for a policy that has its own.
+        ConfigError: `attention` is not a PrefillAttention, was found on another model, or is given although a policy
+            has its own.
     """
     if attention is not None and not isinstance(attention, PrefillAttention):
         raise ConfigError(f"prefill must be a PrefillAttention such as VerticalSlash(), or None, got {attention!r}")

@@ -1,6 +1,6 @@
 """One layer of a prefill: the compiled block over a prompt in pieces, and the compression of its keys and values.
 
-B rows, S prompt tokens, P tokens of a piece, D model width, h_q query heads, h_kv KV heads, d head width, w trailing
+B rows, S prompt tokens, P tokens of a piece, D model width, h_q query heads, h_kv KV heads, d head width, w last
 queries of a row.
 """
 
@@ -23,22 +23,22 @@ from jshadow.ops.rope import rotation
 from jshadow.policies.capabilities import OwnPrefill
 from jshadow.policies.prefill_attention import PrefillAttention, PrefillPiece
 
-# Computes the attention of one piece from its queries and the prompt up to its last token. Returns the output, and
-# what later pieces need.
+# Computes the attention of one piece from its queries and the prompt up to its last token. Returns the output and a
+# value that is passed on to the next piece.
 PieceAttention = Callable[[PrefillPiece, PromptKV], tuple[Array, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerPlan:
-    """The static arguments of the compiled layer. Layers with equal plans share one compiled program.
+    """The static arguments of `prefill_layer`. Layers with equal plans share one compiled program.
 
     Attributes:
         config: the model.
         kind: the rotation and the window of this layer's attention.
-        needs_all: a policy reads all queries and the log-sum-exp of their scores.
-        q_tail: how many trailing queries of each row the policies read.
-        size: tokens in a piece; it divides the padded prompt.
-        attention: replaces exact attention; None: exact attention.
+        needs_all: whether a policy reads all queries and the log-sum-exps of their scores.
+        q_tail: number of last queries of each row that the policies read.
+        size: number of tokens in a piece. It divides the width of the padded prompt.
+        attention: the attention that replaces exact attention, or None.
     """
 
     config: ModelConfig
@@ -49,7 +49,7 @@ class LayerPlan:
     attention: PrefillAttention | None = None
 
     def empty_prompt(self, lengths: Array, tokens: int, dtype: Any) -> PromptKV:
-        """Zeros for the keys and values of `tokens` tokens of each row."""
+        """Return a PromptKV with `tokens` tokens in each row, in which all keys and values are zeros."""
         config, batch = self.config, len(lengths)
 
         def zeros(*shape: int, dtype: Any = dtype) -> Array:
@@ -68,7 +68,10 @@ class LayerPlan:
         )
 
     def exact(self, piece: PrefillPiece, prompt: PromptKV) -> tuple[Array, PromptKV]:
-        """Exact attention of a piece. The prompt gets the piece's queries and log-sum-exps, if a policy reads them."""
+        """Compute exact attention of a piece. Return the output [B, P, h_q, d] and the prompt.
+
+        If a policy reads them, the queries and log-sum-exps of the piece are added to the prompt.
+        """
         out, lse = piece_attention(
             piece.q_post,
             prompt.k_post,
@@ -96,7 +99,10 @@ class LayerRun:
     inverse: np.ndarray
 
     def piece(self, index: Array, x: Array, prompt: PromptKV, attend: PieceAttention) -> tuple[Array, Any]:
-        """The block's output for one piece of the hidden states x [B, S, D], and the second result of `attend`."""
+        """Apply the block to piece number `index` of the hidden states x [B, S, D].
+
+        Return the output [B, P, D] and the second result of `attend`.
+        """
         plan, lengths = self.plan, self.lengths
         first = index * plan.size
         positions = first + jnp.arange(plan.size, dtype=jnp.int32)
@@ -123,17 +129,17 @@ class LayerRun:
 def prefill_layer(
     weights: dict, x: Array, lengths: Array, inverse: np.ndarray, learned: Any = None, *, plan: LayerPlan
 ) -> tuple[Array, PromptKV]:
-    """One block over the prompt, piece after piece.
+    """Apply one block to the prompt, piece after piece.
 
-    The hidden states and the layer's keys and values, to which later pieces attend, are written in place. All other
-    arrays are no larger than a piece.
+    The hidden states and the layer's keys and values are written in place. Later pieces attend to these keys and
+    values. All other arrays have at most the size of a piece.
 
     Args:
         weights: the weights of this layer.
-        x: hidden states [B, S, D]; donated.
-        lengths: real tokens of each row, int32 [B].
-        inverse: angle per position of each rotated pair, float32 [d / 2].
-        learned: this layer's arrays of `PrefillAttention.prepared`, or None.
+        x: hidden states [B, S, D]. They are donated.
+        lengths: number of real tokens of each row, int32 [B].
+        inverse: angle per position of each rotated pair, float32 [rotary_dim / 2].
+        learned: this layer's slice of the arrays of `PrefillAttention.prepared`, or None.
         plan: the static arguments.
 
     Returns:
@@ -180,17 +186,17 @@ def prefill_layer(
 
 
 def put(whole: Array, piece: Array, first: Array) -> Array:
-    """whole [B, S, ...] with piece [B, P, ...] at tokens first .. first + P - 1."""
+    """Return whole [B, S, ...] with piece [B, P, ...] written at tokens first .. first + P - 1."""
     return lax.dynamic_update_slice_in_dim(whole, piece.astype(whole.dtype), first, axis=1)
 
 
 def tail_queries(tail: Array | None, q: Array, lengths: Array, first: Array) -> Array | None:
-    """Copy into tail [B, w, h_q, d] those of each row's last w real queries that this piece has.
+    """Return `tail` with those of each row's last w real queries that are in this piece.
 
     Args:
-        tail: the last queries found so far, or None.
+        tail: the last queries that earlier pieces had [B, w, h_q, d]. None if no policy reads them.
         q: the piece's queries [B, P, h_q, d].
-        lengths: real tokens of each row, int32 [B].
+        lengths: number of real tokens of each row, int32 [B].
         first: position of the piece's first token.
     """
     if tail is None:
@@ -205,10 +211,11 @@ def tail_queries(tail: Array | None, q: Array, lengths: Array, first: Array) -> 
 def piece_attention(
     q: Array, k: Array, v: Array, first: Array, with_lse: bool, *, scale: float, window: int | None = None
 ) -> tuple[Array, Array | None]:
-    """Causal attention of a piece. On a GPU, cuDNN computes it for a prompt that is one piece.
+    """Compute causal attention of a piece. Return the output, and the log-sum-exps of the scores or None.
 
-    cuDNN cannot compute other pieces, because its causal mask begins at the first key. It is not used for
-    log-sum-exps either, because JAX returns them in the output's dtype, which is too coarse to merge pieces.
+    On a GPU, cuDNN computes it if the prompt is a single piece. cuDNN cannot compute other pieces, because its causal
+    mask begins at the first key. It is not used with `with_lse`, because JAX returns log-sum-exps in the output's
+    dtype, which is too coarse to merge pieces. The log-sum-exps are None only if cuDNN was used.
     """
     fused = jax.default_backend() == "gpu" and q.dtype in (jnp.bfloat16, jnp.float16)
     if fused and q.shape[1] == k.shape[1] and not with_lse:
@@ -220,7 +227,7 @@ def piece_attention(
 
 
 def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
-    """The prompt without the arrays that this policy does not read. Several policies may share one prefill."""
+    """Return the prompt without the arrays that the policy of `spec` does not read. Another policy may read them."""
     reads = spec.policy.reads
     tail = prompt.q_tail[:, -reads.last_queries :] if prompt.q_tail is not None and reads.last_queries else None
     everything = reads.all_queries
@@ -234,6 +241,9 @@ def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:
 
 @functools.partial(jax.jit, static_argnames=("spec",))
 def compress_layer(prompt: PromptKV, fitted: Any, *, spec: CacheSpec) -> tuple[LayerState, Any]:
-    """The state that a policy makes of a prompt, and the write that fills its host tier. `spec.layer` is None."""
+    """Compress the prompt in one layer. Return the layer's state, and the write that fills its host tier.
+
+    `spec.layer` must be None, so that all layers share one compiled program.
+    """
     state, write = spec.policy.compress(spec, spec.policy.init(spec, fitted), prompt, fitted)
     return state.replace(host=HostTier()), write

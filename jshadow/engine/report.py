@@ -1,4 +1,4 @@
-"""The report of a generation: measured bytes, counted tokens, and seconds with compilation apart."""
+"""The report of a generation: measured bytes, counted tokens, and seconds, with compilation counted separately."""
 
 import dataclasses
 from typing import Any
@@ -26,7 +26,7 @@ class CompileClock:
 
     @classmethod
     def on_event(cls, event: str, duration_secs: float, **_: Any) -> None:
-        """Add one of JAX's monitoring events."""
+        """Add the duration of a JAX monitoring event if it belongs to compilation."""
         if event in COMPILE_EVENTS:
             cls.seconds += duration_secs
             cls.programs += event == COMPILE_EVENTS[-1]
@@ -37,34 +37,38 @@ jax.monitoring.register_event_duration_secs_listener(CompileClock.on_event)
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The figures of one row of a generation. Bytes are the row's share of the state at its allocated capacity.
+    """The figures of one row of a generation.
+
+    Bytes are those that the row takes in the state, at its allocated capacity.
 
     Attributes:
         policy: the resolved policy that ran.
         fetch: the fetch mode.
-        prompt_tokens: tokens of the prompt. If a state was continued, those of this turn alone.
-        generated_tokens: tokens that were sampled, with a stop token or the tokens of a stop string.
-        attended_tokens: tokens that a query attended to, mean over decode steps, layers and heads. Window, outliers
-            and generated tokens count. None if no step ran.
-        attended_parts: tokens of each part that the last query attended to, mean over layers and heads: "selected",
-            "outliers", "window" (without generated tokens), "generated". Empty if no step ran.
+        prompt_tokens: number of tokens in the prompt. If a state was continued, only those of this turn.
+        generated_tokens: number of sampled tokens, including a stop token or the tokens of a stop string.
+        attended_tokens: number of tokens that a query attended to, as a mean over decode steps, layers and heads. It
+            includes the window, outliers and generated tokens. None if no step ran.
+        attended_parts: number of tokens of each part that the last query attended to, as a mean over layers and heads.
+            The parts are "selected", "outliers", "window" (without generated tokens) and "generated". Empty if no step
+            ran.
         device_bytes: KV bytes in device memory.
         host_bytes: KV bytes in host memory.
         full_bytes: KV bytes of full attention at the same capacity.
         bytes_fetched: bytes moved from host to device in this generation.
-        hit_rate: share of the selected units that the previous step had selected too. None if nothing is selected.
+        hit_rate: share of the selected units (such as chunks) that the previous step had also selected. None if the
+            policy selects nothing.
         prefill_seconds: seconds of the prefill of the whole batch, without compilation.
         decode_seconds: seconds of the decode steps of the whole batch, without compilation.
         compile_seconds: seconds of tracing, lowering and compiling, for the whole batch.
         decode_tokens_per_second: tokens per second of the whole batch. None if no step ran.
         verified_steps: steps in which the offloaded path was compared with the resident path. None without `verify`.
         fallback: why a dense cache was used instead of the policy, or None.
-        prefill: how the prompt's queries attended to each other: "exact", or the sparse attention with its settings.
-            None if a state was continued.
+        prefill: the attention of the prompt: "exact", or the sparse attention with its settings. None if a state was
+            continued.
         device_kind: the device that holds the state, as JAX names it ("NVIDIA H100 80GB HBM3").
-        dtype: of the weights and the cache.
-        large_cache: one sentence on the largest parts of the state, where it takes more device bytes than full
-            attention; else None.
+        dtype: dtype of the weights and the cache.
+        large_cache: a sentence about the largest parts of the state if it takes more device bytes than full attention,
+            else None.
     """
 
     policy: Any
@@ -90,13 +94,13 @@ class Report:
     large_cache: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The report as JSON values. The policy is given by its name and settings."""
+        """Return the report as values for JSON. The policy is given by its name and settings."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return values | {"policy": {"name": self.policy.name, **policy_settings(self.policy)}}
 
 
 def measured_bytes(state: KVState) -> dict[str, int]:
-    """KV bytes of a state's arrays by the memory in which they lie: {"device": n, "host": n}."""
+    """Return the KV bytes of a state in each memory: {"device": bytes, "host": bytes}."""
     sizes = {"device": 0, "host": 0}
     for leaf in jax.tree.leaves((state.layers, state.shared, state.fitted)):
         sizes["device" if leaf.sharding.memory_kind in (None, "device") else "host"] += leaf.nbytes
@@ -104,7 +108,13 @@ def measured_bytes(state: KVState) -> dict[str, int]:
 
 
 def explain_large_cache(state: KVState, device_bytes: int, dense_bytes: int) -> str | None:
-    """One sentence on the largest device parts of a row, where it takes more bytes than full attention; else None."""
+    """Return a sentence about the largest parts of a state, or None if it is not larger than a dense cache.
+
+    Args:
+        state: the state.
+        device_bytes: device bytes of one row of the state.
+        dense_bytes: bytes of one row of full attention at the same capacity.
+    """
     if device_bytes <= dense_bytes:
         return None
     parts = {name: device // state.batch for name, (device, _) in state_nbytes(state).items()}
@@ -119,11 +129,13 @@ def explain_large_cache(state: KVState, device_bytes: int, dense_bytes: int) -> 
 
 
 def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, float]]:
-    """Tokens of each part that each row's last query attended to, mean over layers; {} for a row that generated none.
+    """Return the number of tokens of each part that each row's last query attended to, as a mean over layers.
+
+    A row that holds no generated token gets {}.
 
     Args:
         state: the state after the step.
-        generated: generated tokens that each row holds, int [B].
+        generated: number of generated tokens that each row holds, int [B].
     """
     totals: dict[str, Any] = {}
     for spec, layer in zip(state.specs, state.layers, strict=True):
@@ -139,7 +151,14 @@ def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, floa
 
 
 def row_figures(before: Counters, after: Counters, row: int, num_layers: int) -> dict[str, Any]:
-    """attended_tokens, hit_rate and bytes_fetched of one row between two readings of the counters."""
+    """Return attended_tokens, hit_rate and bytes_fetched of one row, for the time between two readings of the counters.
+
+    Args:
+        before: the counters at the first reading, as NumPy arrays [B].
+        after: the counters at the second reading.
+        row: index of the row.
+        num_layers: number of layers of the model.
+    """
 
     def gained(name: str) -> Any:
         new, old = (np.asarray(getattr(counters, name))[row] for counters in (after, before))

@@ -11,20 +11,20 @@ from jshadow.weights.params import Params
 
 
 class FinalStates:
-    """The final states of a batch. The last sampled token of a row is fed when its state is first asked for.
+    """The final states of the rows of a batch. A row's last sampled token is fed when its state is first asked for.
 
     A row that a stop string ended may have an older state than its neighbors. Rows with the same state share it.
     """
 
     def __init__(self, params: Params, rows: list[tuple[KVState, list[int]]]) -> None:
-        """For each row, a state of the whole batch, and the tokens that the row must still be fed."""
+        """Take for each row a state of the whole batch, and the tokens that are still to be fed to the row."""
         self.params = params
         self.states = {id(state): state for state, _ in rows}
         self.keys = [id(state) for state, _ in rows]
         self.unfed = [list(tokens) for _, tokens in rows]
 
     def of_row(self, row: int) -> KVState:
-        """The state of the batch in which this row holds the prompt and all of its tokens."""
+        """Return the state of the batch in which this row holds its prompt and all its tokens."""
         key = self.keys[row]
         sharing = [self.keys[other] == key for other in range(len(self.keys))]
         while any(active := [mine and bool(unfed) for mine, unfed in zip(sharing, self.unfed, strict=True)]):
@@ -42,8 +42,8 @@ class Generation:
 
     Attributes:
         text: the new text without the stop token or the stop string; None without a tokenizer.
-        tokens: the new token ids that `state` holds. A stop token is one of them. The tokens of a stop string are not,
-            nor is a token in which the stop string begins behind other text.
+        tokens: the new token ids that `state` holds. A stop token is included. The tokens of a stop string are left
+            out. If a stop string begins in the middle of a token, the whole token is left out.
         report: bytes, counts and seconds of this generation.
     """
 
@@ -55,7 +55,7 @@ class Generation:
 
     @property
     def state(self) -> KVState:
-        """The KV state for the next turn (`generate(state=...)`, which consumes it): the prompt, then `tokens`.
+        """The KV state after the prompt and `tokens`. `generate(state=...)` continues it with the next turn.
 
         The last token is fed when the state is first asked for.
         """

@@ -11,22 +11,23 @@ from jaxtyping import Array, Float, Int, Key
 from jshadow.errors import ConfigError
 from jshadow.models.config import check_positive
 
-COLDEST = 1e-30  # lower temperatures count as this one, at which the smaller of two logits is never drawn
+COLDEST = 1e-30  # lower temperatures are raised to this one, at which only a token with the largest logit is drawn
 
-NO_TOKEN = -1  # in place of a token that could not be drawn
+NO_TOKEN = -1  # the token of a row in which none could be drawn
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampler:
     """How the next token is drawn. The default is greedy: the most likely token, the lower id in a tie.
 
-    The filters apply in this order to the logits divided by the temperature; the most likely token always stays.
+    The logits are divided by the temperature. Then the filters apply in the order below. A filter that is None is off.
+    The most likely token is always kept.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: divisor of the logits. 0 means greedy.
         top_k: keep the k most likely tokens.
         top_p: keep the fewest tokens whose probabilities sum to at least p.
-        min_p: keep tokens whose probability is at least this share of the most likely token's.
+        min_p: keep tokens whose probability is at least min_p times that of the most likely token.
     """
 
     temperature: float = 0.0
@@ -46,10 +47,10 @@ class Sampler:
 
 
 def seed_key(seed: int) -> Key[Array, ""]:
-    """The PRNG key of a seed of 64 bits.
+    """Return the PRNG key for a 64-bit seed.
 
-    jax.random.key reads the low 32 bits of a seed alone, unless x64 is enabled. The high 32 bits are folded in where
-    they are not 0, so a seed below 2**32 has the key that jax.random.key gives it.
+    Unless x64 is enabled, jax.random.key reads only the low 32 bits of a seed. So the high 32 bits are folded into the
+    key if they are not 0. A seed from 0 to 2**32 - 1 has the same key as with jax.random.key.
     """
     low, high = np.uint32(int(seed) & 0xFFFFFFFF), np.uint32(int(seed) >> 32 & 0xFFFFFFFF)
     key = jax.random.key(low)
@@ -65,7 +66,7 @@ def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -
         key: PRNG key. Row b draws with fold_in(key, b), so a row does not depend on its neighbors.
 
     Returns:
-        int32 [B].
+        The drawn token ids, int32 [B].
     """
     if sampler.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -77,12 +78,15 @@ def sample(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -
 
 
 def sample_checked(sampler: Sampler, logits: Float[Array, "B V"], key: Key[Array, ""]) -> Int[Array, " B"]:
-    """`sample`, with NO_TOKEN for a row in whose logits there is a NaN. argmax would give the place of the NaN."""
+    """Draw a token for each row as `sample` does, int32 [B]. A row whose logits contain a NaN gets NO_TOKEN.
+
+    Without this check, argmax would return the index of the NaN.
+    """
     return jnp.where(jnp.isnan(logits).any(axis=-1), NO_TOKEN, sample(sampler, logits, key))
 
 
 def filter_logits(sampler: Sampler, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """Logits [B, V], with -inf for the tokens that a filter of the sampler drops."""
+    """Return the logits [B, V] with -inf for the tokens that a filter of the sampler drops."""
     if sampler.top_k is not None and sampler.top_k < logits.shape[-1]:
         # By rank and not by value: with a tie at the cut, the lower ids and exactly k tokens are kept.
         chosen = jax.lax.top_k(logits, sampler.top_k)[1]

@@ -1,4 +1,4 @@
-"""Files that jshadow seals with SHA-256 digests: their header, and tensors that are checked as they are read."""
+"""Reading files that hold SHA-256 digests of their header and tensors. All digests are checked."""
 
 import contextlib
 import itertools
@@ -14,16 +14,28 @@ from jshadow.errors import CheckpointError
 from jshadow.weights.convert.safetensors_file import TensorFile
 from jshadow.weights.digest import canonical, raw_bytes, sha256
 
-THREADS = 4  # that read and hash; both let go of Python's lock
+THREADS = 4  # number of threads that read and hash; both release Python's global lock
 
 
 def header_digest(texts: Mapping[str, str], table: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    """SHA-256 of the parsed header. Offsets follow from the sizes, because the format allows no gap and no overlap."""
+    """Return the SHA-256 of the parsed header: the metadata `texts`, and the dtype tag and shape of each tensor.
+
+    Offsets are left out. They follow from the sizes, because the format allows no gap and no overlap.
+    """
     return sha256(canonical({"metadata": dict(texts), "tensors": {name: list(entry) for name, entry in table.items()}}))
 
 
 def open_described(path: Path, kind: str, form: str, version: int) -> tuple[TensorFile, dict[str, str], dict[str, str]]:
-    """Open a file that jshadow wrote and check its header. Returns the file, its texts, and each tensor's SHA-256.
+    """Open a file that jshadow wrote, and check its header.
+
+    Args:
+        path: the file.
+        kind: description of the kind of file, for error messages.
+        form: the required format name in the metadata.
+        version: the required format version.
+
+    Returns:
+        The file, its metadata texts, and the SHA-256 of each tensor.
 
     Raises:
         CheckpointError: the file is missing, damaged, not of this kind, or of a newer format.
@@ -47,7 +59,7 @@ def open_described(path: Path, kind: str, form: str, version: int) -> tuple[Tens
 
 @contextlib.contextmanager
 def described(path: Path, kind: str) -> Iterator[None]:
-    """Turn the errors of reading metadata into a CheckpointError."""
+    """A context manager that turns errors of reading metadata into a CheckpointError."""
     try:
         yield
     except CheckpointError:
@@ -65,19 +77,19 @@ def read_checked(file: TensorFile, name: str, digests: Mapping[str, str]) -> np.
 
 
 def read_all_checked(file: TensorFile, digests: Mapping[str, str], spare: int) -> dict[str, np.ndarray]:
-    """Read and check every tensor of a file, in a few threads.
+    """Read and check every tensor of a file, in a few threads. Return those that fit into memory.
 
     Args:
         file: the file.
         digests: SHA-256 of each tensor.
-        spare: bytes that the returned tensors may take in all.
+        spare: maximum number of bytes of all returned tensors together.
 
     Returns:
-        The tensors in the order of the file, as many as fit into `spare` bytes; "lengths" always. The others are
-        checked too.
+        Tensors by name. In the order of the file, each tensor that still fits into `spare` bytes is returned. "lengths"
+        is always returned. The other tensors are only checked.
 
     Raises:
-        CheckpointError: a tensor cannot be read, or is damaged; the first one in the order of the file.
+        CheckpointError: a tensor cannot be read or is damaged. The message names the first such tensor in the file.
     """
     kept: dict[str, np.ndarray] = {}
     waiting: deque[tuple[str, Future[np.ndarray]]] = deque()
@@ -85,7 +97,7 @@ def read_all_checked(file: TensorFile, digests: Mapping[str, str], spare: int) -
     with ThreadPoolExecutor(THREADS) as pool:
         try:
             while True:
-                # No more tensors are in flight than there are threads, so that little memory is taken beside `kept`.
+                # At most one tensor for each thread is in flight, so that little memory is taken beside `kept`.
                 for name in itertools.islice(names, THREADS - len(waiting)):
                     waiting.append((name, pool.submit(read_checked, file, name, digests)))
                 if not waiting:

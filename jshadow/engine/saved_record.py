@@ -1,4 +1,4 @@
-"""The record of a saved state: its model, policy and sizes as plain JSON. Lists the differences to another model."""
+"""The record of a saved state: its model, policy and sizes as JSON, and a comparison with another model."""
 
 import dataclasses
 import json
@@ -25,17 +25,17 @@ NOTHING = type("Nothing", (), {"__repr__": lambda self: "nothing"})()
 
 @dataclasses.dataclass(frozen=True)
 class StateRecord:
-    """The metadata of a file. Each attribute is stored as a JSON text.
+    """The metadata of a saved state. Each attribute is stored as a JSON text.
 
     Attributes:
         config: every field of the ModelConfig.
-        weights: Params.digest.
-        tokenizer: Params.tokenizer_digest.
+        weights: `Params.digest`.
+        tokenizer: `Params.tokenizer_digest`.
         policy: {"name", "settings"} of the resolved policy.
         fitted: digest of the policy's fitted arrays, or None.
-        fitted_tree: their nested dict with [dtype, shape] for each array, or None.
-        batch, capacity, dtype, fetch: of every layer's CacheSpec.
-        windows: window of each layer's CacheSpec.
+        fitted_tree: the nested dict of these arrays, with [dtype, shape] in place of each array, or None.
+        batch, capacity, dtype, fetch: these fields of CacheSpec, which are equal in all layers.
+        windows: the window of each layer's CacheSpec.
     """
 
     config: dict[str, Any]
@@ -52,7 +52,7 @@ class StateRecord:
 
     @classmethod
     def of(cls, state: KVState, params: Params) -> "StateRecord":
-        """The record of a state. Raises CheckpointError where JSON cannot hold a setting, or the file an array."""
+        """Return the record of a state. Raises CheckpointError if a setting or an array cannot be stored."""
         return cls(
             config=plain(params.config),
             weights=params.digest,
@@ -68,12 +68,12 @@ class StateRecord:
         )
 
     def texts(self) -> dict[str, str]:
-        """Field -> JSON text."""
+        """Return the JSON text of each field, by its name."""
         return {field.name: canonical(getattr(self, field.name)).decode() for field in dataclasses.fields(self)}
 
     @classmethod
     def read(cls, texts: Mapping[str, str]) -> "StateRecord":
-        """Parse a record from its JSON texts. Raises ValueError naming a field that is missing or of the wrong type."""
+        """Parse a record from its JSON texts. Raises ValueError if a field is missing or has the wrong type."""
         values = {}
         for field in dataclasses.fields(cls):
             values[field.name] = read_json_text(texts, field.name)
@@ -96,7 +96,7 @@ class StateRecord:
         return record
 
     def match(self, params: Params, policy: Policy | None) -> Policy:
-        """The resolved policy of the state, if the record fits params (and policy, if given).
+        """Compare the record with `params`, and with `policy` if it is given. Return the state's resolved policy.
 
         Raises:
             StateMismatch: something differs. The message has a line for each difference.
@@ -115,7 +115,10 @@ class StateRecord:
         return resolved
 
     def match_policy(self, config: ModelConfig, policy: Policy | None) -> tuple[Policy | None, list[str]]:
-        """The resolved policy of the state, and a line for each difference from the given policy."""
+        """Return the resolved policy of the state, and a line for each difference from the given policy.
+
+        The policy is None if it cannot be made.
+        """
         name, settings = self.policy["name"], self.policy["settings"]
         if policy is None and name not in POLICIES | WRAPPERS:
             return None, [f"policy.name: file has {name!r}, POLICIES has {sorted(POLICIES)}; pass policy="]
@@ -130,10 +133,10 @@ class StateRecord:
             return None, [f"policy: file has {self.policy}, which is no policy of this model here: {error}"]
 
     def abstract(self, config: ModelConfig, policy: Policy) -> KVState:
-        """The state as ShapeDtypeStructs.
+        """Return the state with ShapeDtypeStructs in place of arrays.
 
         Raises:
-            ConfigError: this machine cannot hold such a state in its fetch mode.
+            ConfigError: this machine does not support the fetch mode for such a state.
             ValueError: no state has these sizes.
         """
         if len(self.windows) != config.num_layers or self.capacity > config.context:
@@ -154,7 +157,7 @@ class StateRecord:
 
 
 def read_json_text(texts: Mapping[str, str], name: str) -> Any:
-    """The value of one JSON text. Raises ValueError with its name if it is missing or no JSON."""
+    """Return the value of the JSON text `name`. Raises ValueError if it is missing or is not JSON."""
     if name not in texts:
         raise ValueError(f"{name} must be present, got nothing")
     try:
@@ -164,7 +167,7 @@ def read_json_text(texts: Mapping[str, str], name: str) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A setting as a JSON value. Raises CheckpointError if JSON cannot express it."""
+    """Return a setting as a JSON value. Raises CheckpointError if JSON cannot express it."""
     if isinstance(value, Policy):
         return policy_record(value)
     if dataclasses.is_dataclass(value):
@@ -177,24 +180,28 @@ def plain(value: Any) -> Any:
 
 
 def policy_record(policy: Policy) -> dict[str, Any]:
-    """{"name", "settings"} of a policy, with the settings by dotted name."""
+    """Return {"name", "settings"} of a policy, with the settings by dotted name."""
     return {"name": policy.name, "settings": {name: plain(value) for name, value in dotted_settings(policy).items()}}
 
 
 def recorded_policy(name: str, settings: dict[str, Any]) -> Policy:
-    """The policy of a `policy_record`. Raises KeyError, TypeError or ConfigError if there is no such policy."""
+    """Undo `policy_record`: return the policy. Raises KeyError, TypeError or ConfigError if there is none."""
     return with_settings((POLICIES | WRAPPERS)[name](), {key: hashable(value) for key, value in settings.items()})
 
 
 def hashable(value: Any) -> Any:
-    """A JSON value as a setting: a list becomes a tuple, and a policy record becomes a policy."""
+    """Turn a JSON value into a setting, which is hashable: a list becomes a tuple, a policy record a policy."""
     if isinstance(value, dict) and value.keys() == {"name", "settings"}:
         return recorded_policy(**value)
     return tuple(map(hashable, value)) if isinstance(value, list) else value
 
 
 def describe_tree(tree: Any) -> Any:
-    """The nested dict with [dtype, shape] for each array; None for None. Raises CheckpointError for another tree."""
+    """Return a nested dict of arrays with [dtype, shape] in place of each array, or None for None.
+
+    Raises:
+        CheckpointError: the tree is not of this form, or has an array of another dtype than those in TAGS.
+    """
     if tree is None:
         return None
     if isinstance(tree, dict) and all(isinstance(key, str) for key in tree):
@@ -207,7 +214,7 @@ def describe_tree(tree: Any) -> Any:
 
 
 def abstract_tree(tree: Any) -> Any:
-    """ShapeDtypeStructs for a result of `describe_tree`. Raises ValueError or TypeError for anything else."""
+    """Turn a result of `describe_tree` into ShapeDtypeStructs. Raises ValueError or TypeError for anything else."""
     if tree is None:
         return None
     if isinstance(tree, dict):
@@ -219,7 +226,14 @@ def abstract_tree(tree: Any) -> Any:
 
 
 def compare(field: str, theirs: Any, ours: Any, owner: str) -> list[str]:
-    """A line for each difference between the file and the `owner` ("params" or "policy") for which it is loaded."""
+    """Return a line for each difference between two values of a field.
+
+    Args:
+        field: name of the field.
+        theirs: the value in the file. Dictionaries are compared key by key.
+        ours: the value of the object that the file is loaded for.
+        owner: name of that object in the lines, "params" or "policy".
+    """
     if isinstance(theirs, dict) and isinstance(ours, dict):
         keys = sorted(theirs.keys() | ours.keys())
         return [

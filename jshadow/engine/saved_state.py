@@ -1,10 +1,10 @@
-"""KV states in files. A file appears complete or not at all, and is loaded only for its own model and policy.
+"""Saving and loading KV states. A file is loaded only for its own model and policy.
 
-A state is one safetensors file. The tensors are the leaves of the state, named by their place in it
-("layers.3.frozen.left", "lengths"), and the token ids if the caller passed them ("tokens.0"). The metadata holds the
-record of `saved_record.py`, the SHA-256 of every tensor ("sha256"), and the SHA-256 of the parsed header, that is the
-metadata and the tensor table in canonical JSON ("header_sha256"). So every changed bit is refused, except in white
-space of the header, which the parser skips.
+A state is stored in one safetensors file, which is written completely or not at all. The tensors are the leaves of the
+state, named by their place in it ("layers.3.frozen.left", "lengths"), and the token ids if the caller passed them
+("tokens.0"). The metadata holds the record of `saved_record.py`, the SHA-256 of every tensor ("sha256"), and the
+SHA-256 of the parsed header, that is, of the metadata and the tensor table in canonical JSON ("header_sha256"). So a
+file in which any bit has changed is refused. Only white space in the header, which the parser skips, is not checked.
 """
 
 import os
@@ -40,15 +40,15 @@ def save_state(
     """Write a state to one file, tensor by tensor. The state does not change.
 
     Args:
-        path: file to make or to replace; it appears complete or not at all.
-        state: from prefill, extend or decode_step, not yet consumed.
+        path: file to create or to replace. It is written completely or not at all.
+        state: a state that was not consumed yet.
         params: the Params that made it.
-        tokens: the ids that each row holds, to be stored with the state. None: they are not stored.
+        tokens: the token ids that each row holds, to be stored with the state. None: they are not stored.
 
     Raises:
         StateMismatch: the state was consumed, is of another model, or holds another number of tokens than `tokens`.
-        PromptError: a token id out of range.
-        CheckpointError: the file cannot be written (a full disk, no such folder), or JSON cannot hold a setting.
+        PromptError: a token id is out of range.
+        CheckpointError: the file cannot be written (such as on a full disk), or JSON cannot express a setting.
     """
     target = Path(path).expanduser()
     check_state(params, state, None)
@@ -76,17 +76,19 @@ def save_state(
 
 
 def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | None = None) -> KVState:
-    """Read a state back, in the fetch mode it had. The whole file is checked before anything is put on a device.
+    """Load a state. It has the fetch mode that it was saved with.
+
+    The whole file is checked before anything is put on a device.
 
     Args:
-        path: written by `save_state`.
-        params: the model that made the state: same config, weights, dtype and tokenizer.
+        path: file that `save_state` wrote.
+        params: the model that made the state, with the same config, weights, dtype and tokenizer.
         policy: None, or the policy that made the state. A policy that is not in POLICIES must be given.
 
     Raises:
-        StateMismatch: another model, tokenizer, dtype or policy; one error names every difference.
-        CheckpointError: missing, truncated, damaged or foreign file, or one of a newer format.
-        ConfigError: a state that cannot be held here in its fetch mode.
+        StateMismatch: the file is for another model, tokenizer, dtype or policy. The message lists every difference.
+        CheckpointError: the file is missing, truncated, damaged, of another kind, or of a newer format.
+        ConfigError: this machine does not support the fetch mode for this state.
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
     file, record, digests = open_state(Path(path).expanduser())
@@ -120,11 +122,11 @@ def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | No
 
 
 def read_state_info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the record of a file, its lengths and tokens, without loading the state.
+    """Read the record of a file, its lengths and its tokens, without loading the state.
 
     Returns:
-        The fields of StateRecord, and "format", "version", "lengths" (one a row), "tokens" (a list of ids a row, or
-        None if they were not stored), "nbytes" (of the file).
+        The fields of StateRecord, and "format", "version", "lengths" (one for each row), "tokens" (a list of ids for
+        each row, or None if they were not stored) and "nbytes" (the size of the file).
 
     Raises:
         CheckpointError: as in `load_state`, except that only the tensors of lengths and tokens are checked.
@@ -143,12 +145,12 @@ def read_state_info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def is_place(node: Any) -> bool:
-    """Whether a node is one tensor of the file together with the memory in which it lies."""
+    """Whether a node of the pytree is a HostArray. It counts as one leaf: an array and its memory kind."""
     return isinstance(node, HostArray)
 
 
 def places(state: KVState) -> dict[str, Any]:
-    """Every array or HostArray of a state by its name. Raises CheckpointError if two have the same name."""
+    """Return every array or HostArray of a state by its name. Raises CheckpointError if two have the same name."""
     flat = jax.tree_util.tree_flatten_with_path(state, is_leaf=is_place)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
     if len(named) != len(flat):
@@ -157,12 +159,12 @@ def places(state: KVState) -> dict[str, Any]:
 
 
 def bare(leaf: Any) -> Any:
-    """The array of a leaf, which may be a HostArray."""
+    """Return the array of a leaf, which may be a HostArray."""
     return leaf.array if isinstance(leaf, HostArray) else leaf
 
 
 def token_names(batch: int) -> list[str]:
-    """Names of the token ids, one a row."""
+    """Return the tensor names of the token ids, one for each row."""
     return [f"tokens.{row}" for row in range(batch)]
 
 
@@ -170,7 +172,7 @@ def token_names(batch: int) -> list[str]:
 
 
 def check_loadable(record: StateRecord, state: KVState, params: Params) -> None:
-    """Raise CheckpointError if a state loaded by this record would have another structure than this state."""
+    """Raise CheckpointError if a state that is loaded by this record would have another structure than `state`."""
     try:
         policy = record.match(params, None if state.policy.name in POLICIES | WRAPPERS else state.policy)
         expected = record.abstract(params.config, policy)
@@ -188,7 +190,7 @@ def check_loadable(record: StateRecord, state: KVState, params: Params) -> None:
 
 
 def token_arrays(state: KVState, params: Params, tokens: Sequence[Sequence[int]] | None) -> dict[str, np.ndarray]:
-    """Token ids as int32 [length] of each row, by their names in the file."""
+    """Return the token ids of each row, int32 [length], by their names in the file."""
     if tokens is None:
         return {}
     lengths = np.asarray(state.lengths).tolist()
@@ -203,7 +205,7 @@ def token_arrays(state: KVState, params: Params, tokens: Sequence[Sequence[int]]
 
 
 def header_texts(record: StateRecord, layout: Layout, digests: Mapping[str, str]) -> dict[str, str]:
-    """The metadata of a file, header digest included."""
+    """Return the metadata of a file, including the digest of its header."""
     texts = record.texts() | {"format": FORMAT, "version": str(VERSION), "sha256": canonical(dict(digests)).decode()}
     table = {name: (TAGS[dtype], shape) for name, (dtype, shape) in layout.items()}
     return texts | {"header_sha256": header_digest(texts, table)}
@@ -213,10 +215,10 @@ def header_texts(record: StateRecord, layout: Layout, digests: Mapping[str, str]
 
 
 def open_state(path: Path) -> tuple[TensorFile, StateRecord, dict[str, str]]:
-    """Open a saved state and check its header: the file, its record, and the SHA-256 of each tensor.
+    """Open a saved state and check its header. Return the file, its record, and the SHA-256 of each tensor.
 
     Raises:
-        CheckpointError: missing, damaged or foreign, or of a newer format.
+        CheckpointError: the file is missing, damaged, of another kind, or of a newer format.
     """
     file, texts, digests = open_described(path, KIND, FORMAT, VERSION)
     with described(path, KIND):
@@ -226,7 +228,7 @@ def open_state(path: Path) -> tuple[TensorFile, StateRecord, dict[str, str]]:
 
 
 def check_table(file: TensorFile, leaves: Mapping[str, Any], batch: int) -> None:
-    """Raise CheckpointError unless the file has exactly the tensors of the leaves, with or without all token ids."""
+    """Raise CheckpointError unless the file has exactly the tensors of the leaves. Token ids may be there or not."""
     extra = [name for name in file.shapes if name not in leaves]
     if set(extra) == set(token_names(batch)):
         extra = [name for name in extra if file.tags[name] != TAGS["int32"] or len(file.shapes[name]) != 1]
@@ -239,9 +241,9 @@ def check_table(file: TensorFile, leaves: Mapping[str, Any], batch: int) -> None
 
 
 def spare_bytes(expected: KVState) -> int:
-    """Bytes of host memory that tensors may take while they are checked; 0 where the system does not say.
+    """Return the bytes of host memory that tensors may take while a file is checked.
 
-    It is half of what is left beside the state's own host rows.
+    It is half of the memory that the state's host rows leave free, or 0 if the system does not report its memory.
     """
     free = host_memory.available_memory()
     return 0 if free is None else max(0, free - offload.host_bytes(expected.specs)) // 2
@@ -257,7 +259,7 @@ def check_lengths(file: TensorFile, record: StateRecord, lengths: list[int]) -> 
 
 
 def put(place: Any, value: np.ndarray) -> Any:
-    """Put an array into the memory of its place, bound to the device, so that the next step does not recompile."""
+    """Copy an array to the memory of its place. It is committed to the device, so that no step is compiled again."""
     memory = place.memory if isinstance(place, HostArray) else "device"
     array = jax.device_put(value, SingleDeviceSharding(jax.devices()[0], memory_kind=memory))
     return HostArray(array, memory) if isinstance(place, HostArray) else array

@@ -24,17 +24,17 @@ from jshadow.ops.rope import Rotation, inverse_frequencies, rotation
 from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates, capability
 
-# For jax.jit around a step: without it XLA's GPU compiler may run the fetch and the rebuilding of keys one after the
-# other instead of at the same time. Other backends accept it and do nothing.
+# For jax.jit around a step. Without this option, XLA's GPU compiler may run the fetch and the rebuilding of keys one
+# after the other instead of at the same time. Other backends accept the option and ignore it.
 COMPILER_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class AllLayers:
-    """The parts of all layers that a layer needs to fetch units for another layer.
+    """The data of all layers. A layer needs it to fetch units for another layer.
 
     Attributes:
-        specs: one a layer.
+        specs: the spec of each layer.
         tiers: the host tier of each layer.
         inbox: layer -> units that an earlier layer fetched for it. The layer removes them.
     """
@@ -47,7 +47,7 @@ class AllLayers:
 def step_layer(
     spec: CacheSpec, state: LayerState, step: StepKV, everyone: AllLayers
 ) -> tuple[Array, LayerState, LayerWork]:
-    """One layer of one step: append, select, fetch, receive, attend, plan. This order holds for every policy.
+    """Run one layer of one step: append, select, fetch, receive, attend, plan. Every policy has this order.
 
     Args:
         spec: the spec of this layer.
@@ -56,7 +56,7 @@ def step_layer(
         everyone: specs, host tiers and inbox of all layers.
 
     Returns:
-        out [B, T, h_q, d], the layer's new state, and what was moved.
+        The attention's output [B, T, h_q, d], the layer's new state, and the units that were fetched.
     """
     policy: LayerCache = spec.policy
     layout = policy.host_layout(spec)
@@ -88,9 +88,9 @@ def step_layer(
 
 
 def turn_piece(source: Reads | KVState, count: int) -> int:
-    """How many of a turn's `count` tokens pass through the model at once: the least that a layer takes.
+    """Return how many of the `count` tokens that are appended to a state pass through the model at once.
 
-    A policy that guesses the next token takes one token at a time.
+    This is the minimum of `HookInputs.piece` over the layers, or 1 for a policy that guesses the next token.
     """
     if capability(source.policy, Speculates) is not None:
         return 1
@@ -107,7 +107,7 @@ def step_writes(
     *,
     every: bool = False,
 ) -> tuple[Array, Writes]:
-    """`step_state` on the two halves of a state. Returns the logits and the new `writes`."""
+    """Run `step_state` on the two halves of a state. Return the logits and the new `writes`."""
     out, state = step_state(weights, config, tokens, new, KVState.of(reads, writes), every=every)
     return out, state.split()[1]
 
@@ -126,11 +126,11 @@ def step_state(
 
     Args:
         weights, config: the model.
-        tokens: int32 [B, T], right padded; T > 1 only up to `turn_piece`.
-        new: how many of them are real, int32 [B], 0 .. T.
+        tokens: token ids, int32 [B, T], right padded. T is at most `turn_piece`.
+        new: number of real tokens of each row, int32 [B], from 0 to T.
         state: the state before the step.
-        every: return the logits of all tokens, not only of each row's last real one.
-        run_layer: runs a layer: `step_layer`, or a function that calls it and watches.
+        every: whether to return the logits of all tokens, and not only those of each row's last real token.
+        run_layer: runs one layer. It is `step_layer`, or a function that calls `step_layer` and checks its results.
 
     Returns:
         float32 logits [B, V], or [B, T, V] with `every`, and the new state. The logits of a row are NaN if a token id
@@ -181,14 +181,14 @@ def run_layers(
 
     Args:
         weights, config: the model.
-        tokens: int32 [B, T], a guessed token included.
-        state: before the step.
-        positions: of the tokens, int32 [B, T].
+        tokens: token ids, int32 [B, T], including a guessed token.
+        state: the state before the step.
+        positions: positions of the tokens, int32 [B, T].
         valid: which tokens are stored, bool [B, T].
         run_layer: as in `step_state`.
 
     Returns:
-        The hidden states [B, T, D] behind the last layer, the new state of each layer, and what each layer moved.
+        The hidden states [B, T, D] after the last layer, the new state of each layer, and the units that each fetched.
     """
     reads, specs = state.reads(), state.specs
     foresees = capability(state.policy, Foresees) is not None
@@ -229,7 +229,7 @@ def run_layers(
 
 
 def rotations(specs: tuple[CacheSpec, ...], positions: Array) -> dict[RopeConfig, Rotation]:
-    """The rotation at positions int32 [B, T] for each RopeConfig of the layers."""
+    """Return the rotation at `positions`, int32 [B, T], for each different RopeConfig of the layers."""
     capacity, width = specs[0].capacity, specs[0].head_dim
     return {
         rope: rotation(rope, jnp.asarray(inverse_frequencies(rope, width, capacity)), positions)

@@ -1,4 +1,4 @@
-"""What the layers of a step moved and selected, and the counters that add it up.
+"""Records of the units that the layers of a step fetched, and the counters that add them up.
 
 B rows, T tokens of a step.
 """
@@ -22,11 +22,11 @@ class LayerWork:
     """The units that one layer fetched in a step.
 
     Attributes:
-        moved: bytes that each row moved.
-        missed: what a row moved in addition, uint32 [B], in units of offload.FETCH_QUANTUM bytes. Rows differ if units
-            that the device still has from the previous step are not fetched again.
+        moved: bytes that every row moved from the host, the same for all rows.
+        missed: data that each row moved in addition, uint32 [B], in units of offload.FETCH_QUANTUM bytes. It counts
+            fetches that skip units which are still on the device, so rows differ.
         fetches: the fetched units, in the order of the fetches.
-        followed: the selections whose hits are counted.
+        followed: the selections that have a `hit` mask, which is counted.
         later: (target layer, selection, fetched units) of each fetch that is for the next step.
     """
 
@@ -37,7 +37,7 @@ class LayerWork:
     later: list[tuple[int, Selection, Fetched]] = dataclasses.field(default_factory=list)
 
     def add(self, spec: CacheSpec, selection: Selection, layout: Any, fetched: Fetched) -> None:
-        """Count one fetch, of the units `selection` of the layer `spec`."""
+        """Record the fetch of the units `selection` from the layer with this spec and host layout."""
         self.fetches.append(fetched)
         self.moved += offload.fetched_bytes(spec, selection, layout)
         self.missed = self.missed + offload.missed_quanta(spec, selection, layout)
@@ -46,7 +46,10 @@ class LayerWork:
 
 
 def attended(spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-    """Tokens that a query attends to when rows hold `lengths` tokens, with its own; mean over heads, float32 [B]."""
+    """Return the number of tokens that a query attends to, including its own, as a mean over heads, float32 [B].
+
+    `lengths` is the number of tokens that each row holds at this query, int32 [B].
+    """
     return functools.reduce(jnp.add, spec.policy.attended_parts(spec, state, lengths).values())
 
 
@@ -58,14 +61,14 @@ def count_step(
     visible: Array,
     valid: Array,
 ) -> Counters:
-    """Add one step to the counters.
+    """Return the counters after a step.
 
     Args:
         counters: the counters before the step.
-        specs: one for each layer.
-        layers: the layers after the step.
+        specs: the spec of each layer.
+        layers: the state of each layer after the step.
         works: the units that each layer fetched.
-        visible: how many tokens are at or before each query, int32 [B, T].
+        visible: number of tokens up to and including each query's own, int32 [B, T].
         valid: which queries are real, bool [B, T].
     """
     queries = valid.sum(axis=1, dtype=jnp.uint32)

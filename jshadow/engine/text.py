@@ -1,4 +1,4 @@
-"""Turn prompts into token ids, and token ids into text piece by piece. Uses the tokenizer alone."""
+"""Turning prompts into token ids, and token ids into text piece by piece. This needs only the tokenizer."""
 
 import bisect
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ import numpy as np
 from jshadow.engine.types import Chat, OnePrompt, Prompt
 from jshadow.errors import ConfigError, PromptError
 
-ANSWER = "THE-ANSWER-BEFORE"  # the placeholder of an answer that the state already holds
-UNFINISHED = "\ufffd"  # the decoded text of bytes that are not yet a whole character
+ANSWER = "THE-ANSWER-BEFORE"  # stands for an answer that the state already holds
+UNFINISHED = "\ufffd"  # the decoded text of bytes that do not form a whole character yet
 
 
 def is_token_ids(prompt: object) -> TypeGuard[list[int] | tuple[int, ...] | np.ndarray]:
@@ -26,10 +26,10 @@ def is_chat(prompt: object) -> TypeGuard[Chat]:
 
 
 def split_prompts(prompt: Prompt) -> tuple[list[OnePrompt], bool]:
-    """The prompts of a call, and whether the call gave one prompt and not a list.
+    """Return the prompts of a call, and whether the call passed one prompt and not a list.
 
     Raises:
-        PromptError: the value is no string, chat, token ids, or non-empty list of those.
+        PromptError: the value is not a string, a chat, token ids, or a non-empty list of these.
     """
     if isinstance(prompt, str) or is_token_ids(prompt) or is_chat(prompt):
         return [prompt], True
@@ -39,17 +39,18 @@ def split_prompts(prompt: Prompt) -> tuple[list[OnePrompt], bool]:
 
 
 def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | None = None) -> list[int]:
-    """Token ids of one prompt.
+    """Return the token ids of one prompt.
 
     Args:
         tokenizer: a tokenizer of transformers, or None.
-        prompt: str, list[dict] or token ids.
-        vocab_size: ids must be below it.
+        prompt: text, a chat or token ids.
+        vocab_size: all ids must be below it.
         after: the last token of the sequence that the prompt continues. Text then gets no special tokens, and a chat
             is the next turn of a conversation. None: the prompt begins a sequence.
 
     Raises:
-        PromptError: text without a tokenizer, an empty prompt, a chat without a template, or an id out of range.
+        PromptError: the prompt is empty, it is text but there is no tokenizer, it is a chat but there is no chat
+            template, or an id is out of range.
     """
     if isinstance(prompt, str) or is_chat(prompt):
         if tokenizer is None:
@@ -73,13 +74,13 @@ def encode(tokenizer: Any, prompt: OnePrompt, vocab_size: int, *, after: int | N
 
 
 def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) -> list[int]:
-    """Token ids of a chat through the tokenizer's own template, with the generation prompt.
+    """Return the token ids of a chat, formatted by the tokenizer's chat template, with the generation prompt.
 
     Args:
         tokenizer: a tokenizer with a chat template.
-        messages: the chat, or its next messages.
-        after: the last token of the answer that the messages follow. The template's end of that answer is added unless
-            the token is that end. None: the chat begins a sequence.
+        messages: the messages of the chat, or its next messages if it continues a sequence.
+        after: the last token of the answer before the messages. If it is not the token with which the template ends an
+            answer, the result begins with that token. None: the chat begins a sequence.
 
     Raises:
         PromptError: there is no template, a message has no text, or the template refuses the order of roles.
@@ -105,13 +106,13 @@ def encode_chat(tokenizer: Any, messages: list[dict], after: int | None = None) 
 
 
 def split_stops(stop: Any, tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Stop strings and stop token ids of a `stop=` argument: a string, an id, or a sequence of either.
+    """Return the stop strings and the stop token ids of a `stop=` argument: a string, an id, or a sequence of these.
 
     A string that is a special token becomes its id, because decoded text has no special tokens.
 
     Raises:
-        ConfigError: another type, an empty string, a string without a tokenizer, or a string that has a special token
-            beside other text.
+        ConfigError: the argument has another type, a string is empty or contains a special token and other text, or
+            there are strings but no tokenizer.
     """
     items = [] if stop is None else list(stop) if np.iterable(stop) and not isinstance(stop, str) else [stop]
     texts = [item for item in items if isinstance(item, str)]
@@ -130,19 +131,19 @@ def split_stops(stop: Any, tokenizer: Any) -> tuple[tuple[str, ...], tuple[int, 
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
-    """The ids of the special tokens by their text. Decoded text leaves these tokens out."""
+    """Return a mapping from the text of each special token to its id. Decoded text leaves these tokens out."""
     named = zip(getattr(tokenizer, "all_special_tokens", ()), getattr(tokenizer, "all_special_ids", ()), strict=True)
     added = getattr(tokenizer, "added_tokens_decoder", {})
     return dict(named) | {token.content: index for index, token in added.items() if token.special}
 
 
 class TextStream:
-    """One row's text as it grows: whole characters only, cut before a stop string.
+    """The text of one row while its tokens arrive. It has only whole characters, and ends before a stop string.
 
     Attributes:
         tokens: all tokens of the row.
-        text: the text that is final.
-        stopped: whether a stop string was met.
+        text: the text so far that no later token can change.
+        stopped: whether a stop string was found.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
@@ -153,7 +154,7 @@ class TextStream:
         self._begin = self._done = 0  # tokens[_begin:_done] are decoded again, as the context of later tokens
 
     def push(self, token: int) -> str:
-        """Add one token. Returns the text that became final."""
+        """Add one token. Return the text that became final."""
         self.tokens.append(token)
         if self.tokenizer is None or self.stopped:
             return ""
@@ -167,7 +168,7 @@ class TextStream:
         return self._release(final=False)
 
     def finish(self) -> str:
-        """End the row. Returns the text that was held back."""
+        """End the row. Return the text that was held back."""
         if self.tokenizer is None or self.stopped:
             return ""
         before = self._decode(self._begin, self._done)
@@ -177,12 +178,12 @@ class TextStream:
 
     @property
     def held_back(self) -> bool:
-        """Whether a stop string may have begun in the tokens so far. False without stop strings."""
+        """Whether the newest tokens may be the beginning of a stop string. It is False if there are no stop strings."""
         waiting = len(self._ends) < len(self.tokens) or len(self.text) < len(self.decoded)
         return bool(self.stops) and waiting and not self.stopped
 
     def kept(self) -> int:
-        """How many of the first tokens have no part in a stop string: all where none was met."""
+        """Return the number of tokens before the one in which the stop string begins; all if none was found."""
         return bisect.bisect_right(self._ends, len(self.text)) if self.stopped else len(self.tokens)
 
     def _add(self, text: str) -> None:
@@ -195,7 +196,7 @@ class TextStream:
         return self.tokenizer.decode(self.tokens[begin:end], skip_special_tokens=True)
 
     def _release(self, *, final: bool) -> str:
-        """Move decoded text to `text`, except an end that may become a stop string. Returns the moved text."""
+        """Move decoded text to `text`, except an end that may become a stop string. Return the moved text."""
         hits = [at for stop in self.stops if (at := self.decoded.find(stop)) >= 0]
         if hits:
             self.decoded, self.stopped = self.decoded[: min(hits)], True
@@ -209,5 +210,5 @@ class TextStream:
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`, but not all of `stop`."""
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -14,18 +14,18 @@ OnePrompt = str | list[int] | tuple[int, ...] | np.ndarray | Chat
 Batch = list[str] | list[list[int]] | list[Chat] | list[OnePrompt] | tuple[OnePrompt, ...]
 Prompt = OnePrompt | Batch
 
-Tokens = ArrayLike  # token ids or numbers of tokens, integers
+Tokens = ArrayLike  # integers: token ids, or numbers of tokens
 Fitted = Mapping[str, object]  # a nested dict of arrays [L, ...] that a policy learned
 
-Joined = TypeVar("Joined")  # the results of a callable on logits, joined over the pieces of a prompt
+Joined = TypeVar("Joined")  # the results of a callable on logits, concatenated over the pieces of a prompt
 WholeLogits = Literal["last", "all"]
 Logits = str | Callable[[Array], Joined]
 
-Progress = Callable[[int, int], None]  # called with (layers done, layers)
+Progress = Callable[[int, int], None]  # called with (layers done, number of layers)
 
 
 class PrefillKeywords(TypedDict, total=False):
-    """Keyword arguments of `prefill` that do not change its type."""
+    """Keyword arguments of `prefill` that do not affect its return type."""
 
     fetch: str
     fitted: Fitted | None
@@ -34,7 +34,7 @@ class PrefillKeywords(TypedDict, total=False):
 
 
 class PrefillManyKeywords(TypedDict, total=False):
-    """Keyword arguments of `prefill_many` that do not change its type."""
+    """Keyword arguments of `prefill_many` that do not affect its return type."""
 
     fetch: str | list[str] | tuple[str, ...]
     fitted: Fitted | None

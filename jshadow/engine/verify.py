@@ -1,4 +1,6 @@
-"""A check at run time that offloading changes nothing: the resident path runs beside the offloaded path.
+"""A check at run time that offloading does not change results.
+
+The offloaded path is compared with the resident path, in which all rows lie on the device.
 
 There are two comparisons at each step. In the first, each layer of both paths gets the same queries, keys and values.
 The selection and the fetched rows must be equal bit by bit. The rebuilt keys and the attention's output must be equal
@@ -31,14 +33,19 @@ BITS = {4: jnp.uint32, 2: jnp.uint16, 1: jnp.uint8}
 
 
 class Finding(NamedTuple):
-    """One comparison of a layer: where it failed, bool [B, heads], and the first bad unit, int32 [B, heads] or None."""
+    """The result of one comparison of a layer.
+
+    Attributes:
+        bad: whether the comparison failed, bool [B, heads].
+        unit: number of the first unit that differs, int32 [B, heads], or None. Only used where `bad` is True.
+    """
 
     bad: Array
     unit: Array | None = None
 
 
 class LayerFindings(NamedTuple):
-    """The comparisons of one layer. A fault shows first in the first of them that it affects."""
+    """The comparisons of one layer, in the order in which they are reported. None means that nothing was compared."""
 
     selected: Finding | None = None
     values: Finding | None = None
@@ -50,7 +57,7 @@ NAMES = ("selected chunks", "fetched values", "keys", "attention outputs")
 
 
 def _differs(mine: Array, theirs: Array) -> Array:
-    """Whether two arrays differ in any bit, elementwise. A NaN is equal to itself."""
+    """Compare two arrays bit by bit: bool, True for each element that differs. Two NaN with equal bits are equal."""
     if jnp.issubdtype(mine.dtype, jnp.floating):
         bits = BITS[mine.dtype.itemsize]
         mine, theirs = lax.bitcast_convert_type(mine, bits), lax.bitcast_convert_type(theirs, bits)
@@ -58,14 +65,14 @@ def _differs(mine: Array, theirs: Array) -> Array:
 
 
 def _far(mine: Array, theirs: Array, axes: tuple[int, ...], dtype: str) -> Array:
-    """Whether arrays differ by more than rounding, reduced over axes. A NaN differs from everything."""
+    """Compare two arrays up to rounding: bool, True if any element along `axes` differs. A NaN always differs."""
     mine, theirs = mine.astype(jnp.float32), theirs.astype(jnp.float32)
     limit = TOLERANCE[dtype] * jnp.maximum(jnp.abs(theirs).max(axis=axes, keepdims=True), 1e-3)
     return ~(jnp.abs(mine - theirs) <= limit).all(axis=axes)
 
 
 def _compare_fetch(spec: CacheSpec, mine: Fetched, theirs: Fetched) -> LayerFindings:
-    """Compare two fetches of the same layer. Rows that are not attended to may hold any values."""
+    """Compare two fetches of the same layer. Rows that no query attends to may hold any values."""
     units = mine.ids.shape[2]
     valid = mine.valid.reshape(*mine.ids.shape, -1).any(-1)
     chosen = (_differs(mine.ids, theirs.ids) & valid).any(-1) | _differs(mine.valid, theirs.valid).any(-1)
@@ -80,7 +87,7 @@ def _compare_fetch(spec: CacheSpec, mine: Fetched, theirs: Fetched) -> LayerFind
 
 
 def _worse(one: Finding | None, other: Finding | None) -> Finding | None:
-    """Two findings of the same comparison as one: bad where either is."""
+    """Merge two findings of the same comparison. The result is bad where either of them is."""
     if one is None or other is None:
         return one or other
     unit = None if one.unit is None or other.unit is None else jnp.where(one.bad, one.unit, other.unit)
@@ -91,9 +98,9 @@ class WatchedWrites(NamedTuple):
     """The changing halves of the three states that take a step together.
 
     Attributes:
-        offloaded: of the state that is verified.
-        twin: of a resident state whose layers get the inputs of the offloaded one.
-        free: of a resident state that runs freely.
+        offloaded: the half of the state that is verified.
+        twin: the half of a resident state. Its layers get the same inputs as the layers of the offloaded state.
+        free: the half of another resident state. Its layers get the outputs of its own layers.
     """
 
     offloaded: Writes
@@ -112,7 +119,11 @@ def _watched_step(
     *,
     config: ModelConfig,
 ) -> tuple[Array, WatchedWrites, list[LayerFindings], Finding]:
-    """One step of the three states; `resident` is the half that the twin and the free state read."""
+    """Run one step of the three states. `resident` is the half that the twin and the free state only read.
+
+    Returns:
+        The logits of the offloaded state, the new halves, the findings of each layer, and the finding on the logits.
+    """
     twin = KVState.of(resident, writes.twin)
     layers = list(twin.layers)
     twins = AllLayers(twin.specs, [layer.host for layer in layers])
@@ -149,17 +160,23 @@ def _watched_step(
 
 
 class Verifier:
-    """Keeps the two resident states beside an offloaded one.
+    """Runs two resident states beside an offloaded state, and compares the results.
 
     Attributes:
-        steps: steps (or pieces of a turn) that were verified so far.
+        steps: number of verified steps. A piece of a turn counts as one step.
     """
 
     def __init__(self, params: Params, state: KVState, resident: KVState) -> None:
-        """`resident` holds what `state` holds, with its host rows on the device; it is consumed.
+        """Compare the host rows of the two states.
+
+        Args:
+            params: the model.
+            state: the offloaded state to verify.
+            resident: a state with the same contents, whose host rows lie on the device. It is consumed.
 
         Raises:
-            VerificationError: rows in the host tier differ from their origin already.
+            StateMismatch: `state` is not offloaded.
+            VerificationError: rows in host memory already differ from those that were sent.
         """
         if state.fetch == "resident":
             raise StateMismatch("state must be offloaded to be verified, got fetch='resident'")
@@ -178,10 +195,15 @@ class Verifier:
                 )
 
     def step(self, tokens: Any, new: Any, state: KVState) -> tuple[Array, KVState]:
-        """One verified step: tokens int32 [B, T], of which `new` [B] are real. Consumes the state.
+        """Run one verified step. Return the float32 logits [B, V] and the new state. This consumes the state.
+
+        Args:
+            tokens: token ids, int32 [B, T], right padded.
+            new: number of real tokens of each row, int32 [B].
+            state: the offloaded state.
 
         Raises:
-            VerificationError: the first difference, with layer, head and step.
+            VerificationError: something differs. The message names the step, the layer and the head.
         """
         reads, writes = state.split()
         resident, twin_writes = self.twin.split()
@@ -204,7 +226,16 @@ class Verifier:
         return logits, state.join(after.offloaded)
 
     def extend(self, tokens: np.ndarray, lengths: np.ndarray, state: KVState) -> tuple[Array, KVState]:
-        """A verified turn: tokens int32 [B, T], lengths [B]; float32 logits of each row's last new token."""
+        """Feed the tokens of a turn in verified steps. This consumes the state.
+
+        Args:
+            tokens: token ids, int32 [B, T], right padded.
+            lengths: number of real tokens of each row, int32 [B].
+            state: the offloaded state.
+
+        Returns:
+            The float32 logits [B, V] for each row's last new token, and the new state.
+        """
         size = turn_piece(state, tokens.shape[1])
         last = jnp.zeros((len(lengths), self.params.config.vocab_size))
         for first in range(0, tokens.shape[1], size):
@@ -225,7 +256,7 @@ class Verifier:
 
 
 def resident_twin(state: KVState) -> KVState:
-    """A fork of an offloaded state with its host rows on the device."""
+    """Return a fork of an offloaded state, with its host rows on the device."""
 
     def bring(part: HostArray | None) -> HostArray | None:
         if part is None:
@@ -245,6 +276,9 @@ def resident_twin(state: KVState) -> KVState:
 
 
 def without_extra(live: Any, like: Any) -> Any:
-    """A layer's changing half without the fields that an offloaded state alone has."""
+    """Return a layer's changing half without the fields that only an offloaded state has.
+
+    `like` is the changing half of the layer in a resident state.
+    """
     extra = [field.name for field in dataclasses.fields(live) if getattr(like, field.name) is None]
     return live.replace(**dict.fromkeys(extra))

@@ -98,7 +98,7 @@ def read_objects(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def read_row(row: Any, path: Path, number: int) -> Row:
-    """Parse one row. Raises ConfigError that names the file and the row."""
+    """Parse row `number` (counted from 1) of the file `path`. Raises ConfigError that names the file and the row."""
     where = f"row {number} of {path}"
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be an object, got {row!r:.80}")
@@ -164,7 +164,11 @@ def read_rows(paths: Sequence[str | os.PathLike[str]], limit: int | None = None)
 
 
 def groups_of(rows: Sequence[Row]) -> list[list[Row]]:
-    """Group consecutive rows that have the same context, task, length and instruction."""
+    """Group consecutive rows that have the same context, task, length and instruction.
+
+    A group is a list of separate questions (turn 0), or the turns of one conversation. Raises ConfigError if a turn
+    does not follow the previous turn on the same context.
+    """
     groups: list[list[Row]] = []
     for row in rows:
         before = groups[-1][-1] if groups else None
@@ -225,7 +229,14 @@ def read_cases(
 
 
 def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, truncate: str | None) -> Case:
-    """Build the case of a group of rows, truncated if that is allowed. Raises ConfigError if the prompt is too long."""
+    """Build one evaluation case from rows that share a context.
+
+    `apart` asks the questions on separate forks of the context. If prompt and answers need more than `room` tokens,
+    truncate="middle" removes tokens from the middle of the context.
+
+    Raises:
+        ConfigError: too little room and truncate=None, or nothing of the context would be left.
+    """
     first = group[0]
     samples = [row.sample for row in group]
     options: dict[str, Any] = {
@@ -252,7 +263,10 @@ def fitted_case(tokenizer: Any, group: Sequence[Row], apart: bool, room: int, tr
 
 
 def rows_of(task: str, tokenizer: Any, length: int, case: Case, depth: float) -> list[dict[str, Any]]:
-    """Turn a case into rows, one for each question. Raises ConfigError for a task without questions."""
+    """Turn a case into rows, one for each question. Raises ConfigError for a task without questions.
+
+    `length` is the requested number of tokens of the prompt, and `depth` is the place of the fact, from 0 to 1.
+    """
     if case.forced:
         raise ConfigError(f"task must have questions, got {task}")
     rows: list[dict[str, Any]] = []

@@ -114,7 +114,14 @@ def pictures(rows: Sequence[Row]) -> list[Picture]:
 
 
 def number(value: float | None, spec: str, error: float | None = None, scale: float = 1.0) -> Cell:
-    """Format a number, with its standard error if there is one, as a cell. `scale` multiplies both."""
+    """Format a number, with its standard error if there is one, as a cell.
+
+    Args:
+        value: the number, or None for an empty cell.
+        spec: the format of both numbers, such as ".1f".
+        error: the standard error, or None.
+        scale: factor on both numbers.
+    """
     if value is None:
         return Cell(NOTHING)
     shown = value if scale == 1 else scale * value  # without a scale, an integer stays an integer
@@ -198,7 +205,10 @@ def check_rows(rows: Sequence[Row]) -> None:
 
 
 def embedded(picture: Picture, folder: Path) -> dict[str, str]:
-    """Draw a picture and return it as a data URI. Separate images keep the ids of two SVGs from colliding."""
+    """Draw a picture, and return its caption and a data URI.
+
+    Each SVG is a separate image, because two SVGs in one document may have equal ids.
+    """
     path = folder / f"{picture.name}.svg"
     picture.draw(path)
     data = base64.b64encode(path.read_bytes()).decode("ascii")

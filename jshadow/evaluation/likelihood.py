@@ -57,12 +57,12 @@ class Scorer:
     """Scores and generates with a model under a policy.
 
     Attributes:
-        params: Params. Only `generate` needs a tokenizer.
+        params: the model's Params. Only `generate` needs a tokenizer.
         policy: the policy that compresses the contexts.
         fetch: "auto", "resident", "device_put" or "zero_copy".
-        capacity: maximum number of tokens of a row, for all requests. With None, each width of contexts gets the next
-            width that holds context and longest continuation, at most the model's context. Settings that depend on the
-            capacity (a budget of None) depend on that width.
+        capacity: maximum number of tokens of a row, for all requests. With None, the capacity follows from the width of
+            the contexts: it is the next width that also holds the longest continuation, at most the model's context.
+            Settings that depend on the capacity (a budget of None) then depend on that width.
         batch: maximum number of contexts that are prefilled together. All have the same width.
         prefill: the attention between the tokens of a context. None means exact attention.
         fitted: arrays that the policy has learned, or None.
@@ -160,8 +160,8 @@ class Scorer:
             continuations: for each context, a list of sequences of token ids, with at least one id in each.
 
         Yields:
-            (index of the context, index of the continuation, score). The score is the sum of natural-log probabilities,
-            and whether every token was the most likely one.
+            (index of the context, index of the continuation, score). The score is a pair: the sum of the natural
+            logarithms of the probabilities, and whether every token was the most likely one.
 
         Raises:
             PromptError: a context or continuation is empty, or an id is out of range.
@@ -191,7 +191,12 @@ class Scorer:
                         yield index, turn, (total, bool(greedy[row, :count].all()))
 
     def follow(self, rows: Sequence[Sequence[int]], state: KVState, longest: int) -> tuple[np.ndarray, np.ndarray]:
-        """Score the tokens of each row after its first one. Consumes the state.
+        """Score the tokens of each row after its first one. This consumes the state.
+
+        Args:
+            rows: token ids of the continuation of each row, with the rows that fill up the batch.
+            state: the state after the context of each row.
+            longest: maximum number of tokens that are fed, for the width of the program.
 
         Returns:
             Log-probabilities [B, T], and whether each token was the most likely one, bool [B, T].
@@ -267,7 +272,7 @@ def right_padded(rows: Sequence[Sequence[int]], width: int) -> tuple[np.ndarray,
 
 
 def drawn(sampler: Sampler, keys: Array, logits: Array, index: int) -> np.ndarray:
-    """Draw the next token of each row with the row's key: int32 [B]. `index` is the number of tokens drawn before."""
+    """Draw the next token of each row with its random key, int32 [B]. `index` is the number of tokens drawn before."""
     return np.asarray(draw_tokens(logits, keys, jnp.int32(index), sampler=sampler))
 
 

@@ -98,7 +98,7 @@ class JshadowLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that replaces an empty context: the given one, or the BOS token, or the EOS token."""
+        """The token that replaces an empty context: the given one, else the BOS token, else the EOS token."""
         known = (self.given_prefix, self.tokenizer.bos_token_id)
         token = next((one for one in known if one is not None), None)
         return self.eot_token_id if token is None else int(token)
@@ -157,7 +157,8 @@ class JshadowLM(TemplateLM):
         An empty context is replaced by the prefix token.
 
         Returns:
-            For each request, the sum of natural-log probabilities, and whether every token was the most likely one.
+            For each request a pair: the sum of the natural logarithms of the probabilities, and whether every token was
+            the most likely one.
 
         Raises:
             PromptError: a continuation is empty.
@@ -190,11 +191,11 @@ class JshadowLM(TemplateLM):
         return [results[index] for index in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return the natural-log probability of each request's whole text, in windows of `max_length` tokens.
+        """Return the natural logarithm of the probability of each request's whole text.
 
-        Every token is scored once. The context of the first window is only the prefix token, so all its text attends
-        through the policy. The context of each later window has at least `rolling_context` tokens of the text, which
-        are compressed.
+        The text is scored in windows of `max_length` tokens. Every token is scored once. The context of the first
+        window is only the prefix token, so all its text attends through the policy. The context of each later window
+        has at least `rolling_context` tokens of the text, which are compressed.
         """
         windows: list[tuple[int, list[int], list[int]]] = []
         for index, request in enumerate(requests):
@@ -238,7 +239,7 @@ class JshadowLM(TemplateLM):
         return [texts[index] for index in range(len(requests))]
 
     def _fitted(self, contexts: Sequence[list[int]], new: Sequence[int]) -> list[list[int]]:
-        """Cut the contexts that are too long in their middle if truncation is on. Otherwise raise CapacityError."""
+        """Cut the middle of contexts that are too long if truncation is on. Otherwise raise CapacityError."""
         rooms = [self.max_length - more for more in new]
         over = [len(one) - room for one, room in zip(contexts, rooms, strict=True) if len(one) > room]
         if not over or self.truncation is None or min(rooms) < 1:

@@ -27,7 +27,8 @@ class ModelArguments:
         prefill: the attention between the tokens of a context, as for `--prefill` of `jshadow eval`.
         fitted: a file of arrays that the policy has learned (`jshadow fit`).
         max_gen_toks: maximum number of new tokens if a task does not set it.
-        truncation: "middle" cuts a context that is too long in its middle and logs a warning. None raises an error.
+        truncation: "middle" removes tokens from the middle of a context that is too long, and logs a warning. None
+            raises an error.
         rolling_context: number of tokens before each window of a rolling log-likelihood, except the first. They are
             prefilled and compressed. `hf` uses 1. With 1, a policy that keeps all new tokens equals full attention.
         add_bos_token: whether special tokens are added to a text. None means the default of the tokenizer.
@@ -63,7 +64,7 @@ class ModelArguments:
 
 
 def whole(name: str, value: Any) -> int:
-    """Read an integer of at least 1 from a number or its text. Raises ConfigError that names `name`."""
+    """Read an integer of at least 1 from a number or its text. Raises a ConfigError that names `name`."""
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -72,7 +73,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def policy_of(policy: str | Policy, settings: dict[str, Any]) -> Policy:
-    """Build a policy from its name and settings. Raises ConfigError that names an unknown policy or setting."""
+    """Build a policy from its name and settings. Raises a ConfigError that names an unknown policy or setting."""
     if isinstance(policy, Policy):
         if settings:
             raise ConfigError(f"settings must be left out if policy is a Policy, got {sorted(settings)}")

@@ -20,13 +20,16 @@ def kl(full: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def perplexity(logits: np.ndarray, tokens: np.ndarray) -> float:
-    """Return exp of the mean loss of tokens [T]. Row t of logits [T, V] is the prediction of token t."""
+    """Return exp of the mean loss of tokens [T], in nats. Row t of logits [T, V] is the prediction of token t."""
     losses = -np.take_along_axis(log_softmax(logits), np.asarray(tokens)[:, None], axis=-1)
     return float(np.exp(losses.mean()))
 
 
 def top1(full: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Whether both logits [..., V] have the same most likely token, at each position. The lower id wins a tie."""
+    """Return whether two arrays of logits [..., V] have the same most likely token, bool [...].
+
+    Of equal logits, the lower token id counts as the most likely one.
+    """
     return np.argmax(full, axis=-1) == np.argmax(other, axis=-1)
 
 

@@ -23,10 +23,10 @@ SLACK = 0.05  # a setting may be given with a share if it changes the policy's d
 
 
 def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> StreamingLLM | None:
-    """Return StreamingLLM with the device bytes of a ShadowKV whose values are offloaded, or None if it is too large.
+    """Return StreamingLLM with the device bytes of a ShadowKV whose values are offloaded.
 
-    This is a negative control. It keeps the newest tokens and selects nothing. If it solves a task, the task does not
-    need selection.
+    The result is None if even the smallest StreamingLLM takes more bytes. This is a negative control. It keeps the
+    newest tokens and selects nothing. If it solves a task, the task does not need selection.
     """
     sizes = {"capacity": capacity, "prompt": length, "dtype": params.dtype.name, "fetch": "device_put"}
     taken = footprint(params.config, policy, **sizes)
@@ -39,9 +39,9 @@ def control(params: Any, policy: ShadowKV, capacity: int, length: int) -> Stream
 def at_share(setup: Setup, policy: Policy, share: float, capacity: int, length: int) -> Entry:
     """Return a policy with the largest settings whose device bytes stay within a share of full attention's.
 
-    `policies.sizing.at_share` assumes a prompt that fills the capacity. Here the bytes of later tokens are counted too.
-    Settings that hardly take device memory, such as the number of tokens that a query attends to, may be given and are
-    kept.
+    `policies.sizing.at_share` assumes a prompt that fills the capacity. Here the bytes of later tokens are also
+    counted. A setting may be given if it takes almost no device memory, such as the number of tokens that a query
+    attends to. It is kept.
 
     Raises:
         ConfigError: a given setting takes device memory, which the share determines.
@@ -89,7 +89,7 @@ def plan_tasks(
 
     Args:
         setup: the model and the settings that all samples share.
-        tasks: names in TASKS. May be empty if there is data.
+        tasks: names in TASKS. The list may be empty if there is data.
         lengths: numbers of prompt tokens of the tasks.
         policies: the policies. Full attention is always added.
         settings: samples, seed, shares, sweeps, data, truncate and limit are read.

@@ -16,7 +16,7 @@ Take = Callable[[int, int], bool]
 def generate_rows(
     params: Any, logits: Array, state: KVState, most: int, draw: Draw, take: Take, rows: int | None = None
 ) -> KVState:
-    """Draw tokens and feed them until every row has ended. Consumes the state.
+    """Draw tokens and feed them until every row has ended. This consumes the state.
 
     The last token of a row is never fed, whether it ends the row or is the last of `most` tokens.
 
@@ -25,8 +25,8 @@ def generate_rows(
         logits: float32 [B, V], the logits of each row's last token.
         state: the state after these tokens.
         most: maximum number of tokens of each row, at least 1.
-        draw: returns the next tokens, int32 [B], for logits [B, V] and the number of tokens drawn before.
-        take: called with each new token as (row, token). It returns whether the row continues.
+        draw: called as draw(logits [B, V], number of tokens drawn before). It returns the next tokens, int32 [B].
+        take: called with each new token as take(row, token). It returns whether the row continues.
         rows: only the first `rows` rows generate; the others are padding. None means all rows.
 
     Returns:
@@ -44,5 +44,8 @@ def generate_rows(
 
 
 def greedy(logits: Array, index: int) -> np.ndarray:
-    """Return the most likely token of each row of logits [B, V], int32 [B]. The lower id wins a tie."""
+    """Return the most likely token of each row of logits [B, V], int32 [B]. The lower id wins a tie.
+
+    `index` is ignored. It is there because `generate_rows` passes it.
+    """
     return np.asarray(logits).argmax(-1).astype(np.int32)

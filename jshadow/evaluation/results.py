@@ -88,7 +88,12 @@ def turn_scores(records: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def verdict(by_full: float, by_control: float) -> str:
-    """Describe the result of a negative control. The text begins with "ok" if the task can tell policies apart."""
+    """Describe the result of a negative control. The text begins with "ok" if the task can tell policies apart.
+
+    Args:
+        by_full: sum of the scores of full attention.
+        by_control: sum of the scores of the control.
+    """
     if not by_full:
         return "full attention finds nothing: the task tells nothing"
     share = f"the control finds {by_control:.4g}, full attention {by_full:.4g} ({by_control / by_full:.0%})"
@@ -96,9 +101,10 @@ def verdict(by_full: float, by_control: float) -> str:
 
 
 def pooled(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compute the recall of full attention over all rows with questions, one entry for each policy.
+    """Return one entry for each policy, with its results over all rows with questions.
 
-    All controls of a policy share one entry.
+    The entry has "recall_of_full": the share, in percent, of the answers found by full attention that the policy also
+    finds. All controls of a policy share one entry.
     """
     groups: dict[tuple[str, str | None], list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -196,7 +202,7 @@ def infeasible_row(task: str, length: int, name: str, share: float | None, why: 
 def show_shares(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print one table of all tasks, with one line for each length and policy.
 
-    Full attention comes first, then policies by share, then policies with given settings.
+    Full attention comes first, then policies at shares from the largest share, then policies with given settings.
     """
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     lines: dict[tuple[Any, ...], dict[str, Mapping[str, Any]]] = {}

@@ -38,7 +38,7 @@ MOST_PROGRAMS = 32  # maximum number of cached decode programs; each takes about
 
 
 def say(params: Any, logits: Any, state: KVState, count: int) -> tuple[list[int], KVState]:
-    """Generate at most `count` token ids greedily, without the end token. The last id is not fed to the new state."""
+    """Generate at most `count` token ids greedily, without the end token. The last id is not fed to the model."""
     stop, reply = frozenset(params.config.eos_ids), []
 
     def take(row: int, token: int) -> bool:
@@ -72,7 +72,7 @@ def answers(params: Any, case: Case, logits: Any, state: KVState) -> tuple[list[
 
 
 def answers_apart(params: Any, case: Case, state: KVState) -> tuple[list[str], Counters]:
-    """Answer independent questions greedily, each on a fork of the state. Also returns the sum of all counters."""
+    """Answer independent questions greedily, each on a fork of the state. Returns the texts and summed counters."""
     texts, counters = [], []
     for question, sample in zip(case.questions, case.samples, strict=True):
         logits, fork = feed(params, question, state.fork())
@@ -174,11 +174,11 @@ def evaluate(
     """Measure policies against full attention.
 
     Args:
-        params: Params with a tokenizer.
-        tasks: names in TASKS. May be empty if there is data.
+        params: the model's Params, with a tokenizer.
+        tasks: names in TASKS. The list may be empty if there is data.
         lengths: numbers of prompt tokens of the tasks.
-        policies: the policies. Full attention is always measured too. For tasks with questions, each ShadowKV gets a
-            negative control: StreamingLLM with the device bytes that ShadowKV takes when its values are offloaded.
+        policies: the policies. Full attention is also measured. For tasks with questions, each ShadowKV gets a negative
+            control: StreamingLLM with the device bytes that ShadowKV takes when its values are offloaded.
         out: directory for finished samples (samples.jsonl). A later call reuses them. None stores nothing.
         progress: called with (number of samples done, number of samples).
         **settings: the fields of `EvalSettings`.
@@ -190,8 +190,8 @@ def evaluate(
         - score and stderr, in percent.
         - device_bytes, host_bytes and full_bytes (full attention's) of the run.
         - offloaded_device_bytes: the device bytes with fetch "device_put".
-        - served_device_bytes, served_full_bytes and served_moved_bytes (moved from the host in one step): the same in
-          bfloat16 with fetch "device_put".
+        - served_device_bytes and served_full_bytes: the same in bfloat16 with fetch "device_put". served_moved_bytes:
+          the bytes that one step then moves from the host.
         - capacity, fetch, prefill, fitted, attended_tokens, hit_rate, truncated (number of truncated contexts).
         - control_of: for a control, its policy. control: the result of the negative control of the task.
         - share, and infeasible: the reason if no setting stays within the share. Then scores and bytes are None.

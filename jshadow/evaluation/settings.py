@@ -25,14 +25,14 @@ class EvalSettings:
         seed: seed of the cases.
         fetch: "auto", "resident", "device_put" or "zero_copy".
         shares: shares of full attention's device bytes in bfloat16. Each policy runs with its largest settings within
-            each share, with its rows offloaded if it offloads. A given setting is kept only if it hardly takes device
-            memory (`quest:budget=256`). With shares there is no negative control, and all tasks of a length have the
-            same capacity.
-        sweeps: policies by the name of the setting in which they differ. They run unchanged, in addition to those at
-            shares. With sweeps there is no negative control.
+            each share, with its rows offloaded if it offloads. You may give a setting only if it takes almost no device
+            memory, for example `quest:budget=256`. With shares there is no negative control, and all tasks of a length
+            have the same capacity.
+        sweeps: maps the dotted name of a setting to policies that differ in it. They run with their settings unchanged,
+            in addition to the policies at shares. With sweeps there is no negative control.
         prefill: the attention between the tokens of every prompt, also under full attention. None means exact.
-        fitted: arrays that a policy has learned (`policy.fit`, `load_fitted`), by name of the policy.
-        data: local files (.jsonl, .json, .parquet) whose rows are evaluated too (see `evaluation.data`).
+        fitted: maps the name of a policy to the arrays that it has learned (`policy.fit`, `load_fitted`).
+        data: local files (.jsonl, .json, .parquet) whose rows are also evaluated (see `evaluation.data`).
         truncate: "middle" cuts a context that exceeds the model's context, and reports it. None raises an error.
         limit: number of rows that are read from each file. None means all.
     """
@@ -54,7 +54,7 @@ class Setup:
     """The arguments that all samples share.
 
     Attributes:
-        params: Params with a tokenizer.
+        params: the model's Params, with a tokenizer.
         fetch: the resolved fetch mode.
         prefill: the attention between the tokens of a prompt. None means exact.
         fitted: learned arrays by name of the policy that reads them.
@@ -70,7 +70,7 @@ class Setup:
         return self.fitted.get(innermost(policy).name) if reads_fitted(policy) else None
 
     def taught(self, policy: Policy) -> Policy:
-        """Return the policy with its setting that makes it read learned arrays, if there are arrays for it."""
+        """Return the policy, set to read learned arrays if there are arrays for it."""
         return with_fitted(policy) if innermost(policy).name in self.fitted else policy
 
 
@@ -80,7 +80,7 @@ class Entry:
 
     Attributes:
         policy: the policy that runs. None means that nothing runs, for the reason `infeasible`.
-        control_of: for a negative control, the label of the policy whose bytes it has.
+        control_of: for a negative control, the label of the policy whose device bytes it gets. Otherwise None.
         share: the share of full attention's device bytes that the policy must not exceed, or None.
         name: name of the policy if `policy` is None.
         infeasible: the reason if `policy` is None.

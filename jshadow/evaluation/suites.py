@@ -108,7 +108,7 @@ def kind_of(suite: str, kinds: Mapping[str, SuiteTask], task: str) -> SuiteTask:
 
 
 def texts(value: Any) -> tuple[str, ...]:
-    """Turn one answer or a list of answers into a tuple of strings."""
+    """Convert one answer or a list of answers to a tuple of strings."""
     return tuple(map(str, value)) if isinstance(value, list | tuple) else (str(value),)
 
 
@@ -127,7 +127,7 @@ def of_longbench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
     """Read a row of LongBench v1 (input, context, answers, all_classes).
 
     Returns:
-        The sample, and whether its prompt is a chat. The other readers return the same.
+        The sample, and whether its prompt is a chat.
     """
     task = str(row.get("dataset") or task)
     kind = kind_of("LongBench", LONGBENCH, task)
@@ -136,14 +136,17 @@ def of_longbench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
 
 
 def of_longbench_v2(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """Read a row of LongBench v2 (question, choice_A to choice_D, answer, context)."""
+    """Read a row of LongBench v2 (question, choice_A to choice_D, answer, context). Returns as `of_longbench`."""
     options = [row[f"choice_{name}"] for name in LETTERS]
     sample = sample_of(LONGBENCH_V2, row["context"], texts(row["answer"]), asked=row["question"], options=options)
     return sample, LONGBENCH_V2.chat
 
 
 def of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """Read a row of InfiniteBench (context, input, answer, options). An answer is a letter or the text of a choice."""
+    """Read a row of InfiniteBench (context, input, answer, options). Returns as `of_longbench`.
+
+    An answer is a letter or the text of a choice.
+    """
     kind = kind_of("InfiniteBench", INFINITEBENCH, task)
     answers, options = texts(row["answer"]), list(row.get("options") or ())
     if kind.scorer == "letter":
@@ -155,7 +158,7 @@ def of_infinitebench(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
 
 
 def of_ruler(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """Read a row of RULER (input, outputs). The input is the whole prompt."""
+    """Read a row of RULER (input, outputs). The input is the whole prompt. Returns as `of_longbench`."""
     kind = kind_of("RULER", RULER, task)
     sample = Sample(
         row["input"], "", row.get("answer_prefix") or "", texts(row["outputs"]), kind.new_tokens, kind.scorer
@@ -164,7 +167,7 @@ def of_ruler(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
 
 
 def of_kvpress(row: Mapping[str, Any], task: str) -> tuple[Sample, bool]:
-    """Read a row with the columns of kvpress.
+    """Read a row with the columns of kvpress. Returns as `of_longbench`.
 
     The scorer is that of the row, or that of the task if it is known. Otherwise one answer is scored by
     "string_match_part", and a list of answers by "string_match_all".

@@ -47,22 +47,22 @@ def score(scorer: str, answers: Sequence[str], output: str, choices: Sequence[st
 
 
 def found(answer: str, output: str) -> bool:
-    """Whether the number `answer` occurs in the output, but not as a part of a longer number."""
+    """Return whether the number `answer` occurs in the output, but not as a part of a longer number."""
     return bool(answer) and re.search(rf"(?<!\d){re.escape(answer)}(?!\d)", output) is not None
 
 
 def number(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """1 if one of the numbers occurs in the output, and not as a part of a longer number."""
+    """Return 1 if one of the numbers occurs in the output, and not as a part of a longer number, else 0."""
     return any(found(answer, output) for answer in answers)
 
 
 def string_match_all(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Share of the answers that occur in the output, ignoring case. RULER uses it for all tasks except questions."""
+    """Return the share of the answers that occur in the output, ignoring case. RULER uses it for all but questions."""
     return sum(answer.lower() in output.lower() for answer in answers) / len(answers)
 
 
 def string_match_part(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """1 if any answer occurs in the output, ignoring case. RULER uses it for questions."""
+    """Return 1 if any answer occurs in the output, ignoring case, else 0. RULER uses it for questions."""
     return any(answer and answer.lower() in output.lower() for answer in answers)
 
 
@@ -72,23 +72,32 @@ def numbers_of(output: str) -> list[str]:
 
 
 def first_number(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """1 if the first number of the output is an answer. InfiniteBench uses it for pass keys and number strings."""
+    """Return 1 if the first number of the output is an answer, else 0.
+
+    InfiniteBench uses it for pass keys and number strings.
+    """
     return numbers_of(output)[:1] in [[answer] for answer in answers]
 
 
 def decimal(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """1 if the first decimal number of the output equals an answer. InfiniteBench uses it for Math.Find."""
+    """Return 1 if the first decimal number of the output equals an answer, else 0.
+
+    InfiniteBench uses it for Math.Find.
+    """
     first = re.search(r"-?\d+(\.\d+)?", output)
     return first is not None and any(float(first.group()) == to_float(answer) for answer in answers)
 
 
 def last_number(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """1 if the last number of the output, with its sign, is an answer. InfiniteBench uses it for Code.Run."""
+    """Return 1 if the last number of the output, with its sign, is an answer, else 0.
+
+    InfiniteBench uses it for Code.Run.
+    """
     return re.findall(r"-?\d+", output)[-1:] in [[answer] for answer in answers]
 
 
 def leading_numbers(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Share of a list of numbers that the output has in order before its first wrong number.
+    """Return the share of a list of numbers that the output has in order before its first wrong number.
 
     InfiniteBench uses it for Math.Calc.
     """
@@ -100,14 +109,14 @@ def leading_numbers(answers: Sequence[str], output: str, choices: Sequence[str])
 
 
 def number_share(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Share of the output's numbers that are correct. LongBench uses it for paragraph retrieval and counting."""
+    """Return the share of the output's numbers that are correct. LongBench uses it for retrieval and counting."""
     said = numbers_of(output)
     right = {one_number for answer in answers for one_number in numbers_of(answer)}
     return sum(one in right for one in said) / len(said) if said else 0.0
 
 
 def to_float(text: str) -> float:
-    """Read a number. A text that is not a number becomes NaN, which equals nothing."""
+    """Convert a text to a number. A text that is not a number becomes NaN, which equals nothing."""
     try:
         return float(text)
     except ValueError:
@@ -128,7 +137,7 @@ def harmonic(common: int, said: int, right: int) -> float:
 
 
 def f1(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """F1 over normalized words. The best answer counts."""
+    """Return the F1 over normalized words. The best answer counts."""
     said = collections.Counter(normalized(output))
     scores = []
     for answer in answers:
@@ -151,14 +160,17 @@ def common_subsequence(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def rouge_l(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """ROUGE-L: the F1 of the longest common subsequence of words (Lin, 2004). The best answer counts."""
+    """Return ROUGE-L, the F1 of the longest common subsequence of words (Lin, 2004). The best answer counts."""
     said = re.findall(r"[a-z0-9]+", output.lower())
     right = [re.findall(r"[a-z0-9]+", answer.lower()) for answer in answers]
     return max(harmonic(common_subsequence(said, one), len(said), len(one)) for one in right)
 
 
 def edit_similarity(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Similarity of the first line of code to the answer: 1 - (insertions + deletions) / (sum of both lengths)."""
+    """Return the similarity of the first line of code to the answer. The best answer counts.
+
+    It is 1 - (insertions + deletions) / (sum of both lengths).
+    """
     lines = output.lstrip("\n").split("\n")
     line = next((one for one in lines if not any(mark in one for mark in CODE_NOISE)), "")
     return max(harmonic(common_subsequence(line, answer), len(line), len(answer)) for answer in answers)
@@ -173,7 +185,10 @@ def of_first_line(scorer: Scorer) -> Scorer:
 
 
 def letter(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """1 if the chosen letter is an answer: the letter after "answer is", or else the first letter that stands alone."""
+    """Return 1 if the chosen letter is an answer, else 0.
+
+    The chosen letter is the one after "answer is", or else the first letter that stands alone.
+    """
     output = output.replace("*", "")  # Markdown for bold text
     stated = re.search(rf"answer is:?\s*\(?([{LETTERS}])\b", output, re.IGNORECASE)
     alone = re.search(rf"\(([{LETTERS}])\)|(?<![\w'])([{LETTERS}])(?=[).:,\n]|\s*$)", output)
@@ -182,7 +197,7 @@ def letter(answers: Sequence[str], output: str, choices: Sequence[str]) -> float
 
 
 def classes(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """1 / (number of classes that the first line names) if the correct class is among them, else 0.
+    """Return 1 / (number of classes that the first line names) if the correct class is among them, else 0.
 
     A class whose name is a part of the correct one does not count.
     """
@@ -210,10 +225,10 @@ def json_objects(text: str) -> list[dict[str, Any]]:
 
 
 def json_fields(answers: Sequence[str], output: str, choices: Sequence[str]) -> float:
-    """Share of the fields of all records that are correct.
+    """Return the share of the fields of all records that are correct.
 
-    Records are matched by their first field, which counts too. If several records have the same first field, the first
-    one counts.
+    Records are matched by their first field, which also counts as a field. If several records have the same first
+    field, the first one counts.
     """
     records = json_objects(answers[0])
     said: dict[Any, dict[str, Any]] = {}

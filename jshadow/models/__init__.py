@@ -1,1 +1,1 @@
-"""The transformer and the model families. Nothing here knows a cache or a policy."""
+"""The transformer and the model families. This package does not depend on caches or policies."""

@@ -25,7 +25,7 @@ def check_positive(owner: str, **fields: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionKind:
-    """The properties of one layer's attention in which layers may differ.
+    """The properties of attention in which the layers of a model may differ.
 
     Attributes:
         rope: rotary position embedding.
@@ -53,12 +53,12 @@ class ModelConfig:
         context: longest sequence, in tokens, that the model supports.
         rope: rotary position embedding.
         tie_embeddings: whether the output head is the transposed embedding.
-        attention_bias: whether the q, k, v and o projections have a bias.
+        attention_bias: whether the q, k and v projections have a bias.
         mlp_bias: whether the MLP projections have a bias.
         eos_ids: token ids that end a generation.
-        output_bias: whether the o projection has a bias too. It has none without attention_bias.
+        output_bias: whether attention_bias also applies to the o projection.
         qk_norm: whether each head's queries and keys are normalized before RoPE.
-        post_norms: whether the outputs of attention and MLP are normalized too, before they join the residual stream.
+        post_norms: whether the outputs of attention and MLP are also normalized, before they join the residual stream.
         unit_norms: whether norms multiply by 1 + scale in float32, instead of by scale.
         activation: activation of the gated MLP, "silu" or "gelu_tanh".
         scale_embedding: whether embeddings are multiplied by sqrt(model_dim).
@@ -133,7 +133,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """Factor on attention scores."""
+        """Factor by which attention scores are multiplied."""
         return float((self.head_dim if self.query_scalar is None else self.query_scalar) ** -0.5)
 
     def attention_kind(self, layer: int) -> AttentionKind:
@@ -157,11 +157,11 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any], **overrides: Any) -> "ModelConfig":
-        """Read the keys of a `config.json` that all Llama-like models share.
+        """Return the config that a `config.json` of a Llama-like model describes.
 
         Args:
             hf: the parsed `config.json`.
-            overrides: fields of ModelConfig that the family reads by itself. They replace the fields read here.
+            overrides: fields of ModelConfig that the model family has read. They replace the fields that are read here.
 
         Raises:
             ConfigError: a key is missing or has the wrong type, the weights are quantized, the model needs remote code

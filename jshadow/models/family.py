@@ -46,21 +46,21 @@ class Rule:
 
 
 def nothing(_: Any) -> dict[str, Any]:
-    """The default of `read` and `write`: the family has no fields or keys beyond Llama's."""
+    """Return an empty dict. It is the default of `read` and `write`, for families with the same keys as Llama."""
     return {}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelFamily:
-    """All checkpoints with the same `model_type`.
+    """A model family: all checkpoints with the same `model_type`.
 
     Attributes:
         model_type: Hugging Face's name of the family.
         architecture: the transformers class that loads it.
         models: published models of the family, for the support matrix.
         rules: the weight table.
-        differs: its differences from Llama, for the support matrix.
-        defaults: values of `config.json` keys that may be missing.
+        differs: how the family differs from Llama, for the support matrix.
+        defaults: values for keys that `config.json` may lack.
         read: turns `config.json` into the fields of ModelConfig that Llama does not set.
         write: turns a ModelConfig into the keys of `config.json` beyond Llama's.
         partial_rotary: whether RoPE may rotate only a part of each head.
@@ -80,10 +80,11 @@ class ModelFamily:
     published_code: tuple[str, ...] = ()
 
     def config_from_hf(self, hf: Mapping[str, Any]) -> ModelConfig:
-        """Read `config.json`.
+        """Return the ModelConfig of a parsed `config.json`.
 
         Raises:
-            ConfigError: see `ModelConfig.from_hf`; or RoPE rotates a part of each head, and the family does not do so.
+            ConfigError: as in `ModelConfig.from_hf`, or RoPE rotates only a part of each head and the family does not
+                support this.
         """
         whole = {**self.defaults, **hf}
         if "eos_token_id" not in hf and max(token_ids(whole.get("eos_token_id")), default=0) >= hf.get("vocab_size", 0):

@@ -1,4 +1,4 @@
-"""The parts of a block as flax.linen modules. They hold only weights, and know no cache, positions or policy."""
+"""The parts of a block as flax.linen modules. They hold only weights, and depend on no cache, position or policy."""
 
 import flax.linen as nn
 import jax
@@ -12,8 +12,8 @@ class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in float32 (Llama 2, section 2.2).
 
     Attributes:
-        eps: added to the mean square.
-        unit: whether the factor is 1 + scale and is applied in float32 (Gemma).
+        eps: constant that is added to the mean square.
+        unit: whether x is multiplied by 1 + scale in float32 (Gemma), instead of by scale.
     """
 
     eps: float
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Module):
-    """A projection. Its weights have x's dtype, or they are int8 with a float32 factor for each output.
+    """A linear projection. Its weights are floating, or int8 with a float32 factor for each output.
 
     Attributes:
         features: number of outputs.

@@ -13,9 +13,9 @@ MOST_LAYERS = 65536
 
 
 def layer_count(hf: Mapping[str, Any]) -> int:
-    """Return `num_hidden_layers` of a config.json.
+    """Return `num_hidden_layers` of a config.json, after checking it.
 
-    It is checked first, because callers allocate lists of that length.
+    The check is needed because callers allocate lists of that length.
 
     Raises:
         ConfigError: it is not an integer from 1 to MOST_LAYERS.
@@ -28,11 +28,11 @@ def layer_count(hf: Mapping[str, Any]) -> int:
 
 
 def sliding_fields(hf: Mapping[str, Any], sliding: list[bool]) -> dict[str, Any]:
-    """Return the fields `sliding_window` and `sliding_layers` of ModelConfig, or no fields if no layer slides.
+    """Return the fields `sliding_window` and `sliding_layers` of ModelConfig, or no fields if no layer has a window.
 
     Args:
-        hf: config.json. If it has `layer_types`, these decide which layers slide.
-        sliding: for each layer, whether it slides if there are no `layer_types`.
+        hf: the parsed config.json. If it has `layer_types`, these decide which layers have a sliding window.
+        sliding: whether each layer has a sliding window, used if there are no `layer_types`.
 
     Raises:
         ConfigError: `layer_types` has an unknown type, or its length is not the number of layers.
@@ -60,7 +60,7 @@ def layer_types(config: ModelConfig) -> list[str]:
 
 
 def all_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sliding fields of a family whose layers all slide if there is a window (Mistral, Phi-3).
+    """Return the result of `sliding_fields` for a family in which all layers have the window (Mistral, Phi-3).
 
     The key `layer_types` is ignored.
     """
@@ -69,7 +69,10 @@ def all_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def last_layers(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sliding fields of Qwen: with `use_sliding_window`, layers from `max_window_layers` on slide."""
+    """Return the result of `sliding_fields` for Qwen.
+
+    With `use_sliding_window`, the layers from number `max_window_layers` on have a sliding window.
+    """
     if not hf.get("use_sliding_window"):
         return {}
     first = hf.get("max_window_layers", 28)

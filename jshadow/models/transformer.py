@@ -19,7 +19,7 @@ from jshadow.models.layers import MLP, Attention, RMSNorm
 
 
 class Heads(NamedTuple):
-    """The arguments of a block's cache closure.
+    """The argument of a block's cache closure: the projections of the block's input.
 
     Attributes:
         q_pre: queries before RoPE and after bias and norm, [B, T, h_q, d].
@@ -54,7 +54,7 @@ class Block(nn.Module):
             self.mlp_post_norm = RMSNorm(c.norm_eps, c.unit_norms)
 
     def __call__(self, x: Array, cache: Cache) -> tuple[Array, Any]:
-        """Apply the block to x [B, T, D]. Returns the new x and the second result of the cache."""
+        """Apply the block to x [B, T, D]. Return the new x, and the second result of `cache`."""
         x_in = self.attention_norm(x)
         with jax.named_scope("attention"):
             out, aux = cache(Heads(self.attention.query(x_in), *self.attention.key_value(x_in), x_in))
@@ -100,7 +100,7 @@ class Transformer(nn.Module):
         return x * jnp.asarray(self.config.model_dim**0.5, x.dtype) if self.config.scale_embedding else x
 
     def logits(self, x: Array) -> Array:
-        """Apply the final norm and the head to x [..., D]: float32 logits [..., V]."""
+        """Apply the final norm and the output head to x [..., D]. Return float32 logits [..., V]."""
         x = self.norm(x)
         if self.config.tie_embeddings:
             return jnp.einsum("...d,vd->...v", x, self.embed.embedding, preferred_element_type=jnp.float32)
@@ -116,7 +116,7 @@ def embed(weights: dict, config: ModelConfig, tokens: Array) -> Array:
 
 
 def apply_block(weights: dict, config: ModelConfig, layer: int, x: Array, cache: Cache) -> tuple[Array, Any]:
-    """Apply block `layer` to x [B, T, D]. Returns the new x and the second result of the cache."""
+    """Apply block `layer` to x [B, T, D]. Return the new x, and the second result of `cache`."""
     return Block(config).apply({"params": weights[f"layer_{layer}"]}, x, cache)
 
 

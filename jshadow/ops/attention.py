@@ -30,16 +30,14 @@ def causal_attention(
 ) -> tuple[Float[Array, "B T h_q d"], Float[Array, "B h_q T"]]:
     """Compute causal grouped-query attention of T queries of a prompt.
 
-    It never holds a T x S matrix, and it does not copy K or V.
-
-    Rows are padded on the right. A real query sees only earlier keys, and all of these are real. So no mask of the
-    lengths is needed. The outputs of padded queries are never read.
+    It never holds a T x S matrix, and it does not copy K or V. Rows are padded on the right, so a real query sees only
+    real keys, and no mask of the lengths is needed. The outputs of padded queries have no meaning.
 
     Args:
         q: [B, T, h_q, d], after RoPE, at positions first .. first + T - 1.
         k: [B, S, h_kv, d], after RoPE. Keys from position first + T on are ignored and may hold anything.
         v: [B, S, h_kv, d].
-        scale: factor on the scores, usually 1 / sqrt(d).
+        scale: factor by which the scores are multiplied, usually 1 / sqrt(d).
         first: position of the first query.
         window: number of tokens that a query sees, including itself. None means all earlier tokens.
 
@@ -110,14 +108,14 @@ def key_mass(
     """Sum the attention probability that each key gets, over all queries and over the query heads of its KV head.
 
     These are the column sums of the S x S matrix of probabilities (H2O, arXiv 2306.14048, section 4.1). They are
-    computed tile by tile from the log-sum-exps, so the matrix is never held as a whole.
+    computed tile by tile from the log-sum-exps, so the whole matrix is never in memory.
 
     Args:
         q: queries after RoPE, padded on the right.
         k: keys after RoPE, padded on the right.
         lse: float32 log-sum-exp of each query's scores.
         lengths: int32 [B], the number of real tokens of each row.
-        scale: factor on the scores.
+        scale: factor by which the scores are multiplied.
 
     Returns:
         float32 [B, h_kv, S]. Padding has 0.
@@ -177,7 +175,7 @@ def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> F
     Args:
         q: [B, T, h_q, d], after RoPE.
         pieces: the keys and values. A query that may not see any row gets an output of 0.
-        scale: factor on the scores.
+        scale: factor by which the scores are multiplied.
 
     Returns:
         [B, T, h_q, d] in q's dtype.
@@ -209,7 +207,14 @@ def grouped_product(
     rows: Float[Array, "B h_kv N d"],
     precision: lax.Precision | None = None,
 ) -> Float[Array, "B h_kv group T _"]:
-    """Compute a float32 einsum of grouped rows [B, h_kv, group, T, ...] with the rows of their KV head."""
+    """Compute a float32 einsum of grouped rows [B, h_kv, group, T, ...] with the rows of their KV head.
+
+    Args:
+        formula: the einsum, with "bhgt" as the first axes of the left operand and of the result.
+        left: the grouped rows.
+        rows: the rows of each KV head, such as keys.
+        precision: precision of the products. None means JAX's default.
+    """
     # Group and T are merged into one axis, because XLA's CPU backend takes five times as long with two axes.
     batch, heads, group, length, _ = left.shape
     merged, formula = left.reshape(batch, heads, group * length, -1), formula.replace("gt", "r")

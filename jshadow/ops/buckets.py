@@ -2,7 +2,7 @@
 
 
 def round_up(tokens: int, step: int, limit: int | None = None) -> int:
-    """Return the smallest multiple of `step` that is at least `tokens`. If a limit is given, the result is capped."""
+    """Return the smallest multiple of `step` that is at least `tokens`, or `limit` if the multiple is larger."""
     rounded = -(-tokens // step) * step
     return rounded if limit is None else min(rounded, limit)
 
@@ -12,8 +12,8 @@ def step_of(tokens: int, share: int, least: int = 1) -> int:
 
     Args:
         tokens: a number of tokens.
-        share: a power of two. The step is 1 / share of the next power of two. With 32 there are 16 different widths
-            between two powers of two, which pads little. With 4 there are two widths, which needs few compilations.
+        share: a power of two. The step is the next power of two divided by share. With 32 there are 16 different widths
+            between two powers of two, so little is padded. With 4 there are two widths, so few programs are compiled.
         least: the smallest step.
     """
     return max(least, (1 << (tokens - 1).bit_length()) // share)

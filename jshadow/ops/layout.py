@@ -12,7 +12,7 @@ def fit_tokens(x: Shaped[Array, "B S *rest"], tokens: int) -> Shaped[Array, "B {
 
 
 def to_chunks(x: Shaped[Array, "B S h d"], chunks: int, size: int) -> Shaped[Array, "B h {chunks} {size} d"]:
-    """Cut or zero-pad x [B, S, h, d] to whole chunks: [B, h, chunks, size, d]."""
+    """Cut or zero-pad x [B, S, h, d] to `chunks` chunks of `size` tokens. Return them as [B, h, chunks, size, d]."""
     batch, _, heads, dim = x.shape
     return fit_tokens(x, chunks * size).reshape(batch, chunks, size, heads, dim).transpose(0, 3, 1, 2, 4)
 
@@ -20,9 +20,13 @@ def to_chunks(x: Shaped[Array, "B S h d"], chunks: int, size: int) -> Shaped[Arr
 def take_chunks(
     x: Float[Array, "B S h d"], ids: Int[Array, "B h n"], there: Bool[Array, " B #h n"], size: int
 ) -> Float[Array, "B h tokens d"]:
-    """Gather the tokens [B, h, n * size, d] of chunks ids [B, h, n] from x [B, S, h, d].
+    """Gather the tokens [B, h, n * size, d] of chunks from x [B, S, h, d].
 
-    Each head has separate ids. Chunks for which `there` [B, h or 1, n] is False become zeros.
+    Args:
+        x: the tokens.
+        ids: numbers of the chunks of each head, int [B, h, n].
+        there: bool [B, h or 1, n]. Chunks that are False become zeros.
+        size: number of tokens in a chunk.
     """
     batch, heads, count = ids.shape
     tokens = (ids[..., None] * size + jnp.arange(size)).reshape(batch, heads, count * size)
@@ -32,9 +36,9 @@ def take_chunks(
 
 
 def take_span(x: Float[Array, "B S h d"], start: Int[Array, " B"], count: int) -> Float[Array, "B h {count} d"]:
-    """Gather tokens start[b] .. start[b] + count - 1 of each row of x [B, S, h, d]: [B, h, count, d].
+    """Gather tokens start[b] .. start[b] + count - 1 of each row b of x [B, S, h, d].
 
-    Tokens past the end of x are zeros.
+    The result is [B, h, count, d]. Tokens past the end of x are zeros.
     """
     index = start[:, None] + jnp.arange(count)
     picked = jnp.take_along_axis(x, index[:, :, None, None], axis=1, mode="fill", fill_value=0)

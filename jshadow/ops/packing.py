@@ -20,7 +20,7 @@ class Packed(struct.PyTreeNode):
     """Quantized groups of g numbers. Code q of a group stands for q * scale + zero.
 
     Attributes:
-        words: uint32 [..., n, ceil(g * bits / 32)]. The first number has the lowest bits.
+        words: packed codes, uint32 [..., n, ceil(g * bits / 32)]. The first code of a word has the lowest bits.
         scale: [..., n], the step of each group.
         zero: [..., n], the value of code 0 of each group.
     """
@@ -42,7 +42,7 @@ def quantize(x: Float[Array, "*n g"], bits: int) -> Packed:
     steps = 2**bits - 1
     scale = (most - least) / (2 if bits == 1 else steps)
     zero = (3 * least + most) / 4 if bits == 1 else least
-    # The codes are computed from the scale and the zero as stored, so that they undo the rounding of these two.
+    # The codes are computed from the stored scale and zero, so that they compensate for the rounding of these two.
     scale, zero = scale.astype(dtype), zero.astype(dtype)
     step, start = scale.astype(jnp.float32)[..., None], zero.astype(jnp.float32)[..., None]
     if bits == 1:

@@ -12,13 +12,14 @@ from pallas_kernels.rotation import cos_sin_of
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, tokens: int = 0) -> np.ndarray:
-    """Return the angle per position of each rotated pair.
+    """Return the rotation angle per position of each rotated pair of columns, in radians.
 
     Args:
         rope: the RoPE settings.
         head_dim: width of a head.
-        tokens: the most tokens that a sequence may hold. "dynamic" and "longrope" change their frequencies if this
-            exceeds the original context. All keys of a state use the same frequencies, so a key is rotated only once.
+        tokens: maximum number of tokens that a sequence can hold. "dynamic" and "longrope" change their frequencies if
+            it exceeds the original context. All keys of a state use the same frequencies, so a key is rotated only
+            once.
 
     Returns:
         float32 [rotary_dim / 2]. Zeros for "none".
@@ -44,17 +45,17 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, tokens: int = 0) -> np.
 
 
 def _kept_by_wavelength(rope: RopeConfig, inverse: np.ndarray) -> np.ndarray:
-    """For "llama3", return the share of each frequency that is kept: 1 for short wavelengths, 0 for long ones."""
+    """For "llama3", return how much of each frequency is not scaled: 1 for short wavelengths, 0 for long ones."""
     wavelength = 2 * np.pi / inverse
     low, high = rope.low_freq_factor, rope.high_freq_factor
     return np.clip((rope.original_context / wavelength - low) / (high - low), 0.0, 1.0)
 
 
 def _kept_by_turns(rope: RopeConfig, width: int) -> np.ndarray:
-    """For "yarn", return the share of each frequency that is kept.
+    """For "yarn", return how much of each frequency is not scaled.
 
-    It is 1 for frequencies that turn more than beta_fast times in the original context, and 0 for those that turn less
-    than beta_slow times. Between them it falls linearly.
+    It is 1 for frequencies with more than beta_fast turns in the original context, and 0 for those with less than
+    beta_slow turns. Between them it falls linearly.
     """
 
     def index_of(turns: float) -> float:
@@ -107,8 +108,8 @@ class Rotation(NamedTuple):
         inverse: float32 [rotary_dim / 2], the angle per position of each rotated pair.
         cos: float32 cosines of the angles, broadcastable to [B, T, h, rotary_dim / 2].
         sin: float32 sines of the angles, in the shape of cos.
-        query_factor: factor on rotated queries. It is the product of the attention factors of queries and keys. Only
-            the product of a query and a key matters, so keys are stored and rebuilt without a factor.
+        query_factor: rotated queries are multiplied by it. It is the product of the attention factors of queries and
+            keys. Only the product of a query and a key matters, so keys are stored and rebuilt without a factor.
     """
 
     inverse: Array
@@ -126,11 +127,11 @@ class Rotation(NamedTuple):
 
 
 def query_factor(rope: RopeConfig) -> float:
-    """Return the factor on rotated queries: the attention factor of the queries times that of the keys."""
+    """Return the factor for rotated queries: the attention factor of the queries times that of the keys."""
     return rope.attention_factor**2
 
 
 def rotation(rope: RopeConfig, inverse: Float[Array, " half"], positions: Int[Array, "#B T"]) -> Rotation:
-    """Return the rotation at positions [B or 1, T]."""
+    """Return the rotation at positions, int [B or 1, T]. `inverse` is from `inverse_frequencies`."""
     cos, sin = cos_sin(positions, inverse)
     return Rotation(inverse, cos[:, :, None], sin[:, :, None], query_factor(rope))

@@ -39,7 +39,8 @@ class RopeConfig:
     - "dynamic": theta grows with the length of the sequence (NTK).
     - "llama3" (Llama 3.1, section 3 of its model card): low frequencies are divided by factor and high ones are kept,
       with a linear ramp between them.
-    - "yarn" (arXiv 2309.00071, section 3): as "llama3", but the ramp lies between two numbers of turns.
+    - "yarn" (arXiv 2309.00071, section 3): like "llama3", but the ramp goes from beta_slow to beta_fast turns in the
+      original context.
     - "longrope" (arXiv 2402.13753): each frequency is divided by a separate number. There is one list of divisors for
       short sequences and one for long ones.
     - "none": no rotation, so the layer's keys carry no position.
@@ -53,7 +54,7 @@ class RopeConfig:
         original_context: for "dynamic", "llama3", "yarn" and "longrope". Context length, in tokens, of the first
             training.
         rotary_share: share of each head that is rotated, counted from its first column.
-        attention_factor: for "yarn" and "longrope". Factor on the rotated columns of queries and keys.
+        attention_factor: for "yarn" and "longrope". The rotated columns of queries and keys are multiplied by it.
         beta_fast: for "yarn". Frequencies with more turns than this in the original context are kept.
         beta_slow: for "yarn". Frequencies with fewer turns than this are divided by factor.
         truncate: for "yarn". Whether the ends of the ramp are rounded to whole indices of frequencies.
@@ -130,7 +131,7 @@ class RopeConfig:
         Newer files have `rope_parameters` instead. If a file has both, `rope_scaling` is used.
 
         Raises:
-            ConfigError: the variant is unknown, a key of it is missing, or a key does not belong to it.
+            ConfigError: the variant is unknown, or a key of the variant is missing, unknown or out of range.
         """
         scaling = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
         if not isinstance(scaling, Mapping):
@@ -154,7 +155,7 @@ class RopeConfig:
         return cls(**fields, **_READERS[kind](scaling, hf)) if kind in _READERS else cls(**fields)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the keys of config.json (`rope_theta`, `rope_scaling`, `partial_rotary_factor`) for `from_hf`."""
+        """Undo `from_hf`: return `rope_theta`, `rope_scaling` and `partial_rotary_factor` for config.json."""
         settings: dict[str, Any] = {"rope_type": self.kind}
         if self.kind in ("linear", "dynamic", "llama3", "yarn"):
             settings["factor"] = self.factor
@@ -173,7 +174,7 @@ class RopeConfig:
 
 
 def _original(scaling: Mapping[str, Any], hf: Mapping[str, Any]) -> int:
-    """Return the original context from rope_scaling or config.json. If both lack it, return the context."""
+    """Return the original context length. If `rope_scaling` and config.json lack it, return the context length."""
     name = "original_max_position_embeddings"
     value = scaling.get(name) or hf.get(name) or hf.get("max_position_embeddings") or RopeConfig.original_context
     return int(value)

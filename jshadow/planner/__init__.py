@@ -1,1 +1,1 @@
-"""The bytes of states and the plans of GPUs, computed before anything runs."""
+"""The bytes of states, and what a GPU can serve. Everything is computed without allocating or running anything."""

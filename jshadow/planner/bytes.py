@@ -26,16 +26,16 @@ from jshadow.policies.sliding_window import SlidingWindow
 def cache_specs(
     config: ModelConfig, policy: Policy, batch: int, capacity: int, shortest: int, dtype: str, fetch: str
 ) -> tuple[CacheSpec, ...]:
-    """The static descriptions of the caches, one for each layer.
+    """Return the static description of each layer's cache.
 
     Args:
         config: the model.
         policy: the policy, resolved for this capacity.
-        batch: rows.
-        capacity: tokens that a row may hold.
-        shortest: tokens of the shortest prompt, which decides how many tokens the windows must hold.
-        dtype: dtype of keys and values.
-        fetch: resolved fetch mode.
+        batch: number of rows.
+        capacity: maximum number of tokens that a row can hold.
+        shortest: number of tokens in the shortest prompt. It decides how many tokens the windows must hold.
+        dtype: name of the dtype of keys and values.
+        fetch: fetch mode, not "auto".
     """
     specs = []
     for layer in range(config.num_layers):
@@ -66,9 +66,12 @@ def cache_specs(
 def abstract_state(
     config: ModelConfig, policy: Policy, *, batch: int, capacity: int, prompt: int, dtype: str, fetch: str
 ) -> KVState:
-    """The state of `batch` prompts of `prompt` tokens, with ShapeDtypeStructs in place of arrays.
+    """Return the state of `batch` prompts of `prompt` tokens, with ShapeDtypeStructs in place of arrays.
 
-    The other arguments are those of `footprint`, and so are the errors.
+    The other arguments are those of `footprint`.
+
+    Raises:
+        ConfigError: a setting or the fetch mode is out of range.
     """
     policy = policy.resolve(config, capacity)
     specs = cache_specs(config, policy, batch, capacity, prompt, dtype, offload.resolve_fetch(fetch))
@@ -76,12 +79,12 @@ def abstract_state(
 
 
 def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None) -> KVState:
-    """The state of the given specs, with ShapeDtypeStructs in place of arrays.
+    """Return the state that the specs describe, with ShapeDtypeStructs in place of arrays.
 
     Args:
-        specs: one for each layer.
+        specs: the spec of each layer.
         policy: the resolved policy.
-        fitted: arrays that the policy learned, or ShapeDtypeStructs of them; None: none.
+        fitted: arrays that the policy learned, or their ShapeDtypeStructs, or None.
     """
     layers = []
     for spec in specs:
@@ -101,7 +104,10 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
 
 
 def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
-    """KV bytes of one row of full attention of `capacity` tokens. A layer with a sliding window holds its window."""
+    """Return the KV bytes of one row of full attention at this capacity. `itemsize` is the bytes of one number.
+
+    A layer with a sliding window holds only its window.
+    """
     slots = [
         capacity if window is None else SlidingWindow(window).slots(capacity)
         for window in (config.attention_kind(layer).window for layer in range(config.num_layers))
@@ -112,14 +118,14 @@ def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
 def footprint(
     config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
 ) -> dict[str, Any]:
-    """The bytes of one row's KV state, by part, and those of full attention at the same capacity.
+    """Return the bytes of one row's KV state, by part, and those of full attention at the same capacity.
 
     Args:
         config: the model.
-        policy: its settings; None in them is resolved for this capacity.
-        capacity: tokens that the row may hold.
-        prompt: tokens of its prompt.
-        dtype: dtype of keys and values.
+        policy: the policy. Settings that are None are resolved for this capacity.
+        capacity: maximum number of tokens that the row can hold.
+        prompt: number of tokens in its prompt.
+        dtype: name of the dtype of keys and values.
         fetch: fetch mode.
 
     Returns:
@@ -149,9 +155,9 @@ def check_prompt(prompt: int, capacity: int) -> None:
 def step_footprint(
     config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
 ) -> dict[str, int]:
-    """The bytes that one decode step of one row moves from the host, and reads on the device, in all layers.
+    """Return the bytes that one decode step of one row moves from the host, and those that it reads on the device.
 
-    The arguments are those of `footprint`.
+    The bytes of all layers are added. The arguments are those of `footprint`.
 
     Returns:
         {"bytes_moved", "bytes_read"}. Bytes from the host count only in the first.
@@ -168,9 +174,9 @@ def step_footprint(
 
 
 def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, int]:
-    """The equal pieces that a prompt is cut into: (number of pieces, tokens of each).
+    """Return the number of equal pieces that a prompt of `tokens` tokens is cut into, and the tokens of each piece.
 
-    A piece has a multiple of `multiple` tokens, and at most prefill_chunk unless one `multiple` is larger. The last
+    The tokens of a piece are a multiple of `multiple`, and at most prefill_chunk unless `multiple` is larger. The last
     piece may reach past the end of the prompt.
     """
     units = -(-tokens // multiple)
@@ -191,28 +197,28 @@ def prefill_peak(
     fetch: str = "auto",
     attention: PrefillAttention | None = None,
 ) -> dict[str, int]:
-    """An upper bound of the device bytes at the peak of a prefill, by part. The peak is in the last layer.
+    """Return an upper bound on the device bytes at the peak of a prefill, by part. The peak is in the last layer.
 
-    Only "state" grows with the number of layers, and only "piece" with prefill_chunk. The bound leaves out the logits,
-    and the copies of weights that exist while they are loaded.
+    Only "weights" and "state" grow with the number of layers, and only "piece" with prefill_chunk. The bound leaves out
+    the logits, and the copies of weights that exist while they are loaded.
 
     Args:
         config: the model.
-        policy: its settings; None in them is resolved for this capacity.
-        batch: rows.
+        policy: the policy. Settings that are None are resolved for this capacity.
+        batch: number of rows.
         tokens: width of the right-padded prompts.
-        capacity: tokens that a row may hold.
-        prefill_chunk: tokens that go through a layer at once.
-        shortest: tokens of the shortest prompt, which decides the windows; None: all are `tokens` long.
-        dtype: dtype of weights, keys and values.
+        capacity: maximum number of tokens that a row can hold.
+        prefill_chunk: number of tokens that go through a layer at once.
+        shortest: number of tokens in the shortest prompt, which decides the windows. None: all have `tokens` tokens.
+        dtype: name of the dtype of weights, keys and values.
         fetch: fetch mode.
-        attention: a sparse attention of the prompt; None: the policy's own one, or exact attention.
+        attention: the sparse attention of the prompt. None: the policy's own attention, or exact attention.
 
     Raises:
-        ConfigError: tokens or prefill_chunk is below 1, a pattern is of another model, or a setting is out of range.
+        ConfigError: tokens or prefill_chunk is below 1, a pattern is for another model, or a setting is out of range.
 
     Returns:
-        {"weights", "hidden", "keys_values", "piece", "compress", "in_flight", "state"}; the peak is their sum.
+        {"weights", "hidden", "keys_values", "piece", "compress", "in_flight", "state"}. The peak is their sum.
     """
     for name, value in (("tokens", tokens), ("prefill_chunk", prefill_chunk)):
         if value < 1:
@@ -225,9 +231,9 @@ def prefill_peak(
     state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
     parts = state_nbytes(state)
     queries = config.q_heads * config.head_dim
-    # A piece holds a float32 tile of scores, its softmax weights and the running sums. It also holds for each token the
-    # residual and the normed input, the queries before and after RoPE and the attention's output, the keys before and
-    # after RoPE and the values, and the two halves of the MLP.
+    # A piece holds a float32 tile of scores, its softmax weights and the running sums. For each token, it also holds
+    # the residual and the normalized input, the queries before and after RoPE and the attention's output, the keys
+    # before and after RoPE and the values, and the two halves of the MLP.
     tile = 3 * config.q_heads * QUERY_BLOCK * KEY_BLOCK
     sparse = sparse_attention.piece_bytes(config, batch, count * size, size) if sparse_attention else 0
     token = 2 * config.model_dim + 3 * queries + 3 * columns + 2 * config.ffn_dim

@@ -1,8 +1,8 @@
-"""How many requests a GPU can hold, and a lower bound of the time of a decode step. Nothing is allocated or run.
+"""How many requests fit on a GPU, and a lower bound on the time of a decode step. Nothing is allocated or run.
 
 The bytes of weights and state are exact. The bytes of temporaries are an upper bound. The time of a step is the time to
-move each byte once at the bandwidth of the data sheet. A real step is slower, because the bound has no kernel launches,
-no copies that the compiler adds, no gathering of rows on the host and no traffic between GPUs.
+move each byte and to do each operation once at the rates of the data sheet. A real step is slower, because the bound
+has no kernel launches, no copies that the compiler adds, no gathering of rows on the host and no traffic between GPUs.
 """
 
 import dataclasses
@@ -27,23 +27,23 @@ from jshadow.policies.costs import costs_of, rows_of
 
 # Fetch modes in which a unit that the previous step fetched stays on the device. The other modes move every unit.
 KEEPING_MODES = ("zero_copy",)
-PAPERS_REPEATS = 0.6  # share of chunks that the previous step had selected too (arXiv 2410.21465, section 5.3)
+PAPERS_REPEATS = 0.6  # share of chunks that the previous step had also selected (arXiv 2410.21465, section 5.3)
 
 
 def capacity_plan(
     config: ModelConfig, policy: Policy, gpu: Gpu, serving: Serving, *, beside: Mapping[str, Policy] | None = None
 ) -> CapacityPlan:
-    """Plan decoding on one GPU, or on several that share weights and KV heads (each then holds an equal part).
+    """Plan decoding on one GPU, or on several GPUs that each hold an equal part of the weights and KV heads.
 
     Args:
         config: the model.
-        policy: its settings; None in them is resolved for the capacity.
-        gpu: its figures, such as one of `gpu_specs.GPUS`.
-        serving: prompts, requests, GPUs, dtype and fetch mode.
+        policy: the policy. Settings that are None are resolved for the capacity.
+        gpu: the figures of each GPU, such as one of `gpu_specs.GPUS`.
+        serving: prompts, requests, number of GPUs, dtype and fetch mode.
         beside: other policies by name, which are planned in the same way.
 
     Returns:
-        The plan of the policy, of those beside it and of full attention.
+        The plan of the policy, of the other policies and of full attention.
 
     Raises:
         ConfigError: a count, share or setting is out of range, or the GPUs cannot share the KV heads equally.
@@ -70,7 +70,7 @@ def capacity_plan(
 
 
 def checked(config: ModelConfig, serving: Serving) -> Serving:
-    """`serving` with its fetch mode and its share of repeats resolved. Raises the errors of `capacity_plan`."""
+    """Return `serving` with its fetch mode and its repeat_share resolved. Raises the errors of `capacity_plan`."""
     for name, value, least in (
         ("context", serving.context, 1),
         ("max_new_tokens", serving.max_new_tokens, 0),
@@ -85,13 +85,17 @@ def checked(config: ModelConfig, serving: Serving) -> Serving:
             f"context + max_new_tokens must be at most the model's context={config.context}, "
             f"got {serving.context} + {serving.max_new_tokens}"
         )
-    # "auto" is resolved as on a GPU, also if this process runs on a CPU.
+    # "auto" is resolved as on a GPU, even if this process runs on a CPU.
     fetch = offload.resolve_fetch("device_put" if serving.fetch == "auto" else serving.fetch)
     return dataclasses.replace(serving, fetch=fetch, repeat_share=repeats(fetch, serving.repeat_share))
 
 
 def repeats(fetch: str, repeat_share: float | None) -> float:
-    """The share of the selected units that a fetch mode does not move. Raises ConfigError for an impossible share."""
+    """Return the share of the selected units that a fetch mode does not move.
+
+    Raises:
+        ConfigError: the share is out of range, or is not 0 in a fetch mode that moves all units.
+    """
     if fetch not in KEEPING_MODES:
         if repeat_share:
             raise ConfigError(f"repeat_share must be 0 with fetch={fetch!r}, which keeps no unit, got {repeat_share!r}")
@@ -103,7 +107,10 @@ def repeats(fetch: str, repeat_share: float | None) -> float:
 
 
 def share_of(config: ModelConfig, count: int) -> ModelConfig:
-    """The part of a model that one of `count` GPUs holds. Heads, MLP and vocabulary are split; the residual is not."""
+    """Return the config of the part of a model that one of `count` GPUs holds.
+
+    Heads, MLP and vocabulary are split. The residual stream is not. Raises ConfigError unless count divides kv_heads.
+    """
     if config.kv_heads % count:
         raise ConfigError(f"count must divide kv_heads={config.kv_heads}, got {count}")
     return dataclasses.replace(
@@ -118,13 +125,13 @@ def share_of(config: ModelConfig, count: int) -> ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Planner:
-    """One GPU's part of a model.
+    """The planner of one GPU, which holds the whole model or an equal part of it.
 
     Attributes:
-        share: the part of the model that this GPU holds.
-        whole: the model.
-        gpu: its figures.
-        serving: what is served, with its fetch mode and its share of repeats resolved.
+        share: the config of the part of the model that this GPU holds.
+        whole: the config of the whole model.
+        gpu: the figures of the GPU.
+        serving: the requests, with fetch mode and repeat_share resolved.
     """
 
     share: ModelConfig
@@ -134,12 +141,12 @@ class Planner:
 
     @property
     def item(self) -> int:
-        """Bytes of a weight, key or value."""
+        """Bytes of one number in weights, keys and values."""
         return jnp.dtype(self.serving.dtype).itemsize
 
     @property
     def repeat_share(self) -> float:
-        """Share of the selected units that are on the device already, in [0, 1]."""
+        """Share of the selected units that are already on the device, in [0, 1]."""
         return self.serving.repeat_share or 0.0
 
     @property
@@ -148,12 +155,12 @@ class Planner:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(self.share))) * self.item
 
     def plan(self, policy: Policy, batch: int | None, *, capped: bool) -> PolicyPlan:
-        """The plan of a policy.
+        """Return the plan of a policy.
 
         Args:
-            policy: its settings; None in them is resolved.
-            batch: requests; None: as many as fit.
-            capped: plan only as many of the requests as fit.
+            policy: the policy. Settings that are None are resolved.
+            batch: number of requests. None: as many as fit.
+            capped: whether `batch` is reduced to the number that fits.
         """
         serving = self.serving
         policy = policy.resolve(self.whole, serving.capacity)
@@ -186,16 +193,16 @@ class Planner:
         )
 
     def specs(self, policy: Policy, batch: int) -> tuple[Any, ...]:
-        """The specs of the caches of all layers, for `batch` rows."""
+        """Return the specs of the caches of all layers, for `batch` rows."""
         serving = self.serving
         return cache_specs(self.share, policy, batch, serving.capacity, serving.context, serving.dtype, serving.fetch)
 
     def temporaries(self, policy: Policy, batch: int) -> dict[str, int]:
-        """An upper bound of the device bytes that a step of `batch` rows needs beside weights and state, by part.
+        """Return an upper bound, by part, on the device bytes of a step of `batch` rows without weights and state.
 
-        Layers run one after the other, so that only one layer counts. Logits count twice, because the logits of a bad
-        row are replaced by NaN in a copy. The residual stream, the projections and the two halves of the MLP count with
-        their float32 copies.
+        Layers run one after the other, so only the largest layer counts. Logits count twice, because a copy is made in
+        which the logits of a bad row are NaN. The residual stream, the projections and the two halves of the MLP count
+        with their float32 copies.
         """
         c, rows = self.share, batch * rows_of(policy)
         token = 6 * c.model_dim + 3 * c.ffn_dim + 3 * (c.q_heads + 2 * c.kv_heads) * c.head_dim
@@ -208,7 +215,10 @@ class Planner:
         }
 
     def prefill_batch(self, policy: Policy) -> int | None:
-        """Rows whose prefill fits in one call, by the bytes of one row and of two; None for several GPUs."""
+        """Return how many rows can be prefilled in one call, or None for several GPUs.
+
+        It is extrapolated from the bytes of a prefill of one row and of two rows.
+        """
         serving = self.serving
         if serving.count > 1:
             return None
@@ -218,7 +228,7 @@ class Planner:
         return max(0, (self.gpu.memory_bytes - CONTEXT_RESERVE - one) // (two - one) + 1)
 
     def step(self, policy: Policy, batch: int) -> StepBound:
-        """The bound of one decode step of `batch` rows."""
+        """Return the bound on one decode step of `batch` rows."""
         state = abstract_of(self.specs(policy, batch), policy)
         table = self.share.vocab_size * self.share.model_dim * self.item
         # A step reads one row a token of an embedding that is not also the head, so such an embedding is left out.

@@ -1,4 +1,4 @@
-"""The records of a GPU plan: the requests, the batch that fits, and the bound of a decode step."""
+"""The records of a GPU plan: the requests, the batch that fits, and the lower bound on the time of a decode step."""
 
 import dataclasses
 from typing import Any
@@ -10,18 +10,18 @@ from jshadow.policies.settings import policy_settings
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """The requests that one GPU serves, or several GPUs that share weights and KV heads.
+    """The requests to be served by one GPU, or by several GPUs that share weights and KV heads.
 
     Attributes:
-        context: tokens of each prompt.
-        max_new_tokens: tokens that each request may hold beyond its prompt.
+        context: number of tokens in each prompt.
+        max_new_tokens: number of tokens that each request may hold beyond its prompt.
         count: number of GPUs.
-        batch: requests; None: as many as fit.
-        dtype: of weights, keys and values.
-        fetch: fetch mode; "auto" is resolved as on a GPU.
-        repeat_share: share of the selected units that the previous step fetched too, in [0, 1]; None: 0.6, the share of
-            the ShadowKV paper, in a fetch mode that keeps units on the device, else 0.
-        host_limit: bytes of host memory that all requests together may take; None: no limit.
+        batch: number of requests. None: as many as fit.
+        dtype: dtype of weights, keys and values.
+        fetch: fetch mode. "auto" is resolved as on a GPU.
+        repeat_share: share of the selected units that are still on the device from the previous step, in [0, 1]. None:
+            0.6, as in the ShadowKV paper, in a fetch mode that keeps units on the device, and else 0.
+        host_limit: bytes of host memory that all requests together may take. None: no limit.
     """
 
     context: int
@@ -35,21 +35,21 @@ class Serving:
 
     @property
     def capacity(self) -> int:
-        """Tokens that each request may hold: its prompt and its new tokens."""
+        """Number of tokens that each request may hold: its prompt and its new tokens."""
         return self.context + self.max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBound:
-    """The lower bound of the time of one decode step of a batch on one GPU.
+    """A lower bound on the time of one decode step of a batch on one GPU.
 
     Attributes:
         hbm_bytes: bytes read from device memory, by part.
         pcie_bytes: bytes moved from the host.
-        flops: operations.
-        hbm_seconds, pcie_seconds, flop_seconds: the time of each at the full rate of the GPU.
-        tokens_per_second: tokens of the whole batch a second, if the three times overlap completely.
-        serial_tokens_per_second: the same if they do not overlap at all.
+        flops: number of floating-point operations.
+        hbm_seconds, pcie_seconds, flop_seconds: the time of each of these at the full rate of the GPU.
+        tokens_per_second: tokens per second of the whole batch, if the three times overlap completely.
+        serial_tokens_per_second: tokens per second of the whole batch, if the three times do not overlap at all.
     """
 
     hbm_bytes: dict[str, int]
@@ -63,15 +63,15 @@ class StepBound:
 
 
 def step_bound(gpu: Gpu, hbm: dict[str, int], moved: int, flops: int, batch: int, repeat_share: float) -> StepBound:
-    """The bound of a step that moves each byte once and does each operation once, at the full rates of the GPU.
+    """Return the bound of a step that moves each byte once and does each operation once, at the full rates of the GPU.
 
     Args:
-        gpu: its rates.
+        gpu: the GPU.
         hbm: bytes read from device memory, by part.
         moved: bytes of all selected units in host memory.
-        flops: operations.
-        batch: tokens that the step generates.
-        repeat_share: share of `moved` that is on the device already, in [0, 1].
+        flops: number of floating-point operations.
+        batch: number of tokens that the step generates.
+        repeat_share: share of `moved` that is already on the device, in [0, 1].
     """
     moved = round(moved * (1 - repeat_share))
     seconds = (sum(hbm.values()) / gpu.hbm_bytes_per_second, moved / gpu.pcie_bytes_per_second, flops / gpu.flops)
@@ -84,13 +84,14 @@ class PolicyPlan:
 
     Attributes:
         policy: the policy with all settings resolved.
-        fallback: why full attention runs in place of the policy at this capacity, or None.
+        fallback: the reason why full attention runs in place of the policy at this capacity, or None.
         row_parts: bytes (device, host) of one request's state on one GPU, by part.
-        largest_batch: the most requests whose decode step fits, or 0.
-        prefill_batch: the most requests whose prefill fits in one call (`prefill_peak`); None for several GPUs.
-        batch: requests of the figures below: the number that was asked for, or the largest batch.
+        largest_batch: maximum number of requests whose decode step fits, or 0.
+        prefill_batch: maximum number of requests whose prefill fits in one call (`prefill_peak`). None for several
+            GPUs.
+        batch: number of requests for the figures below: the requested number, or the largest batch.
         fits: whether `batch` fits and is not 0.
-        temporaries: upper bound of the device bytes of a step beside weights and state, by part.
+        temporaries: upper bound on the device bytes of a step in addition to weights and state, by part.
         device_bytes: bytes of weights, states, temporaries and reserve on one GPU.
         host_bytes: bytes in host memory for all GPUs together.
         step: the bound of a decode step; None for an empty batch.
@@ -116,22 +117,22 @@ class PolicyPlan:
 
 @dataclasses.dataclass(frozen=True)
 class CapacityPlan:
-    """The plans of a policy, of other policies beside it, and of full attention, on the same GPUs.
+    """The plans of a policy, of other policies to compare it with, and of full attention, on the same GPUs.
 
     Attributes:
-        gpu: its figures.
+        gpu: the figures of each GPU.
         count: number of GPUs that share weights and KV heads.
         dtype: dtype of weights, keys and values.
         fetch: fetch mode.
-        context: tokens of each prompt.
-        capacity: tokens that each request may hold.
-        repeat_share: share of the selected units that is assumed not to move.
+        context: number of tokens in each prompt.
+        capacity: number of tokens that each request may hold.
+        repeat_share: share of the selected units that are assumed to be on the device already.
         weights_bytes: bytes of the weights on one GPU.
         reserve_bytes: bytes on one GPU for memory outside of arrays.
-        host_limit: bytes of host memory that all requests may take; None: no limit.
-        chosen: the plan of the policy that was asked for.
-        beside: the plans of other policies, by name.
-        full: the plan of full attention, whose batch is at most the one that was asked for.
+        host_limit: bytes of host memory that all requests together may take. None: no limit.
+        chosen: the plan of the requested policy.
+        beside: the plans of the other policies, by name.
+        full: the plan of full attention. Its batch is at most the requested one, and not more than fits.
     """
 
     gpu: Gpu
@@ -150,16 +151,16 @@ class CapacityPlan:
 
     @property
     def ratio(self) -> float | None:
-        """`ratio_of` the policy that was asked for."""
+        """The result of `ratio_of` for the requested policy."""
         return self.ratio_of(self.chosen)
 
     def ratio_of(self, side: PolicyPlan) -> float | None:
-        """The ratio of a policy's overlapped tokens a second to those of full attention; None if one does not fit."""
+        """Return the ratio of a plan's `tokens_per_second` to those of full attention, or None if a batch is empty."""
         step, full = side.step, self.full.step
         return step.tokens_per_second / full.tokens_per_second if step and full else None
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as plain values, with each policy as its name and settings."""
+        """Return the plan as plain values for JSON, with each policy as its name and settings."""
         values = dataclasses.asdict(self)
         sides = [(values, "chosen", self.chosen), (values, "full", self.full)]
         for place, name, side in sides + [(values["beside"], name, side) for name, side in self.beside.items()]:

@@ -18,9 +18,10 @@ class Gpu:
     Attributes:
         name: its name on the command line.
         memory_bytes: the total that the driver reports to a program, which is less than the nominal size.
-        hbm_bytes_per_second: bandwidth of device memory, also where that is GDDR.
-        pcie_bytes_per_second: nominal bandwidth from the host, one way. A copy of scattered rows reaches a part of it.
-        flops: dense bfloat16 operations a second, with float32 sums.
+        hbm_bytes_per_second: bandwidth of device memory, also if it is GDDR.
+        pcie_bytes_per_second: nominal bandwidth from the host, one way. A copy of scattered rows reaches only a part
+            of it.
+        flops: dense bfloat16 operations per second, with float32 sums.
     """
 
     name: str
@@ -30,11 +31,11 @@ class Gpu:
     flops: float
 
 
-# PCIe x16, one way: the nominal 64 and 128 GB/s of both ways together, halved, less the 128b/130b coding.
+# PCIe x16, one way: half of the nominal 64 and 128 GB/s for both ways, minus the overhead of the 128b/130b code.
 PCIE4, PCIE5 = 31.5e9, 63e9
-# Bandwidths and operations are those of NVIDIA's data sheets and architecture white papers. Where a sheet prints
-# operations with sparsity only, the dense ones are half of them. The A100s are the SXM ones; "h100" is H100 SXM.
-# Memory is the total that programs print on these GPUs, rounded down; it differs by about 0.1 GiB between drivers.
+# Bandwidths and operations are those of NVIDIA's data sheets and architecture white papers. If a sheet prints only
+# operations with sparsity, the dense ones are half of them. The A100s are the SXM versions, and "h100" is H100 SXM.
+# Memory is the total that programs print on these GPUs, rounded down. It differs by about 0.1 GiB between drivers.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -58,7 +59,7 @@ DEFAULT_GPUS = ("a100-80gb", "h100", "h200")
 
 
 def gpu_named(name: str) -> Gpu:
-    """The GPU of that name. Raises ConfigError, which names the known ones."""
+    """Return the GPU with this name. Raises ConfigError if it is unknown. The message lists the known names."""
     if name not in GPUS:
         raise ConfigError(f"gpu must be one of {list(GPUS)}, got {name!r}")
     return GPUS[name]
@@ -67,14 +68,14 @@ def gpu_named(name: str) -> Gpu:
 def custom_gpu(
     base: Gpu | None, *, gib: float | None, bandwidth: float | None, link: float | None, tflops: float | None
 ) -> Gpu:
-    """A GPU by its figures.
+    """Return a GPU with the given figures.
 
     Args:
-        base: figures for those that are None; None: there are no others.
+        base: the GPU from which figures that are None are taken. If it is None, all figures must be given.
         gib: memory in GiB.
-        bandwidth: of device memory, in GB/s (10^9 bytes).
-        link: from the host, one way, in GB/s.
-        tflops: dense bfloat16 operations, in 10^12 a second.
+        bandwidth: bandwidth of device memory in GB/s (10^9 bytes per second).
+        link: bandwidth from the host, one way, in GB/s.
+        tflops: dense bfloat16 operations in 10^12 per second.
 
     Raises:
         ConfigError: a figure is missing, not above 0, or not finite.

@@ -54,14 +54,15 @@ for _name in sorted(POLICIES):
 
 
 def parse_policy(name: str, settings: Sequence[str]) -> Policy:
-    """The policy called `name` with settings from the command line, inside the wrappers that the settings name.
+    """Return the policy called `name`, with settings from the command line.
 
     A setting is `key=value`. A key is the dotted name of a setting (`jshadow.policies.settings`): `keys=transform`
-    chooses a record, and `keys.bits=2` sets one of its settings. The order of these does not matter. A setting
-    `wrapper.key=value` puts a wrapper around the policy; the first wrapper that is named is the innermost.
+    chooses a record, and `keys.bits=2` sets one of its settings. The order of the settings does not matter. A setting
+    `wrapper.key=value` puts the wrapper of that name around the policy. The first wrapper that is named is the
+    innermost.
 
     Raises:
-        ConfigError: there is no such key or record. The message names the nearest keys.
+        ConfigError: there is no such policy, key or record. The message names the nearest keys.
     """
     policy_class = find_policy(name)
     values = parse_settings(name, settings)
@@ -75,10 +76,11 @@ def parse_settings(name: str, settings: Sequence[str]) -> dict[str, dict[str, An
     """Parse `key=value` settings for the policy called `name`.
 
     Returns:
-        The values by key, in one dictionary for the policy under "" and one for each wrapper under its name.
+        One dictionary of values by key for the policy, under the name "", and one for each wrapper, under the wrapper's
+        name.
 
     Raises:
-        ConfigError: there is no such key. The message names the nearest keys.
+        ConfigError: there is no such policy or key. The message names the nearest keys.
     """
     types = setting_types(find_policy(name))
     around = {f"{one}.{key}": kind for one, wrapper in WRAPPERS.items() for key, kind in setting_types(wrapper).items()}
@@ -101,7 +103,7 @@ def parse_settings(name: str, settings: Sequence[str]) -> dict[str, dict[str, An
 
 
 def split_policy(text: str) -> tuple[str, list[str]]:
-    """Split NAME:key=value:... into the name and the settings. NAME may be module:Class."""
+    """Split a text NAME:key=value:... into the name and the settings. NAME may be module:Class."""
     name, *settings = text.split(":")
     named = POLICIES.get(name)
     # The text begins with module:Class if no policy is called `name`, or if `name` is also the module of that policy.
@@ -111,7 +113,7 @@ def split_policy(text: str) -> tuple[str, list[str]]:
 
 
 def parse_value(text: str) -> Any:
-    """The value that a text stands for in JSON (a number, a boolean, null, a list as a tuple), or else the text."""
+    """Return the JSON value of a text, with a list as a tuple, or the text itself if it is not JSON."""
     try:
         value = json.loads(text.lower() if text in ("True", "False") else text)
     except json.JSONDecodeError:
@@ -120,7 +122,10 @@ def parse_value(text: str) -> Any:
 
 
 def parse_tuple(text: str) -> Any:
-    """The tuple in a text: "2,8,18", "(2, 8, 18)" or "[2,8,18]". "2+8+18" is for lists of policies split at commas."""
+    """Return the tuple that a text such as "2,8,18", "(2, 8, 18)" or "[2,8,18]" stands for.
+
+    A plus also separates numbers, as in "2+8+18", because a list of policies is split at commas.
+    """
     if text in ("null", "None"):
         return None
     inside = text.strip().strip("[]()")

@@ -32,8 +32,9 @@ class HookInputs:
     Attributes:
         all_queries: whether `compress` needs all queries of the prompt and their log-sum-exps.
         last_queries: how many of the prompt's last queries `compress` needs.
-        piece: how many new tokens of a turn the step's hooks take at once. The result must equal that of as many single
-            steps. 1: a turn is a loop over single steps.
+        piece: number of new tokens of a turn that the hooks of a step process at once. A turn is a text that is added
+            after the prompt (`jshadow.extend`). The result must equal that of processing the tokens one by one, in
+            single steps.
     """
 
     all_queries: bool = False
@@ -53,7 +54,7 @@ class Policy(abc.ABC):
     source: ClassVar[str] = ""
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """This policy with every None replaced by a number.
+        """Return this policy with every setting that is None replaced by a number.
 
         Args:
             config: the model.
@@ -66,10 +67,13 @@ class Policy(abc.ABC):
 
     @abc.abstractmethod
     def for_layer(self, layer: int, config: ModelConfig) -> "LayerCache":
-        """The cache of a layer. It is called on a resolved policy, and only for layers that attend to all tokens."""
+        """Return the cache of a layer.
+
+        This is called on a resolved policy, and only for layers that attend to all tokens.
+        """
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """The reason why the policy has no effect at this capacity, or None if it has an effect."""
+        """Return the reason why the policy has no effect at this capacity, or None if it has an effect."""
         return None
 
 
@@ -85,18 +89,23 @@ class LayerCache(abc.ABC):
         return HookInputs()
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """`CacheSpec.window` for a batch whose shortest prompt has `shortest` tokens."""
+        """Return `CacheSpec.window`, the number of slots for exact tokens.
+
+        Args:
+            capacity: maximum number of tokens that a row can hold.
+            shortest: number of tokens in the shortest prompt of the batch.
+        """
         return capacity
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """The layout of the layer's offloaded rows in host memory, or None if nothing is offloaded."""
+        """Return the layout of the layer's offloaded rows in host memory, or None if nothing is offloaded."""
         return None
 
     # A prompt
 
     @abc.abstractmethod
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """The state before any token, without its host tier.
+        """Return the state of a layer that holds no tokens yet, without its host tier.
 
         Args:
             spec: the layer.
@@ -116,21 +125,29 @@ class LayerCache(abc.ABC):
             fitted: this layer's slice of learned arrays, or None.
 
         Returns:
-            The new state, and the whole prompt part of the host tier, or None if nothing is offloaded.
+            The new state, and the rows to write to host memory for the whole prompt, or None if nothing is offloaded.
         """
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """Tokens that each row can still take when it holds `lengths` tokens, int32 [B]."""
+        """Return how many more tokens each row can hold, int32 [B]. `lengths`, int32 [B], is how many it holds now."""
         return spec.capacity - lengths
 
     # One step
 
     @abc.abstractmethod
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Store the step's new keys and values where `step.valid`. Returns the state and rows for the host's tail."""
+        """Store the new keys and values of the tokens for which `step.valid` is True.
+
+        Returns:
+            The new state, and the units to write to the tail of the host tier, or None if nothing is written.
+        """
 
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
-        """Choose the units of the host tier to fetch for this layer in this step, or None if none is needed."""
+        """Choose the units of the host tier to fetch for this layer in this step.
+
+        Returns:
+            The selection, or None if nothing is fetched, and the new state.
+        """
         return None, state
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
@@ -141,26 +158,30 @@ class LayerCache(abc.ABC):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """The attention's output [B, T, h_q, d], and the new state.
+        """Compute the attention of the step's queries.
 
         Args:
             spec: the layer.
             state: the state after `append`, `select` and `receive`.
             step: the step's queries, keys and values.
             fetched: the units that `select` chose, or None.
+
+        Returns:
+            The output [B, T, h_q, d], and the new state.
         """
 
     @abc.abstractmethod
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """How many tokens a query attends to, its own included, by part of the cache ("window", "selected", ...).
+        """Count the tokens that a query attends to in each part of the cache ("window", "selected", ...).
 
         Args:
             spec: the layer.
             state: its state after the query's step.
-            lengths: tokens held when the query attends, its own included, int32 [B].
+            lengths: number of tokens that each row holds, with the query's own token, int32 [B].
 
         Returns:
-            For each part a count float32 [B], the mean over heads.
+            The name of each part with its count, float32 [B]. The count includes the query's own token. It is a mean
+            over heads.
         """
 
 
@@ -168,7 +189,7 @@ class UniformPolicy(Policy, LayerCache):
     """A policy whose layers are all alike. The same object is the policy and the cache of every layer."""
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """This object, for every layer."""
+        """Return this object, for every layer."""
         return self
 
 
@@ -182,30 +203,30 @@ class Wrapper(Policy):
     inner: Policy
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
-        """This wrapper with its inner policy resolved."""
+        """Return this wrapper with its inner policy resolved."""
         return dataclasses.replace(self, inner=self.inner.resolve(config, capacity))  # type: ignore[type-var]
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """The cache that the inner policy has for the layer."""
+        """Return the cache that the inner policy has for the layer."""
         return self.inner.for_layer(layer, config)
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """The reason that the inner policy gives, or None."""
+        """Return the reason that the inner policy gives, or None."""
         return self.inner.fallback(config, capacity)
 
 
 def innermost(policy: Policy) -> Policy:
-    """The policy inside all wrappers; the policy itself if it is no wrapper."""
+    """Return the policy inside all wrappers, or the policy itself if it is not a wrapper."""
     return innermost(policy.inner) if isinstance(policy, Wrapper) else policy
 
 
 def full_layers(config: ModelConfig) -> tuple[int, ...]:
-    """The layers that attend to all tokens. The other layers keep the model's own window under every policy."""
+    """Return the layers that attend to all tokens. Under every policy, the other layers keep the model's own window."""
     return tuple(layer for layer, kind in enumerate(config.attention_kinds) if kind.window is None)
 
 
 def why_dense(policy: Policy, config: ModelConfig, capacity: int) -> str | None:
-    """The reason why a policy has no effect on a model at a capacity, or None if it has an effect."""
+    """Return the reason why a policy has no effect on a model at a capacity, or None if it has an effect."""
     if all(kind.window is not None for kind in config.attention_kinds):
         return f"every layer of the model sees a window of {config.sliding_window} tokens only"
     return policy.fallback(config, capacity)

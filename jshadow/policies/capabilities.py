@@ -24,25 +24,25 @@ P = TypeVar("P", bound=Policy)
 
 
 def capability(policy: Policy, kind: type[C]) -> C | None:
-    """The policy inside all wrappers if it inherits `kind`, or None."""
+    """Return the policy inside all wrappers if it is an instance of `kind`, or else None."""
     inside = innermost(policy)
     return inside if isinstance(inside, kind) else None
 
 
 def attention_of(policy: object) -> PrefillAttention | None:
-    """The prefill attention of a policy or of a layer's cache, or None if the prompt's attention is exact."""
+    """Return the prefill attention of a policy or of a layer's cache, or None if the prompt's attention is exact."""
     inside = innermost(policy) if isinstance(policy, Policy) else policy
     return inside.prefill_attention() if isinstance(inside, OwnPrefill) else None
 
 
 def first_shared(policy: Policy, specs: tuple[CacheSpec, ...], fitted: Any = None) -> Any:
-    """The first value of `KVState.shared`; None unless the policy `Speculates`."""
+    """Return the initial value of `KVState.shared`, or None if the policy does not inherit `Speculates`."""
     speculation = capability(policy, Speculates)
     return None if speculation is None else speculation.init_shared(specs, fitted)
 
 
 def with_fitted(policy: P) -> P:
-    """The policy set to use learned arrays; the policy itself if it is not one that `Learns`."""
+    """Return the policy set to use learned arrays, or the policy itself if it does not inherit `Learns`."""
     if isinstance(policy, Wrapper):
         return dataclasses.replace(policy, inner=with_fitted(policy.inner))  # type: ignore[type-var]
     return policy.with_fitted() if isinstance(policy, Learns) else policy
@@ -68,7 +68,7 @@ class OwnPrefill(Policy):
 
     @abc.abstractmethod
     def prefill_attention(self) -> PrefillAttention:
-        """The attention that replaces it."""
+        """Return the attention that is used among the prompt's tokens."""
 
 
 class Learns(Policy):
@@ -85,7 +85,7 @@ class Learns(Policy):
 
     @abc.abstractmethod
     def fitted_shapes(self, config: ModelConfig) -> Any:
-        """The shapes of the float32 arrays that `fit` returns, in a nested dict of the same structure."""
+        """Return the shapes of the float32 arrays that `fit` returns, in a nested dict of the same structure."""
 
     @abc.abstractmethod
     def fit(self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None) -> Any:
@@ -93,12 +93,15 @@ class Learns(Policy):
 
         Args:
             params: the model's Params.
-            tokens: int32 [S] or [B, S], without padding.
+            tokens: token ids of the text, int32 [S] or [B, S], without padding.
             progress: called with (parts done, number of parts).
+
+        Returns:
+            A nested dict of float32 arrays with the shapes of `fitted_shapes`.
         """
 
     def with_fitted(self) -> Self:
-        """This policy with the setting that makes it use learned arrays. By default no setting is needed."""
+        """Return this policy set to use learned arrays. By default it is returned unchanged."""
         return self
 
 
@@ -121,15 +124,15 @@ class LearnsBasis(Learns):
         return self.calibration == "offline"
 
     def with_fitted(self) -> Self:
-        """This policy with the offline calibration."""
+        """Return this policy with the offline calibration."""
         return dataclasses.replace(self, calibration="offline")  # type: ignore[type-var]
 
     def fitted_shapes(self, config: ModelConfig) -> Any:
-        """One square basis for each layer and KV head."""
+        """Return the shape of the bases: a square matrix for each layer and KV head."""
         return {self.basis_name: (config.num_layers, config.kv_heads, config.head_dim, config.head_dim)}
 
     def fitted_basis(self, spec: CacheSpec, fitted: Any) -> Array:
-        """This layer's learned basis for every row, float32 [B, h_kv, d, d].
+        """Return this layer's learned basis, repeated for every row, float32 [B, h_kv, d, d].
 
         Raises:
             ConfigError: `fitted` has no such basis.
@@ -150,35 +153,41 @@ class Trains(Learns):
 class Speculates(Policy):
     """Each step has a second query row, for a guess of the next token. The guess's keys and values are never stored.
 
-    The shared state is a pytree. Axis 0 of each array is the row. Its field `guess` is the guessed token, int32 [B].
+    The guess is part of the shared state, which belongs to all layers together. The shared state is a pytree in which
+    axis 0 of each array is the row. Its field `guess` is the guessed token, int32 [B].
 
     Class attributes:
         trial_step: whether one trial step runs after the prompt, on each row's most likely token. The step is then
-            undone: only the results of `adopt` and `after_step` are kept.
+            undone. Only the results of `adopt` and `after_step` are kept.
     """
 
     trial_step: ClassVar[bool] = False
 
     @abc.abstractmethod
     def init_shared(self, specs: tuple[CacheSpec, ...], fitted: Any = None) -> Any:
-        """The shared state before any token."""
+        """Return the shared state before any token."""
 
     @abc.abstractmethod
     def after_step(self, shared: Any, logits: Array, lengths: Array) -> Any:
-        """The shared state after a step.
+        """Return the shared state after a step.
 
         Args:
             shared: the shared state before the step.
-            logits: of the current token and of the guess, float32 [B, 2, V].
-            lengths: tokens held by each row, int32 [B].
+            logits: the logits of the current token and of the guess, float32 [B, 2, V].
+            lengths: number of tokens that each row holds, int32 [B].
         """
 
     def before_trial(self, shared: Any, token: Array) -> Any:
-        """The shared state at the start of the trial step on `token`, int32 [B]."""
+        """Return the shared state at the start of the trial step. `token`, int32 [B], is the token of that step."""
         return shared
 
     def adopt(self, live: Any, after: Any) -> Any:
-        """A layer's live part once the trial step is undone, from `live` before the step and `after` it."""
+        """Return a layer's live part after the trial step was undone.
+
+        Args:
+            live: the live part before the trial step.
+            after: the live part after the trial step.
+        """
         return live
 
 
@@ -197,7 +206,7 @@ class Budgeted(Policy):
         return 1
 
     def scaled(self, share: float) -> Self:
-        """This resolved policy with each budget multiplied by `share` and rounded to whole units, at least one."""
+        """Return this resolved policy with each budget multiplied by `share`, in whole units, at least one."""
         unit, budgets = self.budget_unit, {}
         for name in self.budget_fields:
             whole = getattr(self, name)
@@ -217,9 +226,14 @@ class Sized(Policy):
 
     @abc.abstractmethod
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Groups of settings, the preferred group first. Within a group, device bytes fall from setting to setting.
+        """Return groups of policies with different settings, the preferred group first.
 
-        `sizing.at_share` takes the first setting that fits, from the first group that has one.
+        Within a group, each policy takes fewer device bytes than the policy before it. `sizing.at_share` takes the
+        first policy that fits, from the first group that has one.
+
+        Args:
+            num_tokens: the capacity in tokens.
+            config: the model.
         """
 
 
@@ -231,4 +245,4 @@ class PlansAhead:
 
     @abc.abstractmethod
     def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
-        """The units to fetch. It is called after the layer's attention."""
+        """Return the units to fetch for those layers. This is called after the layer's attention."""

@@ -9,7 +9,10 @@ from jshadow.policies.capabilities import Learns, capability
 
 
 def check_range(policy: str, name: str, value: Any, low: int, high: int | None = None) -> None:
-    """Raise ConfigError unless value is an integer in [low, high]."""
+    """Raise ConfigError unless `value` is an integer in [low, high]. If `high` is None, there is no upper limit.
+
+    The message begins with `policy.name`.
+    """
     good = isinstance(value, int) and not isinstance(value, bool) and low <= value and (high is None or value <= high)
     if not good:
         limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
@@ -17,13 +20,13 @@ def check_range(policy: str, name: str, value: Any, low: int, high: int | None =
 
 
 def check_choice(policy: str, name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raise ConfigError unless value is one of the choices."""
+    """Raise ConfigError unless `value` is one of `choices`. The message begins with `policy.name`."""
     if value not in choices or isinstance(value, bool) != isinstance(choices[0], bool):
         raise ConfigError(f"{policy}.{name} must be one of {choices}, got {value!r}")
 
 
 def check_share(policy: str, name: str, value: Any) -> None:
-    """Raise ConfigError unless value is a number in (0, 1]."""
+    """Raise ConfigError unless `value` is a number in (0, 1]. The message begins with `policy.name`."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ConfigError(f"{policy}.{name} must be a number in (0, 1], got {value!r}")
 
@@ -64,6 +67,6 @@ def check_fitted(policy: Policy, config: ModelConfig, fitted: Any) -> None:
 
 
 def reads_fitted(policy: object) -> bool:
-    """Whether a policy, or a layer's cache that is a policy, uses learned arrays."""
+    """Return whether a policy, or a layer's cache that is a policy, uses learned arrays."""
     learner = capability(policy, Learns) if isinstance(policy, Policy) else None
     return learner is not None and learner.reads_fitted

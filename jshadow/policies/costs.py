@@ -16,35 +16,36 @@ class Costs:
     """Estimates of costs. The defaults are upper bounds. A layer's cache inherits this class to override them."""
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Upper bound on the temporary device bytes of `compress`, beyond its result.
+        """Return an upper bound on the temporary device bytes of `compress`, in addition to its result.
 
         The default is twice the size of one array of keys, for the longer of prompt and capacity.
 
         Args:
             spec: the layer.
-            tokens: width S of the batch of prompts.
+            tokens: number of tokens S to which the batch of prompts is padded.
         """
         row = spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
         return 2 * spec.batch * max(tokens, spec.capacity) * row
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """Bytes of each part in one decode step of the layer: (read from device memory, moved from the host).
+        """Return the bytes of each part that one decode step of the layer reads.
 
-        Temporaries that the compiler writes and reads again are not counted. By default every array on the device is
-        read once. The state may be abstract.
+        For each part, the result is (bytes read from device memory, bytes moved from the host). Temporaries that the
+        compiler writes and reads again are not counted. By default every array on the device is read once. The state
+        may be abstract.
         """
         return {part: (device, 0) for part, (device, _) in layer_nbytes(state).items()}
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
-        """Upper bound on the operations of the layer's attention in one decode step.
+        """Return an upper bound on the operations of the layer's attention in one decode step.
 
-        The default counts one multiplication and one addition for each number read and each query head of its group.
+        The default counts one multiplication and one addition for each number read and each query head that uses it.
         """
         moved = sum(device + host for device, host in self.step_bytes(spec, state).values())
         return 2 * spec.group * query_rows(spec.policy) * (moved // jnp.dtype(spec.dtype).itemsize)
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Upper bound on the temporary device bytes of one decode step of the layer.
+        """Return an upper bound on the temporary device bytes of one decode step of the layer.
 
         The default counts three float32 numbers for each query head and token: scores, masked scores and their softmax.
         """
@@ -55,15 +56,15 @@ DEFAULT = Costs()
 
 
 def costs_of(layer: LayerCache) -> Costs:
-    """The costs of a layer's cache: the cache itself if it inherits `Costs`, or else the defaults."""
+    """Return the costs of a layer's cache: the cache itself if it inherits `Costs`, or else the defaults."""
     return layer if isinstance(layer, Costs) else DEFAULT
 
 
 def rows_of(policy: Policy) -> int:
-    """Query rows T of a decode step of the model: 2 if the policy `Speculates`, else 1."""
+    """Return the number of query rows T in a decode step of the model: 2 if the policy `Speculates`, else 1."""
     return 1 if capability(policy, Speculates) is None else 2
 
 
 def query_rows(layer: LayerCache) -> int:
-    """Query rows T of a decode step of the layer: 2 if its cache `Speculates`, else 1."""
+    """Return the number of query rows T in a decode step of the layer: 2 if its cache `Speculates`, else 1."""
     return 2 if isinstance(layer, Speculates) else 1

@@ -45,16 +45,18 @@ class LaterTokens(struct.PyTreeNode):
 
 
 def best_positions(scores: Array, lengths: Array, reserved: Array, count: int) -> Array:
-    """Positions of the tokens to keep.
+    """Return the positions of the tokens to keep.
 
     Args:
-        scores: float32 [B, h, S]. The tokens with the highest scores are kept. Of equal scores, the lower position is.
-        lengths: tokens of each row, int32 [B].
+        scores: float32 [B, h, S]. The tokens with the highest scores are kept. Of equal scores, the lower position is
+            kept.
+        lengths: number of tokens in each row, int32 [B].
         reserved: number of newest tokens of each row that are kept regardless of their score, int32 [B].
         count: number of tokens to keep.
 
     Returns:
-        int32 [B, h, count], rising. A row with fewer than `count` tokens ends with entries equal to its length.
+        int32 [B, h, count], in rising order. A row with fewer than `count` tokens ends with entries equal to its
+        length.
     """
     position = jnp.arange(scores.shape[2])
     last = lengths[:, None, None]
@@ -70,14 +72,14 @@ def best_positions(scores: Array, lengths: Array, reserved: Array, count: int) -
 
 
 def take_positions(x: Array, positions: Array) -> Array:
-    """Gather tokens for each head.
+    """Gather the tokens at different positions for each head.
 
     Args:
         x: keys or values [B, S, h_kv, d].
         positions: int32 [B, h, n], where h is a multiple of h_kv.
 
     Returns:
-        [B, h, n, d], zeros where a position is S or larger.
+        [B, h, n, d], with zeros where a position is S or larger.
     """
     batch, heads, _ = positions.shape
     row = jnp.arange(batch)[:, None, None]
@@ -90,27 +92,32 @@ class EvictingPolicy(UniformPolicy, Costs):
 
     @property
     def reads(self) -> HookInputs:
-        """New tokens of a turn in pieces of 16."""
+        """The hooks of a step process a turn's new tokens in pieces of 16."""
         return HookInputs(piece=16)
 
     @abc.abstractmethod
     def slots(self, capacity: int) -> int:
-        """Maximum number of tokens of a prompt that are kept."""
+        """Return the maximum number of tokens of a prompt that are kept."""
 
     @abc.abstractmethod
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
-        """Scores of a prompt's tokens, float32 [B, h, S], and how many of the newest are reserved, int32 [B]."""
+        """Score the tokens of a prompt.
+
+        Returns:
+            The scores, float32 [B, h, S], and how many of the newest tokens are kept regardless of their score, int32
+            [B].
+        """
 
     def heads(self, spec: CacheSpec) -> int:
-        """Number of heads h that keep their own set of tokens."""
+        """Return the number of heads h that keep their own set of tokens."""
         return spec.kv_heads
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Slots for all tokens after the shortest prompt."""
+        """Return the number of slots for all tokens after the shortest prompt."""
         return max(capacity - shortest, 1)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A state in which no token is kept."""
+        """Return a state in which no token is kept."""
         none = jnp.zeros(spec.batch, jnp.int32)
 
         def zeros(count: int) -> KeyValues:
@@ -141,7 +148,7 @@ class EvictingPolicy(UniformPolicy, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Exact attention over the kept prompt tokens and the window."""
+        """Compute exact attention over the kept prompt tokens and the window."""
         frozen, window = state.frozen, state.live.window
         there = jnp.arange(frozen.kept.k.shape[2]) < frozen.count[:, None]
         seen = jnp.arange(window.k.shape[2]) <= (step.positions - frozen.lengths[:, None])[..., None]
@@ -149,16 +156,16 @@ class EvictingPolicy(UniformPolicy, Costs):
         return attend(step.q_post, [kept, Piece(window.k, window.v, seen[:, None])], spec.scale), state
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """The smaller of what the capacity and the window still allow."""
+        """Return how many more tokens fit into both the capacity and the window."""
         left = spec.window - (lengths - state.frozen.lengths)
         return jnp.minimum(spec.capacity - lengths, left)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """The kept prompt tokens, and all tokens after the prompt."""
+        """Count the kept prompt tokens, and all tokens after the prompt."""
         parts = {"kept": state.frozen.count, "window": lengths - state.frozen.lengths}
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Scores of all slots, and a float32 copy of one of the arrays of keys and values."""
+        """Count the scores of all slots, and a float32 copy of the keys or of the values."""
         slots = self.slots(spec.capacity) + spec.window
         return 3 * 4 * spec.batch * spec.q_heads * slots + 4 * spec.batch * self.heads(spec) * slots * spec.head_dim

@@ -39,11 +39,11 @@ class Full(UniformPolicy, Sized, Costs):
 
     @property
     def reads(self) -> HookInputs:
-        """New tokens of a turn in pieces of 16."""
+        """The hooks of a step process a turn's new tokens in pieces of 16."""
         return HookInputs(piece=16)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A cache of zeros, with a slot for each token up to the capacity."""
+        """Return a cache of zeros, with a slot for each token up to the capacity."""
         zeros = jnp.zeros((spec.batch, spec.kv_heads, spec.capacity, spec.head_dim), spec.dtype)
         return LayerState(live=FullLive(KeyValues(zeros, zeros)))
 
@@ -64,7 +64,7 @@ class Full(UniformPolicy, Sized, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Exact attention over all positions up to the query's own."""
+        """Compute exact attention over all positions up to the query's own."""
         cache, rows = state.live.cache, step.positions.shape[1]
         end = step.positions
         if rows > 1:
@@ -76,11 +76,11 @@ class Full(UniformPolicy, Sized, Costs):
         return attend(step.q_post, pieces, spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """All tokens held, as the part "window"."""
+        """Count all tokens held, as the part "window"."""
         return {"window": lengths.astype(jnp.float32)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """The scores, and a padded copy of the values.
+        """Count the scores, and a padded copy of the values.
 
         On NVIDIA GPUs, XLA splits the product of one query's weights and the values along the tokens. If the capacity
         is not a multiple of 128, it pads the values first.
@@ -89,5 +89,5 @@ class Full(UniformPolicy, Sized, Costs):
         return super().step_temporaries(spec) + padded
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Only this policy itself, since full attention has no settings."""
+        """Return only this policy itself, since full attention has no settings."""
         return [[self]]

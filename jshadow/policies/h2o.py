@@ -71,7 +71,7 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
 
     @property
     def reads(self) -> HookInputs:
-        """All queries of the prompt, to sum the attention that each token receives."""
+        """The hooks need all queries of the prompt, to sum the attention that each token receives."""
         return HookInputs(all_queries=True)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
@@ -88,13 +88,13 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         return resolved
 
     def budget(self, capacity: int) -> int:
-        """Tokens that a head keeps between steps, at most the capacity."""
+        """Return the number of tokens that a head keeps between steps, at most the capacity."""
         assert self.heavy is not None
         assert self.recent is not None
         return min(self.heavy + self.recent, capacity)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A state in which all slots are free."""
+        """Return a state in which all slots are free."""
         shape = (spec.batch, spec.kv_heads, self.budget(spec.capacity) + 1)
         zeros = jnp.zeros((*shape, spec.head_dim), spec.dtype)
         return LayerState(live=H2OLive(KeyValues(zeros, zeros), jnp.full(shape, -1, jnp.int32), jnp.zeros(shape)))
@@ -119,12 +119,12 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         return state.replace(live=held), None
 
     def worth(self, mass: Array, positions: Array, held: Array) -> Array:
-        """The score by which tokens are kept, float32, in the shape of mass.
+        """Return the score by which tokens are kept, float32, in the shape of `mass`.
 
         Args:
-            mass: accumulated attention of each token.
+            mass: sum of the attention probabilities that each token has received.
             positions: positions of the tokens.
-            held: number of tokens in the row so far.
+            held: number of tokens that the row holds so far.
         """
         return mass / jnp.maximum(held - positions, 1) if self.normalize else mass
 
@@ -148,7 +148,7 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Attend to all tokens held, add their probabilities to their masses, and evict one token."""
+        """Attend to all tokens held, add each token's attention probabilities to its mass, and evict one token."""
         live: H2OLive = state.live
         piece = Piece(live.cache.k, live.cache.v, (live.positions >= 0)[:, :, None])
         out = attend(step.q_post, [piece], spec.scale)
@@ -157,9 +157,10 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         return out, state.replace(live=self.evict(spec, live.replace(mass=mass), step))
 
     def evict(self, spec: CacheSpec, live: H2OLive, step: StepKV) -> H2OLive:
-        """Free a slot in each head that holds more tokens than the budget: that of the least `worth`, not recent.
+        """Free one slot in each head that holds more tokens than the budget.
 
-        If several tokens have the same worth, the earliest one is evicted.
+        The token with the least `worth` is evicted. Recent tokens are never evicted. If several tokens have the same
+        worth, the earliest one is evicted.
         """
         assert self.recent is not None
         held = step.positions[:, :1, None] + 1
@@ -172,21 +173,24 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         return live.replace(positions=jnp.where(gone, -1, live.positions), mass=jnp.where(gone, 0, live.mass))
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """All tokens held, up to the budget and the new token."""
+        """Count all tokens held: at most the budget and the new token."""
         return {"kept": jnp.minimum(lengths, self.budget(spec.capacity) + 1).astype(jnp.float32)}
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """The default, and all queries with their log-sum-exps, and one tile of attention."""
+        """Count the default, all queries with their log-sum-exps, and one tile of attention."""
         item = jnp.dtype(spec.dtype).itemsize
         queries = spec.batch * tokens * spec.q_heads * (spec.head_dim * item + 4)
         return super().compress_bytes(spec, tokens) + 2 * queries + 3 * 4 * spec.batch * spec.q_heads * 512 * 512
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Scores twice: for the output, and for the attention that each token receives."""
+        """Count the scores twice: for the output, and for the attention that each token receives."""
         slots = self.budget(spec.capacity) + 1
         return 6 * 4 * spec.batch * spec.q_heads * slots + 4 * spec.batch * spec.kv_heads * slots * spec.head_dim
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Every number of tokens up to num_tokens, half of them heavy hitters and half recent tokens."""
+        """Return one policy for each number of tokens from num_tokens down to 1.
+
+        Half of the tokens are heavy hitters, and half are recent tokens.
+        """
         cls = type(self)
         return [Falling(lambda slots: cls(heavy=slots // 2, recent=slots - slots // 2), 1, num_tokens)]

@@ -70,23 +70,26 @@ class KIVI(UniformPolicy, Sized, Costs):
         return self
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Maximum number of tokens that can be quantized after the prompt, including the prompt's exact ones."""
+        """Return the maximum number of tokens whose values can be quantized after the prompt.
+
+        These include the tokens of the prompt that are exact at first.
+        """
         return capacity - max(shortest - self.residual, 0)
 
     # Counts
 
     def blocks(self, tokens: int) -> int:
-        """Number of whole blocks of keys in `tokens` tokens."""
+        """Return the number of whole blocks of keys in `tokens` tokens."""
         return tokens // self.residual
 
     def first_exact_value(self, held: Array) -> Array:
-        """The first position whose value is exact when `held` tokens are held."""
+        """Return the first position whose value is exact when `held` tokens are held."""
         return jnp.maximum(held - self.residual, 0)
 
     # State
 
     def empty(self, spec: CacheSpec, blocks: int, tokens: int) -> Quantized:
-        """Codes of zeros for `blocks` blocks of keys and the values of `tokens` tokens."""
+        """Return codes of zeros for `blocks` blocks of keys and the values of `tokens` tokens."""
         heads, words = (spec.batch, spec.kv_heads), words_of(self.group, self.bits)
         per_block, per_head = self.residual // self.group, spec.head_dim // self.group
 
@@ -97,7 +100,7 @@ class KIVI(UniformPolicy, Sized, Costs):
         return Quantized(packed(blocks, per_block, spec.head_dim), packed(tokens, per_head))
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A state without tokens."""
+        """Return a state without tokens."""
         ring = jnp.zeros((spec.batch, spec.kv_heads, self.residual, spec.head_dim), spec.dtype)
         frozen = self.empty(spec, self.blocks(spec.capacity), max(spec.capacity - self.residual, 0))
         later = self.empty(spec, -(-spec.window // self.residual), spec.window)
@@ -143,7 +146,10 @@ class KIVI(UniformPolicy, Sized, Costs):
     # One step
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Quantize the value that leaves the ring, write the token there, and quantize a block of keys it completes."""
+        """Quantize the value that leaves the ring, and write the new token in its place.
+
+        If the new token completes a block of keys, quantize that block.
+        """
         ring, later, position = state.live.recent, state.live.later, step.positions[:, :1]
         start_value = self.first_exact_value(state.frozen.lengths)[:, None]
         slot, leaving = position % self.residual, position - self.residual
@@ -160,12 +166,15 @@ class KIVI(UniformPolicy, Sized, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Attention over all tokens, whether their keys and values are quantized or exact."""
+        """Compute attention over all tokens, whether their keys and values are quantized or exact."""
         pieces = [part.piece(part.seen) for part in self.parts(spec, state, step.positions[:, :1] + 1)]
         return attend(step.q_post, pieces, spec.scale), state
 
     def parts(self, spec: CacheSpec, state: LayerState, held: Array) -> list["Part"]:
-        """All tokens held, each in one part. `held` int32 [B, 1] is their number, the query's token included."""
+        """Return all tokens held, each in exactly one part.
+
+        `held`, int32 [B, 1], is the number of tokens that each row holds, with the query's own token.
+        """
         lengths, recent, size = state.frozen.lengths[:, None], state.live.recent, self.residual
         frozen, later = state.frozen.quantized, state.live.later
         keys, values = self.keys_of(spec, frozen.keys), self.values_of(spec, frozen.values)
@@ -197,24 +206,24 @@ class KIVI(UniformPolicy, Sized, Costs):
         return [part._replace(seen=part.seen & (part.positions >= 0)) for part in found]
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """The smaller of what the capacity and the space for quantized tokens still allow."""
+        """Return how many more tokens fit into both the capacity and the space for quantized tokens."""
         left = spec.window - (lengths - self.first_exact_value(state.frozen.lengths))
         return jnp.minimum(spec.capacity - lengths, left)
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """All tokens: those with an exact key and value ("window"), and the others ("quantized")."""
+        """Count all tokens: those with an exact key and value ("window"), and the others ("quantized")."""
         exact = (lengths - 1) % self.residual + 1
         parts = {"window": exact, "quantized": lengths - exact}
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """All tokens of a layer dequantized, and their scores."""
+        """Count all tokens of a layer dequantized, and their scores."""
         tokens = spec.capacity + 2 * spec.window + 4 * self.residual
         row = spec.kv_heads * spec.head_dim * (4 * jnp.dtype(spec.dtype).itemsize + 4 * 4)
         return spec.batch * tokens * (row + 3 * 4 * spec.q_heads)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Settings from many bits to few; for each number of bits, from small groups to large ones."""
+        """Return policies from many bits to few; for each number of bits, from small groups to large ones."""
         cls, largest = type(self), math.gcd(config.head_dim, 64)
         groups = [group for group in (16, 32, 64) if group <= largest] or [largest]
         return [
@@ -225,6 +234,6 @@ class KIVI(UniformPolicy, Sized, Costs):
 
 
 def never_full(num_tokens: int, config: ModelConfig, usual_group: int) -> dict[str, int]:
-    """Settings with a residual larger than num_tokens, so that no token is quantized."""
+    """Return settings with a residual larger than num_tokens, so that no token is quantized."""
     group = math.gcd(config.head_dim, usual_group)
     return {"group": group, "residual": -(-(num_tokens + 1) // group) * group}

@@ -72,12 +72,19 @@ class Part(NamedTuple):
     quantized: bool
 
     def piece(self, seen: Array) -> Piece:
-        """The part as a Piece for attention, with the mask `seen`, bool [B, n] or [B, h_kv, n]."""
+        """Return the part as a Piece for attention. The mask `seen` is bool [B, n] or [B, h_kv, n]."""
         return Piece(self.k, self.v, seen[:, None, None] if seen.ndim == 2 else seen[:, :, None])
 
 
 def put(old: Packed, new: Packed, place: Array, valid: Array) -> Packed:
-    """Write one entry `new` [B, h, 1, ...] into `old` [B, h, n, ...] at index `place` [B, 1], where `valid` [B, 1]."""
+    """Write one entry of each row into an array of entries.
+
+    Args:
+        old: the entries [B, h, n, ...].
+        new: the new entry of each row [B, h, 1, ...].
+        place: index of the entry to replace, int32 [B, 1].
+        valid: which rows are written, bool [B, 1].
+    """
 
     def one(old: Array, new: Array) -> Array:
         batch, heads, count = old.shape[:3]
@@ -90,7 +97,7 @@ def put(old: Packed, new: Packed, place: Array, valid: Array) -> Packed:
 
 
 def cut(packed: Packed, count: Array) -> Packed:
-    """Replace all entries of [B, h, n, ...] but the first `count` [B] of each row by zeros."""
+    """Replace the entries of [B, h, n, ...] by zeros, except the first `count` [B] of each row."""
 
     def one(x: Array) -> Array:
         there = jnp.arange(x.shape[2]) < count[:, None]

@@ -52,7 +52,8 @@ class Loki(RetrievalPolicy, LearnsBasis, Sized):
         recent: number of newest tokens that are always attended to. The paper has only the current token.
         calibration: "online": the basis is computed from each prompt. "offline": it is learned from a text.
         unit: tokens in a unit; it must be 1.
-        top_p: fetch only as many tokens of the budget as reach this share of the softmax over their scores.
+        top_p: fetch only the best tokens of the budget that together have this share of the softmax over their scores.
+            1: all tokens of the budget.
     """
 
     budget: int | None = None  # type: ignore[assignment]
@@ -77,12 +78,12 @@ class Loki(RetrievalPolicy, LearnsBasis, Sized):
         return super(Loki, resolved).resolve(config, capacity)
 
     def no_basis(self, spec: CacheSpec) -> Components:
-        """A basis of zeros, in which no column is known."""
+        """Return a basis of zeros, in which no column is known."""
         shape = (spec.batch, spec.kv_heads, spec.head_dim)
         return Components(jnp.zeros((*shape, spec.head_dim), jnp.float32), jnp.zeros(shape, bool))
 
     def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Components:
-        """The principal components of each head's keys, from the prompt or from `fitted`."""
+        """Return the principal components of each head's keys, from the prompt or from `fitted`."""
         if self.calibration == "online":
             return principal(prompt)
         turn = self.fitted_basis(spec, fitted)
@@ -91,44 +92,47 @@ class Loki(RetrievalPolicy, LearnsBasis, Sized):
     def fit(
         self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Array]:
-        """The principal components of a text's keys: {"components": float32 [L, h_kv, d, d]}."""
+        """Compute the principal components of a text's keys: {"components": float32 [L, h_kv, d, d]}.
+
+        If `tokens` has several rows, only the first one is used.
+        """
         return {
             self.basis_name: jnp.stack([principal(prompt).turn[0] for prompt in prompts_of(params, tokens, progress)])
         }
 
     def stored(self, keys: Array, basis: Any) -> Array:
-        """Keys or queries in the basis. Products are the same in every orthonormal basis (section 4.2)."""
+        """Convert keys or queries to the basis. Products are the same in every orthonormal basis (section 4.2)."""
         batch, tokens, _, dim = keys.shape
         grouped = keys.astype(jnp.float32).reshape(batch, tokens, basis.turn.shape[1], -1, dim)
         turned = jnp.einsum("bshgd,bhde->bshge", grouped, basis.turn, precision="highest")
         return turned.reshape(keys.shape).astype(keys.dtype)
 
     def summarize(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
-        """The leading columns of the keys [B, h_kv, n, columns]."""
+        """Return the leading columns of the keys [B, h_kv, n, columns]."""
         return keys[:, :, :, 0, : self.columns]
 
     def kept_summaries(self, spec: CacheSpec) -> bool:
-        """Whether the rows are offloaded. Resident rows contain the leading columns already."""
+        """Return whether the rows are offloaded. Rows on the device already contain the leading columns."""
         return spec.fetch != "resident"
 
     def resident_summaries(self, spec: CacheSpec, rows: Array) -> Array:
-        """The leading columns of the keys, which are at the front of each row."""
+        """Return the leading columns of the keys, which are at the front of each row."""
         return rows[..., : self.columns]
 
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
-        """Products in the leading columns; the largest in each group of query heads."""
+        """Return the products in the leading columns, the largest in each group of query heads."""
         known = basis.known | (self.columns == spec.head_dim)  # with all columns, every basis gives the same products
         short = jnp.where(known[:, :, None, None], q, 0)[..., : self.columns].astype(spec.dtype)
         return jnp.einsum("bhgtr,bhnr->bhgtn", short, summaries, preferred_element_type=jnp.float32).max(axis=2)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Every number of columns, from all to 1."""
+        """Return one policy for each number of columns, from all to 1."""
         cls = type(self)
         return [Falling(lambda columns: cls(columns=columns), 1, config.head_dim)]
 
 
 def principal(prompt: PromptKV) -> Components:
-    """The principal components of each head's keys after RoPE, by falling variance."""
+    """Compute the principal components of each head's keys after RoPE, by falling variance."""
     keys = prompt.k_post.astype(jnp.float32)
     real = (jnp.arange(keys.shape[1]) < prompt.lengths[:, None])[..., None, None]
     mean = jnp.where(real, keys, 0).sum(axis=1, keepdims=True) / prompt.lengths[:, None, None, None]

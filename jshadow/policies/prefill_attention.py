@@ -32,7 +32,7 @@ class PrefillPiece(struct.PyTreeNode):
 
 @dataclasses.dataclass(frozen=True)
 class PrefillAttention(abc.ABC):
-    """How the queries of a prompt attend. It is frozen and hashable, so it is static under jit, like a policy.
+    """The attention of the queries of a prompt. It is frozen and hashable, so it is static under jit, like a policy.
 
     A prompt is processed in pieces of consecutive tokens. Layers with the model's own window keep that window.
 
@@ -47,13 +47,14 @@ class PrefillAttention(abc.ABC):
     multiple = 1
 
     def label(self, tokens: int | None = None) -> str:
-        """The name in reports. It may describe the effect on a prompt of `tokens` tokens."""
+        """Return the name for reports. It may describe the effect on a prompt of `tokens` tokens."""
         return type(self).__name__
 
     def prepared(self, config: ModelConfig) -> tuple["PrefillAttention", Any]:
-        """The attention to run for a model, and arrays [L, ...] of which `begin` gets each layer's slice.
+        """Return the attention to run for a model, and arrays [L, ...] or None.
 
-        Settings that differ from layer to layer become arrays, so that one compiled program serves all layers.
+        `begin` gets each layer's slice of the arrays. Settings that differ from layer to layer become arrays, so that
+        one compiled program serves all layers.
 
         Raises:
             ConfigError: the settings were found by a search on another model.
@@ -64,7 +65,7 @@ class PrefillAttention(abc.ABC):
     def begin(
         self, config: ModelConfig, kind: AttentionKind, prompt: PromptKV, q_tail: Array | None, learned: Any
     ) -> Any:
-        """The initial value of the pytree that each piece passes on to the next.
+        """Return the initial value of the pytree that each piece passes on to the next.
 
         Args:
             config: the model.
@@ -78,16 +79,27 @@ class PrefillAttention(abc.ABC):
     def attend(
         self, config: ModelConfig, kind: AttentionKind, piece: PrefillPiece, prompt: PromptKV, aux: Any
     ) -> tuple[Array, Any]:
-        """The attention's output [B, P, h_q, d] for a piece, and the pytree to pass on to the next piece.
+        """Compute the attention of one piece.
 
         Args:
             config: the model.
             kind: the kind of attention in the layer.
             piece: the queries of the piece.
             prompt: the keys and values. Those after the piece's last token may be arbitrary.
-            aux: the pytree from `begin` or from the previous piece. That of the last piece becomes `PromptKV.extra`.
+            aux: the pytree from `begin` or from the previous piece.
+
+        Returns:
+            The output [B, P, h_q, d], and the pytree to pass on to the next piece. That of the last piece becomes
+            `PromptKV.extra`.
         """
 
     @abc.abstractmethod
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
-        """Upper bound on the temporary device bytes for a piece of `size` tokens of a prompt of `tokens` tokens."""
+        """Return an upper bound on the temporary device bytes for one piece.
+
+        Args:
+            config: the model.
+            batch: number of rows B.
+            tokens: number of tokens in the prompt.
+            size: number of tokens in the piece.
+        """

@@ -33,9 +33,11 @@ class Quest(RetrievalPolicy, Sized):
     Attributes:
         budget: number of tokens fetched for a query.
         unit: tokens in a page.
-        recent: number of newest tokens that are always attended to, together with the page they begin in.
+        recent: number of newest tokens that are always attended to, together with the other tokens of the page in which
+            they begin.
         dense_layers: number of first layers with full attention.
-        top_p: fetch only as many pages of the budget as reach this share of the softmax over their bounds.
+        top_p: fetch only the best pages of the budget that together have this share of the softmax over their bounds.
+            1: all pages of the budget.
     """
 
     budget: int = 1024
@@ -53,11 +55,11 @@ class Quest(RetrievalPolicy, Sized):
         return super().resolve(config, capacity)
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """Full attention in the first layers, where the bounds select badly (section 3.1)."""
+        """Return full attention for the first layers, where the bounds select badly (section 3.1)."""
         return Full() if layer < self.dense_layers else self
 
     def summarize(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> tuple[Array, Array]:
-        """The minimum and the maximum of each column of a page's keys, [B, h_kv, n, d] each."""
+        """Return the minimum and the maximum of each column of a page's keys, [B, h_kv, n, d] each."""
         real = there[:, None, ..., None]
         least = jnp.where(real, keys, jnp.inf).min(axis=3)
         most = jnp.where(real, keys, -jnp.inf).max(axis=3)
@@ -65,7 +67,10 @@ class Quest(RetrievalPolicy, Sized):
         return jnp.where(some, least, 0).astype(spec.dtype), jnp.where(some, most, 0).astype(spec.dtype)
 
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
-        """The sum over columns of max(q * minimum, q * maximum). No key of the page has a larger product with q."""
+        """Return the sum over columns of max(q * minimum, q * maximum).
+
+        No key of the page has a larger product with q.
+        """
         least, most = summaries
         # if q is split by sign, this is the sum of two matrix products
         up, down = jnp.maximum(q, 0), jnp.minimum(q, 0)
@@ -74,7 +79,10 @@ class Quest(RetrievalPolicy, Sized):
         return bound.max(axis=2)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Page sizes from small to large, without dense layers. With smaller pages, more bounds are on the device."""
+        """Return policies with page sizes from small to large, without dense layers.
+
+        The smaller the pages, the more bounds are on the device.
+        """
         cls = type(self)
         units = [unit for unit in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) if unit <= max(num_tokens, 16)]
         return [[cls(unit=unit, budget=max(cls.budget, unit), dense_layers=0)] for unit in units]

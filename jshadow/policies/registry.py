@@ -45,13 +45,13 @@ def register(
     small: Mapping[str, Any] | None = None,
     lossless: Callable[[int, ModelConfig], Mapping[str, Any]] | None = None,
 ) -> Callable[[T], T]:
-    """A class decorator that registers a policy under its `name`.
+    """Return a class decorator that registers a policy under its `name`.
 
     A class that is defined again in the same place, as in a notebook's cell, replaces the earlier one.
 
     Args:
         small: settings for the law tests; None: the defaults. See `LawSettings`.
-        lossless: see `LawSettings`.
+        lossless: maps (tokens, model config) to settings for the law tests. See `LawSettings`.
 
     Raises:
         ConfigError: the class is not a concrete policy, it has no name, or another class has the same name.
@@ -74,12 +74,12 @@ def register(
 
 
 def place_of(policy: type[Policy]) -> str:
-    """The place where a class is defined, as `module:Class`."""
+    """Return the place where a class is defined, as `module:Class`."""
     return f"{policy.__module__}:{policy.__qualname__}"
 
 
 def find_policy(name: str) -> type[Policy]:
-    """The policy class with this name: a registered name, the name of an entry point, or `module:Class`.
+    """Return the policy class with this name: a registered name, the name of an entry point, or `module:Class`.
 
     Raises:
         ConfigError: there is no such class, or it is not a policy.
@@ -98,7 +98,9 @@ def find_policy(name: str) -> type[Policy]:
 
 
 def import_policy(place: str) -> type[Policy]:
-    """The class at `module:Class`. It is registered if it was not. The working directory is searched too.
+    """Import the policy class at `module:Class`, and register it if it is new.
+
+    The working directory is also searched for the module.
 
     Raises:
         ConfigError: the module cannot be imported, it has no such class, or the class is not a concrete policy.
@@ -150,7 +152,7 @@ def check_policy_class(policy: Any) -> None:
     place = place_of(policy)
     if missing := sorted(getattr(policy, "__abstractmethods__", ())):
         raise ConfigError(f"policy must define {', '.join(missing)}, got {place!r} without them")
-    # A subclass of a dataclass must be decorated as a dataclass too. Otherwise its new settings are ignored.
+    # A subclass of a dataclass must also be decorated as a dataclass. Otherwise its new settings are ignored.
     parameters = vars(policy).get("__dataclass_params__")
     if parameters is None or not parameters.frozen:
         raise ConfigError(f"policy must be a frozen dataclass, got {place!r}")
@@ -165,6 +167,6 @@ def check_policy_class(policy: Any) -> None:
 
 
 def hint(name: str, names: Iterable[str]) -> str:
-    """The names nearest to `name` as a question at the end of an error message, or ""."""
+    """Return the end of an error message that suggests the names nearest to `name`, or "" if there are none."""
     near = difflib.get_close_matches(name, list(names), n=3)
     return f" (did you mean {' or '.join(near)}?)" if near else ""

@@ -34,7 +34,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         budget: maximum number of tokens that are fetched for a query.
         recent: number of newest tokens that are always attended to.
         unit: tokens in a unit.
-        top_p: fetch only as many units of the budget as reach this share of the softmax over their scores; 1: all.
+        top_p: fetch only the best units that together have this share of the softmax over their scores. 1: all units.
     """
 
     budget: int
@@ -47,7 +47,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
 
     @abc.abstractmethod
     def summarize(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Any:
-        """Summaries of n units, a pytree of arrays [B, h_kv, n, ...].
+        """Return summaries of n units, a pytree of arrays [B, h_kv, n, ...].
 
         `keys` [B, h_kv, n, unit, d] is in the form of `stored`, `there` bool [B, n, unit] marks real tokens, and
         `basis` is the result of `learn`.
@@ -55,26 +55,29 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
 
     @abc.abstractmethod
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
-        """The score of each unit for each query, float32 [B, h_kv, T, n]; q is [B, h_kv, group, T, d]."""
+        """Return the score of each unit for each query, float32 [B, h_kv, T, n]; `q` is [B, h_kv, group, T, d]."""
 
     def stored(self, keys: Array, basis: Any) -> Array:
-        """Keys or queries after RoPE [B, S, h, d] in the form in which keys are stored. Products must stay the same."""
+        """Convert keys or queries after RoPE [B, S, h, d] to the form of stored keys. Products must not change."""
         return keys
 
     def kept_summaries(self, spec: CacheSpec) -> bool:
-        """Whether summaries are stored. If not, `resident_summaries` reads them from the units on the device."""
+        """Return whether summaries are stored. If not, `resident_summaries` reads them from units on the device."""
         return True
 
     def resident_summaries(self, spec: CacheSpec, rows: Array) -> Any:
-        """The summaries of units that are on the device, `rows` [B, h_kv, n, 2 * unit * d], if none are stored."""
+        """Return the summaries of units that are on the device, `rows` [B, h_kv, n, 2 * unit * d]."""
         raise NotImplementedError
 
     def query(self, step: StepKV) -> Array:
-        """The queries after RoPE by which units are chosen [B, T, h_q, d]."""
+        """Return the queries after RoPE by which units are chosen [B, T, h_q, d]."""
         return step.q_post
 
     def enough(self, spec: CacheSpec, scores: Array, good: Array) -> Array:
-        """Which of the best k units are fetched: `scores` float32 [B, h_kv, T, k], falling; `good` marks real units."""
+        """Return which of the best k units of a query are fetched, bool [B, h_kv, T, k].
+
+        `scores`, float32 [B, h_kv, T, k], are in falling order. `good`, of the same shape, marks real units.
+        """
         if self.top_p == 1:
             return good
         logits = jnp.where(good, scores * self.score_scale(spec), -jnp.inf)
@@ -82,25 +85,25 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         return good & within_share(weights, self.top_p)
 
     def score_scale(self, spec: CacheSpec) -> float:
-        """The factor that turns scores into attention logits, for `top_p`."""
+        """Return the factor that turns scores into attention logits, for `top_p`."""
         return spec.scale
 
     @property
     def reads(self) -> HookInputs:
-        """New tokens of a turn in pieces of 8. With `top_p` one by one, since a step records one count of units."""
+        """A step takes 8 new tokens of a turn. If top_p < 1, it takes 1, because it records the units of one query."""
         return HookInputs(piece=8 if self.top_p == 1 else 1)
 
     @property
     def budget_unit(self) -> int:
-        """The tokens of a unit."""
+        """The number of tokens in a unit."""
         return self.unit
 
     def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Any:
-        """The basis that `summarize` and `score` get for this prompt; None by default."""
+        """Return the basis that `summarize` and `score` get for this prompt. By default it is None."""
         return None
 
     def no_basis(self, spec: CacheSpec) -> Any:
-        """The basis of an empty state."""
+        """Return the basis of an empty state."""
         return None
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
@@ -114,28 +117,28 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     # Sizes
 
     def ring_slots(self, spec: CacheSpec) -> int:
-        """Slots R of the ring. The first query of a piece still finds its recent tokens there, and their whole unit."""
+        """Return the number of slots R of the ring. It holds the recent tokens of all queries of a piece, in units."""
         return min(self.recent + self.unit + self.reads.piece - 2, spec.capacity)
 
     def count(self, spec: CacheSpec) -> int:
-        """Maximum number of units that a query selects."""
+        """Return the maximum number of units that a query selects."""
         return min(self.budget // self.unit, -(-spec.capacity // self.unit))
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Maximum number of tokens after the whole units of the shortest prompt."""
+        """Return the maximum number of tokens after the whole units of the shortest prompt."""
         return capacity - shortest // self.unit * self.unit
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Keys and values of the prompt's units, and of the units after them in the tail."""
+        """Return the layout of the keys and values of the prompt's units, and of later units in the tail."""
         tail = max(1, -(-spec.window // self.unit))
         return HostLayout(spec.kv_heads, spec.capacity // self.unit, self.unit, planes=2, tail_units=tail)
 
     def first_recent(self, positions: Array) -> Array:
-        """The first position that a query at `positions` reads from the ring; whole units before it are candidates."""
+        """Return the first position that a query at `positions` reads from the ring. Units before it are candidates."""
         return jnp.maximum(positions + 1 - self.recent, 0) // self.unit * self.unit
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """The smaller of what the capacity and the tail still allow."""
+        """Return how many more tokens fit into both the capacity and the tail."""
         layout = self.host_layout(spec)
         assert layout is not None
         tail = layout.tail_units * self.unit
@@ -144,7 +147,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A state without units and with an empty ring."""
+        """Return a state without units and with an empty ring."""
         layout = self.host_layout(spec)
         assert layout is not None
 
@@ -184,7 +187,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         return state.replace(frozen=UnitFrozen(units, summaries, basis), live=live), write
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
-        """Write the new tokens to the ring, and the units they are in, complete or not, with summaries to the tail."""
+        """Write the new tokens to the ring, and the units they are in, even incomplete ones, to the tail."""
         slots, ring, basis = self.ring_slots(spec), state.live.recent, state.frozen.basis
         k = write_rows(ring.k, self.stored(step.k_post, basis), step.positions % slots, step.valid)
         v = write_rows(ring.v, step.v, step.positions % slots, step.valid)
@@ -210,7 +213,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     # One step
 
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
-        """The units with the highest scores for each query. The units of query t are entries t * k to t * k + k - 1."""
+        """Select the best units for each query. The units of query t are entries t * k to t * k + k - 1."""
         layout, frozen = self.host_layout(spec), state.frozen
         assert layout is not None
         q = group_queries(self.stored(self.query(step), frozen.basis), spec.kv_heads)
@@ -233,7 +236,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         return selection, state.replace(live=state.live.replace(selected=chosen))
 
     def unit_of_place(self, spec: CacheSpec, units: Array) -> Array:
-        """The unit of the sequence that each stored unit is, int32 [B, U + T]: first the prompt's, then the tail's.
+        """Return the number in the sequence of each stored unit, int32 [B, U + T]: the prompt's, then the tail's.
 
         -1 marks a place in the prompt's part that holds no unit. Example: the prompt's part has 3 places, the tail has
         2, and row 0 has units[0] = 2. Then the result for row 0 is [0, 1, -1, 2, 3].
@@ -245,7 +248,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         return jnp.where((places < start) | (places >= layout.units), unit, -1)
 
     def both_summaries(self, spec: CacheSpec, state: LayerState) -> list[Any]:
-        """The summaries of the prompt's units and of the tail's units."""
+        """Return the summaries of the prompt's units and of the tail's units."""
         if self.kept_summaries(spec):
             return [state.frozen.summaries, state.live.summaries]
         layout, tier = self.host_layout(spec), state.host
@@ -257,7 +260,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Exact attention over each query's recent tokens and its fetched units."""
+        """Compute exact attention over each query's recent tokens and its fetched units."""
         assert fetched is not None
         assert fetched.k is not None
         slots, queries = self.ring_slots(spec), step.positions.shape[1]
@@ -271,7 +274,7 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
         return attend(query, pieces, spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Recent tokens, and the tokens of the selected units."""
+        """Count the recent tokens, and the tokens of the selected units."""
         first = self.first_recent(lengths - 1)
         selected = jnp.minimum(first, self.count(spec) * self.unit)
         if self.top_p < 1:
@@ -282,14 +285,14 @@ class RetrievalPolicy(UniformPolicy, Budgeted, Costs):
     # Accounting
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """All summaries and the ring are read. The selected units are moved from the host and read."""
+        """Count all summaries and the ring as read, and the selected units as moved from the host and read."""
         parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
         moved = 2 * spec.batch * spec.kv_heads * self.count(spec) * self.unit * spec.head_dim
         size = moved * jnp.dtype(spec.dtype).itemsize
         return parts | {"selected": (size, 0 if spec.fetch == "resident" else size)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Scores of all units; the selected and the recent rows twice, and once in float32; and their scores."""
+        """Count the scores of all units, the attended rows twice and once in float32, and their scores."""
         layout = self.host_layout(spec)
         assert layout is not None
         units, rows = layout.units + layout.tail_units, self.count(spec) * self.unit + self.ring_slots(spec)

@@ -34,13 +34,13 @@ class Record:
 
 
 def record_types(annotation: Any) -> dict[str, type[Record]]:
-    """The record types that a field's annotation allows, by name. It is empty for a plain setting."""
+    """Return the record types that a field's annotation allows, by name. The dict is empty for a plain setting."""
     types = typing.get_args(annotation) or (annotation,)
     return {kind.name: kind for kind in types if isinstance(kind, type) and issubclass(kind, Record)}
 
 
 def setting_types(kind: type) -> dict[str, str]:
-    """The dotted names of all settings of a policy or record type, with their types as text.
+    """Return the dotted names of all settings of a policy or record type, with their types as text.
 
     The settings of every allowed record type are listed. Those of a wrapper's inner policy are not.
     """
@@ -57,7 +57,10 @@ def setting_types(kind: type) -> dict[str, str]:
 
 
 def dotted_settings(value: Any) -> dict[str, Any]:
-    """The settings of a policy or record by dotted name. A record with a name adds an entry with that name."""
+    """Return the settings of a policy or record by dotted name.
+
+    A field whose record has a name is listed with that name, as in {"keys": "transform"}.
+    """
     settings: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         setting = getattr(value, field.name)
@@ -71,7 +74,7 @@ def dotted_settings(value: Any) -> dict[str, Any]:
 
 
 def policy_settings(policy: Policy) -> dict[str, Any]:
-    """The settings of a policy by dotted name. A wrapper's inner policy is a nested dictionary with its name."""
+    """Return the settings of a policy by dotted name. For a wrapper, the inner policy is a nested dictionary."""
     return {
         name: {"name": value.name, **policy_settings(value)} if isinstance(value, Policy) else value
         for name, value in dotted_settings(policy).items()
@@ -79,7 +82,10 @@ def policy_settings(policy: Policy) -> dict[str, Any]:
 
 
 def changed_settings(value: Any, usual: Any = None) -> dict[str, Any]:
-    """The dotted settings in which a policy or record differs from `usual`. None means the defaults of its type."""
+    """Return the dotted settings in which a policy or record differs from `usual`.
+
+    If `usual` is None, they are compared with the defaults of the type.
+    """
     usual = type(value)() if usual is None else usual
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(value):
@@ -95,7 +101,7 @@ def changed_settings(value: Any, usual: Any = None) -> dict[str, Any]:
 
 
 def with_settings(value: T, settings: Mapping[str, Any], path: str = "") -> T:
-    """A policy or record with some settings replaced.
+    """Return a policy or record with some settings replaced.
 
     Args:
         value: a policy or a record.
@@ -127,7 +133,7 @@ def with_settings(value: T, settings: Mapping[str, Any], path: str = "") -> T:
 
 
 def named_record(field: dataclasses.Field[Any], setting: Any, current: Any, path: str) -> Any:
-    """The record that the name `setting` chooses for a field. A plain setting, or a record, is returned unchanged.
+    """Return the record that the name `setting` chooses for a field. A plain setting or a record is returned unchanged.
 
     Raises:
         ConfigError: the field allows no record of that name.
@@ -143,14 +149,14 @@ def named_record(field: dataclasses.Field[Any], setting: Any, current: Any, path
 
 
 def unknown_setting(path: str, name: str, value: Any) -> ConfigError:
-    """The error for a setting that a policy or record does not have."""
+    """Return the error for a setting that a policy or record does not have."""
     names = dotted_settings(value)
     shown = f"{path}={value.name!r}" if isinstance(value, Record) and value.name else path
     return ConfigError(f"{shown} has the settings {sorted(names)}, got {name!r}{nearest(name, names)}")
 
 
 def nearest(name: str, names: Any) -> str:
-    """The names most similar to `name`, as the end of an error message; "" if none is similar."""
+    """Return the names most similar to `name`, as the end of an error message, or "" if none is similar."""
     similar = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
     return f"; the nearest: {', '.join(similar)}" if similar else ""
 

@@ -37,12 +37,13 @@ class Falling(Sequence[P]):
 
 
 def at_share(policy: P, fraction: float, num_tokens: int, config: ModelConfig) -> P:
-    """The policy with the largest settings whose device bytes are at most a share of full attention's.
+    """Return the policy with the largest settings whose device bytes are at most a share of full attention's.
 
     Args:
         policy: a policy that is `Sized`. Its settings in `Sized.size_free` are kept; the others are replaced.
-        fraction: the share of the bytes that full attention takes for that many tokens, sliding layers included.
-        num_tokens: the capacity, which a prompt fills completely.
+        fraction: the share, as a number above 0. It is a share of the bytes that full attention takes for `num_tokens`
+            tokens, sliding layers included.
+        num_tokens: the capacity in tokens, which a prompt fills completely.
         config: the model.
 
     Raises:
@@ -69,9 +70,10 @@ def at_share(policy: P, fraction: float, num_tokens: int, config: ModelConfig) -
 
 
 def device_share(policy: Policy, num_tokens: int, config: ModelConfig) -> float:
-    """Device bytes of a policy's state divided by those of full attention, for a prompt that fills the capacity.
+    """Return the device bytes of a policy's state divided by those of full attention.
 
-    Keys and values are counted in bfloat16, and the policy offloads what it can. Nothing is allocated.
+    A prompt fills the capacity of `num_tokens` tokens. Keys and values are counted in bfloat16, and the policy offloads
+    what it can. Nothing is allocated.
     """
     policy = policy.resolve(config, num_tokens)
     row = 2 * config.key_columns * 2  # bytes of a token's key and value
@@ -91,7 +93,10 @@ def device_share(policy: Policy, num_tokens: int, config: ModelConfig) -> float:
 
 
 def layer_spec(policy: Policy, layer: int, num_tokens: int, config: ModelConfig) -> CacheSpec:
-    """The spec of one row in a layer that attends to all tokens, whose prompt fills the capacity. It offloads."""
+    """Return the spec of a layer that attends to all tokens, for one row whose prompt fills the capacity.
+
+    Keys and values are bfloat16, and the layer offloads what it can.
+    """
     cache, kind = policy.for_layer(layer, config), config.attention_kind(layer)
     return CacheSpec(
         layer=layer,
@@ -113,7 +118,7 @@ def layer_spec(policy: Policy, layer: int, num_tokens: int, config: ModelConfig)
 
 
 def layer_slots(num_tokens: int, config: ModelConfig) -> tuple[int, int]:
-    """Slots that full attention needs for `num_tokens`, summed over the sliding layers and over all other layers."""
+    """Return the slots that full attention needs for `num_tokens`: the sum over sliding layers, and over the others."""
     windows = [kind.window for kind in config.attention_kinds]
     sliding = sum(sliding_slots(window, num_tokens) for window in windows if window is not None)
     return sliding, num_tokens * windows.count(None)

@@ -1,7 +1,7 @@
 """The cache of a model's sliding-window layers, such as those of Mistral and Gemma 3.
 
-It is not a policy that a user chooses. `planning.cache_specs` gives it to the sliding layers of a model under every
-policy. It is therefore not registered.
+It is not a policy that a user chooses. `jshadow.planner.bytes.cache_specs` gives it to the sliding layers of a model
+under every policy. It is therefore not registered.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ SLIDING_PIECE = 16  # new tokens of a turn that a sliding layer takes at once
 
 
 def sliding_slots(window: int, capacity: int) -> int:
-    """Slots of a sliding layer. The tokens of a piece overwrite no token that its first query attends to."""
+    """Return the slots of a sliding layer. The tokens of a piece overwrite no token that its first query attends to."""
     return min(window + SLIDING_PIECE - 1, capacity)
 
 
@@ -48,15 +48,15 @@ class SlidingWindow(LayerCache, Costs):
 
     @property
     def reads(self) -> HookInputs:
-        """New tokens of a turn in pieces of SLIDING_PIECE."""
+        """The hooks of a step process a turn's new tokens in pieces of SLIDING_PIECE."""
         return HookInputs(piece=SLIDING_PIECE)
 
     def slots(self, capacity: int) -> int:
-        """Slots of the ring buffer."""
+        """Return the number of slots of the ring buffer."""
         return sliding_slots(self.window, capacity)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A ring buffer of zeros."""
+        """Return a ring buffer of zeros."""
         zeros = jnp.zeros((spec.batch, spec.kv_heads, self.slots(spec.capacity), spec.head_dim), spec.dtype)
         return LayerState(live=SlidingLive(KeyValues(zeros, zeros)))
 
@@ -77,7 +77,7 @@ class SlidingWindow(LayerCache, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Exact attention over the window that ends at each query."""
+        """Compute exact attention over the window that ends at each query."""
         lengths = step.lengths + step.valid.sum(axis=1, dtype=jnp.int32)
         held, query = ring_positions(lengths, self.slots(spec.capacity))[:, None], step.positions[:, :, None]
         seen = (held >= 0) & (held <= query) & (held > query - self.window)
@@ -89,9 +89,9 @@ class SlidingWindow(LayerCache, Costs):
         return attend(step.q_post, pieces, spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """All tokens held, up to the size of the window."""
+        """Count all tokens held, up to the size of the window."""
         return {"window": jnp.minimum(lengths, self.window).astype(jnp.float32)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """The scores of all slots."""
+        """Count the scores of all slots."""
         return 3 * 4 * spec.batch * spec.q_heads * self.slots(spec.capacity)

@@ -36,8 +36,8 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
     Attributes:
         max_capacity_prompt: number of prompt tokens that are kept, the observation window included.
         observation_window: number of newest prompt tokens. Their queries score the others, and they are always kept.
-        kernel: number of tokens over which scores are pooled, an odd number. Pooling lets neighbors of an important
-            token be kept too.
+        kernel: number of tokens over which scores are pooled, an odd number. Pooling also keeps the neighbors of an
+            important token.
         pooling: "max" or "avg".
         granularity: "kv_head": each KV head keeps one set of tokens. "q_head": each query head does.
     """
@@ -54,7 +54,7 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
 
     @property
     def reads(self) -> HookInputs:
-        """The queries of the observation window; new tokens of a turn in pieces of 16."""
+        """The hooks need the queries of the observation window. A step processes 16 new tokens of a turn at once."""
         return HookInputs(last_queries=self.observation_window, piece=16)
 
     def scaled(self, share: float) -> Self:
@@ -75,15 +75,15 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
         return self
 
     def slots(self, capacity: int) -> int:
-        """Prompt tokens that are kept, at most the capacity."""
+        """Return the number of prompt tokens that are kept, at most the capacity."""
         return min(self.max_capacity_prompt, capacity)
 
     def heads(self, spec: CacheSpec) -> int:
-        """Number of heads that keep their own set of tokens."""
+        """Return the number of heads that keep their own set of tokens."""
         return spec.q_heads if self.granularity == "q_head" else spec.kv_heads
 
     def score(self, spec: CacheSpec, prompt: PromptKV) -> tuple[Array, Array]:
-        """The attention of the last queries to each token, summed over the queries and pooled along the tokens."""
+        """Score each token by the attention of the last queries, summed over them and pooled along the tokens."""
         assert prompt.q_tail is not None
         tokens, window = prompt.k_post.shape[1], self.observation_window
         position, last = jnp.arange(tokens), prompt.lengths[:, None]
@@ -100,13 +100,16 @@ class SnapKV(EvictingPolicy, Budgeted, Sized):
         return pool(jnp.where(inside[:, None], scores, 0), self.kernel, self.pooling), jnp.full_like(last[:, 0], window)
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """The default, and the scores of the window's queries, their masked form and their softmax."""
+        """Count the default, and the scores of the window's queries, their masked form and their softmax."""
         return (
             super().compress_bytes(spec, tokens) + 3 * 4 * spec.batch * spec.q_heads * self.observation_window * tokens
         )
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Every number of tokens up to num_tokens. The observation window is at most half of it."""
+        """Return one policy for each number of tokens from num_tokens down to 1.
+
+        The observation window is at most half of this number.
+        """
         cls = type(self)
 
         def make(slots: int) -> Any:

@@ -69,9 +69,10 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
     """KIVI in which the tokens that matter most are exact, chosen by speculation.
 
     Attributes:
-        bits: as in KIVI.
-        group: as in KIVI.
-        residual: as in KIVI. The default is half of KIVI's, which pays for the fetched rows.
+        bits: bits of a quantized number: 1, 2, 4 or 8.
+        group: numbers that share a scale and a zero point, as in KIVI. It must divide the residual and the head width.
+        residual: number of newest tokens whose values are exact, as in KIVI. The default is half of KIVI's, which pays
+            for the fetched rows.
         fetched: number of tokens that each KV head fetches for a step.
     """
 
@@ -89,16 +90,16 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         return super().resolve(config, capacity)
 
     def init_shared(self, specs: tuple[CacheSpec, ...], fitted: Any = None) -> Guess:
-        """A state without a guess."""
+        """Return a state without a guess."""
         return Guess(jnp.zeros(specs[0].batch, jnp.int32), jnp.zeros(specs[0].batch, bool))
 
     def after_step(self, shared: Guess, logits: Array, lengths: Array) -> Guess:
-        """The most likely token after the guess, or after the current token in rows without a guess."""
+        """Return the most likely token after the guess, or after the current token in rows without a guess."""
         best = logits.argmax(-1).astype(jnp.int32)
         return Guess(jnp.where(shared.known, best[:, 1], best[:, 0]), jnp.ones_like(shared.known))
 
     def before_trial(self, shared: Guess, token: Array) -> Guess:
-        """A state in which `token` stands in for the guess."""
+        """Return a state in which `token` stands in for the guess."""
         return Guess(token, jnp.zeros_like(shared.known))
 
     def adopt(self, live: SpeLive, after: SpeLive) -> SpeLive:
@@ -106,17 +107,17 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         return live.replace(buffer=after.buffer, positions=after.positions)
 
     def count(self, spec: CacheSpec) -> int:
-        """Tokens k that a head fetches for a step."""
+        """Return the number of tokens k that a head fetches for a step."""
         return min(self.fetched, spec.capacity)
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """The exact keys and values of all tokens, in units of one token."""
+        """Return the layout of the exact keys and values of all tokens, in units of one token."""
         return HostLayout(spec.kv_heads, spec.capacity, 1, planes=2, tail_units=spec.window)
 
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A state without tokens and without fetched rows."""
+        """Return a state without tokens and without fetched rows."""
         state = super().init(spec, fitted)
         zeros = jnp.zeros((spec.batch, spec.kv_heads, self.count(spec), spec.head_dim), spec.dtype)
         live = SpeLive(
@@ -147,9 +148,10 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
     # One step
 
     def pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[list[Piece], list[Array]]:
-        """The pieces that both queries attend to, and for each piece the positions of the tokens that may be fetched.
+        """Return the pieces that both queries attend to, and which tokens of each piece may be fetched.
 
-        Positions are int32 [B, h_kv, n] or [B, 1, n], with -1 for a token that may not be fetched.
+        The tokens are given by their positions, int32 [B, h_kv, n] or [B, 1, n], with -1 for a token that may not be
+        fetched.
         """
         live: SpeLive = state.live
         batch, heads = live.positions.shape[:2]
@@ -178,7 +180,7 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Attention of both queries. The fetched exact rows replace their low-bit rows."""
+        """Compute the attention of both queries. The fetched exact rows replace their low-bit rows."""
         return attend(step.q_post, self.pieces(spec, state, step)[0], spec.scale), state
 
     def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
@@ -211,18 +213,18 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         return state.replace(live=live.replace(buffer=KeyValues(*rows), positions=positions))
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """All arrays on the device are read. The rows for the next step are moved from the host."""
+        """Count all arrays on the device as read, and the rows for the next step as moved from the host."""
         parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
         numbers = 2 * spec.batch * spec.kv_heads * self.count(spec) * spec.head_dim
         size = numbers * jnp.dtype(spec.dtype).itemsize
         return parts | {"fetched": (0, 0 if spec.fetch == "resident" else size)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Twice KIVI's, for two queries and for the guess's probabilities."""
+        """Count KIVI's temporaries twice: for two queries, and for the guess's probabilities."""
         return 2 * super().step_temporaries(spec)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Settings from many bits to few; for each number of bits, from small groups to large ones."""
+        """Return policies from many bits to few; for each number of bits, from small groups to large ones."""
         cls, largest = type(self), math.gcd(config.head_dim, 64)
         groups = [group for group in (16, 32, 64) if group <= largest] or [largest]
         rows = min(cls.fetched, max(1, num_tokens // 32))
@@ -235,5 +237,5 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
 
 
 def masked_scores_of(q: Array, piece: Piece, scale: float) -> Array:
-    """Scores of queries [B, T, h_q, d] with a piece's keys, float32 [B, h_kv, group, T, n]."""
+    """Return the scores of queries [B, T, h_q, d] with a piece's keys, float32 [B, h_kv, group, T, n]."""
     return masked_scores(group_queries(q, piece.k.shape[1]), piece, scale)

@@ -63,20 +63,20 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
         return self
 
     def slots(self, capacity: int) -> int:
-        """Slots of the cache, at most the capacity."""
+        """Return the number of slots of the cache, at most the capacity."""
         return min(self.sinks + self.window, capacity)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A cache of zeros."""
+        """Return a cache of zeros."""
         zeros = jnp.zeros((spec.batch, spec.kv_heads, self.slots(spec.capacity), spec.head_dim), spec.dtype)
         return LayerState(live=StreamingLive(KeyValues(zeros, zeros)))
 
     def held_positions(self, spec: CacheSpec, lengths: Array) -> Array:
-        """Position of the token in each slot, int32 [B, slots]; -1 in a slot that no token has reached yet.
+        """Return the position of the token in each slot, int32 [B, slots]; -1 in a slot that no token has reached yet.
 
         Args:
             spec: the layer.
-            lengths: tokens that each row has taken so far, evicted ones included, int32 [B].
+            lengths: number of tokens that each row has taken so far, evicted ones included, int32 [B].
         """
         slots = self.slots(spec.capacity)
         ring = slots - min(self.sinks, slots)
@@ -89,7 +89,7 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
         return jnp.where((held <= last) & (held >= jnp.minimum(slot, self.sinks)), held, -1)
 
     def slot_of(self, spec: CacheSpec, positions: Array) -> Array:
-        """The slot for the token at each position: int32, in the shape of positions."""
+        """Return the slot for the token at each position, int32, in the shape of positions."""
         slots = self.slots(spec.capacity)
         ring = max(slots - self.sinks, 1)
         return jnp.where(positions < self.sinks, positions, self.sinks + (positions - self.sinks) % ring)
@@ -131,16 +131,16 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
         return attend(q, [Piece(k, state.live.cache.v, seen[:, None])], spec.scale), state
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """All tokens held, up to the number of slots."""
+        """Count all tokens held, up to the number of slots."""
         return {"window": jnp.minimum(lengths, self.slots(spec.capacity)).astype(jnp.float32)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """The rotated keys, first in float32, and the scores of all slots."""
+        """Count the rotated keys, first in float32, and the scores of all slots."""
         slots, item = spec.batch * self.slots(spec.capacity), jnp.dtype(spec.dtype).itemsize
         return slots * (spec.kv_heads * spec.head_dim * (2 * 4 + item) + 3 * 4 * spec.q_heads)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Every number of slots up to num_tokens."""
+        """Return one policy for each number of slots, from num_tokens down to 1."""
         cls = type(self)
 
         def make(slots: int) -> Any:

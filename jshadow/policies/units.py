@@ -15,7 +15,7 @@ def within_share(weights: Array, share: float) -> Array:
 
     Args:
         weights: float32 [..., k], falling along the last axis.
-        share: in (0, 1].
+        share: the share, in (0, 1]. 1 marks all weights.
 
     Returns:
         A mask, bool [..., k].

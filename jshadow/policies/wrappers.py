@@ -46,7 +46,7 @@ class DenseFirst(Wrapper):
         return super().resolve(config, capacity)
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """Full attention for the first layers, and the inner policy's cache for the others."""
+        """Return full attention for the first layers, and the inner policy's cache for the others."""
         dense = full_layers(config).index(layer) < self.layers
         return Full() if dense else self.inner.for_layer(layer, config)
 
@@ -78,7 +78,7 @@ class Pyramid(Wrapper):
         return resolved
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """The inner policy's cache for the layer, with its budget scaled."""
+        """Return the inner policy's cache for the layer, with its budget scaled."""
         caches = {other: self.inner.for_layer(other, config) for other in full_layers(config)}
         cache, ranks = caches[layer], [other for other, one in caches.items() if isinstance(one, Budgeted)]
         if not isinstance(cache, Budgeted):

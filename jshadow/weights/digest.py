@@ -21,8 +21,8 @@ def sha256(content: Any) -> str:
 def host_array(leaf: Any) -> np.ndarray:
     """Copy a leaf to a NumPy array in C order.
 
-    A jax.Array caches the NumPy copy made of it. Here an alias of the array is copied, and its cache is freed with it.
-    So reading a whole tree never holds more than one leaf on the host.
+    A jax.Array caches the NumPy copy that is made of it. This function copies an alias of the array instead, whose
+    cache is freed with the alias. So reading a whole tree never holds more than one leaf on the host.
     """
     if isinstance(leaf, jax.Array) and len(leaf.devices()) == 1:
         leaf = leaf.addressable_data(0)
@@ -35,7 +35,7 @@ def raw_bytes(value: np.ndarray) -> memoryview:
 
 
 def tree_digest(tree: Any) -> str:
-    """Return the digest of the path, dtype, shape and bytes of every leaf. It holds one leaf on the host at a time."""
+    """Return the SHA-256 of the path, dtype, shape and bytes of all leaves. Only one leaf is on the host at a time."""
     hasher = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         value = host_array(leaf)
@@ -45,10 +45,7 @@ def tree_digest(tree: Any) -> str:
 
 
 def tokenizer_digest(tokenizer: Any) -> str | None:
-    """Return the digest of all data that determines the token ids of a text, including the chat template.
-
-    It is None if there is no tokenizer.
-    """
+    """Return the SHA-256 of all data that determines the token ids of a text or chat, or None without a tokenizer."""
     if tokenizer is None:
         return None
     backend = getattr(tokenizer, "backend_tokenizer", None)

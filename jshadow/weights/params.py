@@ -35,13 +35,13 @@ from jshadow.weights.convert.quiet import quiet_transformers
 from jshadow.weights.convert.safetensors_file import cast, check_dtype
 from jshadow.weights.digest import host_array, tokenizer_digest, tree_digest
 
-# A directory with one of these files has a tokenizer. tokenizer_config.json alone is not enough.
+# A directory with one of these files has a tokenizer. A tokenizer_config.json without one of them is not enough.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Params:
-    """A loaded model. It is not a pytree; jitted functions take `weights` and the static `config` instead.
+    """A loaded model. It is not a pytree. Jitted functions take `weights` and the static `config` instead.
 
     Attributes:
         weights: nested dict of arrays with the structure of `models.transformer.abstract_weights(config)`. All have one
@@ -82,25 +82,25 @@ def load(
     mesh: Mesh | None = None,
     verify: bool = True,
 ) -> Params:
-    """Load a checkpoint: a Hugging Face directory, or a directory that `jshadow.convert` wrote (also orbax).
+    """Load a checkpoint: a Hugging Face directory, or a directory that `convert` or `save` wrote (also orbax).
 
     Args:
         path_or_hub_id: a local directory with config.json, weights (safetensors files or an orbax checkpoint) and
-            usually tokenizer files. If there is no such directory, a hub id "org/name". A download takes only JSON,
-            safetensors and tokenizer files.
+            usually tokenizer files. Or a hub id "org/name", if there is no such directory. Only JSON, safetensors and
+            tokenizer files are downloaded.
         dtype: "float32", "bfloat16" or "float16". Tensors are cast while they are read.
         quantize: "int8" stores the projections of all layers in int8, with a float32 factor for each output.
-        mesh: devices to shard the weights over, along the last axis of the mesh. From an orbax checkpoint each device
-            reads only its part. Cached keys and values then stay on the devices (`fetch` is "resident"). None means
-            the default device.
+        mesh: devices to shard the weights over, along the last axis of the mesh. From an orbax checkpoint, each device
+            reads only its part. With a mesh, cached keys and values must stay on the devices (`fetch="resident"`). None
+            means the default device.
         verify: whether to compare every file with the manifest, if there is one.
 
     Returns:
         Params whose weights are all present, finite, and of the shapes that the config defines.
 
     Raises:
-        CheckpointError: weights are missing, damaged, pickled or GGUF, files differ from their manifest, or tensors do
-            not match the config (all listed in one error).
+        CheckpointError: weights are missing, damaged, pickled or in GGUF, files differ from their manifest, or tensors
+            do not match the config. The message lists all such tensors.
         ConfigError: dtype, quantize or model_type is unknown, the model is quantized or needs remote code, or a value
             of the config is out of range.
     """
@@ -153,12 +153,12 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def save(params: Params, directory: str | os.PathLike[str], *, format: str = "huggingface") -> None:
-    """Write a directory that `load` reads. transformers reads it too if the format is "huggingface".
+    """Write a directory that `load` can read. With the format "huggingface", transformers can also read it.
 
     Args:
         params: a model in float32, bfloat16 or float16. The files have its dtype. Its weights may be sharded.
         directory: directory to create. It must not exist. It is written completely or not at all.
-        format: "huggingface" (safetensors), or "orbax", which includes a manifest.
+        format: "huggingface" (safetensors), or "orbax" (with a manifest).
 
     Raises:
         CheckpointError: `directory` exists or cannot be written, or a weight is NaN or Inf.

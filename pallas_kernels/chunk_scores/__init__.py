@@ -23,13 +23,14 @@ def chunk_scores(
     spread: jax.Array | None = None,
     implementation: str = "auto",
 ) -> jax.Array:
-    """Score each chunk: softmax of scale * q . landmark for each query head, then the maximum over the query group.
+    """Score each chunk of keys for each query position and KV head.
 
-    The softmax runs over the landmarks of all candidate chunks. Each of the n chunks has s landmarks, m = n * s in all.
-    The score of a chunk is the sum over its landmarks. A query group is the query heads of one KV head.
+    For each query head, a softmax of scale * q . landmark runs over the landmarks of all candidate chunks. Each of the
+    n chunks has s landmarks, so there are m = n * s landmarks. The probabilities of a chunk's landmarks are added. The
+    score is the maximum of these sums over the query heads of the KV head.
 
     With a spread, (scale * |q| * spread)**2 / 2 is added to each scaled product. This is half the variance of the
-    scaled products with the keys behind the landmark, if these keys vary equally in all directions.
+    scaled products of q with the keys that the landmark stands for, if these keys vary equally in all directions.
 
     Products and softmax are float32 and are never rounded to TF32, so that every machine selects the same chunks.
 
@@ -39,7 +40,7 @@ def chunk_scores(
             packed instead: uint8 [B, h_kv, m, d * bits / 8], two's complement codes of 8 or 4 bits in the layout of
             `pallas_kernels.bits`.
         candidates: bool [B, h_kv, n], the chunks that are scored.
-        scale: factor on the products.
+        scale: factor by which the products are multiplied.
         landmark_scale: floating [B, h_kv, m, 1], the step of each landmark's codes.
         spread: floating [B, h_kv, m, 1], the root mean square difference of the keys from their landmark.
         implementation: "auto", "xla", "pallas" or "interpret".

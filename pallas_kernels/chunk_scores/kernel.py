@@ -31,7 +31,7 @@ class Tile(NamedTuple):
     """Static sizes of one program.
 
     Attributes:
-        scale: factor on the products.
+        scale: factor by which the products are multiplied.
         rows: number of query rows.
         block: number of chunks.
         bits: bits of a packed landmark number, or None if landmarks are not packed.
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows of one KV head that a program reads.
+    """The rows of one KV head that a program reads.
 
     Attributes:
         b: index in the batch.
@@ -63,10 +63,11 @@ class Rows(NamedTuple):
 
 
 def chunk_logits_kernel(q, chunks, logits, top, total, *, tile):  # type: ignore[no-untyped-def]
-    """One program: compute the logits [rows, block] of a block of query rows with a block of chunks.
+    """One program: compute the logits [rows, block] of a block of query rows and the landmarks of a block of chunks.
 
-    q is [B, h_kv, R, d], and landmarks are [B, h_kv, n, d]. The program writes the logits, and for each query row the
-    maximum and the sum of exp(logit - maximum). The results are float32.
+    The program writes the logits. Chunks that are not candidates get MASKED. For each query row it also writes the
+    maximum logit to `top`, and the sum of exp(logit - maximum) over the candidates to `total`. The results are float32.
+    q is [B, h_kv, R, d], and landmarks are [B, h_kv, n, d].
     """
     j, i, h, b = (pl.program_id(axis) for axis in range(4))
     landmarks = chunks.landmarks
@@ -96,8 +97,9 @@ def chunk_logits_kernel(q, chunks, logits, top, total, *, tile):  # type: ignore
 def chunk_masses_kernel(q, chunks, masses, top, total, *, tile):  # type: ignore[no-untyped-def]
     """One program: compute the masses [rows, block] of a block of chunks for a block of query rows.
 
-    It loads the query tiles once. Then it computes one tile of logits for each landmark of a chunk. It writes the
-    masses, and for each query row the maximum logit and the sum of the masses. The results are float32.
+    The program loads the query tiles once. Then it computes one tile of logits for each landmark of a chunk. It writes
+    the masses. Chunks that are not candidates get 0. For each query row it also writes the maximum logit to `top`, and
+    the sum of the masses to `total`. The results are float32.
     """
     j, i, h, b = (pl.program_id(axis) for axis in range(4))
     row, chunk = iota(i * tile.rows, tile.rows), iota(j * tile.block, tile.block)
@@ -120,14 +122,25 @@ def chunk_masses_kernel(q, chunks, masses, top, total, *, tile):  # type: ignore
 
 
 def columns_of(landmarks: Any, *arrays: Any) -> tuple[tuple[int, int], ...]:
-    """Cut the elements of a landmark into tiles (start, width). The elements are numbers, or bytes if packed."""
+    """Return (start, width) of each tile of a landmark's columns.
+
+    A column is a number, or a byte if landmarks are packed. A tile has at most 32 columns if one of `arrays` is
+    float32, otherwise 64.
+    """
     return spans(landmarks.shape[3], 32 if any(x.dtype == jnp.float32 for x in arrays) else 64)
 
 
 def query_tiles(q: Any, landmarks: Any, rows: Rows, bits: int | None) -> list[list[jax.Array]]:
-    """Load the query columns that match each tile of landmark elements.
+    """Load the query tiles that belong to each tile of a landmark's columns. Return a list of lists.
 
-    A packed landmark has one query tile for each place of its bytes; an unpacked landmark has one query tile.
+    The inner list has one query tile [query rows, width] for each place of the bytes if landmarks are packed, and else
+    a single tile.
+
+    Args:
+        q: ref of the queries.
+        landmarks: ref of the landmarks.
+        rows: the query rows.
+        bits: bits of a packed landmark number, or None.
     """
     b, h, number, there = rows
     size, tiles = landmarks.shape[3], []
@@ -144,7 +157,14 @@ def query_tiles(q: Any, landmarks: Any, rows: Rows, bits: int | None) -> list[li
 
 
 def products(queries: list[list[jax.Array]], chunks: Any, rows: Rows, bits: int | None) -> jax.Array:
-    """Return the float32 products [query rows, n] of query rows with n landmarks. `chunks` holds the kernel's refs."""
+    """Return the float32 products [query rows, n] of query rows and n landmarks.
+
+    Args:
+        queries: the result of `query_tiles`.
+        chunks: the kernel's refs, as Chunks.
+        rows: the rows of the landmarks.
+        bits: bits of a packed landmark number, or None.
+    """
     b, h, number, there = rows
     landmarks = chunks.landmarks
     size, out = landmarks.shape[3], jnp.zeros((queries[0][0].shape[0], number.shape[0]), jnp.float32)
@@ -167,7 +187,14 @@ def products(queries: list[list[jax.Array]], chunks: Any, rows: Rows, bits: int 
 
 
 def half_variance(queries: list[list[jax.Array]], spreads: Any, rows: Rows, scale: float) -> jax.Array:
-    """Return the variance term [query rows, n] of n landmarks: (scale * |q| * spread)**2 / 2, float32."""
+    """Return (scale * |q| * spread)**2 / 2 for each query row and each of n landmarks, float32 [query rows, n].
+
+    Args:
+        queries: the result of `query_tiles`.
+        spreads: ref of the spreads.
+        rows: the rows of the landmarks.
+        scale: factor by which the products are multiplied.
+    """
     b, h, number, there = rows
     squares = [(tile.astype(jnp.float32) ** 2).sum(axis=1) for tiles in queries for tile in tiles]
     length = functools.reduce(jnp.add, squares) * (scale**2 / 2)
@@ -237,7 +264,7 @@ def by_masses(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> ja
 def launch(
     kernel: Any, queries: jax.Array, chunks: Chunks, tile: Tile, warp_count: int, interpret: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Run a kernel on query rows [B, h_kv, R, d].
+    """Run one of the two kernels on query rows [B, h_kv, R, d].
 
     Returns:
         The logits or masses [B, h_kv, R, n], the maxima [B, h_kv, programs, R] and the sums [B, h_kv, programs, R], all

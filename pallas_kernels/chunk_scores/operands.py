@@ -9,7 +9,7 @@ from pallas_kernels.arguments import expect_dtype, expect_groups, expect_shape
 
 
 class Chunks(NamedTuple):
-    """n chunks with s landmarks each, m = n * s landmarks in all.
+    """The landmarks of n chunks. Each chunk has s landmarks, so there are m = n * s.
 
     Attributes:
         landmarks: floating [B, h_kv, m, d]. The landmarks of a chunk are neighbors. With a scale they are packed
@@ -30,7 +30,7 @@ class Chunks(NamedTuple):
         return self.landmarks.shape[2] // self.candidates.shape[2]
 
     def bits(self, dim: int) -> int | None:
-        """Return the bits of a packed landmark number, for heads `dim` wide; None if landmarks are not packed."""
+        """Return the bits of a packed landmark number if heads are `dim` wide, or None if landmarks are not packed."""
         return None if self.scale is None else 8 * self.landmarks.shape[3] // dim
 
 

@@ -15,9 +15,9 @@ def fetch_reconstruct(
 ) -> tuple[jax.Array, jax.Array]:
     """Rebuild the keys of k selected chunks as `reconstruct_keys` does, and fetch the values of the same chunks.
 
-    The values may lie in pinned host memory. Only "interpret" copies them as a whole. The kernel reads only the chunks
-    that are not kept on the device; "xla" moves all k chunks. If kept.rows is donated, the kernel writes into that
-    buffer and leaves the kept rows untouched.
+    The values may lie in pinned host memory. Only "interpret" copies all of them to the device. The kernel reads only
+    the chunks that are not kept on the device. "xla" moves all k chunks. If kept.rows is donated, the kernel writes
+    into that buffer and does not change the kept rows.
 
     Args:
         values: value rows of all chunks.

@@ -1,8 +1,8 @@
-"""The Triton kernel that rebuilds keys and reads the values straight from pinned host memory (zero copy).
+"""The Triton kernel that rebuilds keys and reads the values directly from pinned host memory (zero copy).
 
-XLA passes a pinned host operand to a kernel without a copy. Under unified addressing the kernel's loads of it cross the
-bus. A program issues these loads first, so that they run while it gathers, multiplies and rotates the keys. Packed rows
-cross the bus as bytes. They are unpacked just before they are stored.
+XLA passes an operand in pinned host memory to a kernel without a copy. With unified addressing, the kernel's loads from
+it cross the bus. A program issues these loads first, so that they run while it gathers, multiplies and rotates the
+keys. Packed rows cross the bus as bytes. They are unpacked just before they are stored.
 
 The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c tokens of the selected chunks.
 """
@@ -60,9 +60,18 @@ def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count)
 def load_missed(
     values: Any, tokens: Tokens, missed: jax.Array, b: jax.Array, h: jax.Array, at: jax.Array, inside: jax.Array
 ) -> jax.Array:
-    """Load elements `at` [tokens, n] of the value rows of the missed tokens, from the prompt or from the tail.
+    """Load elements of the value rows of the tokens that are not kept, from the prompt or from the tail.
 
     Masked lanes do not access memory, so kept tokens cause no traffic on the bus.
+
+    Args:
+        values: the kernel's refs, as HostRows.
+        tokens: the tokens of the program.
+        missed: which tokens are not kept, bool [tokens].
+        b: index in the batch.
+        h: index of the KV head.
+        at: indices in the row of a chunk, int32 [tokens, n].
+        inside: which of these indices are valid, bool, broadcastable to [tokens, n].
     """
     inside, other = missed[:, None] & inside, 0.0 if jnp.issubdtype(values.prompt.dtype, jnp.floating) else 0
     if values.tail is None:
@@ -95,7 +104,7 @@ def values_at(values: Any, tile: jax.Array, place: int, scales: jax.Array) -> ja
 
 
 def cost_of_fetch(values: HostRows, kept: KeptRows | None, keys: ChosenKeys) -> pl.CostEstimate:
-    """Return what the kernel computes and moves if no row is kept."""
+    """Return the cost estimate of the kernel if no row is kept."""
     cost = cost_of(keys)
     rows = keys.ids.size * values.row_width(keys.chunk, keys.dim) * values.prompt.dtype.itemsize
     cost["moved"] += math.prod(keys.out_shape) * values.value_dtype.itemsize + bytes_of(kept.stay if kept else None)

@@ -46,11 +46,11 @@ class HostRows:
         return byte_layout.scale_dtype(self.value_dtype)
 
     def token_width(self, dim: int) -> int:
-        """Return the elements of a row that belong to one token, without its scale: numbers, or bytes if packed."""
+        """Return the number of row elements of one token without its scale: numbers, or bytes if packed."""
         return dim if self.bits is None else dim * self.bits // 8
 
     def row_width(self, chunk: int, dim: int) -> int:
-        """Return the elements of the row of a chunk: numbers, or bytes if packed."""
+        """Return the number of elements in the row of a chunk: numbers, or bytes if packed."""
         return chunk * dim if self.bits is None else byte_layout.row_bytes(chunk, dim, self.bits, self.value_dtype)
 
 

@@ -12,7 +12,7 @@ from pallas_kernels.reconstruct_keys.reference import reconstruct_keys, rows_at
 
 
 def fetch_reconstruct(values: HostRows, kept: KeptRows | None, keys: ChosenKeys) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.fetch_reconstruct`. All k rows are copied, also the kept ones, because shapes are static."""
+    """See `pallas_kernels.fetch_reconstruct`. All k rows are copied, even the kept ones, because shapes are static."""
     units, ids = keys.left.shape[-2], jnp.clip(keys.ids, 0, keys.units - 1)
     rows = fetched_rows(values.prompt, ids) if units else None
     if values.tail is not None:
@@ -36,7 +36,7 @@ def with_kept(kept: KeptRows | None, rows: jax.Array) -> jax.Array:
 
 
 def fetched_rows(source: jax.Array, ids: jax.Array) -> jax.Array:
-    """Gather rows ids [B, h, k] of source [B, h, U, width] onto the device: [B, h, k, width]. Ids are clipped."""
+    """Gather rows `ids` [B, h, k] of source [B, h, U, width] onto the device, [B, h, k, width]. Ids are clipped."""
     if not in_host_memory(source):
         return rows_at(source, ids)
     return jax.device_put(on_host(rows_at)(source, jax.device_put(ids, Space.Host)), Space.Device)

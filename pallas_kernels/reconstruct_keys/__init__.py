@@ -9,10 +9,10 @@ from pallas_kernels.reconstruct_keys.operands import ChosenKeys, check
 
 
 def reconstruct_keys(keys: ChosenKeys, *, implementation: str = "auto") -> jax.Array:
-    """Rebuild the keys of k selected chunks of c tokens.
+    """Rebuild the keys of k selected chunks of c tokens, and apply RoPE to them.
 
-    A key is its row of `left` times `right`. Token j of chunk i is rotated by RoPE to position i * c + j. RoPE uses the
-    half-split layout, and head columns from rot on are not rotated. Sums are float32.
+    A key is its row of `left` times `right`. Token j of chunk i has position i * c + j. RoPE uses the half-split
+    layout, and rotates the first `rot` columns of a head. Sums are float32.
 
     Args:
         keys: the arrays that keys are rebuilt from, and the ids of the selected chunks.

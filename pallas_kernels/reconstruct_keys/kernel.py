@@ -20,7 +20,7 @@ from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 from pallas_kernels.rotation import cos_sin_of
 from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, summed, warps
 
-Columns = list[tuple[jax.Array, jax.Array]]  # for each tile of keys: its head columns [1, n], and which of them exist
+Columns = list[tuple[jax.Array, jax.Array]]  # for each tile of keys: its head columns [1, n], and whether each exists
 
 
 class Tokens(NamedTuple):
@@ -100,7 +100,7 @@ def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array) 
 
 
 def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
-    """Multiply the left rows of the tokens by the columns of `right`."""
+    """Multiply the left rows of the tokens by `right`. Return one tile for each entry of `columns`."""
     rank, count = keys.right.shape[2], tokens.place.shape[0]
     out = [jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in columns]
     there, later = tokens.there[:, None], tokens.later[:, None]
@@ -119,7 +119,7 @@ def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: j
 
 
 def code_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
-    """Multiply the values of the tokens' codes by the columns of `right`, and add the mean."""
+    """Multiply the values of the tokens' codes by `right`, and add the mean. Return one tile for each of `columns`."""
     out = [jnp.zeros((tokens.place.shape[0], column.shape[1]), jnp.float32) for column, _ in columns]
     most = 32 if keys.right.dtype == jnp.float32 else 64  # the same widths as in `tiles.summed`
     for part in parts_of(keys.profile):
@@ -141,10 +141,17 @@ def code_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax
 
 
 def load_bytes(keys: Any, tokens: Tokens, byte: jax.Array, inside: jax.Array, b: jax.Array) -> jax.Array:
-    """Load bytes `byte` [1, n] of the tokens' rows, from the prompt or the tail. Masked bytes are 0.
+    """Load bytes of the tokens' rows, from the prompt or from the tail.
+
+    Args:
+        keys: the kernel's refs, as ChosenKeys.
+        tokens: the tokens of the program.
+        byte: indices of the bytes in the row of a token, int32 [1, n].
+        inside: which of these indices are valid, bool [1, n].
+        b: index in the batch.
 
     Returns:
-        int32 [tokens, n].
+        The bytes as int32 [tokens, n]. Invalid bytes are 0.
     """
     at, there, later = tokens.within[:, None] * keys.width + byte, tokens.there[:, None], tokens.later[:, None]
 
@@ -190,7 +197,7 @@ def reconstruct_keys(keys: ChosenKeys, interpret: bool) -> jax.Array:
 
 
 def cost_of(keys: ChosenKeys) -> dict[str, int]:
-    """Return the operations and bytes of rebuilding keys, as arguments of `estimate`. Only chosen rows are read."""
+    """Return the operations and bytes of rebuilding keys, as keyword arguments of `estimate`."""
     batch, heads, tokens, dim = keys.out_shape
     rows = batch * heads * tokens
     shared = bytes_of((keys.right, keys.ids, keys.inverse, keys.tail_unit, keys.mean, keys.step))
@@ -199,10 +206,10 @@ def cost_of(keys: ChosenKeys) -> dict[str, int]:
 
 
 def block_of_tokens(keys: ChosenKeys, most: int) -> int:
-    """Return the number of tokens of one program.
+    """Return the number of tokens of one program, which is `most` by default.
 
-    It is smaller for float32 tiles and wide heads, which take more registers. It is larger for a large basis, because
-    each program reads the whole basis.
+    It is smaller for float32 tiles and wide heads, which take more registers. It is larger for packed codes, because
+    each program reads the whole matrix `right`, which is then large.
     """
     if any(x.dtype == jnp.float32 for x in keys.multiplied):
         most //= 2
@@ -217,5 +224,5 @@ def warps_of(keys: ChosenKeys) -> int:
 
 
 def has_large_basis(keys: ChosenKeys) -> bool:
-    """Whether keys are packed codes. For the same bytes these have about four times the columns of low-rank factors."""
+    """Whether keys are packed codes. For the same bytes, `right` then has about four times as many rows."""
     return keys.profile is not None

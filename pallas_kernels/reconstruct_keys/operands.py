@@ -48,12 +48,12 @@ class ChosenKeys:
 
     @property
     def width(self) -> int:
-        """Elements of `left` that belong to one token: numbers, or bytes if packed."""
+        """Number of elements of `left` that belong to one token: numbers, or bytes if packed."""
         return self.right.shape[2] if self.profile is None else packed_width(self.profile)
 
     @property
     def chunk(self) -> int:
-        """Tokens of a chunk."""
+        """Number of tokens in a chunk."""
         return self.left.shape[-1] // self.width
 
     @property
@@ -73,14 +73,14 @@ class ChosenKeys:
 
     @property
     def multiplied(self) -> tuple[jax.Array, ...]:
-        """The floating arrays that the kernel multiplies as they are."""
+        """The floating arrays that the kernel multiplies without unpacking them."""
         if self.profile is not None:
             return (self.right,)
         return (self.left, self.right, *self.rows[1:])
 
     @property
     def packed(self) -> tuple[jax.Array, ...]:
-        """The arrays of packed bytes, or none."""
+        """The arrays of packed bytes, which are empty without a profile."""
         return () if self.profile is None else self.rows
 
     @property

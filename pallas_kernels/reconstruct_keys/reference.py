@@ -57,13 +57,13 @@ def before_rope(keys: ChosenKeys, rows: jax.Array) -> jax.Array:
 
 
 def product(rows: jax.Array, right: jax.Array) -> jax.Array:
-    """Multiply rows [B, h, t, r] by right [B, h, r, d]: float32 [B, h, t, d]."""
+    """Multiply rows [B, h, t, r] by right [B, h, r, d]. Return float32 [B, h, t, d]."""
     precision = exact(jnp.promote_types(rows.dtype, right.dtype))
     return jnp.einsum("bhtr,bhrd->bhtd", rows, right, precision=precision, preferred_element_type=jnp.float32)
 
 
 def two_part_rows(first: jax.Array, tail: jax.Array | None, ids: jax.Array) -> jax.Array:
-    """Gather rows ids [B, h, k] of first [B, 1, U, width]. Ids from U on are rows of tail [B, W, width]."""
+    """Gather rows `ids` [B, h, k] of first [B, 1, U, width]. Id U + i means row i of tail [B, W, width]."""
     if tail is None:
         return rows_at(first, ids)
     units = first.shape[2]
@@ -72,5 +72,5 @@ def two_part_rows(first: jax.Array, tail: jax.Array | None, ids: jax.Array) -> j
 
 
 def rows_at(source: jax.Array, ids: jax.Array) -> jax.Array:
-    """Gather rows ids [B, h, k] of source [B, 1 or h, U, width]: [B, h, k, width]. Ids are clipped."""
+    """Gather rows `ids` [B, h, k] of source [B, 1 or h, U, width]. Return [B, h, k, width]. Ids are clipped."""
     return jnp.take_along_axis(source, ids[..., None], axis=2, mode="clip")

@@ -23,7 +23,7 @@ def sparse_attention(
         q: floating [B, T, h_q, d], where h_q is a multiple of h_kv.
         pieces: one (k, v, valid) for each piece. k and v are floating [B, h_kv, N, d]. They are [B, h_kv, T, N, d] if
             each query has separate rows, which only "xla" supports. valid is bool, broadcastable to [B, h_kv, T, N].
-        scale: factor on the scores.
+        scale: factor by which the scores are multiplied.
         implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:

@@ -25,7 +25,7 @@ class Tile(NamedTuple):
     """Static sizes of one program.
 
     Attributes:
-        scale: factor on the scores.
+        scale: factor by which the scores are multiplied.
         group: number of query heads of a KV head.
         rows: number of query rows.
         block: number of rows of the piece that are loaded at once.
@@ -40,10 +40,10 @@ class Tile(NamedTuple):
 
 
 def piece_attention_kernel(q, piece, out, top, total, *, tile):  # type: ignore[no-untyped-def]
-    """One program: attention of a block of query rows over `steps` blocks of a piece.
+    """One program: compute attention of a block of query rows over `steps` blocks of a piece.
 
-    q is [B, h_kv, M, d], k and v are [B, h_kv, N, d]. For each query row it writes the unnormalized output [d], the
-    maximum score and the sum of exp(score - maximum), all float32.
+    q is [B, h_kv, M, d], and k and v are [B, h_kv, N, d]. For each query row the program writes the unnormalized output
+    [d] to `out`, the maximum score to `top`, and the sum of exp(score - maximum) to `total`, all float32.
     """
     j, i, h, b = (pl.program_id(axis) for axis in range(4))
     k, v, valid = piece

@@ -10,7 +10,7 @@ from pallas_kernels.arguments import expect_dtype, expect_groups, expect_shape
 
 
 class Piece(NamedTuple):
-    """Keys and values that lie in one array each. Callers may pass a plain tuple of three arrays instead.
+    """A piece of the keys and values to attend to. Callers may pass a plain tuple of three arrays instead.
 
     Attributes:
         k: keys, floating [B, h_kv, N, d]. [B, h_kv, T, N, d] if each query has separate rows ("xla" only).

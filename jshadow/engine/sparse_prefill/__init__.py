@@ -1,7 +1,7 @@
-"""Sparse prefill: a prompt's queries attend to few keys, which are estimated on the fly (MInference, arXiv 2407.02490).
+"""Sparse prefill: each query of a prompt attends to few keys, chosen for each prompt (MInference, arXiv 2407.02490).
 
-`estimate` measures what the last queries attend to. `lines` chooses columns and diagonals by it. `tiles` computes the
-attention over the chosen keys. `attentions` has the classes with the settings.
+`estimate` measures what the last queries attend to. By these estimates, `lines` chooses columns and diagonals. `tiles`
+computes the attention over the chosen keys. `attentions` has the classes with the settings.
 """
 
 from jshadow.engine.sparse_prefill.attentions import AShape as AShape

@@ -28,7 +28,7 @@ class SparsePrefill(PrefillAttention):
     attention is exact.
 
     Attributes:
-        block: queries and keys of a tile. With columns and diagonals, the result does not depend on it.
+        block: number M of queries and of keys in a tile. It does not affect the result of columns and diagonals.
 
     Class attributes:
         name: the name for `--prefill`.
@@ -43,11 +43,11 @@ class SparsePrefill(PrefillAttention):
 
     @property
     def multiple(self) -> int:  # type: ignore[override]
-        """Pieces are whole blocks."""
+        """The number of tokens in a piece is a multiple of the block size."""
         return self.block
 
     def label(self, tokens: int | None = None) -> str:
-        """The text for `--prefill`, with the settings that are not the defaults; a pattern is given by its digest.
+        """Return the text for `--prefill`, with the settings that are not the defaults. A pattern is named by digest.
 
         If `tokens` is given and the settings cover that many tokens, a note says that the prefill is exact.
         """
@@ -63,21 +63,21 @@ class SparsePrefill(PrefillAttention):
 
     @abc.abstractmethod
     def covers(self, tokens: int) -> bool:
-        """Whether the settings let every query of so many tokens attend to all keys before it."""
+        """Whether every query of a prompt of `tokens` tokens attends to all keys before it."""
 
     @abc.abstractmethod
     def sizes(self, heads: int) -> HeadSizes:
-        """The sizes of so many heads if there is no pattern."""
+        """Return the sizes of `heads` query heads. This is called only if there is no pattern."""
 
     @abc.abstractmethod
     def choose_lines(
         self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes
     ) -> Lines | None:
-        """The chosen columns and diagonals; None if all heads are block sparse."""
+        """Return the chosen columns and diagonals, or None if all heads are block-sparse."""
 
     @property
     def most_blocks(self) -> int:
-        """The most key blocks of a block-sparse head; 0 if there is no such head."""
+        """Static upper bound of `HeadSizes.blocks`. It is 0 if no head is block-sparse."""
         return 0
 
     def begin(
@@ -95,7 +95,7 @@ class SparsePrefill(PrefillAttention):
     def attend(
         self, config: ModelConfig, kind: AttentionKind, piece: PrefillPiece, prompt: PromptKV, aux: Chosen
     ) -> tuple[Array, Chosen]:
-        """Attention of a piece over the chosen keys; see PrefillAttention."""
+        """Compute attention of a piece over the chosen keys; see PrefillAttention."""
         scale = config.attention_scale
         if aux.lines is None and aux.sizes is None:
             return causal_attention(piece.q_post, prompt.k_post, prompt.v, scale, piece.first)[0], aux
@@ -103,7 +103,7 @@ class SparsePrefill(PrefillAttention):
         return attend_chosen(piece, prompt, aux, Tiling(scale, self.block, most_blocks))
 
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
-        """Bytes of the estimate's sums, the chosen lines, a tile and a piece's queries; see PrefillAttention."""
+        """Return the bytes of the sums, the chosen lines, a tile and a piece's queries; see PrefillAttention."""
         heads, dim = config.q_heads, config.head_dim
         gathered = max(GATHERED, self.block)
         chosen = heads * tokens * 40  # sums, their order, masks; diagonals twice; the copies that a sort makes
@@ -116,21 +116,21 @@ class SparsePrefill(PrefillAttention):
 
 @dataclasses.dataclass(frozen=True)
 class VerticalSlash(SparsePrefill):
-    """Columns and diagonals with most attention mass (MInference, Jiang et al. 2024, arXiv 2407.02490, section 3.2).
+    """Attention to the columns and diagonals with the largest sums (MInference, arXiv 2407.02490, section 3.2).
 
-    The last `last_queries` queries attend to the whole prompt. Their probabilities are summed by column and by
-    diagonal. All queries of the head attend to the columns and diagonals with the largest sums. (The published kernel
-    rounds a diagonal up to blocks of 64 keys, and so attends to somewhat more keys.) The last queries are the last real
-    ones of each row. A shorter prompt has fewer.
+    The last `last_queries` real queries of each row attend to the whole prompt. Their probabilities are summed by
+    column and by diagonal. All queries of the head attend to the columns and diagonals with the largest sums. (The
+    published kernel rounds a diagonal up to blocks of 64 keys, and so attends to somewhat more keys.)
 
     Attributes:
-        vertical: columns of each head.
-        slash: diagonals of each head.
-        last_queries: queries by which the columns and diagonals are chosen.
-        first_columns: columns at the start of the prompt that are always chosen.
-        local_diagonals: diagonals next to a query's own token that are always chosen.
-        pattern: sizes for each head, which replace vertical and slash, or None. A path is read as a file.
-        key_blocks: the most key blocks of a block-sparse head. A pattern with such heads sets it.
+        vertical: number of columns of each head.
+        slash: number of diagonals of each head.
+        last_queries: number of queries by which the columns and diagonals are chosen.
+        first_columns: number of columns at the start of the prompt that are always chosen.
+        local_diagonals: number of diagonals next to a query's own token that are always chosen.
+        pattern: the kind and sizes of each head, which replace vertical and slash: a Pattern, the path of its file, or
+            None.
+        key_blocks: maximum number of key blocks of a block-sparse head. A pattern with such heads sets it.
 
     Raises:
         ConfigError: a setting is out of range, or a pattern file cannot be read.
@@ -162,16 +162,16 @@ class VerticalSlash(SparsePrefill):
 
     @property
     def tail(self) -> int:  # type: ignore[override]
-        """How many last queries the estimate reads."""
+        """Number of last queries by which the columns and diagonals are chosen."""
         return self.last_queries
 
     @property
     def most_blocks(self) -> int:
-        """The most key blocks of the pattern's block-sparse heads."""
+        """Maximum number of key blocks of the pattern's block-sparse heads."""
         return self.key_blocks
 
     def prepared(self, config: ModelConfig) -> tuple[PrefillAttention, HeadSizes | None]:
-        """Turn a pattern into arrays, and its largest sizes into static settings; see PrefillAttention."""
+        """Return the sizes of a pattern as arrays, and this attention with their maxima; see PrefillAttention."""
         if not isinstance(self.pattern, Pattern):
             return self, None
         self.pattern.check(config, self.block)
@@ -186,11 +186,11 @@ class VerticalSlash(SparsePrefill):
         return max(self.vertical, self.slash) >= tokens
 
     def sizes(self, heads: int) -> HeadSizes:
-        """Alike for all heads."""
+        """Return the same sizes for all heads."""
         return HeadSizes.equal(heads, self.vertical, self.slash)
 
     def choose_lines(self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes) -> Lines:
-        """Choose by the estimate. An A-shaped head of a pattern gets its first columns and nearest diagonals."""
+        """Choose the lines by `line_sums`. An A-shaped head gets its first columns and nearest diagonals."""
         assert q_tail is not None
         tokens = prompt.k_post.shape[1]
         by_column, by_diagonal = line_sums(q_tail, prompt.k_post, prompt.lengths, config.attention_scale)
@@ -215,11 +215,11 @@ class VerticalSlash(SparsePrefill):
 
 @dataclasses.dataclass(frozen=True)
 class AShape(SparsePrefill):
-    """The first and the nearest tokens, whatever they contain (MInference's A-shape, arXiv 2407.02490, section 3.2).
+    """Attention to the first and the nearest tokens (the A-shape of MInference, arXiv 2407.02490, section 3.2).
 
     Attributes:
-        initial: tokens at the prompt's start that every query sees.
-        local: nearest tokens that a query sees, with its own.
+        initial: number of tokens at the start of the prompt that every query sees.
+        local: number of nearest tokens that a query sees, including its own.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -235,15 +235,15 @@ class AShape(SparsePrefill):
         check_positive(self.name, initial=self.initial, local=self.local)
 
     def covers(self, tokens: int) -> bool:
-        """Whether all tokens count as first tokens, or all as near tokens."""
+        """Whether all tokens are among the first tokens, or among the nearest tokens."""
         return max(self.initial, self.local) >= tokens
 
     def sizes(self, heads: int) -> HeadSizes:
-        """Alike for all heads."""
+        """Return the same sizes for all heads."""
         return HeadSizes.equal(heads, self.initial, self.local, by_position=True)
 
     def choose_lines(self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes) -> Lines:
-        """The same lines for every row. Padding comes after a row's queries, so the causal mask hides it."""
+        """Return the same lines for every row. Padding comes after a row's queries, so the causal mask hides it."""
         batch, tokens = prompt.k_post.shape[:2]
         shape = (batch, config.q_heads, tokens)
         columns = jnp.broadcast_to(jnp.arange(min(self.initial, tokens), dtype=jnp.int32), (*shape[:2], self.initial))
@@ -253,13 +253,13 @@ class AShape(SparsePrefill):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSparse(SparsePrefill):
-    """Each block of queries attends to the key blocks whose mean key has the largest product with its mean query
-    (MInference, arXiv 2407.02490, section 3.2).
+    """Attention of each block of queries to a few blocks of keys (MInference, arXiv 2407.02490, section 3.2).
 
-    A block of queries always sees its own block of keys.
+    The key blocks are those whose mean key has the largest product with the mean query of the block. A block of queries
+    always sees its own block of keys.
 
     Attributes:
-        blocks: key blocks that a block of queries sees.
+        blocks: number of key blocks that a block of queries sees.
 
     Raises:
         ConfigError: a setting is out of range.
@@ -275,7 +275,7 @@ class BlockSparse(SparsePrefill):
 
     @property
     def most_blocks(self) -> int:
-        """All heads have as many key blocks."""
+        """Number of key blocks, which is the same for all heads."""
         return self.blocks
 
     def covers(self, tokens: int) -> bool:
@@ -283,9 +283,9 @@ class BlockSparse(SparsePrefill):
         return self.blocks * self.block >= tokens
 
     def sizes(self, heads: int) -> HeadSizes:
-        """Alike for all heads."""
+        """Return the same sizes for all heads."""
         return HeadSizes.equal(heads, blocks=self.blocks)
 
     def choose_lines(self, config: ModelConfig, prompt: PromptKV, q_tail: Array | None, sizes: HeadSizes) -> None:
-        """None, because key blocks are chosen for each block of queries, in `attend`."""
+        """Return None. `attend` chooses key blocks for each block of queries."""
         return None

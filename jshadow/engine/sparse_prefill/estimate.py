@@ -1,4 +1,4 @@
-"""Estimates of what a prompt's queries attend to: the mass of the last queries by column and diagonal, block means."""
+"""Estimates of what a prompt's queries attend to, from the attention of the last queries or from means of blocks."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,24 +6,25 @@ from jaxtyping import Array, Float, Int
 
 from jshadow.ops.attention import MASKED, group_queries
 
-KEY_TILE = 512  # keys whose scores are in memory at once
+KEY_TILE = 512  # number of keys whose scores are in memory at once
 
 
 def line_sums(
     q_tail: Float[Array, "B w h_q d"], k: Float[Array, "B S h_kv d"], lengths: Int[Array, " B"], scale: float
 ) -> tuple[Float[Array, "B h_q S"], Float[Array, "B h_q S"]]:
-    """Column sums and diagonal sums of the causal attention of each row's last w real queries.
+    """Sum the attention probabilities of each row's last w real queries by column and by diagonal.
 
-    Each tile of scores is computed twice: once for the log-sum-exps, once for the sums.
+    A column is a key. A diagonal is a distance from query to key. Each tile of scores is computed twice: once for the
+    log-sum-exps, and once for the sums.
 
     Args:
-        q_tail: after RoPE, of positions lengths - w .. lengths - 1; those before position 0 are not read.
-        k: after RoPE, right padded.
-        lengths: int32 [B], real tokens of each row.
-        scale: factor on the scores.
+        q_tail: queries after RoPE, at positions lengths - w .. lengths - 1. Those before position 0 are ignored.
+        k: keys after RoPE, right padded.
+        lengths: number of real tokens of each row, int32 [B].
+        scale: factor by which the scores are multiplied.
 
     Returns:
-        Float32 [B, h_q, S] by key, and by distance from query to key; 0 for padding.
+        The sums by key and the sums by distance, both float32 [B, h_q, S]. Padding has 0.
     """
     batch, w, q_heads, _ = q_tail.shape
     tokens, tile = k.shape[1], min(KEY_TILE, k.shape[1])
@@ -32,7 +33,7 @@ def line_sums(
     query = lengths[:, None] - w + jnp.arange(w)
 
     def scores_of(index: Array) -> tuple[Array, Array]:
-        """The first key of a tile, and its scores [B, h_q, w, K]. Keys that the previous tile had too are masked."""
+        """Return the first key of a tile, and its scores [B, h_q, w, K]. Keys of the previous tile are masked."""
         start = jnp.minimum(index * tile, tokens - tile)
         key = start + jnp.arange(tile)
         k_tile = lax.dynamic_slice_in_dim(k, start, tile, axis=1)
@@ -68,7 +69,7 @@ def line_sums(
 
 
 def add_at(whole: Array, part: Array, start: Array) -> Array:
-    """whole [B, h, n] with part [B, h, m] added at start .. start + m - 1 of the last axis."""
+    """Return whole [B, h, n] with part [B, h, m] added at start .. start + m - 1 of the last axis."""
     old = lax.dynamic_slice_in_dim(whole, start, part.shape[2], axis=2)
     return lax.dynamic_update_slice_in_dim(whole, old + part, start, axis=2)
 
@@ -76,9 +77,10 @@ def add_at(whole: Array, part: Array, start: Array) -> Array:
 def block_means(
     x: Float[Array, "B T h d"], lengths: Int[Array, " B"], first: Int[Array, ""] | int, block: int
 ) -> Float[Array, "B h n d"]:
-    """Float32 means [B, h, T / block, d] over the real tokens of each block of x [B, T, h, d]; zeros where it has none.
+    """Average the real tokens of each block of x [B, T, h, d]. The result is float32 [B, h, T / block, d].
 
-    The first token of x is at position `first`.
+    The mean of a block without real tokens is zero. The first token of x is at position `first`, and a token is real if
+    its position is below `lengths`.
     """
     batch, tokens, heads, dim = x.shape
     real = first + jnp.arange(tokens) < lengths[:, None]

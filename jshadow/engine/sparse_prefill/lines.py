@@ -1,4 +1,8 @@
-"""Which keys a query head attends to in a sparse prefill: columns and diagonals, or key blocks of each query block."""
+"""The choice of keys for each query head in a sparse prefill.
+
+A head attends to columns and diagonals, or to key blocks that are chosen for each query block. A column is a key to
+which all later queries attend. A diagonal is a distance: each query attends to the key at that distance before it.
+"""
 
 import jax.numpy as jnp
 from flax import struct
@@ -9,13 +13,16 @@ from jshadow.ops.layout import top_k
 
 
 class HeadSizes(struct.PyTreeNode):
-    """How many keys each query head attends to, all int32 [h_q]. As arrays, they let all layers share one program.
+    """How many keys each query head attends to. All fields are int32 [h_q].
+
+    They are arrays, so that all layers can share one compiled program.
 
     Attributes:
-        columns: columns of a head.
-        diagonals: diagonals of a head.
-        by_position: 1: the first columns and the nearest diagonals (A-shape); 0: those with the largest mass.
-        blocks: key blocks for each query block; 0: the head has columns and diagonals instead.
+        columns: number of columns.
+        diagonals: number of diagonals.
+        by_position: 1: the head takes the first columns and the nearest diagonals (A-shape). 0: it takes those with the
+            largest attention sums.
+        blocks: number of key blocks for each query block. 0: the head has columns and diagonals instead.
     """
 
     columns: Array
@@ -27,20 +34,22 @@ class HeadSizes(struct.PyTreeNode):
     def equal(
         cls, heads: int, columns: int = 0, diagonals: int = 0, by_position: bool = False, blocks: int = 0
     ) -> "HeadSizes":
-        """The same sizes for all heads."""
+        """Return the same sizes for all heads."""
         return cls(*(jnp.full(heads, value, jnp.int32) for value in (columns, diagonals, int(by_position), blocks)))
 
 
 class Lines(struct.PyTreeNode):
-    """Chosen columns and diagonals of each head, cut in blocks of M keys; the S tokens are n blocks.
+    """The chosen columns and diagonals of each head. The S tokens form n blocks of M tokens.
+
+    The block at distance D from a query block is D blocks before it.
 
     Attributes:
-        columns: chosen keys, rising, then S; int32 [B, h_q, most].
-        in_column: the same as a mask [B, h_q, n, M].
-        near: whether a diagonal is chosen, for the 2M distances from (D - 1) * M on, which hold all those between a
-            query block and the block D before it; [B, h_q, n, 2M].
-        strips: the D for which a diagonal is chosen, rising, then n; int32 [B, h_q, n].
-        touched: the same as a mask [B, h_q, n].
+        columns: the chosen keys in rising order, padded with S, int32 [B, h_q, most].
+        in_column: the same as a mask of all keys, bool [B, h_q, n, M].
+        near: a mask of the chosen diagonals, bool [B, h_q, n, 2M]. Entry D has the 2M distances from (D - 1) * M on.
+            They include all distances between a query block and the key block at distance D.
+        strips: the block distances D at which a diagonal is chosen, in rising order, padded with n, int32 [B, h_q, n].
+        touched: the same as a mask of all D, bool [B, h_q, n].
     """
 
     columns: Int[Array, "B h_q most"]
@@ -59,18 +68,18 @@ def choose(
     forced: int,
     most: int,
 ) -> tuple[Int[Array, "B h_q {most}"], Bool[Array, "B h_q S"]]:
-    """The indices of each head's `counts` largest sums. The first `forced` indices come before all others.
+    """Choose the columns or the diagonals of each head: the indices of its `counts` largest sums.
 
     Args:
-        sums: by column, or by diagonal; the lower index is first in a tie.
-        counts: how many a head chooses, at most `most`.
+        sums: attention sums by column or by diagonal. In a tie, the lower index is chosen first.
+        counts: how many indices a head chooses, at most `most`.
         by_position: 1: the head chooses the lowest indices instead.
-        lengths: real tokens of each row; no index from there on is chosen.
-        forced: how many of the lowest indices count as the largest sums.
-        most: static maximum of counts.
+        lengths: number of real tokens of each row. Only indices below it are chosen.
+        forced: how many of the lowest indices are chosen before all others.
+        most: static upper bound of counts.
 
     Returns:
-        The chosen indices in rising order, then S; and a mask of them.
+        The chosen indices in rising order, padded with S, and a mask of them.
     """
     batch, heads, tokens = sums.shape
     index = jnp.arange(tokens)
@@ -88,7 +97,10 @@ def choose(
 def make_lines(
     columns: Int[Array, "B h_q most"], in_column: Bool[Array, "B h_q S"], diagonals: Bool[Array, "B h_q S"], block: int
 ) -> Lines:
-    """Lines from the chosen columns (rising, then S; and as a mask) and the mask of chosen diagonals."""
+    """Return Lines from the results of `choose` for columns, and the mask of `choose` for diagonals.
+
+    `block` is M. It must divide S.
+    """
     batch, heads, tokens = diagonals.shape
     count = tokens // block
     assert count * block == tokens, f"{tokens} tokens are no blocks of {block}"
@@ -101,7 +113,10 @@ def make_lines(
 
 
 def strip_blocks(lines: Lines, index: Int[Array, ""]) -> tuple[Int[Array, "B h_q n"], Int[Array, "B h_q"]]:
-    """The key blocks that query block `index` shares a chosen diagonal with, nearest first, and how many they are."""
+    """Return the key blocks that have keys on a chosen diagonal of query block `index`, and their number.
+
+    The nearest block is first. Only the first blocks of each list count, as many as the number says.
+    """
     blocks = index - lines.strips
     return jnp.maximum(blocks, 0), (blocks >= 0).sum(-1).astype(jnp.int32)
 
@@ -113,9 +128,17 @@ def best_blocks(
     counts: Int[Array, " h_q"],
     most: int,
 ) -> tuple[Int[Array, "B h_q {most}"], Int[Array, "B h_q"]]:
-    """The key blocks whose mean key has the largest product with the mean query, best first, and their number.
+    """Return the key blocks whose mean key has the largest product with the mean query, and their number.
 
-    A query block's own key block is always the first, because otherwise a query might see no key.
+    The best block is first. The query block's own key block always comes before it, because otherwise a query might see
+    no key.
+
+    Args:
+        q_mean: the mean query of the query block.
+        k_mean: the mean key of each key block.
+        index: number of the query block.
+        counts: how many key blocks a head attends to.
+        most: static upper bound of counts, and the length of each list.
     """
     batch, heads, dim = q_mean.shape
     grouped = q_mean.reshape(batch, k_mean.shape[1], -1, dim)

@@ -30,7 +30,11 @@ def parse_prefill(text: str) -> SparsePrefill | None:
 
 
 def parse_settings(name: str, settings: Sequence[str]) -> dict[str, Any]:
-    """The values of `key=value` settings. A value that is no JSON is a text."""
+    """Parse `key=value` settings of the attention `name`. A value that is not JSON is a text.
+
+    Raises:
+        ConfigError: a key is unknown, or a setting has no "=".
+    """
     fields = {field.name for field in dataclasses.fields(PREFILLS[name])} - {"key_blocks"}
     values: dict[str, Any] = {}
     for setting in settings:

@@ -1,4 +1,4 @@
-"""A pattern: how much each query head of each layer attends to in a sparse prefill, as `prefill-patterns` finds it."""
+"""Patterns: the kind and the size of the sparse prefill of each query head. `jshadow prefill-patterns` finds them."""
 
 import dataclasses
 import hashlib
@@ -24,7 +24,7 @@ class HeadPattern:
 
     Attributes:
         kind: "vertical_slash", "a_shape" or "block_sparse".
-        sizes: (vertical, slash), (initial, local) or (blocks,), the settings of the attention of that name.
+        sizes: the settings of the attention of that name: (vertical, slash), (initial, local) or (blocks,).
     """
 
     kind: str
@@ -40,7 +40,7 @@ class HeadPattern:
 
     @property
     def row(self) -> tuple[int, int, int, int]:
-        """(columns, diagonals, by_position, blocks), the fields of HeadSizes."""
+        """The values (columns, diagonals, by_position, blocks) of this head, as in HeadSizes."""
         if self.kind == "block_sparse":
             return 0, 0, 0, self.sizes[0]
         return self.sizes[0], self.sizes[1], int(self.kind == "a_shape"), 0
@@ -48,11 +48,11 @@ class HeadPattern:
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """The patterns of all heads. It is hashable, so that the settings that hold it are.
+    """The patterns of all heads. It is hashable, because it is part of settings that must be hashable.
 
     Attributes:
-        heads: heads[layer][query head].
-        block: tokens of the blocks that a block-sparse head's size counts.
+        heads: the pattern of each head, as heads[layer][query head].
+        block: number of tokens in a block, for the sizes of block-sparse heads.
     """
 
     heads: tuple[tuple[HeadPattern, ...], ...]
@@ -64,12 +64,15 @@ class Pattern:
             raise ConfigError("pattern: heads must not be empty, and each layer must have the same number of them")
 
     def arrays(self) -> HeadSizes:
-        """The sizes as arrays [L, h_q]."""
+        """Return the sizes of all heads as arrays [L, h_q]."""
         rows = np.array([[head.row for head in layer] for layer in self.heads], np.int32)
         return HeadSizes(*(rows[..., index] for index in range(4)))  # type: ignore[arg-type]
 
     def check(self, config: ModelConfig, block: int) -> None:
-        """Raise ConfigError if this is the pattern of another model, or counts blocks of another size."""
+        """Raise ConfigError if the model has other numbers of layers and heads, or `block` is not the pattern's own.
+
+        The block size only matters if a head is block-sparse.
+        """
         mine, its = (len(self.heads), len(self.heads[0])), (config.num_layers, config.q_heads)
         if mine != its:
             raise ConfigError(
@@ -79,7 +82,7 @@ class Pattern:
             raise ConfigError(f"block must be the pattern's own {self.block}, got {block}")
 
     def digest(self) -> str:
-        """Eight hexadecimal digits that differ between patterns."""
+        """Return the first eight hexadecimal digits of a SHA-256 digest of the pattern."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:8]
 
     def __repr__(self) -> str:
@@ -88,7 +91,7 @@ class Pattern:
 
 
 def load_pattern(path: str | os.PathLike[str]) -> Pattern:
-    """Read a pattern that `jshadow prefill-patterns` wrote. Raises ConfigError naming what is wrong with the file."""
+    """Read a pattern that `jshadow prefill-patterns` wrote. Raises ConfigError if the file cannot be read."""
     source = Path(path).expanduser()
     try:
         about = json.loads(source.read_text(encoding="utf-8"))
@@ -103,11 +106,11 @@ def load_pattern(path: str | os.PathLike[str]) -> Pattern:
 
 
 def as_json(pattern: Pattern, about: Mapping[str, Any] | None = None) -> str:
-    """The text of a pattern's file.
+    """Return the text of a pattern's file.
 
     Args:
         pattern: the pattern to write.
-        about: plain values to store beside it. Reading skips them.
+        about: other plain values to store in the file. `load_pattern` ignores them.
     """
     layers = [[[head.kind, *head.sizes] for head in layer] for layer in pattern.heads]
     return json.dumps({"format": FORMAT, "block": pattern.block, **(about or {}), "heads": layers}) + "\n"

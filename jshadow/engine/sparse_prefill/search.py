@@ -3,15 +3,15 @@
 It is MInference's kernel-aware search (Jiang et al. 2024, arXiv 2407.02490, section 3.3) with exact counts in place of
 timings. All candidates of a head cost the same: a share of the tiles of M x M scores that exact causal attention has.
 
-- vertical-slash, once for each number of columns in `VERTICALS`: as many diagonals as the tiles that remain allow;
-- A-shape with `INITIAL` first columns: as many nearest diagonals as remain;
-- block-sparse: as many key blocks a query block.
+- vertical-slash, once for each number of columns in `VERTICALS`, with as many diagonals as the other tiles allow;
+- A-shape with `INITIAL` first columns, and as many nearest diagonals as the other tiles allow;
+- block-sparse, with as many key blocks for each query block as the tiles allow.
 
 The numbers of columns are those of the published candidates, scaled by tokens / 32,768 for a shorter text. M columns
-cost one tile for each query block behind them, even where some lie in a block that is computed anyway. Each head takes
-the candidate that recovers most attention mass. That is the probability which exact attention gives to the keys that
-the candidate attends to, as a mean over the queries from row `SKIPPED` or the middle of the text on. As in a prefill,
-the last queries of the text choose the columns and diagonals.
+cost one tile for each query block after them, even if some lie in a block that is computed anyway. Each head takes the
+candidate with the largest attention mass: the probability that exact attention gives to the keys which the candidate
+attends to. It is a mean over the queries from number `SKIPPED`, or from the middle of a shorter text, on. As in a
+prefill, the last queries of the text choose the columns and diagonals.
 """
 
 import dataclasses
@@ -35,10 +35,10 @@ from jshadow.errors import ConfigError, PromptError
 from jshadow.ops.attention import group_queries
 from jshadow.weights.convert.files import staged_file
 
-VERTICALS = (30, 100, 500, 1000, 3500)  # columns of the published candidates
-INITIAL = 100
-PUBLISHED = 32768  # tokens from which on they are taken as they are
-SKIPPED = 2500  # queries that see little of the text yet, and are not looked at
+VERTICALS = (30, 100, 500, 1000, 3500)  # numbers of columns of the published candidates
+INITIAL = 100  # number of first columns of the A-shape
+PUBLISHED = 32768  # for a text with fewer tokens, these numbers of columns are scaled
+SKIPPED = 2500  # number of first queries that do not count, because they see little of the text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Found:
 
     Attributes:
         pattern: each head's best candidate.
-        names: the candidates, "vertical_slash 30" and so on.
-        recovered: attention mass of each candidate, float [L, h_q, C]; nan where one does not fit, and in layers whose
-            attention has a window of the model's own.
-        tiles: what it costs, likewise; share of the tiles of causal attention.
-        best: index of the candidate taken, int [L, h_q]; -1 in layers with a window.
+        names: names of the C candidates, "vertical_slash 30" and so on.
+        recovered: attention mass of each candidate, float [L, h_q, C]. It is nan for a candidate that does not fit, and
+            in layers with the model's own window.
+        tiles: cost of each candidate, as a share of the tiles of causal attention. Its shape is that of `recovered`.
+        best: index of the candidate that each head takes, int [L, h_q]; -1 in layers with a window.
     """
 
     pattern: Pattern
@@ -61,7 +61,7 @@ class Found:
     best: np.ndarray
 
     def summary(self) -> list[dict[str, Any]]:
-        """One row for each candidate: heads that took it, mean mass, mean share. Last, the best of each head."""
+        """Return the number of heads, the mean mass and the mean cost of each candidate, and of each head's best."""
         rows = []
         for index, name in enumerate(self.names):
             figures = means(self.recovered[..., index], self.tiles[..., index])
@@ -72,7 +72,7 @@ class Found:
 
 
 def means(recovered: np.ndarray, tiles: np.ndarray) -> dict[str, float | None]:
-    """Mean attention mass and mean share of the tiles, over the heads for which they are known."""
+    """Return the mean attention mass and the mean share of the tiles, over the heads for which they are not nan."""
     known = ~np.isnan(recovered)
     if not known.any():
         return {"recovered": None, "tiles": None}
@@ -87,18 +87,18 @@ def search_pattern(
     settings: VerticalSlash | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Found:
-    """Search a pattern for `VerticalSlash(pattern=...)`.
+    """Search for a pattern for `VerticalSlash(pattern=...)`.
 
     Args:
-        params: Params.
-        tokens: int [S], a text like those to come; cut to whole blocks.
-        share: tiles that a head may cost, as a share of those of causal attention.
-        settings: block, last_queries, first_columns and local_diagonals; None: VerticalSlash's own.
-        progress: called with (layers done, layers).
+        params: the model.
+        tokens: token ids of a typical text, int [S]. The text is cut to whole blocks.
+        share: maximum cost of a head, as a share of the tiles of causal attention.
+        settings: its block, last_queries, first_columns and local_diagonals are used. None means VerticalSlash().
+        progress: called with (layers done, number of layers).
 
     Raises:
-        PromptError: fewer tokens than two blocks, or no list of them.
-        ConfigError: share out of range, or so small that no candidate fits.
+        PromptError: the tokens are not one list, or are fewer than two blocks.
+        ConfigError: share is out of range, or so small that no candidate fits.
     """
     if not 0 < share <= 1:
         raise ConfigError(f"share must be above 0 and at most 1, got {share!r}")
@@ -135,7 +135,7 @@ def search_pattern(
 
 
 def head_pattern(row: np.ndarray) -> HeadPattern:
-    """The pattern of a head from (columns, diagonals, by_position, blocks)."""
+    """Return the pattern of a head from its values (columns, diagonals, by_position, blocks)."""
     columns, diagonals, by_position, blocks = (int(size) for size in row)
     if blocks:
         return HeadPattern("block_sparse", (blocks,))
@@ -143,7 +143,7 @@ def head_pattern(row: np.ndarray) -> HeadPattern:
 
 
 def line_ranks(prompt: PromptKV, scale: float, settings: VerticalSlash) -> list[np.ndarray]:
-    """Place of each column, and of each diagonal, in the order in which a prefill chooses them: two of int [h, S]."""
+    """Return the rank of each column and of each diagonal, both int32 [h, S]. A prefill takes the lowest ranks."""
     assert prompt.q_post is not None
     tail = prompt.q_post[:, -settings.last_queries :]
     sums = jax.jit(line_sums, static_argnums=3)(tail, prompt.k_post, prompt.lengths, scale)
@@ -155,12 +155,12 @@ def line_ranks(prompt: PromptKV, scale: float, settings: VerticalSlash) -> list[
 
 
 def diagonals_for(ranks: np.ndarray, tiles: int, block: int) -> tuple[int, int]:
-    """How many diagonals of one head, best first, touch no more than `tiles` tiles, and how many those touch.
+    """Return how many diagonals of one head, best first, touch at most `tiles` tiles, and how many tiles they touch.
 
     Args:
-        ranks: place of each diagonal [S].
-        tiles: the most tiles that they may touch.
-        block: M.
+        ranks: rank of each diagonal, int [S].
+        tiles: maximum number of tiles that they may touch.
+        block: number of tokens in a block.
     """
     count = len(ranks) // block
     cut = ranks.reshape(count, block)
@@ -172,12 +172,12 @@ def diagonals_for(ranks: np.ndarray, tiles: int, block: int) -> tuple[int, int]:
     kept = int(np.searchsorted(cost, tiles, side="right"))
     if kept == count:
         return len(ranks), int(cost[-1])
-    most = int(first[order[kept]])  # the next one touches a tile too many
+    most = int(first[order[kept]])  # the next diagonals would exceed `tiles`
     return most, int((count - order)[first[order] < most].sum())
 
 
 def column_tiles(columns: np.ndarray, count: int, block: int) -> int:
-    """Tiles of gathered columns of one head: for each query block, those before it."""
+    """Return the tiles that the columns (int [n]) of a head cost. Each query block gathers the columns before it."""
     before = np.searchsorted(np.sort(columns), np.arange(count) * block)
     return int((-(-before // block)).sum())
 
@@ -185,11 +185,11 @@ def column_tiles(columns: np.ndarray, count: int, block: int) -> int:
 def layer_candidates(
     ranks: list[np.ndarray], share: float, settings: VerticalSlash
 ) -> tuple[np.ndarray, np.ndarray, tuple[str, ...]]:
-    """The candidates of a layer's heads, from `line_ranks`.
+    """Return the candidates of a layer's heads. `ranks` is from `line_ranks`.
 
     Returns:
-        Sizes int [h, C, 4] as HeadSizes has them; share of the causal tiles [h, C], nan where the local diagonals
-        alone cost more; names.
+        The sizes as in HeadSizes, int [h, C, 4]; the cost as a share of the causal tiles, float [h, C], with nan for
+        a candidate that does not fit; and the C names.
     """
     by_column, by_diagonal = ranks
     tokens, block = by_column.shape[1], settings.block
@@ -219,19 +219,19 @@ def layer_candidates(
 
 
 def scaled_size(size: int, tokens: int, least: int) -> int:
-    """A published number of columns for a text of so many tokens."""
+    """Scale a published number of columns to a text of `tokens` tokens. The result is at least `least`."""
     return min(tokens, max(least, 1, round(size * min(1.0, tokens / PUBLISHED))))
 
 
 def block_tiles(blocks: int, count: int) -> int:
-    """Tiles of `blocks` key blocks a query block, of `count` query blocks."""
+    """Return the number of tiles if each of `count` query blocks attends to up to `blocks` key blocks."""
     return sum(min(blocks, index + 1) for index in range(count))
 
 
 def recovered_mass(
     prompt: PromptKV, ranks: list[np.ndarray], sizes: np.ndarray, scale: float, block: int
 ) -> np.ndarray:
-    """Attention mass that each candidate keeps, float [h, C]: sizes int [h, C, 4], ranks from `line_ranks`."""
+    """Return the attention mass of each candidate, float [h, C]. `sizes` is int [h, C, 4], as in HeadSizes."""
     first = min(SKIPPED, prompt.k_post.shape[1] // 2) // block
     mass = _recovered(prompt, *ranks, sizes, scale=scale, block=block, first=first)
     return np.array(mass, np.float64)
@@ -241,7 +241,7 @@ def recovered_mass(
 def _recovered(
     prompt: PromptKV, columns: Array, diagonals: Array, sizes: Array, *, scale: float, block: int, first: int
 ) -> Array:
-    """The mass of `recovered_mass`, computed for one query block after another, from number `first` on."""
+    """Compute the result of `recovered_mass`, one query block after another from block number `first` on."""
     q, k, lse, lengths = prompt.q_post, prompt.k_post, prompt.lse, prompt.lengths
     assert q is not None
     assert lse is not None
@@ -280,17 +280,17 @@ def _recovered(
 
 
 def rank(scores: Array) -> Array:
-    """Place of each of scores [h, n] in falling order; the lower index first in a tie."""
+    """Return the rank of each score [h, n] in falling order. In a tie, the lower index has the lower rank."""
     return jnp.argsort(jnp.argsort(-scores, axis=1, stable=True), axis=1, stable=True)
 
 
 def save_pattern(path: str | os.PathLike[str], found: Found, about: dict[str, Any]) -> None:
-    """Write a pattern as JSON, and beside it what the search found; the file appears whole or not at all.
+    """Write a pattern and the figures of its search to a JSON file. It is written completely or not at all.
 
     Args:
-        path: replaced where it exists.
-        found: from `search_pattern`.
-        about: plain values kept in the file: the model, the tokens.
+        path: file to create or to replace.
+        found: the result of `search_pattern`.
+        about: other plain values to store in the file, such as the model and the number of tokens.
 
     Raises:
         CheckpointError: the file cannot be written.

@@ -1,6 +1,6 @@
-"""Attention of a piece of queries over the keys that each head chose, tile by tile.
+"""Attention of a piece of queries over the keys that were chosen for each head, tile by tile.
 
-The work grows with the number of chosen keys, not with the length of the prompt.
+The work grows with the number of chosen keys, not with the length of the prompt. A tile has M queries and M keys.
 """
 
 import dataclasses
@@ -17,17 +17,18 @@ from jshadow.engine.sparse_prefill.lines import HeadSizes, Lines, best_blocks, s
 from jshadow.ops.attention import MASKED
 from jshadow.policies.prefill_attention import PrefillPiece
 
-GATHERED = 512  # keys that are gathered for each head at once
+GATHERED = 512  # number of keys that are gathered for each head at once
 
 
 class Chosen(struct.PyTreeNode):
     """The keys that the heads of a layer attend to, and the tiles that were computed so far.
 
     Attributes:
-        lines: columns and diagonals; None where no head has them.
-        sizes: of each head; None where no head is block sparse.
-        tiles: tiles of M x M scores that each head needed, int32 [B, h_q]; M gathered columns are one.
-        ran: tiles that were computed for each head, int32 []. All heads run as many as the one that needs most.
+        lines: the chosen columns and diagonals. None if no head has them, or if attention is exact.
+        sizes: the sizes of each head. None if no head is block-sparse, or if attention is exact.
+        tiles: number of tiles that each head needed, int32 [B, h_q]. M gathered columns count as one tile.
+        ran: number of tiles that were computed for each head, int32 []. All heads compute as many as the head that
+            needs most.
     """
 
     lines: Lines | None
@@ -37,7 +38,13 @@ class Chosen(struct.PyTreeNode):
 
 
 class Softmax(NamedTuple):
-    """A softmax that has not seen all keys yet: largest score and sum [B, h_q, M], weighted values [B, h_q, M, d]."""
+    """The state of an online softmax, which has not seen all keys yet. All fields are float32.
+
+    Attributes:
+        top: largest score of each query so far.
+        total: sum of exp(score - top).
+        out: sum of the values, weighted with exp(score - top).
+    """
 
     top: Float[Array, "B h_q M"]
     total: Float[Array, "B h_q M"]
@@ -46,7 +53,7 @@ class Softmax(NamedTuple):
     def fold(
         self, scores: Float[Array, "B h_q M N"], seen: Bool[Array, "#B #h_q #M N"], v: Float[Array, "B h_q N d"]
     ) -> "Softmax":
-        """The softmax with N more keys, of which only those in `seen` count."""
+        """Return the softmax after N more keys, of which only those in `seen` count."""
         scores = jnp.where(seen, scores, MASKED)
         top = jnp.maximum(self.top, scores.max(-1))
         weight, shrink = jnp.exp(scores - top[..., None]), jnp.exp(self.top - top)
@@ -59,9 +66,9 @@ class Tiling:
     """How the attention is cut into tiles.
 
     Attributes:
-        scale: factor on the scores.
-        block: M, queries and keys of a tile.
-        most_blocks: static maximum of `HeadSizes.blocks`; 0: no head is block sparse.
+        scale: factor by which the scores are multiplied.
+        block: M. A tile has M queries and M keys.
+        most_blocks: static upper bound of `HeadSizes.blocks`. It is 0 if no head uses key blocks.
     """
 
     scale: float
@@ -70,7 +77,12 @@ class Tiling:
 
 
 class BlockList(NamedTuple):
-    """Key blocks of one query block: their ids, int32 [B, h_q, W], of which the first `counts` [B, h_q] count."""
+    """The key blocks that one query block attends to.
+
+    Attributes:
+        ids: numbers of the key blocks, int32.
+        counts: how many of the first ids are valid, int32.
+    """
 
     ids: Int[Array, "B h_q W"]
     counts: Int[Array, "B h_q"]
@@ -79,16 +91,16 @@ class BlockList(NamedTuple):
 def attend_chosen(
     piece: PrefillPiece, prompt: PromptKV, chosen: Chosen, tiling: Tiling
 ) -> tuple[Float[Array, "B P h_q d"], Chosen]:
-    """Causal attention of a piece of queries over the chosen keys; each key counts once.
+    """Compute causal attention of a piece of queries over the chosen keys. Each key counts once.
 
     Args:
-        piece: whole blocks of queries; the first is at a multiple of the block size.
-        prompt: keys and values at least up to the piece's last token, in whole blocks. Later tokens are not read.
-        chosen: from `SparsePrefill.begin`, or from the piece before.
+        piece: a whole number of blocks of queries. The position of the first is a multiple of the block size.
+        prompt: keys and values, at least up to the piece's last token, in whole blocks. Later tokens are ignored.
+        chosen: the result of `SparsePrefill.begin`, or of this function for the piece before.
         tiling: sizes of the tiles.
 
     Returns:
-        The output in the dtype of the queries, and `chosen` with the tiles of this piece counted.
+        The output in the dtype of the queries, and `chosen` with the tiles of this piece added to its counts.
     """
     q, first, block = piece.q_post, piece.first, tiling.block
     batch, length, heads, dim = q.shape
@@ -118,16 +130,17 @@ def attend_block(
     chosen: Chosen,
     tiling: Tiling,
 ) -> tuple[Float[Array, "B h_q M d"], Int[Array, "B h_q"], Int[Array, ""]]:
-    """One query block: first its key blocks, then the columns that lie in none of them.
+    """Compute attention of one query block: over its key blocks, and then over the columns outside of these blocks.
 
     Args:
         q: the queries of the block.
-        index: its number.
-        means: its mean query [B, h_q, d] and the mean keys of all key blocks; None where no head is block sparse.
+        index: number of the block.
+        means: the mean query of the block [B, h_q, d], and the mean keys of all key blocks [B, h_kv, n, d]. None if no
+            head is block-sparse.
         prompt, chosen, tiling: as in `attend_chosen`.
 
     Returns:
-        Float32 output, tiles that each head needed, tiles that were computed for each.
+        The float32 output, the number of tiles that each head needed, and the number that was computed for each head.
     """
     block = q.shape[2]
     blocks = key_blocks(chosen, index, means, tiling.most_blocks)
@@ -141,7 +154,7 @@ def attend_block(
 
 
 def key_blocks(chosen: Chosen, index: Int[Array, ""], means: tuple[Array, Array] | None, most_blocks: int) -> BlockList:
-    """The key blocks of query block `index`."""
+    """Return the key blocks that each head attends to from query block `index`. `means` is as in `attend_block`."""
     if means is None or chosen.sizes is None:
         assert chosen.lines is not None
         return BlockList(*strip_blocks(chosen.lines, index))
@@ -157,7 +170,10 @@ def key_blocks(chosen: Chosen, index: Int[Array, ""], means: tuple[Array, Array]
 def fold_blocks(
     state: Softmax, q: Array, index: Array, prompt: PromptKV, blocks: BlockList, chosen: Chosen, scale: float
 ) -> tuple[Softmax, Array]:
-    """Add the listed key blocks: keys on a chosen diagonal or column, or all keys for a block-sparse head."""
+    """Add the listed key blocks to the softmax. Return it, and the number of tiles that were computed for each head.
+
+    A block-sparse head attends to all keys of its blocks. Other heads attend to keys on a chosen diagonal or column.
+    """
     batch, heads, block, dim = q.shape
     ids, counts = blocks
     kv_heads, several = prompt.k_post.shape[2], min(max(1, GATHERED // block), ids.shape[2])
@@ -187,10 +203,10 @@ def fold_blocks(
 def open_columns(
     lines: Lines, index: Int[Array, ""], block: int
 ) -> tuple[Int[Array, "B h_q most"], Int[Array, "B h_q"]]:
-    """The chosen columns before a query block that lie in none of its key blocks, in front, and how many they are.
+    """Return the chosen columns that lie before query block `index` and outside of its key blocks, and their number.
 
-    The other columns are attended with their blocks. The query block's own block is one of those, so that no causal
-    mask is needed here.
+    They are in rising order, padded with S. The columns inside of key blocks are attended to with these blocks. The
+    query block's own block is one of these, so no causal mask is needed here.
     """
     back = index - lines.columns // block
     near = jnp.take_along_axis(lines.touched, jnp.clip(back, 0, lines.touched.shape[2] - 1), axis=2)
@@ -202,7 +218,10 @@ def open_columns(
 def fold_columns(
     state: Softmax, q: Array, prompt: PromptKV, listed: Array, counts: Array, scale: float
 ) -> tuple[Softmax, Array]:
-    """Add single keys: the first `counts` [B, h_q] of those listed [B, h_q, most]."""
+    """Add single keys to the softmax: the first `counts` [B, h_q] of the keys `listed` [B, h_q, most].
+
+    Return the softmax, and the number of tiles that were computed for each head.
+    """
     k, v = prompt.k_post, prompt.v
     batch, heads, block, _ = q.shape
     several = min(max(GATHERED // block, 1) * block, -(-listed.shape[2] // block) * block)

@@ -27,7 +27,14 @@ class ChunkSimilarity:
     chunk_size: int
 
     def quantiles(self, shares: Iterable[float] = (0.002, 0.01, 0.1, 0.5, 0.9)) -> np.ndarray:
-        """Return quantiles of the cosines of each layer over all heads and chunks, float [layers, shares]."""
+        """Return quantiles of the cosines of each layer, over all heads and chunks.
+
+        Args:
+            shares: the quantiles to return, each in [0, 1].
+
+        Returns:
+            float [layers, shares].
+        """
         flat = self.least.reshape(self.least.shape[0], -1)
         return np.quantile(flat, list(shares), axis=1).T
 
@@ -38,8 +45,8 @@ class ChunkSimilarity:
     def outliers(self, count: int) -> np.ndarray:
         """Return the chunks that ShadowKV would keep exact, smallest cosine first: int [layers, h_kv, count].
 
-        The lower of two ids with equal cosines is first. All complete chunks of the text are candidates. ShadowKV
-        itself leaves out the last `local_chunks`, because they are in its window.
+        Of two chunks with equal cosines, the one with the lower id is first. All complete chunks of the text are
+        candidates. ShadowKV itself leaves out the last `local_chunks`, because they are in its window.
 
         Raises:
             ConfigError: count is not in 0 .. chunks.

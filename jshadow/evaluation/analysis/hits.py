@@ -1,4 +1,4 @@
-"""Measures how many selected chunks were selected in the previous step too (ShadowKV, 3.2 and figure 5, right)."""
+"""Measures how many selected chunks were also selected in the previous step (ShadowKV, 3.2 and figure 5, right)."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ class HitRates:
 
     Attributes:
         selected: int64 [steps - 1, layers], the number of selected chunks, summed over KV heads.
-        hits: int64 [steps - 1, layers], how many of these were selected in the previous step too.
+        hits: int64 [steps - 1, layers], how many of these were also selected in the previous step.
         policy: the resolved policy.
         prompt_tokens: number of tokens before the first step.
     """
@@ -31,12 +31,12 @@ class HitRates:
 
     @property
     def rates(self) -> np.ndarray:
-        """Share of the selected chunks that are hits, float64 [steps - 1, layers]."""
+        """The share of the selected chunks that are hits, float64 [steps - 1, layers]."""
         return self.hits / np.maximum(self.selected, 1)
 
     @property
     def mean(self) -> float:
-        """Share of the selected chunks that are hits, over all steps and layers."""
+        """The share of the selected chunks that are hits, over all steps and layers."""
         return float(self.hits.sum() / max(int(self.selected.sum()), 1))
 
 
@@ -44,9 +44,9 @@ def hit_rates(params: Any, tokens: Any, policy: ShadowKV, steps: int, *, fetch: 
     """Decode the last tokens of a text one by one, and compare each step's selection with that of the previous step.
 
     Args:
-        params: Params.
-        tokens: int32 [S]. All but the last `steps` tokens are prefilled. Then the last tokens are fed one by one.
-            Feeding a text avoids the repetitions of greedy generation.
+        params: the model's Params.
+        tokens: token ids of the text, int32 [S]. All but the last `steps` tokens are prefilled. Then the last tokens
+            are fed one by one. Feeding a text avoids the repetitions of greedy generation.
         policy: a ShadowKV (or ShadowKVPlus) that selects chunks at this length.
         steps: number of decode steps, at least 2.
         fetch: fetch mode. All modes give the same selections.

@@ -24,9 +24,10 @@ class Spectra:
     """Singular values of a text's tensors, layer by layer.
 
     Attributes:
-        values: by kind ("k_pre", "k_post", "v", "x_in"), float64 [layers, columns]. The values of a layer are sorted,
-            largest first, and divided by the largest. They are zero from index S on. There are h_kv * d columns, and D
-            columns for "x_in".
+        values: maps the kind of a tensor ("k_pre", "k_post", "v" or "x_in", as in `LayerTensors`) to singular values,
+            float64 [layers, columns]. The values of a layer are sorted, largest first, and divided by the largest. They
+            are zero from index S on, where S is the number of tokens. There are h_kv * d columns, and D columns for
+            "x_in".
     """
 
     values: Mapping[str, np.ndarray]

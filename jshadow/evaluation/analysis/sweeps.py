@@ -25,15 +25,15 @@ def sweep(
     """Measure the distance of each policy from full attention, and its bytes (ShadowKV, figures 8 and 9, table 15).
 
     The paper reports task accuracy. This function prefills all but the last `steps` tokens of each text, and feeds the
-    last ones one by one. At each of these positions it compares the next-token distribution with that of full
+    last ones as one turn. At each of these positions it compares the next-token distribution with that of full
     attention.
 
     Args:
-        params: Params.
-        texts: int32 [S] each, all of the same length.
+        params: the model's Params.
+        texts: the token ids of each text, int32 [S]. All texts have the same length.
         policies: the policies to compare. Full attention is always added.
         steps: number of tokens that are compared in each text.
-        fetch: fetch mode. Besides the bytes in this mode, the rows have the bytes with values offloaded.
+        fetch: fetch mode. The rows have the bytes in this mode, and also the bytes with values offloaded.
         progress: called with (number of texts done, number of texts).
 
     Returns:

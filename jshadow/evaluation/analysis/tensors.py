@@ -47,8 +47,8 @@ def prompt_tensors(
     The paper calls them K, K^RoPE, V and X.
 
     Args:
-        params: Params.
-        tokens: int32 [S], without padding.
+        params: the model's Params.
+        tokens: token ids of the text, int32 [S], without padding.
         progress: called with (number of layers done, number of layers), when the next layer is requested.
 
     Returns:

@@ -122,7 +122,10 @@ def meaningful(state: KVState) -> dict[str, np.ndarray]:
 
 
 def remembered(state: KVState) -> dict[str, np.ndarray]:
-    """Return `meaningful` without the count of moved bytes. A turn also moves units for padding in its last piece."""
+    """Return `meaningful` without the count of moved bytes.
+
+    The count is left out because a turn also moves units for the padding of its last piece.
+    """
     return {path: leaf for path, leaf in meaningful(state).items() if not path.endswith(".fetched")}
 
 
@@ -157,7 +160,7 @@ def checked(policy: type[Policy], kind: str, settings: Mapping[str, object]) -> 
 
 @functools.cache
 def offloads(policy: Policy) -> bool:
-    """Whether the policy keeps rows in host memory in at least one layer of the tiny model."""
+    """Return whether the policy keeps rows in host memory in at least one layer of the tiny model."""
     resolved = policy.resolve(TINY, CAPACITY)
     specs = cache_specs(TINY, resolved, BATCH, CAPACITY, min(LENGTHS), "float32", "device_put")
     return any(spec.policy.host_layout(spec) is not None for spec in specs)
@@ -169,7 +172,7 @@ def modes_of(subject: Subject) -> tuple[str, ...]:
 
 
 def same_settings(subject: Subject) -> bool:
-    """Whether the small settings equal the lossless ones. This is so for a policy without settings."""
+    """Return whether the small settings equal the lossless ones, as they do for a policy without settings."""
     return subject.lossless is not None and subject.small.resolve(TINY, CAPACITY) == subject.lossless.resolve(
         TINY, CAPACITY
     )

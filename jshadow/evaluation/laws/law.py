@@ -145,12 +145,15 @@ def both_settings(subject: Subject, fetches: tuple[str, ...]) -> Iterable[Case]:
 
 
 def always(subject: Subject) -> str | None:
-    """The `unclaimed` function of a law that applies to every policy."""
+    """Return None. This is the `unclaimed` function of a law that applies to every policy."""
     return None
 
 
 def lossless_only(subject: Subject) -> str | None:
-    """The `unclaimed` function of a law that applies only to policies with lossless settings."""
+    """Return why a policy without lossless settings is left out, or None for the other policies.
+
+    This is the `unclaimed` function of a law that applies only to policies with lossless settings.
+    """
     return "no lossless settings are registered" if subject.lossless is None else None
 
 
@@ -175,7 +178,10 @@ def law(statement: str, *, cases: Cases = in_each_mode, unclaimed: Claim = alway
 
 
 def close(got: Any, want: Any, tolerance: float, place: str = "logits") -> None:
-    """Raise Difference if the shapes of two arrays differ, or their numbers differ by more than the tolerance."""
+    """Raise Difference if the shapes of two arrays differ, or if their numbers differ by more than the tolerance.
+
+    `place` is the name of the arrays in the error.
+    """
     try:
         np.testing.assert_allclose(got, want, rtol=RELATIVE, atol=tolerance)
     except AssertionError:
@@ -183,7 +189,7 @@ def close(got: Any, want: Any, tolerance: float, place: str = "logits") -> None:
 
 
 def equal(got: Any, want: Any, place: str) -> None:
-    """Raise Difference unless two arrays are equal."""
+    """Raise Difference unless two arrays are equal. `place` is the name of the arrays in the error."""
     try:
         np.testing.assert_array_equal(got, want)
     except AssertionError:
@@ -197,7 +203,10 @@ def holds(condition: Any, place: str) -> None:
 
 
 def measured(got: Any, want: Any, place: str) -> tuple[str, float]:
-    """Return the place and the largest difference. It is infinite if the shapes differ or only one number is NaN."""
+    """Return the place and the largest absolute difference of two arrays.
+
+    The difference is infinite if the shapes differ, or if a number is NaN in only one of the arrays.
+    """
     one, two = (np.asarray(array).astype(np.float64) for array in (got, want))
     if one.shape != two.shape:
         return f"{place}: shapes {one.shape} and {two.shape}", float("inf")

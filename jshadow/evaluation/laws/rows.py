@@ -1,4 +1,4 @@
-"""Laws about rows: each row of a batch behaves as if it were alone, also when rows are taken, inserted or paused."""
+"""Laws about rows: a row of a batch gives the same results as alone, also after rows are taken, inserted or paused."""
 
 import numpy as np
 
@@ -26,9 +26,9 @@ def row_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
     return [Case(subject, fetches[0], row=row) for row in range(BATCH)]
 
 
-@law("A row alone gives the logits of the row in a batch.", cases=row_cases)
+@law("A row gives the same logits alone as in a batch.", cases=row_cases)
 def row_alone_is_row_in_batch(case: Case) -> None:
-    """Prefill the row alone, without padding. The two compiled programs differ, so codes may differ by one step."""
+    """Prefill the row alone, without padding. The two programs differ, so a code may differ by one step."""
     assert case.row is not None
     row, length = case.row, LENGTHS[case.row]
     logits, state = decode.prefill(
@@ -41,9 +41,9 @@ def row_alone_is_row_in_batch(case: Case) -> None:
     close(alone[0], teacher_forced(case.policy, case.fetch)[row], 1e-4 if same else NEIGHBOR, "the steps' logits")
 
 
-@law("Rows taken from a batch, one of them twice, go on as they would have in it.", cases=in_each_mode)
+@law("Rows that are taken from a batch, one of them twice, continue as they would in that batch.", cases=in_each_mode)
 def taken_rows_go_on(case: Case) -> None:
-    """Take three rows out of three, so that no other batch size is compiled, and compare the next logits."""
+    """Take three rows from a batch of three, so that no other batch size is compiled. Compare the next logits."""
     _, state = run_steps(model(), state_of(case), STEPS[:, :2])
     rows = [2, 0, 2]
     taken = state.take(rows)
@@ -53,7 +53,7 @@ def taken_rows_go_on(case: Case) -> None:
     close(part, whole[np.asarray(rows)], 1e-5)
 
 
-@law("A row that was prefilled alone joins a batch and goes on as alone; the other rows as before.", cases=in_each_mode)
+@law("A row that joins a batch continues as it would alone, and the other rows continue as before.", cases=in_each_mode)
 def joining_rows_go_on(case: Case) -> None:
     """Insert a row whose window has a different size, because the row was prefilled alone."""
     tokens = random_tokens(1, 27, seed=5)
@@ -70,7 +70,7 @@ def joining_rows_go_on(case: Case) -> None:
         close(after[row], before[row], 1e-5, f"row {row}'s logits")
 
 
-@law("A row that takes no part in a step does not change by a bit.", cases=in_each_mode)
+@law("A row that takes no part in a step stays equal bit by bit.", cases=in_each_mode)
 def inactive_rows_do_not_change(case: Case) -> None:
     """Compare every leaf of the inactive row. Skipped writes to host memory must not change its rows either."""
     # The inactive row holds 28 tokens, so that its next token would begin a new unit of four.

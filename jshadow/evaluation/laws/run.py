@@ -83,7 +83,7 @@ def outcome_of(law: Law, subject: Subject, fetches: Sequence[str] | None = None)
 
 
 def as_broken(law: Law, case: Case, error: Exception) -> LawBroken:
-    """Return a LawBroken as it is, and wrap any other error in a LawBroken that names it."""
+    """Return a LawBroken unchanged, and wrap any other error in a LawBroken that names it."""
     if isinstance(error, LawBroken):
         return error
     text = " ".join(str(error).split())

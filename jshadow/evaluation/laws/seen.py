@@ -1,4 +1,4 @@
-"""Makes the states of two different programs for the same prompt comparable.
+"""Converts the states of two different programs for the same prompt to a form in which they can be compared.
 
 The numbers of two programs differ in their last bits. So eigenvectors may rotate, and a number near the middle between
 two codes may get either code. Therefore factors are compared by their products, and codes by their values.
@@ -90,7 +90,7 @@ def as_seen(state: Any, lengths: Any) -> Any:
 
 
 def same_codes(mine: Any, theirs: Any, row: int | None = None) -> Any:
-    """Return in which rows, bool [B], all codes of two results of `as_seen` have the same values.
+    """Return the rows in which all codes of two results of `as_seen` have the same values, bool [B].
 
     Args:
         mine: the result of a batch, or of one row.
@@ -98,7 +98,8 @@ def same_codes(mine: Any, theirs: Any, row: int | None = None) -> Any:
         row: if mine is one row, its index in theirs.
 
     Raises:
-        AssertionError: more than 1 % of all values differ, or more than 5 % for one row, which has few tokens.
+        AssertionError: more than 1 % of the values of an array differ. For one row, which has few tokens, the limit is
+            5 %.
     """
     same: Any = True
     for path in (path for path in mine if path.endswith(" decoded")):

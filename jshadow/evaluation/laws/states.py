@@ -32,9 +32,9 @@ def pointers(leaves: list[Any]) -> list[int]:
     return [leaf.unsafe_buffer_pointer() for leaf in leaves if leaf.size]
 
 
-@law("The bytes that a state counts are the bytes of its leaves, by memory.", cases=both_settings)
+@law("The bytes that a state reports for each memory are the bytes of its leaves there.", cases=both_settings)
 def bytes_are_the_leaves_bytes(case: Case) -> None:
-    """Count the leaves of layers, shared arrays and learned arrays. Compare the host's bytes with the specs too."""
+    """Count the leaves of layers, shared arrays and learned arrays. Also compare the host's bytes with the specs."""
     state = state_of(case)
     leaves = jax.tree.leaves((state.layers, state.shared, state.fitted))
     by_memory = [sum(leaf_bytes(leaf) for leaf in leaves if leaf.sharding.memory_kind == memory) for memory in MEMORIES]
@@ -43,7 +43,7 @@ def bytes_are_the_leaves_bytes(case: Case) -> None:
     equal(by_memory[1], offload.host_bytes(state.specs), "bytes in host memory, and those of the specs,")
 
 
-@law("The abstract state, from which bytes are planned, is the real one: tree, shapes, dtypes.", cases=in_each_mode)
+@law("The state that bytes are planned from has the tree, shapes and dtypes of the real state.", cases=in_each_mode)
 def abstract_state_is_the_real_one(case: Case) -> None:
     """Compare trees, static fields, shapes and dtypes, and check that the abstract leaves allocate no memory."""
     state, planned = state_of(case), abstract(case, case.fetch)
@@ -55,7 +55,7 @@ def abstract_state_is_the_real_one(case: Case) -> None:
         holds((shape.shape, shape.dtype) == (real.shape, real.dtype), f"{shape} is planned, {real.aval} is there")
 
 
-@law("Ten forks take the memory of ten live halves: the frozen half is shared, and a step shares it still.")
+@law("Forks share the frozen half of a state and copy only its live half. Steps keep the frozen half shared.")
 def ten_forks_cost_ten_lives(case: Case) -> None:
     """Compare the addresses of the leaves of ten forks."""
     state = state_of(case)
@@ -74,7 +74,7 @@ def ten_forks_cost_ten_lives(case: Case) -> None:
     holds(all(same), "a step copies a frozen leaf")
 
 
-@law("Whatever is done with a fork, its parent goes on as if there were none.")
+@law("Using a fork does not change the results of its parent.")
 def fork_leaves_its_parent_usable(case: Case) -> None:
     """Compare the logits of a state after a fork of it was used with those of an unforked state, bit by bit."""
     parent = state_of(case)
@@ -84,9 +84,9 @@ def fork_leaves_its_parent_usable(case: Case) -> None:
     equal(after, untouched, "logits")
 
 
-@law("A state that a step has consumed refuses every use.", cases=lambda subject, fetches: [Case(subject)])
+@law("Every use of a state that a step has consumed raises an error.", cases=lambda subject, fetches: [Case(subject)])
 def consumed_state_says_so(case: Case) -> None:
-    """Every use must raise StateMismatch with the word "consumed"."""
+    """Check that every use raises StateMismatch with the word "consumed"."""
     state = state_of(case)
     decode.decode_step(model(), STEPS[:, 0], state)
     uses: dict[str, Callable[[], object]] = {
@@ -107,14 +107,14 @@ def consumed_state_says_so(case: Case) -> None:
 
 
 @law(
-    "A step neither scatters to host arrays nor moves all of one.",
+    "A step neither scatters to a host array nor moves a whole host array.",
     cases=lambda subject, fetches: [Case(subject, "device_put")],
     unclaimed=has_host_rows,
 )
 def steps_leave_the_host_alone(case: Case) -> None:
     """Inspect the operations of a step. It must move rows from host memory, but no whole array."""
-    offences, fetches = step_host_moves(case)
-    holds(not offences, f"a step does this to a host array: {offences[:1]}")
+    offenses, fetches = step_host_moves(case)
+    holds(not offenses, f"a step does this to a host array: {offenses[:1]}")
     holds(fetches, "a step fetches nothing from host memory")
 
 
@@ -127,7 +127,7 @@ def step_host_moves(case: Case) -> tuple[list[str], int]:
     def run(weights: Any, token: Any, reads: Any, writes: Any, active: Any) -> Any:
         return step_writes(weights, TINY, token[:, None], active.astype(jnp.int32), reads, writes)
 
-    return host_offences(run, *args, stored={part.array.shape for part in host_tiers(state)})
+    return host_offenses(run, *args, stored={part.array.shape for part in host_tiers(state)})
 
 
 def host_tiers(state: KVState) -> list[Any]:
@@ -136,21 +136,26 @@ def host_tiers(state: KVState) -> list[Any]:
     return [part for tier in tiers for part in (tier.prompt, tier.tail) if part is not None]
 
 
-def host_offences(function: Callable[..., Any], *args: Any, stored: set[tuple[int, ...]]) -> tuple[list[str], int]:
+def host_offenses(function: Callable[..., Any], *args: Any, stored: set[tuple[int, ...]]) -> tuple[list[str], int]:
     """Return the forbidden operations of a function on host arrays, and how many fetches it has.
 
-    Forbidden are a scatter to a host array, and a copy of a whole host array of one of the shapes `stored`.
+    Two kinds of operations are forbidden: a scatter to a host array, and a copy of a whole host array.
+
+    Args:
+        function: the function, which is traced but not run.
+        *args: its arguments.
+        stored: the shapes of the host arrays.
     """
-    offences, fetches = [], 0
+    offenses, fetches = [], 0
     for equation in equations(jax.make_jaxpr(function)(*args).jaxpr):
         operands = [v for v in equation.invars if hasattr(v.aval, "shape") and in_host(v)]
         if equation.primitive.name.startswith("scatter") and operands:
-            offences.append(str(equation))
+            offenses.append(str(equation))
         if equation.primitive.name == "device_put":
             fetches += bool(operands)
             if any(v.aval.shape in stored for v in operands):
-                offences.append(str(equation))
-    return offences, fetches
+                offenses.append(str(equation))
+    return offenses, fetches
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -162,5 +167,5 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def in_host(variable: Any) -> bool:
-    """Whether a variable of a jaxpr lies in host memory."""
+    """Return whether a variable of a jaxpr lies in host memory."""
     return getattr(variable.aval, "memory_space", None) == jax.memory.Space.Host

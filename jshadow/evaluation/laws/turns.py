@@ -25,7 +25,7 @@ ACTIVE = np.arange(7) < TURN[:, None]
 PIECES = (1, 16)  # single tokens, and an uneven cut of 61
 
 
-@law("Tokens taken in two turns give the logits and the state of one turn.", cases=in_each_mode)
+@law("Two turns give the same logits and the same state as one turn with the same tokens.", cases=in_each_mode)
 def split_turns_are_one_turn(case: Case) -> None:
     """Compare one turn with two shorter ones. One row has no tokens in the first of them.
 
@@ -47,7 +47,7 @@ def same_memory(got: KVState, want: KVState) -> None:
         close(leaves[path], leaf, 1e-4, path)
 
 
-@law("A turn gives the last logits and the state of as many single steps.", cases=in_each_mode)
+@law("A turn gives the same last logits and the same state as its tokens in single steps.", cases=in_each_mode)
 def extend_is_steps(case: Case) -> None:
     """Feed rows of seven, zero and four tokens. The logits of a row without tokens must be zeros."""
     start = state_of(case)
@@ -59,7 +59,7 @@ def extend_is_steps(case: Case) -> None:
     same_memory(extended, stepped)
 
 
-@law("Every logit of a turn is that of the same single step.", cases=in_each_mode)
+@law("All logits of a turn equal the logits of its tokens in single steps.", cases=in_each_mode)
 def every_logit_of_a_turn_is_a_step_s(case: Case) -> None:
     """Feed the turn of `extend_is_steps` with `logits="all"`."""
     start = state_of(case)
@@ -76,7 +76,7 @@ def piece_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
     return [Case(subject, piece=piece) for piece in PIECES]
 
 
-@law("A prompt in pieces gives the logits, the state and the later steps of the prompt at once.", cases=piece_cases)
+@law("A prompt in pieces gives the same logits, state and later steps as the prompt in one piece.", cases=piece_cases)
 def prefill_pieces_are_one_prefill(case: Case) -> None:
     """Prefill in pieces of `case.piece` tokens. A number near the middle between two codes may get either code."""
     want_logits, want = prefilled(case.policy, case.fetch)

@@ -14,7 +14,7 @@ SMALLEST = 1e-3  # lower end of the axis of relative singular values
 
 
 def band(axis: Any, x: Any, table: np.ndarray, look: dict[str, Any], label: str | None) -> None:
-    """Draw the mean of a table [layers, points] over layers, and a band from the 10th to the 90th percentile."""
+    """Draw the mean over layers of a table [layers, points], and a band from the 10th to the 90th percentile."""
     axis.fill_between(x, *np.quantile(table, (0.1, 0.9), axis=0), color=look["color"], alpha=0.12, linewidth=0)
     axis.plot(x, table.mean(axis=0), label=label, **look)
 
@@ -27,7 +27,8 @@ def plot_spectra(texts: Mapping[str, Mapping[str, np.ndarray]], path: Path = Non
     percentile. The horizontal axis ends at the number of columns of the narrowest tensor.
 
     Args:
-        texts: `Spectra.values` by name of the text: relative singular values [layers, columns] by kind.
+        texts: maps the name of each text to its `Spectra.values`. These map the kind of a tensor to singular values
+            [layers, columns], divided by the largest of their layer.
         path: .svg, .png or .pdf file to write, or None.
 
     Returns:
@@ -65,7 +66,7 @@ def plot_subspaces(lines: Mapping[str, np.ndarray], chance: float, path: Path = 
     """Draw the similarity D of a context's subspace to others, by layer (ShadowKV, section 3.1; figure 1, middle).
 
     Args:
-        lines: D [layers], by name of the text that the context is compared with.
+        lines: maps the name of each text that the context is compared with to its D [layers].
         chance: the mean of D for random subspaces.
         path: .svg, .png or .pdf file to write, or None.
 
@@ -97,7 +98,7 @@ def plot_least_cosines(texts: Mapping[str, np.ndarray], path: Path = None) -> An
     the outliers. The right panel shows for each layer the median, and a band from the 1st to the 99th percentile.
 
     Args:
-        texts: `ChunkSimilarity.least` [layers, h_kv, chunks] by name of the text.
+        texts: maps the name of each text to its `ChunkSimilarity.least` [layers, h_kv, chunks].
         path: .svg, .png or .pdf file to write, or None.
 
     Returns:
@@ -134,7 +135,7 @@ def plot_hit_rates(texts: Mapping[str, np.ndarray], path: Path = None) -> Any:
     panel shows each layer: the mean over steps.
 
     Args:
-        texts: `HitRates.rates` [steps - 1, layers] by name of the text.
+        texts: maps the name of each text to its `HitRates.rates` [steps - 1, layers].
         path: .svg, .png or .pdf file to write, or None.
 
     Returns:

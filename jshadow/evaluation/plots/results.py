@@ -58,7 +58,7 @@ def with_memory(rows: Iterable[Row], measure: str) -> list[Row]:
 
 
 def looks(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Return the line style of each row of one panel. Further settings of a method get other dashes and markers."""
+    """Return the line style of each row of one panel. Each setting of a method has its own dashes and marker."""
     seen: dict[str, list[Any]] = {}
     marks = []
     for row in rows:
@@ -163,7 +163,7 @@ def plot_needles(rows: Sequence[Row], path: str | os.PathLike[str] | None = None
 
 
 def policy_title(row: Row) -> str:
-    """Describe a row's policy by its method, and by its share or the settings that are not defaults."""
+    """Describe the policy of a row by its method and its share, or by the settings that are not defaults."""
     marks = "".join([" (control)" if row.get("control_of") else "", " (fitted)" if row.get("fitted") else ""])
     if row.get("share"):
         return f"{row['name']}{marks}, {100 * row['share']:g} %"
@@ -190,11 +190,11 @@ MEASURES = {"score": "score, %", "top1": "same next token as full attention, %",
 def plot_memory(
     rows: Sequence[Row], path: str | os.PathLike[str] | None = None, *, measure: str = "score", moved: bool = False
 ) -> Any:
-    """Draw a measure of accuracy by device memory.
+    """Plot a quality measure against device memory.
 
-    Each method is a mark, or a line if it has several settings or shares. Memory is that of the KV cache of one request
-    in bfloat16, without the rows that are offloaded. Each key code of ShadowKV and each sweep is a separate line. There
-    is one panel for each task and length.
+    A method with one setting is a single mark. A method with several settings, or several shares of full attention's
+    memory, is a line. Each key code of ShadowKV and each sweep is a separate line. Device memory is the KV cache of one
+    request in bfloat16. Offloaded rows are not counted. There is one panel for each task and length.
 
     Args:
         rows: rows of `evaluate`. Those that have the measure are drawn.

@@ -67,8 +67,8 @@ def look_of(name: str, number: int = 0) -> dict[str, Any]:
 
     Args:
         name: the "name" of a row. If it is not in METHODS, its color and marker are derived from a hash of it.
-        number: index of the setting among those of the method in one panel. The color stays the same. Settings after
-            the first have other dashes and a hollow marker.
+        number: index of the setting among those of the method in one panel. All settings have the same color. Settings
+            after the first have other dashes and a hollow marker.
     """
     if name in METHODS:
         color, mark = METHODS[name]
@@ -112,8 +112,8 @@ def panels(
     Args:
         count: number of axes.
         columns: maximum number of axes in a row.
-        width: width of one in inches.
-        height: height of one in inches.
+        width: width of each axis in inches.
+        height: height of each axis in inches.
         beside: additional width in inches to the right of all axes, for a legend or a color bar.
         **options: passed to `Figure.subplots`.
 
@@ -132,7 +132,7 @@ def panels(
 
 
 def need(rows: Any, what: str) -> None:
-    """Raise ConfigError if there is nothing to draw."""
+    """Raise ConfigError if there is nothing to draw. `what` is the name of the picture in the message."""
     if not len(rows):
         raise ConfigError(f"a picture of {what} needs at least one row or line, got none")
 

@@ -33,7 +33,10 @@ def place_of(row: Row, field: str) -> Any:
 
 
 def steps_of(rows: Sequence[Row], field: str) -> list[Row]:
-    """Return the rows that have the setting, sorted by it. If any rows are in sweeps, only rows of its sweep remain."""
+    """Return the rows that have the setting `field`, sorted by it.
+
+    If any row belongs to a sweep, only the rows in the sweep of this setting are returned.
+    """
     asked = [row for row in rows if (row.get("settings") or {}).get(field) is not None]
     if any(row.get("sweeps") for row in rows):
         asked = [row for row in asked if field in row.get("sweeps", ())]
@@ -45,8 +48,8 @@ def plot_sweep(rows: Sequence[Row], field: str, path: str | os.PathLike[str] | N
     """Draw the effect of a setting on answers, agreement and device bytes (ShadowKV, figures 8 and 9, table 15).
 
     Args:
-        rows: rows of `jshadow.analysis.sweep` or `evaluate`. Those without the setting are left out. If any rows are in
-            sweeps, those outside the sweep of this setting are left out too.
+        rows: rows of `jshadow.analysis.sweep` or `evaluate`. Those without the setting are left out. If any row belongs
+            to a sweep, rows outside the sweep of this setting are also left out.
         field: the setting on the horizontal axis.
         path: .svg, .png or .pdf file to write, or None.
 

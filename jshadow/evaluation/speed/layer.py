@@ -79,8 +79,8 @@ class Shape:
 def random_prompt(shape: Shape, policy: LayerCache, seed: int = 0) -> PromptKV:
     """Return random keys and values [B, S, h_kv, d] of a prompt, and the random queries that a policy needs.
 
-    The log-sum-exps are those of uniform attention. If the policy has its own prefill attention, its data is as at the
-    start of the prefill.
+    The log-sum-exps are those of uniform attention. If the policy has its own prefill attention, `extra` is the initial
+    value that its `begin` returns.
     """
 
     def normal(key: Array, count: int, heads: int) -> Array:
@@ -121,7 +121,7 @@ def layer_state(shape: Shape, policy: Policy, fetch: str) -> tuple[CacheSpec, La
 
 
 def random_step(shape: Shape, seed: int, rows: int = 1) -> StepKV:
-    """Return random queries, keys and values of the token after the prompt. Rows after the first are guessed tokens."""
+    """Return random queries, keys and values of the token after the prompt. Rows after the first are guesses."""
     keys = jax.random.split(jax.random.key(seed), 3)
     q, k, v = (
         jax.random.normal(key, (shape.batch, rows, heads, shape.head_dim), shape.dtype)

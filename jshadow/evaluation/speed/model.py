@@ -39,7 +39,7 @@ def bench_model(
     peers: bool = True,
     progress: Callable[[str], None] | None = None,
 ) -> list[dict[str, Any]]:
-    """Time every policy in every fetch mode. On a CPU with torch installed, transformers is timed too.
+    """Time every policy in every fetch mode. On a CPU with torch installed, transformers is also timed.
 
     Each run is a new process that answers the request twice. The first answer compiles and warms up, and the second is
     measured. The systems alternate.

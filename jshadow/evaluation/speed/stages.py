@@ -122,7 +122,7 @@ def time_kept_fetch(fetch: Callable[..., Any], args: tuple[HostTier, Any], *, re
 
 
 def time_append(spec: CacheSpec, state: LayerState, step: StepKV, repeats: int) -> Times:
-    """Time appending a token to the state of the previous call. The arrays that change are donated, as in a step."""
+    """Time appending a token to the state that the previous call returned. Changed arrays are donated, as in a step."""
 
     def append(writes: Any, reads: Any, step: StepKV) -> Any:
         layer, rows = spec.policy.append(spec, LayerState(reads[0], writes[0], HostTier(reads[1], writes[1])), step)

@@ -20,7 +20,7 @@ ON_CPU, ON_GPU = (2**29, 2048), (2**32, 8192)
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Seconds of one call over several repeats.
+    """The seconds that one call takes, over several repeats.
 
     Attributes:
         median: the median.
@@ -36,7 +36,10 @@ class Times:
 
 
 def measure(call: Callable[[], Any], repeats: int, compile_seconds: float = 0.0) -> Times:
-    """Time a call that waits for its result. One call before the repeats warms up."""
+    """Time a call that waits for its result. One call before the repeats warms up.
+
+    `compile_seconds` is copied to the result.
+    """
     call()
     seconds = []
     for _ in range(repeats):
@@ -71,7 +74,7 @@ def ceilings(repeats: int = 10, copy_bytes: int | None = None, side: int | None 
     The numbers are random, because products of constant numbers run faster than those of real data.
 
     Args:
-        repeats: number of timed calls. The fastest counts.
+        repeats: number of timed calls. Each rate is that of the fastest call.
         copy_bytes: bytes of the array that is read and copied. None means 512 MiB on a CPU, else 4 GiB.
         side: side of the square matrices. None means 2,048 on a CPU, else 8,192.
 

@@ -87,7 +87,7 @@ TASKS: dict[str, Task] = {
 
 
 def check(length: Any, depth: Any, seed: Any) -> None:
-    """Raise ConfigError unless length is an integer of at least 1, seed one of at least 0, and depth lies in [0, 1]."""
+    """Raise ConfigError unless length is an integer >= 1, seed is an integer >= 0, and depth is a number in [0, 1]."""
     for name, value, least in (("length", length, 1), ("seed", seed, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
@@ -101,7 +101,8 @@ def make(task: str, tokenizer: Any, length: int, depth: float, seed: int) -> Cas
     Args:
         task: a name in TASKS.
         tokenizer: a transformers tokenizer. If it has a chat template, the prompt uses it.
-        length: number of tokens of the prompt. If the questions are independent, of the context.
+        length: number of tokens of the prompt. If the questions are independent, it is the number of tokens of the
+            context.
         depth: place of the (first) fact in the text, from 0 (the beginning) to 1 (the end).
         seed: seed of the facts, and of the place where the text starts.
 

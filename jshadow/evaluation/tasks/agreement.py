@@ -20,7 +20,15 @@ def agreement(
     *,
     source: Callable[[Any, random.Random], Iterator[int]] = documentation,
 ) -> Case:
-    """Create a case whose prompt is `length` tokens of plain text. The next FORCED tokens are fed one by one."""
+    """Create a case whose prompt is `length` tokens of plain text. The next FORCED tokens of the text are given.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        length: number of tokens of the prompt.
+        depth: ignored, because there is no fact.
+        seed: seed of the place where the text starts.
+        source: returns the endless token ids of a text for (tokenizer, random generator).
+    """
     del depth
     begin = opening(tokenizer)
     text = itertools.islice(source(tokenizer, random.Random(seed)), max(0, length - len(begin)) + FORCED)

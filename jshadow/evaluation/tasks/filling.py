@@ -17,7 +17,7 @@ Compose = Callable[[int, str], str]
 
 
 class TooShort(Exception):
-    """The error that the smallest text of a task is too long.
+    """The error that is raised if the smallest text of a task is too long.
 
     Attributes:
         by: number of excess tokens.
@@ -118,7 +118,8 @@ def filled(
 
     Args:
         tokenizer: a transformers tokenizer.
-        length: number of tokens of the prompt. If the questions are independent, of the context.
+        length: number of tokens of the prompt. If the questions are independent, it is the number of tokens of the
+            context.
         compose: see `fill`.
         samples: the questions. Their contexts are filled in.
         least: see `fill`.
@@ -138,9 +139,14 @@ def filled(
 
 
 def place(sizes: Sequence[int], depth: float) -> int:
-    """Return the index among pieces of these sizes that has about the share `depth` of the text before it.
+    """Return the index of the piece before which to insert a fact, so that about `depth` of the text precedes it.
 
-    It is from 0 to len(sizes).
+    Args:
+        sizes: lengths of the pieces.
+        depth: share of the text, from 0 to 1.
+
+    Returns:
+        An index from 0 to len(sizes).
     """
     target, total = depth * sum(sizes), 0
     for index, size in enumerate(sizes):

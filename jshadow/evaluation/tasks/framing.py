@@ -73,8 +73,8 @@ class Case:
     def growth(self) -> int:
         """Number of tokens that a state needs in addition to the prompt.
 
-        This is the number of forced tokens, or of all turns and answers, or of the longest question and its answer if
-        the questions are independent.
+        With forced tokens, this is their number. With independent questions, it is the longest sum of a question and
+        its answer. Otherwise it is the sum of all turns and answers.
         """
         if self.questions:
             pairs = zip(self.questions, self.samples, strict=True)
@@ -94,7 +94,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer has a chat template."""
+    """Return whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
@@ -151,7 +151,7 @@ def case_of(
     chat: bool = True,
     drop: int = 0,
 ) -> Case:
-    """Create the case of questions about one context from their text.
+    """Build a case from questions about one context.
 
     Args:
         tokenizer: a transformers tokenizer.

@@ -38,9 +38,9 @@ PASSKEY_NEW_TOKENS = 12
 
 
 def snap(tokenizer: Any, text: Sequence[int], target: int) -> int:
-    """Return the nearest end of a paragraph to target, or of a line, or of a sentence. If none is near, return target.
+    """Return the place near `target` at which a paragraph ends, or else a line, or else a sentence.
 
-    `text` is a list of token ids, and the result is an index in it.
+    If none ends near it, the result is `target`. `text` is a list of token ids, and places are indices in it.
     """
     reach = int(SNAP * len(text))
     cuts = [target + away for away in sorted(range(-reach, reach + 1), key=abs)]
@@ -55,7 +55,17 @@ def snap(tokenizer: Any, text: Sequence[int], target: int) -> int:
 def needles(
     tokenizer: Any, length: int, depth: float, seed: int, *, source: Callable, count: int = 1, digits: int = DIGITS
 ) -> Case:
-    """Plant `count` facts in a text, and ask for each. The first is at `depth`, the others at equal distances."""
+    """Plant `count` facts in a text, and ask for each. The first is at `depth`, the others at equal distances.
+
+    Args:
+        tokenizer: see `make`.
+        length: see `make`.
+        depth: see `make`.
+        seed: see `make`.
+        source: returns the endless token ids of a text for (tokenizer, random generator).
+        count: number of facts.
+        digits: number of digits of each planted number.
+    """
     rng = random.Random(seed)
     cities = rng.sample(CITIES, count)
     numbers = [str(number) for number in rng.sample(range(10 ** (digits - 1), 10**digits), count)]
@@ -119,7 +129,7 @@ class NeedleKind:
 
     @property
     def thing(self) -> str:
-        """The word for a value in the text."""
+        """The word for a value in the text: "code" or "number"."""
         return "code" if self.uuid_values else "number"
 
 

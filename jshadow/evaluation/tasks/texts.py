@@ -83,7 +83,7 @@ def modules() -> tuple[Path, ...]:
 
 
 def noise_pieces(rng: random.Random, sentences: Sequence[str] = NOISE) -> Iterator[str]:
-    """Yield the same few sentences again and again."""
+    """Yield the given sentences in order, again and again. The text is the same for every seed."""
     del rng  # the same for every seed
     return itertools.cycle([f"{sentence} " for sentence in sentences])
 
@@ -135,7 +135,7 @@ def tokens_of(tokenizer: Any, rng: random.Random, pieces: Callable[[random.Rando
 
 
 def repeated(tokenizer: Any, rng: random.Random, *, sentences: Sequence[str]) -> Iterator[int]:
-    """Yield token ids of the same few sentences again and again."""
+    """Yield token ids of the given sentences in order, again and again. The text is the same for every seed."""
     del rng  # the same for every seed
     return itertools.cycle(encode(tokenizer, " " + " ".join(sentences)))
 

@@ -45,14 +45,15 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
     Attributes:
         budget: maximum number of tokens that are fetched for a query. None: a fifth of the capacity.
         columns: number of columns of the basis that are used to score. None: a fifth of the head width.
-        alpha: a token whose score is this much below the best one is not fetched.
+        alpha: a token is near if its score (an attention logit) is less than this much below the best one. The number
+            of tokens fetched is the number of near tokens, as a mean over heads.
         dense_layers: number of first layers with full attention. At least 1, because the first layer's queries cannot
             be predicted.
         recent: number of newest tokens that are always attended to.
         calibration: "online": the basis is computed from each prompt's queries. "offline": it is learned from a text.
         unit: tokens in a unit; it must be 1.
-        top_p: in addition to alpha, fetch only as many tokens of the budget as reach this share of the softmax over
-            their scores.
+        top_p: in addition to alpha, fetch only the best tokens of the budget that together have this share of the
+            softmax over their scores. 1: no limit.
     """
 
     budget: int | None = None  # type: ignore[assignment]
@@ -70,7 +71,10 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
 
     @property
     def reads(self) -> HookInputs:
-        """All queries of the prompt. New tokens one by one, because a step records one count of fetched tokens."""
+        """The hooks need all queries of the prompt.
+
+        A step processes one new token at a time, because it records the fetched tokens of only one query.
+        """
         return HookInputs(all_queries=True)
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
@@ -89,16 +93,16 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
         return super(InfiniGen, resolved).resolve(config, capacity)
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """Full attention in the first layers."""
+        """Return full attention for the first layers, and this object for the others."""
         return Full() if layer < self.dense_layers else self
 
     def no_basis(self, spec: CacheSpec) -> Array:
-        """A basis of zeros, float32 [B, h_kv, d, columns]."""
+        """Return a basis of zeros, float32 [B, h_kv, d, columns]."""
         assert self.columns is not None
         return jnp.zeros((spec.batch, spec.kv_heads, spec.head_dim, self.columns), jnp.float32)
 
     def learn(self, spec: CacheSpec, prompt: PromptKV, fitted: Any) -> Array:
-        """The chosen columns of the skewing basis, float32 [B, h_kv, d, columns]."""
+        """Return the chosen columns of the skewing basis, float32 [B, h_kv, d, columns]."""
         assert self.columns is not None
         assert prompt.q_post is not None
         if self.calibration == "online":
@@ -119,45 +123,55 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
     def fit(
         self, params: Any, tokens: Array, *, progress: Callable[[int, int], None] | None = None
     ) -> dict[str, Array]:
-        """The skewing basis of each layer and KV head from a text: {"skew": float32 [L, h_kv, d, d]}."""
+        """Compute the skewing basis of each layer and KV head from a text: {"skew": float32 [L, h_kv, d, d]}.
+
+        If `tokens` has several rows, only the first one is used.
+        """
         return {
             self.basis_name: jnp.stack([query_basis(prompt)[0][0] for prompt in prompts_of(params, tokens, progress)])
         }
 
     def summarize(self, spec: CacheSpec, keys: Array, there: Array, basis: Any) -> Array:
-        """The keys in the chosen columns [B, h_kv, n, columns]."""
+        """Return the keys in the chosen columns [B, h_kv, n, columns]."""
         return jnp.einsum("bhnud,bhdr->bhnr", keys.astype(jnp.float32), basis).astype(spec.dtype)
 
     def score(self, spec: CacheSpec, summaries: Any, q: Array, basis: Any) -> Array:
-        """Scores of the predicted queries, the largest in each group of query heads."""
+        """Return the scores of the predicted queries, the largest in each group of query heads."""
         short = jnp.einsum("bhgtd,bhdr->bhgtr", q.astype(jnp.float32), basis).astype(spec.dtype)
         scores = jnp.einsum("bhgtr,bhnr->bhgtn", short, summaries, preferred_element_type=jnp.float32)
         return scores.max(axis=2) * spec.scale
 
     def score_scale(self, spec: CacheSpec) -> float:
-        """1, because `score` already returns attention logits."""
+        """Return 1, because `score` already returns attention logits."""
         return 1.0
 
     def query(self, step: StepKV) -> Array:
-        """The queries that were predicted during the previous layer."""
+        """Return the queries that were predicted during the previous layer."""
         assert step.q_foreseen is not None
         return step.q_foreseen
 
     def enough(self, spec: CacheSpec, scores: Array, good: Array) -> Array:
-        """The best units of each head. Their number is that of units within alpha of the best, as a mean over heads."""
+        """Return which of the best units are fetched.
+
+        A unit is near if its score is less than alpha below the best one. All heads fetch the same number of units: the
+        mean over heads of the number of near units.
+        """
         good = super().enough(spec, scores, good)
         near = (scores > scores[..., :1] - self.alpha) & good
         count = jnp.round(near.sum(axis=3).astype(jnp.float32).mean(axis=1))
         return good & (jnp.arange(scores.shape[3]) < count[:, None, :, None])
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """Recent tokens, and the tokens that the last query selected."""
+        """Count the recent tokens, and the tokens that the last query selected."""
         first = self.first_recent(lengths - 1)
         chosen = (state.live.selected >= 0).sum(axis=2).astype(jnp.float32).mean(axis=1)
         return {"window": (lengths - first).astype(jnp.float32), "selected": chosen}
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Every number of columns, from all to 1: first with the usual dense layers, then with one dense layer."""
+        """Return policies with every number of columns, from all to 1.
+
+        The first group has the usual number of dense layers. The second group has one dense layer.
+        """
         cls = type(self)
         dense = cls.dense_layers if len(full_layers(config)) > cls.dense_layers else 1
 
@@ -168,11 +182,11 @@ class InfiniGen(RetrievalPolicy, Foresees, LearnsBasis, Sized):
 
 
 def query_basis(prompt: PromptKV) -> tuple[Array, Array]:
-    """The principal directions of each KV head's queries after RoPE, the strongest first.
+    """Compute the principal directions of each KV head's queries after RoPE, the strongest first.
 
     Returns:
-        Orthonormal columns float32 [B, h_kv, d, d], and bool [B, h_kv, d]: whether the queries have a component along a
-        column at all. If not, as in a short prompt, the column is arbitrary.
+        Orthonormal columns, float32 [B, h_kv, d, d], and a mask, bool [B, h_kv, d]. The mask is False for a column
+        along which the queries have no component, as happens in a short prompt. Such a column is arbitrary.
     """
     assert prompt.q_post is not None
     queries = group_queries(prompt.q_post, prompt.k_post.shape[2]).astype(jnp.float32)

@@ -45,7 +45,7 @@ class InfLLM(InfLLMSettings, Costs):
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A state without tokens and with an empty pool."""
+        """Return a state without tokens and with an empty pool."""
 
         def zeros(count: int) -> Array:
             return jnp.zeros((spec.batch, spec.kv_heads, count, spec.head_dim), spec.dtype)
@@ -68,7 +68,7 @@ class InfLLM(InfLLMSettings, Costs):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Write the blocks before the window to the host tier; keep their representatives, window and sinks."""
+        """Write the blocks before the window to the host tier. Keep their representatives, the window and the sinks."""
         mass = prompt.extra.mass
         slots, live = self.ring_slots(spec), state.live
         sinks = live.sinks.k.shape[2]
@@ -173,7 +173,7 @@ class InfLLM(InfLLMSettings, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """One softmax over the window at true distances and over all other tokens at the window's size."""
+        """Compute one softmax over the window at true distances and over all other tokens at the window's size."""
         live, slots, position = state.live, self.ring_slots(spec), step.positions
         lengths = step.lengths + step.valid.sum(axis=1, dtype=jnp.int32)
         token = ring_positions(lengths, slots)
@@ -195,7 +195,10 @@ class InfLLM(InfLLMSettings, Costs):
         return out, state.replace(live=live.replace(mass=mass))
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """The window, with the tokens of a block that is still leaving it; the sinks outside it; and the blocks."""
+        """Count the tokens of the window, of the sinks outside it, and of the selected blocks.
+
+        The tokens of a block that is still leaving the window count as part of the window.
+        """
         out = jnp.maximum(lengths - self.window, 0)
         rest = jnp.maximum(out - self.sinks, 0) % self.unit
         chosen = ((state.live.held >= 0) & (state.live.used == lengths[:, None] - 1)).sum(axis=1) * self.unit
@@ -206,18 +209,18 @@ class InfLLM(InfLLMSettings, Costs):
     # Accounting
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """The default, and the sorting of the tokens of each block by attention."""
+        """Count the default, and the sorting of the tokens of each block by attention."""
         return super().compress_bytes(spec, tokens) + 4 * 4 * spec.batch * max(tokens, spec.capacity) * spec.kv_heads
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """All arrays on the device are read. The fetched blocks are moved from the host and read."""
+        """Count all arrays on the device as read. The fetched blocks are moved from the host and read."""
         parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
         moved = 2 * spec.batch * spec.kv_heads * self.moved(spec) * self.unit * spec.head_dim
         size = moved * jnp.dtype(spec.dtype).itemsize
         return parts | {"moved": (size, 0 if spec.fetch == "resident" else size)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """The rotated window, the scores of all slots, and the fetched blocks."""
+        """Count the rotated window, the scores of all slots, and the fetched blocks."""
         ring, item = self.ring_slots(spec), jnp.dtype(spec.dtype).itemsize
         slots = 2 * ring + min(self.sinks, spec.capacity) + self.pool_slots(spec) * self.unit
         rows = 3 * ring + 4 * self.moved(spec) * self.unit + slots

@@ -37,12 +37,12 @@ def far_queries(q_pre: Array, distance: int, inverse: Array, rope: RopeConfig) -
 
 
 def mean_key(keys: Array, mass: Array, count: int) -> Array:
-    """The mean of the `count` keys with the most mass in each block.
+    """Return the mean of the `count` keys with the most mass in each block.
 
     Args:
         keys: [B, h, n, unit, d].
-        mass: attention that each key got, float32 [B, h, n, unit].
-        count: number of representatives of a block.
+        mass: sum of the attention probabilities that each key got, float32 [B, h, n, unit].
+        count: number of keys to average, the representatives of a block.
 
     Returns:
         [B, h, n, d] in the dtype of keys.
@@ -73,17 +73,17 @@ class InfLLMPrefill(PrefillAttention):
     multiple: int
 
     def label(self, tokens: int | None = None) -> str:
-        """The name of the policy."""
+        """Return the name of the policy."""
         return "infllm"
 
     def blocks(self, tokens: int) -> int:
-        """Number of blocks in a prompt of `tokens` tokens."""
+        """Return the number of blocks in a prompt of `tokens` tokens."""
         return max(tokens - self.sinks, 0) // self.unit
 
     def begin(
         self, config: ModelConfig, kind: AttentionKind, prompt: PromptKV, q_tail: Array | None, learned: Any
     ) -> Memory:
-        """A memory of zeros."""
+        """Return a memory of zeros."""
         batch, tokens, heads, dim = prompt.k_pre.shape
         mean_keys = jnp.zeros((batch, heads, self.blocks(tokens), dim), prompt.k_pre.dtype)
         return Memory(jnp.zeros((batch, heads, tokens), jnp.float32), mean_keys)
@@ -106,14 +106,17 @@ class InfLLMPrefill(PrefillAttention):
     def one_unit(
         self, prompt: PromptKV, scale: float, memory: Memory, unit: tuple[Array, Array, Array]
     ) -> tuple[Memory, Array]:
-        """Attention of one group of queries that share their blocks.
+        """Compute the attention of one group of queries that share their blocks.
 
         Args:
             prompt: the keys and values of the prompt.
             scale: factor on attention scores.
             memory: the memory from the previous group.
-            unit: the position of the first query, the queries after RoPE, and the queries rotated by `far_queries`,
-                [B, multiple, h_q, d] each.
+            unit: the position of the first query, the queries after RoPE, and the queries rotated by `far_queries`.
+                Both kinds of queries are [B, multiple, h_q, d].
+
+        Returns:
+            The memory for the next group, and the attention's output [B, multiple, h_q, d].
         """
         first, q, far = unit
         memory = self.remember(prompt, memory, first)
@@ -157,7 +160,7 @@ class InfLLMPrefill(PrefillAttention):
         return memory.replace(mass=mass), out
 
     def left(self, position: Array) -> Array:
-        """Number of blocks that lie completely before the window of a query at `position`."""
+        """Return the number of blocks that lie completely before the window of a query at `position`."""
         return jnp.maximum(position - self.window + 1 - self.sinks, 0) // self.unit
 
     def remember(self, prompt: PromptKV, memory: Memory, first: Array) -> Memory:
@@ -182,7 +185,7 @@ class InfLLMPrefill(PrefillAttention):
     def far_rows(
         self, prompt: PromptKV, memory: Memory, first: Array, far: Array, real: Array
     ) -> tuple[Array, Array, Array]:
-        """The tokens outside the window that a group of queries attends to.
+        """Gather the tokens outside the window that a group of queries attends to.
 
         Args:
             prompt: the keys and values of the prompt.
@@ -217,7 +220,10 @@ class InfLLMPrefill(PrefillAttention):
         return keys, values, place
 
     def piece_bytes(self, config: ModelConfig, batch: int, tokens: int, size: int) -> int:
-        """A group's scores and their softmax, its rows outside the window, far queries, mass and representatives."""
+        """Count a group's scores and their softmax, its rows outside the window, and the other temporaries.
+
+        The other temporaries are the far queries, the mass and the representatives.
+        """
         near, sub = self.window + self.multiple, SUB_BLOCK if self.multiple % SUB_BLOCK == 0 else self.multiple
         far = self.sinks + self.unit + self.multiple + self.count * self.unit
         scores = 5 * 4 * config.q_heads * sub * (near + far)

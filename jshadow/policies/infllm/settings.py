@@ -50,7 +50,7 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
 
     @property
     def budget_unit(self) -> int:
-        """The tokens of a block."""
+        """The number of tokens in a block."""
         return self.unit
 
     def resolve(self, config: ModelConfig, capacity: int) -> Self:
@@ -71,14 +71,14 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
         return resolved
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """The policy has no effect if the capacity is so small that no block leaves the window."""
+        """Return a reason if no block can leave the window at this capacity, or else None."""
         if self.left(capacity - 1) >= 1:
             return None
         least = self.window + self.sinks + self.unit
         return f"capacity {capacity} is below infllm's window + sinks + unit = {least} tokens"
 
     def prefill_attention(self) -> PrefillAttention:
-        """Attention by blocks for the prompt too."""
+        """Return the attention in which the prompt's queries also attend to selected blocks."""
         return InfLLMPrefill(
             self.window, self.sinks, self.budget // self.unit, self.unit, self.representatives, self.query_block
         )
@@ -86,45 +86,45 @@ class InfLLMSettings(UniformPolicy, OwnPrefill, Budgeted, Sized):
     # Sizes
 
     def left(self, position: int) -> int:
-        """Number of blocks that lie completely before the window of a query at `position`."""
+        """Return the number of blocks that lie completely before the window of a query at `position`."""
         return max(position - self.window + 1 - self.sinks, 0) // self.unit
 
     def ring_slots(self, spec: CacheSpec) -> int:
-        """Slots R of the ring: the window, and the block that is leaving it."""
+        """Return the number of slots R of the ring: the window, and the block that is leaving it."""
         return min(self.window + self.unit, spec.capacity)
 
     def count(self, spec: CacheSpec) -> int:
-        """Maximum number of blocks that a query attends to."""
+        """Return the maximum number of blocks that a query attends to."""
         return min(self.budget // self.unit, self.left(spec.capacity - 1))
 
     def pool_slots(self, spec: CacheSpec) -> int:
-        """Number of blocks C in the pool."""
+        """Return the number of blocks C in the pool."""
         assert self.cached is not None
         return min(self.cached // self.unit, self.left(spec.capacity - 1))
 
     def moved(self, spec: CacheSpec) -> int:
-        """Maximum number of blocks that a step fetches."""
+        """Return the maximum number of blocks that a step fetches."""
         assert self.fetched is not None
         return min(self.fetched // self.unit, self.count(spec))
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Maximum number of blocks that are written after the shortest prompt."""
+        """Return the maximum number of blocks that are written after the shortest prompt."""
         return self.left(capacity - 1) - self.left(shortest - 1)
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """Keys before RoPE and values of all blocks, or None if no block can leave the window."""
+        """Return the layout of the keys before RoPE and values of all blocks, or None if no block leaves the window."""
         units = self.left(spec.capacity - 1)
         return HostLayout(spec.kv_heads, units, self.unit, 2, max(spec.window, 1)) if units else None
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """The smaller of what the capacity and the tail still allow."""
+        """Return how many more tokens fit into both the capacity and the tail."""
         if self.host_layout(spec) is None:
             return spec.capacity - lengths
         blocks = state.frozen.units + max(spec.window, 1) + 1  # the last of these does not fit, and may not be complete
         return jnp.minimum(spec.capacity, self.sinks + blocks * self.unit + self.window - 1) - lengths
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """Half of the slots for the window, at most 1/16 for sinks, and the rest for the pool.
+        """Return policies that use half of the slots for the window, at most 1/16 for sinks, and the rest for the pool.
 
         There is one group for each size of blocks, from 128 tokens to 4. A group with larger blocks needs more slots.
         """

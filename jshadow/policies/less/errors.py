@@ -13,15 +13,15 @@ from jshadow.policies.less.training import OF_QUERIES, TILE, Examples, answers, 
 
 
 def errors_of(policy: H2O, params: Any, tokens: Any, fitted: Any) -> np.ndarray:
-    """The relative squared error of each layer's attention output on a text.
+    """Measure the relative squared error of each layer's attention output on a text.
 
-    The error is the sum of squared differences to full attention, divided by the sum of squares of full attention. All
-    queries after the budget are counted.
+    The error is the sum of squared differences from full attention, divided by the sum of squares of full attention.
+    All queries after the first eviction are counted.
 
     Args:
         policy: H2O or LESS. Settings that are None are resolved for a capacity of the text's length.
         params: the model's Params.
-        tokens: int32 [S] or [B, S], without padding; more than the budget.
+        tokens: token ids, int32 [S] or [B, S], without padding. There must be more than heavy + recent + 1 of them.
         fitted: the arrays that `LESS.fit` returned.
 
     Returns:
@@ -39,7 +39,7 @@ def errors_of(policy: H2O, params: Any, tokens: Any, fitted: Any) -> np.ndarray:
 
 @functools.partial(jax.jit, static_argnames=("first",))
 def layer_errors(kernels: Any, examples: Examples, *, first: int) -> tuple[Array, Array]:
-    """The relative squared errors of H2O and of LESS in one layer, over the queries from position `first` on."""
+    """Return the relative squared errors of H2O and of LESS in one layer, for the queries from position `first` on."""
     tokens, none = examples.k.shape[2], jnp.zeros(examples.k.shape[1])
     size = min(TILE, tokens - first)
 

@@ -22,7 +22,11 @@ class KernelSizes(NamedTuple):
     hidden: int
 
     def shapes(self, kv_heads: int, head_dim: int) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Shapes of one layer's arrays. "phi" has A1 ("first") and A2 ("second"). "psi" has B1, B2, s and M too."""
+        """Return the shapes of one layer's arrays, by kernel and name.
+
+        "phi" has A1 ("first") and A2 ("second"). "psi" has B1 ("first"), B2 ("second"), s ("scale") and M
+        ("interaction").
+        """
         phi: dict[str, tuple[int, ...]] = {
             "first": (kv_heads, head_dim, self.hidden),
             "second": (kv_heads, self.hidden, self.rank),
@@ -32,18 +36,21 @@ class KernelSizes(NamedTuple):
 
 
 def layers_of(kernel: dict[str, Array], x: Array) -> Array:
-    """Apply both layers of a kernel to x [B, h_kv, n, d]. Returns float32 [B, h_kv, n, R]."""
+    """Apply both layers of a kernel to x [B, h_kv, n, d], and return float32 [B, h_kv, n, R]."""
     between = jax.nn.gelu(jnp.einsum("bhnd,hdm->bhnm", x.astype(jnp.float32), kernel["first"]), approximate=False)
     return jax.nn.gelu(jnp.einsum("bhnm,hmr->bhnr", between, kernel["second"]), approximate=False)
 
 
 def query_features(kernels: dict[str, Any], q: Array) -> Array:
-    """phi of the n queries of each KV head's group [B, h_kv, n, d]: float32 [B, h_kv, n, R], never negative."""
+    """Return phi of queries, float32 [B, h_kv, n, R]. No number is negative.
+
+    `q` [B, h_kv, n, d] is the n queries of each KV head's group.
+    """
     return jnp.abs(layers_of(kernels["phi"], q))
 
 
 def key_features(kernels: dict[str, Any], k: Array) -> Array:
-    """psi of keys [B, h_kv, n, d]: float32 [B, h_kv, n, R], never negative."""
+    """Return psi of keys `k` [B, h_kv, n, d], float32 [B, h_kv, n, R]. No number is negative."""
     psi = kernels["psi"]
     scaled = layers_of(psi, k) * psi["scale"][:, None]
     return jnp.abs(scaled + jnp.einsum("bhnr,hre->bhne", scaled, psi["interaction"]))

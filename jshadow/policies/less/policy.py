@@ -79,7 +79,7 @@ class LESS(H2O, Trains):
         return super().resolve(config, capacity)
 
     def fitted_shapes(self, config: ModelConfig) -> Any:
-        """The shapes of `layer_shapes`, with the layer as axis 0."""
+        """Return the shapes of `layer_shapes`, with the layer as axis 0."""
         layer = self.layer_shapes(config.kv_heads, config.head_dim)
         return {
             kernel: {name: (config.num_layers, *shape) for name, shape in parts.items()}
@@ -87,7 +87,7 @@ class LESS(H2O, Trains):
         }
 
     def layer_shapes(self, kv_heads: int, head_dim: int) -> dict[str, dict[str, tuple[int, ...]]]:
-        """The shapes of one layer's arrays; see `KernelSizes.shapes`."""
+        """Return the shapes of one layer's arrays; see `KernelSizes.shapes`."""
         return KernelSizes(self.state_rank, self.hidden).shapes(kv_heads, head_dim)
 
     def fit(
@@ -108,7 +108,8 @@ class LESS(H2O, Trains):
 
         Args:
             params: the model's Params.
-            tokens: int32 [S] or [B, S], without padding; more than the budget.
+            tokens: token ids, int32 [S] or [B, S], without padding. There must be more than heavy + recent + 1 of them
+                in a row.
             progress: called with (training steps done, training steps of all layers).
             steps: number of Adam steps for each layer. Each step draws some queries.
             rate: first learning rate. It falls to 0 along a cosine.
@@ -118,7 +119,8 @@ class LESS(H2O, Trains):
             Float32 arrays with the shapes of `fitted_shapes`; zeros for layers with the model's own window.
 
         Raises:
-            PromptError: tokens have a wrong shape, are out of range, or are so few that none is evicted.
+            PromptError: tokens have a wrong shape, are out of range, or are so few that nothing is evicted before the
+                last query.
             ConfigError: a setting, `steps` or `rate` is out of range.
         """
         from jshadow.policies.less.training import Training, train_all  # imports optax, which only training needs
@@ -127,10 +129,10 @@ class LESS(H2O, Trains):
         return train_all(self, sizes, params, tokens, Training(steps, rate, seed), progress)
 
     def kernels(self, spec: CacheSpec, learned: Any) -> dict[str, Any] | None:
-        """The layer's learned arrays, or None if there are none.
+        """Return the layer's learned arrays, or None if there are none.
 
         Raises:
-            ConfigError: they do not have the shapes and the dtype of the arrays that `fit` returns.
+            ConfigError: the arrays do not have the shapes and the dtype of those that `fit` returns.
         """
         if learned is None:
             return None
@@ -140,7 +142,7 @@ class LESS(H2O, Trains):
         return dict(learned)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A state in which all slots are free and no token was evicted."""
+        """Return a state in which all slots are free and no token was evicted."""
         live: H2OLive = super().init(spec, fitted).live
         shape = (spec.batch, spec.kv_heads, self.state_rank)
         numerator, denominator = jnp.zeros((*shape, spec.head_dim)), jnp.zeros(shape)
@@ -176,7 +178,7 @@ class LESS(H2O, Trains):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """H2O's attention, combined with attention to the tokens that were evicted before this step."""
+        """Combine H2O's attention with attention to the tokens that were evicted before this step."""
         live: LESSLive = state.live
         out, state = super().attend(spec, state, step, fetched)
         kernels = self.kernels(spec, step.learned)
@@ -205,12 +207,15 @@ class LESS(H2O, Trains):
         return absorb(after, kernels, k, v, gone.any(axis=2, keepdims=True))
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """H2O's, the features of a piece with two copies of the hidden layer, and a mask of the kept tokens."""
+        """Count H2O's bytes, a mask of the kept tokens, and the features of a piece.
+
+        The features come with two copies of the hidden layer.
+        """
         piece = min(PIECE, tokens) * (2 * self.hidden + 3 * spec.head_dim + 4 * self.state_rank)
         return super().compress_bytes(spec, tokens) + spec.batch * spec.kv_heads * (4 * piece + 2 * tokens)
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """H2O's, another copy of the scores, and the features of the step's queries and key."""
+        """Count H2O's bytes, another copy of the scores, and the features of the step's queries and key."""
         slots = self.budget(spec.capacity) + 1
         query = slots + 2 * self.hidden + 3 * spec.head_dim + 4 * self.state_rank
         return super().step_temporaries(spec) + 2 * 4 * spec.batch * (spec.q_heads + spec.kv_heads) * query

@@ -107,12 +107,15 @@ def train_all(
 
 
 def is_shape(node: Any) -> bool:
-    """Whether a node of the tree of shapes is a shape, for `jax.tree.map`."""
+    """Return whether a node of the tree of shapes is a shape. It is for `jax.tree.map`."""
     return isinstance(node, tuple)
 
 
 def examples_of(policy: H2O, params: Any, tokens: Any) -> Iterator[tuple[int, int, Examples]]:
-    """For each layer that attends to all tokens: its index, the first query after an eviction, and its examples."""
+    """Yield (index, first, examples) for each layer that attends to all tokens.
+
+    `first` is the position of the first query after an eviction.
+    """
     config = params.config
     text = check_text(config, tokens)
     batch, count = text.shape
@@ -152,7 +155,7 @@ def examples_of(policy: H2O, params: Any, tokens: Any) -> Iterator[tuple[int, in
 
 @functools.partial(jax.jit, static_argnames=("spec",))
 def make_examples(prompt: PromptKV, *, spec: CacheSpec) -> Examples:
-    """The examples of one layer, from its exact queries, keys and values. `spec.policy` is H2O."""
+    """Compute the examples of one layer from its exact queries, keys and values. `spec.policy` is H2O."""
     assert prompt.q_post is not None
     full, _ = causal_attention(prompt.q_post, prompt.k_post, prompt.v, spec.scale)
     queries = group_queries(prompt.q_post, spec.kv_heads)
@@ -211,7 +214,7 @@ def evictions(prompt: PromptKV, spec: CacheSpec) -> Array:
 
 
 def shift_of(examples: Examples, first: int) -> Array:
-    """The mean log-sum-exp of H2O's scores in each KV head, float32 [h_kv], clipped to [-LARGEST, LARGEST].
+    """Return the mean log-sum-exp of H2O's scores in each KV head, float32 [h_kv], within [-LARGEST, LARGEST].
 
     Models differ in the size of their scores. Training subtracts this shift from the log-sum-exps, so that in every
     model the kernels begin equally small compared with the sparse part. After training, psi is multiplied by exp(shift)
@@ -222,7 +225,7 @@ def shift_of(examples: Examples, first: int) -> Array:
 
 
 def begin(sizes: KernelSizes, key: Array, examples: Examples) -> dict[str, Any]:
-    """The initial weights: random layers that keep the size of their inputs, and a small scale of psi."""
+    """Return the initial weights: random layers that keep the size of their inputs, and a small scale of psi."""
     heads, dim = examples.k.shape[1], examples.k.shape[3]
     shapes = sizes.shapes(heads, dim)
     rows = {"phi": examples.q.transpose(1, 0, 2, 3, 4).reshape(heads, -1), "psi": examples.k.swapaxes(0, 1)}
@@ -239,14 +242,14 @@ def begin(sizes: KernelSizes, key: Array, examples: Examples) -> dict[str, Any]:
 
 
 def answers(kernels: dict[str, Any], q: Array, at: Array, part: Examples, shift: Array) -> Array:
-    """The output of LESS for some queries, float32 [B, h_kv, g, T, d].
+    """Compute the output of LESS for some queries, float32 [B, h_kv, g, T, d].
 
     Args:
         kernels: the kernels of the layer.
         q: queries after RoPE, float32 [B, h_kv, g, T, d].
         at: their positions, int32 [T].
         part: examples in which the fields of OF_QUERIES are cut to these queries.
-        shift: as `shift_of` returns it, or zeros.
+        shift: the result of `shift_of`, float32 [h_kv], or zeros.
     """
     batch, heads, group, count, dim = q.shape
     phi = query_features(kernels, q.reshape(batch, heads, group * count, dim))

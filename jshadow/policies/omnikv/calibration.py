@@ -41,7 +41,7 @@ class FilterMasses(NamedTuple):
 
     @property
     def scores(self) -> np.ndarray:
-        """The mean of each layer's masses over all later layers, float64 [n]; NaN for the last layer."""
+        """The mean of each layer's masses over all later layers, float64 [n]. It is NaN for the last layer."""
         count = np.arange(len(self.layers))[::-1]
         return np.nansum(self.masses, axis=1) / np.where(count > 0, count, np.nan)
 
@@ -95,7 +95,7 @@ def filter_masses(
 
 @functools.partial(jax.jit, static_argnames=("scale", "budget"))
 def layer_attention(q: Array, k: Array, at: Array, *, scale: float, budget: int) -> tuple[Array, Array]:
-    """The top tokens and the attention of the queries at some positions.
+    """Compute the top tokens and the attention of the queries at some positions.
 
     Args:
         q: queries after RoPE [B, S, h_q, d].
@@ -144,7 +144,7 @@ def choose_filters(found: FilterMasses, count: int) -> tuple[int, ...]:
 
 
 def dense_share(filters: tuple[int, ...], config: ModelConfig) -> float:
-    """The share of layers with full attention, among those that do not have the model's own window.
+    """Return the share of layers with full attention, among those that do not have the model's own window.
 
     These are the layers before the first filter, the filters, and the layer after each filter.
     """

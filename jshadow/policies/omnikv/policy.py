@@ -114,7 +114,7 @@ class OmniKV(CouplesLayers, Sized):
         return dataclasses.replace(self, filter_layers=layers)
 
     def for_layer(self, layer: int, config: ModelConfig) -> LayerCache:
-        """A filter, a sparse layer, or full attention. Layers with the model's own window are not counted."""
+        """Return a filter, a sparse layer, or full attention. Layers with the model's own window are not counted."""
         assert self.filter_layers is not None
         full = full_layers(config)
         ranks, rank = [full.index(one) for one in self.filter_layers], full.index(layer)
@@ -126,7 +126,7 @@ class OmniKV(CouplesLayers, Sized):
         return OmniKVSparse(self.budget)
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """From the usual filter layers to fewer ones; all but the first plan have a filter in the first layer."""
+        """Return policies with fewer and fewer filters. All but the first have a filter in the first layer."""
         cls, full = type(self), full_layers(config)
         if not full:
             return [[cls()]]
@@ -155,7 +155,7 @@ class OmniKVFilter(Full, PlansAhead):
 
     @property
     def reads(self) -> HookInputs:
-        """The prompt's last queries, if the selector sums over them. New tokens one by one, as each query chooses."""
+        """A selector that sums needs the last queries. A step processes one new token, as each query chooses."""
         return HookInputs(last_queries=self.summed_queries)
 
     @property
@@ -164,7 +164,7 @@ class OmniKVFilter(Full, PlansAhead):
         return 0 if self.selector == "last" else self.observation_window
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A cache of zeros, without queries."""
+        """Return a cache of zeros, without queries."""
         live = super().init(spec, fitted).live
         window = (spec.batch, self.summed_queries, spec.q_heads, spec.head_dim)
         queries = jnp.zeros(window, spec.dtype) if self.summed_queries else None
@@ -202,7 +202,7 @@ class OmniKVFilter(Full, PlansAhead):
         return tuple(Selection(ids[:, None], good[:, None], layer=layer) for layer in self.serves)
 
     def prompt_scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
-        """The attention that each prompt token gets, its maximum over heads, float32 [B, capacity] (equation 4)."""
+        """Return the attention that each prompt token gets, the largest of all heads, float32 [B, capacity] (eq. 4)."""
         position, weight = step.positions, jnp.ones((1, 1))
         queries = step.q_post
         if state.live.queries is not None:
@@ -219,7 +219,7 @@ class OmniKVFilter(Full, PlansAhead):
         return (probs.max(axis=(1, 2)) * weight[..., None]).sum(axis=1)
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Scores for the output, and scores of each query that chooses."""
+        """Count the scores for the output, and the scores of each query that chooses."""
         return (
             super().step_temporaries(spec)
             + 3 * 4 * spec.batch * max(1, self.summed_queries) * spec.q_heads * spec.capacity
@@ -237,15 +237,15 @@ class OmniKVSparse(LayerCache, Costs):
     budget: int = 2048
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Slots for all tokens after the shortest prompt."""
+        """Return the number of slots for all tokens after the shortest prompt."""
         return max(capacity - shortest, 1)
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """The prompt's keys and values, in units of one token."""
+        """Return the layout of the prompt's keys and values, in units of one token."""
         return HostLayout(spec.kv_heads, spec.capacity, 1, planes=2)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A window of zeros."""
+        """Return a window of zeros."""
         zeros = jnp.zeros((spec.batch, spec.kv_heads, spec.window, spec.head_dim), spec.dtype)
         return LayerState(FilterFrozen(jnp.zeros(spec.batch, jnp.int32)), SparseLive(KeyValues(zeros, zeros)))
 
@@ -267,7 +267,7 @@ class OmniKVSparse(LayerCache, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """Exact attention over the fetched prompt tokens and the window."""
+        """Compute exact attention over the fetched prompt tokens and the window."""
         assert fetched is not None
         assert fetched.k is not None
         window = state.live.window
@@ -276,24 +276,24 @@ class OmniKVSparse(LayerCache, Costs):
         return attend(step.q_post, [chosen, Piece(window.k, window.v, seen[:, None])], spec.scale), state
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """The smaller of what the capacity and the window still allow."""
+        """Return how many more tokens fit into both the capacity and the window."""
         return jnp.minimum(spec.capacity - lengths, spec.window - (lengths - state.frozen.lengths))
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """The chosen prompt tokens, and all tokens after the prompt."""
+        """Count the chosen prompt tokens, and all tokens after the prompt."""
         chosen = jnp.minimum(state.frozen.lengths, min(self.budget, spec.capacity))
         parts = {"selected": chosen, "window": lengths - state.frozen.lengths}
         return {name: tokens.astype(jnp.float32) for name, tokens in parts.items()}
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """The window is read. The chosen rows are moved from the host and read."""
+        """Count the window as read, and the chosen rows as moved from the host and read."""
         parts = {name: (device, 0) for name, (device, _) in layer_nbytes(state).items() if not name.startswith("host")}
         numbers = 2 * spec.batch * spec.kv_heads * min(self.budget, spec.capacity) * spec.head_dim
         size = numbers * jnp.dtype(spec.dtype).itemsize
         return parts | {"selected": (size, 0 if spec.fetch == "resident" else size)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """The fetched and the window's rows twice, and once in float32; and their scores."""
+        """Count the fetched rows and the window twice, and once in float32; and their scores."""
         rows = min(self.budget, spec.capacity) + spec.window
         wide = spec.kv_heads * spec.head_dim * (4 * jnp.dtype(spec.dtype).itemsize + 2 * 4)
         return spec.batch * rows * (wide + 3 * 4 * spec.q_heads)

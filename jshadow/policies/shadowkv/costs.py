@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def sizes_of(spec: CacheSpec) -> Sizes:
-    """The sizes of a layer in the form that a codec needs."""
+    """Return the sizes of a layer in the form that a codec needs."""
     return Sizes(spec.kv_heads, spec.head_dim, spec.dtype)
 
 
 def itemsize(spec: CacheSpec) -> int:
-    """Bytes of a number in the model's dtype."""
+    """Return the number of bytes of a number in the model's dtype."""
     return jnp.dtype(spec.dtype).itemsize
 
 
@@ -32,14 +32,14 @@ def itemsize(spec: CacheSpec) -> int:
 
 
 def landmark_row_bytes(rows: int, kind: str, sizes: Sizes) -> int:
-    """Bytes of `rows` landmarks of the width of a head, stored as `kind` ("model", "int8" or "int4")."""
+    """Return the bytes of `rows` landmarks of the width of a head, stored as `kind` ("model", "int8" or "int4")."""
     if kind == "model":
         return rows * sizes.dim * jnp.dtype(sizes.dtype).itemsize
     return row_bytes(rows, sizes.dim, ROW_BITS[kind], sizes.dtype)
 
 
 def landmark_bytes(policy: "ShadowSettings", chunks: int, sizes: Sizes) -> int:
-    """Bytes of the landmarks of `chunks` chunks, with scales."""
+    """Return the bytes of the landmarks of `chunks` chunks, with their scales."""
     rows, kind = chunks * sizes.heads, policy.landmarks.dtype
     if policy.landmarks.levels == 1:
         return landmark_row_bytes(rows * policy.landmark_parts, kind, sizes)
@@ -48,7 +48,7 @@ def landmark_bytes(policy: "ShadowSettings", chunks: int, sizes: Sizes) -> int:
 
 
 def spread_bytes(policy: "ShadowSettings", chunks: int, sizes: Sizes) -> int:
-    """Bytes of the spreads of `chunks` chunks."""
+    """Return the bytes of the spreads of `chunks` chunks."""
     if policy.landmarks.order == 1:
         return 0
     each = policy.landmark_parts + (policy.landmarks.levels == 2)
@@ -56,10 +56,10 @@ def spread_bytes(policy: "ShadowSettings", chunks: int, sizes: Sizes) -> int:
 
 
 def compress_bytes(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> int:
-    """Bytes of the temporaries of `compress`.
+    """Return the bytes of the temporaries of `compress`.
 
-    These are the temporaries of the codec when it encodes, or when it measures errors to choose outliers; and landmarks
-    and values before they are packed.
+    The codec needs temporaries when it encodes, or when it measures errors to choose outliers. Landmarks and values
+    that are packed also exist before they are packed.
     """
     sizes, item = sizes_of(spec), itemsize(spec)
     total = policy.codec.encode_bytes(sizes, tokens, min(tokens, BLOCK))
@@ -76,17 +76,17 @@ def compress_bytes(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> in
 
 
 def tiers(policy: "ShadowSettings", spec: CacheSpec) -> tuple[HostLayout, int]:
-    """The layout of the host tier, and the number of its parts (prompt and tail) that are not empty."""
+    """Return the layout of the host tier, and how many of its two parts (prompt and tail) are not empty."""
     layout = policy.host_layout(spec)
     assert layout is not None
     return layout, bool(layout.units) + bool(layout.tail_units)
 
 
 def selected_numbers(policy: "ShadowSettings", spec: CacheSpec, width: int) -> int:
-    """The product of `width` and the number of selected tokens of all KV heads.
+    """Return `width` times the number of selected tokens, summed over rows and KV heads.
 
-    It is doubled if there is a tail, because the device gathers each row from both parts. A row is moved from the host
-    only once.
+    The result is doubled if there is a tail, because the device gathers each row from both parts. A row is moved from
+    the host only once.
     """
     _, halves = tiers(policy, spec)
     return halves * spec.batch * spec.kv_heads * policy.max_selected(spec.capacity) * policy.chunk_size * width
@@ -95,13 +95,18 @@ def selected_numbers(policy: "ShadowSettings", spec: CacheSpec, width: int) -> i
 def step_bytes(
     policy: "ShadowSettings", spec: CacheSpec, state: LayerState, usual: dict[str, tuple[int, int]]
 ) -> dict[str, tuple[int, int]]:
-    """Bytes that a step reads of each part: only the selected left rows and values, and all of the other parts.
+    """Return the bytes of each part that a step reads.
+
+    Only the selected left rows and values are read, and all of the other parts.
 
     Args:
         policy: the policy.
         spec: the layer.
         state: its state, which may be abstract.
         usual: the bytes of each part if all of it was read.
+
+    Returns:
+        For each part, the bytes read from device memory and the bytes moved from the host.
     """
     layout, halves = tiers(policy, spec)
     once = spec.batch * spec.kv_heads * policy.max_selected(spec.capacity) * unit_bytes(spec, layout)
@@ -115,7 +120,7 @@ def step_bytes(
 
 
 def step_flops(policy: "ShadowSettings", spec: CacheSpec, usual: int) -> int:
-    """Operations of a step: those of `usual`, the rebuilding of the selected keys, and their scores.
+    """Return the operations of a step: those of `usual`, the rebuilding of the selected keys, and their scores.
 
     Packed numbers are counted as if they were unpacked. `usual` is the default estimate from the bytes read.
     """
@@ -130,7 +135,10 @@ def step_flops(policy: "ShadowSettings", spec: CacheSpec, usual: int) -> int:
 
 
 def packed_landmarks(policy: "ShadowSettings", spec: CacheSpec) -> int:
-    """How many landmark numbers a step reads beyond the numbers of the model's dtype that fit into the same bytes."""
+    """Return how many more landmark numbers a step reads because they are packed.
+
+    The comparison is with numbers of the model's dtype that take the same bytes.
+    """
     if policy.landmarks.dtype == "model":
         return 0
     numbers, size = landmark_reads(policy, spec)
@@ -138,7 +146,7 @@ def packed_landmarks(policy: "ShadowSettings", spec: CacheSpec) -> int:
 
 
 def landmark_reads(policy: "ShadowSettings", spec: CacheSpec) -> tuple[int, int]:
-    """How many numbers and bytes of landmarks a step reads.
+    """Return how many numbers and how many bytes of landmarks a step reads.
 
     With one level, it reads all landmarks. With two levels, it reads the means of all chunks, and both levels of a few
     chunks, which it gathers from each part of the tier.
@@ -154,7 +162,7 @@ def landmark_reads(policy: "ShadowSettings", spec: CacheSpec) -> tuple[int, int]
 
 
 def spread_reads(policy: "ShadowSettings", spec: CacheSpec) -> int:
-    """Bytes of spreads that a step reads. The same chunks are read as for landmarks."""
+    """Return the bytes of spreads that a step reads. The same chunks are read as for landmarks."""
     (layout, halves), sizes = tiers(policy, spec), sizes_of(spec)
     chunks = layout.units + layout.tail_units
     if policy.landmarks.levels == 1:
@@ -164,9 +172,11 @@ def spread_reads(policy: "ShadowSettings", spec: CacheSpec) -> int:
 
 
 def step_temporaries(policy: "ShadowSettings", spec: CacheSpec) -> int:
-    """Bytes of a step's temporaries: scores and sorting of all chunks, places, selected rows, and scores of tokens.
+    """Return the bytes of a step's temporaries.
 
-    Selected keys are float32 until they are rotated. Selected values exist twice: as fetched, and as attended to.
+    These are the scores and the sorting of all chunks, the places of the selected chunks, their rows, and the scores of
+    tokens. Selected keys are float32 until they are rotated. Selected values exist twice: as fetched, and as attended
+    to.
     """
     (layout, halves), parts = tiers(policy, spec), policy.read_parts
     item, chunks = itemsize(spec), layout.units + layout.tail_units

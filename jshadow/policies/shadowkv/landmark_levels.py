@@ -94,7 +94,7 @@ def store_levels(landmarks: Float[Array, "B h m d"], parts: int, kind: str, dtyp
 
 
 def stored_spread(find: Callable[[int], Float[Array, "B h _"]], kind: Landmarks, parts: int, dtype: Any) -> Any:
-    """The spreads in the stored form: None if no score uses them, else as in `ShadowFrozen.spread`.
+    """Convert spreads to the stored form of `ShadowFrozen.spread`. Return None if no score uses them.
 
     Args:
         find: maps a number m of landmarks in a chunk to their spreads, float32 [B, h, n * m].
@@ -114,15 +114,15 @@ def stored_spread(find: Callable[[int], Float[Array, "B h _"]], kind: Landmarks,
 
 
 def mean_kind(kind: str) -> str:
-    """How means are stored if details are stored as `kind`."""
+    """Return how means are stored if details are stored as `kind` ("model", "int8" or "int4")."""
     return "int8" if kind == "int4" else kind
 
 
 def hadamard(x: Float[Array, "*rows s"]) -> Float[Array, "*rows s"]:
-    """The Hadamard transform over the last axis, whose size s is a power of two. Applied twice, it multiplies by s.
+    """Compute the Hadamard transform over the last axis, whose size s is a power of two.
 
-    The first number of the result is the sum. The transform is computed by additions. A GPU would round a matrix
-    product to TF32, and on a CPU sums of products take ten times as long.
+    The first number of the result is the sum. Two transforms in a row multiply by s. The transform is computed by
+    additions. A GPU would round a matrix product to TF32, and on a CPU sums of products take ten times as long.
     """
     half = x.shape[-1] // 2
     if half == 0:
@@ -135,19 +135,19 @@ def hadamard(x: Float[Array, "*rows s"]) -> Float[Array, "*rows s"]:
 
 
 def first_level(landmarks: StoredLandmarks) -> Array | Scaled:
-    """The part of landmarks that every query reads."""
+    """Return the part of landmarks that every query reads."""
     return landmarks.means if isinstance(landmarks, Levels) else landmarks
 
 
 def first_spread(spread: Any) -> Array | None:
-    """The part of spreads that every query reads."""
+    """Return the part of spreads that every query reads."""
     return spread[0] if isinstance(spread, tuple) else spread
 
 
 def first_logits(
     q: Float[Array, "B T h_q d"], marks: Marks, scale: float
 ) -> tuple[Float[Array, "B h_kv group T m"], int]:
-    """`landmark_logits` of the first level, and the number of logits of a chunk."""
+    """Return the `landmark_logits` of the first level, and how many of them a chunk has."""
     landmarks = first_level(marks.landmarks)
     parts = first_rows(landmarks).shape[2] // max(marks.open.shape[3], 1)
     is_open = jnp.repeat(marks.open, parts, axis=3)
@@ -157,7 +157,7 @@ def first_logits(
 def marks_at(marks: Sequence[Marks], ids: Int[Array, "B h_kv k"]) -> tuple[Levels, Array | None]:
     """Gather both levels of the chunks `ids`, and the spreads of their landmarks.
 
-    Ids from the number of chunks of marks[0] on are chunks of marks[1].
+    If marks[0] has n chunks, an id of n + j is chunk j of marks[1].
     """
     trees = [(part.landmarks, part.spread) for part in marks]
     tails = trees[1:]
@@ -171,7 +171,7 @@ def marks_at(marks: Sequence[Marks], ids: Int[Array, "B h_kv k"]) -> tuple[Level
 def level_logits(
     q: Float[Array, "B T h_q d"], near: Levels, spread: Float[Array, "B h_kv m s"] | None, sets: int, scale: float
 ) -> Float[Array, "B h_kv group T m_s"]:
-    """The logits of all landmarks of the candidates.
+    """Compute the logits of all landmarks of the candidates.
 
     Args:
         q: queries after RoPE [B, T, h_q, d].
@@ -192,7 +192,7 @@ def level_logits(
     asking = asking.reshape(batch, heads * sets, -1, q.shape[3])
 
     def products(level: Array | Scaled, rows: int) -> Array:
-        """The products of the queries with `rows` rows of each chunk, [B, h_kv * Q, R, m, rows]."""
+        """Return the products of the queries with `rows` rows of each chunk, [B, h_kv * Q, R, m, rows]."""
         shape = (batch, heads * sets, count * rows)
         level = jax.tree.map(lambda x: x.reshape(*shape, x.shape[3] // rows), level)
         logits = jax.lax.platform_dependent(asking, level, cpu=landmark_products, default=gathered_products)
@@ -210,12 +210,12 @@ def level_logits(
 
 
 def first_rows(landmarks: Array | Scaled) -> Array:
-    """The array of a landmark form that has a row for each landmark: the codes, or the landmarks themselves."""
+    """Return the array that has a row for each landmark: the codes, or the landmarks themselves."""
     return landmarks.codes if isinstance(landmarks, Scaled) else landmarks
 
 
 def gathered_products(rows: Float[Array, "B h R d"], landmarks: Array | Scaled) -> Float[Array, "B h R n"]:
-    """`landmark_products` of a few rows with gathered landmarks, for a GPU.
+    """Compute the `landmark_products` of a few rows with gathered landmarks, for a GPU.
 
     It uses sums of products, for which XLA reads the landmarks in place. For a matrix product it would copy them first.
     """

@@ -18,7 +18,7 @@ EXACT = lax.Precision.HIGHEST  # otherwise a GPU rounds float32 products to TF32
 def chunk_landmarks(
     keys: Float[Array, "B h n c d"], parts: int = 1
 ) -> tuple[Float[Array, "B h m d"], Float[Array, "B h n"]]:
-    """The landmarks of chunks, and how well they represent the chunks.
+    """Compute the landmarks of chunks, and how well they represent the chunks.
 
     Args:
         keys: keys after RoPE [B, h, n, c, d].
@@ -41,7 +41,7 @@ def chunk_landmarks(
 
 
 def chunk_spread(keys: Float[Array, "B h n c d"], parts: int = 1) -> Float[Array, "B h m"]:
-    """The root mean square of the differences between keys and their landmark.
+    """Compute the root mean square of the differences between keys and their landmark.
 
     Args:
         keys: keys after RoPE [B, h, n, c, d].
@@ -58,7 +58,7 @@ def chunk_spread(keys: Float[Array, "B h n c d"], parts: int = 1) -> Float[Array
 def prompt_landmarks(
     keys: Float[Array, "B S h d"], chunks: int, size: int, block: int = BLOCK, parts: int = 1
 ) -> tuple[Float[Array, "B h m d"], Float[Array, "B h {chunks}"]]:
-    """`chunk_landmarks` of a prompt's first chunks. At most `block` tokens have a float32 copy at once.
+    """Compute the `chunk_landmarks` of a prompt's first chunks. At most `block` tokens have a float32 copy at once.
 
     Args:
         keys: keys after RoPE [B, S, h, d].
@@ -79,7 +79,7 @@ def prompt_landmarks(
 def prompt_spread(
     keys: Float[Array, "B S h d"], chunks: int, size: int, block: int = BLOCK, parts: int = 1
 ) -> Float[Array, "B h m"]:
-    """`chunk_spread` of a prompt's first chunks, float32. The arguments are those of `prompt_landmarks`."""
+    """Compute the `chunk_spread` of a prompt's first chunks, float32. The arguments are those of `prompt_landmarks`."""
     empty = jnp.zeros((keys.shape[0], keys.shape[2], chunks * parts), jnp.float32)
     return over_chunks(lambda rows: (chunk_spread(rows, parts),), keys, chunks, size, block, (empty,))[0]
 
@@ -101,6 +101,9 @@ def over_chunks(
         size: tokens in a chunk.
         block: tokens in a block, but at least one chunk.
         empty: arrays into which the results are written. They keep their values for chunks after the end of the prompt.
+
+    Returns:
+        The arrays `empty` with the results.
     """
     batch, length, heads, dim = keys.shape
     there = min(chunks, length // size)
@@ -121,7 +124,13 @@ def over_chunks(
 
 
 def store_landmarks(means: Float[Array, "B h n d"], kind: str, dtype: Any) -> Array | Scaled:
-    """Landmarks in the stored form. `kind` is "model" (stored in `dtype`), or "int8" or "int4" (with a scale each)."""
+    """Convert landmarks to the stored form.
+
+    Args:
+        means: the landmarks, float32 [B, h, n, d].
+        kind: "model" stores them in `dtype`. "int8" and "int4" store them with a scale for each landmark.
+        dtype: the model's dtype.
+    """
     return means.astype(dtype) if kind == "model" else quantize_rows(means, ROW_BITS[kind], dtype)
 
 
@@ -132,7 +141,7 @@ def landmark_logits(
     scale: float,
     spread: Float[Array, "B h_kv n 1"] | None = None,
 ) -> Float[Array, "B h_kv group T n"]:
-    """The logits of landmarks, float32; MASKED where a landmark is not a candidate.
+    """Compute the logits of landmarks, float32. They are MASKED where a landmark is not a candidate.
 
     Args:
         q: queries after RoPE [B, T, h_q, d].
@@ -154,7 +163,7 @@ def landmark_logits(
 def landmark_products(
     rows: Float[Array, "B h R d"], landmarks: Float[Array, "B h n d"] | Scaled
 ) -> Float[Array, "B h R n"]:
-    """The products of rows with the landmarks of their head, float32. Landmarks are in the stored form."""
+    """Return the products of rows with the landmarks of their head, float32. Landmarks are in the stored form."""
     if isinstance(landmarks, Scaled):
         bits = 8 * landmarks.codes.shape[3] // max(rows.shape[3], 1)
         products = whole_products(rows, landmarks.codes, bits)

@@ -17,9 +17,7 @@ from jshadow.policies.shadowkv.state import PlusLive
 
 
 def outlier_chunks(whole: Array, worst: Array, lost: Array | None, first: int, count: int) -> Array:
-    """The chunks of a prompt that stay exact, int32 [B, h_kv, count].
-
-    A row with fewer than `count` chunks has its real chunks first. The entries after them are arbitrary.
+    """Choose the chunks of a prompt that stay exact.
 
     Args:
         whole: which chunks the row has, bool [B, h_kv, n].
@@ -27,6 +25,10 @@ def outlier_chunks(whole: Array, worst: Array, lost: Array | None, first: int, c
         lost: largest squared error of a rebuilt key of each chunk, float32 [B, h_kv, n]; None if first == count.
         first: number of chunks that are chosen by the least cosine. They come first.
         count: number of chunks in all. The others are chosen by the largest error.
+
+    Returns:
+        The chunks, int32 [B, h_kv, count]. A row with fewer than `count` chunks has its real chunks first. The entries
+        after them are arbitrary.
     """
     ids = top_k(jnp.where(whole, -worst, -jnp.inf), first)
     if lost is None:
@@ -36,14 +38,20 @@ def outlier_chunks(whole: Array, worst: Array, lost: Array | None, first: int, c
 
 
 def leave_out(chunks: Array, ids: Array, chosen: Array) -> Array:
-    """The mask `chunks` [B, h_kv, n] with False at those `ids` [B, h_kv, o] where `chosen` [B, h_kv, o] is True."""
+    """Return the mask `chunks` [B, h_kv, n] with False at some ids.
+
+    The ids are those of `ids` [B, h_kv, o] for which `chosen` [B, h_kv, o] is True.
+    """
     row, head = jnp.ogrid[: chunks.shape[0], : chunks.shape[1]]
     ids = jnp.where(chosen, ids, chunks.shape[2])
     return chunks.at[row[..., None], head[..., None], ids].set(False, mode="drop")
 
 
 def least_cosine(outliers: KeyValues, used: Array, size: int, parts: int) -> Array:
-    """The limit `PlusFrozen.cut`: the largest least cosine of an outlier that was chosen by its landmark.
+    """Return the limit `PlusFrozen.cut`.
+
+    The least cosine of an outlier is the smallest cosine between one of its keys and its landmark. The limit is the
+    largest of these numbers, over the outliers that were chosen by their landmark.
 
     Args:
         outliers: the prompt's outliers, those chosen by their landmark first: keys [B, h_kv, o * c, d].
@@ -61,7 +69,7 @@ def least_cosine(outliers: KeyValues, used: Array, size: int, parts: int) -> Arr
 
 
 def loses_more(keys: Array, real: Array, weights: Array | None, most: Array) -> Array:
-    """Whether the coding error of a chunk is above the limit `PlusFrozen.most`, bool [B, h_kv, n].
+    """Return whether the coding error of a chunk is above the limit `PlusFrozen.most`, bool [B, h_kv, n].
 
     The rebuilt keys and the real keys were rounded to the model's dtype after RoPE. The keys from which `most` was
     measured were not. Therefore the difference that rounding alone can cause is subtracted.
@@ -79,7 +87,9 @@ def loses_more(keys: Array, real: Array, weights: Array | None, most: Array) -> 
 
 
 def keep_exact(live: PlusLive, number: Array, bad: Array, k: Array, v: Array) -> PlusLive:
-    """Copy the joining chunks that should stay exact to the free exact slots of ShadowKV+, as far as there are any.
+    """Copy the joining chunks that should stay exact to free exact slots of ShadowKV+.
+
+    A chunk that finds no free slot is not copied.
 
     Args:
         live: the state.

@@ -1,4 +1,4 @@
-"""ShadowKV+: generated tokens can be selected too (Sun et al. 2024, arXiv 2410.21465, section 7.1; no published code).
+"""ShadowKV+: generated tokens can also be selected (Sun et al. 2024, arXiv 2410.21465, section 7.1; no published code).
 
 The paper projects new keys onto the prompt's right factor, and leaves the rest open. This implementation does this:
 
@@ -6,8 +6,8 @@ The paper projects new keys onto the prompt's right factor, and leaves the rest 
 - When a chunk has left the window of every query, it joins the chunks that can be selected. Its landmark is added to
   the landmarks, and its values are written to the host. Its keys are rebuilt from left rows, which are computed when
   the tokens arrive.
-- A chunk stays exact if its landmark represents it worse than any outlier of the prompt is represented. This needs a
-  free slot.
+- A chunk stays exact if its landmark represents it worse than the best represented outlier of the prompt, and if a slot
+  is free.
 - With outlier_rule="both", a chunk also stays exact if its coding error exceeds that of every rebuilt chunk of the
   prompt. If no chunk of the prompt is rebuilt, every chunk does.
 
@@ -69,7 +69,7 @@ class ShadowKVPlus(ShadowKV):
 
     @classmethod
     def reference(cls) -> "ShadowKVPlus":
-        """`ShadowKV.reference`, except that each query selects its own chunks, because each has its own window."""
+        """Return `ShadowKV.reference`, except that each query selects its own chunks, because it has its own window."""
         published = super().reference()
         quirks = dataclasses.replace(published.quirks, turn_selection="each")
         return dataclasses.replace(published, quirks=quirks, extend_piece=cls.extend_piece)
@@ -94,25 +94,28 @@ class ShadowKVPlus(ShadowKV):
 
     @property
     def ring_slots(self) -> int:
-        """Slots R of the ring: a window and a piece of a turn, so that the piece's first query has its whole window."""
+        """Number of slots R of the ring: a window and a piece, so that a piece's first query has its whole window."""
         return (self.window_chunks - -self.extend_piece // self.chunk_size) * self.chunk_size
 
     def max_selected(self, capacity: int) -> int:
-        """Number of chunks k that a query selects. Later chunks are candidates, so the outliers are not subtracted."""
+        """Return the number of chunks k that a query selects.
+
+        The outliers are not subtracted, because later chunks can also be selected.
+        """
         assert self.budget is not None
         return min(self.budget // self.chunk_size, self.max_chunks(capacity))
 
     def later_chunks(self, spec: CacheSpec) -> int:
-        """Number of later chunks m for which there is space."""
+        """Return the number of later chunks m for which there is space."""
         return -(-spec.window // self.chunk_size)
 
     def left_behind(self, frozen: ShadowFrozen, positions: Array) -> Array:
-        """Number of later chunks that have left the window of queries at `positions` [B, T], int32 [B, T]."""
+        """Return how many later chunks have left the window of queries at `positions`. Both are int32 [B, T]."""
         chunks = positions // self.chunk_size + 1 - self.window_chunks
         return jnp.maximum(chunks - frozen.chunks[:, None], 0)
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """The values of the prompt's chunks, and a tail for later chunks."""
+        """Return the layout of the values of the prompt's chunks, with a tail for later chunks."""
         layout = super().host_layout(spec)
         assert layout is not None
         return dataclasses.replace(layout, tail_units=self.later_chunks(spec))
@@ -120,7 +123,7 @@ class ShadowKVPlus(ShadowKV):
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A state of zeros, without chunks and with an empty ring."""
+        """Return a state of zeros, without chunks and with an empty ring."""
         state = super().init(spec, fitted)
         heads, later, extra = spec.kv_heads, self.later_chunks(spec), self.extra_outlier_chunks
 
@@ -176,7 +179,7 @@ class ShadowKVPlus(ShadowKV):
         return compressed.replace(frozen=frozen, live=live), write
 
     def most_lost(self, spec: CacheSpec, frozen: ShadowFrozen, prompt: PromptKV, weights: Array | None) -> Array | None:
-        """The limit `PlusFrozen.most`, float32 [B, h_kv], or None with outlier_rule="landmark"."""
+        """Return the limit `PlusFrozen.most`, float32 [B, h_kv], or None with outlier_rule="landmark"."""
         assert self.outlier_chunks is not None
         if self.choice.outlier_rule == "landmark":
             return None
@@ -187,7 +190,7 @@ class ShadowKVPlus(ShadowKV):
         return jnp.where(frozen.candidates, lost, -1.0).max(axis=2, initial=-1.0)
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """The smaller of what the capacity and the space for later chunks still allow."""
+        """Return how many more tokens fit into both the capacity and the space for later chunks."""
         segment = self.later_chunks(spec) * self.chunk_size
         return jnp.minimum(segment - (lengths - state.frozen.chunks * self.chunk_size), spec.capacity - lengths)
 
@@ -203,7 +206,7 @@ class ShadowKVPlus(ShadowKV):
         return self.join(spec, state.replace(live=live), step)
 
     def write_left(self, state: LayerState, step: StepKV) -> Array:
-        """The left rows of later chunks, with those of the new tokens."""
+        """Return the left rows of later chunks, with those of the new tokens."""
         left = state.live.left
         places = step.positions - state.frozen.chunks[:, None] * self.chunk_size
         rows = self.codec.project(step.k_pre, state.frozen.right, state.frozen.key_weights)
@@ -249,19 +252,19 @@ class ShadowKVPlus(ShadowKV):
         return jax.tree.map(write, marks, new)
 
     def marks(self, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
-        """The prompt's chunks, and the later chunks that have left each query's window."""
+        """Return the prompt's chunks, and the later chunks that have left each query's window."""
         live: PlusLive = state.live
         behind = self.left_behind(state.frozen, step.positions)[:, None, :, None]
         is_open = (jnp.arange(live.kept.shape[2]) < behind) & ~live.kept[:, :, None]
         return *super().marks(state, step), Marks(live.landmarks, live.spread, is_open)
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
-        """The key code of the prompt's chunks and of later chunks."""
+        """Return the key code of the prompt's chunks and of later chunks."""
         prompt = super().rebuild(spec, state, step)
         return prompt.replace(tail=state.live.left, tail_unit=state.frozen.chunks)
 
     def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
-        """Each query's window in the ring, the outliers, and the exact later chunks that have left its window."""
+        """Return each query's window, the outliers, and the exact later chunks that have left its window."""
         live: PlusLive = state.live
         behind = self.left_behind(state.frozen, step.positions)[..., None]
         first = (state.frozen.chunks[:, None, None] + behind) * self.chunk_size
@@ -275,7 +278,7 @@ class ShadowKVPlus(ShadowKV):
         return pieces
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """The tokens of the selected chunks, of the outliers, of the exact later chunks and of the window."""
+        """Count the tokens of the selected chunks, of the outliers, of the exact later chunks and of the window."""
         assert self.budget is not None
         frozen, ids = state.frozen, state.live.extra_ids
         behind = self.left_behind(frozen, lengths[:, None] - 1)

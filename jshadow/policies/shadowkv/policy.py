@@ -50,7 +50,7 @@ class ShadowKV(ShadowSettings, Costs):
     """
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
-        """A state of zeros, without chunks and with an empty window."""
+        """Return a state of zeros, without chunks and with an empty window."""
         chunks, heads, dim = self.max_chunks(spec.capacity), spec.kv_heads, spec.head_dim
         code = self.codec.empty(spec.batch, chunks, self.chunk_size, sizes_of(spec))
 
@@ -80,14 +80,14 @@ class ShadowKV(ShadowSettings, Costs):
         return LayerState(frozen, live)
 
     def empty_marks(self, spec: CacheSpec, chunks: int) -> tuple[StoredLandmarks, Any]:
-        """Landmarks and spreads of `chunks` chunks, all zero, as they are stored."""
+        """Return landmarks and spreads of `chunks` chunks, all zero, as they are stored."""
         shape, kind, parts = (spec.batch, spec.kv_heads), self.landmarks, self.landmark_parts
         landmarks = jnp.zeros((*shape, chunks * parts, spec.head_dim), spec.dtype)
         spread = stored_spread(lambda parts: jnp.zeros((*shape, chunks * parts)), kind, parts, spec.dtype)
         return stored_landmarks(landmarks, kind, parts, spec.dtype), spread
 
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
-        """The values of every chunk, outliers included, as in the published code."""
+        """Return the layout of the values of every chunk, outliers included, as in the published code."""
         return HostLayout(
             heads=spec.kv_heads,
             units=self.max_chunks(spec.capacity),
@@ -97,7 +97,7 @@ class ShadowKV(ShadowSettings, Costs):
         )
 
     def host_rows(self, spec: CacheSpec, values: Array) -> Array:
-        """The values of chunks [B, h_kv, n, c, d] as they are stored in host memory, one row for each chunk."""
+        """Convert the values of chunks [B, h_kv, n, c, d] to rows of host memory, one for each chunk."""
         if self.values.dtype == "model":
             return values.reshape(*values.shape[:3], self.chunk_size * spec.head_dim)
         return join_rows(quantize_rows(values, ROW_BITS[self.values.dtype], spec.dtype))
@@ -107,7 +107,7 @@ class ShadowKV(ShadowSettings, Costs):
     def compress(
         self, spec: CacheSpec, state: LayerState, prompt: PromptKV, fitted: Any = None
     ) -> tuple[LayerState, HostWrite | None]:
-        """Compute the prompt's key code, landmarks and outliers; write its values to the host (algorithm 1)."""
+        """Compute the prompt's key code, landmarks and outliers, and write its values to the host (algorithm 1)."""
         size, count, parts = self.chunk_size, self.max_chunks(spec.capacity), self.landmark_parts
         row_chunks, weights = self.prompt_chunks(prompt.lengths), self.key_weights(spec, prompt)
         code = self.codec.encode(prompt.k_pre, prompt.lengths, count, size, weights)
@@ -145,7 +145,7 @@ class ShadowKV(ShadowSettings, Costs):
         return LayerState(frozen, live), HostWrite(rows) if count else None
 
     def key_weights(self, spec: CacheSpec, prompt: PromptKV) -> Array | None:
-        """The weights on errors of a key's numbers, float32 [B, h_kv, d], or None if all count equally."""
+        """Return the weights on errors of a key's numbers, float32 [B, h_kv, d], or None if all count equally."""
         if weights_of(self.keys) == "none":
             return None
         assert prompt.q_tail is not None
@@ -154,7 +154,7 @@ class ShadowKV(ShadowSettings, Costs):
     # One step
 
     def room(self, spec: CacheSpec, state: LayerState, lengths: Array) -> Array:
-        """The smaller of what the capacity and the window still allow."""
+        """Return how many more tokens fit into both the capacity and the window."""
         used = lengths - state.frozen.chunks * self.chunk_size
         return jnp.minimum(spec.capacity - lengths, spec.window - used)
 
@@ -188,22 +188,25 @@ class ShadowKV(ShadowSettings, Costs):
         return selection, state.replace(live=state.live.replace(resident=resident))
 
     def choose(self, spec: CacheSpec, state: LayerState, step: StepKV, count: int) -> tuple[Array, Array]:
-        """The best chunks int32 [B, h_kv, Q, count] and their scores; Q is 1 if queries select together, else T."""
+        """Return the best chunks, int32 [B, h_kv, Q, count], and their scores.
+
+        Q is 1 if the queries select together, else T.
+        """
         query, keys_of = Query(step.q_post, step.valid, self.scoring(spec)), None
         if self.choice.rounds == 2:
             keys_of = lambda ids: self.rebuild(spec, state, step).keys(ids).astype(spec.dtype)  # noqa: E731
         return best_chunks(query, self.marks(state, step), self.scores(spec, state, step), count, keys_of)
 
     def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
-        """Scores of all chunks, float32 [B, h_kv, Q, n]; -1 where a chunk may not be selected. Q is as in `choose`."""
+        """Score all chunks, float32 [B, h_kv, Q, n]; -1 where a chunk may not be selected. Q is as in `choose`."""
         return landmark_scores(Query(step.q_post, step.valid, self.scoring(spec)), self.marks(state, step))
 
     def marks(self, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
-        """The chunks from which queries select, as `selection` reads them."""
+        """Return the chunks from which queries select, as `selection` reads them."""
         return (prompt_marks(state.frozen),)
 
     def rebuild(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Rebuild:
-        """The key code of all chunks that may be selected."""
+        """Return the key code of all chunks that may be selected."""
         frozen = state.frozen
         return Rebuild(frozen.left, frozen.right, step.inverse, codec=self.codec, unit=self.chunk_size)
 
@@ -224,7 +227,7 @@ class ShadowKV(ShadowSettings, Costs):
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
     ) -> tuple[Array, LayerState]:
-        """One softmax over the window, the outliers and the selected chunks."""
+        """Compute one softmax over the window, the outliers and the selected chunks."""
         pieces = self.exact_pieces(spec, state, step)
         if fetched is not None:
             assert fetched.k is not None
@@ -236,7 +239,7 @@ class ShadowKV(ShadowSettings, Costs):
         return attend(step.q_post, pieces, spec.scale), state
 
     def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
-        """The window and the outliers as pieces for attention."""
+        """Return the window and the outliers as pieces for attention."""
         frozen, window = state.frozen, state.live.window
         first = frozen.chunks[:, None] * self.chunk_size
         seen = jnp.arange(spec.window) <= (step.positions - first)[:, None, :, None]
@@ -248,7 +251,7 @@ class ShadowKV(ShadowSettings, Costs):
         return pieces
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
-        """The tokens of the selected chunks, of the outliers and of the window."""
+        """Count the tokens of the selected chunks, of the outliers and of the window."""
         assert self.budget is not None
         chunks = state.frozen.chunks
         outliers = self.row_outliers(chunks)
@@ -262,29 +265,29 @@ class ShadowKV(ShadowSettings, Costs):
     # Costs
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """The temporaries of the codec, and of landmarks and values that are packed."""
+        """Count the temporaries of the codec, and of landmarks and values that are packed."""
         return costs.compress_bytes(self, spec, tokens)
 
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
-        """Only the selected left rows and values are read. All other arrays on the device are read."""
+        """Count only the selected left rows and values as read, and all of the other arrays on the device."""
         return costs.step_bytes(self, spec, state, super().step_bytes(spec, state))
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
-        """The default, and the rebuilding of the selected keys, and their scores."""
+        """Count the default, the rebuilding of the selected keys, and their scores."""
         return costs.step_flops(self, spec, super().step_flops(spec, state))
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """The scores of chunks, their places, the selected rows, and the scores of tokens."""
+        """Count the scores of chunks, their places, the selected rows, and the scores of tokens."""
         return costs.step_temporaries(self, spec)
 
 
 def prompt_marks(frozen: ShadowFrozen) -> Marks:
-    """The prompt's chunks, as `selection` reads them."""
+    """Return the prompt's chunks, as `selection` reads them."""
     return Marks(frozen.landmarks, frozen.spread, frozen.candidates[:, :, None])
 
 
 def own_piece(k: Array, fetched: Fetched, queries: int) -> Piece:
-    """Fetched rows as a piece for attention. With queries > 1, each query attends only to its own n rows.
+    """Return fetched rows as a piece for attention. With queries > 1, each query attends only to its own n rows.
 
     k is the keys [B, h_kv, queries * n, d]; the values and the mask are those of `fetched`.
     """

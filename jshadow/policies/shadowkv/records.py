@@ -50,7 +50,7 @@ class LowRank(Record):
         return self, rank
 
     def codec(self, rank: int | None) -> KeyCodec:
-        """The codec with these settings."""
+        """Return the codec with these settings."""
         return LowRankCodec(rank)  # type: ignore[arg-type]  # None only before `resolve`
 
 
@@ -59,10 +59,10 @@ class TransformCode(Record):
     """Keys stored in their eigenbasis, with 8, 4, 2 or 0 bits for each column.
 
     Attributes:
-        bits: mean bits of a key column, in (0, 8]. `resolve` replaces them by a profile. None: `profile` is used, or
-            as many bits as the usual rank takes.
+        bits: mean bits of a key column, in (0, 8]. `resolve` replaces them by a profile. None: `profile` is used. If
+            that is also None, there are as many bits as low-rank keys of the usual rank take.
         profile: numbers of columns with 8, 4 and 2 bits (n8, n4, n2). n4 is a multiple of 2 and n2 a multiple of 4.
-        weights: as in `LowRank`.
+        weights: the error that the code minimizes, "none" or "queries", as for low-rank keys (`LowRank`).
     """
 
     bits: float | None = None
@@ -85,7 +85,7 @@ class TransformCode(Record):
         return dataclasses.replace(self, bits=None, profile=profile), None
 
     def profile_of_bits(self, policy: str, config: ModelConfig) -> Profile:
-        """The default profile with `bits` bits for each column on average."""
+        """Return the default profile with `bits` bits for each column on average."""
         bits, columns = self.bits, config.key_columns
         if self.profile is not None:
             raise ConfigError(f"{policy}.keys.bits must be None with keys.profile={self.profile!r}, got {bits!r}")
@@ -94,7 +94,7 @@ class TransformCode(Record):
         return profile_of(columns, max(8, bits * columns))
 
     def codec(self, rank: int | None) -> KeyCodec:
-        """The codec with these settings."""
+        """Return the codec with these settings."""
         return TransformCodec(self.profile)  # type: ignore[arg-type]  # None only before `resolve`
 
 
@@ -110,7 +110,7 @@ class ExactKeys(Record):
         return self, None
 
     def codec(self, rank: int | None) -> KeyCodec:
-        """The codec with these settings."""
+        """Return the codec with these settings."""
         return ExactCodec()
 
 
@@ -118,7 +118,7 @@ Keys = LowRank | TransformCode | ExactKeys
 
 
 def weights_of(keys: Keys) -> str:
-    """The setting `weights` of the key code; "none" for exact keys."""
+    """Return the setting `weights` of the key code; "none" for exact keys."""
     return "none" if isinstance(keys, ExactKeys) else keys.weights
 
 
@@ -129,7 +129,7 @@ def check_no_rank(policy: str, keys: str, rank: Any) -> None:
 
 
 def check_profile(policy: str, profile: Any, columns: int) -> None:
-    """Raise ConfigError unless a profile is three counts that fill whole bytes, at most `columns` together."""
+    """Raise ConfigError unless a profile is three counts that fill whole bytes and sum to at most `columns`."""
     good = isinstance(profile, tuple) and len(profile) == 3
     good = good and all(isinstance(count, int) and not isinstance(count, bool) and count >= 0 for count in profile)
     if not good or profile[1] % 2 or profile[2] % 4 or not 1 <= sum(profile) <= columns:

@@ -2,7 +2,7 @@
 
 The code is github.com/ByteDance-Seed/ShadowKV, e51904c. `ShadowKV.reference()` has all of these settings. One of them
 needs arrays of its own (`Preload`): in the published code, a chunk that stays selected keeps its keys. The chunks that
-the prompt's last query selects begin with exact keys. Once such a chunk was dropped, its keys are rebuilt from the
+the prompt's last query selects begin with exact keys. Once such a chunk is dropped, its keys are rebuilt from the
 factors.
 """
 
@@ -30,8 +30,8 @@ class Quirks(Record):
         score_dim: products are divided by the square root of this number for selection. None: by the square root of the
             head width.
         score_dtype: dtype that the softmax over landmarks is rounded to, "float32" or "bfloat16".
-        exact_preload: whether the chunks that the prompt's last query selects have exact keys. A chunk has them as long
-            as every query selects it.
+        exact_preload: whether the chunks that the prompt's last query selects begin with exact keys. A chunk loses its
+            exact keys when a query does not select it.
         chunk_multiple: the number of a prompt's chunks is rounded down to a multiple of this.
         turn_selection: "each": every query of a turn selects its own chunks, so that a turn equals single steps.
             "shared": all queries of a piece select the same chunks.
@@ -45,7 +45,7 @@ class Quirks(Record):
 
     @classmethod
     def published(cls) -> "Quirks":
-        """The published code's choices."""
+        """Return the published code's choices."""
         return cls(128, "bfloat16", exact_preload=True, chunk_multiple=8, turn_selection="shared")
 
     def check(self, policy: str) -> None:
@@ -59,12 +59,12 @@ class Quirks(Record):
         check_range(where, "chunk_multiple", self.chunk_multiple, 1)
 
     def scoring(self, scale: float) -> Scoring:
-        """How queries score chunks. `scale` is the attention's factor on products, used if score_dim is None."""
+        """Return how queries score chunks. `scale` is the attention's factor on products, used if score_dim is None."""
         scale = scale if self.score_dim is None else float(self.score_dim**-0.5)
         return Scoring(scale, shared=self.turn_selection == "shared", dtype=self.score_dtype)
 
     def rounded(self, chunks: N) -> N:
-        """The number of chunks, rounded down to a multiple of `chunk_multiple`."""
+        """Return the number of chunks, rounded down to a multiple of `chunk_multiple`."""
         return chunks // self.chunk_multiple * self.chunk_multiple
 
 
@@ -81,7 +81,7 @@ class Preload(struct.PyTreeNode):
 
 
 def preloaded_chunks(query: Query, marks: Marks, count: int) -> Array:
-    """The chunks that the prompt's last query selects, int32 [B, h_kv, count]; -1 in unused entries.
+    """Return the chunks that the prompt's last query selects, int32 [B, h_kv, count]; -1 in unused entries.
 
     Args:
         query: the prompt's last query (T = 1).
@@ -93,7 +93,7 @@ def preloaded_chunks(query: Query, marks: Marks, count: int) -> Array:
 
 
 def exact_keys(preload: Preload, fresh: Array, fetched: Fetched, valid: Array) -> tuple[Array, Array]:
-    """Replace the rebuilt keys of those preloaded chunks that every query so far has selected by exact keys.
+    """Replace rebuilt keys by exact keys, for those preloaded chunks that every query so far has selected.
 
     Args:
         preload: the preloaded chunks.

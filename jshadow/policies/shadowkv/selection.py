@@ -74,7 +74,7 @@ class Query(NamedTuple):
 
 
 def landmark_scores(query: Query, marks: Sequence[Marks]) -> Float[Array, "B h_kv Q n"]:
-    """Scores of all chunks by the landmarks that every query reads, float32; -1 where a chunk may not be chosen."""
+    """Score all chunks by the landmarks that every query reads, float32; -1 where a chunk may not be chosen."""
     if not has_kernel(query.scoring, joined=len(marks) > 1):
         return product_scores(query, marks)
     landmarks, is_open = first_level(marks[0].landmarks), marks[0].open[:, :, 0]
@@ -84,12 +84,12 @@ def landmark_scores(query: Query, marks: Sequence[Marks]) -> Float[Array, "B h_k
 
 
 def has_kernel(scoring: Scoring, *, joined: bool) -> bool:
-    """Whether a kernel scores the landmarks. It needs float32 scores for each query, of the prompt's chunks only."""
+    """Return whether a kernel scores the landmarks: float32 scores for each query, of the prompt's chunks only."""
     return not joined and not scoring.shared and scoring.dtype == "float32"
 
 
 def product_scores(query: Query, marks: Sequence[Marks]) -> Float[Array, "B h_kv Q n"]:
-    """`landmark_scores` without the kernel, computed by XLA."""
+    """Compute `landmark_scores` by XLA, without the kernel."""
     logits, parts = zip(*(first_logits(query.q, part, query.scoring.scale) for part in marks), strict=True)
     every = logits[0] if len(logits) == 1 else jnp.concatenate(logits, axis=-1)
     return chunk_scores(every, query.valid, query.scoring, parts[0])
@@ -98,7 +98,7 @@ def product_scores(query: Query, marks: Sequence[Marks]) -> Float[Array, "B h_kv
 def chunk_scores(
     logits: Float[Array, "B h_kv group T m"], valid: Bool[Array, "B T"], scoring: Scoring, parts: int = 1
 ) -> Float[Array, "B h_kv Q n"]:
-    """The score of each chunk: a softmax over all candidates in each query head, then the maximum over a group's heads.
+    """Score each chunk: a softmax over all candidates in each query head, then the maximum over a group's heads.
 
     Args:
         logits: the logits of m landmarks, MASKED where a chunk is not a candidate.
@@ -124,7 +124,7 @@ def chunk_scores(
 
 
 def best_by_landmarks(query: Query, marks: Sequence[Marks], scores: Array, count: int) -> tuple[Array, Array]:
-    """The best chunks, int32 [B, h_kv, Q, count], and their scores.
+    """Return the best chunks, int32 [B, h_kv, Q, count], and their scores.
 
     Args:
         query: the queries.
@@ -144,13 +144,13 @@ def best_by_landmarks(query: Query, marks: Sequence[Marks], scores: Array, count
 def near_chunks(
     scores: Float[Array, "B h Q n"], count: int, first: int
 ) -> tuple[Int[Array, "B h Q m"], Bool[Array, "B h Q m"]]:
-    """The candidates whose landmarks are all read: the `count` best groups of GROUP neighboring chunks.
+    """Return the candidates whose landmarks are all read: the `count` best groups of GROUP neighboring chunks.
 
     Args:
         scores: scores by the means; negative where a chunk may not be chosen. A group has the score of its best chunk.
         count: number of chunks that are chosen in the end.
-        first: number of chunks of the prompt. No group spans the prompt and later chunks, so that results do not
-            depend on the capacity.
+        first: number of chunks of the prompt. No group spans the prompt and later chunks, so that results do not depend
+            on the capacity.
 
     Returns:
         The ids, int32, with those of a group side by side, and whether each chunk may be chosen.
@@ -172,13 +172,13 @@ def near_chunks(
 
 
 def scores_where(logits: Array, there: Array, query: Query, parts: int) -> Array:
-    """`chunk_scores` of m chunks by logits [B, h_kv, group, T, m * parts]; `there` bool [B, h_kv, Q, m]."""
+    """Return `chunk_scores` of m chunks by logits [B, h_kv, group, T, m * parts]; `there` is bool [B, h_kv, Q, m]."""
     is_there = jnp.repeat(there, parts, axis=3)[:, :, None]  # for all heads of a group, and all queries if Q = 1
     return chunk_scores(jnp.where(is_there, logits, MASKED), query.valid, query.scoring, parts)
 
 
 def best_of(ids: Array, scores: Array, count: int) -> tuple[Array, Array]:
-    """The `count` best of m chunks, from their ids and scores [B, h_kv, Q, m], with their scores."""
+    """Return the ids and scores of the `count` best of m chunks, whose ids and scores are [B, h_kv, Q, m]."""
     order = top_k(scores, count)
     return jnp.take_along_axis(ids, order, axis=3), jnp.take_along_axis(scores, order, axis=3)
 
@@ -189,7 +189,7 @@ def best_of(ids: Array, scores: Array, count: int) -> tuple[Array, Array]:
 def best_chunks(
     query: Query, marks: Sequence[Marks], scores: Array, count: int, rebuild: Callable[[Array], Array] | None
 ) -> tuple[Array, Array]:
-    """The chunks that each query chooses, int32 [B, h_kv, Q, count], and their scores; -1 where there is no chunk.
+    """Return the chunks that each query chooses, int32 [B, h_kv, Q, count], and their scores; -1 for no chunk.
 
     With a second round, three times as many chunks are rebuilt, but no more rows are moved from the host. The choice is
     better, because a landmark is a mean and hides single keys.
@@ -211,7 +211,7 @@ def best_chunks(
 def scores_by_keys(
     query: Query, keys: Float[Array, "B h_kv tokens d"], there: Bool[Array, "B h_kv Q m"]
 ) -> Float[Array, "B h_kv Q m"]:
-    """Scores of m chunks by all of their keys [B, h_kv, Q * m * c, d]; -1 where a chunk may not be chosen."""
+    """Score m chunks by all of their keys [B, h_kv, Q * m * c, d]; -1 where a chunk may not be chosen."""
     batch, heads, sets, count = there.shape
     grouped, size = group_queries(query.q, heads), keys.shape[2] // (sets * count)
     keys = keys.reshape(batch, heads, sets, count * size, keys.shape[3])
@@ -238,7 +238,7 @@ def in_turn(ids: Array, valid: Array, asked: Array, resident: Array) -> tuple[Ar
         resident: chunks selected by the previous query, int32 [B, h, k], distinct; -1 in an unused place.
 
     Returns:
-        ids and valid in the new order, whether the previous query selected each chunk too, and the new resident.
+        ids and valid in the new order, whether the previous query also selected each chunk, and the new resident.
     """
 
     def follow(resident: Array, one: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array, Array]]:
@@ -257,7 +257,7 @@ def in_turn(ids: Array, valid: Array, asked: Array, resident: Array) -> tuple[Ar
 
 
 def in_place(new: Array, valid: Array, resident: Array) -> Array:
-    """For each place, the index of the chunk in `new` that gets it, int32 [B, h, k]; see the example of `in_turn`."""
+    """Return the index in `new` of the chunk that gets each place, int32 [B, h, k]; see the example of `in_turn`."""
     count = new.shape[2]
     size = min(count, PLACES)
     blocks = -(-count // size)
@@ -291,7 +291,7 @@ def in_place(new: Array, valid: Array, resident: Array) -> Array:
 
 
 def over_blocks(function: Callable[..., Any], start: Any, blocks: Any) -> tuple[Any, Any]:
-    """lax.scan over the leading axis. A single block is computed without a loop."""
+    """Run lax.scan over the leading axis. A single block is computed without a loop."""
     if jax.tree.leaves(blocks)[0].shape[0] > 1:
         return lax.scan(function, start, blocks)
     last, out = function(start, jax.tree.map(lambda x: x[0], blocks))

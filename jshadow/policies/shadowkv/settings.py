@@ -69,7 +69,7 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
 
     @classmethod
     def paper(cls) -> Self:
-        """The paper's settings (sections 4 and 5.1).
+        """Return the paper's settings (sections 4 and 5.1).
 
         Keys have rank 160 for 1,024 columns. A chunk of 8 tokens has one landmark. 1.56 % of the tokens are selected,
         48 chunks are outliers, and all numbers have the model's dtype.
@@ -78,12 +78,11 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
 
     @classmethod
     def reference(cls) -> Self:
-        """The settings of the published code's throughput class (github.com/ByteDance-Seed/ShadowKV, e51904c).
+        """Return the settings of the published code's throughput class (github.com/ByteDance-Seed/ShadowKV, e51904c).
 
         All queries of a turn of at most 4,096 tokens select the same chunks. Products are divided by sqrt(128) for
         every head width, and scores are rounded to bfloat16. Chunks that the prompt's last query selects begin with
         exact keys. The number of chunks is a multiple of 8, and the budget determines the number of outliers.
-
         Three properties of that code are not reproduced: it drops tokens when the window is full, it breaks ties at
         random, and all prompts of a batch must have equal length.
         """
@@ -91,17 +90,16 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
 
     @classmethod
     def packed(cls, *, small: bool = False) -> Self:
-        """Quantized codes with about the paper's device bytes. They are this project's, not the paper's.
+        """Return settings with quantized codes that take about the paper's device bytes.
 
-        Keys are in the transform code with 2 bits a column, and landmarks and host values have 4 bits. There is a
-        landmark for every two tokens, in two levels. With `small`, keys have 4/3 bits a column and a chunk has one
-        landmark. Landmarks of both have order 2, and half of the outliers are the chunks with the largest coding error.
-        Host values take a little more than a quarter of the paper's bytes.
-
-        Both are for long prompts, because the basis takes 2.3 (small: 2.5) times the bytes of the paper's right factor
-        at every prompt length. In total they take 1.04 (small: 0.44) times the paper's device bytes on Llama-3.1-8B at
-        131,072 tokens, and 1.11 (small: 0.81) times at 4,096. docs/benchmarks/key_codes.md has their quality on
-        SmolLM2.
+        The codes are this project's own. Keys are in the transform code with 2 bits a column, and landmarks and host
+        values have 4 bits. There is a landmark for every two tokens, in two levels. With `small`, keys have 4/3 bits a
+        column and a chunk has one landmark. In both cases, landmarks have order 2, and half of the outliers are the
+        chunks with the largest coding error. Host values take a little more than a quarter of the paper's bytes.
+        Both settings are for long prompts, because the basis takes 2.3 (small: 2.5) times the bytes of the paper's
+        right factor at every prompt length. In total they take 1.04 (small: 0.44) times the paper's device bytes on
+        Llama-3.1-8B at 131,072 tokens, and 1.11 (small: 0.81) times at 4,096. docs/benchmarks/key_codes.md has their
+        quality on SmolLM2.
         """
         if small:
             keys, landmarks = TransformCode(bits=4 / 3, weights="queries"), Landmarks(order=2, dtype="int4")
@@ -112,12 +110,13 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
 
     @classmethod
     def lossless(cls, num_tokens: int, config: ModelConfig) -> Self:
-        """Settings that equal full attention for up to num_tokens: full rank, and a budget of all tokens."""
+        """Return settings that equal full attention for up to num_tokens: full rank, and a budget of all tokens."""
         return cls(rank=config.key_columns, budget=max(num_tokens, cls.chunk_size))
 
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
-        """The settings of `sizes.shadow_candidates`, with the key code, landmarks, values and choice of this policy.
+        """Return the policies of `sizes.shadow_candidates` that store and choose chunks as this policy does.
 
+        They have the key code, landmarks, values and choice of this policy.
         With the transform code, the size also decides `landmarks.tokens`, unless they are given.
 
         Raises:
@@ -157,13 +156,13 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
 
     @property
     def reads(self) -> HookInputs:
-        """The prompt's last queries, to compute key weights, or the last one, to select the preloaded chunks."""
+        """The hooks need the prompt's last queries to compute key weights, or the last one to preload chunks."""
         last = TAIL if weights_of(self.keys) == "queries" else int(self.quirks.exact_preload)
         return HookInputs(last_queries=last, piece=self.extend_piece)
 
     @property
     def budget_unit(self) -> int:
-        """The tokens of a chunk."""
+        """The number of tokens in a chunk."""
         return self.chunk_size
 
     @property
@@ -182,45 +181,45 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         return self.landmark_parts if self.landmarks.levels == 1 else 1
 
     def scoring(self, spec: CacheSpec) -> Scoring:
-        """How queries score chunks, as `selection` needs it."""
+        """Return how queries score chunks, as `selection` needs it."""
         return self.quirks.scoring(spec.scale)
 
     def max_near(self, capacity: int, later: int) -> int:
-        """Maximum number of chunks whose second level a step reads, with `later` chunks after the prompt."""
+        """Return the maximum number of chunks whose second level a step reads, with `later` chunks after the prompt."""
         named = self.max_selected(capacity) * self.choice.wider
         return GROUP * min(named, -(-self.max_chunks(capacity) // GROUP) - -later // GROUP)
 
     def max_chunks(self, capacity: int) -> int:
-        """Number of chunks n of the longest prompt that fits."""
+        """Return the number of chunks n of the longest prompt that fits."""
         return self.quirks.rounded(max(0, capacity // self.chunk_size - self.local_chunks))
 
     def prompt_chunks(self, lengths: Array) -> Array:
-        """Number of chunks of prompts with these lengths, int32 [B]. All tokens after them are in the window."""
+        """Return the number of chunks of prompts with these lengths, int32 [B]. All later tokens are in the window."""
         return self.quirks.rounded(jnp.maximum(0, lengths // self.chunk_size - self.local_chunks))
 
     def max_outliers(self, capacity: int) -> int:
-        """Number of outlier chunks of the longest prompt that fits."""
+        """Return the number of outlier chunks of the longest prompt that fits."""
         assert self.outlier_chunks is not None
         return min(self.outlier_chunks, self.max_chunks(capacity))
 
     def landmark_outliers(self, capacity: int) -> int:
-        """Number of outliers that are chosen by their landmark. They are stored first."""
+        """Return the number of outliers that are chosen by their landmark. They are stored first."""
         assert self.outlier_chunks is not None
         first = self.outlier_chunks if self.choice.outlier_rule == "landmark" else -(-self.outlier_chunks // 2)
         return min(first, self.max_outliers(capacity))
 
     def row_outliers(self, chunks: Array) -> Array:
-        """Number of outlier chunks of rows with `chunks` chunks, int32 [B]."""
+        """Return the number of outlier chunks of rows with `chunks` chunks, int32 [B]."""
         assert self.outlier_chunks is not None
         return jnp.minimum(self.outlier_chunks, chunks)
 
     def max_selected(self, capacity: int) -> int:
-        """Number of chunks k that a query selects from the longest prompt that fits."""
+        """Return the number of chunks k that a query selects from the longest prompt that fits."""
         assert self.budget is not None
         return min(self.budget // self.chunk_size, self.max_chunks(capacity) - self.max_outliers(capacity))
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
-        """The reason why there is no chunk to select at this capacity, or None."""
+        """Return the reason why there is no chunk to select at this capacity, or None."""
         if self.max_selected(capacity) > 0:
             return None
         return (
@@ -229,5 +228,8 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         )
 
     def window_slots(self, capacity: int, shortest: int) -> int:
-        """Slots of the window for the shortest prompt, which has the fewest chunks. There is at least one slot."""
+        """Return the number of slots of the window, at least one.
+
+        The shortest prompt decides it, because it has the fewest chunks.
+        """
         return max(1, capacity - self.chunk_size * self.max_chunks(min(shortest, capacity)))

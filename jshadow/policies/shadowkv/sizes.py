@@ -26,7 +26,7 @@ OUTLIERS = (48, 24, 8, 4, 1, 0)  # numbers of outlier chunks to try
 
 
 def shadow_candidates(policy: S, config: ModelConfig) -> list[list[S]]:
-    """Groups of settings with fewer and fewer outliers. Within a group, the bits of the key code fall.
+    """Return groups of settings with fewer and fewer outliers. Within a group, the bits of the key code fall.
 
     All other settings stay as they are. Outliers are given up before the keys get fewer bits than the usual rank has.
     48 outlier chunks are a small share of 128K tokens, but a fifth of 2K tokens. There, a lower rank costs more quality
@@ -41,7 +41,7 @@ def shadow_candidates(policy: S, config: ModelConfig) -> list[list[S]]:
 
 
 def code_sizes(policy: Codes, config: ModelConfig) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Two lists of settings of the key code: those with at least the bits of the usual rank, and those with fewer.
+    """Return two lists of settings of the key code: with at least the bits of the usual rank, and with fewer.
 
     The bits fall within each list. With the transform code, more bits come with finer landmarks, unless
     `landmarks.tokens` is given.

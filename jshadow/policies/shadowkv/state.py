@@ -73,9 +73,10 @@ class PlusFrozen(ShadowFrozen, kw_only=True):
     """ShadowKV+'s prompt, with the limits that decide which later chunks are kept exactly.
 
     Attributes:
-        cut: limit on the cosine, float32 [B, h_kv]. A later chunk is kept exactly if its least cosine with its landmark
-            is below this. It is the largest least cosine of the prompt's outliers that were chosen by landmark, or -inf
-            if there is none.
+        cut: limit on the cosine, float32 [B, h_kv]. The least cosine of a chunk is the smallest cosine between one of
+            its keys and its landmark. A later chunk is kept exactly if its least cosine is below the limit. The limit
+            is the largest least cosine among the prompt's outliers that were chosen by their landmark, or -inf if there
+            is none.
         most: limit on the coding error, float32 [B, h_kv], or None with outlier_rule="landmark". A later chunk is kept
             exactly if its squared error is above this. It is the largest error of the prompt's chunks that may be
             rebuilt, below 0 if there is none, and infinite if no outlier may be chosen by its error.
@@ -114,5 +115,5 @@ class PlusLive(ShadowLive, kw_only=True):
 
 
 def fields_of(record: Any) -> dict[str, Any]:
-    """The fields of a state record as a dictionary by name. The arrays are not copied."""
+    """Return the fields of a state record as a dictionary by name. The arrays are not copied."""
     return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}

@@ -21,7 +21,7 @@ LFS_HEAD = b"version https://git-lfs"
 
 
 def check_file(path: Path, kind: str) -> int:
-    """Check, before a parser reads it, that a file can be a weight file.
+    """Check that a file can be a weight file, before a parser reads it. Return its size.
 
     Args:
         path: the file.
@@ -52,7 +52,7 @@ def check_file(path: Path, kind: str) -> int:
 
 @contextlib.contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Turn errors of the operating system about reading `path` into a CheckpointError."""
+    """A context manager that turns errors of the operating system about `path` into a CheckpointError."""
     try:
         yield
     except (OSError, UnicodeEncodeError) as error:
@@ -96,7 +96,9 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def staged(target: Path) -> Iterator[Path]:
-    """Create a directory beside `target` that is renamed to `target` when the block ends. If it fails, it is removed.
+    """A context manager that creates the directory `target` completely or not at all.
+
+    A temporary directory beside `target` is renamed to `target` when the block ends. If the block fails, it is removed.
 
     Args:
         target: directory to create. It must not exist.
@@ -124,7 +126,9 @@ def staged(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
-    """Yield a temporary path that is renamed to the file `target` when the block ends. If it fails, it is removed.
+    """A context manager that writes the file `target` completely or not at all.
+
+    A temporary file is renamed to `target` when the block ends. If the block fails, it is removed.
 
     Args:
         target: file to create or to replace.
@@ -149,10 +153,10 @@ def staged_file(target: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def workspace(parent: Path, prefix: str) -> Iterator[Path]:
-    """Create a directory in `parent` that is removed when the block ends, unless it was renamed.
+    """A context manager that creates a directory in `parent`. It is removed at the end, unless it was renamed.
 
     A killed process cannot clean up. So each directory is locked while its process lives. The next process that creates
-    one with the same prefix removes all whose lock is free.
+    a directory with the same prefix removes all those that are not locked.
 
     Args:
         parent: directory to create it in. It is created if it does not exist.

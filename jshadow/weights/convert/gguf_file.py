@@ -45,8 +45,8 @@ class TensorInfo(NamedTuple):
 
     Attributes:
         shape: shape in NumPy's order.
-        kind: ggml type code.
-        start: offset of the first byte.
+        kind: code of the tensor's type in ggml.
+        start: offset of the first byte in the file.
         nbytes: number of bytes.
     """
 
@@ -85,7 +85,11 @@ class GGUFFile:
         self.tensors = _tensor_infos(cursor, tensor_count, self.metadata.get("general.alignment", 32))
 
     def read(self, name: str) -> np.ndarray:
-        """Read tensor `name` as float32, whatever its type in the file. Its shape is that in `tensors`."""
+        """Read tensor `name`, and convert it to float32. Its shape is that in `tensors`.
+
+        Raises:
+            CheckpointError: `gguf.quants` cannot decode the type of the tensor.
+        """
         gguf = gguf_package()
         info = self.tensors[name]
         kind = gguf.GGMLQuantizationType(info.kind)

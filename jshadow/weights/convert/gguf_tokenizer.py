@@ -25,8 +25,8 @@ class Pre(NamedTuple):
     Attributes:
         digits: whether every digit is split off first.
         pattern: regular expression that isolates words. None means the pattern of GPT-2.
-        ignore_merges: whether a word that is a token is taken as a whole, without applying the merges.
-        add_bos: whether the bos token is put in front if the file does not say so.
+        ignore_merges: whether a word that is a token becomes that token without applying the merges.
+        add_bos: whether the bos token is put in front of a text if the file has no setting for this.
     """
 
     digits: bool = False
@@ -51,7 +51,7 @@ def write_tokenizer(metadata: dict[str, Any], directory: Path, context: int) -> 
     Args:
         metadata: the metadata of the GGUF file.
         directory: directory to write to.
-        context: model_max_length of the tokenizer.
+        context: context length of the model, which becomes model_max_length of the tokenizer.
 
     Returns:
         Whether the file has a tokenizer. If it has none, nothing is written.

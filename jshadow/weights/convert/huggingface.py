@@ -60,7 +60,7 @@ def locate(source: str | os.PathLike[str]) -> Path:
 
     Raises:
         CheckpointError: the directory does not exist, it is a file, or the download failed. For a GGUF file, the
-            message says to convert it.
+            message tells the user to convert it.
     """
     path = check_path("checkpoint", source)
     if path.suffix == ".gguf":
@@ -71,7 +71,7 @@ def locate(source: str | os.PathLike[str]) -> Path:
         return path
     if there:
         raise CheckpointError(f"checkpoint {path} must be a directory with {CONFIG} and *.safetensors, got a file")
-    # "checkpoints/name" has the form of a hub id too. If its first part is a local directory, it is a path.
+    # "checkpoints/name" also has the form of a hub id. If its first part is a local directory, it is a path.
     if re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(source)) and not path.parent.is_dir():
         return _download(str(source))
     raise CheckpointError(f"checkpoint directory {path} does not exist (and a hub id has the form org/name)")

@@ -40,7 +40,7 @@ def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "eos_token_id": list(config.eos_ids) or None,
         "bos_token_id": None,  # always written, because a family's default may lie outside the vocabulary
         "pad_token_id": None,
-        "torch_dtype": dtype,  # the older name, which every reader knows; the RoPE keys have older names too
+        "torch_dtype": dtype,  # the older name, which every reader knows; the RoPE keys also have older names
         **config.rope.to_hf(),
     }
     family = FAMILIES[config.model_type]
@@ -83,7 +83,7 @@ def write_shards(
         progress: called with (number of tensors written, number of all tensors).
 
     Raises:
-        CheckpointError: tensors have NaN or Inf. The message lists all of one file.
+        CheckpointError: tensors have NaN or Inf. The message lists all such tensors of one file.
     """
     item, shards = check_dtype(dtype).itemsize, [dict[str, Shape]()]
     shard_size = 0

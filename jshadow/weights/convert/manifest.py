@@ -17,7 +17,7 @@ BLOCK = 2**20  # how many bytes of a file are read at once
 
 
 def write_manifest(directory: Path, kind: str) -> None:
-    """Write the manifest of a complete directory. It lists all files except itself."""
+    """Write the manifest of a complete directory of format `kind`. It lists all files except itself."""
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
     digests = _all_digests(paths)
     files = {

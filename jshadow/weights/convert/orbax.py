@@ -258,7 +258,7 @@ def read_orbax(
         dtype: dtype of the result.
         put: turns each weight into leaves, one weight after another (see `huggingface.read_weights`). With None, all
             weights are read at once, directly onto their devices.
-        sharding: returns the sharding of a weight for (weight path, shape). None means the default device.
+        sharding: called with (weight path, shape), returns the sharding of the weight. None means the default device.
 
     Returns:
         The nested weight tree.

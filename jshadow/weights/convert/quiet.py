@@ -9,7 +9,10 @@ from typing import Any
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[Any]:
-    """Import and yield transformers without its warning that torch is missing. Its log shows only errors meanwhile."""
+    """A context manager that imports and yields transformers, without its warning that torch is missing.
+
+    Inside the block, transformers logs only errors.
+    """
     name, logger = "TRANSFORMERS_NO_ADVISORY_WARNINGS", logging.getLogger("transformers")
     before = os.environ.get(name)
     os.environ[name] = "1"  # the import sets the level of the logger, so a level set before it would be lost

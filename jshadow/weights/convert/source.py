@@ -21,8 +21,9 @@ class Source:
         family: the model family.
         config: the ModelConfig that config.json describes.
         shapes: tensor name -> shape, in the order in which reading is fastest.
-        read: returns the tensor of a name. GGUF tensors are float32; other tensors have their stored dtype.
-        accompany: writes tokenizer and generation files into a directory.
+        read: function that returns the tensor with a given name. Tensors from GGUF are float32. Other tensors have
+            their stored dtype.
+        accompany: function that writes the tokenizer and generation files into a directory.
     """
 
     hf: dict[str, Any]

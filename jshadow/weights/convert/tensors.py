@@ -51,9 +51,10 @@ class Placement:
 
 
 def half_split_order(columns: int, config: ModelConfig) -> np.ndarray:
-    """Return the source index of each column of q or k, int [columns].
+    """Return the order that turns interleaved columns of q or k into the half-split layout, int [columns].
 
-    The rotated part of each head takes its even columns first, then its odd columns.
+    Column i of the result is column order[i] of the source. The rotated part of each head takes its even columns first,
+    and then its odd columns.
     """
     dim, rotated = config.head_dim, config.rope.rotary_dim(config.head_dim)
     order = np.concatenate([np.arange(0, rotated, 2), np.arange(1, rotated, 2), np.arange(rotated, dim)])
@@ -61,7 +62,7 @@ def half_split_order(columns: int, config: ModelConfig) -> np.ndarray:
 
 
 def placements(family: ModelFamily, weight_shapes: Mapping[str, Shape]) -> dict[str, Placement]:
-    """Return all tensors that a checkpoint of a family has, by name. `weight_shapes` has the paths of all weights."""
+    """Return all tensors that a checkpoint of a family must have, by name. `weight_shapes` has the weights by path."""
     result: dict[str, Placement] = {}
     for path in weight_shapes:
         for rule in family.rules:

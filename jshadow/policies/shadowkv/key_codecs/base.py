@@ -55,7 +55,7 @@ class Sizes(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Key columns: the numbers in a token's key, h_kv * d."""
+        """Number of key columns: the numbers in a token's key, h_kv * d."""
         return self.heads * self.dim
 
 
@@ -73,7 +73,7 @@ class KeyCodec(abc.ABC):
 
     @abc.abstractmethod
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """The shapes and dtypes of the code of `units` chunks, as ShapeDtypeStructs."""
+        """Return the shapes and dtypes of the code of `units` chunks, as ShapeDtypeStructs."""
 
     @abc.abstractmethod
     def encode(
@@ -99,7 +99,13 @@ class KeyCodec(abc.ABC):
     def project(
         self, k_pre: Float[Array, "B T h_kv d"], right: Any, weights: Float[Array, "B h_kv d"] | None = None
     ) -> Shaped[Array, "B T heads w"]:
-        """Left rows of later tokens [B, T, 1 or h_kv, w], from the prompt's `right` and weights (section 7.1)."""
+        """Return the left rows of later tokens [B, T, 1 or h_kv, w] (section 7.1).
+
+        Args:
+            k_pre: keys before RoPE of the tokens [B, T, h_kv, d].
+            right: the shared part of the prompt's code.
+            weights: the weights that `encode` had, or None.
+        """
 
     @abc.abstractmethod
     def expand(self, rows: Shaped[Array, "B heads t w"], right: Any) -> Float[Array, "B h_kv t d"]:
@@ -107,20 +113,26 @@ class KeyCodec(abc.ABC):
 
     @abc.abstractmethod
     def products(self, sizes: Sizes) -> int:
-        """Number of multiplications for each number of a rebuilt key."""
+        """Return the number of multiplications for each number of a rebuilt key."""
 
     @abc.abstractmethod
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
-        """Bytes of the temporaries of `encode` for one row of `tokens` tokens, of which `block` are float32 at once."""
+        """Return the bytes of the temporaries of `encode` for one row.
+
+        Args:
+            sizes: the sizes of the layer's keys.
+            tokens: number of tokens in the row.
+            block: number of tokens that have a float32 copy at once.
+        """
 
     @abc.abstractmethod
     def expand_bytes(self, sizes: Sizes) -> int:
-        """Bytes of the temporaries that rebuild one token of one KV head, without the rebuilt key."""
+        """Return the bytes of the temporaries that rebuild one token of one KV head, without the rebuilt key."""
 
     # Common to all codecs
 
     def operands(self, right: Any) -> dict[str, Any]:
-        """The fields of `pallas_kernels.ChosenKeys` that come from `right` and from the settings of the code."""
+        """Return the fields of `pallas_kernels.ChosenKeys` that come from `right` and from the settings of the code."""
         raise NotImplementedError(f"{self.name} has no kernel")
 
     def decode(
@@ -130,7 +142,7 @@ class KeyCodec(abc.ABC):
 
         Args:
             code: the code of n chunks, from `encode`.
-            ids: chosen chunks, int32 [B, h_kv, k]. Ids from n on are chunks of the tail. Ids out of range are clipped.
+            ids: chosen chunks, int32 [B, h_kv, k]. An id of n + j is chunk j of the tail. Ids out of range are clipped.
             chunk: tokens in a chunk.
             tail: left rows of later chunks, in the form of `KeyCode.left`, or None.
 
@@ -149,7 +161,7 @@ class KeyCodec(abc.ABC):
         weights: Float[Array, "B h_kv d"] | None = None,
         block: int = BLOCK,
     ) -> Float[Array, "B h_kv n"]:
-        """The largest squared error of a rebuilt key in each chunk.
+        """Measure the largest squared error of a rebuilt key in each chunk.
 
         Args:
             code: the code of n chunks, from `encode`.
@@ -180,7 +192,13 @@ class KeyCodec(abc.ABC):
         return lax.fori_loop(0, -(-there // count), rebuild, lost)
 
     def reconstruct(self, rebuild: Rebuild, ids: Int[Array, "B h_kv k"]) -> Float[Array, "B h_kv tokens d"]:
-        """Rebuild the keys after RoPE of selected units, each at its position in the sequence; on a GPU, by a kernel.
+        """Rebuild the keys after RoPE of selected units, each at its position in the sequence.
+
+        If the code has a GPU kernel (`compiled`), `pallas_kernels` rebuilds them.
+
+        Args:
+            rebuild: the code of the keys.
+            ids: the selected units, int32 [B, h_kv, k].
 
         Returns:
             [B, h_kv, k * unit, d], in float32 or in the model's dtype.
@@ -205,21 +223,21 @@ class KeyCodec(abc.ABC):
         return rotate(keys, *cos_sin(positions, rebuild.inverse))
 
     def losses_bytes(self, sizes: Sizes, block: int) -> int:
-        """Bytes of the temporaries of `losses` for one row, with `block` tokens at once."""
+        """Return the bytes of the temporaries of `losses` for one row, with `block` tokens at once."""
         item = jnp.dtype(sizes.dtype).itemsize
         return block * sizes.heads * (self.expand_bytes(sizes) + sizes.dim * (item + 3 * 4))
 
     def empty(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """A code of `units` chunks in which all numbers are zero."""
+        """Return a code of `units` chunks in which all numbers are zero."""
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes(batch, units, chunk, sizes))
 
     def nbytes(self, units: int, chunk: int, sizes: Sizes) -> int:
-        """Bytes of one row's code of `units` chunks."""
+        """Return the bytes of one row's code of `units` chunks."""
         leaves = jax.tree.leaves(self.shapes(1, units, chunk, sizes))
         return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
     def read_bytes(self, sizes: Sizes) -> int:
-        """Bytes of the left row that one KV head reads to rebuild a token."""
+        """Return the bytes of the left row that one KV head reads to rebuild a token."""
         left = self.shapes(1, 1, 1, sizes).left
         return int(left.shape[-1]) * left.dtype.itemsize
 
@@ -227,7 +245,7 @@ class KeyCodec(abc.ABC):
 def squared_error(
     keys: Float[Array, "B h_kv *n d"], real: Float[Array, "B h_kv *n d"], weights: Float[Array, "B h_kv d"] | None
 ) -> Float[Array, "B h_kv *n"]:
-    """The squared distance of rebuilt keys from the real keys, both times weights.
+    """Return the squared distance of rebuilt keys from the real keys, both times weights.
 
     The result is the same before and after RoPE, because RoPE rotates pairs of numbers that have equal weights.
     """
@@ -238,12 +256,12 @@ def squared_error(
 
 
 def by_head(left: Shaped[Array, "..."]) -> Shaped[Array, "B heads n w"]:
-    """Left rows with an axis of heads, of size 1 if the heads of a token are coded together."""
+    """Return left rows with an axis of heads. Its size is 1 if the heads of a token are coded together."""
     return left if left.ndim == 4 else left[:, None]
 
 
 def by_token(left: Shaped[Array, "..."], chunk: int) -> Shaped[Array, "B heads tokens w"]:
-    """Left rows of chunks, reshaped to one row for each token [B, 1 or h_kv, n * chunk, w]."""
+    """Reshape the left rows of chunks to one row for each token [B, 1 or h_kv, n * chunk, w]."""
     left = by_head(left)
     return left.reshape(*left.shape[:2], left.shape[2] * chunk, left.shape[3] // chunk)
 
@@ -251,7 +269,7 @@ def by_token(left: Shaped[Array, "..."], chunk: int) -> Shaped[Array, "B heads t
 def chosen_rows(
     left: Shaped[Array, "..."], tail: Shaped[Array, "..."] | None, ids: Int[Array, "B h_kv k"]
 ) -> Shaped[Array, "B h_kv k w"]:
-    """Gather the rows of the chunks `ids`. Ids from the number of chunks in `left` on are chunks of the tail."""
+    """Gather the rows of the chunks `ids`. If `left` has n chunks, an id of n + j is chunk j of the tail."""
     first = by_head(left)
     units = first.shape[2]
     if tail is None:

@@ -7,14 +7,14 @@ from jax import Array, lax
 def token_block(
     k_pre: Array, lengths: Array, index: Array, block: int, weights: Array | None = None
 ) -> tuple[Array, Array]:
-    """One block of a prompt's keys, times weights, with all heads side by side.
+    """Return one block of a prompt's keys, times weights, with all heads side by side.
 
     All blocks have the same size, so the last one overlaps the previous one. Tokens that the previous block contains
     are zero, and so is padding. So every token is counted once.
 
     Args:
         k_pre: keys before RoPE [B, S, h_kv, d].
-        lengths: tokens of each row, int32 [B].
+        lengths: number of tokens in each row, int32 [B].
         index: number of the block.
         block: tokens in a block, at most S.
         weights: weights on the numbers of a key, float32 [B, h_kv, d], or None.
@@ -33,7 +33,7 @@ def token_block(
 
 
 def new_tokens(lengths: Array, index: Array, start: Array, block: int) -> Array:
-    """Which tokens of a block are real and are not in the previous block, bool [B, block]."""
+    """Return which tokens of a block are real and are not in the previous block, bool [B, block]."""
     token = start + jnp.arange(block)
     return (token >= index * block) & (token < lengths[:, None])
 

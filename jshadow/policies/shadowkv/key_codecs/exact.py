@@ -18,7 +18,7 @@ class ExactCodec(KeyCodec):
     name = "exact"
 
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """left has the shape of the keys in chunks."""
+        """Return a `left` with the shape of the keys in chunks, and no `right`."""
         shape = (batch, sizes.heads, units, chunk * sizes.dim)
         left: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(sizes.dtype))
         return KeyCode(left, None)
@@ -38,13 +38,13 @@ class ExactCodec(KeyCodec):
         return rows.astype(jnp.float32)
 
     def products(self, sizes: Sizes) -> int:
-        """0, since keys are not multiplied."""
+        """Return 0, since keys are not multiplied."""
         return 0
 
     def expand_bytes(self, sizes: Sizes) -> int:
-        """The left row."""
+        """Count the left row."""
         return sizes.dim * jnp.dtype(sizes.dtype).itemsize
 
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
-        """A copy of the keys with zeros for padding, and a copy in chunks."""
+        """Count a copy of the keys with zeros for padding, and a copy in chunks."""
         return 2 * tokens * sizes.columns * jnp.dtype(sizes.dtype).itemsize

@@ -19,7 +19,10 @@ from jshadow.policies.shadowkv.key_codecs.blocks import put_block, token_block
 
 
 def usual_rank(columns: int) -> int:
-    """The paper's rank in proportion to the key columns: 160 of every 1,024, rounded to a multiple of 8, at least 8."""
+    """Return the paper's rank: 160 for every 1,024 key columns, in multiples of 8.
+
+    It is at least 8, but never more than the number of columns.
+    """
     return min(columns, max(8, round(columns * 160 / 1024 / 8) * 8))
 
 
@@ -37,7 +40,7 @@ class LowRankCodec(KeyCodec):
     compiled = True
 
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """The shapes of the two factors."""
+        """Return the shapes of the two factors."""
         dtype = jnp.dtype(sizes.dtype)
         left: Any = jax.ShapeDtypeStruct((batch, units, chunk * self.rank), dtype)
         return KeyCode(left, jax.ShapeDtypeStruct((batch, sizes.heads, self.rank, sizes.dim), dtype))
@@ -59,19 +62,19 @@ class LowRankCodec(KeyCodec):
         return jnp.einsum("bhtr,bhrd->bhtd", rows, right, precision=EXACT, preferred_element_type=jnp.float32)
 
     def operands(self, right: Any) -> dict[str, Any]:
-        """The right factor."""
+        """Return the right factor."""
         return {"right": right}
 
     def products(self, sizes: Sizes) -> int:
-        """The rank."""
+        """Return the rank."""
         return self.rank
 
     def expand_bytes(self, sizes: Sizes) -> int:
-        """The left row."""
+        """Count the left row."""
         return self.rank * jnp.dtype(sizes.dtype).itemsize
 
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
-        """Two copies of the left rows, the Gram matrix and its eigenvectors, and float32 copies of a block."""
+        """Count two copies of the left rows, the Gram matrix, its eigenvectors, and float32 copies of a block."""
         columns, item = sizes.columns, jnp.dtype(sizes.dtype).itemsize
         return 2 * tokens * self.rank * item + 4 * (6 * columns * columns + 4 * block * columns)
 
@@ -132,7 +135,7 @@ def project_keys(
     right: Float[Array, "B h_kv r d"],
     weights: Float[Array, "B h_kv d"] | None = None,
 ) -> Float[Array, "B T r"]:
-    """Left rows [B, T, r] of later keys before RoPE, in right's dtype (ShadowKV, section 7.1)."""
+    """Return the left rows [B, T, r] of later keys before RoPE, in right's dtype (ShadowKV, section 7.1)."""
     if weights is not None:  # squared: once for the weighted keys, and once because right is divided by the weights
         k_pre = k_pre.astype(jnp.float32) * weights[:, None] ** 2
     rows = jnp.einsum("bthd,bhrd->btr", k_pre, right, precision=EXACT, preferred_element_type=jnp.float32)

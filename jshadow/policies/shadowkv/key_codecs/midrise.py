@@ -25,12 +25,12 @@ NOTHING = 1e-5
 
 
 def profile_bits(profile: Profile) -> np.ndarray:
-    """The number of bits of each coded column, int [n8 + n4 + n2]: first 8, then 4, then 2."""
+    """Return the number of bits of each coded column, int [n8 + n4 + n2]: first 8, then 4, then 2."""
     return np.repeat((8, 4, 2), profile)
 
 
 def steps(sigma: Float[Array, "*n r"], largest: Float[Array, "*n r"], profile: Profile) -> Float[Array, "*n r"]:
-    """The quantizer's step for each column, [..., r]; 0 for a constant column, whose codes then stand for 0.
+    """Return the quantizer's step for each column [..., r]. It is 0 for a constant column, whose codes stand for 0.
 
     Args:
         sigma: standard deviations of the columns [..., r].

@@ -27,11 +27,14 @@ POINTS = (
 
 
 def profile_of(columns: int, bits: float) -> Profile:
-    """The default profile for a number of key columns and a number of bits.
+    """Return the default profile for a number of key columns and a number of bits.
 
     Args:
         columns: number of key columns, all KV heads together.
         bits: bits of a token's code. They are rounded to whole bytes, which the profile fills completely.
+
+    Returns:
+        The numbers of columns that have 8, 4 and 2 bits.
 
     Raises:
         ConfigError: bits are less than a byte, or more than 8 for each column.

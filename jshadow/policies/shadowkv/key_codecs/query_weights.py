@@ -19,11 +19,11 @@ LEAST = 0.01  # added to each relative mean square, because later queries may be
 def query_weights(
     q_tail: Float[Array, "B w h_q d"], lengths: Int[Array, " B"], kv_heads: int, rotated: int
 ) -> Float[Array, "B {kv_heads} d"]:
-    """The factors by which a code multiplies the numbers of a key before it quantizes or truncates them.
+    """Return the factors by which a code multiplies the numbers of a key before it quantizes or truncates them.
 
     Args:
         q_tail: queries after RoPE of each row's last w tokens [B, w, h_q, d]. Rows shorter than w are padded in front.
-        lengths: tokens of each row, int32 [B].
+        lengths: number of tokens in each row, int32 [B].
         kv_heads: number of KV heads.
         rotated: how many of the d numbers RoPE rotates. Number i is paired with number i + rotated / 2.
 

@@ -42,7 +42,7 @@ class Basis(struct.PyTreeNode):
 
 
 def usual_profile(columns: int) -> Profile:
-    """The profile with as many bits as the usual low rank: (16, 64, 64) of 192 columns, (80, 320, 320) of 1,024."""
+    """Return the profile with as many bits as the usual low rank: (16, 64, 64) of 192 columns, for example."""
     return profile_of(columns, min(16 * usual_rank(columns), 8 * columns))
 
 
@@ -68,7 +68,7 @@ class TransformCodec(KeyCodec):
         return sum(self.profile)
 
     def shapes(self, batch: int, units: int, chunk: int, sizes: Sizes) -> KeyCode:
-        """The shapes of the packed rows and of the Basis."""
+        """Return the shapes of the packed rows and of the Basis."""
         dtype = jnp.dtype(sizes.dtype)
         left: Any = jax.ShapeDtypeStruct((batch, units, chunk * packed_width(self.profile)), jnp.uint8)
         columns: Any = jax.ShapeDtypeStruct((batch, sizes.heads, self.rank, sizes.dim), dtype)
@@ -114,26 +114,26 @@ class TransformCodec(KeyCodec):
         return keys + right.mean.astype(jnp.float32)[:, :, None]
 
     def operands(self, right: Any) -> dict[str, Any]:
-        """The basis, the mean, the steps and the profile."""
+        """Return the basis, the mean, the steps and the profile."""
         return {"right": right.columns, "mean": right.mean, "step": right.step, "profile": self.profile}
 
     def products(self, sizes: Sizes) -> int:
-        """The number of columns that have bits."""
+        """Return the number of columns that have bits."""
         return self.rank
 
     def expand_bytes(self, sizes: Sizes) -> int:
-        """The left row, one byte for each code, and coefficients in float32 and in the model's dtype."""
+        """Count the left row, one byte for each code, and coefficients in float32 and in the model's dtype."""
         return packed_width(self.profile) + self.rank * (1 + 4 + jnp.dtype(sizes.dtype).itemsize)
 
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
-        """Two copies of the left rows, the Gram matrix and its eigenvectors, and float32 copies of a block."""
+        """Count two copies of the left rows, the Gram matrix, its eigenvectors, and float32 copies of a block."""
         columns, coefficients = sizes.columns, 4 * block * len(profile_bits(self.profile))
         rows = 2 * tokens * packed_width(self.profile)
         return rows + 4 * (6 * columns * columns + 4 * block * columns + coefficients)
 
 
 def mean_key(k_pre: Array, lengths: Array, block: int) -> Array:
-    """The mean of each row's keys [B, h_kv, d], rounded to k_pre's dtype, in which it is stored."""
+    """Return the mean of each row's keys [B, h_kv, d], rounded to k_pre's dtype, in which it is stored."""
     batch, length, heads, dim = k_pre.shape
 
     def add(index: Array, total: Array) -> Array:
@@ -146,7 +146,7 @@ def mean_key(k_pre: Array, lengths: Array, block: int) -> Array:
 def centered_block(
     k_pre: Array, lengths: Array, mean: Array, index: Array, block: int, weights: Array | None = None
 ) -> tuple[Array, Array]:
-    """`token_block` of the keys minus their mean, times weights."""
+    """Return one block of the keys as `token_block` does, but minus their mean."""
     rows, start = token_block(k_pre, lengths, index, block)
     new = new_tokens(lengths, index, start, block)
     rows -= mean.reshape(rows.shape[0], 1, -1).astype(jnp.float32)
@@ -156,11 +156,11 @@ def centered_block(
 
 
 def column_sizes(block_of: Callable[[Array], Array], lengths: Array, blocks: int, columns: int) -> tuple[Array, Array]:
-    """The standard deviation and the largest magnitude of each column, float32 [B, columns] each.
+    """Return the standard deviation and the largest magnitude of each column, float32 [B, columns] each.
 
     Args:
         block_of: maps the number of a block to its centered rows [B, tokens, columns], zero where there is no token.
-        lengths: tokens of each row, int32 [B].
+        lengths: number of tokens in each row, int32 [B].
         blocks: number of blocks.
         columns: number of columns.
     """
@@ -175,7 +175,7 @@ def column_sizes(block_of: Callable[[Array], Array], lengths: Array, blocks: int
 
 
 def eigenbasis(k_pre: Array, lengths: Array, mean: Array, block: int, weights: Array | None = None) -> Array:
-    """Eigenvectors of the centered keys, with all heads side by side, by falling variance.
+    """Compute the eigenvectors of the centered keys, with all heads side by side, by falling variance.
 
     Returns:
         float32 [B, h_kv * d, h_kv * d], eigenvectors as columns.
