@@ -10,7 +10,7 @@ export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo setup test test-all test-whole test-slow docs aot gpu check clean
+.PHONY: demo setup test test-all test-whole test-slow docs aot aot-tools gpu check clean
 
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
@@ -50,15 +50,19 @@ test-slow: $(BIN)/.setup
 docs: $(BIN)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The GPU compiler alone, beside the environment and not in it: no driver, no CUDA libraries.
-AOT := .cache/aot
+# The GPU compiler and NVIDIA's assembler, beside the environment and not in it: no driver, no CUDA libraries.
+AOT := $(VENV)/aot
 AOT_OPTIONS ?=
 aot: $(BIN)/.setup $(AOT)/.done
 	PYTHONPATH=$(AOT):tests:tests/support $(BIN)/python -m aot $(AOT_OPTIONS)
 
-$(AOT)/.done: constraints.txt
-	version=$$($(BIN)/python -c "import jax; print(jax.__version__)"); \
-	    $(BIN)/python -m pip install -q --no-deps --target $(AOT) jax-cuda12-pjrt==$$version
+aot-tools: $(AOT)/.done
+
+$(AOT)/.done: constraints.txt | $(BIN)/.setup
+	pjrt=$$($(BIN)/python -c "import jax, sys; \
+	    print(f'jax-cuda{12 if sys.version_info < (3, 12) else 13}-pjrt=={jax.__version__}')"); \
+	    $(BIN)/python -m pip install -q -c constraints.txt --no-deps --upgrade --target $(AOT) $$pjrt \
+	    nvidia-cuda-nvcc nvidia-cuda-nvdisasm
 	@touch $@
 
 # One unattended run on a machine with an NVIDIA GPU, by its own Python and JAX: no network, nothing is installed.

@@ -1,6 +1,7 @@
 """`make aot`: compiles decode steps and kernels for an A100 and an H200 on a machine that has neither, and checks them.
 
-Prints one row for each program, and the checks that fail. The exit status is 1 if any check fails.
+Prints one row for each program, and the checks that fail. Then it prints, for some decode steps, the kernels of a layer
+with their instructions and bytes, and a predicted time of the step. The exit status is 1 if any check fails.
 """
 
 import argparse
@@ -15,7 +16,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from aot import programs
 from aot.compiler import Program, compile_for
+from aot.machine_code import tools_folder
 from aot.programs import Task
+from aot.step_table import SETTINGS, StepTable, step_table
 from aot.targets import HOST_MEMORY, TARGETS
 from jshadow.planner.bytes import full_bytes
 from jshadow.policies import ShadowKV
@@ -120,12 +123,36 @@ def row(task: Task, program: Program, seconds: float, wrong: list[str]) -> dict:
     }
 
 
+def print_table(table: StepTable) -> None:
+    """Print the launches of a layer and the predicted step."""
+    told = table.report()
+    print(
+        f"\n{told['setting']}, {told['batch']} x {told['capacity']:,}, {told['fetch']}, {told['gpu']}: a layer has "
+        f"{told['kernels']} kernels, {told['copies']} copies and {told['sorts']} sorts. Its issue floor is "
+        f"{told['issue_floor_ms']:.3f} ms, and its bytes take {told['bytes_ms']:.3f} ms.\n"
+        f"Predicted step: {told['step_ms']:.1f} ms ({told['tokens_per_second']:.0f} tokens/s); bytes alone: "
+        f"{told['step_bytes_ms']:.1f} ms. {told['command_buffers']} command buffer(s), {told['outside_buffers']} "
+        "launches outside."
+    )
+    heads = ("blocks", "threads", "registers", "blocks/SM", "instructions", "issue us", "bytes us", "host MB")
+    print(f"  {'kernel':32}" + "".join(f"{head:>13}" for head in heads))
+    for one in sorted(told["launches"], key=lambda one: -max(one["bytes_us"], 2 * one["issue_floor_us"])):
+        cells = (
+            *(str(one[key]) for key in ("grid", "threads", "registers", "blocks_per_core", "instructions")),
+            f"{one['issue_floor_us']:.1f}{'+' if one['unknown_loops'] else ''}",
+            f"{one['bytes_us']:.1f}",
+            f"{one['host_bytes'] / 1e6:.1f}",
+        )
+        print(f"  {one['name']:32}" + "".join(f"{cell:>13}" for cell in cells), flush=True)
+
+
 def main() -> int:
     """Compile and check all programs, or those that --only names. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="aot", description=__doc__)
     parser.add_argument("--only", default="", help="programs whose name holds this")
     parser.add_argument("--gpu", choices=TARGETS, action="append", help="this one alone (default: all)")
-    parser.add_argument("--few", action="store_true", help="of the second GPU only the programs that hold requests")
+    parser.add_argument("--few", action="store_true", help="the programs that hold requests for the second GPU only")
+    parser.add_argument("--steps", action="store_true", help="only the tables of kernels, not the programs before them")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     rows = []
@@ -136,8 +163,8 @@ def main() -> int:
         most = full_batch(gpu)
         if gpu == "a100-80gb":
             assert most == 4, f"full attention fits {most} x 122,880 on an A100-80GB, the paper says 4"
-        for task in all_tasks(gpu, most):
-            if args.only not in task.name or (args.few and gpu != FIRST and not task.name.startswith("Llama")):
+        for task in () if args.steps else all_tasks(gpu, most):
+            if args.only not in task.name or (args.few and (gpu == FIRST) == task.name.startswith("Llama")):
                 continue
             start = time.perf_counter()
             program = compile_for(gpu, task.function, *task.arguments, donate=task.donate)
@@ -157,9 +184,16 @@ def main() -> int:
                 print(f"{task.name:52}{gpu:>10}" + "".join(f"{cell:>13}" for cell in cells), flush=True)
                 for fault in made["faults"]:
                     print(f"  DOES NOT HOLD: {fault}", flush=True)
+    tables = []
+    for gpu in args.gpu or TARGETS:
+        for setting in SETTINGS[gpu]:
+            if args.only in setting.name and not (args.few and gpu == FIRST):
+                tables.append(step_table(setting, gpu, tools_folder()))
+                if not args.json:
+                    print_table(tables[-1])
     failed = [made for made in rows if made["faults"]]
     if args.json:
-        print(json.dumps({"programs": rows}))
+        print(json.dumps({"programs": rows, "steps": [table.report() for table in tables]}))
     elif not failed:
         print(f"{len(rows)} programs, all asserts hold")
     else:

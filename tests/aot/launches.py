@@ -64,7 +64,7 @@ class Launch(NamedTuple):
 
     @property
     def is_product(self) -> bool:
-        """Whether it is a matrix product of XLA. Its code is not counted, because autotuning on a GPU chooses another."""
+        """Whether it is a matrix product of XLA. Its code is not counted: autotuning on a GPU chooses another."""
         return self.name.startswith("gemm_fusion") or self.kind in ("kGemm", "kCublasLtMatmul")
 
 

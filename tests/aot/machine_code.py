@@ -6,11 +6,12 @@ The tools are the wheels nvidia-cuda-nvcc (ptxas) and nvidia-cuda-nvdisasm, whic
 import functools
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-TOOLS = Path("nvidia/cu13/bin")  # below the folder that `make aot` installs the wheels into
+TOOLS = Path("nvidia/cu13/bin")  # where the wheels put the tools
 REGISTERS = 65_536  # of a multiprocessor
 UNITS = 8  # registers are given to the threads of a warp in units of this many
 
@@ -49,6 +50,16 @@ class Loop(NamedTuple):
     first: int
     last: int
     runs: int | None
+
+
+def tools_folder() -> str:
+    """Return the folder of ptxas and nvdisasm. Raises FileNotFoundError if the wheels are not installed."""
+    for root in sys.path:
+        if (Path(root) / TOOLS / "ptxas").exists() and (Path(root) / TOOLS / "nvdisasm").exists():
+            return str(Path(root) / TOOLS)
+    raise FileNotFoundError(
+        "ptxas and nvdisasm are missing; `make aot` installs nvidia-cuda-nvcc and nvidia-cuda-nvdisasm"
+    )
 
 
 @functools.cache

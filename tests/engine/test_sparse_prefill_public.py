@@ -7,7 +7,7 @@ import byte_models
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import TINY, model, random_tokens
+from cases import ALL, TINY, model, random_tokens
 from real_shapes import LLAMA_SHAPE, WIDE
 from tiny_text import byte_tokenizer
 
@@ -244,13 +244,19 @@ def test_the_compiled_layer_keeps_to_the_bound(attention, config, tokens, chunk)
 def test_needles_at_2k_with_a_sparse_prefill(smollm2_dir):
     """ShadowKV on a prompt taken in sparsely finds what it finds on one taken in exactly."""
     params = jshadow.load(smollm2_dir, dtype="float32")
-    policy, found = ShadowKV(rank=32, budget=256), []
+    policy, found, samples = ShadowKV(rank=32, budget=256), [], 4 if ALL else 2
     for prefill in (None, VerticalSlash(vertical=500, slash=700)):
         rows = evaluate(
-            params, ["needle_noise", "needle_docs"], [2048], [policy], samples=4, fetch="resident", prefill=prefill
+            params,
+            ["needle_noise", "needle_docs"],
+            [2048],
+            [policy],
+            samples=samples,
+            fetch="resident",
+            prefill=prefill,
         )
         own = [row for row in rows if row["name"] == "shadowkv"]
         found.append(sum(row["found"] for row in own))
         print([(row["task"], row["policy"], row["found"], row["asked"], row["prefill"]) for row in rows])
-    assert found[0] >= 6
+    assert found[0] >= 2 * samples * 0.75
     assert found[1] >= found[0] - 1

@@ -33,13 +33,13 @@ def totals(rows: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 def test_rank_32_budget_256_finds_what_full_attention_finds(smollm2: Params) -> None:
-    lengths = [1024, 2048, 4096] if ALL else [1024, 2048]
-    rows = evaluate(smollm2, TASKS, lengths, [POLICY], samples=10, fetch="resident")
+    lengths, samples = ([1024, 2048, 4096], 10) if ALL else ([2048], 6)
+    rows = evaluate(smollm2, TASKS, lengths, [POLICY], samples=samples, fetch="resident")
     FIGURES.parent.mkdir(exist_ok=True)
     FIGURES.write_text(json.dumps(rows))  # git-ignored: for docs/benchmarks/quality.md
     shadow, control = totals(rows)
-    assert shadow["asked"] == 20 * len(lengths)
-    assert shadow["found_by_full"] >= 10 * len(lengths), "full attention finds too little for this to mean anything"
+    assert shadow["asked"] == len(TASKS) * samples * len(lengths)
+    assert shadow["found_by_full"] >= shadow["asked"] / 2, "full attention finds too little for this to mean anything"
     assert shadow["found_by_both"] >= 0.9 * shadow["found_by_full"]
     assert control["found"] < 0.6 * control["found_by_full"]
     assert control["control"].startswith("ok")

@@ -79,7 +79,7 @@ def test_the_command_works_from_the_folder(folder):
 def test_the_page_s_snippet_runs(folder, capsys):
     [snippet] = SNIPPETS
     exec(compile(snippet, "docs/add_a_policy.md", "exec"), {"KeyNorms": find_policy(PLACES["key_norms"])})
-    assert capsys.readouterr().out.startswith("ok A row alone")
+    assert capsys.readouterr().out.startswith("ok A row gives")
 
 
 @pytest.mark.parametrize(("name", "setting"), [("key_norms", "kept=40"), ("page_maxima", "budget=32")])

@@ -63,7 +63,7 @@ def prefilled(name: str, policy: Policy, fetch: str = "resident"):
 
 
 @families
-def test_lossless_is_full(name):
+def test_every_family_is_lossless(name):
     full, full_state = prefilled(name, Full())
     want = run_steps(family_params(name), full_state.fork(), TURN[:, :6])[0]
     for fetch in OFFLOADED if ALL else OFFLOADED[:1]:  # the other laws here run resident

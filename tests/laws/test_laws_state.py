@@ -170,8 +170,8 @@ def test_a_step_neither_scatters_on_the_host_nor_moves_all_of_it(name):
     case = case_of(name, "device_put")
     states.steps_leave_the_host_alone(case)
     assert states.step_host_moves(case)[1] >= (3 if name == "shadowkv" else 2)
-    # the walk sees an offence when there is one
+    # the walk sees an offense when there is one
     tiers = states.host_tiers(prefilled(name, "restricted", "device_put")[1])
     stored = {part.array.shape for part in tiers}
-    offender = states.host_offences(lambda x: jax.device_put(x, Space.Device), tiers[0].array, stored=stored)
+    offender = states.host_offenses(lambda x: jax.device_put(x, Space.Device), tiers[0].array, stored=stored)
     assert offender[0]
