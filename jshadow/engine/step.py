@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from jshadow.cache import offload
 from jshadow.cache.records import Fetched, HostTier, LayerState, StepKV
@@ -152,7 +152,9 @@ def step_state(
         x = jnp.take_along_axis(x, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
     out = model_logits(weights, config, x)
     impossible = (valid[:, :count] & ((tokens < 0) | (tokens >= config.vocab_size))).any(axis=1) | (state.room() < new)
-    out = jnp.where(impossible[:, None, None], jnp.nan, out)
+    # XLA's GPU compiler of jax 0.10.2 fuses these comparisons into the product of the head. With one row that fusion is
+    # invalid, and the step does not compile. The barrier keeps them apart.
+    out = jnp.where(lax.optimization_barrier(impossible)[:, None, None], jnp.nan, out)
     held = lengths + new
     newest = jnp.take_along_axis(tokens, jnp.maximum(new - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(new > 0, newest, writes.last)
