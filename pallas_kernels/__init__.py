@@ -1,4 +1,4 @@
-"""Four GPU ops for sparse attention over an offloaded KV cache. Each exists in plain jax.numpy and as a Pallas kernel.
+"""Five GPU ops for sparse attention over an offloaded KV cache. Each exists in plain jax.numpy and as a Pallas kernel.
 
 The package imports only JAX, NumPy and the standard library. It does not depend on jshadow. The public interface is the
 names below and two modules. `bits` defines the layout of packed numbers in bytes, and `rotation` computes the cosines
@@ -18,4 +18,6 @@ from pallas_kernels.products import half_variance as half_variance
 from pallas_kernels.products import whole_products as whole_products
 from pallas_kernels.reconstruct_keys import ChosenKeys as ChosenKeys
 from pallas_kernels.reconstruct_keys import reconstruct_keys as reconstruct_keys
+from pallas_kernels.select_chunks import in_place as in_place
+from pallas_kernels.select_chunks import select_chunks as select_chunks
 from pallas_kernels.sparse_attention import sparse_attention as sparse_attention

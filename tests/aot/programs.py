@@ -139,6 +139,8 @@ def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[
     ids = array(heads, count, dtype=jnp.int32)
     keys = ChosenKeys(left, right, ids, inverse)
     yield Task("reconstruct_keys", gpu, pallas_kernels.reconstruct_keys, (keys,), kernel=True)
+    marks = array(heads, chunks, dtype=jnp.float32), array(dtype=jnp.bool_), ids
+    yield Task("select_chunks", gpu, pallas_kernels.select_chunks, marks, kernel=True)
     values = HostRows(array(heads, chunks, chunk * dim, memory="pinned_host"))
     kept, stay = array(heads, count, chunk * dim), array(heads, count, dtype=jnp.bool_)
     resident = 2 * batch * heads * count * chunk * dim * 2

@@ -26,7 +26,9 @@ from kernel_cases import (
     name,
     score_inputs,
 )
+from selection_cases import REAL_SELECTIONS, SELECTIONS, selection_inputs, selection_truth
 
+import pallas_kernels
 from gpu.runner import Task, brief
 from gpu.sizes import Sizes
 from gpu.timing import side_by_side
@@ -102,6 +104,7 @@ OPS = {
         kernel_calls.sparse_attention,
         lambda **x: (kernel_truth.sparse_attention(**x),),
     ),
+    "select_chunks": Op(SELECTIONS, REAL_SELECTIONS, selection_inputs, pallas_kernels.select_chunks, selection_truth),
     "packed landmarks": Op(
         PACKED_SCORES,
         REAL_PACKED_SCORES,

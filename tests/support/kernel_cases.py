@@ -108,7 +108,7 @@ PACKED = (
 )
 
 
-def name(case: Heads | Chunks) -> str:
+def name(case: Any) -> str:
     """The case as the id of a test."""
     values = [f"{key}{value}" for key, value in vars(case).items() if value not in (None, 0, 1)]
     return "-".join(values).replace(" ", "")

@@ -11,8 +11,9 @@ from jshadow.ops.packing import ROW_BITS, row_bytes, scale_dtype
 from jshadow.policies.shadowkv.key_codecs import Sizes
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK
 from jshadow.policies.shadowkv.landmark_levels import mean_kind
-from jshadow.policies.shadowkv.selection import PLACES, has_kernel
+from jshadow.policies.shadowkv.selection import has_kernel
 from pallas_kernels.products import CACHED_ROWS
+from pallas_kernels.select_chunks.reference import PLACES
 
 if TYPE_CHECKING:
     from jshadow.policies.shadowkv.settings import ShadowSettings
@@ -196,7 +197,7 @@ def step_temporaries(policy: "ShadowSettings", spec: CacheSpec) -> int:
     if policy.values.dtype != "model":
         selected += spec.head_dim * (1 + 4)
     count = policy.max_selected(spec.capacity)
-    # `selection.in_place` compares each selected chunk with a block of the chunks that were selected before.
+    # `pallas_kernels.in_place` compares each selected chunk with a block of the chunks that were selected before.
     places = 5 * spec.batch * spec.kv_heads * count * min(count, PLACES)
     exact = spec.window + (policy.max_outliers(spec.capacity) + count) * policy.chunk_size
     attended = 3 * 4 * spec.batch * spec.q_heads * exact

@@ -33,7 +33,7 @@ from jshadow.policies.shadowkv.landmarks import prompt_landmarks, prompt_spread
 from jshadow.policies.shadowkv.outliers import leave_out, outlier_chunks
 from jshadow.policies.shadowkv.records import weights_of
 from jshadow.policies.shadowkv.reference import Preload, exact_keys, preloaded_chunks
-from jshadow.policies.shadowkv.selection import Query, best_chunks, in_turn, landmark_scores
+from jshadow.policies.shadowkv.selection import Finalists, Query, choose_in_turn, finalists, landmark_scores
 from jshadow.policies.shadowkv.settings import ShadowSettings
 from jshadow.policies.shadowkv.state import ShadowFrozen, ShadowLive
 
@@ -171,11 +171,11 @@ class ShadowKV(ShadowSettings, Costs):
         count = self.max_selected(spec.capacity)
         if count == 0:
             return None, state
-        with jax.named_scope("select"):
-            ids, best = self.choose(spec, state, step, count)
         asked = step.valid.any(axis=1, keepdims=True) if self.scoring(spec).shared else step.valid
-        valid = asked[:, None, :, None] & (best >= 0)
-        ids, valid, hit, resident = in_turn(ids, valid, asked, state.live.resident)
+        with jax.named_scope("select"):
+            ids, valid, hit, resident = choose_in_turn(
+                self.finalists(spec, state, step, count), asked, state.live.resident
+            )
         flat = (*ids.shape[:2], -1)
         kept = None
         if (rows := state.live.values) is not None:
@@ -187,18 +187,15 @@ class ShadowKV(ShadowSettings, Costs):
         selection = selection.replace(rebuild=self.rebuild(spec, state, step))
         return selection, state.replace(live=state.live.replace(resident=resident))
 
-    def choose(self, spec: CacheSpec, state: LayerState, step: StepKV, count: int) -> tuple[Array, Array]:
-        """Return the best chunks, int32 [B, h_kv, Q, count], and their scores.
-
-        Q is 1 if the queries select together, else T.
-        """
+    def finalists(self, spec: CacheSpec, state: LayerState, step: StepKV, count: int) -> Finalists:
+        """Return the chunks of which the `count` best are selected. Q is 1 if the queries select together, else T."""
         query, keys_of = Query(step.q_post, step.valid, self.scoring(spec)), None
         if self.choice.rounds == 2:
             keys_of = lambda ids: self.rebuild(spec, state, step).keys(ids).astype(spec.dtype)  # noqa: E731
-        return best_chunks(query, self.marks(state, step), self.scores(spec, state, step), count, keys_of)
+        return finalists(query, self.marks(state, step), self.scores(spec, state, step), count, keys_of)
 
     def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
-        """Score all chunks, float32 [B, h_kv, Q, n]; -1 where a chunk may not be selected. Q is as in `choose`."""
+        """Score all chunks, float32 [B, h_kv, Q, n]; -1 where a chunk may not be selected. Q is as in `finalists`."""
         return landmark_scores(Query(step.q_post, step.valid, self.scoring(spec)), self.marks(state, step))
 
     def marks(self, state: LayerState, step: StepKV) -> tuple[Marks, ...]:

@@ -17,7 +17,7 @@ from jshadow.cache.records import Fetched
 from jshadow.policies.checks import check_choice, check_range
 from jshadow.policies.settings import Record
 from jshadow.policies.shadowkv.landmark_levels import Marks
-from jshadow.policies.shadowkv.selection import MANTISSA, Query, Scoring, best_by_landmarks, product_scores
+from jshadow.policies.shadowkv.selection import MANTISSA, Query, Scoring, by_landmarks, product_scores
 
 N = TypeVar("N", int, Array)
 
@@ -88,7 +88,7 @@ def preloaded_chunks(query: Query, marks: Marks, count: int) -> Array:
         marks: the prompt's chunks.
         count: number of chunks to select.
     """
-    ids, scores = best_by_landmarks(query, (marks,), product_scores(query, (marks,)), count)
+    ids, scores = by_landmarks(query, (marks,), product_scores(query, (marks,)), count).best(count)
     return jnp.where(scores >= 0, ids, -1)[:, :, 0]
 
 

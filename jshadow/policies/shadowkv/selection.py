@@ -1,7 +1,7 @@
 """Choosing chunks (ShadowKV, algorithm 2), in four steps.
 
 1. `landmark_scores` scores every chunk by the softmax mass on its landmarks. With two levels, it is that on its mean.
-2. `best_by_landmarks` takes the best chunks. With two levels, it first scores the best candidates again, by all of
+2. `by_landmarks` returns these chunks. With two levels, it first scores the best candidates again, by all of
    their landmarks.
 3. `best_chunks` with a second round takes twice as many chunks, rebuilds their keys, and scores them by these keys.
 4. `in_turn` orders the chunks so that a chunk that stays selected keeps its place. Its values then stay where they are
@@ -39,7 +39,6 @@ from jshadow.policies.shadowkv.landmarks import EXACT
 from jshadow.policies.shadowkv.records import WIDER
 
 MANTISSA = {"float32": (8, 23), "bfloat16": (8, 7)}  # exponent and mantissa bits of the dtypes of scores
-PLACES = 256  # `in_place` compares this many places at once, so its largest temporary is [B, h_kv, k, PLACES]
 
 
 class Scoring(NamedTuple):
@@ -123,22 +122,39 @@ def chunk_scores(
 # 2. The best chunks by their landmarks
 
 
-def best_by_landmarks(query: Query, marks: Sequence[Marks], scores: Array, count: int) -> tuple[Array, Array]:
-    """Return the best chunks, int32 [B, h_kv, Q, count], and their scores.
+class Finalists(NamedTuple):
+    """The chunks of which the best are chosen.
+
+    Attributes:
+        scores: float32 [B, h_kv, Q, m]; -1 where a chunk may not be chosen.
+        ids: their chunks, int32 [B, h_kv, Q, m]. None: entry i is chunk i.
+    """
+
+    scores: Array
+    ids: Array | None = None
+
+    def best(self, count: int) -> tuple[Array, Array]:
+        """Return the `count` best chunks, int32 [B, h_kv, Q, count], the best first, and their scores."""
+        order = top_k(self.scores, count)
+        ids = order if self.ids is None else jnp.take_along_axis(self.ids, order, axis=3)
+        return ids, jnp.take_along_axis(self.scores, order, axis=3)
+
+
+def by_landmarks(query: Query, marks: Sequence[Marks], scores: Array, count: int) -> Finalists:
+    """Return the finalists by their landmarks.
 
     Args:
         query: the queries.
         marks: the chunks.
         scores: the scores of all chunks, from `landmark_scores`.
-        count: number of chunks to choose.
+        count: number of chunks that are chosen in the end.
     """
     if not isinstance(marks[0].landmarks, Levels):
-        ids = top_k(scores, count)
-        return ids, jnp.take_along_axis(scores, ids, axis=3)
+        return Finalists(scores)
     near, there = near_chunks(scores, count, marks[0].open.shape[3])
     levels, spread = marks_at(marks, near.reshape(*near.shape[:2], -1))
     logits = level_logits(query.q, levels, spread, near.shape[2], query.scoring.scale)
-    return best_of(near, scores_where(logits, there, query, levels.parts), count)
+    return Finalists(scores_where(logits, there, query, levels.parts), near)
 
 
 def near_chunks(
@@ -177,19 +193,13 @@ def scores_where(logits: Array, there: Array, query: Query, parts: int) -> Array
     return chunk_scores(jnp.where(is_there, logits, MASKED), query.valid, query.scoring, parts)
 
 
-def best_of(ids: Array, scores: Array, count: int) -> tuple[Array, Array]:
-    """Return the ids and scores of the `count` best of m chunks, whose ids and scores are [B, h_kv, Q, m]."""
-    order = top_k(scores, count)
-    return jnp.take_along_axis(ids, order, axis=3), jnp.take_along_axis(scores, order, axis=3)
-
-
 # 3. The best chunks by their keys
 
 
-def best_chunks(
+def finalists(
     query: Query, marks: Sequence[Marks], scores: Array, count: int, rebuild: Callable[[Array], Array] | None
-) -> tuple[Array, Array]:
-    """Return the chunks that each query chooses, int32 [B, h_kv, Q, count], and their scores; -1 for no chunk.
+) -> Finalists:
+    """Return the chunks of which the `count` best are chosen, with their last scores.
 
     With a second round, three times as many chunks are rebuilt, but no more rows are moved from the host. The choice is
     better, because a landmark is a mean and hides single keys.
@@ -202,10 +212,11 @@ def best_chunks(
         rebuild: None: one round. Otherwise it maps chunks int32 [B, h_kv, m] to keys after RoPE [B, h_kv, m * c, d].
     """
     if rebuild is None:
-        return best_by_landmarks(query, marks, scores, count)
-    ids, scores = best_by_landmarks(query, marks, scores, min(WIDER * count, scores.shape[3]))
+        return by_landmarks(query, marks, scores, count)
+    wider = min(WIDER * count, scores.shape[3])
+    ids, scores = by_landmarks(query, marks, scores, wider).best(wider)
     keys = rebuild(ids.reshape(*ids.shape[:2], -1))
-    return best_of(ids, scores_by_keys(query, keys, scores >= 0), count)
+    return Finalists(scores_by_keys(query, keys, scores >= 0), ids)
 
 
 def scores_by_keys(
@@ -223,6 +234,26 @@ def scores_by_keys(
 
 
 # 4. The order of the chosen chunks
+
+
+def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tuple[Array, Array, Array, Array]:
+    """Choose the best finalists of each query, in the places that `in_turn` gives them.
+
+    Args:
+        candidates: the finalists.
+        asked: which queries select, bool [B, Q]. The others leave `resident` as it is.
+        resident: chunks selected by the previous query, int32 [B, h, k], distinct; -1 in an unused place.
+
+    Returns:
+        What `in_turn` returns.
+    """
+    if candidates.scores.shape[2] > 1:
+        ids, best = candidates.best(resident.shape[2])
+        return in_turn(ids, asked[:, None, :, None] & (best >= 0), asked, resident)
+    numbers = None if candidates.ids is None else candidates.ids[:, :, 0]
+    chosen = pallas_kernels.select_chunks(candidates.scores[:, :, 0], asked[:, 0], resident, numbers=numbers)
+    held = jnp.where(asked[:, :1, None], jnp.where(chosen.valid, chosen.ids, -1), resident)
+    return *(part[:, :, None] for part in chosen), held  # type: ignore[return-value]
 
 
 def in_turn(ids: Array, valid: Array, asked: Array, resident: Array) -> tuple[Array, Array, Array, Array]:
@@ -243,7 +274,7 @@ def in_turn(ids: Array, valid: Array, asked: Array, resident: Array) -> tuple[Ar
 
     def follow(resident: Array, one: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array, Array]]:
         ids, valid, asked = one
-        order = in_place(ids, valid, resident)
+        order = pallas_kernels.in_place(ids, valid, resident)
         ids, valid = (jnp.take_along_axis(x, order, axis=2) for x in (ids, valid))
         after = jnp.where(asked[:, None, None], jnp.where(valid, ids, -1), resident)
         return after, (ids, valid, valid & (ids == resident))
@@ -254,45 +285,3 @@ def in_turn(ids: Array, valid: Array, asked: Array, resident: Array) -> tuple[Ar
     queries = (ids.transpose(2, 0, 1, 3), valid.transpose(2, 0, 1, 3), asked.T)
     resident, parts = lax.scan(follow, resident, queries)
     return *(part.transpose(1, 2, 0, 3) for part in parts), resident  # type: ignore[return-value]
-
-
-def in_place(new: Array, valid: Array, resident: Array) -> Array:
-    """Return the index in `new` of the chunk that gets each place, int32 [B, h, k]; see the example of `in_turn`."""
-    count = new.shape[2]
-    size = min(count, PLACES)
-    blocks = -(-count // size)
-    # The padding is -1, which is no chunk's id.
-    padded = jnp.pad(resident, ((0, 0), (0, 0), (0, blocks * size - count)), constant_values=-1)
-    tiles = padded.reshape(*resident.shape[:2], blocks, size).transpose(2, 0, 1, 3)
-
-    def same(tile: Array) -> Array:
-        return valid[..., :, None] & (new[..., :, None] == tile[..., None, :])  # [B, h, new, place]
-
-    def look(found: Array, tile: Array) -> tuple[Array, Array]:
-        there = same(tile)
-        return found | there.any(axis=-1), there.any(axis=-2)
-
-    found, taken = over_blocks(look, jnp.zeros_like(valid), tiles)
-    free = ~taken.transpose(1, 2, 0, 3).reshape(padded.shape)
-    # The n-th chunk without a place gets the n-th free place. The fillers 0 (has a place) and -1 (taken) never match.
-    number = jnp.where(found, 0, jnp.cumsum(~found, axis=-1, dtype=jnp.int32))
-    turn = jnp.where(free, jnp.cumsum(free, axis=-1, dtype=jnp.int32), -1)
-    index = jnp.arange(count, dtype=jnp.int32)[:, None]
-
-    def take(nothing: None, one: tuple[Array, Array]) -> tuple[None, Array]:
-        tile, turn = one
-        pair = same(tile) | (number[..., :, None] == turn[..., None, :])
-        # One entry of each column is True. On a CPU, summing its index is several times cheaper than argmax.
-        return nothing, jnp.where(pair, index, 0).sum(axis=-2)
-
-    turns = turn.reshape(*resident.shape[:2], blocks, size).transpose(2, 0, 1, 3)
-    _, order = over_blocks(take, None, (tiles, turns))
-    return order.transpose(1, 2, 0, 3).reshape(padded.shape)[..., :count]
-
-
-def over_blocks(function: Callable[..., Any], start: Any, blocks: Any) -> tuple[Any, Any]:
-    """Run lax.scan over the leading axis. A single block is computed without a loop."""
-    if jax.tree.leaves(blocks)[0].shape[0] > 1:
-        return lax.scan(function, start, blocks)
-    last, out = function(start, jax.tree.map(lambda x: x[0], blocks))
-    return last, jax.tree.map(lambda x: x[None], out)

@@ -119,7 +119,7 @@ def test_chosen_are_the_best_by_landmarks_of_the_best_by_their_mean(name, dtype)
     for queries in (1, 3):
         step = random_step(shape, queries, queries)
         step = step.replace(valid=jnp.arange(queries) < jnp.array([[queries], [max(1, queries - 1)]]))
-        ids, best = (np.asarray(x) for x in policy.choose(spec, state, step, count))
+        ids, best = (np.asarray(x) for x in policy.finalists(spec, state, step, count).best(count))
         assert ids.shape == best.shape == (2, 2, 1 if shared else queries, count)
         q, valid = np.asarray(step.q_post, np.float64), np.asarray(step.valid)
         free = np.asarray(state.frozen.candidates)
@@ -165,7 +165,7 @@ def test_a_spread_that_float16_cannot_hold_is_its_largest_number():
     )
     state, _ = spec.policy.compress(spec, state, huge)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in state.frozen.spread)
-    best = spec.policy.choose(spec, state, random_step(shape, 1, 1), 3)[1]
+    best = spec.policy.finalists(spec, state, random_step(shape, 1, 1), 3).best(3)[1]
     assert np.isfinite(np.asarray(best)).all()
 
 

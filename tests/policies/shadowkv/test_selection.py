@@ -14,15 +14,16 @@ from jshadow.evaluation.speed.layer import Shape, layer_state, random_step
 from jshadow.planner.bytes import abstract_state, footprint, step_footprint
 from jshadow.policies import ShadowKV, ShadowKVPlus
 from jshadow.policies.settings import with_settings
-from jshadow.policies.shadowkv import Choice, selection
+from jshadow.policies.shadowkv import Choice
 from jshadow.policies.shadowkv.selection import in_turn
+from pallas_kernels.select_chunks import reference
 
 SHAPES = [(1, 1, 1, 1), (2, 3, 1, 4), (2, 2, 5, 7), (1, 2, 9, 16)]
 
 
 @pytest.fixture(params=[4, 256], ids=["blocks", "one block"])
 def block(request, monkeypatch):
-    monkeypatch.setattr(selection, "PLACES", request.param)
+    monkeypatch.setattr(reference, "PLACES", request.param)
     jax.clear_caches()
 
 
@@ -35,7 +36,7 @@ def test_many_places_take_little_memory():
         jax.ShapeDtypeStruct((1, 8, 4096), jnp.int32),
     )
     program = jax.jit(in_turn).lower(*shapes).compile()
-    assert program.memory_analysis().temp_size_in_bytes < 5 * 8 * 4096 * selection.PLACES + 2**20
+    assert program.memory_analysis().temp_size_in_bytes < 5 * 8 * 4096 * reference.PLACES + 2**20
 
 
 def draw(rng, batch, heads, queries, count, units):
@@ -114,7 +115,7 @@ def test_chosen_are_the_best_of_twice_the_chunks_by_their_keys(name, dtype):
         step = random_step(shape, queries, queries)
         step = step.replace(valid=jnp.arange(queries) < jnp.array([[queries], [max(1, queries - 1)]]))
         first = np.asarray(policy.scores(spec, state, step))
-        ids, best = (np.asarray(x) for x in policy.choose(spec, state, step, count))
+        ids, best = (np.asarray(x) for x in policy.finalists(spec, state, step, count).best(count))
         assert ids.shape == best.shape == (2, 2, 1 if name == "shared" else queries, count)
         chunks = first.shape[3]
         every = jnp.broadcast_to(jnp.arange(chunks), (2, 2, chunks))

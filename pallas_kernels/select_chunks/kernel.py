@@ -1,0 +1,115 @@
+"""The Triton kernel that chooses chunks. One program handles one KV head of one row.
+
+Scores that are not negative have the same order as their bits, read as whole numbers. The program holds the bits of
+all scores in registers. It finds the k-th largest number bit by bit, and counts in each round how many scores reach
+it. Then it writes the chosen chunks side by side to memory, compares them with the resident chunks, and fills the free
+places.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.costs import bytes_of, estimate
+from pallas_kernels.select_chunks.operands import Candidates, Chosen
+from pallas_kernels.tiles import can_do, iota, power_of_two
+
+MOST = 32_768  # candidates of a head; their scores must fit into the registers of one program
+MOST_PLACES = 2_048
+TILE = 64  # places that are compared with all chosen chunks at once
+BITS = 31  # of a score that is not negative
+
+
+def select_chunks_kernel(candidates, ids, valid, hit, chosen, *, interpret):  # type: ignore[no-untyped-def]
+    """One program: choose the chunks of one head. `chosen` is scratch memory, int32 [B, h, k]."""
+    h, b = pl.program_id(0), pl.program_id(1)
+    scores, asked, resident, numbers = candidates
+    count = resident.shape[2]
+    at = iota(0, power_of_two(scores.shape[2]))
+    there = (at < scores.shape[2]) & pltriton.load(asked.at[b])
+    score = pltriton.load(scores.at[b, h, at], mask=there, other=-1.0)
+    key = lax.bitcast_convert_type(score, jnp.int32)  # negative where the score is negative
+
+    def higher(round_: jax.Array, least: jax.Array) -> jax.Array:
+        raised = least | (jnp.int32(1) << (BITS - 1 - round_))
+        return jnp.where((key >= raised).astype(jnp.int32).sum() >= count, raised, least)
+
+    least = lax.fori_loop(0, BITS, higher, jnp.int32(0))
+    above, equal = key > least, key == least
+    wanted = count - above.astype(jnp.int32).sum()  # so many of the equal ones are chosen, the first of them
+    picked = above & (key >= 0) | equal & (jnp.cumsum(equal.astype(jnp.int32), axis=0) <= wanted)
+    # Pallas' interpreter writes the old value where a mask is False, so these lanes point past the end.
+    rank = jnp.where(picked, jnp.cumsum(picked.astype(jnp.int32), axis=0) - 1, count)
+    total, lane = picked.astype(jnp.int32).sum(), iota(0, power_of_two(count))
+    number = at if numbers is None else pltriton.load(numbers.at[b, h, at], mask=picked, other=0)
+    pltriton.store(chosen.at[b, h, rank], number, mask=picked)
+    pltriton.store(chosen.at[b, h, lane], jnp.full_like(lane, -1), mask=(lane >= total) & (lane < count))
+    if not interpret:
+        pltriton.debug_barrier()  # all threads of the program see what was stored
+
+    there = lane < total
+    new = pltriton.load(chosen.at[b, h, lane], mask=there, other=-1)
+
+    def tile(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        place = iota(index * TILE, TILE)
+        exists = place < count
+        old = pltriton.load(resident.at[b, h, place], mask=exists, other=-1)
+        same = (new[:, None] == old[None]) & there[:, None]
+        return place, exists, old, same
+
+    def look(index: jax.Array, found: jax.Array) -> jax.Array:
+        return jnp.maximum(found, tile(index)[3].astype(jnp.int32).max(axis=1))
+
+    tiles = -(-count // TILE)
+    found = lax.fori_loop(0, tiles, look, jnp.zeros(lane.shape, jnp.int32))
+    without = there & (found == 0)
+    turn = jnp.where(without, jnp.cumsum(without.astype(jnp.int32), axis=0), -1)  # 1, 2, ... of those without a place
+
+    def fill(index: jax.Array, filled: jax.Array) -> jax.Array:
+        place, exists, old, same = tile(index)
+        taken = same.astype(jnp.int32).max(axis=0) > 0
+        free = exists & ~taken
+        number = filled + jnp.cumsum(free.astype(jnp.int32), axis=0)
+        pair = same | (turn[:, None] == jnp.where(free, number, -2)[None])
+        mine = jnp.where(pair, new[:, None] + 1, 0).sum(axis=0) - 1  # -1: no chunk gets this place
+        pltriton.store(ids.at[b, h, place], jnp.maximum(mine, 0), mask=exists)
+        pltriton.store(valid.at[b, h, place], mine >= 0, mask=exists)
+        pltriton.store(hit.at[b, h, place], taken & (mine == old), mask=exists)
+        return filled + free.astype(jnp.int32).sum()
+
+    lax.fori_loop(0, tiles, fill, jnp.int32(0))
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def select_chunks(candidates: Candidates, interpret: bool) -> Chosen:
+    """See `pallas_kernels.select_chunks`.
+
+    Raises:
+        NotImplementedError: there are more than MOST candidates or MOST_PLACES places, or an array is empty.
+    """
+    scores, _, resident, _ = candidates
+    batch, heads, size = scores.shape
+    if size > MOST or resident.shape[2] > MOST_PLACES:
+        raise NotImplementedError(
+            f"select_chunks: the kernel takes up to {MOST} candidates and {MOST_PLACES} places, got {size} and "
+            f"{resident.shape[2]}"
+        )
+    can_do("select_chunks", 1, scores, packed=(resident,))
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    results = [jax.ShapeDtypeStruct(resident.shape, kind) for kind in (jnp.int32, jnp.bool_, jnp.bool_, jnp.int32)]
+    ids, valid, hit, _ = pl.pallas_call(
+        functools.partial(select_chunks_kernel, interpret=interpret),
+        grid=(heads, batch),
+        in_specs=[jax.tree.map(lambda _: anywhere, candidates)],
+        out_specs=[anywhere] * 4,
+        out_shape=results,
+        compiler_params=pltriton.CompilerParams(num_warps=16 if size > 4096 else 4, num_stages=1),
+        cost_estimate=estimate(flops=2 * BITS * scores.size, moved=bytes_of((candidates, results))),
+        interpret=interpret,
+        name="select_chunks",
+    )(candidates)
+    return Chosen(ids, valid, hit)
