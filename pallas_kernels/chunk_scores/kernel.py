@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.bits import code_at, signed
 from pallas_kernels.chunk_scores.operands import Chunks
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.tiles import LEAST, MASKED, blocks, can_do, dot, group_rows, iota, row_block, spans, summed, warps
+from pallas_kernels.unpack import signed_numbers
 
 MOST_PARTS = 16  # the most landmarks a chunk may have; each takes one tile of logits in registers
 
@@ -35,12 +34,14 @@ class Tile(NamedTuple):
         rows: number of query rows.
         block: number of chunks.
         bits: bits of a packed landmark number, or None if landmarks are not packed.
+        interpret: whether JAX's interpreter runs the program.
     """
 
     scale: float
     rows: int
     block: int
     bits: int | None = None
+    interpret: bool = False
 
 
 class Rows(NamedTuple):
@@ -109,7 +110,7 @@ def chunk_masses_kernel(q, chunks, masses, top, total, *, tile):  # type: ignore
     logits = []
     for part in range(chunks.parts):
         rows = Rows(b, h, chunk * chunks.parts + part, chunk_there)
-        product = tile.scale * products(queries, chunks, rows, tile.bits)
+        product = tile.scale * products(queries, chunks, rows, tile)
         if chunks.spread is not None:
             product += half_variance(queries, chunks.spread, rows, tile.scale)
         logits.append(jnp.where(candidate, product, MASKED))
@@ -156,17 +157,17 @@ def query_tiles(q: Any, landmarks: Any, rows: Rows, bits: int | None) -> list[li
     return tiles
 
 
-def products(queries: list[list[jax.Array]], chunks: Any, rows: Rows, bits: int | None) -> jax.Array:
+def products(queries: list[list[jax.Array]], chunks: Any, rows: Rows, tile: Tile) -> jax.Array:
     """Return the float32 products [query rows, n] of query rows and n landmarks.
 
     Args:
         queries: the result of `query_tiles`.
         chunks: the kernel's refs, as Chunks.
         rows: the rows of the landmarks.
-        bits: bits of a packed landmark number, or None.
+        tile: the sizes of the program.
     """
     b, h, number, there = rows
-    landmarks = chunks.landmarks
+    landmarks, bits = chunks.landmarks, tile.bits
     size, out = landmarks.shape[3], jnp.zeros((queries[0][0].shape[0], number.shape[0]), jnp.float32)
     columns = columns_of(landmarks, queries[0][0], landmarks)
     for (start, width), tiles in zip(columns, queries, strict=True):
@@ -177,9 +178,8 @@ def products(queries: list[list[jax.Array]], chunks: Any, rows: Rows, bits: int 
         if bits is None:
             out += dot(tiles[0], loaded, transposed=True)
             continue
-        packed = lax.convert_element_type(loaded, jnp.int32)
-        for place, tile in enumerate(tiles):
-            out += dot(tile, signed(code_at(packed, place, bits), bits).astype(tile.dtype), transposed=True)
+        for place, query in enumerate(tiles):
+            out += dot(query, signed_numbers(loaded, place, bits, query.dtype, tile.interpret), transposed=True)
     if chunks.scale is not None:
         step = pltriton.load(chunks.scale.at[b, h, number, jnp.zeros_like(number)], mask=there, other=0.0)
         out *= step.astype(jnp.float32)[None]
@@ -253,7 +253,7 @@ def by_masses(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> ja
     rows = row_block(queries.shape[2], *multiplied)
     most = 128 if all(x.dtype != jnp.float32 for x in multiplied) else 64
     block = max(LEAST, 1 << ((most // parts).bit_length() - 1)) if parts < most else LEAST
-    tile, warp_count = Tile(scale, rows, block, bits), warps(q.shape[3], *multiplied)
+    tile, warp_count = Tile(scale, rows, block, bits, interpret), warps(q.shape[3], *multiplied)
     masses, top, total = launch(chunk_masses_kernel, queries, chunks, tile, warp_count, interpret)
     share = jnp.exp(top - top.max(axis=2, keepdims=True))
     whole = jnp.maximum((total * share).sum(axis=2, keepdims=True), jnp.finfo(jnp.float32).tiny)

@@ -21,7 +21,13 @@ from pallas_kernels.tiles import can_do, iota, power_of_two
 MOST = 32_768  # candidates of a head; their scores must fit into the registers of one program
 MOST_PLACES = 2_048
 TILE = 64  # places that are compared with all chosen chunks at once
+SCAN = 4_096  # candidates whose places are counted at once
 BITS = 31  # of a score that is not negative
+
+
+def number_of(mask: jax.Array) -> jax.Array:
+    """Return how many entries of a tile are True, int32."""
+    return mask.astype(jnp.int32).sum(dtype=jnp.int32)
 
 
 def select_chunks_kernel(candidates, ids, valid, hit, chosen, *, interpret):  # type: ignore[no-untyped-def]
@@ -29,24 +35,38 @@ def select_chunks_kernel(candidates, ids, valid, hit, chosen, *, interpret):  # 
     h, b = pl.program_id(0), pl.program_id(1)
     scores, asked, resident, numbers = candidates
     count = resident.shape[2]
-    at = iota(0, power_of_two(scores.shape[2]))
-    there = (at < scores.shape[2]) & pltriton.load(asked.at[b])
-    score = pltriton.load(scores.at[b, h, at], mask=there, other=-1.0)
-    key = lax.bitcast_convert_type(score, jnp.int32)  # negative where the score is negative
+    size, wanted_row = scores.shape[2], pltriton.load(asked.at[b])
+
+    def keys_of(at: jax.Array) -> jax.Array:
+        """Load the bits of some scores. They are negative where the score is negative."""
+        score = pltriton.load(scores.at[b, h, at], mask=(at < size) & wanted_row, other=-1.0)
+        return lax.bitcast_convert_type(score, jnp.int32)
+
+    key = keys_of(iota(0, power_of_two(size)))
 
     def higher(round_: jax.Array, least: jax.Array) -> jax.Array:
         raised = least | (jnp.int32(1) << (BITS - 1 - round_))
-        return jnp.where((key >= raised).astype(jnp.int32).sum() >= count, raised, least)
+        return jnp.where(number_of(key >= raised) >= count, raised, least)
 
     least = lax.fori_loop(0, BITS, higher, jnp.int32(0))
-    above, equal = key > least, key == least
-    wanted = count - above.astype(jnp.int32).sum()  # so many of the equal ones are chosen, the first of them
-    picked = above & (key >= 0) | equal & (jnp.cumsum(equal.astype(jnp.int32), axis=0) <= wanted)
-    # Pallas' interpreter writes the old value where a mask is False, so these lanes point past the end.
-    rank = jnp.where(picked, jnp.cumsum(picked.astype(jnp.int32), axis=0) - 1, count)
-    total, lane = picked.astype(jnp.int32).sum(), iota(0, power_of_two(count))
-    number = at if numbers is None else pltriton.load(numbers.at[b, h, at], mask=picked, other=0)
-    pltriton.store(chosen.at[b, h, rank], number, mask=picked)
+    equals = count - number_of(key > least)  # so many of the scores that equal the least are chosen, the first of them
+
+    def write(step: jax.Array, before: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        equal_before, total = before
+        at = iota(step * SCAN, min(SCAN, power_of_two(size)))
+        key = keys_of(at)  # again, because all keys and what follows would not fit into the registers
+        equal = key == least
+        first = equal_before + jnp.cumsum(equal.astype(jnp.int32), axis=0) <= equals
+        picked = (key > least) | equal & first
+        # Pallas' interpreter writes the old value where a mask is False, so these lanes point past the end.
+        rank = jnp.where(picked, total + jnp.cumsum(picked.astype(jnp.int32), axis=0) - 1, count)
+        number = at if numbers is None else pltriton.load(numbers.at[b, h, at], mask=picked, other=0)
+        pltriton.store(chosen.at[b, h, rank], number, mask=picked)
+        return equal_before + number_of(equal), total + number_of(picked)
+
+    steps, none = -(-power_of_two(size) // SCAN), jnp.int32(0)
+    _, total = lax.fori_loop(0, steps, write, (none, none))
+    lane = iota(0, power_of_two(count))
     pltriton.store(chosen.at[b, h, lane], jnp.full_like(lane, -1), mask=(lane >= total) & (lane < count))
     if not interpret:
         pltriton.debug_barrier()  # all threads of the program see what was stored
@@ -79,7 +99,7 @@ def select_chunks_kernel(candidates, ids, valid, hit, chosen, *, interpret):  # 
         pltriton.store(ids.at[b, h, place], jnp.maximum(mine, 0), mask=exists)
         pltriton.store(valid.at[b, h, place], mine >= 0, mask=exists)
         pltriton.store(hit.at[b, h, place], taken & (mine == old), mask=exists)
-        return filled + free.astype(jnp.int32).sum()
+        return filled + number_of(free)
 
     lax.fori_loop(0, tiles, fill, jnp.int32(0))
 

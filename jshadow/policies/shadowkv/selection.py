@@ -247,11 +247,15 @@ def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tupl
     Returns:
         What `in_turn` returns.
     """
-    if candidates.scores.shape[2] > 1:
-        ids, best = candidates.best(resident.shape[2])
-        return in_turn(ids, asked[:, None, :, None] & (best >= 0), asked, resident)
-    numbers = None if candidates.ids is None else candidates.ids[:, :, 0]
-    chosen = pallas_kernels.select_chunks(candidates.scores[:, :, 0], asked[:, 0], resident, numbers=numbers)
+    scores, ids = candidates
+    if scores.shape[2] > 1:
+        order = top_k(scores, resident.shape[2])
+        valid = asked[:, None, :, None] & (jnp.take_along_axis(scores, order, axis=3) >= 0)
+        order = jnp.sort(jnp.where(valid, order, scores.shape[3]))  # the order in which `select_chunks` fills places
+        valid, order = order < scores.shape[3], jnp.minimum(order, scores.shape[3] - 1)
+        return in_turn(order if ids is None else jnp.take_along_axis(ids, order, axis=3), valid, asked, resident)
+    numbers = None if ids is None else ids[:, :, 0]
+    chosen = pallas_kernels.select_chunks(scores[:, :, 0], asked[:, 0], resident, numbers=numbers)
     held = jnp.where(asked[:, :1, None], jnp.where(chosen.valid, chosen.ids, -1), resident)
     return *(part[:, :, None] for part in chosen), held  # type: ignore[return-value]
 
