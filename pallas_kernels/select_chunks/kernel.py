@@ -20,7 +20,7 @@ from pallas_kernels.tiles import can_do, iota, power_of_two
 
 MOST = 32_768  # candidates of a head; their scores must fit into the registers of one program
 MOST_PLACES = 2_048
-TILE = 64  # places that are compared with all chosen chunks at once
+TILE = 16  # places that are compared with all chosen chunks at once
 SCAN = 4_096  # candidates whose places are counted at once
 BITS = 31  # of a score that is not negative
 
@@ -127,7 +127,7 @@ def select_chunks(candidates: Candidates, interpret: bool) -> Chosen:
         in_specs=[jax.tree.map(lambda _: anywhere, candidates)],
         out_specs=[anywhere] * 4,
         out_shape=results,
-        compiler_params=pltriton.CompilerParams(num_warps=16 if size > 4096 else 4, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=16 if size > SCAN else 8, num_stages=1),
         cost_estimate=estimate(flops=2 * BITS * scores.size, moved=bytes_of((candidates, results))),
         interpret=interpret,
         name="select_chunks",
