@@ -1,8 +1,9 @@
 """Compiles a jitted function for a GPU that this machine does not have, and reads XLA's program.
 
 The devices of a topology have no memory kinds. So the function is lowered for the platform "cuda" with the shardings of
-one CPU device, which has pinned host memory too. XLA's CUDA compiler then compiles the module. This needs jax 0.10.2,
-the wheel jax-cuda12-pjrt and two private calls of JAX. Only this folder makes such calls.
+one CPU device, which has pinned host memory too. XLA's CUDA compiler then compiles the module. This needs the wheel
+jax-cuda12-pjrt (jax 0.10) or jax-cuda13-pjrt (jax 0.11 and later), and two private calls of JAX. Only this folder makes
+such calls.
 """
 
 import functools
@@ -17,6 +18,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
+from kernel_lowering import device_named
 
 from aot.targets import TARGETS
 from jshadow.cache.records import HostArray
@@ -155,8 +157,9 @@ def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...
     """Compile function(*args) for one of TARGETS. The args are trees from `place`."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[gpu].text(), topology="1x1x1")
     jitted = jax.jit(function, donate_argnums=donate, keep_unused=True)
-    traced = jitted.trace(*args)
-    lowered = traced.lower(lowering_platforms=("cuda",))
+    with device_named(TARGETS[gpu].name):
+        traced = jitted.trace(*args)
+        lowered = traced.lower(lowering_platforms=("cuda",))
     with tempfile.TemporaryDirectory() as dump:
         options = _jax.CompileOptions()
         options.num_replicas = options.num_partitions = 1

@@ -1,13 +1,25 @@
 """Programs of the GPU ops as this machine lowers them for another."""
 
+import contextlib
 import warnings
-from contextlib import ExitStack
 from typing import Any
 
 import jax
 import kernel_calls
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 TARGET = "__gpu$xla.gpu.triton"
+
+
+def device_named(name: str) -> Any:
+    """Return a context in which JAX 0.11 and later trace and lower for a GPU of this name. Earlier versions need none.
+
+    Without it, Pallas finds no GPU to lower for.
+    """
+    if jax.__version_info__ < (0, 11):
+        return contextlib.nullcontext()
+    device = AbstractDevice(device_kind=name, num_cores=None, platform="gpu")
+    return use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def lowered(op: str, inputs: dict[str, Any], platform: str, **choice: Any) -> str:
@@ -15,12 +27,7 @@ def lowered(op: str, inputs: dict[str, Any], platform: str, **choice: Any) -> st
     arrays = {key: x for key, x in inputs.items() if hasattr(x, "shape")}
     static = {key: x for key, x in inputs.items() if key not in arrays and key != "pieces"}
     arrays |= {key: inputs[key] for key in ("pieces",) if key in inputs}
-    traced = jax.jit(lambda x: getattr(kernel_calls, op)(**x, **static, **choice)).trace(arrays)
-    with ExitStack() as stack:
-        if hasattr(jax.sharding, "AbstractDevice"):  # JAX 0.11 on asks which GPU it is for
-            device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-            mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
-            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        stack.enter_context(warnings.catch_warnings())
+    with device_named("NVIDIA H200"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        traced = jax.jit(lambda x: getattr(kernel_calls, op)(**x, **static, **choice)).trace(arrays)
         return traced.lower(lowering_platforms=(platform,)).as_text()
