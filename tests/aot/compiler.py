@@ -163,7 +163,8 @@ def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...
     with tempfile.TemporaryDirectory() as dump:
         options = _jax.CompileOptions()
         options.num_replicas = options.num_partitions = 1
-        dumps = [("xla_dump_to", dump), ("xla_dump_hlo_as_text", True)]
+        # The last option makes XLA write the assembly of kernels. The XLA of jax 0.10 does so without it.
+        dumps = [("xla_dump_to", dump), ("xla_dump_hlo_as_text", True), ("xla_dump_emitter_re", ".*")]
         options.env_option_overrides = [*dumps, *COMPILER_OPTIONS.items()]
         devices = _jax.DeviceList(tuple(topology.devices))
         client = topology.devices[0].client

@@ -99,7 +99,9 @@ def launches_of(program: Program, architecture: str, tools: str) -> list[Launch]
             name = (instruction.name if instruction else rest.strip()) or kind
             launches.append(Launch(without_number(name), kind, captured, bytes=device, host_bytes=host))
             continue
-        code = machine_code(modules[grid[1]], architecture, tools) if grid[1] in modules else None
+        if grid[1] not in modules:
+            raise LookupError(f"XLA wrote no assembly for the kernel {grid[1]!r}, only for {sorted(modules)}")
+        code = machine_code(modules[grid[1]], architecture, tools)
         blocks, threads = (math.prod(int(grid[place]) for place in places) for places in ((2, 3, 4), (5, 6, 7)))
         ours = instruction is not None and "pallas_call" in instruction.line
         launches.append(
