@@ -166,8 +166,7 @@ def test_full_attention_scores_as_the_hf_backend(smollm2_dir, tiny_tasks):
         assert numbers == pytest.approx({name: results[1][task][name] for name in numbers}, abs=1e-3, rel=1e-4), task
 
 
-@pytest.mark.slow
-def test_the_command_line(params, tmp_path):
+def test_the_command_of_the_harness(params, tmp_path):
     """A run from a shell with its results in a file, and a typed error with exit status 2."""
     write_tasks(tmp_path)
     model = tmp_path / "model"

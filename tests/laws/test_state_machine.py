@@ -32,7 +32,6 @@ def test_any_order_of_calls_is_dense_attention(name):
     run(name, "device_put", examples=8, steps=8, batches=(2,))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name for name in policies_of("quest", "omnikv", "shadowkv", "shadowkv_plus") if name not in DEVICE_ONLY]
 )

@@ -23,7 +23,7 @@ MODELS = {
 
 
 class Setting(NamedTuple):
-    """A policy on one of MODELS, in a cache of each of the capacities in the slow test.
+    """A policy on one of MODELS, in a cache of each of the capacities in the test of many rows.
 
     The fast test has the first capacity of those that are marked so. Rank (of low rank) and budget must be numbers: the
     oracle resolves nothing. Both fetch modes prefill in pieces of `prefill_chunk` tokens, for the order of sums shifts

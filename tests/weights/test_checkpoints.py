@@ -223,7 +223,7 @@ def peak_of(source: Path, target: Path, dtype: str, format: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.parametrize("layers", [12, pytest.param(128 if ALL else 48, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layers", [12, 128 if ALL else 48])
 def test_memory_of_a_conversion_does_not_grow_with_it(tmp_path, layers, record_property):
     """The checkpoints have layers of 32 MiB, and 0.4, 1.5 or 4 GiB in all."""
     largest = large_directory(tmp_path / "m", layers)
