@@ -108,7 +108,9 @@ def pack_signed(numbers: jax.Array, bits: int) -> jax.Array:
 
 
 def signed_at(packed: jax.Array, place: int, bits: int) -> jax.Array:
-    """Return the whole numbers in one place of uint8 bytes [..., w] of two's complement codes: int8 [..., w].
+    """Return the whole numbers that are in one place of each byte, int8 [..., w].
+
+    `packed` is uint8 [..., w]. Its bytes hold two's complement codes.
 
     The right shift of a signed byte keeps the sign. On a CPU this takes half the time of `signed`, which widens each
     code to four bytes.

@@ -4,6 +4,7 @@ import ctypes
 import fcntl
 import gc
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -18,6 +19,8 @@ CACHE = REPO / ".cache"  # git-ignored
 CHECKPOINT = REPO / "checkpoints" / "smollm2-135m-instruct"
 MOST_MAPPINGS = 30_000
 MOST_PAGES = 3 * 2**30 // os.sysconf("SC_PAGE_SIZE")  # of a worker's memory; two of them share a machine
+COUNT_EACH = 5  # mappings are counted after every fifth test
+tests_run, mappings = itertools.count(), [0]
 kept_pages = [0]  # what a worker held when its programs were dropped last
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 collect_ignore = [] if HAS_TORCH else ["models/test_parity.py"]  # it compares with transformers
@@ -29,6 +32,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+# Tracing makes many small objects. With Python's own thresholds, a tenth of the suite's time is garbage collection.
+gc.set_threshold(100_000, 50, 1000)
 
 settings.register_profile("jshadow", deadline=None, derandomize=True)
 settings.load_profile("jshadow")
@@ -112,7 +118,10 @@ def few_programs():
     if not maps.exists():
         return
     pages = int(sizes.read_text().split()[1])
-    if maps.read_bytes().count(b"\n") > MOST_MAPPINGS or pages > max(MOST_PAGES, kept_pages[0] + MOST_PAGES // 3):
+    if next(tests_run) % COUNT_EACH == 0:  # counting takes milliseconds
+        mappings[0] = maps.read_bytes().count(b"\n")
+    if mappings[0] > MOST_MAPPINGS or pages > max(MOST_PAGES, kept_pages[0] + MOST_PAGES // 3):
+        mappings[0] = 0
         jax.clear_caches()
         gc.collect()
         if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):

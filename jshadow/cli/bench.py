@@ -174,7 +174,8 @@ def run_layer(args: argparse.Namespace) -> int:
 def bound(row: dict[str, Any], best: dict[str, float], dtype: str) -> float:
     """Return the seconds that a row's bytes and operations take at the measured rates of this machine.
 
-    The device reads, the transfers from the host and the operations are added, as if they did not overlap.
+    It adds the time of the reads from device memory, the time of the transfers from the host and the time of the
+    operations, as if they did not overlap.
 
     Args:
         row: a row of `bench_layer` or `bench_model`.

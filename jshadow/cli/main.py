@@ -127,8 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the name of the program. None: the arguments of this process.
 
     Returns:
-        The exit status: 0 after success, 1 after a broken law, a missing backend or a closed pipe, 2 after a typed
-        error, 130 after an interrupt.
+        The exit status. 0: success. 1: `jshadow laws` found a broken law, `jshadow bench` could not measure a setting,
+        JAX cannot start the backend, or the reader of standard output closed the pipe. 2: a JshadowError. 130: an
+        interrupt.
     """
     try:
         try:

@@ -177,7 +177,7 @@ class H2O(UniformPolicy, Budgeted, Sized, Costs):
         return {"kept": jnp.minimum(lengths, self.budget(spec.capacity) + 1).astype(jnp.float32)}
 
     def compress_bytes(self, spec: CacheSpec, tokens: int) -> int:
-        """Count the default, all queries with their log-sum-exps, and one tile of attention."""
+        """Count the bytes of `Costs.compress_bytes`, two copies of all queries with log-sum-exps, and one tile."""
         item = jnp.dtype(spec.dtype).itemsize
         queries = spec.batch * tokens * spec.q_heads * (spec.head_dim * item + 4)
         return super().compress_bytes(spec, tokens) + 2 * queries + 3 * 4 * spec.batch * spec.q_heads * 512 * 512

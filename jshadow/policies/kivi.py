@@ -1,12 +1,13 @@
 """KIVI stores keys and values in a few bits, and the newest tokens exactly (Liu et al. 2024, arXiv 2402.02750).
 
 Keys are quantized by channel and values by token. R is the `residual`. When a layer holds n tokens, the keys of the
-first n - n % R tokens are quantized, in blocks of R tokens, and so are the values of the first n - R tokens. These
-counts are those of the published code. A block of keys is still exact for the query of the token that completes it.
-In the published code, the value that is quantized in a step is also still exact for that step's query; here it is not.
+first n - n % R tokens are quantized, in blocks of R tokens. The values of the first n - R tokens are also quantized,
+one token at a time. These counts are those of the published code. A block of keys is still exact for the query of the
+token that completes it. In the published code, the value that is quantized in a step is also still exact for that
+step's query; here it is not.
 
-The prompt's attention is exact, and no token is evicted. One bit uses SpeCache's quantizer (arXiv 2503.16163,
-equation 3).
+The prompt's attention is exact, and no token is evicted. With bits=1, numbers are quantized as in SpeCache (arXiv
+2503.16163, equation 3).
 
 Example: with R = 4 and n = 10, the keys of tokens 0 to 7 are quantized in two blocks, and those of tokens 8 and 9 are
 exact. The values of tokens 0 to 5 are quantized, and those of tokens 6 to 9 are exact.

@@ -1,8 +1,9 @@
-"""SnapKV keeps the prompt tokens that its last queries attend to most (Li et al. 2024, arXiv 2404.14469, section 4).
+"""SnapKV keeps the prompt tokens that the last queries of the prompt attend to most.
 
-The paper does not state the kind of pooling. Here the default is the maximum, as in the paper's LongBench settings. The
-published code selects tokens for each query head and stores keys and values for each of them
-(`granularity="q_head"`). Here the default is one set for each KV head, by the mean over its query heads.
+Source: Li et al. 2024, arXiv 2404.14469, section 4. The paper does not state the kind of pooling. Here the default is
+the maximum, as in the paper's LongBench settings. In the published code, each query head selects its own set of tokens
+and stores their keys and values (`granularity="q_head"`). Here, by default, each KV head has one set of tokens. It is
+selected by the mean of the scores over the query heads of the KV head.
 """
 
 import dataclasses

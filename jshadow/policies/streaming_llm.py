@@ -135,7 +135,7 @@ class StreamingLLM(UniformPolicy, Budgeted, Sized, Costs):
         return {"window": jnp.minimum(lengths, self.slots(spec.capacity)).astype(jnp.float32)}
 
     def step_temporaries(self, spec: CacheSpec) -> int:
-        """Count the rotated keys, first in float32, and the scores of all slots."""
+        """Count two float32 copies of the keys, the rotated keys in the cache's dtype, and the scores of all slots."""
         slots, item = spec.batch * self.slots(spec.capacity), jnp.dtype(spec.dtype).itemsize
         return slots * (spec.kv_heads * spec.head_dim * (2 * 4 + item) + 3 * 4 * spec.q_heads)
 

@@ -38,7 +38,7 @@ def select_chunks_kernel(candidates, ids, valid, hit, chosen, *, interpret):  # 
     size, wanted_row = scores.shape[2], pltriton.load(asked.at[b])
 
     def keys_of(at: jax.Array) -> jax.Array:
-        """Load the bits of some scores. They are negative where the score is negative."""
+        """Load the scores at `at`. Return their bits as int32, which is negative where the score is negative."""
         score = pltriton.load(scores.at[b, h, at], mask=(at < size) & wanted_row, other=-1.0)
         return lax.bitcast_convert_type(score, jnp.int32)
 

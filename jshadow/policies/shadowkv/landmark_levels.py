@@ -210,7 +210,7 @@ def level_logits(
 
 
 def first_rows(landmarks: Array | Scaled) -> Array:
-    """Return the array that has a row for each landmark: the codes, or the landmarks themselves."""
+    """Return an array with one row a landmark: its code if landmarks are quantized, else the landmark itself."""
     return landmarks.codes if isinstance(landmarks, Scaled) else landmarks
 
 

@@ -59,7 +59,7 @@ class ShadowKVPlus(ShadowKV):
     """ShadowKV in which the tokens of long outputs and of further turns are also selected and offloaded.
 
     Attributes:
-        extra_outlier_chunks: number of slots of each KV head for later chunks that stay exact.
+        extra_outlier_chunks: slots of each KV head for later chunks (those after the prompt's) that stay exact.
     """
 
     extra_outlier_chunks: int = 16
@@ -110,7 +110,7 @@ class ShadowKVPlus(ShadowKV):
         return -(-spec.window // self.chunk_size)
 
     def left_behind(self, frozen: ShadowFrozen, positions: Array) -> Array:
-        """Return how many later chunks have left the window of queries at `positions`. Both are int32 [B, T]."""
+        """Return how many later chunks have left the window of the query at each position, int32 [B, T]."""
         chunks = positions // self.chunk_size + 1 - self.window_chunks
         return jnp.maximum(chunks - frozen.chunks[:, None], 0)
 
