@@ -26,7 +26,7 @@ from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 from pallas_kernels.tiles import blocks, can_do, iota, spans
 
 
-def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count):  # type: ignore[no-untyped-def]
+def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count, interpret):  # type: ignore[no-untyped-def]
     """One program: rebuild the keys and fetch the values of `count` tokens of one KV head.
 
     If kept is not None, kept.rows and values_out are the same buffer, and the program skips tokens that are kept.
@@ -46,7 +46,7 @@ def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count)
     if values.bits is not None:
         at = scale_places(values, tokens.within, keys.chunk, dim)
         scales = load_missed(values, tokens, missed, b, h, at, at >= 0)
-    store_keys(keys, keys_out, tokens, b, h)
+    store_keys(keys, keys_out, tokens, b, h, interpret)
     if values.bits is not None:
         scales = scales_of(values, scales)
     for (start, block), tile in zip(spans(width), fetched, strict=True):
@@ -135,7 +135,7 @@ def fetch_reconstruct(
     operands = (values, kept, keys)
     aliases = {} if kept is None else {len(jax.tree.leaves(values)): 1}
     rebuilt, fetched = pl.pallas_call(
-        functools.partial(fetch_reconstruct_kernel, count=count),
+        functools.partial(fetch_reconstruct_kernel, count=count, interpret=interpret),
         grid=(blocks(tokens, count), heads, batch),
         in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
         out_specs=[anywhere] * 2,

@@ -14,11 +14,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.bits import code_at, middle, parts_of
+from pallas_kernels.bits import parts_of
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
-from pallas_kernels.rotation import cos_sin_of
 from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, summed, warps
+from pallas_kernels.unpack import cos_sin, middle_numbers
 
 Columns = list[tuple[jax.Array, jax.Array]]  # for each tile of keys: its head columns [1, n], and whether each exists
 
@@ -66,8 +66,8 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
     return Tokens(place, there, slot, within, unit, later, tail_row, source * chunk + within)
 
 
-def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array) -> None:
-    """Rebuild the keys of the tokens, rotate them and write them.
+def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, interpret: bool) -> None:
+    """Rebuild the keys of the tokens, rotate them and write them. `interpret` is as in `pallas_kernels.unpack`.
 
     RoPE mixes column j of the first half with column j of the second half. So the two halves are separate tiles.
     """
@@ -76,7 +76,10 @@ def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array) 
     cut += [(half + start, width, 2 * half) for start, width in spans(half)]
     cut += [(2 * half + start, width, dim) for start, width in spans(dim - 2 * half)]
     columns = [(iota(start, width)[None], iota(start, width)[None] < end) for start, width, end in cut]
-    tiles = (factor_tiles if keys.profile is None else code_tiles)(keys, tokens, columns, b, h)
+    if keys.profile is None:
+        tiles = factor_tiles(keys, tokens, columns, b, h)
+    else:
+        tiles = code_tiles(keys, tokens, columns, b, h, interpret)
 
     there, row = tokens.there[:, None], tokens.place[:, None]
 
@@ -88,7 +91,8 @@ def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array) 
     for part in range(pairs):
         column, inside = columns[part]
         inverse = pltriton.load(keys.inverse.at[column], mask=inside, other=0.0)
-        cos, sin = cos_sin_of(tokens.position[:, None].astype(jnp.float32) * inverse)
+        angle = tokens.position[:, None].astype(jnp.float32) * inverse
+        cos, sin = cos_sin(angle, out.dtype, interpret)
         first, second = tiles[part], tiles[pairs + part]
         write(part, first * cos - second * sin)
         write(pairs + part, second * cos + first * sin)
@@ -118,7 +122,9 @@ def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: j
     return out
 
 
-def code_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
+def code_tiles(
+    keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array, interpret: bool
+) -> list[jax.Array]:
     """Multiply the values of the tokens' codes by `right`, and add the mean. Return one tile for each of `columns`."""
     out = [jnp.zeros((tokens.place.shape[0], column.shape[1]), jnp.float32) for column, _ in columns]
     most = 32 if keys.right.dtype == jnp.float32 else 64  # the same widths as in `tiles.summed`
@@ -129,9 +135,7 @@ def code_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax
             packed = load_bytes(keys, tokens, part.byte + byte[None], inside[None], b)
             for place in range(8 // part.bits):
                 r = part.column + place * part.size + byte
-                step = pltriton.load(keys.step.at[b, r], mask=inside, other=0.0)  # a step of 0 cancels padding
-                numbers = middle(code_at(packed, place, part.bits), part.bits) * step[None]
-                numbers = numbers.astype(keys.right.dtype)
+                numbers = middle_numbers(packed, place, part.bits, keys.right.dtype, interpret)
                 for tile, (column, exists) in enumerate(columns):
                     mask = inside[:, None] & exists
                     basis = pltriton.load(keys.right.at[b, h, r[:, None], column], mask=mask, other=0.0)
@@ -151,25 +155,23 @@ def load_bytes(keys: Any, tokens: Tokens, byte: jax.Array, inside: jax.Array, b:
         b: index in the batch.
 
     Returns:
-        The bytes as int32 [tokens, n]. Invalid bytes are 0.
+        The bytes, uint8 [tokens, n]. Invalid bytes are 0.
     """
     at, there, later = tokens.within[:, None] * keys.width + byte, tokens.there[:, None], tokens.later[:, None]
 
-    def load(source: Any, unit: jax.Array, mask: jax.Array) -> jax.Array:
-        rows = pltriton.load(source.at[b, unit[:, None], at], mask=mask & inside, other=0)
-        return lax.convert_element_type(rows, jnp.int32)
-
-    rows = load(keys.left, tokens.unit, there & ~later)
-    return rows if keys.tail is None else rows | load(keys.tail, tokens.tail_row, there & later)
+    rows = pltriton.load(keys.left.at[b, tokens.unit[:, None], at], mask=there & ~later & inside, other=0)
+    if keys.tail is None:
+        return rows
+    return rows | pltriton.load(keys.tail.at[b, tokens.tail_row[:, None], at], mask=there & later & inside, other=0)
 
 
 # The call
 
 
-def reconstruct_keys_kernel(keys, out, *, count):  # type: ignore[no-untyped-def]
+def reconstruct_keys_kernel(keys, out, *, count, interpret):  # type: ignore[no-untyped-def]
     """One program: rebuild the keys [count, d] of `count` tokens of one KV head."""
     j, h, b = (pl.program_id(axis) for axis in range(3))
-    store_keys(keys, out, tokens_of(keys, b, h, j * count, count), b, h)
+    store_keys(keys, out, tokens_of(keys, b, h, j * count, count), b, h, interpret)
 
 
 @functools.partial(jax.jit, static_argnames=("interpret",))
@@ -184,7 +186,7 @@ def reconstruct_keys(keys: ChosenKeys, interpret: bool) -> jax.Array:
     batch, heads, tokens, _ = keys.out_shape
     anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 64)
     return pl.pallas_call(
-        functools.partial(reconstruct_keys_kernel, count=count),
+        functools.partial(reconstruct_keys_kernel, count=count, interpret=interpret),
         grid=(blocks(tokens, count), heads, batch),
         in_specs=[jax.tree.map(lambda _: anywhere, keys)],
         out_specs=anywhere,
@@ -200,7 +202,7 @@ def cost_of(keys: ChosenKeys) -> dict[str, int]:
     """Return the operations and bytes of rebuilding keys, as keyword arguments of `estimate`."""
     batch, heads, tokens, dim = keys.out_shape
     rows = batch * heads * tokens
-    shared = bytes_of((keys.right, keys.ids, keys.inverse, keys.tail_unit, keys.mean, keys.step))
+    shared = bytes_of((keys.right, keys.ids, keys.inverse, keys.tail_unit, keys.mean))
     moved = rows * (keys.width * keys.left.dtype.itemsize + dim * jnp.dtype(keys.dtype).itemsize)
     return {"flops": 2 * rows * keys.right.shape[2] * dim, "moved": moved + shared}
 

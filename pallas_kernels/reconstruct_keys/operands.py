@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.arguments import expect_dtype, expect_shape
 from pallas_kernels.bits import Profile, packed_width, whole_bytes
 
-ARRAYS = ("left", "right", "ids", "inverse", "tail", "tail_unit", "mean", "step")
+ARRAYS = ("left", "right", "ids", "inverse", "tail", "tail_unit", "mean")
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=list(ARRAYS), meta_fields=["profile"])
@@ -21,8 +21,9 @@ class ChosenKeys:
 
     - Low-rank factors (no profile): a token has r numbers in `left`, and its key is these numbers times `right`.
     - Packed codes (with a profile): a token has w bytes in `left`, where w is the packed width of the profile, in the
-      layout of `pallas_kernels.bits`. A code q of b bits stands for (q + 1/2 - 2**(b - 1)) * step, rounded to the dtype
-      of `right`. The key is the product of these numbers with `right`, plus `mean`.
+      layout of `pallas_kernels.bits`. A code q of b bits stands for q + 1/2 - 2**(b - 1), which every model dtype
+      represents exactly. The key is the product of these numbers with `right`, plus `mean`. The rows of `right` hold
+      the steps of the codes.
 
     Attributes:
         left: floating [B, U, c * r], or uint8 [B, U, c * w]. The tokens of a chunk are contiguous.
@@ -32,7 +33,6 @@ class ChosenKeys:
         tail: rows of W chunks after the prompt, [B, W, c * r] or [B, W, c * w]. Id U + i means row i of the tail.
         tail_unit: int32 [B], the index in the sequence of the chunk in row 0 of the tail.
         mean: [B, h_kv, d], only with a profile. Its dtype is that of `right` and of the rebuilt keys.
-        step: float32 [B, r], only with a profile.
         profile: how many of a token's r numbers have 8, 4 and 2 bits.
     """
 
@@ -43,7 +43,6 @@ class ChosenKeys:
     tail: jax.Array | None = None
     tail_unit: jax.Array | None = None
     mean: jax.Array | None = None
-    step: jax.Array | None = None
     profile: Profile | None = None
 
     @property
@@ -105,8 +104,8 @@ def check(keys: ChosenKeys) -> None:
         check_codes(keys)
         return
     left, right = keys.left, keys.right
-    if keys.mean is not None or keys.step is not None:
-        raise ValueError("mean, step and profile belong together, got no profile")
+    if keys.mean is not None:
+        raise ValueError("mean and profile belong together, got no profile")
     expect_shape("left", left, ("B", "U", "c * r"))
     expect_shape("right", right, (left.shape[0], "h_kv", "r", "d"))
     width, rank = left.shape[2], right.shape[2]
@@ -121,11 +120,11 @@ def check_codes(keys: ChosenKeys) -> None:
     """Check keys that are packed codes.
 
     Raises:
-        ValueError: a shape, a dtype or the profile is wrong, or mean or step is missing.
+        ValueError: a shape, a dtype or the profile is wrong, or mean is missing.
     """
-    left, right, mean, step, profile = keys.left, keys.right, keys.mean, keys.step, keys.profile
-    if mean is None or step is None or profile is None:
-        raise ValueError("mean, step and profile belong together, got a profile without one of them")
+    left, right, mean, profile = keys.left, keys.right, keys.mean, keys.profile
+    if mean is None or profile is None:
+        raise ValueError("mean and profile belong together, got a profile without mean")
     if not whole_bytes(profile):
         raise ValueError(f"profile must be numbers in 8, 4 and 2 bits that fill whole bytes, got {profile}")
     expect_shape("left", left, ("B", "U", "c * w"))
@@ -133,10 +132,9 @@ def check_codes(keys: ChosenKeys) -> None:
     batch, heads, dim = mean.shape
     expect_shape("right", right, (batch, heads, sum(profile), dim))
     expect_dtype("right", right, mean.dtype)
-    expect_shape("step", step, (batch, sum(profile)))
     if left.shape[-1] < 1 or left.shape[-1] % keys.width:
         raise ValueError(f"left's rows must be a multiple of {keys.width} bytes, got {left.shape[-1]}")
-    for name, x, kind in (("left", left, jnp.uint8), ("mean", mean, jnp.floating), ("step", step, jnp.float32)):
+    for name, x, kind in (("left", left, jnp.uint8), ("mean", mean, jnp.floating)):
         expect_dtype(name, x, kind)
     check_places(keys, heads)
 

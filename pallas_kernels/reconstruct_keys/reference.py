@@ -50,10 +50,10 @@ def all_heads(keys: ChosenKeys) -> jax.Array:
 
 def before_rope(keys: ChosenKeys, rows: jax.Array) -> jax.Array:
     """Turn left rows [B, h, t, r] or [B, h, t, w] into float32 keys before RoPE [B, h, t, d]."""
-    if keys.profile is None or keys.step is None or keys.mean is None:
+    if keys.profile is None or keys.mean is None:
         return product(rows, keys.right)
     mean = keys.mean.astype(jnp.float32)[:, :, None]
-    return coded_products(rows, keys.right, keys.step, keys.profile) + mean
+    return coded_products(rows, keys.right, keys.profile) + mean
 
 
 def product(rows: jax.Array, right: jax.Array) -> jax.Array:

@@ -144,8 +144,8 @@ def basis(right: Any, seed: int) -> Any:
     """Return a right factor or a basis of codes that gives rebuilt keys a standard deviation of about one."""
     if isinstance(right, Array):
         return on_device(seed, math.sqrt(1 / right.shape[2]), right.shape)
-    columns = on_device(seed, math.sqrt(1 / right.columns.shape[2]), right.columns.shape)
-    return right.replace(columns=columns, step=on_device(seed + 1, 0.1, right.step.shape, "float32"))
+    columns = on_device(seed, 0.1 * math.sqrt(1 / right.columns.shape[2]), right.columns.shape)
+    return right.replace(columns=columns)
 
 
 def refetched(state: KVState, fetch: str) -> KVState:

@@ -62,13 +62,18 @@ def test_pieces_without_rows_are_passed_over():
 
 
 def test_a_program_walks_several_blocks(monkeypatch):
-    """With a large batch there are few splits. Each program loops over blocks, and the last one ends past the rows."""
-    monkeypatch.setattr(kernel, "PROGRAMS", 2)
+    """With a large batch there are few splits. Each program loops over blocks, and the last one ends past the rows.
+
+    With one program a head, no partial results are written. With five, the shorter piece ends before the last program.
+    """
+    inputs = attention_inputs(Heads((482, 61), 64, group=3))
+    want = kernel_truth.sparse_attention(**inputs)
+    for programs in (1, 2, 5):
+        monkeypatch.setattr(kernel, "PROGRAMS", programs)
+        kernel.sparse_attention.clear_cache()
+        got = sparse_attention(**inputs, implementation="interpret")
+        np.testing.assert_allclose(got, want, **TOLERANCE["float32"])
     kernel.sparse_attention.clear_cache()
-    inputs = attention_inputs(Heads((482,), 64, group=3))
-    got = sparse_attention(**inputs, implementation="interpret")
-    kernel.sparse_attention.clear_cache()
-    np.testing.assert_allclose(got, kernel_truth.sparse_attention(**inputs), **TOLERANCE["float32"])
 
 
 @pytest.mark.parametrize("case", [ATTENTION[2], ATTENTION[5]], ids=name)
@@ -77,7 +82,11 @@ def test_the_kernel_reads_each_row_once_and_nothing_beyond(case, watched):  # no
     got = sparse_attention(**inputs, implementation="interpret")
     np.testing.assert_allclose(kernel_truth.wide(got), kernel_truth.sparse_attention(**inputs), **TOLERANCE[case.dtype])
     blocks = -(-case.queries * case.group // (16 if case.dtype == "float32" else 64))
-    assert len(watched) == len(case.rows)
-    for _, (k, v, _) in watched:
+    q, pieces = watched[0]
+    assert q.array.shape == inputs["q"].shape
+    assert len(pieces) == len(case.rows)
+    for k, v, _ in pieces:
         assert (k.reads == blocks).all()
         assert (v.reads == blocks).all()
+    for partial in watched[1:]:  # the merge reads each partial result once, and the statistics once for each tile
+        assert (partial[0].reads == 1).all()

@@ -1,12 +1,14 @@
 """The assembly that unpacks codes, run by a small emulator of PTX on all 256 bytes in all places of a register."""
 
 import re
+import struct
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.unpack import assembly
+from pallas_kernels.rotation import cos_sin_of
+from pallas_kernels.unpack import middle_assembly, reduce_assembly, signed_assembly
 
 
 def halves(register: int) -> np.ndarray:
@@ -30,6 +32,8 @@ def run(text: str, register: int) -> list[float]:
             result = numbers[0]
         elif name == "shr.u32":
             result = numbers[0] >> numbers[1]
+        elif name == "shl.b32":
+            result = numbers[0] << numbers[1] & 0xFFFFFFFF
         elif name == "prmt.b32":
             source = (numbers[0] | numbers[1] << 32).to_bytes(8, "little")
             result = int.from_bytes([source[numbers[2] >> 4 * i & 7] for i in range(4)], "little")
@@ -52,4 +56,39 @@ def test_the_assembly_unpacks_every_byte(place):
         four = [byte, (byte + 91) % 256, (7 * byte + 3) % 256, 255 - byte]
         codes = [one >> 4 * place & 15 for one in four]
         want = [code - 16 if code >= 8 else code for code in codes]
-        assert run(assembly(place), int.from_bytes(four, "little")) == want
+        assert run(signed_assembly(place), int.from_bytes(four, "little")) == want
+
+
+@pytest.mark.parametrize(("bits", "place"), [(4, 0), (4, 1), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_the_assembly_unpacks_mid_rise_codes(bits, place):
+    for byte in range(256):
+        four = [byte, (byte + 91) % 256, (7 * byte + 3) % 256, 255 - byte]
+        want = [(one >> bits * place & 2**bits - 1) + 0.5 - 2 ** (bits - 1) for one in four]
+        assert run(middle_assembly(place, bits), int.from_bytes(four, "little")) == want
+
+
+def test_the_assembly_reduces_angles():
+    """Its float32 operations bring angles between -pi and pi, and change neither sine nor cosine."""
+    rng = np.random.default_rng(0)
+    angle = np.concatenate([rng.uniform(0, 1.6e6, 5_000), rng.uniform(0, 10, 500), [0, np.pi, 2 * np.pi]]).astype("f4")
+    values = {"$1": angle}
+
+    def value(name: str) -> np.ndarray:
+        constant = re.fullmatch("0f([0-9A-F]{8})", name)
+        return np.float32(struct.unpack("<f", struct.pack("<I", int(constant[1], 16)))[0]) if constant else values[name]
+
+    for line in filter(None, map(str.strip, reduce_assembly().strip("{}\n ").split(";"))):
+        name, target, *operands = re.split(r"[ ,]+", line)
+        if name == "mov.f32":
+            values[target] = value(operands[0])
+        elif name == "fma.rn.f32":
+            first, second, third = (np.float64(value(operand)) for operand in operands)
+            values[target] = (first * second + third).astype("f4")
+        elif name == "cvt.rmi.f32.f32":
+            values[target] = np.floor(value(operands[0]))
+        else:
+            assert name == ".reg", line
+    small = values["$0"].astype("f8")
+    assert np.abs(small).max() < np.pi + 1e-3
+    for got, want in zip((np.cos(small), np.sin(small)), cos_sin_of(angle), strict=True):
+        np.testing.assert_allclose(got, want, atol=5e-7)

@@ -197,17 +197,17 @@ def left_rows(case: Chunks, rng: np.random.Generator, units: int) -> jax.Array:
 
 
 def code_inputs(case: Chunks, rng: np.random.Generator) -> dict[str, Any]:
-    """Codes of deviation about 1 / sqrt(r), what they stand for, and what they are multiplied with."""
+    """Codes, and what they are multiplied with: rows of deviation 1 / sqrt(r), each times the step of its code."""
     profile = case.profile
     assert profile is not None
     steps = 4.0 / 2.0 ** np.repeat((8, 4, 2), profile)
     steps = steps * (0.5 + rng.random((case.batch, sum(profile)))) * sum(profile) ** -0.5
-    right = normal(rng, case.batch, case.kv_heads, sum(profile), case.dim, dtype=case.dtype)
+    right = normal(rng, case.batch, case.kv_heads, sum(profile), case.dim, dtype="float32")
+    right = (right * steps[:, None, :, None]).astype(case.dtype)
     return {
         "left": left_rows(case, rng, case.units),
         "right": right,
         "mean": normal(rng, case.batch, case.kv_heads, case.dim, dtype=case.dtype),
-        "step": jnp.asarray(steps, jnp.float32),
         "profile": profile,
     }
 

@@ -78,7 +78,7 @@ def chunk_of(ids: Any, units: int, tail: Any, tail_unit: Any, b: int, h: int, j:
     return one - units, True, one - units + int(tail_unit[b])
 
 
-def coded_keys(row: np.ndarray, right: Any, mean: Any, step: Any, profile: Any, b: int, h: int) -> np.ndarray:
+def coded_keys(row: np.ndarray, right: Any, mean: Any, profile: Any, b: int, h: int) -> np.ndarray:
     """Keys [c, d] of a chunk's row of bytes."""
     sizes = [(count, bits, count * bits // 8) for count, bits in zip(profile, (8, 4, 2), strict=True)]
     found = []
@@ -87,8 +87,8 @@ def coded_keys(row: np.ndarray, right: Any, mean: Any, step: Any, profile: Any, 
         for count, bits, size in sizes:
             part, token = token[:size], token[size:]
             numbers += list(codes_in(part, count, bits) + 0.5 - 2 ** (bits - 1))
-        found.append(np.array(numbers) * wide(step)[b])
-    return wide(np.array(found).astype(np.asarray(right).dtype)) @ wide(right)[b, h] + wide(mean)[b, h]
+        found.append(numbers)
+    return np.array(found) @ wide(right)[b, h] + wide(mean)[b, h]
 
 
 def reconstruct_keys(
@@ -99,7 +99,6 @@ def reconstruct_keys(
     tail: Any = None,
     tail_unit: Any = None,
     mean: Any = None,
-    step: Any = None,
     profile: Any = None,
 ) -> np.ndarray:
     left, inverse, ids = np.asarray(left), np.asarray(inverse), np.asarray(ids)
@@ -114,7 +113,7 @@ def reconstruct_keys(
         if profile is None:
             key = wide(own).reshape(chunk, rank) @ wide(right[b, h])
         else:
-            key = coded_keys(own, right, mean, step, profile, b, h)
+            key = coded_keys(own, right, mean, profile, b, h)
         angle = (place * chunk + np.arange(chunk, dtype=np.float32))[:, None] * inverse  # rounded, as the ops do
         turned = (key[:, :half] + 1j * key[:, half : 2 * half]) * np.exp(1j * wide(angle))
         out[b, h, j] = np.concatenate([turned.real, turned.imag, key[:, 2 * half :]], axis=1)

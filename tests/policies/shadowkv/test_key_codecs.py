@@ -67,10 +67,11 @@ def lefts(code, row: int, chunk: int = CHUNK) -> np.ndarray:
 
 def own_coder(right, row: int, profile, weights=1.0) -> oracle_codec.Coder:
     """The oracle's coder for keys times weights [W], with the basis, mean and steps of the library."""
-    columns = np.asarray(right.columns, np.float64)[row]
+    columns, step = np.asarray(right.columns, np.float64)[row], np.asarray(right.step, np.float64)[row]
+    columns = columns / np.where(step > 0, step, 1)[:, None]
     basis = (columns.transpose(0, 2, 1).reshape(-1, columns.shape[1]).T * weights).T
     bits, mean = np.repeat((8, 4, 2), profile), np.asarray(right.mean, np.float64)[row].ravel()
-    return oracle_codec.Coder(mean * weights, basis, bits, np.asarray(right.step, np.float64)[row])
+    return oracle_codec.Coder(mean * weights, basis, bits, step)
 
 
 @pytest.mark.parametrize("weighed", [False, True])

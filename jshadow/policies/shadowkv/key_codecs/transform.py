@@ -29,9 +29,9 @@ class Basis(struct.PyTreeNode):
     """The part of the code that all tokens of a prompt share.
 
     Attributes:
-        columns: eigenvectors of the centered keys by falling variance, split into the parts of the KV heads
-            [B, h_kv, r, d], in the model's dtype. With weights, they are eigenvectors of the weighted keys, divided by
-            the weights, so that a linear combination of them is an unweighted key.
+        columns: eigenvectors of the centered keys by falling variance, each times the step of its quantizer, split into
+            the parts of the KV heads [B, h_kv, r, d], in the model's dtype. With weights, they are eigenvectors of the
+            weighted keys, divided by the weights, so that a linear combination of them is an unweighted key.
         mean: mean of the prompt's keys [B, h_kv, d], in the model's dtype.
         step: step of each column's quantizer, float32 [B, r].
     """
@@ -96,7 +96,7 @@ class TransformCodec(KeyCodec):
         step = steps(*column_sizes(lambda index: coefficients(index)[0], lengths, blocks, self.rank), self.profile)
         left = jnp.zeros((batch, length, packed_width(self.profile)), jnp.uint8)
         left = fit_tokens(lax.fori_loop(0, blocks, code, left), units * chunk)
-        columns = head_columns(basis, weights, heads).astype(k_pre.dtype)
+        columns = (head_columns(basis, weights, heads) * step[:, None, :, None]).astype(k_pre.dtype)
         return KeyCode(left.reshape(batch, units, chunk * left.shape[2]), Basis(columns, mean, step))
 
     def project(self, k_pre: Array, right: Any, weights: Array | None = None) -> Array:
@@ -104,18 +104,18 @@ class TransformCodec(KeyCodec):
         rows = k_pre.astype(jnp.float32) - right.mean.astype(jnp.float32)[:, None]
         if weights is not None:  # squared: once for the weighted keys, and once because columns are divided by them
             rows *= weights[:, None] ** 2
-        columns = right.columns.astype(jnp.float32)
-        coefficients = jnp.einsum("bthd,bhrd->btr", rows, columns, precision=EXACT)
-        return quantize(coefficients, right.step[:, None], self.profile)[:, :, None]
+        columns, step = right.columns.astype(jnp.float32), right.step[:, None]
+        coefficients = jnp.einsum("bthd,bhrd->btr", rows, columns, precision=EXACT) / jnp.where(step > 0, step, 1)
+        return quantize(coefficients, step, self.profile)[:, :, None]
 
     def expand(self, rows: Array, right: Any) -> Array:
-        """Multiply the codes by the basis and the steps, in the dtype of the basis, and add the mean."""
-        keys = coded_products(rows, right.columns, right.step, self.profile)
+        """Multiply the codes by the columns, in their dtype, and add the mean."""
+        keys = coded_products(rows, right.columns, self.profile)
         return keys + right.mean.astype(jnp.float32)[:, :, None]
 
     def operands(self, right: Any) -> dict[str, Any]:
-        """Return the basis, the mean, the steps and the profile."""
-        return {"right": right.columns, "mean": right.mean, "step": right.step, "profile": self.profile}
+        """Return the columns, the mean and the profile."""
+        return {"right": right.columns, "mean": right.mean, "profile": self.profile}
 
     def products(self, sizes: Sizes) -> int:
         """Return the number of columns that have bits."""
