@@ -143,13 +143,31 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     Returns:
         The keys and values of the units. `ids` is that of the selection, and `valid` is repeated for each token.
     """
-    shape = (spec.batch, layout.heads, selection.ids.shape[2])
-    ids = jnp.broadcast_to(selection.ids, shape)
+    ids = jnp.broadcast_to(selection.ids, (spec.batch, layout.heads, selection.ids.shape[2]))
     valid = jnp.repeat(selection.valid, layout.unit, axis=2)
-    kernel = selection.rebuild is not None and selection.rebuild.codec.compiled
-    if spec.fetch == "zero_copy" and tier.prompt is not None and kernel:
-        with jax.named_scope("fetch"):
-            return Fetched(*fetch_by_kernel(spec, tier, selection, ids, layout.bits), valid, selection.ids)
+
+    by_kernel = functools.partial(fetch_by_kernel, spec, layout)
+    by_gather = functools.partial(fetch_by_gather, spec, layout)
+    keys: Array | None
+    kernel = selection.rebuild is not None and selection.rebuild.codec.compiled and tier.prompt is not None
+    if kernel and spec.fetch == "zero_copy":
+        keys, values = by_kernel(tier, selection, ids)
+    elif kernel and spec.fetch == "resident" and layout.bits is not None:
+        # On a GPU, one kernel unpacks the values and rebuilds the keys. Without it, XLA needs four more kernels.
+        keys, values = lax.platform_dependent(tier, selection, ids, cuda=by_kernel, default=by_gather)
+    else:
+        keys, values = by_gather(tier, selection, ids)
+    return Fetched(keys, values, valid, selection.ids)
+
+
+def fetch_by_gather(
+    spec: CacheSpec, layout: HostLayout, tier: HostTier, selection: Selection, ids: Array
+) -> tuple[Array | None, Array]:
+    """Return keys and values [B, heads, n * unit, d]. XLA gathers the units and rebuilds keys at the same time.
+
+    The arguments are those of `fetch`; `ids` are the selection's, broadcast to int32 [B, heads, n].
+    """
+    shape = ids.shape
     with jax.named_scope("fetch"):
         rows = gather(tier, ids, (layout.units, layout.tail_units))
     keys = None
@@ -172,28 +190,22 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
         rows[:, :, :, plane].reshape(*shape[:2], shape[2] * layout.unit, spec.head_dim)
         for plane in range(layout.planes)
     ]
-    keys = planes[0] if layout.planes == 2 else keys
-    return Fetched(keys, planes[-1], valid, selection.ids)
+    return planes[0] if layout.planes == 2 else keys, planes[-1]
 
 
 def fetch_by_kernel(
-    spec: CacheSpec, tier: HostTier, selection: Selection, ids: Array, bits: int | None
+    spec: CacheSpec, layout: HostLayout, tier: HostTier, selection: Selection, ids: Array
 ) -> tuple[Array, Array]:
-    """Return keys and values [B, heads, n * unit, d] from the kernel that reads host memory itself.
+    """Return what `fetch_by_gather` returns, from the kernel that reads the rows where they are stored.
 
-    Args:
-        spec: the layer that the rows belong to.
-        tier: the layer's host tier.
-        selection: the units to fetch. Its `rebuild` must be set.
-        ids: the selection's ids, broadcast to int32 [B, heads, n].
-        bits: as in `HostLayout`.
+    The selection must have a `rebuild`.
     """
-    rebuild, kept = selection.rebuild, selection.kept
+    rebuild, kept, bits = selection.rebuild, selection.kept, layout.bits
     assert rebuild is not None
     assert tier.prompt is not None
     tail = tier.tail.array if tier.tail else None
     values = HostRows(tier.prompt.array, tail, bits, spec.dtype if bits else None)
-    with jax.named_scope("rebuild"):
+    with jax.named_scope("fetch"), jax.named_scope("rebuild"):
         keys = ChosenKeys(
             rebuild.left,
             ids=ids,

@@ -6,8 +6,8 @@ exp(logit - top) over its landmarks, where top is the largest logit in the progr
 
 The grid of both is (blocks of chunks, blocks of query rows, KV heads, batch). A query row is one query head at one
 position; `group_rows` puts all query rows of a KV head together, so that a program loads each landmark once for its
-whole block of query rows. Both kernels also write the maximum and the sum of each program. XLA completes the softmax
-over all programs with these.
+whole block of query rows. Both kernels also write the maximum and the sum of each program. `finish` completes the
+softmax over all programs with these.
 """
 
 import functools
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.chunk_scores.finish import finish
 from pallas_kernels.chunk_scores.operands import Chunks
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.tiles import LEAST, MASKED, blocks, can_do, dot, group_rows, iota, row_block, spans, summed, warps
@@ -214,32 +215,27 @@ def chunk_scores(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) ->
             is not float32, bfloat16 or float16.
     """
     if chunks.parts == 1 and chunks.scale is None and chunks.spread is None:
-        scores = by_logits(q, chunks, scale, interpret)
-    else:
-        scores = by_masses(q, chunks, scale, interpret)
-    return jnp.where(chunks.candidates[:, :, None], scores, -1.0)
+        return by_logits(q, chunks, scale, interpret)
+    return by_masses(q, chunks, scale, interpret)
 
 
 def by_logits(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> jax.Array:
-    """Compute the scores [B, h_kv, T, n] with `chunk_logits_kernel`. Only those of candidates are meaningful."""
+    """Compute the scores [B, h_kv, T, n] with `chunk_logits_kernel`."""
     landmarks = chunks.landmarks
     can_do("chunk_scores", q.shape[3], q, landmarks)
-    batch, kv_heads, count = chunks.candidates.shape
+    kv_heads = landmarks.shape[1]
     queries = group_rows(q, kv_heads)
     rows = row_block(queries.shape[2], q, landmarks)
     # Float32 tiles take twice the registers, so the block is half as large.
     block = 128 if queries.dtype == landmarks.dtype != jnp.float32 else 64
     tile, warp_count = Tile(scale, rows, block), warps(q.shape[3], q, landmarks)
-    logits, top, total = launch(chunk_logits_kernel, queries, chunks, tile, warp_count, interpret)
-    peak = top.max(axis=2)
-    mass = (total * jnp.exp(top - peak[:, :, None])).sum(axis=2)
-    mass = jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)[..., None]
-    return (jnp.exp(logits - peak[..., None]) / mass).reshape(batch, kv_heads, q.shape[1], -1, count).max(axis=3)
+    partial = launch(chunk_logits_kernel, queries, chunks, tile, warp_count, interpret)
+    return finish(partial, chunks.candidates, q.shape[2] // kv_heads, block, logits=True, interpret=interpret)
 
 
 def by_masses(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> jax.Array:
-    """Compute the scores [B, h_kv, T, n] with `chunk_masses_kernel`. Only those of candidates are meaningful."""
-    batch, kv_heads, count = chunks.candidates.shape
+    """Compute the scores [B, h_kv, T, n] with `chunk_masses_kernel`."""
+    kv_heads = chunks.landmarks.shape[1]
     parts, bits = chunks.parts, chunks.bits(q.shape[3])
     if parts > MOST_PARTS:
         raise NotImplementedError(f"chunk_scores: the kernel takes up to {MOST_PARTS} landmarks a chunk, got {parts}")
@@ -254,11 +250,8 @@ def by_masses(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> ja
     most = 128 if all(x.dtype != jnp.float32 for x in multiplied) else 64
     block = max(LEAST, 1 << ((most // parts).bit_length() - 1)) if parts < most else LEAST
     tile, warp_count = Tile(scale, rows, block, bits, interpret), warps(q.shape[3], *multiplied)
-    masses, top, total = launch(chunk_masses_kernel, queries, chunks, tile, warp_count, interpret)
-    share = jnp.exp(top - top.max(axis=2, keepdims=True))
-    whole = jnp.maximum((total * share).sum(axis=2, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    share = jnp.repeat((share / whole).swapaxes(2, 3), block, axis=3)[..., :count]
-    return (masses * share).reshape(batch, kv_heads, q.shape[1], -1, count).max(axis=3)
+    partial = launch(chunk_masses_kernel, queries, chunks, tile, warp_count, interpret)
+    return finish(partial, chunks.candidates, q.shape[2] // kv_heads, block, logits=False, interpret=interpret)
 
 
 def launch(
