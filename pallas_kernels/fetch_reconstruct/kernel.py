@@ -129,7 +129,9 @@ def fetch_reconstruct(
     else:
         can_do("fetch_reconstruct", keys.dim, *keys.multiplied, *kept_rows, packed=(*keys.packed, *sources))
     batch, heads, tokens, _ = keys.out_shape
-    anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 32)
+    on_host = in_host_memory(values.prompt)
+    # More programs are needed to fill the bus than to fill the device. Larger blocks read the basis less often.
+    anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 32 if on_host else 64)
     if kept is not None:
         kept = kept._replace(rows=kept.rows.reshape(keys.out_shape))  # an aliased result must have the same shape
     operands = (values, kept, keys)
