@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jshadow.cache.state import KVState, Reads, Writes
-from jshadow.engine.sampling import Sampler, sample
+from jshadow.engine.sampling import Sampler, sample_checked
 from jshadow.engine.step import step_state, step_writes, turn_piece
 from jshadow.engine.types import Logits
 from jshadow.models.config import ModelConfig
@@ -134,7 +134,7 @@ def generate_steps(
     def body(carry: tuple[Writes, Array, Array], index: Array) -> tuple[tuple[Writes, Array, Array], Array]:
         writes, token, active = carry
         out, writes = step_writes(weights, config, token[:, None], active.astype(jnp.int32), reads, writes)
-        new = jnp.where(jnp.isnan(out).all(axis=1), -1, sample(sampler, out, jax.random.fold_in(key, index)))
+        new = sample_checked(sampler, out, jax.random.fold_in(key, index))
         emitted = jnp.where(active, new, -1)
         ended = functools.reduce(jnp.logical_or, [new == s for s in stop], jnp.zeros_like(active))
         return (writes, jnp.where(active, new, token), active & ~ended), emitted

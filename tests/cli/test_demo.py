@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import re
+from pathlib import Path
 
 from jshadow.cli import demo_text
 from jshadow.cli.main import main
@@ -55,3 +57,10 @@ def test_offloading_on_a_cpu_is_explained(tiny_model, capsys):
     assert "same memory" not in out
     assert "shadowkv takes more device memory than full attention because" in out
     assert "fetch=resident moves nothing to the host" in out
+
+
+def test_the_demo_asks_for_its_number_and_says_what_comes_next():
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
+    recipe = makefile[makefile.index("\ndemo:") : makefile.index("\nsetup:")]
+    assert re.search(r"--expect (\d+)", recipe)[1] == demo_text.NUMBER
+    assert len(re.findall(r'^\t@echo "  \$\(BIN\)/jshadow', recipe, re.MULTILINE)) == 3

@@ -54,6 +54,8 @@ def test_generate_prints_text_and_table(checkpoint, capsys):
     for label in (
         "[full]",
         "[shadowkv]",
+        "│ device ",
+        "│ dtype ",
         "prompt tokens",
         "tokens attended a step",
         "KV bytes on the device",

@@ -17,8 +17,9 @@ HEAVY = ("jax", "numpy", "transformers", "rich")
 STARTS = """
 import sys
 from jshadow.cli import main
+commands = "generate chat convert policies laws plan fit eval bench calibrate prefill-patterns".split()
 for arguments in (["--help"], ["--version"], ["--print-completion", "bash"], ["--print-completion", "zsh"],
-                  *([name, "--help"] for name in "generate chat convert policies laws plan fit eval".split())):
+                  *([name, "--help"] for name in commands)):
     try:
         main(arguments)
     except SystemExit as ended:
@@ -38,6 +39,7 @@ def test_help_and_completion_import_nothing_heavy():
     assert done.stdout.splitlines()[-1] == "heavy: []"
     assert "usage: jshadow chat" in done.stdout
     assert "#compdef jshadow" in done.stdout
+    assert "complete -o bashdefault -F _shtab_jshadow jshadow" in done.stdout
     assert "--prompt-file" in done.stdout
 
 

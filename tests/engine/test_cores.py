@@ -88,12 +88,15 @@ def test_decode_steps_is_the_greedy_loop(name):
     assert np.asarray(after.lengths).tolist() == [n + end + 1 for n, end in zip(LENGTHS, ends, strict=True)]
 
 
+SEEDS = (1, 1, 2, 1 + 2**32)
+
+
 def test_decode_steps_samples_by_seed_and_row():
     _, state = prefilled("full", "restricted")
     sampler = Sampler(temperature=1.5, top_k=20)
-    runs = [decode.decode_steps(model(), STEPS[:, 0], state.fork(), 8, sampler=sampler, seed=s)[0] for s in (1, 1, 2)]
+    runs = [decode.decode_steps(model(), STEPS[:, 0], state.fork(), 8, sampler=sampler, seed=s)[0] for s in SEEDS]
     np.testing.assert_array_equal(runs[0], runs[1])
-    assert (np.asarray(runs[0]) != np.asarray(runs[2])).any()
+    assert all((np.asarray(runs[0]) != np.asarray(other)).any() for other in runs[2:])
     alone, _ = decode.decode_steps(model(), STEPS[:1, 0], state.take([0]), 8, sampler=sampler, seed=1)
     np.testing.assert_array_equal(alone[0], runs[0][0])
 

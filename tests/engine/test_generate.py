@@ -60,6 +60,7 @@ def test_a_sampler_repeats_with_its_seed_only():
 
     assert run(1) == run(1)
     assert run(1) != run(2)
+    assert run(1) != run(1 + 2**32)
 
 
 @pytest.mark.parametrize("policy", [jshadow.Full(), SHADOW], ids=["full", "shadowkv"])

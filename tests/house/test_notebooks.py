@@ -76,6 +76,7 @@ def test_outputs_are_stored_and_small(source):
 
 def test_the_folder_is_small():
     assert sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file()) <= MOST_BYTES
+    assert max(path.stat().st_size for path in (FOLDER / "pictures").iterdir()) <= MOST_PICTURE_BYTES
 
 
 @pytest.mark.slow

@@ -243,6 +243,7 @@ def test_temporaries_bound_the_compiled_step(name):
     program = jax.jit(
         lambda weights, reads, writes, tokens, new: step_writes(weights, MIDDLE, tokens, new, reads, writes),
         donate_argnums=2,
+        keep_unused=True,  # a step does not read the quantizers' steps, which later keys are coded with
     )
     tokens, new = jax.ShapeDtypeStruct((3, 1), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
     needed = program.lower(abstract_weights(MIDDLE), reads, writes, tokens, new).compile().memory_analysis()

@@ -21,6 +21,10 @@ def test_figures_are_of_the_right_order(gpu):
     assert 70 <= gpu.flops / gpu.hbm_bytes_per_second <= 450
 
 
+def test_cards_of_servers_and_of_desks_are_known():
+    assert {"a100-80gb", "h100", "h200", "b200", "l4", "l40s", "rtx-4090", "rtx-5090"} <= set(GPUS)
+
+
 def test_default_gpus_are_known():
     assert [gpu_named(name).name for name in DEFAULT_GPUS] == list(DEFAULT_GPUS)
 
