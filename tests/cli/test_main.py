@@ -14,6 +14,7 @@ from tiny_text import byte_tokenizer
 
 import jshadow
 from jshadow.cli.main import main, parser
+from jshadow.cli.progress import SlowProgress
 from jshadow.engine.saved_state import read_state_info
 from jshadow.errors import ConfigError
 from jshadow.policies import POLICIES, parse_policy
@@ -81,7 +82,7 @@ def test_generate_json_from_every_source(checkpoint, way, capsys, tmp_path, monk
     assert len(result["tokens"]) == 3
 
 
-def test_a_state_is_saved_today_and_asked_tomorrow(checkpoint, capsys, tmp_path):
+def test_a_state_is_saved_today_and_asked_tomorrow(checkpoint, capsys, tmp_path, monkeypatch):
     """Prefill only, then two questions of the same file; the second saves its answer, a third goes on from there."""
     kept, later = str(tmp_path / "kept.state"), str(tmp_path / "later.state")
     common = ["--dtype", "float32", "--json"]
@@ -96,8 +97,13 @@ def test_a_state_is_saved_today_and_asked_tomorrow(checkpoint, capsys, tmp_path)
     info = read_state_info(kept)
     assert info["lengths"] == [len(TEXT)]
     assert len(info["tokens"][0]) == len(TEXT)
-    one = run("--prompt", " one?", "--load-state", kept, "--max-new-tokens", "4")
-    same = run("--prompt", " one?", "--load-state", kept, "--max-new-tokens", "4", "--verify", "--save-state", later)
+    steps: list[tuple[str, int, int]] = []
+    question = ["--prompt", " one?", "--load-state", kept, "--max-new-tokens", "4"]
+    one = run(*question)
+    with monkeypatch.context() as patch:
+        patch.setattr(SlowProgress, "__call__", lambda bar, done, of: steps.append((bar.title, done, of)))
+        same = run(*question, "--verify", "--save-state", later)
+    assert ("decode", 4, 4) in steps
     assert one["tokens"] == same["tokens"]
     assert (one["report"]["fetch"], one["report"]["verified_steps"]) == ("device_put", None)
     assert same["report"]["verified_steps"] == 4

@@ -189,11 +189,16 @@ def model_dir(params: Params, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_the_command_line(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jshadow.cli.progress.LINE_SECONDS", 0.01)  # compiling takes longer
     args = ["eval", str(model_dir), "--tasks", "needle_docs,agreement", "--lengths", str(LENGTH), "--samples", "2"]
     args += ["--policies", "shadowkv:rank=8:budget=32:outlier_chunks=2", "--dtype", "float32", "--out", str(tmp_path)]
     assert cli.main([*args, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    captured = capsys.readouterr()
+    assert "jshadow: evaluating" in captured.err
+    printed = json.loads(captured.out)
     rows = printed["results"]
     assert [(row["task"], row["name"]) for row in rows] == [
         ("needle_docs", "full"),
