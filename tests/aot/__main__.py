@@ -28,9 +28,6 @@ from jshadow.policies import ShadowKV
 FIRST = next(iter(TARGETS))
 MOST_LOCAL = 256  # maximum bytes of spilled registers of a thread
 PACKED, PACKED_BATCH = "Llama-3.1-8B, shadowkv packed small", 50  # the setting of the paper has half this batch
-# What --few compiles: the paper's kernels and a layer with the packed ones for the first GPU, a table for the second.
-FEW = ("chunk_scores", "select_chunks", "fetch_reconstruct", "sparse_attention")
-FEW_LAYER, FEW_TABLE = "decode layer, packed, 8 x 131,072, zero_copy", "packed small"
 # Operations that may have the prompt's values as their result, because they copy nothing.
 HARMLESS = {"parameter", "tuple", "get-tuple-element", "bitcast", "custom-call", "custom-call-start"}
 
@@ -156,7 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="aot", description=__doc__)
     parser.add_argument("--only", default="", help="programs whose name holds this")
     parser.add_argument("--gpu", choices=TARGETS, action="append", help="this one alone (default: all)")
-    parser.add_argument("--few", action="store_true", help="the paper's kernels, one layer and one table")
+    parser.add_argument("--few", action="store_true", help="single layers for the first GPU, tables for the second")
     parser.add_argument("--steps", action="store_true", help="only the tables of kernels, not the programs before them")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
@@ -169,7 +166,7 @@ def main() -> int:
         if gpu == "a100-80gb":
             assert most == 4, f"full attention fits {most} x 122,880 on an A100-80GB, the paper says 4"
         for task in () if args.steps else all_tasks(gpu, most):
-            if args.only not in task.name or (args.few and (gpu != FIRST or task.name not in (*FEW, FEW_LAYER))):
+            if args.only not in task.name or (args.few and (gpu != FIRST or task.name.startswith("Llama"))):
                 continue
             start = time.perf_counter()
             program = compile_for(gpu, task.function, *task.arguments, donate=task.donate)
@@ -192,7 +189,7 @@ def main() -> int:
     tables = []
     for gpu in args.gpu or TARGETS:
         for setting in SETTINGS[gpu]:
-            if args.only in setting.name and not (args.few and (gpu == FIRST or setting.name != FEW_TABLE)):
+            if args.only in setting.name and not (args.few and gpu == FIRST):
                 tables.append(step_table(setting, gpu, tools_folder()))
                 if not args.json:
                     print_table(tables[-1])
