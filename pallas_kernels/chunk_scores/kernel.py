@@ -211,8 +211,8 @@ def chunk_scores(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) ->
     """See `pallas_kernels.chunk_scores`.
 
     Raises:
-        NotImplementedError: heads are wider than 256, a chunk has more than 16 landmarks, an array is empty, or a dtype
-            is not float32, bfloat16 or float16.
+        NotImplementedError: heads are wider than 256, a chunk has more than 16 landmarks, there are too many chunks for
+            `finish`, an array is empty, or a dtype is not float32, bfloat16 or float16.
     """
     if chunks.parts == 1 and chunks.scale is None and chunks.spread is None:
         return by_logits(q, chunks, scale, interpret)

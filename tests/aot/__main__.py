@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the compiler's plugin has no GPU for JAX
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-# Where llvm-symbolizer is installed, LLVM would run it for every kernel, which takes ten times as long as compiling.
+# If llvm-symbolizer is installed, LLVM runs it for every kernel. That takes ten times as long as the compilation.
 os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
 
 from aot import programs

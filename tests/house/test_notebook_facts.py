@@ -1,4 +1,4 @@
-"""What the notebooks show: means with their errors, methods that use their share, and a class that is a policy."""
+"""The stored notebooks: means have errors, methods use the memory that they may use, and 06's class is a policy."""
 
 import re
 
