@@ -15,7 +15,7 @@ from gpu.sizes import Sizes
 from gpu.steered import PHASE
 from gpu.synthetic import abstract, placed, sharding, steered
 from gpu.timing import Built, build
-from jshadow.cache.offload import FETCH_QUANTUM
+from jshadow.cache.accounting import FETCH_QUANTUM
 from jshadow.cache.state import Counters, KVState, Reads, Writes
 from jshadow.engine.step import step_writes
 from jshadow.models.config import ModelConfig

@@ -37,6 +37,7 @@ from jshadow.policies.shadowkv.landmark_levels import (
 )
 from jshadow.policies.shadowkv.landmarks import EXACT
 from jshadow.policies.shadowkv.records import WIDER
+from pallas_kernels import Chosen, places_of
 
 MANTISSA = {"float32": (8, 23), "bfloat16": (8, 7)}  # exponent and mantissa bits of the dtypes of scores
 
@@ -236,7 +237,7 @@ def scores_by_keys(
 # 4. The order of the chosen chunks
 
 
-def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tuple[Array, Array, Array, Array]:
+def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tuple[Chosen, Array]:
     """Choose the best finalists of each query, in the places that `in_turn` gives them.
 
     Args:
@@ -245,7 +246,7 @@ def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tupl
         resident: chunks selected by the previous query, int32 [B, h, k], distinct; -1 in an unused place.
 
     Returns:
-        What `in_turn` returns.
+        The chosen chunks, with fields [B, h, Q, k], and the new resident.
     """
     scores, ids = candidates
     if scores.shape[2] > 1:
@@ -253,11 +254,14 @@ def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tupl
         valid = asked[:, None, :, None] & (jnp.take_along_axis(scores, order, axis=3) >= 0)
         order = jnp.sort(jnp.where(valid, order, scores.shape[3]))  # the order in which `select_chunks` fills places
         valid, order = order < scores.shape[3], jnp.minimum(order, scores.shape[3] - 1)
-        return in_turn(order if ids is None else jnp.take_along_axis(ids, order, axis=3), valid, asked, resident)
+        ids, valid, hit, held = in_turn(
+            order if ids is None else jnp.take_along_axis(ids, order, axis=3), valid, asked, resident
+        )
+        return Chosen(ids, valid, hit, places_of(valid & ~hit)), held
     numbers = None if ids is None else ids[:, :, 0]
     chosen = pallas_kernels.select_chunks(scores[:, :, 0], asked[:, 0], resident, numbers=numbers)
     held = jnp.where(asked[:, :1, None], jnp.where(chosen.valid, chosen.ids, -1), resident)
-    return *(part[:, :, None] for part in chosen), held  # type: ignore[return-value]
+    return Chosen(*(part[:, :, None] for part in chosen)), held
 
 
 def in_turn(ids: Array, valid: Array, asked: Array, resident: Array) -> tuple[Array, Array, Array, Array]:
