@@ -155,10 +155,9 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
         layout: the layout of the tier.
 
     Returns:
-        The keys and values of the units. `ids` is that of the selection, and `valid` is repeated for each token.
+        The keys and values of the units. `ids` and `valid` are those of the selection.
     """
     ids = jnp.broadcast_to(selection.ids, (spec.batch, layout.heads, selection.ids.shape[2]))
-    valid = jnp.repeat(selection.valid, layout.unit, axis=2)
 
     by_kernel = functools.partial(fetch_by_kernel, spec, layout)
     by_gather = functools.partial(fetch_by_gather, spec, layout)
@@ -171,7 +170,7 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
         keys, values = lax.platform_dependent(tier, selection, ids, cuda=by_kernel, default=by_gather)
     else:
         keys, values = by_gather(tier, selection, ids)
-    return Fetched(keys, values, valid, selection.ids)
+    return Fetched(keys, values, selection.valid, selection.ids)
 
 
 def fetch_by_gather(

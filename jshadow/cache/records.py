@@ -224,7 +224,7 @@ class Fetched(struct.PyTreeNode):
     Attributes:
         k: keys [B, heads, n * unit, d]. None if only values were fetched and no keys were rebuilt.
         v: values [B, heads, n * unit, d].
-        valid: which tokens may be attended to, bool [B, heads, n * unit] or [B, 1, n * unit].
+        valid: which units may be attended to, bool [B, heads, n] or [B, 1, n].
         ids: the ids of the selection, int32 [B, heads, n] or [B, 1, n].
     """
 

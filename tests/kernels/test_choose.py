@@ -114,12 +114,18 @@ WRONG = [
     ("sparse_attention", "pieces", lambda x: [], "pieces must hold at least one piece"),
     ("sparse_attention", "pieces", lambda x: [x[0], (cut(x[1][0], 3), *x[1][1:])], r"pieces\[1\] k must have shape"),
     ("sparse_attention", "pieces", lambda x: [(x[0][0], cut(x[0][1], 2), x[0][2])], r"pieces\[0\] v must have shape"),
-    ("sparse_attention", "pieces", lambda x: [(*x[0][:2], x[0][2].astype(int))], r"pieces\[0\] valid must be bool"),
+    ("sparse_attention", "pieces", lambda x: [(*x[0][:2], x[0][2].astype("int8"))], r"pieces\[0\] valid must be bool"),
     (
         "sparse_attention",
         "pieces",
         lambda x: [(*x[0][:2], cut(x[0][2], 3))],
-        r"pieces\[0\] valid must be broadcastable to \[1, 2, 1, 61\], got \[1, 2, 1, 60\]",
+        r"pieces\[0\] valid must be broadcastable to \[1, 2, 1, m\] where m divides 61, got \[1, 2, 1, 60\]",
+    ),
+    (
+        "sparse_attention",
+        "pieces",
+        lambda x: [(*x[0][:2], x[0][2].astype("int32"))],
+        r"pieces\[0\] valid must be broadcastable to \[1, 2, 1, 1\], got \[1, 2, 1, 61\]",
     ),
 ]
 

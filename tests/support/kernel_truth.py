@@ -61,7 +61,9 @@ def sparse_attention(q: Any, pieces: Any, scale: float) -> np.ndarray:
         for k, v, valid in pieces:
             k, v = wide(k), wide(v)
             h = head * k.shape[1] // q.shape[2]
-            seen = np.broadcast_to(np.asarray(valid), (*k.shape[:2], q.shape[1], k.shape[-2]))[b, h, t]
+            flags = np.broadcast_to(valid, (*k.shape[:2], q.shape[1], np.shape(valid)[-1]))[b, h, t]
+            rows = np.arange(k.shape[-2])
+            seen = rows < flags if flags.dtype == np.int32 else flags[rows * len(flags) // max(len(rows), 1)]
             own = (b, h) if k.ndim == 4 else (b, h, t)
             keys.append(k[own][seen])
             values.append(v[own][seen])

@@ -222,12 +222,11 @@ class ShadowKV(ShadowSettings, Costs):
         """Return the window and the outliers as pieces for attention."""
         frozen, window = state.frozen, state.live.window
         first = frozen.chunks[:, None] * self.chunk_size
-        seen = jnp.arange(spec.window) <= (step.positions - first)[:, None, :, None]
-        pieces = [Piece(window.k, window.v, seen)]
+        pieces = [Piece(window.k, window.v, (step.positions - first + 1)[:, None, :, None])]
         slots = frozen.outliers.k.shape[2]
         if slots:
-            used = jnp.arange(slots) < (self.row_outliers(frozen.chunks) * self.chunk_size)[:, None]
-            pieces.append(Piece(frozen.outliers.k, frozen.outliers.v, used[:, None, None]))
+            used = self.row_outliers(frozen.chunks) * self.chunk_size
+            pieces.append(Piece(frozen.outliers.k, frozen.outliers.v, used[:, None, None, None]))
         return pieces
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
@@ -275,4 +274,5 @@ def own_piece(k: Array, fetched: Fetched, queries: int) -> Piece:
     if queries == 1:
         return Piece(k, fetched.v, fetched.valid[:, :, None])
     shape = (batch, heads, queries, tokens // queries)
-    return Piece(k.reshape(*shape, dim), fetched.v.reshape(*shape, dim), fetched.valid.reshape(shape))
+    valid = fetched.valid.reshape(batch, heads, queries, -1)
+    return Piece(k.reshape(*shape, dim), fetched.v.reshape(*shape, dim), valid)
