@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData, ProfileOptions
 
-from gpu.runner import Task
+from gpu.runner import NotHere, Task
 from gpu.steps import Setup, Steps
 from gpu.throughput import PROFILED, Throughput
 
@@ -17,33 +17,32 @@ STEPS = 3
 DEVICE, STREAM = "/device:GPU:", "Stream"  # how the names of a GPU's planes, and of the lines of its kernels, begin
 
 
-def kernels(data: ProfileData) -> list[dict[str, Any]]:
+def kernels(data: ProfileData, gpu: bool) -> list[dict[str, Any]]:
     """Return the kernels and copies of a profile, those with the longest total time first.
 
-    On a GPU, these are the events of its streams. Elsewhere they are the operations of XLA's programs on the host.
+    Args:
+        data: the profile.
+        gpu: whether to take the events of a GPU's streams. Otherwise the operations of XLA's programs on the host.
 
     Returns:
         Rows with "name", "count" and "seconds", the total of all events of this name.
+
+    Raises:
+        NotHere: the profile has no such events.
     """
-    streams = [
-        event
-        for plane in data.planes
-        if plane.name.startswith(DEVICE)
-        for line in plane.lines
-        if line.name.startswith(STREAM)
-        for event in line.events
-    ]
+    lines = [(plane.name, line) for plane in data.planes for line in plane.lines]
     found: dict[str, list[float]] = {}
-    for event in streams or host_operations(data):
-        found.setdefault(event.name, []).append(event.duration_ns / 1e9)
+    for plane, line in lines:
+        if gpu and not (plane.startswith(DEVICE) and line.name.startswith(STREAM)):
+            continue
+        for event in line.events:
+            if gpu or any(name == "hlo_op" for name, _ in event.stats):
+                found.setdefault(event.name, []).append(event.duration_ns / 1e9)
+    if not found:
+        told = sorted({f"{plane} {line.name}" for plane, line in lines})
+        raise NotHere(f"the profile has no kernels, only {told}; JAX needs NVIDIA's library CUPTI to see them")
     rows = [{"name": name, "count": len(times), "seconds": sum(times)} for name, times in found.items()]
     return sorted(rows, key=lambda row: -row["seconds"])
-
-
-def host_operations(data: ProfileData) -> list[Any]:
-    """Return the events of XLA's operations on the host."""
-    events = [event for plane in data.planes for line in plane.lines for event in line.events]
-    return [event for event in events if any(name == "hlo_op" for name, _ in event.stats)]
 
 
 def profiled(setup: Setup, steps: Steps) -> dict[str, Any]:
@@ -62,9 +61,7 @@ def profiled(setup: Setup, steps: Steps) -> dict[str, Any]:
             steps.wait()
             seconds = time.perf_counter() - start
         [path] = Path(folder).rglob("*.xplane.pb")
-        rows = kernels(ProfileData.from_file(str(path)))
-    if not rows:
-        raise LookupError("the profile has no kernels")
+        rows = kernels(ProfileData.from_file(str(path)), jax.default_backend() == "gpu")
     return {"steps": STEPS, "wall_seconds": seconds, "kernels": rows}
 
 

@@ -74,11 +74,14 @@ def torch_rows(command: list[str]) -> dict[str, Any]:
     """Return what `gpu.torch_attention` prints, or {"not_available": reason}."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"not_available": f"the process with torch: {error}"}
+    try:
         found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        return {"not_available": f"torch did not answer within {TORCH_SECONDS:.0f} seconds"}
-    except (OSError, IndexError, json.JSONDecodeError):
-        return {"not_available": f"the process with torch ended with exit status {done.returncode}"}
+    except (IndexError, json.JSONDecodeError):
+        return {
+            "not_available": f"the process with torch ended with exit status {done.returncode}: {done.stderr[-300:]}"
+        }
     return found
 
 
