@@ -43,7 +43,7 @@ class Way(NamedTuple):
     sequential: bool = False
 
     def __str__(self) -> str:
-        how = f"zero_copy kernel, {self.share:.0%} kept" if self.kernel else "host gather and device_put"
+        how = f"zero_copy kernel, {100 * self.share:.0f} % kept" if self.kernel else "host gather and device_put"
         return f"{self.code}, {how}, {'sequential' if self.sequential else 'random'} chunks, {self.batch} rows"
 
 

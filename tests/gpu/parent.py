@@ -49,6 +49,8 @@ def run_part(args: argparse.Namespace, part: str, end: float) -> dict[str, Any] 
     results = supervise(command, path, end)
     if results is None and moved:
         moved.replace(path)
+    elif results is None and not load(path).get("machine"):
+        path.unlink(missing_ok=True)  # it has nothing but what was prepared for this call
     return results
 
 
@@ -79,9 +81,8 @@ def torch_rows(command: list[str]) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
-        return {
-            "not_available": f"the process with torch ended with exit status {done.returncode}: {done.stderr[-300:]}"
-        }
+        told = f"the process with torch ended with exit status {done.returncode}"
+        return {"not_available": f"{told}: {done.stderr[-300:]}"}
     return found
 
 

@@ -1,4 +1,4 @@
-"""A run whose process dies or hangs, or whose device becomes unusable. This module has no JAX."""
+"""A run whose process dies or hangs, or whose device becomes unusable."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpu import environment, parent
+from gpu import environment, parent, worker
 from gpu.runner import CUT as CUT_OFF
 from gpu.runner import DIED, LATE, MEASURED, RAISED, STOPPED, Runner, Task
 
@@ -111,3 +111,23 @@ def test_memory_that_grows_is_looked_for(monkeypatch):
 
 def test_a_probe_of_memory_ends():
     assert environment.grown_bytes(limit=2**28, seconds=5) > 0
+
+
+def test_torch_that_fails_is_not_available(monkeypatch):
+    def rows(code):
+        return parent.torch_rows([sys.executable, "-c", code])
+
+    assert rows("print('loading'); print('{\"rows\": []}')") == {"rows": []}
+    assert "exit status 3" in rows("import sys; sys.exit(3)")["not_available"]
+    assert "no driver" in rows("raise OSError('no driver')")["not_available"]
+    assert "no such file" in parent.torch_rows(["/no/such/program"])["not_available"].lower()
+    monkeypatch.setattr(parent, "TORCH_SECONDS", 0.1)
+    assert "timed out" in rows("import time; time.sleep(60)")["not_available"]
+
+
+def test_only_results_of_the_same_machine_are_continued():
+    here, there = {"device": "this GPU", "jax": "1.2"}, {"device": "another GPU", "jax": "1.2"}
+    assert worker.other_machine({}, here) is None
+    assert worker.other_machine(here, here) is None
+    assert "another GPU with jax 1.2 and this GPU with jax 1.2" in worker.other_machine(there, here)
+    assert "this GPU with jax 1.1 and" in worker.other_machine(here | {"jax": "1.1"}, here)

@@ -25,7 +25,7 @@ LONGEST = (
     (("packed", "zero_copy"), ("paper", "zero_copy"), ("paper", "device_put"), ("int4", "resident")),
 )
 SHORTER = (((FULL, "resident"), ("packed small", "resident"), ("packed", "zero_copy"), ("paper", "zero_copy")),)
-SINGLE = SHORTER  # of a single row
+SINGLE = (((FULL, "resident"), ("packed small", "resident"), ("paper", "zero_copy")),)  # of one row
 PROFILED = (LONGEST[0], LONGEST[1][:2])
 Group = tuple[tuple[str, str], ...]
 

@@ -15,9 +15,12 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def same(results: dict) -> dict:
-    """Return what must be equal if results of two calls are joined in one file."""
-    return {key: results["machine"].get(key) for key in ("device", "jax")}
+def other_machine(earlier: dict, now: dict) -> str | None:
+    """Return why results cannot be added to earlier ones, or None. Both are descriptions of a machine."""
+    if all(earlier.get(key) in (None, now[key]) for key in ("device", "jax")):
+        return None
+    told = " and ".join(f"{one['device']} with jax {one['jax']}" for one in (earlier, now))
+    return f"results of {told} cannot be in one file: run without --resume"
 
 
 def main(args: argparse.Namespace) -> int:
@@ -42,8 +45,8 @@ def main(args: argparse.Namespace) -> int:
         return 2
     sizes, pool = DRY if args.dry_run else REAL, environment.pool()
     runner.results |= {"machine": environment.machine(pool), "longest": sizes.capacities[0]}
-    if any(earlier.get("machine", {}).get(key, value) != value for key, value in same(runner.results).items()):
-        say(f"{path} has results of {same(earlier)}, this is {same(runner.results)}: run without --resume")
+    if reason := other_machine(earlier.get("machine", {}), runner.results["machine"]):
+        say(f"{path}: {reason}")
         return 2
     for key, value in runner.results["machine"].items():
         say(f"{key}: {value}")
