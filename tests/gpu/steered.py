@@ -2,8 +2,8 @@
 
 All kernels do the work of a real step: they read the landmarks of every chunk, and select by real scores. A chunk that
 is not open has no score, so each step selects exactly the chunks of its window. This holds for one and for two levels
-of landmarks. The mask of open chunks takes the place of the candidates of the state, which a real step reads. Three small
-kernels of a step compute the mask for all layers. A real step does not have them.
+of landmarks. The mask of open chunks takes the place of the candidates of the state, which a real step reads. Three
+small kernels of a step compute the mask for all layers. A real step does not have them.
 """
 
 import dataclasses
