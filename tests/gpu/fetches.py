@@ -20,6 +20,7 @@ from jshadow.cache import offload
 from jshadow.cache.records import HostTier, Kept, LayerState, Selection, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.evaluation.speed.layer import Shape, random_step
+from pallas_kernels import places_of
 
 DRAWS, CALLS = 8, 16  # minimum number of sets of chunks that alternate; calls that are dispatched together
 CACHED = 512e6  # minimum bytes of all sets together, far more than the L2 cache holds
@@ -107,8 +108,8 @@ class Fetches:
         config = self.sizes.layer_config
         shape = Shape(spec.policy.prompt, way.batch, config.q_heads, config.kv_heads, config.head_dim)
         step = jax.device_put(random_step(shape, 1), sharding("device"))
-        args = (layer.frozen, layer.host, step, jnp.asarray(stay))
-        held = [jnp.array(layer.live.values)]  # donated to each call, which returns it
+        args = (layer.frozen, layer.host, step, places_of(jnp.asarray(~stay)))
+        held = [(jnp.array(layer.live.values), jnp.array(layer.live.keys))]  # donated to each call, which returns them
         program, compile_seconds = build(function, ids[0], held[0], *args, donate=(1,))
         turns = itertools.cycle(ids)
         seconds = self.timed(program, lambda: next(turns), held, args)
@@ -162,25 +163,25 @@ def kept_places(count: int, share: float) -> np.ndarray:
     return np.floor((index + 1) * share) > np.floor(index * share)
 
 
-def by_kernel(spec: CacheSpec, ids: Any, rows: Any, frozen: Any, host: HostTier, step: StepKV, stay: Any) -> Any:
-    """Fetch chunks and rebuild their keys as a decode step does. Returns the values, in the place of `rows`, and keys.
+def by_kernel(spec: CacheSpec, ids: Any, rows: Any, frozen: Any, host: HostTier, step: StepKV, missed: Any) -> Any:
+    """Fetch chunks and rebuild their keys as a decode step does. Returns new `rows`, and one of the numbers in them.
 
     Args:
         spec: the layer.
         ids: the selected chunks, int32 [B, h_kv, k].
-        rows: values that are on the device [B, h_kv, k, c * d].
+        rows: values and keys that are on the device, each [B, h_kv, k, c * d].
         frozen: the compressed prompt.
         host: the rows in host memory.
         step: its angles are used.
-        stay: which rows need no fetch, bool [B, h_kv, k].
+        missed: the places that must be fetched, int32 [B, h_kv, k], as in `Kept`.
     """
     rebuild = spec.policy.rebuild(spec, LayerState(frozen, None, host), step)
-    selection = Selection(ids, jnp.ones_like(stay), stay, rebuild=rebuild, kept=Kept(rows, stay))
+    selection = Selection(ids, ids >= 0, rebuild=rebuild, kept=Kept(*rows, missed))
     fetched = offload.fetch(spec, host, selection, spec.policy.host_layout(spec))
-    return fetched.v.reshape(rows.shape), fetched.k
+    return (fetched.v.reshape(rows[0].shape), fetched.k.reshape(rows[1].shape)), fetched.k[0, 0, 0, 0]
 
 
-def by_host(spec: CacheSpec, ids: Any, rows: Any, frozen: Any, host: HostTier, step: StepKV, stay: Any) -> Any:
+def by_host(spec: CacheSpec, ids: Any, rows: Any, frozen: Any, host: HostTier, step: StepKV, missed: Any) -> Any:
     """Gather chunks on the host and copy them. The arguments are those of `by_kernel`."""
     layout = spec.policy.host_layout(spec)
     return rows, offload.gather(host, ids, (layout.units, layout.tail_units))

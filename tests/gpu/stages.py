@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from gpu.runner import Task, attempt, brief
 from gpu.sizes import Sizes
 from gpu.steered import PHASE
-from gpu.synthetic import free, relaid, sharding, state, steered
+from gpu.synthetic import free, in_mode, relaid, sharding, state, steered
 from gpu.timing import Seconds, build, series
 from jshadow.cache import offload
 from jshadow.cache.records import Fetched, HostTier, LayerState, Selection, StepKV
@@ -70,7 +70,7 @@ class Stages:
             except Exception as error:  # the error stands for the remaining stages
                 found["stages"] = {"error": brief(error)}
             for fetch in reversed(fetches):
-                run = functools.partial(self.whole, dataclasses.replace(spec, fetch=fetch), layer, step)
+                run = functools.partial(self.whole, in_mode(spec, fetch), layer, step)
                 found[f"whole, {fetch}"] = attempt(lambda run=run: 1e3 * run().median)
             return {"code": self.code, "capacity": self.capacity, "batch": self.batch, "milliseconds": found}
         finally:
@@ -83,10 +83,7 @@ class Stages:
         selection: Selection = select(layer, step)
         ids = jnp.broadcast_to(selection.ids, (self.batch, layout.heads, selection.ids.shape[2]))
         plain = selection.replace(kept=None)
-        modes = {
-            fetch: functools.partial(self.fetched, dataclasses.replace(spec, fetch=fetch))
-            for fetch in FETCHES[self.code]
-        }
+        modes = {fetch: functools.partial(self.fetched, in_mode(spec, fetch)) for fetch in FETCHES[self.code]}
         fetched: Fetched = jax.jit(modes[spec.fetch])(layer.host, plain)
 
         def gather(tier: HostTier, ids: Any) -> Any:

@@ -17,6 +17,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gpu.steered import Steered
+from jshadow.cache import offload
 from jshadow.cache.records import HostArray, HostTier, LayerState
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import Counters, KVState
@@ -149,6 +150,11 @@ def basis(right: Any, seed: int) -> Any:
     return right.replace(columns=columns)
 
 
+def in_mode(spec: CacheSpec, fetch: str) -> CacheSpec:
+    """Return the spec in another fetch mode."""
+    return dataclasses.replace(spec, fetch=fetch, keep=offload.keeps(fetch, jax.default_backend()))
+
+
 def relaid(layer: LayerState, spec: CacheSpec) -> LayerState:
     """Return a layer whose `live` part has the arrays of the fetch mode of `spec`.
 
@@ -169,7 +175,7 @@ def relaid(layer: LayerState, spec: CacheSpec) -> LayerState:
 def refetched(state: KVState, fetch: str) -> KVState:
     """Return the same state in the other offloading fetch mode. Rows in host memory are not moved."""
     assert "resident" not in (fetch, state.fetch), "resident rows lie elsewhere"
-    specs = tuple(dataclasses.replace(spec, fetch=fetch) for spec in state.specs)
+    specs = tuple(in_mode(spec, fetch) for spec in state.specs)
     layers = tuple(relaid(layer, spec) for layer, spec in zip(state.layers, specs, strict=True))
     gone = jax.tree.leaves(state.layers)
     held = {id(leaf) for leaf in jax.tree.leaves(layers)}
