@@ -162,16 +162,20 @@ def one_block(
 
 
 def seen_by(piece: Any, rows: Queries, n: jax.Array) -> jax.Array:
-    """Return which of the rows n of a piece each query row may see, bool [query rows, rows or 1]."""
-    valid, there, count = piece.valid, rows.there[:, None], piece.k.shape[2]
+    """Return which of the rows n of a piece each query row may see, bool [query rows or 1, rows]."""
+    valid, count = piece.valid, piece.k.shape[2]
+    alike = valid.shape[2] == 1  # for all queries; then the flags are loaded once
     # An axis of size 1 is broadcast, so its index is always 0.
-    lead = (rows.b, rows.h, rows.query[:, None])
-    at = [x if size > 1 else x * 0 for x, size in zip(lead, valid.shape, strict=False)]
+    at = [x if size > 1 else x * 0 for x, size in zip((rows.b, rows.h), valid.shape, strict=False)]
+    at += [0 if alike else rows.query[:, None]]
     if valid.dtype == jnp.int32:
-        seen: jax.Array = n[None] < pltriton.load(valid.at[(*at, 0)], mask=there, other=0)
+        limit = pltriton.load(valid.at[(*at, 0)], **({} if alike else {"mask": rows.there[:, None], "other": 0}))
+        seen: jax.Array = n[None] < limit
         return seen
-    flag = lax.div(n, jnp.int32(count // valid.shape[3]))[None]
-    return pltriton.load(valid.at[(*at, flag)], mask=there & (n < count)[None], other=False)
+    flag, there = lax.div(n, jnp.int32(count // valid.shape[3])), n < count
+    if alike:
+        return pltriton.load(valid.at[(*at, flag)], mask=there, other=False)[None]
+    return pltriton.load(valid.at[(*at, flag[None])], mask=rows.there[:, None] & there[None], other=False)
 
 
 # The partial results of all splits
