@@ -115,7 +115,7 @@ def costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> 
     planner = Planner(config, config, ANY_GPU, serving)
     resolved = policy.resolve(config, request.capacity)
     fallback = why_dense(resolved, config, request.capacity)
-    step = planner.step(resolved, request.batch)
+    step = planner.step(resolved, request.batch, passes=False)
     offloads = any(spec.policy.host_layout(spec) is not None for spec in planner.specs(resolved, request.batch))
     read = sum(step.hbm_bytes.values())
     table = config.vocab_size * config.model_dim * (1 if config.tie_embeddings else 2)
