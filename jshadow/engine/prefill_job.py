@@ -108,7 +108,7 @@ def check_job(
     resolved = [policy.resolve(config, capacity) for policy in chosen]
     shortest = int(row_lengths.min())
     floor = shortest if options.shortest is None else min(options.shortest, shortest)
-    batch = Batch(len(row_lengths), capacity, floor, token_ids.shape[1], dtype)
+    batch = Batch(len(row_lengths), capacity, floor, token_ids.shape[1], dtype, len(resolved))
     plans = [
         cache_specs(config, policy, batch.rows, capacity, floor, dtype, fetch_for(mode, params, policy, batch).fetch)
         for policy, mode in zip(resolved, modes, strict=True)

@@ -12,10 +12,11 @@ from jshadow.planner.bytes import abstract_of, prefill_peak
 from jshadow.planner.fetch_choice import FetchChoice, ModeFigures, choose_fetch, kernel_refusal, offloads
 from jshadow.planner.gpu import PAPERS_REPEATS, Planner
 from jshadow.planner.gpu_plan import Serving
-from jshadow.planner.gpu_specs import GPUS, Gpu, gpu_of_device
+from jshadow.planner.gpu_specs import GIB, GPUS, Gpu, gpu_of_device
 from jshadow.policies import Policy
 
 UNKNOWN = GPUS["a100-80gb"]  # whose rates stand for those of a device that is not in the table
+SPARE = GIB // 2  # device memory that XLA's allocator may lose between large arrays
 XLA_SHARE = 0.75  # of a GPU's memory, which XLA takes when it starts
 
 
@@ -29,6 +30,7 @@ class Batch:
         shortest: number of tokens by which windows are sized, at most those of the shortest prompt.
         width: number of tokens to which the prompts are padded.
         dtype: name of the dtype of keys and values.
+        states: number of states of this size that the call makes. They share the memory equally.
     """
 
     rows: int
@@ -36,6 +38,7 @@ class Batch:
     shortest: int
     width: int
     dtype: str
+    states: int = 1
 
 
 def fetch_here(fetch: str, config: ModelConfig, policy: Policy, batch: Batch) -> FetchChoice:
@@ -59,20 +62,21 @@ def fetch_here(fetch: str, config: ModelConfig, policy: Policy, batch: Batch) ->
     if mode != "auto":
         return FetchChoice(mode, f"{mode}: on a CPU, host memory and device memory are the same memory")
     (rates, free), limit = device_here(), host_memory.least_limit()
-    figures = mode_figures(config, policy, batch, rates, jax.default_backend() == "gpu")
-    return choose_fetch(figures, free, None if limit is None else limit.free)
+    one = dataclasses.replace(batch, states=1)
+    figures = mode_figures(config, policy, one, rates, jax.default_backend() == "gpu")
+    return choose_fetch(figures, free // batch.states, None if limit is None else limit.free // batch.states)
 
 
 def device_here() -> tuple[Gpu, int]:
-    """Return the figures of the first device, and the bytes of its memory that are free now.
+    """Return the figures of the first device, and the bytes of its memory that new arrays can take.
 
-    The memory is that of XLA's allocator, or else XLA's share of the memory in the table.
+    The memory is that of XLA's allocator, or else XLA's share of the memory in the table, minus SPARE.
     """
     device = jax.local_devices()[0]
     known = gpu_of_device(device.device_kind) or UNKNOWN
     stats = device.memory_stats() or {}
     limit = stats.get("bytes_limit", int(XLA_SHARE * known.memory_bytes))
-    return known, max(0, limit - stats.get("bytes_in_use", 0))
+    return known, max(0, limit - stats.get("bytes_in_use", 0) - SPARE)
 
 
 @functools.lru_cache(maxsize=256)
