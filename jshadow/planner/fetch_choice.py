@@ -58,7 +58,7 @@ def choose_fetch(modes: Sequence[ModeFigures], device_limit: int, host_limit: in
         memories = f"{best.device_bytes / GIB:.1f} of {device_limit / GIB:.1f} GiB of device memory"
         if best.host_bytes:
             memories += f" and {best.host_bytes / GIB:.1f} GiB of host memory"
-        reason = f"{best.fetch}: {requests(best.rows)} fit with {memories}, {speed(best)}"
+        reason = f"{best.fetch}: {requests(best.rows)} fit into {memories}, {speed(best)}"
     else:
         best = min(served, key=lambda mode: mode.device_bytes)
         reason = f"{best.fetch}: no mode fits, and this one needs the least device memory"

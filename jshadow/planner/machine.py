@@ -41,7 +41,7 @@ class Batch:
     states: int = 1
 
 
-def fetch_here(fetch: str, config: ModelConfig, policy: Policy, batch: Batch) -> FetchChoice:
+def fetch_here(fetch: str, config: ModelConfig, policy: Policy, batch: Batch, *, loading: int = 0) -> FetchChoice:
     """Return the fetch mode of a setting on this machine, and the reason if the setting is "auto".
 
     On a CPU, "auto" is "resident". On an accelerator, it is the fastest mode, as predicted, of those that fit into the
@@ -52,6 +52,7 @@ def fetch_here(fetch: str, config: ModelConfig, policy: Policy, batch: Batch) ->
         config: the model.
         policy: the policy. Settings that are None are resolved for the capacity.
         batch: the requests.
+        loading: bytes of weights that the device does not hold yet.
 
     Raises:
         ConfigError: `fetch` is neither "auto" nor a fetch mode, or a setting is out of range.
@@ -62,6 +63,7 @@ def fetch_here(fetch: str, config: ModelConfig, policy: Policy, batch: Batch) ->
     if mode != "auto":
         return FetchChoice(mode, f"{mode}: on a CPU, host memory and device memory are the same memory")
     (rates, free), limit = device_here(), host_memory.least_limit()
+    free = max(0, free - loading)
     one = dataclasses.replace(batch, states=1)
     figures = mode_figures(config, policy, one, rates, jax.default_backend() == "gpu")
     return choose_fetch(figures, free // batch.states, None if limit is None else limit.free // batch.states)

@@ -10,9 +10,12 @@ from real_shapes import LLAMA_31_8B
 
 import jshadow
 from jshadow.cache import host_memory
+from jshadow.cli.report_table import notes
 from jshadow.engine import fetch_mode
 from jshadow.engine.options import batch_of
 from jshadow.errors import ConfigError
+from jshadow.evaluation.speed.model import mode_of
+from jshadow.evaluation.speed.request import Request
 from jshadow.planner import machine
 from jshadow.planner.bytes import abstract_state, footprint
 from jshadow.planner.fetch_choice import ModeFigures, choose_fetch
@@ -55,11 +58,11 @@ def test_the_fastest_mode_that_fits(case):
 
 def test_the_reason_has_the_figures():
     assert choose_fetch(MODES, 130 * GIB, 80 * GIB).reason == (
-        "resident: 37 requests fit with 120.0 of 130.0 GiB of device memory, predicted 2,500 tokens/s (device_put "
+        "resident: 37 requests fit into 120.0 of 130.0 GiB of device memory, predicted 2,500 tokens/s (device_put "
         "predicted 400 tokens/s with 37 requests; zero_copy predicted 1,700 tokens/s with 37 requests)"
     )
     assert choose_fetch((RESIDENT, GATHERED, REFUSED), 119 * GIB, None).reason == (
-        "device_put: 37 requests fit with 60.0 of 119.0 GiB of device memory and 70.0 GiB of host memory, predicted "
+        "device_put: 37 requests fit into 60.0 of 119.0 GiB of device memory and 70.0 GiB of host memory, predicted "
         "400 tokens/s (resident needs 120.0 of 119.0 GiB of device memory; zero_copy has no kernel for shadowkv with "
         "keys='exact')"
     )
@@ -167,6 +170,7 @@ def test_sizes_decide_on_a_gpu(gpu):
     gpu.free, gpu.host = 2 * sizes["resident"].device_bytes + 1, None
     pair = dataclasses.replace(BATCH, states=2)
     assert machine.fetch_here("auto", LLAMA_31_8B, ShadowKV(), pair).fetch == "resident"
+    assert machine.fetch_here("auto", LLAMA_31_8B, ShadowKV(), pair, loading=2).fetch == "zero_copy"
     gpu.free -= 2
     assert machine.fetch_here("auto", LLAMA_31_8B, ShadowKV(), pair).fetch == "zero_copy"
     gpu.free //= 2
@@ -175,6 +179,17 @@ def test_sizes_decide_on_a_gpu(gpu):
     )
     assert state.fetch == "zero_copy"
     assert footprint(LLAMA_31_8B, ShadowKV(), capacity=123_000, prompt=122_880)["host_bytes"] == 0  # one row fits
+
+
+def test_benchmarks_ask_for_their_sizes(gpu):
+    """Before the weights of the model are on the device."""
+    request = Request("no model", 32_768, dtype="bfloat16")
+    batch = machine.Batch(1, request.capacity, 32_768, 32_768, "bfloat16")
+    sizes = {one.fetch: one for one in machine.mode_figures(LLAMA_31_8B, ShadowKV(), batch, GPUS["h200"], True)}
+    gpu.free = sizes["resident"].device_bytes + 2 * 8_030_261_248
+    assert mode_of(request, LLAMA_31_8B, ShadowKV(), "auto") == "resident"
+    gpu.free -= 1
+    assert mode_of(request, LLAMA_31_8B, ShadowKV(), "auto") == "zero_copy"
 
 
 def test_no_other_accelerator_has_the_kernels(gpu, monkeypatch):
@@ -222,12 +237,17 @@ def test_devices_are_known_by_their_kind(kind, name):
 # A generation
 
 
-def test_a_report_says_why():
+def test_a_report_says_why(monkeypatch):
     settings = {"max_new_tokens": 2, "capacity": 64}
-    report = jshadow.generate(model(), [1, 2, 3], Full(), **settings).report
+    out = jshadow.generate(model(), [1, 2, 3], Full(), **settings)
+    report = out.report
     assert report.fetch == "resident"
     assert report.fetch_reason == "resident: on a CPU, host memory and device memory are the same memory"
     assert report.to_json()["fetch_reason"] == report.fetch_reason
+    assert not any("fetch" in sentence for sentence in notes([out]))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert notes([out]) == [f"fetch {report.fetch_reason}."]
+    monkeypatch.undo()
     out = jshadow.generate(model(), [1, 2, 3], Full(), fetch="device_put", **settings)
     assert out.report.fetch_reason is None
     assert jshadow.generate(model(), [4], state=out.state, max_new_tokens=1).report.fetch_reason is None
