@@ -44,11 +44,10 @@ def check_host_memory(plans: Plans) -> None:
         plans: the specs of all layers, one tuple for each state. States that offload nothing are ignored.
     """
     plans = [specs for specs in plans if host_bytes(specs)]
-    taken = Pool.note()
-    limits = [limit for limit in (system_limit(taken), pool_limit(taken)) if limit is not None]
-    if not plans or not limits:
+    least = least_limit()
+    if not plans or least is None:
         return  # if no limit is known, `placing` reports a failed allocation
-    needed, least = planned_bytes(plans), min(limits, key=lambda limit: limit.free)
+    needed = planned_bytes(plans)
     if needed > least.free:
         raise HostMemoryError(
             f"host_bytes must be at most {amount(least.free)} {least.owner}; got {amount(needed)} for "
@@ -113,6 +112,13 @@ class Pool:
 def pinned_bytes() -> int:
     """Return the bytes of all arrays in pinned host memory."""
     return sum(array.nbytes for array in jax.live_arrays() if array.sharding.memory_kind == "pinned_host")
+
+
+def least_limit() -> Limit | None:
+    """Return the limit of host memory that leaves the fewest bytes, or None if none is known."""
+    taken = Pool.note()
+    limits = [limit for limit in (system_limit(taken), pool_limit(taken)) if limit is not None]
+    return min(limits, key=lambda limit: limit.free, default=None)
 
 
 def system_limit(taken: int) -> Limit | None:

@@ -35,17 +35,23 @@ Space = jax.memory.Space
 FETCH_MODES = ("resident", "device_put", "zero_copy")
 
 
+def check_fetch(fetch: str) -> None:
+    """Raise ConfigError unless `fetch` is "auto" or a fetch mode. No backend is started."""
+    if not isinstance(fetch, str) or fetch not in ("auto", *FETCH_MODES):
+        raise ConfigError(f"fetch must be 'auto' or one of {FETCH_MODES}, got {fetch!r}")
+
+
 def resolve_fetch(fetch: str) -> str:
-    """Return the fetch mode of a setting. "auto" means "resident" on a CPU and "device_put" on an accelerator.
+    """Return the fetch mode of a setting as far as it is known without sizes.
+
+    "auto" is "resident" on a CPU, where host and device memory are the same memory. On an accelerator it stays "auto",
+    and `jshadow.planner.machine.fetch_here` chooses the mode by the sizes of the batch and of the memories.
 
     Raises:
         ConfigError: `fetch` is neither "auto" nor a fetch mode.
     """
-    if not isinstance(fetch, str) or fetch not in ("auto", *FETCH_MODES):
-        raise ConfigError(f"fetch must be 'auto' or one of {FETCH_MODES}, got {fetch!r}")
-    if fetch == "auto":
-        return "resident" if jax.default_backend() == "cpu" else "device_put"
-    return fetch
+    check_fetch(fetch)
+    return "resident" if fetch == "auto" and jax.default_backend() == "cpu" else fetch
 
 
 def memory_of(fetch: str) -> str:
@@ -75,11 +81,8 @@ def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
     """
     if layout is None:
         return HostTier()
-    if layout.no_kernel and spec.fetch == "zero_copy" and jax.default_backend() == "gpu":
-        raise ConfigError(
-            f"fetch must be 'device_put' or 'resident' for {spec.policy.name} with {layout.no_kernel} on a GPU, as "
-            "no kernel fetches these values and rebuilds these keys, got 'zero_copy'"
-        )
+    if spec.fetch == "zero_copy" and jax.default_backend() == "gpu":
+        layout.check_kernel(spec.policy.name)
     shape = (spec.head_dim * layout.planes * layout.unit, jnp.dtype(spec.dtype))
     if layout.bits is not None:
         shape = (unit_bytes(spec, layout), jnp.dtype(jnp.uint8))

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from jshadow.errors import ConfigError
 from jshadow.models.config import RopeConfig
 
 
@@ -92,3 +93,11 @@ class HostLayout:
     tail_units: int = 0
     bits: int | None = None
     no_kernel: str = ""
+
+    def check_kernel(self, policy: str) -> None:
+        """Raise ConfigError if no GPU kernel serves these rows of a policy with "zero_copy"."""
+        if self.no_kernel:
+            raise ConfigError(
+                f"fetch must be 'device_put' or 'resident' for {policy} with {self.no_kernel} on a GPU, as no kernel "
+                "fetches these values and rebuilds these keys, got 'zero_copy'"
+            )

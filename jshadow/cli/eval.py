@@ -183,7 +183,7 @@ def run_eval(args: argparse.Namespace) -> int:
     asked = asked_for(args)
     policies = [parse_policy(*split_policy(part)) for part in split_policies(args.policies)]
     prefill = parse_prefill(args.prefill or "exact")
-    offload.resolve_fetch(args.fetch)
+    offload.check_fetch(args.fetch)
     shares, sweeps = parse_shares(args.shares), parse_sweeps(args.sweep or [])
     files = split_list(args.fitted, "fitted") if args.fitted is not None else []
     if args.plot is not None:

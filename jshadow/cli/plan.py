@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 from jshadow.cli.console import console, print_table
 from jshadow.cli.options import JSON_HELP
 from jshadow.errors import ConfigError
-from jshadow.planner.gpu_specs import DEFAULT_GPUS, GIB, GPUS, Gpu, custom_gpu, gpu_named
+from jshadow.planner.gpu_specs import DEFAULT_GPUS, GIB, GPUS, HOST_GATHER, Gpu, custom_gpu, gpu_named
 
 if TYPE_CHECKING:
     from jshadow.models.config import ModelConfig
     from jshadow.policies import Policy
 
 LENGTHS = "2048,4096,8192"
-ABOUT = """Count KV bytes by part (--lengths), or plan a GPU (--context). A plan has the largest batch that fits, the
-host bytes it needs, the bytes that a step moves, and an upper bound of the tokens a second, which follows from these
-bytes and the bandwidths of the data sheet. The columns beside the published ShadowKV keep its keys in the transform
-code, at equal bytes and at about half of them, with landmarks and host values in four bits. The command reads a
-config.json alone and allocates nothing. XLA takes 75 % of a GPU's memory when it starts. If a planned batch needs
-more, set XLA_PYTHON_CLIENT_MEM_FRACTION to the share in the table."""
+ABOUT = """Count KV bytes by part (--lengths), or plan a GPU (--context). A plan has the fetch mode, the largest batch
+that fits, the host bytes it needs, the bytes that a step moves, and the predicted tokens a second. The prediction adds
+the times of reading, moving and computing, at the rates of the data sheet. The columns beside the published ShadowKV
+keep its keys in the transform code, at equal bytes and at about half of them, with landmarks and host values in four
+bits. The command reads a config.json alone and allocates nothing. XLA takes 75 % of a GPU's memory when it starts. If a
+planned batch needs more, set XLA_PYTHON_CLIENT_MEM_FRACTION to the share in the table."""
 
 
 def add_options(add: argparse.ArgumentParser) -> None:
@@ -39,6 +39,13 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--batch", type=int, help="requests (default: as many as fit)")
     add.add_argument("--host-gib", type=float, metavar="GIB", help="host memory for all requests (default: no limit)")
     add.add_argument(
+        "--gather",
+        type=float,
+        metavar="GB/S",
+        help="rate at which the host gathers rows for device_put "
+        f"(default: {HOST_GATHER / 1e9:g}, for four threads, which XLA takes on 16 cores)",
+    )
+    add.add_argument(
         "--repeat-share",
         type=float,
         metavar="SHARE",
@@ -49,7 +56,9 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--policy", default="shadowkv", help="policy name (default: %(default)s)")
     add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")
     add.add_argument(
-        "--fetch", default="device_put", help="auto, resident, device_put or zero_copy (default: %(default)s)"
+        "--fetch",
+        help="auto (the fastest, as predicted), resident, device_put or zero_copy (default: auto with --context, "
+        "device_put with --lengths)",
     )
     add.add_argument("--dtype", default="bfloat16", help="of weights, keys and values (default: %(default)s)")
     add.add_argument("--json", action="store_true", help=JSON_HELP)
@@ -72,14 +81,17 @@ def run_plan(args: argparse.Namespace) -> int:
             "--count": args.count,
             "--batch": args.batch,
             "--host-gib": args.host_gib,
+            "--gather": args.gather,
             "--repeat-share": args.repeat_share,
         }
         wrong = [name for name, value in gpu_options.items() if value is not None]
         if wrong:
             raise ConfigError(f"{wrong[0]} must come with --context, got no --context")
+        args.fetch = args.fetch or "device_put"
         return count_bytes(args, policy)
     if args.lengths is not None:
         raise ConfigError(f"--lengths must be left out with --context, got {args.lengths!r}")
+    args.fetch = args.fetch or "auto"
     return plan_gpus(args, policy)
 
 
@@ -202,8 +214,9 @@ def plan_gpus(args: argparse.Namespace, policy: "Policy") -> int:
 
     gpus = gpus_of(args)
     config = config_of(args.model)
-    if args.host_gib is not None and not 0 < args.host_gib < 1e6:
-        raise ConfigError(f"--host-gib must be above 0 and finite, got {args.host_gib}")
+    for option, value in (("--host-gib", args.host_gib), ("--gather", args.gather)):
+        if value is not None and not 0 < value < 1e6:
+            raise ConfigError(f"{option} must be above 0 and finite, got {value}")
     beside = with_kernel(packed_beside(policy, config), config, min(args.context, config.context), args)
     serving = Serving(
         args.context,
@@ -214,6 +227,7 @@ def plan_gpus(args: argparse.Namespace, policy: "Policy") -> int:
         fetch=args.fetch,
         repeat_share=args.repeat_share,
         host_limit=None if args.host_gib is None else int(args.host_gib * GIB),
+        gather_bytes_per_second=HOST_GATHER if args.gather is None else args.gather * 1e9,
     )
     plans = [capacity_plan(config, policy, gpu, serving, beside=beside) for gpu in gpus]
     if args.json:

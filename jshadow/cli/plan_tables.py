@@ -51,6 +51,7 @@ def plan_table(plan: CapacityPlan) -> Table:
         row(label, lambda plan, side: "-" if side.step is None else value(side.step))
 
     row("memory, GiB", lambda plan, side: f"{plan.gpu.memory_bytes / GIB:.1f}")
+    row("fetch", lambda plan, side: side.fetch)
     row("largest batch", lambda plan, side: f"{side.largest_batch:,}")
     row("prefilled in one call", lambda plan, side: "-" if side.prefill_batch is None else f"{side.prefill_batch:,}")
     row("batch planned", lambda plan, side: f"{side.batch:,}" + ("" if side.fits else " (no fit)"))
@@ -64,14 +65,20 @@ def plan_table(plan: CapacityPlan) -> Table:
     reads = [side.step.hbm_bytes for side in sides.values() if side.step is not None]
     for part in {part: None for bytes_read in reads for part in bytes_read}:  # without parts that round to 0.00
         if max(bytes_read.get(part, 0) for bytes_read in reads) >= 5e6:
-            step(f"step reads {part}, GB", lambda bound, part=part: gb(bound.hbm_bytes.get(part, 0)))  # type: ignore[misc]
-    step("step reads, all, GB", lambda bound: gb(sum(bound.hbm_bytes.values())))
-    step("step moves over PCIe, GB", lambda bound: gb(bound.pcie_bytes))
+            step(f"HBM, {part}, GB", lambda bound, part=part: gb(bound.hbm_bytes.get(part, 0)))  # type: ignore[misc]
+    step("HBM, all, GB", lambda bound: gb(sum(bound.hbm_bytes.values())))
+    step("PCIe, GB", lambda bound: gb(bound.pcie_bytes))
     step("step, TFLOP", lambda bound: f"{bound.flops / 1e12:.2f}")
-    for label, field in (("HBM", "hbm_seconds"), ("PCIe", "pcie_seconds"), ("arithmetic", "flop_seconds")):
+    row("kept from the last step", lambda plan, side: f"{side.repeat_share:.0%}")
+    for label, field in (
+        ("HBM", "hbm_seconds"),
+        ("host gather", "gather_seconds"),
+        ("PCIe", "pcie_seconds"),
+        ("arithmetic", "flop_seconds"),
+    ):
         step(f"{label}, ms", lambda bound, field=field: f"{getattr(bound, field) * 1e3:.1f}")  # type: ignore[misc]
-    step("tokens/s, overlapped", lambda bound: f"{bound.tokens_per_second:,.0f}")
-    step("tokens/s, in turn", lambda bound: f"{bound.serial_tokens_per_second:,.0f}")
+    step("tokens/s, predicted", lambda bound: f"{bound.tokens_per_second:,.0f}")
+    step("tokens/s, at most", lambda bound: f"{bound.bound_tokens_per_second:,.0f}")
     row("to full attention", lambda plan, side: "-" if side is plan.full else ratio_text(plan.ratio_of(side)))
     return table
 
@@ -98,10 +105,19 @@ def notes(plans: list[CapacityPlan]) -> list[str]:
         f"{gpu.name} {hbm:,.0f} GB/s HBM, {pcie:g} GB/s PCIe, {gpu.flops / 1e12:g} TFLOP/s" for gpu, hbm, pcie in rates
     ]
     lines = [
-        f"Bounds from data sheets, nothing measured: {'; '.join(sheets)}.",
-        f"fetch {first.fetch}: {first.repeat_share:.0%} of the selected units taken as on the device already.",
+        f"Rates from data sheets, nothing measured on a GPU: {'; '.join(sheets)}.",
+        "Predicted: reading, gathering, moving and computing take place one after the other. At most: all at once.",
         "XLA memory fraction: set XLA_PYTHON_CLIENT_MEM_FRACTION to it; XLA takes 0.75 by itself.",
     ]
+    for plan in plans:
+        sides = {name.replace("\n", " "): side for name, side in sides_of(plan).items()}
+        lines += [f"{plan.gpu.name}, {name}, {side.fetch_reason}." for name, side in sides.items() if side.fetch_reason]
+        gather, link = plan.gather_bytes_per_second, plan.gpu.pcie_bytes_per_second
+        if gather < link and any(side.step and side.step.gather_seconds for side in sides.values()):
+            lines.append(
+                f"device_put cannot reach PCIe on {plan.gpu.name}: the host gathers {gather / 1e9:g} GB/s (--gather), "
+                f"and PCIe moves {link / 1e9:g} GB/s."
+            )
     host = max(side.host_bytes for plan in plans for side in (plan.chosen, *plan.beside.values()))
     pool = pool_gib()
     if host > pool * GIB:

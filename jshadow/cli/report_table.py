@@ -67,7 +67,8 @@ def parts_text(parts: dict[str, float]) -> str:
 def notes(results: Sequence["Generation"]) -> list[str]:
     """Return the sentences below the table.
 
-    They say why a policy takes more memory than full attention, and what offloading costs on a CPU.
+    They say why a policy takes more memory than full attention, what offloading costs on a CPU, and why a fetch mode
+    was chosen on an accelerator.
     """
     import jax
 
@@ -76,6 +77,8 @@ def notes(results: Sequence["Generation"]) -> list[str]:
         sentences.append(
             "On a CPU, offloading costs time and saves nothing: host memory and device memory are the same memory."
         )
+    if jax.default_backend() != "cpu":
+        sentences += [f"fetch {one.report.fetch_reason}." for one in results if one.report.fetch_reason]
     return sentences
 
 

@@ -13,8 +13,9 @@ from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.checks import check_policy, check_room, check_state
 from jshadow.engine.decode import Draw
+from jshadow.engine.fetch_mode import fetch_for
 from jshadow.engine.host_notes import consuming
-from jshadow.engine.options import GenerateOptions, length_step
+from jshadow.engine.options import GenerateOptions, batch_of
 from jshadow.engine.prefill_job import own_attention, prepared_attention
 from jshadow.engine.report import (
     CompileClock,
@@ -69,7 +70,8 @@ class GenerationLoop:
         self.verifier: Verifier | None = None
         self.fallback: str | None = None
         self.prefill_label: str | None = None
-        self.fetch = options.fetch_mode()
+        self.fetch_reason: str | None = None
+        self.fetch = options.fetch_setting()
         if self.state is None:
             self._plan()
         else:
@@ -103,6 +105,8 @@ class GenerationLoop:
         prepared_attention([self.policy], options.prefill, config)  # raises before anything runs
         attention = own_attention([self.policy], options.prefill)
         self.prefill_label = "exact" if attention is None else attention.label(longest)
+        self.batch = batch_of(list(map(len, self.prompts)), self.capacity, str(self.params.dtype))
+        self.fetch, self.fetch_reason = fetch_for(self.fetch, self.params, self.policy, self.batch)
 
     def _continue(self, state: KVState) -> None:
         """Continue a state: check that it has room for the prompts and the answers."""
@@ -129,8 +133,7 @@ class GenerationLoop:
     def _start(self) -> Array:
         """Prefill the prompts, or extend the given state. Return the logits [B, V] for the first new token."""
         lengths = np.array([len(one) for one in self.prompts], np.int32)
-        width = int(lengths.max())
-        width = round_up(width, length_step(width), self.capacity) if self.state is None else round_up(width, 16)
+        width = self.batch.width if self.state is None else round_up(int(lengths.max()), 16)
         tokens = np.zeros((len(lengths), width), np.int32)
         for row, one in enumerate(self.prompts):
             tokens[row, : len(one)] = one
@@ -146,7 +149,7 @@ class GenerationLoop:
         return logits
 
     def _prefill(self, tokens: np.ndarray, lengths: np.ndarray) -> Array:
-        options, shortest = self.options, int(lengths.min())
+        options = self.options
         modes = [self.fetch, "resident"] if options.verify else [self.fetch]
         prefills = decode.prefill_many(
             self.params,
@@ -156,7 +159,7 @@ class GenerationLoop:
             capacity=self.capacity,
             fetch=modes,
             fitted=None if self.fallback else options.fitted,
-            shortest=shortest - shortest % length_step(shortest),
+            shortest=self.batch.shortest,
             progress=options.progress,
             attention=options.prefill,
         )
@@ -274,6 +277,7 @@ class GenerationLoop:
             Report(
                 policy=self.policy,
                 fetch=state.fetch,
+                fetch_reason=self.fetch_reason,
                 prompt_tokens=len(self.prompts[row]),
                 generated_tokens=len(self.streams[row].tokens),
                 attended_parts=parts[row],

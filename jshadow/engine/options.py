@@ -4,13 +4,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TypedDict
 
-from jshadow.cache.offload import resolve_fetch
+from jshadow.cache.offload import check_fetch
 from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_capacity, check_sampling
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.types import Fitted, Progress
 from jshadow.errors import CapacityError, ConfigError, StateMismatch
 from jshadow.ops.buckets import round_up, step_of
+from jshadow.planner.machine import Batch
 from jshadow.policies import Policy
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.weights.params import Params
@@ -19,6 +20,19 @@ from jshadow.weights.params import Params
 def length_step(tokens: int) -> int:
     """Return the step for rounding up a length of `tokens`: 64 for up to 2,048, 128 for up to 4,096, and so on."""
     return step_of(tokens, share=32, least=64)
+
+
+def batch_of(lengths: Sequence[int], capacity: int, dtype: str) -> Batch:
+    """Return the sizes of a batch of prompts. Lengths are rounded, so that similar prompts share compiled programs.
+
+    Args:
+        lengths: number of tokens in each prompt.
+        capacity: maximum number of tokens that a row can hold.
+        dtype: name of the dtype of keys and values.
+    """
+    shortest, longest = min(lengths), max(lengths)
+    width = round_up(longest, length_step(longest), capacity)
+    return Batch(len(lengths), capacity, shortest - shortest % length_step(shortest), width, dtype)
 
 
 class GenerateKeywords(TypedDict, total=False):
@@ -76,8 +90,8 @@ class GenerateOptions:
                 f"prefill must be None with a state, because its prompt was read before, got {self.prefill!r}"
             )
 
-    def fetch_mode(self) -> str:
-        """Return the fetch mode to use: that of the state if there is one, else the resolved `fetch`.
+    def fetch_setting(self) -> str:
+        """Return the fetch mode to use, or "auto" if it depends on the sizes: that of the state if there is one.
 
         With `verify` and without a state, "auto" means "device_put", because only offloaded rows can be verified.
 
@@ -85,9 +99,8 @@ class GenerateOptions:
             StateMismatch: `fetch` is another mode than that of the state.
             ConfigError: the mode is unknown, or `verify` is used with the mode "resident".
         """
-        mode = resolve_fetch(self.fetch)
-        if self.verify and self.fetch == "auto":
-            mode = "device_put"
+        check_fetch(self.fetch)
+        mode = "device_put" if self.verify and self.fetch == "auto" else self.fetch
         if self.state is not None:
             if self.fetch not in ("auto", self.state.fetch):
                 raise StateMismatch(f"fetch must be the state's own {self.state.fetch!r}, got {self.fetch!r}")

@@ -7,15 +7,17 @@ from typing import Any
 import numpy as np
 from jax.sharding import Sharding
 
-from jshadow.cache import host_memory, offload
+from jshadow.cache import host_memory
 from jshadow.cache.spec import CacheSpec
 from jshadow.engine.checks import check_capacity, check_logits, check_piece, check_policy, check_tokens
+from jshadow.engine.fetch_mode import fetch_for
 from jshadow.engine.placement import replicated_sharding
 from jshadow.engine.prefill_layer import LayerPlan
 from jshadow.engine.types import Fitted, Logits, Progress, Tokens
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import cache_specs
+from jshadow.planner.machine import Batch
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import attention_of
@@ -106,8 +108,9 @@ def check_job(
     resolved = [policy.resolve(config, capacity) for policy in chosen]
     shortest = int(row_lengths.min())
     floor = shortest if options.shortest is None else min(options.shortest, shortest)
+    batch = Batch(len(row_lengths), capacity, floor, token_ids.shape[1], dtype, len(resolved))
     plans = [
-        cache_specs(config, policy, len(row_lengths), capacity, floor, dtype, offload.resolve_fetch(mode))
+        cache_specs(config, policy, batch.rows, capacity, floor, dtype, fetch_for(mode, params, policy, batch).fetch)
         for policy, mode in zip(resolved, modes, strict=True)
     ]
     everywhere = replicated_sharding(params.weights)

@@ -43,6 +43,8 @@ class Report:
     Attributes:
         policy: the resolved policy that ran.
         fetch: the fetch mode.
+        fetch_reason: a sentence that says why fetch="auto" chose the mode. None if the mode was given, or is that of
+            the state that was continued.
         prompt_tokens: number of tokens in the prompt. If a state was continued, only those of this turn.
         generated_tokens: number of sampled tokens, including a stop token or the tokens of a stop string.
         attended_tokens: number of tokens that a query attended to, as a mean over decode steps, layers and heads. It
@@ -90,6 +92,7 @@ class Report:
     prefill: str | None = "exact"
     device_kind: str = ""
     dtype: str = ""
+    fetch_reason: str | None = None
     large_cache: str | None = None
 
     def to_json(self) -> dict[str, Any]:

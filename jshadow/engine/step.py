@@ -25,8 +25,8 @@ from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates, capability
 
 # For jax.jit around a step. Other backends accept these options and ignore them. Without the first, XLA's GPU compiler
-# may run the fetch and the rebuilding of keys one after the other instead of at the same time. The second is the size in
-# megabytes up to which matrix products of the same input become one: it covers the products of an MLP's gate and up.
+# may run the fetch and the rebuilding of keys one after the other instead of at the same time. The second is a size in
+# megabytes. Matrix products of one input become one product if they are smaller, such as those of an MLP's gate and up.
 COMPILER_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_dot_merger_threshold_mb": 1024}
 
 

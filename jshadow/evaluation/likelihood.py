@@ -85,7 +85,7 @@ class Scorer:
         check_positive("scorer", batch=self.batch)
         if self.capacity is not None:
             check_capacity(config, self.capacity, 1)
-        offload.resolve_fetch(self.fetch)
+        offload.check_fetch(self.fetch)
         if not isinstance(self.policy, Policy):
             raise ConfigError(f"policy must be a Policy such as ShadowKV(), got {self.policy!r}")
         resolved = self.policy.resolve(config, self.limit)

@@ -81,8 +81,12 @@ def abstract_state(
         ConfigError: a setting or the fetch mode is out of range.
     """
     policy = policy.resolve(config, capacity)
-    specs = cache_specs(config, policy, batch, capacity, prompt, dtype, offload.resolve_fetch(fetch))
-    return abstract_of(specs, policy)
+    mode = offload.resolve_fetch(fetch)
+    if mode == "auto":
+        from jshadow.planner.machine import Batch, fetch_here  # this module is imported there
+
+        mode = fetch_here(fetch, config, policy, Batch(batch, capacity, prompt, prompt, dtype)).fetch
+    return abstract_of(cache_specs(config, policy, batch, capacity, prompt, dtype, mode), policy)
 
 
 def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None) -> KVState:

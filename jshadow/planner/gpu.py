@@ -1,13 +1,14 @@
-"""How many requests fit on a GPU, and a lower bound on the time of a decode step. Nothing is allocated or run.
+"""How many requests fit on a GPU, and a predicted time of a decode step. Nothing is allocated or run.
 
-The bytes of weights and state are exact. The bytes of temporaries are an upper bound. The time of a step is the time to
-move each byte and to do each operation once at the rates of the data sheet. A real step is slower, because the bound
-has no kernel launches, no copies that the compiler adds, no gathering of rows on the host and no traffic between GPUs.
+The bytes of weights and state are exact. The bytes of temporaries are an upper bound. The predicted time of a step is
+the time to gather rows on the host, to move each byte and to do each operation once, one after the other, at the rates
+of the data sheet. A real step is slower, because it also launches kernels, does not reach these rates, and exchanges
+data between several GPUs.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,18 +16,18 @@ import jax.numpy as jnp
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.spec import CacheSpec
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.bytes import abstract_of, cache_specs, on_backend, prefill_peak
+from jshadow.planner.fetch_choice import ModeFigures, choose_fetch, kernel_refusal, offloads
 from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan, Serving, StepBound, step_bound
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, Gpu
 from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
 from jshadow.policies.costs import costs_of, rows_of
 
-# Fetch modes in which a unit that the previous step fetched stays on the device. The other modes move every unit.
-KEEPING_MODES = ("zero_copy",)
 PAPERS_REPEATS = 0.6  # share of chunks that the previous step had also selected (arXiv 2410.21465, section 5.3)
 
 
@@ -59,7 +60,7 @@ def capacity_plan(
         fetch=serving.fetch,
         context=serving.context,
         capacity=serving.capacity,
-        repeat_share=planner.repeat_share,
+        gather_bytes_per_second=serving.gather_bytes_per_second,
         weights_bytes=planner.weights_bytes,
         reserve_bytes=CONTEXT_RESERVE,
         host_limit=serving.host_limit,
@@ -70,7 +71,7 @@ def capacity_plan(
 
 
 def checked(config: ModelConfig, serving: Serving) -> Serving:
-    """Return `serving` with its fetch mode and its repeat_share resolved. Raises the errors of `capacity_plan`."""
+    """Return `serving` with its repeat_share resolved. Raises the errors of `capacity_plan`."""
     for name, value, least in (
         ("context", serving.context, 1),
         ("max_new_tokens", serving.max_new_tokens, 0),
@@ -85,25 +86,16 @@ def checked(config: ModelConfig, serving: Serving) -> Serving:
             f"context + max_new_tokens must be at most the model's context={config.context}, "
             f"got {serving.context} + {serving.max_new_tokens}"
         )
-    # "auto" is resolved as on a GPU, even if this process runs on a CPU.
-    fetch = offload.resolve_fetch("device_put" if serving.fetch == "auto" else serving.fetch)
-    return dataclasses.replace(serving, fetch=fetch, repeat_share=repeats(fetch, serving.repeat_share))
-
-
-def repeats(fetch: str, repeat_share: float | None) -> float:
-    """Return the share of the selected units that a fetch mode does not move.
-
-    Raises:
-        ConfigError: the share is out of range, or is not 0 in a fetch mode that moves all units.
-    """
-    if fetch not in KEEPING_MODES:
-        if repeat_share:
-            raise ConfigError(f"repeat_share must be 0 with fetch={fetch!r}, which keeps no unit, got {repeat_share!r}")
-        return 0.0
-    share = PAPERS_REPEATS if repeat_share is None else repeat_share
+    gather, share = serving.gather_bytes_per_second, serving.repeat_share
+    if not (gather > 0 and math.isfinite(gather)):
+        raise ConfigError(f"gather_bytes_per_second must be above 0 and finite, got {gather!r}")
+    offload.check_fetch(serving.fetch)
+    if share and serving.fetch == "device_put":
+        raise ConfigError(f"repeat_share must be 0 with fetch={serving.fetch!r}, which keeps no unit, got {share!r}")
+    share = PAPERS_REPEATS if share is None else share
     if not 0 <= share <= 1:
-        raise ConfigError(f"repeat_share must lie in [0, 1], got {repeat_share!r}")
-    return share
+        raise ConfigError(f"repeat_share must lie in [0, 1], got {share!r}")
+    return dataclasses.replace(serving, repeat_share=share)
 
 
 def share_of(config: ModelConfig, count: int) -> ModelConfig:
@@ -131,7 +123,7 @@ class Planner:
         share: the config of the part of the model that this GPU holds.
         whole: the config of the whole model.
         gpu: the figures of the GPU.
-        serving: the requests, with fetch mode and repeat_share resolved.
+        serving: the requests, with repeat_share resolved.
     """
 
     share: ModelConfig
@@ -145,26 +137,56 @@ class Planner:
         return jnp.dtype(self.serving.dtype).itemsize
 
     @property
-    def repeat_share(self) -> float:
-        """Share of the selected units that are already on the device, in [0, 1]."""
-        return self.serving.repeat_share or 0.0
-
-    @property
     def weights_bytes(self) -> int:
         """Bytes of the weights on this GPU."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(self.share))) * self.item
 
     def plan(self, policy: Policy, batch: int | None, *, capped: bool) -> PolicyPlan:
-        """Return the plan of a policy.
+        """Return the plan of a policy. With "auto", it is the plan in the fetch mode that `choose_fetch` chooses.
 
         Args:
             policy: the policy. Settings that are None are resolved.
             batch: number of requests. None: as many as fit.
             capped: whether `batch` is reduced to the number that fits.
+
+        Raises:
+            ConfigError: the fetch mode is "zero_copy", and there is no kernel for the policy's settings.
+        """
+        policy = policy.resolve(self.whole, self.serving.capacity)
+        if self.serving.fetch != "auto":
+            return self.plan_mode(policy, batch, capped=capped)
+        resident = self.with_fetch("resident")
+        specs = resident.specs(policy, 1)
+        if not offloads(specs):
+            plan = resident.plan_mode(policy, batch, capped=capped)
+            return dataclasses.replace(plan, fetch_reason=f"resident: {policy.name} keeps nothing in host memory")
+        refusals = {"zero_copy": refusal} if (refusal := kernel_refusal(specs)) else {}
+        plans = {
+            mode: self.with_fetch(mode).plan_mode(policy, batch, capped=capped)
+            for mode in offload.FETCH_MODES
+            if mode not in refusals
+        }
+        figures = [plan.figures for plan in plans.values()]
+        figures += [ModeFigures(mode, 0, 0, 0, 0.0, refusal) for mode, refusal in refusals.items()]
+        choice = choose_fetch(figures, self.gpu.memory_bytes, self.serving.host_limit)
+        return dataclasses.replace(plans[choice.fetch], fetch_reason=choice.reason)
+
+    def with_fetch(self, fetch: str) -> "Planner":
+        """Return this planner with another fetch mode."""
+        return dataclasses.replace(self, serving=dataclasses.replace(self.serving, fetch=fetch))
+
+    def plan_mode(self, policy: Policy, batch: int | None, *, capped: bool) -> PolicyPlan:
+        """Return the plan of a resolved policy in the fetch mode of `serving`, which is not "auto".
+
+        The other arguments and the errors are those of `plan`.
         """
         serving = self.serving
-        policy = policy.resolve(self.whole, serving.capacity)
-        row = abstract_of(self.specs(policy, 1), policy)
+        specs = self.specs(policy, 1)
+        if serving.fetch == "zero_copy":
+            for spec in specs:
+                if (layout := spec.policy.host_layout(spec)) is not None:
+                    layout.check_kernel(spec.policy.name)
+        row = abstract_of(specs, policy)
         parts = state_nbytes(row)
         device, host = sum(size for size, _ in parts.values()), sum(size for _, size in parts.values())
 
@@ -180,6 +202,9 @@ class Planner:
         rows = largest if batch is None else min(batch, largest) if capped else batch
         return PolicyPlan(
             policy=policy,
+            fetch=serving.fetch,
+            fetch_reason=None,
+            repeat_share=self.repeats(specs),
             fallback=why_dense(policy, self.whole, serving.capacity),
             row_parts=parts,
             largest_batch=largest,
@@ -228,18 +253,36 @@ class Planner:
         one, two = (sum(prefill_peak(self.whole, policy, batch=rows, **sizes, **kinds).values()) for rows in (1, 2))
         return max(0, (self.gpu.memory_bytes - CONTEXT_RESERVE - one) // (two - one) + 1)
 
-    def step(self, policy: Policy, batch: int) -> StepBound:
-        """Return the bound on one decode step of `batch` rows."""
+    def repeats(self, specs: Sequence[CacheSpec]) -> float:
+        """Return the share of the selected units that are on the device already, in [0, 1]."""
+        keeps = any(costs_of(spec.policy).step_kept(spec) for spec in specs)
+        return self.serving.repeat_share or 0.0 if keeps else 0.0
+
+    def step(self, policy: Policy, batch: int, *, passes: bool = True) -> StepBound:
+        """Return the bytes and times of one decode step of `batch` rows.
+
+        Args:
+            policy: the resolved policy.
+            batch: number of rows.
+            passes: whether to count what the GPU kernels move beyond the state (`Costs.step_passes`).
+        """
         state = abstract_of(self.specs(policy, batch), policy)
         table = self.share.vocab_size * self.share.model_dim * self.item
         # A step reads one row a token of an embedding that is not also the head, so such an embedding is left out.
         hbm = {"weights": self.weights_bytes - (0 if self.share.tie_embeddings else table)}
-        moved, flops = 0, 2 * batch * rows_of(policy) * hbm["weights"] // self.item
+        share, moved, flops = self.repeats(state.specs), 0, 2 * batch * rows_of(policy) * hbm["weights"] // self.item
         for spec, layer in zip(state.specs, state.layers, strict=True):
-            for part, (read, fetched) in costs_of(spec.policy).step_bytes(spec, layer).items():
-                hbm[part] = hbm.get(part, 0) + read
-                moved += fetched
-            flops += costs_of(spec.policy).step_flops(spec, layer)
-        return step_bound(
-            self.gpu, {part: size for part, size in hbm.items() if size}, moved, flops, batch, self.repeat_share
-        )
+            costs = costs_of(spec.policy)
+            read = [*costs.step_bytes(spec, layer).items(), *(costs.step_passes(spec).items() if passes else ())]
+            for part, (device, host) in read:
+                hbm[part] = hbm.get(part, 0) + device
+                moved += host
+            for part, (device, host) in costs.step_kept(spec).items():
+                if part in hbm:
+                    hbm[part] -= round(share * device)
+                moved -= round(share * host) if passes or part == "values" else 0
+            flops += costs.step_flops(spec, layer)
+        hbm = {part: size for part, size in hbm.items() if size}
+        by_kernel = self.serving.fetch == "zero_copy" and not kernel_refusal(state.specs)
+        gather = None if by_kernel else self.serving.gather_bytes_per_second
+        return step_bound(self.gpu, hbm, moved, flops, batch, gather)

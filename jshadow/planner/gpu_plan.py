@@ -1,9 +1,10 @@
-"""The records of a GPU plan: the requests, the batch that fits, and the lower bound on the time of a decode step."""
+"""The records of a GPU plan: the requests, the batch that fits, and the predicted time of a decode step."""
 
 import dataclasses
 from typing import Any
 
-from jshadow.planner.gpu_specs import Gpu
+from jshadow.planner.fetch_choice import ModeFigures
+from jshadow.planner.gpu_specs import HOST_GATHER, Gpu
 from jshadow.policies import Policy
 from jshadow.policies.settings import policy_settings
 
@@ -18,10 +19,12 @@ class Serving:
         count: number of GPUs.
         batch: number of requests. None: as many as fit.
         dtype: dtype of weights, keys and values.
-        fetch: fetch mode. "auto" is resolved as on a GPU.
-        repeat_share: share of the selected units that are still on the device from the previous step, in [0, 1]. None:
-            0.6, as in the ShadowKV paper, in a fetch mode that keeps units on the device, and else 0.
+        fetch: fetch mode. "auto" stands for the mode with the most predicted tokens per second, for each policy.
+        repeat_share: share of the selected units that are still on the device from the previous step, in [0, 1]. It
+            counts where a kernel fetches with "zero_copy" or "resident"; every other fetch moves all units. None: 0.6,
+            as in the ShadowKV paper.
         host_limit: bytes of host memory that all requests together may take. None: no limit.
+        gather_bytes_per_second: rate at which the host gathers rows for "device_put".
     """
 
     context: int
@@ -32,6 +35,7 @@ class Serving:
     fetch: str = "device_put"
     repeat_share: float | None = None
     host_limit: int | None = None
+    gather_bytes_per_second: float = HOST_GATHER
 
     @property
     def capacity(self) -> int:
@@ -41,15 +45,20 @@ class Serving:
 
 @dataclasses.dataclass(frozen=True)
 class StepBound:
-    """A lower bound on the time of one decode step of a batch on one GPU.
+    """The bytes and operations of one decode step of a batch on one GPU, and the times that follow from them.
+
+    The prediction is that the four times follow one another. The bound is that they overlap completely. No step was
+    shown to overlap them: a compiled "zero_copy" step runs one kernel after the other, and a compiled "device_put" step
+    allows no more than that the fetch overlaps with the rebuilding of keys.
 
     Attributes:
-        hbm_bytes: bytes read from device memory, by part.
+        hbm_bytes: bytes read from and written to device memory, by part.
         pcie_bytes: bytes moved from the host.
         flops: number of floating-point operations.
         hbm_seconds, pcie_seconds, flop_seconds: the time of each of these at the full rate of the GPU.
-        tokens_per_second: tokens per second of the whole batch, if the three times overlap completely.
-        serial_tokens_per_second: tokens per second of the whole batch, if the three times do not overlap at all.
+        gather_seconds: the time in which the host gathers the rows that "device_put" moves. 0 in other modes.
+        tokens_per_second: predicted tokens per second of the whole batch, from the sum of the four times.
+        bound_tokens_per_second: an upper bound on the tokens per second, from the largest of the four times.
     """
 
     hbm_bytes: dict[str, int]
@@ -58,24 +67,31 @@ class StepBound:
     hbm_seconds: float
     pcie_seconds: float
     flop_seconds: float
+    gather_seconds: float
     tokens_per_second: float
-    serial_tokens_per_second: float
+    bound_tokens_per_second: float
 
 
-def step_bound(gpu: Gpu, hbm: dict[str, int], moved: int, flops: int, batch: int, repeat_share: float) -> StepBound:
-    """Return the bound of a step that moves each byte once and does each operation once, at the full rates of the GPU.
+def step_bound(
+    gpu: Gpu, hbm: dict[str, int], moved: int, flops: int, batch: int, gather: float | None = None
+) -> StepBound:
+    """Return the times of a step that moves each byte once and does each operation once.
 
     Args:
-        gpu: the GPU.
-        hbm: bytes read from device memory, by part.
-        moved: bytes of all selected units in host memory.
+        gpu: the GPU, whose full rates are taken.
+        hbm: bytes read from and written to device memory, by part.
+        moved: bytes moved from the host.
         flops: number of floating-point operations.
         batch: number of tokens that the step generates.
-        repeat_share: share of `moved` that is already on the device, in [0, 1].
+        gather: bytes per second at which the host gathers `moved`. None: no gathering, because a kernel reads the rows.
     """
-    moved = round(moved * (1 - repeat_share))
-    seconds = (sum(hbm.values()) / gpu.hbm_bytes_per_second, moved / gpu.pcie_bytes_per_second, flops / gpu.flops)
-    return StepBound(hbm, moved, flops, *seconds, batch / max(seconds), batch / sum(seconds))
+    seconds = (
+        sum(hbm.values()) / gpu.hbm_bytes_per_second,
+        moved / gpu.pcie_bytes_per_second,
+        flops / gpu.flops,
+        0.0 if gather is None else moved / gather,
+    )
+    return StepBound(hbm, moved, flops, *seconds, batch / sum(seconds), batch / max(seconds))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +100,9 @@ class PolicyPlan:
 
     Attributes:
         policy: the policy with all settings resolved.
+        fetch: the fetch mode.
+        fetch_reason: a sentence that says why "auto" chose the mode, or None if the mode was given.
+        repeat_share: share of the selected units that are assumed to be on the device already.
         fallback: the reason why full attention runs in place of the policy at this capacity, or None.
         row_parts: bytes (device, host) of one request's state on one GPU, by part.
         largest_batch: maximum number of requests whose decode step fits, or 0.
@@ -94,10 +113,13 @@ class PolicyPlan:
         temporaries: upper bound on the device bytes of a step in addition to weights and state, by part.
         device_bytes: bytes of weights, states, temporaries and reserve on one GPU.
         host_bytes: bytes in host memory for all GPUs together.
-        step: the bound of a decode step; None for an empty batch.
+        step: the bytes and times of a decode step; None for an empty batch.
     """
 
     policy: Policy
+    fetch: str
+    fetch_reason: str | None
+    repeat_share: float
     fallback: str | None
     row_parts: dict[str, tuple[int, int]]
     largest_batch: int
@@ -114,6 +136,12 @@ class PolicyPlan:
         """Bytes (device, host) of one request on one GPU."""
         return sum(device for device, _ in self.row_parts.values()), sum(host for _, host in self.row_parts.values())
 
+    @property
+    def figures(self) -> ModeFigures:
+        """The figures by which "auto" compares this plan with those of other fetch modes."""
+        speed = 0.0 if self.step is None else self.step.tokens_per_second
+        return ModeFigures(self.fetch, self.batch, self.device_bytes, self.host_bytes, speed)
+
 
 @dataclasses.dataclass(frozen=True)
 class CapacityPlan:
@@ -123,10 +151,10 @@ class CapacityPlan:
         gpu: the figures of each GPU.
         count: number of GPUs that share weights and KV heads.
         dtype: dtype of weights, keys and values.
-        fetch: fetch mode.
+        fetch: the requested fetch mode, which may be "auto". Each PolicyPlan has its own mode.
         context: number of tokens in each prompt.
         capacity: number of tokens that each request may hold.
-        repeat_share: share of the selected units that are assumed to be on the device already.
+        gather_bytes_per_second: rate at which the host gathers rows for "device_put".
         weights_bytes: bytes of the weights on one GPU.
         reserve_bytes: bytes on one GPU for memory outside of arrays.
         host_limit: bytes of host memory that all requests together may take. None: no limit.
@@ -141,7 +169,7 @@ class CapacityPlan:
     fetch: str
     context: int
     capacity: int
-    repeat_share: float
+    gather_bytes_per_second: float
     weights_bytes: int
     reserve_bytes: int
     host_limit: int | None
@@ -155,7 +183,7 @@ class CapacityPlan:
         return self.ratio_of(self.chosen)
 
     def ratio_of(self, side: PolicyPlan) -> float | None:
-        """Return the ratio of a plan's `tokens_per_second` to those of full attention, or None if a batch is empty."""
+        """Return the ratio of a plan's predicted speed to that of full attention, or None if a batch is empty."""
         step, full = side.step, self.full.step
         return step.tokens_per_second / full.tokens_per_second if step and full else None
 

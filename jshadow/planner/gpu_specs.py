@@ -1,4 +1,4 @@
-"""The published figures of the GPUs that the planner knows. Nothing here was measured by this project."""
+"""The published figures of the GPUs that the planner knows, and the rate at which a host gathers rows."""
 
 import dataclasses
 import math
@@ -9,6 +9,11 @@ GIB = 2**30
 # Memory that the CUDA context, the loaded programs and the libraries' own workspaces take before any array exists.
 CONTEXT_RESERVE = GIB // 2
 CUSTOM = "custom GPU"
+# Bytes per second at which XLA gathers random rows on the host. XLA divides a gather among few threads: the square root
+# of the number of cores, rounded up. On two cores of an AMD EPYC server (2026-11-24, jax 0.10.2), two threads
+# gathered 10 GB/s in rows of 2,048 bytes, and 14 GB/s in rows of 528 bytes. The figure is for four threads, which XLA
+# takes on 16 cores, and rows of 2,048 bytes.
+HOST_GATHER = 20e9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +68,16 @@ def gpu_named(name: str) -> Gpu:
     if name not in GPUS:
         raise ConfigError(f"gpu must be one of {list(GPUS)}, got {name!r}")
     return GPUS[name]
+
+
+def gpu_of_device(kind: str) -> Gpu | None:
+    """Return the known GPU that JAX reports as `kind`, such as "NVIDIA H100 80GB HBM3", or None.
+
+    Each word of the GPU's name must be a word of `kind`. Of several such names, the one with the most words is chosen.
+    """
+    words = set(kind.lower().replace("-", " ").split())
+    known = [gpu for name, gpu in GPUS.items() if set(name.split("-")) <= words]
+    return max(known, key=lambda gpu: len(gpu.name.split("-")), default=None)
 
 
 def custom_gpu(

@@ -30,11 +30,26 @@ class Costs:
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
         """Return the bytes of each part that one decode step of the layer reads.
 
-        For each part, the result is (bytes read from device memory, bytes moved from the host). Temporaries that the
-        compiler writes and reads again are not counted. By default every array on the device is read once. The state
-        may be abstract.
+        For each part, the result is (bytes read from device memory, bytes moved from the host). Temporaries are in
+        `step_passes`. By default every array on the device is read once. The state may be abstract.
         """
         return {part: (device, 0) for part, (device, _) in layer_nbytes(state).items()}
+
+    def step_passes(self, spec: CacheSpec) -> dict[str, tuple[int, int]]:
+        """Return the bytes that the GPU kernels of one decode step of the layer move beyond those of `step_bytes`.
+
+        These are the bytes that one kernel writes to device memory and another one reads, which count twice, and those
+        that are read beside a row because memory is read in whole sectors. By default nothing is counted. The form of
+        the result is that of `step_bytes`.
+        """
+        return {}
+
+    def step_kept(self, spec: CacheSpec) -> dict[str, tuple[int, int]]:
+        """Return the bytes of `step_bytes` and `step_passes` that a step saves if all selected units stay selected.
+
+        By default nothing is saved. The form of the result is that of `step_bytes`.
+        """
+        return {}
 
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
         """Return an upper bound on the operations of the layer's attention in one decode step.

@@ -164,18 +164,19 @@ def one_block(
 def seen_by(piece: Any, rows: Queries, n: jax.Array) -> jax.Array:
     """Return which of the rows n of a piece each query row may see, bool [query rows or 1, rows]."""
     valid, count = piece.valid, piece.k.shape[2]
-    alike = valid.shape[2] == 1  # for all queries; then the flags are loaded once
     # An axis of size 1 is broadcast, so its index is always 0.
-    at = [x if size > 1 else x * 0 for x, size in zip((rows.b, rows.h), valid.shape, strict=False)]
-    at += [0 if alike else rows.query[:, None]]
+    at = [x if size > 1 else jnp.int32(0) for x, size in zip((rows.b, rows.h), valid.shape, strict=False)]
+    flag, there = lax.div(n, jnp.int32(max(1, count // valid.shape[3]))), n < count
+    if valid.shape[2] == 1:  # the flags are those of all queries, so they are loaded once
+        if valid.dtype == jnp.int32:
+            first: jax.Array = n < pltriton.load(valid.at[(*at, jnp.int32(0), jnp.int32(0))])
+            return first[None]
+        return pltriton.load(valid.at[(*at, jnp.int32(0), flag)], mask=there, other=False)[None]
+    query, asked = rows.query[:, None], rows.there[:, None]
     if valid.dtype == jnp.int32:
-        limit = pltriton.load(valid.at[(*at, 0)], **({} if alike else {"mask": rows.there[:, None], "other": 0}))
-        seen: jax.Array = n[None] < limit
+        seen: jax.Array = n[None] < pltriton.load(valid.at[(*at, query, query * 0)], mask=asked, other=0)
         return seen
-    flag, there = lax.div(n, jnp.int32(count // valid.shape[3])), n < count
-    if alike:
-        return pltriton.load(valid.at[(*at, flag)], mask=there, other=False)[None]
-    return pltriton.load(valid.at[(*at, flag[None])], mask=rows.there[:, None] & there[None], other=False)
+    return pltriton.load(valid.at[(*at, query, flag[None])], mask=asked & there[None], other=False)
 
 
 # The partial results of all splits

@@ -26,7 +26,7 @@ def answer(capsys, *arguments):
 
 
 def test_a_config_alone_is_planned_on_the_default_gpus(config, capsys):
-    plans = answer(capsys, config, "--context", "122880")
+    plans = answer(capsys, config, "--context", "122880", "--fetch", "device_put")
     assert [plan["gpu"]["name"] for plan in plans] == list(DEFAULT_GPUS)
     assert [plan["full"]["largest_batch"] for plan in plans] == [4, 4, 8]
     for plan in plans:
@@ -56,14 +56,15 @@ def test_a_config_alone_is_planned_on_the_default_gpus(config, capsys):
 
 def test_packed_codes_stand_beside_the_paper_s(config, capsys):
     """At equal bytes whatever the rank, in tables and at several lengths; beside no other policy or code."""
-    [plan] = answer(capsys, config, "--context", "8192", "--gpu", "h200", "--set", "rank=96", "--host-gib", "4")
+    options = ("--context", "8192", "--gpu", "h200", "--set", "rank=96", "--host-gib", "4", "--fetch", "device_put")
+    [plan] = answer(capsys, config, *options)
     packed = plan["beside"]["packed"]
     assert packed["row_parts"]["left"][0] * 192 == plan["chosen"]["row_parts"]["left"][0] * 128
     assert plan["host_limit"] == 4 * 2**30 >= plan["chosen"]["host_bytes"]
     assert packed["batch"] * packed["row_host_bytes"] == packed["host_bytes"] <= 4 * 2**30
     assert main(["plan", config, "--context", "8192", "--gpu", "h200"]) == 0
     out = capsys.readouterr().out
-    assert out.count("packed_small") == 2
+    assert out.count("packed_small") == 3  # in two tables, and in a sentence on its fetch mode
     for row in answer(capsys, config, "--lengths", "4096,8192"):
         assert row["beside"]["packed_small"]["device_bytes"] < row["beside"]["packed"]["device_bytes"]
         assert row["beside"]["packed"]["host_bytes"] * 256 == row["host_bytes"] * 66
@@ -74,12 +75,14 @@ def test_packed_codes_stand_beside_the_paper_s(config, capsys):
 
 
 def test_what_no_kernel_can_fetch_is_not_planned(config, capsys, monkeypatch):
-    kernels = {"": {"packed", "packed_small"}, "keys='exact'": set()}
+    """Beside the chosen policy, which would be refused."""
     layout = ShadowKV.host_layout
-    for told, there in kernels.items():
-        monkeypatch.setattr(
-            ShadowKV, "host_layout", lambda *given, told=told: dataclasses.replace(layout(*given), no_kernel=told)
-        )
+    for told, there in {"": {"packed", "packed_small"}, "keys='transform'": set()}.items():
+
+        def changed(policy, spec, told=told):
+            return dataclasses.replace(layout(policy, spec), no_kernel=told if policy.keys.name == "transform" else "")
+
+        monkeypatch.setattr(ShadowKV, "host_layout", changed)
         [plan] = answer(capsys, config, "--context", "8192", "--gpu", "h200", "--fetch", "zero_copy")
         assert plan["beside"].keys() == there
 
@@ -120,21 +123,52 @@ def test_a_directory_means_the_same(config, capsys, tmp_path):
     assert plan["chosen"]["host_bytes"] == plan["chosen"]["step"]["pcie_bytes"] == 0
 
 
-def test_auto_means_what_it_means_on_a_gpu(config, capsys):
-    [plan] = answer(capsys, config, "--context", "4096", "--gpu", "h100", "--fetch", "auto")
-    assert plan["fetch"] == "device_put"
+def test_auto_is_the_fastest_mode(config, capsys):
+    """It is the default, each policy has its own, and the table and JSON say why."""
+    options = ("--context", "122880", "--gpu", "h200", "--host-gib", "128", "--batch", "40")
+    [plan] = answer(capsys, config, *options)
+    assert [plan] == answer(capsys, config, *options, "--fetch", "auto")
+    assert (plan["fetch"], plan["gather_bytes_per_second"]) == ("auto", 20e9)
+    sides = [plan["chosen"], plan["beside"]["packed"], plan["beside"]["packed_small"], plan["full"]]
+    assert [side["fetch"] for side in sides[1:]] == ["zero_copy", "resident", "resident"]
+    assert [side["repeat_share"] for side in sides[1:]] == [0.6, 0, 0]
+    assert sides[2]["fetch_reason"].startswith("resident: 40 requests fit into 134.9 of 139.8 GiB of device memory")
+    assert "no mode fits" in sides[0]["fetch_reason"]
+    assert all(side["fetch_reason"] for side in sides)
+    assert main(["plan", config, *options]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"h200, shadowkv packed_small, {sides[2]['fetch_reason']}." in out
+    assert "│ fetch │ device_put │ zero_copy │ resident │ resident │" in out
+    assert "│ kept from the last step │ 0% │ 60% │ 0% │ 0% │" in out
+
+
+def test_a_gather_slower_than_the_link_is_told(config, capsys):
+    options = ("plan", config, "--context", "8192", "--gpu", "h200", "--fetch", "device_put")
+    told = "device_put cannot reach PCIe on h200: the host gathers {} GB/s (--gather), and PCIe moves 63 GB/s."
+    assert main([*options]) == 0
+    assert told.format("20") in " ".join(capsys.readouterr().out.split())
+    assert main([*options, "--gather", "62.5"]) == 0
+    assert told.format("62.5") in " ".join(capsys.readouterr().out.split())
+    assert main([*options, "--gather", "63"]) == 0
+    assert "cannot reach" not in capsys.readouterr().out
+    [plan] = answer(capsys, *options[1:], "--gather", "10")
+    step = plan["chosen"]["step"]
+    assert step["gather_seconds"] == step["pcie_bytes"] / 10e9
 
 
 def test_tables_say_what_they_stand_on(config, capsys):
-    assert main(["plan", config, "--context", "122880", "--gpu", "a100-80gb"]) == 0
+    assert main(["plan", config, "--context", "122880", "--gpu", "a100-80gb", "--fetch", "device_put"]) == 0
     out = capsys.readouterr().out
     for told in (
         "largest batch",
         "prefilled in one call",
-        "step reads landmarks, GB",
-        "step reads cache, GB",
-        "step moves over PCIe, GB",
-        "tokens/s, overlapped",
+        "HBM, landmarks, GB",
+        "HBM, scores, GB",
+        "HBM, cache, GB",
+        "PCIe, GB",
+        "host gather, ms",
+        "tokens/s, predicted",
+        "tokens/s, at most",
         "2,039 GB/s HBM, 31.5 GB/s PCIe",
         "XLA_PYTHON_CLIENT_MEM_FRACTION",
         "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB",
@@ -176,8 +210,11 @@ BAD = {
     "both": ([*GPU, "--lengths", "5"], "ConfigError: --lengths must be left out"),
     "lengths": (["--lengths", "4,x"], "ConfigError: --lengths must be a comma list"),
     "host_gib": ([*GPU, "--host-gib", "0"], "ConfigError: --host-gib must be above 0"),
+    "gather": ([*GPU, "--gather", "-1"], "ConfigError: --gather must be above 0"),
+    "no_context_gather": (["--gather", "9"], "ConfigError: --gather must come with --context"),
+    "no_kernel": ([*GPU, "--set", "keys=exact", "--fetch", "zero_copy"], "fetch must be 'device_put' or 'resident'"),
     "no_context_host": (["--host-gib", "9"], "ConfigError: --host-gib must come with --context"),
-    "repeats": ([*GPU, "--repeat-share", "0.6"], "ConfigError: repeat_share must be 0"),
+    "repeats": ([*GPU, "--repeat-share", "0.6", "--fetch", "resident"], "ConfigError: repeat_share must be 0"),
     "policy": ([*GPU, "--policy", "magic"], "ConfigError: policy must be one of"),
     "setting": ([*GPU, "--set", "rank=9999"], "ConfigError: shadowkv.rank"),
     "dtype": ([*GPU, "--dtype", "int3"], "ConfigError: dtype must be one of"),

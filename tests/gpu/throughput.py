@@ -217,10 +217,10 @@ class Throughput:
         share = phase["share"] if setup.fetch == "zero_copy" else None
         step = self.room.bound(setup.policy(self.sizes), setup.capacity, setup.batch, setup.fetch, share)
         return {
-            "bound_tokens_per_second": step.tokens_per_second,
+            "bound_tokens_per_second": step.bound_tokens_per_second,
             "bound_hbm_seconds": step.hbm_seconds,
             "bound_pcie_seconds": step.pcie_seconds,
-            "share_of_bound": phase["tokens_per_second"] / step.tokens_per_second,
+            "share_of_bound": phase["tokens_per_second"] / step.bound_tokens_per_second,
         }
 
 

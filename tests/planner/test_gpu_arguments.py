@@ -26,7 +26,7 @@ def test_repeats_move_nothing_where_they_are_kept(monkeypatch):
     assert moved > 0
     assert make(fetch="zero_copy", repeat_share=0.0).chosen.step.pcie_bytes == moved
     assert make(fetch="zero_copy").chosen.step.pcie_bytes == round(0.4 * moved)
-    assert make(fetch="zero_copy").repeat_share == 0.6
+    assert make(fetch="zero_copy").chosen.repeat_share == 0.6
     assert make(fetch="zero_copy", repeat_share=1.0).chosen.step.pcie_bytes == 0
     assert make(fetch="resident").chosen.step.pcie_bytes == 0
     with pytest.raises(ConfigError, match=r"repeat_share must lie in \[0, 1\], got 1.5"):

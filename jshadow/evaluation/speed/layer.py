@@ -20,6 +20,7 @@ from jshadow.evaluation.speed.timing import compiled, measure
 from jshadow.models.config import ModelConfig
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import cache_specs
+from jshadow.planner.machine import Batch, fetch_here
 from jshadow.policies import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of
 from jshadow.policies.costs import costs_of, query_rows
@@ -113,9 +114,9 @@ def layer_state(shape: Shape, policy: Policy, fetch: str) -> tuple[CacheSpec, La
     """
     config = shape.config()
     policy = policy.resolve(config, shape.context + LEFT)
-    spec = cache_specs(
-        config, policy, shape.batch, shape.context + LEFT, shape.context, shape.dtype, offload.resolve_fetch(fetch)
-    )[0]
+    sizes = (shape.batch, shape.context + LEFT, shape.context)
+    mode = fetch_here(fetch, config, policy, Batch(*sizes, shape.context, shape.dtype)).fetch
+    spec = cache_specs(config, policy, *sizes, shape.dtype, mode)[0]
     state, write = compress_layer(random_prompt(shape, spec.policy), None, spec=dataclasses.replace(spec, layer=None))
     return spec, state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write))
 

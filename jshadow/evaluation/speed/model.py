@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jshadow.cache.offload import resolve_fetch
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.evaluation.speed.peers import CACHES, answer_transformers
 from jshadow.evaluation.speed.request import Answer, Request
@@ -22,6 +21,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.planner.gpu import Planner
 from jshadow.planner.gpu_plan import Serving
 from jshadow.planner.gpu_specs import Gpu
+from jshadow.planner.machine import Batch, fetch_here
 from jshadow.policies import Policy
 from jshadow.policies.base import why_dense
 from jshadow.weights.convert.huggingface import locate, read_config
@@ -75,7 +75,7 @@ def bench_model(
         )
     systems: list[tuple[dict[str, Any], Callable[[], Answer]]] = []
     for name, policy in policies:
-        for fetch in dict.fromkeys(map(resolve_fetch, fetches)):
+        for fetch in dict.fromkeys(mode_of(request, config, policy, fetch) for fetch in fetches):
             row = {"setting": name} | costs(request, config, policy, fetch)
             if row not in [other for other, _ in systems]:
                 systems.append((row, functools.partial(answer_jshadow, request, policy, fetch)))
@@ -108,6 +108,13 @@ def label(row: dict[str, Any]) -> str:
     return str(row["setting"]) + (f", {row['fetch']}" if row["fetch"] else "")
 
 
+def mode_of(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> str:
+    """Return the fetch mode that a setting stands for on this machine, before the weights are loaded."""
+    batch = Batch(request.batch, request.capacity, request.tokens, request.tokens, request.dtype)
+    weights = Planner(config, config, ANY_GPU, Serving(request.tokens, dtype=request.dtype)).weights_bytes
+    return fetch_here(fetch, config, policy, batch, loading=weights).fetch
+
+
 def costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> dict[str, Any]:
     """Return the entries of a row that are known before the run: names, bytes and operations."""
     new = request.capacity - request.tokens
@@ -115,7 +122,7 @@ def costs(request: Request, config: ModelConfig, policy: Policy, fetch: str) -> 
     planner = Planner(config, config, ANY_GPU, serving)
     resolved = policy.resolve(config, request.capacity)
     fallback = why_dense(resolved, config, request.capacity)
-    step = planner.step(resolved, request.batch)
+    step = planner.step(resolved, request.batch, passes=False)
     offloads = any(spec.policy.host_layout(spec) is not None for spec in planner.specs(resolved, request.batch))
     read = sum(step.hbm_bytes.values())
     table = config.vocab_size * config.model_dim * (1 if config.tie_embeddings else 2)

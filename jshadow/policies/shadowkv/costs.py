@@ -1,5 +1,6 @@
 """The costs of ShadowKV: the bytes of a prompt's chunks, and what a decode step reads and computes."""
 
+import math
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from pallas_kernels.select_chunks.reference import PLACES
 
 if TYPE_CHECKING:
     from jshadow.policies.shadowkv.settings import ShadowSettings
+
+
+SECTOR = 32  # bytes that a GPU reads at least at once, from its own memory and from host memory
 
 
 def sizes_of(spec: CacheSpec) -> Sizes:
@@ -118,6 +122,53 @@ def step_bytes(
         parts["spread"] = (spread_reads(policy, spec), 0)
     left = policy.choice.rebuilt * selected_numbers(policy, spec, policy.codec.read_bytes(sizes_of(spec)))
     return parts | {"left": (left, 0), "values": (0, once) if offloaded else (halves * once, 0)}
+
+
+def step_passes(policy: "ShadowSettings", spec: CacheSpec) -> dict[str, tuple[int, int]]:
+    """Return the bytes that the kernels of a step move beyond those of `step_bytes`, in the same form.
+
+    - "scores": each query head's mass or logit of every chunk, and the score of every chunk, in float32. Each is
+      written once and read once. The masks and the softmax statistics are left out, as they take less than 1 % of this.
+    - "selected": the rebuilt keys and the values of the selected chunks. Each is written once and read once.
+    - "padding": the rest of the sectors in which the rows of the selected chunks lie.
+    """
+    layout, _ = tiers(policy, spec)
+    count, chunks = policy.max_selected(spec.capacity), layout.units + layout.tail_units
+    scores = 2 * 4 * spec.batch * (spec.q_heads + spec.kv_heads) * chunks
+    one = spec.batch * spec.kv_heads * count * policy.chunk_size * spec.head_dim * itemsize(spec)
+    left = policy.chunk_size * policy.codec.read_bytes(sizes_of(spec))
+    rows = spec.batch * spec.kv_heads * count
+    beside_left, beside_values = (rows * beside(size) for size in (left, unit_bytes(spec, layout)))
+    by_kernel = spec.fetch != "device_put"  # the host gathers rows without what lies beside them
+    on_device, on_host = (beside_values, 0) if spec.fetch == "resident" else (0, beside_values * by_kernel)
+    return {
+        "scores": (scores if count else 0, 0),
+        "selected": (2 * (policy.choice.rebuilt + 1) * one, 0),
+        "padding": (policy.choice.rebuilt * beside_left + on_device, on_host),
+    }
+
+
+def step_kept(policy: "ShadowSettings", spec: CacheSpec) -> dict[str, tuple[int, int]]:
+    """Return the bytes that a step saves if all selected chunks stay: they are neither read, written nor moved."""
+    layout, halves = tiers(policy, spec)
+    if not spec.keep or layout.no_kernel:
+        return {}
+    rows = spec.batch * spec.kv_heads * policy.max_selected(spec.capacity)
+    unit, left = unit_bytes(spec, layout), policy.chunk_size * policy.codec.read_bytes(sizes_of(spec))
+    written = 2 * rows * policy.chunk_size * spec.head_dim * itemsize(spec)
+    saved = {"left": (halves * rows * left, 0), "selected": (written, 0), "padding": (rows * beside(left), 0)}
+    if spec.fetch == "resident":
+        saved["padding"] = (rows * (beside(left) + beside(unit)), 0)
+        return saved | {"values": (halves * rows * unit, 0)}
+    return saved | {"values": (0, rows * unit), "padding": (rows * beside(left), rows * beside(unit))}
+
+
+def beside(row: int) -> int:
+    """Return the mean bytes that are read beside a row of `row` bytes because whole sectors are read.
+
+    Rows lie one after the other, so a row begins at any multiple of the greatest common divisor of both sizes.
+    """
+    return SECTOR - math.gcd(row, SECTOR) if row else 0
 
 
 def step_flops(policy: "ShadowSettings", spec: CacheSpec, usual: int) -> int:

@@ -251,6 +251,14 @@ class ShadowKV(ShadowSettings, Costs):
         """Count only the selected left rows and values as read, and all of the other arrays on the device."""
         return costs.step_bytes(self, spec, state, super().step_bytes(spec, state))
 
+    def step_passes(self, spec: CacheSpec) -> dict[str, tuple[int, int]]:
+        """Count the scores of chunks, the selected keys and values, and what is read beside their rows."""
+        return costs.step_passes(self, spec)
+
+    def step_kept(self, spec: CacheSpec) -> dict[str, tuple[int, int]]:
+        """Count what chunks save that stay on the device."""
+        return costs.step_kept(self, spec)
+
     def step_flops(self, spec: CacheSpec, state: LayerState) -> int:
         """Count the default, the rebuilding of the selected keys, and their scores."""
         return costs.step_flops(self, spec, super().step_flops(spec, state))

@@ -1,0 +1,280 @@
+"""What fetch="auto" stands for: the fastest mode that fits, from sizes alone, and on a machine with a GPU."""
+
+import dataclasses
+import types
+
+import jax
+import pytest
+from cases import TINY, model
+from real_shapes import LLAMA_31_8B
+
+import jshadow
+from jshadow.cache import host_memory
+from jshadow.cli.report_table import notes
+from jshadow.engine import fetch_mode
+from jshadow.engine.options import batch_of
+from jshadow.errors import ConfigError
+from jshadow.evaluation.speed.model import mode_of
+from jshadow.evaluation.speed.request import Request
+from jshadow.planner import machine
+from jshadow.planner.bytes import abstract_state, footprint
+from jshadow.planner.fetch_choice import ModeFigures, choose_fetch
+from jshadow.planner.gpu import capacity_plan
+from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu_specs import GIB, GPUS, gpu_of_device
+from jshadow.policies import Full, Quest, ShadowKV
+from jshadow.policies.settings import with_settings
+
+RESIDENT = ModeFigures("resident", 37, 120 * GIB, 0, 2500.0)
+GATHERED = ModeFigures("device_put", 37, 60 * GIB, 70 * GIB, 400.0)
+KERNEL = ModeFigures("zero_copy", 37, 61 * GIB, 70 * GIB, 1700.0)
+REFUSED = ModeFigures("zero_copy", 37, 0, 0, 0.0, "shadowkv with keys='exact'")
+MODES = (RESIDENT, GATHERED, KERNEL)
+CHOICES = {
+    "all fit": (MODES, 130, 80, "resident"),
+    "to the byte": (MODES, 120, 70, "resident"),
+    "the device is too small": (MODES, 119, 80, "zero_copy"),
+    "the host has no limit": (MODES, 119, None, "zero_copy"),
+    "no kernel": ((RESIDENT, GATHERED, REFUSED), 119, 80, "device_put"),
+    "no kernel, and all fits": ((RESIDENT, GATHERED, REFUSED), 120, 80, "resident"),
+    "the host is too small": (MODES, 119, 69, "device_put"),  # nothing fits: the least device memory
+    "nothing fits": (MODES, 50, 80, "device_put"),
+    "a faster gather": ((RESIDENT, GATHERED._replace(tokens_per_second=1701.0), KERNEL), 119, 80, "device_put"),
+    "equally fast": ((GATHERED._replace(tokens_per_second=1700.0), KERNEL), 119, 80, "device_put"),
+    "more requests are faster": ((RESIDENT, KERNEL._replace(rows=200, tokens_per_second=2501.0)), 120, 80, "zero_copy"),
+    "not one fits on the device": ((RESIDENT._replace(rows=0, device_bytes=9), KERNEL), 120, 80, "zero_copy"),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_the_fastest_mode_that_fits(case):
+    modes, device, host, wanted = CHOICES[case]
+    host = None if host is None else host * GIB
+    choice = choose_fetch(modes, device * GIB, host)
+    assert choice == choose_fetch(modes[::-1], device * GIB, host)._replace(reason=choice.reason)
+    assert choice.fetch == wanted
+    assert choice.reason.startswith(f"{wanted}: ")
+
+
+def test_the_reason_has_the_figures():
+    assert choose_fetch(MODES, 130 * GIB, 80 * GIB).reason == (
+        "resident: 37 requests fit into 120.0 of 130.0 GiB of device memory, predicted 2,500 tokens/s (device_put "
+        "predicted 400 tokens/s with 37 requests; zero_copy predicted 1,700 tokens/s with 37 requests)"
+    )
+    assert choose_fetch((RESIDENT, GATHERED, REFUSED), 119 * GIB, None).reason == (
+        "device_put: 37 requests fit into 60.0 of 119.0 GiB of device memory and 70.0 GiB of host memory, predicted "
+        "400 tokens/s (resident needs 120.0 of 119.0 GiB of device memory; zero_copy has no kernel for shadowkv with "
+        "keys='exact')"
+    )
+    assert choose_fetch((RESIDENT._replace(rows=1),), GIB, None).reason == (
+        "resident: no mode fits, and this one needs the least device memory (resident needs 120.0 of 1.0 GiB of device "
+        "memory)"
+    )
+    assert "zero_copy needs 70.0 of 69.0 GiB of host memory" in choose_fetch(MODES, 130 * GIB, 69 * GIB).reason
+
+
+# A plan
+
+
+def plan(policy, gpu="h200", **settings):
+    return capacity_plan(LLAMA_31_8B, policy, GPUS[gpu], Serving(122_880, fetch="auto", **settings)).chosen
+
+
+def test_a_plan_takes_the_mode_with_the_most_tokens_a_second():
+    small, host = ShadowKV.packed(small=True), 128 * GIB
+    best = plan(small, host_limit=host)
+    given = {
+        mode: capacity_plan(LLAMA_31_8B, small, GPUS["h200"], Serving(122_880, fetch=mode, host_limit=host)).chosen
+        for mode in ("resident", "device_put", "zero_copy")
+    }
+    assert best.fetch == max(given, key=lambda mode: given[mode].step.tokens_per_second) == "resident"
+    assert dataclasses.replace(best, fetch_reason=None) == given["resident"]
+    assert [given[mode].fetch_reason for mode in given] == [None] * 3
+    # 60 requests do not fit on the device, and a kernel is faster than a gather
+    assert plan(small, batch=60).fetch == "zero_copy"
+    exact = plan(with_settings(ShadowKV(), {"keys": "exact"}), batch=8)
+    assert exact.fetch == "device_put"
+    assert "zero_copy has no kernel for shadowkv with keys='exact'" in exact.fetch_reason
+    full = plan(Full())
+    assert (full.fetch, full.fetch_reason) == ("resident", "resident: full keeps nothing in host memory")
+
+
+def test_no_kernel_keeps_or_reads_keys_of_quest():
+    """Its rows hold keys too, so the host gathers all of them in both modes."""
+    put, copied = (
+        capacity_plan(LLAMA_31_8B, Quest(), GPUS["h200"], Serving(122_880, batch=4, fetch=mode)).chosen
+        for mode in ("device_put", "zero_copy")
+    )
+    assert put.step == copied.step
+    assert put.step.gather_seconds == put.step.pcie_bytes / 20e9 > put.step.pcie_seconds
+    assert (put.repeat_share, copied.repeat_share) == (0, 0)
+    assert "quest, which keeps keys beside the values" in plan(Quest(), batch=4).fetch_reason
+
+
+def test_the_gather_is_a_figure_of_the_caller():
+    slow, fast = (
+        capacity_plan(
+            LLAMA_31_8B, ShadowKV(), GPUS["h200"], Serving(122_880, batch=8, gather_bytes_per_second=rate)
+        ).chosen.step
+        for rate in (5e9, 5e12)
+    )
+    assert slow.gather_seconds == pytest.approx(1000 * fast.gather_seconds)
+    assert slow.bound_tokens_per_second == pytest.approx(8 / slow.gather_seconds)
+    assert fast.bound_tokens_per_second == pytest.approx(8 / fast.pcie_seconds)
+    for rate in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ConfigError, match="gather_bytes_per_second must be above 0 and finite"):
+            capacity_plan(LLAMA_31_8B, ShadowKV(), GPUS["h200"], Serving(4096, gather_bytes_per_second=rate))
+
+
+def test_a_mode_without_a_kernel_is_refused():
+    policy = with_settings(ShadowKV(), {"keys": "exact"})
+    with pytest.raises(ConfigError, match="fetch must be 'device_put' or 'resident' for shadowkv with keys='exact'"):
+        capacity_plan(LLAMA_31_8B, policy, GPUS["h200"], Serving(4096, fetch="zero_copy"))
+
+
+# This machine
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A machine with a GPU, whose free memories a test sets in bytes."""
+    memory = types.SimpleNamespace(free=0, host=None)
+    limit = lambda: None if memory.host is None else host_memory.Limit(memory.host, "there")  # noqa: E731
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(machine, "device_here", lambda: (GPUS["h200"], memory.free))
+    monkeypatch.setattr(machine.host_memory, "least_limit", limit)
+    return memory
+
+
+BATCH = batch_of([122_880] * 8, 123_000, "bfloat16")
+
+
+def chosen(policy=ShadowKV(), fetch="auto"):  # noqa: B008
+    return machine.fetch_here(fetch, LLAMA_31_8B, policy, BATCH)
+
+
+def test_sizes_decide_on_a_gpu(gpu):
+    sizes = {
+        figures.fetch: figures for figures in machine.mode_figures(LLAMA_31_8B, ShadowKV(), BATCH, GPUS["h200"], True)
+    }
+    assert sizes["resident"].device_bytes > sizes["zero_copy"].device_bytes
+    gpu.free = sizes["resident"].device_bytes
+    assert chosen().fetch == "resident"
+    gpu.free -= 1
+    assert chosen().fetch == "zero_copy"
+    gpu.host = sizes["zero_copy"].host_bytes
+    assert chosen().fetch == "zero_copy"
+    assert chosen(with_settings(ShadowKV(), {"keys": "exact"})).fetch == "device_put"
+    assert chosen(Full()).fetch == "resident"
+    assert chosen(fetch="device_put") == ("device_put", None)
+    gpu.free, gpu.host = 2 * sizes["resident"].device_bytes + 1, None
+    pair = dataclasses.replace(BATCH, states=2)
+    assert machine.fetch_here("auto", LLAMA_31_8B, ShadowKV(), pair).fetch == "resident"
+    assert machine.fetch_here("auto", LLAMA_31_8B, ShadowKV(), pair, loading=2).fetch == "zero_copy"
+    gpu.free -= 2
+    assert machine.fetch_here("auto", LLAMA_31_8B, ShadowKV(), pair).fetch == "zero_copy"
+    gpu.free //= 2
+    state = abstract_state(
+        LLAMA_31_8B, ShadowKV(), batch=8, capacity=123_000, prompt=122_880, dtype="bfloat16", fetch="auto"
+    )
+    assert state.fetch == "zero_copy"
+    assert footprint(LLAMA_31_8B, ShadowKV(), capacity=123_000, prompt=122_880)["host_bytes"] == 0  # one row fits
+
+
+def test_benchmarks_ask_for_their_sizes(gpu):
+    """Before the weights of the model are on the device."""
+    request = Request("no model", 32_768, dtype="bfloat16")
+    batch = machine.Batch(1, request.capacity, 32_768, 32_768, "bfloat16")
+    sizes = {one.fetch: one for one in machine.mode_figures(LLAMA_31_8B, ShadowKV(), batch, GPUS["h200"], True)}
+    gpu.free = sizes["resident"].device_bytes + 2 * 8_030_261_248
+    assert mode_of(request, LLAMA_31_8B, ShadowKV(), "auto") == "resident"
+    gpu.free -= 1
+    assert mode_of(request, LLAMA_31_8B, ShadowKV(), "auto") == "zero_copy"
+
+
+def test_no_other_accelerator_has_the_kernels(gpu, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    gpu.free = 60 * GIB
+    assert chosen().fetch == "device_put"
+    assert "zero_copy has no kernel for a device that is not a GPU" in chosen().reason
+
+
+def test_a_device_tells_its_memory(monkeypatch):
+    stats = {"bytes_limit": 100 * GIB, "bytes_in_use": 30 * GIB}
+    device = types.SimpleNamespace(device_kind="NVIDIA H200", memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert machine.device_here() == (GPUS["h200"], 70 * GIB - machine.SPARE)
+    stats["bytes_in_use"] = 100 * GIB
+    assert machine.device_here() == (GPUS["h200"], 0)
+    stats.clear()
+    assert machine.device_here() == (GPUS["h200"], int(0.75 * GPUS["h200"].memory_bytes) - machine.SPARE)
+    device.device_kind, device.memory_stats = "some accelerator", lambda: None
+    assert machine.device_here()[0] == machine.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L4", "l4"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx-6000-ada"),
+        ("NVIDIA GH200 480GB", None),
+        ("cpu", None),
+    ],
+)
+def test_devices_are_known_by_their_kind(kind, name):
+    found = gpu_of_device(kind)
+    assert (found and found.name) == name
+
+
+# A generation
+
+
+def test_a_report_says_why(monkeypatch):
+    settings = {"max_new_tokens": 2, "capacity": 64}
+    out = jshadow.generate(model(), [1, 2, 3], Full(), **settings)
+    report = out.report
+    assert report.fetch == "resident"
+    assert report.fetch_reason == "resident: on a CPU, host memory and device memory are the same memory"
+    assert report.to_json()["fetch_reason"] == report.fetch_reason
+    assert not any("fetch" in sentence for sentence in notes([out]))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert notes([out]) == [f"fetch {report.fetch_reason}."]
+    monkeypatch.undo()
+    out = jshadow.generate(model(), [1, 2, 3], Full(), fetch="device_put", **settings)
+    assert out.report.fetch_reason is None
+    assert jshadow.generate(model(), [4], state=out.state, max_new_tokens=1).report.fetch_reason is None
+
+
+def test_nothing_is_offloaded_from_several_devices(monkeypatch):
+    monkeypatch.setattr(fetch_mode, "replicated_sharding", lambda weights: object())
+    choice = fetch_mode.fetch_for("auto", model(), ShadowKV(), BATCH)
+    assert choice == ("resident", "resident: the weights lie on several devices, where nothing is offloaded")
+
+
+def test_a_generation_runs_in_the_mode_that_was_chosen(monkeypatch):
+    """For the sizes with which its state is made."""
+    asked = []
+
+    def choose(fetch, config, policy, batch):
+        asked.append((fetch, policy, batch))
+        return (
+            machine.FetchChoice("device_put", "device_put: for a test")
+            if fetch == "auto"
+            else machine.FetchChoice(fetch, None)
+        )
+
+    monkeypatch.setattr(fetch_mode, "fetch_here", choose)
+    policy = ShadowKV(rank=4, budget=8, chunk_size=4, outlier_chunks=0)
+    report = jshadow.generate(model(), list(range(100)), policy, max_new_tokens=2, capacity=128).report
+    assert (report.fetch, report.fetch_reason) == ("device_put", "device_put: for a test")
+    resolved = policy.resolve(TINY, 128)
+    assert asked == [(mode, resolved, batch_of([100], 128, "float32")) for mode in ("auto", "device_put")]
+    assert (asked[0][2].shortest, asked[0][2].width) == (64, 128)
