@@ -10,7 +10,8 @@ exact.
 **Sines.** The GPU's own `sin.approx` and `cos.approx` are off by less than 1e-6 between -pi and pi. That is far less
 than half a unit in the last place of a key of 16 bits. They take a third of the instructions of `cos_sin_of`.
 
-**Powers of 2.** `ex2.approx` is one instruction. The exponential of CUDA's mathematical library takes eight.
+**Powers of 2 and logarithms.** `ex2.approx` and `lg2.approx` are one instruction each. The exponential of CUDA's
+mathematical library takes eight.
 
 JAX's interpreter knows no assembly. A kernel that it runs passes `interpret`, and gets the same numbers from other
 operations (sines differ by less than 1e-6).
@@ -151,6 +152,11 @@ def cos_sin(angle: jax.Array, dtype: jnp.dtype, interpret: bool) -> tuple[jax.Ar
 def exp2(x: jax.Array, interpret: bool) -> jax.Array:
     """Return 2**x for float32 numbers, with a relative error of at most 2e-7. Results below 2**-126 are 0."""
     return jnp.exp2(x) if interpret else float_assembly("ex2.approx.ftz.f32 $0, $1;", x)
+
+
+def log2(x: jax.Array, interpret: bool) -> jax.Array:
+    """Return the base-2 logarithm of float32 numbers from 1 to 16, with an error of at most 1e-6."""
+    return jnp.log2(x) if interpret else float_assembly("lg2.approx.ftz.f32 $0, $1;", x)
 
 
 def nearest(x: jax.Array, interpret: bool) -> jax.Array:

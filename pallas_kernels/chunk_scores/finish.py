@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.costs import bytes_of, estimate
-from pallas_kernels.tiles import LOG2_E, MASKED, blocks, iota, power_of_two
-from pallas_kernels.unpack import exp2
+from pallas_kernels.tiles import MASKED, blocks, iota, power_of_two
+from pallas_kernels.unpack import exp2, log2
 
 BLOCK = 1_024  # chunks of a program
 STATISTICS = 16_384  # most numbers of a tile of maxima that a program holds
@@ -32,7 +32,7 @@ def joined(each: list[jax.Array], candidate: jax.Array, interpret: bool) -> jax.
         return each[0]
     highest = functools.reduce(jnp.maximum, each)
     mass = functools.reduce(jnp.add, [exp2(logit - highest, interpret) for logit in each])
-    return jnp.where(candidate, highest + jnp.log(mass) * LOG2_E, MASKED)
+    return jnp.where(candidate, highest + log2(mass, interpret), MASKED)
 
 
 def finish_kernel(partial, candidates, out, *, group, interpret):  # type: ignore[no-untyped-def]
