@@ -33,6 +33,7 @@ def chunk_scores(
     scaled products of q with the keys that the landmark stands for, if these keys vary equally in all directions.
 
     Products and softmax are float32 and are never rounded to TF32, so that every machine selects the same chunks.
+    For packed landmarks, the GPU kernel computes the products with whole numbers, which is more exact than float32.
 
     Args:
         q: floating [B, T, h_q, d], where h_q is a multiple of h_kv.
