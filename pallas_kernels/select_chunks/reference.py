@@ -24,7 +24,9 @@ def select_chunks(candidates: Candidates) -> Chosen:
     ids = at if numbers is None else jnp.take_along_axis(numbers, jnp.minimum(at, size - 1), axis=2)
     order = in_place(ids, valid, resident)
     ids, valid = (jnp.take_along_axis(x, order, axis=2) for x in (ids, valid))
-    return Chosen(jnp.where(valid, ids, 0), valid, valid & (ids == resident))
+    hit = valid & (ids == resident)
+    missed = jnp.sort(jnp.where(valid & ~hit, jnp.arange(count, dtype=jnp.int32), count))
+    return Chosen(jnp.where(valid, ids, 0), valid, hit, missed, (missed < count).sum(axis=2, dtype=jnp.int32))
 
 
 def in_place(new: jax.Array, valid: jax.Array, resident: jax.Array) -> jax.Array:

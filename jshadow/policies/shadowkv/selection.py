@@ -257,7 +257,7 @@ def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tupl
     numbers = None if ids is None else ids[:, :, 0]
     chosen = pallas_kernels.select_chunks(scores[:, :, 0], asked[:, 0], resident, numbers=numbers)
     held = jnp.where(asked[:, :1, None], jnp.where(chosen.valid, chosen.ids, -1), resident)
-    return *(part[:, :, None] for part in chosen), held  # type: ignore[return-value]
+    return *(part[:, :, None] for part in chosen[:3]), held  # type: ignore[return-value]
 
 
 def in_turn(ids: Array, valid: Array, asked: Array, resident: Array) -> tuple[Array, Array, Array, Array]:
