@@ -4,9 +4,11 @@ Scores that are not negative have the same order as their bits, read as whole nu
 number from its highest bit to its lowest. In each round it counts the numbers that have the bit, among those that agree
 in the higher bits. It holds the bits as planes, so one instruction looks at a bit of 32 scores.
 
-1. Load the scores and find which of them are above the k-th largest, and which equal it.
-2. Bring these marks into the order of the chunks, and write the chosen chunks side by side to memory.
-3. Look up for each place whether its resident chunk is chosen. If so, take the chunk off the list.
+1. Load the scores and find the k-th largest. One bit for each score says that it is larger, another that it is equal.
+2. Bring these bits into the order of the scores. Of the equal scores, take only the first. Count the chosen scores
+   before each word of 32 bits.
+3. List the chosen chunks in order: a search over these counts finds the word of the n-th, and its bit. Look up for each
+   place whether its resident chunk is chosen. If so, take the chunk off the list.
 4. Give the free places to the chunks that are left on the list.
 
 The threads exchange their numbers in memory between these steps.
@@ -57,7 +59,10 @@ def barrier(interpret: bool) -> None:
 
 
 def planes_of(load, first, lanes, size):  # type: ignore[no-untyped-def]
-    """Load the 32 * lanes scores from `first` on, and return the planes of their bits. A score past the end is -1."""
+    """Load the 32 * lanes scores from `first` on, and return the planes of their bits. A score past the end is -1.
+
+    A lane gets SIDE neighboring scores of each of 8 tiles. So a warp loads whole cache lines.
+    """
     tiles = []
     for start in range(first, first + WORD * lanes, SIDE * lanes):
         at = start + SIDE * iota(0, lanes)[:, None] + iota(0, SIDE)
@@ -70,12 +75,13 @@ def best_of(planes, count):  # type: ignore[no-untyped-def]
     """Find the `count` largest keys that are not negative.
 
     Args:
-        planes: their planes, from `planes_of`: one list for each 32 * lanes keys.
-        count: how many.
+        planes: the bits of the keys. Each entry is a result of `planes_of`.
+        count: how many keys to find.
 
     Returns:
-        Two words for each list, whose bits tell which keys are above the last of the largest and which equal it; and
-        how many of the equal ones are among the largest, at most.
+        For each entry, a word whose bits say which keys are larger than the last of the `count` largest, and a word
+        whose bits say which keys equal it. The third result is how many of the equal keys are taken, int32. If there
+        are fewer keys that are not negative, it is larger than the number of equal keys.
     """
     above, equal = [jnp.zeros_like(plane[0]) for plane in planes], [~plane[BITS] for plane in planes]
     left = jnp.int32(count)
@@ -110,7 +116,7 @@ def select_chunks_kernel(candidates, results, scratch, *, interpret):  # type: i
             pltriton.store(words.at[b, h, row, group * lanes + iota(0, lanes)], word)
     barrier(interpret)
 
-    # 2. The chosen chunks in order
+    # 2. The chosen scores in order
     word = iota(0, wide)
     part, tile = iota(0, WORD // SIDE), word // (lanes * SIDE // WORD)
     at = (tile * SIDE // WORD * lanes + word % (lanes * SIDE // WORD) * (WORD // SIDE))[:, None] + part
@@ -128,7 +134,7 @@ def select_chunks_kernel(candidates, results, scratch, *, interpret):  # type: i
     pltriton.store(words.at[b, h, BEFORE, word], before)
     barrier(interpret)
 
-    # 3. The places whose chunk is chosen
+    # 3. The chosen chunks, and the places in which they are
     lane = iota(0, power_of_two(count))
     there, exists = lane < total, lane < count
     at = jnp.zeros_like(lane)  # the last word before which there are at most `lane` chosen chunks
@@ -153,7 +159,7 @@ def select_chunks_kernel(candidates, results, scratch, *, interpret):  # type: i
         def look(index: jax.Array, found: jax.Array) -> jax.Array:
             rank = iota(index * TILE, TILE)
             new = pltriton.load(chosen.at[b, h, rank], mask=rank < total, other=-2)
-            return jnp.maximum(found, jnp.where(old[:, None] == new, rank + 1, 0).max(axis=1))
+            return jnp.maximum(found, jnp.where(new[:, None] == old, rank[:, None] + 1, 0).max(axis=0))
 
         found = lax.fori_loop(0, -(-count // TILE), look, jnp.zeros_like(lane))
         stays, rank = found > 0, found - 1

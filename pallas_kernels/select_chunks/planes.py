@@ -1,7 +1,7 @@
-"""Bits of many numbers side by side. The kernel of select_chunks counts and compares scores with them.
+"""Operations on the bits of many numbers at once, with which the kernel of select_chunks compares scores.
 
-A program holds 32 keys in 32 registers of a thread. It can hold the same bits as 32 planes: plane b has bit b of all
-32 keys, that of key i as its bit i. Then one instruction looks at a bit of 32 keys.
+A thread holds 32 numbers ("keys") of 32 bits in 32 registers. It can hold the same bits as 32 "planes": bit i of plane
+b is bit b of key i. One instruction then looks at the same bit of 32 keys.
 """
 
 import jax
@@ -10,8 +10,6 @@ from jax import lax
 
 WORD = 32  # bits of an int32
 LOWER = {16: 0xFFFF, 8: 0xFF00FF, 4: 0xF0F0F0F, 2: 0x33333333, 1: 0x55555555}  # the lower half of each 2 * shift bits
-
-
 SIDE = 4  # neighboring keys of a lane
 
 
@@ -33,8 +31,11 @@ def bit_planes(tiles: list[jax.Array]) -> list[jax.Array]:
 
 
 def exchanged(words: list[jax.Array], distance: int, shift: int) -> list[jax.Array]:
-    """Exchange bits between words that are `distance` apart: the upper `shift` of each 2 * shift bits of the first
-    word, and the lower ones of the second."""
+    """Exchange bits between each two words that are `distance` apart in the list.
+
+    Of each 2 * shift bits, the upper half of the first word and the lower half of the second change places. With the
+    distances and shifts 16, 8, 4, 2 and 1 in turn, this transposes the bits of 32 words.
+    """
     mask, words = LOWER[shift], list(words)
     for index in range(len(words)):
         if not index & distance:
