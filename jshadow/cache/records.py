@@ -204,6 +204,7 @@ class Selection(struct.PyTreeNode):
             this.
         rebuild: the compressed keys from which the units' keys are rebuilt. None if keys are fetched or not needed.
         kept: units that are on the device and need no fetch. Only set with `CacheSpec.keep`.
+        counts: int32 [B, heads, 2], the number of valid units, and how many of them are hits. None: not counted yet.
         layer: the layer whose units these are. None: the layer that selects.
         when: "now": the units are attended to in this step. "next_step": the target layer receives them after its
             attention of this step.
@@ -214,6 +215,7 @@ class Selection(struct.PyTreeNode):
     hit: Array | None = None
     rebuild: Rebuild | None = None
     kept: Kept | None = None
+    counts: Array | None = None
     layer: int | None = struct.field(pytree_node=False, default=None)
     when: str = struct.field(pytree_node=False, default="now")
 

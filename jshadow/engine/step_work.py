@@ -77,19 +77,33 @@ def count_step(
         jax.vmap(functools.partial(attended, spec, layer), in_axes=1, out_axes=1)(visible)
         for spec, layer in zip(specs, layers, strict=True)
     ]
-    followed = [selection for work in works for selection in work.followed]
-
-    def total(masks: list[Array]) -> Array:
-        counts = [mask.sum(axis=(1, 2), dtype=jnp.uint32) for mask in masks]
-        return functools.reduce(jnp.add, counts, jnp.zeros_like(one)) * one
-
+    units = [unit_counts(selection) for work in works for selection in work.followed]
+    # The layers are added first. So a GPU needs no kernel in each layer to add up the heads.
+    selected, hits = (one * count for count in summed(units, len(one)))
     missed = jnp.asarray(sum(work.missed for work in works), jnp.uint32)
     return Counters(
         steps=counters.steps + queries,
         attended=counters.attended + jnp.where(valid, functools.reduce(jnp.add, seen), 0.0).sum(axis=1),
-        selected=counters.selected + total([selection.valid for selection in followed]),
-        hits=counters.hits
-        + total([selection.valid & hit for selection in followed if (hit := selection.hit) is not None]),
+        selected=counters.selected + selected,
+        hits=counters.hits + hits,
         fetched=counters.fetched
         + one * (jnp.uint32(sum(work.moved for work in works) // accounting.FETCH_QUANTUM) + missed),
     )
+
+
+def unit_counts(selection: Selection) -> Array:
+    """Return `Selection.counts` of a selection with a `hit` mask, int32 [B, heads, 2]."""
+    if selection.counts is not None:
+        return selection.counts
+    assert selection.hit is not None
+    masks = (selection.valid, selection.valid & selection.hit)
+    return jnp.stack([mask.sum(axis=2, dtype=jnp.int32) for mask in masks], axis=2)
+
+
+def summed(units: list[Array], rows: int) -> tuple[Array, Array]:
+    """Add up results of `unit_counts` for `rows` rows. Return the valid units and the hits of each row, uint32 [B]."""
+    total: Array = jnp.zeros((rows, 2), jnp.uint32)
+    for heads in sorted({count.shape[1] for count in units}):
+        alike = functools.reduce(jnp.add, [count for count in units if count.shape[1] == heads])
+        total = total + alike.astype(jnp.uint32).sum(axis=1)
+    return total[:, 0], total[:, 1]

@@ -26,12 +26,17 @@ class Chosen(NamedTuple):
         hit: bool [B, h, k], whether the chunk was in this place before.
         missed: int32 [B, h, k], the places whose chunk was not there before, in rising order. Their rows must be
             fetched. The rest of the array is k, which is past the last place.
+        held: int32 [B, h, k], the chunk in each place, or -1: `resident` for the next call. The chunks of a row that is
+            not asked stay.
+        counts: int32 [B, h, 2], how many chunks were chosen, and how many of them were in their place before.
     """
 
     ids: jax.Array
     valid: jax.Array
     hit: jax.Array
     missed: jax.Array
+    held: jax.Array
+    counts: jax.Array
 
 
 def check(candidates: Candidates) -> None:

@@ -25,7 +25,9 @@ def select_chunks(candidates: Candidates) -> Chosen:
     order = in_place(ids, valid, resident)
     ids, valid = (jnp.take_along_axis(x, order, axis=2) for x in (ids, valid))
     hit = valid & (ids == resident)
-    return Chosen(jnp.where(valid, ids, 0), valid, hit, places_of(valid & ~hit))
+    held = jnp.where(asked[:, None, None], jnp.where(valid, ids, -1), resident)
+    counts = jnp.stack([mask.sum(axis=2, dtype=jnp.int32) for mask in (valid, hit)], axis=2)
+    return Chosen(jnp.where(valid, ids, 0), valid, hit, places_of(valid & ~hit), held, counts)
 
 
 def places_of(mask: jax.Array) -> jax.Array:

@@ -2,6 +2,9 @@
 
 Pallas' interpreter forgives what a GPU does not: it clips or drops an index that is out of bounds. Here that fails,
 and so does an element that is written twice or never. What was read is kept, to show what was not.
+
+The threads of a program also exchange numbers in memory. Here every load must be separated by a barrier from the store
+before it, and every store from the loads and the store before it.
 """
 
 import itertools
@@ -14,13 +17,19 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.select_chunks import kernel as select_kernel
+
+NEVER = -1  # the time of what has not happened
+clock = [0]  # barriers that the program has passed
+
 
 class Watched:
-    """A kernel's ref: an array, and how often each element was read and written."""
+    """A kernel's ref: an array, how often each element was read and written, and when last. `given`: it is an input."""
 
-    def __init__(self, array: Any) -> None:
-        self.array, self.shape, self.dtype = np.array(array), tuple(array.shape), array.dtype
+    def __init__(self, array: Any, *, given: bool = True) -> None:
+        self.array, self.shape, self.dtype, self.given = np.array(array), tuple(array.shape), array.dtype, given
         self.reads, self.writes = np.zeros(self.shape, int), np.zeros(self.shape, int)
+        self.read_at, self.written_at = np.full(self.shape, NEVER), np.full(self.shape, NEVER)
 
     @property
     def at(self) -> "Watched":
@@ -44,6 +53,10 @@ def load(view: Any, *, mask: Any = None, other: Any = None) -> jax.Array:
     """pltriton.load."""
     ref, index = view
     lanes, places = ref.touch(index, mask)
+    if not ref.given:
+        assert (ref.writes[places] > 0).all(), "an element is read before it is written"
+        assert (ref.written_at[places] < clock[0]).all(), "no barrier between a store and a load"
+        ref.read_at[places] = clock[0]
     np.add.at(ref.reads, places, 1)
     out = np.full(lanes.shape, 0 if other is None else other, ref.dtype)
     out[lanes] = ref.array[places]
@@ -56,7 +69,21 @@ def store(view: Any, value: jax.Array, *, mask: Any = None) -> None:
     lanes, places = ref.touch(index, mask)
     np.add.at(ref.writes, places, 1)
     assert value.dtype == ref.dtype
+    if not ref.given:
+        last = np.maximum(ref.read_at[places], ref.written_at[places])
+        assert (last < clock[0]).all(), "no barrier between a store and what came before it"
+        ref.written_at[places] = clock[0]
     ref.array[places] = np.broadcast_to(np.asarray(value), lanes.shape)[lanes]
+
+
+def is_scratch(part: Any) -> bool:
+    """Whether a part of the outputs is memory that nothing reads after the kernel."""
+    return isinstance(part, select_kernel.Scratch)
+
+
+def pass_barrier(interpret: bool) -> None:
+    """The kernel's barrier."""
+    clock[0] += 1
 
 
 @pytest.fixture
@@ -70,14 +97,19 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ) -> Any:
         def run(*operands: Any) -> Any:
             inputs = jax.tree.map(Watched, operands)
-            outputs = jax.tree.map(lambda x: Watched(np.zeros(x.shape, x.dtype)), out_shape)
+            shapes, tree = jax.tree.flatten(out_shape)
+            refs = [Watched(np.zeros(x.shape, x.dtype), given=False) for x in shapes]
             aliases = {out: jax.tree.leaves(inputs)[index] for index, out in (input_output_aliases or {}).items()}
             for out, ref in aliases.items():
-                outputs[out] = ref  # one buffer
+                refs[out] = ref  # one buffer
+            outputs = jax.tree.unflatten(tree, refs)
             calls.append(inputs)
             for program[:] in itertools.product(*map(range, grid)):
+                clock[0] = 0
                 kernel(*inputs, *(outputs if isinstance(outputs, list) else [outputs]))
-            for index, ref in enumerate(jax.tree.leaves(outputs)):
+            for index, ref in enumerate(jax.tree.leaves(outputs, is_leaf=is_scratch)):
+                if is_scratch(ref):
+                    continue
                 least = 0 if index in aliases else 1
                 assert ref.writes.min() >= least, "an element is not written"
                 assert ref.writes.max() <= 1, "an element is written twice"
@@ -87,6 +119,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(pl, "pallas_call", pallas_call)
     monkeypatch.setattr(pl, "program_id", lambda axis: jnp.int32(program[axis]))
+    monkeypatch.setattr(select_kernel, "barrier", pass_barrier)
     monkeypatch.setattr(pltriton, "load", load)
     monkeypatch.setattr(pltriton, "store", store)
     with jax.disable_jit():

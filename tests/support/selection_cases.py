@@ -18,18 +18,25 @@ class Selections:
     levels: int = 10**6
     absent: float = 0.3  # share of the chunks that may not be chosen
     numbered: bool = False
+    largest: float = 1.0  # the scores are below it
     dtype: str = "float32"
 
 
+# Cases of the same shape share a program.
 SELECTIONS = (
-    Selections(27, 7, heads=2, batch=2),
-    Selections(130, 70, heads=3, levels=4),
+    Selections(130, 70, heads=3, batch=2),
     Selections(5, 9, batch=3),  # more places than chunks
-    Selections(300, 64, heads=2, levels=1),  # all scores are equal
-    Selections(61, 16, heads=2, absent=0.95, numbered=True),  # fewer candidates than places
-    Selections(4097, 239, levels=100, numbered=True),
+    Selections(61, 16, heads=2, levels=8, numbered=True),
     Selections(1, 1),
-    Selections(64, 64, absent=0.0),  # all are chosen
+    Selections(130, 70, heads=3, batch=2, levels=4),
+    Selections(130, 70, heads=3, batch=2, levels=1),  # all scores are equal
+    Selections(130, 70, heads=3, batch=2, absent=0.6),  # about as many candidates as places
+    Selections(130, 70, heads=3, batch=2, absent=0.0, largest=3e38),
+    Selections(130, 70, heads=3, batch=2, absent=1.0),  # no candidates
+    Selections(61, 16, heads=2, absent=0.95, numbered=True),  # fewer candidates than places
+    Selections(61, 16, heads=2, largest=1e-40, absent=0.0, numbered=True),  # denormal numbers
+    Selections(4097, 239, levels=100),  # the first size at which a lane holds two words
+    Selections(4097, 239, levels=2),
 )
 REAL_SELECTIONS = (
     Selections(15_356, 239, heads=8),
@@ -42,7 +49,7 @@ REAL_SELECTIONS = (
 def selection_inputs(case: Selections) -> dict[str, Any]:
     """Arguments of select_chunks. Half of the resident chunks exist; the last row of several is not asked."""
     rng, shape = np.random.default_rng(case.size), (case.batch, case.heads, case.size)
-    scores = (rng.integers(0, case.levels, shape) / case.levels).astype(np.float32)
+    scores = (rng.integers(0, case.levels, shape) / case.levels * case.largest).astype(np.float32)
     scores[rng.random(shape) < case.absent] = -1
     chunks = np.stack([rng.permutation(case.size) for _ in range(case.batch * case.heads)]).reshape(shape)
     resident = np.full((*shape[:2], case.places), -1)
@@ -61,7 +68,8 @@ def selection_truth(scores: Any, asked: Any, resident: Any, numbers: Any) -> tup
     """The definition, one head at a time, with Python's sort."""
     scores, resident = np.asarray(scores), np.asarray(resident)
     ids, valid, hit = np.zeros_like(resident), np.zeros(resident.shape, bool), np.zeros(resident.shape, bool)
-    missed, misses = np.full_like(resident, resident.shape[2]), np.zeros(resident.shape[:2], int)
+    missed, counts = np.full_like(resident, resident.shape[2]), np.zeros((*resident.shape[:2], 2), np.int32)
+    held = np.where(np.asarray(asked)[:, None, None], -1, resident)
     for b, h in np.ndindex(*resident.shape[:2]):
         order = sorted(range(scores.shape[2]), key=lambda i: (-scores[b, h, i], i))
         best = [i for i in order if scores[b, h, i] >= 0 and asked[b]][: resident.shape[2]]
@@ -72,6 +80,7 @@ def selection_truth(scores: Any, asked: Any, resident: Any, numbers: Any) -> tup
                 ids[b, h, place], valid[b, h, place], hit[b, h, place] = old, True, True
             elif coming:
                 ids[b, h, place], valid[b, h, place] = coming.pop(0), True
-                missed[b, h, misses[b, h]] = place
-                misses[b, h] += 1
-    return ids, valid, hit, missed
+                missed[b, h, (missed[b, h] < resident.shape[2]).sum()] = place
+        held[b, h] = np.where(valid[b, h], ids[b, h], held[b, h])
+        counts[b, h] = valid[b, h].sum(), hit[b, h].sum()
+    return ids, valid, hit, missed, held, counts

@@ -175,10 +175,12 @@ class ShadowKV(ShadowSettings, Costs):
             return None, state
         asked = step.valid.any(axis=1, keepdims=True) if self.scoring(spec).shared else step.valid
         with jax.named_scope("select"):
-            chosen, resident = choose_in_turn(self.finalists(spec, state, step, count), asked, state.live.resident)
+            chosen = choose_in_turn(self.finalists(spec, state, step, count), asked, state.live.resident)
         ids, valid, hit = (part.reshape(*part.shape[:2], -1) for part in (chosen.ids, chosen.valid, chosen.hit))
-        selection = Selection(ids, valid, hit, self.rebuild(spec, state, step), kept_rows(state.live, chosen))
-        return selection, state.replace(live=state.live.replace(resident=resident))
+        selection = Selection(
+            ids, valid, hit, self.rebuild(spec, state, step), kept_rows(state.live, chosen), counts=chosen.counts
+        )
+        return selection, state.replace(live=state.live.replace(resident=chosen.held))
 
     def finalists(self, spec: CacheSpec, state: LayerState, step: StepKV, count: int) -> Finalists:
         """Return the chunks of which the `count` best are selected. Q is 1 if the queries select together, else T."""

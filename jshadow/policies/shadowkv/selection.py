@@ -237,7 +237,7 @@ def scores_by_keys(
 # 4. The order of the chosen chunks
 
 
-def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tuple[Chosen, Array]:
+def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> Chosen:
     """Choose the best finalists of each query, in the places that `in_turn` gives them.
 
     Args:
@@ -246,7 +246,7 @@ def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tupl
         resident: chunks selected by the previous query, int32 [B, h, k], distinct; -1 in an unused place.
 
     Returns:
-        The chosen chunks, with fields [B, h, Q, k], and the new resident.
+        The chosen chunks. The fields ids, valid, hit and missed are [B, h, Q, k].
     """
     scores, ids = candidates
     if scores.shape[2] > 1:
@@ -257,11 +257,11 @@ def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tupl
         ids, valid, hit, held = in_turn(
             order if ids is None else jnp.take_along_axis(ids, order, axis=3), valid, asked, resident
         )
-        return Chosen(ids, valid, hit, places_of(valid & ~hit)), held
+        counts = jnp.stack([mask.sum(axis=(2, 3), dtype=jnp.int32) for mask in (valid, hit)], axis=2)
+        return Chosen(ids, valid, hit, places_of(valid & ~hit), held, counts)
     numbers = None if ids is None else ids[:, :, 0]
     chosen = pallas_kernels.select_chunks(scores[:, :, 0], asked[:, 0], resident, numbers=numbers)
-    held = jnp.where(asked[:, :1, None], jnp.where(chosen.valid, chosen.ids, -1), resident)
-    return Chosen(*(part[:, :, None] for part in chosen)), held
+    return chosen._replace(**{name: getattr(chosen, name)[:, :, None] for name in ("ids", "valid", "hit", "missed")})
 
 
 def in_turn(ids: Array, valid: Array, asked: Array, resident: Array) -> tuple[Array, Array, Array, Array]:
