@@ -10,7 +10,7 @@ for each other in between.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def level_scores_kernel(operands, found, scratch, *, sizes):  # type: ignore[no-
     place = Place(pl.program_id(2), pl.program_id(1), pl.program_id(0))
     choose_groups(scores, groups, place, sizes)
     wait(sizes)
-    queries = Queries(q, place, sizes)
+    queries = load_queries(q, levels, place, sizes)
     head = iota(0, sizes.heads)
     head_there = head < sizes.group
 
@@ -54,7 +54,7 @@ def level_scores_kernel(operands, found, scratch, *, sizes):  # type: ignore[no-
         at = iota(j * sizes.block, sizes.block)
         ids, there = chunks_at(at, scores, groups, place, sizes)
         pltriton.store(found.ids.at[*place, at], jnp.where(there, ids, 0), mask=at < sizes.chunks)
-        logits = block_logits(queries, levels, ids, there, sizes)
+        logits = block_logits(q, queries, levels, place, (ids, there), sizes)
         logits = jnp.where(there[None], logits, MASKED).reshape(sizes.parts, sizes.heads, sizes.block)
         top = logits.max(axis=2).max(axis=0)
         mass = jnp.where(there[None, None], jnp.exp(logits - top[None, :, None]), 0.0).sum(axis=0)
@@ -88,59 +88,90 @@ def level_scores_kernel(operands, found, scratch, *, sizes):  # type: ignore[no-
 # The logits
 
 
-class Queries:
-    """The tiles of the query rows of a program, each of which is loaded once.
+class Queries(NamedTuple):
+    """The query rows of a program. Row j * heads + i of a tile belongs to landmark j and query head i.
 
-    Row j * heads + i of a tile belongs to landmark j and query head i. Rows of heads that do not exist are 0.
+    Attributes:
+        part: int32 [R], the landmark of each row.
+        squares: float32 [R], the squared length of each row.
+        signs: float32 [R], 1 or -1 for each row of the Hadamard transform: its sign in the landmark of each query row.
+        tiles: columns of all rows [R, width], by the first column, the width, and the number of columns that exist. The
+            others are 0, and so are rows of heads that do not exist.
     """
 
-    def __init__(self, q: Any, place: Place, sizes: Sizes) -> None:
-        row = iota(0, sizes.parts * sizes.heads)
-        self.q, self.place, self.group = q, place, sizes.group
-        self.part, self.head = lax.div(row, jnp.int32(sizes.heads)), lax.rem(row, jnp.int32(sizes.heads))
-        self.tiles: dict[tuple[int, int, int], jax.Array] = {}
+    part: jax.Array
+    squares: jax.Array
+    signs: list[jax.Array]
+    tiles: dict[tuple[int, int, int], jax.Array]
 
-    def tile(self, start: int, width: int, count: int) -> jax.Array:
-        """Return `width` columns from `start` on. Those after the first `count` are 0."""
-        key = start, width, min(count, width)
-        if key not in self.tiles:
+
+def load_queries(q: Any, levels: Any, place: Place, sizes: Sizes) -> Queries:
+    """Load the query rows of a program."""
+    b, h, t = place
+    row, tiles = iota(0, sizes.parts * sizes.heads), {}
+    part, head = lax.div(row, jnp.int32(sizes.heads)), lax.rem(row, jnp.int32(sizes.heads))
+
+    def keys(level: Any, bits: int | None) -> list[tuple[int, int, int]]:
+        return [key for _, _, each in columns_of(q, level, bits) for key in each]
+
+    first = keys(levels.means, sizes.mean_bits)
+    for start, width, count in first + keys(levels.details, sizes.detail_bits):
+        if (start, width, count) not in tiles:
             column = iota(0, width)
-            mask = (self.head < self.group)[:, None] & (column < key[2])[None]
-            head = self.place.h * self.group + self.head
-            at = self.place.b, self.place.t, head[:, None], (start + column)[None]
-            self.tiles[key] = pltriton.load(self.q.at[at], mask=mask, other=0.0)
-        return self.tiles[key]
-
-    def sign(self, row: int) -> jax.Array:
-        """Return the sign of row `row` of the Hadamard transform in the landmark of each query row, 1 or -1."""
-        odd = self.part & row
-        odd = odd ^ (odd >> 2)
-        return (1 - 2 * ((odd ^ (odd >> 1)) & 1)).astype(jnp.float32)
-
-    def squares(self, tiles: list[jax.Array]) -> jax.Array:
-        """Return the squared length of each query row from the tiles of all of its columns."""
-        return functools.reduce(jnp.add, [(tile.astype(jnp.float32) ** 2).sum(axis=1) for tile in tiles])
+            mask = (head < sizes.group)[:, None] & (column < count)[None]
+            at = b, t, (h * sizes.group + head)[:, None], (start + column)[None]
+            tiles[start, width, count] = pltriton.load(q.at[at], mask=mask, other=0.0)
+    squares = functools.reduce(jnp.add, [(tiles[key].astype(jnp.float32) ** 2).sum(axis=1) for key in first])
+    signs = []
+    for number in range(sizes.parts):
+        odd = part & number
+        odd ^= odd >> 2
+        odd = (odd ^ (odd >> 1)) & 1
+        signs.append((1 - 2 * odd).astype(jnp.float32))
+    return Queries(part, squares, signs, tiles)
 
 
-def block_logits(queries: Queries, levels: Any, ids: jax.Array, there: jax.Array, sizes: Sizes) -> jax.Array:
-    """Return the logits of the landmarks of n chunks, float32 [parts * heads, n]."""
-    b, h = queries.place.b, queries.place.h
-    dim = queries.q.shape[3]
+def columns_of(q: Any, level: Any, bits: int | None) -> list[tuple[int, int, list[tuple[int, int, int]]]]:
+    """Return the tiles of the columns of one row of a level: (start, width, keys of `Queries.tiles`).
+
+    A column is a number, or a byte if the level is packed. There is a key for each place of the bytes.
+    """
+    dim = q.shape[3]
+    size, places = (dim, 1) if bits is None else (dim * bits // 8, 8 // bits)
+    most = 32 if q.dtype == jnp.float32 or level.dtype == jnp.float32 else 64
+    return [
+        (start, width, [(place * size + start, width, min(width, size - start)) for place in range(places)])
+        for start, width in spans(size, most)
+    ]
+
+
+def block_logits(
+    q: Any, queries: Queries, levels: Any, place: Place, chunks: tuple[jax.Array, jax.Array], sizes: Sizes
+) -> jax.Array:
+    """Return the logits of the landmarks of n chunks, float32 [R, n].
+
+    Args:
+        q: ref of the queries.
+        queries: their rows.
+        levels: refs of the landmarks.
+        place: the indices of the program.
+        chunks: the n chunks, and which of them are candidates.
+        sizes: the sizes of the program.
+    """
+    (b, h, _), (ids, there) = place, chunks
 
     def product(level: Any, scale: Any, bits: int | None, row: int) -> jax.Array:
         """Return the products with row `row` of a level."""
-        width = dim if bits is None else dim * bits // 8
+        width = q.shape[3] if bits is None else q.shape[3] * bits // 8
         out = jnp.zeros((sizes.parts * sizes.heads, sizes.block), jnp.float32)
-        wide = queries.q.dtype == jnp.float32 or level.dtype == jnp.float32
-        for start, columns in spans(width, 32 if wide else 64):
+        for start, columns, keys in columns_of(q, level, bits):
             column = iota(start, columns)
-            at = b, h, ids[:, None], (row * width + column)[None]
             mask = there[:, None] & (column < width)[None]
+            at = b, h, ids[:, None], (row * width + column)[None]
             loaded = pltriton.load(level.at[at], mask=mask, other=0 if bits else 0.0)
-            for place in range(8 // bits if bits else 1):
-                query = queries.tile(place * width + start, columns, width - start)
-                numbers = signed_numbers(loaded, place, bits, query.dtype, sizes.interpret) if bits else loaded
-                out += dot(query, numbers, transposed=True)
+            for byte_place, key in enumerate(keys):
+                numbers = signed_numbers(loaded, byte_place, bits, q.dtype, sizes.interpret) if bits else loaded
+                out += dot(queries.tiles[key], numbers, transposed=True)
         if scale is not None:
             step = pltriton.load(scale.at[b, h, ids, jnp.full_like(ids, row)], mask=there, other=0.0)
             out *= step.astype(jnp.float32)[None]
@@ -149,13 +180,12 @@ def block_logits(queries: Queries, levels: Any, ids: jax.Array, there: jax.Array
     logits = product(levels.means, levels.mean_scale, sizes.mean_bits, 0)
     for row in range(1, sizes.parts):
         found = product(levels.details, levels.detail_scale, sizes.detail_bits, row - 1)
-        logits += queries.sign(row)[:, None] * found
+        logits += queries.signs[row][:, None] * found
     logits *= sizes.scale
     if levels.spread is not None:
         at = b, h, ids[None], queries.part[:, None]
         spread = pltriton.load(levels.spread.at[at], mask=jnp.broadcast_to(there[None], logits.shape), other=0.0)
-        squares = queries.squares([queries.tile(start, width, dim - start) for start, width in spans(dim, 64)])
-        logits += (squares * (sizes.scale**2 / 2))[:, None] * spread.astype(jnp.float32) ** 2
+        logits += (queries.squares * (sizes.scale**2 / 2))[:, None] * spread.astype(jnp.float32) ** 2
     return logits
 
 
