@@ -15,6 +15,7 @@ from pallas_kernels.tiles import blocks, iota, power_of_two
 
 MOST = 32_768  # chunks of a head; the scores of their groups must fit into the registers of one program
 BITS = 31  # of a score that is not negative
+HALF = 1 << 16  # a number below it takes the lower half of 32 bits
 
 
 class Sizes(NamedTuple):
@@ -72,23 +73,28 @@ def number_of(mask: jax.Array) -> jax.Array:
 def choose_groups(scores: Any, groups: Any, place: Place, sizes: Sizes) -> None:
     """Write the numbers of the best groups in rising order. Places that stay empty get -1."""
     number = iota(0, power_of_two(blocks(scores.shape[3], sizes.size)))
-    lane = iota(0, 1 << (sizes.size - 1).bit_length())[None]
-    at = number[:, None] * sizes.size + lane
-    mask = (lane < sizes.size) & (at < scores.shape[3])
-    best = pltriton.load(scores.at[*place, at], mask=mask, other=-1.0).max(axis=1)
-    key = lax.bitcast_convert_type(best, jnp.int32)  # negative where the score is negative
+    best = jnp.full(number.shape, -1.0, jnp.float32)
+    for lane in range(sizes.size):
+        at = number * sizes.size + lane
+        best = jnp.maximum(best, pltriton.load(scores.at[*place, at], mask=at < scores.shape[3], other=-1.0))
+    # The bits of a score, or -1. So no difference of a key and a number of BITS bits overflows.
+    key = jnp.maximum(lax.bitcast_convert_type(best, jnp.int32), -1)
 
     def higher(round_: jax.Array, least: jax.Array) -> jax.Array:
         raised = least | (jnp.int32(1) << (BITS - 1 - round_))
-        return jnp.where(number_of(key >= raised) >= sizes.groups, raised, least)
+        below = lax.shift_right_logical(key - raised, jnp.int32(BITS)).sum(dtype=jnp.int32)
+        return jnp.where(number.shape[0] - below >= sizes.groups, raised, least)
 
     least = lax.fori_loop(0, BITS, higher, jnp.int32(0))
-    equal = key == least
+    # Two counts in one number: that of the greater groups so far, and that of the equal ones, HALF times as large.
+    greater, equal = (key > least).astype(jnp.int32), (key == least).astype(jnp.int32)
+    both = jnp.cumsum(greater + HALF * equal, axis=0)
+    before, equals = both & (HALF - 1), lax.shift_right_logical(both, jnp.int32(16))
     # So many of the groups that equal the least are chosen, the first of them.
-    equals = sizes.groups - number_of(key > least)
-    picked = (key > least) | equal & (jnp.cumsum(equal.astype(jnp.int32), axis=0) <= equals)
+    free = sizes.groups - greater.sum(dtype=jnp.int32)
+    picked = (greater > 0) | (equal > 0) & (equals <= free)
     # Pallas' interpreter writes the old value where a mask is False, so these lanes point past the end.
-    rank = jnp.where(picked, jnp.cumsum(picked.astype(jnp.int32), axis=0) - 1, sizes.groups)
+    rank = jnp.where(picked, before + jnp.minimum(equals, free) - 1, sizes.groups)
     pltriton.store(groups.at[*place, rank], number, mask=picked)
     empty = iota(0, power_of_two(sizes.groups))
     mask = (empty >= number_of(picked)) & (empty < sizes.groups)

@@ -56,8 +56,8 @@ def level_scores_kernel(operands, found, scratch, *, sizes):  # type: ignore[no-
         pltriton.store(found.ids.at[*place, at], jnp.where(there, ids, 0), mask=at < sizes.chunks)
         logits = block_logits(q, queries, levels, place, (ids, there), sizes)
         logits = jnp.where(there[None], logits, MASKED).reshape(sizes.parts, sizes.heads, sizes.block)
-        top = logits.max(axis=2).max(axis=0)
-        mass = jnp.where(there[None, None], jnp.exp(logits - top[None, :, None]), 0.0).sum(axis=0)
+        top = logits.max(axis=0).max(axis=1)
+        mass = jnp.where(there[None], jnp.exp(logits - top[None, :, None]).sum(axis=0), 0.0)
         mask = head_there[:, None] & (at < sizes.chunks)[None]
         written = jnp.where(there[None], mass, -1.0)
         pltriton.store(masses.at[*place, head[:, None], at[None]], written, mask=mask)
@@ -174,14 +174,15 @@ def block_logits(
                 out += dot(queries.tiles[key], numbers, transposed=True)
         if scale is not None:
             step = pltriton.load(scale.at[b, h, ids, jnp.full_like(ids, row)], mask=there, other=0.0)
-            out *= step.astype(jnp.float32)[None]
+            out *= (sizes.scale * step.astype(jnp.float32))[None]
+        else:
+            out *= sizes.scale
         return out
 
     logits = product(levels.means, levels.mean_scale, sizes.mean_bits, 0)
     for row in range(1, sizes.parts):
         found = product(levels.details, levels.detail_scale, sizes.detail_bits, row - 1)
         logits += queries.signs[row][:, None] * found
-    logits *= sizes.scale
     if levels.spread is not None:
         at = b, h, ids[None], queries.part[:, None]
         spread = pltriton.load(levels.spread.at[at], mask=jnp.broadcast_to(there[None], logits.shape), other=0.0)
@@ -256,7 +257,7 @@ def level_scores(
             moved=bytes_of((q, scores, found, scratch[1])) + near,
             exponentials=products,
         ),
-        compiler_params=pltriton.CompilerParams(num_warps=8, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="level_scores",
     )(operands)
