@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
+LOG2_E = math.log2(math.e)  # exp(x) is 2**(x * LOG2_E)
 LEAST = 16  # the smallest side of a tile in a Triton product
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 

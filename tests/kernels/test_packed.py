@@ -20,6 +20,7 @@ from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
 from jshadow.policies.shadowkv.costs import landmark_bytes
 from jshadow.policies.shadowkv.key_codecs import Sizes, TransformCodec
 from pallas_kernels.bits import packed_width
+from pallas_kernels.chunk_scores.packed import LANES
 
 TO_WATCH = [PACKED[0], PACKED[2], PACKED[4]]
 
@@ -135,14 +136,19 @@ def test_the_kernel_reads_what_it_must_and_once(case, watched):  # noqa: F811
 
 @pytest.mark.parametrize("case", [PACKED_SCORES[0], PACKED_SCORES[2], PACKED_SCORES[5], *PACKED_SCORES[7:]], ids=name)
 def test_each_landmark_is_read_once(case, watched):  # noqa: F811
-    """Its scale and spread are read once too, for all queries of its head. A chunk of four landmarks has one result."""
+    """A landmark is read once for all queries of its head. A chunk of four landmarks has one result.
+
+    The four lanes that hold a packed landmark also load its scale, its spread and whether it is a candidate. They do it
+    with the same instruction, which moves each number once.
+    """
     inputs = score_inputs(case)
     got = chunk_scores(**inputs, implementation="interpret")
     np.testing.assert_allclose(got, kernel_truth.chunk_scores(**inputs), **TOLERANCE["float32"])
     (_, chunks), _ = watched
-    blocks = -(-case.queries * case.group // (16 if case.dtype == "float32" else 64))
-    for ref in jax.tree.leaves(chunks):
-        assert (ref.reads == blocks).all()
+    blocks = -(-case.queries * case.group // (16 if case.dtype == "float32" or case.bits else 64))
+    assert (chunks.landmarks.reads == blocks).all()
+    for ref in jax.tree.leaves(chunks._replace(landmarks=None)):
+        assert (ref.reads == blocks * (LANES if case.bits else 1)).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -193,7 +199,8 @@ def test_a_step_reads_the_bytes_that_the_plan_counts(dtype, watched):  # noqa: F
     width = packed_width(policy.keys.profile)
     assert factors.left.reads.sum() == planned["left"][0] == 2 * 2 * count * policy.chunk_size * width
     assert source.prompt.reads.sum() == planned["values"][1] == 2 * 2 * count * unit_bytes(spec, layout)
-    read = chunks.landmarks.reads.sum() + chunks.scale.reads.sum() * chunks.scale.dtype.itemsize
+    assert (chunks.scale.reads == LANES).all()  # by the lanes of a group at once
+    read = chunks.landmarks.reads.sum() + chunks.scale.reads.sum() // LANES * chunks.scale.dtype.itemsize
     assert read == planned["landmarks"][0]
     assert read == landmark_bytes(policy, 2 * layout.units, Sizes(2, spec.head_dim, dtype))
 
@@ -212,7 +219,7 @@ def test_auto_is_the_kernel_on_cuda(case):
 
 @pytest.mark.parametrize("case", PACKED_SCORES, ids=name)
 def test_scores_have_a_kernel_on_cuda(case):
-    assert lowered("chunk_scores", score_inputs(case), "cuda").count(TARGET) == 2  # the masses, and `finish`
+    assert lowered("chunk_scores", score_inputs(case), "cuda").count(TARGET) == 2  # the logits, and `finish`
     assert TARGET not in lowered("chunk_scores", score_inputs(case), "cpu")
 
 

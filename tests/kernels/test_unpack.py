@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.rotation import cos_sin_of
-from pallas_kernels.unpack import middle_assembly, reduce_assembly, signed_assembly
+from pallas_kernels.unpack import middle_assembly, reduce_assembly, shifted_assembly
 
 
 def halves(register: int) -> np.ndarray:
@@ -16,9 +16,9 @@ def halves(register: int) -> np.ndarray:
     return np.array([register & 0xFFFF, register >> 16], np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
 
 
-def run(text: str, register: int) -> list[float]:
-    """Run the assembly on one register of four bytes. Returns the four numbers."""
-    values = {"$2": register}
+def run(text: str, source: str, register: int) -> dict[str, int]:
+    """Run the assembly on one register of four bytes, which is named `source`. Returns all registers."""
+    values = {source: register}
 
     def value(name: str) -> int:
         return values[name] if name in values else int(name, 0)
@@ -34,6 +34,8 @@ def run(text: str, register: int) -> list[float]:
             result = numbers[0] >> numbers[1]
         elif name == "shl.b32":
             result = numbers[0] << numbers[1] & 0xFFFFFFFF
+        elif name == "and.b32":
+            result = numbers[0] & numbers[1]
         elif name == "prmt.b32":
             source = (numbers[0] | numbers[1] << 32).to_bytes(8, "little")
             result = int.from_bytes([source[numbers[2] >> 4 * i & 7] for i in range(4)], "little")
@@ -47,16 +49,16 @@ def run(text: str, register: int) -> list[float]:
         else:
             raise NotImplementedError(line)
         values[target] = result
-    return [*halves(values["$0"]), *halves(values["$1"])]
+    return values
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_the_assembly_unpacks_every_byte(place):
+def test_the_assembly_moves_every_code_to_the_upper_half_of_its_byte(place):
     for byte in range(256):
         four = [byte, (byte + 91) % 256, (7 * byte + 3) % 256, 255 - byte]
         codes = [one >> 4 * place & 15 for one in four]
-        want = [code - 16 if code >= 8 else code for code in codes]
-        assert run(signed_assembly(place), int.from_bytes(four, "little")) == want
+        got = run(shifted_assembly(place), "$1", int.from_bytes(four, "little"))["$0"]
+        assert np.array([got], np.uint32).view(np.int8).tolist() == [16 * (c - 16 if c >= 8 else c) for c in codes]
 
 
 @pytest.mark.parametrize(("bits", "place"), [(4, 0), (4, 1), (2, 0), (2, 1), (2, 2), (2, 3)])
@@ -64,7 +66,8 @@ def test_the_assembly_unpacks_mid_rise_codes(bits, place):
     for byte in range(256):
         four = [byte, (byte + 91) % 256, (7 * byte + 3) % 256, 255 - byte]
         want = [(one >> bits * place & 2**bits - 1) + 0.5 - 2 ** (bits - 1) for one in four]
-        assert run(middle_assembly(place, bits), int.from_bytes(four, "little")) == want
+        got = run(middle_assembly(place, bits), "$2", int.from_bytes(four, "little"))
+        assert [*halves(got["$0"]), *halves(got["$1"])] == want
 
 
 def test_the_assembly_reduces_angles():
