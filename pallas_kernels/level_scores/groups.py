@@ -26,11 +26,11 @@ class Sizes(NamedTuple):
         size: number of chunks of a group.
         scale: factor by which the products are multiplied.
         parts: number of landmarks of a chunk.
+        queries: number of queries T of a row.
         group: number of query heads of a KV head.
-        heads: number of rows of a tile for each landmark; at least `group`.
+        heads: number of query rows of a tile; at least `group`.
         block: number of chunks that are scored at once.
-        mean_bits: bits of a packed number of a mean, or None.
-        detail_bits: bits of a packed number of the details, or None.
+        bits: bits of a packed number of the means and of the details, or None if landmarks are not packed.
         interpret: whether JAX's interpreter runs the program.
     """
 
@@ -38,11 +38,11 @@ class Sizes(NamedTuple):
     size: int
     scale: float
     parts: int
+    queries: int
     group: int
     heads: int
     block: int
-    mean_bits: int | None
-    detail_bits: int | None
+    bits: tuple[int, int] | None
     interpret: bool
 
     @property
@@ -57,6 +57,10 @@ class Place(NamedTuple):
     b: jax.Array
     h: jax.Array
     t: jax.Array
+
+    def row(self, sizes: "Sizes") -> jax.Array:
+        """Return the index of the query and the KV head in an array [B, h_kv * T, ...]."""
+        return self.h * sizes.queries + self.t
 
 
 def wait(sizes: Sizes) -> None:

@@ -36,15 +36,11 @@ class TwoLevels(NamedTuple):
         rows = self.details.shape[3] // dim if self.detail_scale is None else self.detail_scale.shape[3]
         return rows + 1
 
-    def mean_bits(self, dim: int) -> int | None:
-        """Return the bits of a packed number of a mean, or None if means are not packed."""
-        return None if self.mean_scale is None else 8 * self.means.shape[3] // dim
-
-    def detail_bits(self, dim: int) -> int | None:
-        """Return the bits of a packed number of the details, or None if details are not packed."""
-        if self.detail_scale is None:
+    def bits(self, dim: int) -> tuple[int, int] | None:
+        """Return the bits of a packed number of the means and of the details, or None if they are not packed."""
+        if self.mean_scale is None or self.detail_scale is None:
             return None
-        return 8 * self.details.shape[3] // (dim * self.detail_scale.shape[3])
+        return 8 * self.means.shape[3] // dim, 8 * self.details.shape[3] // (dim * self.detail_scale.shape[3])
 
 
 class NearScores(NamedTuple):
@@ -74,6 +70,8 @@ def check(q: jax.Array, scores: jax.Array, levels: TwoLevels) -> None:
     lead = (batch, scores.shape[1], scores.shape[3])
     check_rows("means", levels.means, levels.mean_scale, lead, dim)
     check_rows("details", levels.details, levels.detail_scale, lead, dim)
+    if (levels.mean_scale is None) != (levels.detail_scale is None):
+        raise ValueError("means and details must both have a scale, or neither of them")
     if levels.mean_scale is not None and levels.mean_scale.shape[3] != 1:
         raise ValueError(f"means must have one scale for each chunk, got {levels.mean_scale.shape[3]}")
     if levels.means.shape[3] not in row_widths(dim, levels.mean_scale):
