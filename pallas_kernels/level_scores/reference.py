@@ -20,12 +20,12 @@ def level_scores(
     # A query and its chunks are treated as a head with its chunks.
     near = jax.tree.map(lambda rows: rows.reshape(batch, heads * length, -1, rows.shape[3]), near)
     rows = q.reshape(batch, length, heads, -1, q.shape[3]).swapaxes(1, 2)
-    parts, is_there = levels.parts(q.shape[3]), there.reshape(batch, heads * length, 1, -1, 1)
     logits = level_logits(rows.reshape(batch, heads * length, -1, q.shape[3]), near, scale)
-    logits = jnp.where(is_there, logits.reshape(*logits.shape[:3], -1, parts), MASKED)
-    weight = jnp.where(is_there, jnp.exp(logits - logits.max(axis=(3, 4), keepdims=True)), 0.0)
-    total = jnp.maximum(weight.sum(axis=(3, 4), keepdims=True), jnp.finfo(jnp.float32).tiny)
-    mass = (weight / total).sum(axis=4).max(axis=2).reshape(there.shape)
+    parts = levels.parts(q.shape[3])
+    # The landmarks of all chunks are one axis, because XLA's CPU backend takes five times as long with two axes.
+    is_there = jnp.repeat(there.reshape(batch, heads * length, 1, -1), parts, axis=3)
+    mass = jnp.where(is_there, jax.nn.softmax(jnp.where(is_there, logits, MASKED), axis=3), 0.0)
+    mass = mass.reshape(*mass.shape[:3], -1, parts).sum(axis=4).max(axis=2).reshape(there.shape)
     return NearScores(jnp.where(there, mass, -1.0), ids)
 
 
@@ -38,10 +38,8 @@ def near_chunks(scores: jax.Array, count: int, size: int) -> tuple[jax.Array, ja
     padded = jnp.pad(scores, [(0, 0)] * 3 + [(0, groups * size - chunks)], constant_values=-1.0)
     best, at = lax.top_k(padded.reshape(*scores.shape[:3], groups, size).max(axis=4), count)
     at = jnp.sort(jnp.where(best >= 0, at.astype(jnp.int32), groups))
-    ids = at[..., None] * size + jnp.arange(size, dtype=jnp.int32)
-    ids = jnp.minimum(ids.reshape(*scores.shape[:3], count * size), groups * size)
-    padded = jnp.pad(padded, [(0, 0)] * 3 + [(0, 1)], constant_values=-1.0)
-    there = jnp.take_along_axis(padded, ids, axis=3) >= 0
+    ids = (at[..., None] * size + jnp.arange(size, dtype=jnp.int32)).reshape(*scores.shape[:3], count * size)
+    there = jnp.take_along_axis(scores, ids, axis=3, mode="fill", fill_value=-1.0) >= 0
     return jnp.where(there, ids, 0), there
 
 

@@ -152,6 +152,7 @@ def by_landmarks(query: Query, marks: Sequence[Marks], scores: Array, count: int
     """
     if not isinstance(marks[0].landmarks, Levels):
         return Finalists(scores)
+    # In both ways, near chunks are in rising order. So of chunks with equal scores, the first is chosen.
     if has_kernel(query.scoring, joined=len(marks) > 1):
         landmarks, spread = marks[0].landmarks, None if marks[0].spread is None else marks[0].spread[1]
         options: dict[str, Any] = {"count": count, "size": GROUP, "scale": query.scoring.scale}
@@ -186,7 +187,7 @@ def near_chunks(
         grouped.append(padded.reshape(*scores.shape[:3], groups, GROUP))
         ids.append(np.minimum(np.arange(start, start + groups * GROUP), max(end - 1, 0)).reshape(groups, GROUP))
     every = jnp.concatenate(grouped, axis=3)
-    best = jnp.sort(top_k(every.max(axis=4), min(count, every.shape[3])))  # the first of equal chunks is chosen later
+    best = jnp.sort(top_k(every.max(axis=4), min(count, every.shape[3])))
     shape = (*scores.shape[:3], best.shape[3] * GROUP)
     there = jnp.take_along_axis(every, best[..., None], axis=3).reshape(shape) >= 0
     return jnp.asarray(np.concatenate(ids), jnp.int32)[best].reshape(shape), there
