@@ -65,12 +65,14 @@ $(AOT)/.done: constraints.txt | $(BIN)/.setup
 	    nvidia-cuda-nvcc nvidia-cuda-nvdisasm
 	@touch $@
 
-# One unattended run on a machine with an NVIDIA GPU, by its own Python and JAX: no network, nothing is installed.
+# Unattended on a machine with an NVIDIA GPU, by its own Python and JAX: no network, nothing is installed. Three parts of
+# less than nine minutes each, or one: `make gpu PART=checks`, `PART=decode`, `PART=layers`.
 GPU_PYTHON ?= python3
 GPU_OPTIONS ?=
+PART ?=
 gpu:
 	env -u JAX_PLATFORMS -u JAX_COMPILATION_CACHE_DIR PYTHONPATH=.:tests:tests/support$${PYTHONPATH:+:$$PYTHONPATH} \
-	    $(GPU_PYTHON) -m gpu $(GPU_OPTIONS)
+	    $(GPU_PYTHON) -m gpu $(if $(PART),--part $(PART)) $(GPU_OPTIONS)
 
 check: $(BIN)/.setup
 	$(BIN)/ruff check .

@@ -1,13 +1,21 @@
-"""Bytes of a state by part, from the shapes, dtypes and memory kinds of its arrays. A state may also be abstract."""
+"""Bytes of a state by part, and bytes that a fetch moves.
+
+Bytes of a state follow from the shapes, dtypes and memory kinds of its arrays. The state may also be abstract.
+"""
 
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
-from jshadow.cache.records import HostArray, LayerState
+from jshadow.cache.offload import unit_bytes
+from jshadow.cache.records import HostArray, LayerState, Selection
+from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.cache.state import KVState
+
+FETCH_QUANTUM = 64  # Counters.fetched counts in units of this many bytes
 
 
 def leaf_bytes(leaf: Any) -> int:
@@ -46,3 +54,28 @@ def state_nbytes(state: KVState) -> dict[str, tuple[int, int]]:
         if jax.tree.leaves(tree):
             total[part] = (sum(map(leaf_bytes, jax.tree.leaves(tree))), 0)
     return total
+
+
+def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> int:
+    """Return the bytes that a fetch moves from the host for one row of the batch. All selected units count.
+
+    The result is 0 if the rows are resident. It is also 0 if the selection has `kept` rows, which `missed_quanta`
+    counts.
+    """
+    if spec.fetch == "resident" or selection.kept is not None:
+        return 0
+    return layout.heads * selection.ids.shape[2] * unit_bytes(spec, layout)
+
+
+def missed_quanta(spec: CacheSpec, selection: Selection, layout: HostLayout) -> Array | int:
+    """Return the data that a fetch with `kept` rows moves, uint32 [B], in units of FETCH_QUANTUM bytes.
+
+    The result is 0 if the rows are resident. It is also 0 if the selection has no `kept` rows, which `fetched_bytes`
+    counts.
+    """
+    if spec.fetch == "resident" or selection.kept is None:
+        return 0
+    missed = selection.kept.count.sum(axis=1).astype(jnp.uint32)
+    unit = unit_bytes(spec, layout)
+    # missed * unit may exceed 32 bits, so the quotient and the remainder of `missed` are multiplied separately.
+    return missed // FETCH_QUANTUM * unit + missed % FETCH_QUANTUM * unit // FETCH_QUANTUM

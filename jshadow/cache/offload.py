@@ -8,7 +8,7 @@ There are three fetch modes:
   host gathers the rows, and `jax.device_put` sends them back while the device rebuilds the keys. XLA can overlap the
   transfer with the rebuilding, because the two meet only at an optimization barrier.
 - "zero_copy" also keeps the rows in pinned host memory. On an NVIDIA GPU, one kernel reads them from there while it
-  rebuilds the keys. It skips rows that are on the device from the previous step. Settings without such a kernel are
+  rebuilds the keys. It skips units that are on the device from the previous step. Settings without such a kernel are
   refused. On other backends, and if no keys are rebuilt, the rows are fetched as with "device_put".
 
 Inside jit on a GPU, only these operations on host arrays are safe: device_put of a whole array, dynamic_slice,
@@ -29,11 +29,10 @@ from jshadow.cache.records import Fetched, HostArray, HostTier, HostWrite, Selec
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.errors import ConfigError
 from jshadow.ops.packing import dequantize_rows, row_bytes, split_rows
-from pallas_kernels import ChosenKeys, HostRows, KeptRows, fetch_reconstruct, on_host
+from pallas_kernels import ChosenKeys, HostRows, KeptRows, fetch_reconstruct, is_missed, on_host
 
 Space = jax.memory.Space
 FETCH_MODES = ("resident", "device_put", "zero_copy")
-FETCH_QUANTUM = 64  # Counters.fetched counts in units of this many bytes
 
 
 def resolve_fetch(fetch: str) -> str:
@@ -52,6 +51,20 @@ def resolve_fetch(fetch: str) -> str:
 def memory_of(fetch: str) -> str:
     """Return the memory kind in which a fetch mode keeps the rows: "device" or "pinned_host"."""
     return "device" if fetch == "resident" else "pinned_host"
+
+
+def keeps(fetch: str, backend: str) -> bool:
+    """Return whether keys and values of units that stay selected remain on the device: `CacheSpec.keep`.
+
+    With "zero_copy" they do, so that their values need no transfer. With "resident" they do on a GPU, where the kernel
+    rebuilds only the keys of other units. On a CPU, where all keys are rebuilt in one product, this would save nothing.
+    With "device_put" the host gathers all units in any case.
+
+    Args:
+        fetch: a fetch mode.
+        backend: name of the backend, as `jax.default_backend()` returns it.
+    """
+    return fetch == "zero_copy" or (fetch == "resident" and backend == "gpu")
 
 
 def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
@@ -142,10 +155,9 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
         layout: the layout of the tier.
 
     Returns:
-        The keys and values of the units. `ids` is that of the selection, and `valid` is repeated for each token.
+        The keys and values of the units. `ids` and `valid` are those of the selection.
     """
     ids = jnp.broadcast_to(selection.ids, (spec.batch, layout.heads, selection.ids.shape[2]))
-    valid = jnp.repeat(selection.valid, layout.unit, axis=2)
 
     by_kernel = functools.partial(fetch_by_kernel, spec, layout)
     by_gather = functools.partial(fetch_by_gather, spec, layout)
@@ -153,12 +165,12 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
     kernel = selection.rebuild is not None and selection.rebuild.codec.compiled and tier.prompt is not None
     if kernel and spec.fetch == "zero_copy":
         keys, values = by_kernel(tier, selection, ids)
-    elif kernel and spec.fetch == "resident" and layout.bits is not None:
+    elif kernel and spec.fetch == "resident" and (spec.keep or layout.bits is not None):
         # On a GPU, one kernel unpacks the values and rebuilds the keys. Without it, XLA needs four more kernels.
         keys, values = lax.platform_dependent(tier, selection, ids, cuda=by_kernel, default=by_gather)
     else:
         keys, values = by_gather(tier, selection, ids)
-    return Fetched(keys, values, valid, selection.ids)
+    return Fetched(keys, values, selection.valid, selection.ids)
 
 
 def fetch_by_gather(
@@ -184,14 +196,19 @@ def fetch_by_gather(
     if layout.bits is not None:
         scaled = split_rows(rows, layout.unit, spec.dtype)
         rows = dequantize_rows(scaled, layout.bits, spec.dtype).reshape(*shape, layout.unit * spec.head_dim)
-    if selection.kept is not None:
-        rows = jnp.where(selection.kept.stay[..., None], selection.kept.rows, rows)
     rows = rows.reshape(*shape, layout.planes, layout.unit, spec.head_dim)
     planes = [
         rows[:, :, :, plane].reshape(*shape[:2], shape[2] * layout.unit, spec.head_dim)
         for plane in range(layout.planes)
     ]
-    return planes[0] if layout.planes == 2 else keys, planes[-1]
+    keys, values = planes[0] if layout.planes == 2 else keys, planes[-1]
+    if (kept := selection.kept) is not None:
+        assert keys is not None
+        new = jnp.repeat(is_missed(kept.missed), layout.unit, axis=2)[..., None]
+        keys, values = (
+            jnp.where(new, rows, old.reshape(rows.shape)) for rows, old in ((keys, kept.keys), (values, kept.values))
+        )
+    return keys, values
 
 
 def fetch_by_kernel(
@@ -215,31 +232,7 @@ def fetch_by_kernel(
             tail_unit=rebuild.tail_unit,
             **rebuild.codec.operands(rebuild.right),
         )
-        return fetch_reconstruct(values, keys, KeptRows(kept.rows, kept.stay) if kept else None)
-
-
-def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> int:
-    """Return the bytes that a fetch moves from the host for one row of the batch. All selected units count.
-
-    The result is 0 if the rows are resident. It is also 0 if the selection has `kept` rows, which `missed_quanta`
-    counts.
-    """
-    if spec.fetch == "resident" or selection.kept is not None:
-        return 0
-    return layout.heads * selection.ids.shape[2] * unit_bytes(spec, layout)
-
-
-def missed_quanta(spec: CacheSpec, selection: Selection, layout: HostLayout) -> Array | int:
-    """Return the data that a fetch with `kept` rows moves, uint32 [B], in units of FETCH_QUANTUM bytes.
-
-    The result is 0 if the selection has no `kept` rows. `fetched_bytes` counts such a fetch.
-    """
-    if selection.kept is None:
-        return 0
-    missed = (~selection.kept.stay).sum(axis=(1, 2), dtype=jnp.uint32)
-    unit = unit_bytes(spec, layout)
-    # missed * unit may exceed 32 bits, so the quotient and the remainder of `missed` are multiplied separately.
-    return missed // FETCH_QUANTUM * unit + missed % FETCH_QUANTUM * unit // FETCH_QUANTUM
+        return fetch_reconstruct(values, keys, KeptRows(kept.values, kept.keys, kept.missed) if kept else None)
 
 
 def unit_bytes(spec: CacheSpec, layout: HostLayout) -> int:

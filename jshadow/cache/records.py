@@ -167,18 +167,25 @@ class Rebuild(struct.PyTreeNode):
 class Kept(struct.PyTreeNode):
     """Units that are still on the device from the previous step and need no fetch.
 
-    Entry j belongs to the j-th selected unit. Example: B = 1, 2 heads, and 3 units are selected. Head 0 selects the
-    units [4, 7, 9], and units 4 and 9 are on the device. Then stay[0, 0] = [True, False, True], rows[0, 0, 0] and
-    rows[0, 0, 2] hold units 4 and 9, and rows[0, 0, 1] is unused.
+    Row j belongs to the j-th selected unit. Example: B = 1, 2 heads, and 3 units are selected. Head 0 selects the units
+    [4, 7, 9], and units 4 and 9 are on the device. Then missed[0, 0] = [1, 3, 3], the rows 0 and 2 of head 0 hold the
+    units 4 and 9, and its row 1 is unused.
 
     Attributes:
-        rows: the units [B, heads, n, planes * unit * d] in the model's dtype.
-        stay: bool [B, heads, n]. True: the row is used as it is, because it holds the selected unit or because no query
-            attends to it. False: the unit must be fetched.
+        values: values of the units [B, heads, n, unit * d] in the model's dtype.
+        keys: keys of the units after RoPE, in the shape and dtype of `values`.
+        missed: int32 [B, heads, n], the j of the units that must be fetched, in rising order, and then n. All other
+            rows are used as they are, because they hold the selected unit, or because no query attends to them.
     """
 
-    rows: Array
-    stay: Array
+    values: Array
+    keys: Array
+    missed: Array
+
+    @property
+    def count(self) -> Array:
+        """How many units must be fetched, int32 [B, heads]."""
+        return (self.missed < self.missed.shape[2]).sum(axis=2, dtype=jnp.int32)
 
 
 class Selection(struct.PyTreeNode):
@@ -196,8 +203,7 @@ class Selection(struct.PyTreeNode):
         hit: bool, the shape of ids: whether the previous step also selected the unit. None: the policy does not count
             this.
         rebuild: the compressed keys from which the units' keys are rebuilt. None if keys are fetched or not needed.
-        kept: units that are on the device and need no fetch. Only set in the fetch mode that can skip them
-            ("zero_copy").
+        kept: units that are on the device and need no fetch. Only set with `CacheSpec.keep`.
         layer: the layer whose units these are. None: the layer that selects.
         when: "now": the units are attended to in this step. "next_step": the target layer receives them after its
             attention of this step.
@@ -218,7 +224,7 @@ class Fetched(struct.PyTreeNode):
     Attributes:
         k: keys [B, heads, n * unit, d]. None if only values were fetched and no keys were rebuilt.
         v: values [B, heads, n * unit, d].
-        valid: which tokens may be attended to, bool [B, heads, n * unit] or [B, 1, n * unit].
+        valid: which units may be attended to, bool [B, heads, n] or [B, 1, n].
         ids: the ids of the selection, int32 [B, heads, n] or [B, 1, n].
     """
 

@@ -27,6 +27,8 @@ class CacheSpec:
         sliding_window: number of newest tokens that this layer attends to. None means all tokens.
         fetch: "resident", "device_put" or "zero_copy"; see cache/offload.py.
         policy: this layer's policy. It is resolved, so none of its settings is None.
+        keep: whether the keys and values of units that stay selected remain on the device from step to step, so that
+            only the others are fetched and rebuilt; see `offload.keeps`.
     """
 
     layer: int | None
@@ -44,6 +46,7 @@ class CacheSpec:
     sliding_window: int | None
     fetch: str
     policy: Any
+    keep: bool = False
 
     def __hash__(self) -> int:
         # jit hashes the spec of every layer in every step, so the hash is computed once and stored.

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshadow.cache.accounting import state_nbytes
-from jshadow.cache.offload import FETCH_QUANTUM
+from jshadow.cache.accounting import FETCH_QUANTUM, state_nbytes
 from jshadow.cache.state import Counters, KVState
 from jshadow.policies.settings import policy_settings
 

@@ -24,9 +24,10 @@ from jshadow.ops.rope import Rotation, inverse_frequencies, rotation
 from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates, capability
 
-# For jax.jit around a step. Without this option, XLA's GPU compiler may run the fetch and the rebuilding of keys one
-# after the other instead of at the same time. Other backends accept the option and ignore it.
-COMPILER_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True}
+# For jax.jit around a step. Other backends accept these options and ignore them. Without the first, XLA's GPU compiler
+# may run the fetch and the rebuilding of keys one after the other instead of at the same time. The second is the size in
+# megabytes up to which matrix products of the same input become one: it covers the products of an MLP's gate and up.
+COMPILER_OPTIONS = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_dot_merger_threshold_mb": 1024}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache import offload
+from jshadow.cache import accounting
 from jshadow.cache.records import Fetched, LayerState, Selection
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import Counters
@@ -23,7 +23,7 @@ class LayerWork:
 
     Attributes:
         moved: bytes that every row moved from the host, the same for all rows.
-        missed: data that each row moved in addition, uint32 [B], in units of offload.FETCH_QUANTUM bytes. It counts
+        missed: data that each row moved in addition, uint32 [B], in units of accounting.FETCH_QUANTUM bytes. It counts
             fetches that skip units which are still on the device, so rows differ.
         fetches: the fetched units, in the order of the fetches.
         followed: the selections that have a `hit` mask, which is counted.
@@ -39,8 +39,8 @@ class LayerWork:
     def add(self, spec: CacheSpec, selection: Selection, layout: Any, fetched: Fetched) -> None:
         """Record the fetch of the units `selection` from the layer with this spec and host layout."""
         self.fetches.append(fetched)
-        self.moved += offload.fetched_bytes(spec, selection, layout)
-        self.missed = self.missed + offload.missed_quanta(spec, selection, layout)
+        self.moved += accounting.fetched_bytes(spec, selection, layout)
+        self.missed = self.missed + accounting.missed_quanta(spec, selection, layout)
         if selection.hit is not None:
             self.followed.append(selection)
 
@@ -91,5 +91,5 @@ def count_step(
         hits=counters.hits
         + total([selection.valid & hit for selection in followed if (hit := selection.hit) is not None]),
         fetched=counters.fetched
-        + one * (jnp.uint32(sum(work.moved for work in works) // offload.FETCH_QUANTUM) + missed),
+        + one * (jnp.uint32(sum(work.moved for work in works) // accounting.FETCH_QUANTUM) + missed),
     )

@@ -74,14 +74,14 @@ def _far(mine: Array, theirs: Array, axes: tuple[int, ...], dtype: str) -> Array
 def _compare_fetch(spec: CacheSpec, mine: Fetched, theirs: Fetched) -> LayerFindings:
     """Compare two fetches of the same layer. Rows that no query attends to may hold any values."""
     units = mine.ids.shape[2]
-    valid = mine.valid.reshape(*mine.ids.shape, -1).any(-1)
-    chosen = (_differs(mine.ids, theirs.ids) & valid).any(-1) | _differs(mine.valid, theirs.valid).any(-1)
-    wrong = _differs(mine.v, theirs.v) & mine.valid[..., None]
-    wrong = wrong.reshape(*wrong.shape[:2], units, -1).any(-1)
+    chosen = (_differs(mine.ids, theirs.ids) & mine.valid).any(-1) | _differs(mine.valid, theirs.valid).any(-1)
+    wrong = _differs(mine.v, theirs.v)
+    wrong = wrong.reshape(*wrong.shape[:2], units, -1).any(-1) & mine.valid
     first = jnp.take_along_axis(jnp.broadcast_to(mine.ids, wrong.shape), wrong.argmax(-1)[..., None], 2)[..., 0]
     keys = None
     if mine.k is not None and theirs.k is not None:
-        one, other = (jnp.where(mine.valid[..., None], x, 0) for x in (mine.k, theirs.k))
+        seen = jnp.repeat(mine.valid, mine.k.shape[2] // units, axis=2)[..., None]
+        one, other = (jnp.where(seen, x, 0) for x in (mine.k, theirs.k))
         keys = Finding(_far(one, other, (2, 3), spec.dtype))
     return LayerFindings(Finding(chosen), Finding(wrong.any(-1), first), keys)
 

@@ -155,12 +155,14 @@ class Piece(NamedTuple):
     Attributes:
         k: keys after RoPE, [B, h_kv, N, d]. [B, h_kv, T, N, d] if each query has separate rows.
         v: values, in the shape of the keys.
-        valid: bool, broadcastable to [B, h_kv, T, N]. Which rows each query may see.
+        valid: which rows each query may see, as in `pallas_kernels.sparse_attention.operands.Piece`. Either bool
+            [B, h_kv, T, m] with a flag for every N / m neighboring rows. Or int32 [B, h_kv, T, 1], the number of rows
+            from the first. The axes B, h_kv and T may have size 1.
     """
 
     k: Float[Array, "B h_kv *T N d"]
     v: Float[Array, "B h_kv *T N d"]
-    valid: Bool[Array, "#B #h_kv #T N"]
+    valid: Bool[Array, "#B #h_kv #T _"] | Int[Array, "#B #h_kv #T 1"]
 
     def of_queries(self, first: int, last: int) -> "Piece":
         """Return the piece for queries first .. last - 1 only."""

@@ -1,5 +1,6 @@
 """The specs, shapes and bytes of a KV state, computed without allocating it and without weights."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -58,9 +59,15 @@ def cache_specs(
                 sliding_window=kind.window,
                 fetch=fetch,
                 policy=cache,
+                keep=offload.keeps(fetch, jax.default_backend()),
             )
         )
     return tuple(specs)
+
+
+def on_backend(specs: tuple[CacheSpec, ...], backend: str) -> tuple[CacheSpec, ...]:
+    """Return the specs as a process with another backend makes them. `backend` is as in `offload.keeps`."""
+    return tuple(dataclasses.replace(spec, keep=offload.keeps(spec.fetch, backend)) for spec in specs)
 
 
 def abstract_state(

@@ -18,7 +18,7 @@ from jshadow.cache.accounting import state_nbytes
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
-from jshadow.planner.bytes import abstract_of, cache_specs, prefill_peak
+from jshadow.planner.bytes import abstract_of, cache_specs, on_backend, prefill_peak
 from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan, Serving, StepBound, step_bound
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, Gpu
 from jshadow.policies import Full, Policy
@@ -195,7 +195,8 @@ class Planner:
     def specs(self, policy: Policy, batch: int) -> tuple[Any, ...]:
         """Return the specs of the caches of all layers, for `batch` rows."""
         serving = self.serving
-        return cache_specs(self.share, policy, batch, serving.capacity, serving.context, serving.dtype, serving.fetch)
+        sizes = (serving.capacity, serving.context, serving.dtype, serving.fetch)
+        return on_backend(cache_specs(self.share, policy, batch, *sizes), "gpu")
 
     def temporaries(self, policy: Policy, batch: int) -> dict[str, int]:
         """Return an upper bound, by part, on the device bytes of a step of `batch` rows without weights and state.

@@ -69,7 +69,7 @@ class Full(UniformPolicy, Sized, Costs):
         end = step.positions
         if rows > 1:
             end = jnp.minimum(end, step.lengths[:, None] + step.valid.sum(axis=1, keepdims=True) - 1)
-        pieces = [Piece(cache.k, cache.v, jnp.arange(spec.capacity) <= end[:, None, :, None])]
+        pieces = [Piece(cache.k, cache.v, (end + 1)[:, None, :, None])]
         if rows > 1:  # a guess is not stored in the cache, but its query attends to its own key
             k, v = (x.swapaxes(1, 2) for x in (step.k_post, step.v))
             pieces.append(Piece(k, v, (jnp.eye(rows, dtype=bool) & ~step.valid[:, None])[:, None]))

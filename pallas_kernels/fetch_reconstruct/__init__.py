@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from pallas_kernels.choose import run
 from pallas_kernels.fetch_reconstruct import kernel, operands, reference
 from pallas_kernels.fetch_reconstruct.operands import HostRows, KeptRows
+from pallas_kernels.fetch_reconstruct.reference import is_missed as is_missed
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 from pallas_kernels.reconstruct_keys.operands import check as check_keys
 
@@ -15,14 +16,14 @@ def fetch_reconstruct(
 ) -> tuple[jax.Array, jax.Array]:
     """Rebuild the keys of k selected chunks as `reconstruct_keys` does, and fetch the values of the same chunks.
 
-    The values may lie in pinned host memory. Only "interpret" copies all of them to the device. The kernel reads only
-    the chunks that are not kept on the device. "xla" moves all k chunks. If kept.rows is donated, the kernel writes
-    into that buffer and does not change the kept rows.
+    The values may lie in pinned host memory. Only "interpret" copies all of them to the device. The kernel fetches and
+    rebuilds only the chunks that are not kept on the device. "xla" moves and rebuilds all k chunks. If the kept keys
+    and values are donated, the kernel writes into these buffers and does not change the rows that stay.
 
     Args:
         values: value rows of all chunks.
         keys: the arrays that keys are rebuilt from, and the ids of the selected chunks.
-        kept: values that are already on the device, or None to fetch all chunks.
+        kept: keys and values that are already on the device, or None to fetch and rebuild all chunks.
         implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:

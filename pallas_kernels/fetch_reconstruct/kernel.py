@@ -4,7 +4,8 @@ XLA passes an operand in pinned host memory to a kernel without a copy. With uni
 it cross the bus. A program issues these loads first, so that they run while it gathers, multiplies and rotates the
 keys. Packed rows cross the bus as bytes. They are unpacked just before they are stored.
 
-The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c tokens of the selected chunks.
+The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c tokens of the selected chunks. If some
+chunks are kept on the device, the tokens of the others come first, and the programs after them return at once.
 """
 
 import functools
@@ -29,51 +30,59 @@ from pallas_kernels.tiles import blocks, can_do, iota, spans
 def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count, interpret):  # type: ignore[no-untyped-def]
     """One program: rebuild the keys and fetch the values of `count` tokens of one KV head.
 
-    If kept is not None, kept.rows and values_out are the same buffer, and the program skips tokens that are kept.
+    If `kept` is not None, its keys and keys_out are the same buffer, and so are its values and values_out. The tokens
+    are then those of the chunks in the list kept.missed. A program past the end of the list has nothing to do.
     """
     j, h, b = (pl.program_id(axis) for axis in range(3))
-    tokens = tokens_of(keys, b, h, j * count, count)
-    dim, scales = keys.dim, None
-    missed = tokens.there
-    if kept is not None:
-        missed &= ~pltriton.load(kept.stay.at[b, h, tokens.slot], mask=tokens.there, other=True)
+    refs = (values, keys, keys_out, values_out)
+    if kept is None:
+        move(refs, tokens_of(keys, b, h, j * count, count), b, h, interpret)
+        return
+
+    @pl.when(pltriton.load(kept.missed.at[b, h, lax.div(j * count, keys.chunk)]) < keys.ids.shape[2])
+    def _() -> None:
+        move(refs, tokens_of(keys, b, h, j * count, count, kept.missed), b, h, interpret)
+
+
+def move(refs: tuple[Any, ...], tokens: Tokens, b: jax.Array, h: jax.Array, interpret: bool) -> None:
+    """Rebuild the keys of the tokens and fetch their values. `refs` are values, keys, keys_out and values_out."""
+    values, keys, keys_out, values_out = refs
+    dim = keys.dim
     width = values.token_width(dim)
     fetched = []
     for start, block in spans(width):
         column = iota(start, block)[None]
         at = tokens.within[:, None] * width + column
-        fetched.append(load_missed(values, tokens, missed, b, h, at, column < width))
+        fetched.append(load_rows(values, tokens, b, h, at, column < width))
+    packed_scales = None
     if values.bits is not None:
         at = scale_places(values, tokens.within, keys.chunk, dim)
-        scales = load_missed(values, tokens, missed, b, h, at, at >= 0)
+        packed_scales = load_rows(values, tokens, b, h, at, at >= 0)
     store_keys(keys, keys_out, tokens, b, h, interpret)
-    if values.bits is not None:
-        scales = scales_of(values, scales)
+    scales = None if packed_scales is None else scales_of(values, packed_scales)
     for (start, block), tile in zip(spans(width), fetched, strict=True):
         column = iota(start, block)[None]
         for place in range(dim // width):
-            value = tile if values.bits is None else values_at(values, tile, place, scales)
+            value = tile if scales is None else values_at(values, tile, place, scales)
             at = values_out.at[b, h, tokens.place[:, None], place * width + column]
-            pltriton.store(at, value, mask=missed[:, None] & (column < width))
+            pltriton.store(at, value, mask=tokens.there[:, None] & (column < width))
 
 
-def load_missed(
-    values: Any, tokens: Tokens, missed: jax.Array, b: jax.Array, h: jax.Array, at: jax.Array, inside: jax.Array
-) -> jax.Array:
-    """Load elements of the value rows of the tokens that are not kept, from the prompt or from the tail.
+def load_rows(values: Any, tokens: Tokens, b: jax.Array, h: jax.Array, at: jax.Array, inside: jax.Array) -> jax.Array:
+    """Load elements of the value rows of the tokens, from the prompt or from the tail.
 
-    Masked lanes do not access memory, so kept tokens cause no traffic on the bus.
+    Masked lanes do not access memory, so a program loads only from the rows of its tokens.
 
     Args:
         values: the kernel's refs, as HostRows.
         tokens: the tokens of the program.
-        missed: which tokens are not kept, bool [tokens].
         b: index in the batch.
         h: index of the KV head.
         at: indices in the row of a chunk, int32 [tokens, n].
         inside: which of these indices are valid, bool, broadcastable to [tokens, n].
     """
-    inside, other = missed[:, None] & inside, 0.0 if jnp.issubdtype(values.prompt.dtype, jnp.floating) else 0
+    inside = tokens.there[:, None] & inside
+    other = 0.0 if jnp.issubdtype(values.prompt.dtype, jnp.floating) else 0
     if values.tail is None:
         return pltriton.load(values.prompt.at[b, h, tokens.unit[:, None], at], mask=inside, other=other)
     later = tokens.later[:, None]
@@ -107,7 +116,7 @@ def cost_of_fetch(values: HostRows, kept: KeptRows | None, keys: ChosenKeys) -> 
     """Return the cost estimate of the kernel if no row is kept."""
     cost = cost_of(keys)
     rows = keys.ids.size * values.row_width(keys.chunk, keys.dim) * values.prompt.dtype.itemsize
-    cost["moved"] += math.prod(keys.out_shape) * values.value_dtype.itemsize + bytes_of(kept.stay if kept else None)
+    cost["moved"] += math.prod(keys.out_shape) * values.value_dtype.itemsize + bytes_of(kept.missed if kept else None)
     place = "host" if in_host_memory(values.prompt) else "moved"
     return estimate(**(cost | {place: cost.get(place, 0) + rows}))
 
@@ -123,7 +132,7 @@ def fetch_reconstruct(
             float16.
     """
     sources = tuple(x for x in (values.prompt, values.tail) if x is not None)
-    kept_rows = () if kept is None else (kept.rows,)
+    kept_rows = () if kept is None else (kept.values, kept.keys)
     if values.bits is None:
         can_do("fetch_reconstruct", keys.dim, *keys.multiplied, *sources, *kept_rows, packed=keys.packed)
     else:
@@ -132,10 +141,13 @@ def fetch_reconstruct(
     on_host = in_host_memory(values.prompt)
     # More programs are needed to fill the bus than to fill the device. Larger blocks read the basis less often.
     anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 32 if on_host else 64)
+    aliases = {}
     if kept is not None:
-        kept = kept._replace(rows=kept.rows.reshape(keys.out_shape))  # an aliased result must have the same shape
+        # An aliased result must have the shape of its operand.
+        kept = kept._replace(values=kept.values.reshape(keys.out_shape), keys=kept.keys.reshape(keys.out_shape))
+        first = len(jax.tree.leaves(values))
+        aliases = {first: 1, first + 1: 0}
     operands = (values, kept, keys)
-    aliases = {} if kept is None else {len(jax.tree.leaves(values)): 1}
     rebuilt, fetched = pl.pallas_call(
         functools.partial(fetch_reconstruct_kernel, count=count, interpret=interpret),
         grid=(blocks(tokens, count), heads, batch),

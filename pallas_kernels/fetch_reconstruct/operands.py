@@ -55,16 +55,18 @@ class HostRows:
 
 
 class KeptRows(NamedTuple):
-    """Values on the device from an earlier fetch.
+    """Keys and values on the device from an earlier call, one row for each of the k selected chunks.
 
     Attributes:
-        rows: [B, h_kv, k, c * d], in the dtype of the fetched values.
-        stay: bool [B, h_kv, k]. True means that the row is not fetched, because it already holds the values of its
-            chunk or because they are not needed.
+        values: [B, h_kv, k, c * d], in the dtype of the fetched values.
+        keys: [B, h_kv, k, c * d], in the dtype of the rebuilt keys.
+        missed: int32 [B, h_kv, k], the places of the chunks that are fetched and rebuilt, in rising order, and then k.
+            All other rows stay as they are.
     """
 
-    rows: jax.Array
-    stay: jax.Array
+    values: jax.Array
+    keys: jax.Array
+    missed: jax.Array
 
 
 def check(values: HostRows, keys: ChosenKeys, kept: KeptRows | None) -> None:
@@ -93,7 +95,9 @@ def check(values: HostRows, keys: ChosenKeys, kept: KeptRows | None) -> None:
         if tail.shape[2] < keys.tail.shape[-2]:
             raise ValueError(f"values.tail must have the {keys.tail.shape[-2]} chunks of tail, got {tail.shape[2]}")
     if kept is not None:
-        expect_shape("kept", kept.rows, (*keys.ids.shape, keys.chunk * keys.dim))
-        expect_dtype("kept", kept.rows, values.value_dtype)
-        expect_shape("stay", kept.stay, keys.ids.shape)
-        expect_dtype("stay", kept.stay, jnp.bool_)
+        rows = (*keys.ids.shape, keys.chunk * keys.dim)
+        for name, array, dtype in (("values", kept.values, values.value_dtype), ("keys", kept.keys, keys.dtype)):
+            expect_shape(f"kept.{name}", array, rows)
+            expect_dtype(f"kept.{name}", array, dtype)
+        expect_shape("kept.missed", kept.missed, keys.ids.shape)
+        expect_dtype("kept.missed", kept.missed, jnp.int32)

@@ -49,12 +49,26 @@ class Tokens(NamedTuple):
     position: jax.Array
 
 
-def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: int) -> Tokens:
-    """Look up tokens first .. first + count - 1 of head h in batch row b. `keys` holds the kernel's refs."""
+def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: int, slots: Any = None) -> Tokens:
+    """Look up tokens first .. first + count - 1 of head h in batch row b.
+
+    Args:
+        keys: the kernel's refs, as ChosenKeys.
+        b: index in the batch.
+        h: index of the KV head.
+        first: index of the first token.
+        count: number of tokens.
+        slots: None: the tokens are those of all k ids in turn. Otherwise a ref, int32 [B, h_kv, k]. They are then the
+            tokens of the ids with these indices, and an index of k stands for tokens that are not there.
+    """
     chunk, units = keys.chunk, keys.left.shape[-2]
     place = iota(first, count)
     there = place < keys.ids.shape[2] * chunk
     slot, within = lax.div(place, jnp.int32(chunk)), lax.rem(place, jnp.int32(chunk))
+    if slots is not None:
+        slot = pltriton.load(slots.at[b, h, slot], mask=there, other=keys.ids.shape[2])
+        there = slot < keys.ids.shape[2]
+        place = slot * chunk + within
     ids = pltriton.load(keys.ids.at[b, h, slot], mask=there, other=0)
     ids = jnp.minimum(jnp.maximum(ids, 0), keys.units - 1)
     later = ids >= units

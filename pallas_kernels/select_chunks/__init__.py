@@ -4,8 +4,10 @@ import jax
 
 from pallas_kernels.choose import run
 from pallas_kernels.select_chunks import kernel, reference
-from pallas_kernels.select_chunks.operands import Candidates, Chosen, check
+from pallas_kernels.select_chunks.operands import Candidates, check
+from pallas_kernels.select_chunks.operands import Chosen as Chosen
 from pallas_kernels.select_chunks.reference import in_place as in_place
+from pallas_kernels.select_chunks.reference import places_of as places_of
 
 
 def select_chunks(

@@ -7,6 +7,7 @@ places.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,9 @@ def number_of(mask: jax.Array) -> jax.Array:
     return mask.astype(jnp.int32).sum(dtype=jnp.int32)
 
 
-def select_chunks_kernel(candidates, ids, valid, hit, chosen, *, interpret):  # type: ignore[no-untyped-def]
+def select_chunks_kernel(candidates, results, chosen, *, interpret):  # type: ignore[no-untyped-def]
     """One program: choose the chunks of one head. `chosen` is scratch memory, int32 [B, h, k]."""
+    ids, valid, hit, missed = results
     h, b = pl.program_id(0), pl.program_id(1)
     scores, asked, resident, numbers = candidates
     count = resident.shape[2]
@@ -88,6 +90,8 @@ def select_chunks_kernel(candidates, ids, valid, hit, chosen, *, interpret):  # 
     found = lax.fori_loop(0, tiles, look, jnp.zeros(lane.shape, jnp.int32))
     without = there & (found == 0)
     turn = jnp.where(without, jnp.cumsum(without.astype(jnp.int32), axis=0), -1)  # 1, 2, ... of those without a place
+    new_chunks = number_of(without)
+    pltriton.store(missed.at[b, h, lane], jnp.full_like(lane, count), mask=(lane >= new_chunks) & (lane < count))
 
     def fill(index: jax.Array, filled: jax.Array) -> jax.Array:
         place, exists, old, same = tile(index)
@@ -99,6 +103,8 @@ def select_chunks_kernel(candidates, ids, valid, hit, chosen, *, interpret):  # 
         pltriton.store(ids.at[b, h, place], jnp.maximum(mine, 0), mask=exists)
         pltriton.store(valid.at[b, h, place], mine >= 0, mask=exists)
         pltriton.store(hit.at[b, h, place], taken & (mine == old), mask=exists)
+        filling = free & (number <= new_chunks)
+        pltriton.store(missed.at[b, h, jnp.where(filling, number - 1, count)], place, mask=filling)
         return filled + number_of(free)
 
     lax.fori_loop(0, tiles, fill, jnp.int32(0))
@@ -120,16 +126,19 @@ def select_chunks(candidates: Candidates, interpret: bool) -> Chosen:
         )
     can_do("select_chunks", 1, scores, packed=(resident,))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    results = [jax.ShapeDtypeStruct(resident.shape, kind) for kind in (jnp.int32, jnp.bool_, jnp.bool_, jnp.int32)]
-    ids, valid, hit, _ = pl.pallas_call(
+    kinds = (jnp.int32, jnp.bool_, jnp.bool_, jnp.int32)
+    results: Any = Chosen(*(jax.ShapeDtypeStruct(resident.shape, kind) for kind in kinds))  # type: ignore[arg-type]
+    scratch = jax.ShapeDtypeStruct(resident.shape, jnp.int32)
+    chosen: Chosen
+    chosen, _ = pl.pallas_call(
         functools.partial(select_chunks_kernel, interpret=interpret),
         grid=(heads, batch),
         in_specs=[jax.tree.map(lambda _: anywhere, candidates)],
-        out_specs=[anywhere] * 4,
-        out_shape=results,
+        out_specs=[jax.tree.map(lambda _: anywhere, results), anywhere],
+        out_shape=[results, scratch],
         compiler_params=pltriton.CompilerParams(num_warps=16 if size > SCAN else 8, num_stages=1),
-        cost_estimate=estimate(flops=2 * BITS * scores.size, moved=bytes_of((candidates, results))),
+        cost_estimate=estimate(flops=2 * BITS * scores.size, moved=bytes_of((candidates, results, scratch))),
         interpret=interpret,
         name="select_chunks",
     )(candidates)
-    return Chosen(ids, valid, hit)
+    return chosen

@@ -24,11 +24,14 @@ class Chosen(NamedTuple):
         ids: int32 [B, h, k], the chunk in each place; 0 in a place that stays empty.
         valid: bool [B, h, k], whether a chunk was chosen for the place.
         hit: bool [B, h, k], whether the chunk was in this place before.
+        missed: int32 [B, h, k], the places whose chunk was not there before, in rising order. Their rows must be
+            fetched. The rest of the array is k, which is past the last place.
     """
 
     ids: jax.Array
     valid: jax.Array
     hit: jax.Array
+    missed: jax.Array
 
 
 def check(candidates: Candidates) -> None:

@@ -24,7 +24,17 @@ def select_chunks(candidates: Candidates) -> Chosen:
     ids = at if numbers is None else jnp.take_along_axis(numbers, jnp.minimum(at, size - 1), axis=2)
     order = in_place(ids, valid, resident)
     ids, valid = (jnp.take_along_axis(x, order, axis=2) for x in (ids, valid))
-    return Chosen(jnp.where(valid, ids, 0), valid, valid & (ids == resident))
+    hit = valid & (ids == resident)
+    return Chosen(jnp.where(valid, ids, 0), valid, hit, places_of(valid & ~hit))
+
+
+def places_of(mask: jax.Array) -> jax.Array:
+    """Return the places in the last axis where `mask` is True, in rising order, and then the size of the axis. int32.
+
+    Example: [False, True, True] gives [1, 2, 3].
+    """
+    size = mask.shape[-1]
+    return jnp.sort(jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size))
 
 
 def in_place(new: jax.Array, valid: jax.Array, resident: jax.Array) -> jax.Array:

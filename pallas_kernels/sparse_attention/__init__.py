@@ -22,7 +22,8 @@ def sparse_attention(
     Args:
         q: floating [B, T, h_q, d], where h_q is a multiple of h_kv.
         pieces: one (k, v, valid) for each piece. k and v are floating [B, h_kv, N, d]. They are [B, h_kv, T, N, d] if
-            each query has separate rows, which only "xla" supports. valid is bool, broadcastable to [B, h_kv, T, N].
+            each query has separate rows, which only "xla" supports. valid tells which rows each query may see: see
+            `Piece`.
         scale: factor by which the scores are multiplied.
         implementation: "auto", "xla", "pallas" or "interpret".
 

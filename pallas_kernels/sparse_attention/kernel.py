@@ -150,10 +150,7 @@ def one_block(
     score = jnp.zeros((tile.rows, tile.block), jnp.float32)
     for column in columns:
         score += dot(column.query, load(piece.k, column), transposed=True)
-    # An axis of size 1 is broadcast, so its index is always 0.
-    index_of = (rows.b, rows.h, rows.query[:, None], n[None])
-    at = tuple(x if size > 1 else x * 0 for x, size in zip(index_of, piece.valid.shape, strict=True))
-    seen = pltriton.load(piece.valid.at[at], mask=rows.there[:, None] & n_there[None], other=False)
+    seen = seen_by(piece, rows, n) & n_there[None]
     score = jnp.where(seen, score * tile.scale, MASKED)
     new = jnp.maximum(peak, score.max(axis=1))
     weight = jnp.where(score > MASKED, jnp.exp(score - new[:, None]), 0.0)
@@ -162,6 +159,23 @@ def one_block(
     short = weight.astype(piece.v.dtype)
     parts = tuple(part * shrink[:, None] + dot(short, x) for part, x in zip(parts, values, strict=True))
     return new, mass * shrink + weight.sum(axis=1), parts
+
+
+def seen_by(piece: Any, rows: Queries, n: jax.Array) -> jax.Array:
+    """Return which of the rows n of a piece each query row may see, bool [query rows or 1, rows]."""
+    valid, count = piece.valid, piece.k.shape[2]
+    alike = valid.shape[2] == 1  # for all queries; then the flags are loaded once
+    # An axis of size 1 is broadcast, so its index is always 0.
+    at = [x if size > 1 else x * 0 for x, size in zip((rows.b, rows.h), valid.shape, strict=False)]
+    at += [0 if alike else rows.query[:, None]]
+    if valid.dtype == jnp.int32:
+        limit = pltriton.load(valid.at[(*at, 0)], **({} if alike else {"mask": rows.there[:, None], "other": 0}))
+        seen: jax.Array = n[None] < limit
+        return seen
+    flag, there = lax.div(n, jnp.int32(count // valid.shape[3])), n < count
+    if alike:
+        return pltriton.load(valid.at[(*at, flag)], mask=there, other=False)[None]
+    return pltriton.load(valid.at[(*at, flag[None])], mask=rows.there[:, None] & there[None], other=False)
 
 
 # The partial results of all splits

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.sparse_attention.operands import Piece
+from pallas_kernels.sparse_attention.operands import Piece, seen_rows
 from pallas_kernels.tiles import MASKED, exact, key_products
 
 
@@ -32,7 +32,7 @@ def masked_scores(grouped: jax.Array, k: jax.Array, valid: jax.Array, scale: flo
     else:
         # The query axes are merged, because XLA's CPU backend takes five times as long with two of them.
         scores = key_products(grouped.reshape(*shape[:2], -1, shape[4]), k).reshape(*shape[:4], -1)
-    return jnp.where(valid[:, :, :, None], scores * scale, MASKED)
+    return jnp.where(seen_rows(valid, k.shape[-2])[:, :, :, None], scores * scale, MASKED)
 
 
 def weighted_sum(weight: jax.Array, v: jax.Array) -> jax.Array:

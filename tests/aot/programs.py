@@ -12,13 +12,14 @@ from jax import ShapeDtypeStruct as Shape
 import pallas_kernels
 from aot.compiler import place
 from aot.models import LLAMA, ONE_LAYER
+from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.state import KVState
 from jshadow.engine.prefill_layer import LayerPlan, prefill_layer
 from jshadow.engine.step import step_writes
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.packing import Scaled
-from jshadow.planner.bytes import abstract_state, footprint
+from jshadow.planner.bytes import abstract_of, abstract_state, cache_specs, on_backend
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
@@ -75,6 +76,7 @@ def step_task(name: str, gpu: str, config: ModelConfig, policy: Policy, batch: i
     state = abstract_state(
         config, policy, batch=batch, capacity=capacity, prompt=capacity - 64, dtype="bfloat16", fetch=fetch
     )
+    state = abstract_of(on_backend(state.specs, "gpu"), state.policy)
     weights, token, new = weights_of(config), Shape((batch, 1), jnp.int32), Shape((batch,), jnp.int32)
 
     def step(weights: Any, token: Any, new: Any, reads: Any, writes: Any) -> Any:
@@ -115,10 +117,13 @@ def prefill_task(gpu: str, tokens: int) -> Task:
     )
 
 
-def fetch(values: HostRows, keys: ChosenKeys, kept: Any, stay: Any) -> Any:
-    """Call fetch_reconstruct, and return values in the shape of the donated buffer, as a state keeps them."""
-    rebuilt, rows = pallas_kernels.fetch_reconstruct(values, keys, KeptRows(kept, stay))
-    return rebuilt, rows.reshape(kept.shape)
+def fetch(values: HostRows, keys: ChosenKeys, kept: Any, missed: Any) -> Any:
+    """Call fetch_reconstruct, and return its results in the shape of the donated buffers, as a state keeps them.
+
+    `kept` are the kept values and the kept keys.
+    """
+    rebuilt, rows = pallas_kernels.fetch_reconstruct(values, keys, KeptRows(*kept, missed))
+    return rebuilt.reshape(kept[1].shape), rows.reshape(kept[0].shape)
 
 
 def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[Task]:
@@ -142,9 +147,9 @@ def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[
     marks = array(heads, chunks, dtype=jnp.float32), array(dtype=jnp.bool_), ids
     yield Task("select_chunks", gpu, pallas_kernels.select_chunks, marks, kernel=True)
     values = HostRows(array(heads, chunks, chunk * dim, memory="pinned_host"))
-    kept, stay = array(heads, count, chunk * dim), array(heads, count, dtype=jnp.bool_)
+    kept = (array(heads, count, chunk * dim),) * 2
     resident = 2 * batch * heads * count * chunk * dim * 2
-    yield Task("fetch_reconstruct", gpu, fetch, (values, keys, kept, stay), (2,), resident=resident, kernel=True)
+    yield Task("fetch_reconstruct", gpu, fetch, (values, keys, kept, ids), (2,), resident=resident, kernel=True)
     sizes = (count * chunk, policy.max_outliers(capacity) * chunk, 96)
     pieces = [(array(heads, n, dim), array(heads, n, dim), array(1, 1, n, dtype=jnp.bool_)) for n in sizes]
     attend = functools.partial(pallas_kernels.sparse_attention, scale=dim**-0.5)
@@ -185,10 +190,10 @@ def packed_tasks(gpu: str, told: str, policy: ShadowKV, batch: int = 2, capacity
         means = array(heads, 1, policy.max_chunks(capacity), dtype=jnp.float32)
         yield Task(f"level_scores, {told}", gpu, near_scores, (q, means, *marks), kernel=True)
     yield Task(f"reconstruct_keys, {told}", gpu, pallas_kernels.reconstruct_keys, (keys,), kernel=True)
-    kept, stay = array(heads, count, width), array(heads, count, dtype=jnp.bool_)
+    kept = (array(heads, count, width),) * 2
     resident = 2 * batch * heads * count * width * 2
     yield Task(
-        f"fetch_reconstruct, {told}", gpu, fetch, (values, keys, kept, stay), (2,), resident=resident, kernel=True
+        f"fetch_reconstruct, {told}", gpu, fetch, (values, keys, kept, ids), (2,), resident=resident, kernel=True
     )
 
 
@@ -215,7 +220,8 @@ def planned(task: Task) -> tuple[int, int]:
     assert task.state is not None
     spec = task.state.specs[0]
     config = LLAMA if spec.num_layers == LLAMA.num_layers else ONE_LAYER
-    one = footprint(
-        config, task.state.policy, capacity=spec.capacity, prompt=spec.capacity - 64, dtype="bfloat16", fetch=spec.fetch
-    )
-    return one["device_bytes"] * spec.batch, one["host_bytes"] * spec.batch
+    sizes = (1, spec.capacity, spec.capacity - 64, "bfloat16", spec.fetch)
+    specs = on_backend(cache_specs(config, task.state.policy, *sizes), "gpu")
+    parts = state_nbytes(abstract_of(specs, task.state.policy)).values()
+    device, host = (sum(part[place] for part in parts) for place in (0, 1))
+    return device * spec.batch, host * spec.batch

@@ -12,24 +12,37 @@ from cases import TINY
 from kernel_lowering import TARGET, device_named
 
 from jshadow.cache import offload
-from jshadow.cache.records import Selection
-from jshadow.planner.bytes import abstract_state
+from jshadow.cache.records import Kept, Selection
+from jshadow.planner.bytes import abstract_of, abstract_state, on_backend
 from jshadow.policies import ShadowKV
 from jshadow.policies.settings import with_settings
 
 
-@pytest.mark.parametrize(("values", "kernels"), [("int4", ["fetch_reconstruct"]), ("model", ["reconstruct_keys"])])
-def test_resident_values_of_few_bits_are_read_by_the_kernel_on_a_gpu(values, kernels):
-    """With exact values, XLA gathers them, which needs one kernel beside the one that rebuilds keys."""
+@pytest.mark.parametrize(
+    ("values", "backend", "kernels"),
+    [
+        ("int4", "gpu", ["fetch_reconstruct"]),
+        ("model", "gpu", ["fetch_reconstruct"]),
+        ("int4", "cpu", ["fetch_reconstruct"]),
+        ("model", "cpu", ["reconstruct_keys"]),
+    ],
+)
+def test_a_kernel_reads_resident_values_on_a_gpu(values, backend, kernels):
+    """On a GPU, states keep rows, and one kernel fetches the others. A state from a CPU keeps none.
+
+    With exact values, XLA then gathers the values, which needs one kernel beside the one that rebuilds keys.
+    """
     policy = with_settings(ShadowKV.packed(), {"values.dtype": values})
     sizes = {"batch": 1, "capacity": 1024, "prompt": 960, "dtype": "bfloat16", "fetch": "resident"}
     state = abstract_state(dataclasses.replace(TINY, context=1024), policy, **sizes)
+    state = abstract_of(on_backend(state.specs, backend), state.policy)
     spec, layer = state.specs[0], state.layers[0]
     chosen = jnp.zeros((1, spec.kv_heads, spec.policy.max_selected(1024)), jnp.int32)
 
     def fetch(layer, ids):
         step = types.SimpleNamespace(inverse=jnp.ones(spec.head_dim // 2))
-        selection = Selection(ids, ids >= 0, rebuild=spec.policy.rebuild(spec, layer, step))
+        kept = Kept(layer.live.values, layer.live.keys, ids) if spec.keep else None
+        selection = Selection(ids, ids >= 0, rebuild=spec.policy.rebuild(spec, layer, step), kept=kept)
         return offload.fetch(spec, layer.host, selection, spec.policy.host_layout(spec))
 
     with device_named("NVIDIA H200"), warnings.catch_warnings():

@@ -6,7 +6,7 @@ import numpy as np
 from aot.compiler import place
 from cases import CAPACITY, LENGTHS, PROMPT, TINY, model, random_tokens
 
-from jshadow.cache import offload
+from jshadow.cache import accounting
 from jshadow.cache.records import Kept, Selection
 from jshadow.cache.spec import HostLayout
 from jshadow.engine import decode
@@ -41,18 +41,18 @@ def test_a_turn_fetches_what_its_real_queries_select():
     _, state = decode.extend(model(), random_tokens(len(LENGTHS), 6), new, state)
     chunks = np.array([4, 3, 0])  # a budget of 16 tokens; a row of 27 tokens has three chunks that can be selected
     one = TINY.num_layers * TINY.kv_heads * 4 * TINY.head_dim * 4  # bytes of a float32 chunk in all heads and layers
-    counted = (np.asarray(state.counters.fetched) - before) * offload.FETCH_QUANTUM
+    counted = (np.asarray(state.counters.fetched) - before) * accounting.FETCH_QUANTUM
     assert counted.tolist() == (one * chunks * new).tolist()
 
 
 def test_missed_chunks_are_counted_beyond_32_bits():
     state = abstract_state(LLAMA, ShadowKV(), batch=2, capacity=4096, prompt=4000, dtype="bfloat16", fetch="zero_copy")
     spec, units = state.specs[0], 300_000
-    stay = jnp.zeros((2, 8, units), bool).at[1, :, 1:].set(True)
+    missed = jnp.broadcast_to(jnp.arange(units, dtype=jnp.int32), (2, 8, units)).at[1, :, 1:].set(units)
     rows = jax.ShapeDtypeStruct((2, 8, units, 1024), jnp.bfloat16)  # 10 GB, never allocated
-    selection = Selection(stay.astype(jnp.int32), ~stay, kept=Kept(rows, stay))  # type: ignore[arg-type]
+    selection = Selection(missed, missed < units, kept=Kept(rows, rows, missed))  # type: ignore[arg-type]
     layout = HostLayout(heads=8, units=units, unit=8)
-    counted = offload.missed_quanta(spec, selection, layout)
+    counted = accounting.missed_quanta(spec, selection, layout)
     assert counted.tolist() == [8 * units * 2048 // 64, 8 * 2048 // 64]
     assert 8 * units * 2048 > 2**32
-    assert offload.fetched_bytes(spec, selection, layout) == 0
+    assert accounting.fetched_bytes(spec, selection, layout) == 0

@@ -106,7 +106,7 @@ def test_the_seal_itself_is_no_difference(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
-        (sets(version=2), "format version 2; this jshadow understands version 1"),
+        (sets(version=3), "format version 3; this jshadow understands version 2"),
         (sets(version="x"), "format version x"),
         (lambda t, x: x.pop("version"), "version must be present"),
         (lambda t, x: x.pop("weights"), "weights must be present"),
@@ -116,6 +116,7 @@ def test_the_seal_itself_is_no_difference(tmp_path):
         (sets(capacity=-1), "batch, capacity must be"),
         (sets(dtype="float8"), "dtype must be"),
         (sets(fetch="auto"), "fetch must be"),
+        (sets(keep=1), "keep must be"),
         (sets(windows=[1.5]), "windows must be"),
         (sets(windows=[]), "1 layers .* got 0 windows"),
         (sets(windows=[2**31 - 1]), r"window\.k: expected"),

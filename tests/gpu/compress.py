@@ -1,4 +1,7 @@
-"""The time of compressing a prompt, compared with its attention, for one layer (ShadowKV, table 12)."""
+"""The time of compressing a prompt, compared with its attention, for one layer (ShadowKV, table 12).
+
+It also measures the eigenvectors of a Gram matrix by each algorithm that JAX has.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -8,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gpu.runner import Task, attempt
+from gpu.runner import Task, attempt, brief
 from gpu.sizes import Sizes
-from gpu.synthetic import free, on_device
+from gpu.synthetic import drawn, free, on_device
 from gpu.timing import build, series
 from jshadow.engine.prefill_layer import piece_attention, put
 from jshadow.planner.bytes import pieces_of
@@ -42,7 +45,7 @@ def in_pieces(q: Any, k: Any, v: Any) -> Any:
 
 def factors(sizes: Sizes, capacity: int, k: Any) -> Any:
     """Compute the Gram matrix of the keys, its eigenvectors, and the left and right factor."""
-    rank = sizes.policy.resolve(sizes.config, capacity).rank
+    rank = sizes.policies["paper"].resolve(sizes.config, capacity).rank
     assert rank is not None
     return key_factors(k, jnp.full(1, k.shape[1], jnp.int32), rank)
 
@@ -75,8 +78,26 @@ def measured(sizes: Sizes, capacity: int) -> dict[str, Any]:
         free(q, k, v)
 
 
+def eigenvectors(sizes: Sizes) -> dict[str, Any]:
+    """Measure the milliseconds of the eigenvectors of a Gram matrix, by each algorithm."""
+    side = sizes.config.key_columns
+    rows = drawn(1, 1.0, shape=(2 * side, side), dtype="float32")
+    gram = jnp.einsum("sm,sn->mn", rows, rows, precision=lax.Precision.HIGHEST)
+    row: dict[str, Any] = {"side": side, "milliseconds": {}, "not_available": {}}
+    for way in lax.linalg.EighImplementation:
+        try:
+            program = build(functools.partial(lax.linalg.eigh, implementation=way), gram).program
+            seconds = series(lambda run=program: run(gram), 1, min(3, sizes.repeats)).median
+            row["milliseconds"][way.name] = 1e3 * seconds
+        except Exception as error:  # not every backend has every algorithm
+            row["not_available"][way.name] = brief(error)
+    free(rows, gram)
+    return row
+
+
 def tasks(sizes: Sizes) -> Iterator[Task]:
     """Yield one task for each context, shortest first, because attention of a longer one takes four times as long."""
     for capacity in sorted(sizes.capacities):
         needs = 0 if sizes.dry else 15 if capacity < 100_000 else 25
         yield Task(f"compress, {capacity:,}", needs, functools.partial(measured, sizes, capacity))
+    yield Task("eigenvectors", 0 if sizes.dry else 10, functools.partial(eigenvectors, sizes))

@@ -1,6 +1,6 @@
 """The environment variables that must be set before JAX is imported, and a description of the machine.
 
-The module does not import JAX, except in `machine`.
+The module does not import JAX, except in `machine` and `bus_and_clocks`.
 """
 
 import datetime
@@ -9,8 +9,11 @@ import platform
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+from gpu.runner import NotHere
 
 GIB = 2**30
 HOST_MARGIN = 20 * GIB  # host memory that is left for the program itself, the compiler and the page tables
@@ -19,6 +22,17 @@ FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "jax-gpu"
 ENOUGH = 100 * GIB  # with this much available memory, growth is not probed
 PROBES, PROBE_SECONDS = 8, 15
+QUERY = (
+    "pcie.link.gen.current",
+    "pcie.link.gen.max",
+    "pcie.link.width.current",
+    "pcie.link.width.max",
+    "clocks.current.sm",
+    "clocks.max.sm",
+    "clocks.current.memory",
+    "clocks.max.memory",
+    "power.limit",
+)
 # The program touches pages up to a limit. While little memory is left, it waits for more. If memory runs out, the
 # system kills it first.
 PROBE = """
@@ -125,3 +139,31 @@ def machine(pool: int) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": answer("git", "rev-parse", "--short", "HEAD"),
     }
+
+
+def bus_and_clocks(copied: int) -> dict[str, Any]:
+    """Return what nvidia-smi reports of the bus and the clocks, while `copied` bytes are copied to the device.
+
+    An idle GPU lowers its clocks and the generation of its bus, so they are read while it works.
+
+    Raises:
+        NotHere: there is no nvidia-smi.
+    """
+    if not shutil.which("nvidia-smi"):
+        raise NotHere("there is no nvidia-smi")
+    import jax
+    import numpy as np
+
+    data = np.zeros(copied, np.uint8)
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
+    end = time.monotonic() + 20
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        while process.poll() is None and time.monotonic() < end:
+            jax.block_until_ready(jax.device_put(data)).delete()
+        process.kill()
+        assert process.stdout is not None
+        lines = process.stdout.read().strip().splitlines() or [""]
+    values = [value.strip() for value in lines[0].split(",")]
+    if len(values) != len(QUERY):
+        return {"error": f"nvidia-smi: {lines[0]}"}
+    return dict(zip(QUERY, values, strict=True))

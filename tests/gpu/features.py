@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gpu.runner import Task, attempt, brief
-from gpu.sizes import PACKED, Sizes
+from gpu.sizes import Sizes, tiny
 from gpu.synthetic import free, sharding
 from jshadow.cache import offload
 from jshadow.cache.records import HostArray, HostTier
@@ -17,7 +17,6 @@ from jshadow.engine import decode
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import top_k
 from jshadow.policies import ShadowKV
-from jshadow.policies.shadowkv import TransformCode
 from jshadow.policies.shadowkv.key_codecs.lowrank import EXACT, key_factors
 from jshadow.weights.params import init_params
 from pallas_kernels import ChosenKeys, HostRows, fetch_reconstruct
@@ -26,8 +25,8 @@ MODEL = ModelConfig("llama", 499, 4, 256, 384, 8, 2, 64, 1e-5, 1024)
 SMALL_MODEL = ModelConfig("llama", 101, 2, 32, 48, 4, 2, 16, 1e-5, 1024)
 LENGTHS, CAPACITY, STEPS = (310, 171, 59), 352, 6
 POLICIES = {
-    "": ShadowKV(rank=24, chunk_size=8, budget=64, outlier_chunks=4),
-    "packed, ": ShadowKV(**PACKED, keys=TransformCode(profile=(4, 16, 12)), chunk_size=8, budget=64, outlier_chunks=4),
+    "": ShadowKV(rank=24, budget=64, outlier_chunks=4),
+    "packed, ": tiny("packed", budget=64, outlier_chunks=4),
 }
 # NEAR: the largest difference of logits of unit variance, because sums are computed in a different order. ALIKE: the
 # smallest share of equal selected ids, because a near tie may be decided either way.

@@ -76,9 +76,7 @@ class Op(NamedTuple):
 
 def fetch_truth(**inputs: Any) -> tuple[np.ndarray, ...]:
     """Return the keys and values of fetch_reconstruct in float64."""
-    others = ("values", "values_tail", "kept", "stay", "value_bits", "value_dtype")
-    factors = {key: x for key, x in inputs.items() if key not in others}
-    return kernel_truth.reconstruct_keys(**factors), kernel_truth.fetched_values(**inputs)
+    return kernel_truth.kept_or_rebuilt(**inputs), kernel_truth.fetched_values(**inputs)
 
 
 OPS = {

@@ -1,28 +1,34 @@
-"""The parts of a run, the most important first. The peak rates come first of all, because all bounds use them."""
+"""The sections of each part of a run, the most important first. Nothing is allocated before a section begins."""
 
 import functools
 from collections.abc import Iterator
 from typing import Any
 
-from gpu import compress, features, kernels, stages
+from gpu import compress, dense, environment, features, kernel_times, kernels, stages
+from gpu.baseline import Baseline
 from gpu.fetches import Fetches
 from gpu.room import Room
-from gpu.runner import Parts, Runner, Task, brief
+from gpu.runner import Runner, Sections, Task, brief
 from gpu.sizes import Sizes
 from gpu.throughput import Throughput
 from jshadow.evaluation import speed as bench
 from jshadow.planner.gpu_specs import GPUS
 
 
-def all_parts(sizes: Sizes, runner: Runner, pool: int) -> Parts:
-    """Return the parts for `Runner.run`. Nothing is allocated before a part begins."""
+class Ceilings:
+    """The peak rates of this machine. They are measured once in a part.
 
-    def ceilings() -> dict[str, float]:
-        """Return the peak rates of this machine. They are measured once.
+    Args:
+        sizes: all sizes.
+        runner: its results hold the rates.
+    """
 
-        If the measurement fails or kills the process, the rates of the data sheet are used and marked.
-        """
-        results = runner.results
+    def __init__(self, sizes: Sizes, runner: Runner) -> None:
+        self.sizes, self.runner = sizes, runner
+
+    def rates(self) -> dict[str, float]:
+        """Return the rates. If the measurement fails or kills the process, they are those of a data sheet."""
+        results = self.runner.results
         if "ceilings" not in results:
             sheet = GPUS["h200"]
             results["ceilings"] = {
@@ -31,8 +37,9 @@ def all_parts(sizes: Sizes, runner: Runner, pool: int) -> Parts:
                 "host_to_device": sheet.pcie_bytes_per_second,
             }
             results["ceilings_from"] = "data sheet of the H200: measuring did not end"
-            runner.write()
+            self.runner.write()
             try:
+                sizes = self.sizes
                 results["ceilings"] = bench.ceilings(sizes.repeats, sizes.ceiling_bytes, sizes.ceiling_side)
                 results["ceilings_from"] = "measured"
             except Exception as error:
@@ -40,33 +47,48 @@ def all_parts(sizes: Sizes, runner: Runner, pool: int) -> Parts:
         found: dict[str, float] = results["ceilings"]
         return found
 
+    def row(self) -> dict[str, Any]:
+        """Return the rates as a row. It has an error if they were not measured."""
+        found, origin = self.rates(), self.runner.results["ceilings_from"]
+        return {"per_second": found, "from": origin} | ({} if origin == "measured" else {"error": origin})
+
+    def tasks(self) -> Iterator[Task]:
+        """Yield the tasks that measure the machine."""
+        yield Task("ceilings", 5, self.row)
+        yield Task("bus and clocks", 5, functools.partial(environment.bus_and_clocks, self.sizes.ceiling_bytes))
+
+
+def sections(part: str, sizes: Sizes, runner: Runner, baseline: Baseline) -> Sections:
+    """Return the sections of a part for `Runner.run`."""
+    ceilings = Ceilings(sizes, runner)
+
+    @functools.cache
+    def room() -> Room:
+        return Room(sizes, environment.pool(), ceilings.rates)
+
     @functools.cache
     def throughput() -> Throughput:
-        done = ("decode", "decode-more", "decode-packed")
-        earlier = [row for part in done for row in runner.results["parts"].get(part, [])]
-        return Throughput(sizes, Room(sizes, pool, ceilings), lambda: runner.left, earlier)
+        return Throughput(sizes, room(), lambda: runner.left, baseline)
 
     def correctness() -> Iterator[Task]:
         yield from features.tasks(sizes)
         yield from kernels.tasks(sizes)
 
-    def measure_ceilings() -> Iterator[Task]:
-        def rows() -> dict[str, Any]:
-            found, origin = ceilings(), runner.results["ceilings_from"]
-            return {"per_second": found, "from": origin} | ({} if origin == "measured" else {"error": origin})
-
-        yield Task("ceilings", 5, rows)
-
-    def fetch() -> Iterator[Task]:
-        yield from Fetches(sizes, Room(sizes, pool, ceilings)).tasks()
-
-    return {
-        "ceilings": measure_ceilings,
-        "correctness": correctness,
-        "fetch": fetch,
-        "decode": lambda: throughput().longest(),
-        "layer": lambda: stages.tasks(sizes),
-        "decode-more": lambda: throughput().others(),
-        "decode-packed": lambda: throughput().packed(),
-        "compress": lambda: compress.tasks(sizes),
+    every: dict[str, Sections] = {
+        "checks": {
+            "ceilings": ceilings.tasks,
+            "fetch": lambda: Fetches(sizes, room()).tasks(),
+            "correctness": correctness,
+        },
+        "decode": {
+            "decode": lambda: throughput().longest(),
+            "decode-more": lambda: throughput().others(),
+        },
+        "layers": {
+            "profile": lambda: kernel_times.tasks(throughput()),
+            "dense": lambda: dense.tasks(sizes, runner),
+            "stages": lambda: stages.tasks(sizes),
+            "compress": lambda: compress.tasks(sizes),
+        },
     }
+    return every[part]

@@ -1,46 +1,71 @@
-"""Writes gpu.md: the measurements as tables for docs/benchmarks/gpu.md, with each goal and whether it is met."""
+"""Writes gpu.md: the measurements of all parts as tables, with each goal and whether it is met."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
 
-from gpu.runner import FAILED, MEASURED, SHOWN, errors
+from gpu.__main__ import PARTS
+from gpu.formats import Row, giga, number, part_of, percent, table
+from gpu.goals import goals
+from gpu.runner import FAILED, MEASURED, SHOWN, errors, load
 
-Row = dict[str, Any]
+KERNELS = 25  # number of kernels of a profile that the page shows
 
 
-def markdown(results: Row) -> str:
-    """Return the whole page. A part that did not run has a line that says so."""
-    parts = results["parts"]
+def write_page(out: Path) -> str:
+    """Write gpu.md from the results of all parts in a folder, and return its text."""
+    found = {part: load(out / f"{part}.json") for part in PARTS}
+    text = markdown({part: results for part, results in found.items() if results}, load(out / "baseline.json"))
+    (out / "gpu.md").write_text(text)
+    return text
+
+
+def markdown(parts: dict[str, Row], baseline: Row | None = None) -> str:
+    """Return the whole page.
+
+    Args:
+        parts: the results of each part that ran, by name.
+        baseline: the contents of baseline.json.
+    """
     lines = ["# GPU figures", ""]
-    if results["dry_run"]:
+    if any(results.get("dry_run") for results in parts.values()):
         lines += ["A dry run: sizes are tiny, figures mean nothing.", ""]
-    lines += [", ".join(f"{key} {value}" for key, value in results["machine"].items()), ""]
-    lines += [*table(("goal", "aimed at", "measured", "row", ""), goals(results)), ""]
-    if results.get("ceilings_from", "measured") != "measured":
-        lines += [f"Bounds and shares of the bus are those of the {results['ceilings_from']}", ""]
-    for title, names, head, cells in TABLES:
-        rows = [row for name in names for row in parts.get(name, [])]
-        good = [cell for row in rows if row["status"] in SHOWN for cell in cells(row)]
-        lines += [f"## {title}", "", *(table(head, good) if good else ["Nothing measured."]), ""]
-        lines += [*others(rows), ""]
-    known = {name for _, names, _, _ in TABLES for name in names}
-    lines += others([row for name, rows in parts.items() if name not in known for row in rows])
+    lines += [*table(("goal", "aimed at", "measured", "row", ""), goals(parts)), ""]
+    if entries := (baseline or {}).get("entries"):
+        lines += ["## Best speed of full attention", "", *table(*baseline_table(entries)), ""]
+    for name, results in parts.items():
+        lines += [*part_lines(name, results)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> list[str]:
-    """Return the lines of a Markdown table."""
-    return [line(head), "|---" * len(head) + "|", *map(line, rows)]
+def part_lines(part: str, results: Row) -> list[str]:
+    """Return the lines of a part: its machine, and a table for each section."""
+    machine = ", ".join(f"{key} {value}" for key, value in results.get("machine", {}).items())
+    lines = [f"# Part {part}", "", machine, "", *(f"- {note}" for note in results.get("notes", [])), ""]
+    if (origin := results.get("ceilings_from", "measured")) != "measured":
+        lines += [f"Bounds and shares of the bus are those of the {origin}", ""]
+    sections = results.get("sections", {})
+    shown: set[str] = set()
+    for title, names, head, cells in TABLES:
+        if not (rows := [row for name in names for row in sections.get(name, [])]):
+            continue
+        shown |= set(names)
+        good = [cell for row in rows if row["status"] in SHOWN for cell in cells(row)]
+        lines += [f"## {title}", "", *(table(head, good) if good else ["Nothing measured."]), "", *others(rows), ""]
+    return [*lines, *others([row for name, rows in sections.items() if name not in shown for row in rows]), ""]
 
 
-def line(cells: tuple[str, ...]) -> str:
-    """Return one row of a Markdown table."""
-    return "| " + " | ".join(cells) + " |"
+def baseline_table(entries: list[Row]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the head and the rows of the table of baseline.json."""
+    keys = ("device", "jax", "capacity", "batch", "tokens_per_second", "date", "commit")
+    head = ("device", "jax", "capacity", "rows", "tokens a second", "date", "commit")
+    return head, [tuple(number(entry.get(key)) for key in keys) for entry in entries]
 
 
 def others(rows: list[Row]) -> list[str]:
-    """Return one line for each row that was not measured, or only in part."""
-    return [f"- {row['name']}: {row['status']}{told(row)}" for row in rows if row["status"] != MEASURED]
+    """Return one line for each row that was not measured, or only in part, and for each way that is not available."""
+    lines = [f"- {row['name']}: {row['status']}{told(row)}" for row in rows if row["status"] != MEASURED]
+    absent = [(row["name"], way, why) for row in rows for way, why in row.get("not_available", {}).items()]
+    return lines + [f"- {name}: {way} is not available: {why}".replace("\n", " ") for name, way, why in absent]
 
 
 def told(row: Row) -> str:
@@ -49,66 +74,7 @@ def told(row: Row) -> str:
     return ": " + "; ".join(str(reason).replace("\n", " ") for reason in reasons) if reasons else ""
 
 
-# Goals
-
-
-def goals(results: Row) -> list[tuple[str, ...]]:
-    """Return the rows of the table of goals: the goal, its bound, the measured number, the task, and the verdict."""
-    fetch = [row for row in measured(results, "fetch") if row["name"].startswith("zero_copy") and not row["kept_share"]]
-    bus = max(fetch, key=lambda row: row["share_of_bus"], default=None)
-    rows = [
-        row
-        for row in measured(results, "decode")
-        if row["kind"] == "zero_copy" and row["capacity"] == results.get("longest")
-    ]
-    row = max(rows, key=lambda row: row["batch"], default=None)
-    phases = {phase["share_set"]: phase for phase in row["phases"] if "error" not in phase} if row else {}
-    taken = f"zero_copy, {row['batch']} x {row['capacity']:,}" if row else "-"
-
-    def of(share: float, key: str) -> float | None:
-        return phases.get(share, {}).get(key)
-
-    def needed(share: float, aim: float) -> str:
-        """Describe the ratio at the roofline, and the share of the roofline that the goal needs."""
-        ratio, part = of(share, "ratio_to_full"), of(share, "share_of_bound")
-        return (
-            f"; the bound's own is {ratio / part:.2f}, {percent(aim * part / ratio)} needed" if ratio and part else ""
-        )
-
-    wanted = (
-        (
-            "misses by zero copy, share of the measured bus",
-            0.7,
-            bus and bus["share_of_bus"],
-            bus["name"] if bus else "-",
-        ),
-        (
-            "decode, 60 % of the selection kept, to full attention's best",
-            3.0,
-            of(0.6, "ratio_to_full"),
-            taken + needed(0.6, 3.0),
-        ),
-        ("decode, nothing kept, to full attention's best", 1.4, of(0.0, "ratio_to_full"), taken + needed(0.0, 1.4)),
-        ("decode, share of the planner's roofline", 0.5, of(0.6, "share_of_bound"), taken),
-    )
-    dry = results["dry_run"]
-    return [
-        (name, f"at least {aim}", "-" if got is None else f"{got:.2f}", where, verdict(aim, got, dry))
-        for name, aim, got, where in wanted
-    ]
-
-
-def verdict(aim: float, got: float | None, dry: bool) -> str:
-    """Return whether a goal is met. In a dry run no goal is measured."""
-    return "not measured" if got is None or dry else "met" if got >= aim else "not met"
-
-
-def measured(results: Row, part: str) -> list[Row]:
-    """Return the measured rows of a part."""
-    return [row for row in results["parts"].get(part, []) if row["status"] in SHOWN and "error" not in row]
-
-
-# Cells of each part's table
+# Cells of each section's table
 
 
 def check_cells(row: Row) -> Iterator[tuple[str, ...]]:
@@ -119,10 +85,12 @@ def check_cells(row: Row) -> Iterator[tuple[str, ...]]:
 
 
 def ceiling_cells(row: Row) -> Iterator[tuple[str, ...]]:
-    """Yield one line for each peak rate."""
-    for name, value in row["per_second"].items():
+    """Yield one line for each peak rate, or for each property of the bus and the clocks."""
+    for name, value in row.get("per_second", {}).items():
         unit = "GFLOP" if name.startswith("matmul") else "GB"
-        yield name, f"{value / 1e9:,.1f} {unit}", row["from"]
+        yield name, f"{value / 1e9:,.1f} {unit} a second", row["from"]
+    if "per_second" not in row:
+        yield from ((name, str(value), "nvidia-smi") for name, value in row.items() if "." in name)
 
 
 def fetch_cells(row: Row) -> Iterator[tuple[str, ...]]:
@@ -140,7 +108,7 @@ def decode_cells(row: Row) -> Iterator[tuple[str, ...]]:
             continue
         ratio, share = phase["ratio_to_full"], phase["share"]
         yield (
-            row["kind"],
+            row["code"] if row["code"] == "full" else f"{row['code']}, {row['fetch']}",
             f"{row['capacity']:,}",
             str(row["batch"]),
             "-" if share is None else percent(share),
@@ -159,13 +127,35 @@ def decode_cells(row: Row) -> Iterator[tuple[str, ...]]:
 
 def stage_cells(row: Row) -> Iterator[tuple[str, ...]]:
     """Yield one line for each stage."""
-    told = ", packed" if row.get("packed") else ""
     for stage, value in row["milliseconds"].items():
-        yield f"{row['batch']} x {row['capacity']:,}{told}", stage, number(value)
+        yield f"{row['code']}, {row['batch']} x {row['capacity']:,}", stage, number(value)
+
+
+def dense_cells(row: Row) -> Iterator[tuple[str, ...]]:
+    """Yield one line for each way to compute full attention."""
+    for way, value in row["milliseconds"].items():
+        name = f"torch {row['torch']}, {way}" if "torch" in row else way
+        yield f"{row['batch']} x {row['capacity']:,}", name, number(value)
+
+
+def profile_cells(row: Row) -> Iterator[tuple[str, ...]]:
+    """Yield one line for each of the longest kernels, and one for all together."""
+    steps, total = row["steps"], sum(kernel["seconds"] for kernel in row["kernels"])
+    counts = sum(kernel["count"] for kernel in row["kernels"])
+    for name, count, seconds in (
+        (f"all {len(row['kernels'])}", counts, total),
+        *((kernel["name"], kernel["count"], kernel["seconds"]) for kernel in row["kernels"][:KERNELS]),
+    ):
+        each = (f"{count / steps:.4g}", number(seconds / steps, 1e3), percent(seconds / total))
+        yield row["name"].removeprefix("profile, "), name, *each
 
 
 def compress_cells(row: Row) -> Iterator[tuple[str, ...]]:
-    """Yield the line of one context."""
+    """Yield the line of one context, or one line for each algorithm of eigenvectors."""
+    if "side" in row:
+        for way, value in row["milliseconds"].items():
+            yield f"eigenvectors of {row['side']:,} columns, {way}", number(value), "-", "-", "-", "-"
+        return
     factors, pieces, fused = (row.get(f"{key}_seconds") for key in ("factor", "attention", "fused_attention"))
     yield (
         f"{row['tokens']:,}",
@@ -177,31 +167,9 @@ def compress_cells(row: Row) -> Iterator[tuple[str, ...]]:
     )
 
 
-def number(value: Any, times: float = 1.0) -> str:
-    """Format a number with three digits. A missing number or an error becomes a dash."""
-    if value is None or isinstance(value, dict):
-        return "-"
-    return f"{value * times:.3g}" if isinstance(value, float) else str(value)
-
-
-def part_of(value: Any, whole: Any) -> str:
-    """Format value / whole in percent, or a dash if one of them was not measured."""
-    return percent(value / whole) if isinstance(value, float) and isinstance(whole, float) else "-"
-
-
-def percent(value: float) -> str:
-    """Format a share of 1 in percent."""
-    return f"{100 * value:.1f} %"
-
-
-def giga(value: int | None) -> str:
-    """Format bytes in units of 1e9."""
-    return "-" if value is None else f"{value / 1e9:.2f}"
-
-
 TABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], Callable[[Row], Iterator[tuple[str, ...]]]], ...] = (
     ("Correctness", ("correctness",), ("check", "", "found", "seconds"), check_cells),
-    ("Ceilings", ("ceilings",), ("ceiling", "a second", ""), ceiling_cells),
+    ("Machine", ("ceilings",), ("machine", "", ""), ceiling_cells),
     (
         "Fetch of one layer",
         ("fetch",),
@@ -210,9 +178,9 @@ TABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], Callable[[Row], Itera
     ),
     (
         "Decode",
-        ("decode", "decode-more", "decode-packed"),
+        ("decode", "decode-more"),
         (
-            "policy",
+            "code",
             "capacity",
             "rows",
             "kept",
@@ -229,7 +197,9 @@ TABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...], Callable[[Row], Itera
         ),
         decode_cells,
     ),
-    ("One layer's decode step", ("layer",), ("rows x capacity", "stage", "ms"), stage_cells),
+    ("Kernels of a step", ("profile",), ("step", "kernel", "a step", "ms a step", "of all"), profile_cells),
+    ("Full attention of one layer", ("dense",), ("rows x capacity", "way", "ms"), dense_cells),
+    ("One layer's decode step", ("stages",), ("rows x capacity", "stage", "ms"), stage_cells),
     (
         "Compressing a prompt, one layer",
         ("compress",),

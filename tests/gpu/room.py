@@ -11,7 +11,7 @@ from jshadow.planner.bytes import footprint
 from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_plan import Serving, StepBound
 from jshadow.planner.gpu_specs import Gpu
-from jshadow.policies import Full, Policy
+from jshadow.policies import Policy
 
 SPARE = GIB  # device memory that the allocator may lose between large arrays
 # The share of the pool of pinned memory that can be used. The pool grows by regions of doubling size, and wastes the
@@ -49,8 +49,8 @@ class Room:
         """Return the largest batch whose step fits the device and whose offloaded rows fit the host."""
         rows: int = self.plan(policy, capacity, 1, fetch, 0.0 if fetch == "zero_copy" else None).largest_batch
         host = self.host_row(policy, capacity, fetch)
-        if self.sizes.dry and isinstance(policy, Full):
-            rows = min(rows, 3)  # a dry run does not fill the device
+        if self.sizes.dry:
+            rows = min(rows, 4)  # a dry run fills no memory
         return min(rows, self.host_bytes // host) if host else rows
 
     def host_row(self, policy: Policy, capacity: int, fetch: str) -> int:

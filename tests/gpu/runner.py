@@ -1,4 +1,4 @@
-"""Runs parts, which consist of tasks, within a time limit. Skipped tasks are reported, and a failure stops no other."""
+"""Runs sections of tasks within a time limit. Skipped tasks are reported, and a failure stops no other."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MEASURED, FAILED, RAISED, LATE = "measured", "failed", "error", "not measured: out of time"
-CUT, NOT_HERE, NOT_ASKED = "cut off: out of time", "not measured: not on this machine", "not asked"
+CUT, NOT_HERE = "cut off: out of time", "not available"
 PARTLY, DIED = "measured in part: error", "error: the process died"
 BAD = (FAILED, RAISED, CUT, PARTLY, DIED)
 SHOWN = (MEASURED, FAILED, PARTLY)  # statuses of rows with measurements
@@ -34,7 +34,7 @@ class Task(NamedTuple):
     """A check or a measurement.
 
     Attributes:
-        name: name in the tables, unique in its part.
+        name: name in the tables, unique in its section.
         needs: seconds that must be left when it starts.
         run: function that returns a row of plain values. {"ok": False} means a failed check. {"error": ...} at any
             depth means a missing measurement.
@@ -45,33 +45,33 @@ class Task(NamedTuple):
     run: Callable[[], dict[str, Any]]
 
 
-Parts = dict[str, Callable[[], Iterator[Task]]]
+Sections = dict[str, Callable[[], Iterator[Task]]]
 
 
 class Runner:
-    """Runs parts and keeps `gpu.json` up to date.
+    """Runs the sections of one part of a run, and writes the results after each task.
 
     Args:
-        out: folder of the results.
-        about: further entries of the results. Its "parts" are the rows of an earlier process.
+        path: the JSON file of the results.
+        about: further entries of the results. Its "sections" are the rows of an earlier process.
         seconds: time until the deadline.
         say: called with each line of progress.
-        finish: called with the results after each part, and when the time runs out during a task.
+        finish: called with the results after each section, and when the time runs out during a task.
     """
 
     def __init__(
         self,
-        out: Path,
+        path: Path,
         about: dict[str, Any],
         seconds: float,
         *,
         say: Callable[[str], None] = print,
         finish: Callable[[dict[str, Any]], None] = lambda results: None,
     ) -> None:
-        self.out, self.say, self.finish = out, say, finish
+        self.path, self.say, self.finish = path, say, finish
         self.end = time.monotonic() + seconds
-        self.results: dict[str, Any] = {"parts": {}} | about
-        self.running = {"part": "none", "name": "start"}
+        self.results: dict[str, Any] = {"sections": {}} | about
+        self.running = {"section": "none", "name": "start"}
         self.poisoned = False
         self.lock = threading.RLock()
 
@@ -80,16 +80,14 @@ class Runner:
         """Seconds until the deadline."""
         return self.end - time.monotonic()
 
-    def run(self, parts: Parts, only: str | None = None) -> int:
-        """Run the parts in order. Returns the exit status (see `exit_status`), or STOPPED."""
-        for name in parts:
-            self.results["parts"].setdefault(name, [])
-        for name, tasks in parts.items():
-            rows = self.results["parts"][name]
-            if only not in (None, name):
-                rows[:] = [{"name": name, "status": NOT_ASKED}]
-            elif all(row["name"] != name for row in rows):  # otherwise an earlier process died at its start
-                self.part(name, rows, tasks)
+    def run(self, sections: Sections) -> int:
+        """Run the sections in order. Returns the exit status (see `exit_status`), or STOPPED."""
+        for name in sections:
+            self.results["sections"].setdefault(name, [])
+        for name, tasks in sections.items():
+            rows = self.results["sections"][name]
+            if all(row["name"] != name for row in rows):  # otherwise an earlier process died at its start
+                self.section(name, rows, tasks)
                 with contextlib.suppress(Exception):  # the page is written again at the end
                     self.finish(self.results)
             if self.poisoned:
@@ -98,8 +96,8 @@ class Runner:
         self.write()
         return exit_status(self.results)
 
-    def part(self, name: str, rows: list[dict[str, Any]], tasks: Callable[[], Iterator[Task]]) -> None:
-        """Run all tasks of a part that have no row."""
+    def section(self, name: str, rows: list[dict[str, Any]], tasks: Callable[[], Iterator[Task]]) -> None:
+        """Run all tasks of a section that have no row."""
         self.now(name, name)
         made: Iterator[Task] = iter(())
         try:
@@ -112,21 +110,21 @@ class Runner:
                 self.now(name, name)
             with contextlib.suppress(Exception) if self.poisoned else contextlib.nullcontext():
                 getattr(made, "close", lambda: None)()
-        except Exception as error:  # the other parts still run
+        except Exception as error:  # the other sections still run
             self.note(name, rows, {"name": name} | told(error))
 
-    def now(self, part: str, name: str) -> None:
-        """Write the name of the running task to gpu.json, so that it is known if the process dies."""
-        self.running = self.results["running"] = {"part": part, "name": name}
+    def now(self, section: str, name: str) -> None:
+        """Write the name of the running task to the file, so that it is known if the process dies."""
+        self.running = self.results["running"] = {"section": section, "name": name}
         self.write()
 
-    def one(self, part: str, rows: list[dict[str, Any]], task: Task) -> None:
+    def one(self, section: str, rows: list[dict[str, Any]], task: Task) -> None:
         """Run one task if there is enough time left."""
         if self.left < task.needs:
-            self.note(part, rows, {"name": task.name, "status": LATE, "left": self.left, "needs": task.needs})
+            self.note(section, rows, {"name": task.name, "status": LATE, "left": self.left, "needs": task.needs})
             return
         start = time.monotonic()
-        self.now(part, task.name)
+        self.now(section, task.name)
         try:
             row = task.run()
             status = FAILED if row.get("ok") is False else PARTLY if errors(row) else MEASURED
@@ -137,10 +135,10 @@ class Runner:
             row = {"status": LATE, "why": str(error)}
         except Exception as error:
             row = told(error)
-        self.note(part, rows, {"name": task.name} | row | {"seconds": time.monotonic() - start})
+        self.note(section, rows, {"name": task.name} | row | {"seconds": time.monotonic() - start})
 
-    def note(self, part: str, rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
-        """Add a row, print it, and write gpu.json."""
+    def note(self, section: str, rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+        """Add a row, print it, and write the file."""
         with self.lock:
             rows.append(row)
             self.write()
@@ -148,22 +146,22 @@ class Runner:
         brief = {key: value for key, value in row.items() if isinstance(value, (str, bool, int, float))}
         brief = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in brief.items()}
         text = ", ".join(f"{key} {value}" for key, value in brief.items() if key not in ("name", "trace"))
-        self.say(f"[{self.left:5.0f} s left] {part}: {row['name']}: {text}")
+        self.say(f"[{self.left:5.0f} s left] {section}: {row['name']}: {text}")
 
     def write(self) -> None:
-        """Write gpu.json."""
+        """Write the file."""
         with self.lock:
-            save(self.out, self.results)
+            save(self.path, self.results)
 
     def cut(self) -> None:
         """List the running task as cut off, and end the process."""
         try:
             self.lock.acquire(timeout=3)  # the timeout makes sure that the process ends
-            rows = self.results["parts"].setdefault(self.running["part"], [])
-            why = "the rest of this part was not measured"
+            rows = self.results["sections"].setdefault(self.running["section"], [])
+            why = "the rest of this section was not measured"
             rows.append({"name": self.running["name"], "status": CUT, "why": why})
             close_off(self.results)
-            save(self.out, self.results)
+            save(self.path, self.results)
             self.finish(self.results)
         finally:
             os._exit(1)  # the main thread may be in code that an exception does not stop
@@ -176,28 +174,34 @@ class Runner:
         return timer
 
 
-def save(out: Path, results: dict[str, Any]) -> None:
-    """Write gpu.json atomically."""
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "gpu.json.new"
-    path.write_text(json.dumps(results, indent=1, default=str))
-    path.replace(out / "gpu.json")
+def save(path: Path, results: dict[str, Any]) -> None:
+    """Write results to a JSON file. The file is complete at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".json.new")
+    new.write_text(json.dumps(results, indent=1, default=str))
+    new.replace(path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the results in a JSON file, or none if the file does not exist."""
+    results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return results
 
 
 def close_off(results: dict[str, Any]) -> None:
-    """Mark the results as finished, and add a row to each part that never began."""
-    for rows in results["parts"].values():
+    """Mark the results as finished, and add a row to each section that never began."""
+    for rows in results["sections"].values():
         if not rows:
             rows.append({"name": "all", "status": LATE})
     results["finished"] = True
 
 
 def exit_status(results: dict[str, Any]) -> int:
-    """Return 1 if a check failed or a task raised, 3 if there was no time for a whole part, else 0."""
-    parts = results["parts"].values()
-    if any(row["status"] in BAD for rows in parts for row in rows):
+    """Return 1 if a check failed or a task raised, 3 if there was no time for a whole section, else 0."""
+    sections = results["sections"].values()
+    if any(row["status"] in BAD for rows in sections for row in rows):
         return 1
-    return 3 if any(rows and all(row["status"] == LATE for row in rows) for rows in parts) else 0
+    return 3 if any(rows and all(row["status"] == LATE for row in rows) for rows in sections) else 0
 
 
 def told(error: Exception) -> dict[str, Any]:

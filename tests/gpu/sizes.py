@@ -7,7 +7,7 @@ from aot.models import LLAMA
 from gpu.environment import GIB
 from jshadow.models.config import ModelConfig
 from jshadow.policies import ShadowKV
-from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
+from jshadow.policies.shadowkv import Values
 
 LEFT = 64  # the prompt has this many tokens fewer than the capacity
 
@@ -19,10 +19,10 @@ class Sizes:
     Attributes:
         dry: whether this is a dry run, whose measurements mean nothing.
         config: the model of the decode parts. All other parts use one of its layers.
-        policy: ShadowKV with the paper's settings.
-        packed: ShadowKV with packed keys, landmarks and values.
+        policies: settings of ShadowKV by name, a key of CODES.
         capacities: maximum tokens of a row, in the order in which they are measured.
         layer_batch: batch of the single layers, for each capacity.
+        dense_batch: batch of full attention of a single layer, for each capacity.
         device_bytes: maximum device bytes of states. None means the memory of the machine.
         host_bytes: maximum host bytes of states. None means the memory of the machine.
         singles: number of decode steps that are timed one by one.
@@ -38,10 +38,10 @@ class Sizes:
 
     dry: bool
     config: ModelConfig
-    policy: ShadowKV
-    packed: ShadowKV
+    policies: dict[str, ShadowKV]
     capacities: tuple[int, ...]
     layer_batch: tuple[int, ...]
+    dense_batch: tuple[int, ...]
     device_bytes: int | None
     host_bytes: int | None
     singles: int
@@ -64,16 +64,32 @@ class Sizes:
         return capacity - LEFT
 
 
-BITS, PROFILE = TransformCode(bits=2), TransformCode(profile=(4, 16, 12))
-PACKED = {"landmarks": Landmarks(tokens=2, levels=2, order=2, dtype="int4"), "values": Values("int4")}
+# "paper": the paper's settings. "int4": the same with values of 4 bits. "packed" and "packed small": all codes packed.
+CODES = {
+    "paper": ShadowKV(),
+    "int4": ShadowKV(values=Values("int4")),
+    "packed": ShadowKV.packed(),
+    "packed small": ShadowKV.packed(small=True),
+}
+# Few columns have no code of 4/3 bits, so tiny models have a profile instead.
+TINY_KEYS = {"packed": (4, 16, 12), "packed small": (0, 8, 12)}
+
+
+def tiny(name: str, **settings: int) -> ShadowKV:
+    """Return the policy of CODES with settings of a tiny model of 32 key columns."""
+    if name in TINY_KEYS:
+        return replace(CODES[name], keys=replace(CODES[name].keys, bits=None, profile=TINY_KEYS[name]), **settings)
+    return replace(CODES[name], rank=8, **settings)
+
+
 # The peak rates need gigabytes, because a launch takes as long as reading half a gigabyte.
 REAL = Sizes(
     False,
     LLAMA,
-    ShadowKV(),
-    ShadowKV(**PACKED, keys=BITS),
+    CODES,
     (122_880, 61_440),
     (24, 48),
+    (6, 12),
     None,
     None,
     singles=8,
@@ -84,15 +100,15 @@ REAL = Sizes(
     ceiling_bytes=4 * GIB,
     ceiling_side=8192,
     cases=None,
-    workers=4,
+    workers=8,
 )
 DRY = Sizes(
     True,
     ModelConfig("llama", 128, 2, 64, 96, 4, 2, 16, 1e-5, 4096),
-    ShadowKV(rank=8, outlier_chunks=4, budget=80),
-    ShadowKV(**PACKED, keys=PROFILE, outlier_chunks=4, budget=80),
+    {name: tiny(name, outlier_chunks=4, budget=80) for name in CODES},
     (1024, 512),
     (2, 2),
+    (1, 1),
     2 * GIB,
     2**19,
     singles=2,

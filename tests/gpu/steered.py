@@ -1,4 +1,10 @@
-"""ShadowKV with a given share of repeated chunks. It computes the real scores, but a moving window of chunks wins."""
+"""ShadowKV with a given share of chunks that stay selected. In each step, only a moving window of chunks is open.
+
+All kernels do the work of a real step: they read the landmarks of every chunk, and select by real scores. A chunk that
+is not open has no score, so each step selects exactly the chunks of its window. This holds for one and for two levels
+of landmarks. The mask of open chunks takes the place of the candidates of the state, which a real step reads. Three
+small kernels of a step compute the mask for all layers. A real step does not have them.
+"""
 
 import dataclasses
 import math
@@ -7,10 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache.records import LayerState, StepKV
-from jshadow.cache.spec import CacheSpec
 from jshadow.policies import ShadowKV
+from jshadow.policies.shadowkv.landmark_levels import Marks
 
-BONUS = 4.0  # added to the scores of the window; scores are probabilities, so the window always wins
 PHASE = 32  # the first steps select no chunk of the previous step; steps after these repeat SHARE of the chunks
 SHARE = 0.6
 
@@ -24,49 +29,57 @@ class Steered(ShadowKV):
 
     Attributes:
         prompt: number of tokens of every row's prompt.
+        capacity: maximum tokens of a row.
     """
 
     prompt: int = 0
+    capacity: int = 0
 
     @property
     def chunks(self) -> int:
         """Number of chunks of the prompt, without the local ones."""
         return max(0, self.prompt // self.chunk_size - self.local_chunks)
 
-    def wheel(self, capacity: int) -> int:
-        """Return the number of ranks that may be selected. Higher ranks belong to outliers.
+    @property
+    def selected(self) -> int:
+        """Number of chunks that a step selects."""
+        return self.max_selected(self.capacity)
+
+    @property
+    def wheel(self) -> int:
+        """Number of ranks that may be selected. Higher ranks belong to outliers.
 
         Raises:
             ValueError: there are too few chunks for two selections without common chunks.
         """
-        size = self.chunks - self.max_outliers(capacity)
-        if size < 2 * self.max_selected(capacity):
-            raise ValueError(f"{size} chunks are too few to select {self.max_selected(capacity)} others in each step")
+        size = self.chunks - self.max_outliers(self.capacity)
+        if size < 2 * self.selected:
+            raise ValueError(f"{size} chunks are too few to select {self.selected} others in each step")
         return size
 
-    def ranks(self, count: int) -> Array:
-        """Return the ranks of `count` chunks, int32 [count]. Chunks past the prompt have the same ranks as others."""
+    @property
+    def moved(self) -> int:
+        """Number of ranks that the window moves in a step of the second phase."""
+        return self.selected - round(SHARE * self.selected)
+
+    def ranks(self) -> Array:
+        """Return the ranks of all chunks, int32 [n]. Chunks past the prompt have the same ranks as others."""
         stride = next(n for n in range(round(0.618 * self.chunks), 2 * self.chunks) if math.gcd(n, self.chunks) == 1)
-        return jnp.arange(count, dtype=jnp.int32) * stride % self.chunks
+        return jnp.arange(self.max_chunks(self.capacity), dtype=jnp.int32) * stride % self.chunks
 
-    def eligible(self, capacity: int) -> Array:
+    def eligible(self) -> Array:
         """Return which chunks are not outliers, bool [n]. The `candidates` of a state must equal this."""
-        count = self.max_chunks(capacity)
-        return (self.ranks(count) < self.wheel(capacity)) & (jnp.arange(count) < self.chunks)
+        return (self.ranks() < self.wheel) & (jnp.arange(self.max_chunks(self.capacity)) < self.chunks)
 
-    def moved(self, capacity: int) -> int:
-        """Return how many ranks the window moves in a step of the second phase."""
-        selected = self.max_selected(capacity)
-        return selected - round(SHARE * selected)
-
-    def scores(self, spec: CacheSpec, state: LayerState, step: StepKV) -> Array:
-        """Return the real scores with a bonus for the chunks of the window, float32 [B, h_kv, T, n]."""
-        real = super().scores(spec, state, step)
-        wheel, selected = self.wheel(spec.capacity), self.max_selected(spec.capacity)
-        token = (step.positions - self.prompt)[:, None, :, None]
-        start = selected * jnp.minimum(token, PHASE) + self.moved(spec.capacity) * jnp.maximum(token - PHASE, 0)
+    def window(self, positions: Array, heads: int) -> Array:
+        """Return which chunks the tokens at `positions`, int32 [B, T], select; bool [B, heads, T, n]."""
+        token = (positions - self.prompt)[:, None, :, None]
+        start = self.selected * jnp.minimum(token, PHASE) + self.moved * jnp.maximum(token - PHASE, 0)
         # Heads select different chunks. Otherwise they would find each other's left rows in the GPU's cache.
-        start += jnp.arange(spec.kv_heads)[:, None, None] * (wheel // spec.kv_heads)
-        ranks = self.ranks(real.shape[3])
-        inside = ((ranks - start) % wheel < selected) & (ranks < wheel)
-        return jnp.where(inside & (real >= 0), real + BONUS, real)
+        start += jnp.arange(heads)[:, None, None] * (self.wheel // heads)
+        return ((self.ranks() - start) % self.wheel < self.selected) & self.eligible()
+
+    def marks(self, state: LayerState, step: StepKV) -> tuple[Marks, ...]:
+        """Return the landmarks of all chunks, of which only those of the window are open."""
+        [marks] = super().marks(state, step)
+        return (marks._replace(open=self.window(step.positions, marks.open.shape[1])),)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import statistics
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from gpu.sizes import Sizes
 from gpu.steered import PHASE
 from gpu.synthetic import abstract, placed, sharding, steered
 from gpu.timing import Built, build
-from jshadow.cache.offload import FETCH_QUANTUM
+from jshadow.cache.accounting import FETCH_QUANTUM
 from jshadow.cache.state import Counters, KVState, Reads, Writes
 from jshadow.engine.step import step_writes
 from jshadow.models.config import ModelConfig
@@ -23,42 +23,38 @@ from jshadow.models.transformer import abstract_weights
 from jshadow.planner.bytes import abstract_state
 from jshadow.policies import Full, Policy
 
+FULL = "full"  # the code of full attention
 
-@dataclasses.dataclass(frozen=True)
-class Setup:
+
+class Setup(NamedTuple):
     """One configuration.
 
     Attributes:
-        kind: "full", or a fetch mode of ShadowKV.
+        code: FULL, or settings of ShadowKV by name, a key of `Sizes.policies`.
+        fetch: the fetch mode.
         capacity: maximum tokens of a row.
         batch: number of rows.
-        packed: whether keys, landmarks and values are packed.
     """
 
-    kind: str
+    code: str
+    fetch: str
     capacity: int
-    batch: int
-    packed: bool = False
-
-    @property
-    def fetch(self) -> str:
-        """The fetch mode. Full attention is "resident"."""
-        return "resident" if self.kind == "full" else self.kind
+    batch: int = 1
 
     def policy(self, sizes: Sizes) -> Policy:
         """Return full attention, or ShadowKV with a given share of repeated chunks."""
-        if self.kind == "full":
+        if self.code == FULL:
             return Full()
-        return steered(sizes.packed if self.packed else sizes.policy, sizes.prompt(self.capacity))
+        return steered(sizes.policies[self.code], sizes.prompt(self.capacity), self.capacity)
 
     @property
     def label(self) -> str:
         """The name in tables."""
-        return f"{self.kind}, packed" if self.packed else self.kind
+        return FULL if self.code == FULL else f"{self.code}, {self.fetch}"
 
     def shares_rows(self, other: "Setup") -> bool:
         """Whether both configurations have the same rows in host memory."""
-        return "full" not in (self.kind, other.kind) and dataclasses.replace(self, kind=other.kind) == other
+        return "resident" not in (self.fetch, other.fetch) and self._replace(fetch=other.fetch) == other
 
     def __str__(self) -> str:
         return f"{self.label}, {self.batch} x {self.capacity:,}"

@@ -17,7 +17,9 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from gpu.steered import Steered
+from jshadow.cache import offload
 from jshadow.cache.records import HostArray, HostTier, LayerState
+from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import Counters, KVState
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
@@ -87,9 +89,9 @@ def weights(config: ModelConfig, dtype: str = DTYPE) -> dict:
     return jax.block_until_ready(jax.tree.unflatten(structure, made))
 
 
-def steered(policy: ShadowKV, prompt: int) -> Steered:
+def steered(policy: ShadowKV, prompt: int, capacity: int) -> Steered:
     """Return a Steered policy with the settings of `policy`, for prompts of `prompt` tokens."""
-    return Steered(**fields_of(policy), prompt=prompt)
+    return Steered(**fields_of(policy), prompt=prompt, capacity=capacity)
 
 
 def state(config: ModelConfig, policy: Policy, batch: int, capacity: int, prompt: int, fetch: str) -> KVState:
@@ -102,7 +104,7 @@ def state(config: ModelConfig, policy: Policy, batch: int, capacity: int, prompt
     layers: list[LayerState] = []
     try:
         for spec, layer in zip(shapes.specs, shapes.layers, strict=True):
-            layers.append(fill(layer, spec.policy, capacity, 1000 * (1 + len(layers))))
+            layers.append(fill(layer, spec.policy, 1000 * (1 + len(layers))))
             jax.block_until_ready(layers[-1])
     except Exception:
         free(layers)
@@ -112,7 +114,7 @@ def state(config: ModelConfig, policy: Policy, batch: int, capacity: int, prompt
     return shapes.replace(layers=tuple(layers), lengths=lengths, last=last, counters=counters)
 
 
-def fill(layer: LayerState, policy: Policy, capacity: int, seed: int) -> LayerState:
+def fill(layer: LayerState, policy: Policy, seed: int) -> LayerState:
     """Fill the state of one layer with random numbers, leaf by leaf."""
 
     def one(leaf: Any, seed: int) -> Array:
@@ -127,7 +129,7 @@ def fill(layer: LayerState, policy: Policy, capacity: int, seed: int) -> LayerSt
         frozen = frozen.replace(
             right=basis(frozen.right, seed + 90),
             candidates=jax.device_put(
-                jnp.broadcast_to(policy.eligible(capacity), frozen.candidates.shape).copy(), sharding("device")
+                jnp.broadcast_to(policy.eligible(), frozen.candidates.shape).copy(), sharding("device")
             ),
             chunks=jax.device_put(jnp.full(batch, policy.chunks, jnp.int32), sharding("device")),
         )
@@ -148,24 +150,37 @@ def basis(right: Any, seed: int) -> Any:
     return right.replace(columns=columns)
 
 
+def in_mode(spec: CacheSpec, fetch: str) -> CacheSpec:
+    """Return the spec in another fetch mode."""
+    return dataclasses.replace(spec, fetch=fetch, keep=offload.keeps(fetch, jax.default_backend()))
+
+
+def relaid(layer: LayerState, spec: CacheSpec) -> LayerState:
+    """Return a layer whose `live` part has the arrays of the fetch mode of `spec`.
+
+    Arrays that this fetch mode does not have are left out. If one is added, no chunk is marked as kept on the device.
+    """
+    live = layer.live
+    wanted = fields_of(jax.eval_shape(lambda: spec.policy.init(spec)).live)
+    for name, want in wanted.items():
+        held = getattr(live, name)
+        if want is None:
+            live = live.replace(**{name: None})
+        elif held is None:
+            live = live.replace(**{name: on_device(7, 1.0, want.shape, want.dtype)})
+            live = live.replace(resident=jax.device_put(jnp.full_like(live.resident, -1), sharding("device")))
+    return layer.replace(live=live)
+
+
 def refetched(state: KVState, fetch: str) -> KVState:
     """Return the same state in the other offloading fetch mode. Rows in host memory are not moved."""
     assert "resident" not in (fetch, state.fetch), "resident rows lie elsewhere"
-    layers = []
-    for spec, layer in zip(state.specs, state.layers, strict=True):
-        live = layer.live
-        if fetch != "zero_copy":
-            if live.values is not None:
-                live.values.delete()
-            live = live.replace(values=None)
-        elif live.values is None:
-            width = spec.policy.chunk_size * spec.head_dim
-            live = live.replace(values=on_device(7, 1.0, (*live.resident.shape, width)))
-            # The new buffer does not hold the values of the resident chunks, so none is marked as resident.
-            live = live.replace(resident=jax.device_put(jnp.full_like(live.resident, -1), sharding("device")))
-        layers.append(layer.replace(live=live))
-    specs = tuple(dataclasses.replace(spec, fetch=fetch) for spec in state.specs)
-    return state.replace(layers=tuple(layers), specs=specs)
+    specs = tuple(in_mode(spec, fetch) for spec in state.specs)
+    layers = tuple(relaid(layer, spec) for layer, spec in zip(state.layers, specs, strict=True))
+    gone = jax.tree.leaves(state.layers)
+    held = {id(leaf) for leaf in jax.tree.leaves(layers)}
+    free([leaf for leaf in gone if id(leaf) not in held])
+    return state.replace(layers=layers, specs=specs)
 
 
 def abstract(tree: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A run whose process dies or hangs, or whose device becomes unusable. This module has no JAX."""
+"""A run whose process dies or hangs, or whose device becomes unusable."""
 
 import json
 import os
@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpu import environment, parent
+from gpu import environment, parent, worker
 from gpu.runner import CUT as CUT_OFF
 from gpu.runner import DIED, LATE, MEASURED, RAISED, STOPPED, Runner, Task
 
@@ -23,7 +23,7 @@ def finish(results):
     print("finished", flush=True)
     raise KeyError("no such column")
 
-runner = Runner(Path(sys.argv[1]), {}, 0.5, finish=finish)
+runner = Runner(Path(sys.argv[1]) / "part.json", {}, 0.5, finish=finish)
 runner.watch(0.2)
 runner.run({"first": lambda: iter([Task("endless", 0, lambda: time.sleep(600))]), "second": lambda: iter(())})
 """
@@ -35,7 +35,7 @@ def test_a_task_that_does_not_return_is_left_behind(tmp_path):
     done = subprocess.run([sys.executable, "-c", CUT, str(tmp_path)], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "finished\n")
     assert time.monotonic() - start < 60
-    written = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    written = json.loads((tmp_path / "part.json").read_text())["sections"]
     assert (written["first"][-1]["name"], written["first"][-1]["status"]) == ("endless", CUT_OFF)
     assert written["second"][0]["status"] == LATE
 
@@ -44,22 +44,24 @@ def test_a_finish_that_raises_ends_nothing(tmp_path):
     def fail(results):
         raise KeyError("no such column")
 
-    runner = Runner(tmp_path, {"dry_run": True, "machine": {}}, 100.0, say=lambda line: None, finish=fail)
-    parts = {name: lambda: iter([Task("well", 0, dict)]) for name in ("first", "second")}
-    assert runner.run(parts) == 0
-    assert [len(rows) for rows in json.loads((tmp_path / "gpu.json").read_text())["parts"].values()] == [1, 1]
+    runner = Runner(tmp_path / "part.json", {"dry_run": True, "machine": {}}, 100.0, say=lambda line: None, finish=fail)
+    sections = {name: lambda: iter([Task("well", 0, dict)]) for name in ("first", "second")}
+    assert runner.run(sections) == 0
+    assert [len(rows) for rows in json.loads((tmp_path / "part.json").read_text())["sections"].values()] == [1, 1]
 
 
 def test_a_broken_context_ends_the_process(tmp_path):
     def illegal():
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
 
-    runner = Runner(tmp_path, {}, 100.0, say=lambda line: None)
+    runner = Runner(tmp_path / "part.json", {}, 100.0, say=lambda line: None)
     tasks = {"first": lambda: iter([Task("bad", 0, illegal), Task("next", 0, dict)])}
     assert runner.run(tasks) == STOPPED
-    again = Runner(tmp_path, json.loads((tmp_path / "gpu.json").read_text()), 100.0, say=lambda line: None)
+    again = Runner(
+        tmp_path / "part.json", json.loads((tmp_path / "part.json").read_text()), 100.0, say=lambda line: None
+    )
     assert again.run(tasks) == 1
-    assert [(row["name"], row["status"]) for row in again.results["parts"]["first"]] == [
+    assert [(row["name"], row["status"]) for row in again.results["sections"]["first"]] == [
         ("bad", RAISED),
         ("next", MEASURED),
     ]
@@ -70,8 +72,8 @@ import json, os, sys
 from pathlib import Path
 from gpu.runner import Runner, Task
 out = Path(sys.argv[1])
-earlier = json.loads((out / "gpu.json").read_text()) if (out / "gpu.json").exists() else {}
-runner = Runner(out, {"machine": {"process": os.getpid()}} | earlier, float(sys.argv[3]))
+earlier = json.loads((out / "part.json").read_text()) if (out / "part.json").exists() else {}
+runner = Runner(out / "part.json", {"machine": {"process": os.getpid()}} | earlier, float(sys.argv[3]))
 first = lambda: iter([Task("good", 0, lambda: {"by": os.getpid()}), Task("bad", 0, os.abort), Task("next", 0, dict)])
 sys.exit(runner.run({"first": first, "second": lambda: iter([Task("well", 0, dict)])}))
 """
@@ -80,9 +82,9 @@ sys.exit(runner.run({"first": first, "second": lambda: iter([Task("well", 0, dic
 def test_a_process_that_dies_takes_only_its_task_with_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests'}:{ROOT / 'tests' / 'support'}")
     command = [sys.executable, "-c", DYING, str(tmp_path)]
-    results = parent.supervise(command, tmp_path, time.monotonic() + 60)
-    assert results == json.loads((tmp_path / "gpu.json").read_text())
-    first, [second] = results["parts"]["first"], results["parts"]["second"]
+    results = parent.supervise(command, tmp_path / "part.json", time.monotonic() + 60)
+    assert results == json.loads((tmp_path / "part.json").read_text())
+    first, [second] = results["sections"]["first"], results["sections"]["second"]
     assert [(row["name"], row["status"]) for row in first] == [("good", MEASURED), ("bad", DIED), ("next", MEASURED)]
     assert "exit status -6" in first[1]["error"]
     assert first[0]["by"] == results["machine"]["process"]  # the first process measured it, and no other
@@ -109,3 +111,23 @@ def test_memory_that_grows_is_looked_for(monkeypatch):
 
 def test_a_probe_of_memory_ends():
     assert environment.grown_bytes(limit=2**28, seconds=5) > 0
+
+
+def test_torch_that_fails_is_not_available(monkeypatch):
+    def rows(code):
+        return parent.torch_rows([sys.executable, "-c", code])
+
+    assert rows("print('loading'); print('{\"rows\": []}')") == {"rows": []}
+    assert "exit status 3" in rows("import sys; sys.exit(3)")["not_available"]
+    assert "no driver" in rows("raise OSError('no driver')")["not_available"]
+    assert "no such file" in parent.torch_rows(["/no/such/program"])["not_available"].lower()
+    monkeypatch.setattr(parent, "TORCH_SECONDS", 0.1)
+    assert "timed out" in rows("import time; time.sleep(60)")["not_available"]
+
+
+def test_only_results_of_the_same_machine_are_continued():
+    here, there = {"device": "this GPU", "jax": "1.2"}, {"device": "another GPU", "jax": "1.2"}
+    assert worker.other_machine({}, here) is None
+    assert worker.other_machine(here, here) is None
+    assert "another GPU with jax 1.2 and this GPU with jax 1.2" in worker.other_machine(there, here)
+    assert "this GPU with jax 1.1 and" in worker.other_machine(here | {"jax": "1.1"}, here)

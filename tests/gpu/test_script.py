@@ -1,135 +1,32 @@
-"""`make gpu` without a GPU: a dry run of all parts, and tasks that fail, raise or run out of time."""
+"""Tasks that fail, raise or run out of time, and results that are kept for later calls."""
 
 import dataclasses
 import json
-import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import pallas_kernels
-from gpu import kernels, parts, report, throughput
+from gpu import kernels, parent, parts, report, throughput
+from gpu.baseline import Baseline
+from gpu.goals import goals
 from gpu.room import Room
-from gpu.runner import FAILED, LATE, MEASURED, NOT_ASKED, NOT_HERE, PARTLY, RAISED, NotHere, Runner, Task
-from gpu.sizes import DRY, REAL
+from gpu.runner import CUT, FAILED, LATE, MEASURED, NOT_HERE, PARTLY, RAISED, NotHere, Runner, Task, save
+from gpu.sizes import DRY
 from gpu.steps import Steps
-from gpu.synthetic import steered
 
-ROOT = Path(__file__).resolve().parents[2]
-one_worker = pytest.mark.xdist_group("dry run")  # it takes minutes, so it runs only once
-PARTS = ["ceilings", "correctness", "fetch", "decode", "layer", "decode-more", "decode-packed", "compress"]
+MACHINE = {"device": "this GPU", "jax": "1.2", "dry_run": True}
 
 
-@pytest.fixture(scope="module")
-def dry(tmp_path_factory):
-    """The results of a dry run: gpu.json, gpu.md, the finished process, and the folder."""
-    out = tmp_path_factory.mktemp("gpu")
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'support'}"}
-    command = [sys.executable, "-m", "gpu", "--dry-run", "--out", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert (out / "gpu.json").exists(), done.stderr
-    return json.loads((out / "gpu.json").read_text()), (out / "gpu.md").read_text(), done, out
-
-
-def numbers(value):
-    """Return all floats in nested values."""
-    if isinstance(value, dict):
-        return [n for one in value.values() for n in numbers(one)]
-    if isinstance(value, list):
-        return [n for one in value for n in numbers(one)]
-    return [value] if isinstance(value, float) else []
-
-
-@one_worker
-def test_all_parts_of_a_dry_run_report(dry):
-    results, page, done, out = dry
-    assert done.returncode == 0, done.stderr
-    assert list(results["parts"]) == PARTS
-    for part, rows in results["parts"].items():
-        assert rows
-        assert {row["status"] for row in rows} <= {MEASURED, NOT_HERE}, rows
-        assert part == "correctness" or all(row["status"] == MEASURED for row in rows)
-    assert all(math.isfinite(number) for number in numbers(results["parts"]))
-    assert {"device", "driver", "cuda", "jax", "jaxlib", "date", "commit"} <= set(results["machine"])
-    for title in ("Correctness", "Ceilings", "Fetch of one layer", "Decode", "One layer's decode step"):
-        assert f"## {title}" in page
-    assert {path.name for path in out.iterdir()} == {"gpu.json", "gpu.md", "gpu.log"}
-    assert page.count("not measured |") == 4  # a dry run reaches no goal
-
-
-@one_worker
-def test_a_dry_run_checks_everything_once(dry):
-    rows = {row["name"]: row for row in dry[0]["parts"]["correctness"]}
-    assert {f"kernel {name}" for name in kernels.OPS} <= set(rows)
-    assert {"fetch modes, float32", "fetch modes, bfloat16", "pinned array beyond 4 GiB", "top_k", "memories"} <= set(
-        rows
-    )
-    assert all(row["ok"] for row in rows.values() if row["status"] == MEASURED)
-    assert REAL.big_units * 2 * 4 * 8 * 128 * 2 > 2**32
-
-
-@one_worker
-def test_a_dry_run_decodes_with_the_shares_that_were_set(dry):
-    parts = dry[0]["parts"]
-    rows = parts["decode"] + parts["decode-more"]
-    assert {row["capacity"] for row in parts["decode"]} == {DRY.capacities[0]}
-    capacities = {row["capacity"] for row in rows}
-    assert capacities == set(DRY.capacities)
-    for capacity in capacities:
-        batches = [(row["kind"], row["batch"]) for row in rows if row["capacity"] == capacity]
-        assert {kind for kind, _ in batches} == {"full", "zero_copy", "device_put"}
-        assert {batch for kind, batch in batches if kind != "full"} > {1}
-    chunk = DRY.policy.chunk_size * DRY.config.head_dim * 2
-    for row in rows:
-        per_step = DRY.config.num_layers * row["batch"] * DRY.config.kv_heads * 10 * chunk
-        for phase in row["phases"]:
-            assert phase["tokens_per_second"] > 0
-            assert phase["ratio_to_full"] > 0
-            assert phase["share_of_bound"] > 0
-            if row["kind"] != "full":
-                assert phase["share"] == pytest.approx(phase["share_set"], abs=0.05)
-            moved = {"full": 0, "device_put": 1, "zero_copy": 1 - (phase["share"] or 0)}[row["kind"]]
-            assert phase["fetched_bytes_per_step"] == pytest.approx(moved * per_step)
-
-
-@one_worker
-def test_a_dry_run_takes_a_layer_apart(dry):
-    for row in dry[0]["parts"]["layer"]:
-        assert all(milliseconds > 0 for milliseconds in row["milliseconds"].values())
-    assert {"scores", "top_k", "rebuild K", "attention", "whole, zero_copy", "whole, device_put"} <= set(
-        dry[0]["parts"]["layer"][0]["milliseconds"]
-    )
-
-
-@pytest.mark.parametrize("capacity", REAL.capacities)
-def test_a_steered_selection_fits_the_real_sizes(capacity):
-    policy = steered(REAL.policy.resolve(REAL.config, capacity), REAL.prompt(capacity))
-    wheel, count = policy.wheel(capacity), policy.max_selected(capacity)
-    assert wheel >= 2 * count
-    assert np.asarray(policy.eligible(capacity)).sum() == wheel
-    ranks = np.asarray(policy.ranks(policy.chunks))
-    assert sorted(ranks) == list(range(policy.chunks))
-    near = np.abs(np.diff(ranks))
-    assert np.minimum(near, policy.chunks - near).min() > count  # neighboring chunks are never selected together
-    assert 1 - policy.moved(capacity) / count == pytest.approx(0.6, abs=0.01)
-
-
-# What goes wrong
-
-
-def run(tmp_path, tasks, seconds=100.0, only=None):
-    """Run a part of these tasks and a second part that succeeds. Returns the exit status and the rows of both."""
-    runner = Runner(tmp_path, {"dry_run": True, "machine": {}}, seconds, say=lambda line: None)
-    parts = {"first": lambda: iter(tasks), "second": lambda: iter([Task("well", 0, lambda: {"ok": True})])}
-    status = runner.run(parts, only)
-    written = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert written == json.loads(json.dumps(runner.results["parts"]))
+def run(tmp_path, tasks, seconds=100.0):
+    """Run a section of these tasks and a second one that succeeds. Returns the exit status and the rows of both."""
+    path = tmp_path / "part.json"
+    path.unlink(missing_ok=True)
+    runner = Runner(path, {"dry_run": True, "machine": {}}, seconds, say=lambda line: None)
+    status = runner.run({"first": lambda: iter(tasks), "second": lambda: iter([Task("well", 0, lambda: {"ok": True})])})
+    written = json.loads(path.read_text())["sections"]
+    assert written == json.loads(json.dumps(runner.results["sections"]))
     return status, written["first"], written["second"]
 
 
@@ -142,7 +39,7 @@ def test_a_wrong_kernel_is_told(tmp_path, monkeypatch):
     status, [row], [other] = run(tmp_path, tasks)
     assert (status, row["status"], other["status"]) == (1, FAILED, MEASURED)
     assert "error 0.001" in row["wrong"][0]
-    page = report.markdown({"dry_run": True, "machine": {}, "parts": {"correctness": [row]}})
+    page = report.markdown({"checks": {"dry_run": True, "sections": {"correctness": [row]}}})
     assert "kernel chunk_scores: failed: " in page
 
 
@@ -177,16 +74,16 @@ def test_what_this_machine_cannot_do_is_no_failure(tmp_path):
     assert (status, row["status"], row["why"]) == (0, NOT_HERE, "no such package")
 
 
-def test_parts_that_nobody_asked_for_say_so(tmp_path):
-    status, [row], [other] = run(tmp_path, [Task("bad", 0, dict)], only="second")
-    assert (status, row["status"], other["status"]) == (0, NOT_ASKED, MEASURED)
-
-
-def decoding(capacities=(512,), left=lambda: 1e9, **sizes):
-    """Return the decode parts at tiny sizes."""
-    sizes = dataclasses.replace(DRY, capacities=capacities, **sizes)
+def decoding(tmp_path, left=lambda: 1e9, **sizes):
+    """Return the decode sections at tiny sizes."""
+    sizes = dataclasses.replace(DRY, capacities=(512,), **sizes)
     room = Room(sizes, 0, lambda: {"read": 1e10, "matmul_bfloat16": 1e10})
-    return throughput.Throughput(sizes, room, left)
+    return throughput.Throughput(sizes, room, left, Baseline(tmp_path / "baseline.json", MACHINE))
+
+
+def only(part, *wanted):
+    """Return the tasks of the configurations (code, fetch mode), compiled together, at the longest context."""
+    return part.tasks([part.setups(wanted, part.sizes.capacities[0])])
 
 
 @pytest.fixture
@@ -202,30 +99,30 @@ def scarce(monkeypatch):
     monkeypatch.setattr(throughput, "state", state)
 
 
-def test_fewer_rows_where_memory_runs_out(scarce):
-    tasks = decoding().longest()
-    rows = [next(tasks).run() for _ in range(3)]
-    tasks.close()
-    assert [(row["kind"], row["batch"]) for row in rows] == [("full", 3), ("zero_copy", 3), ("device_put", 3)]
+FULL, PAPER = ("full", "resident"), (("paper", "zero_copy"), ("paper", "device_put"))
+
+
+def test_fewer_rows_where_memory_runs_out(scarce, tmp_path):
+    tasks = only(decoding(tmp_path), FULL, *PAPER)
+    rows = [task.run() for task in tasks]
+    assert [(row["code"], row["fetch"], row["batch"]) for row in rows] == [(*FULL, 3), (*PAPER[0], 3), (*PAPER[1], 3)]
     assert rows[1]["phases"][1]["share"] == pytest.approx(0.6)
 
 
 def test_fewer_rows_only_while_there_is_time(scarce, tmp_path):
-    part = decoding(left=lambda: -1.0)
-    [group, *_] = part.setups(512)
-    tasks = [task for task in part.tasks([group]) if task.name.startswith("zero_copy")]
-    _, [row], _ = run(tmp_path, tasks)
+    part = decoding(tmp_path, left=lambda: -1.0)
+    _, [row], _ = run(tmp_path, only(part, PAPER[0]))
     assert row["status"] == LATE
     assert "RESOURCE_EXHAUSTED" in row["why"]
     assert part.held is None
 
 
 def test_setups_without_room_say_so(tmp_path):
-    part = decoding(host_bytes=1)
-    status, rows, _ = run(tmp_path, [task for task in part.longest() if not task.name.startswith("full")])
+    part = decoding(tmp_path, host_bytes=1)
+    status, rows, _ = run(tmp_path, only(part, *PAPER))
     assert (status, [row["status"] for row in rows]) == (0, [NOT_HERE, NOT_HERE])
     assert all("pinned memory" in row["why"] for row in rows)
-    assert [row["name"].split(",")[0] for row in rows] == ["zero_copy", "device_put"]
+    assert [row["name"] for row in rows] == ["paper, zero_copy, 0 x 512", "paper, device_put, 0 x 512"]
 
 
 def test_a_second_phase_that_fails_keeps_the_first(tmp_path, monkeypatch):
@@ -237,19 +134,18 @@ def test_a_second_phase_that_fails_keeps_the_first(tmp_path, monkeypatch):
         return phase(self, first, sizes)
 
     monkeypatch.setattr(Steps, "phase", fails)
-    part = decoding()
-    tasks = (task for task in part.longest() if task.name.startswith("zero_copy"))
-    status, [row], _ = run(tmp_path, tasks)
+    part = decoding(tmp_path)
+    status, [row], _ = run(tmp_path, only(part, PAPER[0]))
     assert (status, row["status"]) == (1, PARTLY)
     assert row["phases"][0]["tokens_per_second"] > 0
     assert "not finite" in row["phases"][1]["error"]
     assert part.held is None
-    page = report.markdown({"dry_run": True, "machine": {}, "parts": {"decode": [row]}})
-    assert page.count("| zero_copy |") == 1
+    page = report.markdown({"decode": {"dry_run": True, "sections": {"decode": [row]}}})
+    assert page.count("| paper, zero_copy |") == 1
     assert "measured in part: error: ArithmeticError" in page
 
 
-def test_a_whole_part_out_of_time_has_a_status_of_its_own(tmp_path):
+def test_a_whole_section_out_of_time_has_a_status_of_its_own(tmp_path):
     status, _, [other] = run(tmp_path, [Task("long", 60, dict)], seconds=30)
     assert (status, other["status"]) == (3, MEASURED)
 
@@ -262,27 +158,74 @@ def test_ceilings_that_fail_are_replaced_and_marked(tmp_path, monkeypatch):
         raise RuntimeError("no pinned memory")
 
     monkeypatch.setattr(parts.bench, "ceilings", fail)
-    runner = Runner(tmp_path, {"dry_run": True, "machine": {}}, 100.0, say=lambda line: None)
-    made = parts.all_parts(DRY, runner, 0)
+    monkeypatch.setenv(parts.environment.POOL_VARIABLE, "1")
+    runner = Runner(tmp_path / "checks.json", {"dry_run": True, "machine": {}}, 100.0, say=lambda line: None)
+    made = parts.sections("checks", DRY, runner, Baseline(tmp_path / "baseline.json", MACHINE))
     assert runner.run({name: made[name] for name in ("ceilings", "fetch")}) == 1
-    [row], fetched = runner.results["parts"]["ceilings"], runner.results["parts"]["fetch"]
+    row, fetched = runner.results["sections"]["ceilings"][0], runner.results["sections"]["fetch"]
     assert (row["status"], len(asked)) == (PARTLY, 1)
     assert all(row["share_of_bus"] * 63e9 == pytest.approx(row["bytes_per_second"]) for row in fetched)
-    assert "data sheet of the H200: RuntimeError: no pinned memory" in report.markdown(runner.results)
+    assert "data sheet of the H200: RuntimeError: no pinned memory" in report.markdown({"checks": runner.results})
 
 
 def test_goals():
-    phase = {"share_set": 0.6, "ratio_to_full": 3.2, "share_of_bound": 0.4}
-    slow = phase | {"share_set": 0.0, "ratio_to_full": 1.2}
-    row = {"name": "x", "status": MEASURED, "kind": "zero_copy", "capacity": 9, "batch": 5, "phases": [slow, phase]}
-    better = phase | {"ratio_to_full": 9.0}
-    others = [
-        row | {"kind": "device_put", "phases": [better]},
-        row | {"capacity": 8, "phases": [better]},
-        row | {"batch": 1, "phases": [better]},
+    def row(code, fetch, ratio, **others):
+        phases = [{"share_set": share, "ratio_to_full": ratio, "share_of_bound": 0.4} for share in (0.0, 0.6)]
+        name = f"{code}, {fetch}"
+        return {"name": name, "status": MEASURED, "code": code, "fetch": fetch, "capacity": 9, "batch": 5} | (
+            {"phases": phases} | others
+        )
+
+    rows = [row("packed small", "resident", 10.5), row("paper", "zero_copy", 1.5), row("paper", "device_put", 2.0)]
+    rows += [row("paper", "zero_copy", 9.0, capacity=8), row("paper", "zero_copy", 9.0, batch=1)]
+    found = goals({"decode": {"dry_run": False, "longest": 9, "sections": {"decode": rows}}})
+    assert [cells[-1] for cells in found] == [
+        "not measured",
+        "met",
+        "not measured",
+        "not met",
+        "not met",
+        "not measured",
     ]
-    found = report.goals({"dry_run": False, "longest": 9, "parts": {"decode": [*others, row]}})
-    assert [cells[-1] for cells in found] == ["not measured", "met", "not met", "not met"]
-    assert found[1][3] == "zero_copy, 5 x 9; the bound's own is 8.00, 37.5 % needed"
-    found = report.goals({"dry_run": False, "longest": 9, "parts": {"decode": others[:2]}})
-    assert [cells[-1] for cells in found] == ["not measured"] * 4
+    assert found[3][2:4] == ("2.00", "paper, device_put; 50.0 % of its bound needed")
+    dry = goals({"decode": {"dry_run": True, "longest": 9, "sections": {"decode": rows}}})
+    assert [cells[-1] for cells in dry] == ["not measured"] * 6
+
+
+# Results of earlier calls
+
+
+def test_a_ratio_needs_no_new_measurement_of_full_attention(tmp_path):
+    path = tmp_path / "baseline.json"
+    Baseline(path, MACHINE).remember(512, 7, 100.0)
+    Baseline(path, MACHINE).remember(512, 6, 50.0)  # slower, so it is not kept
+    [row] = [task.run() for task in only(decoding(tmp_path), PAPER[0])]
+    assert all(phase["ratio_to_full"] == phase["tokens_per_second"] / 100 for phase in row["phases"])
+    for other in ({"device": "another GPU"}, {"jax": "1.3"}, {"dry_run": False}):
+        baseline = Baseline(path, MACHINE | other)
+        assert baseline.best(512) is None
+        assert "full attention at 512 tokens of this GPU with jax 1.2 in a dry run is ignored" in baseline.told()[0]
+        baseline.remember(512, 1, 10.0)
+    assert [entry["tokens_per_second"] for entry in json.loads(path.read_text())["entries"]] == [
+        100.0,
+        10.0,
+        10.0,
+        10.0,
+    ]
+    assert Baseline(path, MACHINE).best(512) == 100.0
+    assert Baseline(path, MACHINE).best(1024) is None
+
+
+def test_a_new_run_of_a_part_deletes_no_earlier_one(tmp_path):
+    path = tmp_path / "decode.json"
+    rows = [{"name": "done", "status": MEASURED}, {"name": "late", "status": LATE}, {"name": "hung", "status": CUT}]
+    earlier = {"machine": {"date": "2026-01-02T03:04:05+00:00"}, "sections": {"decode": rows}, "finished": True}
+    save(path, earlier)
+    assert parent.prepare_file(path, resume=True) is None
+    assert json.loads(path.read_text()) == {"machine": earlier["machine"], "sections": {"decode": rows[:1]}}
+    save(path, earlier)
+    moved = parent.prepare_file(path, resume=False)
+    assert not path.exists()
+    assert moved == tmp_path / "decode-2026-01-02T030405+0000.json"
+    assert json.loads(moved.read_text()) == earlier
+    assert parent.prepare_file(path, resume=False) is None

@@ -1,13 +1,13 @@
-"""A child process of a run. It runs all parts, or those that an earlier child left."""
+"""A child process of a run. It runs the sections of one part, or those that an earlier child left."""
 
 import argparse
 import faulthandler
-import json
 import os
 import sys
 
 from gpu import environment, report
-from gpu.runner import GRACE, Runner
+from gpu.baseline import Baseline
+from gpu.runner import GRACE, Runner, load
 
 
 def say(line: str) -> None:
@@ -15,18 +15,25 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def other_machine(earlier: dict, now: dict) -> str | None:
+    """Return why results cannot be added to earlier ones, or None. Both are descriptions of a machine."""
+    if all(earlier.get(key) in (None, now[key]) for key in ("device", "jax")):
+        return None
+    told = " and ".join(f"{one['device']} with jax {one['jax']}" for one in (earlier, now))
+    return f"results of {told} cannot be in one file: run without --resume"
+
+
 def main(args: argparse.Namespace) -> int:
-    """Run the remaining parts. Returns 2 if there is no GPU; otherwise ends the process with the runner's status."""
+    """Run the remaining sections, and end the process with the runner's status.
+
+    Returns 2 if nothing can run: there is no GPU, or the file has results of another device or version of JAX.
+    """
     # The last resort against a hang. It needs neither Python's lock nor a Python thread.
     faulthandler.dump_traceback_later(args.seconds + GRACE + 10, exit=True)
-    path = args.out / "gpu.json"
-    earlier = json.loads(path.read_text()) if path.exists() else {}
-
-    def page(results: dict) -> None:
-        (args.out / "gpu.md").write_text(report.markdown(results))
-
+    path = args.out / f"{args.part}.json"
+    earlier = load(path)
     about = {"dry_run": args.dry_run, "machine": {}} | earlier
-    runner = Runner(args.out, about, args.seconds, say=say, finish=page)
+    runner = Runner(path, about, args.seconds, say=say, finish=lambda results: report.write_page(args.out))
     timer = runner.watch(GRACE)  # before JAX is imported, because its start on a GPU may hang too
     import jax
 
@@ -34,13 +41,20 @@ def main(args: argparse.Namespace) -> int:
     from gpu.sizes import DRY, REAL
 
     if not args.dry_run and jax.default_backend() != "gpu":
-        print("no GPU here; --dry-run runs tiny sizes on any backend", file=sys.stderr)
+        say(f"no GPU here: JAX finds only {jax.devices()[0].device_kind}. --dry-run runs tiny sizes on any backend.")
         return 2
     sizes, pool = DRY if args.dry_run else REAL, environment.pool()
     runner.results |= {"machine": environment.machine(pool), "longest": sizes.capacities[0]}
+    if reason := other_machine(earlier.get("machine", {}), runner.results["machine"]):
+        say(f"{path}: {reason}")
+        return 2
     for key, value in runner.results["machine"].items():
         say(f"{key}: {value}")
-    status = runner.run(parts.all_parts(sizes, runner, pool), args.only)
+    baseline = Baseline(args.out / "baseline.json", runner.results["machine"] | {"dry_run": args.dry_run})
+    for line in baseline.told():
+        say(line)
+    runner.results["notes"] = baseline.told()
+    status = runner.run(parts.sections(args.part, sizes, runner, baseline))
     timer.cancel()
     sys.stderr.flush()
     os._exit(status)  # a normal exit of JAX could hang or abort on a broken device

@@ -6,7 +6,7 @@ import kernel_truth
 import numpy as np
 import pytest
 from kernel_calls import fetch_reconstruct
-from kernel_cases import CHUNKS, TOLERANCE, factor_inputs, fetch_inputs, name, on_host
+from kernel_cases import CHUNKS, TOLERANCE, fetch_inputs, misses, name, on_host
 from kernel_refs import watched  # noqa: F401, a fixture
 
 from pallas_kernels import in_host_memory
@@ -15,7 +15,7 @@ from pallas_kernels import in_host_memory
 @pytest.mark.parametrize("case", CHUNKS, ids=name)
 def test_keys_and_values(case):
     inputs = fetch_inputs(case)
-    want = kernel_truth.reconstruct_keys(**factor_inputs(case))
+    want = kernel_truth.kept_or_rebuilt(**inputs)
     for implementation in ("xla", "interpret"):
         keys, values = fetch_reconstruct(**inputs, implementation=implementation)
         np.testing.assert_allclose(kernel_truth.wide(keys), want, **TOLERANCE[case.dtype])
@@ -31,7 +31,7 @@ def test_values_that_stay_may_be_anything_on_the_host(implementation):
     ids = np.clip(np.asarray(inputs["ids"]), 0, 28)
     want = kernel_truth.fetched_values(**inputs)
     prompt, tail = np.array(inputs["values"]), np.array(inputs["values_tail"])
-    miss = ~np.asarray(inputs["stay"])
+    miss = misses(inputs)
     for b, h in np.ndindex(ids.shape[:2]):
         wanted = ids[b, h][miss[b, h]]
         prompt[b, h][~np.isin(np.arange(27), wanted)] = np.nan
@@ -44,17 +44,16 @@ def test_values_that_stay_may_be_anything_on_the_host(implementation):
 
 def test_a_donated_buffer_becomes_the_result():
     inputs = fetch_inputs(CHUNKS[1])
-    fetch = jax.jit(
-        lambda kept, rest: fetch_reconstruct(kept=kept, **rest, implementation="interpret")[1], donate_argnums=0
-    )
-    rest = {key: x for key, x in inputs.items() if key != "kept"}
-    want, kept = kernel_truth.fetched_values(**inputs), jnp.array(inputs["kept"])
-    np.testing.assert_array_equal(fetch(kept, rest), want)
-    assert kept.is_deleted()
+    names = ("kept_keys", "kept_values")
+    fetch = jax.jit(lambda kept, rest: fetch_reconstruct(**kept, **rest, implementation="interpret"), donate_argnums=0)
+    rest, kept = ({key: x for key, x in inputs.items() if (key in names) is kept} for kept in (False, True))
+    want, kept = fetch_reconstruct(**inputs, implementation="interpret"), jax.tree.map(jnp.array, kept)
+    jax.tree.map(np.testing.assert_array_equal, fetch(kept, rest), want)
+    assert all(kept[name].is_deleted() for name in names)
     # without donation the caller's rows do not change
-    _, values = fetch_reconstruct(**inputs, implementation="interpret")
-    np.testing.assert_array_equal(values, want)
-    np.testing.assert_array_equal(inputs["kept"], fetch_inputs(CHUNKS[1])["kept"])
+    np.testing.assert_array_equal(want[1], kernel_truth.fetched_values(**inputs))
+    for name_ in names:
+        np.testing.assert_array_equal(inputs[name_], fetch_inputs(CHUNKS[1])[name_])
 
 
 def test_values_on_the_device_will_do():
@@ -83,11 +82,11 @@ def test_the_kernel_reads_from_the_host_what_it_must_and_once(case, watched):  #
     inputs = fetch_inputs(case)
     keys, values = fetch_reconstruct(**inputs, implementation="interpret")
     np.testing.assert_array_equal(values, kernel_truth.fetched_values(**inputs))
-    want = kernel_truth.reconstruct_keys(**factor_inputs(case))
+    want = kernel_truth.kept_or_rebuilt(**inputs)
     np.testing.assert_allclose(kernel_truth.wide(keys), want, **TOLERANCE[case.dtype])
     [(source, kept, _)] = watched
     asked = np.zeros((case.batch, case.kv_heads, case.units + case.tail + 1), int)
-    ids, miss = np.clip(np.asarray(inputs["ids"]), 0, case.units + case.tail - 1), ~np.asarray(inputs["stay"])
+    ids, miss = np.clip(np.asarray(inputs["ids"]), 0, case.units + case.tail - 1), misses(inputs)
     for b, h, j in np.ndindex(ids.shape):
         asked[b, h, ids[b, h, j]] += miss[b, h, j]
     assert 0 < miss.sum() < miss.size
@@ -95,9 +94,10 @@ def test_the_kernel_reads_from_the_host_what_it_must_and_once(case, watched):  #
         source.prompt.reads, np.broadcast_to(asked[:, :, : case.units, None], source.prompt.shape)
     )
     # A row that stays is neither read nor written; the others are written, once.
-    np.testing.assert_array_equal(kept.rows.reads, 0)
     chunk = np.repeat(miss, case.chunk, axis=2)[..., None]
-    np.testing.assert_array_equal(kept.rows.writes, np.broadcast_to(chunk, kept.rows.shape))
+    for rows in (kept.values, kept.keys):
+        np.testing.assert_array_equal(rows.reads, 0)
+        np.testing.assert_array_equal(rows.writes, np.broadcast_to(chunk, rows.shape))
     if case.tail:
         late = np.broadcast_to(asked[:, :, case.units :, None], source.tail.shape)
         np.testing.assert_array_equal(source.tail.reads, late)

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 from cases import TINY
 from kernel_calls import chunk_scores, fetch_reconstruct, reconstruct_keys
-from kernel_cases import PACKED, PACKED_SCORES, TOLERANCE, factor_inputs, fetch_inputs, name, on_host, score_inputs
+from kernel_cases import (
+    PACKED,
+    PACKED_SCORES,
+    TOLERANCE,
+    factor_inputs,
+    fetch_inputs,
+    misses,
+    name,
+    on_host,
+    score_inputs,
+)
 from kernel_lowering import TARGET, lowered
 from kernel_refs import watched  # noqa: F401, a fixture
 
@@ -30,12 +40,13 @@ def test_keys_and_values(case):
     """Keys of both ops are within the tolerance of their dtype, and values are equal bit by bit."""
     inputs = fetch_inputs(case)
     want, rows = kernel_truth.reconstruct_keys(**factor_inputs(case)), kernel_truth.fetched_values(**inputs)
+    joined = kernel_truth.kept_or_rebuilt(**inputs)
     for implementation in ("xla", "interpret"):
         keys, values = fetch_reconstruct(**inputs, implementation=implementation)
         alone = reconstruct_keys(**factor_inputs(case), implementation=implementation)
         assert keys.dtype == alone.dtype == values.dtype == case.dtype
         near = TOLERANCE[case.dtype]
-        np.testing.assert_allclose(kernel_truth.wide(keys), want, **near)
+        np.testing.assert_allclose(kernel_truth.wide(keys), joined, **near)
         np.testing.assert_allclose(kernel_truth.wide(alone), want, **near)
         np.testing.assert_array_equal(values, rows)
 
@@ -110,28 +121,27 @@ def test_values_of_a_prompt_come_back():
 
 @pytest.mark.parametrize("case", TO_WATCH, ids=name)
 def test_the_kernel_reads_what_it_must_and_once(case, watched):  # noqa: F811
-    """It reads host rows that are not kept, left rows of selected chunks once a head, and nothing out of bounds."""
+    """It reads host rows and left rows of chunks that are not kept, once a head, and nothing out of bounds."""
     inputs = fetch_inputs(case)
     keys, values = fetch_reconstruct(**inputs, implementation="interpret")
     np.testing.assert_array_equal(values, kernel_truth.fetched_values(**inputs))
-    want = kernel_truth.reconstruct_keys(**factor_inputs(case))
+    want = kernel_truth.kept_or_rebuilt(**inputs)
     np.testing.assert_allclose(kernel_truth.wide(keys), want, **TOLERANCE[case.dtype])
     [(source, kept, factors)] = watched
     ids = np.clip(np.asarray(inputs["ids"]), 0, case.units + case.tail - 1)
-    miss = ~np.asarray(inputs["stay"]) if case.kept else np.ones_like(ids, bool)
-    asked, chosen = (np.zeros((case.batch, case.kv_heads, case.units + case.tail + 1), int) for _ in range(2))
+    miss, asked = misses(inputs), np.zeros((case.batch, case.kv_heads, case.units + case.tail + 1), int)
     for b, h, j in np.ndindex(ids.shape):
         asked[b, h, ids[b, h, j]] += miss[b, h, j]
-        chosen[b, h, ids[b, h, j]] += 1
     halves = [(source.prompt, factors.left, slice(0, case.units))]
     halves += [(source.tail, factors.tail, slice(case.units, None))] if case.tail else []
     for rows, left, part in halves:
         np.testing.assert_array_equal(rows.reads, np.broadcast_to(asked[:, :, part, None], rows.shape))
-        once = chosen[:, :, part][:, :, : left.shape[-2]]
+        once = asked[:, :, part][:, :, : left.shape[-2]]
         once = once.sum(axis=1)
         np.testing.assert_array_equal(left.reads, np.broadcast_to(once[..., None], left.shape))
     if case.kept:
-        np.testing.assert_array_equal(kept.rows.reads, 0)
+        np.testing.assert_array_equal(kept.values.reads, 0)
+        np.testing.assert_array_equal(kept.keys.reads, 0)
 
 
 @pytest.mark.parametrize("case", [PACKED_SCORES[0], PACKED_SCORES[2], PACKED_SCORES[5], *PACKED_SCORES[7:]], ids=name)
@@ -246,7 +256,7 @@ WRONG = [
     ("fetch_reconstruct", "value_bits", lambda x: 8, r"values must have shape \[1, 2, 27, 1040\], got .*528\]"),
     ("fetch_reconstruct", "value_dtype", lambda x: "int8", r"values\.dtype must be floating, got int8"),
     ("fetch_reconstruct", "values", lambda x: x.astype("int8"), "values must be uint8, got int8"),
-    ("fetch_reconstruct", "kept", lambda x: x.astype("float32"), "kept must be bfloat16, got float32"),
+    ("fetch_reconstruct", "kept_values", lambda x: x.astype("float32"), r"kept\.values must be bfloat16, got float32"),
     ("chunk_scores", "landmarks", lambda x: x[..., 1:], "8 or 4 bits for each of 128 numbers, got 63 bytes"),
     ("chunk_scores", "landmarks", lambda x: x.astype("int8"), "landmarks must be uint8, got int8"),
     ("chunk_scores", "landmark_scale", lambda x: x[:, :, 1:], r"landmark_scale must have shape \[1, 2, 244, 1\]"),

@@ -50,6 +50,25 @@ def test_a_mask_over_queries_only():
         assert not np.asarray(got[:, 1]).any()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_flags_for_chunks_and_counts_of_rows(dtype):
+    """`valid` may have a flag for every eight rows, or the number of rows that each query sees."""
+    case, rng = Heads((72, 50, 61), 80, group=3, queries=3, kv_heads=2, batch=2, dtype=dtype), np.random.default_rng(0)
+    inputs = attention_inputs(case)
+    valid = [rng.random((2, 2, 3, 9)) < 0.5, rng.integers(0, 52, (2, 1, 3, 1), np.int32), np.full((1, 2, 1, 1), 7)]
+    masks = [np.repeat(valid[0], 8, axis=3), np.arange(50) < valid[1], np.arange(61) < valid[2]]
+    whole = [(k, v, jnp.asarray(mask)) for (k, v, _), mask in zip(inputs["pieces"], masks, strict=True)]
+    inputs["pieces"] = [
+        (k, v, jnp.asarray(x, None if x.dtype == bool else jnp.int32))
+        for (k, v, _), x in zip(inputs["pieces"], valid, strict=True)
+    ]
+    want = kernel_truth.sparse_attention(inputs["q"], whole, inputs["scale"])
+    np.testing.assert_array_equal(kernel_truth.sparse_attention(**inputs), want)
+    for implementation in ("xla", "interpret"):
+        got = sparse_attention(**inputs, implementation=implementation)
+        np.testing.assert_allclose(kernel_truth.wide(got), want, **TOLERANCE[dtype])
+
+
 def test_pieces_without_rows_are_passed_over():
     inputs = attention_inputs(ATTENTION[0])
     k, v, valid = inputs["pieces"][0]

@@ -93,7 +93,10 @@ def test_selection_and_fetched_rows_are_bit_equal(kind):
         def select_and_fetch(layer, step, spec=spec, layout=layout):
             selection, _ = spec.policy.select(spec, layer, step)
             fetched = offload.fetch(spec, layer.host, selection, layout)
-            rows = [jnp.where(fetched.valid[..., None], x, 0) for x in (fetched.k, fetched.v)]
+            rows = [
+                jnp.where(jnp.repeat(fetched.valid, x.shape[2] // fetched.ids.shape[2], axis=2)[..., None], x, 0)
+                for x in (fetched.k, fetched.v)
+            ]
             return selection.replace(kept=None), fetched.replace(k=rows[0], v=rows[1])
 
         results.append(select_and_fetch(layer, step))
@@ -123,7 +126,7 @@ def test_fetched_rows_are_the_prompt_s_values(fetch):
         np.testing.assert_array_equal(fetched.v, want[:, :, :, -1].reshape(flat))
         if layout.planes == 2:
             np.testing.assert_array_equal(fetched.k, want[:, :, :, 0].reshape(flat))
-        np.testing.assert_array_equal(fetched.valid, np.repeat(ids % 2 == 0, layout.unit, axis=2))
+        np.testing.assert_array_equal(fetched.valid, ids % 2 == 0)
 
 
 def layer_step(spec, query, lengths):

@@ -22,7 +22,7 @@ from cases import (
     setting,
 )
 
-from jshadow.cache import offload
+from jshadow.cache import accounting, offload
 from jshadow.engine import decode
 from jshadow.evaluation.laws import states
 from jshadow.evaluation.laws.states import halves
@@ -64,7 +64,7 @@ def test_fetched_bytes_are_counted(name, fetch, units, unit_bytes):
     active = np.array([[True, True], [True, False], [False, False]])
     _, state = run_steps(model(), state, STEPS[:, :2], active)
     moved = units * unit_bytes if fetch != "resident" else 0
-    counted = np.asarray(state.counters.fetched) * offload.FETCH_QUANTUM
+    counted = np.asarray(state.counters.fetched) * accounting.FETCH_QUANTUM
     assert counted.tolist() == [2 * moved, moved, 0]
     assert np.asarray(state.counters.steps).tolist() == [2, 1, 0]
 
@@ -92,11 +92,11 @@ def test_zero_copy_moves_only_what_the_step_before_did_not_leave(name):
             if setting(name, "restricted").values.dtype == "int4":
                 want = oracle_codec.host_row_values(want, tokens=4, dim=16, bits=4).reshape(len(want), -1)
             np.testing.assert_array_equal(kept[row, head, place], want)
-    counted = np.asarray(state.counters.fetched) * offload.FETCH_QUANTUM
+    counted = np.asarray(state.counters.fetched) * accounting.FETCH_QUANTUM
     unit = 4 * 16 * 4 if state.policy.values.dtype == "model" else PACKED_MOVES[1]
     # Each step's count is cut to whole quanta.
-    assert (np.abs(counted - chunks * unit) < 6 * 3 * offload.FETCH_QUANTUM).all()
-    if unit % offload.FETCH_QUANTUM == 0:
+    assert (np.abs(counted - chunks * unit) < 6 * 3 * accounting.FETCH_QUANTUM).all()
+    if unit % accounting.FETCH_QUANTUM == 0:
         assert counted.tolist() == (chunks * unit).tolist()
     assert 0 < counted[0] < 6 * 3 * 2 * 4 * unit
 

@@ -11,11 +11,11 @@ import pytest
 from cases import POLICY_CASES, POLICY_FETCHES, STEPS, TINY, model, prefilled, run_steps
 from real_shapes import LLAMA_31_8B
 
-from jshadow.cache import offload
+from jshadow.cache import accounting, offload
 from jshadow.cache.accounting import state_nbytes
 from jshadow.engine.step import step_writes
 from jshadow.models.transformer import abstract_weights
-from jshadow.planner.bytes import abstract_state, prefill_peak
+from jshadow.planner.bytes import abstract_of, abstract_state, on_backend, prefill_peak
 from jshadow.planner.gpu import capacity_plan
 from jshadow.planner.gpu_plan import Serving, step_bound
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GPUS
@@ -210,7 +210,7 @@ def test_what_a_step_moves_is_what_steps_count(name, fetch):
     held = sum(device for device, _ in state_nbytes(state).values())
     _, after = run_steps(model(), state.fork(), STEPS[:, :1])
     counted = np.asarray(after.counters.fetched) - np.asarray(state.counters.fetched)
-    assert moved == counted.sum() * offload.FETCH_QUANTUM
+    assert moved == counted.sum() * accounting.FETCH_QUANTUM
     tiers = any(spec.policy.host_layout(spec) is not None for spec in state.specs)
     assert (moved > 0) == (fetch != "resident" and tiers)
     if name in ("full", "streaming_llm"):
@@ -239,6 +239,7 @@ def test_temporaries_bound_the_compiled_step(name):
         MIDDLE, MIDDLE_POLICIES[name], A100, Serving(4096, batch=3, dtype="float32", fetch="resident")
     ).chosen
     state = abstract_state(MIDDLE, side.policy, batch=3, capacity=4160, prompt=4096, dtype="float32", fetch="resident")
+    state = abstract_of(on_backend(state.specs, "gpu"), state.policy)
     reads, writes = state.split()
     program = jax.jit(
         lambda weights, reads, writes, tokens, new: step_writes(weights, MIDDLE, tokens, new, reads, writes),

@@ -20,15 +20,16 @@ def fetch_reconstruct(
     values_tail: Any = None,
     value_bits: int | None = None,
     value_dtype: Any = None,
-    kept: Any = None,
-    stay: Any = None,
+    kept_values: Any = None,
+    kept_keys: Any = None,
+    missed: Any = None,
     implementation: str = "auto",
     **arguments: Any,
 ) -> Any:
     """Arguments are the fields of HostRows and of KeptRows, and those of ChosenKeys."""
     rows = HostRows(values, values_tail, value_bits, value_dtype)
-    kept_rows = None if kept is None else KeptRows(kept, stay)
-    return pallas_kernels.fetch_reconstruct(rows, ChosenKeys(**arguments), kept_rows, implementation=implementation)
+    kept = None if missed is None else KeptRows(kept_values, kept_keys, missed)
+    return pallas_kernels.fetch_reconstruct(rows, ChosenKeys(**arguments), kept, implementation=implementation)
 
 
 def level_scores(

@@ -231,11 +231,23 @@ def fetch_inputs(case: Chunks) -> dict[str, Any]:
     if case.value_bits is not None:
         inputs |= {"value_bits": case.value_bits, "value_dtype": case.dtype}
     if case.kept:
-        inputs["kept"] = normal(rng, *inputs["ids"].shape, width, dtype=case.dtype)
-        stay = rng.integers(0, 2, inputs["ids"].shape).astype(bool)
-        stay[..., 0], stay[..., 1] = True, False
-        inputs["stay"] = jnp.asarray(stay)
+        for field in ("kept_values", "kept_keys"):
+            inputs[field] = normal(rng, *inputs["ids"].shape, width, dtype=case.dtype)
+        miss = rng.integers(0, 2, inputs["ids"].shape).astype(bool)
+        miss[..., 0], miss[..., 1] = False, True
+        miss[0, 0] = np.arange(miss.shape[2]) > 0  # nearly all
+        miss[-1, -1, 2:] = False  # a single one
+        inputs["missed"] = jnp.asarray(np.sort(np.where(miss, np.arange(miss.shape[2]), miss.shape[2])), jnp.int32)
     return inputs
+
+
+def misses(inputs: dict[str, Any]) -> np.ndarray:
+    """Which chunks the arguments of fetch_reconstruct ask to fetch and rebuild, bool [B, h_kv, k]."""
+    ids, miss = np.asarray(inputs["ids"]), np.ones(inputs["ids"].shape, bool)
+    if "missed" in inputs:
+        for b, h in np.ndindex(*ids.shape[:2]):
+            miss[b, h] = np.isin(np.arange(ids.shape[2]), inputs["missed"][b, h])
+    return miss
 
 
 def on_host(x: jax.Array) -> jax.Array:

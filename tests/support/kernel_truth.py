@@ -1,5 +1,6 @@
 """The GPU ops in float64 NumPy, element by element: written from their docstrings, sharing nothing with the package."""
 
+import inspect
 from typing import Any
 
 import jax.numpy as jnp
@@ -60,7 +61,9 @@ def sparse_attention(q: Any, pieces: Any, scale: float) -> np.ndarray:
         for k, v, valid in pieces:
             k, v = wide(k), wide(v)
             h = head * k.shape[1] // q.shape[2]
-            seen = np.broadcast_to(np.asarray(valid), (*k.shape[:2], q.shape[1], k.shape[-2]))[b, h, t]
+            flags = np.broadcast_to(valid, (*k.shape[:2], q.shape[1], np.shape(valid)[-1]))[b, h, t]
+            rows = np.arange(k.shape[-2])
+            seen = rows < flags if flags.dtype == np.int32 else flags[rows * len(flags) // max(len(rows), 1)]
             own = (b, h) if k.ndim == 4 else (b, h, t)
             keys.append(k[own][seen])
             values.append(v[own][seen])
@@ -120,6 +123,19 @@ def reconstruct_keys(
     return out.reshape(*ids.shape[:2], -1, dim)
 
 
+def kept_or_rebuilt(kept_keys: Any = None, missed: Any = None, **inputs: Any) -> np.ndarray:
+    """The keys that fetch_reconstruct gives: those of `reconstruct_keys`, but kept ones where a chunk is not missed."""
+    names = inspect.signature(reconstruct_keys).parameters
+    out = reconstruct_keys(**{name: inputs[name] for name in names if name in inputs})
+    if missed is not None:
+        ids = inputs["ids"]
+        rows = out.reshape(*ids.shape, -1)
+        for b, h, j in np.ndindex(ids.shape):
+            if j not in np.asarray(missed)[b, h]:
+                rows[b, h, j] = wide(kept_keys[b, h, j])
+    return out
+
+
 def unpacked_values(row: np.ndarray, dim: int, bits: int, dtype: Any) -> np.ndarray:
     """Values of a chunk's row of bytes: the codes of all tokens, then their scales."""
     kind = np.float32 if dtype == "float32" else np.float16
@@ -134,8 +150,8 @@ def fetched_values(
     values: Any,
     left: Any,
     ids: Any,
-    kept: Any = None,
-    stay: Any = None,
+    kept_values: Any = None,
+    missed: Any = None,
     tail: Any = None,
     tail_unit: Any = None,
     values_tail: Any = None,
@@ -150,8 +166,8 @@ def fetched_values(
     for b, h, j in np.ndindex(ids.shape):
         row, later, _ = chunk_of(ids, left.shape[-2], tail, tail_unit, b, h, j)
         came = (np.asarray(values_tail) if later else values)[b, h, row]
-        if stay is not None and np.asarray(stay)[b, h, j]:
-            came = np.asarray(kept)[b, h, j]
+        if missed is not None and j not in np.asarray(missed)[b, h]:
+            came = np.asarray(kept_values)[b, h, j]
         elif value_bits is not None:
             came = unpacked_values(came, dim, value_bits, value_dtype).astype(jnp.dtype(value_dtype))
         out.append(came)

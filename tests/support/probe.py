@@ -184,11 +184,12 @@ class Speculator(RingLayer, PlansAhead):
     ) -> tuple[Array, LayerState]:
         """Units that are in the buffer come from there."""
         live: SpeculatorLive = state.live
-        chosen = jnp.where(fetched.valid[..., :: self.unit], fetched.ids, -1)
+        chosen = jnp.where(fetched.valid, fetched.ids, -1)
         same = (chosen[..., :, None] == live.buffer_ids[..., None, :]) & (chosen >= 0)[..., None]
-        buffered, missed = (jnp.repeat(x, self.unit, axis=2) for x in (same.any(axis=2), ~same.any(axis=3)))
+        flags = (same.any(axis=2), fetched.valid & ~same.any(axis=3))
+        buffered, missed = (jnp.repeat(x, self.unit, axis=2) for x in flags)
         pieces = self.pieces(spec, state, step)
-        parts = ((fetched, fetched.ids, missed & fetched.valid), (live.buffer, live.buffer_ids, buffered))
+        parts = ((fetched, fetched.ids, missed), (live.buffer, live.buffer_ids, buffered))
         for part, ids, valid in parts:
             pieces.append(Piece(part.k, part.v, self.older(spec, state, step, ids, valid)[:, :, None]))
         return attend(step.q_post, pieces, spec.scale), state

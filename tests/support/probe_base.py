@@ -179,7 +179,7 @@ class RingLayer(UniformPolicy, Speculates, Foresees):
     ) -> tuple[Array, LayerState]:
         pieces = self.pieces(spec, state, step)
         if fetched is not None:
-            seen = self.older(spec, state, step, fetched.ids, fetched.valid)
+            seen = self.older(spec, state, step, fetched.ids, jnp.repeat(fetched.valid, self.unit, axis=2))
             pieces.append(Piece(fetched.k, fetched.v, seen[:, :, None]))
         return attend(step.q_post, pieces, spec.scale), state
 

@@ -57,10 +57,11 @@ def selection_inputs(case: Selections) -> dict[str, Any]:
     }
 
 
-def selection_truth(scores: Any, asked: Any, resident: Any, numbers: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def selection_truth(scores: Any, asked: Any, resident: Any, numbers: Any) -> tuple[np.ndarray, ...]:
     """The definition, one head at a time, with Python's sort."""
     scores, resident = np.asarray(scores), np.asarray(resident)
     ids, valid, hit = np.zeros_like(resident), np.zeros(resident.shape, bool), np.zeros(resident.shape, bool)
+    missed, misses = np.full_like(resident, resident.shape[2]), np.zeros(resident.shape[:2], int)
     for b, h in np.ndindex(*resident.shape[:2]):
         order = sorted(range(scores.shape[2]), key=lambda i: (-scores[b, h, i], i))
         best = [i for i in order if scores[b, h, i] >= 0 and asked[b]][: resident.shape[2]]
@@ -71,4 +72,6 @@ def selection_truth(scores: Any, asked: Any, resident: Any, numbers: Any) -> tup
                 ids[b, h, place], valid[b, h, place], hit[b, h, place] = old, True, True
             elif coming:
                 ids[b, h, place], valid[b, h, place] = coming.pop(0), True
-    return ids, valid, hit
+                missed[b, h, misses[b, h]] = place
+                misses[b, h] += 1
+    return ids, valid, hit, missed

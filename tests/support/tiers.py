@@ -24,6 +24,8 @@ QUICK_LAWS = (
 WHOLE_TESTS = (
     "test_a_dry_run_checks_everything_once",
     "test_a_dry_run_decodes_with_the_shares_that_were_set",
+    "test_a_dry_run_has_a_table_of_kernels",
+    "test_a_dry_run_measures_dense_attention_of_others_or_says_why_not",
     "test_a_dry_run_takes_a_layer_apart",
     "test_a_fact_in_a_text_that_repeats_itself_stays",
     "test_a_policy_that_attends_by_fetch_mode",
@@ -34,7 +36,7 @@ WHOLE_TESTS = (
     "test_a_state_that_is_full_can_rest",
     "test_a_sweep_is_teacher_forced_agreement",
     "test_all_chunks_are_all_chunks",
-    "test_all_parts_of_a_dry_run_report",
+    "test_all_sections_of_a_dry_run_report",
     "test_decode_and_prefill_of_a_checkpoint",
     "test_every_policy_is_at_or_under_its_share",
     "test_every_task_runs",

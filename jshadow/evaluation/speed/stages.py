@@ -98,25 +98,26 @@ def programs(spec: CacheSpec, state: LayerState, step: StepKV) -> dict[str, tupl
         runs["fetch"] = (fetch, (state.host, selection))
         if selection.rebuild is not None and spec.fetch != "zero_copy":  # with zero_copy, one kernel does both
             runs["keys"] = (lambda rebuild, ids: rebuild.keys(ids), (selection.rebuild, ids))
-            runs["values"] = (fetch, (state.host, selection.replace(rebuild=None)))
+            runs["values"] = (fetch, (state.host, selection.replace(rebuild=None, kept=None)))
         fetched = jax.jit(fetch)(state.host, selection)
     runs["attend"] = (attend, (state, step, fetched))
     return runs
 
 
 def time_kept_fetch(fetch: Callable[..., Any], args: tuple[HostTier, Any], *, repeats: int) -> Times:
-    """Time a fetch that writes into the donated buffer of the previous fetch, as in a step."""
+    """Time a fetch that writes into the donated buffers of the previous fetch, as in a step."""
     tier, selection = args
-    rows = [jnp.array(selection.kept.rows)]
+    rows = [(jnp.array(selection.kept.values), jnp.array(selection.kept.keys))]
 
     def run(rows: Any, tier: HostTier, selection: Any) -> Any:
-        fetched = fetch(tier, selection.replace(kept=selection.kept.replace(rows=rows)))
-        return fetched.v.reshape(rows.shape), fetched.k
+        values, keys = rows
+        fetched = fetch(tier, selection.replace(kept=selection.kept.replace(values=values, keys=keys)))
+        return fetched.v.reshape(values.shape), fetched.k.reshape(keys.shape)
 
     program, seconds = compiled(run, rows[0], tier, selection, donate=(0,))
 
     def once() -> None:
-        rows[0], _ = jax.block_until_ready(program(rows[0], tier, selection))
+        rows[0] = jax.block_until_ready(program(rows[0], tier, selection))
 
     return measure(once, repeats, seconds)
 

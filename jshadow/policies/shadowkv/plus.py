@@ -133,10 +133,7 @@ class ShadowKVPlus(ShadowKV):
         ring, slots = zeros(heads, self.ring_slots, spec.head_dim), zeros(heads, extra * self.chunk_size, spec.head_dim)
         landmarks, spread = self.empty_marks(spec, later)
         live = PlusLive(
-            KeyValues(ring, ring),
-            state.live.resident,
-            state.live.fresh,
-            state.live.values,
+            **fields_of(state.live.replace(window=KeyValues(ring, ring))),
             left=self.codec.empty(spec.batch, later, self.chunk_size, sizes_of(spec)).left,
             landmarks=landmarks,
             kept=zeros(heads, later, dtype=bool),

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.records import Fetched, HostWrite, Kept, KeyValues, LayerState, PromptKV, Rebuild, Selection, StepKV
+from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Rebuild, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import take_chunks, take_span, to_chunks, write_rows
@@ -27,6 +27,7 @@ from jshadow.policies.costs import Costs
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv import costs
 from jshadow.policies.shadowkv.costs import sizes_of
+from jshadow.policies.shadowkv.kept import kept_rows, received
 from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
 from jshadow.policies.shadowkv.landmark_levels import Marks, StoredLandmarks, stored_landmarks, stored_spread
 from jshadow.policies.shadowkv.landmarks import prompt_landmarks, prompt_spread
@@ -75,8 +76,9 @@ class ShadowKV(ShadowSettings, Costs):
         if self.quirks.exact_preload:
             frozen = frozen.replace(preload=Preload(none, zeros(heads, count * self.chunk_size, dim)))
             live = live.replace(fresh=none >= 0)
-        if spec.fetch == "zero_copy" and count:
-            live = live.replace(values=zeros(heads, count, self.chunk_size * dim))
+        if spec.keep and count:
+            rows = zeros(heads, count, self.chunk_size * dim)
+            live = live.replace(values=rows, keys=rows)
         return LayerState(frozen, live)
 
     def empty_marks(self, spec: CacheSpec, chunks: int) -> tuple[StoredLandmarks, Any]:
@@ -173,18 +175,9 @@ class ShadowKV(ShadowSettings, Costs):
             return None, state
         asked = step.valid.any(axis=1, keepdims=True) if self.scoring(spec).shared else step.valid
         with jax.named_scope("select"):
-            ids, valid, hit, resident = choose_in_turn(
-                self.finalists(spec, state, step, count), asked, state.live.resident
-            )
-        flat = (*ids.shape[:2], -1)
-        kept = None
-        if (rows := state.live.values) is not None:
-            # Chunks that are not valid need no fetch. With several queries, no values are reused.
-            one = ids.shape[2] == 1
-            stay = (hit | ~valid if one else ~valid).reshape(flat)
-            kept = Kept(rows if one else jnp.zeros((*flat[:2], stay.shape[2], rows.shape[3]), rows.dtype), stay)
-        selection = Selection(ids.reshape(flat), valid.reshape(flat), hit.reshape(flat), kept=kept)
-        selection = selection.replace(rebuild=self.rebuild(spec, state, step))
+            chosen, resident = choose_in_turn(self.finalists(spec, state, step, count), asked, state.live.resident)
+        ids, valid, hit = (part.reshape(*part.shape[:2], -1) for part in (chosen.ids, chosen.valid, chosen.hit))
+        selection = Selection(ids, valid, hit, self.rebuild(spec, state, step), kept_rows(state.live, chosen))
         return selection, state.replace(live=state.live.replace(resident=resident))
 
     def finalists(self, spec: CacheSpec, state: LayerState, step: StepKV, count: int) -> Finalists:
@@ -208,18 +201,8 @@ class ShadowKV(ShadowSettings, Costs):
         return Rebuild(frozen.left, frozen.right, step.inverse, codec=self.codec, unit=self.chunk_size)
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
-        """Store the values of the last query's chunks if the next fetch can skip them."""
-        if state.live.values is None:
-            return state
-        batch, heads, count, width = state.live.values.shape
-        rows = fetched.v.reshape(batch, heads, -1, count, width)
-        values = rows[:, :, 0]
-        if rows.shape[2] > 1:  # several queries: in each place, keep the values of the last valid one
-            valid = selection.valid.reshape(batch, heads, -1, count)
-            last = valid.shape[2] - 1 - jnp.argmax(valid[:, :, ::-1], axis=2)
-            values = jnp.take_along_axis(rows, last[:, :, None, :, None], axis=2)[:, :, 0]
-            values = jnp.where(valid.any(axis=2)[..., None], values, state.live.values)
-        return state.replace(live=state.live.replace(values=values))
+        """Store the keys and values of the last query's chunks if the next fetch can skip them."""
+        return state.replace(live=received(state.live, selection, fetched))
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
@@ -239,12 +222,11 @@ class ShadowKV(ShadowSettings, Costs):
         """Return the window and the outliers as pieces for attention."""
         frozen, window = state.frozen, state.live.window
         first = frozen.chunks[:, None] * self.chunk_size
-        seen = jnp.arange(spec.window) <= (step.positions - first)[:, None, :, None]
-        pieces = [Piece(window.k, window.v, seen)]
+        pieces = [Piece(window.k, window.v, (step.positions - first + 1)[:, None, :, None])]
         slots = frozen.outliers.k.shape[2]
         if slots:
-            used = jnp.arange(slots) < (self.row_outliers(frozen.chunks) * self.chunk_size)[:, None]
-            pieces.append(Piece(frozen.outliers.k, frozen.outliers.v, used[:, None, None]))
+            used = self.row_outliers(frozen.chunks) * self.chunk_size
+            pieces.append(Piece(frozen.outliers.k, frozen.outliers.v, used[:, None, None, None]))
         return pieces
 
     def attended_parts(self, spec: CacheSpec, state: LayerState, lengths: Array) -> dict[str, Array]:
@@ -292,4 +274,5 @@ def own_piece(k: Array, fetched: Fetched, queries: int) -> Piece:
     if queries == 1:
         return Piece(k, fetched.v, fetched.valid[:, :, None])
     shape = (batch, heads, queries, tokens // queries)
-    return Piece(k.reshape(*shape, dim), fetched.v.reshape(*shape, dim), fetched.valid.reshape(shape))
+    valid = fetched.valid.reshape(batch, heads, queries, -1)
+    return Piece(k.reshape(*shape, dim), fetched.v.reshape(*shape, dim), valid)

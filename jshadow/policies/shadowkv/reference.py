@@ -108,7 +108,7 @@ def exact_keys(preload: Preload, fresh: Array, fetched: Fetched, valid: Array) -
     batch, heads, count = preload.ids.shape
     rows, size = fetched.ids.shape[2], preload.keys.shape[2] // max(count, 1)
     queries = rows // count
-    chosen = jnp.where(fetched.valid.reshape(batch, heads, rows, size)[..., 0], fetched.ids, -2)
+    chosen = jnp.where(fetched.valid, fetched.ids, -2)
     chosen = chosen.reshape(batch, heads, queries, count)
     same = chosen[..., :, None] == preload.ids[:, :, None, None, :]  # [B, h_kv, Q, chosen, preloaded]
     idle = ~(valid if queries > 1 else valid.any(axis=1, keepdims=True))[:, None, :, None]

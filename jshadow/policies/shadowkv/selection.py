@@ -38,6 +38,7 @@ from jshadow.policies.shadowkv.landmark_levels import (
 )
 from jshadow.policies.shadowkv.landmarks import EXACT
 from jshadow.policies.shadowkv.records import WIDER
+from pallas_kernels import Chosen, places_of
 
 MANTISSA = {"float32": (8, 23), "bfloat16": (8, 7)}  # exponent and mantissa bits of the dtypes of scores
 
@@ -152,7 +153,6 @@ def by_landmarks(query: Query, marks: Sequence[Marks], scores: Array, count: int
     """
     if not isinstance(marks[0].landmarks, Levels):
         return Finalists(scores)
-    # In both ways, near chunks are in rising order. So of chunks with equal scores, the first is chosen.
     if has_kernel(query.scoring, joined=len(marks) > 1):
         landmarks, spread = marks[0].landmarks, None if marks[0].spread is None else marks[0].spread[1]
         options: dict[str, Any] = {"count": count, "size": GROUP, "scale": query.scoring.scale}
@@ -175,7 +175,7 @@ def near_chunks(
             on the capacity.
 
     Returns:
-        The ids, int32, in rising order, and whether each chunk may be chosen.
+        The ids, int32, in rising order, so that the first of equal chunks is chosen, and whether each may be chosen.
     """
     # Without this barrier, XLA's CPU backend computes the scores twice.
     scores = lax.optimization_barrier(scores)
@@ -242,7 +242,7 @@ def scores_by_keys(
 # 4. The order of the chosen chunks
 
 
-def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tuple[Array, Array, Array, Array]:
+def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tuple[Chosen, Array]:
     """Choose the best finalists of each query, in the places that `in_turn` gives them.
 
     Args:
@@ -251,7 +251,7 @@ def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tupl
         resident: chunks selected by the previous query, int32 [B, h, k], distinct; -1 in an unused place.
 
     Returns:
-        What `in_turn` returns.
+        The chosen chunks, with fields [B, h, Q, k], and the new resident.
     """
     scores, ids = candidates
     if scores.shape[2] > 1:
@@ -259,11 +259,14 @@ def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> tupl
         valid = asked[:, None, :, None] & (jnp.take_along_axis(scores, order, axis=3) >= 0)
         order = jnp.sort(jnp.where(valid, order, scores.shape[3]))  # the order in which `select_chunks` fills places
         valid, order = order < scores.shape[3], jnp.minimum(order, scores.shape[3] - 1)
-        return in_turn(order if ids is None else jnp.take_along_axis(ids, order, axis=3), valid, asked, resident)
+        ids, valid, hit, held = in_turn(
+            order if ids is None else jnp.take_along_axis(ids, order, axis=3), valid, asked, resident
+        )
+        return Chosen(ids, valid, hit, places_of(valid & ~hit)), held
     numbers = None if ids is None else ids[:, :, 0]
     chosen = pallas_kernels.select_chunks(scores[:, :, 0], asked[:, 0], resident, numbers=numbers)
     held = jnp.where(asked[:, :1, None], jnp.where(chosen.valid, chosen.ids, -1), resident)
-    return *(part[:, :, None] for part in chosen), held  # type: ignore[return-value]
+    return Chosen(*(part[:, :, None] for part in chosen)), held
 
 
 def in_turn(ids: Array, valid: Array, asked: Array, resident: Array) -> tuple[Array, Array, Array, Array]:

@@ -59,14 +59,16 @@ class ShadowLive(struct.PyTreeNode):
         resident: ids of the chunks that the last query selected, int32 [B, h_kv, k]; -1 in an unused place. A chunk
             that stays selected keeps its place.
         fresh: which preloaded chunks every query so far has selected, bool [B, h_kv, k], or None without a preload.
-        values: values of the chunks in `resident`, in the same places [B, h_kv, k, c * d], or None unless
-            fetch="zero_copy".
+        values: values of the chunks in `resident`, in the same places [B, h_kv, k, c * d], or None without
+            `CacheSpec.keep`.
+        keys: keys after RoPE of the same chunks, in the shape of `values`, or None.
     """
 
     window: KeyValues
     resident: Array
     fresh: Array | None = None
     values: Array | None = None
+    keys: Array | None = None
 
 
 class PlusFrozen(ShadowFrozen, kw_only=True):
@@ -96,7 +98,7 @@ class PlusLive(ShadowLive, kw_only=True):
     Attributes:
         window: a ring buffer of exact keys after RoPE and values [B, h_kv, R, d]. The token at position p is in slot
             p % R.
-        resident, fresh, values: as in `ShadowLive`. The id of later chunk j is n + j.
+        resident, fresh, values, keys: as in `ShadowLive`. The id of later chunk j is n + j.
         left: left rows of all tokens from position chunks * c on, stored as in the prompt: [B, m, c * rank] with low
             rank.
         landmarks: landmarks of later chunks, stored as in the prompt: [B, h_kv, m * s, d].

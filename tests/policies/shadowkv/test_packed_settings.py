@@ -9,7 +9,7 @@ import oracle_codec
 import pytest
 from cases import LENGTHS, PLUS, PROMPT, SMALL, STEPS, TINY, model, run_steps
 
-from jshadow.cache import offload
+from jshadow.cache import accounting, offload
 from jshadow.engine import decode
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig, RopeConfig
@@ -228,11 +228,12 @@ def test_packed_rows_come_alike_in_every_fetch_mode(name):
         spec, spec.policy.host_layout(spec)
     )
     moved = [
-        (np.asarray(state.counters.fetched, np.int64) - before) * offload.FETCH_QUANTUM
+        (np.asarray(state.counters.fetched, np.int64) - before) * accounting.FETCH_QUANTUM
         for state, before in zip(states, fetched, strict=True)
     ]
     assert not moved[0].any()
-    assert ((needed - 4 * 3 * offload.FETCH_QUANTUM < moved[2]) & (moved[2] <= needed)).all()  # each layer rounds down
+    # Each layer rounds down.
+    assert ((needed - 4 * 3 * accounting.FETCH_QUANTUM < moved[2]) & (moved[2] <= needed)).all()
     assert (moved[2] < moved[1]).all()
 
 
