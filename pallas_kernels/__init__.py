@@ -1,4 +1,4 @@
-"""Five GPU ops for sparse attention over an offloaded KV cache. Each exists in plain jax.numpy and as a Pallas kernel.
+"""Six GPU ops for sparse attention over an offloaded KV cache. Each exists in plain jax.numpy and as a Pallas kernel.
 
 The package imports only JAX, NumPy and the standard library. It does not depend on jshadow. The public interface is the
 names below and two modules. `bits` defines the layout of packed numbers in bytes, and `rotation` computes the cosines
@@ -13,9 +13,14 @@ from pallas_kernels.fetch_reconstruct import HostRows as HostRows
 from pallas_kernels.fetch_reconstruct import KeptRows as KeptRows
 from pallas_kernels.fetch_reconstruct import fetch_reconstruct as fetch_reconstruct
 from pallas_kernels.fetch_reconstruct import is_missed as is_missed
+from pallas_kernels.level_scores import TwoLevels as TwoLevels
+from pallas_kernels.level_scores import level_logits as level_logits
+from pallas_kernels.level_scores import level_scores as level_scores
 from pallas_kernels.products import CACHED_ROWS as CACHED_ROWS
 from pallas_kernels.products import coded_products as coded_products
+from pallas_kernels.products import hadamard as hadamard
 from pallas_kernels.products import half_variance as half_variance
+from pallas_kernels.products import landmark_products as landmark_products
 from pallas_kernels.products import whole_products as whole_products
 from pallas_kernels.reconstruct_keys import ChosenKeys as ChosenKeys
 from pallas_kernels.reconstruct_keys import reconstruct_keys as reconstruct_keys

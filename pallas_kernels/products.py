@@ -1,4 +1,7 @@
-"""Matrix products with packed numbers, and the variance term of a landmark's score, in plain jax.numpy."""
+"""Matrix products with packed numbers, the Hadamard transform, and the variance term of a landmark's score.
+
+All of it is plain jax.numpy.
+"""
 
 import math
 from typing import Any
@@ -99,6 +102,57 @@ def by_blocks(rows: jax.Array, packed: jax.Array, bits: int) -> jax.Array:
 
     products = lax.map(head, heads)
     return products.reshape(*lead, *products.shape[1:])
+
+
+def landmark_products(rows: jax.Array, landmarks: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Multiply query rows by landmarks.
+
+    Args:
+        rows: floating [B, h, R, d].
+        landmarks: floating [B, h, n, d]. With a scale they are packed instead: uint8 [B, h, n, d * bits / 8], two's
+            complement codes in the layout of `pallas_kernels.bits`.
+        scale: floating [B, h, n, 1], the step of each landmark's codes, or None.
+
+    Returns:
+        float32 [B, h, R, n].
+    """
+    if scale is None:
+        return key_products(rows, landmarks)
+    bits = 8 * landmarks.shape[3] // max(rows.shape[3], 1)
+    return whole_products(rows, landmarks, bits) * scale.astype(jnp.float32)[:, :, None, :, 0]
+
+
+def gathered_products(rows: jax.Array, landmarks: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """Compute the `landmark_products` of a few rows with gathered landmarks, for a GPU.
+
+    It uses sums of products, for which XLA reads the landmarks in place. For a matrix product it would copy them first.
+    """
+
+    def summed(rows: jax.Array, numbers: jax.Array) -> jax.Array:
+        return (rows[:, :, :, None].astype(jnp.float32) * numbers[:, :, None].astype(jnp.float32)).sum(axis=4)
+
+    if scale is None:
+        return summed(rows, landmarks)
+    width = landmarks.shape[3]
+    bits = 8 * width // max(rows.shape[3], 1)
+    total = jnp.zeros((), jnp.float32)
+    for place in range(8 // bits):
+        numbers = signed_at(landmarks, place, bits)
+        total += summed(rows[..., place * width : (place + 1) * width], numbers)
+    return total * scale.astype(jnp.float32)[:, :, None, :, 0]
+
+
+def hadamard(x: jax.Array) -> jax.Array:
+    """Compute the Hadamard transform over the last axis, whose size s is a power of two.
+
+    The first number of the result is the sum. Two transforms in a row multiply by s. The transform is computed by
+    additions. A GPU would round a matrix product to TF32, and on a CPU sums of products take ten times as long.
+    """
+    half = x.shape[-1] // 2
+    if half == 0:
+        return x
+    first, second = x[..., :half], x[..., half:]
+    return jnp.concatenate([hadamard(first + second), hadamard(first - second)], axis=-1)
 
 
 def half_variance(rows: jax.Array, spread: jax.Array, scale: float) -> jax.Array:

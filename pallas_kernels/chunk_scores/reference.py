@@ -4,20 +4,16 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunk_scores.operands import Chunks
-from pallas_kernels.products import half_variance, whole_products
-from pallas_kernels.tiles import MASKED, group_rows, key_products
+from pallas_kernels.products import half_variance, landmark_products
+from pallas_kernels.tiles import MASKED, group_rows
 
 
 def chunk_scores(q: jax.Array, chunks: Chunks, *, scale: float) -> jax.Array:
     """See `pallas_kernels.chunk_scores`."""
-    candidates, parts, bits = chunks.candidates, chunks.parts, chunks.bits(q.shape[3])
+    candidates, parts = chunks.candidates, chunks.parts
     batch, kv_heads, count = candidates.shape
     rows = group_rows(q, kv_heads)
-    if chunks.scale is None or bits is None:
-        logits = key_products(rows, chunks.landmarks)
-    else:
-        logits = whole_products(rows, chunks.landmarks, bits)
-        logits *= chunks.scale.astype(jnp.float32)[:, :, None, :, 0]
+    logits = landmark_products(rows, chunks.landmarks, chunks.scale)
     there = (candidates if parts == 1 else jnp.repeat(candidates, parts, axis=2))[:, :, None]
     logits *= scale
     if chunks.spread is not None:

@@ -23,7 +23,7 @@ from jshadow.planner.bytes import abstract_of, abstract_state, cache_specs, on_b
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
-from jshadow.policies.shadowkv.landmark_levels import first_level, first_spread
+from jshadow.policies.shadowkv.landmark_levels import GROUP, Levels, first_level, first_spread, two_levels
 from pallas_kernels import ChosenKeys, HostRows, KeptRows
 
 DTYPE = jnp.bfloat16
@@ -176,12 +176,19 @@ def packed_tasks(gpu: str, told: str, policy: ShadowKV, batch: int = 2, capacity
             q, first.codes, candidates, scale=dim**-0.5, landmark_scale=first.scale, spread=first_spread(spread)
         )
 
+    def near_scores(q: Any, scores: Any, landmarks: Any, spread: Any) -> Any:
+        options = {"count": count, "size": GROUP, "scale": dim**-0.5}
+        return pallas_kernels.level_scores(q, scores, two_levels(landmarks, spread[1]), **options)
+
     q, ids = array(1, LLAMA.q_heads, dim), array(heads, count, dtype=jnp.int32)
     inverse = place(Shape((dim // 2,), jnp.float32))
     keys = ChosenKeys(frozen.left, ids=ids, inverse=inverse, **policy.codec.operands(frozen.right))
     values = HostRows(host.array, bits=layout.bits, dtype=DTYPE)
     marks = frozen.landmarks, frozen.spread
     yield Task(f"chunk_scores, {told}", gpu, scores, (q, *marks, frozen.candidates), kernel=True)
+    if isinstance(frozen.landmarks, Levels):
+        means = array(heads, 1, policy.max_chunks(capacity), dtype=jnp.float32)
+        yield Task(f"level_scores, {told}", gpu, near_scores, (q, means, *marks), kernel=True)
     yield Task(f"reconstruct_keys, {told}", gpu, pallas_kernels.reconstruct_keys, (keys,), kernel=True)
     kept = (array(heads, count, width),) * 2
     resident = 2 * batch * heads * count * width * 2

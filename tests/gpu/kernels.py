@@ -26,6 +26,7 @@ from kernel_cases import (
     name,
     score_inputs,
 )
+from level_cases import LEVELS, REAL_LEVELS, level_inputs, level_truth
 from selection_cases import REAL_SELECTIONS, SELECTIONS, selection_inputs, selection_truth
 
 import pallas_kernels
@@ -103,6 +104,9 @@ OPS = {
         lambda **x: (kernel_truth.sparse_attention(**x),),
     ),
     "select_chunks": Op(SELECTIONS, REAL_SELECTIONS, selection_inputs, pallas_kernels.select_chunks, selection_truth),
+    "level_scores": Op(
+        LEVELS, REAL_LEVELS, level_inputs, kernel_calls.level_scores, lambda **x: level_truth(**x), scores=True
+    ),
     "packed landmarks": Op(
         PACKED_SCORES,
         REAL_PACKED_SCORES,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from kernel_cases import ATTENTION, CHUNKS, SCORES, attention_inputs, factor_inputs, fetch_inputs, score_inputs
 from kernel_lowering import TARGET, lowered
+from level_cases import LEVELS, level_inputs
 
 import pallas_kernels
 from pallas_kernels import IMPLEMENTATIONS, in_host_memory, on_host
@@ -18,6 +19,7 @@ OPS = {
     "reconstruct_keys": functools.partial(factor_inputs, CHUNKS[0]),
     "fetch_reconstruct": functools.partial(fetch_inputs, CHUNKS[0]),
     "sparse_attention": functools.partial(attention_inputs, ATTENTION[1]),
+    "level_scores": functools.partial(level_inputs, LEVELS[0]),
 }
 
 

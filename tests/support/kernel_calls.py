@@ -3,7 +3,7 @@
 from typing import Any
 
 import pallas_kernels
-from pallas_kernels import ChosenKeys, HostRows, KeptRows
+from pallas_kernels import ChosenKeys, HostRows, KeptRows, TwoLevels
 
 chunk_scores = pallas_kernels.chunk_scores
 sparse_attention = pallas_kernels.sparse_attention
@@ -30,3 +30,11 @@ def fetch_reconstruct(
     rows = HostRows(values, values_tail, value_bits, value_dtype)
     kept = None if missed is None else KeptRows(kept_values, kept_keys, missed)
     return pallas_kernels.fetch_reconstruct(rows, ChosenKeys(**arguments), kept, implementation=implementation)
+
+
+def level_scores(
+    q: Any, scores: Any, *, count: int, size: int, scale: float, implementation: str = "auto", **arguments: Any
+) -> Any:
+    """Arguments are the fields of TwoLevels."""
+    options: dict[str, Any] = {"count": count, "size": size, "scale": scale, "implementation": implementation}
+    return pallas_kernels.level_scores(q, scores, TwoLevels(**arguments), **options)

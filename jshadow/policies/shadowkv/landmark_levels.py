@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+import pallas_kernels
 from jshadow.ops.attention import group_queries
 from jshadow.ops.packing import Scaled, scale_dtype
 from jshadow.policies.shadowkv.key_codecs.base import chosen_rows
-from jshadow.policies.shadowkv.landmarks import landmark_logits, landmark_products, store_landmarks
+from jshadow.policies.shadowkv.landmarks import landmark_logits, store_landmarks
 from jshadow.policies.shadowkv.records import Landmarks
-from pallas_kernels import half_variance
-from pallas_kernels.bits import signed_at
+from pallas_kernels import hadamard
 
 GROUP = 4  # number of neighboring chunks whose landmarks are read together; a query reads a group for each chosen chunk
 
@@ -118,19 +118,6 @@ def mean_kind(kind: str) -> str:
     return "int8" if kind == "int4" else kind
 
 
-def hadamard(x: Float[Array, "*rows s"]) -> Float[Array, "*rows s"]:
-    """Compute the Hadamard transform over the last axis, whose size s is a power of two.
-
-    The first number of the result is the sum. Two transforms in a row multiply by s. The transform is computed by
-    additions. A GPU would round a matrix product to TF32, and on a CPU sums of products take ten times as long.
-    """
-    half = x.shape[-1] // 2
-    if half == 0:
-        return x
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([hadamard(first + second), hadamard(first - second)], axis=-1)
-
-
 # Reading
 
 
@@ -185,50 +172,26 @@ def level_logits(
         float32 [B, h_kv, group, T, m * s].
     """
     batch, heads, rows, _ = first_rows(near.means).shape
-    count, parts = rows // sets, near.parts
     grouped = group_queries(q, heads)
     group, length = grouped.shape[2:4]
     asking = grouped.reshape(batch, heads, 1, group * length, -1) if sets == 1 else grouped.transpose(0, 1, 3, 2, 4)
     asking = asking.reshape(batch, heads * sets, -1, q.shape[3])
-
-    def products(level: Array | Scaled, rows: int) -> Array:
-        """Return the products of the queries with `rows` rows of each chunk, [B, h_kv * Q, R, m, rows]."""
-        shape = (batch, heads * sets, count * rows)
-        level = jax.tree.map(lambda x: x.reshape(*shape, x.shape[3] // rows), level)
-        logits = jax.lax.platform_dependent(asking, level, cpu=landmark_products, default=gathered_products)
-        return logits.reshape(*asking.shape[:3], count, rows)
-
-    transformed = scale * jnp.concatenate([products(near.means, 1), products(near.details, parts - 1)], axis=4)
-    logits = hadamard(transformed)
-    if spread is not None:
-        spread = spread.reshape(batch, heads * sets, count * parts, 1)
-        logits += half_variance(asking, spread, scale).reshape(logits.shape)
-    logits = logits.reshape(batch, heads, sets, -1, count * parts)
+    levels = two_levels(near, spread)
+    levels = jax.tree.map(lambda x: x.reshape(batch, heads * sets, rows // sets, x.shape[3]), levels)
+    logits = pallas_kernels.level_logits(asking, levels, scale)
+    logits = logits.reshape(batch, heads, sets, group * length // sets, logits.shape[3])
     if sets == 1:
-        return logits.reshape(batch, heads, group, length, count * parts)
+        return logits.reshape(batch, heads, group, length, -1)
     return logits.transpose(0, 1, 3, 2, 4)
+
+
+def two_levels(levels: Levels, spread: Float[Array, "B h_kv n s"] | None) -> pallas_kernels.TwoLevels:
+    """Return landmarks in two levels, and the spreads of all landmarks or None, as `pallas_kernels` takes them."""
+    parts = [(x.codes, x.scale) if isinstance(x, Scaled) else (x, None) for x in (levels.means, levels.details)]
+    (means, mean_scale), (details, detail_scale) = parts
+    return pallas_kernels.TwoLevels(means, details, mean_scale, detail_scale, spread)
 
 
 def first_rows(landmarks: Array | Scaled) -> Array:
     """Return an array with one row a landmark: its code if landmarks are quantized, else the landmark itself."""
     return landmarks.codes if isinstance(landmarks, Scaled) else landmarks
-
-
-def gathered_products(rows: Float[Array, "B h R d"], landmarks: Array | Scaled) -> Float[Array, "B h R n"]:
-    """Compute the `landmark_products` of a few rows with gathered landmarks, for a GPU.
-
-    It uses sums of products, for which XLA reads the landmarks in place. For a matrix product it would copy them first.
-    """
-
-    def summed(rows: Array, numbers: Array) -> Array:
-        return (rows[:, :, :, None].astype(jnp.float32) * numbers[:, :, None].astype(jnp.float32)).sum(axis=4)
-
-    if not isinstance(landmarks, Scaled):
-        return summed(rows, landmarks)
-    width = landmarks.codes.shape[3]
-    bits = 8 * width // max(rows.shape[3], 1)
-    total = jnp.zeros((), jnp.float32)
-    for place in range(8 // bits):
-        numbers = signed_at(landmarks.codes, place, bits)
-        total += summed(rows[..., place * width : (place + 1) * width], numbers)
-    return total * landmarks.scale.astype(jnp.float32)[:, :, None, :, 0]

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
+import pallas_kernels
 from jshadow.ops.attention import MASKED, group_queries
 from jshadow.ops.packing import ROW_BITS, Scaled, quantize_rows
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK
-from pallas_kernels import half_variance, whole_products
+from pallas_kernels import half_variance
 
 EXACT = lax.Precision.HIGHEST  # otherwise a GPU rounds float32 products to TF32, and may choose other chunks
 
@@ -164,8 +165,5 @@ def landmark_products(
     rows: Float[Array, "B h R d"], landmarks: Float[Array, "B h n d"] | Scaled
 ) -> Float[Array, "B h R n"]:
     """Return the products of rows with the landmarks of their head, float32. Landmarks are in the stored form."""
-    if isinstance(landmarks, Scaled):
-        bits = 8 * landmarks.codes.shape[3] // max(rows.shape[3], 1)
-        products = whole_products(rows, landmarks.codes, bits)
-        return products * landmarks.scale.astype(jnp.float32)[:, :, None, :, 0]
-    return jnp.einsum("bhrd,bhnd->bhrn", rows, landmarks, precision=EXACT, preferred_element_type=jnp.float32)
+    numbers, step = (landmarks.codes, landmarks.scale) if isinstance(landmarks, Scaled) else (landmarks, None)
+    return pallas_kernels.landmark_products(rows, numbers, step)

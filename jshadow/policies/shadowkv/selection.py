@@ -34,6 +34,7 @@ from jshadow.policies.shadowkv.landmark_levels import (
     first_spread,
     level_logits,
     marks_at,
+    two_levels,
 )
 from jshadow.policies.shadowkv.landmarks import EXACT
 from jshadow.policies.shadowkv.records import WIDER
@@ -152,6 +153,10 @@ def by_landmarks(query: Query, marks: Sequence[Marks], scores: Array, count: int
     """
     if not isinstance(marks[0].landmarks, Levels):
         return Finalists(scores)
+    if has_kernel(query.scoring, joined=len(marks) > 1):
+        landmarks, spread = marks[0].landmarks, None if marks[0].spread is None else marks[0].spread[1]
+        options: dict[str, Any] = {"count": count, "size": GROUP, "scale": query.scoring.scale}
+        return Finalists(*pallas_kernels.level_scores(query.q, scores, two_levels(landmarks, spread), **options))
     near, there = near_chunks(scores, count, marks[0].open.shape[3])
     levels, spread = marks_at(marks, near.reshape(*near.shape[:2], -1))
     logits = level_logits(query.q, levels, spread, near.shape[2], query.scoring.scale)
@@ -170,7 +175,7 @@ def near_chunks(
             on the capacity.
 
     Returns:
-        The ids, int32, with those of a group side by side, and whether each chunk may be chosen.
+        The ids, int32, in rising order, so that the first of equal chunks is chosen, and whether each may be chosen.
     """
     # Without this barrier, XLA's CPU backend computes the scores twice.
     scores = lax.optimization_barrier(scores)
@@ -182,7 +187,7 @@ def near_chunks(
         grouped.append(padded.reshape(*scores.shape[:3], groups, GROUP))
         ids.append(np.minimum(np.arange(start, start + groups * GROUP), max(end - 1, 0)).reshape(groups, GROUP))
     every = jnp.concatenate(grouped, axis=3)
-    best = top_k(every.max(axis=4), min(count, every.shape[3]))
+    best = jnp.sort(top_k(every.max(axis=4), min(count, every.shape[3])))
     shape = (*scores.shape[:3], best.shape[3] * GROUP)
     there = jnp.take_along_axis(every, best[..., None], axis=3).reshape(shape) >= 0
     return jnp.asarray(np.concatenate(ids), jnp.int32)[best].reshape(shape), there
