@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import triton as pltriton
 
 MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
 LOG2_E = math.log2(math.e)  # exp(x) is 2**(x * LOG2_E)
@@ -126,3 +127,14 @@ def can_do(name: str, dim: int, *arrays: jax.Array, packed: tuple[jax.Array, ...
     for x in arrays:
         if x.dtype not in DTYPES:
             raise NotImplementedError(f"{name}: the kernel takes float32, bfloat16 and float16, got {x.dtype}")
+
+
+def number_of(mask: jax.Array) -> jax.Array:
+    """Return how many entries of a tile are True, int32."""
+    return mask.astype(jnp.int32).sum(dtype=jnp.int32)
+
+
+def barrier(interpret: bool) -> None:
+    """Wait for all threads of the program. Then they see what the others have stored."""
+    if not interpret:
+        pltriton.debug_barrier()

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.tiles import blocks, iota, power_of_two
+from pallas_kernels.tiles import blocks, iota, number_of, power_of_two
 
 MOST = 32_768  # chunks of a head; the scores of their groups must fit into the registers of one program
 BITS = 31  # of a score that is not negative
@@ -61,17 +61,6 @@ class Place(NamedTuple):
     def row(self, sizes: "Sizes") -> jax.Array:
         """Return the index of the query and the KV head in an array [B, h_kv * T, ...]."""
         return self.h * sizes.queries + self.t
-
-
-def wait(sizes: Sizes) -> None:
-    """Let the threads of the program wait until all of them see what was written."""
-    if not sizes.interpret:
-        pltriton.debug_barrier()
-
-
-def number_of(mask: jax.Array) -> jax.Array:
-    """Return how many entries of a tile are True, int32."""
-    return mask.astype(jnp.int32).sum(dtype=jnp.int32)
 
 
 def choose_groups(scores: Any, groups: Any, place: Place, sizes: Sizes) -> None:

@@ -19,9 +19,9 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.chunk_scores.packed import BLOCK, LANES, LEAST_PEAK, ROWS
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.level_scores import floats, packed
-from pallas_kernels.level_scores.groups import MOST, Place, Sizes, choose_groups, wait
+from pallas_kernels.level_scores.groups import MOST, Place, Sizes, choose_groups
 from pallas_kernels.level_scores.operands import NearScores, TwoLevels
-from pallas_kernels.tiles import LEAST, MASKED, blocks, can_do, group_rows, iota
+from pallas_kernels.tiles import LEAST, MASKED, barrier, blocks, can_do, group_rows, iota
 from pallas_kernels.unpack import exp2
 
 MOST_PARTS = 16  # landmarks of a chunk
@@ -42,11 +42,11 @@ def level_scores_kernel(operands, found, scratch, *, sizes):  # type: ignore[no-
     groups, logits = scratch
     place = Place(pl.program_id(2), pl.program_id(1), pl.program_id(0))
     choose_groups(operands[1], groups, place, sizes)
-    wait(sizes)
+    barrier(sizes.interpret)
     score = (floats if sizes.bits is None else packed).score
     peak, mass = score(operands, found.ids, scratch, place, sizes)
     share = 1 / jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)
-    wait(sizes)
+    barrier(sizes.interpret)
     head = iota(0, sizes.heads)
 
     def finish(j: jax.Array, nothing: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.select_chunks.operands import Candidates, Chosen
 from pallas_kernels.select_chunks.planes import SIDE, WORD, below, bit_planes, bits_of, first_bits, reach
-from pallas_kernels.tiles import can_do, iota, power_of_two
+from pallas_kernels.tiles import barrier, can_do, iota, number_of, power_of_two
 
 MOST = 32_768  # candidates of a head; the bits of their scores must fit into the registers of one program
 MOST_PLACES = 2_048
@@ -45,17 +45,6 @@ class Scratch(NamedTuple):
 
     words: Any
     chosen: Any
-
-
-def number_of(mask: jax.Array) -> jax.Array:
-    """Return how many entries of a tile are True, int32."""
-    return mask.astype(jnp.int32).sum(dtype=jnp.int32)
-
-
-def barrier(interpret: bool) -> None:
-    """Wait for all threads of the program. Then they see what the others have stored."""
-    if not interpret:
-        pltriton.debug_barrier()
 
 
 def planes_of(load, first, lanes, size):  # type: ignore[no-untyped-def]

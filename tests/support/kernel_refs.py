@@ -17,6 +17,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
+from pallas_kernels.level_scores import kernel as level_kernel
 from pallas_kernels.select_chunks import kernel as select_kernel
 
 NEVER = -1  # the time of what has not happened
@@ -119,7 +120,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(pl, "pallas_call", pallas_call)
     monkeypatch.setattr(pl, "program_id", lambda axis: jnp.int32(program[axis]))
-    monkeypatch.setattr(select_kernel, "barrier", pass_barrier)
+    for module in (select_kernel, level_kernel):
+        monkeypatch.setattr(module, "barrier", pass_barrier)
     monkeypatch.setattr(pltriton, "load", load)
     monkeypatch.setattr(pltriton, "store", store)
     with jax.disable_jit():
