@@ -49,8 +49,8 @@ def add_options(add: argparse.ArgumentParser) -> None:
         "--repeat-share",
         type=float,
         metavar="SHARE",
-        help="share of the selected units that the previous step had selected too, for --fetch zero_copy, which keeps "
-        "them on the device (default there: 0.6, as the ShadowKV paper reports)",
+        help="share of the selected units that the previous step had selected too, for the fetch modes zero_copy and "
+        "resident, which keep them as they are (default there: 0.6, as the ShadowKV paper reports)",
     )
     add.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
     add.add_argument("--policy", default="shadowkv", help="policy name (default: %(default)s)")

@@ -269,8 +269,9 @@ class Planner:
         state = abstract_of(self.specs(policy, batch), policy)
         table = self.share.vocab_size * self.share.model_dim * self.item
         # A step reads one row a token of an embedding that is not also the head, so such an embedding is left out.
-        hbm = {"weights": self.weights_bytes - (0 if self.share.tie_embeddings else table)}
-        share, moved, flops = self.repeats(state.specs), 0, 2 * batch * rows_of(policy) * hbm["weights"] // self.item
+        hbm: dict[str, float] = {"weights": self.weights_bytes - (0 if self.share.tie_embeddings else table)}
+        flops = 2 * batch * rows_of(policy) * int(hbm["weights"]) // self.item
+        share, moved = self.repeats(state.specs), 0.0
         for spec, layer in zip(state.specs, state.layers, strict=True):
             costs = costs_of(spec.policy)
             read = [*costs.step_bytes(spec, layer).items(), *(costs.step_passes(spec).items() if passes else ())]
@@ -279,10 +280,10 @@ class Planner:
                 moved += host
             for part, (device, host) in costs.step_kept(spec).items():
                 if part in hbm:
-                    hbm[part] -= round(share * device)
-                moved -= round(share * host) if passes or part == "values" else 0
+                    hbm[part] -= share * device
+                moved -= share * host if passes or part == "values" else 0.0
             flops += costs.step_flops(spec, layer)
-        hbm = {part: size for part, size in hbm.items() if size}
+        whole = {part: round(size) for part, size in hbm.items() if size}
         by_kernel = self.serving.fetch == "zero_copy" and not kernel_refusal(state.specs)
         gather = None if by_kernel else self.serving.gather_bytes_per_second
-        return step_bound(self.gpu, hbm, moved, flops, batch, gather)
+        return step_bound(self.gpu, whole, round(moved), flops, batch, gather)

@@ -125,21 +125,21 @@ def test_a_directory_means_the_same(config, capsys, tmp_path):
 
 def test_auto_is_the_fastest_mode(config, capsys):
     """It is the default, each policy has its own, and the table and JSON say why."""
-    options = ("--context", "122880", "--gpu", "h200", "--host-gib", "128", "--batch", "40")
+    options = ("--context", "122880", "--gpu", "h200", "--host-gib", "128", "--batch", "38")
     [plan] = answer(capsys, config, *options)
     assert [plan] == answer(capsys, config, *options, "--fetch", "auto")
     assert (plan["fetch"], plan["gather_bytes_per_second"]) == ("auto", 20e9)
     sides = [plan["chosen"], plan["beside"]["packed"], plan["beside"]["packed_small"], plan["full"]]
     assert [side["fetch"] for side in sides[1:]] == ["zero_copy", "resident", "resident"]
-    assert [side["repeat_share"] for side in sides[1:]] == [0.6, 0, 0]
-    assert sides[2]["fetch_reason"].startswith("resident: 40 requests fit into 134.9 of 139.8 GiB of device memory")
+    assert [side["repeat_share"] for side in sides[1:]] == [0.6, 0.6, 0]
+    assert sides[2]["fetch_reason"].startswith("resident: 38 requests fit into 137.8 of 139.8 GiB of device memory")
     assert "no mode fits" in sides[0]["fetch_reason"]
     assert all(side["fetch_reason"] for side in sides)
     assert main(["plan", config, *options]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert f"h200, shadowkv packed_small, {sides[2]['fetch_reason']}." in out
     assert "│ fetch │ device_put │ zero_copy │ resident │ resident │" in out
-    assert "│ kept from the last step │ 0% │ 60% │ 0% │ 0% │" in out
+    assert "│ kept from the last step │ 0% │ 60% │ 60% │ 0% │" in out
 
 
 def test_a_gather_slower_than_the_link_is_told(config, capsys):
@@ -214,7 +214,7 @@ BAD = {
     "no_context_gather": (["--gather", "9"], "ConfigError: --gather must come with --context"),
     "no_kernel": ([*GPU, "--set", "keys=exact", "--fetch", "zero_copy"], "fetch must be 'device_put' or 'resident'"),
     "no_context_host": (["--host-gib", "9"], "ConfigError: --host-gib must come with --context"),
-    "repeats": ([*GPU, "--repeat-share", "0.6", "--fetch", "resident"], "ConfigError: repeat_share must be 0"),
+    "repeats": ([*GPU, "--repeat-share", "0.6", "--fetch", "device_put"], "ConfigError: repeat_share must be 0"),
     "policy": ([*GPU, "--policy", "magic"], "ConfigError: policy must be one of"),
     "setting": ([*GPU, "--set", "rank=9999"], "ConfigError: shadowkv.rank"),
     "dtype": ([*GPU, "--dtype", "int3"], "ConfigError: dtype must be one of"),

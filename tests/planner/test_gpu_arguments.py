@@ -28,7 +28,11 @@ def test_repeats_move_nothing_where_they_are_kept(monkeypatch):
     assert make(fetch="zero_copy").chosen.step.pcie_bytes == round(0.4 * moved)
     assert make(fetch="zero_copy").chosen.repeat_share == 0.6
     assert make(fetch="zero_copy", repeat_share=1.0).chosen.step.pcie_bytes == 0
-    assert make(fetch="resident").chosen.step.pcie_bytes == 0
+    none, all_kept = (make(fetch="resident", repeat_share=share).chosen.step for share in (0.0, 1.0))
+    assert none.pcie_bytes == all_kept.pcie_bytes == 0
+    # Keys and values of the selected chunks are read, but not written, and their codes are not read.
+    assert all_kept.hbm_bytes["selected"] == none.hbm_bytes["selected"] / 2
+    assert none.hbm_bytes.keys() - all_kept.hbm_bytes.keys() == {"left", "values"}
     with pytest.raises(ConfigError, match=r"repeat_share must lie in \[0, 1\], got 1.5"):
         make(fetch="zero_copy", repeat_share=1.5)
 

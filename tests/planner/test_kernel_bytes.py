@@ -18,9 +18,9 @@ from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv.costs import SECTOR, beside
 
 ONE_LAYER = dataclasses.replace(LLAMA_31_8B, num_layers=1)
-KERNELS = {"chunk_logits", "chunk_masses", "finish_scores", "select_chunks", "fetch_reconstruct", "sparse_attention"}
+KERNELS = {"chunk_logits", "packed_logits", "finish_scores", "select_chunks", "fetch_reconstruct", "sparse_attention"}
 CASES = {
-    "paper, zero_copy": (ShadowKV(), "zero_copy", {"chunk_masses"}),
+    "paper, zero_copy": (ShadowKV(), "zero_copy", {"packed_logits"}),
     "small, zero_copy": (ShadowKV.packed(small=True), "zero_copy", {"chunk_logits"}),
     "small, resident": (ShadowKV.packed(small=True), "resident", {"chunk_logits"}),
 }

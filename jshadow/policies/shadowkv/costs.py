@@ -116,7 +116,8 @@ def step_bytes(
     layout, halves = tiers(policy, spec)
     once = spec.batch * spec.kv_heads * policy.max_selected(spec.capacity) * unit_bytes(spec, layout)
     offloaded = any(tier is not None and tier.memory != "device" for tier in (state.host.prompt, state.host.tail))
-    parts = {part: size for part, size in usual.items() if part not in ("host rows", "host tail")}
+    # The rows that are kept on the device are read in the place of fetched rows; `step_passes` counts both.
+    parts = {part: size for part, size in usual.items() if part not in ("host rows", "host tail", "keys")}
     parts["landmarks"] = (landmark_reads(policy, spec)[1], 0)
     if policy.landmarks.order == 2:
         parts["spread"] = (spread_reads(policy, spec), 0)
