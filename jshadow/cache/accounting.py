@@ -67,15 +67,8 @@ def fetched_bytes(spec: CacheSpec, selection: Selection, layout: HostLayout) -> 
     return layout.heads * selection.ids.shape[2] * unit_bytes(spec, layout)
 
 
-def missed_quanta(spec: CacheSpec, selection: Selection, layout: HostLayout) -> Array | int:
-    """Return the data that a fetch with `kept` rows moves, uint32 [B], in units of FETCH_QUANTUM bytes.
-
-    The result is 0 if the rows are resident. It is also 0 if the selection has no `kept` rows, which `fetched_bytes`
-    counts.
-    """
-    if spec.fetch == "resident" or selection.kept is None:
-        return 0
-    missed = selection.kept.count.sum(axis=1).astype(jnp.uint32)
-    unit = unit_bytes(spec, layout)
+def missed_quanta(missed: Array, unit: int) -> Array:
+    """Return the data of `missed` units of `unit` bytes, in units of FETCH_QUANTUM bytes, rounded down. uint32."""
+    missed = missed.astype(jnp.uint32)
     # missed * unit may exceed 32 bits, so the quotient and the remainder of `missed` are multiplied separately.
     return missed // FETCH_QUANTUM * unit + missed % FETCH_QUANTUM * unit // FETCH_QUANTUM

@@ -176,16 +176,13 @@ class Kept(struct.PyTreeNode):
         keys: keys of the units after RoPE, in the shape and dtype of `values`.
         missed: int32 [B, heads, n], the j of the units that must be fetched, in rising order, and then n. All other
             rows are used as they are, because they hold the selected unit, or because no query attends to them.
+        count: int32 [B, heads], how many units must be fetched.
     """
 
     values: Array
     keys: Array
     missed: Array
-
-    @property
-    def count(self) -> Array:
-        """How many units must be fetched, int32 [B, heads]."""
-        return (self.missed < self.missed.shape[2]).sum(axis=2, dtype=jnp.int32)
+    count: Array
 
 
 class Selection(struct.PyTreeNode):

@@ -233,8 +233,10 @@ def run_layers(
 
 def rotations(specs: tuple[CacheSpec, ...], positions: Array) -> dict[RopeConfig, Rotation]:
     """Return the rotation at `positions`, int32 [B, T], for each different RopeConfig of the layers."""
-    capacity, width = specs[0].capacity, specs[0].head_dim
-    return {
-        rope: rotation(rope, jnp.asarray(inverse_frequencies(rope, width, capacity)), positions)
-        for rope in dict.fromkeys(spec.rope for spec in specs)
-    }
+    capacity, width, turns = specs[0].capacity, specs[0].head_dim, {}
+    for rope in dict.fromkeys(spec.rope for spec in specs):
+        turn = rotation(rope, jnp.asarray(inverse_frequencies(rope, width, capacity)), positions)
+        # The barrier makes XLA compute the tables once. Its GPU compiler would compute them again in each layer.
+        cos, sin = lax.optimization_barrier((turn.cos, turn.sin))
+        turns[rope] = turn._replace(cos=cos, sin=sin)
+    return turns

@@ -5,6 +5,7 @@ B rows, T tokens of a step.
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jshadow.cache import accounting
+from jshadow.cache.offload import unit_bytes
 from jshadow.cache.records import Fetched, LayerState, Selection
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import Counters
@@ -23,15 +25,15 @@ class LayerWork:
 
     Attributes:
         moved: bytes that every row moved from the host, the same for all rows.
-        missed: data that each row moved in addition, uint32 [B], in units of accounting.FETCH_QUANTUM bytes. It counts
-            fetches that skip units which are still on the device, so rows differ.
+        missed: (bytes of a unit, number of units in each head, int32 [B, heads]) of each fetch that skips units on the
+            device. These units were moved in addition, and rows differ.
         fetches: the fetched units, in the order of the fetches.
         followed: the selections that have a `hit` mask, which is counted.
         later: (target layer, selection, fetched units) of each fetch that is for the next step.
     """
 
     moved: int = 0
-    missed: int | Array = 0
+    missed: list[tuple[int, Array]] = dataclasses.field(default_factory=list)
     fetches: list[Fetched] = dataclasses.field(default_factory=list)
     followed: list[Selection] = dataclasses.field(default_factory=list)
     later: list[tuple[int, Selection, Fetched]] = dataclasses.field(default_factory=list)
@@ -40,7 +42,8 @@ class LayerWork:
         """Record the fetch of the units `selection` from the layer with this spec and host layout."""
         self.fetches.append(fetched)
         self.moved += accounting.fetched_bytes(spec, selection, layout)
-        self.missed = self.missed + accounting.missed_quanta(spec, selection, layout)
+        if selection.kept is not None and spec.fetch != "resident":
+            self.missed.append((unit_bytes(spec, layout), selection.kept.count))
         if selection.hit is not None:
             self.followed.append(selection)
 
@@ -80,7 +83,9 @@ def count_step(
     units = [unit_counts(selection) for work in works for selection in work.followed]
     # The layers are added first. So a GPU needs no kernel in each layer to add up the heads.
     selected, hits = (one * count for count in summed(units, len(one)))
-    missed = jnp.asarray(sum(work.missed for work in works), jnp.uint32)
+    missed = jnp.zeros_like(one)
+    for unit, count in in_one(pair for work in works for pair in work.missed):
+        missed += accounting.missed_quanta(count.sum(axis=1), unit)
     return Counters(
         steps=counters.steps + queries,
         attended=counters.attended + jnp.where(valid, functools.reduce(jnp.add, seen), 0.0).sum(axis=1),
@@ -103,7 +108,15 @@ def unit_counts(selection: Selection) -> Array:
 def summed(units: list[Array], rows: int) -> tuple[Array, Array]:
     """Add up results of `unit_counts` for `rows` rows. Return the valid units and the hits of each row, uint32 [B]."""
     total: Array = jnp.zeros((rows, 2), jnp.uint32)
-    for heads in sorted({count.shape[1] for count in units}):
-        alike = functools.reduce(jnp.add, [count for count in units if count.shape[1] == heads])
-        total = total + alike.astype(jnp.uint32).sum(axis=1)
+    for _, count in in_one((0, count) for count in units):
+        total = total + count.astype(jnp.uint32).sum(axis=1)
     return total[:, 0], total[:, 1]
+
+
+def in_one(pairs: Iterable[tuple[int, Array]]) -> list[tuple[int, Array]]:
+    """Add up the arrays of those pairs whose number and shape are equal."""
+    sums: dict[tuple[int, tuple[int, ...]], Array] = {}
+    for number, array in pairs:
+        key = number, array.shape
+        sums[key] = sums[key] + array if key in sums else array
+    return [(number, array) for (number, _), array in sums.items()]

@@ -7,6 +7,7 @@ from aot.compiler import place
 from cases import CAPACITY, LENGTHS, PROMPT, TINY, model, random_tokens
 
 from jshadow.cache import accounting
+from jshadow.cache.offload import unit_bytes
 from jshadow.cache.records import Kept, Selection
 from jshadow.cache.spec import HostLayout
 from jshadow.engine import decode
@@ -50,9 +51,10 @@ def test_missed_chunks_are_counted_beyond_32_bits():
     spec, units = state.specs[0], 300_000
     missed = jnp.broadcast_to(jnp.arange(units, dtype=jnp.int32), (2, 8, units)).at[1, :, 1:].set(units)
     rows = jax.ShapeDtypeStruct((2, 8, units, 1024), jnp.bfloat16)  # 10 GB, never allocated
-    selection = Selection(missed, missed < units, kept=Kept(rows, rows, missed))  # type: ignore[arg-type]
+    count = (missed < units).sum(axis=2)
+    selection = Selection(missed, missed < units, kept=Kept(rows, rows, missed, count))  # type: ignore[arg-type]
     layout = HostLayout(heads=8, units=units, unit=8)
-    counted = accounting.missed_quanta(spec, selection, layout)
+    counted = accounting.missed_quanta(count.sum(axis=1), unit_bytes(spec, layout))
     assert counted.tolist() == [8 * units * 2048 // 64, 8 * 2048 // 64]
     assert 8 * units * 2048 > 2**32
     assert accounting.fetched_bytes(spec, selection, layout) == 0

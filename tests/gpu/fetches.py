@@ -176,7 +176,7 @@ def by_kernel(spec: CacheSpec, ids: Any, rows: Any, frozen: Any, host: HostTier,
         missed: the places that must be fetched, int32 [B, h_kv, k], as in `Kept`.
     """
     rebuild = spec.policy.rebuild(spec, LayerState(frozen, None, host), step)
-    selection = Selection(ids, ids >= 0, rebuild=rebuild, kept=Kept(*rows, missed))
+    selection = Selection(ids, ids >= 0, rebuild=rebuild, kept=Kept(*rows, missed, missed[..., 0]))
     fetched = offload.fetch(spec, host, selection, spec.policy.host_layout(spec))
     return (fetched.v.reshape(rows[0].shape), fetched.k.reshape(rows[1].shape)), fetched.k[0, 0, 0, 0]
 

@@ -22,10 +22,10 @@ def kept_rows(live: ShadowLive, chosen: Chosen) -> Kept | None:
         return None
     queries, count = chosen.missed.shape[2:]
     if queries == 1:
-        return Kept(live.values, live.keys, chosen.missed[:, :, 0])
+        return Kept(live.values, live.keys, chosen.missed[:, :, 0], chosen.counts[..., 0] - chosen.counts[..., 1])
     # Several queries reuse no rows.
     none = jnp.zeros((*chosen.ids.shape[:2], queries * count, live.values.shape[3]), live.values.dtype)
-    return Kept(none, none, places_of(chosen.valid.reshape(none.shape[:3])))
+    return Kept(none, none, places_of(chosen.valid.reshape(none.shape[:3])), chosen.counts[..., 0])
 
 
 def received(live: ShadowLive, selection: Selection, fetched: Fetched) -> ShadowLive:
