@@ -83,35 +83,45 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
 def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, interpret: bool) -> None:
     """Rebuild the keys of the tokens, rotate them and write them. `interpret` is as in `pallas_kernels.unpack`.
 
-    RoPE mixes column j of the first half with column j of the second half. So the two halves are separate tiles.
+    RoPE mixes column j of the first half with column j of the second half. A tile holds both, so that one product
+    computes them. It is then split between them.
     """
     dim, half = keys.dim, keys.inverse.shape[0]
-    cut = [(start, width, half) for start, width in spans(half)]
-    cut += [(half + start, width, 2 * half) for start, width in spans(half)]
-    cut += [(2 * half + start, width, dim) for start, width in spans(dim - 2 * half)]
-    columns = [(iota(start, width)[None], iota(start, width)[None] < end) for start, width, end in cut]
+    pairs = spans(half)
+    columns = [paired(start, width, half) for start, width in pairs]
+    columns += [
+        (iota(2 * half + start, width)[None], iota(2 * half + start, width)[None] < dim)
+        for start, width in spans(dim - 2 * half)
+    ]
     if keys.profile is None:
         tiles = factor_tiles(keys, tokens, columns, b, h)
     else:
         tiles = code_tiles(keys, tokens, columns, b, h, interpret)
-
     there, row = tokens.there[:, None], tokens.place[:, None]
 
-    def write(part: int, value: jax.Array) -> None:
-        column, inside = columns[part]
+    def write(column: jax.Array, inside: jax.Array, value: jax.Array) -> None:
         pltriton.store(out.at[b, h, row, column], value.astype(out.dtype), mask=there & inside)
 
-    pairs = len(spans(half))
-    for part in range(pairs):
-        column, inside = columns[part]
+    for (start, width), tile in zip(pairs, tiles, strict=False):
+        column = iota(start, width)[None]
+        inside = column < half
         inverse = pltriton.load(keys.inverse.at[column], mask=inside, other=0.0)
         angle = tokens.position[:, None].astype(jnp.float32) * inverse
         cos, sin = cos_sin(angle, out.dtype, interpret)
-        first, second = tiles[part], tiles[pairs + part]
-        write(part, first * cos - second * sin)
-        write(pairs + part, second * cos + first * sin)
-    for part in range(2 * pairs, len(columns)):
-        write(part, tiles[part])
+        first, second = lax.split(tile, (width, width), axis=1)
+        write(column, inside, first * cos - second * sin)
+        write(half + column, inside, second * cos + first * sin)
+    for (column, inside), tile in zip(columns[len(pairs) :], tiles[len(pairs) :], strict=True):
+        write(column, inside, tile)
+
+
+def paired(start: int, width: int, half: int) -> tuple[jax.Array, jax.Array]:
+    """Return the columns of a tile of pairs, [1, 2 * width]: those from `start`, then their partners in RoPE."""
+    column = iota(start, 2 * width)[None]
+    if width == half:
+        return column, column < 2 * half
+    later = iota(0, 2 * width)[None] >= width
+    return jnp.where(later, column + (half - width), column), jnp.where(later, column - width, column) < half
 
 
 # Keys before RoPE: one float32 tile for each block of columns. `keys` holds the kernel's refs.
