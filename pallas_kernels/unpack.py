@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.bits import code_at, middle
+from pallas_kernels.bits import code_at, middle, signed
 from pallas_kernels.rotation import TURN, cos_sin_of
 
 # The code q is shifted to the second bit, so (bits & mask | 1) + 128 is 2 q + 129. Half of it, less 72 or 66, is
@@ -39,6 +39,10 @@ fma.rn.bf16x2 $0, lo, half, less;
 fma.rn.bf16x2 $1, hi, half, less;
 """
 MIDDLE_OF = {4: {"mask": "0x001E001E", "less": "0xC290C290"}, 2: {"mask": "0x00060006", "less": "0xC284C284"}}
+
+# A code that lies `p` bits above the lowest bit, with its sign bit flipped, is code + 8 units of the last 23 bits of
+# 2**(23 - p). The pair of masks is for p = 8 and p = 16. The last number is 2**(23 - p) + 8, with a minus sign.
+SIGNED_AT = (("0x00000F00", "0x47000800", -32776.0), ("0x000F0000", "0x43080000", -136.0))
 
 
 def spread(shift: str, body: str) -> str:
@@ -115,6 +119,60 @@ def middle_numbers(packed: jax.Array, place: int, bits: int, dtype: jnp.dtype, i
     if not interpret and bits in MIDDLE_OF and dtype == jnp.bfloat16:
         return unpacked(middle_assembly(place, bits), packed)
     return middle(code_at(lax.convert_element_type(packed, jnp.int32), place, bits), bits).astype(dtype)
+
+
+def scaled_assembly(place: int) -> str:
+    """Return the PTX that unpacks signed 4-bit codes in one place of four bytes ($2) and multiplies them by scales.
+
+    The float32 scales are $3 to $6. The products are rounded to four bfloat16 ($0 and $1).
+    """
+    bytes_of = "mov.b32 mid, $2;" if place == 0 else "shr.u32 mid, $2, 4;"
+    lines = []
+    for index in range(4):
+        source, (mask, flip, less) = ("out" if index in (0, 3) else "mid"), SIGNED_AT[index // 2]
+        lines.append(f"lop3.b32 bits, {source}, {mask}, {flip}, 0x6A;")
+        lines.append("mov.b32 x, bits;")
+        lines.append(f"mul.rn.f32 less, ${3 + index}, {float_bits(less)};")
+        lines.append(f"fma.rn.f32 x{index}, x, ${3 + index}, less;")
+    body = "\n".join(lines)
+    return f"""{{
+.reg .b32 mid, out, bits;
+.reg .f32 x, less, x0, x1, x2, x3;
+{bytes_of}
+prmt.b32 out, mid, 0, 0x0300;
+{body}
+cvt.rn.bf16x2.f32 $0, x1, x0;
+cvt.rn.bf16x2.f32 $1, x3, x2;
+}}"""
+
+
+def scaled_numbers(
+    packed: jax.Array, place: int, bits: int, scale: jax.Array, dtype: jax.typing.DTypeLike, interpret: bool
+) -> jax.Array:
+    """Unpack the whole numbers in one place of a tile of packed bytes, and multiply them by scales.
+
+    Args:
+        packed: uint8 [m, n], two's complement codes in the layout of `bits`.
+        place: position in each byte.
+        bits: bits of a code, 8 or 4.
+        scale: float32 [m, 1]. If `dtype` has two bytes, the numbers are those of finite float16.
+        dtype: dtype of the result.
+        interpret: whether JAX's interpreter runs the kernel.
+
+    Returns:
+        The products in float32, rounded to `dtype`, [m, n].
+    """
+    if interpret or bits != 4 or jnp.dtype(dtype) != jnp.bfloat16:
+        codes = signed(code_at(lax.convert_element_type(packed, jnp.int32), place, bits), bits)
+        return (codes.astype(jnp.float32) * scale).astype(dtype)
+    [products] = pltriton.elementwise_inline_asm(
+        scaled_assembly(place),
+        args=[packed, jnp.broadcast_to(scale, packed.shape)],
+        constraints="=r,=r,r,f,f,f,f",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(packed.shape, jnp.bfloat16)],
+    )
+    return products
 
 
 def float_bits(value: float) -> str:
