@@ -56,8 +56,8 @@ def move(refs: tuple[Any, ...], tokens: Tokens, b: jax.Array, h: jax.Array, earl
     def load() -> tuple[list[jax.Array], list[jax.Array]]:
         rows = []
         for start, block in spans(width):
-            column = iota(start, block)[None]
-            rows.append(load_rows(values, tokens, b, h, tokens.within[:, None] * width + column, column < width))
+            column = iota(start, block)[None, None]
+            rows.append(load_rows(values, tokens, b, h, tokens.within[..., None] * width + column, column < width))
         places = [] if values.bits is None else scale_places(values, tokens.within, keys.chunk, dim)
         return rows, [load_rows(values, tokens, b, h, at, at >= 0) for at in places]
 
@@ -66,13 +66,13 @@ def move(refs: tuple[Any, ...], tokens: Tokens, b: jax.Array, h: jax.Array, earl
     rows, scale_bytes = fetched or load()
     scales = scales_of(values, scale_bytes) if scale_bytes else None
     for (start, block), tile in zip(spans(width), rows, strict=True):
-        column = iota(start, block)[None]
+        column = iota(start, block)[None, None]
         for place in range(dim // width):
             value = tile
             if scales is not None:
                 value = scaled_numbers(tile, place, values.bits, scales, values.dtype, interpret)
-            at = values_out.at[b, h, tokens.place[:, None], place * width + column]
-            pltriton.store(at, value, mask=tokens.there[:, None] & (column < width))
+            at = values_out.at[b, h, tokens.place[..., None], place * width + column]
+            pltriton.store(at, value, mask=tokens.there[..., None] & (column < width))
 
 
 def load_rows(values: Any, tokens: Tokens, b: jax.Array, h: jax.Array, at: jax.Array, inside: jax.Array) -> jax.Array:
@@ -88,20 +88,20 @@ def load_rows(values: Any, tokens: Tokens, b: jax.Array, h: jax.Array, at: jax.A
         at: indices in the row of a chunk, int32 [tokens, n].
         inside: which of these indices are valid, bool, broadcastable to [tokens, n].
     """
-    inside = tokens.there[:, None] & inside
+    inside = tokens.there[..., None] & inside
     other = 0.0 if jnp.issubdtype(values.prompt.dtype, jnp.floating) else 0
     if values.tail is None:
-        return pltriton.load(values.prompt.at[b, h, tokens.unit[:, None], at], mask=inside, other=other)
-    later = tokens.later[:, None]
-    early = pltriton.load(values.prompt.at[b, h, tokens.unit[:, None], at], mask=inside & ~later, other=other)
-    late = pltriton.load(values.tail.at[b, h, tokens.tail_row[:, None], at], mask=inside & later, other=other)
+        return pltriton.load(values.prompt.at[b, h, tokens.unit[..., None], at], mask=inside, other=other)
+    later = tokens.later[..., None]
+    early = pltriton.load(values.prompt.at[b, h, tokens.unit[..., None], at], mask=inside & ~later, other=other)
+    late = pltriton.load(values.tail.at[b, h, tokens.tail_row[..., None], at], mask=inside & later, other=other)
     return jnp.where(later, late, early)
 
 
 def scale_places(values: Any, within: jax.Array, chunk: int, dim: int) -> list[jax.Array]:
     """Return the index of each byte of each token's scale in the row of its chunk, int32 [tokens, 1] each."""
     size = jnp.dtype(values.scale_dtype).itemsize
-    first = chunk * values.token_width(dim) + within[:, None] * size
+    first = chunk * values.token_width(dim) + within[..., None] * size
     return [first + byte for byte in range(size)]
 
 

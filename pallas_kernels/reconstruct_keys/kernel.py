@@ -24,24 +24,23 @@ Columns = list[tuple[jax.Array, jax.Array]]  # for each tile of keys: its head c
 
 
 class Tokens(NamedTuple):
-    """The tokens of one program. Each field is an int32 or bool vector with one element for each token.
+    """The tokens of one program, as a table [m, n]. Each field is an int32 or bool array that broadcasts to it.
 
-    A chunk may have any size, also one that is not a power of two.
+    If a program holds whole chunks, the columns of the table are the chunks and the rows are their tokens. Then a thread
+    looks up few chunks, because it holds many tokens of each. Otherwise the table has one row.
 
     Attributes:
-        place: index among the k * c tokens of the result.
+        place: index among the k * c tokens of the result, [m, n].
         there: False past the last token.
-        slot: index of the token's chunk among the k ids.
         within: index of the token in its chunk.
         unit: row of `left`, or 0 if the chunk is in the tail.
         later: whether the chunk is in the tail.
         tail_row: row of the tail, or 0 if the chunk is not in the tail.
-        position: position of the token in the sequence.
+        position: position of the token in the sequence, [m, n].
     """
 
     place: jax.Array
     there: jax.Array
-    slot: jax.Array
     within: jax.Array
     unit: jax.Array
     later: jax.Array
@@ -61,14 +60,17 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
         slots: None: the tokens are those of all k ids in turn. Otherwise a ref, int32 [B, h_kv, k]. They are then the
             tokens of the ids with these indices, and an index of k stands for tokens that are not there.
     """
-    chunk, units = keys.chunk, keys.left.shape[-2]
-    place = iota(first, count)
-    there = place < keys.ids.shape[2] * chunk
-    slot, within = lax.div(place, jnp.int32(chunk)), lax.rem(place, jnp.int32(chunk))
+    chunk, units, selected = keys.chunk, keys.left.shape[-2], keys.ids.shape[2]
+    if count % chunk == 0:
+        slot = lax.div(first, jnp.int32(chunk)) + iota(0, count // chunk)[None]
+        within = iota(0, chunk)[:, None]
+    else:
+        index = iota(first, count)[None]
+        slot, within = lax.div(index, jnp.int32(chunk)), lax.rem(index, jnp.int32(chunk))
+    there = slot < selected
     if slots is not None:
-        slot = pltriton.load(slots.at[b, h, slot], mask=there, other=keys.ids.shape[2])
-        there = slot < keys.ids.shape[2]
-        place = slot * chunk + within
+        slot = pltriton.load(slots.at[b, h, slot], mask=there, other=selected)
+        there = slot < selected
     ids = pltriton.load(keys.ids.at[b, h, slot], mask=there, other=0)
     ids = jnp.minimum(jnp.maximum(ids, 0), keys.units - 1)
     later = ids >= units
@@ -77,7 +79,7 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
     source = unit
     if keys.tail_unit is not None:
         source = jnp.where(later, tail_row + pltriton.load(keys.tail_unit.at[b]), ids)
-    return Tokens(place, there, slot, within, unit, later, tail_row, source * chunk + within)
+    return Tokens(slot * chunk + within, there, within, unit, later, tail_row, source * chunk + within)
 
 
 def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, interpret: bool) -> None:
@@ -97,22 +99,23 @@ def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, 
         tiles = factor_tiles(keys, tokens, columns, b, h)
     else:
         tiles = code_tiles(keys, tokens, columns, b, h, interpret)
-    there, row = tokens.there[:, None], tokens.place[:, None]
+    there, row = tokens.there[..., None], tokens.place[..., None]
+    tiles = [tile.reshape(*tokens.place.shape, -1) for tile in tiles]
 
     def write(column: jax.Array, inside: jax.Array, value: jax.Array) -> None:
         pltriton.store(out.at[b, h, row, column], value.astype(out.dtype), mask=there & inside)
 
     for (start, width), tile in zip(pairs, tiles, strict=False):
-        column = iota(start, width)[None]
+        column = iota(start, width)[None, None]
         inside = column < half
         inverse = pltriton.load(keys.inverse.at[column], mask=inside, other=0.0)
-        angle = tokens.position[:, None].astype(jnp.float32) * inverse
+        angle = tokens.position[..., None].astype(jnp.float32) * inverse
         cos, sin = cos_sin(angle, out.dtype, interpret)
-        first, second = lax.split(tile, (width, width), axis=1)
+        first, second = lax.split(tile, (width, width), axis=2)
         write(column, inside, first * cos - second * sin)
         write(half + column, inside, second * cos + first * sin)
     for (column, inside), tile in zip(columns[len(pairs) :], tiles[len(pairs) :], strict=True):
-        write(column, inside, tile)
+        write(column[None], inside[None], tile)
 
 
 def paired(start: int, width: int, half: int) -> tuple[jax.Array, jax.Array]:
@@ -129,17 +132,11 @@ def paired(start: int, width: int, half: int) -> tuple[jax.Array, jax.Array]:
 
 def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
     """Multiply the left rows of the tokens by `right`. Return one tile for each entry of `columns`."""
-    rank, count = keys.right.shape[2], tokens.place.shape[0]
+    rank, count = keys.right.shape[2], tokens.place.size
     out = [jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in columns]
-    there, later = tokens.there[:, None], tokens.later[:, None]
     for start, width in summed(rank, keys.left, keys.right):
         r = iota(start, width)
-        at, inside = tokens.within[:, None] * rank + r[None], (r < rank)[None]
-        unit = tokens.unit[:, None]
-        rows = pltriton.load(keys.left.at[b, unit, at], mask=there & ~later & inside, other=0.0)
-        if keys.tail is not None:
-            unit = tokens.tail_row[:, None]
-            rows += pltriton.load(keys.tail.at[b, unit, at], mask=there & later & inside, other=0.0)
+        rows = load_left(keys, tokens, r, r < rank, b)
         for part, (column, exists) in enumerate(columns):
             mask = (r < rank)[:, None] & exists
             out[part] += dot(rows, pltriton.load(keys.right.at[b, h, r[:, None], column], mask=mask, other=0.0))
@@ -150,13 +147,13 @@ def code_tiles(
     keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array, interpret: bool
 ) -> list[jax.Array]:
     """Multiply the values of the tokens' codes by `right`, and add the mean. Return one tile for each of `columns`."""
-    out = [jnp.zeros((tokens.place.shape[0], column.shape[1]), jnp.float32) for column, _ in columns]
+    out = [jnp.zeros((tokens.place.size, column.shape[1]), jnp.float32) for column, _ in columns]
     most = 32 if keys.right.dtype == jnp.float32 else 64  # the same widths as in `tiles.summed`
     for part in parts_of(keys.profile):
         for start, width in spans(part.size, most):
             byte = iota(start, width)
             inside = byte < part.size
-            packed = load_bytes(keys, tokens, part.byte + byte[None], inside[None], b)
+            packed = load_left(keys, tokens, part.byte + byte, inside, b)
             for place in range(8 // part.bits):
                 r = part.column + place * part.size + byte
                 numbers = middle_numbers(packed, place, part.bits, keys.right.dtype, interpret)
@@ -168,25 +165,26 @@ def code_tiles(
     return [tile + mean.astype(jnp.float32) for tile, mean in zip(out, means, strict=True)]
 
 
-def load_bytes(keys: Any, tokens: Tokens, byte: jax.Array, inside: jax.Array, b: jax.Array) -> jax.Array:
-    """Load bytes of the tokens' rows, from the prompt or from the tail.
+def load_left(keys: Any, tokens: Tokens, column: jax.Array, inside: jax.Array, b: jax.Array) -> jax.Array:
+    """Load elements of the tokens' left rows, from the prompt or from the tail.
 
     Args:
         keys: the kernel's refs, as ChosenKeys.
         tokens: the tokens of the program.
-        byte: indices of the bytes in the row of a token, int32 [1, n].
-        inside: which of these indices are valid, bool [1, n].
+        column: indices of the elements in the row of a token, int32 [n].
+        inside: which of these indices are valid, bool [n].
         b: index in the batch.
 
     Returns:
-        The bytes, uint8 [tokens, n]. Invalid bytes are 0.
+        The elements [tokens, n]. Invalid elements are 0.
     """
-    at, there, later = tokens.within[:, None] * keys.width + byte, tokens.there[:, None], tokens.later[:, None]
-
-    rows = pltriton.load(keys.left.at[b, tokens.unit[:, None], at], mask=there & ~later & inside, other=0)
-    if keys.tail is None:
-        return rows
-    return rows | pltriton.load(keys.tail.at[b, tokens.tail_row[:, None], at], mask=there & later & inside, other=0)
+    at, there, later = tokens.within[..., None] * keys.width + column, tokens.there[..., None], tokens.later[..., None]
+    other = jnp.zeros((), keys.left.dtype)
+    rows = pltriton.load(keys.left.at[b, tokens.unit[..., None], at], mask=there & ~later & inside, other=other)
+    if keys.tail is not None:
+        tail = keys.tail.at[b, tokens.tail_row[..., None], at]
+        rows += pltriton.load(tail, mask=there & later & inside, other=other)
+    return rows.reshape(tokens.place.size, -1)
 
 
 # The call
