@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.bits import code_at, middle, signed
-from pallas_kernels.rotation import TURN, cos_sin_of
+from pallas_kernels.rotation import cos_sin_of, split_constant
 
 # The code q is shifted to the second bit, so (bits & mask | 1) + 128 is 2 q + 129. Half of it, less 72 or 66, is
 # q + 1/2 - 8 or q + 1/2 - 2.
@@ -181,16 +181,17 @@ def float_bits(value: float) -> str:
 
 
 def reduce_assembly() -> str:
-    """Return the PTX that subtracts whole turns from a float32 angle ($1) in [0, 1.6e6]. $0 is between -pi and pi.
+    """Return the PTX that subtracts whole turns from a float32 angle ($1) in [0, 1.6e6]. $0 is between -3.2 and 3.2.
 
-    As in `cos_sin_of`, the products with the parts of a turn are exact.
+    Adding 1.5 * 2**23 rounds the number of turns to a whole number. A fused multiply-add rounds once, so two parts of a
+    turn are enough.
     """
-    subtract = "\n".join(f"fma.rn.f32 x, turns, {float_bits(-part)}, x;" for part in TURN)
+    subtract = "\n".join(f"fma.rn.f32 x, turns, {float_bits(-part)}, x;" for part in split_constant(2 * math.pi, 1, 24))
     return f"""{{
 .reg .f32 turns, x;
 mov.f32 x, $1;
-fma.rn.f32 turns, x, {float_bits(0.5 / math.pi)}, {float_bits(0.5)};
-cvt.rmi.f32.f32 turns, turns;
+fma.rn.f32 turns, x, {float_bits(0.5 / math.pi)}, {float_bits(1.5 * 2**23)};
+sub.rn.f32 turns, turns, {float_bits(1.5 * 2**23)};
 {subtract}
 mov.f32 $0, x;
 }}"""

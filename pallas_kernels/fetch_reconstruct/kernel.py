@@ -143,7 +143,7 @@ def fetch_reconstruct(
     batch, heads, tokens, _ = keys.out_shape
     on_host = in_host_memory(values.prompt)
     # More programs are needed to fill the bus than to fill the device. Larger blocks read the basis less often.
-    anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 32 if on_host else 64)
+    anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 32 if on_host and keys.profile is None else 64)
     aliases = {}
     if kept is not None:
         # An aliased result must have the shape of its operand.
