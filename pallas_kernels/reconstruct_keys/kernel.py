@@ -134,7 +134,7 @@ def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: j
     """Multiply the left rows of the tokens by `right`. Return one tile for each entry of `columns`."""
     rank, count = keys.right.shape[2], tokens.place.size
     out = [jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in columns]
-    for start, width in summed(rank, keys.left, keys.right):
+    for start, width in spans(rank, 16):
         r = iota(start, width)
         rows = load_left(keys, tokens, r, r < rank, b)
         for part, (column, exists) in enumerate(columns):
@@ -148,7 +148,7 @@ def code_tiles(
 ) -> list[jax.Array]:
     """Multiply the values of the tokens' codes by `right`, and add the mean. Return one tile for each of `columns`."""
     out = [jnp.zeros((tokens.place.size, column.shape[1]), jnp.float32) for column, _ in columns]
-    most = 32 if keys.right.dtype == jnp.float32 else 64  # the same widths as in `tiles.summed`
+    most = 16
     for part in parts_of(keys.profile):
         for start, width in spans(part.size, most):
             byte = iota(start, width)
