@@ -147,7 +147,8 @@ def code_tiles(
     keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array, interpret: bool
 ) -> list[jax.Array]:
     """Multiply the values of the tokens' codes by `right`, and add the mean. Return one tile for each of `columns`."""
-    out = [jnp.zeros((tokens.place.size, column.shape[1]), jnp.float32) for column, _ in columns]
+    means = [pltriton.load(keys.mean.at[b, h, column], mask=exists, other=0.0) for column, exists in columns]
+    out = [jnp.broadcast_to(mean.astype(jnp.float32), (tokens.place.size, mean.shape[1])) for mean in means]
     most = 16
     for part in parts_of(keys.profile):
         for start, width in spans(part.size, most):
@@ -161,8 +162,7 @@ def code_tiles(
                     mask = inside[:, None] & exists
                     basis = pltriton.load(keys.right.at[b, h, r[:, None], column], mask=mask, other=0.0)
                     out[tile] += dot(numbers, basis)
-    means = [pltriton.load(keys.mean.at[b, h, column], mask=exists, other=0.0) for column, exists in columns]
-    return [tile + mean.astype(jnp.float32) for tile, mean in zip(out, means, strict=True)]
+    return out
 
 
 def load_left(keys: Any, tokens: Tokens, column: jax.Array, inside: jax.Array, b: jax.Array) -> jax.Array:
