@@ -1,8 +1,10 @@
 """The Triton kernel that rebuilds keys and reads the values directly from pinned host memory (zero copy).
 
 XLA passes an operand in pinned host memory to a kernel without a copy. With unified addressing, the kernel's loads from
-it cross the bus. A program issues these loads first, so that they run while it gathers, multiplies and rotates the
-keys. Packed rows cross the bus as bytes. They are unpacked just before they are stored.
+it cross the bus. If all programs run at once, each issues these loads first, so that they run while it gathers,
+multiplies and rotates the keys. Otherwise the programs that run keep the bus busy for each other. Each then loads the
+values after the keys, which takes fewer registers. Packed rows cross the bus as bytes. They are unpacked just before
+they are stored.
 
 The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c tokens of the selected chunks. If some
 chunks are kept on the device, the tokens of the others come first, and the programs after them return at once.
@@ -25,6 +27,8 @@ from pallas_kernels.reconstruct_keys.kernel import Tokens, block_of_tokens, cost
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 from pallas_kernels.tiles import blocks, can_do, iota, spans
 from pallas_kernels.unpack import scaled_numbers
+
+AT_ONCE = 512  # about as many programs run at once on a large GPU
 
 
 def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count, early, interpret):  # type: ignore[no-untyped-def]
@@ -142,8 +146,11 @@ def fetch_reconstruct(
         can_do("fetch_reconstruct", keys.dim, *keys.multiplied, *kept_rows, packed=(*keys.packed, *sources))
     batch, heads, tokens, _ = keys.out_shape
     on_host = in_host_memory(values.prompt)
-    # More programs are needed to fill the bus than to fill the device. Larger blocks read the basis less often.
-    anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 32 if on_host and keys.profile is None else 64)
+    # More programs are needed to fill the bus than to fill the device. But packed keys need larger blocks.
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    count = block_of_tokens(keys, 32 if on_host and keys.profile is None else 64)
+    grid = blocks(tokens, count), heads, batch
+    early = on_host and math.prod(grid) <= AT_ONCE
     aliases = {}
     if kept is not None:
         # An aliased result must have the shape of its operand.
@@ -152,8 +159,8 @@ def fetch_reconstruct(
         aliases = {first: 1, first + 1: 0}
     operands = (values, kept, keys)
     rebuilt, fetched = pl.pallas_call(
-        functools.partial(fetch_reconstruct_kernel, count=count, early=on_host, interpret=interpret),
-        grid=(blocks(tokens, count), heads, batch),
+        functools.partial(fetch_reconstruct_kernel, count=count, early=early, interpret=interpret),
+        grid=grid,
         in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
         out_specs=[anywhere] * 2,
         out_shape=[jax.ShapeDtypeStruct(keys.out_shape, kind) for kind in (keys.dtype, values.value_dtype)],

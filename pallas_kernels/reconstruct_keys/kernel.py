@@ -18,7 +18,7 @@ from pallas_kernels.bits import parts_of
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, summed, warps
-from pallas_kernels.unpack import cos_sin, middle_numbers
+from pallas_kernels.unpack import cos_sin, middle_numbers, multiply_add
 
 Columns = list[tuple[jax.Array, jax.Array]]  # for each tile of keys: its head columns [1, n], and whether each exists
 
@@ -112,8 +112,8 @@ def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, 
         angle = tokens.position[..., None].astype(jnp.float32) * inverse
         cos, sin = cos_sin(angle, out.dtype, interpret)
         first, second = lax.split(tile, (width, width), axis=2)
-        write(column, inside, first * cos - second * sin)
-        write(half + column, inside, second * cos + first * sin)
+        write(column, inside, multiply_add(first, cos, -second * sin, interpret))
+        write(half + column, inside, multiply_add(second, cos, first * sin, interpret))
     for (column, inside), tile in zip(columns[len(pairs) :], tiles[len(pairs) :], strict=True):
         write(column[None], inside[None], tile)
 
