@@ -5,6 +5,10 @@ the halves of a register. One `lop3` then turns a code into the bits of a bfloat
 bits are a whole number that is added to it. A fused multiply-add on both halves subtracts what was added. All of it is
 exact.
 
+**Unpacking to scaled bfloat16.** Here `lop3` turns a code into the bits of a float32 number, which is the code plus a
+constant. One fused multiply-add multiplies it by the scale and subtracts the constant times the scale. Its result is
+the exact product, because codes have 4 bits and scales have 11.
+
 **Unpacking to 8-bit integers.** A shift and a mask turn four bytes into four integers at once.
 
 **Sines.** The GPU's own `sin.approx` and `cos.approx` are off by less than 1e-6 between -pi and pi. That is far less
@@ -40,8 +44,8 @@ fma.rn.bf16x2 $1, hi, half, less;
 """
 MIDDLE_OF = {4: {"mask": "0x001E001E", "less": "0xC290C290"}, 2: {"mask": "0x00060006", "less": "0xC284C284"}}
 
-# A code that lies `p` bits above the lowest bit, with its sign bit flipped, is code + 8 units of the last 23 bits of
-# 2**(23 - p). The pair of masks is for p = 8 and p = 16. The last number is 2**(23 - p) + 8, with a minus sign.
+# If bits p to p + 3 of the float32 2**(23 - p) are a code with its sign bit flipped, the float32 is
+# 2**(23 - p) + 8 + code. For p = 8 and p = 16: the mask of the bits, the number with the sign bit, and the constant.
 SIGNED_AT = (("0x00000F00", "0x47000800", -32776.0), ("0x000F0000", "0x43080000", -136.0))
 
 
@@ -126,19 +130,21 @@ def scaled_assembly(place: int) -> str:
 
     The float32 scales are $3 to $6. The products are rounded to four bfloat16 ($0 and $1).
     """
-    bytes_of = "mov.b32 mid, $2;" if place == 0 else "shr.u32 mid, $2, 4;"
+    moved = "mov.b32 mid, $2;" if place == 0 else "shr.u32 mid, $2, 4;"
     lines = []
-    for index in range(4):
-        source, (mask, flip, less) = ("out" if index in (0, 3) else "mid"), SIGNED_AT[index // 2]
-        lines.append(f"lop3.b32 bits, {source}, {mask}, {flip}, 0x6A;")
-        lines.append("mov.b32 x, bits;")
-        lines.append(f"mul.rn.f32 less, ${3 + index}, {float_bits(less)};")
-        lines.append(f"fma.rn.f32 x{index}, x, ${3 + index}, less;")
+    for index, (source, where) in enumerate((("out", 0), ("mid", 0), ("mid", 1), ("out", 1))):
+        mask, flip, less = SIGNED_AT[where]
+        lines += [
+            f"lop3.b32 bits, {source}, {mask}, {flip}, 0x6A;",
+            "mov.b32 x, bits;",
+            f"mul.rn.f32 less, ${3 + index}, {float_bits(less)};",
+            f"fma.rn.f32 x{index}, x, ${3 + index}, less;",
+        ]
     body = "\n".join(lines)
     return f"""{{
 .reg .b32 mid, out, bits;
 .reg .f32 x, less, x0, x1, x2, x3;
-{bytes_of}
+{moved}
 prmt.b32 out, mid, 0, 0x0300;
 {body}
 cvt.rn.bf16x2.f32 $0, x1, x0;
@@ -183,15 +189,15 @@ def float_bits(value: float) -> str:
 def reduce_assembly() -> str:
     """Return the PTX that subtracts whole turns from a float32 angle ($1) in [0, 1.6e6]. $0 is between -3.2 and 3.2.
 
-    Adding 1.5 * 2**23 rounds the number of turns to a whole number. A fused multiply-add rounds once, so two parts of a
-    turn are enough.
+    A fused multiply-add rounds only its result, so a turn needs two parts.
     """
-    subtract = "\n".join(f"fma.rn.f32 x, turns, {float_bits(-part)}, x;" for part in split_constant(2 * math.pi, 1, 24))
+    parts = split_constant(2 * math.pi, 1, 24)
+    subtract = "\n".join(f"fma.rn.f32 x, turns, {float_bits(-part)}, x;" for part in parts)
     return f"""{{
 .reg .f32 turns, x;
 mov.f32 x, $1;
-fma.rn.f32 turns, x, {float_bits(0.5 / math.pi)}, {float_bits(1.5 * 2**23)};
-sub.rn.f32 turns, turns, {float_bits(1.5 * 2**23)};
+fma.rn.f32 turns, x, {float_bits(0.5 / math.pi)}, {float_bits(0.5)};
+cvt.rmi.f32.f32 turns, turns;
 {subtract}
 mov.f32 $0, x;
 }}"""

@@ -2,7 +2,8 @@
 
 The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c tokens of the selected chunks. A program
 gathers the left rows of its tokens, multiplies them by `right` and rotates the result, all in registers. A tile of
-packed bytes is loaded once and shifted once for each place.
+packed bytes is loaded once and shifted once for each place. Each product sums over only 16 columns of the left rows, so
+that the tiles leave registers for more programs on a multiprocessor.
 """
 
 import functools
@@ -17,7 +18,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.bits import parts_of
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
-from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, summed, warps
+from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, warps
 from pallas_kernels.unpack import cos_sin, middle_numbers, multiply_add
 
 Columns = list[tuple[jax.Array, jax.Array]]  # for each tile of keys: its head columns [1, n], and whether each exists
@@ -26,8 +27,8 @@ Columns = list[tuple[jax.Array, jax.Array]]  # for each tile of keys: its head c
 class Tokens(NamedTuple):
     """The tokens of one program, as a table [m, n]. Each field is an int32 or bool array that broadcasts to it.
 
-    If a program holds whole chunks, the columns of the table are the chunks and the rows are their tokens. Then a thread
-    looks up few chunks, because it holds many tokens of each. Otherwise the table has one row.
+    If a program holds whole chunks, column j of the table holds the tokens of chunk j. A thread then holds many tokens
+    of few chunks, and looks up few chunks. Otherwise the table has one row.
 
     Attributes:
         place: index among the k * c tokens of the result, [m, n].
@@ -134,7 +135,7 @@ def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: j
     """Multiply the left rows of the tokens by `right`. Return one tile for each entry of `columns`."""
     rank, count = keys.right.shape[2], tokens.place.size
     out = [jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in columns]
-    for start, width in spans(rank, 16):
+    for start, width in spans(rank, LEAST):
         r = iota(start, width)
         rows = load_left(keys, tokens, r, r < rank, b)
         for part, (column, exists) in enumerate(columns):
@@ -149,9 +150,8 @@ def code_tiles(
     """Multiply the values of the tokens' codes by `right`, and add the mean. Return one tile for each of `columns`."""
     means = [pltriton.load(keys.mean.at[b, h, column], mask=exists, other=0.0) for column, exists in columns]
     out = [jnp.broadcast_to(mean.astype(jnp.float32), (tokens.place.size, mean.shape[1])) for mean in means]
-    most = 16
     for part in parts_of(keys.profile):
-        for start, width in spans(part.size, most):
+        for start, width in spans(part.size, LEAST):
             byte = iota(start, width)
             inside = byte < part.size
             packed = load_left(keys, tokens, part.byte + byte, inside, b)
