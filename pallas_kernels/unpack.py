@@ -5,6 +5,10 @@ the halves of a register. One `lop3` then turns a code into the bits of a bfloat
 bits are a whole number that is added to it. A fused multiply-add on both halves subtracts what was added. All of it is
 exact.
 
+**Unpacking to scaled bfloat16.** Here `lop3` turns a code into the bits of a float32 number, which is the code plus a
+constant. One fused multiply-add multiplies it by the scale and subtracts the constant times the scale. Its result is
+the exact product, because codes have 4 bits and scales have 11.
+
 **Unpacking to 8-bit integers.** A shift and a mask turn four bytes into four integers at once.
 
 **Sines.** The GPU's own `sin.approx` and `cos.approx` are off by less than 1e-6 between -pi and pi. That is far less
@@ -25,8 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.bits import code_at, middle
-from pallas_kernels.rotation import TURN, cos_sin_of
+from pallas_kernels.bits import code_at, middle, signed
+from pallas_kernels.rotation import cos_sin_of, split_constant
 
 # The code q is shifted to the second bit, so (bits & mask | 1) + 128 is 2 q + 129. Half of it, less 72 or 66, is
 # q + 1/2 - 8 or q + 1/2 - 2.
@@ -39,6 +43,10 @@ fma.rn.bf16x2 $0, lo, half, less;
 fma.rn.bf16x2 $1, hi, half, less;
 """
 MIDDLE_OF = {4: {"mask": "0x001E001E", "less": "0xC290C290"}, 2: {"mask": "0x00060006", "less": "0xC284C284"}}
+
+# If bits p to p + 3 of the float32 2**(23 - p) are a code with its sign bit flipped, the float32 is
+# 2**(23 - p) + 8 + code. For p = 8 and p = 16: the mask of the bits, the number with the sign bit, and the constant.
+SIGNED_AT = (("0x00000F00", "0x47000800", -32776.0), ("0x000F0000", "0x43080000", -136.0))
 
 
 def spread(shift: str, body: str) -> str:
@@ -117,17 +125,74 @@ def middle_numbers(packed: jax.Array, place: int, bits: int, dtype: jnp.dtype, i
     return middle(code_at(lax.convert_element_type(packed, jnp.int32), place, bits), bits).astype(dtype)
 
 
+def scaled_assembly(place: int) -> str:
+    """Return the PTX that unpacks signed 4-bit codes in one place of four bytes ($2) and multiplies them by scales.
+
+    The float32 scales are $3 to $6. The products are rounded to four bfloat16 ($0 and $1).
+    """
+    moved = "mov.b32 mid, $2;" if place == 0 else "shr.u32 mid, $2, 4;"
+    lines = []
+    for index, (source, where) in enumerate((("out", 0), ("mid", 0), ("mid", 1), ("out", 1))):
+        mask, flip, less = SIGNED_AT[where]
+        lines += [
+            f"lop3.b32 bits, {source}, {mask}, {flip}, 0x6A;",
+            "mov.b32 x, bits;",
+            f"mul.rn.f32 less, ${3 + index}, {float_bits(less)};",
+            f"fma.rn.f32 x{index}, x, ${3 + index}, less;",
+        ]
+    body = "\n".join(lines)
+    return f"""{{
+.reg .b32 mid, out, bits;
+.reg .f32 x, less, x0, x1, x2, x3;
+{moved}
+prmt.b32 out, mid, 0, 0x0300;
+{body}
+cvt.rn.bf16x2.f32 $0, x1, x0;
+cvt.rn.bf16x2.f32 $1, x3, x2;
+}}"""
+
+
+def scaled_numbers(
+    packed: jax.Array, place: int, bits: int, scale: jax.Array, dtype: jax.typing.DTypeLike, interpret: bool
+) -> jax.Array:
+    """Unpack the whole numbers in one place of a tile of packed bytes, and multiply them by scales.
+
+    Args:
+        packed: uint8 [m, n], two's complement codes in the layout of `bits`.
+        place: position in each byte.
+        bits: bits of a code, 8 or 4.
+        scale: float32 [m, 1]. If `dtype` has two bytes, the numbers are those of finite float16.
+        dtype: dtype of the result.
+        interpret: whether JAX's interpreter runs the kernel.
+
+    Returns:
+        The products in float32, rounded to `dtype`, [m, n].
+    """
+    if interpret or bits != 4 or jnp.dtype(dtype) != jnp.bfloat16:
+        codes = signed(code_at(lax.convert_element_type(packed, jnp.int32), place, bits), bits)
+        return (codes.astype(jnp.float32) * scale).astype(dtype)
+    [products] = pltriton.elementwise_inline_asm(
+        scaled_assembly(place),
+        args=[packed, jnp.broadcast_to(scale, packed.shape)],
+        constraints="=r,=r,r,f,f,f,f",
+        pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(packed.shape, jnp.bfloat16)],
+    )
+    return products
+
+
 def float_bits(value: float) -> str:
     """Return a float32 constant as PTX writes it."""
     return f"0f{struct.unpack('<I', struct.pack('<f', value))[0]:08X}"
 
 
 def reduce_assembly() -> str:
-    """Return the PTX that subtracts whole turns from a float32 angle ($1) in [0, 1.6e6]. $0 is between -pi and pi.
+    """Return the PTX that subtracts whole turns from a float32 angle ($1) in [0, 1.6e6]. $0 is between -3.2 and 3.2.
 
-    As in `cos_sin_of`, the products with the parts of a turn are exact.
+    A fused multiply-add rounds only its result, so a turn needs two parts.
     """
-    subtract = "\n".join(f"fma.rn.f32 x, turns, {float_bits(-part)}, x;" for part in TURN)
+    parts = split_constant(2 * math.pi, 1, 24)
+    subtract = "\n".join(f"fma.rn.f32 x, turns, {float_bits(-part)}, x;" for part in parts)
     return f"""{{
 .reg .f32 turns, x;
 mov.f32 x, $1;
@@ -163,16 +228,21 @@ def nearest(x: jax.Array, interpret: bool) -> jax.Array:
     """Round float32 numbers between -2**31 and 2**31 to the nearest whole numbers, int32."""
     if interpret:
         return jnp.rint(x).astype(jnp.int32)
-    return float_assembly("cvt.rni.s32.f32 $0, $1;", x, jnp.int32)
+    return float_assembly("cvt.rni.s32.f32 $0, $1;", x, dtype=jnp.int32)
 
 
-def float_assembly(assembly: str, x: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-    """Run assembly on each float32 number ($1) of a tile. Its result is $0, a number of four bytes."""
+def multiply_add(x: jax.Array, y: jax.Array, z: jax.Array, interpret: bool) -> jax.Array:
+    """Return x * y + z for float32 tiles of the same shape. A GPU rounds once."""
+    return x * y + z if interpret else float_assembly("fma.rn.f32 $0, $1, $2, $3;", x, y, z)
+
+
+def float_assembly(assembly: str, *tiles: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+    """Run assembly on each float32 number ($1, $2 ...) of the tiles. Its result is $0, a number of four bytes."""
     [result] = pltriton.elementwise_inline_asm(
         assembly,
-        args=[x],
-        constraints="=f,f" if dtype == jnp.float32 else "=r,f",
+        args=tiles,
+        constraints=",".join(["=f" if dtype == jnp.float32 else "=r", *("f" for _ in tiles)]),
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(tiles[0].shape, dtype)],
     )
     return result

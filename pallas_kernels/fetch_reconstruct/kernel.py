@@ -1,8 +1,10 @@
 """The Triton kernel that rebuilds keys and reads the values directly from pinned host memory (zero copy).
 
 XLA passes an operand in pinned host memory to a kernel without a copy. With unified addressing, the kernel's loads from
-it cross the bus. A program issues these loads first, so that they run while it gathers, multiplies and rotates the
-keys. Packed rows cross the bus as bytes. They are unpacked just before they are stored.
+it cross the bus. If all programs run at once, each issues these loads first, so that they run while it gathers,
+multiplies and rotates the keys. Otherwise the programs that run keep the bus busy for each other. Each then loads the
+values after the keys, which takes fewer registers. Packed rows cross the bus as bytes. They are unpacked just before
+they are stored.
 
 The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c tokens of the selected chunks. If some
 chunks are kept on the device, the tokens of the others come first, and the programs after them return at once.
@@ -18,16 +20,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from pallas_kernels.bits import code_at, signed
 from pallas_kernels.choose import in_host_memory
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.fetch_reconstruct.operands import HostRows, KeptRows
 from pallas_kernels.reconstruct_keys.kernel import Tokens, block_of_tokens, cost_of, store_keys, tokens_of, warps_of
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 from pallas_kernels.tiles import blocks, can_do, iota, spans
+from pallas_kernels.unpack import scaled_numbers
+
+AT_ONCE = 512  # about as many programs run at once on a large GPU
 
 
-def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count, interpret):  # type: ignore[no-untyped-def]
+def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count, early, interpret):  # type: ignore[no-untyped-def]
     """One program: rebuild the keys and fetch the values of `count` tokens of one KV head.
 
     If `kept` is not None, its keys and keys_out are the same buffer, and so are its values and values_out. The tokens
@@ -36,36 +40,43 @@ def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count,
     j, h, b = (pl.program_id(axis) for axis in range(3))
     refs = (values, keys, keys_out, values_out)
     if kept is None:
-        move(refs, tokens_of(keys, b, h, j * count, count), b, h, interpret)
+        move(refs, tokens_of(keys, b, h, j * count, count), b, h, early, interpret)
         return
 
     @pl.when(pltriton.load(kept.missed.at[b, h, lax.div(j * count, keys.chunk)]) < keys.ids.shape[2])
     def _() -> None:
-        move(refs, tokens_of(keys, b, h, j * count, count, kept.missed), b, h, interpret)
+        move(refs, tokens_of(keys, b, h, j * count, count, kept.missed), b, h, early, interpret)
 
 
-def move(refs: tuple[Any, ...], tokens: Tokens, b: jax.Array, h: jax.Array, interpret: bool) -> None:
-    """Rebuild the keys of the tokens and fetch their values. `refs` are values, keys, keys_out and values_out."""
+def move(refs: tuple[Any, ...], tokens: Tokens, b: jax.Array, h: jax.Array, early: bool, interpret: bool) -> None:
+    """Rebuild the keys of the tokens and fetch their values. `refs` are values, keys, keys_out and values_out.
+
+    If `early`, the loads of the values are issued first.
+    """
     values, keys, keys_out, values_out = refs
     dim = keys.dim
     width = values.token_width(dim)
-    fetched = []
-    for start, block in spans(width):
-        column = iota(start, block)[None]
-        at = tokens.within[:, None] * width + column
-        fetched.append(load_rows(values, tokens, b, h, at, column < width))
-    packed_scales = None
-    if values.bits is not None:
-        at = scale_places(values, tokens.within, keys.chunk, dim)
-        packed_scales = load_rows(values, tokens, b, h, at, at >= 0)
+
+    def load() -> tuple[list[jax.Array], list[jax.Array]]:
+        rows = []
+        for start, block in spans(width):
+            column = iota(start, block)[None, None]
+            rows.append(load_rows(values, tokens, b, h, tokens.within[..., None] * width + column, column < width))
+        places = [] if values.bits is None else scale_places(values, tokens.within, keys.chunk, dim)
+        return rows, [load_rows(values, tokens, b, h, at, at >= 0) for at in places]
+
+    fetched = load() if early else None
     store_keys(keys, keys_out, tokens, b, h, interpret)
-    scales = None if packed_scales is None else scales_of(values, packed_scales)
-    for (start, block), tile in zip(spans(width), fetched, strict=True):
-        column = iota(start, block)[None]
+    rows, scale_bytes = fetched or load()
+    scales = scales_of(values, scale_bytes) if scale_bytes else None
+    for (start, block), tile in zip(spans(width), rows, strict=True):
+        column = iota(start, block)[None, None]
         for place in range(dim // width):
-            value = tile if scales is None else values_at(values, tile, place, scales)
-            at = values_out.at[b, h, tokens.place[:, None], place * width + column]
-            pltriton.store(at, value, mask=tokens.there[:, None] & (column < width))
+            value = tile
+            if scales is not None:
+                value = scaled_numbers(tile, place, values.bits, scales, values.dtype, interpret)
+            at = values_out.at[b, h, tokens.place[..., None], place * width + column]
+            pltriton.store(at, value, mask=tokens.there[..., None] & (column < width))
 
 
 def load_rows(values: Any, tokens: Tokens, b: jax.Array, h: jax.Array, at: jax.Array, inside: jax.Array) -> jax.Array:
@@ -81,35 +92,31 @@ def load_rows(values: Any, tokens: Tokens, b: jax.Array, h: jax.Array, at: jax.A
         at: indices in the row of a chunk, int32 [tokens, n].
         inside: which of these indices are valid, bool, broadcastable to [tokens, n].
     """
-    inside = tokens.there[:, None] & inside
+    inside = tokens.there[..., None] & inside
     other = 0.0 if jnp.issubdtype(values.prompt.dtype, jnp.floating) else 0
     if values.tail is None:
-        return pltriton.load(values.prompt.at[b, h, tokens.unit[:, None], at], mask=inside, other=other)
-    later = tokens.later[:, None]
-    early = pltriton.load(values.prompt.at[b, h, tokens.unit[:, None], at], mask=inside & ~later, other=other)
-    late = pltriton.load(values.tail.at[b, h, tokens.tail_row[:, None], at], mask=inside & later, other=other)
+        return pltriton.load(values.prompt.at[b, h, tokens.unit[..., None], at], mask=inside, other=other)
+    later = tokens.later[..., None]
+    early = pltriton.load(values.prompt.at[b, h, tokens.unit[..., None], at], mask=inside & ~later, other=other)
+    late = pltriton.load(values.tail.at[b, h, tokens.tail_row[..., None], at], mask=inside & later, other=other)
     return jnp.where(later, late, early)
 
 
-def scale_places(values: Any, within: jax.Array, chunk: int, dim: int) -> jax.Array:
-    """Return the indices of the scale bytes of each token in its row, int32 [tokens, bytes of a scale]."""
+def scale_places(values: Any, within: jax.Array, chunk: int, dim: int) -> list[jax.Array]:
+    """Return the index of each byte of each token's scale in the row of its chunk, int32 [tokens, 1] each."""
     size = jnp.dtype(values.scale_dtype).itemsize
-    return chunk * values.token_width(dim) + within[:, None] * size + iota(0, size)[None]
+    first = chunk * values.token_width(dim) + within[..., None] * size
+    return [first + byte for byte in range(size)]
 
 
-def scales_of(values: Any, tile: jax.Array) -> jax.Array:
-    """Join the bytes [tokens, n] of the scales, lowest byte first, and return the float32 scales [tokens]."""
-    places = lax.convert_element_type(tile, jnp.int32) << (8 * iota(0, tile.shape[1]))[None]
-    number = places.sum(axis=1, dtype=jnp.int32)  # the bits are disjoint, so the sum joins them
+def scales_of(values: Any, parts: list[jax.Array]) -> jax.Array:
+    """Join the bytes of the scales, lowest byte first, and return the float32 scales, [tokens, 1]."""
+    number = functools.reduce(
+        jnp.bitwise_or, [lax.convert_element_type(part, jnp.int32) << (8 * place) for place, part in enumerate(parts)]
+    )
     if values.scale_dtype == jnp.float16:
         number = lax.convert_element_type(number, jnp.uint16)
     return lax.bitcast_convert_type(number, values.scale_dtype).astype(jnp.float32)
-
-
-def values_at(values: Any, tile: jax.Array, place: int, scales: jax.Array) -> jax.Array:
-    """Unpack the values in one place of the bytes [tokens, n] and multiply them by the scales [tokens]."""
-    codes = signed(code_at(lax.convert_element_type(tile, jnp.int32), place, values.bits), values.bits)
-    return (codes.astype(jnp.float32) * scales[:, None]).astype(values.dtype)
 
 
 def cost_of_fetch(values: HostRows, kept: KeptRows | None, keys: ChosenKeys) -> pl.CostEstimate:
@@ -139,8 +146,11 @@ def fetch_reconstruct(
         can_do("fetch_reconstruct", keys.dim, *keys.multiplied, *kept_rows, packed=(*keys.packed, *sources))
     batch, heads, tokens, _ = keys.out_shape
     on_host = in_host_memory(values.prompt)
-    # More programs are needed to fill the bus than to fill the device. Larger blocks read the basis less often.
-    anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 32 if on_host else 64)
+    # More programs are needed to fill the bus than to fill the device. But packed keys need larger blocks.
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    count = block_of_tokens(keys, 32 if on_host and keys.profile is None else 64)
+    grid = blocks(tokens, count), heads, batch
+    early = on_host and math.prod(grid) <= AT_ONCE
     aliases = {}
     if kept is not None:
         # An aliased result must have the shape of its operand.
@@ -149,8 +159,8 @@ def fetch_reconstruct(
         aliases = {first: 1, first + 1: 0}
     operands = (values, kept, keys)
     rebuilt, fetched = pl.pallas_call(
-        functools.partial(fetch_reconstruct_kernel, count=count, interpret=interpret),
-        grid=(blocks(tokens, count), heads, batch),
+        functools.partial(fetch_reconstruct_kernel, count=count, early=early, interpret=interpret),
+        grid=grid,
         in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
         out_specs=[anywhere] * 2,
         out_shape=[jax.ShapeDtypeStruct(keys.out_shape, kind) for kind in (keys.dtype, values.value_dtype)],

@@ -2,7 +2,8 @@
 
 The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c tokens of the selected chunks. A program
 gathers the left rows of its tokens, multiplies them by `right` and rotates the result, all in registers. A tile of
-packed bytes is loaded once and shifted once for each place.
+packed bytes is loaded once and shifted once for each place. Each product sums over only 16 columns of the left rows, so
+that the tiles leave registers for more programs on a multiprocessor.
 """
 
 import functools
@@ -17,31 +18,30 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.bits import parts_of
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
-from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, summed, warps
-from pallas_kernels.unpack import cos_sin, middle_numbers
+from pallas_kernels.tiles import LEAST, blocks, can_do, dot, iota, spans, warps
+from pallas_kernels.unpack import cos_sin, middle_numbers, multiply_add
 
 Columns = list[tuple[jax.Array, jax.Array]]  # for each tile of keys: its head columns [1, n], and whether each exists
 
 
 class Tokens(NamedTuple):
-    """The tokens of one program. Each field is an int32 or bool vector with one element for each token.
+    """The tokens of one program, as a table [m, n]. Each field is an int32 or bool array that broadcasts to it.
 
-    A chunk may have any size, also one that is not a power of two.
+    If a program holds whole chunks, column j of the table holds the tokens of chunk j. A thread then holds many tokens
+    of few chunks, and looks up few chunks. Otherwise the table has one row.
 
     Attributes:
-        place: index among the k * c tokens of the result.
+        place: index among the k * c tokens of the result, [m, n].
         there: False past the last token.
-        slot: index of the token's chunk among the k ids.
         within: index of the token in its chunk.
         unit: row of `left`, or 0 if the chunk is in the tail.
         later: whether the chunk is in the tail.
         tail_row: row of the tail, or 0 if the chunk is not in the tail.
-        position: position of the token in the sequence.
+        position: position of the token in the sequence, [m, n].
     """
 
     place: jax.Array
     there: jax.Array
-    slot: jax.Array
     within: jax.Array
     unit: jax.Array
     later: jax.Array
@@ -61,14 +61,17 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
         slots: None: the tokens are those of all k ids in turn. Otherwise a ref, int32 [B, h_kv, k]. They are then the
             tokens of the ids with these indices, and an index of k stands for tokens that are not there.
     """
-    chunk, units = keys.chunk, keys.left.shape[-2]
-    place = iota(first, count)
-    there = place < keys.ids.shape[2] * chunk
-    slot, within = lax.div(place, jnp.int32(chunk)), lax.rem(place, jnp.int32(chunk))
+    chunk, units, selected = keys.chunk, keys.left.shape[-2], keys.ids.shape[2]
+    if count % chunk == 0:
+        slot = lax.div(first, jnp.int32(chunk)) + iota(0, count // chunk)[None]
+        within = iota(0, chunk)[:, None]
+    else:
+        index = iota(first, count)[None]
+        slot, within = lax.div(index, jnp.int32(chunk)), lax.rem(index, jnp.int32(chunk))
+    there = slot < selected
     if slots is not None:
-        slot = pltriton.load(slots.at[b, h, slot], mask=there, other=keys.ids.shape[2])
-        there = slot < keys.ids.shape[2]
-        place = slot * chunk + within
+        slot = pltriton.load(slots.at[b, h, slot], mask=there, other=selected)
+        there = slot < selected
     ids = pltriton.load(keys.ids.at[b, h, slot], mask=there, other=0)
     ids = jnp.minimum(jnp.maximum(ids, 0), keys.units - 1)
     later = ids >= units
@@ -77,41 +80,52 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
     source = unit
     if keys.tail_unit is not None:
         source = jnp.where(later, tail_row + pltriton.load(keys.tail_unit.at[b]), ids)
-    return Tokens(place, there, slot, within, unit, later, tail_row, source * chunk + within)
+    return Tokens(slot * chunk + within, there, within, unit, later, tail_row, source * chunk + within)
 
 
 def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, interpret: bool) -> None:
     """Rebuild the keys of the tokens, rotate them and write them. `interpret` is as in `pallas_kernels.unpack`.
 
-    RoPE mixes column j of the first half with column j of the second half. So the two halves are separate tiles.
+    RoPE mixes column j of the first half with column j of the second half. A tile holds both, so that one product
+    computes them. It is then split between them.
     """
     dim, half = keys.dim, keys.inverse.shape[0]
-    cut = [(start, width, half) for start, width in spans(half)]
-    cut += [(half + start, width, 2 * half) for start, width in spans(half)]
-    cut += [(2 * half + start, width, dim) for start, width in spans(dim - 2 * half)]
-    columns = [(iota(start, width)[None], iota(start, width)[None] < end) for start, width, end in cut]
+    pairs = spans(half)
+    columns = [paired(start, width, half) for start, width in pairs]
+    columns += [
+        (iota(2 * half + start, width)[None], iota(2 * half + start, width)[None] < dim)
+        for start, width in spans(dim - 2 * half)
+    ]
     if keys.profile is None:
         tiles = factor_tiles(keys, tokens, columns, b, h)
     else:
         tiles = code_tiles(keys, tokens, columns, b, h, interpret)
+    there, row = tokens.there[..., None], tokens.place[..., None]
+    tiles = [tile.reshape(*tokens.place.shape, -1) for tile in tiles]
 
-    there, row = tokens.there[:, None], tokens.place[:, None]
-
-    def write(part: int, value: jax.Array) -> None:
-        column, inside = columns[part]
+    def write(column: jax.Array, inside: jax.Array, value: jax.Array) -> None:
         pltriton.store(out.at[b, h, row, column], value.astype(out.dtype), mask=there & inside)
 
-    pairs = len(spans(half))
-    for part in range(pairs):
-        column, inside = columns[part]
+    for (start, width), tile in zip(pairs, tiles, strict=False):
+        column = iota(start, width)[None, None]
+        inside = column < half
         inverse = pltriton.load(keys.inverse.at[column], mask=inside, other=0.0)
-        angle = tokens.position[:, None].astype(jnp.float32) * inverse
+        angle = tokens.position[..., None].astype(jnp.float32) * inverse
         cos, sin = cos_sin(angle, out.dtype, interpret)
-        first, second = tiles[part], tiles[pairs + part]
-        write(part, first * cos - second * sin)
-        write(pairs + part, second * cos + first * sin)
-    for part in range(2 * pairs, len(columns)):
-        write(part, tiles[part])
+        first, second = lax.split(tile, (width, width), axis=2)
+        write(column, inside, multiply_add(first, cos, -second * sin, interpret))
+        write(half + column, inside, multiply_add(second, cos, first * sin, interpret))
+    for (column, inside), tile in zip(columns[len(pairs) :], tiles[len(pairs) :], strict=True):
+        write(column[None], inside[None], tile)
+
+
+def paired(start: int, width: int, half: int) -> tuple[jax.Array, jax.Array]:
+    """Return the columns of a tile of pairs, [1, 2 * width]: those from `start`, then their partners in RoPE."""
+    column = iota(start, 2 * width)[None]
+    if width == half:
+        return column, column < 2 * half
+    later = iota(0, 2 * width)[None] >= width
+    return jnp.where(later, column + (half - width), column), jnp.where(later, column - width, column) < half
 
 
 # Keys before RoPE: one float32 tile for each block of columns. `keys` holds the kernel's refs.
@@ -119,17 +133,11 @@ def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, 
 
 def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
     """Multiply the left rows of the tokens by `right`. Return one tile for each entry of `columns`."""
-    rank, count = keys.right.shape[2], tokens.place.shape[0]
+    rank, count = keys.right.shape[2], tokens.place.size
     out = [jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in columns]
-    there, later = tokens.there[:, None], tokens.later[:, None]
-    for start, width in summed(rank, keys.left, keys.right):
+    for start, width in spans(rank, LEAST):
         r = iota(start, width)
-        at, inside = tokens.within[:, None] * rank + r[None], (r < rank)[None]
-        unit = tokens.unit[:, None]
-        rows = pltriton.load(keys.left.at[b, unit, at], mask=there & ~later & inside, other=0.0)
-        if keys.tail is not None:
-            unit = tokens.tail_row[:, None]
-            rows += pltriton.load(keys.tail.at[b, unit, at], mask=there & later & inside, other=0.0)
+        rows = load_left(keys, tokens, r, r < rank, b)
         for part, (column, exists) in enumerate(columns):
             mask = (r < rank)[:, None] & exists
             out[part] += dot(rows, pltriton.load(keys.right.at[b, h, r[:, None], column], mask=mask, other=0.0))
@@ -140,13 +148,13 @@ def code_tiles(
     keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array, interpret: bool
 ) -> list[jax.Array]:
     """Multiply the values of the tokens' codes by `right`, and add the mean. Return one tile for each of `columns`."""
-    out = [jnp.zeros((tokens.place.shape[0], column.shape[1]), jnp.float32) for column, _ in columns]
-    most = 32 if keys.right.dtype == jnp.float32 else 64  # the same widths as in `tiles.summed`
+    means = [pltriton.load(keys.mean.at[b, h, column], mask=exists, other=0.0) for column, exists in columns]
+    out = [jnp.broadcast_to(mean.astype(jnp.float32), (tokens.place.size, mean.shape[1])) for mean in means]
     for part in parts_of(keys.profile):
-        for start, width in spans(part.size, most):
+        for start, width in spans(part.size, LEAST):
             byte = iota(start, width)
             inside = byte < part.size
-            packed = load_bytes(keys, tokens, part.byte + byte[None], inside[None], b)
+            packed = load_left(keys, tokens, part.byte + byte, inside, b)
             for place in range(8 // part.bits):
                 r = part.column + place * part.size + byte
                 numbers = middle_numbers(packed, place, part.bits, keys.right.dtype, interpret)
@@ -154,29 +162,29 @@ def code_tiles(
                     mask = inside[:, None] & exists
                     basis = pltriton.load(keys.right.at[b, h, r[:, None], column], mask=mask, other=0.0)
                     out[tile] += dot(numbers, basis)
-    means = [pltriton.load(keys.mean.at[b, h, column], mask=exists, other=0.0) for column, exists in columns]
-    return [tile + mean.astype(jnp.float32) for tile, mean in zip(out, means, strict=True)]
+    return out
 
 
-def load_bytes(keys: Any, tokens: Tokens, byte: jax.Array, inside: jax.Array, b: jax.Array) -> jax.Array:
-    """Load bytes of the tokens' rows, from the prompt or from the tail.
+def load_left(keys: Any, tokens: Tokens, column: jax.Array, inside: jax.Array, b: jax.Array) -> jax.Array:
+    """Load elements of the tokens' left rows, from the prompt or from the tail.
 
     Args:
         keys: the kernel's refs, as ChosenKeys.
         tokens: the tokens of the program.
-        byte: indices of the bytes in the row of a token, int32 [1, n].
-        inside: which of these indices are valid, bool [1, n].
+        column: indices of the elements in the row of a token, int32 [n].
+        inside: which of these indices are valid, bool [n].
         b: index in the batch.
 
     Returns:
-        The bytes, uint8 [tokens, n]. Invalid bytes are 0.
+        The elements [tokens, n]. Invalid elements are 0.
     """
-    at, there, later = tokens.within[:, None] * keys.width + byte, tokens.there[:, None], tokens.later[:, None]
-
-    rows = pltriton.load(keys.left.at[b, tokens.unit[:, None], at], mask=there & ~later & inside, other=0)
-    if keys.tail is None:
-        return rows
-    return rows | pltriton.load(keys.tail.at[b, tokens.tail_row[:, None], at], mask=there & later & inside, other=0)
+    at, there, later = tokens.within[..., None] * keys.width + column, tokens.there[..., None], tokens.later[..., None]
+    other = jnp.zeros((), keys.left.dtype)
+    rows = pltriton.load(keys.left.at[b, tokens.unit[..., None], at], mask=there & ~later & inside, other=other)
+    if keys.tail is not None:
+        tail = keys.tail.at[b, tokens.tail_row[..., None], at]
+        rows += pltriton.load(tail, mask=there & later & inside, other=other)
+    return rows.reshape(tokens.place.size, -1)
 
 
 # The call

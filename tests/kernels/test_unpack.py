@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.rotation import cos_sin_of
-from pallas_kernels.unpack import middle_assembly, reduce_assembly, shifted_assembly
+from pallas_kernels.unpack import middle_assembly, reduce_assembly, scaled_assembly, shifted_assembly
 
 
 def halves(register: int) -> np.ndarray:
@@ -16,12 +16,23 @@ def halves(register: int) -> np.ndarray:
     return np.array([register & 0xFFFF, register >> 16], np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
 
 
-def run(text: str, source: str, register: int) -> dict[str, int]:
-    """Run the assembly on one register of four bytes, which is named `source`. Returns all registers."""
-    values = {source: register}
+def single(register: int) -> np.float64:
+    """The float32 number of a register, as float64."""
+    return np.float64(np.uint32(register).view(np.float32))
+
+
+def register_of(number: np.float64) -> int:
+    """The register of a number that is rounded to float32."""
+    return int(np.float32(number).view(np.uint32))
+
+
+def run(text: str, registers: dict[str, int]) -> dict[str, int]:
+    """Run the assembly on the given registers of four bytes. Returns all registers."""
+    values = dict(registers)
 
     def value(name: str) -> int:
-        return values[name] if name in values else int(name, 0)
+        constant = re.fullmatch("0f([0-9A-F]{8})", name)
+        return values[name] if name in values else int(constant[1], 16) if constant else int(name, 0)
 
     for line in filter(None, map(str.strip, text.strip("{}\n ").split(";"))):
         name, *operands = re.split(r"[ ,]+", line)
@@ -46,6 +57,13 @@ def run(text: str, source: str, register: int) -> dict[str, int]:
             exact = halves(numbers[0]) * halves(numbers[1]) + halves(numbers[2])
             low, high = exact.astype(ml_dtypes.bfloat16).view(np.uint16)
             result = int(low) | int(high) << 16
+        elif name == "mul.rn.f32":
+            result = register_of(single(numbers[0]) * single(numbers[1]))
+        elif name == "fma.rn.f32":
+            result = register_of(single(numbers[0]) * single(numbers[1]) + single(numbers[2]))
+        elif name == "cvt.rn.bf16x2.f32":
+            high, low = (np.float32(single(number)).astype(ml_dtypes.bfloat16).view(np.uint16) for number in numbers)
+            result = int(low) | int(high) << 16
         else:
             raise NotImplementedError(line)
         values[target] = result
@@ -57,7 +75,7 @@ def test_the_assembly_moves_every_code_to_the_upper_half_of_its_byte(place):
     for byte in range(256):
         four = [byte, (byte + 91) % 256, (7 * byte + 3) % 256, 255 - byte]
         codes = [one >> 4 * place & 15 for one in four]
-        got = run(shifted_assembly(place), "$1", int.from_bytes(four, "little"))["$0"]
+        got = run(shifted_assembly(place), {"$1": int.from_bytes(four, "little")})["$0"]
         assert np.array([got], np.uint32).view(np.int8).tolist() == [16 * (c - 16 if c >= 8 else c) for c in codes]
 
 
@@ -66,8 +84,23 @@ def test_the_assembly_unpacks_mid_rise_codes(bits, place):
     for byte in range(256):
         four = [byte, (byte + 91) % 256, (7 * byte + 3) % 256, 255 - byte]
         want = [(one >> bits * place & 2**bits - 1) + 0.5 - 2 ** (bits - 1) for one in four]
-        got = run(middle_assembly(place, bits), "$2", int.from_bytes(four, "little"))
+        got = run(middle_assembly(place, bits), {"$2": int.from_bytes(four, "little")})
         assert [*halves(got["$0"]), *halves(got["$1"])] == want
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_assembly_scales_signed_codes(place):
+    """The products are those of float32, rounded to bfloat16, for scales of all exponents of float16."""
+    rng = np.random.default_rng(place)
+    for byte in range(256):
+        four = [byte, (byte + 91) % 256, (7 * byte + 3) % 256, 255 - byte]
+        codes = np.array([one >> 4 * place & 15 for one in four], np.float32)
+        codes -= 16 * (codes >= 8)
+        scales = rng.integers(0, 0x7C00, 4).astype(np.uint16).view(np.float16).astype(np.float32)
+        given = {f"${3 + i}": int(scale.view(np.uint32)) for i, scale in enumerate(scales)}
+        got = run(scaled_assembly(place), {"$2": int.from_bytes(four, "little"), **given})
+        want = (codes * scales).astype(ml_dtypes.bfloat16).astype(np.float64)
+        np.testing.assert_array_equal([*halves(got["$0"]), *halves(got["$1"])], want)
 
 
 def test_the_assembly_reduces_angles():
