@@ -11,12 +11,13 @@ from jshadow.models.config import ModelConfig
 
 
 def rows_of(function: Callable[[Array], Array], x: Array) -> Array:
-    """Apply a function to x [..., D] that treats each row of D numbers alone. On a GPU, a single row becomes two.
+    """Apply a function to x [..., D] that treats each row of D numbers alone. On a GPU, one row is computed as two.
 
-    XLA's GPU compiler handles one row badly. It splits a norm into two kernels. It turns the product with a small matrix
-    into a product of single numbers, which it writes to memory, and a sum. So such a product does not become one
-    product with others of the same input. With a second row of zeros it does neither, and the norm's kernel adds that
-    row. The compiler would remove a padding or a copy of x, but not this selection.
+    XLA's GPU compiler handles a single row badly. It splits a norm into two kernels. It computes the product with a
+    small matrix in three kernels: the first multiplies number by number and writes its result to memory, and the others
+    add. Such a product also does not become one product with others of the same input. With a second row of zeros, a
+    norm is one kernel, which adds that row too, and a product stays a product. The row is made by a selection, because
+    the compiler would remove a padding or a copy of x.
 
     Args:
         function: maps [..., D] to [..., N].
