@@ -180,6 +180,7 @@ class Verifier:
         """
         if state.fetch == "resident":
             raise StateMismatch("state must be offloaded to be verified, got fetch='resident'")
+        resident = without_kept(resident)
         self.params, self.twin, self.free = params, resident, resident.fork()
         self.steps = 0
         for index, (layer, twin) in enumerate(zip(state.layers, resident.layers, strict=True)):
@@ -264,21 +265,25 @@ def resident_twin(state: KVState) -> KVState:
         return HostArray(jax.device_put(part.array, part.array.sharding.with_memory_kind("device")), "device")
 
     fork = state.fork()
+    layers = tuple(
+        layer.replace(host=HostTier(bring(layer.host.prompt), bring(layer.host.tail))) for layer in fork.layers
+    )
     specs = tuple(dataclasses.replace(spec, fetch="resident") for spec in state.specs)
+    return without_kept(fork.replace(layers=layers, specs=specs))
+
+
+def without_kept(state: KVState) -> KVState:
+    """Return a resident state that keeps no rows, so that every step fetches and rebuilds all selected units."""
+    specs = tuple(dataclasses.replace(spec, keep=False) for spec in state.specs)
     abstract = abstract_of(specs, state.policy, state.fitted)
     layers = tuple(
-        layer.replace(
-            live=without_extra(layer.live, like.live), host=HostTier(bring(layer.host.prompt), bring(layer.host.tail))
-        )
-        for layer, like in zip(fork.layers, abstract.layers, strict=True)
+        layer.replace(live=without_extra(layer.live, like.live))
+        for layer, like in zip(state.layers, abstract.layers, strict=True)
     )
-    return fork.replace(layers=layers, specs=specs)
+    return state.replace(layers=layers, specs=specs)
 
 
 def without_extra(live: Any, like: Any) -> Any:
-    """Return a layer's changing half without the fields that only an offloaded state has.
-
-    `like` is the changing half of the layer in a resident state.
-    """
+    """Return a layer's changing half without the fields that `like` lacks, the half of a state that keeps no rows."""
     extra = [field.name for field in dataclasses.fields(live) if getattr(like, field.name) is None]
     return live.replace(**dict.fromkeys(extra))

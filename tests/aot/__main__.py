@@ -20,6 +20,7 @@ from aot import programs
 from aot.compiler import Program, compile_for
 from aot.machine_code import tools_folder
 from aot.programs import Task
+from aot.step_limits import faults_of
 from aot.step_table import SETTINGS, StepTable, step_table
 from aot.targets import HOST_MEMORY, TARGETS
 from jshadow.planner.bytes import full_bytes
@@ -193,14 +194,16 @@ def main() -> int:
                 tables.append(step_table(setting, gpu, tools_folder()))
                 if not args.json:
                     print_table(tables[-1])
+    limits = list(faults_of(tables))
     failed = [made for made in rows if made["faults"]]
     if args.json:
-        print(json.dumps({"programs": rows, "steps": [table.report() for table in tables]}))
-    elif not failed:
-        print(f"{len(rows)} programs, all asserts hold")
-    else:
-        print(f"{len(rows)} programs, {len(failed)} with asserts that do not hold")
-    return bool(failed)
+        print(json.dumps({"programs": rows, "steps": [table.report() for table in tables], "step_faults": limits}))
+        return bool(failed or limits)
+    for fault in limits:
+        print(f"  DOES NOT HOLD: {fault}", flush=True)
+    what = f"{len(rows)} programs and {len(tables)} tables"
+    print(f"{what}, all asserts hold" if not (failed or limits) else f"{what}, with asserts that do not hold")
+    return bool(failed or limits)
 
 
 if __name__ == "__main__":

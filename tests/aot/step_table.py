@@ -1,9 +1,12 @@
 """The kernels of one layer of a decode step, and how long a step takes at least, predicted from the compiled program.
 
-A layer's launches are those of a program of three layers without those of a program of two. So a launch that serves all
-layers belongs to none, such as that of RoPE's tables. The prediction is a sum over launches. A launch takes the time of its bytes, or twice its issue floor if that is longer, because kernels reach about
-half of the issue rate. A launch outside a command buffer takes LAUNCH_SECONDS more. The kernel that fetches and
-rebuilds chunks works only for chunks that did not stay from the step before. Nothing here was measured on a GPU.
+A layer's launches are those of a program of three layers without those of a program of two. So a launch that serves
+all layers belongs to none, such as that of RoPE's tables.
+
+The prediction is a sum over launches. A launch takes the time of its bytes, or twice its issue floor if that is longer,
+because kernels reach about half of the issue rate. A launch outside a command buffer takes LAUNCH_SECONDS more. The
+kernel that fetches and rebuilds chunks works only for chunks that did not stay from the step before. Nothing here was
+measured on a GPU.
 """
 
 import dataclasses
@@ -47,14 +50,15 @@ SETTINGS = {
     "h200": (
         Setting("full", Full(), "resident", 8),
         Setting("paper", ShadowKV(), "zero_copy", 12, 0.6),
-        Setting("packed", ShadowKV.packed(), "zero_copy", 49, 0.6),
+        Setting("packed", ShadowKV.packed(), "zero_copy", 47, 0.6),
         Setting("packed small", SMALL, "resident", 37, 0.6),
         Setting("packed small, one row", SMALL, "resident", 1, 0.6),
     ),
     "a100-80gb": (
         Setting("full", Full(), "resident", 4),
         Setting("paper", ShadowKV(), "zero_copy", 12, 0.6),
-        Setting("packed small", SMALL, "resident", 16, 0.6),
+        Setting("packed", ShadowKV.packed(), "zero_copy", 22, 0.6),
+        Setting("packed small", SMALL, "resident", 19, 0.6),
     ),
 }
 
@@ -94,11 +98,14 @@ class StepTable:
         """Return the seconds that the device bytes of a launch take."""
         return self.done(launch) * launch.bytes / self.target.bandwidth
 
+    def fetched(self, launch: Launch) -> float:
+        """Return the seconds that the host bytes of a launch take."""
+        return self.done(launch) * launch.host_bytes / LINK
+
     def seconds(self, launch: Launch) -> float:
         """Return the predicted seconds of a launch."""
-        fetched = self.done(launch) * launch.host_bytes / LINK
         launched = 0.0 if launch.captured else LAUNCH_SECONDS
-        return max(self.moved(launch), fetched, self.issue(launch) / REACHED) + launched
+        return max(self.moved(launch), self.fetched(launch), self.issue(launch) / REACHED) + launched
 
     def step_seconds(self) -> float:
         """Return the predicted seconds of a step of the whole model."""

@@ -18,11 +18,11 @@ from jshadow.errors import ConfigError, StateMismatch, VerificationError
 SHADOW = jshadow.ShadowKV(rank=12, chunk_size=4, budget=16, outlier_chunks=2, local_chunks=2)
 
 
-def pair(name="shadowkv", dtype="float32"):
+def pair(name="shadowkv", dtype="float32", fetch="device_put"):
     """An offloaded state and a resident one of the same prompt."""
     policy = setting(name, "restricted")
     made = decode.prefill_many(
-        model(TINY, dtype), PROMPT, LENGTHS, [policy, policy], capacity=CAPACITY, fetch=["device_put", "resident"]
+        model(TINY, dtype), PROMPT, LENGTHS, [policy, policy], capacity=CAPACITY, fetch=[fetch, "resident"]
     )
     return made[0][1], made[1][1]
 
@@ -91,6 +91,17 @@ def test_rows_that_change_later_are_found_in_the_step():
 
     broken = spoil(state, 1, lambda layer: with_values(layer, turn))
     with pytest.raises(VerificationError, match=r"step 1, layer 1, row 0, head 1: fetched values of chunk \d+ differ"):
+        verifier.step(STEPS[:, 1:2], [1, 1, 1], broken)
+
+
+def test_a_kept_key_that_changes_is_found():
+    """The resident run keeps no rows, so it rebuilds the key of a chunk that stays."""
+    state, resident = pair(fetch="zero_copy")
+    verifier = Verifier(model(), state, resident)
+    assert all(layer.live.keys is None for layer in verifier.twin.layers)
+    _, state = verifier.step(STEPS[:, :1], [1, 1, 1], state)
+    broken = spoil(state, 1, lambda layer: layer.replace(live=layer.live.replace(keys=-layer.live.keys)))
+    with pytest.raises(VerificationError, match=r"step 1, layer 1, row 0, head \d: keys differ"):
         verifier.step(STEPS[:, 1:2], [1, 1, 1], broken)
 
 

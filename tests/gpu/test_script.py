@@ -35,7 +35,7 @@ def test_a_wrong_kernel_is_told(tmp_path, monkeypatch):
         return pallas_kernels.chunk_scores(*args, **options) + jnp.float32(1e-3)
 
     monkeypatch.setitem(kernels.OPS, "chunk_scores", kernels.OPS["chunk_scores"]._replace(call=wrong))
-    tasks = [task for task in kernels.tasks(DRY) if "scores" in task.name]
+    tasks = [task for task in kernels.tasks(DRY) if "chunk_scores" in task.name]
     status, [row], [other] = run(tmp_path, tasks)
     assert (status, row["status"], other["status"]) == (1, FAILED, MEASURED)
     assert "error 0.001" in row["wrong"][0]
