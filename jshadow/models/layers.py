@@ -15,9 +15,8 @@ def rows_of(function: Callable[[Array], Array], x: Array) -> Array:
 
     XLA's GPU compiler handles a single row badly. It splits a norm into two kernels. It computes the product with a
     small matrix in three kernels: the first multiplies number by number and writes its result to memory, and the others
-    add. Such a product also does not become one product with others of the same input. With a second row of zeros, a
-    norm is one kernel, which adds that row too, and a product stays a product. The row is made by a selection, because
-    the compiler would remove a padding or a copy of x.
+    add. Such a product also does not become one product with others of the same input. With two rows, a norm is one
+    kernel, and a product stays a product.
 
     Args:
         function: maps [..., D] to [..., N].
@@ -28,12 +27,17 @@ def rows_of(function: Callable[[Array], Array], x: Array) -> Array:
     """
     if x.size > x.shape[-1]:
         return function(x)
+    return lax.platform_dependent(x, cuda=lambda x: as_two_rows(function, x), default=function)
 
-    def as_two(x: Array) -> Array:
-        first = lax.broadcasted_iota(jnp.int32, (2, x.shape[-1]), 0) == 0
-        return function(jnp.where(first, x.reshape(1, -1), 0))[:1].reshape(*x.shape[:-1], -1)
 
-    return lax.platform_dependent(x, cuda=as_two, default=function)
+def as_two_rows(function: Callable[[Array], Array], x: Array) -> Array:
+    """Return `rows_of` for one row x [..., D], computed with a second row of zeros.
+
+    The zeros come from a selection. XLA's GPU compiler makes the selection part of a norm's kernel. It would remove a
+    copy of x as the second row, and it would need a kernel for a padding.
+    """
+    first = lax.broadcasted_iota(jnp.int32, (2, x.shape[-1]), 0) == 0
+    return function(jnp.where(first, x.reshape(1, -1), 0))[:1].reshape(*x.shape[:-1], -1)
 
 
 class RMSNorm(nn.Module):
