@@ -1,11 +1,43 @@
 """The parts of a block as flax.linen modules. They hold only weights, and depend on no cache, position or policy."""
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from jshadow.models.config import ModelConfig
+
+
+def rows_of(function: Callable[[Array], Array], x: Array) -> Array:
+    """Apply a function to x [..., D] that treats each row of D numbers alone. On a GPU, one row is computed as two.
+
+    XLA's GPU compiler handles a single row badly. It splits a norm into two kernels. It computes the product with a
+    small matrix in three kernels: the first multiplies number by number and writes its result to memory, and the others
+    add. Such a product also does not become one product with others of the same input. With two rows, a norm is one
+    kernel, and a product stays a product.
+
+    Args:
+        function: maps [..., D] to [..., N].
+        x: its input.
+
+    Returns:
+        function(x), [..., N].
+    """
+    if x.size > x.shape[-1]:
+        return function(x)
+    return lax.platform_dependent(x, cuda=lambda x: as_two_rows(function, x), default=function)
+
+
+def as_two_rows(function: Callable[[Array], Array], x: Array) -> Array:
+    """Return `rows_of` for one row x [..., D], computed with a second row of zeros.
+
+    The zeros come from a selection. XLA's GPU compiler makes the selection part of a norm's kernel. It would remove a
+    copy of x as the second row, and it would need a kernel for a padding.
+    """
+    first = lax.broadcasted_iota(jnp.int32, (2, x.shape[-1]), 0) == 0
+    return function(jnp.where(first, x.reshape(1, -1), 0))[:1].reshape(*x.shape[:-1], -1)
 
 
 class RMSNorm(nn.Module):
@@ -23,11 +55,15 @@ class RMSNorm(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Normalize x [..., D]. The result has the shape and dtype of x."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        wide = x.astype(jnp.float32)
-        wide = wide * (1 / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps))
-        if self.unit:
-            return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
-        return scale.astype(x.dtype) * wide.astype(x.dtype)
+
+        def normalize(x: Array) -> Array:
+            wide = x.astype(jnp.float32)
+            wide = wide * (1 / jnp.sqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps))
+            if self.unit:
+                return (wide * (1 + scale.astype(jnp.float32))).astype(x.dtype)
+            return scale.astype(x.dtype) * wide.astype(x.dtype)
+
+        return rows_of(normalize, x)
 
 
 class Linear(nn.Module):
@@ -36,10 +72,12 @@ class Linear(nn.Module):
     Attributes:
         features: number of outputs.
         use_bias: whether a bias is added.
+        shares_input: whether other projections have the same input, so that one product may compute them all.
     """
 
     features: int
     use_bias: bool = False
+    shares_input: bool = False
 
     @nn.compact
     def __call__(self, x: Array) -> Array:
@@ -48,7 +86,12 @@ class Linear(nn.Module):
         int8 = self.has_variable("params", "kernel_scale")
         # Before it is multiplied by its factor, an output of int8 weights may exceed the range of float16.
         wide = jnp.float32 if int8 else None
-        out = lax.dot_general(x, kernel.astype(x.dtype), (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=wide)
+
+        def product(x: Array) -> Array:
+            sums = (((x.ndim - 1,), (0,)), ((), ()))
+            return lax.dot_general(x, kernel.astype(x.dtype), sums, preferred_element_type=wide)
+
+        out = rows_of(product, x) if self.shares_input else product(x)
         if int8:
             out = (out * self.get_variable("params", "kernel_scale")).astype(x.dtype)
         if self.use_bias:
@@ -70,8 +113,8 @@ class MLP(nn.Module):
     def __call__(self, x: Array) -> Array:
         """Apply the MLP to x [..., D]. The result has the same shape."""
         bias = self.config.mlp_bias
-        gate = Linear(self.config.ffn_dim, bias, name="gate")(x)
-        up = Linear(self.config.ffn_dim, bias, name="up")(x)
+        gate = Linear(self.config.ffn_dim, bias, True, name="gate")(x)
+        up = Linear(self.config.ffn_dim, bias, True, name="up")(x)
         return Linear(self.config.model_dim, bias, name="down")(activate(self.config.activation, gate) * up)
 
 
@@ -83,9 +126,9 @@ class Attention(nn.Module):
     def setup(self) -> None:
         """Declare the projections."""
         c = self.config
-        self.q = Linear(c.q_heads * c.head_dim, c.attention_bias)
-        self.k = Linear(c.kv_heads * c.head_dim, c.attention_bias)
-        self.v = Linear(c.kv_heads * c.head_dim, c.attention_bias)
+        self.q = Linear(c.q_heads * c.head_dim, c.attention_bias, True)
+        self.k = Linear(c.kv_heads * c.head_dim, c.attention_bias, True)
+        self.v = Linear(c.kv_heads * c.head_dim, c.attention_bias, True)
         self.o = Linear(c.model_dim, c.attention_bias and c.output_bias)
         if c.qk_norm:
             self.q_norm = RMSNorm(c.norm_eps, c.unit_norms)

@@ -36,6 +36,7 @@ class Tile(NamedTuple):
         rows: number of query rows.
         block: number of rows of a piece that are loaded at once.
         splits: number of programs that share the rows of the pieces.
+        places: the place of each piece's count in its `valid`; see `with_one_array`.
     """
 
     scale: float
@@ -43,6 +44,16 @@ class Tile(NamedTuple):
     rows: int
     block: int
     splits: int
+    places: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """The refs of a piece, and the place of its count in `valid`."""
+
+    k: Any
+    v: Any
+    valid: Any
+    place: int
 
 
 class Queries(NamedTuple):
@@ -107,7 +118,7 @@ def attention_kernel(q, pieces, out, *partial, tile):  # type: ignore[no-untyped
         columns.append(Column(pltriton.load(at, mask=there & inside, other=0.0), d[None], inside))
     zeros = tuple(jnp.zeros(column.query.shape, jnp.float32) for column in columns)
     carry: Carry = (jnp.full((tile.rows,), MASKED), jnp.zeros((tile.rows,)), zeros)
-    for piece in pieces:
+    for piece in (Part(*refs, place) for refs, place in zip(pieces, tile.places, strict=True)):
         steps = steps_of(piece, tile)
         step = functools.partial(one_block, columns, piece, rows, tile, split * steps)
         carry = lax.fori_loop(0, steps, step, carry) if steps > 1 else step(0, carry)
@@ -169,7 +180,7 @@ def seen_by(piece: Any, rows: Queries, n: jax.Array) -> jax.Array:
     flag, there = lax.div(n, jnp.int32(max(1, count // valid.shape[3]))), n < count
     if valid.shape[2] == 1:  # the flags are those of all queries, so they are loaded once
         if valid.dtype == jnp.int32:
-            first: jax.Array = n < pltriton.load(valid.at[(*at, jnp.int32(0), jnp.int32(0))])
+            first: jax.Array = n < pltriton.load(valid.at[(*at, jnp.int32(0), jnp.int32(piece.place))])
             return first[None]
         return pltriton.load(valid.at[(*at, jnp.int32(0), flag)], mask=there, other=False)[None]
     query, asked = rows.query[:, None], rows.there[:, None]
@@ -221,6 +232,7 @@ def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float, inte
         if k.ndim == 5:
             raise NotImplementedError("sparse_attention: the kernel takes no pieces with separate rows for each query")
         can_do("sparse_attention", q.shape[3], q, k, v)
+    pieces, places = with_one_array(pieces)
     batch, length, q_heads, dim = q.shape
     kv_heads, arrays = pieces[0].k.shape[1], [x for piece in pieces for x in piece[:2]]
     group = q_heads // kv_heads
@@ -229,7 +241,7 @@ def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float, inte
     block = 32 if any(x.dtype == jnp.float32 for x in (q, *arrays)) else 64
     others = batch * kv_heads * blocks(height, rows)
     splits = min(max(1, PROGRAMS // others), max(blocks(piece.k.shape[2], block) for piece in pieces))
-    tile = Tile(scale, group, rows, block, splits)
+    tile = Tile(scale, group, rows, block, splits, places)
     results = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if splits > 1:
         shape = (batch, kv_heads, splits, height)
@@ -248,6 +260,19 @@ def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float, inte
         name="sparse_attention",
     )(q, pieces)
     return merged(q, group, (out, *partial), interpret) if partial else out
+
+
+def with_one_array(pieces: tuple[Piece, ...]) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
+    """Join counts that are single numbers. Return the pieces, and the place of each piece's count in its `valid`.
+
+    XLA's GPU compiler would compute each single number in a kernel of its own. It computes an array of them in one.
+    """
+    single = [piece.valid.dtype == jnp.int32 and piece.valid.size == 1 for piece in pieces]
+    if sum(single) < 2:
+        return pieces, (0,) * len(pieces)
+    counts = jnp.concatenate([piece.valid for piece, one in zip(pieces, single, strict=True) if one], axis=3)
+    joined = tuple(piece._replace(valid=counts) if one else piece for piece, one in zip(pieces, single, strict=True))
+    return joined, tuple(sum(single[:index]) if one else 0 for index, one in enumerate(single))
 
 
 def merged(q: jax.Array, group: int, partial: tuple[jax.Array, ...], interpret: bool) -> jax.Array:

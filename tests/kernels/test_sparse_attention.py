@@ -69,6 +69,27 @@ def test_flags_for_chunks_and_counts_of_rows(dtype):
         np.testing.assert_allclose(kernel_truth.wide(got), want, **TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("counts", [(41, 7), (0, 61), (50, 0), (3, None), (None, 9)])
+def test_counts_that_are_single_numbers(counts):
+    """The kernel reads them from one array if there are several."""
+    inputs = attention_inputs(Heads((50, 72, 61), 80, group=3, kv_heads=2))
+    (first, flags, last), sizes = inputs["pieces"], (50, 61)
+    first, last = (
+        piece if count is None else (*piece[:2], jnp.full((1, 1, 1, 1), count, jnp.int32))
+        for piece, count in zip((first, last), counts, strict=True)
+    )
+    masks = [
+        piece[2] if count is None else (jnp.arange(size) < count)[None, None, None]
+        for piece, count, size in zip((first, last), counts, sizes, strict=True)
+    ]
+    whole = [(*first[:2], masks[0]), flags, (*last[:2], masks[1])]
+    want = kernel_truth.sparse_attention(inputs["q"], whole, inputs["scale"])
+    inputs["pieces"] = [first, flags, last]
+    for implementation in ("xla", "interpret"):
+        got = sparse_attention(**inputs, implementation=implementation)
+        np.testing.assert_allclose(kernel_truth.wide(got), want, **TOLERANCE["float32"])
+
+
 def test_pieces_without_rows_are_passed_over():
     inputs = attention_inputs(ATTENTION[0])
     k, v, valid = inputs["pieces"][0]
