@@ -1,6 +1,6 @@
-"""Cosines and sines of RoPE angles.
+"""Cosines and sines of RoPE angles, and the rotation of queries and keys.
 
-They use only additions, products and floor, so the same code runs in XLA and inside a kernel.
+The cosines and sines use only additions, products and floor, so the same code runs in XLA and inside a kernel.
 """
 
 import math
@@ -54,3 +54,17 @@ def horner(x: jax.Array, *coefficients: float) -> jax.Array:
     for coefficient in reversed(coefficients[:-1]):
         total = total * x + np.float32(coefficient)
     return total
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array, factor: float = 1.0) -> jax.Array:
+    """Rotate the first rotary_dim columns of x [..., d] and multiply them by factor. Other columns are unchanged.
+
+    cos and sin are float32 [..., rotary_dim / 2] and are broadcast. The rotation is computed in float32 and returned in
+    x's dtype. The pairs are in Hugging Face's half-split layout: column j belongs to column j + rotary_dim / 2.
+    """
+    half = cos.shape[-1]
+    if factor != 1:
+        cos, sin = cos * factor, sin * factor
+    first, second = (x[..., a : a + half].astype(jnp.float32) for a in (0, half))
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return turned if x.shape[-1] == 2 * half else jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)

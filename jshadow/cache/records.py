@@ -12,6 +12,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
+from jshadow.ops.layout import NewTokens, append_rows
+from jshadow.ops.rope import query_factor
+from jshadow.ops.rope_config import RopeConfig
+
 
 class PromptKV(struct.PyTreeNode):
     """One layer's keys and values of a batch of prompts. Shorter prompts are padded on the right.
@@ -56,6 +60,7 @@ class StepKV(struct.PyTreeNode):
         valid: whether a token is real, bool [B, T]. It is False for padding, inactive rows and guessed tokens.
         lengths: tokens held before this step, int32 [B].
         inverse: angle per position of each rotated pair of dimensions, float32 [rotary_dim / 2].
+        cos, sin: cosines and sines of the angles at `positions`, float32 [B, T, rotary_dim / 2].
         q_foreseen: this layer's queries after RoPE, as predicted in the previous layer [B, T, h_q, d]. None in the
             first layer, and if the policy does not inherit `Foresees`.
         learned: this layer's slice of the `fitted` arrays, shared by all rows, or None.
@@ -70,6 +75,8 @@ class StepKV(struct.PyTreeNode):
     valid: Array
     lengths: Array
     inverse: Array
+    cos: Array
+    sin: Array
     q_foreseen: Array | None = None
     learned: Any = None
 
@@ -84,6 +91,21 @@ class KeyValues(struct.PyTreeNode):
 
     k: Array
     v: Array
+
+    def append(self, step: StepKV, slots: Array, rope: RopeConfig) -> tuple["KeyValues", Array]:
+        """Write the new keys after RoPE and the new values of a step into the buffer.
+
+        Args:
+            step: the new tokens. Those whose `valid` is False are not written.
+            slots: the slot of each token, int32 [B, T]. A token whose slot is past the end is not written.
+            rope: the layer's RoPE settings.
+
+        Returns:
+            The new buffer, and the step's queries after RoPE [B, T, h_q, d]. A GPU computes both in one kernel.
+        """
+        new = NewTokens(step.q_pre, step.k_pre, step.v, step.cos, step.sin, slots, step.valid)
+        queries, k, v = append_rows(self.k, self.v, new, factor=query_factor(rope))
+        return KeyValues(k, v), queries
 
 
 class HostArray(struct.PyTreeNode):
@@ -240,11 +262,14 @@ class LayerState(struct.PyTreeNode):
         frozen: the policy's record of arrays that steps only read, or None.
         live: the policy's record of arrays that steps replace, or None.
         host: the rows of the host tier.
+        q_post: queries after RoPE [B, T, h_q, d], only between `append` and the next hook of a step. `append` returns
+            them if it computes them together with the keys. None: `StepKV.q_post` is used.
     """
 
     frozen: Any = None
     live: Any = None
     host: HostTier = HostTier()
+    q_post: Array | None = None
 
 
 class Counters(struct.PyTreeNode):

@@ -62,7 +62,9 @@ def step_layer(
     policy: LayerCache = spec.policy
     layout = policy.host_layout(spec)
     state, rows = policy.append(spec, state, step)
-    state = state.replace(host=offload.write(state.host, rows))
+    if state.q_post is not None:
+        step = step.replace(q_post=state.q_post)
+    state = state.replace(host=offload.write(state.host, rows), q_post=None)
     selection, state = policy.select(spec, state, step)
     index = spec.layer
     assert index is not None
@@ -216,6 +218,8 @@ def run_layers(
                 valid=valid,
                 lengths=state.lengths,
                 inverse=turn.inverse,
+                cos=turn.cos[:, :, 0],
+                sin=turn.sin[:, :, 0],
                 q_foreseen=foreseen,
                 learned=of_layer(reads.fitted, index),
             )

@@ -4,6 +4,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from pallas_kernels import NewTokens as NewTokens
+from pallas_kernels import append_rows as append_rows
+from pallas_kernels.append_rows.reference import write_rows as write_rows
+
 
 def fit_tokens(x: Shaped[Array, "B S *rest"], tokens: int) -> Shaped[Array, "B {tokens} *rest"]:
     """Cut or zero-pad x [B, S, ...] to [B, tokens, ...]."""
@@ -62,47 +66,6 @@ def fill_ring(x: Float[Array, "B S h d"], lengths: Int[Array, " B"], slots: int)
     positions = ring_positions(lengths, slots)[:, :, None, None]
     rows = jnp.take_along_axis(x, jnp.maximum(positions, 0), axis=1, mode="clip")
     return jnp.where(positions >= 0, rows, 0).transpose(0, 2, 1, 3)
-
-
-def write_rows(
-    buffer: Shaped[Array, "B h N d"],
-    rows: Shaped[Array, "B T h d"],
-    slots: Int[Array, "B T"],
-    valid: Bool[Array, "B T"],
-) -> Shaped[Array, "B h N d"]:
-    """Write rows [B, T, h, d] into buffer [B, h, N, d] at slots [B, T]. Rows whose valid [B, T] is False are skipped.
-
-    A donated buffer is changed in place. On a GPU this is one scatter. XLA's CPU backend would turn a scatter into a
-    conditional and copy the whole buffer several times. So on a CPU the rows are written one after another.
-    """
-    rows, slots = rows.astype(buffer.dtype), jnp.where(valid, slots, buffer.shape[2])
-    return lax.platform_dependent(buffer, rows, slots, cpu=write_in_turn, default=scatter_rows)
-
-
-def scatter_rows(buffer: Array, rows: Array, slots: Array) -> Array:
-    """Write all rows at once. Rows whose slot is past the end of the buffer are skipped."""
-    row = jnp.arange(buffer.shape[0])[:, None]
-    return buffer.at[row, :, slots].set(rows, mode="drop")
-
-
-def write_in_turn(buffer: Array, rows: Array, slots: Array) -> Array:
-    """Write one row after another. Rows whose slot is past the end of the buffer are skipped."""
-    count, last = slots.shape[1], buffer.shape[2] - 1
-    if slots.size == 0:
-        return buffer
-
-    def write(index: Array, buffer: Array) -> Array:
-        row, token = index // count, index % count
-        slot = slots[row, token]
-        place = (row, 0, jnp.minimum(slot, last), 0)
-        shape = (1, buffer.shape[1], 1, buffer.shape[3])
-        new = lax.dynamic_slice(rows, (row, token, 0, 0), (1, 1, shape[1], shape[3])).swapaxes(1, 2)
-        old = lax.dynamic_slice(buffer, place, shape)
-        return lax.dynamic_update_slice(buffer, jnp.where(slot <= last, new, old), place)
-
-    # The number of iterations must not be known at compile time. Otherwise XLA would fuse a single write into each
-    # operation that reads the buffer, and each of these would copy the buffer.
-    return lax.fori_loop(0, slots.size * (slots <= last).any(), write, buffer)
 
 
 def top_k(scores: Float[Array, "*N n"], count: int) -> Int[Array, "*N {count}"]:

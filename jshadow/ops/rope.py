@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jshadow.ops.rope_config import RopeConfig
 from pallas_kernels.rotation import cos_sin_of
+from pallas_kernels.rotation import rotate as rotate
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, tokens: int = 0) -> np.ndarray:
@@ -83,22 +84,6 @@ def cos_sin(
         transformers, so that both libraries rotate keys alike.
     """
     return cos_sin_of(positions[..., None].astype(jnp.float32) * inverse)
-
-
-def rotate(
-    x: Float[Array, "*N d"], cos: Float[Array, "*#N half"], sin: Float[Array, "*#N half"], factor: float = 1.0
-) -> Float[Array, "*N d"]:
-    """Rotate the first rotary_dim columns of x [..., d] and multiply them by factor. Other columns are unchanged.
-
-    cos and sin are [..., rotary_dim / 2] and are broadcast. The rotation is computed in float32 and returned in x's
-    dtype.
-    """
-    half = cos.shape[-1]
-    if factor != 1:
-        cos, sin = cos * factor, sin * factor
-    first, second = (x[..., a : a + half].astype(jnp.float32) for a in (0, half))
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return turned if x.shape[-1] == 2 * half else jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)
 
 
 class Rotation(NamedTuple):

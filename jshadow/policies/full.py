@@ -12,7 +12,7 @@ from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, Pro
 from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend
-from jshadow.ops.layout import fit_tokens, write_rows
+from jshadow.ops.layout import fit_tokens
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Sized
 from jshadow.policies.costs import Costs
@@ -56,10 +56,8 @@ class Full(UniformPolicy, Sized, Costs):
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write each new token at its position."""
-        cache = state.live.cache
-        k = write_rows(cache.k, step.k_post, step.positions, step.valid)
-        v = write_rows(cache.v, step.v, step.positions, step.valid)
-        return state.replace(live=FullLive(KeyValues(k, v))), None
+        cache, q_post = state.live.cache.append(step, step.positions, spec.rope)
+        return state.replace(live=FullLive(cache), q_post=q_post), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None

@@ -14,7 +14,7 @@ from jax import Array
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.ops.attention import Piece, attend
-from jshadow.ops.layout import fill_ring, ring_positions, write_rows
+from jshadow.ops.layout import fill_ring, ring_positions
 from jshadow.policies.base import HookInputs, LayerCache
 from jshadow.policies.costs import Costs
 
@@ -69,10 +69,9 @@ class SlidingWindow(LayerCache, Costs):
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write the new tokens over the oldest ones in the ring buffer."""
-        slots, cache = step.positions % self.slots(spec.capacity), state.live.cache
-        k = write_rows(cache.k, step.k_post, slots, step.valid)
-        v = write_rows(cache.v, step.v, slots, step.valid)
-        return state.replace(live=SlidingLive(KeyValues(k, v))), None
+        slots = step.positions % self.slots(spec.capacity)
+        cache, q_post = state.live.cache.append(step, slots, spec.rope)
+        return state.replace(live=SlidingLive(cache), q_post=q_post), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None

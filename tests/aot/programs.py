@@ -24,7 +24,7 @@ from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
 from jshadow.policies.shadowkv.landmark_levels import GROUP, Levels, first_level, first_spread, two_levels
-from pallas_kernels import ChosenKeys, HostRows, KeptRows
+from pallas_kernels import ChosenKeys, HostRows, KeptRows, NewTokens
 
 DTYPE = jnp.bfloat16
 PACKED = ShadowKV.packed()
@@ -137,6 +137,9 @@ def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[
         return place(Shape((batch, *shape), dtype), memory)
 
     q, landmarks = array(1, LLAMA.q_heads, dim), array(heads, chunks, dim)
+    window, row, table = array(heads, 96, dim), array(1, heads, dim), array(1, dim // 2, dtype=jnp.float32)
+    new = NewTokens(q, row, row, table, table, array(1, dtype=jnp.int32), array(1, dtype=jnp.bool_))
+    yield Task("append_rows", gpu, pallas_kernels.append_rows, (window, window, new), (0, 1), kernel=True)
     scores = functools.partial(pallas_kernels.chunk_scores, scale=dim**-0.5)
     yield Task("chunk_scores", gpu, scores, (q, landmarks, array(heads, chunks, dtype=jnp.bool_)), kernel=True)
     inverse = place(Shape((dim // 2,), jnp.float32))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import kernel_calls
 import kernel_truth
 import numpy as np
+from append_cases import APPENDS, REAL_APPENDS, append_call, append_inputs, append_truth
 from jax.experimental.pallas import triton as pltriton
 from kernel_cases import (
     ATTENTION,
@@ -103,6 +104,7 @@ OPS = {
         kernel_calls.sparse_attention,
         lambda **x: (kernel_truth.sparse_attention(**x),),
     ),
+    "append_rows": Op(APPENDS, REAL_APPENDS, append_inputs, append_call, append_truth),
     "select_chunks": Op(SELECTIONS, REAL_SELECTIONS, selection_inputs, pallas_kernels.select_chunks, selection_truth),
     "level_scores": Op(
         LEVELS, REAL_LEVELS, level_inputs, kernel_calls.level_scores, lambda **x: level_truth(**x), scores=True

@@ -35,7 +35,7 @@ from jshadow.cache import offload
 from jshadow.cache.records import Selection, StepKV
 from jshadow.engine import decode
 from jshadow.evaluation.laws import answers, rows, turns
-from jshadow.ops.rope import inverse_frequencies
+from jshadow.ops.rope import cos_sin, inverse_frequencies
 from jshadow.policies import POLICIES, ShadowKV
 
 policies = pytest.mark.parametrize("name", POLICY_CASES)
@@ -136,7 +136,7 @@ def layer_step(spec, query, lengths):
     positions = lengths[:, None] + jnp.arange(rows)
     inverse = jnp.asarray(inverse_frequencies(TINY.rope, TINY.head_dim))
     valid = jnp.ones((batch, rows), bool)
-    return StepKV(query, query, none, none, none, positions, valid, lengths, inverse)
+    return StepKV(query, query, none, none, none, positions, valid, lengths, inverse, *cos_sin(positions, inverse))
 
 
 @pytest.mark.parametrize(

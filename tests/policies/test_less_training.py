@@ -65,7 +65,7 @@ def test_what_is_trained_is_what_a_step_does():
     @jax.jit
     def one(state, q, k, v, at):
         at = jnp.full((1, 1), at)
-        step = StepKV(q, q, k, k, v, at, at >= 0, at[:, 0], jnp.zeros(0), learned=kernels)
+        step = StepKV(q, q, k, k, v, at, at >= 0, at[:, 0], *[jnp.zeros(0)] * 3, learned=kernels)
         state, _ = SMALL.append(spec, state, step)
         return SMALL.attend(spec, state, step, None)
 

@@ -18,7 +18,7 @@ from jshadow.engine.step import AllLayers, step_layer
 from jshadow.errors import ConfigError
 from jshadow.evaluation.speed.timing import compiled, measure
 from jshadow.models.config import ModelConfig
-from jshadow.ops.rope import inverse_frequencies
+from jshadow.ops.rope import cos_sin, inverse_frequencies
 from jshadow.planner.bytes import cache_specs
 from jshadow.planner.machine import Batch, fetch_here
 from jshadow.policies import LayerCache, Policy
@@ -132,7 +132,7 @@ def random_step(shape: Shape, seed: int, rows: int = 1) -> StepKV:
     positions = lengths[:, None] + jnp.arange(rows, dtype=jnp.int32)
     inverse = jnp.asarray(inverse_frequencies(shape.config().rope, shape.head_dim))
     valid = jnp.broadcast_to(jnp.arange(rows) == 0, positions.shape)
-    return StepKV(q, q, k, k, v, positions, valid, lengths, inverse)
+    return StepKV(q, q, k, k, v, positions, valid, lengths, inverse, *cos_sin(positions, inverse))
 
 
 def bench_layer(shape: Shape, policy: Policy, fetch: str = "auto", repeats: int = 10) -> dict[str, Any]:

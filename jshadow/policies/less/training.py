@@ -193,12 +193,12 @@ def evictions(prompt: PromptKV, spec: CacheSpec) -> Array:
     """
     assert prompt.q_post is not None
     policy: H2O = spec.policy
-    tokens, batch = prompt.k_post.shape[1], spec.batch
+    tokens, batch, none = prompt.k_post.shape[1], spec.batch, jnp.zeros(0)
 
     def one(state: LayerState, rows: tuple[Array, ...]) -> tuple[LayerState, Array]:
         at, q, k, v = rows[0], *(x[:, None] for x in rows[1:])
         position = jnp.broadcast_to(at, (batch, 1))
-        step = StepKV(q, q, k, k, v, position, jnp.ones((batch, 1), bool), position[:, 0], jnp.zeros(0))
+        step = StepKV(q, q, k, k, v, position, jnp.ones((batch, 1), bool), position[:, 0], none, none, none)
         state, _ = policy.append(spec, state, step)
         before = state.live.positions
         _, state = policy.attend(spec, state, step, None)

@@ -24,7 +24,7 @@ from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import MASKED, Piece, attend, group_queries
-from jshadow.ops.layout import to_chunks, top_k, write_rows
+from jshadow.ops.layout import to_chunks, top_k
 from jshadow.policies.base import HookInputs, LayerCache, full_layers
 from jshadow.policies.capabilities import CouplesLayers, PlansAhead, Sized
 from jshadow.policies.checks import check_choice, check_range
@@ -259,10 +259,9 @@ class OmniKVSparse(LayerCache, Costs):
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write the new token to the window."""
-        slots, window = step.positions - state.frozen.lengths[:, None], state.live.window
-        k = write_rows(window.k, step.k_post, slots, step.valid)
-        v = write_rows(window.v, step.v, slots, step.valid)
-        return state.replace(live=SparseLive(KeyValues(k, v))), None
+        slots = step.positions - state.frozen.lengths[:, None]
+        window, q_post = state.live.window.append(step, slots, spec.rope)
+        return state.replace(live=SparseLive(window), q_post=q_post), None
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None

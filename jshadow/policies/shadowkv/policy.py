@@ -21,7 +21,7 @@ from jax import Array
 from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, PromptKV, Rebuild, Selection, StepKV
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.ops.attention import Piece, attend
-from jshadow.ops.layout import take_chunks, take_span, to_chunks, write_rows
+from jshadow.ops.layout import take_chunks, take_span, to_chunks
 from jshadow.ops.packing import ROW_BITS, join_rows, quantize_rows
 from jshadow.policies.costs import Costs
 from jshadow.policies.registry import register
@@ -163,10 +163,8 @@ class ShadowKV(ShadowSettings, Costs):
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Store the new tokens in the window, exactly."""
         slots = step.positions - state.frozen.chunks[:, None] * self.chunk_size
-        window = state.live.window
-        k = write_rows(window.k, step.k_post, slots, step.valid)
-        v = write_rows(window.v, step.v, slots, step.valid)
-        return state.replace(live=state.live.replace(window=KeyValues(k, v))), None
+        window, q_post = state.live.window.append(step, slots, spec.rope)
+        return state.replace(live=state.live.replace(window=window), q_post=q_post), None
 
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
         """Select the chunks with the most softmax mass on their landmarks, per KV head and query (algorithm 2)."""
