@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from append_cases import APPENDS, append_call, append_inputs, append_truth
+from append_cases import APPENDS, OTHER_DTYPES, append_call, append_inputs, append_truth
 from kernel_cases import TOLERANCE, name
 from kernel_refs import watched  # noqa: F401, a fixture
 
@@ -20,7 +20,7 @@ def written(inputs):
     return np.stack([np.isin(np.arange(count), slots[b][valid[b]]) for b in range(batch)])
 
 
-@pytest.mark.parametrize("case", APPENDS, ids=name)
+@pytest.mark.parametrize("case", APPENDS + OTHER_DTYPES, ids=name)
 def test_appended_tokens(case):
     inputs = append_inputs(case)
     want, kept = append_truth(**inputs), ~written(inputs)

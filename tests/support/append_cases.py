@@ -32,8 +32,10 @@ APPENDS = (
     Appends(11, 256, tokens=2, group=5, batch=2, factor=1.3),
     Appends(9, 128, tokens=3, kv_heads=2, batch=2, rotated=32, factor=1.3, dtype="bfloat16"),
     Appends(3, 80, group=3, kv_heads=2, rotated=20),
+)
+OTHER_DTYPES = (
     Appends(1, 64, batch=2, dtype="float16"),
-    Appends(6, 96, tokens=4, group=3, batch=2, dtype="float32", buffer="bfloat16"),
+    Appends(6, 96, tokens=4, group=3, batch=2, buffer="bfloat16"),
 )
 REAL_APPENDS = (
     Appends(1_024, 128, group=4, kv_heads=8, batch=4, dtype="bfloat16"),
