@@ -31,24 +31,27 @@ from pallas_kernels.unpack import scaled_numbers
 AT_ONCE = 512  # about as many programs run at once on a large GPU
 
 
-def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count, early, interpret):  # type: ignore[no-untyped-def]
+def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count, move):  # type: ignore[no-untyped-def]
     """One program: rebuild the keys and fetch the values of `count` tokens of one KV head.
 
     If `kept` is not None, its keys and keys_out are the same buffer, and so are its values and values_out. The tokens
     are then those of the chunks in the list kept.missed. A program past the end of the list has nothing to do.
+    `move` is `move_tokens` without its last two arguments.
     """
     j, h, b = (pl.program_id(axis) for axis in range(3))
     refs = (values, keys, keys_out, values_out)
     if kept is None:
-        move(refs, tokens_of(keys, b, h, j * count, count), b, h, early, interpret)
+        move(refs, tokens_of(keys, b, h, j * count, count), b, h)
         return
 
     @pl.when(pltriton.load(kept.missed.at[b, h, lax.div(j * count, keys.chunk)]) < keys.ids.shape[2])
     def _() -> None:
-        move(refs, tokens_of(keys, b, h, j * count, count, kept.missed), b, h, early, interpret)
+        move(refs, tokens_of(keys, b, h, j * count, count, kept.missed), b, h)
 
 
-def move(refs: tuple[Any, ...], tokens: Tokens, b: jax.Array, h: jax.Array, early: bool, interpret: bool) -> None:
+def move_tokens(
+    refs: tuple[Any, ...], tokens: Tokens, b: jax.Array, h: jax.Array, early: bool, interpret: bool
+) -> None:
     """Rebuild the keys of the tokens and fetch their values. `refs` are values, keys, keys_out and values_out.
 
     If `early`, the loads of the values are issued first.
@@ -151,6 +154,7 @@ def fetch_reconstruct(
     count = block_of_tokens(keys, 32 if on_host and keys.profile is None else 64)
     grid = blocks(tokens, count), heads, batch
     early = on_host and math.prod(grid) <= AT_ONCE
+    move = functools.partial(move_tokens, early=early, interpret=interpret)
     aliases = {}
     if kept is not None:
         # An aliased result must have the shape of its operand.
@@ -159,7 +163,7 @@ def fetch_reconstruct(
         aliases = {first: 1, first + 1: 0}
     operands = (values, kept, keys)
     rebuilt, fetched = pl.pallas_call(
-        functools.partial(fetch_reconstruct_kernel, count=count, early=early, interpret=interpret),
+        functools.partial(fetch_reconstruct_kernel, count=count, move=move),
         grid=grid,
         in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
         out_specs=[anywhere] * 2,
