@@ -1,11 +1,14 @@
 """append_rows: the reference is compared with NumPy, and the kernel with both."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from append_cases import APPENDS, OTHER_DTYPES, append_call, append_inputs, append_truth
 from kernel_cases import TOLERANCE, name
+from kernel_lowering import device_named
 from kernel_refs import watched  # noqa: F401, a fixture
 
 from pallas_kernels import NewTokens, append_rows
@@ -75,9 +78,11 @@ def test_donated_buffers_are_changed_in_place():
 def test_on_cuda_auto_is_the_kernel():
     inputs = append_inputs(APPENDS[0])
     fixed = {key: inputs.pop(key) for key in ("factor",)}
-    traced = jax.jit(lambda x: append_call(**x, **fixed)).trace(inputs)
-    assert "append_rows" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "triton" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    with device_named("NVIDIA H200"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        traced = jax.jit(lambda x: append_call(**x, **fixed)).trace(inputs)
+        assert "append_rows" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "triton" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
 def small(**change):
