@@ -118,12 +118,12 @@ def prefill_task(gpu: str, tokens: int) -> Task:
 
 
 def fetch(values: HostRows, keys: ChosenKeys, kept: Any, missed: Any) -> Any:
-    """Call fetch_reconstruct, and return its results in the shape of the donated buffers, as a state keeps them.
+    """Call fetch_reconstruct, and return its results in the order and shape of the donated buffers, as a state does.
 
     `kept` are the kept values and the kept keys.
     """
     rebuilt, rows = pallas_kernels.fetch_reconstruct(values, keys, KeptRows(*kept, missed))
-    return rebuilt.reshape(kept[1].shape), rows.reshape(kept[0].shape)
+    return rows.reshape(kept[0].shape), rebuilt.reshape(kept[1].shape)
 
 
 def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[Task]:
