@@ -92,19 +92,23 @@ class KeyValues(struct.PyTreeNode):
     k: Array
     v: Array
 
-    def append(self, step: StepKV, slots: Array, rope: RopeConfig) -> tuple["KeyValues", Array]:
+    def append(
+        self, step: StepKV, slots: Array, rope: RopeConfig, first: Array | None = None, unit: int = 1
+    ) -> tuple["KeyValues", Array]:
         """Write the new keys after RoPE and the new values of a step into the buffer.
 
         Args:
             step: the new tokens. Those whose `valid` is False are not written.
             slots: the slot of each token, int32 [B, T]. A token whose slot is past the end is not written.
             rope: the layer's RoPE settings.
+            first: int32 [B], subtracted from the slots `unit` times, or None.
+            unit: see `first`.
 
         Returns:
             The new buffer, and the step's queries after RoPE [B, T, h_q, d]. A GPU computes both in one kernel.
         """
-        new = NewTokens(step.q_pre, step.k_pre, step.v, step.cos, step.sin, slots, step.valid)
-        queries, k, v = append_rows(self.k, self.v, new, factor=query_factor(rope))
+        new = NewTokens(step.q_pre, step.k_pre, step.v, step.cos, step.sin, slots, step.valid, first)
+        queries, k, v = append_rows(self.k, self.v, new, factor=query_factor(rope), unit=unit)
         return KeyValues(k, v), queries
 
 

@@ -11,7 +11,7 @@ from pallas_kernels.choose import run
 
 
 def append_rows(
-    k: jax.Array, v: jax.Array, new: NewTokens, *, factor: float = 1.0, implementation: str = "auto"
+    k: jax.Array, v: jax.Array, new: NewTokens, *, factor: float = 1.0, unit: int = 1, implementation: str = "auto"
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Apply RoPE to the queries and keys of new tokens, and write keys and values into the slots of a buffer.
 
@@ -23,6 +23,7 @@ def append_rows(
         new: the new tokens. The rotation is computed in float32 and rounded to their dtype. Keys and values are then
             rounded to the dtype of k.
         factor: the rotated columns of the queries are multiplied by it.
+        unit: number of slots that new.first counts as one.
         implementation: "auto", "xla", "pallas" or "interpret".
 
     Returns:
@@ -33,6 +34,6 @@ def append_rows(
         NotImplementedError: `implementation` names the kernel, and the kernel does not support the arguments.
     """
     check(k, v, new)
-    rotated, write = (functools.partial(op.append_rows, factor=factor) for op in (kernel, reference))
+    rotated, write = (functools.partial(op.append_rows, factor=factor, unit=unit) for op in (kernel, reference))
     queries, keys, values = run(implementation, rotated, write, k, v, new)
     return queries, keys, values

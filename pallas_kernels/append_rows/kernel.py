@@ -25,7 +25,7 @@ class Joined(NamedTuple):
 
     Attributes:
         heads: [B, T, h_q + 2 h_kv, d]: the queries, then the keys, then the values.
-        cos, sin, slots, valid: as in NewTokens.
+        cos, sin, slots, valid, first: as in NewTokens.
     """
 
     heads: Any
@@ -33,9 +33,10 @@ class Joined(NamedTuple):
     sin: Any
     slots: Any
     valid: Any
+    first: Any
 
 
-def append_rows_kernel(k, v, new, q_out, k_out, v_out, *, factor):  # type: ignore[no-untyped-def]
+def append_rows_kernel(k, v, new, q_out, k_out, v_out, *, factor, unit):  # type: ignore[no-untyped-def]
     """One program: rotate the queries and the key of one KV head and one token, and write the key and the value.
 
     k and k_out are the same buffer, and so are v and v_out. Nothing is read from k and v.
@@ -45,6 +46,8 @@ def append_rows_kernel(k, v, new, q_out, k_out, v_out, *, factor):  # type: igno
     group = queries // kv_heads
     member = iota(0, 1 << (group - 1).bit_length())[:, None]
     slot = pltriton.load(new.slots.at[b, t])
+    if new.first is not None:
+        slot -= pltriton.load(new.first.at[b]) * unit
     written = pltriton.load(new.valid.at[b, t]) & (slot >= 0) & (slot < k.shape[2])
     rows = ((q_out, h * group + member, member < group), (k_out, queries + h, written))
 
@@ -75,9 +78,9 @@ def append_rows_kernel(k, v, new, q_out, k_out, v_out, *, factor):  # type: igno
                 store(target, head, column, mask, load(head, column, mask))
 
 
-@functools.partial(jax.jit, static_argnames=("factor", "interpret"))
+@functools.partial(jax.jit, static_argnames=("factor", "unit", "interpret"))
 def append_rows(
-    k: jax.Array, v: jax.Array, new: NewTokens, factor: float, interpret: bool
+    k: jax.Array, v: jax.Array, new: NewTokens, factor: float, unit: int, interpret: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `pallas_kernels.append_rows`.
 
@@ -95,7 +98,7 @@ def append_rows(
     written = bytes_of(new.q) + 2 * new.k.size * k.dtype.itemsize
     rotated = (new.q.shape[2] + heads) * new.cos.size
     queries, keys, values = pl.pallas_call(
-        functools.partial(append_rows_kernel, factor=factor),
+        functools.partial(append_rows_kernel, factor=factor, unit=unit),
         grid=(heads, tokens, batch),
         in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
         out_specs=[anywhere] * 3,

@@ -19,6 +19,8 @@ class NewTokens(NamedTuple):
             rotary_dim columns of queries and keys are rotated. rotary_dim is at most d.
         slots: int32 [B, T], the slot of each token, at least 0. Two valid tokens of a row have different slots.
         valid: bool [B, T]. The key and the value of a token that is False are not written.
+        first: int32 [B]. If it is given, the slot of a token is `slots` less `first` times the op's `unit`. Then no
+            other kernel is needed to compute slots from positions.
     """
 
     q: jax.Array
@@ -28,6 +30,7 @@ class NewTokens(NamedTuple):
     sin: jax.Array
     slots: jax.Array
     valid: jax.Array
+    first: jax.Array | None = None
 
 
 def check(k: jax.Array, v: jax.Array, new: NewTokens) -> None:
@@ -58,3 +61,6 @@ def check(k: jax.Array, v: jax.Array, new: NewTokens) -> None:
     expect_dtype("new.slots", new.slots, jnp.int32)
     expect_shape("new.valid", new.valid, tokens)
     expect_dtype("new.valid", new.valid, jnp.bool_)
+    if new.first is not None:
+        expect_shape("new.first", new.first, tokens[:1])
+        expect_dtype("new.first", new.first, jnp.int32)

@@ -8,11 +8,14 @@ from pallas_kernels.append_rows.operands import NewTokens
 from pallas_kernels.rotation import rotate
 
 
-def append_rows(k: jax.Array, v: jax.Array, new: NewTokens, factor: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+def append_rows(
+    k: jax.Array, v: jax.Array, new: NewTokens, factor: float, unit: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `pallas_kernels.append_rows`."""
     cos, sin = new.cos[:, :, None], new.sin[:, :, None]
-    k = write_rows(k, rotate(new.k, cos, sin), new.slots, new.valid)
-    return rotate(new.q, cos, sin, factor), k, write_rows(v, new.v, new.slots, new.valid)
+    slots = new.slots if new.first is None else new.slots - new.first[:, None] * unit
+    k = write_rows(k, rotate(new.k, cos, sin), slots, new.valid)
+    return rotate(new.q, cos, sin, factor), k, write_rows(v, new.v, slots, new.valid)
 
 
 def write_rows(buffer: jax.Array, rows: jax.Array, slots: jax.Array, valid: jax.Array) -> jax.Array:

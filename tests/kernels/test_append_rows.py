@@ -39,6 +39,16 @@ def test_appended_tokens(case):
     np.testing.assert_array_equal(made["xla"][2], made["interpret"][2])
 
 
+@pytest.mark.parametrize("case", APPENDS[:2], ids=name)
+def test_slots_that_are_counted_from_a_first_one(case):
+    """Slots that are too large by `first` units give the same result."""
+    inputs, first = append_inputs(case), jnp.arange(3, 3 + case.batch, dtype=jnp.int32)
+    shifted = inputs | {"slots": inputs["slots"] + 8 * first[:, None], "first": first, "unit": 8}
+    for kind in ("xla", "interpret"):
+        for got, want in zip(*(append_call(**x, implementation=kind) for x in (shifted, inputs)), strict=True):
+            np.testing.assert_array_equal(got, want, kind)
+
+
 def test_the_cases_skip_tokens_in_both_ways():
     """Some tokens are not valid, and the slots of some valid tokens are past the end."""
     every = [append_inputs(case) for case in APPENDS]

@@ -70,11 +70,11 @@ def append_inputs(case: Appends) -> dict[str, Any]:
 
 
 def append_call(
-    k: Any, v: Any, *, q_new: Any, k_new: Any, v_new: Any, factor: float, implementation: str = "auto", **rest: Any
+    k: Any, v: Any, *, q_new: Any, k_new: Any, v_new: Any, implementation: str = "auto", **rest: Any
 ) -> Any:
-    """Call append_rows with flat arguments: those of `append_inputs`."""
-    new = NewTokens(q_new, k_new, v_new, **rest)
-    return append_rows(k, v, new, factor=factor, implementation=implementation)
+    """Call append_rows with flat arguments: those of `append_inputs`, and `first` and `unit`."""
+    options = {name: rest.pop(name) for name in ("factor", "unit") if name in rest}
+    return append_rows(k, v, NewTokens(q_new, k_new, v_new, **rest), **options, implementation=implementation)
 
 
 def append_truth(

@@ -259,8 +259,7 @@ class OmniKVSparse(LayerCache, Costs):
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Write the new token to the window."""
-        slots = step.positions - state.frozen.lengths[:, None]
-        window, q_post = state.live.window.append(step, slots, spec.rope)
+        window, q_post = state.live.window.append(step, step.positions, spec.rope, state.frozen.lengths)
         return state.replace(live=SparseLive(window), q_post=q_post), None
 
     def attend(

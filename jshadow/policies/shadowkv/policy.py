@@ -162,8 +162,7 @@ class ShadowKV(ShadowSettings, Costs):
 
     def append(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[LayerState, HostWrite | None]:
         """Store the new tokens in the window, exactly."""
-        slots = step.positions - state.frozen.chunks[:, None] * self.chunk_size
-        window, q_post = state.live.window.append(step, slots, spec.rope)
+        window, q_post = state.live.window.append(step, step.positions, spec.rope, state.frozen.chunks, self.chunk_size)
         return state.replace(live=state.live.replace(window=window), q_post=q_post), None
 
     def select(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection | None, LayerState]:
