@@ -4,7 +4,9 @@ Triton needs blocks whose sizes are powers of two, and products whose sides are 
 padded, and the padding is masked.
 
 All indices are int32, one for each axis. If an array has more than 2**32 bytes, Pallas multiplies each index by its
-stride in 64 bits. So a kernel must never flatten two axes of a large array into one index, which could overflow.
+stride in 64 bits. So a kernel must never flatten two axes of a large array into one index, which could overflow. In a
+smaller array, the offset of an element is an int32. So no kernel takes an array of bytes with more than 2**31 and at
+most 2**32 elements.
 """
 
 import math
@@ -18,6 +20,7 @@ from jax.experimental.pallas import triton as pltriton
 MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
 LOG2_E = math.log2(math.e)  # exp(x) is 2**(x * LOG2_E)
 LEAST = 16  # the smallest side of a tile in a Triton product
+MOST_BYTES = 2**31  # of an array of bytes; see above
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
@@ -116,14 +119,19 @@ def can_do(name: str, dim: int, *arrays: jax.Array, packed: tuple[jax.Array, ...
     The arrays in `packed` hold bytes. Their dtype is not checked.
 
     Raises:
-        NotImplementedError: heads are wider than 256, an array is empty, or a dtype is not float32, bfloat16 or
-            float16.
+        NotImplementedError: heads are wider than 256, an array is empty, a dtype is not float32, bfloat16 or float16,
+            or the offsets in an array of bytes do not fit into 32 bits.
     """
     if dim > 256:
         raise NotImplementedError(f"{name}: the kernel takes heads up to 256 wide, got {dim}")
     for x in (*arrays, *packed):
         if math.prod(x.shape) == 0:
             raise NotImplementedError(f"{name}: the kernel takes no empty array, got shape {list(x.shape)}")
+        if math.prod(x.shape) > MOST_BYTES and x.dtype.itemsize * math.prod(x.shape) <= 2**32:
+            raise NotImplementedError(
+                f"{name}: the kernel takes up to {MOST_BYTES:,} elements in an array of at most 4 GiB, got shape "
+                f"{list(x.shape)}"
+            )
     for x in arrays:
         if x.dtype not in DTYPES:
             raise NotImplementedError(f"{name}: the kernel takes float32, bfloat16 and float16, got {x.dtype}")

@@ -29,7 +29,7 @@ from jshadow.cache.records import Fetched, HostArray, HostTier, HostWrite, Selec
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.errors import ConfigError
 from jshadow.ops.packing import dequantize_rows, row_bytes, split_rows
-from pallas_kernels import ChosenKeys, HostRows, KeptRows, fetch_reconstruct, is_missed, on_host
+from pallas_kernels import MOST_BYTES, ChosenKeys, HostRows, KeptRows, fetch_reconstruct, is_missed, on_host
 
 Space = jax.memory.Space
 FETCH_MODES = ("resident", "device_put", "zero_copy")
@@ -243,6 +243,17 @@ def unit_bytes(spec: CacheSpec, layout: HostLayout) -> int:
     if layout.bits is not None:
         return row_bytes(layout.unit, spec.head_dim, layout.bits, spec.dtype)
     return layout.planes * layout.unit * spec.head_dim * jnp.dtype(spec.dtype).itemsize
+
+
+def most_rows(spec: CacheSpec, layout: HostLayout) -> int:
+    """Return for up to how many rows of a batch the GPU kernel fetches units, 2**31 if there is no limit.
+
+    The kernel takes packed units of at most MOST_BYTES bytes in a layer. With more, XLA fetches them, which is slow.
+    """
+    if not spec.keep or layout.bits is None or layout.no_kernel:
+        return 2**31
+    row = layout.heads * max(layout.units, layout.tail_units + 1) * unit_bytes(spec, layout)
+    return MOST_BYTES // max(row, 1)
 
 
 def gather(tier: HostTier, ids: Array, units: tuple[int, ...]) -> Array:

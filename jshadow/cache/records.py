@@ -101,8 +101,7 @@ class KeyValues(struct.PyTreeNode):
             step: the new tokens. Those whose `valid` is False are not written.
             slots: the slot of each token, int32 [B, T]. A token whose slot is past the end is not written.
             rope: the layer's RoPE settings.
-            first: int32 [B], subtracted from the slots `unit` times, or None.
-            unit: see `first`.
+            first, unit: `first` times `unit` is subtracted from the slots. int32 [B], or None for 0.
 
         Returns:
             The new buffer, and the step's queries after RoPE [B, T, h_q, d]. A GPU computes both in one kernel.
@@ -221,10 +220,8 @@ class Selection(struct.PyTreeNode):
 
     Attributes:
         ids: numbers of the units, int32 [B, heads, n], or [B, 1, n] if all heads select the same units.
-        valid: bool, the shape of ids. A unit that is False may be moved, because shapes are static, but no query
-            attends to it.
-        hit: bool, the shape of ids: whether the previous step also selected the unit. None: the policy does not count
-            this.
+        valid: bool, the shape of ids. No query attends to a unit that is False, though it may be moved.
+        hit: bool, the shape of ids: whether the previous step also selected the unit. None: this is not counted.
         rebuild: the compressed keys from which the units' keys are rebuilt. None if keys are fetched or not needed.
         kept: units that are on the device and need no fetch. Only set with `CacheSpec.keep`.
         counts: int32 [B, heads, 2], the number of valid units, and how many of them are hits. None: not counted yet.

@@ -36,11 +36,13 @@ class Joined(NamedTuple):
     first: Any
 
 
-def append_rows_kernel(k, v, new, q_out, k_out, v_out, *, factor, unit):  # type: ignore[no-untyped-def]
+def append_rows_kernel(k, v, new, *out, factor, unit):  # type: ignore[no-untyped-def]
     """One program: rotate the queries and the key of one KV head and one token, and write the key and the value.
 
-    k and k_out are the same buffer, and so are v and v_out. Nothing is read from k and v.
+    `out` are the queries, keys and values. k and the keys are the same buffer, and so are v and the values. Nothing is
+    read from k and v.
     """
+    q_out, k_out, v_out = out
     h, t, b = (pl.program_id(axis) for axis in range(3))
     kv_heads, queries, dim = k.shape[1], q_out.shape[2], k.shape[3]
     group = queries // kv_heads

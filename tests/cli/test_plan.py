@@ -125,14 +125,14 @@ def test_a_directory_means_the_same(config, capsys, tmp_path):
 
 def test_auto_is_the_fastest_mode(config, capsys):
     """It is the default, each policy has its own, and the table and JSON say why."""
-    options = ("--context", "122880", "--gpu", "h200", "--host-gib", "128", "--batch", "38")
+    options = ("--context", "122880", "--gpu", "h200", "--host-gib", "128", "--batch", "33")
     [plan] = answer(capsys, config, *options)
     assert [plan] == answer(capsys, config, *options, "--fetch", "auto")
     assert (plan["fetch"], plan["gather_bytes_per_second"]) == ("auto", 20e9)
     sides = [plan["chosen"], plan["beside"]["packed"], plan["beside"]["packed_small"], plan["full"]]
     assert [side["fetch"] for side in sides[1:]] == ["zero_copy", "resident", "resident"]
     assert [side["repeat_share"] for side in sides[1:]] == [0.6, 0.6, 0]
-    assert sides[2]["fetch_reason"].startswith("resident: 38 requests fit into 137.8 of 139.8 GiB of device memory")
+    assert sides[2]["fetch_reason"].startswith("resident: 33 requests fit into 121.7 of 139.8 GiB of device memory")
     assert "no mode fits" in sides[0]["fetch_reason"]
     assert all(side["fetch_reason"] for side in sides)
     assert main(["plan", config, *options]) == 0

@@ -2,6 +2,7 @@
 
 import pytest
 from cases import CAPACITY, TINY
+from real_shapes import LLAMA_31_8B
 
 from jshadow.cache import offload
 from jshadow.errors import CapacityError, ConfigError
@@ -35,6 +36,17 @@ def test_repeats_move_nothing_where_they_are_kept(monkeypatch):
     assert none.hbm_bytes.keys() - all_kept.hbm_bytes.keys() == {"left", "values"}
     with pytest.raises(ConfigError, match=r"repeat_share must lie in \[0, 1\], got 1.5"):
         make(fetch="zero_copy", repeat_share=1.5)
+
+
+def test_a_batch_is_one_that_the_kernel_fetches():
+    """The kernel takes 2 GiB of packed values in one layer. Values in the model's dtype have no such limit."""
+    serving = Serving(122_816, fetch="resident")
+    small, paper = (
+        capacity_plan(LLAMA_31_8B, policy, GPUS["b200"], serving).chosen.largest_batch
+        for policy in (ShadowKV.packed(small=True), ShadowKV(rank=16))
+    )
+    assert small == 2**31 // (8 * 15_356 * 528) == 33
+    assert paper * 8 * 15_356 * 2048 > 2**31
 
 
 BAD = {
