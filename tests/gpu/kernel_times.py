@@ -2,6 +2,7 @@
 
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,21 @@ def kernels(data: ProfileData, gpu: bool) -> list[dict[str, Any]]:
         if gpu and not (plane.startswith(DEVICE) and line.name.startswith(STREAM)):
             continue
         for event in line.events:
-            if gpu or any(name == "hlo_op" for name, _ in event.stats):
+            if gpu or is_operation(event):
                 found.setdefault(event.name, []).append(event.duration_ns / 1e9)
     if not found:
         told = sorted({f"{plane} {line.name}" for plane, line in lines})
         raise NotHere(f"the profile has no kernels, only {told}; JAX needs NVIDIA's library CUPTI to see them")
     rows = [{"name": name, "count": len(times), "seconds": sum(times)} for name, times in found.items()]
     return sorted(rows, key=lambda row: -row["seconds"])
+
+
+def is_operation(event: Any) -> bool:
+    """Return whether an event on the host is an operation of XLA's programs."""
+    # In JAX 0.12 the type of `stats` has no __module__, and Python 3.12 warns of that. As an error, it ends the process.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return any(name == "hlo_op" for name, _ in event.stats)
 
 
 def profiled(setup: Setup, steps: Steps) -> dict[str, Any]:
