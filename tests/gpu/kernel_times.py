@@ -48,7 +48,7 @@ def kernels(data: ProfileData, gpu: bool) -> list[dict[str, Any]]:
 
 def is_operation(event: Any) -> bool:
     """Return whether an event on the host is an operation of XLA's programs."""
-    # In JAX 0.12 the type of `stats` has no __module__, and Python 3.12 warns of that. As an error, it ends the process.
+    # In JAX 0.12 the type of `stats` has no __module__. Python 3.12 warns of that, and as an error it ends the process.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return any(name == "hlo_op" for name, _ in event.stats)
