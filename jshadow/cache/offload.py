@@ -42,7 +42,7 @@ def check_fetch(fetch: str) -> None:
 
 
 def resolve_fetch(fetch: str) -> str:
-    """Return the fetch mode of a setting as far as it is known without sizes.
+    """Return the fetch mode of a setting if it follows without the sizes of the arrays.
 
     "auto" is "resident" on a CPU, where host and device memory are the same memory. On an accelerator it stays "auto",
     and `jshadow.planner.machine.fetch_here` chooses the mode by the sizes of the batch and of the memories.

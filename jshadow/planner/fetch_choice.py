@@ -10,7 +10,7 @@ from jshadow.planner.gpu_specs import GIB
 
 
 class ModeFigures(NamedTuple):
-    """What is known about one fetch mode before anything runs.
+    """The predicted figures of one fetch mode.
 
     Attributes:
         fetch: the fetch mode, one of FETCH_MODES.
@@ -45,7 +45,7 @@ def choose_fetch(modes: Sequence[ModeFigures], device_limit: int, host_limit: in
     """Return the fetch mode with the most predicted tokens per second, and a sentence that says why.
 
     A mode must be served and fit into both memories. If no mode does, the result is the served mode that needs the
-    least device memory. Of equal modes, the one that stands first in FETCH_MODES is chosen.
+    least device memory. If modes are equal, the first of them in FETCH_MODES is chosen.
 
     Args:
         modes: the figures of each mode, at least one of them served.

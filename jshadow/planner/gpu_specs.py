@@ -73,7 +73,7 @@ def gpu_named(name: str) -> Gpu:
 def gpu_of_device(kind: str) -> Gpu | None:
     """Return the known GPU that JAX reports as `kind`, such as "NVIDIA H100 80GB HBM3", or None.
 
-    Each word of the GPU's name must be a word of `kind`. Of several such names, the one with the most words is chosen.
+    Each word of the GPU's name must be a word of `kind`. If several names fit, the one with the most words is chosen.
     """
     words = set(kind.lower().replace("-", " ").split())
     known = [gpu for name, gpu in GPUS.items() if set(name.split("-")) <= words]

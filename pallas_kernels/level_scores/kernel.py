@@ -2,7 +2,7 @@
 
 First the program chooses the groups. Then it scores the chunks of these groups, one block after the other, and writes
 the logit of each chunk: the logarithm of the sum of the masses of its landmarks. Finally it completes the softmax over
-all blocks. What was written is read back by other threads, which therefore wait for each other in between.
+all blocks. Other threads read what a thread wrote. So all threads wait for each other in between.
 
 Logits are multiplied by log2(e), because GPUs compute powers of 2.
 """

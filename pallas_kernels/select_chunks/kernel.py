@@ -5,7 +5,7 @@ number from its highest bit to its lowest. In each round it counts the numbers t
 in the higher bits. It holds the bits as planes, so one instruction looks at a bit of 32 scores.
 
 1. Load the scores and find the k-th largest. One bit for each score says that it is larger, another that it is equal.
-2. Bring these bits into the order of the scores. Of the equal scores, take only the first. Count the chosen scores
+2. Bring these bits into the order of the scores. Take only the first of the equal scores. Count the chosen scores
    before each word of 32 bits.
 3. List the chosen chunks in order: a search over these counts finds the word of the n-th, and its bit. Look up for each
    place whether its resident chunk is chosen. If so, take the chunk off the list.

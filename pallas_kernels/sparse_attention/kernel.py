@@ -265,7 +265,7 @@ def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float, inte
 def with_one_array(pieces: tuple[Piece, ...]) -> tuple[tuple[Piece, ...], tuple[int, ...]]:
     """Join counts that are single numbers. Return the pieces, and the place of each piece's count in its `valid`.
 
-    XLA's GPU compiler would compute each single number in a kernel of its own. It computes an array of them in one.
+    XLA's GPU compiler uses one kernel for each single number, but only one kernel for an array of numbers.
     """
     single = [piece.valid.dtype == jnp.int32 and piece.valid.size == 1 for piece in pieces]
     if sum(single) < 2:

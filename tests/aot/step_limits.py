@@ -1,4 +1,4 @@
-"""What the tables of decode steps must hold: limits on kernels and launches, and predicted ratios to full attention.
+"""The limits that the tables of decode steps must keep: on kernels, launches and ratios to full attention.
 
 All limits hold for steps of several rows. A step of one row has a limit on its launches only, because it is so short
 that the time of its bytes says little.
