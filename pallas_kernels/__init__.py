@@ -14,7 +14,7 @@ from pallas_kernels.chunk_scores import chunk_scores as chunk_scores
 from pallas_kernels.fetch_reconstruct import HostRows as HostRows
 from pallas_kernels.fetch_reconstruct import KeptRows as KeptRows
 from pallas_kernels.fetch_reconstruct import fetch_reconstruct as fetch_reconstruct
-from pallas_kernels.fetch_reconstruct import is_missed as is_missed
+from pallas_kernels.fetch_reconstruct import put_missed as put_missed
 from pallas_kernels.level_scores import TwoLevels as TwoLevels
 from pallas_kernels.level_scores import level_logits as level_logits
 from pallas_kernels.level_scores import level_scores as level_scores
@@ -26,8 +26,9 @@ from pallas_kernels.products import landmark_products as landmark_products
 from pallas_kernels.products import whole_products as whole_products
 from pallas_kernels.reconstruct_keys import ChosenKeys as ChosenKeys
 from pallas_kernels.reconstruct_keys import reconstruct_keys as reconstruct_keys
+from pallas_kernels.select_chunks import MOST_AGE as MOST_AGE
+from pallas_kernels.select_chunks import MOST_PLACES as MOST_PLACES
 from pallas_kernels.select_chunks import Chosen as Chosen
-from pallas_kernels.select_chunks import in_place as in_place
 from pallas_kernels.select_chunks import places_of as places_of
 from pallas_kernels.select_chunks import select_chunks as select_chunks
 from pallas_kernels.sparse_attention import sparse_attention as sparse_attention

@@ -29,7 +29,7 @@ from jshadow.cache.records import Fetched, HostArray, HostTier, HostWrite, Selec
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.errors import ConfigError
 from jshadow.ops.packing import dequantize_rows, row_bytes, split_rows
-from pallas_kernels import MOST_BYTES, ChosenKeys, HostRows, KeptRows, fetch_reconstruct, is_missed, on_host
+from pallas_kernels import MOST_BYTES, ChosenKeys, HostRows, KeptRows, fetch_reconstruct, on_host, put_missed
 
 Space = jax.memory.Space
 FETCH_MODES = ("resident", "device_put", "zero_copy")
@@ -173,13 +173,15 @@ def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLay
         keys, values = lax.platform_dependent(tier, selection, ids, cuda=by_kernel, default=by_gather)
     else:
         keys, values = by_gather(tier, selection, ids)
-    return Fetched(keys, values, selection.valid, selection.ids)
+    places = selection.kept.places if selection.kept else None
+    count = selection.counts[0] if selection.counts else None
+    return Fetched(keys, values, selection.valid, selection.ids, places, count)
 
 
 def fetch_by_gather(
     spec: CacheSpec, layout: HostLayout, tier: HostTier, selection: Selection, ids: Array
 ) -> tuple[Array | None, Array]:
-    """Return keys and values [B, heads, n * unit, d]. XLA gathers the units and rebuilds keys at the same time.
+    """Return keys and values as `Fetched` has them. XLA gathers all units and rebuilds keys at the same time.
 
     The arguments are those of `fetch`; `ids` are the selection's, broadcast to int32 [B, heads, n].
     """
@@ -207,9 +209,8 @@ def fetch_by_gather(
     keys, values = planes[0] if layout.planes == 2 else keys, planes[-1]
     if (kept := selection.kept) is not None:
         assert keys is not None
-        new = jnp.repeat(is_missed(kept.missed), layout.unit, axis=2)[..., None]
         keys, values = (
-            jnp.where(new, rows, old.reshape(rows.shape)) for rows, old in ((keys, kept.keys), (values, kept.values))
+            put_missed(old, kept.places, kept.missed, new) for old, new in ((kept.keys, keys), (kept.values, values))
         )
     return keys, values
 
@@ -235,7 +236,9 @@ def fetch_by_kernel(
             tail_unit=rebuild.tail_unit,
             **rebuild.codec.operands(rebuild.right),
         )
-        return fetch_reconstruct(values, keys, KeptRows(kept.values, kept.keys, kept.missed) if kept else None)
+        return fetch_reconstruct(
+            values, keys, KeptRows(kept.values, kept.keys, kept.places, kept.missed) if kept else None
+        )
 
 
 def unit_bytes(spec: CacheSpec, layout: HostLayout) -> int:

@@ -190,22 +190,23 @@ class Rebuild(struct.PyTreeNode):
 
 
 class Kept(struct.PyTreeNode):
-    """Units that are still on the device from the previous step and need no fetch.
+    """A cache of P units for each head, which lies on the device. A unit in it needs no fetch.
 
-    Row j belongs to the j-th selected unit. Example: B = 1, 2 heads, and 3 units are selected. Head 0 selects the units
-    [4, 7, 9], and units 4 and 9 are on the device. Then missed[0, 0] = [1, 3, 3], the rows 0 and 2 of head 0 hold the
-    units 4 and 9, and its row 1 is unused.
+    Example: B = 1, one head, and P = 4 places, of which the first three hold the units 9, 5 and 4. The units [4, 7, 9]
+    are selected. Then places = [2, 3, 0] and missed = [1, 3, 3]. Only unit 7 is fetched, into place 3.
 
     Attributes:
-        values: values of the units [B, heads, n, unit * d] in the model's dtype.
+        values: values of the units [B, heads, P, unit * d] in the model's dtype.
         keys: keys of the units after RoPE, in the shape and dtype of `values`.
-        missed: int32 [B, heads, n], the j of the units that must be fetched, in rising order, and then n. All other
-            rows are used as they are, because they hold the selected unit, or because no query attends to them.
+        places: int32 [B, heads, n], the place of each selected unit, and then P.
+        missed: int32 [B, heads, n], the indices of the selected units that must be fetched, in rising order, and then
+            n. All other places stay as they are.
         count: int32 [B, heads], how many units must be fetched.
     """
 
     values: Array
     keys: Array
+    places: Array
     missed: Array
     count: Array
 
@@ -221,10 +222,11 @@ class Selection(struct.PyTreeNode):
     Attributes:
         ids: numbers of the units, int32 [B, heads, n], or [B, 1, n] if all heads select the same units.
         valid: bool, the shape of ids. No query attends to a unit that is False, though it may be moved.
-        hit: bool, the shape of ids: whether the previous step also selected the unit. None: this is not counted.
+        hit: bool, the shape of ids: whether the previous step also selected the unit. None: `counts` tells, or this is
+            not counted.
         rebuild: the compressed keys from which the units' keys are rebuilt. None if keys are fetched or not needed.
-        kept: units that are on the device and need no fetch. Only set with `CacheSpec.keep`.
-        counts: int32 [B, heads, 2], the number of valid units, and how many of them are hits. None: not counted yet.
+        kept: the cache of units on the device. Only set with `CacheSpec.keep`.
+        counts: the number of valid units, and how many of them are hits, int32 [B, heads] each. None: `hit` tells.
         layer: the layer whose units these are. None: the layer that selects.
         when: "now": the units are attended to in this step. "next_step": the target layer receives them after its
             attention of this step.
@@ -235,25 +237,42 @@ class Selection(struct.PyTreeNode):
     hit: Array | None = None
     rebuild: Rebuild | None = None
     kept: Kept | None = None
-    counts: Array | None = None
+    counts: tuple[Array, Array] | None = None
     layer: int | None = struct.field(pytree_node=False, default=None)
     when: str = struct.field(pytree_node=False, default="now")
 
 
 class Fetched(struct.PyTreeNode):
-    """The keys and values of the units that a Selection names. Token j of the i-th unit is at index i * unit + j.
+    """The keys and values of the units that a Selection names.
 
     Attributes:
-        k: keys [B, heads, n * unit, d]. None if only values were fetched and no keys were rebuilt.
-        v: values [B, heads, n * unit, d].
+        k: keys [B, heads, n * unit, d]. Token j of the i-th unit is at index i * unit + j. With `places`, it is the
+            whole cache [B, heads, P, unit * d]. None if only values were fetched and no keys were rebuilt.
+        v: values, in the form of the keys.
         valid: which units may be attended to, bool [B, heads, n] or [B, 1, n].
         ids: the ids of the selection, int32 [B, heads, n] or [B, 1, n].
+        places: the place of each unit in the cache, int32 [B, heads, n], as in `Kept`. None: there is no cache.
+        count: number of valid units, int32 [B, heads], as in `Selection.counts`. None: `valid` tells.
     """
 
     k: Array | None
     v: Array
     valid: Array
     ids: Array
+    places: Array | None = None
+    count: Array | None = None
+
+    def listed(self, width: int) -> "Fetched":
+        """Return the rows of the selected units [B, heads, n * unit, width], in the order of the units."""
+        if self.places is None:
+            return self
+        at, shape = self.places[..., None], (*self.v.shape[:2], -1, width)
+        k, v = (
+            None if x is None else jnp.take_along_axis(x, at, axis=2, mode="clip").reshape(shape)
+            for x in (self.k, self.v)
+        )
+        assert v is not None
+        return Fetched(k, v, self.valid, self.ids, count=self.count)
 
 
 class LayerState(struct.PyTreeNode):
@@ -280,8 +299,8 @@ class Counters(struct.PyTreeNode):
         steps: steps in which the row was active, uint32.
         attended: tokens attended to, float32. It is the mean over heads, summed over steps and layers.
         selected: valid units that were selected, uint32, summed over steps, layers and heads. Only selections that have
-            a `hit` mask are counted.
-        hits: units in `selected` that the previous step had also selected, uint32.
+            `counts` or a `hit` mask are counted.
+        hits: units in `selected` that the previous step had also selected, or that were in the policy's cache, uint32.
         fetched: data moved from the host tier, in units of 64 bytes, uint32. The count wraps around, so compare two
             counts by their difference.
     """

@@ -28,7 +28,7 @@ class LayerWork:
         missed: (bytes of a unit, number of units in each head, int32 [B, heads]) of each fetch that skips units on the
             device. These units were moved in addition, and rows differ.
         fetches: the fetched units, in the order of the fetches.
-        followed: the selections that have a `hit` mask, which is counted.
+        followed: the selections whose hits are counted.
         later: (target layer, selection, fetched units) of each fetch that is for the next step.
     """
 
@@ -44,7 +44,7 @@ class LayerWork:
         self.moved += accounting.fetched_bytes(spec, selection, layout)
         if selection.kept is not None and spec.fetch != "resident":
             self.missed.append((unit_bytes(spec, layout), selection.kept.count))
-        if selection.hit is not None:
+        if selection.hit is not None or selection.counts is not None:
             self.followed.append(selection)
 
 
@@ -82,7 +82,7 @@ def count_step(
     ]
     units = [unit_counts(selection) for work in works for selection in work.followed]
     # The layers are added first. So a GPU needs no kernel in each layer to add up the heads.
-    selected, hits = (one * count for count in summed(units, len(one)))
+    selected, hits = (one * summed((pair[which] for pair in units), len(one)) for which in (0, 1))
     missed = jnp.zeros_like(one)
     for unit, count in in_one(pair for work in works for pair in work.missed):
         missed += accounting.missed_quanta(count.sum(axis=1), unit)
@@ -96,21 +96,21 @@ def count_step(
     )
 
 
-def unit_counts(selection: Selection) -> Array:
-    """Return `Selection.counts` of a selection with a `hit` mask, int32 [B, heads, 2]."""
+def unit_counts(selection: Selection) -> tuple[Array, Array]:
+    """Return the number of valid units of a selection, and that of its hits, int32 [B, heads] each."""
     if selection.counts is not None:
         return selection.counts
     assert selection.hit is not None
-    masks = (selection.valid, selection.valid & selection.hit)
-    return jnp.stack([mask.sum(axis=2, dtype=jnp.int32) for mask in masks], axis=2)
+    valid, hits = (mask.sum(axis=2, dtype=jnp.int32) for mask in (selection.valid, selection.valid & selection.hit))
+    return valid, hits
 
 
-def summed(units: list[Array], rows: int) -> tuple[Array, Array]:
-    """Add up results of `unit_counts` for `rows` rows. Return the valid units and the hits of each row, uint32 [B]."""
-    total: Array = jnp.zeros((rows, 2), jnp.uint32)
-    for _, count in in_one((0, count) for count in units):
+def summed(counts: Iterable[Array], rows: int) -> Array:
+    """Add up counts of heads, int32 [B, heads] each, for `rows` rows: uint32 [B]."""
+    total: Array = jnp.zeros(rows, jnp.uint32)
+    for _, count in in_one((0, count) for count in counts):
         total = total + count.astype(jnp.uint32).sum(axis=1)
-    return total[:, 0], total[:, 1]
+    return total
 
 
 def in_one(pairs: Iterable[tuple[int, Array]]) -> list[tuple[int, Array]]:

@@ -73,7 +73,7 @@ def _far(mine: Array, theirs: Array, axes: tuple[int, ...], dtype: str) -> Array
 
 def _compare_fetch(spec: CacheSpec, mine: Fetched, theirs: Fetched) -> LayerFindings:
     """Compare two fetches of the same layer. Rows that no query attends to may hold any values."""
-    units = mine.ids.shape[2]
+    units, mine, theirs = mine.ids.shape[2], mine.listed(spec.head_dim), theirs.listed(spec.head_dim)
     chosen = (_differs(mine.ids, theirs.ids) & mine.valid).any(-1) | _differs(mine.valid, theirs.valid).any(-1)
     wrong = _differs(mine.v, theirs.v)
     wrong = wrong.reshape(*wrong.shape[:2], units, -1).any(-1) & mine.valid

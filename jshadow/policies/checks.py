@@ -1,5 +1,6 @@
 """Checks of settings and of learned arrays. Each raises ConfigError with the name, the rule and the given value."""
 
+import math
 from typing import Any
 
 from jshadow.errors import ConfigError
@@ -17,6 +18,13 @@ def check_range(policy: str, name: str, value: Any, low: int, high: int | None =
     if not good:
         limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ConfigError(f"{policy}.{name} must be an integer {limit}, got {value!r}")
+
+
+def check_number(policy: str, name: str, value: Any, low: float) -> None:
+    """Raise ConfigError unless `value` is a finite number of at least `low`. The message begins with `policy.name`."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value < math.inf:
+        raise ConfigError(f"{policy}.{name} must be a finite number of at least {low}, got {value!r}")
 
 
 def check_choice(policy: str, name: str, value: Any, choices: tuple[Any, ...]) -> None:

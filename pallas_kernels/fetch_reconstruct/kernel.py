@@ -34,9 +34,9 @@ AT_ONCE = 512  # about as many programs run at once on a large GPU
 def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count, move):  # type: ignore[no-untyped-def]
     """One program: rebuild the keys and fetch the values of `count` tokens of one KV head.
 
-    If `kept` is not None, its keys and keys_out are the same buffer, and so are its values and values_out. The tokens
-    are then those of the chunks in the list kept.missed. A program past the end of the list has nothing to do.
-    `move` is `move_tokens` without its last two arguments.
+    keys_out and values_out are [B, h_kv, m, c * d]. If `kept` is None, row j is that of the j-th chunk. Otherwise they
+    are the same buffers as the cache in `kept`, and the tokens are those of the chunks in the list kept.missed. A
+    program past the end of the list has nothing to do. `move` is `move_tokens` without its last two arguments.
     """
     j, h, b = (pl.program_id(axis) for axis in range(3))
     refs = (values, keys, keys_out, values_out)
@@ -46,7 +46,7 @@ def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count,
 
     @pl.when(pltriton.load(kept.missed.at[b, h, lax.div(j * count, keys.chunk)]) < keys.ids.shape[2])
     def _() -> None:
-        move(refs, tokens_of(keys, b, h, j * count, count, kept.missed), b, h)
+        move(refs, tokens_of(keys, b, h, j * count, count, kept), b, h)
 
 
 def move_tokens(
@@ -78,7 +78,7 @@ def move_tokens(
             value = tile
             if scales is not None:
                 value = scaled_numbers(tile, place, values.bits, scales, values.dtype, interpret)
-            at = values_out.at[b, h, tokens.place[..., None], place * width + column]
+            at = values_out.at[b, h, tokens.row[..., None], tokens.within[..., None] * dim + place * width + column]
             pltriton.store(at, value, mask=tokens.there[..., None] & (column < width))
 
 
@@ -126,7 +126,7 @@ def cost_of_fetch(values: HostRows, kept: KeptRows | None, keys: ChosenKeys) -> 
     """Return the cost estimate of the kernel if no row is kept."""
     cost = cost_of(keys)
     rows = keys.ids.size * values.row_width(keys.chunk, keys.dim) * values.prompt.dtype.itemsize
-    cost["moved"] += math.prod(keys.out_shape) * values.value_dtype.itemsize + bytes_of(kept.missed if kept else None)
+    cost["moved"] += math.prod(keys.out_shape) * values.value_dtype.itemsize + bytes_of(kept[2:] if kept else None)
     place = "host" if in_host_memory(values.prompt) else "moved"
     return estimate(**(cost | {place: cost.get(place, 0) + rows}))
 
@@ -147,7 +147,7 @@ def fetch_reconstruct(
         can_do("fetch_reconstruct", keys.dim, *keys.multiplied, *sources, *kept_rows, packed=keys.packed)
     else:
         can_do("fetch_reconstruct", keys.dim, *keys.multiplied, *kept_rows, packed=(*keys.packed, *sources))
-    batch, heads, tokens, _ = keys.out_shape
+    batch, heads, tokens, _ = keys.out_shape  # only missed chunks have work, at most all k
     on_host = in_host_memory(values.prompt)
     # More programs are needed to fill the bus than to fill the device. But packed keys need larger blocks.
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -155,23 +155,21 @@ def fetch_reconstruct(
     grid = blocks(tokens, count), heads, batch
     early = on_host and math.prod(grid) <= AT_ONCE
     move = functools.partial(move_tokens, early=early, interpret=interpret)
-    aliases = {}
+    shape, aliases = keys.row_shape, {}
     if kept is not None:
-        # An aliased result must have the shape of its operand.
-        kept = kept._replace(values=kept.values.reshape(keys.out_shape), keys=kept.keys.reshape(keys.out_shape))
         first = len(jax.tree.leaves(values))
-        aliases = {first: 1, first + 1: 0}
+        shape, aliases = kept.keys.shape, {first: 1, first + 1: 0}
     operands = (values, kept, keys)
     rebuilt, fetched = pl.pallas_call(
         functools.partial(fetch_reconstruct_kernel, count=count, move=move),
         grid=grid,
         in_specs=list(jax.tree.map(lambda _: anywhere, operands)),
         out_specs=[anywhere] * 2,
-        out_shape=[jax.ShapeDtypeStruct(keys.out_shape, kind) for kind in (keys.dtype, values.value_dtype)],
+        out_shape=[jax.ShapeDtypeStruct(shape, kind) for kind in (keys.dtype, values.value_dtype)],
         compiler_params=pltriton.CompilerParams(num_warps=warps_of(keys), num_stages=2),
         cost_estimate=cost_of_fetch(values, kept, keys),
         input_output_aliases=aliases,
         interpret=interpret,
         name="fetch_reconstruct",
     )(*operands)
-    return rebuilt, fetched
+    return (rebuilt, fetched) if kept is not None else (rebuilt.reshape(keys.out_shape), fetched.reshape(keys.out_shape))

@@ -55,17 +55,19 @@ class HostRows:
 
 
 class KeptRows(NamedTuple):
-    """Keys and values on the device from an earlier call, one row for each of the k selected chunks.
+    """A cache of keys and values on the device: P places for each head, with the row of one chunk each.
 
     Attributes:
-        values: [B, h_kv, k, c * d], in the dtype of the fetched values.
-        keys: [B, h_kv, k, c * d], in the dtype of the rebuilt keys.
-        missed: int32 [B, h_kv, k], the places of the chunks that are fetched and rebuilt, in rising order, and then k.
-            All other rows stay as they are.
+        values: [B, h_kv, P, c * d], in the dtype of the fetched values.
+        keys: [B, h_kv, P, c * d], in the dtype of the rebuilt keys.
+        places: int32 [B, h_kv, k], the place of each of the k selected chunks. Those of missed chunks are distinct.
+        missed: int32 [B, h_kv, k], the indices of the selected chunks that are fetched and rebuilt, in rising order,
+            and then k. All places of other chunks stay as they are.
     """
 
     values: jax.Array
     keys: jax.Array
+    places: jax.Array
     missed: jax.Array
 
 
@@ -95,9 +97,11 @@ def check(values: HostRows, keys: ChosenKeys, kept: KeptRows | None) -> None:
         if tail.shape[2] < keys.tail.shape[-2]:
             raise ValueError(f"values.tail must have the {keys.tail.shape[-2]} chunks of tail, got {tail.shape[2]}")
     if kept is not None:
-        rows = (*keys.ids.shape, keys.chunk * keys.dim)
+        rows = (*keys.ids.shape[:2], "P", keys.chunk * keys.dim)
         for name, array, dtype in (("values", kept.values, values.value_dtype), ("keys", kept.keys, keys.dtype)):
             expect_shape(f"kept.{name}", array, rows)
+            rows = array.shape
             expect_dtype(f"kept.{name}", array, dtype)
-        expect_shape("kept.missed", kept.missed, keys.ids.shape)
-        expect_dtype("kept.missed", kept.missed, jnp.int32)
+        for name, array in (("places", kept.places), ("missed", kept.missed)):
+            expect_shape(f"kept.{name}", array, keys.ids.shape)
+            expect_dtype(f"kept.{name}", array, jnp.int32)

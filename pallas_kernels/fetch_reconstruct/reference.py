@@ -28,20 +28,24 @@ def fetch_reconstruct(values: HostRows, kept: KeptRows | None, keys: ChosenKeys)
     rows = rows.reshape(keys.out_shape)
     if kept is None:
         return rebuilt, rows
-    new = is_missed(kept.missed)[..., None, None]
-    shape = (*keys.ids.shape, keys.chunk, keys.dim)
-
-    def joined(new_rows: jax.Array, kept_rows: jax.Array) -> jax.Array:
-        return jnp.where(new, new_rows.reshape(shape), kept_rows.reshape(shape)).reshape(keys.out_shape)
-
-    return joined(rebuilt, kept.keys), joined(rows, kept.values)
+    return (
+        put_missed(kept.keys, kept.places, kept.missed, rebuilt),
+        put_missed(kept.values, kept.places, kept.missed, rows),
+    )
 
 
-def is_missed(missed: jax.Array) -> jax.Array:
-    """Return which of k places are in `missed`, a list [B, h, k] of places that is filled up with k. bool [B, h, k]."""
-    batch, heads = missed.shape[:2]
+def put_missed(cache: jax.Array, places: jax.Array, missed: jax.Array, rows: jax.Array) -> jax.Array:
+    """Return a cache [B, h, P, w] in which the rows of the missed chunks were written to their places.
+
+    `places` and `missed` are those of KeptRows. `rows` has the rows of all k chunks, in any shape with B * h * k * w
+    numbers in this order.
+    """
+    batch, heads, size, width = cache.shape
     row, head = jnp.arange(batch)[:, None, None], jnp.arange(heads)[:, None]
-    return jnp.zeros(missed.shape, bool).at[row, head, missed].set(True, mode="drop")
+    into = jnp.take_along_axis(places, missed, axis=2, mode="fill", fill_value=size)
+    rows = rows.reshape(batch, heads, -1, width)
+    picked = jnp.take_along_axis(rows, missed[..., None], axis=2, mode="clip")
+    return cache.at[row, head, into].set(picked, mode="drop")
 
 
 def fetched_rows(source: jax.Array, ids: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
     of few chunks, and looks up few chunks. Otherwise the table has one row.
 
     Attributes:
-        place: index among the k * c tokens of the result, [m, n].
+        row: row of the chunk in the result.
         there: False past the last token.
         within: index of the token in its chunk.
         unit: row of `left`, or 0 if the chunk is in the tail.
@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
         position: position of the token in the sequence, [m, n].
     """
 
-    place: jax.Array
+    row: jax.Array
     there: jax.Array
     within: jax.Array
     unit: jax.Array
@@ -49,7 +49,7 @@ class Tokens(NamedTuple):
     position: jax.Array
 
 
-def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: int, slots: Any = None) -> Tokens:
+def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: int, kept: Any = None) -> Tokens:
     """Look up tokens first .. first + count - 1 of head h in batch row b.
 
     Args:
@@ -58,8 +58,9 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
         h: index of the KV head.
         first: index of the first token.
         count: number of tokens.
-        slots: None: the tokens are those of all k ids in turn. Otherwise a ref, int32 [B, h_kv, k]. They are then the
-            tokens of the ids with these indices, and an index of k stands for tokens that are not there.
+        kept: None: the tokens are those of all k ids in turn, and the j-th chunk has row j of the result. Otherwise the
+            kernel's refs, as KeptRows of fetch_reconstruct. The tokens are then those of the missed chunks, and the row
+            of a chunk is its place.
     """
     chunk, units, selected = keys.chunk, keys.left.shape[-2], keys.ids.shape[2]
     if count % chunk == 0:
@@ -69,9 +70,11 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
         index = iota(first, count)[None]
         slot, within = lax.div(index, jnp.int32(chunk)), lax.rem(index, jnp.int32(chunk))
     there = slot < selected
-    if slots is not None:
-        slot = pltriton.load(slots.at[b, h, slot], mask=there, other=selected)
+    row = slot
+    if kept is not None:
+        slot = pltriton.load(kept.missed.at[b, h, slot], mask=there, other=selected)
         there = slot < selected
+        row = pltriton.load(kept.places.at[b, h, slot], mask=there, other=kept.keys.shape[2])
     ids = pltriton.load(keys.ids.at[b, h, slot], mask=there, other=0)
     ids = jnp.minimum(jnp.maximum(ids, 0), keys.units - 1)
     later = ids >= units
@@ -80,11 +83,13 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
     source = unit
     if keys.tail_unit is not None:
         source = jnp.where(later, tail_row + pltriton.load(keys.tail_unit.at[b]), ids)
-    return Tokens(slot * chunk + within, there, within, unit, later, tail_row, source * chunk + within)
+    return Tokens(row, there, within, unit, later, tail_row, source * chunk + within)
 
 
 def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, interpret: bool) -> None:
-    """Rebuild the keys of the tokens, rotate them and write them. `interpret` is as in `pallas_kernels.unpack`.
+    """Rebuild the keys of the tokens, rotate them and write them to `out`, a ref [B, h_kv, rows, c * d].
+
+    `interpret` is as in `pallas_kernels.unpack`.
 
     RoPE mixes column j of the first half with column j of the second half. A tile holds both, so that one product
     computes them. It is then split between them.
@@ -100,11 +105,11 @@ def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, 
         tiles = factor_tiles(keys, tokens, columns, b, h)
     else:
         tiles = code_tiles(keys, tokens, columns, b, h, interpret)
-    there, row = tokens.there[..., None], tokens.place[..., None]
-    tiles = [tile.reshape(*tokens.place.shape, -1) for tile in tiles]
+    there, row, token = tokens.there[..., None], tokens.row[..., None], tokens.within[..., None] * dim
+    tiles = [tile.reshape(*tokens.position.shape, -1) for tile in tiles]
 
     def write(column: jax.Array, inside: jax.Array, value: jax.Array) -> None:
-        pltriton.store(out.at[b, h, row, column], value.astype(out.dtype), mask=there & inside)
+        pltriton.store(out.at[b, h, row, token + column], value.astype(out.dtype), mask=there & inside)
 
     for (start, width), tile in zip(pairs, tiles, strict=False):
         column = iota(start, width)[None, None]
@@ -133,7 +138,7 @@ def paired(start: int, width: int, half: int) -> tuple[jax.Array, jax.Array]:
 
 def factor_tiles(keys: Any, tokens: Tokens, columns: Columns, b: jax.Array, h: jax.Array) -> list[jax.Array]:
     """Multiply the left rows of the tokens by `right`. Return one tile for each entry of `columns`."""
-    rank, count = keys.right.shape[2], tokens.place.size
+    rank, count = keys.right.shape[2], tokens.position.size
     out = [jnp.zeros((count, column.shape[1]), jnp.float32) for column, _ in columns]
     for start, width in spans(rank, LEAST):
         r = iota(start, width)
@@ -149,7 +154,7 @@ def code_tiles(
 ) -> list[jax.Array]:
     """Multiply the values of the tokens' codes by `right`, and add the mean. Return one tile for each of `columns`."""
     means = [pltriton.load(keys.mean.at[b, h, column], mask=exists, other=0.0) for column, exists in columns]
-    out = [jnp.broadcast_to(mean.astype(jnp.float32), (tokens.place.size, mean.shape[1])) for mean in means]
+    out = [jnp.broadcast_to(mean.astype(jnp.float32), (tokens.position.size, mean.shape[1])) for mean in means]
     for part in parts_of(keys.profile):
         for start, width in spans(part.size, LEAST):
             byte = iota(start, width)
@@ -184,7 +189,7 @@ def load_left(keys: Any, tokens: Tokens, column: jax.Array, inside: jax.Array, b
     if keys.tail is not None:
         tail = keys.tail.at[b, tokens.tail_row[..., None], at]
         rows += pltriton.load(tail, mask=there & later & inside, other=other)
-    return rows.reshape(tokens.place.size, -1)
+    return rows.reshape(tokens.position.size, -1)
 
 
 # The call
@@ -207,17 +212,18 @@ def reconstruct_keys(keys: ChosenKeys, interpret: bool) -> jax.Array:
     can_do("reconstruct_keys", keys.dim, *keys.multiplied, packed=keys.packed)
     batch, heads, tokens, _ = keys.out_shape
     anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 64)
-    return pl.pallas_call(
+    rebuilt = pl.pallas_call(
         functools.partial(reconstruct_keys_kernel, count=count, interpret=interpret),
         grid=(blocks(tokens, count), heads, batch),
         in_specs=[jax.tree.map(lambda _: anywhere, keys)],
         out_specs=anywhere,
-        out_shape=jax.ShapeDtypeStruct(keys.out_shape, keys.dtype),
+        out_shape=jax.ShapeDtypeStruct(keys.row_shape, keys.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=warps_of(keys), num_stages=2),
         cost_estimate=estimate(**cost_of(keys)),
         interpret=interpret,
         name="reconstruct_keys",
     )(keys)
+    return rebuilt.reshape(keys.out_shape)
 
 
 def cost_of(keys: ChosenKeys) -> dict[str, int]:

@@ -117,13 +117,12 @@ def prefill_task(gpu: str, tokens: int) -> Task:
     )
 
 
-def fetch(values: HostRows, keys: ChosenKeys, kept: Any, missed: Any) -> Any:
-    """Call fetch_reconstruct, and return its results in the order and shape of the donated buffers, as a state does.
+def fetch(values: HostRows, keys: ChosenKeys, cache: Any, places: Any, missed: Any) -> Any:
+    """Call fetch_reconstruct, and return its results in the order of the donated buffers, as a state does.
 
-    `kept` are the kept values and the kept keys.
+    `cache` are the values and the keys.
     """
-    rebuilt, rows = pallas_kernels.fetch_reconstruct(values, keys, KeptRows(*kept, missed))
-    return rows.reshape(kept[0].shape), rebuilt.reshape(kept[1].shape)
+    return pallas_kernels.fetch_reconstruct(values, keys, KeptRows(*cache, places, missed))[::-1]
 
 
 def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[Task]:
@@ -148,11 +147,12 @@ def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[
     keys = ChosenKeys(left, right, ids, inverse)
     yield Task("reconstruct_keys", gpu, pallas_kernels.reconstruct_keys, (keys,), kernel=True)
     marks = array(heads, chunks, dtype=jnp.float32), array(dtype=jnp.bool_), ids
-    yield Task("select_chunks", gpu, pallas_kernels.select_chunks, marks, kernel=True)
+    select = functools.partial(pallas_kernels.select_chunks, count=count)
+    yield Task("select_chunks", gpu, select, marks, kernel=True)
     values = HostRows(array(heads, chunks, chunk * dim, memory="pinned_host"))
     kept = (array(heads, count, chunk * dim),) * 2
     resident = 2 * batch * heads * count * chunk * dim * 2
-    yield Task("fetch_reconstruct", gpu, fetch, (values, keys, kept, ids), (2,), resident=resident, kernel=True)
+    yield Task("fetch_reconstruct", gpu, fetch, (values, keys, kept, ids, ids), (2,), resident=resident, kernel=True)
     sizes = (count * chunk, policy.max_outliers(capacity) * chunk, 96)
     pieces = [(array(heads, n, dim), array(heads, n, dim), array(1, 1, n, dtype=jnp.bool_)) for n in sizes]
     attend = functools.partial(pallas_kernels.sparse_attention, scale=dim**-0.5)

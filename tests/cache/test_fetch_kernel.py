@@ -41,7 +41,7 @@ def test_a_kernel_reads_resident_values_on_a_gpu(values, backend, kernels):
 
     def fetch(layer, ids):
         step = types.SimpleNamespace(inverse=jnp.ones(spec.head_dim // 2))
-        kept = Kept(layer.live.values, layer.live.keys, ids, ids[..., 0]) if spec.keep else None
+        kept = Kept(layer.live.values, layer.live.keys, ids, ids, ids[..., 0]) if spec.keep else None
         selection = Selection(ids, ids >= 0, rebuild=spec.policy.rebuild(spec, layer, step), kept=kept)
         return offload.fetch(spec, layer.host, selection, spec.policy.host_layout(spec))
 

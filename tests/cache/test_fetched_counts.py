@@ -52,7 +52,7 @@ def test_missed_chunks_are_counted_beyond_32_bits():
     missed = jnp.broadcast_to(jnp.arange(units, dtype=jnp.int32), (2, 8, units)).at[1, :, 1:].set(units)
     rows = jax.ShapeDtypeStruct((2, 8, units, 1024), jnp.bfloat16)  # 10 GB, never allocated
     count = (missed < units).sum(axis=2)
-    selection = Selection(missed, missed < units, kept=Kept(rows, rows, missed, count))  # type: ignore[arg-type]
+    selection = Selection(missed, missed < units, kept=Kept(rows, rows, missed, missed, count))  # type: ignore[arg-type]
     layout = HostLayout(heads=8, units=units, unit=8)
     counted = accounting.missed_quanta(count.sum(axis=1), unit_bytes(spec, layout))
     assert counted.tolist() == [8 * units * 2048 // 64, 8 * 2048 // 64]

@@ -169,16 +169,17 @@ def by_kernel(spec: CacheSpec, ids: Any, rows: Any, frozen: Any, host: HostTier,
     Args:
         spec: the layer.
         ids: the selected chunks, int32 [B, h_kv, k].
-        rows: values and keys that are on the device, each [B, h_kv, k, c * d].
+        rows: a cache of values and keys on the device, each [B, h_kv, k, c * d].
         frozen: the compressed prompt.
         host: the rows in host memory.
         step: its angles are used.
-        missed: the places that must be fetched, int32 [B, h_kv, k], as in `Kept`.
+        missed: the indices of the chunks that must be fetched, int32 [B, h_kv, k], as in `Kept`.
     """
     rebuild = spec.policy.rebuild(spec, LayerState(frozen, None, host), step)
-    selection = Selection(ids, ids >= 0, rebuild=rebuild, kept=Kept(*rows, missed, missed[..., 0]))
+    places = jnp.broadcast_to(jnp.arange(ids.shape[2], dtype=jnp.int32), ids.shape)
+    selection = Selection(ids, ids >= 0, rebuild=rebuild, kept=Kept(*rows, places, missed, missed[..., 0]))
     fetched = offload.fetch(spec, host, selection, spec.policy.host_layout(spec))
-    return (fetched.v.reshape(rows[0].shape), fetched.k.reshape(rows[1].shape)), fetched.k[0, 0, 0, 0]
+    return (fetched.v, fetched.k), fetched.k[0, 0, 0, 0]
 
 
 def by_host(spec: CacheSpec, ids: Any, rows: Any, frozen: Any, host: HostTier, step: StepKV, missed: Any) -> Any:

@@ -22,13 +22,14 @@ def fetch_reconstruct(
     value_dtype: Any = None,
     kept_values: Any = None,
     kept_keys: Any = None,
+    places: Any = None,
     missed: Any = None,
     implementation: str = "auto",
     **arguments: Any,
 ) -> Any:
     """Arguments are the fields of HostRows and of KeptRows, and those of ChosenKeys."""
     rows = HostRows(values, values_tail, value_bits, value_dtype)
-    kept = None if missed is None else KeptRows(kept_values, kept_keys, missed)
+    kept = None if missed is None else KeptRows(kept_values, kept_keys, places, missed)
     return pallas_kernels.fetch_reconstruct(rows, ChosenKeys(**arguments), kept, implementation=implementation)
 
 

@@ -231,8 +231,11 @@ def fetch_inputs(case: Chunks) -> dict[str, Any]:
     if case.value_bits is not None:
         inputs |= {"value_bits": case.value_bits, "value_dtype": case.dtype}
     if case.kept:
+        places = inputs["ids"].shape[2] + 3  # some hold chunks that are not selected
         for field in ("kept_values", "kept_keys"):
-            inputs[field] = normal(rng, *inputs["ids"].shape, width, dtype=case.dtype)
+            inputs[field] = normal(rng, *lead, places, width, dtype=case.dtype)
+        mixed = rng.permuted(np.broadcast_to(np.arange(places), (*lead, places)), axis=2)
+        inputs["places"] = jnp.asarray(mixed[..., :-3], jnp.int32)
         miss = rng.integers(0, 2, inputs["ids"].shape).astype(bool)
         miss[..., 0], miss[..., 1] = False, True
         miss[0, 0] = np.arange(miss.shape[2]) > 0  # nearly all

@@ -123,17 +123,22 @@ def reconstruct_keys(
     return out.reshape(*ids.shape[:2], -1, dim)
 
 
-def kept_or_rebuilt(kept_keys: Any = None, missed: Any = None, **inputs: Any) -> np.ndarray:
-    """The keys that fetch_reconstruct gives: those of `reconstruct_keys`, but kept ones where a chunk is not missed."""
+def kept_or_rebuilt(kept_keys: Any = None, places: Any = None, missed: Any = None, **inputs: Any) -> np.ndarray:
+    """The keys that fetch_reconstruct gives: those of `reconstruct_keys`, or the cache with those of missed chunks."""
     names = inspect.signature(reconstruct_keys).parameters
     out = reconstruct_keys(**{name: inputs[name] for name in names if name in inputs})
-    if missed is not None:
-        ids = inputs["ids"]
-        rows = out.reshape(*ids.shape, -1)
-        for b, h, j in np.ndindex(ids.shape):
-            if j not in np.asarray(missed)[b, h]:
-                rows[b, h, j] = wide(kept_keys[b, h, j])
-    return out
+    if missed is None:
+        return out
+    return with_missed(wide(kept_keys), places, missed, out.reshape(*inputs["ids"].shape, -1))
+
+
+def with_missed(cache: np.ndarray, places: Any, missed: Any, rows: np.ndarray) -> np.ndarray:
+    """A copy of a cache [B, h, P, w], in which the rows [B, h, k, w] of the missed chunks are in their places."""
+    cache = np.array(cache)
+    for b, h, j in np.ndindex(rows.shape[:3]):
+        if j in np.asarray(missed)[b, h]:
+            cache[b, h, places[b, h, j]] = rows[b, h, j]
+    return cache
 
 
 def unpacked_values(row: np.ndarray, dim: int, bits: int, dtype: Any) -> np.ndarray:
@@ -150,15 +155,13 @@ def fetched_values(
     values: Any,
     left: Any,
     ids: Any,
-    kept_values: Any = None,
-    missed: Any = None,
     tail: Any = None,
     tail_unit: Any = None,
     values_tail: Any = None,
     right: Any = None,
     value_bits: Any = None,
     value_dtype: Any = None,
-    **_: Any,
+    **kept: Any,
 ) -> np.ndarray:
     """In the dtype of the values: they are moved, not computed, but for the product of a code and its scale."""
     values, ids, dim = np.asarray(values), np.asarray(ids), right.shape[-1]
@@ -166,9 +169,10 @@ def fetched_values(
     for b, h, j in np.ndindex(ids.shape):
         row, later, _ = chunk_of(ids, left.shape[-2], tail, tail_unit, b, h, j)
         came = (np.asarray(values_tail) if later else values)[b, h, row]
-        if missed is not None and j not in np.asarray(missed)[b, h]:
-            came = np.asarray(kept_values)[b, h, j]
-        elif value_bits is not None:
+        if value_bits is not None:
             came = unpacked_values(came, dim, value_bits, value_dtype).astype(jnp.dtype(value_dtype))
         out.append(came)
-    return np.array(out).reshape(*ids.shape[:2], -1, dim)
+    rows = np.array(out).reshape(*ids.shape, -1)
+    if "missed" in kept:
+        return with_missed(kept["kept_values"], kept["places"], kept["missed"], rows)
+    return rows.reshape(*ids.shape[:2], -1, dim)

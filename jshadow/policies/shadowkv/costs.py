@@ -14,7 +14,7 @@ from jshadow.policies.shadowkv.key_codecs.base import BLOCK
 from jshadow.policies.shadowkv.landmark_levels import mean_kind
 from jshadow.policies.shadowkv.selection import has_kernel
 from pallas_kernels.products import CACHED_ROWS
-from pallas_kernels.select_chunks.reference import PLACES
+PLACES = 256
 
 if TYPE_CHECKING:
     from jshadow.policies.shadowkv.settings import ShadowSettings

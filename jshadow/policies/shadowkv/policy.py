@@ -27,14 +27,14 @@ from jshadow.policies.costs import Costs
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv import costs
 from jshadow.policies.shadowkv.costs import sizes_of
-from jshadow.policies.shadowkv.kept import kept_rows, received
+from jshadow.policies.shadowkv.kept import empty_cache, kept_rows, own_piece, received
 from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
 from jshadow.policies.shadowkv.landmark_levels import Marks, StoredLandmarks, stored_landmarks, stored_spread
 from jshadow.policies.shadowkv.landmarks import prompt_landmarks, prompt_spread
 from jshadow.policies.shadowkv.outliers import leave_out, outlier_chunks
 from jshadow.policies.shadowkv.records import weights_of
 from jshadow.policies.shadowkv.reference import Preload, exact_keys, preloaded_chunks
-from jshadow.policies.shadowkv.selection import Finalists, Query, choose_in_turn, finalists, landmark_scores
+from jshadow.policies.shadowkv.selection import Finalists, Query, choose, finalists, landmark_scores
 from jshadow.policies.shadowkv.settings import ShadowSettings
 from jshadow.policies.shadowkv.state import ShadowFrozen, ShadowLive
 
@@ -70,14 +70,16 @@ class ShadowKV(ShadowSettings, Costs):
             spread=spread,
         )
         window = zeros(heads, spec.window, dim)
-        count = self.max_selected(spec.capacity)
-        none = jnp.full((spec.batch, heads, count), -1, jnp.int32)
-        live = ShadowLive(KeyValues(window, window), none)
+        count, places = self.max_selected(spec.capacity), self.max_places(spec.capacity)
+        live = ShadowLive(
+            KeyValues(window, window), *empty_cache((spec.batch, heads), places, aged=places > count)
+        )
         if self.quirks.exact_preload:
+            none = jnp.full((spec.batch, heads, count), -1, jnp.int32)
             frozen = frozen.replace(preload=Preload(none, zeros(heads, count * self.chunk_size, dim)))
             live = live.replace(fresh=none >= 0)
         if spec.keep and count:
-            rows = zeros(heads, count, self.chunk_size * dim)
+            rows = zeros(heads, places, self.chunk_size * dim)
             live = live.replace(values=rows, keys=rows)
         return LayerState(frozen, live)
 
@@ -171,13 +173,18 @@ class ShadowKV(ShadowSettings, Costs):
         if count == 0:
             return None, state
         asked = step.valid.any(axis=1, keepdims=True) if self.scoring(spec).shared else step.valid
+        live: ShadowLive = state.live
         with jax.named_scope("select"):
-            chosen = choose_in_turn(self.finalists(spec, state, step, count), asked, state.live.resident)
-        ids, valid, hit = (part.reshape(*part.shape[:2], -1) for part in (chosen.ids, chosen.valid, chosen.hit))
+            chosen = choose(self.finalists(spec, state, step, count), asked, count, live.resident, live.ages)
+        ids, valid = (part.reshape(*part.shape[:2], -1) for part in (chosen.ids, chosen.valid))
         selection = Selection(
-            ids, valid, hit, self.rebuild(spec, state, step), kept_rows(state.live, chosen), counts=chosen.counts
+            ids,
+            valid,
+            rebuild=self.rebuild(spec, state, step),
+            kept=kept_rows(live, chosen),
+            counts=(chosen.total, chosen.hits),
         )
-        return selection, state.replace(live=state.live.replace(resident=chosen.held))
+        return selection, state.replace(live=live.replace(resident=chosen.resident, ages=chosen.ages))
 
     def finalists(self, spec: CacheSpec, state: LayerState, step: StepKV, count: int) -> Finalists:
         """Return the chunks of which the `count` best are selected. Q is 1 if the queries select together, else T."""
@@ -200,8 +207,9 @@ class ShadowKV(ShadowSettings, Costs):
         return Rebuild(frozen.left, frozen.right, step.inverse, codec=self.codec, unit=self.chunk_size)
 
     def receive(self, spec: CacheSpec, state: LayerState, selection: Selection, fetched: Fetched) -> LayerState:
-        """Store the keys and values of the last query's chunks if the next fetch can skip them."""
-        return state.replace(live=received(state.live, selection, fetched))
+        """Store the cache after a fetch, if its chunks have keys and values on the device."""
+        queries = selection.ids.shape[2] // self.max_selected(spec.capacity)
+        return state.replace(live=received(state.live, selection, fetched, queries))
 
     def attend(
         self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched | None
@@ -209,12 +217,11 @@ class ShadowKV(ShadowSettings, Costs):
         """Compute one softmax over the window, the outliers and the selected chunks."""
         pieces = self.exact_pieces(spec, state, step)
         if fetched is not None:
-            assert fetched.k is not None
-            k = fetched.k
             if state.frozen.preload is not None:
+                fetched = fetched.listed(spec.head_dim)
                 k, fresh = exact_keys(state.frozen.preload, state.live.fresh, fetched, step.valid)
-                state = state.replace(live=state.live.replace(fresh=fresh))
-            pieces.append(own_piece(k, fetched, 1 if self.scoring(spec).shared else step.valid.shape[1]))
+                state, fetched = state.replace(live=state.live.replace(fresh=fresh)), fetched.replace(k=k)
+            pieces.append(own_piece(fetched, 1 if self.scoring(spec).shared else step.valid.shape[1], spec.head_dim))
         return attend(step.q_post, pieces, spec.scale), state
 
     def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
@@ -271,15 +278,3 @@ def prompt_marks(frozen: ShadowFrozen) -> Marks:
     """Return the prompt's chunks, as `selection` reads them."""
     return Marks(frozen.landmarks, frozen.spread, frozen.candidates[:, :, None])
 
-
-def own_piece(k: Array, fetched: Fetched, queries: int) -> Piece:
-    """Return fetched rows as a piece for attention. With queries > 1, each query attends only to its own n rows.
-
-    k is the keys [B, h_kv, queries * n, d]; the values and the mask are those of `fetched`.
-    """
-    batch, heads, tokens, dim = k.shape
-    if queries == 1:
-        return Piece(k, fetched.v, fetched.valid[:, :, None])
-    shape = (batch, heads, queries, tokens // queries)
-    valid = fetched.valid.reshape(batch, heads, queries, -1)
-    return Piece(k.reshape(*shape, dim), fetched.v.reshape(*shape, dim), valid)

@@ -4,8 +4,7 @@
 2. `by_landmarks` returns these chunks. With two levels, it first scores the best candidates again, by all of
    their landmarks.
 3. `best_chunks` with a second round takes twice as many chunks, rebuilds their keys, and scores them by these keys.
-4. `in_turn` orders the chunks so that a chunk that stays selected keeps its place. Its values then stay where they are
-   in the buffer, and a fetch writes only into the places of dropped chunks.
+4. `choose` takes the best of these in rising order of their ids, and notes them in the cache of recent chunks.
 
 Sizes: B rows, h_kv KV heads, T queries of a step, n chunks, k chosen chunks. Q is the number of sets of scores: 1 if
 the queries choose together (`Scoring.shared`), else T.
@@ -38,8 +37,9 @@ from jshadow.policies.shadowkv.landmark_levels import (
 )
 from jshadow.policies.shadowkv.landmarks import EXACT
 from jshadow.policies.shadowkv.records import WIDER
-from pallas_kernels import Chosen, places_of
+from pallas_kernels import MOST_AGE
 
+AFTER_ALL = np.iinfo(np.int32).max  # larger than the id of any chunk
 MANTISSA = {"float32": (8, 23), "bfloat16": (8, 7)}  # exponent and mantissa bits of the dtypes of scores
 
 
@@ -129,7 +129,7 @@ class Finalists(NamedTuple):
 
     Attributes:
         scores: float32 [B, h_kv, Q, m]; -1 where a chunk may not be chosen.
-        ids: their chunks, int32 [B, h_kv, Q, m]. None: entry i is chunk i.
+        ids: their chunks in rising order, int32 [B, h_kv, Q, m]. None: entry i is chunk i.
     """
 
     scores: Array
@@ -221,8 +221,10 @@ def finalists(
         return by_landmarks(query, marks, scores, count)
     wider = min(WIDER * count, scores.shape[3])
     ids, scores = by_landmarks(query, marks, scores, wider).best(wider)
+    order = jnp.argsort(ids, axis=3)
+    ids, there = (jnp.take_along_axis(x, order, axis=3) for x in (ids, scores >= 0))
     keys = rebuild(ids.reshape(*ids.shape[:2], -1))
-    return Finalists(scores_by_keys(query, keys, scores >= 0), ids)
+    return Finalists(scores_by_keys(query, keys, there), ids)
 
 
 def scores_by_keys(
@@ -239,62 +241,77 @@ def scores_by_keys(
     return scores_where(logits * query.scoring.scale, there, query, size)
 
 
-# 4. The order of the chosen chunks
+# 4. The chosen chunks
 
 
-def choose_in_turn(candidates: Finalists, asked: Array, resident: Array) -> Chosen:
-    """Choose the best finalists of each query, in the places that `in_turn` gives them.
+class Chunks(NamedTuple):
+    """The chunks that the queries of a step choose, and the cache of chunks after the step (see kept.py).
+
+    Attributes:
+        ids: the chosen chunks in rising order, int32 [B, h_kv, Q, k]. Any chunk where not valid.
+        valid: which of them are chosen, bool [B, h_kv, Q, k]. They are the first ones.
+        total: number of chosen chunks of all queries, int32 [B, h_kv].
+        hits: how many of them were in the cache, or among the chunks of the query before, int32 [B, h_kv].
+        resident, ages: the cache after the step, as in `ShadowLive`.
+        places: for one query, the place of each chunk in the cache, int32 [B, h_kv, k], as in `Kept`.
+        missed: for one query, the indices of the chunks that were not in the cache, int32 [B, h_kv, k], as in `Kept`.
+    """
+
+    ids: Array
+    valid: Array
+    total: Array
+    hits: Array
+    resident: Array
+    ages: Array | None
+    places: Array | None = None
+    missed: Array | None = None
+
+
+def choose(candidates: Finalists, asked: Array, count: int, resident: Array, ages: Array | None) -> Chunks:
+    """Choose the `count` best finalists of each query, and note them in the cache.
 
     Args:
-        candidates: the finalists.
-        asked: which queries select, bool [B, Q]. The others leave `resident` as it is.
-        resident: chunks selected by the previous query, int32 [B, h, k], distinct; -1 in an unused place.
-
-    Returns:
-        The chosen chunks. The fields ids, valid, hit and missed are [B, h, Q, k].
+        candidates: the finalists. Their ids rise.
+        asked: which queries select, bool [B, Q], the first ones of each row. A row without such queries changes nothing.
+        count: number of chunks to choose for each query.
+        resident, ages: the cache, as in `ShadowLive`.
     """
     scores, ids = candidates
     if scores.shape[2] > 1:
-        order = top_k(scores, resident.shape[2])
-        valid = asked[:, None, :, None] & (jnp.take_along_axis(scores, order, axis=3) >= 0)
-        order = jnp.sort(jnp.where(valid, order, scores.shape[3]))  # the order in which `select_chunks` fills places
-        valid, order = order < scores.shape[3], jnp.minimum(order, scores.shape[3] - 1)
-        ids, valid, hit, held = in_turn(
-            order if ids is None else jnp.take_along_axis(ids, order, axis=3), valid, asked, resident
-        )
-        counts = jnp.stack([mask.sum(axis=(2, 3), dtype=jnp.int32) for mask in (valid, hit)], axis=2)
-        return Chosen(ids, valid, hit, places_of(valid & ~hit), held, counts)
+        return choose_each(candidates, asked, count, resident, ages)
     numbers = None if ids is None else ids[:, :, 0]
-    chosen = pallas_kernels.select_chunks(scores[:, :, 0], asked[:, 0], resident, numbers=numbers)
-    return chosen._replace(**{name: getattr(chosen, name)[:, :, None] for name in ("ids", "valid", "hit", "missed")})
+    chosen = pallas_kernels.select_chunks(
+        scores[:, :, 0], asked[:, 0], resident, count=count, ages=ages, numbers=numbers
+    )
+    valid = jnp.arange(count, dtype=jnp.int32) < chosen.total[:, :, None]
+    sides = (chosen.held, chosen.ages, chosen.places, chosen.missed)
+    return Chunks(chosen.ids[:, :, None], valid[:, :, None], chosen.total, chosen.hits, *sides)
 
 
-def in_turn(ids: Array, valid: Array, asked: Array, resident: Array) -> tuple[Array, Array, Array, Array]:
-    """Order the selections of successive queries so that a chunk that stays selected keeps its place.
+def choose_each(candidates: Finalists, asked: Array, count: int, resident: Array, ages: Array | None) -> Chunks:
+    """Do what `choose` does for several queries. Afterwards the cache holds the chunks of the last query only."""
+    scores, ids = candidates
+    size = scores.shape[3]
+    order = top_k(scores, count)
+    there = asked[:, None, :, None] & (jnp.take_along_axis(scores, order, axis=3) >= 0)
+    order = jnp.sort(jnp.where(there, order, size))
+    valid, order = order < size, jnp.minimum(order, size - 1)
+    chosen = order if ids is None else jnp.take_along_axis(ids, order, axis=3)
+    known = jnp.where(valid, chosen, AFTER_ALL)
+    first = are_in(jnp.sort(resident)[:, :, None], known[:, :, :1])
+    hit = valid & jnp.concatenate([first, are_in(known[:, :, :-1], known[:, :, 1:])], axis=2)
+    last = jnp.maximum(asked.sum(axis=1) - 1, 0)[:, None, None, None]
+    newest = jnp.take_along_axis(jnp.where(valid, chosen, -1), last, axis=2)[:, :, 0]
+    changed, spare = asked.any(axis=1)[:, None, None], ((0, 0), (0, 0), (0, resident.shape[2] - count))
+    after = jnp.where(changed, jnp.pad(newest, spare, constant_values=-1), resident)
+    if ages is not None:
+        ages = jnp.where(changed, jnp.where(after >= 0, 0, MOST_AGE), ages)
+    total, hits = (mask.sum(axis=(2, 3), dtype=jnp.int32) for mask in (valid, hit))
+    return Chunks(chosen, valid, total, hits, after, ages)
 
-    Example for one head and one query: ids [7, 4, 2] (all valid) and resident [4, -1, 9] give the order [4, 7, 2] and
-    hit [True, False, False]. Chunk 4 keeps its place, and chunks 7 and 2 get the free places.
 
-    Args:
-        ids: selected chunks, int32 [B, h, Q, k], distinct in each selection.
-        valid: which of them are selected, bool [B, h, Q, k].
-        asked: which queries select, bool [B, Q]. The others leave `resident` as it is.
-        resident: chunks selected by the previous query, int32 [B, h, k], distinct; -1 in an unused place.
-
-    Returns:
-        ids and valid in the new order, whether the previous query also selected each chunk, and the new resident.
-    """
-
-    def follow(resident: Array, one: tuple[Array, Array, Array]) -> tuple[Array, tuple[Array, Array, Array]]:
-        ids, valid, asked = one
-        order = pallas_kernels.in_place(ids, valid, resident)
-        ids, valid = (jnp.take_along_axis(x, order, axis=2) for x in (ids, valid))
-        after = jnp.where(asked[:, None, None], jnp.where(valid, ids, -1), resident)
-        return after, (ids, valid, valid & (ids == resident))
-
-    if ids.shape[2] == 1:
-        resident, parts = follow(resident, (ids[:, :, 0], valid[:, :, 0], asked[:, 0]))
-        return *(part[:, :, None] for part in parts), resident  # type: ignore[return-value]
-    queries = (ids.transpose(2, 0, 1, 3), valid.transpose(2, 0, 1, 3), asked.T)
-    resident, parts = lax.scan(follow, resident, queries)
-    return *(part.transpose(1, 2, 0, 3) for part in parts), resident  # type: ignore[return-value]
+def are_in(rising: Int[Array, "B h Q m"], ids: Int[Array, "B h Q k"]) -> Bool[Array, "B h Q k"]:
+    """Return which ids are in the list `rising` of the same query."""
+    flat = (x.reshape(-1, x.shape[3]) for x in (rising, ids))
+    at = jax.vmap(jnp.searchsorted)(*flat).reshape(ids.shape)
+    return jnp.take_along_axis(rising, jnp.minimum(at, rising.shape[3] - 1), axis=3) == ids

@@ -12,7 +12,7 @@ from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.policies.base import HookInputs, UniformPolicy
 from jshadow.policies.capabilities import Budgeted, Sized
-from jshadow.policies.checks import check_range
+from jshadow.policies.checks import check_number, check_range
 from jshadow.policies.settings import check_record
 from jshadow.policies.shadowkv import sizes
 from jshadow.policies.shadowkv.key_codecs import KeyCodec
@@ -29,6 +29,7 @@ from jshadow.policies.shadowkv.records import (
 )
 from jshadow.policies.shadowkv.reference import Quirks
 from jshadow.policies.shadowkv.selection import Scoring
+from pallas_kernels import MOST_PLACES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,9 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         choice: extensions of the paper's rules for choosing chunks.
         extend_piece: number of new tokens of a turn that are processed at once.
         quirks: the published code's choices that differ from the paper.
+        pool: size of the cache of recently selected chunks, in selections. The least recently selected chunk leaves it
+            first. Chunks in it are neither fetched nor rebuilt where `CacheSpec.keep` keeps rows. 0, like any size up to
+            1: the cache holds the last selection. No result depends on it.
     """
 
     rank: int | None = None
@@ -61,6 +65,7 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
     choice: Choice = dataclasses.field(default_factory=Choice)
     extend_piece: int = 16
     quirks: Quirks = dataclasses.field(default_factory=Quirks)
+    pool: float = 0.0
 
     name = "shadowkv"
     source = "arXiv 2410.21465, section 4"
@@ -146,11 +151,19 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         check_range(self.name, "local_chunks", self.local_chunks, 0)
         check_range(self.name, "extend_piece", self.extend_piece, 1)
         self.quirks.check(self.name)
+        check_number(self.name, "pool", self.pool, 0)
         landmarks = self.landmarks.resolve(self.name, self.chunk_size, config)
         self.values.check(self.name, config)
-        return dataclasses.replace(
+        resolved = dataclasses.replace(
             self, rank=rank, keys=keys, budget=budget, outlier_chunks=outliers, landmarks=landmarks
         )
+        places = resolved.max_places(capacity)
+        if places > max(MOST_PLACES, resolved.max_selected(capacity)):
+            raise ConfigError(
+                f"{self.name}.pool must make at most {MOST_PLACES:,} places for each KV head, got {places:,} places with "
+                f"pool={self.pool!r}"
+            )
+        return resolved
 
     # Counts. A count for a capacity is the maximum over all prompts; a row's count follows from its number of chunks.
 
@@ -217,6 +230,11 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         """Return the number of chunks k that a query selects from the longest prompt that fits."""
         assert self.budget is not None
         return min(self.budget // self.chunk_size, self.max_chunks(capacity) - self.max_outliers(capacity))
+
+    def max_places(self, capacity: int) -> int:
+        """Return the number of places P in the cache of recently selected chunks, for each KV head."""
+        count = self.max_selected(capacity)
+        return max(count, min(round(self.pool * count), self.max_chunks(capacity)))
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
         """Return the reason why there is no chunk to select at this capacity, or None."""

@@ -9,7 +9,7 @@ tokens has 6 whole chunks, of which the last 4 stay in the window. So chunks is 
     landmarks   [1, 2, 3, 64]   one mean key for each chunk
     outliers    [1, 2, 8, 64]   head 0 keeps chunk 0 exactly, and head 1 keeps chunk 1
     candidates  [[[False, True, False], [True, False, False]]]
-    resident    [[[1, -1], [0, -1]]]   with room for k = 2 selected chunks, of which each head has one
+    resident    [[[1, -1], [0, -1]]]   a cache of P = 2 chunks, of which each head has one
 """
 
 import dataclasses
@@ -56,16 +56,19 @@ class ShadowLive(struct.PyTreeNode):
 
     Attributes:
         window: exact keys after RoPE and values of all tokens from position chunks * c on [B, h_kv, W, d].
-        resident: ids of the chunks that the last query selected, int32 [B, h_kv, k]; -1 in an unused place. A chunk
-            that stays selected keeps its place.
+        resident: the cache of recently selected chunks (kept.py): the id of the chunk in each of its P places, int32
+            [B, h_kv, P]; -1 in an empty place. Without `ages` it holds the chunks that the last query selected.
+        ages: how many selections ago the chunk of each place was selected last, int32 [B, h_kv, P], at most
+            `pallas_kernels.MOST_AGE`. None: the cache holds one selection.
         fresh: which preloaded chunks every query so far has selected, bool [B, h_kv, k], or None without a preload.
-        values: values of the chunks in `resident`, in the same places [B, h_kv, k, c * d], or None without
+        values: values of the chunks in `resident`, in the same places [B, h_kv, P, c * d], or None without
             `CacheSpec.keep`.
         keys: keys after RoPE of the same chunks, in the shape of `values`, or None.
     """
 
     window: KeyValues
     resident: Array
+    ages: Array | None = None
     fresh: Array | None = None
     values: Array | None = None
     keys: Array | None = None
@@ -98,7 +101,7 @@ class PlusLive(ShadowLive, kw_only=True):
     Attributes:
         window: a ring buffer of exact keys after RoPE and values [B, h_kv, R, d]. The token at position p is in slot
             p % R.
-        resident, fresh, values, keys: as in `ShadowLive`. The id of later chunk j is n + j.
+        resident, ages, fresh, values, keys: as in `ShadowLive`. The id of later chunk j is n + j.
         left: left rows of all tokens from position chunks * c on, stored as in the prompt: [B, m, c * rank] with low
             rank.
         landmarks: landmarks of later chunks, stored as in the prompt: [B, h_kv, m * s, d].
