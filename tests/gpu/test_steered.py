@@ -39,7 +39,8 @@ def selections(code, first, steps=4, capacity=1024):
     @jax.jit
     def select(layer, step: StepKV):
         selection, layer = policy.select(spec, layer, step)
-        return selection.ids, selection.valid, selection.hit, layer
+        total, hits = selection.counts
+        return selection.ids, selection.valid, hits.sum() / total.sum(), layer
 
     ids, hits = [], []
     for token in range(first, first + steps):
@@ -47,7 +48,7 @@ def selections(code, first, steps=4, capacity=1024):
         chosen, valid, hit, layer = select(layer, random_step(shape, token))
         assert np.asarray(valid).all()
         ids.append(np.sort(np.asarray(chosen), axis=-1))
-        hits.append(float(np.asarray(hit).mean()))
+        hits.append(float(hit))
     return policy, np.stack(ids), hits[1:]
 
 

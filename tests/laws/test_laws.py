@@ -93,6 +93,7 @@ def test_selection_and_fetched_rows_are_bit_equal(kind):
         def select_and_fetch(layer, step, spec=spec, layout=layout):
             selection, _ = spec.policy.select(spec, layer, step)
             fetched = offload.fetch(spec, layer.host, selection, layout)
+            fetched = fetched.listed(spec.head_dim)
             rows = [
                 jnp.where(jnp.repeat(fetched.valid, x.shape[2] // fetched.ids.shape[2], axis=2)[..., None], x, 0)
                 for x in (fetched.k, fetched.v)

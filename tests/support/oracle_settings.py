@@ -14,4 +14,5 @@ def oracle_settings(policy: ShadowKV) -> dict[str, Any]:
     for name, value in dotted_settings(policy).items():
         record, dot, field = name.partition(".")
         flat[PREFIXES[record] + field if dot else name] = value
+    del flat["pool"]  # no result depends on it
     return flat

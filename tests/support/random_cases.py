@@ -20,7 +20,6 @@ from jshadow.policies import ShadowKV, ShadowKVPlus
 from jshadow.weights.params import Params, init_params
 
 TURN, TURNS, STEPS = 20, 2, 2  # most tokens of a turn, turns, decode steps
-FETCHES = ("resident", "device_put")
 TOLERANCE, MODES_TOLERANCE = 1e-4, 1e-5  # of logits: to the oracle, between the fetch modes
 # Below this gap (see oracle.Trace) float32 may choose otherwise than float64. Where its low-rank keys are off by more
 # than SMALL_ERROR, tolerance and gap grow with that error, to a tenfold; beyond, nothing is compared after the prompt.
@@ -147,6 +146,8 @@ def selected_ids(spec: CacheSpec, layer: LayerState) -> np.ndarray:
     Chunks that joined after the prompt stand in the host's tail, behind all units that a prompt may have.
     """
     ids, units = np.asarray(layer.live.resident), spec.policy.host_layout(spec).units
+    if layer.live.ages is not None:
+        ids = np.where(np.asarray(layer.live.ages) == 0, ids, -1)
     return np.where(ids < units, ids, ids - units + np.asarray(layer.frozen.chunks)[:, None, None])
 
 
@@ -191,20 +192,21 @@ def run_oracle(setting: Setting, row: Row) -> Wanted:
 def compare(batch: Batch) -> Tally:
     """Resident, offloaded and oracle on every row of a batch, each as far as its first near tie."""
     setting = SETTINGS[batch.name]
-    runs = {fetch: run_library(batch, fetch) for fetch in FETCHES}
+    fetches = ("resident", "zero_copy" if setting.policy.pool else "device_put")  # only "zero_copy" keeps rows here
+    runs = {fetch: run_library(batch, fetch) for fetch in fetches}
     tally = Tally()
     for index, row in enumerate(fit(row, batch.capacity) for row in batch.rows):
         wanted = run_oracle(setting, row)
-        mine = [runs[fetch][index] for fetch in FETCHES]
+        mine = [runs[fetch][index] for fetch in fetches]
         wrong = [
-            f"{fetch}: {line}" for fetch, run in zip(FETCHES, mine, strict=True) for line in differences(run, wanted)
+            f"{fetch}: {line}" for fetch, run in zip(fetches, mine, strict=True) for line in differences(run, wanted)
         ]
         between = np.abs(mine[0].logits - mine[1].logits)[: 1 + wanted.good].max()
         if not between < MODES_TOLERANCE:
             wrong.append(f"logits of the fetch modes differ by {between:.1e}")
         lines = (f"{batch.name} capacity={batch.capacity} {row}: {'; '.join(wrong)}",) if wrong else ()
         sets = [heads for count, layers in wanted.run.sets.items() if count <= wanted.good for heads in layers]
-        tally += Tally(1, len(FETCHES) * sum(map(len, sets)), int(wanted.good < len(wanted.run.logits) - 1), lines)
+        tally += Tally(1, len(fetches) * sum(map(len, sets)), int(wanted.good < len(wanted.run.logits) - 1), lines)
     return tally
 
 

@@ -130,6 +130,12 @@ SETTINGS = {
     ),
     "exact_keys": Setting("one", (160,), ShadowKV(None, 4, 24, 2, 2, keys=ExactKeys(), landmarks=Landmarks(tokens=2))),
     "plus": Setting("two", (96,), ShadowKVPlus(12, 4, 24, 2, 2), fast=True),
+    "pool": Setting("two", (160,), ShadowKV(12, 4, 16, 2, 2, pool=2.0), fast=True),
+    "pool_levels": Setting("one", (288,), ShadowKV(12, 4, 24, 2, 2, landmarks=Landmarks(tokens=2, levels=2), pool=1.5)),
+    "pool_plus": Setting("group4", (160,), ShadowKVPlus(12, 4, 20, 2, 2, pool=3.0)),
+    "pool_preload": Setting(
+        "one", (96,), ShadowKV(12, 4, 24, 2, 2, quirks=Quirks(exact_preload=True, turn_selection="shared"), pool=2.0)
+    ),
     "plus_exact_keys": Setting(
         "one", (96,), ShadowKVPlus(None, 4, 24, 2, 2, keys=ExactKeys(), landmarks=Landmarks(tokens=2)), fast=True
     ),

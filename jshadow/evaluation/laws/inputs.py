@@ -111,6 +111,9 @@ def abstract(case: Case, fetch: str) -> KVState:
 # Leaves of a state
 
 
+CACHE = ("resident", "ages", "values", "keys")  # leaves of a layer that are a cache of units, see shadowkv/kept.py
+
+
 def changing(state: KVState) -> dict[str, np.ndarray]:
     """Return the leaves that a step may change, by path."""
     return {path: np.asarray(leaf) for path, leaf in paths_of(state.split()[1]).items()}
@@ -122,11 +125,23 @@ def meaningful(state: KVState) -> dict[str, np.ndarray]:
 
 
 def remembered(state: KVState) -> dict[str, np.ndarray]:
-    """Return `meaningful` without the count of moved bytes.
+    """Return `meaningful` without the count of moved bytes, and with caches of units in one order.
 
-    The count is left out because a turn also moves units for the padding of its last piece.
+    The count is left out because a turn also moves units for the padding of its last piece. The places of a cache are
+    sorted by the units in them. A cache with ages is left out, because a turn leaves only its last units in it.
     """
-    return {path: leaf for path, leaf in meaningful(state).items() if not path.endswith(".fetched")}
+    leaves = {path: leaf for path, leaf in meaningful(state).items() if not path.endswith(".fetched")}
+    for layer in [path.removesuffix("resident") for path in leaves if path.endswith(".resident")]:
+        parts = {path: leaves.pop(path) for path in (f"{layer}{name}" for name in CACHE) if path in leaves}
+        if f"{layer}ages" in parts:
+            continue
+        units = parts[f"{layer}resident"]
+        order = np.argsort(units, axis=2, kind="stable")
+        for path, leaf in parts.items():
+            index = order.reshape(*order.shape, *[1] * (leaf.ndim - 3))
+            there = units.reshape(index.shape) >= 0
+            leaves[path] = np.take_along_axis(np.where(there, leaf, -1), index, axis=2)
+    return leaves
 
 
 # Subjects

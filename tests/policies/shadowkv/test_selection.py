@@ -1,4 +1,4 @@
-"""ShadowKV's selection: chunks keep their places from query to query, and a second round chooses by keys."""
+"""ShadowKV's selection: the chunks of several queries, and a second round that chooses by keys."""
 
 import dataclasses
 
@@ -15,73 +15,77 @@ from jshadow.planner.bytes import abstract_state, footprint, step_footprint
 from jshadow.policies import ShadowKV, ShadowKVPlus
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Choice
-from jshadow.policies.shadowkv.selection import in_turn
-from pallas_kernels.select_chunks import reference
+from jshadow.policies.shadowkv.kept import empty_cache
+from jshadow.policies.shadowkv.selection import Finalists, choose
 
-SHAPES = [(1, 1, 1, 1), (2, 3, 1, 4), (2, 2, 5, 7), (1, 2, 9, 16)]
-
-
-@pytest.fixture(params=[4, 256], ids=["blocks", "one block"])
-def block(request, monkeypatch):
-    monkeypatch.setattr(reference, "PLACES", request.param)
-    jax.clear_caches()
-
-
-def test_many_places_take_little_memory():
-    ids = jax.ShapeDtypeStruct((1, 8, 1, 4096), jnp.int32)
-    shapes = (
-        ids,
-        jax.ShapeDtypeStruct(ids.shape, bool),
-        jax.ShapeDtypeStruct((1, 1), bool),
-        jax.ShapeDtypeStruct((1, 8, 4096), jnp.int32),
-    )
-    program = jax.jit(in_turn).lower(*shapes).compile()
-    assert program.memory_analysis().temp_size_in_bytes < 5 * 8 * 4096 * reference.PLACES + 2**20
+SHAPES = [(1, 1, 2, 1), (2, 3, 3, 4), (2, 2, 5, 7), (1, 2, 9, 16)]
+MOST_AGE = 255
 
 
 def draw(rng, batch, heads, queries, count, units):
-    ids = np.stack([rng.permutation(units)[:count] for _ in range(batch * heads * queries)])
-    ids = ids.reshape(batch, heads, queries, count)
-    valid = np.arange(count) < rng.integers(0, count + 1, (batch, heads, queries, 1))
-    asked = rng.random((batch, queries)) < 0.8
-    return ids.astype(np.int32), valid & asked[:, None, :, None], asked
+    """Scores with ties, of which some are -1, and the queries that select, the first ones of each row."""
+    scores = rng.integers(-1, 4, (batch, heads, queries, count + units)).astype(np.float32)
+    asked = np.arange(queries) < rng.integers(0, queries + 1, (batch, 1))
+    return scores, asked
 
 
+@pytest.mark.parametrize("pooled", [0, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("spare", [0, 1, 20])
-def test_what_stays_keeps_its_place(shape, spare, block):
+def test_several_queries_choose_as_one_after_the_other(shape, spare, pooled):
+    """The chunks and the hits are those of a plain search. Afterwards the cache holds the last query's chunks."""
     batch, heads, queries, count = shape
     rng = np.random.default_rng(sum(shape) + spare)
-    resident = np.full((batch, heads, count), -1, np.int32)
-    for _ in range(6):
-        ids, valid, asked = draw(rng, *shape, count + spare)
-        got, good, hit, held = jax.tree.map(np.asarray, jax.jit(in_turn)(ids, valid, asked, jnp.asarray(resident)))
+    resident = np.full((batch, heads, count + pooled), -1, np.int32)
+    ages = np.full_like(resident, MOST_AGE) if pooled else None
+    step = jax.jit(choose, static_argnums=2)
+    numbers = np.sort(rng.permuted(np.tile(np.arange(99), (batch, heads, queries, 1)), axis=3)[..., : count + spare])
+    for turn in range(4):
+        scores, asked = draw(rng, *shape, spare)
+        ids = numbers if turn % 2 else None
+        got = jax.tree.map(np.asarray, step(Finalists(scores, ids), asked, count, resident, ages))
         for b, h in np.ndindex(batch, heads):
-            before = resident[b, h]
+            cache, held, hits, total = set(resident[b, h].tolist()) - {-1}, [], 0, 0
             for q in range(queries):
-                chosen = set(ids[b, h, q][valid[b, h, q]].tolist())
-                assert sorted(got[b, h, q]) == sorted(ids[b, h, q])
-                assert set(got[b, h, q][good[b, h, q]].tolist()) == chosen
-                np.testing.assert_array_equal(hit[b, h, q], good[b, h, q] & (got[b, h, q] == before))
-                assert hit[b, h, q].sum() == len(chosen & set(before.tolist()))
-                if asked[b, q]:
-                    before = np.where(good[b, h, q], got[b, h, q], -1)
-            np.testing.assert_array_equal(held[b, h], before)
-        resident = held
+                ranked = sorted((-score, i) for i, score in enumerate(scores[b, h, q]) if score >= 0)[:count]
+                chosen = sorted(i if ids is None else int(ids[b, h, q, i]) for _, i in ranked) if asked[b, q] else []
+                assert got.valid[b, h, q].tolist() == [i < len(chosen) for i in range(count)]
+                assert got.ids[b, h, q][: len(chosen)].tolist() == chosen
+                hits, total = hits + len(cache & set(chosen)), total + len(chosen)
+                cache = set(chosen) if asked[b, q] else cache
+                held = chosen if asked[b, q] else held
+            assert (got.total[b, h], got.hits[b, h]) == (total, hits)
+            if asked[b].any():
+                assert got.resident[b, h].tolist() == held + [-1] * (count + pooled - len(held))
+                if pooled:
+                    assert got.ages[b, h].tolist() == [0] * len(held) + [MOST_AGE] * (count + pooled - len(held))
+            else:
+                np.testing.assert_array_equal(got.resident[b, h], resident[b, h])
+        resident, ages = got.resident, got.ages
 
 
-def test_queries_together_are_queries_one_by_one():
+@pytest.mark.parametrize("pooled", [0, 3])
+def test_one_query_after_the_other_hits_as_several_at_once(pooled):
     rng = np.random.default_rng(0)
-    ids, valid, asked = draw(rng, 2, 2, 6, 5, 9)
-    start = jnp.full((2, 2, 5), -1, jnp.int32)
-    *together, last = in_turn(ids, valid, asked, start)
-    held, parts = start, []
+    scores, _ = draw(rng, 2, 2, 6, 5, 9)
+    asked = np.ones((2, 6), bool)
+    start = empty_cache((2, 2), 5 + pooled, aged=pooled > 0)
+    together = choose(Finalists(jnp.asarray(scores)), asked, 5, *start)
+    cache, parts = start, []
     for q in range(6):
-        *part, held = in_turn(ids[:, :, q : q + 1], valid[:, :, q : q + 1], asked[:, q : q + 1], held)
-        parts.append(part)
-    np.testing.assert_array_equal(held, last)
-    for whole, pieces in zip(together, zip(*parts, strict=True), strict=True):
-        np.testing.assert_array_equal(whole, jnp.concatenate(pieces, axis=2))
+        one = choose(Finalists(jnp.asarray(scores[:, :, q : q + 1])), asked[:, q : q + 1], 5, *cache)
+        cache = one.resident, one.ages
+        parts.append(one)
+    valid = np.concatenate([part.valid for part in parts], axis=2)
+    np.testing.assert_array_equal(valid, together.valid)
+    np.testing.assert_array_equal(np.concatenate([part.ids for part in parts], axis=2)[valid], together.ids[valid])
+    np.testing.assert_array_equal(sum(part.total for part in parts), together.total)
+    hits = sum(np.asarray(part.hits) for part in parts)
+    if pooled:  # several queries find only the chunks of the query before
+        assert (hits >= together.hits).all()
+    else:
+        np.testing.assert_array_equal(hits, together.hits)
+        np.testing.assert_array_equal(np.sort(cache[0]), np.sort(together.resident))
 
 
 POLICY = ShadowKV(rank=24, chunk_size=4, budget=24, outlier_chunks=3, local_chunks=2, choice=Choice(rounds=2))
