@@ -153,22 +153,26 @@ class Piece(NamedTuple):
     """Keys and values in one place that a decode step may attend to.
 
     Attributes:
-        k: keys after RoPE, [B, h_kv, N, d]. [B, h_kv, T, N, d] if each query has separate rows.
+        k: keys after RoPE, [B, h_kv, N, d]. [B, h_kv, T, N, d] if each query has separate rows. [B, h_kv, P, c * d]
+            with `places`.
         v: values, in the shape of the keys.
         valid: which rows each query may see, as in `pallas_kernels.sparse_attention.operands.Piece`. Either bool
             [B, h_kv, T, m] with a flag for every N / m neighboring rows. Or int32 [B, h_kv, T, 1], the number of rows
-            from the first. The axes B, h_kv and T may have size 1.
+            from the first, or of list entries with `places`. The axes B, h_kv and T may have size 1.
+        places: None, or int32 [B, h_kv, L], the list of the places that hold the rows, c rows each. See
+            `pallas_kernels.sparse_attention.operands.Piece`. Only `attend` takes pieces with such a list.
     """
 
     k: Float[Array, "B h_kv *T N d"]
     v: Float[Array, "B h_kv *T N d"]
     valid: Bool[Array, "#B #h_kv #T _"] | Int[Array, "#B #h_kv #T 1"]
+    places: Int[Array, "B h_kv L"] | None = None
 
     def of_queries(self, first: int, last: int) -> "Piece":
         """Return the piece for queries first .. last - 1 only."""
         queries = slice(first, last)
         k, v = (x[:, :, queries] if x.ndim == 5 else x for x in (self.k, self.v))
-        return Piece(k, v, self.valid[:, :, queries] if self.valid.shape[2] > 1 else self.valid)
+        return Piece(k, v, self.valid[:, :, queries] if self.valid.shape[2] > 1 else self.valid, self.places)
 
 
 def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> Float[Array, "B T h_q d"]:
@@ -186,7 +190,7 @@ def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> F
         blocks = [(first, min(first + TURN_BLOCK, q.shape[1])) for first in range(0, q.shape[1], TURN_BLOCK)]
         parts = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], scale) for a, b in blocks]
         return jnp.concatenate(parts, axis=1)
-    return sparse_attention(q, [(piece.k, piece.v, piece.valid) for piece in pieces], scale=scale)
+    return sparse_attention(q, [(piece.k, piece.v, piece.valid, piece.places) for piece in pieces], scale=scale)
 
 
 def group_queries(q: Float[Array, "B T h_q d"], kv_heads: int) -> Float[Array, "B h_kv group T d"]:
