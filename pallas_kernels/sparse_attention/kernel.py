@@ -99,6 +99,8 @@ def attention_kernel(q, pieces, out, *partial, tile):  # type: ignore[no-untyped
     [B, T, h_q, d] in q's dtype. With `partial`, `out` is the float32 unnormalized output [B, h_kv, splits, M, d] of M
     query rows, and `partial` holds the maximum score and the sum of exp(score - maximum), float32
     [B, h_kv, splits, M].
+
+    The keys and values of a piece with a list of places are [B, h_kv, P, c * d].
     """
     split, rows = pl.program_id(0), queries_of(q, tile.group, tile.rows)
     there, columns = rows.there[:, None], []
@@ -110,9 +112,7 @@ def attention_kernel(q, pieces, out, *partial, tile):  # type: ignore[no-untyped
     zeros = tuple(jnp.zeros(column.query.shape, jnp.float32) for column in columns)
     carry: Carry = (jnp.full((tile.rows,), MASKED), jnp.zeros((tile.rows,)), zeros)
     for piece in (Part(*refs, q.shape[3], count) for refs, count in zip(pieces, tile.counts, strict=True)):
-        steps = steps_of(piece, tile)
-        step = functools.partial(one_block, columns, piece, rows, tile, split * steps)
-        carry = lax.fori_loop(0, steps, step, carry) if steps > 1 else step(0, carry)
+        carry = one_share(columns, piece, rows, tile, carry)
     peak, mass, parts = carry
     if not partial:
         mass = jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)[:, None]
@@ -126,40 +126,57 @@ def attention_kernel(q, pieces, out, *partial, tile):  # type: ignore[no-untyped
         pltriton.store(out.at[rows.b, rows.h, split, rows.row[:, None], d], part, mask=there & inside)
 
 
-def steps_of(piece: Part, tile: Tile) -> int:
-    """Return how many blocks of a piece each program loads."""
-    return blocks(blocks(piece.rows, tile.block), tile.splits)
+def one_share(columns: list[Column], piece: Part, rows: Queries, tile: Tile, carry: Carry) -> Carry:
+    """Add this program's share of a piece to the running softmax of the query rows."""
+    steps = blocks(blocks(piece.rows, tile.block), tile.splits)  # blocks of the piece that each program loads
+    first = pl.program_id(0) * steps
+
+    def numbers(index: jax.Array | int) -> jax.Array:
+        return iota((first + index) * tile.block, tile.block)
+
+    def step(index: jax.Array | int, carry: Carry) -> Carry:
+        return one_block(columns, piece, rows, tile.scale, (numbers(index), None), carry)
+
+    def listed(index: jax.Array | int, state: tuple[Carry, jax.Array]) -> tuple[Carry, jax.Array]:
+        # The places of the next block are loaded a step ahead. So the loads of its rows do not wait for them.
+        carry, place = state
+        following = places_of(piece, rows, numbers(index + 1)) if steps > 1 else place
+        return one_block(columns, piece, rows, tile.scale, (numbers(index), place), carry), following
+
+    if piece.places is None:
+        return lax.fori_loop(0, steps, step, carry) if steps > 1 else step(0, carry)
+    state = carry, places_of(piece, rows, numbers(0))
+    return (lax.fori_loop(0, steps, listed, state) if steps > 1 else listed(0, state))[0]
 
 
 def one_block(
     columns: list[Column],
     piece: Part,
     rows: Queries,
-    tile: Tile,
-    first: jax.Array,
-    index: jax.Array | int,
+    scale: float,
+    block: tuple[jax.Array, jax.Array | None],
     carry: Carry,
 ) -> Carry:
-    """Add block `first + index` of a piece to the running softmax of the query rows."""
-    peak, mass, parts = carry
-    n = iota((first + index) * tile.block, tile.block)
+    """Add a block of a piece to the running softmax of the query rows.
+
+    `block` holds the numbers of its rows, and their places if the piece has a list.
+    """
+    (n, place), (peak, mass, parts) = block, carry
     n_there = n < piece.rows
-    place, within, loaded, seen = n, None, n_there, None
-    if piece.places is not None:
-        seen = seen_by(piece, rows, n) & n_there[None]
-        place, loaded = places_of(piece, rows, n, seen)
-        within = (lax.rem(n, jnp.int32(piece.chunk)) * piece.dim)[:, None]
+    row, first, there = n, None, n_there
+    if place is not None:  # the row of a place that does not exist is not loaded
+        row, there = place, (place >= 0) & (place < piece.k.shape[2])
+        first = lax.rem(n, jnp.int32(piece.chunk))[:, None] * piece.dim
 
     def load(ref: Any, column: Column) -> jax.Array:
-        d = column.d if within is None else within + column.d
-        at = ref.at[rows.b, rows.h, place[:, None], d]
-        return pltriton.load(at, mask=loaded[:, None] & column.inside, other=0.0)
+        d = column.d if first is None else first + column.d
+        return pltriton.load(ref.at[rows.b, rows.h, row[:, None], d], mask=there[:, None] & column.inside, other=0.0)
 
-    score = jnp.zeros((tile.rows, tile.block), jnp.float32)
+    score = jnp.zeros((rows.row.shape[0], n.shape[0]), jnp.float32)
     for column in columns:
         score += dot(column.query, load(piece.k, column), transposed=True)
-    seen = seen_by(piece, rows, n) & n_there[None] if seen is None else seen
-    score = jnp.where(seen, score * tile.scale, MASKED)
+    seen = seen_by(piece, rows, n) & n_there[None]
+    score = jnp.where(seen, score * scale, MASKED)
     new = jnp.maximum(peak, score.max(axis=1))
     weight = jnp.where(score > MASKED, jnp.exp(score - new[:, None]), 0.0)
     shrink = jnp.exp(peak - new)
@@ -169,15 +186,15 @@ def one_block(
     return new, mass * shrink + weight.sum(axis=1), parts
 
 
-def places_of(piece: Part, rows: Queries, n: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the place of each of the rows n of a piece with a list, and which of these rows exist.
+def places_of(piece: Part, rows: Queries, n: jax.Array) -> jax.Array:
+    """Return the place of each of the rows n of a piece with a list, int32 [rows].
 
-    Entries that no query row may see are not loaded, and neither are the rows of places that do not exist.
+    Entries that no query row may see are not loaded. Their rows get the number of places, which is no place.
     """
+    seen = seen_by(piece, rows, n) & (n < piece.rows)[None]
     asked = seen[0] if seen.shape[0] == 1 else seen.astype(jnp.int32).max(axis=0) > 0
-    size, entry = piece.k.shape[2], lax.div(n, jnp.int32(piece.chunk))
-    place = pltriton.load(piece.places.at[rows.b, rows.h, entry], mask=asked, other=size)
-    return place, (place >= 0) & (place < size)
+    at = piece.places.at[rows.b, rows.h, lax.div(n, jnp.int32(piece.chunk))]
+    return pltriton.load(at, mask=asked, other=piece.k.shape[2])
 
 
 def seen_by(piece: Part, rows: Queries, n: jax.Array) -> jax.Array:

@@ -34,7 +34,8 @@ class Piece(NamedTuple):
         return self.k.shape[-2] if self.places is None else self.places.shape[2] * (self.k.shape[3] // dim)
 
 
-AnyPiece = Piece | tuple[jax.Array, jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+Arrays = tuple[jax.Array, jax.Array, jax.Array]
+AnyPiece = Piece | Arrays | tuple[*Arrays, jax.Array | None]
 
 
 def seen_rows(valid: jax.Array, rows: int) -> jax.Array:

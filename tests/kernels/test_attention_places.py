@@ -169,9 +169,11 @@ def test_pieces_without_entries_or_places_are_passed_over():
         np.testing.assert_array_equal(with_them, alone)
 
 
+@pytest.mark.parametrize("programs", [1, 512])
 @pytest.mark.parametrize("kind", ["a count for each query", "flags of entries", "no entry"])
-def test_the_kernel_reads_only_the_rows_of_entries_that_a_query_sees(kind, watched):  # noqa: F811
+def test_the_kernel_reads_only_the_rows_of_entries_that_a_query_sees(kind, programs, watched, monkeypatch):  # noqa: F811
     """Unseen entries are not loaded. Each seen one is loaded once for each of its rows, which are loaded once."""
+    monkeypatch.setattr(kernel, "PROGRAMS", programs)
     rng = np.random.default_rng(5)
     seen = SEEN[kind](rng)
     piece, q = piece_of(rng, places=14, entries=9, chunk=5, seen=seen), queries_of(rng, queries=3, group=2)
