@@ -158,14 +158,15 @@ class Piece(NamedTuple):
         v: values, in the shape of the keys.
         valid: which rows each query may see, as in `pallas_kernels.sparse_attention.operands.Piece`. Either bool
             [B, h_kv, T, m] with a flag for every N / m neighboring rows. Or int32 [B, h_kv, T, 1], the number of rows
-            from the first, or with `places` the number of its entries. The axes B, h_kv and T may have size 1.
-        places: None, or the places whose c rows each are the piece's rows in turn, int32 [B, h_kv, m].
+            from the first, or of list entries with `places`. The axes B, h_kv and T may have size 1.
+        places: None, or int32 [B, h_kv, L], the list of the places that hold the rows, c rows each. See
+            `pallas_kernels.sparse_attention.operands.Piece`. Only `attend` takes pieces with such a list.
     """
 
     k: Float[Array, "B h_kv *T N d"]
     v: Float[Array, "B h_kv *T N d"]
     valid: Bool[Array, "#B #h_kv #T _"] | Int[Array, "#B #h_kv #T 1"]
-    places: Int[Array, "B h_kv _"] | None = None
+    places: Int[Array, "B h_kv L"] | None = None
 
     def of_queries(self, first: int, last: int) -> "Piece":
         """Return the piece for queries first .. last - 1 only."""
@@ -189,15 +190,7 @@ def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> F
         blocks = [(first, min(first + TURN_BLOCK, q.shape[1])) for first in range(0, q.shape[1], TURN_BLOCK)]
         parts = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], scale) for a, b in blocks]
         return jnp.concatenate(parts, axis=1)
-    import numpy as _np  # INTERIM
-    def _flat(p):
-        if p.places is None: return p
-        d = q.shape[3]
-        k, v = (jnp.take_along_axis(x, p.places[..., None], axis=2, mode="clip") for x in (p.k, p.v))
-        c = k.shape[3] // d
-        return Piece(k.reshape(*k.shape[:2], -1, d), v.reshape(*v.shape[:2], -1, d), p.valid * c)
-    pieces = [_flat(p) for p in pieces]
-    return sparse_attention(q, [(piece.k, piece.v, piece.valid) for piece in pieces], scale=scale)
+    return sparse_attention(q, [(piece.k, piece.v, piece.valid, piece.places) for piece in pieces], scale=scale)
 
 
 def group_queries(q: Float[Array, "B T h_q d"], kv_heads: int) -> Float[Array, "B h_kv group T d"]:

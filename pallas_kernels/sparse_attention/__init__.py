@@ -21,9 +21,10 @@ def sparse_attention(
 
     Args:
         q: floating [B, T, h_q, d], where h_q is a multiple of h_kv.
-        pieces: one (k, v, valid) for each piece. k and v are floating [B, h_kv, N, d]. They are [B, h_kv, T, N, d] if
-            each query has separate rows, which only "xla" supports. valid tells which rows each query may see: see
-            `Piece`.
+        pieces: one (k, v, valid) or (k, v, valid, places) for each piece. k and v are floating [B, h_kv, N, d]. They
+            are [B, h_kv, T, N, d] if each query has separate rows, which only "xla" supports. They are
+            [B, h_kv, P, c * d] if the rows are those of a list of places. valid tells which rows each query may see:
+            see `Piece`.
         scale: factor by which the scores are multiplied.
         implementation: "auto", "xla", "pallas" or "interpret".
 

@@ -12,15 +12,31 @@ def sparse_attention(q: jax.Array, pieces: tuple[Piece, ...], scale: float) -> j
     batch, length, q_heads, dim = q.shape
     kv_heads = pieces[0].k.shape[1]
     grouped = q.reshape(batch, length, kv_heads, q_heads // kv_heads, dim).transpose(0, 2, 1, 3, 4)
-    scores = [masked_scores(grouped, k, valid, scale) for k, _, valid in pieces]
+    pieces = tuple(listed_rows(piece, dim) for piece in pieces)
+    scores = [masked_scores(grouped, k, valid, scale) for k, _, valid, _ in pieces]
     top = jnp.stack([score.max(-1) for score in scores]).max(axis=0)
     total, out = jnp.zeros(()), jnp.zeros(())
-    for score, (_, v, _) in zip(scores, pieces, strict=True):
+    for score, (_, v, _, _) in zip(scores, pieces, strict=True):
         weight = jnp.where(score > MASKED, jnp.exp(score - top[..., None]), 0.0)
         total = total + weight.sum(-1)
         out = out + weighted_sum(weight, v)
     out = out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]
     return out.transpose(0, 2, 1, 3, 4).reshape(q.shape).astype(q.dtype)
+
+
+def listed_rows(piece: Piece, dim: int) -> Piece:
+    """Return the piece without a list of places: its rows are copied in the order of the list."""
+    if piece.places is None:
+        return piece
+    # The place of an entry that no query may see can be any number. It is clipped.
+    index = piece.places[..., None]
+    k, v = (
+        jnp.take_along_axis(x, index, axis=2, mode="clip").reshape(*x.shape[:2], piece.rows(dim), dim)
+        for x in (piece.k, piece.v)
+    )
+    if piece.valid.dtype != jnp.int32:
+        return Piece(k, v, piece.valid)
+    return Piece(k, v, jnp.minimum(piece.valid, index.shape[2]) * (piece.k.shape[3] // dim))
 
 
 def masked_scores(grouped: jax.Array, k: jax.Array, valid: jax.Array, scale: float) -> jax.Array:

@@ -13,6 +13,7 @@ from level_cases import LEVELS, level_inputs
 
 import pallas_kernels
 from pallas_kernels import IMPLEMENTATIONS, in_host_memory, on_host
+from pallas_kernels.sparse_attention.operands import Piece
 
 OPS = {
     "chunk_scores": functools.partial(score_inputs, SCORES[1]),
@@ -77,6 +78,14 @@ def cut(x, axis):
     return x.take(np.arange(x.shape[axis] - 1), axis=axis) if x.shape[axis] > 1 else jnp.concatenate([x, x], axis)
 
 
+PLACES = jnp.zeros((1, 2, 3), jnp.int32)
+
+
+def listed(piece, **changes):
+    """A piece of sparse_attention with a list of three places, and something that is wrong."""
+    return Piece(*piece[:2], jnp.ones((1, 1, 1, 1), jnp.int32), PLACES)._replace(**changes)
+
+
 WRONG = [
     ("chunk_scores", "q", lambda x: x[0], r"q must have shape \[B, T, h_q, d\], got \[1, 8, 128\]"),
     ("chunk_scores", "q", lambda x: x[:, :, :7], "q's heads must be a multiple of the 2 KV heads, got 7"),
@@ -128,6 +137,35 @@ WRONG = [
         "pieces",
         lambda x: [(*x[0][:2], x[0][2].astype("int32"))],
         r"pieces\[0\] valid must be broadcastable to \[1, 2, 1, 1\], got \[1, 2, 1, 61\]",
+    ),
+    (
+        "sparse_attention",
+        "pieces",
+        lambda x: [listed(x[0], places=cut(PLACES, 1))],
+        r"\[0\] places must have shape \[1, 2",
+    ),
+    ("sparse_attention", "pieces", lambda x: [listed(x[0], places=PLACES[0])], r"places must have shape \[1, 2, L\]"),
+    ("sparse_attention", "pieces", lambda x: [listed(x[0], places=PLACES * 1.0)], r"\[0\] places must be int32"),
+    ("sparse_attention", "pieces", lambda x: [x[0], listed(x[1], k=x[1][0][:, :1])], r"pieces\[1\] k must have shape"),
+    (
+        "sparse_attention",
+        "pieces",
+        lambda x: [listed(x[0], k=cut(x[0][0], 3))],
+        "a multiple of the 128 columns .* got 127",
+    ),
+    (
+        "sparse_attention",
+        "pieces",
+        lambda x: [listed(x[0], k=x[0][0][..., :0])],
+        "a multiple of the 128 columns .* got 0",
+    ),
+    ("sparse_attention", "pieces", lambda x: [listed(x[0], v=cut(x[0][1], 3))], r"pieces\[0\] v must have shape"),
+    ("sparse_attention", "pieces", lambda x: [listed(x[0], k=x[0][0][:, :, None])], r"\[1, 2, P, c \* d\], got"),
+    (
+        "sparse_attention",
+        "pieces",
+        lambda x: [listed(x[0], valid=x[0][2])],
+        r"pieces\[0\] valid must be broadcastable to \[1, 2, 1, m\] where m divides 3, got \[1, 2, 1, 61\]",
     ),
 ]
 

@@ -125,8 +125,8 @@ def test_the_kernel_reads_each_row_once_and_nothing_beyond(case, watched):  # no
     q, pieces = watched[0]
     assert q.array.shape == inputs["q"].shape
     assert len(pieces) == len(case.rows)
-    for k, v, _ in pieces:
-        assert (k.reads == blocks).all()
-        assert (v.reads == blocks).all()
+    for piece in pieces:
+        assert (piece.k.reads == blocks).all()
+        assert (piece.v.reads == blocks).all()
     for partial in watched[1:]:  # the merge reads each partial result once, and the statistics once for each tile
         assert (partial[0].reads == 1).all()

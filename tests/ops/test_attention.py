@@ -72,6 +72,30 @@ def test_attention_over_pieces_is_attention_over_all(rows, group, dtype):
         np.testing.assert_allclose(got[b, t, h], want[0], atol=1e-5 if dtype == "float32" else 2e-2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("queries", [1, 2, 300])
+def test_a_list_of_places_gives_the_bits_of_the_listed_rows(queries, dtype):
+    """Also within a compiled program, and for a turn that is handled in blocks of queries."""
+    rng = np.random.default_rng(queries)
+    q = normal(2, queries, 6, 16, seed=1, dtype=dtype)
+    k, v = (normal(2, 2, 11, 5 * 16, seed=seed, dtype=dtype) for seed in (2, 3))
+    window = normal(2, 2, 9, 16, seed=4, dtype=dtype)
+    places = np.argsort(rng.random((2, 2, 11)))[..., :7].astype(np.int32)
+    counts = jnp.asarray(rng.integers(0, 7, (2, 2, queries, 1), np.int32))
+    rows = [
+        jnp.stack([jnp.stack([x[b, h][places[b, h]].reshape(35, 16) for h in range(2)]) for b in range(2)])
+        for x in (k, v)
+    ]
+    first = attention.Piece(window, window, jnp.ones((1, 1, 1, 9), bool))
+    unseen = np.where(np.arange(7) < 6, places, 11)  # no query sees the last entry
+    listed = attention.Piece(k, v, counts, jnp.asarray(unseen, jnp.int32))
+    for attend in (attention.attend, jax.jit(attention.attend, static_argnums=2)):
+        got = attend(q, [first, listed], 0.25)
+        want = attend(q, [first, attention.Piece(*rows, 5 * counts)], 0.25)
+        np.testing.assert_array_equal(wide(got), wide(want))
+        assert not np.array_equal(wide(got), wide(attend(q, [first], 0.25)))
+
+
 def test_attention_over_nothing_is_zero_and_masked_rows_may_hold_anything():
     q, k = normal(1, 1, 2, 8, seed=1), normal(1, 2, 3, 8, seed=2)
     none = attention.Piece(k, k, jnp.zeros((1, 1, 1, 3), bool))

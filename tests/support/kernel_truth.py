@@ -54,12 +54,28 @@ def chunk_scores(
     return out
 
 
+def in_order(k: Any, v: Any, valid: Any, *rest: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A piece of sparse_attention without its list of places: the listed rows one by one. `rest` is [places,] d."""
+    k, v, valid, (*places, dim) = wide(k), wide(v), np.asarray(valid), rest
+    if not places or places[0] is None:
+        return k, v, valid
+    listed, chunk = np.asarray(places[0]), k.shape[3] // dim
+    out = np.zeros((2, *listed.shape, chunk, dim))
+    for b, h, j in np.ndindex(listed.shape):
+        if 0 <= listed[b, h, j] < k.shape[2]:
+            for row in range(chunk):
+                for x, rows in enumerate((k, v)):
+                    out[x, b, h, j, row] = rows[b, h, listed[b, h, j], row * dim : (row + 1) * dim]
+    k, v = out.reshape(2, *listed.shape[:2], -1, dim)
+    return k, v, np.minimum(valid, listed.shape[2]) * np.int32(chunk) if valid.dtype == np.int32 else valid
+
+
 def sparse_attention(q: Any, pieces: Any, scale: float) -> np.ndarray:
     q, out = wide(q), np.zeros(q.shape)
     for b, t, head in np.ndindex(q.shape[:3]):
         keys, values = [], []
-        for k, v, valid in pieces:
-            k, v = wide(k), wide(v)
+        for piece in pieces:
+            k, v, valid = in_order(*piece, q.shape[3])
             h = head * k.shape[1] // q.shape[2]
             flags = np.broadcast_to(valid, (*k.shape[:2], q.shape[1], np.shape(valid)[-1]))[b, h, t]
             rows = np.arange(k.shape[-2])
