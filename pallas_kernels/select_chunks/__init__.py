@@ -1,48 +1,64 @@
-"""interim"""
+"""The op that chooses the chunks with the largest scores, and gives each of them a place in a cache."""
+
+import functools
+
 import jax
-import jax.numpy as jnp
-from jax import lax
-from typing import NamedTuple
-MOST_AGE=255
-MOST_PLACES=2048
-class Chosen(NamedTuple):
-    ids: jax.Array
-    places: jax.Array
-    missed: jax.Array
-    held: jax.Array
-    ages: jax.Array
-    total: jax.Array
-    hits: jax.Array
-def places_of(mask):
-    size = mask.shape[-1]
-    return jnp.sort(jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size))
-def select_chunks(scores, asked, resident, *, count, ages=None, numbers=None, implementation="auto"):
-    n, P = scores.shape[2], resident.shape[2]
-    best, at = lax.top_k(scores, min(count, n))
-    there = asked[:, None, None] & (best >= 0)
-    at = jnp.sort(jnp.where(there, at.astype(jnp.int32), n))
-    at = jnp.pad(at, ((0,0),(0,0),(0,count-at.shape[2])), constant_values=n)
-    valid = at < n
-    ids = at if numbers is None else jnp.take_along_axis(numbers, jnp.minimum(at, n-1), axis=2)
-    same = valid[..., None] & (ids[..., None] == resident[..., None, :])  # [B,h,k,P]
-    hit, stays = same.any(-1), same.any(-2)
-    place = same.argmax(-1)
-    miss = valid & ~hit
-    nm = miss.sum(-1, keepdims=True)
-    old = jnp.full_like(resident, 255) if ages is None else ages
-    key = jnp.where(stays, -1, old)
-    order = jnp.argsort(-key, axis=-1, stable=True)
-    rank = jnp.argsort(order, axis=-1)
-    freed = ~stays if ages is None else ~stays & (rank < nm)
-    spots = places_of(freed)
-    turn = jnp.cumsum(miss, -1) - 1
-    newplace = jnp.take_along_axis(spots, jnp.clip(turn, 0, P-1), axis=2)
-    places = jnp.where(valid, jnp.where(hit, place, newplace), P).astype(jnp.int32)
-    b,h = jnp.arange(scores.shape[0])[:,None,None], jnp.arange(scores.shape[1])[:,None]
-    base = jnp.where(stays, resident, -1) if ages is None else resident
-    held = base.at[b,h,places].set(ids, mode="drop")
-    held = jnp.where(asked[:,None,None], held, resident)
-    if ages is not None:
-        new = jnp.minimum(ages+1, 255).at[b,h,places].set(0, mode="drop")
-        ages = jnp.where(asked[:,None,None], new, ages)
-    return Chosen(jnp.where(valid, ids, 0), places, places_of(miss), held, ages, valid.sum(-1,dtype=jnp.int32), (valid&hit).sum(-1,dtype=jnp.int32))
+
+from pallas_kernels.choose import run
+from pallas_kernels.select_chunks import kernel, reference
+from pallas_kernels.select_chunks.operands import MOST_AGE as MOST_AGE
+from pallas_kernels.select_chunks.operands import Candidates, check
+from pallas_kernels.select_chunks.operands import Chosen as Chosen
+from pallas_kernels.select_chunks.reference import places_of as places_of
+
+
+def select_chunks(
+    scores: jax.Array,
+    asked: jax.Array,
+    resident: jax.Array,
+    *,
+    count: int,
+    ages: jax.Array | None = None,
+    numbers: jax.Array | None = None,
+    implementation: str = "auto",
+) -> Chosen:
+    """Choose the k = `count` candidates with the largest scores, and find a place for each of them in a cache.
+
+    Of equal scores, the first is chosen. A chunk that is in the cache keeps its place. A chosen chunk that is not in the
+    cache is missed. The n-th missed chunk gets the n-th place that is freed, in rising order of the places.
+
+    Without ages, every place whose chunk is not chosen is freed. If no missed chunk gets it, it is empty afterwards.
+
+    With ages, only as many places are freed as there are missed chunks. Of the places whose chunk is not chosen, these
+    are the places with the largest age, and the first of equal ages. All other chunks stay. Afterwards the age of a
+    chosen chunk's place is 0. The age of every other place is larger by one, up to MOST_AGE. So the chunk that was
+    chosen least recently is replaced first.
+
+    A row that is not asked chooses nothing. Its cache and its ages do not change.
+
+    Example for one row and head: scores [.1, .4, -1, .3, .2], count 2 and resident [3, 4] give ids [1, 3], places
+    [1, 0] and missed [0]. Chunk 3 keeps its place, and chunk 1 gets the place of chunk 4.
+
+    Args:
+        scores: float32 [B, h, n], one for each candidate. A candidate with a score below 0 is never chosen.
+        asked: bool [B], whether a row chooses.
+        resident: int32 [B, h, P], the chunk in each place of the cache, or -1. The chunks of a head are distinct.
+        count: k, the number of chunks to choose, at most P. Fewer are chosen if there are fewer candidates.
+        ages: int32 [B, h, P], how many selections ago the chunk of each place was chosen last, 0 to MOST_AGE. A new
+            cache has MOST_AGE in every place. None: the cache holds only the chunks that were chosen last.
+        numbers: int32 [B, h, n], the number of each candidate's chunk, rising in each head. None: candidate i is
+            chunk i.
+        implementation: "auto", "xla", "pallas" or "interpret".
+
+    Returns:
+        The chosen chunks, and the cache for the next call.
+
+    Raises:
+        ValueError: a shape, a dtype, the count or the implementation is wrong.
+        NotImplementedError: `implementation` names the kernel, and the kernel does not support the arguments.
+    """
+    candidates = Candidates(scores, asked, resident, ages, numbers)
+    check(candidates, count)
+    parts = (functools.partial(part.select_chunks, count=count) for part in (kernel, reference))
+    chosen: Chosen = run(implementation, *parts, candidates)
+    return chosen

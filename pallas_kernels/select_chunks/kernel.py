@@ -1,15 +1,12 @@
 """The Triton kernel that chooses chunks. One program handles one KV head of one row.
 
-Scores that are not negative have the same order as their bits, read as whole numbers. A program finds the k-th largest
-number from its highest bit to its lowest. In each round it counts the numbers that have the bit, among those that agree
-in the higher bits. It holds the bits as planes, so one instruction looks at a bit of 32 scores.
-
-1. Load the scores and find the k-th largest. One bit for each score says that it is larger, another that it is equal.
-2. Bring these bits into the order of the scores. Take only the first of the equal scores. Count the chosen scores
-   before each word of 32 bits.
-3. List the chosen chunks in order: a search over these counts finds the word of the n-th, and its bit. Look up for each
-   place whether its resident chunk is chosen. If so, take the chunk off the list.
-4. Give the free places to the chunks that are left on the list.
+1. `scores.py` finds the k largest scores. One bit for each score says whether it is chosen. The program stores these
+   bits as words of 32, and the number of chosen scores before each word.
+2. `listed`: lane j of k lanes finds the j-th chosen chunk, by a search over these numbers.
+3. `looked_up`: lane p of P lanes finds out whether the chunk in place p of the cache is chosen, and as which one.
+4. `freed`: the same lanes choose the places that are freed, and number them. They store which chosen chunks have a
+   place, and the list of the freed places.
+5. `seated`: lane j takes the place of its chunk, or the next freed place.
 
 The threads exchange their numbers in memory between these steps.
 """
@@ -19,203 +16,216 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.costs import bytes_of, estimate
-from pallas_kernels.select_chunks.operands import Candidates, Chosen
-from pallas_kernels.select_chunks.planes import SIDE, WORD, below, bit_planes, bits_of, first_bits, reach
+from pallas_kernels.select_chunks.operands import MOST_AGE, Candidates, Chosen
+from pallas_kernels.select_chunks.planes import WORD, below, bits_of, reach
+from pallas_kernels.select_chunks.scores import SCORE_BITS, best_of, chosen_words, lanes_of, planes_of
 from pallas_kernels.tiles import barrier, can_do, iota, number_of, power_of_two
 
 MOST = 32_768  # candidates of a head; the bits of their scores must fit into the registers of one program
 MOST_PLACES = 2_048
-TILE = 16  # chosen chunks that are compared with all places at once
-BITS = 31  # of a score that is not negative
-ABOVE, EQUAL, PICKED, BEFORE = range(4)  # the rows of `Scratch.words`
+AGE_BITS = MOST_AGE.bit_length()
+MOST_CHUNK = jnp.iinfo(jnp.int32).max
+PICKED, BEFORE = range(2)  # the rows of `Scratch.words`
 
 
 class Scratch(NamedTuple):
     """Memory through which the threads of a program exchange numbers. Nothing reads it later.
 
     Attributes:
-        words: int32 [B, h, 4, words]. Each bit of a word is one candidate. See the constants ABOVE to BEFORE.
-        chosen: int32 [B, h, k], the chosen chunks in order, from which those that stay in their place are removed.
+        words: int32 [B, h, 2, words]. PICKED: each bit is one candidate, and says whether it is chosen. BEFORE: how
+            many candidates before the word are chosen.
+        found: int32 [B, h, k], the place of each chosen chunk that is in the cache, and else P.
+        freed: int32 [B, h, P], the places that are freed, in rising order.
     """
 
     words: Any
-    chosen: Any
+    found: Any
+    freed: Any
 
 
-def planes_of(load, first, lanes, size):  # type: ignore[no-untyped-def]
-    """Load the 32 * lanes scores from `first` on, and return the planes of their bits. A score past the end is -1.
+class Head:
+    """One head's part of an array: an index of the last axis is enough to load and store."""
 
-    A lane gets SIDE neighboring scores of each of 8 tiles. So a warp loads whole cache lines.
-    """
-    tiles = []
-    for start in range(first, first + WORD * lanes, SIDE * lanes):
-        at = start + SIDE * iota(0, lanes)[:, None] + iota(0, SIDE)
-        score = load(at) if start < size else jnp.full(at.shape, -1.0, jnp.float32)
-        tiles.append(lax.bitcast_convert_type(score, jnp.int32))
-    return bit_planes(tiles)
+    def __init__(self, ref: Any, head: tuple[jax.Array, ...]) -> None:
+        self.ref, self.head, self.size = ref, head, ref.shape[-1]
 
+    def load(self, index: jax.Array, mask: Any = None, other: Any = None) -> jax.Array:
+        return pltriton.load(self.ref.at[(*self.head, index)], mask=mask, other=other)
 
-def best_of(planes, count):  # type: ignore[no-untyped-def]
-    """Find the `count` largest keys that are not negative.
-
-    Args:
-        planes: the bits of the keys. Each entry is a result of `planes_of`.
-        count: how many keys to find.
-
-    Returns:
-        For each entry, a word whose bits say which keys are larger than the last of the `count` largest, and a word
-        whose bits say which keys equal it. The third result is how many of the equal keys are taken, int32. If there
-        are fewer keys that are not negative, it is larger than the number of equal keys.
-    """
-    above, equal = [jnp.zeros_like(plane[0]) for plane in planes], [~plane[BITS] for plane in planes]
-    left = jnp.int32(count)
-    for bit in reversed(range(BITS)):
-        ones = [one & plane[bit] for one, plane in zip(equal, planes, strict=True)]
-        number = sum(bits_of(one) for one in ones).sum(dtype=jnp.int32)
-        taken = -(number < left).astype(jnp.int32)  # all bits set: these are among the largest, and others are too
-        above = [old | one & taken for old, one in zip(above, ones, strict=True)]
-        equal = [one ^ old & taken for old, one in zip(equal, ones, strict=True)]
-        left -= number & taken
-    return above, equal, left
+    def store(self, index: jax.Array, value: jax.Array, mask: Any = None) -> None:
+        pltriton.store(self.ref.at[(*self.head, index)], value, mask=mask)
 
 
 def select_chunks_kernel(candidates, results, scratch, *, interpret):  # type: ignore[no-untyped-def]
-    """One program: choose the chunks of one head."""
-    h, b = pl.program_id(0), pl.program_id(1)
-    scores, asked, resident, numbers = candidates
-    ids, valid, hit, missed, held, counts = results
-    words, chosen = scratch
-    size, count, wide = scores.shape[2], resident.shape[2], words.shape[3]
-    groups, lanes = lanes_of(wide)
-    wanted_row = pltriton.load(asked.at[b])
-
-    def load(at: jax.Array) -> jax.Array:
-        return pltriton.load(scores.at[b, h, at], mask=(at < size) & wanted_row, other=-1.0)
-
-    # 1. Which scores are the largest
-    planes = [planes_of(load, WORD * lanes * group, lanes, size) for group in range(groups)]
-    *marks, equals = best_of(planes, count)
-    for row, mark in zip((ABOVE, EQUAL), marks, strict=True):
-        for group, word in enumerate(mark):
-            pltriton.store(words.at[b, h, row, group * lanes + iota(0, lanes)], word)
-    barrier(interpret)
-
-    # 2. The chosen scores in order
-    word = iota(0, wide)
-    part, tile = iota(0, WORD // SIDE), word // (lanes * SIDE // WORD)
-    at = (tile * SIDE // WORD * lanes + word % (lanes * SIDE // WORD) * (WORD // SIDE))[:, None] + part
-    above, equal = (
-        (pltriton.load(words.at[b, h, row, at]) >> (tile * SIDE % WORD)[:, None] & (2**SIDE - 1)) << part * SIDE
-        for row in (ABOVE, EQUAL)
+    """One program: choose the chunks of one head, and their places."""
+    head = pl.program_id(1), pl.program_id(0)
+    asked = pltriton.load(candidates.asked.at[head[0]])
+    mine, out, freed, found = (
+        jax.tree.map(lambda ref: Head(ref, head), refs)
+        for refs in (candidates._replace(asked=None), results, scratch.freed, scratch.found)
     )
-    above, equal = above.sum(axis=1), equal.sum(axis=1)
-    both = bits_of(above) << 16 | bits_of(equal)
-    ahead = jnp.cumsum(both, axis=0) - both
-    picked = above | first_bits(equal, equals - (ahead & 0xFFFF))
-    before = (ahead >> 16) + jnp.minimum(ahead & 0xFFFF, equals)
-    total = bits_of(picked).sum(dtype=jnp.int32)
-    pltriton.store(words.at[b, h, PICKED, word], picked)
-    pltriton.store(words.at[b, h, BEFORE, word], before)
+    count, places = out.ids.size, out.held.size
+    words = tuple(Head(scratch.words, (*head, row)) for row in (PICKED, BEFORE))
+    lane, place = iota(0, power_of_two(count)), iota(0, power_of_two(places))
+    is_entry, is_place = lane < count, place < places
+
+    store_chosen(mine.scores, asked, count, words, interpret)
+    found.store(lane, jnp.full_like(lane, places), is_entry)
     barrier(interpret)
 
-    # 3. The chosen chunks, and the places in which they are
-    lane = iota(0, power_of_two(count))
-    there, exists = lane < total, lane < count
-    at = jnp.zeros_like(lane)  # the last word before which there are at most `lane` chosen chunks
-    for step in (wide >> shift for shift in range(1, wide.bit_length())):
-        fewer = pltriton.load(words.at[b, h, BEFORE, at + step]) <= lane
-        at = jnp.where(fewer, at + step, at)
-    mine = pltriton.load(words.at[b, h, PICKED, at])
-    new = WORD * at + reach(mine, lane - pltriton.load(words.at[b, h, BEFORE, at]))
-    if numbers is not None:
-        new = pltriton.load(numbers.at[b, h, new], mask=there, other=0)
-    pltriton.store(chosen.at[b, h, lane], new, mask=there)
-    old = pltriton.load(resident.at[b, h, lane], mask=exists, other=-1)
-    if numbers is None:
-        known = (old >= 0) & (old < size)
-        mine = pltriton.load(words.at[b, h, PICKED, old >> 5], mask=known, other=0)
-        stays = (mine >> (old & 31) & 1) != 0
-        rank = pltriton.load(words.at[b, h, BEFORE, old >> 5], mask=known, other=0) + bits_of(mine & below(old & 31))
-        barrier(interpret)
+    ids, is_chosen = listed(words, mine.scores.size, lane)
+    if mine.numbers is not None:
+        ids = mine.numbers.load(ids, is_chosen, 0)
+    out.ids.store(lane, jnp.where(is_chosen, ids, 0), is_entry)
+    total = number_of(is_chosen)
+    old = mine.resident.load(place, is_place, -1)
+    if mine.numbers is None:
+        stays, rank = looked_up(words, mine.scores.size, old)
     else:
         barrier(interpret)
-
-        def look(index: jax.Array, found: jax.Array) -> jax.Array:
-            rank = iota(index * TILE, TILE)
-            new = pltriton.load(chosen.at[b, h, rank], mask=rank < total, other=-2)
-            return jnp.maximum(found, jnp.where(new[:, None] == old, rank[:, None] + 1, 0).max(axis=0))
-
-        found = lax.fori_loop(0, -(-count // TILE), look, jnp.zeros_like(lane))
-        stays, rank = found > 0, found - 1
-        barrier(interpret)
-    free = exists & ~stays
-    turn = jnp.cumsum(free.astype(jnp.int32), axis=0)  # 1, 2, ... of the free places
+        stays, rank = searched(out.ids, total, old)
     hits = number_of(stays)
-    new_chunks = total - hits
-    filled = free & (turn <= new_chunks)
-    pltriton.store(chosen.at[b, h, jnp.where(stays, rank, count)], jnp.full_like(lane, -1), mask=stays)
-    pltriton.store(missed.at[b, h, jnp.where(filled, turn - 1, count)], lane, mask=filled)
-    pltriton.store(missed.at[b, h, lane], jnp.full_like(lane, count), mask=exists & (lane >= new_chunks))
-    both = iota(0, 2)
-    pltriton.store(counts.at[b, h, both], jnp.where(both == 0, total, hits))
-    pltriton.store(ids.at[b, h, lane], jnp.where(stays, old, 0), mask=exists & ~filled)
-    pltriton.store(held.at[b, h, lane], jnp.where(stays | ~wanted_row, old, -1), mask=exists & ~filled)
-    pltriton.store(valid.at[b, h, lane], stays | filled, mask=exists)
-    pltriton.store(hit.at[b, h, lane], stays, mask=exists)
+    age = None if mine.ages is None else mine.ages.load(place, is_place, 0)
+    goes, turn = chosen_places(is_place & ~stays, age, total - hits)
+    found.store(jnp.where(stays, rank, count), place, stays)
+    freed.store(jnp.where(goes, turn - 1, places), place, goes)
     barrier(interpret)
 
-    # 4. The other chunks go to the places in `missed`
-    new = pltriton.load(chosen.at[b, h, lane], mask=there, other=-1)
-    moves = new >= 0
-    turn = jnp.cumsum(moves.astype(jnp.int32), axis=0)
-    place = pltriton.load(missed.at[b, h, jnp.where(moves, turn - 1, 0)], mask=moves, other=count)
-    for ref in (ids, held):
-        pltriton.store(ref.at[b, h, jnp.where(moves, place, count)], new, mask=moves)
+    # A place that gets a missed chunk is written below.
+    out.held.store(place, old if age is not None else jnp.where(stays | ~asked, old, -1), is_place & ~goes)
+    if age is not None:
+        later = jnp.where(stays | goes, 0, jnp.minimum(age + 1, MOST_AGE))
+        out.ages.store(place, jnp.where(asked, later, age), is_place)
+    seat = found.load(lane, is_entry, places)
+    is_missed = is_chosen & (seat == places)
+    turn = jnp.cumsum(is_missed.astype(jnp.int32), axis=0)
+    seat = jnp.where(is_missed, freed.load(jnp.where(is_missed, turn - 1, 0), is_missed, places), seat)
+    out.places.store(lane, seat, is_entry)
+    out.held.store(jnp.where(is_missed, seat, places), ids, is_missed)
+    out.missed.store(jnp.where(is_missed, turn - 1, count), lane, is_missed)
+    out.missed.store(lane, jnp.full_like(lane, count), is_entry & (lane >= total - hits))
+    for part, number in ((results.total, total), (results.hits, hits)):
+        pltriton.store(part.at[head], number)
 
 
-def lanes_of(words: int) -> tuple[int, int]:
-    """Return how many words of bits each lane holds, and the number of lanes. Each warp has 32 lanes."""
-    groups = 1 if words <= 128 else 2
-    return groups, words // groups
+def store_chosen(scores, asked, count, words, interpret):  # type: ignore[no-untyped-def]
+    """Find the `count` largest scores, and store them in the two rows of `words`. Without `asked` there are none."""
+    groups, lanes = lanes_of(words[PICKED].size)
+
+    def load(at: jax.Array) -> jax.Array:
+        return scores.load(at, (at < scores.size) & asked, -1.0)
+
+    rows = chosen_words(*best_of(planes_of(load, groups, lanes, interpret), count))
+    for row, values in zip(words, rows, strict=True):
+        for group, value in enumerate(values):
+            row.store(groups * iota(0, lanes) + group, value)
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
-def select_chunks(candidates: Candidates, interpret: bool) -> Chosen:
+def listed(words, size, lane):  # type: ignore[no-untyped-def]
+    """Return the candidate that is chosen as number `lane`, counted from 0, and whether there is one.
+
+    Args:
+        words: the two rows of `Scratch.words`.
+        size: number of candidates.
+        lane: int32.
+    """
+    at, step = jnp.zeros_like(lane), power_of_two(-(-size // WORD)) // 2
+    while step:  # find the last word before which at most `lane` candidates are chosen
+        at = jnp.where(words[BEFORE].load(at + step) <= lane, at + step, at)
+        step //= 2
+    word, rest = words[PICKED].load(at), lane - words[BEFORE].load(at)
+    return WORD * at + reach(word, rest), rest < bits_of(word)
+
+
+def looked_up(words, size, chunks):  # type: ignore[no-untyped-def]
+    """Return which chunks are chosen, and how many chosen chunks are before each. Candidate i must be chunk i.
+
+    Args:
+        words: the two rows of `Scratch.words`.
+        size: number of candidates.
+        chunks: int32.
+    """
+    known, bit = (chunks >= 0) & (chunks < size), chunks & WORD - 1
+    word = words[PICKED].load(chunks >> 5, known, 0)
+    rank = words[BEFORE].load(chunks >> 5, known, 0) + bits_of(word & below(bit))
+    return (word >> bit & 1) != 0, rank
+
+
+def searched(ids, total, chunks):  # type: ignore[no-untyped-def]
+    """Return which chunks are among the first `total` of `ids`, and how many of these are smaller. `ids` are rising."""
+    rank, step = jnp.zeros_like(chunks), power_of_two(ids.size) // 2
+    while step:
+        smaller = ids.load(rank + step - 1, rank + step <= total, MOST_CHUNK) < chunks
+        rank = jnp.where(smaller, rank + step, rank)
+        step //= 2
+    return (ids.load(rank, rank < total, -1) == chunks) & (chunks >= 0), rank
+
+
+def chosen_places(free, age, wanted):  # type: ignore[no-untyped-def]
+    """Choose `wanted` of the places that are `free`: those with the largest ages, of equal ages the first.
+
+    Args:
+        free: bool, True at `wanted` places at least.
+        age: int32, 0 to MOST_AGE. None: all ages are equal.
+        wanted: how many places to choose, int32.
+
+    Returns:
+        Which places are chosen, and 1, 2, ... of each of them.
+    """
+    above, equal, left = jnp.zeros_like(free), free, wanted
+    if age is not None:
+        key, least, more = jnp.where(free, age, -1), jnp.int32(0), jnp.int32(0)
+        for bit in reversed(range(AGE_BITS)):  # find the largest `least` that `wanted` ages reach
+            number = number_of(key >= least + (1 << bit))
+            enough = number >= wanted
+            least = jnp.where(enough, least + (1 << bit), least)
+            more = jnp.where(enough, more, number)  # how many are larger than `least`, after the last bit
+        above, equal, left = key > least, key == least, wanted - more
+    both = jnp.cumsum(above.astype(jnp.int32) << 16 | equal.astype(jnp.int32), axis=0)
+    first = both & 0xFFFF
+    return above | equal & (first <= left), (both >> 16) + jnp.minimum(first, left)
+
+
+@functools.partial(jax.jit, static_argnames=("count", "interpret"))
+def select_chunks(candidates: Candidates, count: int, interpret: bool) -> Chosen:
     """See `pallas_kernels.select_chunks`.
 
     Raises:
         NotImplementedError: there are more than MOST candidates or MOST_PLACES places, or an array is empty.
     """
-    scores, _, resident, _ = candidates
+    scores, _, resident, ages, _ = candidates
     batch, heads, size = scores.shape
-    if size > MOST or resident.shape[2] > MOST_PLACES:
+    places = resident.shape[2]
+    if size > MOST or places > MOST_PLACES:
         raise NotImplementedError(
-            f"select_chunks: the kernel takes up to {MOST} candidates and {MOST_PLACES} places, got {size} and "
-            f"{resident.shape[2]}"
+            f"select_chunks: the kernel takes up to {MOST} candidates and {MOST_PLACES} places, got {size} and {places}"
         )
     can_do("select_chunks", 1, scores, packed=(resident,))
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct((batch, heads, *shape), jnp.int32)
+
+    chosen, cache = array(count), array(places)
+    results = Chosen(chosen, chosen, chosen, cache, None if ages is None else cache, array(), array())
     words = max(128, power_of_two(-(-size // WORD)))
-    kinds = (jnp.int32, jnp.bool_, jnp.bool_, jnp.int32, jnp.int32)
-    shapes: Any = [jax.ShapeDtypeStruct(resident.shape, kind) for kind in kinds]
-    results = Chosen(*[*shapes, jax.ShapeDtypeStruct((batch, heads, 2), jnp.int32)])
-    scratch = Scratch(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, heads, 4, words), resident.shape)))
-    chosen: Chosen
-    chosen, _ = pl.pallas_call(
+    scratch = Scratch(array(2, words), chosen, cache)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    made: Chosen
+    made, _ = pl.pallas_call(
         functools.partial(select_chunks_kernel, interpret=interpret),
         grid=(heads, batch),
         in_specs=[jax.tree.map(lambda _: anywhere, candidates)],
         out_specs=[jax.tree.map(lambda _: anywhere, part) for part in (results, scratch)],
         out_shape=[results, scratch],
         compiler_params=pltriton.CompilerParams(num_warps=lanes_of(words)[1] // 32, num_stages=1),
-        cost_estimate=estimate(flops=BITS * scores.size // WORD, moved=bytes_of((candidates, results, scratch))),
-        input_output_aliases={2: Chosen._fields.index("held")},  # `resident` becomes `held`, where it is donated
+        cost_estimate=estimate(flops=SCORE_BITS * scores.size // WORD, moved=bytes_of((candidates, results, scratch))),
+        # Where they are donated, `resident` becomes `held`, and `ages` becomes the new ages.
+        input_output_aliases={2: 3} if ages is None else {2: 3, 3: 4},
         interpret=interpret,
         name="select_chunks",
     )(candidates)
-    return chosen
+    return made

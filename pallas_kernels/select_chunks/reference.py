@@ -1,33 +1,71 @@
 """select_chunks in plain jax.numpy."""
 
-from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.select_chunks.operands import Candidates, Chosen
+from pallas_kernels.select_chunks.operands import MOST_AGE, Candidates, Chosen
 
-PLACES = 256  # `in_place` compares this many places at once, so its largest temporary is [B, h, k, PLACES]
+PLACES = 256  # the planner of jshadow reads it
+NO_CHUNK = jnp.iinfo(jnp.int32).max  # larger than every chunk
 
 
-def select_chunks(candidates: Candidates) -> Chosen:
+def select_chunks(candidates: Candidates, count: int) -> Chosen:
     """See `pallas_kernels.select_chunks`."""
-    scores, asked, resident, numbers = candidates
-    count, size = resident.shape[2], scores.shape[2]
+    scores, asked, resident, ages, numbers = candidates
+    size, places = scores.shape[2], resident.shape[2]
     best, at = lax.top_k(scores, min(count, size))
-    there = asked[:, None, None] & (best >= 0)
-    at = jnp.sort(jnp.where(there, at.astype(jnp.int32), size))
+    at = jnp.sort(jnp.where(asked[:, None, None] & (best >= 0), at.astype(jnp.int32), size))
     at = jnp.pad(at, ((0, 0), (0, 0), (0, count - at.shape[2])), constant_values=size)
     valid = at < size
-    ids = at if numbers is None else jnp.take_along_axis(numbers, jnp.minimum(at, size - 1), axis=2)
-    order = in_place(ids, valid, resident)
-    ids, valid = (jnp.take_along_axis(x, order, axis=2) for x in (ids, valid))
-    hit = valid & (ids == resident)
-    held = jnp.where(asked[:, None, None], jnp.where(valid, ids, -1), resident)
-    counts = jnp.stack([mask.sum(axis=2, dtype=jnp.int32) for mask in (valid, hit)], axis=2)
-    return Chosen(jnp.where(valid, ids, 0), valid, hit, places_of(valid & ~hit), held, counts)
+    ids = jnp.where(valid, at if numbers is None else take(numbers, at), NO_CHUNK)
+
+    # The chunks that stay, and the chunks that are missed
+    rank = search(ids, resident)
+    stays = (resident >= 0) & (take(ids, rank) == resident)
+    index = jnp.arange(places, dtype=jnp.int32)
+    found = put(jnp.full_like(ids, places), jnp.where(stays, rank, count), jnp.broadcast_to(index, rank.shape))
+    is_missed = valid & (found == places)
+    total, hits = (mask.sum(axis=2, dtype=jnp.int32) for mask in (valid, stays))
+
+    # The places that are freed, in rising order, and then P
+    if ages is None:
+        freed = places_of(~stays)[..., :count]
+    else:
+        oldest = jnp.sort(jnp.where(stays, NO_CHUNK, (MOST_AGE - ages) * places + index))[..., :count]
+        order = jnp.arange(count, dtype=jnp.int32)
+        freed = jnp.sort(jnp.where(order < (total - hits)[..., None], oldest % max(places, 1), places))
+    turn = jnp.cumsum(is_missed, axis=2, dtype=jnp.int32) - 1
+    place = jnp.where(is_missed, take(freed, turn), found)
+
+    is_asked = asked[:, None, None]
+    kept = resident if ages is not None else jnp.where(stays | ~is_asked, resident, -1)
+    if ages is not None:
+        ages = jnp.where(is_asked, put(jnp.minimum(ages + 1, MOST_AGE), place, jnp.zeros_like(place)), ages)
+    return Chosen(
+        jnp.where(valid, ids, 0), place, places_of(is_missed), put(kept, place, ids), ages, total, hits
+    )
+
+
+@partial(jax.vmap)
+@partial(jax.vmap)
+def search(rising: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Return for each chunk in `wanted` how many entries of `rising` are less. Both are [B, h, ...]."""
+    return jnp.searchsorted(rising, wanted).astype(jnp.int32)
+
+
+def take(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Return x at the indices of its last axis. An index past the end takes the last entry."""
+    return jnp.take_along_axis(x, index, axis=2, mode="clip")
+
+
+@partial(jax.vmap)
+@partial(jax.vmap)
+def put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
+    """Return x with `values` at the indices of its last axis. An index past the end is left out."""
+    return x.at[index].set(values, mode="drop")
 
 
 def places_of(mask: jax.Array) -> jax.Array:
@@ -37,56 +75,3 @@ def places_of(mask: jax.Array) -> jax.Array:
     """
     size = mask.shape[-1]
     return jnp.sort(jnp.where(mask, jnp.arange(size, dtype=jnp.int32), size))
-
-
-def in_place(new: jax.Array, valid: jax.Array, resident: jax.Array) -> jax.Array:
-    """Return the index of the chunk in `new` that gets each place.
-
-    A chunk that is already resident keeps its place. The n-th of the others gets the n-th free place.
-
-    Args:
-        new: chunks, int32 [B, h, k], distinct where valid.
-        valid: which of them are chosen, bool [B, h, k].
-        resident: the chunk in each place, int32 [B, h, k]; -1 in an empty place.
-
-    Returns:
-        int32 [B, h, k], a permutation of 0 .. k - 1 for each head.
-    """
-    count = new.shape[2]
-    size = min(count, PLACES)
-    blocks = -(-count // max(size, 1))
-    # The padding is -1, which is no chunk's id.
-    padded = jnp.pad(resident, ((0, 0), (0, 0), (0, blocks * size - count)), constant_values=-1)
-    tiles = padded.reshape(*resident.shape[:2], blocks, size).transpose(2, 0, 1, 3)
-
-    def same(tile: jax.Array) -> jax.Array:
-        return valid[..., :, None] & (new[..., :, None] == tile[..., None, :])  # [B, h, new, place]
-
-    def look(found: jax.Array, tile: jax.Array) -> tuple[jax.Array, jax.Array]:
-        there = same(tile)
-        return found | there.any(axis=-1), there.any(axis=-2)
-
-    found, taken = over_blocks(look, jnp.zeros_like(valid), tiles)
-    free = ~taken.transpose(1, 2, 0, 3).reshape(padded.shape)
-    # The n-th chunk without a place gets the n-th free place. The fillers 0 (has a place) and -1 (taken) never match.
-    number = jnp.where(found, 0, jnp.cumsum(~found, axis=-1, dtype=jnp.int32))
-    turn = jnp.where(free, jnp.cumsum(free, axis=-1, dtype=jnp.int32), -1)
-    index = jnp.arange(count, dtype=jnp.int32)[:, None]
-
-    def take(nothing: None, one: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-        tile, turn = one
-        pair = same(tile) | (number[..., :, None] == turn[..., None, :])
-        # One entry of each column is True. On a CPU, summing its index is several times cheaper than argmax.
-        return nothing, jnp.where(pair, index, 0).sum(axis=-2)
-
-    turns = turn.reshape(*resident.shape[:2], blocks, size).transpose(2, 0, 1, 3)
-    _, order = over_blocks(take, None, (tiles, turns))
-    return order.transpose(1, 2, 0, 3).reshape(padded.shape)[..., :count]
-
-
-def over_blocks(function: Callable[..., Any], start: Any, blocks: Any) -> tuple[Any, Any]:
-    """Run lax.scan over the leading axis. A single block is computed without a loop."""
-    if jax.tree.leaves(blocks)[0].shape[0] > 1:
-        return lax.scan(function, start, blocks)
-    last, out = function(start, jax.tree.map(lambda x: x[0], blocks))
-    return last, jax.tree.map(lambda x: x[None], out)

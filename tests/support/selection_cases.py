@@ -1,18 +1,25 @@
 """Cases of the op select_chunks, and its definition in plain Python."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import Chosen
+
+OLDEST = 255  # the largest age
+
 
 @dataclass(frozen=True)
 class Selections:
-    """Scores and places. `levels` is the number of different scores, so that few of them make many ties."""
+    """Scores and a cache. `levels` is the number of different scores, so that few of them make many ties."""
 
     size: int
-    places: int
+    count: int
+    pool: float = 1  # places for each chunk that is chosen
+    aged: bool = False
     heads: int = 1
     batch: int = 1
     levels: int = 10**6
@@ -21,66 +28,153 @@ class Selections:
     largest: float = 1.0  # the scores are below it
     dtype: str = "float32"
 
+    @property
+    def places(self) -> int:
+        return int(self.count * self.pool)
+
 
 # Cases of the same shape share a program.
 SELECTIONS = (
     Selections(130, 70, heads=3, batch=2),
     Selections(5, 9, batch=3),  # more places than chunks
     Selections(61, 16, heads=2, levels=8, numbered=True),
+    Selections(130, 24, 1.5, aged=True, heads=2, batch=2),
+    Selections(61, 16, 4, aged=True, heads=2, levels=8, numbered=True),
     Selections(1, 1),
+    Selections(1, 1, aged=True),
     Selections(130, 70, heads=3, batch=2, levels=4),
     Selections(130, 70, heads=3, batch=2, levels=1),  # all scores are equal
     Selections(130, 70, heads=3, batch=2, absent=0.6),  # about as many candidates as places
     Selections(130, 70, heads=3, batch=2, absent=0.0, largest=3e38),
     Selections(130, 70, heads=3, batch=2, absent=1.0),  # no candidates
-    Selections(61, 16, heads=2, absent=0.95, numbered=True),  # fewer candidates than places
+    Selections(61, 16, heads=2, absent=0.95, numbered=True),  # fewer candidates than chunks to choose
     Selections(61, 16, heads=2, largest=1e-40, absent=0.0, numbered=True),  # denormal numbers
-    Selections(4097, 239, levels=100),  # the first size at which a lane holds two words
-    Selections(4097, 239, levels=2),
+    Selections(4097, 239, 2, aged=True, levels=100),  # the first size at which a lane holds two words
+    Selections(4097, 239, 2, aged=True, levels=2),
+    Selections(8193, 33, levels=100),  # the first size at which a lane holds four words
 )
 REAL_SELECTIONS = (
     Selections(15_356, 239, heads=8),
-    Selections(15_356, 239, heads=8, levels=50),
+    Selections(15_356, 239, 2, aged=True, heads=8, levels=50),
     Selections(956, 239, heads=8, numbered=True),
+    Selections(956, 239, 4, aged=True, heads=8, numbered=True),
     Selections(31_228, 486, heads=8),
 )
 
 
-def selection_inputs(case: Selections) -> dict[str, Any]:
-    """Arguments of select_chunks. Half of the resident chunks exist; the last row of several is not asked."""
-    rng, shape = np.random.default_rng(case.size), (case.batch, case.heads, case.size)
+def scores_of(case: Selections, rng: np.random.Generator) -> dict[str, Any]:
+    """The scores of one call, and the numbers of the candidates."""
+    shape = (case.batch, case.heads, case.size)
     scores = (rng.integers(0, case.levels, shape) / case.levels * case.largest).astype(np.float32)
     scores[rng.random(shape) < case.absent] = -1
-    chunks = np.stack([rng.permutation(case.size) for _ in range(case.batch * case.heads)]).reshape(shape)
-    resident = np.full((*shape[:2], case.places), -1)
-    kept = min(case.size, case.places)
-    resident[..., :kept] = chunks[..., :kept]
-    resident[rng.random(resident.shape) < 0.5] = -1
-    return {
-        "scores": jnp.asarray(scores),
+    numbers = None
+    if case.numbered:
+        several = [np.sort(rng.permutation(2 * case.size)[: case.size]) for _ in range(case.batch * case.heads)]
+        numbers = jnp.asarray(np.reshape(several, shape), jnp.int32)
+    return {"scores": jnp.asarray(scores), "numbers": numbers}
+
+
+def selection_inputs(case: Selections) -> dict[str, Any]:
+    """Arguments of select_chunks. Half of the resident chunks exist; the last row of several is not asked."""
+    rng, shape = np.random.default_rng(case.size), (case.batch, case.heads, case.places)
+    inputs = scores_of(case, rng)
+    resident = np.full(shape, -1)
+    for b, h in np.ndindex(*shape[:2]):
+        chunks = np.arange(case.size) if inputs["numbers"] is None else np.asarray(inputs["numbers"][b, h])
+        chunks = rng.permutation(chunks)[: case.places]
+        resident[b, h, : len(chunks)] = chunks
+        resident[b, h] = rng.permutation(resident[b, h])
+    resident[rng.random(shape) < 0.5] = -1
+    ages = np.where(resident < 0, OLDEST, rng.choice([0, 1, 2, 3, 90, OLDEST - 1, OLDEST], shape))
+    return inputs | {
         "asked": jnp.asarray(np.arange(case.batch) < max(1, case.batch - 1)),
         "resident": jnp.asarray(resident, jnp.int32),
-        "numbers": jnp.asarray(chunks[..., ::-1], jnp.int32) if case.numbered else None,
+        "count": case.count,
+        "ages": jnp.asarray(ages, jnp.int32) if case.aged else None,
     }
 
 
-def selection_truth(scores: Any, asked: Any, resident: Any, numbers: Any) -> tuple[np.ndarray, ...]:
-    """The definition, one head at a time, with Python's sort."""
-    scores, resident = np.asarray(scores), np.asarray(resident)
-    ids, valid, hit = np.zeros_like(resident), np.zeros(resident.shape, bool), np.zeros(resident.shape, bool)
-    missed, counts = np.full_like(resident, resident.shape[2]), np.zeros((*resident.shape[:2], 2), np.int32)
-    held = np.where(np.asarray(asked)[:, None, None], -1, resident)
-    for b, h in np.ndindex(*resident.shape[:2]):
-        order = sorted(range(scores.shape[2]), key=lambda i: (-scores[b, h, i], i))
-        best = [i for i in order if scores[b, h, i] >= 0 and asked[b]][: resident.shape[2]]
-        chunks = [i if numbers is None else int(numbers[b, h, i]) for i in sorted(best)]
-        coming = [chunk for chunk in chunks if chunk not in resident[b, h]]
-        for place, old in enumerate(resident[b, h]):
-            if old in chunks:
-                ids[b, h, place], valid[b, h, place], hit[b, h, place] = old, True, True
-            elif coming:
-                ids[b, h, place], valid[b, h, place] = coming.pop(0), True
-                missed[b, h, (missed[b, h] < resident.shape[2]).sum()] = place
-        held[b, h] = np.where(valid[b, h], ids[b, h], held[b, h])
-        counts[b, h] = valid[b, h].sum(), hit[b, h].sum()
-    return ids, valid, hit, missed, held, counts
+def calls_in_a_row(case: Selections, calls: int) -> Iterator[dict[str, Any]]:
+    """Yield the arguments of several calls. The cache of the first is empty, and the others get that of the call before.
+
+    The scores change little from call to call, so that many chunks stay. `send` the result of each call.
+    """
+    rng = np.random.default_rng(calls)
+    shape = (case.batch, case.heads, case.places)
+    cache = jnp.full(shape, -1, jnp.int32), jnp.full(shape, OLDEST, jnp.int32) if case.aged else None
+    inputs = scores_of(case, rng)
+    for _ in range(calls):
+        change = rng.random(inputs["scores"].shape) < 0.15
+        inputs["scores"] = jnp.where(change, scores_of(case, rng)["scores"], inputs["scores"])
+        asked = jnp.asarray(rng.random(case.batch) < 0.8)
+        chosen = yield inputs | {"asked": asked, "resident": cache[0], "ages": cache[1], "count": case.count}
+        cache = chosen.held, chosen.ages
+
+
+class Cache:
+    """A cache of chunks for one head. With ages, it replaces the least recently chosen chunks first.
+
+    Args:
+        resident: the chunk in each place, or -1.
+        ages: how many selections ago each place was chosen last. None: chunks that are not chosen leave the cache.
+    """
+
+    def __init__(self, resident: Any, ages: Any) -> None:
+        self.places, self.now = len(resident), 0
+        self.place_of = {int(chunk): place for place, chunk in enumerate(resident) if chunk >= 0}
+        self.chosen_at = None if ages is None else {place: -int(age) for place, age in enumerate(ages)}
+
+    def age(self, place: int) -> int:
+        assert self.chosen_at is not None
+        return min(OLDEST, self.now - self.chosen_at[place])
+
+    def choose(self, chunks: list[int]) -> list[int]:
+        """Give each chunk a place. Returns the indices of those that were not in the cache."""
+        busy = {place for chunk, place in self.place_of.items() if chunk in chunks}
+        missed = [index for index, chunk in enumerate(chunks) if chunk not in self.place_of]
+        free = [place for place in range(self.places) if place not in busy]
+        if self.chosen_at is not None:
+            free = sorted(sorted(free, key=lambda place: -self.age(place))[: len(missed)])
+        self.place_of = {chunk: place for chunk, place in self.place_of.items() if place not in free}
+        self.place_of |= {chunks[index]: place for index, place in zip(missed, free, strict=False)}
+        self.now += 1
+        if self.chosen_at is not None:
+            self.chosen_at |= {self.place_of[chunk]: self.now for chunk in chunks}
+        return missed
+
+    def held(self) -> list[int]:
+        chunk_in = {place: chunk for chunk, place in self.place_of.items()}
+        return [chunk_in.get(place, -1) for place in range(self.places)]
+
+
+def selection_truth(
+    scores: Any, asked: Any, resident: Any, count: int, ages: Any = None, numbers: Any = None
+) -> Chosen:
+    """The definition, one head at a time, with Python's sort and a cache of dictionaries."""
+    heads, places = np.shape(scores)[:2], np.shape(resident)[2]
+    truth = Chosen(
+        ids=np.zeros((*heads, count), np.int32),
+        places=np.full((*heads, count), places),
+        missed=np.full((*heads, count), count),
+        held=np.array(resident),
+        ages=None if ages is None else np.array(ages),
+        total=np.zeros(heads, np.int32),
+        hits=np.zeros(heads, np.int32),
+    )
+    for b, h in np.ndindex(*heads):
+        if not asked[b]:
+            continue
+        mine = np.asarray(scores)[b, h].tolist()
+        order = sorted((-score, index) for index, score in enumerate(mine) if score >= 0)
+        best = sorted(index for _, index in order[:count])
+        chunks = [index if numbers is None else int(numbers[b, h, index]) for index in best]
+        cache = Cache(np.asarray(resident)[b, h], None if ages is None else np.asarray(ages)[b, h])
+        missed = cache.choose(chunks)
+        truth.ids[b, h, : len(chunks)] = chunks
+        truth.places[b, h, : len(chunks)] = [cache.place_of[chunk] for chunk in chunks]
+        truth.missed[b, h, : len(missed)] = missed
+        truth.held[b, h] = cache.held()
+        if truth.ages is not None:
+            truth.ages[b, h] = [cache.age(place) for place in range(places)]
+        truth.total[b, h], truth.hits[b, h] = len(chunks), len(chunks) - len(missed)
+    return truth
