@@ -29,7 +29,6 @@ from pallas_kernels.reconstruct_keys import reconstruct_keys as reconstruct_keys
 from pallas_kernels.select_chunks import MOST_AGE as MOST_AGE
 from pallas_kernels.select_chunks import MOST_PLACES as MOST_PLACES
 from pallas_kernels.select_chunks import Chosen as Chosen
-from pallas_kernels.select_chunks import MOST_AGE as MOST_AGE
 from pallas_kernels.select_chunks import places_of as places_of
 from pallas_kernels.select_chunks import select_chunks as select_chunks
 from pallas_kernels.sparse_attention import sparse_attention as sparse_attention

@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels.choose import run
 from pallas_kernels.select_chunks import kernel, reference
+from pallas_kernels.select_chunks.kernel import MOST_PLACES as MOST_PLACES
 from pallas_kernels.select_chunks.operands import MOST_AGE as MOST_AGE
 from pallas_kernels.select_chunks.operands import Candidates, check
 from pallas_kernels.select_chunks.operands import Chosen as Chosen
