@@ -172,4 +172,6 @@ def fetch_reconstruct(
         interpret=interpret,
         name="fetch_reconstruct",
     )(*operands)
-    return (rebuilt, fetched) if kept is not None else (rebuilt.reshape(keys.out_shape), fetched.reshape(keys.out_shape))
+    return (
+        (rebuilt, fetched) if kept is not None else (rebuilt.reshape(keys.out_shape), fetched.reshape(keys.out_shape))
+    )

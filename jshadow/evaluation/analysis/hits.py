@@ -19,7 +19,8 @@ class HitRates:
 
     Attributes:
         selected: int64 [steps - 1, layers], the number of selected chunks, summed over KV heads.
-        hits: int64 [steps - 1, layers], how many of these were also selected in the previous step.
+        hits: int64 [steps - 1, layers], how many of these were also selected in the previous step. If the policy has a
+            pool, how many of these were in the pool.
         policy: the resolved policy.
         prompt_tokens: number of tokens before the first step.
     """
@@ -71,10 +72,14 @@ def hit_rates(params: Any, tokens: Any, policy: ShadowKV, steps: int, *, fetch: 
         capacity=len(ids),
         fetch=offload.resolve_fetch(fetch),
     )
-    selected = []
+    caches, chosen = [], []  # the chunks in the cache after each step [layers, h_kv, P], and which the step selected
     for token in ids[prompt:]:
         _, state = decode.decode_step(params, np.array([token], np.int32), state)
-        selected.append(np.stack([np.asarray(layer.live.resident[0]) for layer in state.layers]))
-    now, before = np.stack(selected[1:]), np.stack(selected[:-1])  # [steps - 1, layers, h_kv, k]; -1 is padding
-    repeated = (now[..., :, None] == before[..., None, :]).any(axis=-1) & (now >= 0)
-    return HitRates((now >= 0).sum(axis=(2, 3)), repeated.sum(axis=(2, 3)), resolved, prompt)
+        lives = [layer.live for layer in state.layers]
+        caches.append(np.stack([np.asarray(live.resident[0]) for live in lives]))
+        chosen.append(
+            np.stack([np.asarray(live.resident[0] >= 0 if live.ages is None else live.ages[0] == 0) for live in lives])
+        )
+    now, before, selected = np.stack(caches[1:]), np.stack(caches[:-1]), np.stack(chosen[1:])
+    repeated = (now[..., :, None] == before[..., None, :]).any(axis=-1) & selected
+    return HitRates(selected.sum(axis=(2, 3)), repeated.sum(axis=(2, 3)), resolved, prompt)

@@ -14,7 +14,6 @@ from jshadow.policies.shadowkv.key_codecs.base import BLOCK
 from jshadow.policies.shadowkv.landmark_levels import mean_kind
 from jshadow.policies.shadowkv.selection import has_kernel
 from pallas_kernels.products import CACHED_ROWS
-PLACES = 256
 
 if TYPE_CHECKING:
     from jshadow.policies.shadowkv.settings import ShadowSettings
@@ -249,8 +248,8 @@ def step_temporaries(policy: "ShadowSettings", spec: CacheSpec) -> int:
     if policy.values.dtype != "model":
         selected += spec.head_dim * (1 + 4)
     count = policy.max_selected(spec.capacity)
-    # `pallas_kernels.in_place` compares each selected chunk with a block of the chunks that were selected before.
-    places = 5 * spec.batch * spec.kv_heads * count * min(count, PLACES)
+    # `pallas_kernels.select_chunks` sorts and searches the selected chunks, and the places of the cache.
+    places = 8 * 4 * spec.batch * spec.kv_heads * (count + policy.max_places(spec.capacity))
     exact = spec.window + (policy.max_outliers(spec.capacity) + count) * policy.chunk_size
     attended = 3 * 4 * spec.batch * spec.q_heads * exact
     return scores + policy.choice.rebuilt * selected_numbers(policy, spec, selected) + places + attended

@@ -71,9 +71,7 @@ class ShadowKV(ShadowSettings, Costs):
         )
         window = zeros(heads, spec.window, dim)
         count, places = self.max_selected(spec.capacity), self.max_places(spec.capacity)
-        live = ShadowLive(
-            KeyValues(window, window), *empty_cache((spec.batch, heads), places, aged=places > count)
-        )
+        live = ShadowLive(KeyValues(window, window), *empty_cache((spec.batch, heads), places, aged=places > count))
         if self.quirks.exact_preload:
             none = jnp.full((spec.batch, heads, count), -1, jnp.int32)
             frozen = frozen.replace(preload=Preload(none, zeros(heads, count * self.chunk_size, dim)))
@@ -277,4 +275,3 @@ class ShadowKV(ShadowSettings, Costs):
 def prompt_marks(frozen: ShadowFrozen) -> Marks:
     """Return the prompt's chunks, as `selection` reads them."""
     return Marks(frozen.landmarks, frozen.spread, frozen.candidates[:, :, None])
-

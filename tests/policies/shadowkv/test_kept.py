@@ -6,15 +6,19 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BATCH, STEPS, TINY, model, prefilled, random_tokens
+from cases import BATCH, STEPS, TINY, model, prefilled, random_tokens, setting
 
 from jshadow import load_state, save_state
 from jshadow.cache.accounting import state_nbytes
 from jshadow.engine import decode
+from jshadow.errors import ConfigError
+from jshadow.evaluation.laws import inputs
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import abstract_of, on_backend
+from jshadow.policies import ShadowKV
 
 NAMES = ("shadowkv", "shadowkv_plus", "shadowkv_transform")
+POOLS = (0.0, 1.5, 2.0)
 
 
 def keeping(state):
@@ -34,12 +38,14 @@ def rebuilt(spec, layer, lengths):
     return spec.policy.rebuild(spec, layer, step).keys(jnp.maximum(layer.live.resident, 0))
 
 
+@pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_depends_on_what_is_kept(name, tmp_path):
+def test_nothing_depends_on_what_is_kept(name, pool, tmp_path):
     """With rows that pause, a turn of several tokens, and a state that is saved and loaded in between."""
-    plain = prefilled(name, "restricted")[1]
+    plain = inputs.prefilled(dataclasses.replace(setting(name, "restricted"), pool=pool))[1]
     kept = keeping(plain.fork())
     assert (plain.specs[0].keep, kept.specs[0].keep) == (False, True)
+    assert kept.layers[0].live.resident.shape[2] == max(1, pool) * kept.policy.max_selected(kept.capacity)
     for i in range(4):
         active = np.array([True, i != 1, i % 2 == 0])
         (want, plain), (got, kept) = (
@@ -72,3 +78,56 @@ def test_what_is_kept_is_counted():
     row = 4 * TINY.head_dim * 4  # bytes of a chunk of 4 tokens
     one = TINY.num_layers * BATCH * TINY.kv_heads * 4 * row
     assert {part: kept[part] for part in kept.keys() - plain.keys()} == {"keys": (one, 0), "values": (one, 0)}
+
+
+def pooled(pool, fetch="zero_copy"):
+    """A prefilled state of ShadowKV with a pool, and what six steps on given tokens give."""
+    return inputs.prefilled(dataclasses.replace(setting("shadowkv", "restricted"), pool=pool), fetch)[1]
+
+
+def test_a_pool_changes_no_bit_of_a_result_and_moves_less():
+    """The hits are those of an LRU cache as anyone would write it, and the bytes are those of its misses."""
+    runs = {}
+    for pool in (0.0, 2.0):
+        state, logits, selected = pooled(pool), [], []
+        for i in range(8):
+            out, state = decode.decode_step(model(), STEPS[:, i], state)
+            logits.append(np.asarray(out))
+            held = [(np.asarray(layer.live.resident), layer.live.ages) for layer in state.layers]
+            selected.append([np.where(True if ages is None else np.asarray(ages) == 0, ids, -1) for ids, ages in held])
+        runs[pool] = np.stack(logits), selected, state.counters, state.specs[0].policy.max_places(state.capacity)
+    (want, chosen, plain, few), (got, same, counters, many) = runs.values()
+    np.testing.assert_array_equal(got, want)
+    assert many == 2 * few
+    hits, total = np.zeros(BATCH, int), np.zeros(BATCH, int)
+    for layer, b, h in np.ndindex(TINY.num_layers, BATCH, TINY.kv_heads):
+        recent: list[int] = []  # the least recently selected first
+        for step, other in zip(chosen, same, strict=True):
+            ids = sorted(step[layer][b, h][step[layer][b, h] >= 0].tolist())
+            assert ids == sorted(other[layer][b, h][other[layer][b, h] >= 0].tolist())
+            hits[b] += len(set(ids) & set(recent))
+            total[b] += len(ids)
+            recent = [*[chunk for chunk in recent if chunk not in ids], *ids][-many:]
+    # Chunks of one selection are equally old. Which of them leaves first is a matter of places, and may cost hits.
+    assert counters.selected.tolist() == total.tolist()
+    assert (np.abs(np.asarray(counters.hits) - hits) <= 0.1 * hits).all()
+    assert (np.asarray(counters.hits) >= np.asarray(plain.hits)).all()
+    assert np.asarray(counters.hits).sum() > np.asarray(plain.hits).sum()
+    chunk = 4 * TINY.head_dim * 4 // 64  # of FETCH_QUANTUM bytes each
+    for counts in (plain, counters):
+        np.testing.assert_array_equal(counts.fetched, chunk * (np.asarray(counts.selected) - np.asarray(counts.hits)))
+
+
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        (-1, r"shadowkv\.pool must be a finite number of at least 0, got -1"),
+        (float("nan"), r"shadowkv\.pool must be a finite number of at least 0, got nan"),
+        (True, r"shadowkv\.pool must be a finite number of at least 0, got True"),
+        ("2", r"shadowkv\.pool must be a finite number of at least 0, got '2'"),
+        (9.5, r"shadowkv\.pool must make at most 2,048 places for each KV head, got 2,270 places with pool=9\.5"),
+    ],
+)
+def test_a_pool_that_cannot_be(pool, message):
+    with pytest.raises(ConfigError, match=message):
+        ShadowKV(pool=pool).resolve(dataclasses.replace(TINY, context=131_072), 122_880)
