@@ -9,9 +9,14 @@ from jax.experimental.pallas import triton as pltriton
 
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.sparse_attention.query_rows import queries_of
-from pallas_kernels.tiles import MASKED, blocks, iota, power_of_two
+from pallas_kernels.tiles import MASKED, blocks, iota
 
 MERGED = 8_192  # most numbers of a tile of partial outputs that a program of `merge_kernel` holds
+
+
+def padded(size: int) -> int:
+    """Return the smallest power of two that is at least `size`. No tile here is multiplied, so it may be below 16."""
+    return 1 << (size - 1).bit_length()
 
 
 def merge_kernel(partial, top, total, out, *, group, rows, width):  # type: ignore[no-untyped-def]
@@ -21,7 +26,7 @@ def merge_kernel(partial, top, total, out, *, group, rows, width):  # type: igno
     """
     at_rows, splits = queries_of(out, group, rows), top.shape[2]
     d = iota(pl.program_id(0) * width, width)
-    split = iota(0, power_of_two(splits))
+    split = iota(0, padded(splits))
     there = (split < splits)[:, None] & at_rows.there[None]
     at = (at_rows.b, at_rows.h, split[:, None], at_rows.row[None])
     peaks = pltriton.load(top.at[at], mask=there, other=MASKED)
@@ -42,8 +47,8 @@ def merged(q: jax.Array, group: int, partial: tuple[jax.Array, ...], interpret: 
     """Return the attention of queries q from the partial results of all splits."""
     batch, _, heads, dim = q.shape
     splits, height = partial[1].shape[2:]
-    rows = min(16, 1 << (height - 1).bit_length())
-    width = max(1, min(32, MERGED // (power_of_two(splits) * rows)))
+    rows = min(16, padded(height))
+    width = max(1, min(padded(dim), MERGED // (padded(splits) * rows)))
     anywhere, result = pl.BlockSpec(memory_space=pl.ANY), jax.ShapeDtypeStruct(q.shape, q.dtype)
     return pl.pallas_call(
         functools.partial(merge_kernel, group=group, rows=rows, width=width),

@@ -5,6 +5,7 @@ import kernel_truth
 import numpy as np
 import pytest
 from kernel_cases import TOLERANCE, normal
+from kernel_lowering import TARGET, lowered
 from kernel_refs import watched  # noqa: F401, a fixture
 
 from pallas_kernels import sparse_attention
@@ -189,6 +190,14 @@ def test_the_kernel_reads_only_the_rows_of_entries_that_a_query_sees(kind, progr
             want[b, h, places[b, h, j]] += 1
     np.testing.assert_array_equal(refs.k.reads, want)
     np.testing.assert_array_equal(refs.v.reads, want)
+
+
+def test_auto_is_the_kernel_on_cuda_and_the_reference_elsewhere():
+    rng = np.random.default_rng(7)
+    piece = piece_of(rng, places=24, entries=13, chunk=8, dtype="bfloat16")
+    inputs = {"q": queries_of(rng, group=4, dtype="bfloat16"), "pieces": [piece], "scale": 0.1}
+    assert TARGET in lowered("sparse_attention", inputs, "cuda")
+    assert TARGET not in lowered("sparse_attention", inputs, "cpu")
 
 
 @pytest.mark.parametrize(("places", "entries", "read"), [(40, 9, 9), (6, 9, 6)])
