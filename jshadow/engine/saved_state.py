@@ -29,7 +29,7 @@ from jshadow.weights.convert.safetensors_file import TAGS, Layout, TensorFile, e
 from jshadow.weights.digest import canonical, host_array, raw_bytes, sha256
 from jshadow.weights.params import Params
 
-FORMAT, VERSION = "jshadow KV state", 2
+FORMAT, VERSION = "jshadow KV state", 3
 KIND = "a saved KV state (safetensors)"
 UNKNOWN = "0" * 64  # the placeholder of a digest until its tensor is written
 

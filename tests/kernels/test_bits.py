@@ -15,7 +15,7 @@ def test_bytes_are_taken_apart_as_they_were_packed(count, bits):
     codes = np.arange(3 * count).reshape(3, count) % 2**bits
     step = jnp.ones(count)
     packed = quantize(jnp.asarray(codes - 2.0 ** (bits - 1) + 0.5), step, profile)
-    np.testing.assert_array_equal(packed, layout.pack_bytes(jnp.asarray(codes, jnp.uint8), bits))
+    np.testing.assert_array_equal(packed, layout.pack_codes(jnp.asarray(codes, jnp.uint8), bits))
     np.testing.assert_array_equal(layout.unpack_bytes(packed, bits), codes)
     np.testing.assert_array_equal(layout.dequantize(packed, step, profile), codes - 2.0 ** (bits - 1) + 0.5)
     assert layout.packed_width(profile) == packed.shape[-1]
