@@ -14,8 +14,8 @@ whole number in two's complement, which is multiplied by a scale.
 
 A packed chunk of c rows with scales is one row of words of 16 bits (uint16), for c tokens of a head:
 
-- The codes of each token in turn. Its d codes fill w = d * bits / 16 words, rounded up. Word j holds the codes j, j + w,
-  j + 2 w, and so on, from its lowest bits. Codes past d are 0.
+- The codes of each token in turn. The d codes of a token fill w = d * bits / 16 words, rounded up. Word j holds the
+  codes j, j + w, j + 2 w, and so on, from its lowest bits. Codes past d are 0.
 - The scale of each token in turn: one word for a float16 scale, two for a float32 scale, the lower half first.
 - Zeros up to a multiple of 32 bytes.
 
@@ -240,9 +240,7 @@ def split_rows(
     return codes, lax.bitcast_convert_type(scales, kind)
 
 
-def row_values(
-    joined: jax.Array, tokens: int, dim: int, bits: int, dtype: jax.typing.DTypeLike
-) -> jax.Array:
+def row_values(joined: jax.Array, tokens: int, dim: int, bits: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Return the values of packed chunks: each number times its scale in float32, rounded to dtype.
 
     The arguments are those of `split_rows`. The result is [..., tokens, dim].

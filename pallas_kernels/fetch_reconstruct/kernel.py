@@ -2,9 +2,9 @@
 
 XLA passes an operand in pinned host memory to a kernel without a copy. With unified addressing, the kernel's loads from
 it cross the bus. If all programs run at once, each issues these loads first, so that they run while it gathers,
-multiplies and rotates the keys. Otherwise the programs that run keep the bus busy for each other. Each then loads the
-values after the keys, which takes fewer registers. Packed rows cross the bus as they are. They are unpacked just
-before they are stored.
+multiplies and rotates the keys. Otherwise the programs that run keep the bus busy for each other. Each then stores the
+values before it starts with the keys, which takes fewer registers. Packed rows cross the bus as they are, and are
+unpacked just before they are stored.
 
 The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c tokens of the selected chunks. If some
 chunks are kept on the device, the tokens of the others come first, and the programs after them return at once.
@@ -29,6 +29,7 @@ from pallas_kernels.tiles import blocks, can_do, iota, spans
 from pallas_kernels.unpack import scaled_numbers
 
 AT_ONCE = 512  # about as many programs run at once on a large GPU
+Loaded = tuple[list[jax.Array], jax.Array | None]  # tiles of value rows, and the scales if they are packed
 
 
 def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count, move):  # type: ignore[no-untyped-def]
@@ -54,32 +55,44 @@ def move_tokens(
 ) -> None:
     """Rebuild the keys of the tokens and fetch their values. `refs` are values, keys, keys_out and values_out.
 
-    If `early`, the loads of the values are issued first.
+    If `early`, only the loads of the values come before the keys. Otherwise all work on the values does.
     """
     values, keys, keys_out, values_out = refs
-    dim = keys.dim
-    width = values.token_width(dim)
-
-    def load() -> tuple[list[jax.Array], list[jax.Array]]:
-        rows = []
-        for start, block in spans(width):
-            column = iota(start, block)[None, None]
-            rows.append(load_rows(values, tokens, b, h, tokens.within[..., None] * width + column, column < width))
-        words = [] if values.bits is None else scale_words(values, tokens.within, keys.chunk, dim)
-        return rows, [load_rows(values, tokens, b, h, at, at >= 0) for at in words]
-
-    fetched = load() if early else None
+    loaded = load_values(values, keys, tokens, b, h)
+    if not early:
+        store_values(values, values_out, loaded, tokens, b, h, interpret)
     store_keys(keys, keys_out, tokens, b, h, interpret)
-    rows, parts = fetched or load()
-    scales = scales_of(values, parts) if parts else None
-    for (start, block), tile in zip(spans(width), rows, strict=True):
+    if early:
+        store_values(values, values_out, loaded, tokens, b, h, interpret)
+
+
+def load_values(values: Any, keys: Any, tokens: Tokens, b: jax.Array, h: jax.Array) -> Loaded:
+    """Load the value rows of the tokens, one tile for each block of columns, and the scales if values are packed."""
+    width, tiles = values.token_width(keys.dim), []
+    for start, block in spans(width):
+        column = iota(start, block)[None, None]
+        tiles.append(load_rows(values, tokens, b, h, tokens.within[..., None] * width + column, column < width))
+    if values.bits is None:
+        return tiles, None
+    words = scale_words(values, tokens.within, keys.chunk, keys.dim)
+    return tiles, scales_of(values, [load_rows(values, tokens, b, h, at, at >= 0) for at in words])
+
+
+def store_values(
+    values: Any, out: Any, loaded: Loaded, tokens: Tokens, b: jax.Array, h: jax.Array, interpret: bool
+) -> None:
+    """Unpack the loaded values of the tokens and write them."""
+    tiles, scales = loaded
+    dim = out.shape[-1]
+    width = values.token_width(dim)
+    for (start, block), tile in zip(spans(width), tiles, strict=True):
         column = iota(start, block)[None, None]
         for place in range(values.places):
             value = tile
             if scales is not None:
                 value = scaled_numbers(tile, place, values.bits, scales, values.dtype, interpret)
-            at = values_out.at[b, h, tokens.place[..., None], place * width + column]
             inside = column < min(width, dim - place * width)
+            at = out.at[b, h, tokens.place[..., None], place * width + column]
             pltriton.store(at, value, mask=tokens.there[..., None] & inside)
 
 
