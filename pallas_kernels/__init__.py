@@ -32,4 +32,3 @@ from pallas_kernels.select_chunks import Chosen as Chosen
 from pallas_kernels.select_chunks import places_of as places_of
 from pallas_kernels.select_chunks import select_chunks as select_chunks
 from pallas_kernels.sparse_attention import sparse_attention as sparse_attention
-from pallas_kernels.tiles import MOST_BYTES as MOST_BYTES

@@ -5,9 +5,10 @@ the halves of a register. One `lop3` then turns a code into the bits of a bfloat
 bits are a whole number that is added to it. A fused multiply-add on both halves subtracts what was added. All of it is
 exact.
 
-**Unpacking to scaled bfloat16.** Here `lop3` turns a code into the bits of a float32 number, which is the code plus a
-constant. One fused multiply-add multiplies it by the scale and subtracts the constant times the scale. Its result is
-the exact product, because codes have 4 bits and scales have 11.
+**Unpacking to scaled bfloat16.** A 32-bit register holds two words of 16 bits. One `lop3` turns the code in one place
+of each word into the bits of a bfloat16, and a fused multiply-add subtracts what was added. A scale of 11 bits is the
+sum of two bfloat16 numbers, high and low. The code times the low part is exact. One more multiply-add adds the code
+times the high part to it, and rounds once. So the result is the product in float32, rounded to bfloat16.
 
 **Unpacking to 8-bit integers.** A shift and a mask turn four bytes into four integers at once.
 
@@ -43,10 +44,6 @@ fma.rn.bf16x2 $0, lo, half, less;
 fma.rn.bf16x2 $1, hi, half, less;
 """
 MIDDLE_OF = {4: {"mask": "0x001E001E", "less": "0xC290C290"}, 2: {"mask": "0x00060006", "less": "0xC284C284"}}
-
-# If bits p to p + 3 of the float32 2**(23 - p) are a code with its sign bit flipped, the float32 is
-# 2**(23 - p) + 8 + code. For p = 8 and p = 16: the mask of the bits, the number with the sign bit, and the constant.
-SIGNED_AT = (("0x00000F00", "0x47000800", -32776.0), ("0x000F0000", "0x43080000", -136.0))
 
 
 def spread(shift: str, body: str) -> str:
@@ -126,56 +123,51 @@ def middle_numbers(packed: jax.Array, place: int, bits: int, dtype: jnp.dtype, i
 
 
 def scaled_assembly(place: int) -> str:
-    """Return the PTX that unpacks signed 4-bit codes in one place of four bytes ($2) and multiplies them by scales.
+    """Return the PTX that unpacks signed 4-bit codes in one place of two words ($1) and multiplies them by scales.
 
-    The float32 scales are $3 to $6. The products are rounded to four bfloat16 ($0 and $1).
+    The scales are two sums of bfloat16 numbers, $2 + $3. The products are rounded to two bfloat16 ($0). With the sign
+    bit of a code flipped, the last four bits of the bfloat16 number 128 make it 136 + code.
     """
-    moved = "mov.b32 mid, $2;" if place == 0 else "shr.u32 mid, $2, 4;"
-    lines = []
-    for index, (source, where) in enumerate((("out", 0), ("mid", 0), ("mid", 1), ("out", 1))):
-        mask, flip, less = SIGNED_AT[where]
-        lines += [
-            f"lop3.b32 bits, {source}, {mask}, {flip}, 0x6A;",
-            "mov.b32 x, bits;",
-            f"mul.rn.f32 less, ${3 + index}, {float_bits(less)};",
-            f"fma.rn.f32 x{index}, x, ${3 + index}, less;",
-        ]
-    body = "\n".join(lines)
+    moved = f"shr.u32 codes, $1, {4 * place};" if place else "mov.b32 codes, $1;"
     return f"""{{
-.reg .b32 mid, out, bits;
-.reg .f32 x, less, x0, x1, x2, x3;
+.reg .b32 codes, one, less, zero;
+mov.b32 one, 0x3F803F80;
+mov.b32 less, 0xC308C308;
+mov.b32 zero, 0;
 {moved}
-prmt.b32 out, mid, 0, 0x0300;
-{body}
-cvt.rn.bf16x2.f32 $0, x1, x0;
-cvt.rn.bf16x2.f32 $1, x3, x2;
+lop3.b32 codes, codes, 0x000F000F, 0x43084308, 0x6A;
+fma.rn.bf16x2 codes, codes, one, less;
+fma.rn.bf16x2 less, codes, $3, zero;
+fma.rn.bf16x2 $0, codes, $2, less;
 }}"""
 
 
 def scaled_numbers(
     packed: jax.Array, place: int, bits: int, scale: jax.Array, dtype: jax.typing.DTypeLike, interpret: bool
 ) -> jax.Array:
-    """Unpack the whole numbers in one place of a tile of packed bytes, and multiply them by scales.
+    """Unpack the whole numbers in one place of a tile of words, and multiply them by scales.
 
     Args:
-        packed: uint8 [m, n], two's complement codes in the layout of `bits`.
-        place: position in each byte.
+        packed: uint16 [..., n], two's complement codes in the layout of `bits`.
+        place: position in each word.
         bits: bits of a code, 8 or 4.
-        scale: float32 [m, 1]. If `dtype` has two bytes, the numbers are those of finite float16.
+        scale: float32 [..., 1]. If `dtype` has two bytes, the numbers are those of finite float16.
         dtype: dtype of the result.
         interpret: whether JAX's interpreter runs the kernel.
 
     Returns:
-        The products in float32, rounded to `dtype`, [m, n].
+        The products in float32, rounded to `dtype`, [..., n].
     """
     if interpret or bits != 4 or jnp.dtype(dtype) != jnp.bfloat16:
         codes = signed(code_at(lax.convert_element_type(packed, jnp.int32), place, bits), bits)
         return (codes.astype(jnp.float32) * scale).astype(dtype)
+    high = scale.astype(jnp.bfloat16)
+    low = (scale - high.astype(jnp.float32)).astype(jnp.bfloat16)
     [products] = pltriton.elementwise_inline_asm(
         scaled_assembly(place),
-        args=[packed, jnp.broadcast_to(scale, packed.shape)],
-        constraints="=r,=r,r,f,f,f,f",
-        pack=4,
+        args=[packed, *(jnp.broadcast_to(part, packed.shape) for part in (high, low))],
+        constraints="=r,r,r,r",
+        pack=2,
         result_shape_dtypes=[jax.ShapeDtypeStruct(packed.shape, jnp.bfloat16)],
     )
     return products

@@ -28,8 +28,8 @@ from jax.sharding import SingleDeviceSharding
 from jshadow.cache.records import Fetched, HostArray, HostTier, HostWrite, Selection
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.errors import ConfigError
-from jshadow.ops.packing import dequantize_rows, row_bytes, split_rows
-from pallas_kernels import MOST_BYTES, ChosenKeys, HostRows, KeptRows, fetch_reconstruct, on_host, put_missed
+from jshadow.ops.packing import dequantize_chunks, row_words
+from pallas_kernels import ChosenKeys, HostRows, KeptRows, fetch_reconstruct, on_host, put_missed
 
 Space = jax.memory.Space
 FETCH_MODES = ("resident", "device_put", "zero_copy")
@@ -85,7 +85,7 @@ def tier_shapes(layout: HostLayout | None, spec: CacheSpec) -> HostTier:
         layout.check_kernel(spec.policy.name)
     shape = (spec.head_dim * layout.planes * layout.unit, jnp.dtype(spec.dtype))
     if layout.bits is not None:
-        shape = (unit_bytes(spec, layout), jnp.dtype(jnp.uint8))
+        shape = (unit_bytes(spec, layout) // 2, jnp.dtype(jnp.uint16))
 
     def part(units: int) -> HostArray | None:
         if units == 0:
@@ -199,8 +199,7 @@ def fetch_by_gather(
         # Without this barrier, XLA's scheduler waits for the rows before it rebuilds the keys.
         keys, rows = lax.optimization_barrier((keys, rows))
     if layout.bits is not None:
-        scaled = split_rows(rows, layout.unit, spec.dtype)
-        rows = dequantize_rows(scaled, layout.bits, spec.dtype).reshape(*shape, layout.unit * spec.head_dim)
+        rows = dequantize_chunks(rows, layout.unit, spec.head_dim, layout.bits, spec.dtype)
     rows = rows.reshape(*shape, layout.planes, layout.unit, spec.head_dim)
     planes = [
         rows[:, :, :, plane].reshape(*shape[:2], shape[2] * layout.unit, spec.head_dim)
@@ -244,19 +243,8 @@ def fetch_by_kernel(
 def unit_bytes(spec: CacheSpec, layout: HostLayout) -> int:
     """Return the bytes of one unit of one head in the host tier."""
     if layout.bits is not None:
-        return row_bytes(layout.unit, spec.head_dim, layout.bits, spec.dtype)
+        return 2 * row_words(layout.unit, spec.head_dim, layout.bits, spec.dtype)
     return layout.planes * layout.unit * spec.head_dim * jnp.dtype(spec.dtype).itemsize
-
-
-def most_rows(spec: CacheSpec, layout: HostLayout) -> int:
-    """Return for up to how many rows of a batch the GPU kernel fetches units, 2**31 if there is no limit.
-
-    The kernel takes packed units of at most MOST_BYTES bytes in a layer. With more, XLA fetches them, which is slow.
-    """
-    if not spec.keep or layout.bits is None or layout.no_kernel:
-        return 2**31
-    row = layout.heads * max(layout.units, layout.tail_units + 1) * unit_bytes(spec, layout)
-    return MOST_BYTES // max(row, 1)
 
 
 def gather(tier: HostTier, ids: Array, units: tuple[int, ...]) -> Array:

@@ -115,7 +115,7 @@ class HostArray(struct.PyTreeNode):
     """One array of the host tier; see `HostLayout` for its layout and an example.
 
     Attributes:
-        array: [B, heads, units, planes * unit * d] in the model's dtype, or uint8 [B, heads, units, bytes of a unit]
+        array: [B, heads, units, planes * unit * d] in the model's dtype, or uint16 [B, heads, units, words of a unit]
             with `HostLayout.bits`. In an abstract state it is a ShapeDtypeStruct.
         memory: memory kind of the array: "pinned_host" when offloaded, "device" in resident mode. It is a field because
             a ShapeDtypeStruct has no memory kind.
@@ -141,7 +141,7 @@ class HostWrite(struct.PyTreeNode):
     """Units that a policy asks to write to the host tier. `cache/offload.py` writes them.
 
     Attributes:
-        data: the units [B, heads, n, planes * unit * d], or uint8 [B, heads, n, bytes of a unit].
+        data: the units [B, heads, n, planes * unit * d], or uint16 [B, heads, n, words of a unit].
         start: the tail unit to which each of the n units is written, int32 [B, n]. None: `data` is the whole prompt
             part.
         valid: which units are written, bool [B, n]. None: all of them.

@@ -71,8 +71,8 @@ class HostLayout:
     Example: one row (B = 1), 2 KV heads of width 64, a capacity of 24 tokens in 3 chunks of 8, and only values are
     offloaded. `HostLayout(heads=2, units=3, unit=8)` stands for a prompt array [1, 2, 3, 512]. Entry [0, h, u] holds
     the values of tokens 8u to 8u + 7 in head h, 64 numbers a token. With planes=2 the array is [1, 2, 3, 1024], and
-    each entry holds the 8 keys and then the 8 values. With bits=8 it is uint8 [1, 2, 3, 528] for bfloat16: 512 bytes
-    of codes, and 8 scales of 2 bytes.
+    each entry holds the 8 keys and then the 8 values. With bits=8 it is uint16 [1, 2, 3, 272] for bfloat16: 256 words
+    of 16 bits with two codes each, 8 scales of one word, and 8 words of zeros.
 
     Attributes:
         heads: heads of the array, usually h_kv.
@@ -81,7 +81,7 @@ class HostLayout:
         planes: 1 if only values are stored, 2 if keys and values are stored.
         tail_units: number of units that can be written after the prompt; 0 if none are written.
         bits: None: numbers have the model's dtype. 8 or 4: numbers are stored in that many bits. A unit is then one row
-            of bytes with a scale for each token, in the layout of `packing.join_rows`, and planes is 1.
+            of words of 16 bits with a scale for each token, in the layout of `pallas_kernels.bits`, and planes is 1.
         no_kernel: "" if a GPU kernel can read these rows from host memory itself. Otherwise the settings that prevent
             it, as text for an error message.
     """

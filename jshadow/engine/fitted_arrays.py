@@ -93,7 +93,7 @@ def load_fitted(path: str | os.PathLike[str], params: Params, policy: Policy) ->
     Raises:
         StateMismatch: the file belongs to another model, dtype or policy. The message lists every difference.
         ConfigError: the policy uses no learned arrays with these settings.
-        CheckpointError: the file is missing, truncated, damaged, of another kind, or of a newer format.
+        CheckpointError: the file is missing, truncated, damaged, of another kind, or of another format version.
     """
     file, record, digests = open_fitted(Path(path).expanduser())
     ours = identity(params)

@@ -38,7 +38,7 @@ def open_described(path: Path, kind: str, form: str, version: int) -> tuple[Tens
         The file, its metadata texts, and the SHA-256 of each tensor.
 
     Raises:
-        CheckpointError: the file is missing, damaged, not of this kind, or of a newer format.
+        CheckpointError: the file is missing, damaged, not of this kind, or of another format version.
     """
     file = TensorFile(path, kind)
     texts = dict(file.metadata)

@@ -29,7 +29,7 @@ from jshadow.weights.convert.safetensors_file import TAGS, Layout, TensorFile, e
 from jshadow.weights.digest import canonical, host_array, raw_bytes, sha256
 from jshadow.weights.params import Params
 
-FORMAT, VERSION = "jshadow KV state", 2
+FORMAT, VERSION = "jshadow KV state", 3
 KIND = "a saved KV state (safetensors)"
 UNKNOWN = "0" * 64  # the placeholder of a digest until its tensor is written
 
@@ -87,7 +87,7 @@ def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | No
 
     Raises:
         StateMismatch: the file is for another model, tokenizer, dtype or policy. The message lists every difference.
-        CheckpointError: the file is missing, truncated, damaged, of another kind, or of a newer format.
+        CheckpointError: the file is missing, truncated, damaged, of another kind, or of another format version.
         ConfigError: this machine does not support the fetch mode for this state.
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
@@ -218,7 +218,7 @@ def open_state(path: Path) -> tuple[TensorFile, StateRecord, dict[str, str]]:
     """Open a saved state and check its header. Return the file, its record, and the SHA-256 of each tensor.
 
     Raises:
-        CheckpointError: the file is missing, damaged, of another kind, or of a newer format.
+        CheckpointError: the file is missing, damaged, of another kind, or of another format version.
     """
     file, texts, digests = open_described(path, KIND, FORMAT, VERSION)
     with described(path, KIND):

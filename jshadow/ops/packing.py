@@ -1,18 +1,18 @@
 """Two ways of quantizing arrays to a few bits.
 
 Groups of numbers are quantized asymmetrically and packed into 32-bit words (KIVI, arXiv 2402.02750, section 3). Rows
-are quantized symmetrically and packed into bytes, in the layout of `pallas_kernels.bits`.
+are quantized symmetrically and packed into bytes, or into words of 16 bits for chunks of rows. Both layouts are those
+of `pallas_kernels.bits`.
 """
 
 from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, UInt, UInt8
+from jaxtyping import Array, Float, Int8, UInt, UInt16
 
-from pallas_kernels import bits as byte_layout
-from pallas_kernels.bits import pack_signed, scaled_numbers
-from pallas_kernels.bits import row_bytes as row_bytes
+from pallas_kernels.bits import join_rows, pack_signed, row_values, scaled_numbers
+from pallas_kernels.bits import row_words as row_words
 from pallas_kernels.bits import scale_dtype as scale_dtype
 
 
@@ -80,7 +80,7 @@ def unpack(words: UInt[Array, "*n w"], group: int, bits: int) -> UInt[Array, "*n
     return lanes.reshape(*words.shape[:-1], words.shape[-1] * each)[..., :group]
 
 
-# Rows of bytes
+# Rows with a scale
 
 ROW_BITS = {"int8": 8, "int4": 4}
 
@@ -97,16 +97,22 @@ class Scaled(struct.PyTreeNode):
     scale: Array
 
 
-def quantize_rows(x: Float[Array, "*n d"], bits: int, dtype: Any) -> Scaled:
+def rounded_rows(x: Float[Array, "*n d"], bits: int, dtype: Any) -> tuple[Int8[Array, "*n d"], Float[Array, "*n 1"]]:
     """Round each row [..., d] to whole multiples of its step, from -(2**(bits - 1) - 1) to 2**(bits - 1) - 1.
 
-    d must be a multiple of 8 / bits. Scales are in `scale_dtype(dtype)`. A row of zeros becomes zero bytes. If the
-    scale of a row exceeds the range of its dtype, the largest scale is used and the numbers are clipped.
+    Returns:
+        The multiples, and the steps in `scale_dtype(dtype)`. A row of zeros has the step 0. If the step of a row
+        exceeds the range of its dtype, the largest step is used and the numbers are clipped.
     """
     most, x, kind = 2 ** (bits - 1) - 1, x.astype(jnp.float32), scale_dtype(dtype)
     scale = jnp.minimum(jnp.abs(x).max(axis=-1, keepdims=True) / most, float(jnp.finfo(kind).max)).astype(kind)
     step = scale.astype(jnp.float32)  # the scale as stored, after rounding
-    codes = jnp.clip(jnp.round(x / jnp.where(step > 0, step, 1)), -most, most).astype(jnp.int8)
+    return jnp.clip(jnp.round(x / jnp.where(step > 0, step, 1)), -most, most).astype(jnp.int8), scale
+
+
+def quantize_rows(x: Float[Array, "*n d"], bits: int, dtype: Any) -> Scaled:
+    """Quantize rows [..., d] as `rounded_rows` does, and pack them into bytes. d must be a multiple of 8 / bits."""
+    codes, scale = rounded_rows(x, bits, dtype)
     return Scaled(pack_signed(codes, bits), scale)
 
 
@@ -115,11 +121,11 @@ def dequantize_rows(rows: Scaled, bits: int, dtype: Any) -> Float[Array, "*n d"]
     return scaled_numbers(rows.codes, rows.scale, bits, dtype)
 
 
-def join_rows(rows: Scaled) -> UInt8[Array, "*n w"]:
-    """Join c rows [..., c, d * bits / 8] into one row of bytes: the codes of all rows, then the scales of all rows."""
-    return byte_layout.join_rows(rows.codes, rows.scale)
+def quantize_chunks(x: Float[Array, "*n c d"], bits: int, dtype: Any) -> UInt16[Array, "*n w"]:
+    """Quantize c rows [..., c, d] as `rounded_rows` does, and pack them into one row of `row_words` words."""
+    return join_rows(*rounded_rows(x, bits, dtype), bits)
 
 
-def split_rows(joined: UInt8[Array, "*n w"], tokens: int, dtype: Any) -> Scaled:
-    """Undo `join_rows` for chunks of `tokens` rows."""
-    return Scaled(*byte_layout.split_rows(joined, tokens, dtype))
+def dequantize_chunks(words: UInt16[Array, "*n w"], tokens: int, dim: int, bits: int, dtype: Any) -> Array:
+    """Undo `quantize_chunks` up to rounding: return the values of the codes [..., tokens, dim] in dtype."""
+    return row_values(words, tokens, dim, bits, dtype)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jshadow.cache import offload
 from jshadow.cache.offload import FETCH_MODES
 from jshadow.cache.spec import CacheSpec
 from jshadow.planner.gpu_specs import GIB
@@ -114,9 +113,3 @@ def kernel_refusal(specs: Sequence[CacheSpec]) -> str:
         if layout.planes > 1:
             return f"{spec.policy.name}, which keeps keys beside the values"
     return ""
-
-
-def served_rows(specs: Sequence[CacheSpec]) -> int:
-    """Return up to how many requests the GPU kernel fetches in every layer; see `offload.most_rows`."""
-    layouts = [(spec, spec.policy.host_layout(spec)) for spec in specs]
-    return min([offload.most_rows(spec, layout) for spec, layout in layouts if layout is not None], default=2**31)

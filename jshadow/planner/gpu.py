@@ -21,7 +21,7 @@ from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner.bytes import abstract_of, cache_specs, on_backend, prefill_peak
-from jshadow.planner.fetch_choice import ModeFigures, choose_fetch, kernel_refusal, offloads, served_rows
+from jshadow.planner.fetch_choice import ModeFigures, choose_fetch, kernel_refusal, offloads
 from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan, Serving, StepBound, step_bound
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, Gpu
 from jshadow.policies import Full, Policy
@@ -196,7 +196,6 @@ class Planner:
         largest, above = 0, max(1, self.gpu.memory_bytes // device) + 1
         if serving.host_limit is not None and host:
             above = min(above, serving.host_limit // (host * serving.count) + 1)
-        above = min(above, served_rows(specs) + 1)
         while largest + 1 < above:
             middle = (largest + above) // 2
             largest, above = (middle, above) if needed(middle) <= self.gpu.memory_bytes else (largest, middle)
@@ -272,8 +271,7 @@ class Planner:
         # A step reads one row a token of an embedding that is not also the head, so such an embedding is left out.
         hbm: dict[str, float] = {"weights": self.weights_bytes - (0 if self.share.tie_embeddings else table)}
         flops = 2 * batch * rows_of(policy) * int(hbm["weights"]) // self.item
-        served = batch <= served_rows(state.specs)
-        share, moved = self.repeats(state.specs) if served else 0.0, 0.0
+        share, moved = self.repeats(state.specs), 0.0
         for spec, layer in zip(state.specs, state.layers, strict=True):
             costs = costs_of(spec.policy)
             read = [*costs.step_bytes(spec, layer).items(), *(costs.step_passes(spec).items() if passes else ())]
@@ -286,6 +284,6 @@ class Planner:
                 moved -= share * host if passes or part == "values" else 0.0
             flops += costs.step_flops(spec, layer)
         whole = {part: round(size) for part, size in hbm.items() if size}
-        by_kernel = self.serving.fetch == "zero_copy" and served and not kernel_refusal(state.specs)
+        by_kernel = self.serving.fetch == "zero_copy" and not kernel_refusal(state.specs)
         gather = None if by_kernel else self.serving.gather_bytes_per_second
         return step_bound(self.gpu, whole, round(moved), flops, batch, gather)

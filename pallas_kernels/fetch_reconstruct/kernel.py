@@ -2,9 +2,9 @@
 
 XLA passes an operand in pinned host memory to a kernel without a copy. With unified addressing, the kernel's loads from
 it cross the bus. If all programs run at once, each issues these loads first, so that they run while it gathers,
-multiplies and rotates the keys. Otherwise the programs that run keep the bus busy for each other. Each then loads the
-values after the keys, which takes fewer registers. Packed rows cross the bus as bytes. They are unpacked just before
-they are stored.
+multiplies and rotates the keys. Otherwise the programs that run keep the bus busy for each other. Each then stores the
+values before it starts with the keys, which takes fewer registers. Packed rows cross the bus as they are, and are
+unpacked just before they are stored.
 
 The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c tokens of the selected chunks. If some
 chunks are kept on the device, the tokens of the others come first, and the programs after them return at once.
@@ -29,6 +29,7 @@ from pallas_kernels.tiles import blocks, can_do, iota, spans
 from pallas_kernels.unpack import scaled_numbers
 
 AT_ONCE = 512  # about as many programs run at once on a large GPU
+Loaded = tuple[list[jax.Array], jax.Array | None]  # tiles of value rows, and the scales if they are packed
 
 
 def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count, move):  # type: ignore[no-untyped-def]
@@ -54,32 +55,45 @@ def move_tokens(
 ) -> None:
     """Rebuild the keys of the tokens and fetch their values. `refs` are values, keys, keys_out and values_out.
 
-    If `early`, the loads of the values are issued first.
+    If `early`, only the loads of the values come before the keys. Otherwise all work on the values does.
     """
     values, keys, keys_out, values_out = refs
-    dim = keys.dim
-    width = values.token_width(dim)
-
-    def load() -> tuple[list[jax.Array], list[jax.Array]]:
-        rows = []
-        for start, block in spans(width):
-            column = iota(start, block)[None, None]
-            rows.append(load_rows(values, tokens, b, h, tokens.within[..., None] * width + column, column < width))
-        places = [] if values.bits is None else scale_places(values, tokens.within, keys.chunk, dim)
-        return rows, [load_rows(values, tokens, b, h, at, at >= 0) for at in places]
-
-    fetched = load() if early else None
+    loaded = load_values(values, keys, tokens, b, h)
+    if not early:
+        store_values(values, values_out, loaded, tokens, b, h, interpret)
     store_keys(keys, keys_out, tokens, b, h, interpret)
-    rows, scale_bytes = fetched or load()
-    scales = scales_of(values, scale_bytes) if scale_bytes else None
-    for (start, block), tile in zip(spans(width), rows, strict=True):
+    if early:
+        store_values(values, values_out, loaded, tokens, b, h, interpret)
+
+
+def load_values(values: Any, keys: Any, tokens: Tokens, b: jax.Array, h: jax.Array) -> Loaded:
+    """Load the value rows of the tokens, one tile for each block of columns, and the scales if values are packed."""
+    width, tiles = values.token_width(keys.dim), []
+    for start, block in spans(width):
         column = iota(start, block)[None, None]
-        for place in range(dim // width):
+        tiles.append(load_rows(values, tokens, b, h, tokens.within[..., None] * width + column, column < width))
+    if values.bits is None:
+        return tiles, None
+    words = scale_words(values, tokens.within, keys.chunk, keys.dim)
+    return tiles, scales_of(values, [load_rows(values, tokens, b, h, at, at >= 0) for at in words])
+
+
+def store_values(
+    values: Any, out: Any, loaded: Loaded, tokens: Tokens, b: jax.Array, h: jax.Array, interpret: bool
+) -> None:
+    """Unpack the loaded values of the tokens and write them."""
+    tiles, scales = loaded
+    dim = out.shape[-1]
+    width = values.token_width(dim)
+    for (start, block), tile in zip(spans(width), tiles, strict=True):
+        column = iota(start, block)[None, None]
+        for place in range(values.places):
             value = tile
             if scales is not None:
                 value = scaled_numbers(tile, place, values.bits, scales, values.dtype, interpret)
-            at = values_out.at[b, h, tokens.row[..., None], tokens.within[..., None] * dim + place * width + column]
-            pltriton.store(at, value, mask=tokens.there[..., None] & (column < width))
+            inside = column < min(width, dim - place * width)
+            at = out.at[b, h, tokens.row[..., None], tokens.within[..., None] * dim + place * width + column]
+            pltriton.store(at, value, mask=tokens.there[..., None] & inside)
 
 
 def load_rows(values: Any, tokens: Tokens, b: jax.Array, h: jax.Array, at: jax.Array, inside: jax.Array) -> jax.Array:
@@ -105,21 +119,19 @@ def load_rows(values: Any, tokens: Tokens, b: jax.Array, h: jax.Array, at: jax.A
     return jnp.where(later, late, early)
 
 
-def scale_places(values: Any, within: jax.Array, chunk: int, dim: int) -> list[jax.Array]:
-    """Return the index of each byte of each token's scale in the row of its chunk, int32 [tokens, 1] each."""
-    size = jnp.dtype(values.scale_dtype).itemsize
+def scale_words(values: Any, within: jax.Array, chunk: int, dim: int) -> list[jax.Array]:
+    """Return the index of each word of each token's scale in the row of its chunk, int32 [tokens, 1] each."""
+    size = jnp.dtype(values.scale_dtype).itemsize // 2
     first = chunk * values.token_width(dim) + within[..., None] * size
-    return [first + byte for byte in range(size)]
+    return [first + word for word in range(size)]
 
 
 def scales_of(values: Any, parts: list[jax.Array]) -> jax.Array:
-    """Join the bytes of the scales, lowest byte first, and return the float32 scales, [tokens, 1]."""
-    number = functools.reduce(
-        jnp.bitwise_or, [lax.convert_element_type(part, jnp.int32) << (8 * place) for place, part in enumerate(parts)]
-    )
+    """Join the words of the scales, the lower half first, and return the float32 scales, [tokens, 1]."""
     if values.scale_dtype == jnp.float16:
-        number = lax.convert_element_type(number, jnp.uint16)
-    return lax.bitcast_convert_type(number, values.scale_dtype).astype(jnp.float32)
+        return lax.bitcast_convert_type(parts[0], jnp.float16).astype(jnp.float32)
+    low, high = (lax.convert_element_type(part, jnp.int32) for part in parts)
+    return lax.bitcast_convert_type(high << 16 | low, jnp.float32)
 
 
 def cost_of_fetch(values: HostRows, kept: KeptRows | None, keys: ChosenKeys) -> pl.CostEstimate:

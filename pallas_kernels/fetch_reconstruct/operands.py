@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import bits as byte_layout
+from pallas_kernels import bits as layout
 from pallas_kernels.arguments import expect_dtype, expect_shape
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 
@@ -17,12 +17,12 @@ from pallas_kernels.reconstruct_keys.operands import ChosenKeys
 class HostRows:
     """Values of all chunks, usually in pinned host memory. Each chunk of c tokens is one row.
 
-    Without `bits` a row has c * d numbers. With `bits` a row has bytes instead: first the two's complement codes of the
-    chunk's tokens, then the scale of each token, as `pallas_kernels.bits.join_rows` packs them. A value is its code
-    times its scale in float32, rounded to `dtype`.
+    Without `bits` a row has c * d numbers. With `bits` a row has words of 16 bits instead: first the two's complement
+    codes of the chunk's tokens, then the scale of each token, as `pallas_kernels.bits.join_rows` packs them. A value is
+    its code times its scale in float32, rounded to `dtype`.
 
     Attributes:
-        prompt: floating [B, h_kv, U, c * d], or uint8 [B, h_kv, U, bytes of a chunk].
+        prompt: floating [B, h_kv, U, c * d], or uint16 [B, h_kv, U, words of a chunk].
         tail: values of W' chunks after the prompt, [B, h_kv, W', width of prompt]. W' is at least the number of chunks
             in the keys' tail.
         bits: bits of a packed number, 8 or 4. None if values are not packed.
@@ -43,15 +43,20 @@ class HostRows:
     @property
     def scale_dtype(self) -> Any:
         """Dtype of a token's scale, if values are packed."""
-        return byte_layout.scale_dtype(self.value_dtype)
+        return layout.scale_dtype(self.value_dtype)
+
+    @property
+    def places(self) -> int:
+        """How many numbers an element of a row holds: those of a word, or 1 if values are not packed."""
+        return 1 if self.bits is None else layout.WORD // self.bits
 
     def token_width(self, dim: int) -> int:
-        """Return the number of row elements of one token without its scale: numbers, or bytes if packed."""
-        return dim if self.bits is None else dim * self.bits // 8
+        """Return the number of row elements of one token without its scale: numbers, or words if packed."""
+        return dim if self.bits is None else layout.token_words(dim, self.bits)
 
     def row_width(self, chunk: int, dim: int) -> int:
-        """Return the number of elements in the row of a chunk: numbers, or bytes if packed."""
-        return chunk * dim if self.bits is None else byte_layout.row_bytes(chunk, dim, self.bits, self.value_dtype)
+        """Return the number of elements in the row of a chunk: numbers, or words if packed."""
+        return chunk * dim if self.bits is None else layout.row_words(chunk, dim, self.bits, self.value_dtype)
 
 
 class KeptRows(NamedTuple):
@@ -82,13 +87,13 @@ def check(values: HostRows, keys: ChosenKeys, kept: KeptRows | None) -> None:
     prompt, tail = values.prompt, values.tail
     batch, heads, _ = keys.ids.shape
     if values.bits is not None:
-        if values.bits not in (8, 4) or values.bits * keys.dim % 8:
-            raise ValueError(f"values.bits must be 8 or 4 and fill whole bytes of {keys.dim}, got {values.bits}")
+        if values.bits not in (8, 4):
+            raise ValueError(f"values.bits must be 8 or 4, got {values.bits}")
         if not jnp.issubdtype(values.value_dtype, jnp.floating):
             raise ValueError(f"values.dtype must be floating, got {values.value_dtype.name}")
     width = values.row_width(keys.chunk, keys.dim)
     expect_shape("values", prompt, (batch, heads, keys.left.shape[-2], width))
-    expect_dtype("values", prompt, jnp.floating if values.bits is None else jnp.uint8)
+    expect_dtype("values", prompt, jnp.floating if values.bits is None else jnp.uint16)
     if (tail is None) != (keys.tail is None):
         raise ValueError("values.tail and tail belong together, got one of them")
     if tail is not None and keys.tail is not None:

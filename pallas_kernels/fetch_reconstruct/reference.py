@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.bits import scaled_numbers, split_rows
+from pallas_kernels.bits import row_values
 from pallas_kernels.choose import Space, in_host_memory, on_host
 from pallas_kernels.fetch_reconstruct.operands import HostRows, KeptRows
 from pallas_kernels.reconstruct_keys.operands import ChosenKeys
@@ -22,9 +22,7 @@ def fetch_reconstruct(values: HostRows, kept: KeptRows | None, keys: ChosenKeys)
     # The barrier makes both results exist before either is used. So the copy can run while the keys are rebuilt.
     rebuilt, rows = lax.optimization_barrier((reconstruct_keys(keys), rows))
     if values.bits is not None:
-        codes, scale = split_rows(rows, keys.chunk, values.value_dtype)
-        numbers = scaled_numbers(codes, scale, values.bits, values.value_dtype)
-        rows = numbers.reshape(*rows.shape[:-1], -1)
+        rows = row_values(rows, keys.chunk, keys.dim, values.bits, values.value_dtype)
     rows = rows.reshape(keys.out_shape)
     if kept is None:
         return rebuilt, rows

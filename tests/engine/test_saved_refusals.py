@@ -106,7 +106,7 @@ def test_the_seal_itself_is_no_difference(tmp_path):
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
-        (sets(version=3), "format version 3; this jshadow understands version 2"),
+        (sets(version=2), "format version 2; this jshadow understands version 3"),
         (sets(version="x"), "format version x"),
         (lambda t, x: x.pop("version"), "version must be present"),
         (lambda t, x: x.pop("weights"), "weights must be present"),

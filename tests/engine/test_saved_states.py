@@ -191,7 +191,7 @@ def test_info(tmp_path):
     assert info["weights"] == model().digest
     assert info["windows"] == [spec.window for spec in state.specs]
     assert (info["batch"], info["capacity"], info["dtype"], info["fetch"]) == (BATCH, CAPACITY, "float32", "device_put")
-    assert (info["tokenizer"], info["fitted"], info["version"]) == (None, None, 2)
+    assert (info["tokenizer"], info["fitted"], info["version"]) == (None, None, 3)
     assert info["nbytes"] == (tmp_path / "state").stat().st_size
     assert_same(load_state(tmp_path / "state", model()), state)
     save_state(tmp_path / "state", state, model())

@@ -28,6 +28,7 @@ from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.shadowkv.state import fields_of
 
 DTYPE = "bfloat16"
+CODES = {"uint8": 256, "uint16": 2**14}  # the dtypes of packed codes, and what random ones are below
 
 
 def sharding(memory: str) -> SingleDeviceSharding:
@@ -38,16 +39,19 @@ def sharding(memory: str) -> SingleDeviceSharding:
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def drawn(seed: int, scale: float, *, shape: tuple[int, ...], dtype: str) -> Array:
-    """Draw normal numbers of standard deviation `scale`. Bytes are below 64, so that two bytes are a finite float16."""
-    if dtype == "uint8":
-        return jax.random.randint(jax.random.key(seed), shape, 0, 64, jnp.int32).astype(jnp.uint8)
+    """Draw normal numbers of standard deviation `scale`, or codes in bytes or words.
+
+    Words are below 2**14, so that each is a float16 number below 2.
+    """
+    if dtype in CODES:
+        return jax.random.randint(jax.random.key(seed), shape, 0, CODES[dtype], jnp.int32).astype(dtype)
     return scale * jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("count",))
 def spread(row: Array, *, count: int) -> Array:
     """Stack `count` slightly different multiples of an array. So only one row of numbers is drawn for any batch."""
-    if row.dtype == jnp.uint8:
+    if row.dtype.name in CODES:
         return jnp.broadcast_to(row, (count, *row.shape))
     factors = 1 + jnp.arange(count, dtype=row.dtype).reshape(-1, *[1] * row.ndim) / (8 * count)
     return row * factors
@@ -118,7 +122,7 @@ def fill(layer: LayerState, policy: Policy, seed: int) -> LayerState:
     """Fill the state of one layer with random numbers, leaf by leaf."""
 
     def one(leaf: Any, seed: int) -> Array:
-        if jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype == jnp.uint8:
+        if jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.name in CODES:
             return on_device(seed, 1.0, leaf.shape, leaf.dtype)
         return jax.device_put(jnp.zeros(leaf.shape, leaf.dtype), sharding("device"))
 

@@ -1,6 +1,7 @@
 """The ops on packed numbers: references and kernels compared with NumPy, and every byte that a kernel reads."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from kernel_refs import watched  # noqa: F401, a fixture
 
 import pallas_kernels
 from jshadow.cache.offload import unit_bytes
-from jshadow.ops.packing import join_rows, quantize_rows
+from jshadow.ops.packing import quantize_chunks
 from jshadow.ops.rope import cos_sin, rotate
 from jshadow.planner.bytes import abstract_state
 from jshadow.policies import ShadowKV
@@ -36,7 +37,7 @@ from pallas_kernels import ChosenKeys, HostRows
 from pallas_kernels.bits import packed_width
 from pallas_kernels.chunk_scores.packed import LANES
 
-TO_WATCH = [PACKED[0], PACKED[2], PACKED[4]]
+TO_WATCH = [PACKED[0], PACKED[2], PACKED[4], PACKED[6]]
 
 
 @pytest.mark.parametrize("case", PACKED, ids=name)
@@ -103,7 +104,7 @@ def test_values_of_a_prompt_come_back():
     inputs |= {"right": jnp.zeros((1, 2, 144, 64), "bfloat16"), "mean": jnp.ones((1, 2, 64), "bfloat16")}
     ids = jnp.array([[[-3, 1, 9], [4, 0, 2]]], jnp.int32)
     for bits in (8, 4):
-        rows = on_host(join_rows(quantize_rows(values, bits, "bfloat16")))
+        rows = on_host(quantize_chunks(values, bits, "bfloat16"))
         _, got = fetch_reconstruct(
             rows,
             ids=ids,
@@ -139,7 +140,9 @@ def test_the_kernel_reads_what_it_must_and_once(case, watched):  # noqa: F811
     halves = [(source.prompt, factors.left, slice(0, case.units))]
     halves += [(source.tail, factors.tail, slice(case.units, None))] if case.tail else []
     for rows, left, part in halves:
-        np.testing.assert_array_equal(rows.reads, np.broadcast_to(asked[:, :, part, None], rows.shape))
+        used = case.chunk * (math.ceil(case.dim * case.value_bits / 16) + (2 if case.dtype == "float32" else 1))
+        once = np.broadcast_to(asked[:, :, part, None], rows.shape) * (np.arange(rows.shape[3]) < used)
+        np.testing.assert_array_equal(rows.reads, once)
         once = asked[:, :, part][:, :, : left.shape[-2]]
         once = once.sum(axis=1)
         np.testing.assert_array_equal(left.reads, np.broadcast_to(once[..., None], left.shape))
@@ -212,7 +215,9 @@ def test_a_step_reads_the_bytes_that_the_plan_counts(dtype, watched):  # noqa: F
     planned = policy.step_bytes(spec, layer)
     width = packed_width(policy.keys.profile)
     assert factors.left.reads.sum() == planned["left"][0] == 2 * 2 * count * policy.chunk_size * width
-    assert source.prompt.reads.sum() == planned["values"][1] == 2 * 2 * count * unit_bytes(spec, layout)
+    words = source.prompt.reads.sum() // (2 * 2 * count)  # of a chunk; the plan counts whole sectors of 32 bytes
+    assert planned["values"][1] == 2 * 2 * count * unit_bytes(spec, layout)
+    assert unit_bytes(spec, layout) == 32 * math.ceil(2 * words / 32)
     assert (chunks.scale.reads == LANES).all()  # by the lanes of a group at once
     read = chunks.landmarks.reads.sum() + chunks.scale.reads.sum() // LANES * chunks.scale.dtype.itemsize
     assert read == planned["landmarks"][0]
@@ -246,15 +251,18 @@ def test_many_landmarks_a_chunk_are_left_to_xla():
         chunk_scores(**many, implementation="pallas")
 
 
-@pytest.mark.parametrize(("rows", "refused"), [(33, False), (34, True), (65, True), (67, False)])
+@pytest.mark.parametrize(("rows", "refused"), [(33, False), (68, False), (69, True), (136, True), (137, False)])
 def test_bytes_whose_offsets_exceed_31_bits_are_left_to_xla(rows, refused):
-    """From 2 GiB on, an offset is negative in 32 bits. Only from 4 GiB on, Pallas computes it in 64 bits."""
+    """From 2 GiB on, an offset is negative in 32 bits. Only from 4 GiB on, Pallas computes it in 64 bits.
+
+    A row of the batch has 30 MiB of key codes, which are bytes. Its 64 MiB of values are words and never refused.
+    """
     chunks, count = 15_356, 2
     array = lambda *shape, dtype: jax.ShapeDtypeStruct((rows, *shape), dtype)  # noqa: E731
     half, ids = jax.ShapeDtypeStruct((64,), jnp.float32), array(8, count, dtype=jnp.int32)
-    left, right = array(chunks, 8 * 4, dtype=jnp.bfloat16), array(8, 4, 128, dtype=jnp.bfloat16)
-    keys = ChosenKeys(left, right, ids, half)
-    values = HostRows(array(8, chunks, 528, dtype=jnp.uint8), bits=4, dtype=jnp.bfloat16)
+    left, right = array(chunks, 8 * 256, dtype=jnp.uint8), array(8, 256, 128, dtype=jnp.bfloat16)
+    keys = ChosenKeys(left, right, ids, half, mean=array(8, 128, dtype=jnp.bfloat16), profile=(256, 0, 0))
+    values = HostRows(array(8, chunks, 272, dtype=jnp.uint16), bits=4, dtype=jnp.bfloat16)
     call = functools.partial(pallas_kernels.fetch_reconstruct, implementation="pallas")
     if refused:
         with pytest.raises(NotImplementedError, match="up to 2,147,483,648 elements in an array of at most 4 GiB"):
@@ -274,9 +282,9 @@ WRONG = [
     ("reconstruct_keys", "tail", lambda x: x[:, :, 1:], r"tail must have shape \[1, W, 184\]"),
     ("fetch_reconstruct", "value_bits", lambda x: None, r"values\.bits and values\.dtype belong together"),
     ("fetch_reconstruct", "value_bits", lambda x: 2, r"values\.bits must be 8 or 4"),
-    ("fetch_reconstruct", "value_bits", lambda x: 8, r"values must have shape \[1, 2, 27, 1040\], got .*528\]"),
+    ("fetch_reconstruct", "value_bits", lambda x: 8, r"values must have shape \[1, 2, 27, 528\], got .*272\]"),
     ("fetch_reconstruct", "value_dtype", lambda x: "int8", r"values\.dtype must be floating, got int8"),
-    ("fetch_reconstruct", "values", lambda x: x.astype("int8"), "values must be uint8, got int8"),
+    ("fetch_reconstruct", "values", lambda x: x.astype("int8"), "values must be uint16, got int8"),
     ("fetch_reconstruct", "kept_values", lambda x: x.astype("float32"), r"kept\.values must be bfloat16, got float32"),
     ("chunk_scores", "landmarks", lambda x: x[..., 1:], "8 or 4 bits for each of 128 numbers, got 63 bytes"),
     ("chunk_scores", "landmarks", lambda x: x.astype("int8"), "landmarks must be uint8, got int8"),

@@ -1,4 +1,4 @@
-"""The assembly that unpacks codes, run by a small emulator of PTX on all 256 bytes in all places of a register."""
+"""The assembly that unpacks codes, run by a small emulator of PTX on all codes in all places of a register."""
 
 import re
 import struct
@@ -88,19 +88,27 @@ def test_the_assembly_unpacks_mid_rise_codes(bits, place):
         assert [*halves(got["$0"]), *halves(got["$1"])] == want
 
 
-@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("place", range(4))
 def test_the_assembly_scales_signed_codes(place):
-    """The products are those of float32, rounded to bfloat16, for scales of all exponents of float16."""
+    """The products are those of float32, rounded to bfloat16, for every code and scales of all exponents of float16.
+
+    The other codes of both words are random.
+    """
     rng = np.random.default_rng(place)
-    for byte in range(256):
-        four = [byte, (byte + 91) % 256, (7 * byte + 3) % 256, 255 - byte]
-        codes = np.array([one >> 4 * place & 15 for one in four], np.float32)
+    for first, second in np.ndindex(16, 16):
+        others = rng.integers(0, 2**16, 2) & ~(15 << 4 * place)
+        low, high = (int(word) | code << 4 * place for word, code in zip(others, (first, second), strict=True))
+        codes = np.array([first, second], np.float32)
         codes -= 16 * (codes >= 8)
-        scales = rng.integers(0, 0x7C00, 4).astype(np.uint16).view(np.float16).astype(np.float32)
-        given = {f"${3 + i}": int(scale.view(np.uint32)) for i, scale in enumerate(scales)}
-        got = run(scaled_assembly(place), {"$2": int.from_bytes(four, "little"), **given})
-        want = (codes * scales).astype(ml_dtypes.bfloat16).astype(np.float64)
-        np.testing.assert_array_equal([*halves(got["$0"]), *halves(got["$1"])], want)
+        for scales in rng.integers(0, 0x7C00, (8, 2)).astype(np.uint16).view(np.float16).astype(np.float32):
+            near = scales.astype(ml_dtypes.bfloat16)
+            rest = (scales - near.astype(np.float32)).astype(ml_dtypes.bfloat16)
+            np.testing.assert_array_equal(near.astype(np.float32) + rest.astype(np.float32), scales)
+            parts = [int.from_bytes(part.tobytes(), "little") for part in (near, rest)]
+            got = run(scaled_assembly(place), {"$1": low | high << 16, "$2": parts[0], "$3": parts[1]})
+            want = (codes * scales).astype(ml_dtypes.bfloat16).astype(np.float64)
+            np.testing.assert_array_equal(halves(got["$0"]), want)
+            assert not np.signbit(halves(got["$0"])[codes == 0]).any()
 
 
 def test_the_assembly_reduces_angles():

@@ -44,7 +44,7 @@ def test_an_abstract_state_is_the_real_one(name, fetch):
     states.abstract_state_is_the_real_one(case_of(name, fetch))
 
 
-PACKED_MOVES = (3 * 2 * 4, 4 * (16 // 2 + 4))  # codes of half a byte, and a scale for each value
+PACKED_MOVES = (3 * 2 * 4, 64)  # values: four tokens of 8 bytes of codes and 4 of scale, filled up to 64 bytes
 SHADOW_MOVES, PROBE_MOVES = (3 * 2 * 4, 4 * 16 * 4), (3 * 2 * 3, 2 * 4 * 16 * 4)
 
 

@@ -1,5 +1,6 @@
 """The table of cases of the GPU ops, and their one table of tolerances, by the dtype of what comes out."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +103,9 @@ PACKED = (
     Chunks(17, 4, 0, 64, kv_heads=2, batch=2, tail=2, kept=True, profile=(0, 64, 0), value_bits=8),
     Chunks(29, 8, 0, 128, count=3, rotated=48, dtype="bfloat16", profile=(0, 32, 64), value_bits=8),
     Chunks(13, 3, 0, 80, count=5, rotated=20, tail=2, dtype="bfloat16", profile=(0, 18, 0), value_bits=8),
+    Chunks(11, 3, 0, 80, count=5, kept=True, profile=(0, 18, 0), value_bits=4),
+    Chunks(9, 4, 0, 70, count=5, dtype="bfloat16", profile=(4, 8, 0), value_bits=4),
+    Chunks(9, 5, 16, 66, count=5, tail=2, kept=True, value_bits=4),
     Chunks(17, 1, 0, 64, count=5, profile=(0, 0, 12)),
     Chunks(9, 8, 24, 64, kept=True, tail=2, value_bits=4),
     Chunks(9, 4, 0, 256, count=5, kept=True, dtype="bfloat16", profile=(3, 0, 0)),
@@ -213,12 +217,14 @@ def code_inputs(case: Chunks, rng: np.random.Generator) -> dict[str, Any]:
 
 
 def host_rows(case: Chunks, rng: np.random.Generator, *lead: int) -> jax.Array:
-    """Values in host memory: numbers, or the codes of a chunk's tokens and then their scales, in bytes."""
+    """Values in host memory: numbers, or words of any codes, the scales of the tokens, and what fills a sector."""
     if case.value_bits is None:
         return on_host(normal(rng, *lead, case.chunk * case.dim, dtype=case.dtype))
-    codes = np.asarray(random_bytes(rng, *lead, case.chunk * case.dim * case.value_bits // 8))
-    scales = (0.5 + rng.random((*lead, case.chunk))).astype(scale_dtype(case.dtype))
-    return on_host(jnp.asarray(np.concatenate([codes, scales.view(np.uint8)], axis=-1)))
+    scales = (0.5 + rng.random((*lead, case.chunk))).astype(scale_dtype(case.dtype)).view(np.uint16)
+    codes = case.chunk * math.ceil(case.dim * case.value_bits / 16)
+    rows = rng.integers(0, 2**16, (*lead, math.ceil((codes + scales.shape[-1]) / 16) * 16), np.uint16)
+    rows[..., codes : codes + scales.shape[-1]] = scales
+    return on_host(jnp.asarray(rows))
 
 
 def fetch_inputs(case: Chunks) -> dict[str, Any]:

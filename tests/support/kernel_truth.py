@@ -1,6 +1,7 @@
 """The GPU ops in float64 NumPy, element by element: written from their docstrings, sharing nothing with the package."""
 
 import inspect
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -123,8 +124,7 @@ def reconstruct_keys(
     left, inverse, ids = np.asarray(left), np.asarray(inverse), np.asarray(ids)
     tail = None if tail is None else np.asarray(tail)
     dim, half = right.shape[-1], len(inverse)
-    rank = right.shape[2] if profile is None else sum(np.array(profile) * (8, 4, 2)) // 8
-    chunk = left.shape[-1] // rank
+    rank, chunk = right.shape[2], chunk_size(left, right, profile)
     out = np.zeros((*ids.shape, chunk, dim))
     for b, h, j in np.ndindex(ids.shape):
         row, later, place = chunk_of(ids, left.shape[-2], tail, tail_unit, b, h, j)
@@ -157,14 +157,27 @@ def with_missed(cache: np.ndarray, places: Any, missed: Any, rows: np.ndarray) -
     return cache
 
 
-def unpacked_values(row: np.ndarray, dim: int, bits: int, dtype: Any) -> np.ndarray:
-    """Values of a chunk's row of bytes: the codes of all tokens, then their scales."""
+def chunk_size(left: Any, right: Any, profile: Any) -> int:
+    """Tokens of a chunk."""
+    return left.shape[-1] // (right.shape[2] if profile is None else sum(np.array(profile) * (8, 4, 2)) // 8)
+
+
+def unpacked_values(row: np.ndarray, chunk: int, dim: int, bits: int, dtype: Any) -> np.ndarray:
+    """Values of a chunk's row of 16-bit words: the codes of all tokens, then their scales, then what fills a sector.
+
+    Word j of a token's w words has the numbers j, j + w, ..., the first lowest.
+    """
     kind = np.float32 if dtype == "float32" else np.float16
-    width = dim * bits // 8
-    chunk = len(row) // (width + np.dtype(kind).itemsize)
-    scales = np.frombuffer(row[chunk * width :].tobytes(), kind).astype(np.float32)
-    codes = [codes_in(row[token * width : (token + 1) * width], dim, bits) for token in range(chunk)]
-    return (two_s_complement(np.array(codes), bits).astype(np.float32) * scales[:, None]).ravel()
+    width, each = math.ceil(dim * bits / 16), np.dtype(kind).itemsize // 2
+    assert row.dtype == np.uint16
+    assert len(row) == math.ceil(chunk * (width + each) / 16) * 16
+    values = np.zeros((chunk, dim), np.float32)
+    for token, j in np.ndindex(chunk, dim):
+        code = int(row[token * width + j % width]) >> (j // width * bits) & (2**bits - 1)
+        first = chunk * width + token * each
+        scale = np.frombuffer(row[first : first + each].astype("<u2").tobytes(), kind)[0]
+        values[token, j] = np.float32(code - 2**bits if code >= 2 ** (bits - 1) else code) * np.float32(scale)
+    return values.ravel()
 
 
 def fetched_values(
@@ -175,18 +188,20 @@ def fetched_values(
     tail_unit: Any = None,
     values_tail: Any = None,
     right: Any = None,
+    profile: Any = None,
     value_bits: Any = None,
     value_dtype: Any = None,
     **kept: Any,
 ) -> np.ndarray:
     """In the dtype of the values: they are moved, not computed, but for the product of a code and its scale."""
     values, ids, dim = np.asarray(values), np.asarray(ids), right.shape[-1]
+    chunk = chunk_size(left, right, profile)
     out: list[Any] = []
     for b, h, j in np.ndindex(ids.shape):
         row, later, _ = chunk_of(ids, left.shape[-2], tail, tail_unit, b, h, j)
         came = (np.asarray(values_tail) if later else values)[b, h, row]
         if value_bits is not None:
-            came = unpacked_values(came, dim, value_bits, value_dtype).astype(jnp.dtype(value_dtype))
+            came = unpacked_values(came, chunk, dim, value_bits, value_dtype).astype(jnp.dtype(value_dtype))
         out.append(came)
     rows = np.array(out).reshape(*ids.shape, -1)
     if "missed" in kept:

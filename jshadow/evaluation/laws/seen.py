@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshadow.ops.packing import ROW_BITS, Scaled, dequantize_rows, split_rows
+from jshadow.ops.packing import ROW_BITS, Scaled, dequantize_rows
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv.key_codecs import by_token
 from jshadow.policies.shadowkv.landmark_levels import Levels, mean_kind
+from pallas_kernels.bits import split_rows
 
 NEIGHBOR = 5e-3  # the largest change of a logit if one code of a key changes by one step
 
@@ -51,8 +52,9 @@ def decoded(values: Any, prefix: str, spec: Any, layer: Any, lengths: Any) -> No
     if (layout := policy.host_layout(spec)) is not None and layout.bits:
         for half in ("prompt", "tail"):
             if values.pop(f"{prefix}host.{half}.array", None) is not None:
-                rows = split_rows(getattr(layer.host, half).array, layout.unit, spec.dtype)
-                values[f"{prefix}host.{half} decoded"] = np.asarray(dequantize_rows(rows, layout.bits, "float32"))
+                rows = getattr(layer.host, half).array
+                codes, scale = split_rows(rows, layout.unit, spec.head_dim, layout.bits, spec.dtype)
+                values[f"{prefix}host.{half} decoded"] = np.asarray(codes, np.float32) * np.asarray(scale, np.float32)
 
 
 def as_seen(state: Any, lengths: Any) -> Any:

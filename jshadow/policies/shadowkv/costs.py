@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jshadow.cache.offload import unit_bytes
 from jshadow.cache.records import LayerState
 from jshadow.cache.spec import CacheSpec, HostLayout
-from jshadow.ops.packing import ROW_BITS, row_bytes, scale_dtype
+from jshadow.ops.packing import ROW_BITS, scale_dtype
 from jshadow.policies.shadowkv.key_codecs import Sizes
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK
 from jshadow.policies.shadowkv.landmark_levels import mean_kind
@@ -39,7 +39,7 @@ def landmark_row_bytes(rows: int, kind: str, sizes: Sizes) -> int:
     """Return the bytes of `rows` landmarks of the width of a head, stored as `kind` ("model", "int8" or "int4")."""
     if kind == "model":
         return rows * sizes.dim * jnp.dtype(sizes.dtype).itemsize
-    return row_bytes(rows, sizes.dim, ROW_BITS[kind], sizes.dtype)
+    return rows * (sizes.dim * ROW_BITS[kind] // 8 + jnp.dtype(scale_dtype(sizes.dtype)).itemsize)
 
 
 def landmark_bytes(policy: "ShadowSettings", chunks: int, sizes: Sizes) -> int:

@@ -22,7 +22,7 @@ from jshadow.cache.records import Fetched, HostWrite, KeyValues, LayerState, Pro
 from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import take_chunks, take_span, to_chunks
-from jshadow.ops.packing import ROW_BITS, join_rows, quantize_rows
+from jshadow.ops.packing import ROW_BITS, quantize_chunks
 from jshadow.policies.costs import Costs
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv import costs
@@ -102,7 +102,7 @@ class ShadowKV(ShadowSettings, Costs):
         """Convert the values of chunks [B, h_kv, n, c, d] to rows of host memory, one for each chunk."""
         if self.values.dtype == "model":
             return values.reshape(*values.shape[:3], self.chunk_size * spec.head_dim)
-        return join_rows(quantize_rows(values, ROW_BITS[self.values.dtype], spec.dtype))
+        return quantize_chunks(values, ROW_BITS[self.values.dtype], spec.dtype)
 
     # The prompt
 

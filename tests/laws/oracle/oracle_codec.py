@@ -118,16 +118,22 @@ def rounded_rows(x: Array, bits: int, dtype: str = "float32") -> Array:
 
 
 def host_row_values(rows: Array, tokens: int, dim: int, bits: int, dtype: str = "float32") -> Array:
-    """Values [n, tokens, dim] of rows of bytes [n, w]: two's complement codes of all tokens, then a scale for each."""
+    """Values [n, tokens, dim] of rows of 16-bit words [n, w]: two's complement codes of all tokens, then their scales.
+
+    Word j of a token has the numbers j, j + width, ... from its lowest bits. Zeros fill a row up to whole 32 bytes.
+    """
     kind = np.float32 if dtype == "float32" else np.float16
-    width = dim * bits // 8
+    width = -(-dim * bits // 16)
     values = np.zeros((len(rows), tokens, dim), np.float32)
-    for n, row in enumerate(np.asarray(rows, np.uint8)):
-        scales = np.frombuffer(row[tokens * width :].tobytes(), kind)
-        assert len(scales) == tokens
+    for n, row in enumerate(np.asarray(rows)):
+        assert row.dtype == np.uint16
+        bytes_ = row.astype("<u2").tobytes()
+        assert len(bytes_) % 32 == 0
+        scales = np.frombuffer(bytes_, kind, tokens, offset=2 * tokens * width)
+        assert not any(bytes_[2 * tokens * width + scales.nbytes :])
         for token in range(tokens):
             codes = row[token * width : (token + 1) * width].astype(int)
-            part = np.concatenate([codes >> (place * bits) & (2**bits - 1) for place in range(8 // bits)])
+            part = np.concatenate([codes >> (place * bits) & (2**bits - 1) for place in range(16 // bits)])[:dim]
             part = np.where(part >= 2 ** (bits - 1), part - 2**bits, part)
             values[n, token] = part.astype(np.float32) * np.float32(scales[token])
     return values

@@ -49,7 +49,8 @@ def test_planned_bytes_are_the_state_s(policy):
     assert code == LLAMA.num_layers * resolved.codec.nbytes(chunks, resolved.chunk_size, sizes)
     assert parts["landmarks"][0] == LLAMA.num_layers * landmark_bytes(resolved, chunks, sizes)
     assert device_share(resolved, 32768, LLAMA) == planned["device_bytes"] / planned["full_bytes"]
-    row = {"model": 8 * 128 * 2, "int8": 8 * (128 + 2), "int4": 8 * (64 + 2)}[policy.values.dtype]
+    # A chunk's codes and scales fill 1,040 or 528 bytes, which are filled up to sectors of 32 bytes.
+    row = {"model": 8 * 128 * 2, "int8": 1056, "int4": 544}[policy.values.dtype]
     assert planned["host_bytes"] == LLAMA.num_layers * 8 * resolved.max_chunks(32768) * row
 
 
@@ -107,13 +108,13 @@ def test_landmarks_and_scores_are_the_oracle_s(tokens, kind, dtype):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_host_rows_are_the_oracle_s(bits, dtype):
     values = jnp.asarray(np.random.default_rng(bits).standard_normal((1, 1, 5, 4, 6)), dtype).at[0, 0, 1, 2].set(0)
-    rows = packing.join_rows(packing.quantize_rows(values, bits, dtype))
-    assert rows.shape == (1, 1, 5, packing.row_bytes(4, 6, bits, dtype))
-    assert rows.shape[3] == 4 * (6 * bits // 8 + (4 if dtype == "float32" else 2))
+    rows = packing.quantize_chunks(values, bits, dtype)
+    assert rows.shape == (1, 1, 5, packing.row_words(4, 6, bits, dtype))
+    assert rows.shape[3] == (32 if (bits, dtype) == (8, "float32") else 16)  # of 20, 16, 16 and 12 words
     want = oracle_codec.host_row_values(rows[0, 0], 4, 6, bits, dtype)
     wide = np.asarray(values, np.float64)[0, 0]
     np.testing.assert_allclose(want, oracle_codec.rounded_rows(wide, bits, dtype), atol=1e-6)
-    back = packing.dequantize_rows(packing.split_rows(rows, 4, dtype), bits, dtype)
+    back = packing.dequantize_chunks(rows, 4, 6, bits, dtype)
     np.testing.assert_array_equal(np.asarray(back[0, 0]), want.astype(back.dtype))
     assert not want[1, 2].any()
     scale = np.abs(wide).max(axis=-1, keepdims=True) / (2 ** (bits - 1) - 1)

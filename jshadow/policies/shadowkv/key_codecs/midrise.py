@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, UInt8
 
 from pallas_kernels.bits import Profile as Profile
 from pallas_kernels.bits import dequantize as dequantize
-from pallas_kernels.bits import pack_bytes
+from pallas_kernels.bits import pack_codes
 from pallas_kernels.bits import packed_width as packed_width
 
 # The range for each number of bits is the larger of LOAD standard deviations and REACH times the largest magnitude.
@@ -51,4 +51,4 @@ def quantize(x: Float[Array, "*n r"], step: Float[Array, "*n r"], profile: Profi
     codes = jnp.where(step > 0, codes, 0).astype(jnp.uint8)
     first, second = profile[0], profile[0] + profile[1]
     parts = (codes[..., :first], 8), (codes[..., first:second], 4), (codes[..., second:], 2)
-    return jnp.concatenate([pack_bytes(part, bits) for part, bits in parts], axis=-1)
+    return jnp.concatenate([pack_codes(part, bits) for part, bits in parts], axis=-1)
