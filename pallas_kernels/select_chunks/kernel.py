@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.select_chunks.operands import MOST_AGE, Candidates, Chosen
 from pallas_kernels.select_chunks.planes import WORD, below, bits_of, reach
-from pallas_kernels.select_chunks.scores import SCORE_BITS, best_of, chosen_words, lanes_of, planes_of
+from pallas_kernels.select_chunks.scores import SCORE_BITS, best_of, chosen_words, lanes_of, planes_of, valid_words
 from pallas_kernels.tiles import barrier, can_do, iota, number_of, power_of_two
 
 MOST = 32_768  # candidates of a head; the bits of their scores must fit into the registers of one program
@@ -73,7 +73,7 @@ def select_chunks_kernel(candidates, results, scratch, *, interpret):  # type: i
     lane, place = iota(0, power_of_two(count)), iota(0, power_of_two(places))
     is_entry, is_place = lane < count, place < places
 
-    store_chosen(mine.scores, asked, count, words, interpret)
+    store_chosen(mine.scores, asked, (count, places), words, interpret)
     found.store(lane, jnp.full_like(lane, places), is_entry)
     barrier(interpret)
 
@@ -112,14 +112,17 @@ def select_chunks_kernel(candidates, results, scratch, *, interpret):  # type: i
         pltriton.store(part.at[head], number)
 
 
-def store_chosen(scores, asked, count, words, interpret):  # type: ignore[no-untyped-def]
+def store_chosen(scores, asked, sizes, words, interpret):  # type: ignore[no-untyped-def]
     """Find the `count` largest scores, and store them in the two rows of `words`. Without `asked` there are none."""
-    groups, lanes = lanes_of(words[PICKED].size)
+    count, places = sizes
+    groups, lanes = lanes_of(scores.size, places)
 
     def load(at: jax.Array) -> jax.Array:
-        return scores.load(at, (at < scores.size) & asked, -1.0)
+        return scores.load(at, (at < scores.size) & asked)
 
-    rows = chosen_words(*best_of(planes_of(load, groups, lanes, interpret), count))
+    planes = planes_of(load, groups, lanes, interpret)
+    valid = valid_words(groups, lanes, asked.astype(jnp.int32) * scores.size)
+    rows = chosen_words(*best_of(planes, valid, count))
     for row, values in zip(words, rows, strict=True):
         for group, value in enumerate(values):
             row.store(groups * iota(0, lanes) + group, value)
@@ -211,8 +214,8 @@ def select_chunks(candidates: Candidates, count: int, interpret: bool) -> Chosen
 
     chosen, cache = array(count), array(places)
     results = Chosen(chosen, chosen, chosen, cache, None if ages is None else cache, array(), array())
-    words = max(128, power_of_two(-(-size // WORD)))
-    scratch = Scratch(array(2, words), chosen, cache)
+    groups, lanes = lanes_of(size, places)
+    scratch = Scratch(array(2, groups * lanes), chosen, cache)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     made: Chosen
     made, _ = pl.pallas_call(
@@ -221,7 +224,7 @@ def select_chunks(candidates: Candidates, count: int, interpret: bool) -> Chosen
         in_specs=[jax.tree.map(lambda _: anywhere, candidates)],
         out_specs=[jax.tree.map(lambda _: anywhere, part) for part in (results, scratch)],
         out_shape=[results, scratch],
-        compiler_params=pltriton.CompilerParams(num_warps=lanes_of(words)[1] // 32, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=lanes // 32, num_stages=1),
         cost_estimate=estimate(flops=SCORE_BITS * scores.size // WORD, moved=bytes_of((candidates, results, scratch))),
         # Where they are donated, `resident` becomes `held`, and `ages` becomes the new ages.
         input_output_aliases={2: 3} if ages is None else {2: 3, 3: 4},
