@@ -70,10 +70,9 @@ def select_chunks_kernel(candidates, results, scratch, *, interpret):  # type: i
     )
     count, places = out.ids.size, out.held.size
     words = tuple(Head(scratch.words, (*head, row)) for row in (PICKED, BEFORE))
+    store_chosen(mine.scores, asked, (count, places), words, interpret)
     lane, place = iota(0, power_of_two(count)), iota(0, power_of_two(places))
     is_entry, is_place = lane < count, place < places
-
-    store_chosen(mine.scores, asked, (count, places), words, interpret)
     found.store(lane, jnp.full_like(lane, places), is_entry)
     barrier(interpret)
 
@@ -207,12 +206,13 @@ def select_chunks(candidates: Candidates, count: int, interpret: bool) -> Chosen
         raise NotImplementedError(
             f"select_chunks: the kernel takes up to {MOST} candidates and {MOST_PLACES} places, got {size} and {places}"
         )
-    can_do("select_chunks", 1, scores, packed=(resident,))
+    chosen = jax.ShapeDtypeStruct((batch, heads, count), jnp.int32)
+    can_do("select_chunks", 1, scores, packed=(resident, chosen))
 
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct((batch, heads, *shape), jnp.int32)
 
-    chosen, cache = array(count), array(places)
+    cache = array(places)
     results = Chosen(chosen, chosen, chosen, cache, None if ages is None else cache, array(), array())
     groups, lanes = lanes_of(size, places)
     scratch = Scratch(array(2, groups * lanes), chosen, cache)

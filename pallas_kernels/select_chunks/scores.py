@@ -18,7 +18,7 @@ from pallas_kernels.tiles import iota, power_of_two
 
 SCORE_BITS = 31  # of a score that is not negative
 MOST_WORDS = 4  # of a lane
-MOST_PLACES_OF_LANE = 8
+MOST_PLACES_OF_LANE = 16
 Words = list[jax.Array]  # the words of each lane, int32 [lanes]
 
 
@@ -49,7 +49,7 @@ def planes_of(load: Callable[[jax.Array], jax.Array], groups: int, lanes: int, i
     """
     planes = []
     for group in range(groups):
-        at = WORD * (groups * iota(0, lanes) + group)[:, None] + iota(0, WORD)
+        at = (WORD * groups * iota(0, lanes)[:, None] + iota(0, WORD)) + WORD * group
         keys = lax.bitcast_convert_type(load(at), jnp.int32)
         columns = lax.split(keys, [1] * WORD, axis=1)
         planes.append(bit_planes([column.reshape(lanes) for column in columns], interpret))
