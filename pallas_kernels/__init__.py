@@ -26,8 +26,8 @@ from pallas_kernels.products import landmark_products as landmark_products
 from pallas_kernels.products import whole_products as whole_products
 from pallas_kernels.reconstruct_keys import ChosenKeys as ChosenKeys
 from pallas_kernels.reconstruct_keys import reconstruct_keys as reconstruct_keys
-from pallas_kernels.select_chunks import Chosen as Chosen
 from pallas_kernels.select_chunks import MOST_AGE as MOST_AGE
+from pallas_kernels.select_chunks import Chosen as Chosen
 from pallas_kernels.select_chunks import places_of as places_of
 from pallas_kernels.select_chunks import select_chunks as select_chunks
 from pallas_kernels.sparse_attention import sparse_attention as sparse_attention

@@ -48,15 +48,17 @@ class Scratch(NamedTuple):
 
 
 class Head:
-    """One head's part of an array: an index of the last axis is enough to load and store."""
+    """One head's part of an array. An index of the last axis is enough to load and store."""
 
     def __init__(self, ref: Any, head: tuple[jax.Array, ...]) -> None:
         self.ref, self.head, self.size = ref, head, ref.shape[-1]
 
     def load(self, index: jax.Array, mask: Any = None, other: Any = None) -> jax.Array:
+        """Load elements, and `other` where the mask is False."""
         return pltriton.load(self.ref.at[(*self.head, index)], mask=mask, other=other)
 
     def store(self, index: jax.Array, value: jax.Array, mask: Any = None) -> None:
+        """Store elements where the mask is True."""
         pltriton.store(self.ref.at[(*self.head, index)], value, mask=mask)
 
 
@@ -206,7 +208,7 @@ def select_chunks(candidates: Candidates, count: int, interpret: bool) -> Chosen
         raise NotImplementedError(
             f"select_chunks: the kernel takes up to {MOST} candidates and {MOST_PLACES} places, got {size} and {places}"
         )
-    chosen = jax.ShapeDtypeStruct((batch, heads, count), jnp.int32)
+    chosen: Any = jax.ShapeDtypeStruct((batch, heads, count), jnp.int32)
     can_do("select_chunks", 1, scores, packed=(resident, chosen))
 
     def array(*shape: int) -> Any:

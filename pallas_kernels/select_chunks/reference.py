@@ -44,9 +44,7 @@ def select_chunks(candidates: Candidates, count: int) -> Chosen:
     kept = resident if ages is not None else jnp.where(stays | ~is_asked, resident, -1)
     if ages is not None:
         ages = jnp.where(is_asked, put(jnp.minimum(ages + 1, MOST_AGE), place, jnp.zeros_like(place)), ages)
-    return Chosen(
-        jnp.where(valid, ids, 0), place, places_of(is_missed), put(kept, place, ids), ages, total, hits
-    )
+    return Chosen(jnp.where(valid, ids, 0), place, places_of(is_missed), put(kept, place, ids), ages, total, hits)
 
 
 @partial(jax.vmap)

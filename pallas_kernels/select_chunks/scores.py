@@ -25,7 +25,7 @@ Words = list[jax.Array]  # the words of each lane, int32 [lanes]
 def lanes_of(size: int, places: int) -> tuple[int, int]:
     """Return how many words each lane holds, and the number of lanes, a multiple of the 32 lanes of a warp.
 
-    A program has as few warps as its registers allow, because each warp counts, and waits for the others, in each round.
+    A program has as few warps as its registers allow. In each round, every warp counts and waits for the others.
 
     Args:
         size: number of scores.
@@ -62,6 +62,11 @@ def valid_words(groups: int, lanes: int, size: jax.Array) -> Words:
     return [jnp.where(size - at >= WORD, -1, below(jnp.clip(size - at, 0, WORD - 1))) for at in first]
 
 
+def total(words: Words) -> jax.Array:
+    """Return the sum of the words of each lane."""
+    return sum(words[1:], words[0])
+
+
 def best_of(planes: list[Words], valid: Words, count: int) -> tuple[Words, Words, jax.Array]:
     """Find the `count` largest keys that are not negative.
 
@@ -80,7 +85,7 @@ def best_of(planes: list[Words], valid: Words, count: int) -> tuple[Words, Words
     left = jnp.int32(count)
     for bit in reversed(range(SCORE_BITS)):
         ones = [one & plane[bit] for one, plane in zip(equal, planes, strict=True)]
-        number = sum(bits_of(one) for one in ones).sum(dtype=jnp.int32)
+        number = total([bits_of(one) for one in ones]).sum(dtype=jnp.int32)
         # All bits are set if these keys and others are among the largest. With a comparison, the compiler would select
         # by its result, which takes twice the instructions.
         taken = number - left >> WORD - 1
@@ -97,7 +102,7 @@ def chosen_words(above: Words, equal: Words, left: jax.Array) -> tuple[Words, Wo
         Which keys of each word are chosen, and how many are chosen before the word.
     """
     both = [bits_of(first) << 16 | bits_of(second) for first, second in zip(above, equal, strict=True)]
-    own = sum(both[1:], both[0])
+    own = total(both)
     ahead = jnp.cumsum(own, axis=0) - own
     room, before = [], []  # room: how many of the equal keys of a word, and of those after it, are chosen
     for number in both:
@@ -106,7 +111,7 @@ def chosen_words(above: Words, equal: Words, left: jax.Array) -> tuple[Words, Wo
         ahead = ahead + number
     # At most one word has equal keys that are chosen and others that are not.
     cut = [(space > 0) & (space < (number & 0xFFFF)) for space, number in zip(room, both, strict=True)]
-    word, most = (sum(jnp.where(here, x, 0) for here, x in zip(cut, xs, strict=True)) for xs in (equal, room))
+    word, most = (total([jnp.where(here, x, 0) for here, x in zip(cut, xs, strict=True)]) for xs in (equal, room))
     first = word & below(reach(word, most))
     picked = [
         one | jnp.where(here, first, jnp.where(space > 0, other, 0))

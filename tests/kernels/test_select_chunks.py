@@ -30,11 +30,11 @@ ROWS_OF_CALLS = (
 
 
 def assert_same(got: Chosen, want: Chosen, told: object) -> None:
-    for name, mine, right in zip(Chosen._fields, got, want, strict=True):
+    for field, mine, right in zip(Chosen._fields, got, want, strict=True):
         assert (mine is None) == (right is None)
         if mine is not None:
             assert mine.dtype == jnp.int32
-            np.testing.assert_array_equal(mine, right, f"{name}, {told}")
+            np.testing.assert_array_equal(mine, right, f"{field}, {told}")
 
 
 @pytest.mark.parametrize("case", SELECTIONS, ids=name)
