@@ -57,13 +57,13 @@ def move_tokens(
 
     If `early`, only the loads of the values come before the keys. Otherwise all work on the values does.
     """
-    values, keys, keys_out, values_out = refs
+    values, keys, keys_out, _ = refs
     loaded = load_values(values, keys, tokens, b, h)
     if not early:
-        store_values(values, values_out, loaded, tokens, b, h, interpret)
+        store_values(refs, loaded, tokens, b, h, interpret)
     store_keys(keys, keys_out, tokens, b, h, interpret)
     if early:
-        store_values(values, values_out, loaded, tokens, b, h, interpret)
+        store_values(refs, loaded, tokens, b, h, interpret)
 
 
 def load_values(values: Any, keys: Any, tokens: Tokens, b: jax.Array, h: jax.Array) -> Loaded:
@@ -79,11 +79,11 @@ def load_values(values: Any, keys: Any, tokens: Tokens, b: jax.Array, h: jax.Arr
 
 
 def store_values(
-    values: Any, out: Any, loaded: Loaded, tokens: Tokens, b: jax.Array, h: jax.Array, interpret: bool
+    refs: tuple[Any, ...], loaded: Loaded, tokens: Tokens, b: jax.Array, h: jax.Array, interpret: bool
 ) -> None:
-    """Unpack the loaded values of the tokens and write them."""
-    tiles, scales = loaded
-    dim = out.shape[-1]
+    """Unpack the loaded values of the tokens and write them. `refs` are those of `move_tokens`."""
+    (tiles, scales), (values, keys, _, out) = loaded, refs
+    dim = keys.dim
     width = values.token_width(dim)
     for (start, block), tile in zip(spans(width), tiles, strict=True):
         column = iota(start, block)[None, None]

@@ -25,8 +25,8 @@ def select_chunks(
 ) -> Chosen:
     """Choose the k = `count` candidates with the largest scores, and find a place for each of them in a cache.
 
-    Of equal scores, the first is chosen. A chunk that is in the cache keeps its place. A chosen chunk that is not in the
-    cache is missed. The n-th missed chunk gets the n-th place that is freed, in rising order of the places.
+    Of equal scores, the first is chosen. A chunk that is in the cache keeps its place. A chosen chunk that is not in
+    the cache is missed. The n-th missed chunk gets the n-th place that is freed, in rising order of the places.
 
     Without ages, every place whose chunk is not chosen is freed. If no missed chunk gets it, it is empty afterwards.
 

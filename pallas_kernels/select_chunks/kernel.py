@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.select_chunks.operands import MOST_AGE, Candidates, Chosen
 from pallas_kernels.select_chunks.planes import WORD, below, bits_of, reach
-from pallas_kernels.select_chunks.scores import SCORE_BITS, best_of, chosen_words, lanes_of, planes_of
+from pallas_kernels.select_chunks.scores import SCORE_BITS, best_of, chosen_words, lanes_of, planes_of, valid_words
 from pallas_kernels.tiles import barrier, can_do, iota, number_of, power_of_two
 
 MOST = 32_768  # candidates of a head; the bits of their scores must fit into the registers of one program
@@ -48,15 +48,17 @@ class Scratch(NamedTuple):
 
 
 class Head:
-    """One head's part of an array: an index of the last axis is enough to load and store."""
+    """One head's part of an array. An index of the last axis is enough to load and store."""
 
     def __init__(self, ref: Any, head: tuple[jax.Array, ...]) -> None:
         self.ref, self.head, self.size = ref, head, ref.shape[-1]
 
     def load(self, index: jax.Array, mask: Any = None, other: Any = None) -> jax.Array:
+        """Load elements, and `other` where the mask is False."""
         return pltriton.load(self.ref.at[(*self.head, index)], mask=mask, other=other)
 
     def store(self, index: jax.Array, value: jax.Array, mask: Any = None) -> None:
+        """Store elements where the mask is True."""
         pltriton.store(self.ref.at[(*self.head, index)], value, mask=mask)
 
 
@@ -70,10 +72,9 @@ def select_chunks_kernel(candidates, results, scratch, *, interpret):  # type: i
     )
     count, places = out.ids.size, out.held.size
     words = tuple(Head(scratch.words, (*head, row)) for row in (PICKED, BEFORE))
+    store_chosen(mine.scores, asked, (count, places), words, interpret)
     lane, place = iota(0, power_of_two(count)), iota(0, power_of_two(places))
     is_entry, is_place = lane < count, place < places
-
-    store_chosen(mine.scores, asked, count, words, interpret)
     found.store(lane, jnp.full_like(lane, places), is_entry)
     barrier(interpret)
 
@@ -112,14 +113,17 @@ def select_chunks_kernel(candidates, results, scratch, *, interpret):  # type: i
         pltriton.store(part.at[head], number)
 
 
-def store_chosen(scores, asked, count, words, interpret):  # type: ignore[no-untyped-def]
+def store_chosen(scores, asked, sizes, words, interpret):  # type: ignore[no-untyped-def]
     """Find the `count` largest scores, and store them in the two rows of `words`. Without `asked` there are none."""
-    groups, lanes = lanes_of(words[PICKED].size)
+    count, places = sizes
+    groups, lanes = lanes_of(scores.size, places)
 
     def load(at: jax.Array) -> jax.Array:
-        return scores.load(at, (at < scores.size) & asked, -1.0)
+        return scores.load(at, (at < scores.size) & asked)
 
-    rows = chosen_words(*best_of(planes_of(load, groups, lanes, interpret), count))
+    planes = planes_of(load, groups, lanes, interpret)
+    valid = valid_words(groups, lanes, asked.astype(jnp.int32) * scores.size)
+    rows = chosen_words(*best_of(planes, valid, count))
     for row, values in zip(words, rows, strict=True):
         for group, value in enumerate(values):
             row.store(groups * iota(0, lanes) + group, value)
@@ -204,15 +208,16 @@ def select_chunks(candidates: Candidates, count: int, interpret: bool) -> Chosen
         raise NotImplementedError(
             f"select_chunks: the kernel takes up to {MOST} candidates and {MOST_PLACES} places, got {size} and {places}"
         )
-    can_do("select_chunks", 1, scores, packed=(resident,))
+    chosen: Any = jax.ShapeDtypeStruct((batch, heads, count), jnp.int32)
+    can_do("select_chunks", 1, scores, packed=(resident, chosen))
 
     def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct((batch, heads, *shape), jnp.int32)
 
-    chosen, cache = array(count), array(places)
+    cache = array(places)
     results = Chosen(chosen, chosen, chosen, cache, None if ages is None else cache, array(), array())
-    words = max(128, power_of_two(-(-size // WORD)))
-    scratch = Scratch(array(2, words), chosen, cache)
+    groups, lanes = lanes_of(size, places)
+    scratch = Scratch(array(2, groups * lanes), chosen, cache)
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     made: Chosen
     made, _ = pl.pallas_call(
@@ -221,7 +226,7 @@ def select_chunks(candidates: Candidates, count: int, interpret: bool) -> Chosen
         in_specs=[jax.tree.map(lambda _: anywhere, candidates)],
         out_specs=[jax.tree.map(lambda _: anywhere, part) for part in (results, scratch)],
         out_shape=[results, scratch],
-        compiler_params=pltriton.CompilerParams(num_warps=lanes_of(words)[1] // 32, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=lanes // 32, num_stages=1),
         cost_estimate=estimate(flops=SCORE_BITS * scores.size // WORD, moved=bytes_of((candidates, results, scratch))),
         # Where they are donated, `resident` becomes `held`, and `ages` becomes the new ages.
         input_output_aliases={2: 3} if ages is None else {2: 3, 3: 4},

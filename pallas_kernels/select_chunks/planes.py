@@ -11,8 +11,7 @@ from jax.experimental.pallas import triton as pltriton
 
 WORD = 32  # bits of an int32
 LOWER = {16: 0xFFFF, 8: 0xFF00FF, 4: 0xF0F0F0F, 2: 0x33333333, 1: 0x55555555}  # the lower half of each 2 * shift bits
-# Which bytes of two words PTX's prmt takes for the first and the second new word. Bytes 4 to 7 are the second word's.
-BYTES = {16: (0x5410, 0x7632), 8: (0x6240, 0x7351)}
+SELECT = {16: (0x5410, 0x7632), 8: (0x6240, 0x7351)}  # the bytes that `prmt` takes; 4 to 7 are those of the second word
 
 
 def bit_planes(keys: list[jax.Array], interpret: bool) -> list[jax.Array]:
@@ -36,33 +35,49 @@ def exchanged(words: list[jax.Array], shift: int, interpret: bool) -> list[jax.A
     Of each 2 * shift bits, the upper half of the first word and the lower half of the second change places. With the
     shifts 16, 8, 4, 2 and 1 in turn, this transposes the bits of 32 words.
     """
-    mask, words = LOWER[shift], list(words)
+    words = list(words)
     for index in range(len(words)):
         if not index & shift:
-            low, high = words[index], words[index + shift]
-            if shift in BYTES and not interpret:
-                pair = [chosen_bytes(low, high, bytes_) for bytes_ in BYTES[shift]]
-            else:
-                pair = [low & mask | (high & mask) << shift, low >> shift & mask | high & ~mask]
-            words[index], words[index + shift] = pair
+            pair = words[index], words[index + shift]
+            words[index], words[index + shift] = swapped(*pair, shift) if interpret else swapped_by_gpu(*pair, shift)
     return words
 
 
-def byte_assembly(chosen: int) -> str:
-    """Return the PTX that takes four bytes of two words $1 and $2. Each digit of `chosen` is the index of a byte."""
-    return f"prmt.b32 $0, $1, $2, 0x{chosen:X};"
+def swapped(low: jax.Array, high: jax.Array, shift: int) -> tuple[jax.Array, jax.Array]:
+    """Exchange bits between two words, as `exchanged` says."""
+    mask = LOWER[shift]
+    return low & mask | (high & mask) << shift, low >> shift & mask | high & ~mask
 
 
-def chosen_bytes(low: jax.Array, high: jax.Array, chosen: int) -> jax.Array:
-    """Run `byte_assembly` on int32 arrays of the same shape."""
-    [words] = pltriton.elementwise_inline_asm(
-        byte_assembly(chosen),
-        args=[low, high],
-        constraints="=r,r,r",
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(low.shape, jnp.int32)],
+def swap_assembly(shift: int) -> tuple[str, str]:
+    """Return the PTX of the two results $0 of `swapped`, of the words $1 and $2.
+
+    The last number of `lop3` makes it choose between the bits of its first two words by the bits of the mask. LLVM
+    would choose with two instructions.
+    """
+    if shift in SELECT:
+        first, second = (f"prmt.b32 $0, $1, $2, {chosen};" for chosen in SELECT[shift])
+        return first, second
+    return (
+        f"{{.reg .b32 up; shl.b32 up, $2, {shift}; lop3.b32 $0, $1, up, {LOWER[shift]}, 0xE4;}}",
+        f"{{.reg .b32 down; shr.u32 down, $1, {shift}; lop3.b32 $0, $2, down, {LOWER[shift]}, 0xD8;}}",
     )
-    return words
+
+
+def swapped_by_gpu(low: jax.Array, high: jax.Array, shift: int) -> tuple[jax.Array, ...]:
+    """Run `swap_assembly`."""
+
+    def result(assembly: str) -> jax.Array:
+        [word] = pltriton.elementwise_inline_asm(
+            assembly,
+            args=[low, high],
+            constraints="=r,r,r",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(low.shape, jnp.int32)],
+        )
+        return word
+
+    return tuple(map(result, swap_assembly(shift)))
 
 
 def bits_of(words: jax.Array) -> jax.Array:

@@ -14,37 +14,65 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.select_chunks.planes import WORD, below, bit_planes, bits_of, reach
-from pallas_kernels.tiles import iota
+from pallas_kernels.tiles import iota, power_of_two
 
 SCORE_BITS = 31  # of a score that is not negative
+MOST_WORDS = 4  # of a lane
+MOST_PLACES_OF_LANE = 16
 Words = list[jax.Array]  # the words of each lane, int32 [lanes]
 
 
-def lanes_of(words: int) -> tuple[int, int]:
-    """Return how many words each lane holds, and the number of lanes, which is at least 128 and a power of two."""
-    groups = min(4, max(1, words // 128))
-    return groups, max(128, words // groups)
+def lanes_of(size: int, places: int) -> tuple[int, int]:
+    """Return how many words each lane holds, and the number of lanes, a multiple of the 32 lanes of a warp.
+
+    A program has as few warps as its registers allow. In each round, every warp counts and waits for the others.
+
+    Args:
+        size: number of scores.
+        places: number of places of the cache.
+    """
+    words = power_of_two(-(-size // WORD))
+    lanes = max(32, words // MOST_WORDS, power_of_two(places) // MOST_PLACES_OF_LANE)
+    return max(1, words // lanes), lanes
 
 
 def planes_of(load: Callable[[jax.Array], jax.Array], groups: int, lanes: int, interpret: bool) -> list[Words]:
     """Load the scores, and return the planes of the bits of each word.
 
     A tile is loaded as whole cache lines. Then each lane gets a row of it, which is a word.
+
+    Args:
+        load: loads the scores at the given indices. Those past the end may have any value.
+        groups: number of words of each lane.
+        lanes: number of lanes.
+        interpret: whether JAX's interpreter runs the kernel.
     """
     planes = []
     for group in range(groups):
-        at = WORD * (groups * iota(0, lanes) + group)[:, None] + iota(0, WORD)
+        at = (WORD * groups * iota(0, lanes)[:, None] + iota(0, WORD)) + WORD * group
         keys = lax.bitcast_convert_type(load(at), jnp.int32)
         columns = lax.split(keys, [1] * WORD, axis=1)
         planes.append(bit_planes([column.reshape(lanes) for column in columns], interpret))
     return planes
 
 
-def best_of(planes: list[Words], count: int) -> tuple[Words, Words, jax.Array]:
+def valid_words(groups: int, lanes: int, size: jax.Array) -> Words:
+    """Return words in which the bits of the first `size` scores are set."""
+    first = [WORD * (groups * iota(0, lanes) + group) for group in range(groups)]
+    return [jnp.where(size - at >= WORD, -1, below(jnp.clip(size - at, 0, WORD - 1))) for at in first]
+
+
+def total(words: Words) -> jax.Array:
+    """Return the sum of the words of each lane."""
+    return sum(words[1:], words[0])
+
+
+def best_of(planes: list[Words], valid: Words, count: int) -> tuple[Words, Words, jax.Array]:
     """Find the `count` largest keys that are not negative.
 
     Args:
         planes: the bits of the keys, a result of `planes_of`.
+        valid: which keys count, a bit for each.
         count: how many keys to find.
 
     Returns:
@@ -52,12 +80,15 @@ def best_of(planes: list[Words], count: int) -> tuple[Words, Words, jax.Array]:
         equal it. The third result is how many of the equal keys are taken, int32. If there are fewer keys that are not
         negative, it is larger than the number of equal keys.
     """
-    above, equal = [jnp.zeros_like(plane[0]) for plane in planes], [~plane[SCORE_BITS] for plane in planes]
+    above = [jnp.zeros_like(plane[0]) for plane in planes]
+    equal = [one & ~plane[SCORE_BITS] for one, plane in zip(valid, planes, strict=True)]
     left = jnp.int32(count)
     for bit in reversed(range(SCORE_BITS)):
         ones = [one & plane[bit] for one, plane in zip(equal, planes, strict=True)]
-        number = sum(bits_of(one) for one in ones).sum(dtype=jnp.int32)
-        taken = -(number < left).astype(jnp.int32)  # all bits set: these are among the largest, and others are too
+        number = total([bits_of(one) for one in ones]).sum(dtype=jnp.int32)
+        # All bits are set if these keys and others are among the largest. With a comparison, the compiler would select
+        # by its result, which takes twice the instructions.
+        taken = number - left >> WORD - 1
         above = [old | one & taken for old, one in zip(above, ones, strict=True)]
         equal = [one ^ old & taken for old, one in zip(equal, ones, strict=True)]
         left -= number & taken
@@ -71,7 +102,7 @@ def chosen_words(above: Words, equal: Words, left: jax.Array) -> tuple[Words, Wo
         Which keys of each word are chosen, and how many are chosen before the word.
     """
     both = [bits_of(first) << 16 | bits_of(second) for first, second in zip(above, equal, strict=True)]
-    own = sum(both[1:], both[0])
+    own = total(both)
     ahead = jnp.cumsum(own, axis=0) - own
     room, before = [], []  # room: how many of the equal keys of a word, and of those after it, are chosen
     for number in both:
@@ -80,7 +111,7 @@ def chosen_words(above: Words, equal: Words, left: jax.Array) -> tuple[Words, Wo
         ahead = ahead + number
     # At most one word has equal keys that are chosen and others that are not.
     cut = [(space > 0) & (space < (number & 0xFFFF)) for space, number in zip(room, both, strict=True)]
-    word, most = (sum(jnp.where(here, x, 0) for here, x in zip(cut, xs, strict=True)) for xs in (equal, room))
+    word, most = (total([jnp.where(here, x, 0) for here, x in zip(cut, xs, strict=True)]) for xs in (equal, room))
     first = word & below(reach(word, most))
     picked = [
         one | jnp.where(here, first, jnp.where(space > 0, other, 0))

@@ -147,8 +147,7 @@ def kernel_tasks(gpu: str, batch: int = 2, capacity: int = 122_880) -> Iterator[
     keys = ChosenKeys(left, right, ids, inverse)
     yield Task("reconstruct_keys", gpu, pallas_kernels.reconstruct_keys, (keys,), kernel=True)
     marks = array(heads, chunks, dtype=jnp.float32), array(dtype=jnp.bool_), ids
-    select = functools.partial(pallas_kernels.select_chunks, count=count)
-    yield Task("select_chunks", gpu, select, marks, kernel=True)
+    yield Task("select_chunks", gpu, functools.partial(pallas_kernels.select_chunks, count=count), marks, kernel=True)
     values = HostRows(array(heads, chunks, chunk * dim, memory="pinned_host"))
     kept = (array(heads, count, chunk * dim),) * 2
     resident = 2 * batch * heads * count * chunk * dim * 2

@@ -166,14 +166,14 @@ def compare(got: Any, want: np.ndarray, dtype: str) -> dict[str, Any]:
 
 
 def outputs(made: Any) -> list[Any]:
-    """Return the results of an op as a list."""
-    return list(made) if isinstance(made, (tuple, list)) else [made]
+    """Return the results of an op as a list, without those that are None."""
+    return jax.tree.leaves(made)
 
 
 def check_case(key: str, case: Any, inputs: dict[str, Any], real: bool, program: Any) -> tuple[list[str], float]:
     """Run a compiled case. Returns the failed checks, and the largest relative error."""
     op, made = OPS[key], outputs(program(parts_of(inputs)[0]))
-    truth = outputs(op.call(**wide(inputs), implementation="xla")) if real else list(op.truth(**inputs))
+    truth = outputs(op.call(**wide(inputs), implementation="xla") if real else op.truth(**inputs))
     kinds = ["float32" if op.scores else case.dtype] * len(made)
     found = [compare(got, want, kind) for got, want, kind in zip(made, truth, kinds, strict=True)]
     wrong = [f"error {one['error']:.3g}, relative {one['relative']:.3g}" for one in found if not one["ok"]]

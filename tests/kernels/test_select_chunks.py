@@ -1,14 +1,40 @@
 """select_chunks: the reference is compared with plain Python, and the kernel with both."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from kernel_cases import name
 from kernel_refs import watched  # noqa: F401, a fixture
-from selection_cases import SELECTIONS, selection_inputs, selection_truth
+from selection_cases import (
+    SELECTIONS,
+    Selections,
+    calls_in_a_row,
+    new_cache,
+    selection_inputs,
+    selection_truth,
+)
 
-from pallas_kernels import select_chunks
+from pallas_kernels import Chosen, select_chunks
 from pallas_kernels.select_chunks.kernel import MOST
+
+# Tiny caches, which the calls fill and then change often.
+ROWS_OF_CALLS = (
+    Selections(40, 6, batch=2),
+    Selections(40, 6, 1.5, aged=True, batch=2, levels=6),
+    Selections(40, 6, 2, aged=True, batch=2, heads=2, numbered=True),
+    Selections(40, 6, 4, aged=True, batch=2),
+    Selections(40, 6, 4, batch=2),  # more places than it uses
+    Selections(40, 30, 1, aged=True, batch=2, absent=0.5),  # often fewer candidates than chunks to choose
+)
+
+
+def assert_same(got: Chosen, want: Chosen, told: object) -> None:
+    for field, mine, right in zip(Chosen._fields, got, want, strict=True):
+        assert (mine is None) == (right is None)
+        if mine is not None:
+            assert mine.dtype == jnp.int32
+            np.testing.assert_array_equal(mine, right, f"{field}, {told}")
 
 
 @pytest.mark.parametrize("case", SELECTIONS, ids=name)
@@ -16,17 +42,39 @@ def test_chosen_chunks(case):
     inputs = selection_inputs(case)
     want = selection_truth(**inputs)
     for implementation in ("xla", "interpret"):
-        got = select_chunks(**inputs, implementation=implementation)
-        for mine, right in zip(got, want, strict=True):
-            np.testing.assert_array_equal(mine, right, implementation)
+        assert_same(select_chunks(**inputs, implementation=implementation), want, implementation)
 
 
-@pytest.mark.parametrize("case", SELECTIONS[:4], ids=name)
+@pytest.mark.parametrize("case", ROWS_OF_CALLS, ids=name)
+def test_calls_in_a_row(case):
+    """Each implementation gets the cache that its own last call returned."""
+    caches = {implementation: new_cache(case) for implementation in ("xla", "interpret")}
+    right = new_cache(case)
+    choose = jax.jit(select_chunks, static_argnames=("count", "implementation"))
+    for call, inputs in enumerate(calls_in_a_row(case, 12)):
+        want = selection_truth(**inputs, **right)
+        right = {"resident": want.held, "ages": want.ages}
+        for implementation, cache in caches.items():
+            got = choose(**inputs, **cache, implementation=implementation)
+            assert_same(got, want, (call, implementation))
+            cache |= {"resident": got.held, "ages": got.ages}
+
+
+def test_a_chunk_that_is_not_chosen_for_long_keeps_the_largest_age():
+    scores, asked = jnp.zeros((1, 1, 2)).at[..., 1].set(-1.0), jnp.ones(1, bool)
+    for implementation in ("xla", "interpret"):
+        cache = {"resident": jnp.asarray([[[1, 0]]]), "ages": jnp.asarray([[[253, 7]]])}
+        for age in (254, 255, 255):
+            chosen = select_chunks(scores, asked, count=1, **cache, implementation=implementation)
+            assert chosen.ages.tolist() == [[[age, 0]]]
+            assert chosen.held.tolist() == [[[1, 0]]]
+            cache = {"resident": chosen.held, "ages": chosen.ages}
+
+
+@pytest.mark.parametrize("case", SELECTIONS[:7], ids=name)
 def test_the_kernel_touches_nothing_beyond_its_arrays(case, watched):  # noqa: F811
     inputs = selection_inputs(case)
-    got = select_chunks(**inputs, implementation="interpret")
-    for mine, right in zip(got, selection_truth(**inputs), strict=True):
-        np.testing.assert_array_equal(mine, right)
+    assert_same(select_chunks(**inputs, implementation="interpret"), selection_truth(**inputs), "watched")
     [(candidates,)] = watched
     # Each score is read once, if the row is asked.
     assert (candidates.scores.reads == np.asarray(inputs["asked"])[:, None, None]).all()
@@ -35,21 +83,20 @@ def test_the_kernel_touches_nothing_beyond_its_arrays(case, watched):  # noqa: F
 def test_scores_that_are_zero_are_candidates():
     """A softmax may underflow to 0. Such a chunk is chosen before one that may not be chosen."""
     scores = jnp.asarray([[[0.0, -1.0, 0.0, 1e-45, -1.0]]] * 3, jnp.float32)
+    cache = jnp.full((3, 1, 9), -1, jnp.int32)
     for implementation in ("xla", "interpret"):
-        got = select_chunks(
-            scores, jnp.ones(3, bool), jnp.full((3, 1, 9), -1, jnp.int32), implementation=implementation
-        )
-        assert np.asarray(got.ids)[:, 0, :3].tolist() == [[0, 2, 3]] * 3
-        assert np.asarray(got.valid)[:, 0].tolist() == [[True] * 3 + [False] * 6] * 3
-        assert np.asarray(got.counts).tolist() == [[[3, 0]]] * 3
+        got = select_chunks(scores, jnp.ones(3, bool), cache, count=5, implementation=implementation)
+        assert got.ids[:, 0].tolist() == [[0, 2, 3, 0, 0]] * 3
+        assert got.places[:, 0].tolist() == [[0, 1, 2, 9, 9]] * 3
+        assert (got.total.tolist(), got.hits.tolist()) == ([[3]] * 3, [[0]] * 3)
 
 
 def test_what_the_kernel_refuses():
     few = {"asked": jnp.ones(1, bool), "resident": jnp.zeros((1, 1, 2), jnp.int32), "implementation": "pallas"}
     with pytest.raises(NotImplementedError, match=f"up to {MOST} candidates"):
-        select_chunks(jnp.zeros((1, 1, MOST + 1)), **few)
+        select_chunks(jnp.zeros((1, 1, MOST + 1)), count=2, **few)
     with pytest.raises(NotImplementedError, match="empty"):
-        select_chunks(jnp.zeros((1, 1, 4)), few["asked"], jnp.zeros((1, 1, 0), jnp.int32), implementation="pallas")
+        select_chunks(jnp.zeros((1, 1, 4)), count=0, **few)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +104,15 @@ def test_what_the_kernel_refuses():
     [
         ({"scores": jnp.zeros((1, 1, 4), jnp.bfloat16)}, "scores must be float32"),
         ({"asked": jnp.ones(2, bool)}, r"asked must have shape \[1\]"),
-        ({"resident": jnp.zeros((1, 2, 3), jnp.int32)}, r"resident must have shape \[1, 1, k\]"),
+        ({"resident": jnp.zeros((1, 2, 3), jnp.int32)}, r"resident must have shape \[1, 1, P\]"),
+        ({"ages": jnp.zeros((1, 1, 4), jnp.int32)}, r"ages must have shape \[1, 1, 3\]"),
+        ({"ages": jnp.zeros((1, 1, 3))}, "ages must be int32"),
         ({"numbers": jnp.zeros((1, 1, 3), jnp.int32)}, r"numbers must have shape \[1, 1, 4\]"),
+        ({"count": 4}, "count must be 0 to 3"),
         ({"implementation": "cuda"}, "implementation must be one of"),
     ],
 )
 def test_wrong_arguments(change, message):
     right = {"scores": jnp.zeros((1, 1, 4)), "asked": jnp.ones(1, bool), "resident": jnp.zeros((1, 1, 3), jnp.int32)}
     with pytest.raises(ValueError, match=message):
-        select_chunks(**right | change)
+        select_chunks(**right | {"count": 2} | change)

@@ -1,4 +1,4 @@
-"""The assembly that unpacks codes, run by a small emulator of PTX on all codes in all places of a register."""
+"""The assembly of the kernels, run by a small emulator of PTX. It unpacks all codes in all places of a register."""
 
 import re
 import struct
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.rotation import cos_sin_of
+from pallas_kernels.select_chunks.planes import LOWER, swap_assembly, swapped
 from pallas_kernels.unpack import middle_assembly, reduce_assembly, scaled_assembly, shifted_assembly
 
 
@@ -109,6 +110,13 @@ def test_the_assembly_scales_signed_codes(place):
             want = (codes * scales).astype(ml_dtypes.bfloat16).astype(np.float64)
             np.testing.assert_array_equal(halves(got["$0"]), want)
             assert not np.signbit(halves(got["$0"])[codes == 0]).any()
+
+
+@pytest.mark.parametrize("shift", LOWER)
+def test_the_assembly_exchanges_bits_of_two_words(shift):
+    for low, high in np.random.default_rng(shift).integers(0, 2**32, (50, 2)).tolist():
+        want = [int(word) & 0xFFFFFFFF for word in swapped(*np.array([low, high], np.uint32).view(np.int32), shift)]
+        assert [run(one, {"$1": low, "$2": high})["$0"] for one in swap_assembly(shift)] == want
 
 
 def test_the_assembly_reduces_angles():

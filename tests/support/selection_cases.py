@@ -49,9 +49,8 @@ SELECTIONS = (
     Selections(130, 70, heads=3, batch=2, absent=1.0),  # no candidates
     Selections(61, 16, heads=2, absent=0.95, numbered=True),  # fewer candidates than chunks to choose
     Selections(61, 16, heads=2, largest=1e-40, absent=0.0, numbered=True),  # denormal numbers
-    Selections(4097, 239, 2, aged=True, levels=100),  # the first size at which a lane holds two words
-    Selections(4097, 239, 2, aged=True, levels=2),
-    Selections(8193, 33, levels=100),  # the first size at which a lane holds four words
+    Selections(2049, 39, 2, aged=True, levels=100),  # the first size at which a lane holds four words
+    Selections(2049, 39, 2, aged=True, levels=2),
 )
 REAL_SELECTIONS = (
     Selections(15_356, 239, heads=8),
@@ -95,20 +94,22 @@ def selection_inputs(case: Selections) -> dict[str, Any]:
 
 
 def calls_in_a_row(case: Selections, calls: int) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of several calls. The cache of the first is empty, and the others get that of the call before.
-
-    The scores change little from call to call, so that many chunks stay. `send` the result of each call.
-    """
+    """Yield the arguments of several calls, without the cache. Few scores change from call to call."""
     rng = np.random.default_rng(calls)
-    shape = (case.batch, case.heads, case.places)
-    cache = jnp.full(shape, -1, jnp.int32), jnp.full(shape, OLDEST, jnp.int32) if case.aged else None
     inputs = scores_of(case, rng)
     for _ in range(calls):
-        change = rng.random(inputs["scores"].shape) < 0.15
-        inputs["scores"] = jnp.where(change, scores_of(case, rng)["scores"], inputs["scores"])
-        asked = jnp.asarray(rng.random(case.batch) < 0.8)
-        chosen = yield inputs | {"asked": asked, "resident": cache[0], "ages": cache[1], "count": case.count}
-        cache = chosen.held, chosen.ages
+        changes = rng.random(inputs["scores"].shape) < 0.15
+        inputs["scores"] = jnp.where(changes, scores_of(case, rng)["scores"], inputs["scores"])
+        yield inputs | {"asked": jnp.asarray(rng.random(case.batch) < 0.8), "count": case.count}
+
+
+def new_cache(case: Selections) -> dict[str, Any]:
+    """The cache before the first of `calls_in_a_row`."""
+    shape = (case.batch, case.heads, case.places)
+    return {
+        "resident": jnp.full(shape, -1, jnp.int32),
+        "ages": jnp.full(shape, OLDEST, jnp.int32) if case.aged else None,
+    }
 
 
 class Cache:
