@@ -35,9 +35,9 @@ Loaded = tuple[list[jax.Array], jax.Array | None]  # tiles of value rows, and th
 def fetch_reconstruct_kernel(values, kept, keys, keys_out, values_out, *, count, move):  # type: ignore[no-untyped-def]
     """One program: rebuild the keys and fetch the values of `count` tokens of one KV head.
 
-    keys_out and values_out are [B, h_kv, m, c * d]. If `kept` is None, row j is that of the j-th chunk. Otherwise they
-    are the same buffers as the cache in `kept`, and the tokens are those of the chunks in the list kept.missed. A
-    program past the end of the list has nothing to do. `move` is `move_tokens` without its last two arguments.
+    If `kept` is None, the results hold the tokens of all chunks in turn. Otherwise they are the same buffers as the
+    cache in `kept`, here [B, h_kv, P * c, d], and the tokens are those of the chunks in the list kept.missed. A program
+    past the end of the list has nothing to do. `move` is `move_tokens` without its last two arguments.
     """
     j, h, b = (pl.program_id(axis) for axis in range(3))
     refs = (values, keys, keys_out, values_out)
@@ -92,7 +92,7 @@ def store_values(
             if scales is not None:
                 value = scaled_numbers(tile, place, values.bits, scales, values.dtype, interpret)
             inside = column < min(width, dim - place * width)
-            at = out.at[b, h, tokens.row[..., None], tokens.within[..., None] * dim + place * width + column]
+            at = out.at[b, h, tokens.place[..., None], place * width + column]
             pltriton.store(at, value, mask=tokens.there[..., None] & inside)
 
 
@@ -167,10 +167,12 @@ def fetch_reconstruct(
     grid = blocks(tokens, count), heads, batch
     early = on_host and math.prod(grid) <= AT_ONCE
     move = functools.partial(move_tokens, early=early, interpret=interpret)
-    shape, aliases = keys.row_shape, {}
+    shape, rows, aliases = keys.out_shape, keys.out_shape, {}
     if kept is not None:
-        first = len(jax.tree.leaves(values))
-        shape, aliases = kept.keys.shape, {first: 1, first + 1: 0}
+        first, rows = len(jax.tree.leaves(values)), kept.keys.shape
+        shape, aliases = (batch, heads, rows[2] * keys.chunk, keys.dim), {first: 1, first + 1: 0}
+        # An aliased result must have the shape of its operand.
+        kept = kept._replace(values=kept.values.reshape(shape), keys=kept.keys.reshape(shape))
     operands = (values, kept, keys)
     rebuilt, fetched = pl.pallas_call(
         functools.partial(fetch_reconstruct_kernel, count=count, move=move),
@@ -184,6 +186,4 @@ def fetch_reconstruct(
         interpret=interpret,
         name="fetch_reconstruct",
     )(*operands)
-    return (
-        (rebuilt, fetched) if kept is not None else (rebuilt.reshape(keys.out_shape), fetched.reshape(keys.out_shape))
-    )
+    return rebuilt.reshape(rows), fetched.reshape(rows)

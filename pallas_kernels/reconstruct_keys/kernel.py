@@ -31,7 +31,7 @@ class Tokens(NamedTuple):
     of few chunks, and looks up few chunks. Otherwise the table has one row.
 
     Attributes:
-        row: row of the chunk in the result.
+        place: index of the token in the result, [m, n].
         there: False past the last token.
         within: index of the token in its chunk.
         unit: row of `left`, or 0 if the chunk is in the tail.
@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
         position: position of the token in the sequence, [m, n].
     """
 
-    row: jax.Array
+    place: jax.Array
     there: jax.Array
     within: jax.Array
     unit: jax.Array
@@ -58,9 +58,8 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
         h: index of the KV head.
         first: index of the first token.
         count: number of tokens.
-        kept: None: the tokens are those of all k ids in turn, and the j-th chunk has row j of the result. Otherwise the
-            kernel's refs, as KeptRows of fetch_reconstruct. The tokens are then those of the missed chunks, and the row
-            of a chunk is its place.
+        kept: None: the tokens are those of all k ids in turn, and so is the result. Otherwise the kernel's refs, as
+            KeptRows of fetch_reconstruct. The tokens are then those of the missed chunks, in their places of the cache.
     """
     chunk, units, selected = keys.chunk, keys.left.shape[-2], keys.ids.shape[2]
     if count % chunk == 0:
@@ -74,7 +73,7 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
     if kept is not None:
         slot = pltriton.load(kept.missed.at[b, h, slot], mask=there, other=selected)
         there = slot < selected
-        row = pltriton.load(kept.places.at[b, h, slot], mask=there, other=kept.keys.shape[2])
+        row = pltriton.load(kept.places.at[b, h, slot], mask=there, other=kept.keys.shape[2] // chunk)
     ids = pltriton.load(keys.ids.at[b, h, slot], mask=there, other=0)
     ids = jnp.minimum(jnp.maximum(ids, 0), keys.units - 1)
     later = ids >= units
@@ -83,11 +82,11 @@ def tokens_of(keys: Any, b: jax.Array, h: jax.Array, first: jax.Array, count: in
     source = unit
     if keys.tail_unit is not None:
         source = jnp.where(later, tail_row + pltriton.load(keys.tail_unit.at[b]), ids)
-    return Tokens(row, there, within, unit, later, tail_row, source * chunk + within)
+    return Tokens(row * chunk + within, there, within, unit, later, tail_row, source * chunk + within)
 
 
 def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, interpret: bool) -> None:
-    """Rebuild the keys of the tokens, rotate them and write them to `out`, a ref [B, h_kv, rows, c * d].
+    """Rebuild the keys of the tokens, rotate them and write them to `out`, a ref [B, h_kv, tokens, d].
 
     `interpret` is as in `pallas_kernels.unpack`.
 
@@ -105,11 +104,11 @@ def store_keys(keys: Any, out: Any, tokens: Tokens, b: jax.Array, h: jax.Array, 
         tiles = factor_tiles(keys, tokens, columns, b, h)
     else:
         tiles = code_tiles(keys, tokens, columns, b, h, interpret)
-    there, row, token = tokens.there[..., None], tokens.row[..., None], tokens.within[..., None] * dim
+    there, place = tokens.there[..., None], tokens.place[..., None]
     tiles = [tile.reshape(*tokens.position.shape, -1) for tile in tiles]
 
     def write(column: jax.Array, inside: jax.Array, value: jax.Array) -> None:
-        pltriton.store(out.at[b, h, row, token + column], value.astype(out.dtype), mask=there & inside)
+        pltriton.store(out.at[b, h, place, column], value.astype(out.dtype), mask=there & inside)
 
     for (start, width), tile in zip(pairs, tiles, strict=False):
         column = iota(start, width)[None, None]
@@ -212,18 +211,17 @@ def reconstruct_keys(keys: ChosenKeys, interpret: bool) -> jax.Array:
     can_do("reconstruct_keys", keys.dim, *keys.multiplied, packed=keys.packed)
     batch, heads, tokens, _ = keys.out_shape
     anywhere, count = pl.BlockSpec(memory_space=pl.ANY), block_of_tokens(keys, 64)
-    rebuilt = pl.pallas_call(
+    return pl.pallas_call(
         functools.partial(reconstruct_keys_kernel, count=count, interpret=interpret),
         grid=(blocks(tokens, count), heads, batch),
         in_specs=[jax.tree.map(lambda _: anywhere, keys)],
         out_specs=anywhere,
-        out_shape=jax.ShapeDtypeStruct(keys.row_shape, keys.dtype),
+        out_shape=jax.ShapeDtypeStruct(keys.out_shape, keys.dtype),
         compiler_params=pltriton.CompilerParams(num_warps=warps_of(keys), num_stages=2),
         cost_estimate=estimate(**cost_of(keys)),
         interpret=interpret,
         name="reconstruct_keys",
     )(keys)
-    return rebuilt.reshape(keys.out_shape)
 
 
 def cost_of(keys: ChosenKeys) -> dict[str, int]:

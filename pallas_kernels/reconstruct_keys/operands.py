@@ -93,11 +93,6 @@ class ChosenKeys:
         batch, heads, count = self.ids.shape
         return batch, heads, count * self.chunk, self.dim
 
-    @property
-    def row_shape(self) -> tuple[int, int, int, int]:
-        """Shape of the rebuilt keys with one row for each chunk."""
-        return *self.ids.shape, self.chunk * self.dim
-
 
 def check(keys: ChosenKeys) -> None:
     """Check the shapes, the dtypes and the profile.

@@ -272,7 +272,7 @@ def choose(candidates: Finalists, asked: Array, count: int, resident: Array, age
 
     Args:
         candidates: the finalists. Their ids rise.
-        asked: which queries select, bool [B, Q], the first ones of each row. A row without such queries changes nothing.
+        asked: which queries select, bool [B, Q], the first ones of each row. A row without them changes nothing.
         count: number of chunks to choose for each query.
         resident, ages: the cache, as in `ShadowLive`.
     """

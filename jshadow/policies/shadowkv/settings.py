@@ -50,8 +50,8 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         extend_piece: number of new tokens of a turn that are processed at once.
         quirks: the published code's choices that differ from the paper.
         pool: size of the cache of recently selected chunks, in selections. The least recently selected chunk leaves it
-            first. Chunks in it are neither fetched nor rebuilt where `CacheSpec.keep` keeps rows. 0, like any size up to
-            1: the cache holds the last selection. No result depends on it.
+            first. Chunks in it are neither fetched nor rebuilt, where `CacheSpec.keep` keeps rows. The cache holds at
+            least the last selection. No result depends on it.
     """
 
     rank: int | None = None
@@ -160,8 +160,8 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         places = resolved.max_places(capacity)
         if places > max(MOST_PLACES, resolved.max_selected(capacity)):
             raise ConfigError(
-                f"{self.name}.pool must make at most {MOST_PLACES:,} places for each KV head, got {places:,} places with "
-                f"pool={self.pool!r}"
+                f"{self.name}.pool must make at most {MOST_PLACES:,} places for each KV head, got {places:,} places "
+                f"with pool={self.pool!r}"
             )
         return resolved
 
