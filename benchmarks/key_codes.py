@@ -4,15 +4,14 @@ The first table has the divergence from full attention on documentation, a Bible
 `jshadow eval`). All variants run on the same prompts. A variant that is not a codec of the library rounds the keys
 once, at the end of the prefill, and keeps the rounded keys exactly.
 
-The second table is computed from the selections of the decode steps of one prompt. It has the share of selected chunks
-that a larger pool of resident chunks would hold, and the share that the query of the previous step would have fetched.
+The second table is about the decode steps of one prompt. For caches of several sizes (`ShadowKV.pool`) it has the share
+of selected chunks that were in the cache, and the bytes that a step fetched. It also has the share of selected chunks
+that the query of the previous step would have fetched.
 """
 
 import argparse
 import dataclasses
-import itertools
 import json
-from collections import OrderedDict
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import jshadow
+from jshadow.cache.accounting import FETCH_QUANTUM
 from jshadow.engine import decode
 from jshadow.evaluation.metrics import mean_stderr
 from jshadow.evaluation.plan import plan_tasks
@@ -38,6 +38,7 @@ TASKS = ("agreement", "agreement_bible", "agreement_code")
 BITS = 512  # bits of a token's keys, as many as rank 32 takes in 16-bit numbers
 COMMON: dict[str, Any] = {"budget": 256, "outlier_chunks": 8}
 PACKED: dict[str, Any] = {**COMMON, "landmarks": Landmarks(tokens=2, dtype="int4"), "values": Values("int4")}
+POOLS = (0, 1.5, 2, 4)
 CHUNKS = {"landmarks": Landmarks(dtype="int4")}  # one landmark for each chunk
 
 
@@ -164,7 +165,7 @@ def divergences(
     return rows
 
 
-# Hits of a larger pool, and of the previous query
+# Hits of a cache of recent chunks, and of the previous query
 
 
 def selections(params: Any, tokens: np.ndarray, policy: ShadowKV, steps: int) -> list[np.ndarray]:
@@ -180,24 +181,22 @@ def selections(params: Any, tokens: np.ndarray, policy: ShadowKV, steps: int) ->
     return held
 
 
-def pool_hits(held: list[np.ndarray], size: float) -> float:
-    """Return the share of selected chunks that a pool of `size` selections holds.
+def pooled(params: Any, tokens: np.ndarray, policy: ShadowKV, steps: int) -> tuple[float, float]:
+    """Decode the last `steps` tokens with values in host memory, and count without the first of these steps.
 
-    The pool drops the least recently used chunks. With size 1 it holds the previous selection.
+    Returns:
+        The share of selected chunks that the policy's cache held, and the bytes that a step fetched.
     """
-    layers, heads, count = held[0].shape
-    asked = hits = 0
-    for layer, head in itertools.product(range(layers), range(heads)):
-        pool: OrderedDict[int, None] = OrderedDict((int(chunk), None) for chunk in held[0][layer, head] if chunk >= 0)
-        for step in held[1:]:
-            chosen = [int(chunk) for chunk in step[layer, head] if chunk >= 0]
-            asked, hits = asked + len(chosen), hits + sum(chunk in pool for chunk in chosen)
-            for chunk in chosen:
-                pool.pop(chunk, None)
-                pool[chunk] = None
-            while len(pool) > size * count:
-                pool.popitem(last=False)
-    return hits / asked
+    prompt = len(tokens) - steps
+    _, state = decode.prefill(
+        params, tokens[None, :prompt], np.array([prompt], np.int32), policy, capacity=len(tokens), fetch="zero_copy"
+    )
+    counts = []
+    for token in tokens[prompt:]:
+        _, state = decode.decode_step(params, np.array([token], np.int32), state)
+        counts.append([int(getattr(state.counters, name)[0]) for name in ("selected", "hits", "fetched")])
+    selected, hits, fetched = (last - first for first, last in zip(counts[0], counts[-1], strict=True))
+    return hits / selected, fetched * FETCH_QUANTUM / (steps - 1)
 
 
 def foreseen(held: list[np.ndarray], wide: list[np.ndarray]) -> float:
@@ -216,7 +215,9 @@ def reuse(params: Any, length: int, steps: int = 64) -> list[dict[str, Any]]:
         tokens = np.array([*case.prompt, *case.forced[:steps]], np.int32)
         selected = selections(params, tokens, ShadowKV(**packed), steps)
         row: dict[str, Any] = {"text": task, "tokens": length}
-        row |= {f"pool of {size:g}": pool_hits(selected, size) for size in (1, 1.5, 2, 4)}
+        for size in POOLS:
+            hits, moved = pooled(params, tokens, ShadowKV(**packed, pool=size), steps)
+            row |= {f"hits, pool={size:g}": hits, f"bytes a step, pool={size:g}": moved}
         for more in (1.5, 2):
             wide = selections(params, tokens, ShadowKV(**packed | {"budget": round(more * COMMON["budget"])}), steps)
             row[f"the query before, {more:g} budgets"] = foreseen(selected, wide)

@@ -8,7 +8,6 @@ from jax import lax
 
 from pallas_kernels.select_chunks.operands import MOST_AGE, Candidates, Chosen
 
-PLACES = 256  # the planner of jshadow reads it
 NO_CHUNK = jnp.iinfo(jnp.int32).max  # larger than every chunk
 
 

@@ -8,12 +8,17 @@ from collections.abc import Iterable, Iterator
 
 from aot.step_table import StepTable
 
-KERNELS = {"full": 14, "paper": 18, "packed": 18, "packed small": 18, "packed small, one row": 18}
+KERNELS = {
+    "full": 14,
+    "paper": 18,
+    "paper, pool of 2": 18,
+    "packed": 18,
+    "packed small": 18,
+    "packed small, one row": 18,
+}
 # Predicted tokens a second, divided by those of full attention in its largest batch.
 RATIOS = {"h200": {"paper": 2.5, "packed": 5.0, "packed small": 10.0}}
 ISSUE = {"packed small": 0.28}  # the largest issue floor of a layer in milliseconds, on an H200
-# These run for a few microseconds and read little, so the time of their bytes is shorter still.
-FEW_BYTES = ("select_chunks", "merge_attention")
 
 
 def faults_of(tables: Iterable[StepTable]) -> Iterator[str]:
@@ -54,5 +59,5 @@ def kernel_faults(table: StepTable, told: dict) -> Iterator[str]:
         if row["blocks_per_core"] < 2:
             yield f"{one.name} has {row['registers']} registers: {row['blocks_per_core']} block on a multiprocessor"
         moved = max(row["bytes_us"], 1e6 * table.fetched(one))
-        if row["issue_floor_us"] > moved and one.name not in FEW_BYTES:
+        if row["issue_floor_us"] > moved:
             yield f"{one.name} issues for {row['issue_floor_us']:.1f} us, and its bytes take {moved:.1f} us"

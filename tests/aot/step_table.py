@@ -50,6 +50,7 @@ SETTINGS = {
     "h200": (
         Setting("full", Full(), "resident", 8),
         Setting("paper", ShadowKV(), "zero_copy", 12, 0.6),
+        Setting("paper, pool of 2", ShadowKV(pool=2.0), "zero_copy", 12, 0.86),
         Setting("packed", ShadowKV.packed(), "zero_copy", 47, 0.6),
         Setting("packed small", SMALL, "resident", 37, 0.6),
         Setting("packed small, one row", SMALL, "resident", 1, 0.6),
