@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.select_chunks.operands import MOST_AGE, Candidates, Chosen
 from pallas_kernels.select_chunks.planes import WORD, below, bits_of, reach
-from pallas_kernels.select_chunks.scores import SCORE_BITS, best_of, chosen_words, lanes_of, planes_of, valid_words
+from pallas_kernels.select_chunks.scores import SCORE_BITS, best_of, chosen_words, lanes_of, planes_of
 from pallas_kernels.tiles import barrier, can_do, iota, number_of, power_of_two
 
 MOST = 32_768  # candidates of a head; the bits of their scores must fit into the registers of one program
@@ -119,11 +119,10 @@ def store_chosen(scores, asked, sizes, words, interpret):  # type: ignore[no-unt
     groups, lanes = lanes_of(scores.size, places)
 
     def load(at: jax.Array) -> jax.Array:
-        return scores.load(at, (at < scores.size) & asked)
+        return scores.load(at, (at < scores.size) & asked, -1.0)
 
     planes = planes_of(load, groups, lanes, interpret)
-    valid = valid_words(groups, lanes, asked.astype(jnp.int32) * scores.size)
-    rows = chosen_words(*best_of(planes, valid, count))
+    rows = chosen_words(*best_of(planes, count))
     for row, values in zip(words, rows, strict=True):
         for group, value in enumerate(values):
             row.store(groups * iota(0, lanes) + group, value)
