@@ -1,12 +1,13 @@
 """The Triton kernel that chooses chunks. One program handles one KV head of one row.
 
-1. `scores.py` finds the k largest scores. One bit for each score says whether it is chosen. The program stores these
-   bits as words of 32, and the number of chosen scores before each word.
+1. `store_chosen` finds the k largest scores, with the functions in `scores.py`. One bit for each score says whether it
+   is chosen. The program stores these bits as words of 32, and the number of chosen scores before each word.
 2. `listed`: lane j of k lanes finds the j-th chosen chunk, by a search over these numbers.
-3. `looked_up`: lane p of P lanes finds out whether the chunk in place p of the cache is chosen, and as which one.
-4. `freed`: the same lanes choose the places that are freed, and number them. They store which chosen chunks have a
-   place, and the list of the freed places.
-5. `seated`: lane j takes the place of its chunk, or the next freed place.
+3. `looked_up`, or `searched` if the candidates have numbers: lane p of P lanes finds out whether the chunk in place p
+   of the cache is chosen, and as which one.
+4. `chosen_places`: the same lanes choose the places that are freed, and number them. They store which chosen chunks
+   have a place, and the list of the freed places.
+5. Lane j takes the place of its chunk, or the next freed place.
 
 The threads exchange their numbers in memory between these steps.
 """
@@ -22,7 +23,7 @@ from jax.experimental.pallas import triton as pltriton
 from pallas_kernels.costs import bytes_of, estimate
 from pallas_kernels.select_chunks.operands import MOST_AGE, Candidates, Chosen
 from pallas_kernels.select_chunks.planes import WORD, below, bits_of, reach
-from pallas_kernels.select_chunks.scores import SCORE_BITS, best_of, chosen_words, lanes_of, planes_of, valid_words
+from pallas_kernels.select_chunks.scores import SCORE_BITS, best_of, chosen_words, lanes_of, planes_of
 from pallas_kernels.tiles import barrier, can_do, iota, number_of, power_of_two
 
 MOST = 32_768  # candidates of a head; the bits of their scores must fit into the registers of one program
@@ -114,16 +115,18 @@ def select_chunks_kernel(candidates, results, scratch, *, interpret):  # type: i
 
 
 def store_chosen(scores, asked, sizes, words, interpret):  # type: ignore[no-untyped-def]
-    """Find the `count` largest scores, and store them in the two rows of `words`. Without `asked` there are none."""
+    """Find the largest scores, and store which they are in the two rows of `words`. A row that is not asked has none.
+
+    `sizes` are the number of scores to choose and the number of places of the cache.
+    """
     count, places = sizes
     groups, lanes = lanes_of(scores.size, places)
 
     def load(at: jax.Array) -> jax.Array:
-        return scores.load(at, (at < scores.size) & asked)
+        return scores.load(at, (at < scores.size) & asked, -1.0)
 
     planes = planes_of(load, groups, lanes, interpret)
-    valid = valid_words(groups, lanes, asked.astype(jnp.int32) * scores.size)
-    rows = chosen_words(*best_of(planes, valid, count))
+    rows = chosen_words(*best_of(planes, count))
     for row, values in zip(words, rows, strict=True):
         for group, value in enumerate(values):
             row.store(groups * iota(0, lanes) + group, value)

@@ -1,7 +1,5 @@
 """select_chunks in plain jax.numpy."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -46,8 +44,8 @@ def select_chunks(candidates: Candidates, count: int) -> Chosen:
     return Chosen(jnp.where(valid, ids, 0), place, places_of(is_missed), put(kept, place, ids), ages, total, hits)
 
 
-@partial(jax.vmap)
-@partial(jax.vmap)
+@jax.vmap
+@jax.vmap
 def search(rising: jax.Array, wanted: jax.Array) -> jax.Array:
     """Return for each chunk in `wanted` how many entries of `rising` are less. Both are [B, h, ...]."""
     return jnp.searchsorted(rising, wanted).astype(jnp.int32)
@@ -58,8 +56,8 @@ def take(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.take_along_axis(x, index, axis=2, mode="clip")
 
 
-@partial(jax.vmap)
-@partial(jax.vmap)
+@jax.vmap
+@jax.vmap
 def put(x: jax.Array, index: jax.Array, values: jax.Array) -> jax.Array:
     """Return x with `values` at the indices of its last axis. An index past the end is left out."""
     return x.at[index].set(values, mode="drop")

@@ -42,24 +42,18 @@ def planes_of(load: Callable[[jax.Array], jax.Array], groups: int, lanes: int, i
     A tile is loaded as whole cache lines. Then each lane gets a row of it, which is a word.
 
     Args:
-        load: loads the scores at the given indices. Those past the end may have any value.
+        load: loads the scores at the given indices. Past the end they are below 0.
         groups: number of words of each lane.
         lanes: number of lanes.
         interpret: whether JAX's interpreter runs the kernel.
     """
     planes = []
     for group in range(groups):
-        at = (WORD * groups * iota(0, lanes)[:, None] + iota(0, WORD)) + WORD * group
+        at = WORD * (groups * iota(0, lanes) + group)[:, None] + iota(0, WORD)
         keys = lax.bitcast_convert_type(load(at), jnp.int32)
         columns = lax.split(keys, [1] * WORD, axis=1)
         planes.append(bit_planes([column.reshape(lanes) for column in columns], interpret))
     return planes
-
-
-def valid_words(groups: int, lanes: int, size: jax.Array) -> Words:
-    """Return words in which the bits of the first `size` scores are set."""
-    first = [WORD * (groups * iota(0, lanes) + group) for group in range(groups)]
-    return [jnp.where(size - at >= WORD, -1, below(jnp.clip(size - at, 0, WORD - 1))) for at in first]
 
 
 def total(words: Words) -> jax.Array:
@@ -67,12 +61,11 @@ def total(words: Words) -> jax.Array:
     return sum(words[1:], words[0])
 
 
-def best_of(planes: list[Words], valid: Words, count: int) -> tuple[Words, Words, jax.Array]:
+def best_of(planes: list[Words], count: int) -> tuple[Words, Words, jax.Array]:
     """Find the `count` largest keys that are not negative.
 
     Args:
         planes: the bits of the keys, a result of `planes_of`.
-        valid: which keys count, a bit for each.
         count: how many keys to find.
 
     Returns:
@@ -81,7 +74,7 @@ def best_of(planes: list[Words], valid: Words, count: int) -> tuple[Words, Words
         negative, it is larger than the number of equal keys.
     """
     above = [jnp.zeros_like(plane[0]) for plane in planes]
-    equal = [one & ~plane[SCORE_BITS] for one, plane in zip(valid, planes, strict=True)]
+    equal = [~plane[SCORE_BITS] for plane in planes]
     left = jnp.int32(count)
     for bit in reversed(range(SCORE_BITS)):
         ones = [one & plane[bit] for one, plane in zip(equal, planes, strict=True)]
