@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int8, UInt, UInt16
 from pallas_kernels.bits import join_rows, pack_signed, row_values, scaled_numbers
 from pallas_kernels.bits import row_words as row_words
 from pallas_kernels.bits import scale_dtype as scale_dtype
+from pallas_kernels.bits import split_rows as split_rows
 
 
 class Packed(struct.PyTreeNode):

@@ -1,5 +1,7 @@
 """fetch_reconstruct: keys equal those of reconstruct_keys, values are exact copies, only needed host rows are read."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import kernel_truth
@@ -9,7 +11,8 @@ from kernel_calls import fetch_reconstruct
 from kernel_cases import CHUNKS, TOLERANCE, fetch_inputs, misses, name, on_host
 from kernel_refs import watched  # noqa: F401, a fixture
 
-from pallas_kernels import in_host_memory
+import pallas_kernels
+from pallas_kernels import ChosenKeys, HostRows, in_host_memory
 
 
 @pytest.mark.parametrize("case", CHUNKS, ids=name)
@@ -104,3 +107,23 @@ def test_the_kernel_reads_from_the_host_what_it_must_and_once(case, watched):  #
     if case.tail:
         late = np.broadcast_to(asked[:, :, case.units :, None], source.tail.shape)
         np.testing.assert_array_equal(source.tail.reads, late)
+
+
+@pytest.mark.parametrize(("rows", "refused"), [(33, False), (68, False), (69, True), (136, True), (137, False)])
+def test_bytes_whose_offsets_exceed_31_bits_are_left_to_xla(rows, refused):
+    """From 2 GiB on, an offset is negative in 32 bits. Only from 4 GiB on, Pallas computes it in 64 bits.
+
+    A row of the batch has 30 MiB of key codes, which are bytes. Its 64 MiB of values are words and never refused.
+    """
+    chunks, count = 15_356, 2
+    array = lambda *shape, dtype: jax.ShapeDtypeStruct((rows, *shape), dtype)  # noqa: E731
+    half, ids = jax.ShapeDtypeStruct((64,), jnp.float32), array(8, count, dtype=jnp.int32)
+    left, right = array(chunks, 8 * 256, dtype=jnp.uint8), array(8, 256, 128, dtype=jnp.bfloat16)
+    keys = ChosenKeys(left, right, ids, half, mean=array(8, 128, dtype=jnp.bfloat16), profile=(256, 0, 0))
+    values = HostRows(array(8, chunks, 272, dtype=jnp.uint16), bits=4, dtype=jnp.bfloat16)
+    call = functools.partial(pallas_kernels.fetch_reconstruct, implementation="pallas")
+    if refused:
+        with pytest.raises(NotImplementedError, match="up to 2,147,483,648 elements in an array of at most 4 GiB"):
+            jax.eval_shape(call, values, keys)
+    else:
+        assert jax.eval_shape(call, values, keys)[1].shape == (rows, 8, count * 8, 128)

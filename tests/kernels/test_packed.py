@@ -1,6 +1,5 @@
 """The ops on packed numbers: references and kernels compared with NumPy, and every byte that a kernel reads."""
 
-import functools
 import math
 
 import jax
@@ -24,7 +23,6 @@ from kernel_cases import (
 from kernel_lowering import TARGET, lowered
 from kernel_refs import watched  # noqa: F401, a fixture
 
-import pallas_kernels
 from jshadow.cache.offload import unit_bytes
 from jshadow.ops.packing import quantize_chunks
 from jshadow.ops.rope import cos_sin, rotate
@@ -33,7 +31,6 @@ from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
 from jshadow.policies.shadowkv.costs import landmark_bytes
 from jshadow.policies.shadowkv.key_codecs import Sizes, TransformCodec
-from pallas_kernels import ChosenKeys, HostRows
 from pallas_kernels.bits import packed_width
 from pallas_kernels.chunk_scores.packed import LANES
 
@@ -249,26 +246,6 @@ def test_many_landmarks_a_chunk_are_left_to_xla():
     np.testing.assert_allclose(chunk_scores(**many), kernel_truth.chunk_scores(**many), **TOLERANCE["float32"])
     with pytest.raises(NotImplementedError, match="up to 16 landmarks a chunk, got 18"):
         chunk_scores(**many, implementation="pallas")
-
-
-@pytest.mark.parametrize(("rows", "refused"), [(33, False), (68, False), (69, True), (136, True), (137, False)])
-def test_bytes_whose_offsets_exceed_31_bits_are_left_to_xla(rows, refused):
-    """From 2 GiB on, an offset is negative in 32 bits. Only from 4 GiB on, Pallas computes it in 64 bits.
-
-    A row of the batch has 30 MiB of key codes, which are bytes. Its 64 MiB of values are words and never refused.
-    """
-    chunks, count = 15_356, 2
-    array = lambda *shape, dtype: jax.ShapeDtypeStruct((rows, *shape), dtype)  # noqa: E731
-    half, ids = jax.ShapeDtypeStruct((64,), jnp.float32), array(8, count, dtype=jnp.int32)
-    left, right = array(chunks, 8 * 256, dtype=jnp.uint8), array(8, 256, 128, dtype=jnp.bfloat16)
-    keys = ChosenKeys(left, right, ids, half, mean=array(8, 128, dtype=jnp.bfloat16), profile=(256, 0, 0))
-    values = HostRows(array(8, chunks, 272, dtype=jnp.uint16), bits=4, dtype=jnp.bfloat16)
-    call = functools.partial(pallas_kernels.fetch_reconstruct, implementation="pallas")
-    if refused:
-        with pytest.raises(NotImplementedError, match="up to 2,147,483,648 elements in an array of at most 4 GiB"):
-            jax.eval_shape(call, values, keys)
-    else:
-        assert jax.eval_shape(call, values, keys)[1].shape == (rows, 8, count * 8, 128)
 
 
 WRONG = [

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jshadow.ops.packing import ROW_BITS, Scaled, dequantize_rows
+from jshadow.ops.packing import ROW_BITS, Scaled, dequantize_rows, split_rows
 from jshadow.policies import ShadowKV
 from jshadow.policies.shadowkv.key_codecs import by_token
 from jshadow.policies.shadowkv.landmark_levels import Levels, mean_kind
-from pallas_kernels.bits import split_rows
 
 NEIGHBOR = 5e-3  # the largest change of a logit if one code of a key changes by one step
 
