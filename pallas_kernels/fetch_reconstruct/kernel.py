@@ -167,7 +167,8 @@ def fetch_reconstruct(
     grid = blocks(tokens, count), heads, batch
     early = on_host and math.prod(grid) <= AT_ONCE
     move = functools.partial(move_tokens, early=early, interpret=interpret)
-    shape, rows, aliases = keys.out_shape, keys.out_shape, {}
+    shape, aliases = keys.out_shape, {}
+    rows: tuple[int, ...] = shape
     if kept is not None:
         first, rows = len(jax.tree.leaves(values)), kept.keys.shape
         shape, aliases = (batch, heads, rows[2] * keys.chunk, keys.dim), {first: 1, first + 1: 0}

@@ -102,7 +102,7 @@ def check(values: HostRows, keys: ChosenKeys, kept: KeptRows | None) -> None:
         if tail.shape[2] < keys.tail.shape[-2]:
             raise ValueError(f"values.tail must have the {keys.tail.shape[-2]} chunks of tail, got {tail.shape[2]}")
     if kept is not None:
-        rows = (*keys.ids.shape[:2], "P", keys.chunk * keys.dim)
+        rows: tuple[int | str, ...] = (batch, heads, "P", keys.chunk * keys.dim)
         for name, array, dtype in (("values", kept.values, values.value_dtype), ("keys", kept.keys, keys.dtype)):
             expect_shape(f"kept.{name}", array, rows)
             rows = array.shape

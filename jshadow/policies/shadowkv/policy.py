@@ -27,14 +27,14 @@ from jshadow.policies.costs import Costs
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv import costs
 from jshadow.policies.shadowkv.costs import sizes_of
-from jshadow.policies.shadowkv.kept import empty_cache, kept_rows, own_piece, received
+from jshadow.policies.shadowkv.kept import choose, empty_cache, kept_rows, own_piece, received
 from jshadow.policies.shadowkv.key_codecs.query_weights import query_weights
 from jshadow.policies.shadowkv.landmark_levels import Marks, StoredLandmarks, stored_landmarks, stored_spread
 from jshadow.policies.shadowkv.landmarks import prompt_landmarks, prompt_spread
 from jshadow.policies.shadowkv.outliers import leave_out, outlier_chunks
 from jshadow.policies.shadowkv.records import weights_of
 from jshadow.policies.shadowkv.reference import Preload, exact_keys, preloaded_chunks
-from jshadow.policies.shadowkv.selection import Finalists, Query, choose, finalists, landmark_scores
+from jshadow.policies.shadowkv.selection import Finalists, Query, finalists, landmark_scores
 from jshadow.policies.shadowkv.settings import ShadowSettings
 from jshadow.policies.shadowkv.state import ShadowFrozen, ShadowLive
 

@@ -1,10 +1,9 @@
-"""Choosing chunks (ShadowKV, algorithm 2), in four steps.
+"""Scoring chunks (ShadowKV, algorithm 2), in three steps. A fourth one, `kept.choose`, takes the best of them.
 
 1. `landmark_scores` scores every chunk by the softmax mass on its landmarks. With two levels, it is that on its mean.
 2. `by_landmarks` returns these chunks. With two levels, it first scores the best candidates again, by all of
    their landmarks.
-3. `best_chunks` with a second round takes twice as many chunks, rebuilds their keys, and scores them by these keys.
-4. `choose` takes the best of these in rising order of their ids, and notes them in the cache of recent chunks.
+3. `finalists` with a second round takes WIDER times as many chunks, rebuilds their keys, and scores them by these keys.
 
 Sizes: B rows, h_kv KV heads, T queries of a step, n chunks, k chosen chunks. Q is the number of sets of scores: 1 if
 the queries choose together (`Scoring.shared`), else T.
@@ -37,9 +36,7 @@ from jshadow.policies.shadowkv.landmark_levels import (
 )
 from jshadow.policies.shadowkv.landmarks import EXACT
 from jshadow.policies.shadowkv.records import WIDER
-from pallas_kernels import MOST_AGE
 
-AFTER_ALL = np.iinfo(np.int32).max  # larger than the id of any chunk
 MANTISSA = {"float32": (8, 23), "bfloat16": (8, 7)}  # exponent and mantissa bits of the dtypes of scores
 
 
@@ -239,79 +236,3 @@ def scores_by_keys(
     else:
         logits = jnp.einsum("bhgtd,bhtnd->bhgtn", grouped, keys, precision=EXACT, preferred_element_type=jnp.float32)
     return scores_where(logits * query.scoring.scale, there, query, size)
-
-
-# 4. The chosen chunks
-
-
-class Chunks(NamedTuple):
-    """The chunks that the queries of a step choose, and the cache of chunks after the step (see kept.py).
-
-    Attributes:
-        ids: the chosen chunks in rising order, int32 [B, h_kv, Q, k]. Any chunk where not valid.
-        valid: which of them are chosen, bool [B, h_kv, Q, k]. They are the first ones.
-        total: number of chosen chunks of all queries, int32 [B, h_kv].
-        hits: how many of them were in the cache, or among the chunks of the query before, int32 [B, h_kv].
-        resident, ages: the cache after the step, as in `ShadowLive`.
-        places: for one query, the place of each chunk in the cache, int32 [B, h_kv, k], as in `Kept`.
-        missed: for one query, the indices of the chunks that were not in the cache, int32 [B, h_kv, k], as in `Kept`.
-    """
-
-    ids: Array
-    valid: Array
-    total: Array
-    hits: Array
-    resident: Array
-    ages: Array | None
-    places: Array | None = None
-    missed: Array | None = None
-
-
-def choose(candidates: Finalists, asked: Array, count: int, resident: Array, ages: Array | None) -> Chunks:
-    """Choose the `count` best finalists of each query, and note them in the cache.
-
-    Args:
-        candidates: the finalists. Their ids rise.
-        asked: which queries select, bool [B, Q], the first ones of each row. A row without them changes nothing.
-        count: number of chunks to choose for each query.
-        resident, ages: the cache, as in `ShadowLive`.
-    """
-    scores, ids = candidates
-    if scores.shape[2] > 1:
-        return choose_each(candidates, asked, count, resident, ages)
-    numbers = None if ids is None else ids[:, :, 0]
-    chosen = pallas_kernels.select_chunks(
-        scores[:, :, 0], asked[:, 0], resident, count=count, ages=ages, numbers=numbers
-    )
-    valid = jnp.arange(count, dtype=jnp.int32) < chosen.total[:, :, None]
-    sides = (chosen.held, chosen.ages, chosen.places, chosen.missed)
-    return Chunks(chosen.ids[:, :, None], valid[:, :, None], chosen.total, chosen.hits, *sides)
-
-
-def choose_each(candidates: Finalists, asked: Array, count: int, resident: Array, ages: Array | None) -> Chunks:
-    """Do what `choose` does for several queries. Afterwards the cache holds the chunks of the last query only."""
-    scores, ids = candidates
-    size = scores.shape[3]
-    order = top_k(scores, count)
-    there = asked[:, None, :, None] & (jnp.take_along_axis(scores, order, axis=3) >= 0)
-    order = jnp.sort(jnp.where(there, order, size))
-    valid, order = order < size, jnp.minimum(order, size - 1)
-    chosen = order if ids is None else jnp.take_along_axis(ids, order, axis=3)
-    known = jnp.where(valid, chosen, AFTER_ALL)
-    first = are_in(jnp.sort(resident)[:, :, None], known[:, :, :1])
-    hit = valid & jnp.concatenate([first, are_in(known[:, :, :-1], known[:, :, 1:])], axis=2)
-    last = jnp.maximum(asked.sum(axis=1) - 1, 0)[:, None, None, None]
-    newest = jnp.take_along_axis(jnp.where(valid, chosen, -1), last, axis=2)[:, :, 0]
-    changed, spare = asked.any(axis=1)[:, None, None], ((0, 0), (0, 0), (0, resident.shape[2] - count))
-    after = jnp.where(changed, jnp.pad(newest, spare, constant_values=-1), resident)
-    if ages is not None:
-        ages = jnp.where(changed, jnp.where(after >= 0, 0, MOST_AGE), ages)
-    total, hits = (mask.sum(axis=(2, 3), dtype=jnp.int32) for mask in (valid, hit))
-    return Chunks(chosen, valid, total, hits, after, ages)
-
-
-def are_in(rising: Int[Array, "B h Q m"], ids: Int[Array, "B h Q k"]) -> Bool[Array, "B h Q k"]:
-    """Return which ids are in the list `rising` of the same query."""
-    flat = (x.reshape(-1, x.shape[3]) for x in (rising, ids))
-    at = jax.vmap(jnp.searchsorted)(*flat).reshape(ids.shape)
-    return jnp.take_along_axis(rising, jnp.minimum(at, rising.shape[3] - 1), axis=3) == ids

@@ -15,8 +15,8 @@ from jshadow.planner.bytes import abstract_state, footprint, step_footprint
 from jshadow.policies import ShadowKV, ShadowKVPlus
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Choice
-from jshadow.policies.shadowkv.kept import empty_cache
-from jshadow.policies.shadowkv.selection import Finalists, choose
+from jshadow.policies.shadowkv.kept import choose, empty_cache
+from jshadow.policies.shadowkv.selection import Finalists
 
 SHAPES = [(1, 1, 2, 1), (2, 3, 3, 4), (2, 2, 5, 7), (1, 2, 9, 16)]
 MOST_AGE = 255
