@@ -1,11 +1,10 @@
-"""The records that the decode step and a policy exchange, and the counters of a state.
+"""The records that the decode step and a policy exchange.
 
 Sizes: B rows (sequences), S prompt tokens, T query rows of a step, h_q query heads, h_kv KV heads, d head width, D
 model width, N slots of a buffer, n selected units, U stored units, w queries at the end of a prompt. A unit is the
 smallest piece that a fetch moves, for example a chunk of 8 tokens in ShadowKV.
 """
 
-import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
@@ -290,30 +289,3 @@ class LayerState(struct.PyTreeNode):
     live: Any = None
     host: HostTier = HostTier()
     q_post: Array | None = None
-
-
-class Counters(struct.PyTreeNode):
-    """Counts of what the decode steps did. Every field is an array [B], one number for each row.
-
-    Attributes:
-        steps: steps in which the row was active, uint32.
-        attended: tokens attended to, float32. It is the mean over heads, summed over steps and layers.
-        selected: valid units that were selected, uint32, summed over steps, layers and heads. Only selections that have
-            `counts` or a `hit` mask are counted.
-        hits: units in `selected` that the previous step had also selected, or that were in the policy's cache, uint32.
-        fetched: data moved from the host tier, in units of 64 bytes, uint32. The count wraps around, so compare two
-            counts by their difference.
-    """
-
-    steps: Array
-    attended: Array
-    selected: Array
-    hits: Array
-    fetched: Array
-
-    @classmethod
-    def zeros(cls, batch: int) -> "Counters":
-        """Return the counts before the first step, for `batch` rows."""
-        names = [field.name for field in dataclasses.fields(cls)]
-        kinds = {name: jnp.float32 if name == "attended" else jnp.uint32 for name in names}
-        return cls(**{name: jnp.zeros(batch, kind) for name, kind in kinds.items()})

@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 from jax import Array
 
-from jshadow.cache.records import Counters as Counters
+from jshadow.cache.counters import Counters as Counters
 from jshadow.cache.records import Fetched as Fetched
 from jshadow.cache.records import HostArray as HostArray
 from jshadow.cache.records import HostTier as HostTier

@@ -133,7 +133,7 @@ def test_auto_is_the_fastest_mode(config, capsys):
     sides = [plan["chosen"], plan["beside"]["packed"], plan["beside"]["packed_small"], plan["full"]]
     assert [side["fetch"] for side in sides[1:]] == ["zero_copy", "resident", "resident"]
     assert [side["repeat_share"] for side in sides[1:]] == [0.6, 0.6, 0]
-    assert sides[2]["fetch_reason"].startswith("resident: 37 requests fit into 136.8 of 139.8 GiB of device memory")
+    assert sides[2]["fetch_reason"].startswith("resident: 37 requests fit into 136.7 of 139.8 GiB of device memory")
     assert "no mode fits" in sides[0]["fetch_reason"]
     assert all(side["fetch_reason"] for side in sides)
     assert main(["plan", config, *options]) == 0

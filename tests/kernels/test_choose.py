@@ -114,7 +114,7 @@ WRONG = [
     ("fetch_reconstruct", "values_tail", lambda x: None, r"values\.tail and tail belong together"),
     ("fetch_reconstruct", "values_tail", lambda x: x[:, :, :2], r"values\.tail must have the 3 chunks of tail, got 2"),
     ("fetch_reconstruct", "values_tail", lambda x: x.astype("float32"), r"values\.tail must be bfloat16"),
-    ("fetch_reconstruct", "kept_values", lambda x: x[:, :, 1:], r"kept.values must have shape \[1, 2, 7, 1024\]"),
+    ("fetch_reconstruct", "kept_values", lambda x: x[:, :, 1:], r"kept.keys must have shape \[1, 2, 9, 1024\]"),
     ("fetch_reconstruct", "kept_keys", lambda x: cut(x, 3), r"kept\.keys must have shape"),
     ("fetch_reconstruct", "kept_keys", lambda x: x.astype("float32"), r"kept\.keys must be bfloat16"),
     ("fetch_reconstruct", "missed", lambda x: cut(x, 2), r"kept\.missed must have shape"),
