@@ -5,6 +5,15 @@ names below and two modules. `bits` defines the layout of packed numbers in byte
 and sines of RoPE.
 """
 
+import jax
+
+try:
+    import jax.experimental.pallas.triton
+except ImportError as error:
+    raise ImportError(
+        f"pallas_kernels needs a jax below 0.13, whose Pallas has a Triton backend, got jax {jax.__version__}"
+    ) from error
+
 from pallas_kernels.append_rows import NewTokens as NewTokens
 from pallas_kernels.append_rows import append_rows as append_rows
 from pallas_kernels.choose import IMPLEMENTATIONS as IMPLEMENTATIONS

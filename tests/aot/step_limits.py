@@ -17,7 +17,7 @@ KERNELS = {
     "packed small, one row": 18,
 }
 # Predicted tokens a second, divided by those of full attention in its largest batch.
-RATIOS = {"h200": {"paper": 2.5, "packed": 5.0, "packed small": 10.0}}
+RATIOS = {"h200": {"paper": 2.5, "paper, pool of 2": 4.0, "packed": 5.0, "packed small": 10.0}}
 ISSUE = {"packed small": 0.28}  # the largest issue floor of a layer in milliseconds, on an H200
 
 

@@ -1,6 +1,8 @@
 """Which implementation of an op runs, and the errors for wrong arguments."""
 
 import functools
+import importlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -188,3 +190,9 @@ def test_something_must_be_there_to_choose_from():
     inputs = factor_inputs(CHUNKS[1])
     with pytest.raises(ValueError, match="left must have at least one chunk"):
         kernel_calls.reconstruct_keys(**inputs | {"left": inputs["left"][:, :0]})
+
+
+def test_a_jax_without_the_triton_backend_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    with pytest.raises(ImportError, match=r"needs a jax below 0\.13, whose Pallas has a Triton backend, got jax \d"):
+        importlib.reload(pallas_kernels)
