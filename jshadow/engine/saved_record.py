@@ -34,7 +34,7 @@ class StateRecord:
         policy: {"name", "settings"} of the resolved policy.
         fitted: digest of the policy's fitted arrays, or None.
         fitted_tree: the nested dict of these arrays, with [dtype, shape] in place of each array, or None.
-        batch, capacity, dtype, fetch, keep: these fields of CacheSpec, which are equal in all layers.
+        batch, capacity, dtype, fetch: these fields of CacheSpec, which are equal in all layers.
         windows: the window of each layer's CacheSpec.
     """
 
@@ -48,7 +48,6 @@ class StateRecord:
     capacity: int
     dtype: str
     fetch: str
-    keep: bool
     windows: list[int]
 
     @classmethod
@@ -65,7 +64,6 @@ class StateRecord:
             capacity=state.capacity,
             dtype=state.specs[0].dtype,
             fetch=state.fetch,
-            keep=state.specs[0].keep,
             windows=[spec.window for spec in state.specs],
         )
 
@@ -89,7 +87,6 @@ class StateRecord:
             "batch, capacity": all(type(size) is int and 0 < size < 2**31 for size in sizes),
             "dtype": isinstance(record.dtype, str) and record.dtype in TAGS,
             "fetch": isinstance(record.fetch, str) and record.fetch in offload.FETCH_MODES,
-            "keep": isinstance(record.keep, bool),
             "windows": isinstance(record.windows, list)
             and all(type(window) is int and 0 <= window < 2**31 for window in record.windows),
         }
@@ -135,8 +132,13 @@ class StateRecord:
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             return None, [f"policy: file has {self.policy}, which is no policy of this model here: {error}"]
 
-    def abstract(self, config: ModelConfig, policy: Policy) -> KVState:
+    def abstract(self, config: ModelConfig, policy: Policy, keep: bool | None = None) -> KVState:
         """Return the state with ShapeDtypeStructs in place of arrays.
+
+        Args:
+            config: the model.
+            policy: the resolved policy.
+            keep: `CacheSpec.keep`. None: that of a state that is made on this machine.
 
         Raises:
             ConfigError: this machine does not support the fetch mode for such a state.
@@ -150,7 +152,7 @@ class StateRecord:
         try:
             specs = cache_specs(config, policy, self.batch, self.capacity, self.capacity, self.dtype, self.fetch)
             specs = tuple(
-                dataclasses.replace(spec, window=window, keep=self.keep)
+                dataclasses.replace(spec, window=window, keep=spec.keep if keep is None else keep)
                 for spec, window in zip(specs, self.windows, strict=True)
             )
             return abstract_of(specs, policy, abstract_tree(self.fitted_tree))

@@ -2,9 +2,10 @@
 
 A state is stored in one safetensors file, which is written completely or not at all. The tensors are the leaves of the
 state, named by their place in it ("layers.3.frozen.left", "lengths"), and the token ids if the caller passed them
-("tokens.0"). The metadata holds the record of `saved_record.py`, the SHA-256 of every tensor ("sha256"), and the
-SHA-256 of the parsed header, that is, of the metadata and the tensor table in canonical JSON ("header_sha256"). So a
-file in which any bit has changed is refused. Only white space in the header, which the parser skips, is not checked.
+("tokens.0"). A cache on which no result depends (`LayerCache.emptied`) is not stored. It is empty after loading. The
+metadata holds the record of `saved_record.py`, the SHA-256 of every tensor ("sha256"), and the SHA-256 of the parsed
+header, that is, of the metadata and the tensor table in canonical JSON ("header_sha256"). So a file in which any bit
+has changed is refused. Only white space in the header, which the parser skips, is not checked.
 """
 
 import os
@@ -54,7 +55,8 @@ def save_state(
     check_state(params, state, None)
     record = StateRecord.of(state, params)
     check_loadable(record, state, params)
-    leaves: dict[str, Any] = {name: bare(leaf) for name, leaf in places(state).items()}
+    fills = cache_fills(state)
+    leaves: dict[str, Any] = {name: bare(leaf) for name, leaf in places(state).items() if name not in fills}
     ids = token_arrays(state, params, tokens)
     assert not leaves.keys() & ids.keys(), "a field of the state has the name of the token ids"
     leaves |= ids
@@ -100,16 +102,20 @@ def load_state(path: str | os.PathLike[str], params: Params, policy: Policy | No
         raise ConfigError(f"{file.path} cannot be loaded here: {error}") from error
     except ValueError as error:
         raise CheckpointError(f"{file.path} is damaged: {error}") from error
-    expected_leaves = places(expected)
-    check_table(file, {name: bare(leaf) for name, leaf in expected_leaves.items()}, record.batch)
+    expected_leaves, fills = places(expected), cache_fills(expected)
+    stored = {name: bare(leaf) for name, leaf in expected_leaves.items() if name not in fills}
+    check_table(file, stored, record.batch)
     host_memory.check_host_memory([expected.specs])
     tensors = read_all_checked(file, digests, spare_bytes(expected))
     check_lengths(file, record, tensors["lengths"].tolist())
 
     def place(name: str) -> Any:
+        leaf = expected_leaves[name]
+        if name in fills:
+            return put(leaf, np.full(leaf.shape, fills[name], leaf.dtype))
         # Each tensor leaves `tensors` here, so that it is freed as soon as it is placed.
         value = tensors.pop(name) if name in tensors else file.read(name)
-        return put(expected_leaves[name], value)
+        return put(leaf, value)
 
     with host_memory.placing([expected.specs]):
         hosted = {name: place(name) for name, leaf in expected_leaves.items() if is_place(leaf)}
@@ -158,6 +164,15 @@ def places(state: KVState) -> dict[str, Any]:
     return named
 
 
+def cache_fills(state: KVState) -> dict[str, int]:
+    """Return the names of the leaves that are only a cache, and what fills each of them in an empty cache."""
+    return {
+        f"layers.{index}.live.{field}": fill
+        for index, spec in enumerate(state.specs)
+        for field, fill in spec.policy.emptied.items()
+    }
+
+
 def bare(leaf: Any) -> Any:
     """Return the array of a leaf, which may be a HostArray."""
     return leaf.array if isinstance(leaf, HostArray) else leaf
@@ -175,7 +190,7 @@ def check_loadable(record: StateRecord, state: KVState, params: Params) -> None:
     """Raise CheckpointError if a state that is loaded by this record would have another structure than `state`."""
     try:
         policy = record.match(params, None if state.policy.name in POLICIES | WRAPPERS else state.policy)
-        expected = record.abstract(params.config, policy)
+        expected = record.abstract(params.config, policy, state.specs[0].keep)
     except ValueError as error:
         raise CheckpointError(f"state cannot be stored: {error}") from error
     structure: Any = jax.tree.structure(expected)  # static fields are part of it: specs, policy, memory kinds

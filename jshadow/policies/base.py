@@ -16,6 +16,7 @@ Abilities that only some methods have (learning from a text, guessing the next t
 
 import abc
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from jax import Array
@@ -81,7 +82,13 @@ class LayerCache(abc.ABC):
     """How one layer stores, selects and attends to keys and values: a frozen, hashable dataclass.
 
     All its settings are resolved.
+
+    Attributes:
+        emptied: the fields of the live record that are only a cache, on which no result depends. They are not saved.
+            Each field has the number that fills its arrays in an empty cache.
     """
+
+    emptied: ClassVar[Mapping[str, int]] = {}
 
     @property
     def reads(self) -> HookInputs:

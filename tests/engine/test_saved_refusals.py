@@ -116,7 +116,6 @@ def test_the_seal_itself_is_no_difference(tmp_path):
         (sets(capacity=-1), "batch, capacity must be"),
         (sets(dtype="float8"), "dtype must be"),
         (sets(fetch="auto"), "fetch must be"),
-        (sets(keep=1), "keep must be"),
         (sets(windows=[1.5]), "windows must be"),
         (sets(windows=[]), "1 layers .* got 0 windows"),
         (sets(windows=[2**31 - 1]), r"window\.k: expected"),

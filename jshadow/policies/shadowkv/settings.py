@@ -29,7 +29,7 @@ from jshadow.policies.shadowkv.records import (
 )
 from jshadow.policies.shadowkv.reference import Quirks
 from jshadow.policies.shadowkv.selection import Scoring
-from pallas_kernels import MOST_PLACES
+from pallas_kernels import MOST_AGE, MOST_PLACES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +71,7 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
     source = "arXiv 2410.21465, section 4"
     budget_fields = ("budget",)
     size_free = ("keys", "landmarks", "values", "choice")
+    emptied = {"resident": -1, "ages": MOST_AGE, "values": 0, "keys": 0}  # noqa: RUF012, the base has its type
 
     @classmethod
     def paper(cls) -> Self:
