@@ -126,10 +126,12 @@ def kept_rows(live: ShadowLive, chosen: Chunks) -> Kept | None:
 def received(live: ShadowLive, selection: Selection, fetched: Fetched, queries: int) -> ShadowLive:
     """Return the state with the cache after a fetch. Without `CacheSpec.keep` it does not change.
 
-    After several queries, the cache holds the chunks of the last one in its first places.
+    After several queries, the cache holds the chunks of the last one in its first places. Their keys are rebuilt again,
+    as many at once as in a step with one query. XLA's CPU backend may round keys differently when it rebuilds more of
+    them at once. Without this, results would depend on how long a chunk stays in the cache.
 
     Args:
-        live: the state.
+        live: the state, with the chunks of the cache after this step.
         selection: the chunks that were fetched, Q * k for each head.
         fetched: their keys and values.
         queries: Q.
@@ -139,18 +141,19 @@ def received(live: ShadowLive, selection: Selection, fetched: Fetched, queries: 
     assert fetched.k is not None
     if queries == 1:
         return live.replace(values=fetched.v, keys=fetched.k)
+    assert selection.rebuild is not None
     asked = selection.valid.reshape(*selection.valid.shape[:2], queries, -1).any(axis=3)
     last = queries - 1 - jnp.argmax(asked[:, :, ::-1], axis=2)
+    several = fetched.v.reshape(*asked.shape, -1, live.values.shape[3])
+    values = jnp.take_along_axis(several, last[:, :, None, None, None], axis=2)[:, :, 0]
+    count, there = values.shape[2], asked.any(axis=2)[:, :, None, None]
+    keys = selection.rebuild.keys(jnp.maximum(live.resident[:, :, :count], 0)).astype(live.keys.dtype)
 
     def rows(new: Array, old: Array) -> Array:
-        several = new.reshape(*asked.shape, -1, old.shape[3])
-        newest = jnp.take_along_axis(several, last[:, :, None, None, None], axis=2)[:, :, 0]
-        there = asked.any(axis=2)[:, :, None, None]
-        return jnp.concatenate(
-            [jnp.where(there, newest, old[:, :, : newest.shape[2]]), old[:, :, newest.shape[2] :]], axis=2
-        )
+        first = jnp.where(there, new.reshape(values.shape), old[:, :, :count])
+        return jnp.concatenate([first, old[:, :, count:]], axis=2)
 
-    return live.replace(values=rows(fetched.v, live.values), keys=rows(fetched.k, live.keys))
+    return live.replace(values=rows(values, live.values), keys=rows(keys, live.keys))
 
 
 def own_piece(fetched: Fetched, queries: int, width: int) -> Piece:

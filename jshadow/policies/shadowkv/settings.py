@@ -235,7 +235,7 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
     def max_places(self, capacity: int) -> int:
         """Return the number of places P in the cache of recently selected chunks, for each KV head."""
         count = self.max_selected(capacity)
-        return max(count, min(round(self.pool * count), self.max_chunks(capacity)))
+        return max(count, round(min(self.pool * count, self.max_chunks(capacity))))
 
     def fallback(self, config: ModelConfig, capacity: int) -> str | None:
         """Return the reason why there is no chunk to select at this capacity, or None."""

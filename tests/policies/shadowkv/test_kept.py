@@ -6,7 +6,7 @@ import types
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import BATCH, STEPS, TINY, model, prefilled, random_tokens, setting
+from cases import BATCH, PROMPT, STEPS, TINY, model, prefilled, random_tokens, setting
 
 from jshadow import load_state, save_state
 from jshadow.cache.accounting import state_nbytes
@@ -16,6 +16,7 @@ from jshadow.evaluation.laws import inputs
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.planner.bytes import abstract_of, on_backend
 from jshadow.policies import ShadowKV
+from jshadow.weights.params import init_params
 
 NAMES = ("shadowkv", "shadowkv_plus", "shadowkv_transform")
 POOLS = (0.0, 1.5, 2.0)
@@ -119,6 +120,28 @@ def test_a_pool_changes_no_bit_of_a_result_and_moves_less():
     chunk = 4 * TINY.head_dim * 4 // 64  # of FETCH_QUANTUM bytes each
     for counts in (plain, counters):
         np.testing.assert_array_equal(counts.fetched, chunk * (np.asarray(counts.selected) - np.asarray(counts.hits)))
+
+
+def test_a_pool_changes_no_bit_after_a_turn():
+    """A turn rebuilds the keys of 80 tokens at once, and a step those of 16. At rank 5, XLA rounds them differently."""
+    config = dataclasses.replace(TINY, num_layers=1, q_heads=1, kv_heads=1)
+    params, runs = init_params(config, seed=0, dtype="float32"), []
+    for pool in (0.0, 4.0):
+        policy = ShadowKV(5, 4, 16, 1, 1, extend_piece=5, pool=pool)
+        _, state = decode.prefill(params, PROMPT[:1], np.array([61]), policy, capacity=96, fetch="zero_copy")
+        _, state = decode.extend(params, random_tokens(1, 5), np.array([5]), state)
+        runs.append([])
+        for i in range(12):
+            out, state = decode.decode_step(params, STEPS[:1, i], state)
+            runs[-1].append(np.asarray(out))
+    np.testing.assert_array_equal(*runs)
+
+
+def test_a_pool_may_be_any_finite_number():
+    """It is at most as large as the number of chunks."""
+    for pool in (1e308, 10**400):
+        policy = ShadowKV(pool=pool).resolve(dataclasses.replace(TINY, context=4096), 4096)
+        assert policy.max_places(4096) == policy.max_chunks(4096)
 
 
 @pytest.mark.parametrize(
