@@ -249,7 +249,7 @@ class Planner:
         if serving.count > 1:
             return None
         sizes: dict[str, Any] = {"tokens": serving.context, "capacity": serving.capacity}
-        kinds: dict[str, Any] = {"dtype": serving.dtype, "fetch": serving.fetch}
+        kinds: dict[str, Any] = {"dtype": serving.dtype, "fetch": serving.fetch, "backend": "gpu"}
         one, two = (sum(prefill_peak(self.whole, policy, batch=rows, **sizes, **kinds).values()) for rows in (1, 2))
         return max(0, (self.gpu.memory_bytes - CONTEXT_RESERVE - one) // (two - one) + 1)
 
