@@ -16,7 +16,7 @@ from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import KEY_BLOCK, QUERY_BLOCK
-from jshadow.planner.prefill_pieces import pieces_of, rows_at_once, whole_or_pieces
+from jshadow.planner.prefill_pieces import most_rows, pieces_of, whole_or_pieces
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of, first_shared
 from jshadow.policies.costs import costs_of
@@ -203,7 +203,7 @@ def prefill_peak(
 
     Only "weights" and "state" grow with the number of layers, and only "piece" with prefill_chunk. The bound leaves out
     the logits, and the copies of weights that exist while they are loaded. On an NVIDIA GPU, exact attention takes the
-    whole prompt at once, but only of as many rows as `rows_at_once` says.
+    whole prompt at once, but of at most `most_rows` rows.
 
     Args:
         config: the model.
@@ -242,7 +242,7 @@ def prefill_peak(
     token = 2 * config.model_dim + 3 * queries + 3 * columns + 2 * config.ffn_dim
     tile = 3 * config.q_heads * QUERY_BLOCK * KEY_BLOCK
     sparse = sparse_attention.piece_bytes(config, batch, count * size, size) if sparse_attention else 0
-    ways, rows = set[bool](), rows_at_once(batch, size, prefill_chunk)
+    ways, rows = set[bool](), min(batch, most_rows(size, prefill_chunk))
     for spec in state.specs:
         exact = sparse_attention is None or (attention is not None and spec.sliding_window is not None)
         exact = exact and not spec.policy.reads.all_queries

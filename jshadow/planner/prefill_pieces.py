@@ -17,17 +17,22 @@ def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, 
     return count, -(-units // count) * multiple
 
 
-def rows_at_once(batch: int, size: int, prefill_chunk: int) -> int:
-    """Return how many of `batch` rows go through a layer at once if attention takes the whole prompt.
+def most_rows(size: int, prefill_chunk: int) -> int:
+    """Return the maximum number of rows that go through a layer at once if attention takes the whole prompt.
 
-    It is the largest divisor of `batch` with which a piece of all these rows has at most prefill_chunk tokens, or 1.
+    A piece of all these rows has at most prefill_chunk tokens, or it has one row.
 
     Args:
-        batch: number of rows.
         size: number of tokens that a piece has in each row.
         prefill_chunk: number of tokens that go through a layer at once.
     """
-    return max(rows for rows in range(1, batch + 1) if batch % rows == 0 and rows * size <= max(size, prefill_chunk))
+    return max(1, prefill_chunk // size)
+
+
+def rows_at_once(batch: int, size: int, prefill_chunk: int) -> int:
+    """Return the largest divisor of `batch` that is at most `most_rows`. So many rows go through a layer at once."""
+    most = most_rows(size, prefill_chunk)
+    return max(rows for rows in range(1, batch + 1) if batch % rows == 0 and rows <= most)
 
 
 def attends_whole(config: ModelConfig, dtype: Any, capability: tuple[int, int] | None) -> bool:
