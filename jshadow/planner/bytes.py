@@ -201,9 +201,9 @@ def prefill_peak(
 ) -> dict[str, int]:
     """Return an upper bound on the device bytes at the peak of a prefill, by part. The peak is in the last layer.
 
-    Only "weights" and "state" grow with the number of layers, and only "piece" with prefill_chunk. The bound leaves out
-    the logits, and the copies of weights that exist while they are loaded. On an NVIDIA GPU, exact attention takes the
-    whole prompt at once, but of at most `most_rows` rows.
+    Only "weights" and "state" grow with the number of layers. Only "piece" grows with prefill_chunk, and on an NVIDIA
+    GPU "attention" too if several short prompts fit into a piece. The bound leaves out the logits, and the copies of
+    weights that exist while they are loaded. It also leaves out the workspace of cuDNN.
 
     Args:
         config: the model.
@@ -223,7 +223,7 @@ def prefill_peak(
 
     Returns:
         {"weights", "hidden", "keys_values", "attention", "piece", "compress", "in_flight", "state"}. The peak is their
-        sum. "attention" has the queries and the output of the whole prompt.
+        sum. "attention" has the queries and the output of whole prompts, where one call computes their attention.
     """
     for name, value in (("tokens", tokens), ("prefill_chunk", prefill_chunk)):
         if value < 1:
