@@ -37,7 +37,7 @@ from jshadow.models.transformer import embed
 from jshadow.models.transformer import logits as model_logits
 from jshadow.ops.layout import fit_tokens
 from jshadow.ops.rope import inverse_frequencies
-from jshadow.planner.bytes import pieces_of
+from jshadow.planner.prefill_pieces import pieces_of
 from jshadow.policies import Policy
 from jshadow.policies.capabilities import Speculates, capability, first_shared
 from jshadow.policies.checks import reads_fitted
@@ -56,7 +56,7 @@ def run_job(job: PrefillJob) -> list[tuple[Any, KVState]]:
     layers: list[list[LayerState]] = []  # for each layer the state of each policy
     with one_blas_thread() as results:
         for index in range(config.num_layers):
-            plan = job.layer_plan(index, size)
+            plan = job.layer_plan(index, count, size)
             # NumPy computes the angles, so that they take no device memory between layers.
             inverse = inverse_frequencies(plan.kind.rope, config.head_dim, options.capacity)
             weights, learned = params.weights[f"layer_{index}"], of_layer(job.learned, index)

@@ -11,13 +11,15 @@ from jshadow.cache import host_memory
 from jshadow.cache.spec import CacheSpec
 from jshadow.engine.checks import check_capacity, check_logits, check_piece, check_policy, check_tokens
 from jshadow.engine.fetch_mode import fetch_for
+from jshadow.engine.layer_run import LayerPlan
 from jshadow.engine.placement import replicated_sharding
-from jshadow.engine.prefill_layer import LayerPlan
 from jshadow.engine.types import Fitted, Logits, Progress, Tokens
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
+from jshadow.ops.whole_attention import capability_here
 from jshadow.planner.bytes import cache_specs
 from jshadow.planner.machine import Batch
+from jshadow.planner.prefill_pieces import attends_whole, rows_at_once
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import attention_of
@@ -65,10 +67,11 @@ class PrefillJob:
     learned: Any
     options: PrefillOptions
 
-    def layer_plan(self, index: int, size: int) -> LayerPlan:
+    def layer_plan(self, index: int, count: int, size: int) -> LayerPlan:
         """Return the static arguments of `prefill_layer` for layer `index`.
 
-        The prompt is processed in pieces of `size` tokens.
+        The prompt is processed in `count` pieces of `size` tokens. On an NVIDIA GPU, cuDNN computes exact attention of
+        the whole prompt in one call. With several devices it does so only if the prompt is one piece.
         """
         config, policies = self.params.config, [plan[index].policy for plan in self.plans]
         kind = config.attention_kind(index)
@@ -77,9 +80,14 @@ class PrefillJob:
         else:
             attention = attention_of(policies[0])
         needs_all = any(policy.reads.all_queries for policy in policies)
-        return LayerPlan(
-            config, kind, needs_all, max(policy.reads.last_queries for policy in policies), size, attention
-        )
+        tail = max(policy.reads.last_queries for policy in policies)
+        plan = LayerPlan(config, kind, needs_all, tail, size, attention)
+        several, batch = self.everywhere is not None, len(self.lengths)
+        exact = attention is None and not needs_all and not (several and count > 1)
+        if not exact or not attends_whole(config, self.params.dtype, capability_here()):
+            return plan
+        rows = batch if several else rows_at_once(batch, size, self.options.prefill_chunk)
+        return dataclasses.replace(plan, whole="cudnn", rows=rows)
 
 
 def check_job(

@@ -16,6 +16,7 @@ from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import KEY_BLOCK, QUERY_BLOCK
+from jshadow.planner.prefill_pieces import most_rows, pieces_of, whole_or_pieces
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of, first_shared
 from jshadow.policies.costs import costs_of
@@ -184,17 +185,6 @@ def step_footprint(
     return {"bytes_moved": moved, "bytes_read": sum(device for step in steps for device, _ in step.values())}
 
 
-def pieces_of(tokens: int, prefill_chunk: int, multiple: int = 1) -> tuple[int, int]:
-    """Return the number of equal pieces that a prompt of `tokens` tokens is cut into, and the tokens of each piece.
-
-    The tokens of a piece are a multiple of `multiple`, and at most prefill_chunk unless `multiple` is larger. The last
-    piece may reach past the end of the prompt.
-    """
-    units = -(-tokens // multiple)
-    count = -(-units // max(prefill_chunk // multiple, 1))
-    return count, -(-units // count) * multiple
-
-
 def prefill_peak(
     config: ModelConfig,
     policy: Policy,
@@ -207,11 +197,13 @@ def prefill_peak(
     dtype: str = "bfloat16",
     fetch: str = "auto",
     attention: PrefillAttention | None = None,
+    backend: str | None = None,
 ) -> dict[str, int]:
     """Return an upper bound on the device bytes at the peak of a prefill, by part. The peak is in the last layer.
 
-    Only "weights" and "state" grow with the number of layers, and only "piece" with prefill_chunk. The bound leaves out
-    the logits, and the copies of weights that exist while they are loaded.
+    Only "weights" and "state" grow with the number of layers. Only "piece" grows with prefill_chunk, and on an NVIDIA
+    GPU "attention" too if several short prompts fit into a piece. The bound leaves out the logits, and the copies of
+    weights that exist while they are loaded. It also leaves out the workspace of cuDNN.
 
     Args:
         config: the model.
@@ -224,12 +216,14 @@ def prefill_peak(
         dtype: name of the dtype of weights, keys and values.
         fetch: fetch mode.
         attention: the sparse attention of the prompt. None: the policy's own attention, or exact attention.
+        backend: "gpu" for an NVIDIA GPU, or the name of another backend. None: that of this process.
 
     Raises:
         ConfigError: tokens or prefill_chunk is below 1, a pattern is for another model, or a setting is out of range.
 
     Returns:
-        {"weights", "hidden", "keys_values", "piece", "compress", "in_flight", "state"}. The peak is their sum.
+        {"weights", "hidden", "keys_values", "attention", "piece", "compress", "in_flight", "state"}. The peak is their
+        sum. "attention" has the queries and the output of whole prompts, where one call computes their attention.
     """
     for name, value in (("tokens", tokens), ("prefill_chunk", prefill_chunk)):
         if value < 1:
@@ -242,17 +236,26 @@ def prefill_peak(
     state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
     parts = state_nbytes(state)
     queries = config.q_heads * config.head_dim
-    # A piece holds a float32 tile of scores, its softmax weights and the running sums. For each token, it also holds
-    # the residual and the normalized input, the queries before and after RoPE and the attention's output, the keys
-    # before and after RoPE and the values, and the two halves of the MLP.
+    # For each token, a piece holds the residual and the normalized input, the queries before and after RoPE and the
+    # attention's output, the keys before and after RoPE and the values, and the two halves of the MLP. Attention in
+    # pieces also holds a float32 tile of scores, its softmax weights and the running sums.
+    token = 2 * config.model_dim + 3 * queries + 3 * columns + 2 * config.ffn_dim
     tile = 3 * config.q_heads * QUERY_BLOCK * KEY_BLOCK
     sparse = sparse_attention.piece_bytes(config, batch, count * size, size) if sparse_attention else 0
-    token = 2 * config.model_dim + 3 * queries + 3 * columns + 2 * config.ffn_dim
+    ways, rows = set[bool](), min(batch, most_rows(size, prefill_chunk))
+    for spec in state.specs:
+        exact = sparse_attention is None or (attention is not None and spec.sliding_window is not None)
+        exact = exact and not spec.policy.reads.all_queries
+        ways |= whole_or_pieces(config, dtype, backend) if exact else {False}
+    in_pieces = batch * (tile + size * token) * 4 + sparse if False in ways else 0
+    # The keys and values of some of the rows are copied.
+    whole = rows * count * size * (2 * queries + (2 * columns if rows < batch else 0)) * item if True in ways else 0
     return {
         "weights": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config))) * item,
         "hidden": batch * count * size * config.model_dim * item,
         "keys_values": 3 * batch * count * size * columns * item,  # keys before and after RoPE, values
-        "piece": batch * (tile + size * token) * 4 + sparse,
+        "attention": whole,
+        "piece": max(in_pieces, rows * size * token * 4),
         "compress": max(costs_of(spec.policy).compress_bytes(spec, count * size) for spec in state.specs),
         "in_flight": batch * capacity * columns * item if parts.get("host rows", (0, 0))[1] else 0,
         "state": sum(device for device, _ in parts.values()),

@@ -20,10 +20,11 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
-from jshadow.planner.bytes import abstract_of, cache_specs, on_backend, prefill_peak
+from jshadow.planner.bytes import abstract_of, cache_specs, on_backend
 from jshadow.planner.fetch_choice import ModeFigures, choose_fetch, kernel_refusal, offloads
 from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan, Serving, StepBound, step_bound
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, Gpu
+from jshadow.planner.prefill_batch import largest_prefill
 from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
 from jshadow.policies.costs import costs_of, rows_of
@@ -241,17 +242,10 @@ class Planner:
         }
 
     def prefill_batch(self, policy: Policy) -> int | None:
-        """Return how many rows can be prefilled in one call, or None for several GPUs.
-
-        It is extrapolated from the bytes of a prefill of one row and of two rows.
-        """
-        serving = self.serving
-        if serving.count > 1:
+        """Return how many rows can be prefilled in one call, or None for several GPUs."""
+        if self.serving.count > 1:
             return None
-        sizes: dict[str, Any] = {"tokens": serving.context, "capacity": serving.capacity}
-        kinds: dict[str, Any] = {"dtype": serving.dtype, "fetch": serving.fetch}
-        one, two = (sum(prefill_peak(self.whole, policy, batch=rows, **sizes, **kinds).values()) for rows in (1, 2))
-        return max(0, (self.gpu.memory_bytes - CONTEXT_RESERVE - one) // (two - one) + 1)
+        return largest_prefill(self.whole, policy, self.serving, self.gpu.memory_bytes - CONTEXT_RESERVE)
 
     def repeats(self, specs: Sequence[CacheSpec]) -> float:
         """Return the share of the selected units that are on the device already, in [0, 1]."""

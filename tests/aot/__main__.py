@@ -19,7 +19,7 @@ os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
 from aot import programs
 from aot.compiler import Program, compile_for
 from aot.machine_code import tools_folder
-from aot.programs import Task
+from aot.programs import ReadLayer, Task
 from aot.step_limits import faults_of
 from aot.step_table import SETTINGS, StepTable, step_table
 from aot.targets import HOST_MEMORY, TARGETS
@@ -58,6 +58,22 @@ def used(program: Program) -> int:
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + max(0, fresh)
 
 
+def read_faults(read: ReadLayer, program: Program) -> Iterator[str]:
+    """Yield one line for each check that the program of a layer of a prefill fails."""
+    everything = program.everything()
+    attentions = sum(i.operation == "custom-call" and "__cudnn$fmha" in i.line for i in everything)
+    loops = sum(i.operation == "while" for i in everything)
+    if (attentions, loops) != (1, read.loops):
+        yield f"{attentions} calls of cuDNN's attention and {loops} loops, not 1 and {read.loops}"
+    if program.text.count("known_trip_count") != loops:
+        yield "the host tests whether a loop goes on"
+    products = sum(i.result_numbers for i in everything if i.operation == "dot")
+    if products != read.products:
+        yield f"matrix products with {products:,} results, not {read.products:,}"
+    if program.memory.temp_size_in_bytes > read.temporaries:
+        yield f"temporaries {program.memory.temp_size_in_bytes:,} exceed prefill_peak's {read.temporaries:,}"
+
+
 def faults(task: Task, program: Program) -> Iterator[str]:
     """Yield one line for each check that a program fails."""
     memory, target = program.memory, TARGETS[task.gpu]
@@ -72,6 +88,8 @@ def faults(task: Task, program: Program) -> Iterator[str]:
         yield f"a kernel keeps {program.local_bytes()} bytes a thread in local memory"
     if task.kernel and "__gpu$xla.gpu.triton" not in program.text:
         yield "no kernel of ours in it"
+    if task.read is not None:
+        yield from read_faults(task.read, program)
     if task.state is not None:
         device, host = programs.planned(task)
         counters = sum(programs.size(part) for part in (task.state.lengths, task.state.last, task.state.counters))

@@ -2,25 +2,28 @@
 
 The devices of a topology have no memory kinds. So the function is lowered for the platform "cuda" with the shardings of
 one CPU device, which has pinned host memory too. XLA's CUDA compiler then compiles the module. This needs the wheel
-jax-cuda12-pjrt (jax 0.10) or jax-cuda13-pjrt (jax 0.11 and later), and two private calls of JAX. Only this folder makes
-such calls.
+jax-cuda12-pjrt (jax 0.10) or jax-cuda13-pjrt (jax 0.11 and later), two private calls of JAX, and a private module of
+JAX, from which the GPU's properties are read. Only this folder uses such parts of JAX.
 """
 
+import contextlib
 import functools
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo as cudnn_attention
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib import _jax
 from kernel_lowering import device_named
 
-from aot.targets import TARGETS
+from aot.targets import TARGETS, VERSIONS
 from jshadow.cache.records import HostArray
 from jshadow.engine.step import COMPILER_OPTIONS
 
@@ -62,10 +65,20 @@ class Instruction(NamedTuple):
         """Number of bytes of the largest array in the result."""
         return max((shape_bytes(match) for match in SHAPE.finditer(self.result)), default=0)
 
+    @property
+    def result_numbers(self) -> int:
+        """How many numbers the largest array in the result has."""
+        return max((shape_numbers(match) for match in SHAPE.finditer(self.result)), default=0)
+
 
 def shape_bytes(match: re.Match) -> int:
     """Return the bytes of an array type such as bf16[8,128]."""
-    return SIZES[match[1]] * int(np.prod([int(n) for n in match[2].split(",") if n], dtype=np.int64))
+    return SIZES[match[1]] * shape_numbers(match)
+
+
+def shape_numbers(match: re.Match) -> int:
+    """Return how many numbers an array type such as bf16[8,128] has."""
+    return int(np.prod([int(n) for n in match[2].split(",") if n], dtype=np.int64))
 
 
 class Program(NamedTuple):
@@ -153,11 +166,27 @@ def place(tree: Any, memory: str = "device") -> Any:
     return jax.tree.map(one, tree, is_leaf=lambda leaf: isinstance(leaf, HostArray))
 
 
+@contextlib.contextmanager
+def with_cudnn(capability: tuple[int, ...]) -> Iterator[None]:
+    """Return a context in which JAX takes cuDNN to be installed, and the GPU to have this compute capability."""
+
+    def number(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    major, minor, patch = number(VERSIONS["dnn"])
+    with (
+        mock.patch.object(cudnn_attention, "check_cudnn_version", return_value=10_000 * major + 100 * minor + patch),
+        mock.patch.object(cudnn_attention, "check_compute_capability", lambda least: capability >= number(least)),
+        mock.patch.object(cudnn_attention, "is_cuda_compute_capability_equal", lambda one: capability == number(one)),
+    ):
+        yield
+
+
 def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...] = ()) -> Program:
     """Compile function(*args) for one of TARGETS. The args are trees from `place`."""
     topology = topologies.get_topology_desc(platform="cuda", target_config=TARGETS[gpu].text(), topology="1x1x1")
     jitted = jax.jit(function, donate_argnums=donate, keep_unused=True)
-    with device_named(TARGETS[gpu].name):
+    with device_named(TARGETS[gpu].name), with_cudnn(TARGETS[gpu].capability[:2]):
         traced = jitted.trace(*args)
         lowered = traced.lower(lowering_platforms=("cuda",))
     with tempfile.TemporaryDirectory() as dump:

@@ -14,12 +14,14 @@ from aot.compiler import place
 from aot.models import LLAMA, ONE_LAYER
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.state import KVState
-from jshadow.engine.prefill_layer import LayerPlan, prefill_layer
+from jshadow.engine.layer_run import LayerPlan
+from jshadow.engine.prefill_layer import prefill_layer
 from jshadow.engine.step import step_writes
-from jshadow.models.config import ModelConfig
+from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.packing import Scaled
-from jshadow.planner.bytes import abstract_of, abstract_state, cache_specs, on_backend
+from jshadow.planner.bytes import abstract_of, abstract_state, cache_specs, on_backend, prefill_peak
+from jshadow.planner.prefill_pieces import pieces_of, rows_at_once
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.settings import with_settings
 from jshadow.policies.shadowkv import Landmarks, TransformCode, Values
@@ -31,6 +33,20 @@ PACKED = ShadowKV.packed()
 # The keys have the bits of the default rank, but more columns. Each landmark covers two tokens, and every query reads
 # all landmarks.
 ONE_LEVEL = ShadowKV(keys=TransformCode(), landmarks=Landmarks(tokens=2, dtype="int4"), values=Values(dtype="int4"))
+
+
+class ReadLayer(NamedTuple):
+    """What a program of one layer of a prefill may contain.
+
+    Attributes:
+        loops: number of loops.
+        temporaries: maximum bytes of temporary arrays.
+        products: number of results of all matrix products in one run of each loop's body.
+    """
+
+    loops: int
+    temporaries: int
+    products: int
 
 
 class Task(NamedTuple):
@@ -47,6 +63,7 @@ class Task(NamedTuple):
         fetches: number of layers that fetch with "device_put".
         resident: bytes of a layer's selected keys and values if they are fetched with "zero_copy", else None.
         kernel: whether the program is a single kernel of pallas_kernels.
+        read: the limits of a layer of a prefill, or None for another program.
     """
 
     name: str
@@ -59,6 +76,7 @@ class Task(NamedTuple):
     fetches: int = 0
     resident: int | None = None
     kernel: bool = False
+    read: ReadLayer | None = None
 
 
 def size(tree: Any) -> int:
@@ -101,20 +119,23 @@ def step_task(name: str, gpu: str, config: ModelConfig, policy: Policy, batch: i
     )
 
 
-def prefill_task(gpu: str, tokens: int) -> Task:
-    """Return the program of one layer of a prefill in pieces of 2,048 tokens."""
-    weights = weights_of(LLAMA)["layer_0"]
-    x, lengths = Shape((1, tokens, LLAMA.model_dim), DTYPE), Shape((1,), jnp.int32)
-    inverse = Shape((LLAMA.head_dim // 2,), jnp.float32)
-    plan = LayerPlan(LLAMA, LLAMA.attention_kind(0), needs_all=False, q_tail=0, size=2048)
+def prefill_task(gpu: str, batch: int, tokens: int, window: int | None = None) -> Task:
+    """Return the program of one layer of a prefill in pieces of 2,048 tokens, in which cuDNN computes attention."""
+    c, (count, piece) = LLAMA, pieces_of(tokens, 2048)
+    weights = weights_of(c)["layer_0"]
+    x, lengths = Shape((batch, count * piece, c.model_dim), DTYPE), Shape((batch,), jnp.int32)
+    inverse, kind = Shape((c.head_dim // 2,), jnp.float32), AttentionKind(c.rope, window)
+    rows = rows_at_once(batch, piece, 2048)
+    plan = LayerPlan(c, kind, needs_all=False, q_tail=64, size=piece, whole="cudnn", rows=rows)
     layer = functools.partial(prefill_layer.__wrapped__, plan=plan)
-    return Task(
-        f"prefill layer, pieces of 2,048, {tokens:,}",
-        gpu,
-        layer,
-        tuple(map(place, (weights, x, lengths, inverse))),
-        (1,),
-    )
+    sizes: dict[str, Any] = {"batch": batch, "tokens": tokens, "capacity": tokens + 64}
+    peak = prefill_peak(c, ShadowKV(), **sizes, fetch="device_put", backend="gpu")
+    # q, k, v and o, then the three products of the MLP.
+    columns = c.q_heads * c.head_dim + 2 * c.key_columns + c.model_dim + 2 * c.ffn_dim + c.model_dim
+    read = ReadLayer(2 * (count > 1) + (rows < batch), peak["attention"] + peak["piece"], rows * piece * columns)
+    told = "" if window is None else f", window {window:,}"
+    arguments = tuple(map(place, (weights, x, lengths, inverse)))
+    return Task(f"prefill layer, {batch} x {tokens:,}{told}", gpu, layer, arguments, (1,), read=read)
 
 
 def fetch(values: HostRows, keys: ChosenKeys, cache: Any, places: Any, missed: Any) -> Any:
@@ -210,7 +231,9 @@ def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
         yield step_task("decode layer, one level", gpu, ONE_LAYER, ONE_LEVEL, 8, 131_072, fetch)
         twice = with_settings(PACKED, {"choice.rounds": 2})
         yield step_task("decode layer, two rounds", gpu, ONE_LAYER, twice, 8, 131_072, fetch)
-    yield prefill_task(gpu, 122_880)
+    for batch, tokens in ((1, 122_880), (4, 122_880), (4, 2_048)):
+        yield prefill_task(gpu, batch, tokens)
+    yield prefill_task(gpu, 1, 122_880, window=4096)
     yield step_task("Llama-3.1-8B, full", gpu, LLAMA, Full(), full_batch, 122_880, "resident")
     for fetch in ("device_put", "zero_copy"):
         yield step_task("Llama-3.1-8B, shadowkv", gpu, LLAMA, ShadowKV(), 24, 122_880, fetch)

@@ -17,11 +17,13 @@ import jshadow
 from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import PromptKV
 from jshadow.engine import decode
-from jshadow.engine.prefill_layer import LayerPlan, compress_layer, prefill_layer
+from jshadow.engine.layer_run import LayerPlan
+from jshadow.engine.prefill_layer import compress_layer, prefill_layer
 from jshadow.errors import ConfigError
 from jshadow.evaluation.laws import turns
 from jshadow.ops.attention import Piece, attend, causal_attention
-from jshadow.planner.bytes import abstract_state, cache_specs, pieces_of, prefill_peak
+from jshadow.planner.bytes import abstract_state, cache_specs, prefill_peak
+from jshadow.planner.prefill_pieces import pieces_of
 from jshadow.policies import Full, ShadowKV, ShadowKVPlus
 from jshadow.weights.params import init_params
 

@@ -14,12 +14,14 @@ from tiny_text import byte_tokenizer
 import jshadow
 from jshadow import AShape, BlockSparse, ShadowKV, VerticalSlash
 from jshadow.cli.main import main
-from jshadow.engine.prefill_layer import LayerPlan, prefill_layer
+from jshadow.engine.layer_run import LayerPlan
+from jshadow.engine.prefill_layer import prefill_layer
 from jshadow.engine.sparse_prefill import load_pattern
 from jshadow.engine.sparse_prefill.lines import HeadSizes
 from jshadow.errors import ConfigError
 from jshadow.evaluation.runner import evaluate
-from jshadow.planner.bytes import pieces_of, prefill_peak
+from jshadow.planner.bytes import prefill_peak
+from jshadow.planner.prefill_pieces import pieces_of
 from jshadow.policies import Full
 from jshadow.weights.params import init_params
 

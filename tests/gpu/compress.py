@@ -15,8 +15,10 @@ from gpu.runner import Task, attempt, brief
 from gpu.sizes import Sizes
 from gpu.synthetic import drawn, free, on_device
 from gpu.timing import build, series
-from jshadow.engine.prefill_layer import piece_attention, put
-from jshadow.planner.bytes import pieces_of
+from jshadow.engine.layer_run import put
+from jshadow.ops.attention import causal_attention
+from jshadow.ops.whole_attention import whole_attention
+from jshadow.planner.prefill_pieces import pieces_of
 from jshadow.policies.shadowkv.key_codecs.lowrank import key_factors
 
 PIECE = 2048  # tokens of a piece of a prompt, as in `prefill`
@@ -31,14 +33,14 @@ def arrays(sizes: Sizes, tokens: int) -> tuple[Any, Any, Any]:
 
 
 def in_pieces(q: Any, k: Any, v: Any) -> Any:
-    """Compute causal attention piece by piece, as a prefill does."""
+    """Compute causal attention piece by piece, as a prefill does where it does not use cuDNN."""
     count, size = pieces_of(q.shape[1], PIECE)
 
     scale = q.shape[-1] ** -0.5
 
     def one(index: Any, done: Any) -> Any:
         rows = lax.dynamic_slice_in_dim(q, index * size, size, axis=1)
-        return put(done, piece_attention(rows, k, v, index * size, False, scale=scale)[0], index * size)
+        return put(done, causal_attention(rows, k, v, scale, index * size)[0], index * size)
 
     return lax.fori_loop(0, count, one, jnp.zeros_like(q))
 
@@ -68,7 +70,7 @@ def measured(sizes: Sizes, capacity: int) -> dict[str, Any]:
         if jax.default_backend() == "gpu":
             ways["fused_attention_seconds"] = lambda: seconds(
                 repeats,
-                lambda q, k, v: piece_attention(q, k, v, jnp.int32(0), False, scale=q.shape[-1] ** -0.5)[0],
+                lambda q, k, v: whole_attention(q, k, v, q.shape[-1] ** -0.5, None, "cudnn"),
                 q,
                 k,
                 v,

@@ -10,13 +10,11 @@ import jax
 import numpy as np
 import pytest
 from cases import ALL, CAPACITY, LENGTHS, OFFLOADED, PROMPT, SMALL, run_steps
-from family_cases import BASE, FAMILY_CASES
+from family_cases import ONE_OF_EACH, family_config
 
 import jshadow
 from jshadow.cache.accounting import leaf_bytes, state_nbytes
 from jshadow.engine import decode
-from jshadow.models.config import ModelConfig
-from jshadow.models.registry import family_of
 from jshadow.planner.bytes import abstract_state
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.sliding_window import SlidingWindow
@@ -26,22 +24,12 @@ from jshadow.weights.params import Params, init_params
 TURN = np.random.default_rng(5).integers(3, 97, (len(LENGTHS), 20), dtype=np.int32)
 NEW = np.array([20, 7, 0])
 POLICIES = {"full": Full(), "shadowkv": ShadowKV(rank=8, budget=16, **SMALL)}
-# One of each family, and of each thing that a layer's attention may do with rotation and reach.
-NAMES = ("llama_yarn", "mistral_sliding", "qwen2", "qwen3", "phi3_partial_longrope", "glm", "glm4", "gemma3", "smollm3")
-families = pytest.mark.parametrize("name", NAMES)
+families = pytest.mark.parametrize("name", ONE_OF_EACH)
 # Full attention on the family with every kind of layer.
 cases = pytest.mark.parametrize(
     ("name", "policy"),
-    [(name, "shadowkv") for name in NAMES] + [(name, "full") for name in (NAMES if ALL else ["gemma3"])],
+    [(name, "shadowkv") for name in ONE_OF_EACH] + [(name, "full") for name in (ONE_OF_EACH if ALL else ["gemma3"])],
 )
-
-
-@functools.cache
-def family_config(name: str) -> ModelConfig:
-    """The config of a case, read without transformers."""
-    model_type, settings = FAMILY_CASES[name]
-    hf = {"model_type": model_type, "rms_norm_eps": 1e-6} | BASE | settings
-    return family_of(hf).config_from_hf(hf)
 
 
 @functools.cache

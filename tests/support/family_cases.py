@@ -1,6 +1,10 @@
 """Tiny members of every family, as transformers' own configs: what parity, conversion and the laws are tried on."""
 
+import functools
 from typing import Any
+
+from jshadow.models.config import ModelConfig
+from jshadow.models.registry import family_of
 
 BASE: dict[str, Any] = {
     "vocab_size": 97,
@@ -121,6 +125,28 @@ FAMILY_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
     "smollm3_yarn": ("smollm3", original(YARN) | {"no_rope_layers": [1, 0, 1]}),
 }
+
+
+# One of each family, and of each thing that a layer's attention may do with rotation and reach.
+ONE_OF_EACH = (
+    "llama_yarn",
+    "mistral_sliding",
+    "qwen2",
+    "qwen3",
+    "phi3_partial_longrope",
+    "glm",
+    "glm4",
+    "gemma3",
+    "smollm3",
+)
+
+
+@functools.cache
+def family_config(name: str) -> ModelConfig:
+    """The config of a case, read without transformers."""
+    model_type, settings = FAMILY_CASES[name]
+    hf = {"model_type": model_type, "rms_norm_eps": 1e-6} | BASE | settings
+    return family_of(hf).config_from_hf(hf)
 
 
 def transformers_config(name: str, **more: Any) -> Any:
