@@ -216,7 +216,7 @@ def packed_tasks(gpu: str, told: str, policy: ShadowKV, batch: int = 2, capacity
     kept = (array(heads, count, width),) * 2
     resident = 2 * batch * heads * count * width * 2
     yield Task(
-        f"fetch_reconstruct, {told}", gpu, fetch, (values, keys, kept, ids), (2,), resident=resident, kernel=True
+        f"fetch_reconstruct, {told}", gpu, fetch, (values, keys, kept, ids, ids), (2,), resident=resident, kernel=True
     )
 
 
