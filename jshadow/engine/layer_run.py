@@ -37,8 +37,8 @@ class LayerPlan:
         size: number of tokens in a piece. It divides the width of the padded prompt.
         attention: the attention that replaces exact attention, or None.
         whole: None, or what computes exact attention in one call over the whole prompt, after the projections of all
-            pieces. It needs neither `attention` nor `needs_all`.
-        rows: number of rows that are read at once. Only with `whole`. It divides the number of rows. None means all.
+            pieces. It must be None with `attention` or `needs_all`.
+        rows: number of rows that are read at once, a divisor of the batch size. Used only with `whole`. None means all.
     """
 
     config: ModelConfig
@@ -109,7 +109,8 @@ class LayerRun:
     def block(self, first: Array, x: Array, cache: Callable[[Heads], tuple[Array, Any]]) -> tuple[Array, Any]:
         """Apply the block to the piece of the hidden states x [B, S, D] that begins at token `first`.
 
-        Return the output [R, P, D], and the second result of `cache`.
+        `cache` gets the piece's heads, and returns the attention's output and another value. Return the output of the
+        block [R, P, D], and this other value.
         """
         plan = self.plan
         piece = lax.dynamic_slice(x, (self.row, first, 0), (len(self.lengths), plan.size, x.shape[-1]))
@@ -151,7 +152,7 @@ class LayerRun:
             prompt: the keys and values of the batch.
 
         Returns:
-            x and the prompt, in which these rows are done.
+            x and the prompt, in which these rows have the results of the block.
         """
         plan, config, tokens = self.plan, self.plan.config, x.shape[1]
         assert plan.whole is not None
@@ -187,9 +188,9 @@ def tail_queries(tail: Array, q: Array, lengths: Array, first: Array) -> Array:
     """Return `tail` with those of each row's last w real queries that are in this piece.
 
     Args:
-        tail: the last queries that earlier pieces had [B, w, h_q, d].
-        q: the piece's queries [B, P, h_q, d].
-        lengths: number of real tokens of each row, int32 [B].
+        tail: the last queries that earlier pieces had [R, w, h_q, d].
+        q: the piece's queries [R, P, h_q, d].
+        lengths: number of real tokens of each row, int32 [R].
         first: position of the piece's first token.
     """
     w = tail.shape[1]

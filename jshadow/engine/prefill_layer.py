@@ -25,9 +25,10 @@ def prefill_layer(
     """Apply one block to the prompt, piece after piece.
 
     The hidden states and the layer's keys and values are written in place. Later pieces attend to these keys and
-    values. All other arrays have at most the size of a piece. With `plan.whole`, the attention of the whole prompt is
-    computed between the projections of all pieces and the rest of the block. This also needs the queries and the
-    attention's output of the whole prompt, of the rows that are read at once.
+    values. All other arrays have at most the size of a piece, with these exceptions. With `plan.needs_all`, the queries
+    and log-sum-exps of the whole prompt are kept. With `plan.whole`, all pieces are projected first. Then the attention
+    of the whole prompt is computed, and then the rest of the block in pieces. This needs the queries and the
+    attention's output of the whole prompt, for the rows that are read at once.
 
     Args:
         weights: the weights of this layer.

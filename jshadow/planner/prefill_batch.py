@@ -33,8 +33,8 @@ def largest_prefill(config: ModelConfig, policy: Policy, serving: Serving, room:
         )
         return sum(parts.values())
 
-    # Up to `group` rows go through a layer at once. Each further row takes equal bytes among these rows, and equal
-    # bytes among more rows. So two peaks tell all others of a range.
+    # Up to `group` rows go through a layer at once. In each of the two ranges, up to `group` rows and above, every
+    # further row adds the same number of bytes. So two peaks of a range give all others.
     group = most_rows(pieces_of(serving.context, PREFILL_CHUNK)[1], PREFILL_CHUNK)
     for first, last in ((group + 1, None), (1, group)):
         one, two = peak(first), peak(first + 1)

@@ -1,10 +1,14 @@
 """The Triton kernel that rebuilds keys and reads the values directly from pinned host memory (zero copy).
 
 XLA passes an operand in pinned host memory to a kernel without a copy. With unified addressing, the kernel's loads from
-it cross the bus. If all programs run at once, each issues these loads first, so that they run while it gathers,
-multiplies and rotates the keys. Otherwise the programs that run keep the bus busy for each other. Each then stores the
-values before it starts with the keys, so that the keys get the registers. Packed rows cross the bus as they are, and
-are unpacked just before they are stored.
+it cross the bus. There are two orders of work:
+
+- If all programs run at once, each program first issues the loads of its values. The loads run while the program
+  gathers, multiplies and rotates the keys. Then it stores the values.
+- If there are more programs, some are loading values while others work on keys, so the bus stays busy. Each program
+  stores its values before it starts with the keys. So the keys can use all registers.
+
+Packed rows cross the bus as they are, and are unpacked just before they are stored.
 
 The grid is (blocks of tokens, KV heads, batch), where the tokens are the k * c tokens of the selected chunks. If some
 chunks are kept on the device, the tokens of the others come first, and the programs after them return at once.

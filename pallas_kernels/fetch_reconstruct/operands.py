@@ -67,7 +67,7 @@ class KeptRows(NamedTuple):
         keys: [B, h_kv, P, c * d], in the dtype of the rebuilt keys.
         places: int32 [B, h_kv, k], the place of each of the k selected chunks. Those of missed chunks are distinct.
         missed: int32 [B, h_kv, k], the indices of the selected chunks that are fetched and rebuilt, in rising order,
-            and then k. All places of other chunks stay as they are.
+            and then k. All other places stay as they are.
     """
 
     values: jax.Array

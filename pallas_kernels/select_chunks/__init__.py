@@ -38,7 +38,7 @@ def select_chunks(
     A row that is not asked chooses nothing. Its cache and its ages do not change.
 
     Example for one row and head: scores [.1, .4, -1, .3, .2], count 2 and resident [3, 4] give ids [1, 3], places
-    [1, 0] and missed [0]. Chunk 3 keeps its place, and chunk 1 gets the place of chunk 4.
+    [1, 0] and missed [0, 2]. Chunk 3 keeps its place, and chunk 1 gets the place of chunk 4.
 
     Args:
         scores: float32 [B, h, n], one for each candidate. A candidate with a score below 0 is never chosen.

@@ -4,9 +4,9 @@
    is chosen. The program stores these bits as words of 32, and the number of chosen scores before each word.
 2. `listed`: lane j of k lanes finds the j-th chosen chunk, by a search over these numbers.
 3. `looked_up`, or `searched` if the candidates have numbers: lane p of P lanes finds out whether the chunk in place p
-   of the cache is chosen, and as which one.
-4. `chosen_places`: the same lanes choose the places that are freed, and number them. They store which chosen chunks
-   have a place, and the list of the freed places.
+   of the cache is chosen, and its index among the chosen chunks.
+4. `chosen_places`: the same lanes choose the places that are freed, and number them. They store the place of each
+   chosen chunk that has one, and the list of the freed places.
 5. Lane j takes the place of its chunk, or the next freed place.
 
 The threads exchange their numbers in memory between these steps.
@@ -181,7 +181,7 @@ def chosen_places(free, age, wanted):  # type: ignore[no-untyped-def]
         wanted: how many places to choose, int32.
 
     Returns:
-        Which places are chosen, and 1, 2, ... of each of them.
+        Which places are chosen, bool, and their numbers 1, 2, ... in rising order, int32.
     """
     above, equal, left = jnp.zeros_like(free), free, wanted
     if age is not None:

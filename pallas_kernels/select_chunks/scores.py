@@ -69,9 +69,9 @@ def best_of(planes: list[Words], count: int) -> tuple[Words, Words, jax.Array]:
         count: how many keys to find.
 
     Returns:
-        For each word, whose bits stand for keys, which keys are larger than the last of the `count` largest, and which
-        equal it. The third result is how many of the equal keys are taken, int32. If there are fewer keys that are not
-        negative, it is larger than the number of equal keys.
+        Two lists of words, in which each bit stands for a key. The first says which keys are larger than the smallest
+        of the `count` largest keys. The second says which keys equal it. The third result is how many of the equal
+        keys are taken, int32. If fewer than `count` keys are not negative, it is larger than the number of equal keys.
     """
     above = [jnp.zeros_like(plane[0]) for plane in planes]
     equal = [~plane[SCORE_BITS] for plane in planes]

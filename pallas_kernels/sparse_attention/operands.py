@@ -17,8 +17,8 @@ class Piece(NamedTuple):
             [B, h_kv, P, c * d] with `places`: each of the P places holds the rows of a chunk of c tokens.
         v: values, in the shape of the keys.
         valid: which rows each query may see. The axes B, h_kv and T may have size 1. Either bool [B, h_kv, T, m], where
-            m divides N and each flag stands for N / m neighboring rows. Or int32 [B, h_kv, T, 1], the number of rows
-            from the first. With `places` this is the number of list entries from the first.
+            m divides N and each flag stands for N / m neighboring rows. Or int32 [B, h_kv, T, 1], a number x: the query
+            may see the first x rows. With `places` it may see the rows of the first x entries of the list.
         places: None, or int32 [B, h_kv, L], a list of places. The piece then has N = L * c rows: row n is row n % c of
             place places[n // c]. An entry that no query may see can hold any number. The others are at least 0 and
             less than P.

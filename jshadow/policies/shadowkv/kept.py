@@ -60,8 +60,9 @@ def choose(candidates: Finalists, asked: Array, count: int, resident: Array, age
     """Choose the `count` best finalists of each query, and note them in the cache.
 
     Args:
-        candidates: the finalists. Their ids rise.
-        asked: which queries select, bool [B, Q], the first ones of each row. A row without them changes nothing.
+        candidates: the finalists, which are the chunks of which the best are chosen. Their ids rise.
+        asked: which queries select, bool [B, Q]. In each row these queries come first. A row in which no query selects
+            leaves the cache as it is.
         count: number of chunks to choose for each query.
         resident, ages: the cache, as in `ShadowLive`.
     """

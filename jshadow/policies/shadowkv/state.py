@@ -1,15 +1,16 @@
 """The state of ShadowKV and ShadowKV+ in one layer.
 
 Example for `ShadowFrozen` and `ShadowLive`: B = 1, 2 KV heads of width 64, chunks of c = 8 tokens, rank 16, one outlier
-chunk, 4 local chunks, and a capacity of 56 tokens. The capacity has 56 / 8 - 4 = 3 chunks, so n = 3. A prompt of 50
-tokens has 6 whole chunks, of which the last 4 stay in the window. So chunks is [2], and the window begins at token 16.
+chunk, 4 local chunks, and a capacity of 56 tokens. At most 56 / 8 - 4 = 3 chunks are outside the window, so n = 3. A
+prompt of 50 tokens has 6 whole chunks, of which the last 4 stay in the window. So chunks is [2], and the window begins
+at token 16.
 
     left        [1, 3, 128]     the 8 left rows of a chunk, 16 numbers each; the third chunk is unused
     right       [1, 2, 16, 64]  rebuilds the keys of all chunks
     landmarks   [1, 2, 3, 64]   one mean key for each chunk
     outliers    [1, 2, 8, 64]   head 0 keeps chunk 0 exactly, and head 1 keeps chunk 1
     candidates  [[[False, True, False], [True, False, False]]]
-    resident    [[[1, -1], [0, -1]]]   a cache of P = 2 chunks, of which each head has one
+    resident    [[[1, -1], [0, -1]]]   a cache with P = 2 places; each head has one chunk in it
 """
 
 import dataclasses
