@@ -18,7 +18,7 @@ from jshadow.cache.records import Fetched, HostTier, LayerState, Selection, Step
 from jshadow.engine.step import AllLayers, step_layer
 from jshadow.evaluation.speed.layer import Shape, random_step
 from jshadow.ops.attention import attend
-from jshadow.policies.shadowkv.policy import own_piece
+from jshadow.policies.shadowkv.kept import own_piece
 
 CALLS = 8
 # The codes, and the fetch modes in which their stages are measured.
@@ -84,14 +84,13 @@ class Stages:
         ids = jnp.broadcast_to(selection.ids, (self.batch, layout.heads, selection.ids.shape[2]))
         plain = selection.replace(kept=None)
         modes = {fetch: functools.partial(self.fetched, in_mode(spec, fetch)) for fetch in FETCHES[self.code]}
-        fetched: Fetched = jax.jit(modes[spec.fetch])(layer.host, plain)
+        fetched: Fetched = jax.jit(modes[spec.fetch])(layer.host, selection)
 
         def gather(tier: HostTier, ids: Any) -> Any:
             return offload.gather(tier, ids, (layout.units, layout.tail_units))
 
         def attention(layer: LayerState, step: StepKV, fetched: Fetched) -> Any:
-            assert fetched.k is not None
-            pieces = [*policy.exact_pieces(spec, layer, step), own_piece(fetched.k, fetched, 1)]
+            pieces = [*policy.exact_pieces(spec, layer, step), own_piece(fetched, 1, spec.head_dim)]
             return attend(step.q_post, pieces, spec.scale)
 
         return {
