@@ -12,6 +12,7 @@ that the query of the previous step would have fetched.
 import argparse
 import dataclasses
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from rich.table import Table
 
 import jshadow
 from jshadow.cache.accounting import FETCH_QUANTUM
+from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.evaluation.metrics import mean_stderr
 from jshadow.evaluation.plan import plan_tasks
@@ -168,17 +170,21 @@ def divergences(
 # Hits of a cache of recent chunks, and of the previous query
 
 
-def selections(params: Any, tokens: np.ndarray, policy: ShadowKV, steps: int) -> list[np.ndarray]:
-    """Return the chunks that each of the last `steps` tokens selects, int [layers, h_kv, k], with -1 as padding."""
+def decoded(params: Any, tokens: np.ndarray, policy: ShadowKV, steps: int, fetch: str) -> Iterator[KVState]:
+    """Prefill all but the last `steps` tokens. Yield the state after each of these tokens."""
     prompt = len(tokens) - steps
     _, state = decode.prefill(
-        params, tokens[None, :prompt], np.array([prompt], np.int32), policy, capacity=len(tokens), fetch="resident"
+        params, tokens[None, :prompt], np.array([prompt], np.int32), policy, capacity=len(tokens), fetch=fetch
     )
-    held = []
     for token in tokens[prompt:]:
         _, state = decode.decode_step(params, np.array([token], np.int32), state)
-        held.append(np.stack([np.asarray(layer.live.resident[0]) for layer in state.layers]))
-    return held
+        yield state
+
+
+def selections(params: Any, tokens: np.ndarray, policy: ShadowKV, steps: int) -> list[np.ndarray]:
+    """Return the chunks that each of the last `steps` tokens selects, int [layers, h_kv, k], with -1 as padding."""
+    states = decoded(params, tokens, policy, steps, "resident")
+    return [np.stack([np.asarray(layer.live.resident[0]) for layer in state.layers]) for state in states]
 
 
 def pooled(params: Any, tokens: np.ndarray, policy: ShadowKV, steps: int) -> tuple[float, float]:
@@ -187,14 +193,10 @@ def pooled(params: Any, tokens: np.ndarray, policy: ShadowKV, steps: int) -> tup
     Returns:
         The share of selected chunks that the policy's cache held, and the bytes that a step fetched.
     """
-    prompt = len(tokens) - steps
-    _, state = decode.prefill(
-        params, tokens[None, :prompt], np.array([prompt], np.int32), policy, capacity=len(tokens), fetch="zero_copy"
-    )
-    counts = []
-    for token in tokens[prompt:]:
-        _, state = decode.decode_step(params, np.array([token], np.int32), state)
-        counts.append([int(getattr(state.counters, name)[0]) for name in ("selected", "hits", "fetched")])
+    counts = [
+        [int(getattr(state.counters, name)[0]) for name in ("selected", "hits", "fetched")]
+        for state in decoded(params, tokens, policy, steps, "zero_copy")
+    ]
     selected, hits, fetched = (last - first for first, last in zip(counts[0], counts[-1], strict=True))
     return hits / selected, fetched * FETCH_QUANTUM / (steps - 1)
 

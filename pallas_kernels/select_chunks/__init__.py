@@ -30,8 +30,8 @@ def select_chunks(
 
     Without ages, every place whose chunk is not chosen is freed. If no missed chunk gets it, it is empty afterwards.
 
-    With ages, only as many places are freed as there are missed chunks. Of the places whose chunk is not chosen, these
-    are the places with the largest age, and the first of equal ages. All other chunks stay. Afterwards the age of a
+    With ages, each missed chunk frees one place. Only a place whose chunk is not chosen can be freed. The places with
+    the largest ages are freed, and of equal ages the first place. All other chunks stay. Afterwards the age of a
     chosen chunk's place is 0. The age of every other place is larger by one, up to MOST_AGE. So the chunk that was
     chosen least recently is replaced first.
 

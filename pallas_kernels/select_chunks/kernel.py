@@ -231,7 +231,7 @@ def select_chunks(candidates: Candidates, count: int, interpret: bool) -> Chosen
         out_shape=[results, scratch],
         compiler_params=pltriton.CompilerParams(num_warps=lanes // 32, num_stages=1),
         cost_estimate=estimate(flops=SCORE_BITS * scores.size // WORD, moved=bytes_of((candidates, results, scratch))),
-        # Where they are donated, `resident` becomes `held`, and `ages` becomes the new ages.
+        # If `resident` is donated, `held` takes its buffer. If `ages` are donated, the new ages take theirs.
         input_output_aliases={2: 3} if ages is None else {2: 3, 3: 4},
         interpret=interpret,
         name="select_chunks",

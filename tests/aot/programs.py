@@ -36,7 +36,7 @@ ONE_LEVEL = ShadowKV(keys=TransformCode(), landmarks=Landmarks(tokens=2, dtype="
 
 
 class ReadLayer(NamedTuple):
-    """What a program of one layer of a prefill may contain.
+    """The limits of the program that reads a prompt in one layer.
 
     Attributes:
         loops: number of loops.

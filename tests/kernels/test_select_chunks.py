@@ -30,6 +30,7 @@ ROWS_OF_CALLS = (
 
 
 def assert_same(got: Chosen, want: Chosen, told: object) -> None:
+    """Compare all fields of two results. `told` describes the case in the message."""
     for field, mine, right in zip(Chosen._fields, got, want, strict=True):
         assert (mine is None) == (right is None)
         if mine is not None:

@@ -116,7 +116,7 @@ def kept_rows(live: ShadowLive, chosen: Chunks) -> Kept | None:
         return None
     if chosen.missed is not None and chosen.places is not None:
         return Kept(live.values, live.keys, chosen.places, chosen.missed, chosen.total - chosen.hits)
-    # Several queries take nothing from the cache. Each chunk gets a place of its own in a temporary one.
+    # A step of several queries does not read the cache. It fetches all chunks into a new array, in their order.
     shape = chosen.ids.shape[:2]
     valid = chosen.valid.reshape(*shape, -1)
     places = jnp.broadcast_to(jnp.arange(valid.shape[2], dtype=jnp.int32), valid.shape)
@@ -171,7 +171,7 @@ def own_piece(fetched: Fetched, queries: int, width: int) -> Piece:
         return Piece(fetched.k, fetched.v, fetched.count[:, :, None, None], fetched.places)
     if queries == 1:
         return Piece(fetched.k, fetched.v, fetched.valid[:, :, None])
-    # Here every chunk has a place of its own, so both forms of the rows have the same order.
+    # With several queries, the rows lie in the order of the chunks, with and without places.
     shape = (*fetched.v.shape[:2], queries)
     k, v = (x.reshape(*shape, -1, width) for x in (fetched.k, fetched.v))
     return Piece(k, v, fetched.valid.reshape(*shape, -1))
