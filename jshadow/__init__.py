@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from jshadow.engine.decode import extend as extend
     from jshadow.engine.fitted_arrays import load_fitted as load_fitted
     from jshadow.engine.fitted_arrays import save_fitted as save_fitted
+    from jshadow.engine.partial_prefill import PartialPrefill as PartialPrefill
+    from jshadow.engine.partial_prefill import advance_prefill as advance_prefill
+    from jshadow.engine.partial_prefill import begin_prefill as begin_prefill
+    from jshadow.engine.partial_prefill import finish_prefill as finish_prefill
     from jshadow.engine.prefill import prefill as prefill
     from jshadow.engine.prefill import prefill_many as prefill_many
     from jshadow.engine.report import Report as Report
@@ -70,6 +74,12 @@ FACE = {
     "engine.fitted_arrays": (
         "load_fitted",
         "save_fitted",
+    ),
+    "engine.partial_prefill": (
+        "PartialPrefill",
+        "advance_prefill",
+        "begin_prefill",
+        "finish_prefill",
     ),
     "engine.prefill": (
         "prefill",

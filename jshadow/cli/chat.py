@@ -195,7 +195,7 @@ class Conversation:
         stop = None if self.template else PLAIN_STOP
         with SlowProgress("prefill") as progress:
             if self.state is None:
-                settings = self.settings | {"progress": progress}
+                settings = self.settings | {"progress": progress.prefill}
             loop = GenerationLoop(self.params, tokens, GenerateOptions(max_new_tokens=most, stop=stop, **settings))
             self.state = None  # the loop consumes it
             pieces = iter(loop)

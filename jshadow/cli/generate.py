@@ -204,7 +204,7 @@ def answer(args: argparse.Namespace, params: Any, question: Question) -> "Genera
             prefill=question.prefill,
             verify=args.verify,
             fitted=question.fitted,
-            progress=progress,
+            progress=progress.prefill,
             spare=SPARE if args.save_state is not None else 0,
             returns_state=args.save_state is not None,
         )

@@ -5,6 +5,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jshadow.engine.prefill_schedule import PrefillProgress
 
 SLOW_SECONDS = 2.0  # work longer than this shows a bar on a terminal
 LINE_SECONDS = 10.0  # between two lines in a file or a pipe
@@ -27,6 +31,7 @@ class SlowProgress:
         """
         self.title, self.first = title, first
         self.place: tuple[int, int] | None = None
+        self.detail = ""
         self.begin = time.monotonic()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
@@ -35,6 +40,16 @@ class SlowProgress:
     def __call__(self, done: int, total: int) -> None:
         """Note that `done` of `total` parts are finished."""
         self.place = done, total
+
+    def prefill(self, progress: "PrefillProgress") -> None:
+        """Note how far a prefill is, in thousandths of its operations."""
+        rate, left = progress.tokens_per_second, progress.seconds_left
+        parts = [f"layer {min(progress.layers + 1, progress.num_layers)} of {progress.num_layers}"]
+        if progress.num_units:
+            parts.append(f"unit {progress.units} of {progress.num_units}")
+        if rate is not None and left is not None:
+            parts += [f"{rate:,.0f} tokens/s", f"{left:,.0f} s left"]
+        self.place, self.detail = (round(1000 * progress.share), 1000), ", ".join(parts)
 
     def __enter__(self) -> "SlowProgress":
         return self
@@ -49,8 +64,9 @@ class SlowProgress:
 
     @property
     def name(self) -> str:
-        """The title, with what is done before the first call."""
-        return f"{self.title}: {self.first}" if self.place is None and self.first else self.title
+        """The title, with what is done before the first call, or the place in a prefill."""
+        what = self.first if self.place is None else self.detail
+        return f"{self.title}: {what}" if what else self.title
 
     def _watch(self) -> None:
         if sys.stderr.isatty():
@@ -58,7 +74,7 @@ class SlowProgress:
                 self._bar()
             return
         while not self.ended.wait(LINE_SECONDS):
-            where = "" if self.place is None else ", {} of {}".format(*self.place)
+            where = "" if self.place is None or self.detail else ", {} of {}".format(*self.place)
             seconds = time.monotonic() - self.begin
             print(f"jshadow: {self.name}{where} ({seconds:.0f} s)", file=sys.stderr, flush=True)
 

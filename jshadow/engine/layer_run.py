@@ -144,39 +144,33 @@ class LayerRun:
 
         return self.block(first, x, cache)
 
-    def whole(self, x: Array, prompt: PromptKV) -> tuple[Array, PromptKV]:
-        """Apply the block to all pieces of these rows, with one call of attention over the whole prompt.
+    def project(self, index: Array, x: Array, prompt: PromptKV, q: Array) -> tuple[PromptKV, Array]:
+        """Project piece number `index` of the hidden states x [B, S, D].
 
-        Args:
-            x: hidden states [B, S, D].
-            prompt: the keys and values of the batch.
-
-        Returns:
-            x and the prompt, in which these rows have the results of the block.
+        Return the prompt with the keys and values of the piece, and `q` [R, S, h_q, d] with its queries after RoPE.
         """
-        plan, config, tokens = self.plan, self.plan.config, x.shape[1]
+
+        def keep(piece: PrefillPiece, extended: PromptKV) -> tuple[Array, tuple[PromptKV, Array]]:
+            return piece.q_post, (extended, put(q, piece.q_post, piece.first))
+
+        # The block's output is dropped, so XLA computes no output projection and no MLP here.
+        return self.piece(index, x, prompt, keep)[1]
+
+    def attend(self, prompt: PromptKV, q: Array) -> Array:
+        """Return the attention's output [R, S, h_q, d] of the whole prompt, in one call."""
+        plan = self.plan
         assert plan.whole is not None
+        scale, window = plan.config.attention_scale, plan.kind.window
+        return whole_attention(
+            q, self.mine(prompt.k_post), self.mine(prompt.v), self.lengths, scale, window, plan.whole
+        )
 
-        def project(index: Array, carry: tuple[PromptKV, Array]) -> tuple[PromptKV, Array]:
-            prompt, q = carry
-
-            def keep(piece: PrefillPiece, extended: PromptKV) -> tuple[Array, tuple[PromptKV, Array]]:
-                return piece.q_post, (extended, put(q, piece.q_post, piece.first))
-
-            # The block's output is dropped, so XLA computes no output projection and no MLP here.
-            return self.piece(index, x, prompt, keep)[1]
-
-        def finish(index: Array, x: Array) -> Array:
-            first = index * plan.size
-            done = lax.dynamic_slice_in_dim(out, first, plan.size, axis=1)
-            # The queries, keys and values are not used, so XLA does not project them again.
-            return put(x, self.block(first, x, lambda heads: (done, None))[0], first, self.row)
-
-        q = jnp.zeros((len(self.lengths), tokens, config.q_heads, config.head_dim), x.dtype)
-        prompt, q = lax.fori_loop(0, tokens // plan.size, project, (prompt, q))
-        keys, values = self.mine(prompt.k_post), self.mine(prompt.v)
-        out = whole_attention(q, keys, values, config.attention_scale, plan.kind.window, plan.whole)
-        return lax.fori_loop(0, tokens // plan.size, finish, x), prompt
+    def finish(self, index: Array, x: Array, attended: Array) -> Array:
+        """Return x with the output of the block for piece number `index`, whose attention is in `attended`."""
+        first = index * self.plan.size
+        done = lax.dynamic_slice_in_dim(attended, first, self.plan.size, axis=1)
+        # The queries, keys and values are not used, so XLA does not project them again.
+        return put(x, self.block(first, x, lambda heads: (done, None))[0], first, self.row)
 
 
 def put(whole: Array, piece: Array, first: Array | int, row: Array | int = 0) -> Array:

@@ -4,164 +4,47 @@ The prompts pass through a layer piece by piece. Then the policy compresses the 
 freed. The layer's host rows are copied while the next layer computes. Layers with equal plans share one program.
 """
 
-import dataclasses
-import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack, overload
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from jshadow.cache import host_memory, offload
-from jshadow.cache.records import LayerState, PromptKV
-from jshadow.cache.state import Counters, KVState, Reads, Writes, of_layer
+from jshadow.cache.state import KVState
 from jshadow.engine.blas_threads import one_blas_thread
-from jshadow.engine.placement import commit
+from jshadow.engine.partial_prefill import advance, begin, end
 from jshadow.engine.prefill_job import PrefillJob, PrefillOptions, check_job
-from jshadow.engine.prefill_layer import compress_layer, needed, prefill_layer
-from jshadow.engine.step import COMPILER_OPTIONS, step_writes
 from jshadow.engine.types import (
     Fitted,
     Joined,
-    Logits,
     PrefillKeywords,
     PrefillManyKeywords,
     Progress,
     Tokens,
     WholeLogits,
 )
-from jshadow.models.config import ModelConfig
-from jshadow.models.transformer import embed
-from jshadow.models.transformer import logits as model_logits
-from jshadow.ops.layout import fit_tokens
-from jshadow.ops.rope import inverse_frequencies
-from jshadow.planner.prefill_pieces import pieces_of
 from jshadow.policies import Policy
-from jshadow.policies.capabilities import Speculates, capability, first_shared
-from jshadow.policies.checks import reads_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.weights.params import Params
 
-LOGITS_PIECE = 256  # if `logits` is a callable, the number of tokens whose float32 logits exist at once
 
-
-def run_job(job: PrefillJob) -> list[tuple[Any, KVState]]:
-    """Run a prefill, and return (logits, state) for each policy."""
-    params, config, options = job.params, job.params.config, job.options
-    row_lengths, width = jnp.asarray(job.lengths), job.tokens.shape[1]
-    count, size = pieces_of(width, options.prefill_chunk, job.attention.multiple if job.attention else 1)
-    x = _embed(params.weights, fit_tokens(jnp.asarray(job.tokens), count * size), config=config)
-    layers: list[list[LayerState]] = []  # for each layer the state of each policy
+def run(job: PrefillJob) -> list[tuple[Any, KVState]]:
+    """Run a prefill from its begin to its end, and return (logits, state) for each policy."""
+    partial, tell = begin(job), job.options.progress
+    begun, start = 0.0, time.monotonic()
     with one_blas_thread() as results:
-        for index in range(config.num_layers):
-            plan = job.layer_plan(index, count, size)
-            # NumPy computes the angles, so that they take no device memory between layers.
-            inverse = inverse_frequencies(plan.kind.rope, config.head_dim, options.capacity)
-            weights, learned = params.weights[f"layer_{index}"], of_layer(job.learned, index)
-            x, prompt = prefill_layer(weights, x, row_lengths, inverse, learned, plan=plan)
-            # The rows of at most one layer are on their way to the host: wait for those of the layer before.
-            host_memory.settle(layers[-1] if layers else [], job.plans)
-            layers.append(compress_all(job, index, prompt))
-            del prompt  # else it would be held while the next layer's is made
-            if options.progress is not None:
-                jax.block_until_ready(x)
-                options.progress(index + 1, config.num_layers)
-        results.append((x, layers))
-    out = _prompt_logits(params.weights, x[:, :width], row_lengths, config=config, want=options.logits)
-    host_memory.settle(layers[-1], job.plans)
-    states = first_states(job, layers)
-    if any(tries_a_step(policy) for policy in job.policies):
-        final = _prompt_logits(params.weights, x[:, :width], row_lengths, config=config, want="last")
-        token = final.argmax(-1).astype(jnp.int32)
-        states = [foresee(params.weights, config, token, state) for state in states]
-    return [(out, state) for state in states]
-
-
-def compress_all(job: PrefillJob, index: int, prompt: PromptKV) -> list[LayerState]:
-    """Compress the prompt in layer `index`, and return the layer's state for each policy.
-
-    The host rows may not have been copied completely yet.
-    """
-    states = []
-    for plan in job.plans:
-        spec = plan[index]
-        fitted = of_layer(job.options.fitted, index) if reads_fitted(spec.policy) else None
-        state, write = compress_layer(needed(prompt, spec), fitted, spec=dataclasses.replace(spec, layer=None))
-        with host_memory.placing(job.plans):
-            states.append(state.replace(host=offload.place(spec.policy.host_layout(spec), spec, write)))
-    return states
-
-
-def first_states(job: PrefillJob, layers: list[list[LayerState]]) -> list[KVState]:
-    """Return the state of each policy after the prompt, before any step."""
-    batch, fitted = len(job.lengths), job.options.fitted
-    last = job.tokens[np.arange(batch), job.lengths - 1]
-    states = []
-    for policy, plan, full_layers in zip(job.policies, job.plans, zip(*layers, strict=True), strict=True):
-        state = KVState(
-            layers=tuple(full_layers),
-            shared=first_shared(policy, plan, fitted),
-            lengths=jnp.array(job.lengths),
-            last=jnp.array(last),
-            counters=Counters.zeros(batch),
-            fitted=fitted if reads_fitted(policy) else None,
-            specs=plan,
-            policy=policy,
-        )
-        states.append(commit(state, job.everywhere))
-    return states
-
-
-@functools.partial(jax.jit, static_argnames=("config",))
-def _embed(weights: dict, tokens: Array, *, config: ModelConfig) -> Array:
-    return embed(weights, config, tokens)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "want"))
-def _prompt_logits(weights: dict, x: Array, lengths: Array, *, config: ModelConfig, want: Logits[Any]) -> Any:
-    if want == "last":
-        x = jnp.take_along_axis(x, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-        return model_logits(weights, config, x)
-    if want == "all":
-        return model_logits(weights, config, x)
-    assert callable(want)
-    pieces = [x[:, start : start + LOGITS_PIECE] for start in range(0, x.shape[1], LOGITS_PIECE)]
-    results = [want(model_logits(weights, config, piece)) for piece in pieces]
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *results)
-
-
-def tries_a_step(policy: Policy) -> bool:
-    """Whether the policy needs a trial step at the end of a prompt."""
-    speculation = capability(policy, Speculates)
-    return speculation is not None and speculation.trial_step
-
-
-def foresee(weights: dict, config: ModelConfig, token: Array, state: KVState) -> KVState:
-    """Return the state after a trial step on `token`, int32 [B], if its policy needs one.
-
-    The step is then undone. Only the parts that the policy adopts are kept.
-    """
-    if not tries_a_step(state.policy):
-        return state
-    reads, writes = state.split()
-    shared, lives = _foresee(weights, token, reads, writes, config=config)
-    layers = tuple((live, tail) for live, (_, tail) in zip(lives, writes.layers, strict=True))
-    return commit(state.join(writes.replace(layers=layers, shared=shared)))
-
-
-@functools.partial(jax.jit, static_argnames=("config",), compiler_options=COMPILER_OPTIONS)
-def _foresee(weights: dict, token: Array, reads: Reads, writes: Writes, *, config: ModelConfig) -> tuple[Any, Any]:
-    speculation = capability(reads.policy, Speculates)
-    assert speculation is not None
-    begun = writes.replace(shared=speculation.before_trial(writes.shared, token))
-    _, after = step_writes(weights, config, token[:, None], jnp.ones_like(writes.lengths), reads, begun)
-    lives = [
-        spec.policy.adopt(before[0], now[0]) if isinstance(spec.policy, Speculates) else before[0]
-        for spec, before, now in zip(reads.specs, writes.layers, after.layers, strict=True)
-    ]
-    return after.shared, lives
+        while not partial.done:
+            partial = advance(partial)
+            if tell is None:
+                continue
+            jax.block_until_ready(partial.work)
+            now, progress = time.monotonic(), partial.progress
+            tell(progress.timed(begun, now - start))
+            if progress.layers == 1 and begun == 0:
+                begun, start = progress.share, now  # the programs are compiled in the first layer
+        results.append((partial.work, partial.layers))
+    return end(partial)
 
 
 @overload
@@ -211,7 +94,7 @@ def prefill_many(
         fetch: one mode for all, or one for each policy.
         shortest: number of tokens of the shortest prompt, by which windows are sized. A number that is rounded down
             lets prompts of similar lengths share one compiled step. None means the real number.
-        progress: called with (layers done, number of layers) after each layer.
+        progress: called with a `PrefillProgress` after each unit of the prefill.
         attention: as in `prefill`.
 
     Returns:
@@ -221,7 +104,7 @@ def prefill_many(
         PromptError, CapacityError, ConfigError, HostMemoryError: as in `prefill`.
     """
     options = PrefillOptions(capacity, fitted, logits, prefill_chunk, shortest, progress, attention)
-    return run_job(check_job(params, tokens, lengths, policies, fetch, options))
+    return run(check_job(params, tokens, lengths, policies, fetch, options))
 
 
 @overload
@@ -290,4 +173,4 @@ def prefill(
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
     options = PrefillOptions(capacity, fitted, logits, prefill_chunk, None, None, attention)
-    return run_job(check_job(params, tokens, lengths, [policy], fetch, options))[0]
+    return run(check_job(params, tokens, lengths, [policy], fetch, options))[0]

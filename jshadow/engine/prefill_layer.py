@@ -1,15 +1,20 @@
-"""One layer of a prefill: the compiled block over a prompt in pieces, and the compression of its keys and values.
+"""The programs of one layer of a prefill: the block over a prompt, and the compression of the keys and values.
 
-B rows, S prompt tokens, D model width.
+Each program reads one piece, or attends to a whole prompt, or compresses it. `layer_units` calls them in order. The
+hidden states and the layer's keys and values are written in place. All other arrays have at most the size of a piece,
+with these exceptions. With `plan.needs_all`, the queries and log-sum-exps of the whole prompt are kept. With
+`plan.whole`, the queries and the attention's output of the whole prompt are held for the rows that are read at once.
+
+B rows, R of them that are read at once, S prompt tokens, D model width, h_q query heads, d head width.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jshadow.cache.records import HostTier, LayerState, PromptKV
 from jshadow.cache.spec import CacheSpec
@@ -17,80 +22,139 @@ from jshadow.engine.layer_run import LayerPlan, LayerRun, put
 from jshadow.policies.capabilities import OwnPrefill
 from jshadow.policies.prefill_attention import PrefillPiece
 
+# The keys and values of a prompt, or the number of real tokens of each row, int32 [B], if no piece was read so far.
+Begun = PromptKV | Array
 
-@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("x",))
-def prefill_layer(
-    weights: dict, x: Array, lengths: Array, inverse: np.ndarray, learned: Any = None, *, plan: LayerPlan
-) -> tuple[Array, PromptKV]:
-    """Apply one block to the prompt, piece after piece.
 
-    The hidden states and the layer's keys and values are written in place. Later pieces attend to these keys and
-    values. All other arrays have at most the size of a piece, with these exceptions. With `plan.needs_all`, the queries
-    and log-sum-exps of the whole prompt are kept. With `plan.whole`, all pieces are projected first. Then the attention
-    of the whole prompt is computed, and then the rest of the block in pieces. This needs the queries and the
-    attention's output of the whole prompt, for the rows that are read at once.
+class Given(NamedTuple):
+    """The arrays of a layer that no program changes.
 
-    Args:
+    Attributes:
         weights: the weights of this layer.
-        x: hidden states [B, S, D]. They are donated.
-        lengths: number of real tokens of each row, int32 [B].
         inverse: angle per position of each rotated pair, float32 [rotary_dim / 2].
         learned: this layer's slice of the arrays of `PrefillAttention.prepared`, or None.
+    """
+
+    weights: dict
+    inverse: np.ndarray
+    learned: Any = None
+
+
+def prompt_of(plan: LayerPlan, begun: Begun, x: Array) -> PromptKV:
+    """Return the keys and values so far. They are zeros if no piece was read."""
+    return begun if isinstance(begun, PromptKV) else plan.empty_prompt(begun, x.shape[1], x.dtype)
+
+
+def run_of(plan: LayerPlan, given: Given, prompt: PromptKV, row: Array | int = 0) -> LayerRun:
+    """Return the block over the R rows from `row` on."""
+    rows = plan.rows or len(prompt.lengths)
+    lengths = jax.lax.dynamic_slice_in_dim(prompt.lengths, row, rows)
+    return LayerRun(plan, given.weights, lengths, given.inverse, row)
+
+
+@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("x", "begun", "aux"))
+def read_piece(
+    given: Given, x: Array, begun: Begun, aux: Any, index: Array, *, plan: LayerPlan
+) -> tuple[Array, PromptKV, Any]:
+    """Apply the block to piece number `index`, which attends to the pieces before it.
+
+    Args:
+        given: the weights and other arrays of the layer.
+        x: hidden states [B, S, D].
+        begun: the prompt so far.
+        aux: the pytree from `PrefillAttention.begin` or from the previous piece. None with exact attention.
+        index: number of the piece.
         plan: the static arguments.
 
     Returns:
-        The hidden states [B, S, D] after the block, and the prompt's keys and values.
+        The hidden states, the prompt, and the pytree for the next piece.
     """
-    config, kind, attention = plan.config, plan.kind, plan.attention
-    tokens = x.shape[1]
-    count = tokens // plan.size
-    assert count * plan.size == tokens, f"{tokens} tokens are no pieces of {plan.size}"
-    prompt = plan.empty_prompt(lengths, tokens, x.dtype)
+    prompt, attention = prompt_of(plan, begun, x), plan.attention
 
-    if plan.whole is not None:
-        assert attention is None, "exact attention is replaced"
-        assert not plan.needs_all, "attention in one call gives no log-sum-exps"
-        rows = plan.rows or len(lengths)
+    def attend(piece: PrefillPiece, prompt: PromptKV) -> tuple[Array, Any]:
+        if attention is None or plan.needs_all:
+            out, prompt = plan.exact(piece, prompt)
+            if attention is None:
+                return out, (prompt, aux)
+        out, after = attention.attend(plan.config, plan.kind, piece, prompt, aux)
+        return out, (prompt, after)
 
-        def some(index: Array, carry: tuple[Array, PromptKV]) -> tuple[Array, PromptKV]:
-            row = index * rows
-            mine = lax.dynamic_slice_in_dim(lengths, row, rows)
-            return LayerRun(plan, weights, mine, inverse, row).whole(*carry)
+    out, (prompt, aux) = run_of(plan, given, prompt).piece(index, x, prompt, attend)
+    return put(x, out, index * plan.size), prompt, aux
 
-        return lax.fori_loop(0, len(lengths) // rows, some, (x, prompt))
 
-    run = LayerRun(plan, weights, lengths, inverse)
+@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("begun", "tail"))
+def look_ahead(
+    given: Given, x: Array, begun: Begun, tail: Array | None, index: Array, *, plan: LayerPlan
+) -> tuple[PromptKV, Array | None]:
+    """Project piece number `index`, for an attention that needs all keys before its first piece.
 
-    def one(index: Array, carry: tuple[Array, PromptKV, Any]) -> tuple[Array, PromptKV, Any]:
-        x, prompt, aux = carry
+    Args:
+        given, x, begun, index, plan: as in `read_piece`.
+        tail: the last queries [B, tail, h_q, d] so far, or None if there are none yet.
 
-        def attend(piece: PrefillPiece, prompt: PromptKV) -> tuple[Array, Any]:
-            if attention is None or plan.needs_all:
-                out, prompt = plan.exact(piece, prompt)
-                if attention is None:
-                    return out, (prompt, aux)
-            out, after = attention.attend(config, kind, piece, prompt, aux)
-            return out, (prompt, after)
+    Returns:
+        The prompt with the keys and values of the piece, and the last queries. None if the attention reads no queries.
+    """
+    prompt, attention, config = prompt_of(plan, begun, x), plan.attention, plan.config
+    assert attention is not None
+    if tail is None and attention.tail:
+        tail = jnp.zeros((len(prompt.lengths), attention.tail, config.q_heads, config.head_dim), x.dtype)
+    # The block's output is dropped, so XLA computes no attention and no MLP here.
+    looked = run_of(plan, given, prompt).piece(
+        index, x, prompt.replace(q_tail=tail), lambda piece, extended: (piece.q_post, extended)
+    )[1]
+    return looked.replace(q_tail=prompt.q_tail), looked.q_tail
 
-        out, (prompt, aux) = run.piece(index, x, prompt, attend)
-        return put(x, out, index * plan.size), prompt, aux
 
-    def look(index: Array, prompt: PromptKV) -> PromptKV:
-        # The block's output is dropped, so XLA computes no attention and no MLP here.
-        return run.piece(index, x, prompt, lambda piece, extended: (piece.q_post, extended))[1]
+@functools.partial(jax.jit, static_argnames=("plan",))
+def begin_attention(given: Given, x: Array, begun: Begun, tail: Array | None, *, plan: LayerPlan) -> Any:
+    """Return the pytree from `PrefillAttention.begin`. The arguments are those of `look_ahead`."""
+    assert plan.attention is not None
+    return plan.attention.begin(plan.config, plan.kind, prompt_of(plan, begun, x), tail, given.learned)
 
-    aux = None
-    if attention is not None:
-        tail = None
-        if attention.ahead:
-            queries = (len(lengths), attention.tail, config.q_heads, config.head_dim)
-            empty = jnp.zeros(queries, x.dtype) if attention.tail else None
-            whole = lax.fori_loop(0, count, look, prompt.replace(q_tail=empty))
-            tail = whole.q_tail
-            prompt = whole.replace(q_tail=prompt.q_tail)
-        aux = attention.begin(config, kind, prompt, tail, learned)
-    x, prompt, aux = lax.fori_loop(0, count, one, (x, prompt, aux))
-    return x, prompt.replace(extra=aux)
+
+@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("begun", "q"))
+def project_piece(
+    given: Given, x: Array, begun: Begun, q: Array | None, index: Array, row: Array, *, plan: LayerPlan
+) -> tuple[PromptKV, Array]:
+    """Project piece number `index` of the R rows from `row` on.
+
+    Args:
+        given, x, begun, index, plan: as in `read_piece`.
+        q: array of the queries [R, S, h_q, d], or None if there is none yet.
+        row: first row.
+
+    Returns:
+        The prompt with the keys and values of the piece, and the queries after RoPE.
+    """
+    prompt = prompt_of(plan, begun, x)
+    run = run_of(plan, given, prompt, row)
+    if q is None:
+        q = jnp.zeros((len(run.lengths), x.shape[1], plan.config.q_heads, plan.config.head_dim), x.dtype)
+    return run.project(index, x, prompt, q)
+
+
+@functools.partial(jax.jit, static_argnames=("plan",))
+def attend_whole(given: Given, prompt: PromptKV, q: Array, row: Array, *, plan: LayerPlan) -> Array:
+    """Return the attention's output [R, S, h_q, d] of the whole prompt, for the R rows from `row` on, in one call."""
+    return run_of(plan, given, prompt, row).attend(prompt, q)
+
+
+@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("x",))
+def finish_piece(
+    given: Given, x: Array, lengths: Array, attended: Array, index: Array, row: Array, *, plan: LayerPlan
+) -> Array:
+    """Return the hidden states after the rest of the block, for piece number `index` of the R rows from `row` on.
+
+    Args:
+        given, x, index, plan: as in `read_piece`.
+        lengths: number of real tokens of each row, int32 [B].
+        attended: the attention's output [R, S, h_q, d].
+        row: first row.
+    """
+    rows = jax.lax.dynamic_slice_in_dim(lengths, row, plan.rows or len(lengths))
+    return LayerRun(plan, given.weights, rows, given.inverse, row).finish(index, x, attended)
 
 
 def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:

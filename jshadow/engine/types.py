@@ -7,6 +7,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
+from jshadow.engine.prefill_schedule import PrefillProgress
 from jshadow.policies.prefill_attention import PrefillAttention
 
 Chat = list[dict[str, str]]  # messages with "role" and "content"
@@ -21,7 +22,7 @@ Joined = TypeVar("Joined")  # the results of a callable on logits, concatenated 
 WholeLogits = Literal["last", "all"]
 Logits = str | Callable[[Array], Joined]
 
-Progress = Callable[[int, int], None]  # called with (layers done, number of layers)
+Progress = Callable[[PrefillProgress], None]  # called after each unit of a prefill
 
 
 class PrefillKeywords(TypedDict, total=False):

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 Implementation = Literal["cudnn", "xla"]
 
@@ -13,18 +13,20 @@ def whole_attention(
     q: Float[Array, "B S h_q d"],
     k: Float[Array, "B S h_kv d"],
     v: Float[Array, "B S h_kv d"],
+    lengths: Int[Array, " B"],
     scale: float,
     window: int | None,
     implementation: Implementation,
 ) -> Float[Array, "B S h_q d"]:
     """Compute causal grouped-query attention of a whole prompt in one call of JAX.
 
-    Rows are padded on the right, so a real query sees only real keys. The outputs of padded queries have no meaning.
+    cuDNN skips what lies past the end of a row. The outputs of padded queries have no meaning.
 
     Args:
         q: queries after RoPE.
         k: keys after RoPE.
         v: values.
+        lengths: number of real tokens of each row, int32. Rows are padded on the right.
         scale: factor by which the scores are multiplied.
         window: number of tokens that a query sees, including itself. None means all earlier tokens.
         implementation: "cudnn" is one kernel, which holds no scores in memory. "xla" holds an S x S matrix of scores
@@ -35,7 +37,15 @@ def whole_attention(
     """
     reach = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
-        q, k, v, is_causal=True, scale=scale, local_window_size=reach, implementation=implementation
+        q,
+        k,
+        v,
+        is_causal=True,
+        scale=scale,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        local_window_size=reach,
+        implementation=implementation,
     )
 
 

@@ -27,6 +27,15 @@ class Costs:
         row = spec.kv_heads * spec.head_dim * jnp.dtype(spec.dtype).itemsize
         return 2 * spec.batch * max(tokens, spec.capacity) * row
 
+    def compress_flops(self, spec: CacheSpec, tokens: int) -> int:
+        """Return an estimate of the operations of `compress`. By default nothing is counted.
+
+        Args:
+            spec: the layer.
+            tokens: number of tokens S to which the batch of prompts is padded.
+        """
+        return 0
+
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
         """Return the bytes of each part that one decode step of the layer reads.
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import ALL, CAPACITY, LENGTHS, POLICY_CASES, PROMPT, TINY, case_of, model, policies_of
+from layer_reading import memory_of_a_piece
 from real_shapes import LLAMA_SHAPE, WIDE
 
 import jshadow
@@ -18,7 +19,7 @@ from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import PromptKV
 from jshadow.engine import decode
 from jshadow.engine.layer_run import LayerPlan
-from jshadow.engine.prefill_layer import compress_layer, prefill_layer
+from jshadow.engine.prefill_layer import compress_layer
 from jshadow.errors import ConfigError
 from jshadow.evaluation.laws import turns
 from jshadow.ops.attention import Piece, attend, causal_attention
@@ -123,18 +124,10 @@ def test_a_long_turn_is_attended_in_blocks():
 
 
 def layer_memory(config, tokens, chunk):
-    """memory_analysis of the compiled layer: float32, one row."""
-    weights = jax.eval_shape(lambda: init_params(dataclasses.replace(config, num_layers=1)).weights["layer_0"])
+    """memory_analysis of the compiled program of a piece."""
     count, size = pieces_of(tokens, chunk)
-    x = jax.ShapeDtypeStruct((1, count * size, config.model_dim), jnp.float32)
-    program = prefill_layer.lower(
-        weights,
-        x,
-        jax.ShapeDtypeStruct((1,), jnp.int32),
-        jax.ShapeDtypeStruct((config.head_dim // 2,), jnp.float32),
-        plan=LayerPlan(config, config.attention_kind(0), needs_all=False, q_tail=0, size=size),
-    )
-    return program.compile().memory_analysis()
+    plan = LayerPlan(config, config.attention_kind(0), needs_all=False, q_tail=0, size=size)
+    return memory_of_a_piece(config, count * size, plan)
 
 
 def compress_memory(config, tokens, capacity, policy, chunk):
@@ -166,8 +159,9 @@ def test_the_compiled_layer_keeps_to_the_bound(config, tokens, chunk, policy):
         fetch="device_put",
     )
     layer, compress = layer_memory(config, tokens, chunk), compress_memory(config, tokens, tokens + 64, policy, chunk)
-    assert layer.alias_size_in_bytes == peak["hidden"]
-    assert layer.output_size_in_bytes <= peak["hidden"] + peak["keys_values"] + 4 * tokens + 4096  # and positions
+    held = peak["hidden"] + peak["keys_values"] + 4 * tokens + 4  # and positions and lengths
+    assert layer.alias_size_in_bytes == held
+    assert layer.output_size_in_bytes <= held + 4096
     assert layer.temp_size_in_bytes <= peak["piece"]
     assert compress.temp_size_in_bytes <= peak["compress"]
     state = peak["state"] // config.num_layers
@@ -193,7 +187,7 @@ def measure_growth(config, tokens, policy, prefill_chunk):
         capacity=tokens + 64,
         fetch="device_put",
         prefill_chunk=prefill_chunk,
-        progress=lambda done, total: after.append(device_bytes() - before),
+        progress=lambda progress: progress.units or after.append(device_bytes() - before),
     )
     return after, state
 
@@ -245,7 +239,7 @@ THREADS = """
 import sys, threading
 import jshadow, threadpoolctl
 from cases import CAPACITY, LENGTHS, PROMPT, model
-PREFILL = sys.modules["jshadow.engine.prefill"]
+PREFILL = sys.modules["jshadow.engine.partial_prefill"]
 seen, compress = [], PREFILL.compress_layer
 def pools():
     return {pool["filepath"]: pool["num_threads"] for pool in threadpoolctl.threadpool_info()

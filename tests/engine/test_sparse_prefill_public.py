@@ -5,9 +5,9 @@ import json
 
 import byte_models
 import jax
-import jax.numpy as jnp
 import pytest
 from cases import ALL, TINY, model, random_tokens
+from layer_reading import memory_of_a_piece
 from real_shapes import LLAMA_SHAPE, WIDE
 from tiny_text import byte_tokenizer
 
@@ -15,7 +15,7 @@ import jshadow
 from jshadow import AShape, BlockSparse, ShadowKV, VerticalSlash
 from jshadow.cli.main import main
 from jshadow.engine.layer_run import LayerPlan
-from jshadow.engine.prefill_layer import prefill_layer
+from jshadow.engine.prefill_layer import read_piece
 from jshadow.engine.sparse_prefill import load_pattern
 from jshadow.engine.sparse_prefill.lines import HeadSizes
 from jshadow.errors import ConfigError
@@ -188,11 +188,11 @@ def test_one_program_serves_all_layers():
     rows = [
         tuple(HeadPattern("vertical_slash", (size, 20)) for size in sizes) for sizes in ((9, 5, 3, 2), (2, 3, 7, 9))
     ]
-    before = prefill_layer._cache_size()
+    before = read_piece._cache_size()
     for heads in ((rows[0], rows[1], rows[0]), (rows[1], rows[1], rows[1])):
         attention = dataclasses.replace(SMALL, pattern=Pattern(heads, 16), local_diagonals=6)
         jshadow.prefill(model(TINY), random_tokens(1, 40), [40], Full(), capacity=64, attention=attention)
-    assert prefill_layer._cache_size() == before + 1
+    assert read_piece._cache_size() == before + 1
 
 
 @pytest.mark.parametrize(
@@ -218,21 +218,10 @@ def test_the_compiled_layer_keeps_to_the_bound(attention, config, tokens, chunk)
         fetch="resident",
         attention=attention,
     )
-    weights = jax.eval_shape(lambda: init_params(dataclasses.replace(config, num_layers=1)).weights["layer_0"])
     count, size = pieces_of(tokens, chunk, attention.multiple)
     learned = jax.eval_shape(lambda: HeadSizes.equal(config.q_heads)) if attention.most_blocks else None
-    memory = (
-        prefill_layer.lower(
-            weights,
-            jax.ShapeDtypeStruct((1, count * size, config.model_dim), jnp.float32),
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-            jax.ShapeDtypeStruct((config.head_dim // 2,), jnp.float32),
-            learned,
-            plan=LayerPlan(config, config.attention_kind(0), needs_all=False, q_tail=0, size=size, attention=attention),
-        )
-        .compile()
-        .memory_analysis()
-    )
+    plan = LayerPlan(config, config.attention_kind(0), needs_all=False, q_tail=0, size=size, attention=attention)
+    memory = memory_of_a_piece(config, count * size, plan, learned)
     left = memory.output_size_in_bytes - peak["hidden"] - peak["keys_values"]  # positions, and what was chosen
     assert memory.temp_size_in_bytes + left <= peak["piece"]
     assert peak["piece"] < tokens * tokens * config.q_heads  # let alone four bytes of each score

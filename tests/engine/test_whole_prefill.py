@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from cases import TINY
 from family_cases import ONE_OF_EACH, family_config
+from layer_reading import read_layer
 
 from jshadow import VerticalSlash
 from jshadow.engine import decode, prefill_job
 from jshadow.engine.layer_run import LayerPlan
 from jshadow.engine.prefill_job import PrefillJob, PrefillOptions, check_job
-from jshadow.engine.prefill_layer import prefill_layer
+from jshadow.engine.prefill_layer import Given
 from jshadow.models.config import ModelConfig
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.ops.whole_attention import cudnn_attends
@@ -43,7 +44,7 @@ def read(
     x = jax.random.normal(jax.random.key(layer), (len(lengths), tokens, config.model_dim)).astype(dtype)
     inverse = inverse_frequencies(plan.kind.rope, config.head_dim, 512)
     weights = params_of(config, dtype).weights[f"layer_{layer}"]
-    return prefill_layer(weights, x, jnp.asarray(lengths, jnp.int32), inverse, plan=plan)
+    return read_layer(plan, Given(weights, inverse), x, lengths)
 
 
 def check_equal(config: ModelConfig, layer: int, plan: LayerPlan, tokens: int, lengths: tuple[int, ...]) -> None:

@@ -1,0 +1,100 @@
+"""The units of a prefill: the calls of compiled programs that read one layer, in order.
+
+A paused prefill stops between two units. B rows, R of them that are read at once, S prompt tokens, D model width.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jax import Array
+
+from jshadow.cache.records import PromptKV
+from jshadow.engine import prefill_layer
+from jshadow.engine.layer_run import LayerPlan
+from jshadow.engine.prefill_layer import Begun, Given
+
+Work = Literal["look", "begin", "piece", "project", "attend", "finish", "compress"]
+
+
+class Unit(NamedTuple):
+    """One call of a program.
+
+    Attributes:
+        work: the program. "piece" is the block on one piece of the prompt. An attention that needs all keys first has
+            "look" for each piece and then "begin". Attention in one call over the whole prompt has "project" for each
+            piece, "attend", and "finish" for each piece. The last unit of a layer is "compress".
+        piece: number of the piece.
+        row: first of the rows.
+    """
+
+    work: Work
+    piece: int = 0
+    row: int = 0
+
+
+class LayerWork(NamedTuple):
+    """The arrays of the layer that is being read.
+
+    Attributes:
+        x: hidden states [B, S, D].
+        begun: the keys and values so far, or the lengths int32 [B] before the first unit.
+        carry: what one unit passes on to the next. For "look", the last queries. For "piece", the pytree of the sparse
+            attention. For attention in one call, the queries, and then the attention's output too.
+    """
+
+    x: Array
+    begun: Begun
+    carry: Any = None
+
+
+def units_of(plan: LayerPlan, batch: int, pieces: int) -> tuple[Unit, ...]:
+    """Return the units of a layer. `pieces` is the number of pieces that have real tokens."""
+
+    def each(work: Work, row: int = 0) -> Iterator[Unit]:
+        return (Unit(work, piece, row) for piece in range(pieces))
+
+    def reading() -> Iterator[Unit]:
+        if plan.whole is not None:
+            assert plan.attention is None, "exact attention is replaced"
+            assert not plan.needs_all, "attention in one call gives no log-sum-exps"
+            for row in range(0, batch, plan.rows or batch):
+                yield from each("project", row)
+                yield Unit("attend", row=row)
+                yield from each("finish", row)
+            return
+        if plan.attention is not None:
+            if plan.attention.ahead:
+                yield from each("look")
+            yield Unit("begin")
+        yield from each("piece")
+
+    return (*reading(), Unit("compress"))
+
+
+def run_unit(plan: LayerPlan, unit: Unit, given: Given, layer: LayerWork) -> LayerWork:
+    """Run any unit but "compress", and return the arrays after it. The arrays that it changes are donated."""
+    x, begun, carry = layer
+    index, row = np.int32(unit.piece), np.int32(unit.row)
+    if unit.work == "look":
+        return LayerWork(x, *prefill_layer.look_ahead(given, x, begun, carry, index, plan=plan))
+    if unit.work == "begin":
+        return LayerWork(x, begun, prefill_layer.begin_attention(given, x, begun, carry, plan=plan))
+    if unit.work == "piece":
+        return LayerWork(*prefill_layer.read_piece(given, x, begun, carry, index, plan=plan))
+    q, attended = carry or (None, None)
+    if unit.work == "project":
+        begun, q = prefill_layer.project_piece(given, x, begun, q, index, row, plan=plan)
+        return LayerWork(x, begun, (q, None))
+    assert isinstance(begun, PromptKV), unit
+    if unit.work == "attend":
+        return LayerWork(x, begun, (q, prefill_layer.attend_whole(given, begun, q, row, plan=plan)))
+    assert unit.work == "finish", unit
+    x = prefill_layer.finish_piece(given, x, begun.lengths, attended, index, row, plan=plan)
+    return LayerWork(x, begun, carry)
+
+
+def prompt_read(plan: LayerPlan, layer: LayerWork) -> PromptKV:
+    """Return the layer's keys and values after all units that read it."""
+    assert isinstance(layer.begun, PromptKV), "no piece was read"
+    return layer.begun.replace(extra=None if plan.attention is None else layer.carry)

@@ -1,0 +1,96 @@
+"""The units of all layers of a prefill, their operations, and how far the prefill is."""
+
+import dataclasses
+import functools
+import itertools
+from typing import NamedTuple
+
+from jshadow.engine.layer_run import LayerPlan
+from jshadow.engine.layer_units import Unit, units_of
+from jshadow.planner import prefill_operations
+
+
+class PrefillProgress(NamedTuple):
+    """How far a prefill is.
+
+    Attributes:
+        layers: number of finished layers.
+        num_layers: number of all layers.
+        units: number of finished units of the layer that is being read. A unit is one piece of the prompt that goes
+            through a layer or a part of it, or one call of attention, or the compression of the layer.
+        num_units: number of units of this layer. 0 if all layers are finished.
+        share: share of all operations that is done. The compression counts as the policy's estimate of it.
+        tokens: number of real tokens of all rows.
+        tokens_per_second: tokens a second through all layers, or None if it is not known yet.
+        seconds_left: estimate of the seconds until the end, or None if it is not known yet.
+    """
+
+    layers: int
+    num_layers: int
+    units: int
+    num_units: int
+    share: float
+    tokens: int
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+
+    def timed(self, begun: float, seconds: float) -> "PrefillProgress":
+        """Return the progress with its rate, if the share grew from `begun` to `share` in `seconds` seconds."""
+        if seconds <= 0 or self.share <= begun:
+            return self
+        rate = (self.share - begun) / seconds
+        return self._replace(tokens_per_second=self.tokens * rate, seconds_left=(1 - self.share) / rate)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """The units of all layers of a prefill.
+
+    Attributes:
+        plans: the static arguments of each layer.
+        compressions: operations of the compression of each layer.
+        batch: number of rows.
+        count: number of pieces of the padded prompt.
+        pieces: number of pieces that have real tokens.
+    """
+
+    plans: tuple[LayerPlan, ...]
+    compressions: tuple[int, ...]
+    batch: int
+    count: int
+    pieces: int
+
+    @functools.cached_property
+    def units(self) -> list[tuple[Unit, ...]]:
+        """The units of each layer."""
+        return [units_of(plan, self.batch, self.pieces) for plan in self.plans]
+
+    @functools.cached_property
+    def done(self) -> list[list[float]]:
+        """For each layer, the share of all operations that is done before each unit, and after the last one."""
+        costs = [[self._operations(layer, unit) for unit in units] for layer, units in enumerate(self.units)]
+        total, before, shares = sum(map(sum, costs)), 0.0, []
+        for layer in costs:
+            shares.append([done / total for done in itertools.accumulate(layer, initial=before)])
+            before += sum(layer)
+        return shares
+
+    def _operations(self, layer: int, unit: Unit) -> float:
+        plan = self.plans[layer]
+        config, size, first = plan.config, plan.size, unit.piece * plan.size
+        rows = (plan.rows or self.batch) if plan.whole else self.batch
+        project = prefill_operations.projection_operations(config, size)
+        rest = prefill_operations.rest_operations(config, size)
+
+        def attention(first: int, tokens: int) -> int:
+            return prefill_operations.attention_operations(config, plan.kind.window, first, tokens)
+
+        if unit.work == "compress":
+            return self.compressions[layer]
+        if unit.work == "begin":
+            return 0
+        if unit.work == "attend":
+            return rows * attention(0, self.pieces * size)
+        if unit.work == "piece":
+            return rows * (project + attention(first, size) + rest)
+        return rows * (rest if unit.work == "finish" else project)
