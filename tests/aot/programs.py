@@ -14,8 +14,9 @@ from aot.compiler import place
 from aot.models import LLAMA, ONE_LAYER
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.state import KVState
+from jshadow.engine import prefill_layer
 from jshadow.engine.layer_run import LayerPlan
-from jshadow.engine.prefill_layer import prefill_layer
+from jshadow.engine.prefill_layer import Given
 from jshadow.engine.step import step_writes
 from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.models.transformer import abstract_weights
@@ -36,15 +37,15 @@ ONE_LEVEL = ShadowKV(keys=TransformCode(), landmarks=Landmarks(tokens=2, dtype="
 
 
 class ReadLayer(NamedTuple):
-    """The limits of the program that reads a prompt in one layer.
+    """The limits of a program that reads a prompt in one layer. It has no loop.
 
     Attributes:
-        loops: number of loops.
-        temporaries: maximum bytes of temporary arrays.
-        products: number of results of all matrix products in one run of each loop's body.
+        attentions: number of calls of cuDNN's attention.
+        temporaries: maximum bytes of temporary arrays, and of results that reuse no argument.
+        products: number of results of all matrix products.
     """
 
-    loops: int
+    attentions: int
     temporaries: int
     products: int
 
@@ -119,23 +120,41 @@ def step_task(name: str, gpu: str, config: ModelConfig, policy: Policy, batch: i
     )
 
 
-def prefill_task(gpu: str, batch: int, tokens: int, window: int | None = None) -> Task:
-    """Return the program of one layer of a prefill in pieces of 2,048 tokens, in which cuDNN computes attention."""
+def prefill_tasks(gpu: str, batch: int, tokens: int, window: int | None = None) -> Iterator[Task]:
+    """Yield the programs of one layer of a prefill in pieces of 2,048 tokens, in which cuDNN computes attention."""
     c, (count, piece) = LLAMA, pieces_of(tokens, 2048)
-    weights = weights_of(c)["layer_0"]
-    x, lengths = Shape((batch, count * piece, c.model_dim), DTYPE), Shape((batch,), jnp.int32)
-    inverse, kind = Shape((c.head_dim // 2,), jnp.float32), AttentionKind(c.rope, window)
     rows = rows_at_once(batch, piece, 2048)
-    plan = LayerPlan(c, kind, needs_all=False, q_tail=64, size=piece, whole="cudnn", rows=rows)
-    layer = functools.partial(prefill_layer.__wrapped__, plan=plan)
+    plan = LayerPlan(c, AttentionKind(c.rope, window), False, q_tail=64, size=piece, whole="cudnn", rows=rows)
+    given = Given(weights_of(c)["layer_0"], Shape((c.head_dim // 2,), jnp.float32))
+    x, index = Shape((batch, count * piece, c.model_dim), DTYPE), Shape((), jnp.int32)
+    lengths, q = Shape((batch,), jnp.int32), Shape((rows, count * piece, c.q_heads, c.head_dim), DTYPE)
+    prompt = jax.eval_shape(lambda: plan.empty_prompt(jnp.zeros(batch, jnp.int32), count * piece, DTYPE))
     sizes: dict[str, Any] = {"batch": batch, "tokens": tokens, "capacity": tokens + 64}
     peak = prefill_peak(c, ShadowKV(), **sizes, fetch="device_put", backend="gpu")
-    # q, k, v and o, then the three products of the MLP.
-    columns = c.q_heads * c.head_dim + 2 * c.key_columns + c.model_dim + 2 * c.ffn_dim + c.model_dim
-    read = ReadLayer(2 * (count > 1) + (rows < batch), peak["attention"] + peak["piece"], rows * piece * columns)
-    told = "" if window is None else f", window {window:,}"
-    arguments = tuple(map(place, (weights, x, lengths, inverse)))
-    return Task(f"prefill layer, {batch} x {tokens:,}{told}", gpu, layer, arguments, (1,), read=read)
+    projected, rest = (c.q_heads + 2 * c.kv_heads) * c.head_dim, c.model_dim + 2 * c.ffn_dim + c.model_dim
+    told = f"{batch} x {tokens:,}" + ("" if window is None else f", window {window:,}")
+
+    def task(name: str, program: Any, arguments: tuple, donate: tuple[int, ...], read: ReadLayer) -> Task:
+        function = functools.partial(program.__wrapped__, plan=plan)
+        return Task(f"prefill, {name}, {told}", gpu, function, tuple(map(place, arguments)), donate, read=read)
+
+    yield task(
+        "project",
+        prefill_layer.project_piece,
+        (given, x, prompt, q, index, index),
+        (2, 3),
+        ReadLayer(0, peak["piece"], rows * piece * projected),
+    )
+    # The queries are an argument. No piece is in memory beside the output and the copies of some rows.
+    attention = ReadLayer(1, peak["attention"] + peak["piece"] - size(q), 0)
+    yield task("attend", prefill_layer.attend_whole, (given, prompt, q, index), (), attention)
+    yield task(
+        "finish",
+        prefill_layer.finish_piece,
+        (given, x, lengths, q, index, index),
+        (1,),
+        ReadLayer(0, peak["piece"], rows * piece * rest),
+    )
 
 
 def fetch(values: HostRows, keys: ChosenKeys, cache: Any, places: Any, missed: Any) -> Any:
@@ -232,8 +251,8 @@ def tasks(gpu: str, full_batch: int) -> Iterator[Task]:
         twice = with_settings(PACKED, {"choice.rounds": 2})
         yield step_task("decode layer, two rounds", gpu, ONE_LAYER, twice, 8, 131_072, fetch)
     for batch, tokens in ((1, 122_880), (4, 122_880), (4, 2_048)):
-        yield prefill_task(gpu, batch, tokens)
-    yield prefill_task(gpu, 1, 122_880, window=4096)
+        yield from prefill_tasks(gpu, batch, tokens)
+    yield from prefill_tasks(gpu, 1, 122_880, window=4096)
     yield step_task("Llama-3.1-8B, full", gpu, LLAMA, Full(), full_batch, 122_880, "resident")
     for fetch in ("device_put", "zero_copy"):
         yield step_task("Llama-3.1-8B, shadowkv", gpu, LLAMA, ShadowKV(), 24, 122_880, fetch)
