@@ -9,6 +9,7 @@ from rich.table import Table
 from jshadow.cache.host_memory import POOL_VARIABLE, pool_gib
 from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan
 from jshadow.planner.gpu_specs import GIB
+from jshadow.planner.prefill_time import PREFILL_SHARE
 
 XLA_SHARE = 0.75  # of a GPU's memory, which XLA takes when it starts
 
@@ -79,6 +80,9 @@ def plan_table(plan: CapacityPlan) -> Table:
         step(f"{label}, ms", lambda bound, field=field: f"{getattr(bound, field) * 1e3:.1f}")  # type: ignore[misc]
     step("tokens/s, predicted", lambda bound: f"{bound.tokens_per_second:,.0f}")
     step("tokens/s, at most", lambda bound: f"{bound.bound_tokens_per_second:,.0f}")
+    row("prefill, s", lambda plan, side: f"{side.prefill.seconds:.2f}")
+    row("compression, s", lambda plan, side: f"{side.prefill.compress_seconds:.3f}")
+    row("first token of a stored state, ms", lambda plan, side: f"{side.prefill.first_token_seconds * 1e3:.0f}")
     row("to full attention", lambda plan, side: "-" if side is plan.full else ratio_text(plan.ratio_of(side)))
     return table
 
@@ -107,6 +111,8 @@ def notes(plans: list[CapacityPlan]) -> list[str]:
     lines = [
         f"Rates from data sheets, nothing measured on a GPU: {'; '.join(sheets)}.",
         "Predicted: reading, gathering, moving and computing take place one after the other. At most: all at once.",
+        f"Prefill and compression: one request, at {PREFILL_SHARE:.0%} of the sheet's operations (assumed).",
+        "First token of a stored state: its device bytes cross PCIe from host memory, then one decode step of one row.",
         "XLA memory fraction: set XLA_PYTHON_CLIENT_MEM_FRACTION to it; XLA takes 0.75 by itself.",
     ]
     for plan in plans:

@@ -25,6 +25,7 @@ from jshadow.planner.fetch_choice import ModeFigures, choose_fetch, kernel_refus
 from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan, Serving, StepBound, step_bound
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, Gpu
 from jshadow.planner.prefill_batch import largest_prefill
+from jshadow.planner.prefill_time import prefill_time
 from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
 from jshadow.policies.costs import costs_of, rows_of
@@ -216,6 +217,9 @@ class Planner:
             device_bytes=needed(rows),
             host_bytes=rows * host * serving.count,
             step=self.step(policy, rows) if rows else None,
+            prefill=prefill_time(
+                self.share, specs, self.gpu, serving.context, device, 1 / self.step(policy, 1).tokens_per_second
+            ),
         )
 
     def specs(self, policy: Policy, batch: int) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from jshadow.planner.fetch_choice import ModeFigures
 from jshadow.planner.gpu_specs import HOST_GATHER, Gpu
+from jshadow.planner.prefill_time import PrefillTime
 from jshadow.policies import Policy
 from jshadow.policies.settings import policy_settings
 
@@ -114,6 +115,7 @@ class PolicyPlan:
         device_bytes: bytes of weights, states, temporaries and reserve on one GPU.
         host_bytes: bytes in host memory for all GPUs together.
         step: the bytes and times of a decode step; None for an empty batch.
+        prefill: the times of the prefill of one request, and of its first token after its state was stored.
     """
 
     policy: Policy
@@ -130,6 +132,7 @@ class PolicyPlan:
     device_bytes: int
     host_bytes: int
     step: StepBound | None
+    prefill: PrefillTime
 
     @property
     def row_bytes(self) -> tuple[int, int]:

@@ -1,0 +1,58 @@
+"""The predicted time in which a GPU reads a prompt, and in which a stored state gives its first token."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jshadow.cache.spec import CacheSpec
+from jshadow.models.config import ModelConfig
+from jshadow.planner.gpu_specs import Gpu
+from jshadow.planner.prefill_operations import layer_operations
+from jshadow.policies.costs import costs_of
+
+# Share of the data sheet's operations a second that matrix products and attention reach together on a long prompt. It
+# is assumed, and not measured here. FlashAttention-3 (arXiv 2407.08608, figure 5) reports 0.6 to 0.75 of an H100's rate
+# for causal attention in bfloat16 with heads of 128 columns and 16,384 tokens.
+PREFILL_SHARE = 0.6
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillTime:
+    """The predicted time of the prefill of one prompt, and of the first token after its state was stored.
+
+    Attributes:
+        flops: operations of the projections, exact attention and MLPs of all layers.
+        compress_flops: operations of the matrix products with which the policy compresses the prompt in all layers.
+        flops_per_second: the assumed rate of both.
+        seconds: time of `flops` at this rate.
+        compress_seconds: time of `compress_flops` at this rate.
+        restore_seconds: time to copy the device bytes of the stored state from host memory at the rate of the link.
+        first_token_seconds: `restore_seconds` and the time of one decode step of one row.
+    """
+
+    flops: int
+    compress_flops: int
+    flops_per_second: float
+    seconds: float
+    compress_seconds: float
+    restore_seconds: float
+    first_token_seconds: float
+
+
+def prefill_time(
+    config: ModelConfig, specs: Sequence[CacheSpec], gpu: Gpu, tokens: int, device_bytes: int, step_seconds: float
+) -> PrefillTime:
+    """Return the predicted times for one prompt.
+
+    Args:
+        config: the model, or the share of it that one of several GPUs holds.
+        specs: the cache of each layer.
+        gpu: the GPU.
+        tokens: number of tokens in the prompt.
+        device_bytes: device bytes of the state.
+        step_seconds: time of a decode step of one row.
+    """
+    rate = PREFILL_SHARE * gpu.flops
+    flops = sum(layer_operations(config, spec.sliding_window, tokens) for spec in specs)
+    compress = sum(costs_of(spec.policy).compress_flops(spec, tokens) for spec in specs)
+    restore = device_bytes / gpu.pcie_bytes_per_second
+    return PrefillTime(flops, compress, rate, flops / rate, compress / rate, restore, restore + step_seconds)
