@@ -8,6 +8,7 @@ import pytest
 
 from jshadow.cli import progress
 from jshadow.cli.progress import SlowProgress, waiting
+from jshadow.engine.prefill_schedule import PrefillProgress
 
 
 @pytest.fixture
@@ -44,6 +45,20 @@ def test_a_pipe_gets_lines(quick, monkeypatch):
     time.sleep(0.2)
     assert err.getvalue() == ended
     report.close()
+
+
+def test_a_prefill_tells_its_place_and_the_time_left(quick, monkeypatch):
+    err = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", err)
+    place = PrefillProgress(layers=2, num_layers=30, units=1, num_units=5, share=0.25, tokens=4000)
+    with SlowProgress("prefill") as report:
+        report.prefill(place)
+        wait_for("jshadow: prefill: layer 3 of 30, unit 1 of 5 (", err.getvalue)
+        report.prefill(place.timed(0.05, 10.0))  # a fifth of 4,000 tokens in ten seconds
+        wait_for("layer 3 of 30, unit 1 of 5, 80 tokens/s, 38 s left (", err.getvalue)
+    end = place._replace(layers=30, units=0, num_units=0, share=1.0)
+    report.prefill(end.timed(0.5, 10.0))
+    assert report.name == "prefill: layer 30 of 30, 200 tokens/s, 0 s left"
 
 
 def test_a_terminal_gets_a_bar(quick, monkeypatch):
