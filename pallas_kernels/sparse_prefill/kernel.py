@@ -64,7 +64,7 @@ def sparse_prefill_kernel(q, keys, lists, first, out, *, scale, tile):  # type: 
     The refs are those of `pallas_kernels.sparse_prefill`, with `first` as [1].
     """
     heads, dim, (size, rows, width) = q.shape[2], q.shape[3], tile
-    program, h, b = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    program, h, b = q.shape[1] // rows - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
     row = iota(program * rows, rows)
     position = row + pltriton.load(first.at[jnp.int32(0)])
     real = position < pltriton.load(keys.lengths.at[b])

@@ -1,6 +1,7 @@
 """Sparse prefill: the same as dense masks in NumPy, exact where it covers everything, and with less work."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from sparse_runs import run_attention
 
 from jshadow.cache.records import PromptKV
 from jshadow.engine import decode
+from jshadow.engine.sparse_prefill import attentions, tiles
 from jshadow.engine.sparse_prefill import AShape, BlockSparse, HeadPattern, Pattern, VerticalSlash, parse_prefill
 from jshadow.errors import ConfigError
 from jshadow.policies import Full
@@ -108,6 +110,24 @@ def test_every_piece_size_gives_the_same(name, size):
 def test_bfloat16(name):
     """The sets are chosen from float32 scores of the same bfloat16 numbers."""
     check_oracle(ATTENTIONS[name], sized(4, 2, 16), (139, 77), 192, dtype="bfloat16", atol=0.03)
+
+
+# The lists of the kernel
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_the_lists_of_the_kernel_give_the_same(name, monkeypatch):
+    """So does the number of tiles. The kernel itself runs in `tests/kernels`."""
+    config, tokens = sized(4, 2, 16), 192
+    lengths, inputs = (139, 77), random_rows(sized(4, 2, 16), (139, 77), tokens)
+    want, counts = run_attention(ATTENTIONS[name], config, *inputs, lengths, 64)
+    monkeypatch.setattr(attentions, "Tiling", functools.partial(tiles.Tiling, implementation="interpret"))
+    got, lists = run_attention(ATTENTIONS[name], config, *inputs, lengths, 64)
+    for row, n in enumerate(lengths):
+        np.testing.assert_allclose(got[row, :n], want[row, :n], atol=1e-5)
+        assert not np.asarray(got[row, n:]).any()
+    np.testing.assert_array_equal(lists.tiles, counts.tiles)
+    assert lists.ran <= counts.ran
 
 
 # Through the whole model

@@ -11,8 +11,9 @@ from jax import Array
 from jshadow.cache.records import PromptKV
 from jshadow.engine.sparse_prefill.estimate import KEY_TILE, line_sums
 from jshadow.engine.sparse_prefill.lines import HeadSizes, Lines, choose, make_lines
+from jshadow.engine.sparse_prefill.lists import attend_chosen
 from jshadow.engine.sparse_prefill.patterns import Pattern, load_pattern
-from jshadow.engine.sparse_prefill.tiles import GATHERED, Chosen, Tiling, attend_chosen
+from jshadow.engine.sparse_prefill.tiles import GATHERED, Chosen, Tiling
 from jshadow.errors import ConfigError
 from jshadow.models.config import AttentionKind, ModelConfig, check_positive
 from jshadow.ops.attention import causal_attention

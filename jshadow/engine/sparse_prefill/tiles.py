@@ -1,4 +1,4 @@
-"""Attention of a piece of queries over the keys that were chosen for each head, tile by tile.
+"""Attention of a piece of queries over the keys that were chosen for each head, tile by tile in XLA.
 
 The work grows with the number of chosen keys, not with the length of the prompt. A tile has M queries and M keys.
 """
@@ -28,7 +28,7 @@ class Chosen(struct.PyTreeNode):
         sizes: the sizes of each head. None if no head is block-sparse, or if attention is exact.
         tiles: number of tiles that each head needed, int32 [B, h_q]. M gathered columns count as one tile.
         ran: number of tiles that were computed for each head, int32 []. All heads compute as many as the head that
-            needs most.
+            needs most. On a GPU, each head computes only the tiles that it needs, and this counts the largest number.
     """
 
     lines: Lines | None
@@ -69,11 +69,13 @@ class Tiling:
         scale: factor by which the scores are multiplied.
         block: M. A tile has M queries and M keys.
         most_blocks: static upper bound of `HeadSizes.blocks`. It is 0 if no head uses key blocks.
+        implementation: "auto" is the kernel on a GPU and `attend_tiles` elsewhere. See `pallas_kernels.choose`.
     """
 
     scale: float
     block: int
     most_blocks: int = 0
+    implementation: str = "auto"
 
 
 class BlockList(NamedTuple):
@@ -88,7 +90,7 @@ class BlockList(NamedTuple):
     counts: Int[Array, "B h_q"]
 
 
-def attend_chosen(
+def attend_tiles(
     piece: PrefillPiece, prompt: PromptKV, chosen: Chosen, tiling: Tiling
 ) -> tuple[Float[Array, "B P h_q d"], Chosen]:
     """Compute causal attention of a piece of queries over the chosen keys. Each key counts once.
@@ -106,10 +108,7 @@ def attend_chosen(
     batch, length, heads, dim = q.shape
     count = length // block
     assert count * block == length, f"{length} queries are no blocks of {block}"
-    means = None
-    if tiling.most_blocks:
-        q_means = block_means(q, prompt.lengths, first, block).transpose(2, 0, 1, 3)
-        means = (q_means, block_means(prompt.k_post, prompt.lengths, 0, block))
+    means = piece_means(piece, prompt, tiling)
     tiles = q.reshape(batch, count, block, heads, dim).transpose(1, 0, 3, 2, 4)
 
     def one(args: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array]:
@@ -120,6 +119,17 @@ def attend_chosen(
     out, needed, ran = lax.map(one, (jnp.arange(count, dtype=jnp.int32), tiles, None if means is None else means[0]))
     out = out.transpose(1, 0, 3, 2, 4).reshape(q.shape).astype(q.dtype)
     return out, chosen.replace(tiles=chosen.tiles + needed.sum(0), ran=chosen.ran + ran.sum())
+
+
+def piece_means(piece: PrefillPiece, prompt: PromptKV, tiling: Tiling) -> tuple[Array, Array] | None:
+    """Return the mean query of each query block of a piece [n, B, h_q, d], and the mean key of each key block.
+
+    The mean keys are [B, h_kv, S / M, d]. The result is None if no head is block-sparse.
+    """
+    if not tiling.most_blocks:
+        return None
+    q_means = block_means(piece.q_post, prompt.lengths, piece.first, tiling.block)
+    return q_means.transpose(2, 0, 1, 3), block_means(prompt.k_post, prompt.lengths, 0, tiling.block)
 
 
 def attend_block(
@@ -137,7 +147,7 @@ def attend_block(
         index: number of the block.
         means: the mean query of the block [B, h_q, d], and the mean keys of all key blocks [B, h_kv, n, d]. None if no
             head is block-sparse.
-        prompt, chosen, tiling: as in `attend_chosen`.
+        prompt, chosen, tiling: as in `attend_tiles`.
 
     Returns:
         The float32 output, the number of tiles that each head needed, and the number that was computed for each head.
