@@ -1,8 +1,8 @@
 """Eight GPU ops for sparse attention over a prompt or an offloaded KV cache.
 
-Each exists in plain jax.numpy and as a Pallas kernel. The package imports only JAX, NumPy and the standard library. It does not depend on jshadow. The public interface is the
-names below and two modules. `bits` defines the layout of packed numbers in bytes, and `rotation` computes the cosines
-and sines of RoPE.
+Each exists in plain jax.numpy and as a Pallas kernel. The package imports only JAX, NumPy and the standard library. It
+does not depend on jshadow. The public interface is the names below and two modules. `bits` defines the layout of packed
+numbers in bytes, and `rotation` computes the cosines and sines of RoPE.
 """
 
 import jax

@@ -13,8 +13,16 @@ from sparse_runs import run_attention
 
 from jshadow.cache.records import PromptKV
 from jshadow.engine import decode
-from jshadow.engine.sparse_prefill import attentions, tiles
-from jshadow.engine.sparse_prefill import AShape, BlockSparse, HeadPattern, Pattern, VerticalSlash, parse_prefill
+from jshadow.engine.sparse_prefill import (
+    AShape,
+    BlockSparse,
+    HeadPattern,
+    Pattern,
+    VerticalSlash,
+    attentions,
+    parse_prefill,
+    tiles,
+)
 from jshadow.errors import ConfigError
 from jshadow.policies import Full
 from jshadow.policies.prefill_attention import PrefillPiece
@@ -263,6 +271,7 @@ def test_no_square_of_the_prompt():
         (lambda: AShape(local=2.5), "a_shape.local"),
         (lambda: BlockSparse(block=0), "block_sparse.block"),
         (lambda: HeadPattern("dense", (1,)), "pattern: kind must be one of"),
+        (lambda: HeadPattern("vertical_slash", (4, 0)), r"each at least 1, got \(4, 0\)"),  # no query sees a key
         (lambda: HeadPattern("a_shape", (1,)), r"pattern: sizes of a_shape must be \(initial, local\)"),
         (lambda: Pattern(()), "pattern: heads must not be empty"),
         (lambda: parse_prefill("dense"), "prefill must be one of"),

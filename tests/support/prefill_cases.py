@@ -61,6 +61,8 @@ def truth(q: Any, keys: Keys, lists: KeyLists, first: Any, scale: float) -> np.n
     block, out = length // lists.blocks.shape[2], np.zeros(q.shape)
     for b, h, t in np.ndindex(rows, heads, length):
         i, place, kv = t // block, first + t, h // (heads // k.shape[2])
+        if place >= int(keys.lengths[b]):
+            continue
         seen = [int(x) for x in lists.columns[b, h, i, : int(lists.column_counts[b, h, i])]]
         for number in lists.blocks[b, h, i, : int(lists.block_counts[b, h, i])]:
             near = range(int(number) * block, min((int(number) + 1) * block, place + 1))
@@ -69,6 +71,6 @@ def truth(q: Any, keys: Keys, lists: KeyLists, first: Any, scale: float) -> np.n
                 near = [x for x in near if on_line[place - x] or in_column[x]]
             seen += near
         seen = [x for x in seen if x <= place]
-        if seen and place < int(keys.lengths[b]):
+        if seen:
             out[b, t, h] = softmax(k[b, seen, kv] @ wide(q[b, t, h]) * scale) @ v[b, seen, kv]
     return out

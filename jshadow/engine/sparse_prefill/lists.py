@@ -32,7 +32,7 @@ def attend_chosen(
     The arguments and results are those of `attend_tiles`. If the kernel does not support the block size, the head width
     or the dtype, a GPU uses `attend_tiles` too.
     """
-    return run(  # type: ignore[no-any-return]
+    return run(
         tiling.implementation,
         functools.partial(attend_lists, tiling=tiling),
         functools.partial(attend_tiles, tiling=tiling),
