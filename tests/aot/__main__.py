@@ -174,7 +174,8 @@ def print_prefill(table: KernelTable) -> None:
     told = table.report()
     print(
         f"\nsparse_prefill, 1 x {told['tokens']:,}, {table.gpu}: {told['registers']} registers, "
-        f"{told['spilled']} bytes spilled, {told['blocks_per_core']} blocks/SM. The lists have {told['share']:.1%} of the tiles.\n"
+        f"{told['spilled']} bytes spilled, {told['blocks_per_core']} blocks/SM. "
+        f"The lists have {told['share']:.1%} of the tiles.\n"
         f"Predicted attention of a layer: {told['ms']:.1f} ms ({told['products_ms']:.1f} ms of products, "
         f"{told['read_ms']:.1f} ms of reads), dense: {told['dense_ms']:.1f} ms.",
         flush=True,
