@@ -135,7 +135,7 @@ def test_the_lists_of_the_kernel_give_the_same(name, monkeypatch):
         np.testing.assert_allclose(got[row, :n], want[row, :n], atol=1e-5)
         assert not np.asarray(got[row, n:]).any()
     np.testing.assert_array_equal(lists.tiles, counts.tiles)
-    assert lists.ran <= counts.ran
+    assert (lists.ran <= counts.ran).all()
 
 
 # Through the whole model
@@ -216,7 +216,7 @@ def counted(attention, tokens, seed=0):
     config = sized(4, 2, 16)
     q, k, v = random_rows(config, (tokens,), tokens, seed=seed)
     _, aux = run_attention(attention, config, q, k, v, (tokens,))
-    return int(aux.tiles.max()), int(aux.ran)
+    return int(aux.tiles.max()), int(aux.ran.max())
 
 
 @pytest.mark.parametrize(

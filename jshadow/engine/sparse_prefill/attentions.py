@@ -86,7 +86,8 @@ class SparsePrefill(PrefillAttention):
     ) -> Chosen:
         """Choose the lines of a layer; see PrefillAttention. `learned` has the HeadSizes of this layer, or is None."""
         batch, tokens = prompt.k_post.shape[:2]
-        counted = Chosen(None, None, jnp.zeros((batch, config.q_heads), jnp.int32), jnp.int32(0))
+        none = jnp.zeros((batch, config.q_heads), jnp.int32)
+        counted = Chosen(None, None, none, none)
         if learned is None and self.covers(tokens):
             return counted
         sizes = self.sizes(config.q_heads) if learned is None else jax.tree.map(jnp.asarray, learned)

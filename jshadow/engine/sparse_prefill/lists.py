@@ -54,8 +54,8 @@ def attend_lists(
     keys = Keys(prompt.k_post, prompt.v, prompt.lengths)
     implementation = "interpret" if interpret else "pallas"
     out = attend_over(piece.q_post, keys, lists, piece.first, scale=tiling.scale, implementation=implementation)
-    needed = lists.block_counts - (-lists.column_counts // tiling.block)
-    return out, chosen.replace(tiles=chosen.tiles + needed.sum(2), ran=chosen.ran + needed.max((0, 1)).sum())
+    needed = (lists.block_counts - (-lists.column_counts // tiling.block)).sum(2)
+    return out, chosen.replace(tiles=chosen.tiles + needed, ran=chosen.ran + needed)
 
 
 def piece_lists(piece: PrefillPiece, prompt: PromptKV, chosen: Chosen, tiling: Tiling) -> KeyLists:
