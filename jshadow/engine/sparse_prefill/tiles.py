@@ -17,7 +17,7 @@ from jshadow.engine.sparse_prefill.lines import HeadSizes, Lines, best_blocks, s
 from jshadow.ops.attention import MASKED
 from jshadow.policies.prefill_attention import PrefillPiece
 
-GATHERED = 512  # number of keys that a head gathers at once
+GATHERED = 256  # number of keys that a head gathers at once
 
 
 class Chosen(struct.PyTreeNode):
@@ -216,11 +216,9 @@ def fold_blocks(
 
     A block-sparse head attends to all keys of its blocks. Other heads attend to keys on a chosen diagonal or column.
     """
-    block, dim = head.q.shape
-    batch, _, kv_heads = prompt.k_post.shape[:3]
+    block = head.q.shape[0]
     several = min(max(1, GATHERED // block), blocks.ids.shape[0])
     ids = jnp.pad(blocks.ids, (0, -blocks.ids.shape[0] % several))
-    k, v = (x.reshape(batch, -1, block, kv_heads, dim) for x in (prompt.k_post, prompt.v))
     query, key = head.index * block + jnp.arange(block)[:, None, None], jnp.arange(block)
 
     def step(turn: Array, state: Softmax) -> Softmax:
@@ -233,12 +231,19 @@ def fold_blocks(
             if chosen.sizes is not None:
                 on_line |= chosen.sizes.blocks[head.number] > 0
             seen &= on_line
-        k_rows, v_rows = (x[head.row, some, :, head.kv].reshape(-1, dim) for x in (k, v))
+        k_rows, v_rows = (rows_of(x, head, some) for x in (prompt.k_post, prompt.v))
         scores = jnp.matmul(head.q, k_rows.T, preferred_element_type=jnp.float32) * scale
         return state.fold(scores, seen.reshape(block, -1), v_rows)
 
     turns = -(-blocks.counts // several)
     return lax.fori_loop(0, turns, step, state), turns * several
+
+
+def rows_of(x: Float[Array, "B S h_kv d"], head: Head, blocks: Int[Array, " G"]) -> Float[Array, "N d"]:
+    """Return the rows of some key blocks, in their order. Slices of whole blocks copy faster than a gather of rows."""
+    block, dim = head.q.shape
+    parts = [lax.dynamic_slice(x, (head.row, one * block, head.kv, 0), (1, block, 1, dim)) for one in blocks]
+    return jnp.concatenate([part.reshape(block, dim) for part in parts])
 
 
 def slanted(near: Bool[Array, "G M2"]) -> Bool[Array, "G M M"]:
