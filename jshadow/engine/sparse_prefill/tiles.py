@@ -93,14 +93,14 @@ class Head(NamedTuple):
 
     Attributes:
         q: the queries.
-        index: number of the query block.
+        place: number of the query block.
         row: index in the batch.
         number: number of the query head.
         kv: number of its KV head.
     """
 
     q: Float[Array, "M d"]
-    index: Int[Array, ""]
+    place: Int[Array, ""]
     row: Int[Array, ""]
     number: Int[Array, ""]
     kv: Int[Array, ""]
@@ -219,14 +219,14 @@ def fold_blocks(
     block = head.q.shape[0]
     several = min(max(1, GATHERED // block), blocks.ids.shape[0])
     ids = jnp.pad(blocks.ids, (0, -blocks.ids.shape[0] % several))
-    query, key = head.index * block + jnp.arange(block)[:, None, None], jnp.arange(block)
+    query, key = head.place * block + jnp.arange(block)[:, None, None], jnp.arange(block)
 
     def step(turn: Array, state: Softmax) -> Softmax:
         some = lax.dynamic_slice_in_dim(ids, turn * several, several)
         counted = (turn * several + jnp.arange(several) < blocks.counts)[:, None]
         seen = (some[:, None] * block + key <= query) & counted  # [M, G, M]
         if chosen.lines is not None:
-            near = chosen.lines.near[head.row, head.number, jnp.maximum(head.index - some, 0)]
+            near = chosen.lines.near[head.row, head.number, jnp.maximum(head.place - some, 0)]
             on_line = slanted(near).swapaxes(0, 1) | chosen.lines.in_column[head.row, head.number, some]
             if chosen.sizes is not None:
                 on_line |= chosen.sizes.blocks[head.number] > 0
