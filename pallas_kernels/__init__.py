@@ -1,8 +1,8 @@
-"""Seven GPU ops for sparse attention over an offloaded KV cache. Each exists in plain jax.numpy and as a Pallas kernel.
+"""Eight GPU ops for sparse attention over a prompt or an offloaded KV cache.
 
-The package imports only JAX, NumPy and the standard library. It does not depend on jshadow. The public interface is the
-names below and two modules. `bits` defines the layout of packed numbers in bytes, and `rotation` computes the cosines
-and sines of RoPE.
+Each exists in plain jax.numpy and as a Pallas kernel. The package imports only JAX, NumPy and the standard library. It
+does not depend on jshadow. The public interface is the names below and two modules. `bits` defines the layout of packed
+numbers in bytes, and `rotation` computes the cosines and sines of RoPE.
 """
 
 import jax
@@ -41,3 +41,6 @@ from pallas_kernels.select_chunks import Chosen as Chosen
 from pallas_kernels.select_chunks import places_of as places_of
 from pallas_kernels.select_chunks import select_chunks as select_chunks
 from pallas_kernels.sparse_attention import sparse_attention as sparse_attention
+from pallas_kernels.sparse_prefill import KeyLists as KeyLists
+from pallas_kernels.sparse_prefill import Keys as Keys
+from pallas_kernels.sparse_prefill import sparse_prefill as sparse_prefill

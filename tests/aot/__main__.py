@@ -1,7 +1,8 @@
 """`make aot`: compiles decode steps and kernels for an A100 and an H200 on a machine that has neither, and checks them.
 
 Prints one row for each program, and the checks that fail. Then it prints, for some decode steps, the kernels of a layer
-with their instructions and bytes, and a predicted time of the step. The exit status is 1 if any check fails.
+with their instructions and bytes, and a predicted time of the step. It also predicts the attention of a sparse prefill.
+The exit status is 1 if any check fails.
 """
 
 import argparse
@@ -19,6 +20,7 @@ os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
 from aot import programs
 from aot.compiler import Program, compile_for
 from aot.machine_code import tools_folder
+from aot.prefill_kernel import KernelTable, kernel_table
 from aot.programs import ReadLayer, Task
 from aot.step_limits import faults_of
 from aot.step_table import SETTINGS, StepTable, step_table
@@ -168,6 +170,19 @@ def print_table(table: StepTable) -> None:
         print(f"  {one['name']:32}" + "".join(f"{cell:>13}" for cell in cells), flush=True)
 
 
+def print_prefill(table: KernelTable) -> None:
+    """Print the kernel of sparse prefill, and its predicted time."""
+    told = table.report()
+    print(
+        f"\nsparse_prefill, 1 x {told['tokens']:,}, {table.gpu}: {told['registers']} registers, "
+        f"{told['spilled']} bytes spilled, {told['blocks_per_core']} blocks/SM. "
+        f"The lists have {told['share']:.1%} of the tiles.\n"
+        f"Predicted attention of a layer: {told['ms']:.1f} ms ({told['products_ms']:.1f} ms of products, "
+        f"{told['read_ms']:.1f} ms of reads), dense: {told['dense_ms']:.1f} ms.",
+        flush=True,
+    )
+
+
 def main() -> int:
     """Compile and check all programs, or those that --only names. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="aot", description=__doc__)
@@ -213,10 +228,17 @@ def main() -> int:
                 tables.append(step_table(setting, gpu, tools_folder()))
                 if not args.json:
                     print_table(tables[-1])
-    limits = list(faults_of(tables))
+    prefills = []
+    for gpu in args.gpu or TARGETS:
+        if args.only in "sparse_prefill" and not args.steps and not (args.few and gpu == FIRST):
+            prefills.append(kernel_table(gpu, tools_folder()))
+            if not args.json:
+                print_prefill(prefills[-1])
+    limits = [*faults_of(tables), *(fault for table in prefills for fault in table.faults())]
     failed = [made for made in rows if made["faults"]]
     if args.json:
-        print(json.dumps({"programs": rows, "steps": [table.report() for table in tables], "step_faults": limits}))
+        told = {"steps": [table.report() for table in tables], "prefills": [table.report() for table in prefills]}
+        print(json.dumps({"programs": rows, **told, "faults": limits}))
         return bool(failed or limits)
     for fault in limits:
         print(f"  DOES NOT HOLD: {fault}", flush=True)

@@ -199,9 +199,10 @@ def compile_for(gpu: str, function: Callable, *args: Any, donate: tuple[int, ...
         client = topology.devices[0].client
         compiled = client.compile(lowered._lowering.stablehlo(), devices, options)
         modules = tuple(path.read_text() for path in sorted(Path(dump).rglob("*.ptx")))
-        thunks, metadata = (
+        thunks, unchanged, metadata = (
             "".join(path.read_text() for path in Path(dump).rglob(f"*{name}.txt"))
-            for name in ("thunk_sequence_after_thunk_passes", "thunk_metadata")
+            for name in ("thunk_sequence_after_thunk_passes", "thunk_sequence", "thunk_metadata")
         )
+        thunks = thunks or unchanged  # the first is missing if no pass changed the sequence
     text = "\n".join(module.to_string() for module in compiled.hlo_modules())
     return Program(text, compiled.get_compiled_memory_stats(), modules, thunks, metadata, traced.jaxpr)

@@ -24,12 +24,14 @@ class MachineCode(NamedTuple):
         shared: bytes of shared memory of a block that the kernel declares itself.
         instructions: instructions that a warp issues. Each loop counts as often as it runs.
         unknown_loops: number of loops whose number of runs could not be read from the code. They count once.
+        spilled: bytes of registers that a thread stores in local memory.
     """
 
     registers: int
     shared: int
     instructions: int
     unknown_loops: int
+    spilled: int = 0
 
     def blocks_by_registers(self, threads: int) -> int:
         """Return how many blocks of `threads` threads the registers of a multiprocessor hold."""
@@ -83,11 +85,11 @@ def machine_code(ptx: str, architecture: str, tools: str) -> MachineCode:
     for loop in found:
         for index in range(loop.first, loop.last + 1):
             counts[index] *= loop.runs or 1
-    registers, shared = (
+    registers, shared, spilled = (
         int(match[1]) if (match := re.search(pattern, report)) else 0
-        for pattern in (r"Used (\d+) registers", r"(\d+) bytes smem")
+        for pattern in (r"Used (\d+) registers", r"(\d+) bytes smem", r"(\d+) bytes spill stores")
     )
-    return MachineCode(registers, shared, sum(counts), sum(loop.runs is None for loop in found))
+    return MachineCode(registers, shared, sum(counts), sum(loop.runs is None for loop in found), spilled)
 
 
 def lines_of(listing: str) -> list[Line]:

@@ -19,6 +19,7 @@ class Target(NamedTuple):
         l2: bytes of the second-level cache.
         shared_core: bytes of shared memory of a multiprocessor.
         shared_block: maximum bytes of shared memory of a block.
+        products: multiplications and additions a second of the tensor cores on dense bfloat16 numbers.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Target(NamedTuple):
     l2: int
     shared_core: int
     shared_block: int
+    products: float
 
     @property
     def architecture(self) -> str:
@@ -96,6 +98,7 @@ TARGETS = {
         40 * 2**20,
         164 * 1024,
         163 * 1024,
+        312e12,
     ),
     "h200": Target(
         "NVIDIA H200 141GB HBM3e",
@@ -108,5 +111,6 @@ TARGETS = {
         50 * 2**20,
         228 * 1024,
         227 * 1024,
+        989e12,
     ),
 }

@@ -1,6 +1,7 @@
 """Sparse prefill: the same as dense masks in NumPy, exact where it covers everything, and with less work."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,16 @@ from sparse_runs import run_attention
 
 from jshadow.cache.records import PromptKV
 from jshadow.engine import decode
-from jshadow.engine.sparse_prefill import AShape, BlockSparse, HeadPattern, Pattern, VerticalSlash, parse_prefill
+from jshadow.engine.sparse_prefill import (
+    AShape,
+    BlockSparse,
+    HeadPattern,
+    Pattern,
+    VerticalSlash,
+    attentions,
+    parse_prefill,
+    tiles,
+)
 from jshadow.errors import ConfigError
 from jshadow.policies import Full
 from jshadow.policies.prefill_attention import PrefillPiece
@@ -110,6 +120,24 @@ def test_bfloat16(name):
     check_oracle(ATTENTIONS[name], sized(4, 2, 16), (139, 77), 192, dtype="bfloat16", atol=0.03)
 
 
+# The lists of the kernel
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_the_lists_of_the_kernel_give_the_same(name, monkeypatch):
+    """So does the number of tiles. The kernel itself runs in `tests/kernels`."""
+    config, tokens = sized(4, 2, 16), 192
+    lengths, inputs = (139, 77), random_rows(sized(4, 2, 16), (139, 77), tokens)
+    want, counts = run_attention(ATTENTIONS[name], config, *inputs, lengths, 64)
+    monkeypatch.setattr(attentions, "Tiling", functools.partial(tiles.Tiling, implementation="interpret"))
+    got, lists = run_attention(ATTENTIONS[name], config, *inputs, lengths, 64)
+    for row, n in enumerate(lengths):
+        np.testing.assert_allclose(got[row, :n], want[row, :n], atol=1e-5)
+        assert not np.asarray(got[row, n:]).any()
+    np.testing.assert_array_equal(lists.tiles, counts.tiles)
+    assert (lists.ran <= counts.ran).all()
+
+
 # Through the whole model
 
 
@@ -188,7 +216,7 @@ def counted(attention, tokens, seed=0):
     config = sized(4, 2, 16)
     q, k, v = random_rows(config, (tokens,), tokens, seed=seed)
     _, aux = run_attention(attention, config, q, k, v, (tokens,))
-    return int(aux.tiles.max()), int(aux.ran)
+    return int(aux.tiles.max()), int(aux.ran.max())
 
 
 @pytest.mark.parametrize(
@@ -243,6 +271,7 @@ def test_no_square_of_the_prompt():
         (lambda: AShape(local=2.5), "a_shape.local"),
         (lambda: BlockSparse(block=0), "block_sparse.block"),
         (lambda: HeadPattern("dense", (1,)), "pattern: kind must be one of"),
+        (lambda: HeadPattern("vertical_slash", (4, 0)), r"each at least 1, got \(4, 0\)"),  # no query sees a key
         (lambda: HeadPattern("a_shape", (1,)), r"pattern: sizes of a_shape must be \(initial, local\)"),
         (lambda: Pattern(()), "pattern: heads must not be empty"),
         (lambda: parse_prefill("dense"), "prefill must be one of"),

@@ -1,7 +1,8 @@
 """Sparse prefill: each query of a prompt attends to few keys, chosen for each prompt (MInference, arXiv 2407.02490).
 
-`estimate` measures what the last queries attend to. By these estimates, `lines` chooses columns and diagonals. `tiles`
-computes the attention over the chosen keys. `attentions` has the classes with the settings.
+`estimate` measures what the last queries attend to. By these estimates, `lines` chooses columns and diagonals. `lists`
+names the chosen keys of each query block for the kernel of a GPU. `tiles` computes the attention over the chosen keys
+elsewhere. `attentions` has the classes with the settings.
 """
 
 from jshadow.engine.sparse_prefill.attentions import AShape as AShape

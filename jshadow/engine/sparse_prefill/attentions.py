@@ -11,8 +11,9 @@ from jax import Array
 from jshadow.cache.records import PromptKV
 from jshadow.engine.sparse_prefill.estimate import KEY_TILE, line_sums
 from jshadow.engine.sparse_prefill.lines import HeadSizes, Lines, choose, make_lines
+from jshadow.engine.sparse_prefill.lists import attend_chosen
 from jshadow.engine.sparse_prefill.patterns import Pattern, load_pattern
-from jshadow.engine.sparse_prefill.tiles import GATHERED, Chosen, Tiling, attend_chosen
+from jshadow.engine.sparse_prefill.tiles import GATHERED, Chosen, Tiling
 from jshadow.errors import ConfigError
 from jshadow.models.config import AttentionKind, ModelConfig, check_positive
 from jshadow.ops.attention import causal_attention
@@ -85,7 +86,8 @@ class SparsePrefill(PrefillAttention):
     ) -> Chosen:
         """Choose the lines of a layer; see PrefillAttention. `learned` has the HeadSizes of this layer, or is None."""
         batch, tokens = prompt.k_post.shape[:2]
-        counted = Chosen(None, None, jnp.zeros((batch, config.q_heads), jnp.int32), jnp.int32(0))
+        none = jnp.zeros((batch, config.q_heads), jnp.int32)
+        counted = Chosen(None, None, none, none)
         if learned is None and self.covers(tokens):
             return counted
         sizes = self.sizes(config.q_heads) if learned is None else jax.tree.map(jnp.asarray, learned)

@@ -1,0 +1,87 @@
+"""The chosen keys as lists of key blocks and single keys, which the kernel of a GPU reads.
+
+All three attentions become such lists. Columns and diagonals: the key blocks with keys on a chosen diagonal, and the
+columns outside of these blocks. An A-shape is the same with the first columns and the nearest diagonals. Block-sparse:
+the chosen key blocks.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jshadow.cache.records import PromptKV
+from jshadow.engine.sparse_prefill.tiles import (
+    Chosen,
+    Tiling,
+    attend_tiles,
+    key_blocks,
+    open_columns,
+    piece_means,
+)
+from jshadow.ops.key_lists import KeyLists, Keys, attend_over, run
+from jshadow.policies.prefill_attention import PrefillPiece
+
+
+def attend_chosen(
+    piece: PrefillPiece, prompt: PromptKV, chosen: Chosen, tiling: Tiling
+) -> tuple[Float[Array, "B P h_q d"], Chosen]:
+    """Compute causal attention of a piece over the chosen keys: by the kernel on a GPU, by `attend_tiles` elsewhere.
+
+    The arguments and results are those of `attend_tiles`. If the kernel does not support the block size, the head width
+    or the dtype, a GPU uses `attend_tiles` too.
+    """
+    return run(
+        tiling.implementation,
+        functools.partial(attend_lists, tiling=tiling),
+        functools.partial(attend_tiles, tiling=tiling),
+        piece,
+        prompt,
+        chosen,
+    )
+
+
+def attend_lists(
+    piece: PrefillPiece, prompt: PromptKV, chosen: Chosen, tiling: Tiling, interpret: bool
+) -> tuple[Float[Array, "B P h_q d"], Chosen]:
+    """Compute the result of `attend_tiles` with the kernel. The output of padding is 0.
+
+    Raises:
+        NotImplementedError: the kernel does not support the block size, the head width or the dtype.
+    """
+    lists = piece_lists(piece, prompt, chosen, tiling)
+    keys = Keys(prompt.k_post, prompt.v, prompt.lengths)
+    implementation = "interpret" if interpret else "pallas"
+    out = attend_over(piece.q_post, keys, lists, piece.first, scale=tiling.scale, implementation=implementation)
+    needed = (lists.block_counts - (-lists.column_counts // tiling.block)).sum(2)
+    return out, chosen.replace(tiles=chosen.tiles + needed, ran=chosen.ran + needed)
+
+
+def piece_lists(piece: PrefillPiece, prompt: PromptKV, chosen: Chosen, tiling: Tiling) -> KeyLists:
+    """Return the lists of a piece's n query blocks. No list names a key twice.
+
+    A list of blocks is as long as the prompt has blocks, or `tiling.most_blocks` if all heads are block-sparse. A list
+    of columns is as long as `Lines.columns`, or 1 if all heads are block-sparse.
+    """
+    block = tiling.block
+    count = piece.q_post.shape[1] // block
+    means, index = piece_means(piece, prompt, tiling), piece.first // block + jnp.arange(count, dtype=jnp.int32)
+    if means is None:
+        blocks = jax.vmap(lambda one: key_blocks(chosen, one, None, 0))(index)
+    else:
+        q_means, k_means = means
+        blocks = jax.vmap(lambda one, mean: key_blocks(chosen, one, (mean, k_means), tiling.most_blocks))(
+            index, q_means
+        )
+    ids, counts = (x.swapaxes(0, 1).swapaxes(1, 2) for x in blocks)
+    if chosen.lines is None:
+        return KeyLists(ids, counts, jnp.zeros((*counts.shape, 1), jnp.int32), jnp.zeros_like(counts))
+    lines = chosen.lines
+    columns = jax.vmap(lambda one: open_columns(lines, one, block))(index)
+    listed, more = (x.swapaxes(0, 1).swapaxes(1, 2) for x in columns)
+    shape = (*counts.shape[:2], prompt.k_post.shape[1])
+    diagonals = lines.near[..., block:].reshape(shape)
+    if chosen.sizes is not None:
+        diagonals |= (chosen.sizes.blocks > 0)[:, None]
+    return KeyLists(ids, counts, listed, more, diagonals, lines.in_column.reshape(shape))
