@@ -26,7 +26,7 @@ class Tile(NamedTuple):
     """Static sizes of one program.
 
     Attributes:
-        block: M, the number of queries of a query block and of keys of a key queries.
+        block: M, the number of queries of a query block and of keys of a key block.
         rows: number of queries of a program. It divides M.
         width: number of keys that are loaded at once. It divides M.
     """
@@ -115,7 +115,7 @@ def chosen_pairs(queries: Queries, lists: Any, key: jax.Array) -> jax.Array | No
 def one_tile(
     queries: Queries, keys: Any, key: jax.Array, chosen: jax.Array | None, scale: float, carry: Carry
 ) -> Carry:
-    """Add keys to the running softmax of a query queries.
+    """Add keys to the running softmax of the queries.
 
     Args:
         queries: the queries.
