@@ -13,7 +13,8 @@ from jax import Array, lax
 
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.sampling import Sampler, sample_checked
-from jshadow.engine.step import step_state, step_writes, turn_piece
+from jshadow.engine.step import step_state, step_writes
+from jshadow.engine.turn import turn_tokens
 from jshadow.engine.types import Logits
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import fit_tokens
@@ -58,7 +59,7 @@ def scan_tokens(
     writes: Writes,
     want: Logits[Any],
 ) -> tuple[Any, Writes]:
-    """Feed tokens [B, T] in pieces of `turn_piece` tokens, in one scan.
+    """Feed tokens [B, T] in pieces of `turn_tokens` tokens, in one scan.
 
     Args:
         weights, config: the model.
@@ -71,7 +72,7 @@ def scan_tokens(
         The logits, or the joined results of the callable, and the new `writes`.
     """
     batch, count = tokens.shape
-    size = turn_piece(reads, count)
+    size = turn_tokens(reads, count)
     pieces = -(-count // size)
     real = jnp.arange(pieces * size) < lengths[:, None]
     tokens = jnp.where(real, fit_tokens(tokens, pieces * size), 0)  # padding may hold any value

@@ -7,7 +7,7 @@ These functions take Params, check their arguments and keep compiled programs. T
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,8 @@ from jshadow.engine.prefill import prefill_many as prefill_many
 from jshadow.engine.sampling import Sampler, sample_checked, seed_key
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes
-from jshadow.engine.types import Joined, Logits, Tokens, WholeLogits
+from jshadow.engine.turn import EXTEND_CHUNK, turn_tokens
+from jshadow.engine.types import ExtendKeywords, Joined, Logits, Progress, Tokens, WholeLogits
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_state as abstract_state
@@ -151,6 +152,7 @@ def extend(
     policy: Policy | None = None,
     *,
     logits: WholeLogits = "last",
+    **options: Unpack[ExtendKeywords],
 ) -> tuple[Array, KVState]: ...
 @overload
 def extend(
@@ -161,6 +163,7 @@ def extend(
     policy: Policy | None = None,
     *,
     logits: Callable[[Array], Joined],
+    **options: Unpack[ExtendKeywords],
 ) -> tuple[Joined, KVState]: ...
 def extend(
     params: Params,
@@ -170,12 +173,15 @@ def extend(
     policy: Policy | None = None,
     *,
     logits: WholeLogits | Callable[[Array], Joined] = "last",
+    **options: Unpack[ExtendKeywords],
 ) -> tuple[Array | Joined, KVState]:
     """Feed several tokens to each row, and return logits. This consumes the state.
 
-    The tokens pass through the model in pieces of the policy's `extend_piece`. Each query selects units separately, so
-    the result is the same as if the tokens were fed one by one. The only exception is
-    `ShadowKV(quirks=Quirks(turn_selection="shared"))`.
+    The tokens pass through the model in pieces (`extend_chunk`). In each layer, the policy takes a piece in blocks of
+    its own number of tokens, such as ShadowKV's `extend_piece`. Each query selects units separately, so the result is
+    the same as if the tokens were fed one by one. The only exception is
+    `ShadowKV(quirks=Quirks(turn_selection="shared"))`. All pieces of a turn run one compiled program, and turns of
+    similar lengths share it. Policies that plan a fetch for another layer or step take small pieces.
 
     Args:
         params: the Params that made the state.
@@ -184,24 +190,64 @@ def extend(
         state: from prefill, extend or decode_step.
         policy: None, or the policy that made the state.
         logits: as in `prefill`. With "last", a row without new tokens gets zeros.
+        options: `extend_chunk`, the number of tokens of all rows that go through a layer at once, 2048 by default.
+            Smaller pieces take less device memory (`planning.extend_peak` computes how much). And `progress`, which is
+            called with (pieces done, number of pieces) after each piece.
 
     Returns:
         The float32 logits, or the joined results of the callable, and the new state.
 
     Raises:
         PromptError, CapacityError, StateMismatch: as in `decode_step`.
-        ConfigError: `logits` is not one of these choices.
+        ConfigError: `logits` is not one of these choices, or extend_chunk is not an integer of at least 1.
     """
     check_state(params, state, policy)
     check_logits(logits)
+    check_piece("extend_chunk", chunk := options.get("extend_chunk", EXTEND_CHUNK))
     ids, counts = check_tokens(params.config, tokens, lengths, least=0, batch=state.batch)
     room = check_room(state, counts.astype(np.int64))
     with consuming(state):
         reads, writes = state.split()
-        out, writes = _extend(
-            params.weights, jnp.asarray(ids), jnp.asarray(counts), reads, writes, config=params.config, want=logits
+        run = functools.partial(_extend, params.weights, reads=reads, config=params.config)
+        out, writes = in_pieces(
+            run, ids, counts, writes, Turn(turn_tokens(reads, ids.shape[1], chunk), logits, options.get("progress"))
         )
     return out, note_room(state.join(writes), room)
+
+
+class Turn(NamedTuple):
+    """How a turn is fed: the tokens of a piece in each row, the logits to return, and who is told of each piece."""
+
+    size: int
+    want: Logits[Any]
+    progress: Progress | None
+
+
+def in_pieces(
+    run: Callable[..., tuple[Any, Writes]], tokens: np.ndarray, lengths: np.ndarray, writes: Writes, turn: Turn
+) -> tuple[Any, Writes]:
+    """Feed tokens int32 [B, T] piece by piece, and return the logits of all pieces, joined, and the new `writes`.
+
+    `run` feeds one piece: it maps (tokens, lengths), `writes` and `want` to logits and the new `writes`.
+    """
+    count, size, outs = tokens.shape[1], turn.size, []
+    pieces = -(-count // size)
+    padded = np.pad(tokens, ((0, 0), (0, pieces * size - count)))
+    for index in range(pieces):
+        new = np.clip(lengths - index * size, 0, size).astype(np.int32)
+        piece = padded[:, index * size : (index + 1) * size]
+        out, writes = run(jnp.asarray(piece), jnp.asarray(new), writes=writes, want=turn.want)
+        if turn.want == "last" and outs:
+            out = jnp.where((new > 0)[:, None], out, outs.pop())
+        outs.append(out)
+        if turn.progress is not None:
+            jax.block_until_ready(out)
+            turn.progress(index + 1, pieces)
+    if turn.want == "last":
+        return outs[0], writes
+    if pieces == 1 and size == count:
+        return outs[0], writes
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1)[:, :count], *outs), writes
 
 
 @dataclasses.dataclass(frozen=True)

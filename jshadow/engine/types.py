@@ -21,7 +21,7 @@ Joined = TypeVar("Joined")  # the results of a callable on logits, concatenated 
 WholeLogits = Literal["last", "all"]
 Logits = str | Callable[[Array], Joined]
 
-Progress = Callable[[int, int], None]  # called with (layers done, number of layers)
+Progress = Callable[[int, int], None]  # called with (layers done, number of layers), or the same of a turn's pieces
 
 
 class PrefillKeywords(TypedDict, total=False):
@@ -42,3 +42,10 @@ class PrefillManyKeywords(TypedDict, total=False):
     shortest: int | None
     progress: Progress | None
     attention: PrefillAttention | None
+
+
+class ExtendKeywords(TypedDict, total=False):
+    """Keyword arguments of `extend` that do not affect its return type."""
+
+    extend_chunk: int
+    progress: Progress | None

@@ -1,0 +1,113 @@
+"""How a long turn passes through the model: many tokens at once, and block by block in the hooks of each layer.
+
+The tokens of a turn do not depend on the layers above them. So a layer can take all tokens of a piece before the next
+layer starts. Its products read the weights once for the whole piece. Its hooks take the piece in blocks of
+`HookInputs.piece` tokens, one after the other, so each query selects and attends as it does in a single step.
+
+B rows, T tokens of a piece, b tokens of a block, h_q query heads, d head width.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jshadow.cache.counters import Counters
+from jshadow.cache.records import HostTier, LayerState, StepKV
+from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state import KVState, Reads
+from jshadow.engine.step_work import LayerWork, count_step
+from jshadow.ops.buckets import round_up, step_of
+from jshadow.policies.capabilities import PlansAhead, Speculates, capability
+
+EXTEND_CHUNK = 2048  # tokens of all rows that pass through a layer at once
+TOKEN_FIELDS = ("q_pre", "q_post", "k_pre", "k_post", "v", "cos", "sin", "valid")  # of StepKV, [B, T, ...] each
+
+
+def turn_piece(source: Reads | KVState, count: int) -> int:
+    """Return how many of the `count` tokens that are appended to a state the hooks of all layers take at once.
+
+    This is the minimum of `HookInputs.piece` over the layers, or 1 for a policy that guesses the next token.
+    """
+    if capability(source.policy, Speculates) is not None:
+        return 1
+    return min(count, *(spec.policy.reads.piece for spec in source.specs))
+
+
+def turn_tokens(source: Reads | KVState, count: int, extend_chunk: int = EXTEND_CHUNK) -> int:
+    """Return how many of the `count` tokens of a turn pass through a layer at once, in each row.
+
+    A layer that fetches for another layer, or for the next step, needs the tokens one step after the other. With such a
+    layer, or with a policy that guesses the next token, the result is `turn_piece`. Otherwise it is a multiple of the
+    `HookInputs.piece` of every layer. It depends on `count` only in steps, so turns of similar lengths share a
+    compiled program, and so do all turns that are longer than a piece.
+
+    Args:
+        source: the state.
+        count: number of tokens of the longest row.
+        extend_chunk: the most tokens of all rows together. It may be exceeded by the smallest possible piece.
+    """
+    least = turn_piece(source, count)
+    policies = [spec.policy for spec in source.specs]
+    if count == least or not takes_blocks(source):
+        return least
+    unit = math.lcm(*(policy.reads.piece for policy in policies))
+    most = max(unit, extend_chunk // source.specs[0].batch // unit * unit)
+    return min(most, round_up(round_up(count, step_of(count, 4)), unit))
+
+
+def takes_blocks(source: Reads | KVState) -> bool:
+    """Return whether every layer can take many tokens of a turn before the next layer starts."""
+    if capability(source.policy, Speculates) is not None:
+        return False
+    return not any(isinstance(spec.policy, PlansAhead) for spec in source.specs)
+
+
+def in_blocks(
+    run_layer: Callable[..., tuple[Array, LayerState, LayerWork]],
+    spec: CacheSpec,
+    state: LayerState,
+    step: StepKV,
+    everyone: Any,
+) -> tuple[Array, LayerState, LayerWork]:
+    """Run one layer for the T tokens of a piece, in blocks of `HookInputs.piece` tokens.
+
+    Args:
+        run_layer: runs a layer for a block. It is `step_layer`.
+        spec, state, step, everyone: as in `step_layer`. The tokens with `step.valid` come first in each row.
+
+    Returns:
+        The attention's output [B, T, h_q, d], the layer's new state, and the work, which has only its counters.
+    """
+    count, reads = step.valid.shape[1], spec.policy.reads
+    size = count if reads.whole_turns else min(reads.piece, count)
+    blocks = -(-count // size)
+    names = TOKEN_FIELDS + (() if step.q_foreseen is None else ("q_foreseen",))
+
+    def cut(x: Array) -> Array:  # [B, T, ...] -> [blocks, B, size, ...]
+        x = jnp.pad(x, [(0, 0), (0, blocks * size - count), *[(0, 0)] * (x.ndim - 2)])
+        return x.reshape(x.shape[0], blocks, size, *x.shape[2:]).swapaxes(0, 1)
+
+    def body(carry: tuple[Any, Any, Array, Counters], parts: dict[str, Array]) -> tuple[Any, Array]:
+        live, tail, lengths, counters = carry
+        positions = lengths[:, None] + jnp.arange(size, dtype=jnp.int32)
+        block = step.replace(**parts, positions=positions, lengths=lengths)
+        before = state.replace(live=live, host=HostTier(state.host.prompt, tail))
+        out, after, work = run_layer(spec, before, block, everyone)
+        assert not work.later, "a layer that plans ahead takes no blocks"
+        counters = count_step(counters, (spec,), [after], [work], positions + 1, block.valid)
+        lengths = lengths + block.valid.sum(axis=1, dtype=jnp.int32)
+        return (after.live, after.host.tail, lengths, counters), out
+
+    start = state.live, state.host.tail, step.lengths, Counters.zeros(spec.batch)
+    parts = {name: cut(getattr(step, name)) for name in names}
+    if blocks == 1:
+        (live, tail, _, counters), out = body(start, jax.tree.map(functools.partial(jnp.squeeze, axis=0), parts))
+    else:
+        (live, tail, _, counters), outs = lax.scan(body, start, parts)
+        out = outs.swapaxes(0, 1).reshape(outs.shape[1], blocks * size, *outs.shape[3:])[:, :count]
+    return out, state.replace(live=live, host=HostTier(state.host.prompt, tail)), LayerWork(counted=counters)
