@@ -35,8 +35,8 @@ from jshadow.engine.prefill import prefill_many as prefill_many
 from jshadow.engine.sampling import Sampler, sample_checked, seed_key
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes
-from jshadow.engine.turn import EXTEND_CHUNK, turn_tokens
-from jshadow.engine.types import ExtendKeywords, Joined, Logits, Progress, Tokens, WholeLogits
+from jshadow.engine.turn import EXTEND_CHUNK, Turn, in_pieces, turn_tokens
+from jshadow.engine.types import ExtendKeywords, Joined, Logits, Tokens, WholeLogits
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_state as abstract_state
@@ -209,45 +209,9 @@ def extend(
     with consuming(state):
         reads, writes = state.split()
         run = functools.partial(_extend, params.weights, reads=reads, config=params.config)
-        out, writes = in_pieces(
-            run, ids, counts, writes, Turn(turn_tokens(reads, ids.shape[1], chunk), logits, options.get("progress"))
-        )
+        turn = Turn(turn_tokens(reads, ids.shape[1], chunk), logits, options.get("progress"))
+        out, writes = in_pieces(run, ids, counts, writes, turn)
     return out, note_room(state.join(writes), room)
-
-
-class Turn(NamedTuple):
-    """How a turn is fed: the tokens of a piece in each row, the logits to return, and who is told of each piece."""
-
-    size: int
-    want: Logits[Any]
-    progress: Progress | None
-
-
-def in_pieces(
-    run: Callable[..., tuple[Any, Writes]], tokens: np.ndarray, lengths: np.ndarray, writes: Writes, turn: Turn
-) -> tuple[Any, Writes]:
-    """Feed tokens int32 [B, T] piece by piece, and return the logits of all pieces, joined, and the new `writes`.
-
-    `run` feeds one piece: it maps (tokens, lengths), `writes` and `want` to logits and the new `writes`.
-    """
-    count, size, outs = tokens.shape[1], turn.size, []
-    pieces = -(-count // size)
-    padded = np.pad(tokens, ((0, 0), (0, pieces * size - count)))
-    for index in range(pieces):
-        new = np.clip(lengths - index * size, 0, size).astype(np.int32)
-        piece = padded[:, index * size : (index + 1) * size]
-        out, writes = run(jnp.asarray(piece), jnp.asarray(new), writes=writes, want=turn.want)
-        if turn.want == "last" and outs:
-            out = jnp.where((new > 0)[:, None], out, outs.pop())
-        outs.append(out)
-        if turn.progress is not None:
-            jax.block_until_ready(out)
-            turn.progress(index + 1, pieces)
-    if turn.want == "last":
-        return outs[0], writes
-    if pieces == 1 and size == count:
-        return outs[0], writes
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1)[:, :count], *outs), writes
 
 
 @dataclasses.dataclass(frozen=True)

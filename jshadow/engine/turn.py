@@ -10,17 +10,19 @@ B rows, T tokens of a piece, b tokens of a block, h_q query heads, d head width.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from jshadow.cache.counters import Counters
 from jshadow.cache.records import HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.cache.state import KVState, Reads
+from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.step_work import LayerWork, count_step
+from jshadow.engine.types import Logits, Progress
 from jshadow.ops.buckets import round_up, step_of
 from jshadow.policies.capabilities import PlansAhead, Speculates, capability
 
@@ -65,6 +67,42 @@ def takes_blocks(source: Reads | KVState) -> bool:
     if capability(source.policy, Speculates) is not None:
         return False
     return not any(isinstance(spec.policy, PlansAhead) for spec in source.specs)
+
+
+class Turn(NamedTuple):
+    """How a turn is fed: the tokens of a piece in each row, the logits to return, and who is told of each piece."""
+
+    size: int
+    want: Logits[Any]
+    progress: Progress | None
+
+
+def in_pieces(
+    run: Callable[..., tuple[Any, Writes]], tokens: np.ndarray, lengths: np.ndarray, writes: Writes, turn: Turn
+) -> tuple[Any, Writes]:
+    """Feed tokens int32 [B, T] piece by piece, and return the logits of all pieces, joined, and the new `writes`.
+
+    `run` feeds one piece: it maps (tokens, lengths), `writes` and `want` to logits and the new `writes`.
+    """
+    count, size = tokens.shape[1], turn.size
+    outs: list[Any] = []
+    pieces = -(-count // size)
+    padded = np.pad(tokens, ((0, 0), (0, pieces * size - count)))
+    for index in range(pieces):
+        new = np.clip(lengths - index * size, 0, size).astype(np.int32)
+        piece = padded[:, index * size : (index + 1) * size]
+        out, writes = run(jnp.asarray(piece), jnp.asarray(new), writes=writes, want=turn.want)
+        if turn.want == "last" and outs:
+            out = jnp.where((new > 0)[:, None], out, outs.pop())
+        outs.append(out)
+        if turn.progress is not None:
+            jax.block_until_ready(out)
+            turn.progress(index + 1, pieces)
+    if turn.want == "last":
+        return outs[0], writes
+    if pieces == 1 and size == count:
+        return outs[0], writes
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1)[:, :count], *outs), writes
 
 
 def in_blocks(
