@@ -14,10 +14,10 @@ from jax import Array, lax
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.sampling import Sampler, sample_checked
 from jshadow.engine.step import step_state, step_writes
-from jshadow.engine.turn import turn_tokens
 from jshadow.engine.types import Logits
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import fit_tokens
+from jshadow.planner.turn_pieces import turn_tokens
 
 
 def step(

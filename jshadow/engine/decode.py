@@ -35,11 +35,12 @@ from jshadow.engine.prefill import prefill_many as prefill_many
 from jshadow.engine.sampling import Sampler, sample_checked, seed_key
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes
-from jshadow.engine.turn import EXTEND_CHUNK, Turn, in_pieces, turn_tokens
+from jshadow.engine.turn import Turn, in_pieces
 from jshadow.engine.types import ExtendKeywords, Joined, Logits, Tokens, WholeLogits
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_state as abstract_state
+from jshadow.planner.turn_pieces import EXTEND_CHUNK, turn_tokens
 from jshadow.policies import Policy
 from jshadow.weights.params import Params
 

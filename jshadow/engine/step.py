@@ -18,11 +18,12 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads, Writes, of_layer
 from jshadow.engine.step_work import LayerWork as LayerWork
 from jshadow.engine.step_work import add_counted, count_step
-from jshadow.engine.turn import in_blocks, turn_piece
+from jshadow.engine.turn import in_blocks
 from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.models.transformer import Heads, apply_block, block_query, embed
 from jshadow.models.transformer import logits as model_logits
 from jshadow.ops.rope import Rotation, inverse_frequencies, rotation
+from jshadow.planner.turn_pieces import turn_piece
 from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates, capability
 

@@ -8,7 +8,6 @@ B rows, T tokens of a piece, b tokens of a block, h_q query heads, d head width.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -20,53 +19,11 @@ from jax import Array, lax
 from jshadow.cache.counters import Counters
 from jshadow.cache.records import HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.cache.state import KVState, Reads, Writes
+from jshadow.cache.state import Writes
 from jshadow.engine.step_work import LayerWork, count_step
 from jshadow.engine.types import Logits, Progress
-from jshadow.ops.buckets import round_up, step_of
-from jshadow.policies.capabilities import PlansAhead, Speculates, capability
 
-EXTEND_CHUNK = 2048  # tokens of all rows that pass through a layer at once
 TOKEN_FIELDS = ("q_pre", "q_post", "k_pre", "k_post", "v", "cos", "sin", "valid")  # of StepKV, [B, T, ...] each
-
-
-def turn_piece(source: Reads | KVState, count: int) -> int:
-    """Return how many of the `count` tokens that are appended to a state the hooks of all layers take at once.
-
-    This is the minimum of `HookInputs.piece` over the layers, or 1 for a policy that guesses the next token.
-    """
-    if capability(source.policy, Speculates) is not None:
-        return 1
-    return min(count, *(spec.policy.reads.piece for spec in source.specs))
-
-
-def turn_tokens(source: Reads | KVState, count: int, extend_chunk: int = EXTEND_CHUNK) -> int:
-    """Return how many of the `count` tokens of a turn pass through a layer at once, in each row.
-
-    A layer that fetches for another layer, or for the next step, needs the tokens one step after the other. With such a
-    layer, or with a policy that guesses the next token, the result is `turn_piece`. Otherwise it is a multiple of the
-    `HookInputs.piece` of every layer. It depends on `count` only in steps, so turns of similar lengths share a
-    compiled program, and so do all turns that are longer than a piece.
-
-    Args:
-        source: the state.
-        count: number of tokens of the longest row.
-        extend_chunk: the most tokens of all rows together. It may be exceeded by the smallest possible piece.
-    """
-    least = turn_piece(source, count)
-    policies = [spec.policy for spec in source.specs]
-    if count == least or not takes_blocks(source):
-        return least
-    unit = math.lcm(*(policy.reads.piece for policy in policies))
-    most = max(unit, extend_chunk // source.specs[0].batch // unit * unit)
-    return min(most, round_up(round_up(count, step_of(count, 4)), unit))
-
-
-def takes_blocks(source: Reads | KVState) -> bool:
-    """Return whether every layer can take many tokens of a turn before the next layer starts."""
-    if capability(source.policy, Speculates) is not None:
-        return False
-    return not any(isinstance(spec.policy, PlansAhead) for spec in source.specs)
 
 
 class Turn(NamedTuple):
