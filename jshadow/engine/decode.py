@@ -35,7 +35,7 @@ from jshadow.engine.prefill import prefill_many as prefill_many
 from jshadow.engine.sampling import Sampler, sample_checked, seed_key
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes
-from jshadow.engine.turn import Turn, in_pieces
+from jshadow.engine.turn import Turn, chunk_for, in_pieces
 from jshadow.engine.types import ExtendKeywords, Joined, Logits, Tokens, WholeLogits
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
@@ -141,7 +141,7 @@ def _extend(
     config: ModelConfig,
     want: Logits[Any],
 ) -> tuple[Any, Writes]:
-    return scan_tokens(weights, config, tokens, lengths, reads, writes, want)
+    return scan_tokens(weights, config, tokens, lengths, reads, writes, Turn(tokens.shape[1], want))
 
 
 @overload
@@ -210,7 +210,9 @@ def extend(
     with consuming(state):
         reads, writes = state.split()
         run = functools.partial(_extend, params.weights, reads=reads, config=params.config)
-        turn = Turn(turn_tokens(reads, ids.shape[1], chunk), logits, options.get("progress"))
+        turn = Turn(
+            turn_tokens(reads, ids.shape[1], chunk_for(logits, state.batch, chunk)), logits, options.get("progress")
+        )
         out, writes = in_pieces(run, ids, counts, writes, turn)
     return out, note_room(state.join(writes), room)
 

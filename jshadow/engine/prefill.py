@@ -22,6 +22,7 @@ from jshadow.engine.placement import commit
 from jshadow.engine.prefill_job import PrefillJob, PrefillOptions, check_job
 from jshadow.engine.prefill_layer import compress_layer, needed, prefill_layer
 from jshadow.engine.step import COMPILER_OPTIONS, step_writes
+from jshadow.engine.turn import LOGITS_PIECE
 from jshadow.engine.types import (
     Fitted,
     Joined,
@@ -43,8 +44,6 @@ from jshadow.policies.capabilities import Speculates, capability, first_shared
 from jshadow.policies.checks import reads_fitted
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.weights.params import Params
-
-LOGITS_PIECE = 256  # if `logits` is a callable, the number of tokens whose float32 logits exist at once
 
 
 def run_job(job: PrefillJob) -> list[tuple[Any, KVState]]:

@@ -147,12 +147,10 @@ def step_state(
     if not (every or speculation):
         x = jnp.take_along_axis(x, jnp.maximum(new - 1, 0)[:, None, None], axis=1)
     out = model_logits(weights, config, x)
-    wrong = valid[:, :count] & ((tokens < 0) | (tokens >= config.vocab_size))
-    wrong = jnp.cumsum(wrong, axis=1) > 0 if every else wrong.any(axis=1, keepdims=True)
-    impossible = wrong | (state.room() < new)[:, None]
+    impossible = (valid[:, :count] & ((tokens < 0) | (tokens >= config.vocab_size))).any(axis=1) | (state.room() < new)
     # XLA's GPU compiler of jax 0.10.2 fuses these comparisons into the product of the head. With one row that fusion is
     # invalid, and the step does not compile. The barrier keeps them apart.
-    out = jnp.where(lax.optimization_barrier(impossible)[..., None], jnp.nan, out)
+    out = jnp.where(lax.optimization_barrier(impossible)[:, None, None], jnp.nan, out)
     held = lengths + new
     newest = jnp.take_along_axis(tokens, jnp.maximum(new - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(new > 0, newest, writes.last)

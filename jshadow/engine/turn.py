@@ -22,7 +22,9 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import Writes
 from jshadow.engine.step_work import LayerWork, count_step
 from jshadow.engine.types import Logits, Progress
+from jshadow.planner.turn_pieces import EXTEND_CHUNK
 
+LOGITS_PIECE = 256  # if `logits` is a callable, the number of tokens whose float32 logits exist at once
 TOKEN_FIELDS = ("q_pre", "q_post", "k_pre", "k_post", "v", "cos", "sin", "valid")  # of StepKV, [B, T, ...] each
 
 
@@ -31,7 +33,12 @@ class Turn(NamedTuple):
 
     size: int
     want: Logits[Any]
-    progress: Progress | None
+    progress: Progress | None = None
+
+
+def chunk_for(want: Logits[Any], batch: int, extend_chunk: int = EXTEND_CHUNK) -> int:
+    """Return `extend_chunk`, or less for a callable, which is called with the logits of at most LOGITS_PIECE tokens."""
+    return min(extend_chunk, batch * LOGITS_PIECE) if callable(want) else extend_chunk
 
 
 def in_pieces(

@@ -46,17 +46,24 @@ def test_a_turn_is_a_few_calls_of_one_program(policy, monkeypatch):
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
 @both
 def test_large_pieces_give_the_same_as_small_ones(policy, dtype, tolerance):
-    """The large pieces have 150 and 96 tokens, so full attention is blockwise. The small ones have 16."""
+    """The large pieces have 96 tokens, so full attention is blockwise. The small ones have 16."""
     params, state = model(TINY, dtype), after_prompt(policy, dtype)
     want, small = decode.extend(params, TURN, [150, 77], state.fork(), logits="all", extend_chunk=1)
-    for chunk in (2 * 96, 2048):
-        got, large = decode.extend(params, TURN, [150, 77], state.fork(), logits="all", extend_chunk=chunk)
-        for row, count in enumerate((150, 77)):
-            np.testing.assert_allclose(got[row, :count], want[row, :count], atol=tolerance)
-        for name in ("steps", "attended", "selected"):
-            np.testing.assert_array_equal(getattr(large.counters, name), getattr(small.counters, name))
-        last, _ = decode.extend(params, TURN, [150, 77], state.fork(), extend_chunk=chunk)
-        np.testing.assert_allclose(last[1], got[1, 76], atol=tolerance)
+    got, large = decode.extend(params, TURN, [150, 77], state, logits="all", extend_chunk=2 * 96)
+    for row, count in enumerate((150, 77)):
+        np.testing.assert_allclose(got[row, :count], want[row, :count], atol=tolerance)
+    for name in ("steps", "attended", "selected"):
+        np.testing.assert_array_equal(getattr(large.counters, name), getattr(small.counters, name))
+
+
+def test_last_logits_and_those_of_a_callable_are_the_same_as_all():
+    """Row 1 ends in the first of two pieces."""
+    state, want = after_prompt(Full()), {"extend_chunk": 2 * 96}
+    everything, _ = decode.extend(model(), TURN, [150, 77], state.fork(), logits="all", **want)
+    last, _ = decode.extend(model(), TURN, [150, 77], state.fork(), **want)
+    np.testing.assert_allclose(last, [everything[0, 149], everything[1, 76]], atol=1e-5)
+    best, _ = decode.extend(model(), TURN, [150, 77], state, logits=lambda logits: logits.argmax(-1), **want)
+    np.testing.assert_array_equal(best[0], everything[0].argmax(-1))
 
 
 @both
