@@ -192,7 +192,7 @@ def extend(
         policy: None, or the policy that made the state.
         logits: as in `prefill`. With "last", a row without new tokens gets zeros.
         options: `extend_chunk`, the number of tokens of all rows that go through a layer at once, 2048 by default.
-            Smaller pieces take less device memory (`planning.extend_peak` computes how much). And `progress`, which is
+            Smaller pieces take less device memory (`planner.turn_pieces.extend_peak` computes how much). And `progress`, which is
             called with (pieces done, number of pieces) after each piece.
 
     Returns:

@@ -11,8 +11,6 @@ from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import KEY_BLOCK, QUERY_BLOCK
 from jshadow.ops.buckets import round_up, step_of
-from jshadow.planner.bytes import abstract_state
-from jshadow.policies.base import Policy
 from jshadow.policies.capabilities import PlansAhead, Speculates, capability
 from jshadow.policies.costs import costs_of
 
@@ -58,18 +56,7 @@ def takes_blocks(source: Reads | KVState) -> bool:
     return not any(isinstance(spec.policy, PlansAhead) for spec in source.specs)
 
 
-def extend_peak(
-    config: ModelConfig,
-    policy: Policy,
-    *,
-    batch: int,
-    tokens: int,
-    capacity: int,
-    prompt: int,
-    extend_chunk: int = EXTEND_CHUNK,
-    dtype: str = "bfloat16",
-    fetch: str = "auto",
-) -> dict[str, int]:
+def extend_peak(config: ModelConfig, state: KVState, tokens: int, extend_chunk: int = EXTEND_CHUNK) -> dict[str, int]:
     """Return an upper bound on the device bytes at the peak of a turn, by part. "piece" and "hooks" are temporaries.
 
     It is that of `extend` with the logits of the last tokens only. Layers run one after the other, so only the largest
@@ -77,24 +64,15 @@ def extend_peak(
 
     Args:
         config: the model.
-        policy: the policy. Settings that are None are resolved for this capacity.
-        batch: number of rows.
+        state: the state that the turn is added to, or an abstract one (`jshadow.abstract_state`).
         tokens: number of tokens of the turn's longest row.
-        capacity: maximum number of tokens that a row can hold.
-        prompt: number of tokens of the shortest prompt, which decides the windows.
         extend_chunk: number of tokens of all rows that go through a layer at once.
-        dtype: name of the dtype of weights, keys and values.
-        fetch: fetch mode.
 
     Returns:
         {"weights", "piece", "hooks", "logits", "state"}. The peak is their sum.
-
-    Raises:
-        ConfigError: a setting of the policy is out of range.
     """
-    state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
-    size = turn_tokens(state.reads(), tokens, extend_chunk)
-    item, columns = jnp.dtype(dtype).itemsize, config.key_columns
+    batch, size = state.specs[0].batch, turn_tokens(state, tokens, extend_chunk)
+    item, columns = jnp.dtype(state.specs[0].dtype).itemsize, config.key_columns
     # As in a prefill: the residual and the normalized input, queries, keys and values before and after RoPE, the
     # attention's output and the two halves of the MLP. The hooks cut queries, keys, values and output into blocks.
     token = 2 * config.model_dim + 6 * config.q_heads * config.head_dim + 6 * columns + 2 * config.ffn_dim

@@ -77,7 +77,7 @@ def test_temporaries_are_within_the_planner_s_bound(policy, chunk):
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), abstract_weights(TINY))
     reads, writes = state.split()
     compiled = decode._extend.lower(weights, ids, lengths, reads, writes, config=TINY, want="last").compile()
-    parts = extend_peak(TINY, policy, tokens=2000, extend_chunk=chunk, **sizes)
+    parts = extend_peak(TINY, state, 2000, chunk)
     bound = parts["piece"] + parts["hooks"] + parts["logits"]
     assert compiled.memory_analysis().temp_size_in_bytes <= bound
     if size > 64:
