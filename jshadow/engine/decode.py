@@ -191,9 +191,9 @@ def extend(
         state: from prefill, extend or decode_step.
         policy: None, or the policy that made the state.
         logits: as in `prefill`. With "last", a row without new tokens gets zeros.
-        options: `extend_chunk`, the number of tokens of all rows that go through a layer at once, 2048 by default.
-            Smaller pieces take less device memory (`planner.turn_pieces.extend_peak` computes how much). And `progress`, which is
-            called with (pieces done, number of pieces) after each piece.
+        options: `extend_chunk` and `progress`. extend_chunk is the number of tokens of all rows that go through a layer
+            at once, 2048 by default. Smaller pieces take less device memory, which `planner.turn_pieces.extend_peak`
+            computes. progress is called with (pieces done, number of pieces) after each piece.
 
     Returns:
         The float32 logits, or the joined results of the callable, and the new state.
