@@ -56,8 +56,8 @@ class GenerateOptions:
 
     Attributes:
         policy, max_new_tokens, sampler, seed, fetch, capacity, state, stop, prefill, verify, fitted: see `generate`.
-        progress: called with (layers done, number of layers) after each layer of the prefill. With a state, it is called
-            with (pieces done, number of pieces) of the prompt that is appended.
+        progress: called with (layers done, number of layers) after each layer of the prefill. With a state, it is
+            called with (pieces done, number of pieces) of the prompt that is appended.
         spare: number of tokens that the capacity should have beyond the need of this call. The model's context limits
             the capacity.
         returns_state: whether the caller may ask for the final state. If not, no fork is kept for stop strings.
