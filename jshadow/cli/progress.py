@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from jshadow.engine.prefill_schedule import PrefillProgress
+    from jshadow.engine.progress import PrefillProgress
 
 SLOW_SECONDS = 2.0  # work longer than this shows a bar on a terminal
 LINE_SECONDS = 10.0  # between two lines in a file or a pipe
@@ -44,7 +44,9 @@ class SlowProgress:
     def prefill(self, progress: "PrefillProgress") -> None:
         """Note how far a prefill is, in thousandths of its operations."""
         rate, left = progress.tokens_per_second, progress.seconds_left
-        parts = [f"layer {min(progress.layers + 1, progress.num_layers)} of {progress.num_layers}"]
+        parts = []
+        if progress.num_layers:
+            parts.append(f"layer {min(progress.layers + 1, progress.num_layers)} of {progress.num_layers}")
         if progress.num_units:
             parts.append(f"unit {progress.units} of {progress.num_units}")
         if rate is not None and left is not None:

@@ -13,10 +13,12 @@ from jax import Array, lax
 
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine.sampling import Sampler, sample_checked
-from jshadow.engine.step import step_state, step_writes, turn_piece
+from jshadow.engine.step import step_state, step_writes
+from jshadow.engine.turn import Turn, chunk_for
 from jshadow.engine.types import Logits
 from jshadow.models.config import ModelConfig
 from jshadow.ops.layout import fit_tokens
+from jshadow.planner.turn_pieces import turn_tokens
 
 
 def step(
@@ -45,7 +47,8 @@ def extend_steps(
     `weights` and `config` are the model.
     """
     reads, writes = state.split()
-    out, writes = scan_tokens(weights, config, tokens, lengths, reads, writes, logits)
+    turn = Turn(turn_tokens(reads, tokens.shape[1], chunk_for(logits, state.batch)), logits)
+    out, writes = scan_tokens(weights, config, tokens, lengths, reads, writes, turn)
     return out, state.join(writes)
 
 
@@ -56,27 +59,27 @@ def scan_tokens(
     lengths: Array,
     reads: Reads,
     writes: Writes,
-    want: Logits[Any],
+    turn: Turn,
 ) -> tuple[Any, Writes]:
-    """Feed tokens [B, T] in pieces of `turn_piece` tokens, in one scan.
+    """Feed tokens [B, T] in pieces of `turn.size` tokens, in one scan.
 
     Args:
         weights, config: the model.
         tokens: token ids, int32 [B, T], right padded with any values.
         lengths: number of real tokens of each row, int32 [B].
         reads, writes: the two halves of the state.
-        want: the same as `logits` of `extend`.
+        turn: the size of a piece, and which logits to return. Nobody is told of its progress.
 
     Returns:
         The logits, or the joined results of the callable, and the new `writes`.
     """
-    batch, count = tokens.shape
-    size = turn_piece(reads, count)
+    (batch, count), size, want = tokens.shape, turn.size, turn.want
     pieces = -(-count // size)
     real = jnp.arange(pieces * size) < lengths[:, None]
     tokens = jnp.where(real, fit_tokens(tokens, pieces * size), 0)  # padding may hold any value
-    # A step sets only the logits of its own piece to NaN. Later pieces attend to the wrong token, so they also get NaN.
-    wrong = jnp.cumsum(real & ((tokens < 0) | (tokens >= config.vocab_size)), axis=1) > 0
+    wrong = jnp.cumsum(impossible := real & ((tokens < 0) | (tokens >= config.vocab_size)), axis=1) > 0
+    # An impossible token may have a NaN as its value, which would spoil the tokens before it in its piece.
+    tokens = jnp.where(impossible, 0, tokens)
     tokens, wrong = (x.reshape(batch, pieces, size).swapaxes(0, 1) for x in (tokens, wrong))
 
     def body(carry: tuple[Writes, Array], xs: tuple[Array, Array, Array]) -> tuple[tuple[Writes, Array], Any]:
@@ -84,7 +87,7 @@ def scan_tokens(
         piece, after, index = xs
         new = jnp.clip(lengths - index * size, 0, size)
         out, writes = step_writes(weights, config, piece, new, reads, writes, every=want != "last")
-        out = jnp.where(after[:, 0].reshape(-1, *[1] * (out.ndim - 1)), jnp.nan, out)
+        out = jnp.where((after[:, -1] if want == "last" else after)[..., None], jnp.nan, out)
         if want == "last":
             return (writes, jnp.where((new > 0)[:, None], out, last)), None
         return (writes, last), out if want == "all" else want(out)  # type: ignore[operator]

@@ -7,7 +7,7 @@ These functions take Params, check their arguments and keep compiled programs. T
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -35,10 +35,12 @@ from jshadow.engine.prefill import prefill_many as prefill_many
 from jshadow.engine.sampling import Sampler, sample_checked, seed_key
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes
-from jshadow.engine.types import Joined, Logits, Tokens, WholeLogits
+from jshadow.engine.turn import Turn, chunk_for, in_pieces
+from jshadow.engine.types import ExtendKeywords, Joined, Logits, Tokens, WholeLogits
 from jshadow.errors import PromptError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_state as abstract_state
+from jshadow.planner.turn_pieces import EXTEND_CHUNK, turn_tokens
 from jshadow.policies import Policy
 from jshadow.weights.params import Params
 
@@ -139,7 +141,7 @@ def _extend(
     config: ModelConfig,
     want: Logits[Any],
 ) -> tuple[Any, Writes]:
-    return scan_tokens(weights, config, tokens, lengths, reads, writes, want)
+    return scan_tokens(weights, config, tokens, lengths, reads, writes, Turn(tokens.shape[1], want))
 
 
 @overload
@@ -151,6 +153,7 @@ def extend(
     policy: Policy | None = None,
     *,
     logits: WholeLogits = "last",
+    **options: Unpack[ExtendKeywords],
 ) -> tuple[Array, KVState]: ...
 @overload
 def extend(
@@ -161,6 +164,7 @@ def extend(
     policy: Policy | None = None,
     *,
     logits: Callable[[Array], Joined],
+    **options: Unpack[ExtendKeywords],
 ) -> tuple[Joined, KVState]: ...
 def extend(
     params: Params,
@@ -170,12 +174,15 @@ def extend(
     policy: Policy | None = None,
     *,
     logits: WholeLogits | Callable[[Array], Joined] = "last",
+    **options: Unpack[ExtendKeywords],
 ) -> tuple[Array | Joined, KVState]:
     """Feed several tokens to each row, and return logits. This consumes the state.
 
-    The tokens pass through the model in pieces of the policy's `extend_piece`. Each query selects units separately, so
-    the result is the same as if the tokens were fed one by one. The only exception is
-    `ShadowKV(quirks=Quirks(turn_selection="shared"))`.
+    The tokens pass through the model in pieces (`extend_chunk`). In each layer, the policy takes a piece in blocks of
+    its own number of tokens, such as ShadowKV's `extend_piece`. Each query selects units separately, so the result is
+    the same as if the tokens were fed one by one. The only exception is
+    `ShadowKV(quirks=Quirks(turn_selection="shared"))`. All pieces of a turn run one compiled program, and turns of
+    similar lengths share it. Policies that plan a fetch for another layer or step take small pieces.
 
     Args:
         params: the Params that made the state.
@@ -184,23 +191,29 @@ def extend(
         state: from prefill, extend or decode_step.
         policy: None, or the policy that made the state.
         logits: as in `prefill`. With "last", a row without new tokens gets zeros.
+        options: `extend_chunk` and `progress`. extend_chunk is the number of tokens of all rows that go through a layer
+            at once, 2048 by default. Smaller pieces take less device memory, which `planner.turn_pieces.extend_peak`
+            computes. progress is called with a `PrefillProgress` after each piece.
 
     Returns:
         The float32 logits, or the joined results of the callable, and the new state.
 
     Raises:
         PromptError, CapacityError, StateMismatch: as in `decode_step`.
-        ConfigError: `logits` is not one of these choices.
+        ConfigError: `logits` is not one of these choices, or extend_chunk is not an integer of at least 1.
     """
     check_state(params, state, policy)
     check_logits(logits)
+    check_piece("extend_chunk", chunk := options.get("extend_chunk", EXTEND_CHUNK))
     ids, counts = check_tokens(params.config, tokens, lengths, least=0, batch=state.batch)
     room = check_room(state, counts.astype(np.int64))
     with consuming(state):
         reads, writes = state.split()
-        out, writes = _extend(
-            params.weights, jnp.asarray(ids), jnp.asarray(counts), reads, writes, config=params.config, want=logits
+        run = functools.partial(_extend, params.weights, reads=reads, config=params.config)
+        turn = Turn(
+            turn_tokens(reads, ids.shape[1], chunk_for(logits, state.batch, chunk)), logits, options.get("progress")
         )
+        out, writes = in_pieces(run, ids, counts, writes, turn)
     return out, note_room(state.join(writes), room)
 
 

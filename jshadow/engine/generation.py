@@ -145,7 +145,7 @@ class GenerationLoop:
             self.verifier = Verifier(self.params, state, resident_twin(state))
             logits, self.state = self.verifier.extend(tokens, lengths, state)
         else:
-            logits, self.state = decode.extend(self.params, tokens, lengths, state)
+            logits, self.state = decode.extend(self.params, tokens, lengths, state, progress=self.options.progress)
         return logits
 
     def _prefill(self, tokens: np.ndarray, lengths: np.ndarray) -> Array:

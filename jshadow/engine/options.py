@@ -56,7 +56,8 @@ class GenerateOptions:
 
     Attributes:
         policy, max_new_tokens, sampler, seed, fetch, capacity, state, stop, prefill, verify, fitted: see `generate`.
-        progress: called with a `PrefillProgress` after each unit of the prefill, which is then waited for.
+        progress: called with a `PrefillProgress` after each unit of the prefill, which is then waited for. With a
+            state, it is called after each piece of the prompt that is appended.
         spare: number of tokens that the capacity should have beyond the need of this call. The model's context limits
             the capacity.
         returns_state: whether the caller may ask for the final state. If not, no fork is kept for stop strings.

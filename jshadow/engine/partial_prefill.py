@@ -20,7 +20,8 @@ from jshadow.engine.layer_units import LayerWork, prompt_read, run_unit
 from jshadow.engine.prefill_end import embed_prompt, end_prefill
 from jshadow.engine.prefill_job import PrefillJob, PrefillOptions, check_job
 from jshadow.engine.prefill_layer import Given, compress_layer, needed
-from jshadow.engine.prefill_schedule import PrefillProgress, Schedule
+from jshadow.engine.prefill_schedule import Schedule
+from jshadow.engine.progress import PrefillProgress
 from jshadow.engine.types import PrefillKeywords, Tokens
 from jshadow.errors import StateMismatch
 from jshadow.ops.layout import fit_tokens

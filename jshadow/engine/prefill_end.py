@@ -14,6 +14,7 @@ from jshadow.cache.state import Counters, KVState, Reads, Writes
 from jshadow.engine.placement import commit
 from jshadow.engine.prefill_job import PrefillJob
 from jshadow.engine.step import COMPILER_OPTIONS, step_writes
+from jshadow.engine.turn import LOGITS_PIECE
 from jshadow.engine.types import Logits
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import embed
@@ -21,8 +22,6 @@ from jshadow.models.transformer import logits as model_logits
 from jshadow.policies import Policy
 from jshadow.policies.capabilities import Speculates, capability, first_shared
 from jshadow.policies.checks import reads_fitted
-
-LOGITS_PIECE = 256  # if `logits` is a callable, the number of tokens whose float32 logits exist at once
 
 
 def end_prefill(job: PrefillJob, x: Array, layers: Sequence[Sequence[LayerState]]) -> list[tuple[Any, KVState]]:

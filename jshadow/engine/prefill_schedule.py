@@ -1,45 +1,12 @@
-"""The units of all layers of a prefill, their operations, and how far the prefill is."""
+"""The units of all layers of a prefill, and their operations."""
 
 import dataclasses
 import functools
 import itertools
-from typing import NamedTuple
 
 from jshadow.engine.layer_run import LayerPlan
 from jshadow.engine.layer_units import Unit, units_of
 from jshadow.planner import prefill_operations
-
-
-class PrefillProgress(NamedTuple):
-    """How far a prefill is.
-
-    Attributes:
-        layers: number of finished layers.
-        num_layers: number of all layers.
-        units: number of finished units of the layer that is being read. A unit is one piece of the prompt that goes
-            through a layer or a part of it, or one call of attention, or the compression of the layer.
-        num_units: number of units of this layer. 0 if all layers are finished.
-        share: share of all operations that is done. The compression counts as the policy's estimate of it.
-        tokens: number of real tokens of all rows.
-        tokens_per_second: tokens a second through all layers, or None if it is not known yet.
-        seconds_left: estimate of the seconds until the end, or None if it is not known yet.
-    """
-
-    layers: int
-    num_layers: int
-    units: int
-    num_units: int
-    share: float
-    tokens: int
-    tokens_per_second: float | None = None
-    seconds_left: float | None = None
-
-    def timed(self, begun: float, seconds: float) -> "PrefillProgress":
-        """Return the progress with its rate, if the share grew from `begun` to `share` in `seconds` seconds."""
-        if seconds <= 0 or self.share <= begun:
-            return self
-        rate = (self.share - begun) / seconds
-        return self._replace(tokens_per_second=self.tokens * rate, seconds_left=(1 - self.share) / rate)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ B rows, T tokens of a step, D model width, h_q query heads, d head width, V voca
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,13 @@ from jshadow.cache.records import Fetched, HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads, Writes, of_layer
 from jshadow.engine.step_work import LayerWork as LayerWork
-from jshadow.engine.step_work import count_step
+from jshadow.engine.step_work import add_counted, count_step
+from jshadow.engine.turn import in_blocks
 from jshadow.models.config import ModelConfig, RopeConfig
 from jshadow.models.transformer import Heads, apply_block, block_query, embed
 from jshadow.models.transformer import logits as model_logits
 from jshadow.ops.rope import Rotation, inverse_frequencies, rotation
+from jshadow.planner.turn_pieces import turn_piece
 from jshadow.policies.base import LayerCache
 from jshadow.policies.capabilities import Foresees, PlansAhead, Speculates, capability
 
@@ -90,16 +93,6 @@ def step_layer(
     return out, state, work
 
 
-def turn_piece(source: Reads | KVState, count: int) -> int:
-    """Return how many of the `count` tokens that are appended to a state pass through the model at once.
-
-    This is the minimum of `HookInputs.piece` over the layers, or 1 for a policy that guesses the next token.
-    """
-    if capability(source.policy, Speculates) is not None:
-        return 1
-    return min(count, *(spec.policy.reads.piece for spec in source.specs))
-
-
 def step_writes(
     weights: dict,
     config: ModelConfig,
@@ -129,7 +122,7 @@ def step_state(
 
     Args:
         weights, config: the model.
-        tokens: token ids, int32 [B, T], right padded. T is at most `turn_piece`.
+        tokens: token ids, int32 [B, T], right padded. T is at most `turn_tokens`.
         new: number of real tokens of each row, int32 [B], from 0 to T.
         state: the state before the step.
         every: whether to return the logits of all tokens, and not only those of each row's last real token.
@@ -161,7 +154,10 @@ def step_state(
     held = lengths + new
     newest = jnp.take_along_axis(tokens, jnp.maximum(new - 1, 0)[:, None], axis=1)[:, 0]
     last = jnp.where(new > 0, newest, writes.last)
-    counters = count_step(writes.counters, specs, layers, works, positions + 1, valid)
+    if works[0].counted is None:
+        counters = count_step(writes.counters, specs, layers, works, positions + 1, valid)
+    else:
+        counters = add_counted(writes.counters, works)
     changed = tuple((layer.live, layer.host.tail) for layer in layers)
     shared = writes.shared
     if speculation is not None:
@@ -202,6 +198,8 @@ def run_layers(
     everyone = AllLayers(specs, [layer.host for layer in layers])
     x, works = embed(weights, config, tokens), []
     foreseen: Array | None = None
+    if capability(state.policy, Speculates) is None and tokens.shape[1] > turn_piece(state, tokens.shape[1]):
+        run_layer = functools.partial(in_blocks, run_layer)
     for index, spec in enumerate(specs):
 
         def cache(

@@ -30,6 +30,7 @@ class LayerWork:
         fetches: the fetched units, in the order of the fetches.
         followed: the selections whose hits are counted.
         later: (target layer, selection, fetched units) of each fetch that is for the next step.
+        counted: the layer's own counters of these tokens if it took them in several blocks, else None.
     """
 
     moved: int = 0
@@ -37,6 +38,7 @@ class LayerWork:
     fetches: list[Fetched] = dataclasses.field(default_factory=list)
     followed: list[Selection] = dataclasses.field(default_factory=list)
     later: list[tuple[int, Selection, Fetched]] = dataclasses.field(default_factory=list)
+    counted: Counters | None = None
 
     def add(self, spec: CacheSpec, selection: Selection, layout: Any, fetched: Fetched) -> None:
         """Record the fetch of the units `selection` from the layer with this spec and host layout."""
@@ -94,6 +96,13 @@ def count_step(
         fetched=counters.fetched
         + one * (jnp.uint32(sum(work.moved for work in works) // accounting.FETCH_QUANTUM) + missed),
     )
+
+
+def add_counted(counters: Counters, works: list[LayerWork]) -> Counters:
+    """Return the counters after a step whose layers have counted their work themselves (`LayerWork.counted`)."""
+    counts = [work.counted for work in works if work.counted is not None]
+    total = jax.tree.map(lambda *parts: functools.reduce(jnp.add, parts), counters, *counts)
+    return total.replace(steps=counters.steps + counts[0].steps)  # every layer has counted the same queries
 
 
 def unit_counts(selection: Selection) -> tuple[Array, Array]:

@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
-from jshadow.engine.prefill_schedule import PrefillProgress
+from jshadow.engine.progress import PrefillProgress
 from jshadow.policies.prefill_attention import PrefillAttention
 
 Chat = list[dict[str, str]]  # messages with "role" and "content"
@@ -22,7 +22,7 @@ Joined = TypeVar("Joined")  # the results of a callable on logits, concatenated 
 WholeLogits = Literal["last", "all"]
 Logits = str | Callable[[Array], Joined]
 
-Progress = Callable[[PrefillProgress], None]  # called after each unit of a prefill
+Progress = Callable[[PrefillProgress], None]  # called after each unit of a prefill, or each piece of a turn
 
 
 class PrefillKeywords(TypedDict, total=False):
@@ -43,3 +43,10 @@ class PrefillManyKeywords(TypedDict, total=False):
     shortest: int | None
     progress: Progress | None
     attention: PrefillAttention | None
+
+
+class ExtendKeywords(TypedDict, total=False):
+    """Keyword arguments of `extend` that do not affect its return type."""
+
+    extend_chunk: int
+    progress: Progress | None

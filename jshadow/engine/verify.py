@@ -20,10 +20,11 @@ from jax import Array, lax
 from jshadow.cache.records import Fetched, HostArray, HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads, Writes
-from jshadow.engine.step import COMPILER_OPTIONS, AllLayers, LayerWork, step_layer, step_state, step_writes, turn_piece
+from jshadow.engine.step import COMPILER_OPTIONS, AllLayers, LayerWork, step_layer, step_state, step_writes
 from jshadow.errors import StateMismatch, VerificationError
 from jshadow.models.config import ModelConfig
 from jshadow.planner.bytes import abstract_of
+from jshadow.planner.turn_pieces import turn_piece
 from jshadow.weights.digest import host_array
 from jshadow.weights.params import Params
 

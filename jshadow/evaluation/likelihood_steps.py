@@ -9,10 +9,10 @@ from jax import Array, lax
 from jshadow.cache.state import KVState, Reads, Writes
 from jshadow.engine import decode
 from jshadow.engine.sampling import Sampler, sample
-from jshadow.engine.step import turn_piece
 from jshadow.models.config import ModelConfig
 from jshadow.ops.buckets import round_up
 from jshadow.ops.layout import fit_tokens
+from jshadow.planner.turn_pieces import turn_piece
 
 
 def chosen(logits: Array, targets: Array) -> tuple[Array, Array]:

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jshadow.ops.prefix_attention import KEY_BLOCK as KEY_BLOCK
+from jshadow.ops.prefix_attention import MASKED as MASKED
+from jshadow.ops.prefix_attention import QUERY_BLOCK as QUERY_BLOCK
+from jshadow.ops.prefix_attention import attend_prefixes, from_blocks, to_blocks
 from pallas_kernels import sparse_attention
 
-# Large enough that the products take longer than the loop around them; small enough that the scores stay in cache.
-QUERY_BLOCK, KEY_BLOCK = 512, 512
 TURN_BLOCK = 256  # the most queries that `attend` handles at once
+SHORT_TURN = 64  # more queries than these attend blockwise to pieces of which each query sees the first rows
 MASS_BLOCK = 256  # the number of queries, and of keys, in a tile of `key_mass`
-MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
 
 
 def causal_attention(
@@ -44,16 +46,13 @@ def causal_attention(
     Returns:
         The output [B, T, h_q, d] in q's dtype, and the log-sum-exp of each query's scores, float32 [B, h_q, T].
     """
-    batch, length, q_heads, dim = q.shape
+    batch, length, q_heads, _ = q.shape
     tokens, kv_heads = k.shape[1:3]
     group = q_heads // kv_heads
     q_block, k_block = min(QUERY_BLOCK, length), min(KEY_BLOCK, tokens)
     q_blocks, k_blocks = -(-length // q_block), -(-tokens // k_block)
     exact = q.dtype == jnp.float32  # if so, the queries are scaled instead of the scores, which is cheaper
-    q = jnp.pad(q * scale if exact else q, ((0, 0), (0, q_blocks * q_block - length), (0, 0), (0, 0)))
-    # [blocks, B, h_kv, group * q_block, d]: one product computes the scores of all query heads of a group
-    q = q.reshape(batch, q_blocks, q_block, kv_heads, group, dim).transpose(1, 0, 3, 4, 2, 5)
-    q = q.reshape(q_blocks, batch, kv_heads, group * q_block, dim)
+    q = to_blocks(q * scale if exact else q, kv_heads, q_block)
     row = jnp.tile(jnp.arange(q_block), group)
     column = jnp.arange(k_block)
 
@@ -92,10 +91,8 @@ def causal_attention(
         return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
     out, lse = lax.map(lambda args: query_block(*args), (jnp.arange(q_blocks), q))
-    out = out.reshape(q_blocks, batch, kv_heads, group, q_block, dim).transpose(1, 0, 4, 2, 3, 5)
     lse = lse.reshape(q_blocks, batch, kv_heads, group, q_block).transpose(1, 2, 3, 0, 4)
-    out = out.reshape(batch, q_blocks * q_block, q_heads, dim)[:, :length]
-    return out, lse.reshape(batch, q_heads, q_blocks * q_block)[..., :length]
+    return from_blocks(out, q_block)[:, :length], lse.reshape(batch, q_heads, q_blocks * q_block)[..., :length]
 
 
 def key_mass(
@@ -168,6 +165,11 @@ class Piece(NamedTuple):
     valid: Bool[Array, "#B #h_kv #T _"] | Int[Array, "#B #h_kv #T 1"]
     places: Int[Array, "B h_kv L"] | None = None
 
+    @property
+    def is_prefix(self) -> bool:
+        """Whether each query sees a number of the first rows, and all queries have the same rows."""
+        return self.k.ndim == 4 and self.places is None and self.valid.dtype == jnp.int32
+
     def of_queries(self, first: int, last: int) -> "Piece":
         """Return the piece for queries first .. last - 1 only."""
         queries = slice(first, last)
@@ -186,6 +188,8 @@ def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> F
     Returns:
         [B, T, h_q, d] in q's dtype.
     """
+    if q.shape[1] > SHORT_TURN and all(piece.is_prefix for piece in pieces):
+        return attend_prefixes(q, [(piece.k, piece.v, piece.valid) for piece in pieces], scale)
     if q.shape[1] > TURN_BLOCK:  # limits the memory of the scores of a long turn
         blocks = [(first, min(first + TURN_BLOCK, q.shape[1])) for first in range(0, q.shape[1], TURN_BLOCK)]
         parts = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], scale) for a, b in blocks]

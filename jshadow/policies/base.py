@@ -36,11 +36,14 @@ class HookInputs:
         piece: number of new tokens of a turn that the hooks of a step process at once. A turn is a text that is added
             after the prompt (`jshadow.extend`). The result must equal that of processing the tokens one by one, in
             single steps.
+        whole_turns: whether the hooks also process any larger number of tokens at once. Their memory must not grow with
+            the product of these tokens and the tokens of the cache.
     """
 
     all_queries: bool = False
     last_queries: int = 0
     piece: int = 1
+    whole_turns: bool = False
 
 
 class Policy(abc.ABC):

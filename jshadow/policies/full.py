@@ -39,8 +39,8 @@ class Full(UniformPolicy, Sized, Costs):
 
     @property
     def reads(self) -> HookInputs:
-        """The hooks of a step process a turn's new tokens in pieces of 16."""
-        return HookInputs(piece=16)
+        """The hooks of a step process a turn's new tokens in pieces of 16, or all of them at once, blockwise."""
+        return HookInputs(piece=16, whole_turns=True)
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:
         """Return a cache of zeros, with a slot for each token up to the capacity."""
@@ -68,7 +68,7 @@ class Full(UniformPolicy, Sized, Costs):
         if rows > 1:
             end = jnp.minimum(end, step.lengths[:, None] + step.valid.sum(axis=1, keepdims=True) - 1)
         pieces = [Piece(cache.k, cache.v, (end + 1)[:, None, :, None])]
-        if rows > 1:  # a guess is not stored in the cache, but its query attends to its own key
+        if rows == 2:  # a guess is not stored in the cache, but its query attends to its own key
             k, v = (x.swapaxes(1, 2) for x in (step.k_post, step.v))
             pieces.append(Piece(k, v, (jnp.eye(rows, dtype=bool) & ~step.valid[:, None])[:, None]))
         return attend(step.q_post, pieces, spec.scale), state

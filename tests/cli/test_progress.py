@@ -8,7 +8,7 @@ import pytest
 
 from jshadow.cli import progress
 from jshadow.cli.progress import SlowProgress, waiting
-from jshadow.engine.prefill_schedule import PrefillProgress
+from jshadow.engine.progress import PrefillProgress
 
 
 @pytest.fixture

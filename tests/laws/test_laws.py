@@ -179,6 +179,11 @@ def test_extend_is_steps(name, fetch):
         turns.every_logit_of_a_turn_is_a_step_s(case_of(name, fetch))
 
 
+@policies
+def test_long_turn_is_steps(name):
+    turns.long_turn_is_steps(case_of(name, modes_of(name)[0]))
+
+
 @policies_fetched
 def test_inactive_rows_do_not_change(name, fetch):
     rows.inactive_rows_do_not_change(case_of(name, fetch))

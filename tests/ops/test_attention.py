@@ -96,6 +96,25 @@ def test_a_list_of_places_gives_the_bits_of_the_listed_rows(queries, dtype):
         assert not np.array_equal(wide(got), wide(attend(q, [first], 0.25)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_long_turn_attends_as_its_queries_alone(dtype):
+    """Pieces of several blocks and of one; each query and row sees another number of rows, and some see none."""
+    rng = np.random.default_rng(5)
+    q = jnp.asarray(rng.normal(size=(2, 70, 6, 8)), dtype)
+    pieces = []
+    for size, shape in ((1100, (2, 1, 70, 1)), (5, (2, 3, 1, 1))):
+        k, v = (jnp.asarray(rng.normal(size=(2, 3, size, 8)), dtype) for _ in range(2))
+        pieces.append(attention.Piece(k, v, jnp.asarray(rng.integers(0, size + 1, shape), jnp.int32)))
+    pieces[0] = pieces[0]._replace(valid=pieces[0].valid.at[0, 0, 3].set(0).at[1, 0, 9].set(2000))
+    pieces[1] = pieces[1]._replace(valid=pieces[1].valid.at[0].set(0))
+    out = attention.attend(q, pieces, 0.3)
+    alone = [
+        attention.attend(q[:, a : a + 10], [p.of_queries(a, a + 10) for p in pieces], 0.3) for a in range(0, 70, 10)
+    ]
+    np.testing.assert_allclose(out, jnp.concatenate(alone, axis=1), atol=2e-6 if dtype == "float32" else 0.02)
+    assert not np.asarray(out[0, 3]).any()
+
+
 def test_attention_over_nothing_is_zero_and_masked_rows_may_hold_anything():
     q, k = normal(1, 1, 2, 8, seed=1), normal(1, 2, 3, 8, seed=2)
     none = attention.Piece(k, k, jnp.zeros((1, 1, 1, 3), bool))

@@ -52,6 +52,7 @@ def decoded(values: Any, prefix: str, spec: Any, layer: Any, lengths: Any) -> No
         for half in ("prompt", "tail"):
             if values.pop(f"{prefix}host.{half}.array", None) is not None:
                 rows = getattr(layer.host, half).array
+                rows = rows[:, :, :-1] if half == "tail" else rows  # skipped writes go to the tail's last unit
                 codes, scale = split_rows(rows, layout.unit, spec.head_dim, layout.bits, spec.dtype)
                 values[f"{prefix}host.{half} decoded"] = np.asarray(codes, np.float32) * np.asarray(scale, np.float32)
 

@@ -1,0 +1,36 @@
+"""How far a prefill or a turn is, and when it will be finished."""
+
+from typing import NamedTuple
+
+
+class PrefillProgress(NamedTuple):
+    """How far a prefill is, or a turn: tokens that are appended to a state.
+
+    Attributes:
+        layers: number of finished layers.
+        num_layers: number of all layers. 0 for a turn, whose pieces pass through all layers.
+        units: number of finished units of the layer that is being read. A unit is one piece of the prompt that goes
+            through a layer or a part of it, or one call of attention, or the compression of the layer. For a turn, it
+            is a piece.
+        num_units: number of units of this layer, or of the turn. 0 if all layers are finished.
+        share: share of all operations that is done. The compression counts as the policy's estimate of it.
+        tokens: number of real tokens of all rows.
+        tokens_per_second: tokens a second through all layers, or None if it is not known yet.
+        seconds_left: estimate of the seconds until the end, or None if it is not known yet.
+    """
+
+    layers: int
+    num_layers: int
+    units: int
+    num_units: int
+    share: float
+    tokens: int
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+
+    def timed(self, begun: float, seconds: float) -> "PrefillProgress":
+        """Return the progress with its rate, if the share grew from `begun` to `share` in `seconds` seconds."""
+        if seconds <= 0 or self.share <= begun:
+            return self
+        rate = (self.share - begun) / seconds
+        return self._replace(tokens_per_second=self.tokens * rate, seconds_left=(1 - self.share) / rate)

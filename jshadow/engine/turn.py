@@ -1,0 +1,119 @@
+"""How a long turn passes through the model: many tokens at once, and block by block in the hooks of each layer.
+
+The tokens of a turn do not depend on the layers above them. So a layer can take all tokens of a piece before the next
+layer starts. Its products read the weights once for the whole piece. Its hooks take the piece in blocks of
+`HookInputs.piece` tokens, one after the other, so each query selects and attends as it does in a single step.
+
+B rows, T tokens of a piece, b tokens of a block, h_q query heads, d head width.
+"""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jshadow.cache.counters import Counters
+from jshadow.cache.records import HostTier, LayerState, StepKV
+from jshadow.cache.spec import CacheSpec
+from jshadow.cache.state import Writes
+from jshadow.engine.progress import PrefillProgress
+from jshadow.engine.step_work import LayerWork, count_step
+from jshadow.engine.types import Logits, Progress
+from jshadow.planner.turn_pieces import EXTEND_CHUNK
+
+LOGITS_PIECE = 256  # if `logits` is a callable, the number of tokens whose float32 logits exist at once
+TOKEN_FIELDS = ("q_pre", "q_post", "k_pre", "k_post", "v", "cos", "sin", "valid")  # of StepKV, [B, T, ...] each
+
+
+class Turn(NamedTuple):
+    """How a turn is fed: the tokens of a piece in each row, the logits to return, and who is told of each piece."""
+
+    size: int
+    want: Logits[Any]
+    progress: Progress | None = None
+
+
+def chunk_for(want: Logits[Any], batch: int, extend_chunk: int = EXTEND_CHUNK) -> int:
+    """Return `extend_chunk`, or less for a callable, which is called with the logits of at most LOGITS_PIECE tokens."""
+    return min(extend_chunk, batch * LOGITS_PIECE) if callable(want) else extend_chunk
+
+
+def in_pieces(
+    run: Callable[..., tuple[Any, Writes]], tokens: np.ndarray, lengths: np.ndarray, writes: Writes, turn: Turn
+) -> tuple[Any, Writes]:
+    """Feed tokens int32 [B, T] piece by piece, and return the logits of all pieces, joined, and the new `writes`.
+
+    `run` feeds one piece: it maps (tokens, lengths), `writes` and `want` to logits and the new `writes`.
+    """
+    count, size = tokens.shape[1], turn.size
+    outs: list[Any] = []
+    start = time.monotonic()
+    pieces = -(-count // size)
+    padded = np.pad(tokens, ((0, 0), (0, pieces * size - count)))
+    for index in range(pieces):
+        new = np.clip(lengths - index * size, 0, size).astype(np.int32)
+        piece = padded[:, index * size : (index + 1) * size]
+        out, writes = run(jnp.asarray(piece), jnp.asarray(new), writes=writes, want=turn.want)
+        if turn.want == "last" and outs:
+            out = jnp.where((new > 0)[:, None], out, outs.pop())
+        outs.append(out)
+        if turn.progress is not None:
+            jax.block_until_ready(out)
+            told = PrefillProgress(0, 0, index + 1, pieces, (index + 1) / pieces, int(lengths.sum()))
+            turn.progress(told.timed(0.0, time.monotonic() - start))
+    if turn.want == "last":
+        return outs[0], writes
+    if pieces == 1 and size == count:
+        return outs[0], writes
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1)[:, :count], *outs), writes
+
+
+def in_blocks(
+    run_layer: Callable[..., tuple[Array, LayerState, LayerWork]],
+    spec: CacheSpec,
+    state: LayerState,
+    step: StepKV,
+    everyone: Any,
+) -> tuple[Array, LayerState, LayerWork]:
+    """Run one layer for the T tokens of a piece, in blocks of `HookInputs.piece` tokens.
+
+    Args:
+        run_layer: runs a layer for a block. It is `step_layer`.
+        spec, state, step, everyone: as in `step_layer`. The tokens with `step.valid` come first in each row.
+
+    Returns:
+        The attention's output [B, T, h_q, d], the layer's new state, and the work, which has only its counters.
+    """
+    count, reads = step.valid.shape[1], spec.policy.reads
+    size = count if reads.whole_turns else min(reads.piece, count)
+    blocks = -(-count // size)
+    names = TOKEN_FIELDS + (() if step.q_foreseen is None else ("q_foreseen",))
+
+    def cut(x: Array) -> Array:  # [B, T, ...] -> [blocks, B, size, ...]
+        x = jnp.pad(x, [(0, 0), (0, blocks * size - count), *[(0, 0)] * (x.ndim - 2)])
+        return x.reshape(x.shape[0], blocks, size, *x.shape[2:]).swapaxes(0, 1)
+
+    def body(carry: tuple[Any, Any, Array, Counters], parts: dict[str, Array]) -> tuple[Any, Array]:
+        live, tail, lengths, counters = carry
+        positions = lengths[:, None] + jnp.arange(size, dtype=jnp.int32)
+        block = step.replace(**parts, positions=positions, lengths=lengths)
+        before = state.replace(live=live, host=HostTier(state.host.prompt, tail))
+        out, after, work = run_layer(spec, before, block, everyone)
+        assert not work.later, "a layer that plans ahead takes no blocks"
+        counters = count_step(counters, (spec,), [after], [work], positions + 1, block.valid)
+        lengths = lengths + block.valid.sum(axis=1, dtype=jnp.int32)
+        return (after.live, after.host.tail, lengths, counters), out
+
+    start = state.live, state.host.tail, step.lengths, Counters.zeros(spec.batch)
+    parts = {name: cut(getattr(step, name)) for name in names}
+    if blocks == 1:
+        (live, tail, _, counters), out = body(start, jax.tree.map(functools.partial(jnp.squeeze, axis=0), parts))
+    else:
+        (live, tail, _, counters), outs = lax.scan(body, start, parts)
+        out = outs.swapaxes(0, 1).reshape(outs.shape[1], blocks * size, *outs.shape[3:])[:, :count]
+    return out, state.replace(live=live, host=HostTier(state.host.prompt, tail)), LayerWork(counted=counters)

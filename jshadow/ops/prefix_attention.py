@@ -1,0 +1,103 @@
+"""Softmax attention of many queries, blockwise, where each query sees the first rows of each buffer.
+
+Scores and softmax statistics are float32. B rows, T queries, N rows of a buffer, h_q query heads, h_kv KV heads, d head
+width.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+# Large enough that the products take longer than the loop around them; small enough that the scores stay in cache.
+QUERY_BLOCK, KEY_BLOCK = 512, 512
+MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
+
+Prefix = tuple[Array, Array, Array]  # keys, values, and the number of the first rows that each query sees
+
+
+def to_blocks(q: Float[Array, "B T h_q d"], kv_heads: int, block: int) -> Float[Array, "blocks B h_kv rows d"]:
+    """Cut queries into blocks of `block` queries, with zeros after the last one.
+
+    A block has `group * block` rows for each KV head, so one product computes the scores of all query heads of a group.
+    """
+    batch, length, q_heads, dim = q.shape
+    blocks, group = -(-length // block), q_heads // kv_heads
+    q = jnp.pad(q, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0)))
+    q = q.reshape(batch, blocks, block, kv_heads, group, dim).transpose(1, 0, 3, 4, 2, 5)
+    return q.reshape(blocks, batch, kv_heads, group * block, dim)
+
+
+def from_blocks(out: Float[Array, "blocks B h_kv rows d"], block: int) -> Float[Array, "B T h_q d"]:
+    """Put blocks of queries together again. This is the inverse of `to_blocks`, without removing its zeros."""
+    blocks, batch, kv_heads, rows, dim = out.shape
+    out = out.reshape(blocks, batch, kv_heads, rows // block, block, dim).transpose(1, 0, 4, 2, 3, 5)
+    return out.reshape(batch, blocks * block, kv_heads * (rows // block), dim)
+
+
+def attend_prefixes(q: Float[Array, "B T h_q d"], pieces: Sequence[Prefix], scale: float) -> Float[Array, "B T h_q d"]:
+    """Compute softmax attention of T queries, each over the first rows of several pieces.
+
+    It never holds a T x N matrix. A block of keys that no query of the block sees is not read, so the time follows the
+    tokens held and not the capacity. The blockwise softmax is that of Milakov and Gimelshein (arXiv 1805.02867).
+
+    Args:
+        q: [B, T, h_q, d], after RoPE.
+        pieces: keys and values [B, h_kv, N, d], and the number of rows that each query sees, int32 [B, h_kv, T, 1]. Its
+            axes B, h_kv and T may have size 1.
+        scale: factor by which the scores are multiplied.
+
+    Returns:
+        [B, T, h_q, d] in q's dtype. A query that sees no row gets 0.
+    """
+    batch, length, q_heads, _ = q.shape
+    kv_heads, tile = pieces[0][0].shape[1], min(QUERY_BLOCK, length)
+    exact = q.dtype == jnp.float32
+    tiles, ends = to_blocks(q * scale if exact else q, kv_heads, tile), []
+    for k, _, seen in pieces:
+        end = jnp.broadcast_to(jnp.clip(seen, 0, k.shape[2]), (batch, kv_heads, length, 1))
+        end = jnp.pad(end[..., 0], ((0, 0), (0, 0), (0, -length % tile)), mode="edge")
+        end = jnp.tile(end.reshape(batch, kv_heads, -1, tile), q_heads // kv_heads)
+        ends.append(end.transpose(2, 0, 1, 3))
+
+    def of_tile(args: tuple[Array, list[Array]]) -> Array:
+        q_tile, ends = args
+        carry = jnp.full(q_tile.shape[:-1], MASKED), jnp.zeros(q_tile.shape[:-1]), jnp.zeros(q_tile.shape)
+        for (k, v, _), end in zip(pieces, ends, strict=True):
+            block = min(KEY_BLOCK, k.shape[2])
+            body = functools.partial(add_keys, q_tile, (k, v, end), 1.0 if exact else scale)
+            whole, last = end.min() // block, -(-end.max() // block)
+            carry = lax.fori_loop(0, whole, functools.partial(body, masked=False), carry)
+            carry = lax.fori_loop(whole, last, functools.partial(body, masked=True), carry)
+        _, total, out = carry
+        return (out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]).astype(q.dtype)
+
+    return from_blocks(lax.map(of_tile, (tiles, ends)), tile)[:, :length]
+
+
+def add_keys(
+    q: Array, piece: Prefix, scale: float, index: Array, carry: tuple[Array, Array, Array], *, masked: bool
+) -> tuple[Array, Array, Array]:
+    """Add block `index` of a piece's keys to the softmax of queries [B, h_kv, rows, d].
+
+    The piece has the number of rows that each query sees as int32 [B, h_kv, rows]. `carry` is the greatest score, the
+    sum of the weights and the weighted sum of the values.
+    """
+    (keys, values, end), (top, total, out) = piece, carry
+    rows = keys.shape[2]
+    block = min(KEY_BLOCK, rows)
+    start = jnp.minimum(index * block, rows - block)  # the last block overlaps the previous one
+    k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=2) for x in (keys, values))
+    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=jnp.float32) * scale
+    seen = None
+    if masked:
+        key = start + jnp.arange(block)
+        seen = (key >= index * block) & (key < end[..., None])
+        scores = jnp.where(seen, scores, MASKED)
+    new_top = jnp.maximum(top, scores.max(-1))
+    weight, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
+    weight = weight if seen is None else jnp.where(seen, weight, 0.0)
+    part = jnp.einsum("bhqk,bhkd->bhqd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return new_top, total * shrink + weight.sum(-1), out * shrink[..., None] + part

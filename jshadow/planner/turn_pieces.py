@@ -1,0 +1,96 @@
+"""How a turn is cut into pieces of tokens, and the device bytes that its largest piece takes."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.state import KVState, Reads
+from jshadow.models.config import ModelConfig
+from jshadow.models.transformer import abstract_weights
+from jshadow.ops.attention import KEY_BLOCK, QUERY_BLOCK
+from jshadow.ops.buckets import round_up, step_of
+from jshadow.policies.capabilities import PlansAhead, Speculates, capability
+from jshadow.policies.costs import costs_of
+
+EXTEND_CHUNK = 2048  # tokens of all rows that pass through a layer at once
+
+
+def turn_piece(source: Reads | KVState, count: int) -> int:
+    """Return how many of the `count` tokens that are appended to a state the hooks of all layers take at once.
+
+    This is the minimum of `HookInputs.piece` over the layers, or 1 for a policy that guesses the next token.
+    """
+    if capability(source.policy, Speculates) is not None:
+        return 1
+    return min(count, *(spec.policy.reads.piece for spec in source.specs))
+
+
+def turn_tokens(source: Reads | KVState, count: int, extend_chunk: int = EXTEND_CHUNK) -> int:
+    """Return how many of the `count` tokens of a turn pass through a layer at once, in each row.
+
+    A layer that fetches for another layer, or for the next step, needs the tokens one step after the other. With such a
+    layer, or with a policy that guesses the next token, the result is `turn_piece`. Otherwise it is a multiple of the
+    `HookInputs.piece` of every layer. It depends on `count` only in steps, so turns of similar lengths share a
+    compiled program, and so do all turns that are longer than a piece.
+
+    Args:
+        source: the state.
+        count: number of tokens of the longest row.
+        extend_chunk: the most tokens of all rows together. It may be exceeded by the smallest possible piece.
+    """
+    least = turn_piece(source, count)
+    policies = [spec.policy for spec in source.specs]
+    if count == least or not takes_blocks(source):
+        return least
+    unit = math.lcm(*(policy.reads.piece for policy in policies))
+    most = max(unit, extend_chunk // source.specs[0].batch // unit * unit)
+    return min(most, round_up(round_up(count, step_of(count, 4)), unit))
+
+
+def takes_blocks(source: Reads | KVState) -> bool:
+    """Return whether every layer can take many tokens of a turn before the next layer starts."""
+    if capability(source.policy, Speculates) is not None:
+        return False
+    return not any(isinstance(spec.policy, PlansAhead) for spec in source.specs)
+
+
+def extend_peak(config: ModelConfig, state: KVState, tokens: int, extend_chunk: int = EXTEND_CHUNK) -> dict[str, int]:
+    """Return an upper bound on the device bytes at the peak of a turn, by part. "piece" and "hooks" are temporaries.
+
+    It is that of `extend` with the logits of the last tokens only. Layers run one after the other, so only the largest
+    layer counts.
+
+    Args:
+        config: the model.
+        state: the state that the turn is added to, or an abstract one (`jshadow.abstract_state`).
+        tokens: number of tokens of the turn's longest row.
+        extend_chunk: number of tokens of all rows that go through a layer at once.
+
+    Returns:
+        {"weights", "piece", "hooks", "logits", "state"}. The peak is their sum.
+    """
+    batch, size = state.specs[0].batch, turn_tokens(state, tokens, extend_chunk)
+    item, columns = jnp.dtype(state.specs[0].dtype).itemsize, config.key_columns
+    # As in a prefill: the residual and the normalized input, queries, keys and values before and after RoPE, the
+    # attention's output and the two halves of the MLP. The hooks cut queries, keys, values and output into blocks.
+    token = 2 * config.model_dim + 6 * config.q_heads * config.head_dim + 6 * columns + 2 * config.ffn_dim
+    hooks = 0
+    for spec, layer in zip(state.specs, state.layers, strict=True):
+        reads = spec.policy.reads
+        block = min(size, reads.piece)
+        work = block * costs_of(spec.policy).step_temporaries(spec)
+        if reads.whole_turns and size > block:
+            # A float32 tile of scores, its weights and mask, and the running sums.
+            work = max(work, 4 * 4 * batch * config.q_heads * min(size, QUERY_BLOCK) * (KEY_BLOCK + config.head_dim))
+        # The loop over the blocks may hold a copy of what it changes.
+        changed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((layer.live, layer.host.tail)))
+        hooks = max(hooks, work + changed)
+    return {
+        "weights": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config))) * item,
+        "piece": 4 * batch * size * token,
+        "hooks": hooks,
+        "logits": 2 * 4 * batch * config.vocab_size,
+        "state": sum(device for device, _ in state_nbytes(state).values()),
+    }
