@@ -65,30 +65,42 @@ class PromptKeys:
         return new_tokens(self.lengths, index, start, self.block)[..., None]
 
     def gram(self) -> Float[Array, "B m m"]:
-        """Return the products of all pairs of columns, summed over the tokens, float32 [B, m, m]. One pass."""
-        assert not (self.narrow and self.mean is not None), "see centered"
-        return self.weighted(self.sums()[0])
-
-    def weighted(self, gram: Array) -> Array:
-        """Return the Gram matrix of weighted keys from that of the rows."""
-        if self.weights is None or not self.narrow:
-            return gram
-        weights = side_by_side(self.weights)
-        return gram * weights[:, :, None] * weights[:, None, :]
-
-    def sums(self) -> tuple[Array, Array]:
-        """Return the products of all pairs of columns of the rows [B, m, m], and the sum of the rows [B, m]."""
-        batch, _, heads, dim = self.k_pre.shape
+        """Return the products of all pairs of columns, summed over the tokens, float32 [B, m, m]."""
         precision = lax.Precision.DEFAULT if self.narrow else EXACT
 
-        def add(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        def add(index: Array, gram: Array) -> Array:
             rows, _ = self.rows(index)
-            products = jnp.einsum("bsm,bsn->bmn", rows, rows, precision=precision, preferred_element_type=jnp.float32)
-            return sums[0] + products, sums[1] + rows.sum(axis=1, dtype=jnp.float32)
+            return gram + jnp.einsum(
+                "bsm,bsn->bmn", rows, rows, precision=precision, preferred_element_type=jnp.float32
+            )
 
-        width = heads * dim
-        nothing = jnp.zeros((batch, width, width), jnp.float32), jnp.zeros((batch, width), jnp.float32)
-        return lax.fori_loop(0, self.blocks, add, nothing)
+        batch, _, heads, dim = self.k_pre.shape
+        gram = lax.fori_loop(0, self.blocks, add, jnp.zeros((batch, heads * dim, heads * dim), jnp.float32))
+        if self.narrow and self.mean is not None:
+            mean, total = side_by_side(self.mean), self.total()
+            cross = total[:, :, None] * mean[:, None, :]
+            square = self.lengths[:, None, None] * (mean[:, :, None] * mean[:, None, :])
+            gram = gram - (cross + cross.swapaxes(1, 2)) + square
+        if self.narrow and self.weights is not None:
+            weights = side_by_side(self.weights)
+            gram = gram * weights[:, :, None] * weights[:, None, :]
+        return gram
+
+    def total(self) -> Float[Array, "B m"]:
+        """Return the sum of each row's keys, without weights and with the mean, float32 [B, m]."""
+
+        def add(index: Array, total: Array) -> Array:
+            rows, _ = token_block(self.k_pre, self.lengths, index, self.block)
+            return total + rows.sum(axis=1, dtype=jnp.float32)
+
+        batch, _, heads, dim = self.k_pre.shape
+        return lax.fori_loop(0, self.blocks, add, jnp.zeros((batch, heads * dim), jnp.float32))
+
+    def mean_key(self) -> Float[Array, "B h_kv d"]:
+        """Return the mean of each row's keys, rounded to their dtype, in which it is stored."""
+        batch, _, heads, dim = self.k_pre.shape
+        mean = (self.total() / jnp.maximum(self.lengths, 1)[:, None]).reshape(batch, heads, dim)
+        return rounded(mean, self.k_pre.dtype).astype(self.k_pre.dtype)
 
     def coefficients(self, basis: Float[Array, "B m r"]) -> Callable[[Array], tuple[Array, Array]]:
         """Return a function of a block's number: the block times the basis, float32 [B, block, r], and its first token.
@@ -119,37 +131,6 @@ class PromptKeys:
             columns = high.astype(jnp.float32) + low.astype(jnp.float32)
             shift = jnp.einsum("bm,bmr->br", side_by_side(self.mean), columns, precision=EXACT)
         return narrow
-
-
-def centered(keys: PromptKeys) -> tuple[PromptKeys, Float[Array, "B h_kv d"], Float[Array, "B m m"]]:
-    """Subtract the mean of each row's keys, rounded to their dtype. Return the keys, the mean and the Gram matrix.
-
-    Narrow keys are read once, others twice.
-    """
-    if not keys.narrow:
-        batch, _, heads, dim = keys.k_pre.shape
-
-        def add(index: Array, total: Array) -> Array:
-            return total + token_block(keys.k_pre, keys.lengths, index, keys.block)[0].sum(axis=1, dtype=jnp.float32)
-
-        total = lax.fori_loop(0, keys.blocks, add, jnp.zeros((batch, heads * dim), jnp.float32))
-        stored = mean_of(keys, total)
-        keys = dataclasses.replace(keys, mean=stored)
-        return keys, stored, keys.gram()
-    gram, total = keys.sums()
-    stored = mean_of(keys, total)
-    mean = side_by_side(stored)
-    cross = total[:, :, None] * mean[:, None, :]
-    square = keys.lengths[:, None, None] * (mean[:, :, None] * mean[:, None, :])
-    gram = keys.weighted(gram - (cross + cross.swapaxes(1, 2)) + square)
-    return dataclasses.replace(keys, mean=stored), stored, gram
-
-
-def mean_of(keys: PromptKeys, total: Float[Array, "B m"]) -> Array:
-    """Return the mean key [B, h_kv, d] in the dtype of the keys from the sum of all keys."""
-    batch, _, heads, dim = keys.k_pre.shape
-    mean = (total / jnp.maximum(keys.lengths, 1)[:, None]).reshape(batch, heads, dim)
-    return rounded(mean, keys.k_pre.dtype).astype(keys.k_pre.dtype)
 
 
 def two_parts(x: Float[Array, "*n"]) -> tuple[Array, Array]:

@@ -23,7 +23,7 @@ from jshadow.policies.shadowkv.key_codecs.blocks import put_block
 from jshadow.policies.shadowkv.key_codecs.lowrank import head_columns, usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import Profile, packed_width, profile_bits, quantize, steps
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
-from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys, centered
+from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
 from pallas_kernels import coded_products
 
 
@@ -78,10 +78,12 @@ class TransformCodec(KeyCodec):
         return KeyCode(left, Basis(columns, mean, jax.ShapeDtypeStruct((batch, self.rank), jnp.float32)))  # type: ignore[arg-type]
 
     def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None) -> KeyCode:
-        """Code the keys in passes over the prompt: one or two for the mean and the basis, then steps, then codes."""
+        """Code the keys in four passes over the prompt: for the mean, the basis, the steps and the codes."""
         batch, length, heads, _ = k_pre.shape
-        keys, mean, gram = centered(PromptKeys(k_pre, lengths, min(BLOCK, length), weights))
-        basis = leading_columns(gram, self.rank)
+        keys = PromptKeys(k_pre, lengths, min(BLOCK, length), weights)
+        mean = keys.mean_key()
+        keys = dataclasses.replace(keys, mean=mean)
+        basis = leading_columns(keys.gram(), self.rank)
         coefficients = keys.coefficients(basis)
 
         def code(index: Array, left: Array) -> Array:
