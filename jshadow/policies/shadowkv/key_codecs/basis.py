@@ -2,7 +2,7 @@
 
 On a GPU, the eigenvectors of a matrix of width 1,024 take longer than all other work of the compression. Subspace
 iteration (Halko, Martinsson & Tropp 2011, arXiv 0909.4061, algorithm 4.4) needs only products and the Cholesky factors
-of matrices that are as wide as the result. Its columns are no exact eigenvectors if variances are close to each other.
+of small matrices. Its columns are no exact eigenvectors if variances are close to each other.
 This costs little: a code needs the subspace, and columns that share close variances need the same number of bits.
 """
 
@@ -17,6 +17,7 @@ ITERATIONS = 16  # the lost variance is then within 1 % of the least possible fo
 NARROWEST = 256  # narrower matrices have their eigenvectors computed by cuSOLVER, which is fast for them
 SHARE = 0.75  # largest share of the columns for which subspace iteration is used
 SHIFT = 5e-5  # added to the diagonal of correlations, so that rounding leaves them positive definite
+LEAF = 128  # most columns of a Cholesky factor that a library computes
 
 
 def leading_columns(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {count}"]:
@@ -56,7 +57,7 @@ def iterated(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {coun
         return orthogonal(times(columns))
 
     columns = lax.fori_loop(0, ITERATIONS, iterate, jnp.broadcast_to(start, (gram.shape[0], width, count)))
-    columns = scaled(polished(columns))
+    columns = polished(polished(columns))
     variance = (columns * times(columns)).sum(axis=1)
     return jnp.take_along_axis(columns, jnp.argsort(-variance, axis=1, stable=True)[:, None], axis=2)
 
@@ -68,8 +69,35 @@ def orthogonal(columns: Float[Array, "B m r"]) -> Float[Array, "B m r"]:
     column that depends on earlier ones becomes short, and a zero column stays zero.
     """
     columns = scaled(columns)
-    lower = jnp.linalg.cholesky(products_of(columns) + SHIFT * jnp.eye(columns.shape[-1]), symmetrize_input=False)
-    return polished(polished(lax.linalg.triangular_solve(lower, columns, lower=True, transpose_a=True)))
+    inverse = inverse_cholesky(products_of(columns) + SHIFT * jnp.eye(columns.shape[-1]))
+    return polished(polished(jnp.einsum("bmr,bsr->bms", columns, inverse, precision=EXACT)))
+
+
+def inverse_cholesky(matrix: Float[Array, "B r r"]) -> Float[Array, "B r r"]:
+    """Return the inverse of the lower Cholesky factor of positive definite matrices, mostly by matrix products.
+
+    The factor is computed in blocks (Golub & Van Loan, Matrix Computations, section 4.2.9). Only blocks of at most LEAF
+    columns are left to a library, which takes longer for each operation than matrix products do.
+    """
+    size = matrix.shape[-1]
+    if size <= LEAF:
+        lower, identity = jnp.linalg.cholesky(matrix, symmetrize_input=False), jnp.eye(size)
+        return lax.linalg.triangular_solve(
+            lower, jnp.broadcast_to(identity, matrix.shape), left_side=True, lower=True
+        )
+
+    def times(equation: str, a: Array, b: Array) -> Array:
+        return jnp.einsum(equation, a, b, precision=EXACT)
+
+    half = size // 2
+    first = inverse_cholesky(matrix[:, :half, :half])
+    below = times("bik,bjk->bij", matrix[:, half:, :half], first)
+    second = inverse_cholesky(matrix[:, half:, half:] - times("bik,bjk->bij", below, below))
+    corner = -times("bij,bjk->bik", second, times("bij,bjk->bik", below, first))
+    above = jnp.zeros((matrix.shape[0], half, size - half), matrix.dtype)
+    return jnp.concatenate(
+        [jnp.concatenate([first, above], axis=2), jnp.concatenate([corner, second], axis=2)], axis=1
+    )
 
 
 def polished(columns: Float[Array, "B m r"]) -> Float[Array, "B m r"]:
