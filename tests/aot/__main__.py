@@ -18,6 +18,7 @@ os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
 
 from aot import programs
 from aot.compiler import Program, compile_for
+from aot.compression import Work, compressions, layer_operations
 from aot.machine_code import tools_folder
 from aot.programs import ReadLayer, Task
 from aot.step_limits import faults_of
@@ -167,6 +168,16 @@ def print_table(table: StepTable) -> None:
         print(f"  {one['name']:32}" + "".join(f"{cell:>13}" for cell in cells), flush=True)
 
 
+def print_work(name: str, gpu: str, work: Work) -> None:
+    """Print the work of the compression of a prompt in one layer."""
+    share = work.operations / layer_operations()
+    print(
+        f"compression, {name}, {gpu}: {share:.2%} of the layer's operations, {work.bytes / 1e9:.1f} GB, "
+        f"predicted {1e3 * work.seconds:.2f} ms",
+        flush=True,
+    )
+
+
 def main() -> int:
     """Compile and check all programs, or those that --only names. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="aot", description=__doc__)
@@ -213,6 +224,12 @@ def main() -> int:
                 if not args.json:
                     print_table(tables[-1])
     limits = list(faults_of(tables))
+    for gpu in args.gpu or TARGETS:
+        if args.only in "compression" and not (args.few and gpu == FIRST):
+            for name, work, wrong in compressions(gpu):
+                limits += [f"compression, {name} on {gpu}: {fault}" for fault in wrong]
+                if not args.json:
+                    print_work(name, gpu, work)
     failed = [made for made in rows if made["faults"]]
     if args.json:
         print(json.dumps({"programs": rows, "steps": [table.report() for table in tables], "step_faults": limits}))

@@ -164,3 +164,10 @@ def compression_faults(name: str, gpu: str, work: Work) -> Iterator[str]:
     limit = SECONDS * layer / GPUS[gpu].flops
     if work.seconds > limit:
         yield f"predicted {1e3 * work.seconds:.2f} ms, of at most {1e3 * limit:.2f} ms"
+
+
+def compressions(gpu: str) -> Iterator[tuple[str, Work, list[str]]]:
+    """Compile the compression of each of POLICIES. Yield its name, its work and the limits that it exceeds."""
+    for name, policy in POLICIES.items():
+        work = work_of(compile_compression(gpu, policy), gpu)
+        yield name, work, list(compression_faults(name, gpu, work))

@@ -28,7 +28,8 @@ def leading_columns(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B 
         count: number of columns r, at most m.
 
     Returns:
-        float32 [B, m, r]. On a GPU, a column without any variance may be zero if r < m.
+        float32 [B, m, r]. On a GPU, columns whose variance is within the rounding error of `gram` are shorter than 1,
+        and need not be orthogonal to one another.
     """
     width = gram.shape[-1]
     if width < NARROWEST or count > SHARE * width:
@@ -82,9 +83,7 @@ def inverse_cholesky(matrix: Float[Array, "B r r"]) -> Float[Array, "B r r"]:
     size = matrix.shape[-1]
     if size <= LEAF:
         lower, identity = jnp.linalg.cholesky(matrix, symmetrize_input=False), jnp.eye(size)
-        return lax.linalg.triangular_solve(
-            lower, jnp.broadcast_to(identity, matrix.shape), left_side=True, lower=True
-        )
+        return lax.linalg.triangular_solve(lower, jnp.broadcast_to(identity, matrix.shape), left_side=True, lower=True)
 
     def times(equation: str, a: Array, b: Array) -> Array:
         return jnp.einsum(equation, a, b, precision=EXACT)
@@ -95,9 +94,7 @@ def inverse_cholesky(matrix: Float[Array, "B r r"]) -> Float[Array, "B r r"]:
     second = inverse_cholesky(matrix[:, half:, half:] - times("bik,bjk->bij", below, below))
     corner = -times("bij,bjk->bik", second, times("bij,bjk->bik", below, first))
     above = jnp.zeros((matrix.shape[0], half, size - half), matrix.dtype)
-    return jnp.concatenate(
-        [jnp.concatenate([first, above], axis=2), jnp.concatenate([corner, second], axis=2)], axis=1
-    )
+    return jnp.concatenate([jnp.concatenate([first, above], axis=2), jnp.concatenate([corner, second], axis=2)], axis=1)
 
 
 def polished(columns: Float[Array, "B m r"]) -> Float[Array, "B m r"]:
