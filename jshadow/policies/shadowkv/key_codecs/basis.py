@@ -28,8 +28,7 @@ def leading_columns(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B 
         count: number of columns r, at most m.
 
     Returns:
-        float32 [B, m, r]. On a GPU, columns whose variance is within the rounding error of `gram` are shorter than 1,
-        and need not be orthogonal to one another.
+        float32 [B, m, r]. On a GPU, the basis of a matrix of zeros is zero.
     """
     width = gram.shape[-1]
     if width < NARROWEST or count > SHARE * width:
@@ -58,7 +57,7 @@ def iterated(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {coun
         return orthogonal(times(columns))
 
     columns = lax.fori_loop(0, ITERATIONS, iterate, jnp.broadcast_to(start, (gram.shape[0], width, count)))
-    columns = polished(polished(columns))
+    columns = orthogonal(orthogonal(columns))
     variance = (columns * times(columns)).sum(axis=1)
     return jnp.take_along_axis(columns, jnp.argsort(-variance, axis=1, stable=True)[:, None], axis=2)
 
