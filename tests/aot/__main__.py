@@ -19,6 +19,7 @@ os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
 
 from aot import programs
 from aot.compiler import Program, compile_for
+from aot.compression import TOKENS, Work, compressions
 from aot.machine_code import tools_folder
 from aot.prefill_kernel import KernelTable, kernel_table
 from aot.programs import ReadLayer, Task
@@ -26,6 +27,7 @@ from aot.step_limits import faults_of
 from aot.step_table import SETTINGS, StepTable, step_table
 from aot.targets import HOST_MEMORY, TARGETS
 from jshadow.planner.bytes import full_bytes
+from jshadow.planner.prefill_operations import layer_operations
 from jshadow.policies import ShadowKV
 
 FIRST = next(iter(TARGETS))
@@ -183,6 +185,16 @@ def print_prefill(table: KernelTable) -> None:
     )
 
 
+def print_work(name: str, gpu: str, work: Work) -> None:
+    """Print the work of the compression of a prompt in one layer."""
+    share = work.operations / layer_operations(programs.LLAMA, None, TOKENS)
+    print(
+        f"compression, {name}, {gpu}: {share:.2%} of the layer's operations, {work.bytes / 1e9:.1f} GB, "
+        f"predicted {1e3 * work.seconds:.2f} ms",
+        flush=True,
+    )
+
+
 def main() -> int:
     """Compile and check all programs, or those that --only names. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="aot", description=__doc__)
@@ -228,16 +240,26 @@ def main() -> int:
                 tables.append(step_table(setting, gpu, tools_folder()))
                 if not args.json:
                     print_table(tables[-1])
-    prefills = []
+    prefills, works = [], []
+    limits = list(faults_of(tables))
     for gpu in args.gpu or TARGETS:
-        if args.only in "sparse_prefill" and not args.steps and not (args.few and gpu == FIRST):
+        if args.steps or (args.few and gpu == FIRST):
+            continue
+        if args.only in "sparse_prefill":
             prefills.append(kernel_table(gpu, tools_folder()))
+            limits += prefills[-1].faults()
             if not args.json:
                 print_prefill(prefills[-1])
-    limits = [*faults_of(tables), *(fault for table in prefills for fault in table.faults())]
+        if args.only in "compression":
+            for name, work, wrong in compressions(gpu):
+                works.append({"name": name, "gpu": gpu, "operations": work.operations, "seconds": work.seconds})
+                limits += [f"compression, {name} on {gpu}: {fault}" for fault in wrong]
+                if not args.json:
+                    print_work(name, gpu, work)
     failed = [made for made in rows if made["faults"]]
     if args.json:
         told = {"steps": [table.report() for table in tables], "prefills": [table.report() for table in prefills]}
+        told["compressions"] = works
         print(json.dumps({"programs": rows, **told, "faults": limits}))
         return bool(failed or limits)
     for fault in limits:

@@ -4,10 +4,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 
-def token_block(
-    k_pre: Array, lengths: Array, index: Array, block: int, weights: Array | None = None
-) -> tuple[Array, Array]:
-    """Return one block of a prompt's keys, times weights, with all heads side by side.
+def token_block(k_pre: Array, lengths: Array, index: Array, block: int) -> tuple[Array, Array]:
+    """Return one block of a prompt's keys, with all heads side by side.
 
     All blocks have the same size, so the last one overlaps the previous one. Tokens that the previous block contains
     are zero, and so is padding. So every token is counted once.
@@ -17,19 +15,15 @@ def token_block(
         lengths: number of tokens in each row, int32 [B].
         index: number of the block.
         block: tokens in a block, at most S.
-        weights: weights on the numbers of a key, float32 [B, h_kv, d], or None.
 
     Returns:
-        The keys, float32 [B, block, h_kv * d], and the position of the block's first token.
+        The keys [B, block, h_kv * d] in k_pre's dtype, and the position of the block's first token.
     """
     batch, length, heads, dim = k_pre.shape
     start = jnp.minimum(index * block, length - block)
     rows = lax.dynamic_slice_in_dim(k_pre, start, block, axis=1).reshape(batch, block, heads * dim)
     new = new_tokens(lengths, index, start, block)
-    rows = rows.astype(jnp.float32)
-    if weights is not None:
-        rows *= weights.reshape(batch, 1, -1)
-    return jnp.where(new[..., None], rows, 0.0), start
+    return jnp.where(new[..., None], rows, jnp.zeros((), rows.dtype)), start
 
 
 def new_tokens(lengths: Array, index: Array, start: Array, block: int) -> Array:

@@ -15,7 +15,9 @@ from jaxtyping import Array, Float, Int
 
 from jshadow.ops.layout import fit_tokens
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes
-from jshadow.policies.shadowkv.key_codecs.blocks import put_block, token_block
+from jshadow.policies.shadowkv.key_codecs.basis import leading_columns
+from jshadow.policies.shadowkv.key_codecs.blocks import put_block
+from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
 
 
 def usual_rank(columns: int) -> int:
@@ -103,21 +105,17 @@ def key_factors(
     batch, length, heads, dim = k_pre.shape
     width, block = heads * dim, min(block, length)
 
-    def add(index: Array, gram: Array) -> Array:
-        rows, _ = token_block(k_pre, lengths, index, block, weights)
-        return gram + jnp.einsum("bsm,bsn->bmn", rows, rows, precision=EXACT)
-
-    def project(index: Array, left: Array) -> Array:
-        rows, start = token_block(k_pre, lengths, index, block, weights)
-        new = jnp.einsum("bsm,bmr->bsr", rows, basis, precision=EXACT).astype(left.dtype)
-        return put_block(left, new, index, start)
-
-    blocks = -(-length // block)
-    gram = lax.fori_loop(0, blocks, add, jnp.zeros((batch, width, width), jnp.float32))
-    basis = jnp.linalg.eigh(gram)[1][:, :, ::-1][:, :, :rank]
+    keys = PromptKeys(k_pre, lengths, block, weights)
+    basis = leading_columns(keys.gram(), rank)
     if rank < width:
         basis = jnp.where(jnp.arange(rank) < lengths[:, None, None], basis, 0.0)
-    left = lax.fori_loop(0, blocks, project, jnp.zeros((batch, length, rank), k_pre.dtype))
+    coefficients = keys.coefficients(basis)
+
+    def project(index: Array, left: Array) -> Array:
+        new, start = coefficients(index)
+        return put_block(left, new.astype(left.dtype), index, start)
+
+    left = lax.fori_loop(0, keys.blocks, project, jnp.zeros((batch, length, rank), k_pre.dtype))
     return left, head_columns(basis, weights, heads)
 
 

@@ -18,10 +18,12 @@ from jax import Array, lax
 
 from jshadow.ops.layout import fit_tokens
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes
-from jshadow.policies.shadowkv.key_codecs.blocks import new_tokens, put_block, token_block
+from jshadow.policies.shadowkv.key_codecs.basis import leading_columns
+from jshadow.policies.shadowkv.key_codecs.blocks import put_block
 from jshadow.policies.shadowkv.key_codecs.lowrank import head_columns, usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import Profile, packed_width, profile_bits, quantize, steps
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
+from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
 from pallas_kernels import coded_products
 
 
@@ -78,24 +80,20 @@ class TransformCodec(KeyCodec):
     def encode(self, k_pre: Array, lengths: Array, units: int, chunk: int, weights: Array | None = None) -> KeyCode:
         """Code the keys in four passes over the prompt: for the mean, the basis, the steps and the codes."""
         batch, length, heads, _ = k_pre.shape
-        block = min(BLOCK, length)
-        blocks = -(-length // block)
-        mean = mean_key(k_pre, lengths, block)
-        basis = eigenbasis(k_pre, lengths, mean, block, weights)[:, :, : self.rank]
-
-        def coefficients(index: Array) -> tuple[Array, Array]:
-            rows, start = centered_block(k_pre, lengths, mean, index, block, weights)
-            return jnp.einsum("bsm,bmr->bsr", rows, basis, precision=EXACT), start
+        keys = PromptKeys(k_pre, lengths, min(BLOCK, length), weights)
+        mean = keys.mean_key()
+        keys = dataclasses.replace(keys, mean=mean)
+        basis = leading_columns(keys.gram(), self.rank)
+        coefficients = keys.coefficients(basis)
 
         def code(index: Array, left: Array) -> Array:
             rows, start = coefficients(index)
-            packed = quantize(rows, step[:, None], self.profile)
-            packed = jnp.where(new_tokens(lengths, index, start, block)[..., None], packed, 0)
+            packed = jnp.where(keys.new(index, start), quantize(rows, step[:, None], self.profile), 0)
             return put_block(left, packed, index, start)
 
-        step = steps(*column_sizes(lambda index: coefficients(index)[0], lengths, blocks, self.rank), self.profile)
+        step = steps(*column_sizes(lambda index: coefficients(index)[0], lengths, keys.blocks, self.rank), self.profile)
         left = jnp.zeros((batch, length, packed_width(self.profile)), jnp.uint8)
-        left = fit_tokens(lax.fori_loop(0, blocks, code, left), units * chunk)
+        left = fit_tokens(lax.fori_loop(0, keys.blocks, code, left), units * chunk)
         columns = (head_columns(basis, weights, heads) * step[:, None, :, None]).astype(k_pre.dtype)
         return KeyCode(left.reshape(batch, units, chunk * left.shape[2]), Basis(columns, mean, step))
 
@@ -132,29 +130,6 @@ class TransformCodec(KeyCodec):
         return rows + 4 * (6 * columns * columns + 4 * block * columns + coefficients)
 
 
-def mean_key(k_pre: Array, lengths: Array, block: int) -> Array:
-    """Return the mean of each row's keys [B, h_kv, d], rounded to k_pre's dtype, in which it is stored."""
-    batch, length, heads, dim = k_pre.shape
-
-    def add(index: Array, total: Array) -> Array:
-        return total + token_block(k_pre, lengths, index, block)[0].sum(axis=1)
-
-    total = lax.fori_loop(0, -(-length // block), add, jnp.zeros((batch, heads * dim), jnp.float32))
-    return (total / jnp.maximum(lengths, 1)[:, None]).reshape(batch, heads, dim).astype(k_pre.dtype)
-
-
-def centered_block(
-    k_pre: Array, lengths: Array, mean: Array, index: Array, block: int, weights: Array | None = None
-) -> tuple[Array, Array]:
-    """Return one block of the keys as `token_block` does, but minus their mean."""
-    rows, start = token_block(k_pre, lengths, index, block)
-    new = new_tokens(lengths, index, start, block)
-    rows -= mean.reshape(rows.shape[0], 1, -1).astype(jnp.float32)
-    if weights is not None:
-        rows *= weights.reshape(rows.shape[0], 1, -1)
-    return jnp.where(new[..., None], rows, 0.0), start
-
-
 def column_sizes(block_of: Callable[[Array], Array], lengths: Array, blocks: int, columns: int) -> tuple[Array, Array]:
     """Return the standard deviation and the largest magnitude of each column, float32 [B, columns] each.
 
@@ -172,20 +147,3 @@ def column_sizes(block_of: Callable[[Array], Array], lengths: Array, blocks: int
     nothing = jnp.zeros((lengths.shape[0], columns), jnp.float32)
     squares, largest = lax.fori_loop(0, blocks, add, (nothing, nothing))
     return jnp.sqrt(squares / jnp.maximum(lengths, 1)[:, None]), largest
-
-
-def eigenbasis(k_pre: Array, lengths: Array, mean: Array, block: int, weights: Array | None = None) -> Array:
-    """Compute the eigenvectors of the centered keys, with all heads side by side, by falling variance.
-
-    Returns:
-        float32 [B, h_kv * d, h_kv * d], eigenvectors as columns.
-    """
-    batch, length, heads, dim = k_pre.shape
-    width = heads * dim
-
-    def add(index: Array, gram: Array) -> Array:
-        rows, _ = centered_block(k_pre, lengths, mean, index, block, weights)
-        return gram + jnp.einsum("bsm,bsn->bmn", rows, rows, precision=EXACT)
-
-    gram = lax.fori_loop(0, -(-length // block), add, jnp.zeros((batch, width, width), jnp.float32))
-    return jnp.linalg.eigh(gram)[1][:, :, ::-1]

@@ -1,0 +1,166 @@
+"""The compression of a prompt in one layer: its operations and predicted time, compared with the rest of the layer.
+
+The operations are those of the compiled program, each loop as often as it runs. XLA calls cuSOLVER and cuBLAS for the
+Cholesky factors and the triangular solves of the basis. The compiler here has no cuSOLVER, so the program is compiled
+with a copy instead of the factor. Operations of both calls are counted from their shapes, at the rate LIBRARY.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct as Shape
+
+from aot.compiler import SHAPE, SIZES, Instruction, Program, compile_for, place
+from aot.launches import computations, operands_of, traffic
+from aot.models import LLAMA, ONE_LAYER
+from aot.targets import TARGETS
+from jshadow.cache.records import PromptKV
+from jshadow.engine.prefill_layer import compress_layer
+from jshadow.planner.bytes import abstract_state, on_backend
+from jshadow.planner.gpu_specs import GPUS
+from jshadow.planner.prefill_operations import layer_operations
+from jshadow.policies import Policy, ShadowKV
+
+TOKENS = 122_880
+POLICIES = {"paper": ShadowKV(), "packed": ShadowKV.packed()}
+SHARES = {"paper": 0.015, "packed": 0.02}  # maximum operations of the compression, in those of the layer
+SECONDS = 0.03  # maximum predicted time of the compression, in that of the layer
+# The largest product in float32: that of a square matrix of the key columns and a basis. It takes 2 * 10^9 operations.
+WIDE = 2 * LLAMA.key_columns**3
+# Operations a second of library calls: those of eigh of width 1,024 on a V100, 9 * 1024^3 in 56 ms (jax issue 10180).
+# The factors and solves have more operations in large products than eigenvectors have, so this rate is low for them.
+LIBRARY = 9 * 1024**3 / 56e-3
+NO_WORK = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "call", "conditional"}
+
+
+class Work(NamedTuple):
+    """What a compiled compression does.
+
+    Attributes:
+        products: operations of matrix products, each with the dtype of its operands, its HLO name, and how often it
+            runs.
+        library: operations of library calls.
+        bytes: bytes that its kernels move.
+        seconds: predicted seconds. A kernel takes the longer of its operations and its bytes.
+    """
+
+    products: list[tuple[int, str, str, int]]
+    library: float
+    bytes: int
+    seconds: float
+
+    @property
+    def operations(self) -> float:
+        """Number of all operations."""
+        return sum(count * runs for count, _, _, runs in self.products) + self.library
+
+
+def compile_compression(gpu: str, policy: Policy) -> Program:
+    """Compile `compress_layer` for a prompt of TOKENS tokens."""
+    state = abstract_state(
+        ONE_LAYER, policy, batch=1, capacity=TOKENS + 64, prompt=TOKENS, dtype="bfloat16", fetch="device_put"
+    )
+    spec = dataclasses.replace(on_backend(state.specs, "gpu")[0], layer=None)
+    rows = Shape((1, TOKENS, LLAMA.kv_heads, LLAMA.head_dim), jnp.bfloat16)
+    tail, queries = spec.policy.reads.last_queries, (LLAMA.q_heads, LLAMA.head_dim)
+    prompt = PromptKV(
+        k_pre=rows,
+        k_post=rows,
+        v=rows,
+        lengths=Shape((1,), jnp.int32),
+        positions=Shape((1, TOKENS), jnp.int32),
+        q_tail=Shape((1, tail, *queries), jnp.bfloat16) if tail else None,
+    )
+    function = functools.partial(compress_layer.__wrapped__, fitted=None, spec=spec)
+    with mock.patch.object(jnp.linalg, "cholesky", lambda x, symmetrize_input: jnp.tril(x)):
+        return compile_for(gpu, function, place(prompt))
+
+
+def numbers(text: str) -> list[int]:
+    """Return the dimensions of the first array type in a text."""
+    found = SHAPE.search(text)
+    assert found is not None, text
+    return [int(n) for n in found[2].split(",") if n]
+
+
+def product_of(dot: Instruction, inside: Mapping[str, Instruction]) -> tuple[int, str]:
+    """Return the operations of a dot, 2 * m * n * k, and the dtype of its wider operand."""
+    operands = [inside[name].result for name in operands_of(dot)]
+    contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.line)
+    assert contracted is not None, dot.line
+    shape = numbers(operands[0])
+    summed = math.prod(shape[int(axis)] for axis in contracted[1].split(","))
+    kinds = [SHAPE.search(operand)[1] for operand in operands]  # type: ignore[index]
+    return 2 * dot.result_numbers * summed, max(kinds, key=SIZES.__getitem__)
+
+
+def work_of(program: Program, gpu: str) -> Work:
+    """Count the work of a compiled compression."""
+    flops, bandwidth = GPUS[gpu].flops, TARGETS[gpu].bandwidth
+    bodies = computations(program.text)
+    start = re.search(r"\nENTRY %?([\w.-]+)", program.text)
+    assert start is not None
+    work: dict[str, Any] = {"products": [], "library": 0.0, "bytes": 0, "seconds": 0.0}
+
+    def called(instruction: Instruction, key: str) -> str | None:
+        found = re.search(rf"{key}=%?([\w.-]+)", instruction.line)
+        return found[1] if found else None
+
+    def visit(name: str, runs: int) -> None:
+        own = {one.name: one for one in bodies[name]}
+        for one in bodies[name]:
+            if one.operation == "while":
+                trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.line)
+                assert trips is not None, "a loop whose runs are not known"
+                body = called(one, "body")
+                assert body is not None
+                visit(body, runs * int(trips[1]))
+            elif one.operation == "call":
+                visit(called(one, "to_apply") or "", runs)
+            if one.operation in NO_WORK:
+                continue
+            dots = [one] if one.operation == "dot" else []
+            held = own
+            if one.operation == "fusion" and (inner := called(one, "calls")):
+                held = {each.name: each for each in bodies[inner]}
+                dots = [each for each in bodies[inner] if each.operation == "dot"]
+            found = [(*product_of(dot, held), dot.name) for dot in dots]
+            moved = traffic(one, own, bodies, {})[0]
+            if "triangularSolve" in one.line:
+                _, rows, columns = numbers(one.result)
+                operations = rows * columns**2 + columns**3 / 3  # the solve, and the Cholesky factor before it
+                work["library"] += runs * operations
+                work["seconds"] += runs * operations / LIBRARY
+            computed = sum(count / (flops if kind == "bf16" else flops / 16) for count, kind, _ in found)
+            work["products"] += [(count, kind, each, runs) for count, kind, each in found]
+            work["bytes"] += runs * moved
+            work["seconds"] += runs * max(computed, moved / bandwidth)
+
+    visit(start[1], 1)
+    return Work(**work)
+
+
+def compression_faults(name: str, gpu: str, work: Work) -> Iterator[str]:
+    """Yield one line for each limit that a compression exceeds."""
+    layer = layer_operations(LLAMA, None, TOKENS)
+    if work.operations > SHARES[name] * layer:
+        yield f"{work.operations / layer:.2%} of the layer's operations, of at most {SHARES[name]:.1%}"
+    for count, kind, each, _ in work.products:
+        if kind != "bf16" and count > WIDE:
+            yield f"{each} multiplies {count / 1e9:.1f} * 10^9 times in {kind}, without tensor cores"
+    limit = SECONDS * layer / GPUS[gpu].flops
+    if work.seconds > limit:
+        yield f"predicted {1e3 * work.seconds:.2f} ms, of at most {1e3 * limit:.2f} ms"
+
+
+def compressions(gpu: str) -> Iterator[tuple[str, Work, list[str]]]:
+    """Compile the compression of each of POLICIES. Yield its name, its work and the limits that it exceeds."""
+    for name, policy in POLICIES.items():
+        work = work_of(compile_compression(gpu, policy), gpu)
+        yield name, work, list(compression_faults(name, gpu, work))

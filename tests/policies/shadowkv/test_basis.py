@@ -1,0 +1,103 @@
+"""The basis by subspace iteration against the best one, and bfloat16 keys that are multiplied as they are."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from random_arrays import normal, wide
+
+from jshadow.policies.shadowkv.key_codecs import LowRankCodec, TransformCodec, basis
+from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
+
+WIDTH, COUNT = 288, 136  # more columns than LEAF
+NUMBER = np.arange(1, WIDTH + 1)
+SPECTRA = {
+    "slow": 1 / NUMBER,
+    "fast": 0.95**NUMBER,
+    "steep": 1.0 / NUMBER**4,
+    "flat": np.ones(WIDTH),
+    "clusters": np.where(NUMBER <= 30, 10, np.where(NUMBER <= 100, 1, 0.1)),
+    "a large mean": np.where(NUMBER == 1, 3e3, NUMBER**-1.2),
+    "rank 30": np.where(NUMBER <= 30, 1 / NUMBER, 0),
+    "rank 1": np.where(NUMBER == 1, 1e6, 0),
+    "zero": np.zeros(WIDTH),
+}
+iterated = jax.jit(functools.partial(basis.iterated, count=COUNT))
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_subspace_iteration_loses_at_most_one_percent_more_than_the_optimum(name):
+    """Or a millionth of all variance more, which is the rounding error of the Gram matrix. Columns are orthonormal."""
+    spectrum = SPECTRA[name]
+    turn = np.linalg.qr(wide(normal(WIDTH, WIDTH, seed=7)))[0]
+    columns = wide(iterated(jnp.asarray(turn * spectrum @ turn.T, jnp.float32)[None])[0])
+    missed = turn - columns @ (columns.T @ turn)
+    lost = (missed**2 * spectrum).sum()
+    assert lost <= 1.01 * spectrum[COUNT:].sum() + 3e-6 * spectrum.sum()
+    variances = ((columns.T @ turn) ** 2 * spectrum).sum(axis=1)
+    assert (np.diff(variances) <= 1e-6 * spectrum[0]).all(), "columns do not fall by variance"
+    if name != "zero":
+        np.testing.assert_allclose(columns.T @ columns, np.eye(COUNT), atol=5e-6)
+
+
+def test_the_platform_and_the_width_choose_the_algorithm():
+    """On a GPU, a wide matrix goes through products; narrow ones, and nearly all columns, through eigenvectors."""
+
+    def calls(width: int, count: int, platform: str) -> bool:
+        gram = jax.ShapeDtypeStruct((1, width, width), jnp.float32)
+        traced = jax.jit(lambda gram: basis.leading_columns(gram, count)).trace(gram)
+        return "syevd" in traced.lower(lowering_platforms=(platform,)).as_text()
+
+    assert not calls(WIDTH, COUNT, "cuda")
+    assert calls(WIDTH, COUNT, "cpu")
+    assert calls(WIDTH, WIDTH, "cuda")
+    assert calls(64, 16, "cuda")
+
+
+def keys_of(seed: int) -> PromptKeys:
+    """Keys in bfloat16 with a mean, in rows of different lengths. Padding is NaN, which must not be read."""
+    keys = (normal(2, 61, 2, 16, seed=seed) + 3 * normal(1, 1, 2, 16, seed=seed + 1)).astype(jnp.bfloat16)
+    lengths = jnp.array([61, 22])
+    keys = jnp.where((jnp.arange(61) < lengths[:, None])[..., None, None], keys, jnp.nan)
+    return PromptKeys(keys, lengths, 16, jnp.abs(normal(2, 2, 16, seed=seed + 2)) + 0.5)
+
+
+@pytest.mark.parametrize("centered", [False, True])
+def test_bfloat16_keys_have_the_products_of_float32_keys(centered):
+    """The mean and the weights are applied to the Gram matrix and to the basis instead of the keys."""
+    narrow = keys_of(5)
+    if centered:
+        narrow = dataclasses.replace(narrow, mean=narrow.mean_key())
+    full = dataclasses.replace(narrow, k_pre=narrow.k_pre.astype(jnp.float32))
+    assert narrow.narrow
+    assert not full.narrow
+    want, got = wide(full.gram()), wide(narrow.gram())
+    np.testing.assert_allclose(got, want, atol=2e-5 * np.abs(want).max())
+    columns = normal(2, 32, 9, seed=4)
+    for index in range(narrow.blocks):
+        one, two = (wide(keys.coefficients(columns)(jnp.int32(index))[0]) for keys in (full, narrow))
+        np.testing.assert_allclose(two, one, atol=1e-4 * np.abs(one).max() + 1e-6)
+
+
+@pytest.mark.parametrize("codec", [LowRankCodec(9), TransformCodec((6, 6, 4))], ids=["lowrank", "transform"])
+def test_bfloat16_keys_are_multiplied_in_bfloat16(codec):
+    """No large product of the compression has float32 operands. The compiled programs are checked by `make aot`."""
+    keys = keys_of(8)
+    jaxpr = jax.make_jaxpr(lambda k: codec.encode(k, keys.lengths, 15, 4, keys.weights))(keys.k_pre)
+
+    def dots(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "dot_general":
+                yield [(variable.aval.dtype.name, variable.aval.size) for variable in equation.invars]
+            for inner in jaxprs_in_params(equation.params):
+                yield from dots(inner)
+
+    found = list(dots(jaxpr.jaxpr))
+    block = keys.k_pre.size  # one block holds the whole prompt
+    large = [operands for operands in found if any(size == block for _, size in operands)]
+    assert large, found
+    assert all(kind == "bfloat16" for operands in large for kind, _ in operands), large
