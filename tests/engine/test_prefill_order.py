@@ -5,7 +5,7 @@ from unittest import mock
 import numpy as np
 from cases import CAPACITY, LENGTHS, PROMPT, TINY, model
 
-from jshadow.engine import decode, prefill
+from jshadow.engine import decode, partial_prefill
 from jshadow.policies import ShadowKV
 
 
@@ -20,11 +20,11 @@ def test_a_layer_is_dispatched_before_the_rows_of_the_last_one_are_awaited():
 
         return call
 
-    settle = noted("await", prefill.host_memory.settle)
+    settle = noted("await", partial_prefill.host_memory.settle)
     with (
-        mock.patch.object(prefill, "prefill_layer", noted("layer", prefill.prefill_layer)),
-        mock.patch.object(prefill, "compress_all", noted("compress", prefill.compress_all)),
-        mock.patch.object(prefill.host_memory, "settle", settle),
+        mock.patch.object(partial_prefill, "run_unit", noted("layer", partial_prefill.run_unit)),
+        mock.patch.object(partial_prefill, "compress_all", noted("compress", partial_prefill.compress_all)),
+        mock.patch.object(partial_prefill.host_memory, "settle", settle),
     ):
         decode.prefill(model(), PROMPT, np.asarray(LENGTHS), ShadowKV(), capacity=CAPACITY, fetch="device_put")
     assert order == ["layer", "await", "compress"] * TINY.num_layers + ["await"]
