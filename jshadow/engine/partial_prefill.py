@@ -22,7 +22,7 @@ from jshadow.engine.prefill_job import PrefillJob, PrefillOptions, check_job
 from jshadow.engine.prefill_layer import Given, compress_layer, needed
 from jshadow.engine.prefill_schedule import Schedule
 from jshadow.engine.progress import PrefillProgress
-from jshadow.engine.types import PrefillKeywords, Tokens
+from jshadow.engine.types import PrefillKeywords, Tokens, WholeLogits
 from jshadow.errors import StateMismatch
 from jshadow.ops.layout import fit_tokens
 from jshadow.ops.rope import inverse_frequencies
@@ -161,10 +161,10 @@ def begin_prefill(
     policy: Policy | None = None,
     *,
     capacity: int,
-    logits: Any = "last",
+    logits: WholeLogits = "last",
     **options: Unpack[PrefillKeywords],
 ) -> PartialPrefill:
-    """Begin a prefill that can be paused. The arguments are those of `prefill`.
+    """Begin a prefill that can be paused. The arguments are those of `prefill`, but `logits` is "last" or "all".
 
     All lengths up to the width S of `tokens` share the compiled programs. Pieces without real tokens are not computed.
     So a server pads its prompts to a few widths.
@@ -199,7 +199,7 @@ def advance_prefill(params: Params, partial: PartialPrefill, policy: Policy | No
     return partial if partial.done else advance(partial)
 
 
-def finish_prefill(params: Params, partial: PartialPrefill, policy: Policy | None = None) -> tuple[Any, KVState]:
+def finish_prefill(params: Params, partial: PartialPrefill, policy: Policy | None = None) -> tuple[Array, KVState]:
     """Run all units that are left. Return the logits and the KV state, as `prefill` does.
 
     The arguments and errors are those of `advance_prefill`.
