@@ -19,7 +19,7 @@ from jshadow.engine.sparse_prefill import (
     HeadPattern,
     Pattern,
     VerticalSlash,
-    attentions,
+    base,
     parse_prefill,
     tiles,
 )
@@ -129,7 +129,7 @@ def test_the_lists_of_the_kernel_give_the_same(name, monkeypatch):
     config, tokens = sized(4, 2, 16), 192
     lengths, inputs = (139, 77), random_rows(sized(4, 2, 16), (139, 77), tokens)
     want, counts = run_attention(ATTENTIONS[name], config, *inputs, lengths, 64)
-    monkeypatch.setattr(attentions, "Tiling", functools.partial(tiles.Tiling, implementation="interpret"))
+    monkeypatch.setattr(base, "Tiling", functools.partial(tiles.Tiling, implementation="interpret"))
     got, lists = run_attention(ATTENTIONS[name], config, *inputs, lengths, 64)
     for row, n in enumerate(lengths):
         np.testing.assert_allclose(got[row, :n], want[row, :n], atol=1e-5)

@@ -5,7 +5,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jshadow.engine.sparse_prefill.attentions import AShape, BlockSparse, SparsePrefill, VerticalSlash
+from jshadow.engine.sparse_prefill.a_shape import AShape
+from jshadow.engine.sparse_prefill.base import SparsePrefill
+from jshadow.engine.sparse_prefill.block_sparse import BlockSparse
+from jshadow.engine.sparse_prefill.vertical_slash import VerticalSlash
 from jshadow.errors import ConfigError
 
 PREFILLS: dict[str, type[SparsePrefill]] = {
