@@ -166,11 +166,10 @@ class LayerRun:
         )
 
     def finish(self, index: Array, x: Array, attended: Array) -> Array:
-        """Return x with the output of the block for piece number `index`, whose attention is in `attended`."""
+        """Return x with the output of the block for piece number `index`, from its attention [R, P, h_q, d]."""
         first = index * self.plan.size
-        done = lax.dynamic_slice_in_dim(attended, first, self.plan.size, axis=1)
         # The queries, keys and values are not used, so XLA does not project them again.
-        return put(x, self.block(first, x, lambda heads: (done, None))[0], first, self.row)
+        return put(x, self.block(first, x, lambda heads: (attended, None))[0], first, self.row)
 
 
 def put(whole: Array, piece: Array, first: Array | int, row: Array | int = 0) -> Array:

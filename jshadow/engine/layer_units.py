@@ -14,16 +14,17 @@ from jshadow.engine import prefill_layer
 from jshadow.engine.layer_run import LayerPlan
 from jshadow.engine.prefill_layer import Begun, Given
 
-Work = Literal["look", "begin", "piece", "project", "attend", "finish", "compress"]
+Work = Literal["begin", "piece", "project", "attend", "finish", "compress"]
 
 
 class Unit(NamedTuple):
     """One call of a program.
 
     Attributes:
-        work: the program. "piece" is the block on one piece of the prompt. An attention that needs all keys first has
-            "look" for each piece and then "begin". Attention in one call over the whole prompt has "project" for each
-            piece, "attend", and "finish" for each piece. The last unit of a layer is "compress".
+        work: the program. "piece" is the block on one piece of the prompt. A sparse attention has "begin" before it,
+            and if it needs all keys first, "project" for each piece before that. Attention in one call over the whole
+            prompt has "project" for each piece, "attend", and "finish" for each piece. The last unit of a layer is
+            "compress".
         piece: number of the piece.
         row: first of the rows.
     """
@@ -39,12 +40,13 @@ class LayerWork(NamedTuple):
     Attributes:
         x: hidden states [B, S, D].
         begun: the keys and values so far, or the lengths int32 [B] before the first unit.
-        carry: what one unit passes on to the next. For "look", the last queries. For "piece", the pytree of the sparse
-            attention. For attention in one call, the queries, and then the attention's output too.
+        q: queries after RoPE [R, S, h_q, d] from "project", or None.
+        carry: the pytree of the sparse attention, or the output of attention in one call [R, S, h_q, d], or None.
     """
 
     x: Array
     begun: Begun
+    q: Array | None = None
     carry: Any = None
 
 
@@ -65,7 +67,7 @@ def units_of(plan: LayerPlan, batch: int, pieces: int) -> tuple[Unit, ...]:
             return
         if plan.attention is not None:
             if plan.attention.ahead:
-                yield from each("look")
+                yield from each("project")
             yield Unit("begin")
         yield from each("piece")
 
@@ -74,24 +76,23 @@ def units_of(plan: LayerPlan, batch: int, pieces: int) -> tuple[Unit, ...]:
 
 def run_unit(plan: LayerPlan, unit: Unit, given: Given, layer: LayerWork) -> LayerWork:
     """Run any unit but "compress", and return the arrays after it. The arrays that it changes are donated."""
-    x, begun, carry = layer
-    index, row = np.int32(unit.piece), np.int32(unit.row)
-    if unit.work == "look":
-        return LayerWork(x, *prefill_layer.look_ahead(given, x, begun, carry, index, plan=plan))
-    if unit.work == "begin":
-        return LayerWork(x, begun, prefill_layer.begin_attention(given, x, begun, carry, plan=plan))
-    if unit.work == "piece":
-        return LayerWork(*prefill_layer.read_piece(given, x, begun, carry, index, plan=plan))
-    q, attended = carry or (None, None)
+    x, begun, q, carry = layer
+    piece, row = np.int32(unit.piece), np.int32(unit.row)
     if unit.work == "project":
-        begun, q = prefill_layer.project_piece(given, x, begun, q, index, row, plan=plan)
-        return LayerWork(x, begun, (q, None))
-    assert isinstance(begun, PromptKV), unit
-    if unit.work == "attend":
-        return LayerWork(x, begun, (q, prefill_layer.attend_whole(given, begun, q, row, plan=plan)))
-    assert unit.work == "finish", unit
-    x = prefill_layer.finish_piece(given, x, begun.lengths, attended, index, row, plan=plan)
-    return LayerWork(x, begun, carry)
+        begun, q = prefill_layer.project_piece(given, x, begun, q, piece, row, plan=plan)
+    elif unit.work == "begin":
+        carry = prefill_layer.begin_attention(given, x, begun, q, plan=plan)
+    elif unit.work == "piece":
+        x, begun, carry = prefill_layer.read_piece(given, x, begun, q, carry, piece, plan=plan)
+    else:
+        assert isinstance(begun, PromptKV), unit
+        if unit.work == "attend":
+            assert q is not None
+            carry = prefill_layer.attend_whole(given, begun, q, row, plan=plan)
+        else:
+            assert unit.work == "finish", unit
+            x = prefill_layer.finish_piece(given, x, begun.lengths, carry, piece, row, plan=plan)
+    return LayerWork(x, begun, q, carry)
 
 
 def prompt_read(plan: LayerPlan, layer: LayerWork) -> PromptKV:

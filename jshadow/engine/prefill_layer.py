@@ -2,8 +2,9 @@
 
 Each program reads one piece, or attends to a whole prompt, or compresses it. `layer_units` calls them in order. The
 hidden states and the layer's keys and values are written in place. All other arrays have at most the size of a piece,
-with these exceptions. With `plan.needs_all`, the queries and log-sum-exps of the whole prompt are kept. With
-`plan.whole`, the queries and the attention's output of the whole prompt are held for the rows that are read at once.
+with these exceptions. With `plan.needs_all`, the queries and log-sum-exps of the whole prompt are kept. An attention
+that needs all keys first (`PrefillAttention.ahead`) has the queries of the whole prompt. With `plan.whole`, the queries
+and the attention's output of the whole prompt are held for the rows that are read at once.
 
 B rows, R of them that are read at once, S prompt tokens, D model width, h_q query heads, d head width.
 """
@@ -54,7 +55,7 @@ def run_of(plan: LayerPlan, given: Given, prompt: PromptKV, row: Array | int = 0
 
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("x", "begun", "aux"))
 def read_piece(
-    given: Given, x: Array, begun: Begun, aux: Any, index: Array, *, plan: LayerPlan
+    given: Given, x: Array, begun: Begun, q: Array | None, aux: Any, index: Array, *, plan: LayerPlan
 ) -> tuple[Array, PromptKV, Any]:
     """Apply the block to piece number `index`, which attends to the pieces before it.
 
@@ -62,6 +63,7 @@ def read_piece(
         given: the weights and other arrays of the layer.
         x: hidden states [B, S, D].
         begun: the prompt so far.
+        q: queries after RoPE of the whole prompt [B, S, h_q, d], if all pieces were projected before, or else None.
         aux: the pytree from `PrefillAttention.begin` or from the previous piece. None with exact attention.
         index: number of the piece.
         plan: the static arguments.
@@ -79,39 +81,25 @@ def read_piece(
         out, after = attention.attend(plan.config, plan.kind, piece, prompt, aux)
         return out, (prompt, after)
 
-    out, (prompt, aux) = run_of(plan, given, prompt).piece(index, x, prompt, attend)
-    return put(x, out, index * plan.size), prompt, aux
-
-
-@functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("begun", "tail"))
-def look_ahead(
-    given: Given, x: Array, begun: Begun, tail: Array | None, index: Array, *, plan: LayerPlan
-) -> tuple[PromptKV, Array | None]:
-    """Project piece number `index`, for an attention that needs all keys before its first piece.
-
-    Args:
-        given, x, begun, index, plan: as in `read_piece`.
-        tail: the last queries [B, tail, h_q, d] so far, or None if there are none yet.
-
-    Returns:
-        The prompt with the keys and values of the piece, and the last queries. None if the attention reads no queries.
-    """
-    prompt, attention, config = prompt_of(plan, begun, x), plan.attention, plan.config
-    assert attention is not None
-    if tail is None and attention.tail:
-        tail = jnp.zeros((len(prompt.lengths), attention.tail, config.q_heads, config.head_dim), x.dtype)
-    # The block's output is dropped, so XLA computes no attention and no MLP here.
-    looked = run_of(plan, given, prompt).piece(
-        index, x, prompt.replace(q_tail=tail), lambda piece, extended: (piece.q_post, extended)
-    )[1]
-    return looked.replace(q_tail=prompt.q_tail), looked.q_tail
+    run = run_of(plan, given, prompt)
+    if q is None:
+        out, (prompt, aux) = run.piece(index, x, prompt, attend)
+        return put(x, out, index * plan.size), prompt, aux
+    first = index * plan.size
+    mine = jax.lax.dynamic_slice_in_dim(q, first, plan.size, axis=1)
+    attended, (prompt, aux) = attend(PrefillPiece(None, mine, first, jnp.asarray(given.inverse)), prompt)
+    return run.finish(index, x, attended), prompt, aux
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))
-def begin_attention(given: Given, x: Array, begun: Begun, tail: Array | None, *, plan: LayerPlan) -> Any:
-    """Return the pytree from `PrefillAttention.begin`. The arguments are those of `look_ahead`."""
-    assert plan.attention is not None
-    return plan.attention.begin(plan.config, plan.kind, prompt_of(plan, begun, x), tail, given.learned)
+def begin_attention(given: Given, x: Array, begun: Begun, q: Array | None, *, plan: LayerPlan) -> Any:
+    """Return the pytree from `PrefillAttention.begin`. The arguments are those of `read_piece`."""
+    prompt, attention, tail = prompt_of(plan, begun, x), plan.attention, None
+    assert attention is not None
+    if q is not None and attention.tail:
+        last = jnp.maximum(prompt.lengths[:, None] - attention.tail + jnp.arange(attention.tail), 0)
+        tail = jnp.take_along_axis(q, last[:, :, None, None], axis=1)
+    return attention.begin(plan.config, plan.kind, prompt, tail, given.learned)
 
 
 @functools.partial(jax.jit, static_argnames=("plan",), donate_argnames=("begun", "q"))
@@ -154,7 +142,8 @@ def finish_piece(
         row: first row.
     """
     rows = jax.lax.dynamic_slice_in_dim(lengths, row, plan.rows or len(lengths))
-    return LayerRun(plan, given.weights, rows, given.inverse, row).finish(index, x, attended)
+    run, first = LayerRun(plan, given.weights, rows, given.inverse, row), index * plan.size
+    return run.finish(index, x, jax.lax.dynamic_slice_in_dim(attended, first, plan.size, axis=1))
 
 
 def needed(prompt: PromptKV, spec: CacheSpec) -> PromptKV:

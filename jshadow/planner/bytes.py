@@ -223,7 +223,8 @@ def prefill_peak(
 
     Returns:
         {"weights", "hidden", "keys_values", "attention", "piece", "compress", "in_flight", "state"}. The peak is their
-        sum. "attention" has the queries and the output of whole prompts, where one call computes their attention.
+        sum. "attention" has the queries and the output of whole prompts, where one call computes their attention. For a
+        sparse attention that needs all keys first, it has the queries.
     """
     for name, value in (("tokens", tokens), ("prefill_chunk", prefill_chunk)):
         if value < 1:
@@ -250,6 +251,8 @@ def prefill_peak(
     in_pieces = batch * (tile + size * token) * 4 + sparse if False in ways else 0
     # The keys and values of some of the rows are copied.
     whole = rows * count * size * (2 * queries + (2 * columns if rows < batch else 0)) * item if True in ways else 0
+    if sparse_attention and sparse_attention.ahead:
+        whole = max(whole, batch * count * size * queries * item)
     return {
         "weights": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(abstract_weights(config))) * item,
         "hidden": batch * count * size * config.model_dim * item,

@@ -19,12 +19,12 @@ class PrefillPiece(struct.PyTreeNode):
     """The queries of P consecutive tokens of a prompt.
 
     Attributes:
-        q_pre, q_post: queries before and after RoPE [B, P, h_q, d].
+        q_pre, q_post: queries before and after RoPE [B, P, h_q, d]. q_pre is None if the attention is `ahead`.
         first: position of the first query, int32 [].
         inverse: angle per position of each rotated pair of dimensions, float32 [rotary_dim / 2].
     """
 
-    q_pre: Array
+    q_pre: Array | None
     q_post: Array
     first: Array
     inverse: Array

@@ -88,7 +88,7 @@ def test_the_units_of_a_layer():
     ]
     assert units_of(whole, 4, 2) == (*(unit._replace(row=0) for unit in each), *each, Unit("compress"))
     ahead = dataclasses.replace(plan, attention=VerticalSlash())
-    assert units_of(ahead, 3, 1) == (Unit("look"), Unit("begin"), Unit("piece"), Unit("compress"))
+    assert units_of(ahead, 3, 1) == (Unit("project"), Unit("begin"), Unit("piece"), Unit("compress"))
 
 
 @pytest.mark.parametrize("name", ["full", "quest", "infllm", "shadowkv"])

@@ -1,11 +1,13 @@
 """One layer of a prefill, read by the units of the engine, and the compiled program of one of its pieces."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from jshadow.engine.layer_run import LayerPlan
 from jshadow.engine.layer_units import LayerWork, prompt_read, run_unit, units_of
-from jshadow.engine.prefill_layer import Given, read_piece
+from jshadow.engine.prefill_layer import Given, begin_attention, read_piece
 from jshadow.models.config import ModelConfig
 from jshadow.weights.params import init_params
 
@@ -24,19 +26,10 @@ def memory_of_a_piece(config: ModelConfig, tokens: int, plan: LayerPlan, learned
     x = jax.ShapeDtypeStruct((1, tokens, config.model_dim), jnp.float32)
     given = Given(weights, jax.ShapeDtypeStruct((config.head_dim // 2,), jnp.float32), learned)
     prompt = jax.eval_shape(lambda: plan.empty_prompt(jnp.zeros(1, jnp.int32), tokens, jnp.float32))
-    aux = None
+    aux = q = None
     if plan.attention is not None:
-        tail = jax.ShapeDtypeStruct((1, plan.attention.tail, config.q_heads, config.head_dim), jnp.float32)
-        aux = jax.eval_shape(
-            lambda prompt, tail, learned: plan.attention.begin(
-                config, plan.kind, prompt, tail if plan.attention.tail else None, learned
-            ),
-            prompt,
-            tail,
-            learned,
-        )
-    return (
-        read_piece.lower(given, x, prompt, aux, jax.ShapeDtypeStruct((), jnp.int32), plan=plan)
-        .compile()
-        .memory_analysis()
-    )
+        if plan.attention.ahead:
+            q = jax.ShapeDtypeStruct((1, tokens, config.q_heads, config.head_dim), jnp.float32)
+        aux = jax.eval_shape(functools.partial(begin_attention.__wrapped__, plan=plan), given, x, prompt, q)
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    return read_piece.lower(given, x, prompt, q, aux, index, plan=plan).compile().memory_analysis()

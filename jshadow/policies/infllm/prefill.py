@@ -93,6 +93,7 @@ class InfLLMPrefill(PrefillAttention):
     ) -> tuple[Array, Memory]:
         """Process the queries in groups of `multiple`, one group after the other."""
         batch, size, heads, dim = piece.q_post.shape
+        assert piece.q_pre is not None, "this attention is not `ahead`"
         far = far_queries(piece.q_pre, self.window, piece.inverse, kind.rope)
 
         def units(x: Array) -> Array:
