@@ -31,8 +31,6 @@ TOKENS = 122_880
 POLICIES = {"paper": ShadowKV(), "packed": ShadowKV.packed()}
 SHARES = {"paper": 0.015, "packed": 0.02}  # maximum operations of the compression, in those of the layer
 SECONDS = 0.03  # maximum predicted time of the compression, in that of the layer
-# The largest product in float32: that of a square matrix of the key columns and a basis. It takes 2 * 10^9 operations.
-WIDE = 2 * LLAMA.key_columns**3
 # Operations a second of library calls: those of eigh of width 1,024 on a V100, 9 * 1024^3 in 56 ms (jax issue 10180).
 # The factors and solves have more operations in large products than eigenvectors have, so this rate is low for them.
 LIBRARY = 9 * 1024**3 / 56e-3
@@ -48,12 +46,14 @@ class Work(NamedTuple):
         library: operations of library calls.
         bytes: bytes that its kernels move.
         seconds: predicted seconds. A kernel takes the longer of its operations and its bytes.
+        scalar: names of the kernels that multiply matrices without instructions of tensor cores.
     """
 
     products: list[tuple[int, str, str, int]]
     library: float
     bytes: int
     seconds: float
+    scalar: list[str]
 
     @property
     def operations(self) -> float:
@@ -106,6 +106,16 @@ def product_of(dot: Instruction, inside: Mapping[str, Instruction]) -> tuple[int
     return operations, max(kinds, key=SIZES.__getitem__)
 
 
+def scalar_products(program: Program) -> list[str]:
+    """Return the names of the kernels of matrix products that have no `mma` or `wgmma` in their assembly.
+
+    Raises AssertionError if the assembly has no kernel of a matrix product.
+    """
+    kernels = {name: text for text in program.modules for name in re.findall(r"\.entry (\w*dot\w*)", text)}
+    assert kernels, "no kernel of a matrix product"
+    return [name for name, text in kernels.items() if "mma." not in text]
+
+
 def work_of(program: Program, gpu: str) -> Work:
     """Count the work of a compiled compression."""
     flops, bandwidth = GPUS[gpu].flops, TARGETS[gpu].bandwidth
@@ -149,7 +159,7 @@ def work_of(program: Program, gpu: str) -> Work:
             work["seconds"] += runs * max(computed, moved / bandwidth)
 
     visit(start[1], 1)
-    return Work(**work)
+    return Work(**work, scalar=scalar_products(program))
 
 
 def compression_faults(name: str, gpu: str, work: Work) -> Iterator[str]:
@@ -158,8 +168,9 @@ def compression_faults(name: str, gpu: str, work: Work) -> Iterator[str]:
     if work.operations > SHARES[name] * layer:
         yield f"{work.operations / layer:.2%} of the layer's operations, of at most {SHARES[name]:.1%}"
     for count, kind, each, _ in work.products:
-        if kind != "bf16" and count > WIDE:
-            yield f"{each} multiplies {count / 1e9:.1f} * 10^9 times in {kind}, without tensor cores"
+        if kind != "bf16":
+            yield f"{each} has {count / 1e6:.1f} * 10^6 operations in {kind}, without tensor cores"
+    yield from (f"the kernel {each} multiplies matrices without tensor cores" for each in work.scalar)
     limit = SECONDS * layer / GPUS[gpu].flops
     if work.seconds > limit:
         yield f"predicted {1e3 * work.seconds:.2f} ms, of at most {1e3 * limit:.2f} ms"
