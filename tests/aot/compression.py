@@ -21,15 +21,18 @@ from aot.launches import computations, operands_of, traffic
 from aot.models import LLAMA, ONE_LAYER
 from aot.targets import TARGETS
 from jshadow.cache.records import PromptKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.engine.prefill_layer import compress_layer
 from jshadow.planner.bytes import abstract_state, on_backend
 from jshadow.planner.gpu_specs import GPUS
 from jshadow.planner.prefill_operations import layer_operations
 from jshadow.policies import Policy, ShadowKV
+from jshadow.policies.costs import costs_of
 
 TOKENS = 122_880
 POLICIES = {"paper": ShadowKV(), "packed": ShadowKV.packed()}
 SHARES = {"paper": 0.015, "packed": 0.02}  # maximum operations of the compression, in those of the layer
+ESTIMATE = 0.05  # maximum relative error of `compress_flops`
 SECONDS = 0.03  # maximum predicted time of the compression, in that of the layer
 # Operations a second of library calls: those of eigh of width 1,024 on a V100, 9 * 1024^3 in 56 ms (jax issue 10180).
 # The factors and solves have more operations in large products than eigenvectors have, so this rate is low for them.
@@ -47,6 +50,7 @@ class Work(NamedTuple):
         bytes: bytes that its kernels move.
         seconds: predicted seconds. A kernel takes the longer of its operations and its bytes.
         scalar: names of the kernels that multiply matrices without instructions of tensor cores.
+        temporary_bytes: device bytes of its temporaries.
     """
 
     products: list[tuple[int, str, str, int]]
@@ -54,6 +58,7 @@ class Work(NamedTuple):
     bytes: int
     seconds: float
     scalar: list[str]
+    temporary_bytes: int
 
     @property
     def operations(self) -> float:
@@ -61,12 +66,16 @@ class Work(NamedTuple):
         return sum(count * runs for count, _, _, runs in self.products) + self.library
 
 
-def compile_compression(gpu: str, policy: Policy) -> Program:
-    """Compile `compress_layer` for a prompt of TOKENS tokens."""
+def one_layer(policy: Policy) -> CacheSpec:
+    """Return the cache of a layer for a prompt of TOKENS tokens."""
     state = abstract_state(
         ONE_LAYER, policy, batch=1, capacity=TOKENS + 64, prompt=TOKENS, dtype="bfloat16", fetch="device_put"
     )
-    spec = dataclasses.replace(on_backend(state.specs, "gpu")[0], layer=None)
+    return dataclasses.replace(on_backend(state.specs, "gpu")[0], layer=None)
+
+
+def compile_compression(gpu: str, spec: CacheSpec) -> Program:
+    """Compile `compress_layer` for a prompt of TOKENS tokens."""
     rows = Shape((1, TOKENS, LLAMA.kv_heads, LLAMA.head_dim), jnp.bfloat16)
     tail, queries = spec.policy.reads.last_queries, (LLAMA.q_heads, LLAMA.head_dim)
     prompt = PromptKV(
@@ -159,11 +168,17 @@ def work_of(program: Program, gpu: str) -> Work:
             work["seconds"] += runs * max(computed, moved / bandwidth)
 
     visit(start[1], 1)
-    return Work(**work, scalar=scalar_products(program))
+    return Work(**work, scalar=scalar_products(program), temporary_bytes=program.memory.temp_size_in_bytes)
 
 
-def compression_faults(name: str, gpu: str, work: Work) -> Iterator[str]:
-    """Yield one line for each limit that a compression exceeds."""
+def compression_faults(name: str, gpu: str, spec: CacheSpec, work: Work) -> Iterator[str]:
+    """Yield one line for each limit that a compression exceeds, and for each estimate that it contradicts."""
+    costs = costs_of(spec.policy)
+    estimate, bound = costs.compress_flops(spec, TOKENS), costs.compress_bytes(spec, TOKENS)
+    if abs(estimate - work.operations) > ESTIMATE * work.operations:
+        yield f"{work.operations:.3g} operations, but `compress_flops` says {estimate:.3g}"
+    if work.temporary_bytes > bound:
+        yield f"{work.temporary_bytes} bytes of temporaries, but `compress_bytes` says at most {bound}"
     layer = layer_operations(LLAMA, None, TOKENS)
     if work.operations > SHARES[name] * layer:
         yield f"{work.operations / layer:.2%} of the layer's operations, of at most {SHARES[name]:.1%}"
@@ -179,5 +194,6 @@ def compression_faults(name: str, gpu: str, work: Work) -> Iterator[str]:
 def compressions(gpu: str) -> Iterator[tuple[str, Work, list[str]]]:
     """Compile the compression of each of POLICIES. Yield its name, its work and the limits that it exceeds."""
     for name, policy in POLICIES.items():
-        work = work_of(compile_compression(gpu, policy), gpu)
-        yield name, work, list(compression_faults(name, gpu, work))
+        spec = one_layer(policy)
+        work = work_of(compile_compression(gpu, spec), gpu)
+        yield name, work, list(compression_faults(name, gpu, spec, work))

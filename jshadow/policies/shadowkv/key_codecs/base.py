@@ -126,6 +126,10 @@ class KeyCodec(abc.ABC):
         """
 
     @abc.abstractmethod
+    def encode_flops(self, sizes: Sizes, tokens: int) -> int:
+        """Return the operations of the matrix products with which a GPU runs `encode` for one row of `tokens` tokens."""
+
+    @abc.abstractmethod
     def expand_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the temporaries that rebuild one token of one KV head, without the rebuilt key."""
 

@@ -31,12 +31,16 @@ def leading_columns(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B 
     Returns:
         float32 [B, m, r]. On a GPU, the basis of a matrix of zeros is zero.
     """
-    width = gram.shape[-1]
-    if width < NARROWEST or count > SHARE * width:
+    if not by_products(gram.shape[-1], count):
         return eigenvectors(gram, count)
     return lax.platform_dependent(
         gram, cuda=lambda gram: iterated(gram, count), default=lambda gram: eigenvectors(gram, count)
     )
+
+
+def by_products(width: int, count: int) -> bool:
+    """Return whether a GPU computes `count` of `width` columns by subspace iteration."""
+    return width >= NARROWEST and count <= SHARE * width
 
 
 def eigenvectors(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {count}"]:
@@ -115,3 +119,26 @@ def scaled(columns: Float[Array, "B m r"]) -> Float[Array, "B m r"]:
 def product(equation: str, a: Array, b: Array) -> Array:
     """Multiply float32 matrices by an `einsum` equation, with float32 sums."""
     return jnp.einsum(equation, a, b, precision=SIX_PRODUCTS)
+
+
+def basis_operations(width: int, count: int) -> int:
+    """Return the operations of `leading_columns` on a GPU for one matrix. A product is six products in bfloat16.
+
+    Eigenvectors take 9 * width^3 operations (Golub & Van Loan, section 8.3.3).
+    """
+    if not by_products(width, count):
+        return 9 * width**3
+    square = 2 * width**2 * count * (ITERATIONS + 1)
+    # `orthogonal` has one product with the columns' products, one with the factor, and two in each `polished`.
+    steps = 6 * 2 * width * count**2 * (ITERATIONS + 2)
+    inner, library = inverse_operations(count)
+    return 6 * (square + steps + inner * (ITERATIONS + 2)) + library * (ITERATIONS + 2)
+
+
+def inverse_operations(size: int) -> tuple[int, int]:
+    """Return the operations of one `inverse_cholesky`: those of matrix products, and those of library calls."""
+    if size <= LEAF:
+        return 0, size**3 + size**3 // 3  # the triangular solve and the factor
+    half = size // 2
+    parts = [inverse_operations(half), inverse_operations(size - half)]
+    return 4 * half * (size - half) * size + sum(part[0] for part in parts), sum(part[1] for part in parts)
