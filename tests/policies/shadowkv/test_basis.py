@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from random_arrays import normal, wide
 
-from jshadow.policies.shadowkv.key_codecs import LowRankCodec, TransformCodec, basis
+from jshadow.policies.shadowkv.key_codecs import LowRankCodec, Sizes, TransformCodec, basis
 from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
 
 WIDTH, COUNT = 288, 136  # more columns than LEAF
@@ -108,20 +109,50 @@ def test_bfloat16_keys_have_the_products_of_float32_keys(centered):
         np.testing.assert_allclose(two, one, atol=1e-4 * np.abs(one).max() + 1e-6)
 
 
+def dots(jaxpr, runs=1):
+    """Yield the matrix products of a jaxpr, each with how often it runs."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation, runs
+        for inner in jaxprs_in_params(equation.params):
+            yield from dots(inner, runs * equation.params.get("length", 1))
+
+
+def operations(function, *args) -> int:
+    """Count the operations of the matrix products of a function."""
+
+    def one(dot) -> int:
+        (summed, _), _ = dot.params["dimension_numbers"]
+        return 2 * dot.outvars[0].aval.size * math.prod(dot.invars[0].aval.shape[axis] for axis in summed)
+
+    return sum(runs * one(dot) for dot, runs in dots(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+def test_the_operations_of_the_basis():
+    """A GPU runs each product as six."""
+    counted = operations(functools.partial(basis.iterated, count=COUNT), jnp.zeros((1, WIDTH, WIDTH)))
+    library = (basis.ITERATIONS + 2) * basis.inverse_operations(COUNT)[1]
+    assert basis.basis_operations(WIDTH, COUNT) == 6 * counted + library
+    assert basis.basis_operations(64, 9) == 9 * 64**3
+
+
+@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("codec", [LowRankCodec(9), TransformCodec((6, 6, 4))], ids=["lowrank", "transform"])
+def test_the_operations_of_a_code(codec, kind):
+    """Only the product of the mean and the basis is not counted. 2,050 tokens take two whole blocks."""
+    keys = jnp.zeros((1, 2050, 2, 16), kind)
+    counted = operations(lambda keys: codec.encode(keys, jnp.array([2050]), 500, 4), keys)
+    want = codec.encode_flops(Sizes(2, 16, jnp.dtype(kind).name), 2050) - basis.basis_operations(32, codec.rank)
+    assert want == pytest.approx(counted, rel=1e-3)
+
+
 @pytest.mark.parametrize("codec", [LowRankCodec(9), TransformCodec((6, 6, 4))], ids=["lowrank", "transform"])
 def test_bfloat16_keys_are_multiplied_in_bfloat16(codec):
     """No large product of the compression has float32 operands. The compiled programs are checked by `make aot`."""
     keys = keys_of(8)
     jaxpr = jax.make_jaxpr(lambda k: codec.encode(k, keys.lengths, 15, 4, keys.weights))(keys.k_pre)
 
-    def dots(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "dot_general":
-                yield [(variable.aval.dtype.name, variable.aval.size) for variable in equation.invars]
-            for inner in jaxprs_in_params(equation.params):
-                yield from dots(inner)
-
-    found = list(dots(jaxpr.jaxpr))
+    found = [[(x.aval.dtype.name, x.aval.size) for x in dot.invars] for dot, _ in dots(jaxpr.jaxpr)]
     block = keys.k_pre.size  # one block holds the whole prompt
     large = [operands for operands in found if any(size == block for _, size in operands)]
     assert large, found

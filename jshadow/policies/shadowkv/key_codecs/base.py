@@ -127,7 +127,7 @@ class KeyCodec(abc.ABC):
 
     @abc.abstractmethod
     def encode_flops(self, sizes: Sizes, tokens: int) -> int:
-        """Return the operations of the matrix products with which a GPU runs `encode` for one row of `tokens` tokens."""
+        """Return the operations of the matrix products of `encode` on a GPU, for one row of `tokens` tokens."""
 
     @abc.abstractmethod
     def expand_bytes(self, sizes: Sizes) -> int:
