@@ -110,6 +110,20 @@ def test_bfloat16_keys_have_the_products_of_float32_keys(centered):
         np.testing.assert_allclose(two, one, atol=1e-4 * np.abs(one).max() + 1e-6)
 
 
+def test_a_large_mean_costs_little():
+    """The mean is 50 standard deviations. The products of bfloat16 keys with it are much larger than the variances."""
+    tokens, width, rank = 4096, 64, 24
+    turn = np.linalg.qr(wide(normal(width, width, seed=3)))[0]
+    numbers = wide(normal(tokens, width, seed=1)) * 0.9 ** np.arange(width) @ turn.T
+    mean = 50 * numbers.std() * (1 + np.arange(width) % 3) / 2
+    narrow = PromptKeys(jnp.asarray((numbers + mean).reshape(1, tokens, 2, 32), jnp.bfloat16), jnp.array([tokens]), 512)
+    narrow = dataclasses.replace(narrow, mean=narrow.mean_key())
+    centered = wide(narrow.k_pre).reshape(tokens, width) - wide(narrow.mean).reshape(width)
+    least = np.linalg.svd(centered, compute_uv=False)[rank:]
+    columns = wide(basis.eigenvectors(narrow.gram(), rank)[0])
+    assert np.linalg.norm(centered - centered @ columns @ columns.T) ** 2 <= 1.01 * (least**2).sum()
+
+
 def dots(jaxpr, runs=1):
     """Yield the matrix products of a jaxpr, each with how often it runs."""
     for equation in jaxpr.eqns:
