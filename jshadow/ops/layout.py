@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from pallas_kernels import NewTokens as NewTokens
@@ -74,3 +75,13 @@ def top_k(scores: Float[Array, "*N n"], count: int) -> Int[Array, "*N {count}"]:
     The lower of two indices with equal scores is first.
     """
     return lax.top_k(scores, count)[1].astype(jnp.int32)
+
+
+def token_slice(
+    x: Shaped[Array, "B S *rest"], start: int | Int[Array, ""], count: int
+) -> Shaped[Array, "B {count} *rest"]:
+    """Return `count` tokens of an array from token `start` on, with rows in memory as they are in the array.
+
+    Without this layout, XLA may copy all tokens into the order in which the result is used, before a loop over slices.
+    """
+    return with_layout_constraint(lax.dynamic_slice_in_dim(x, start, count, axis=1), Layout(tuple(range(x.ndim))))

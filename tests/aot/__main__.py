@@ -190,7 +190,7 @@ def print_work(name: str, gpu: str, work: Work) -> None:
     share = work.operations / layer_operations(programs.LLAMA, None, TOKENS)
     print(
         f"compression, {name}, {gpu}: {share:.2%} of the layer's operations, {work.bytes / 1e9:.1f} GB, "
-        f"predicted {1e3 * work.seconds:.2f} ms",
+        f"predicted {1e3 * work.seconds:.2f} ms, {work.temporary_bytes / 1e6:.0f} MB of temporaries",
         flush=True,
     )
 

@@ -21,18 +21,19 @@ from aot.launches import computations, operands_of, traffic
 from aot.models import LLAMA, ONE_LAYER
 from aot.targets import TARGETS
 from jshadow.cache.records import PromptKV
+from jshadow.cache.spec import CacheSpec
 from jshadow.engine.prefill_layer import compress_layer
 from jshadow.planner.bytes import abstract_state, on_backend
 from jshadow.planner.gpu_specs import GPUS
 from jshadow.planner.prefill_operations import layer_operations
 from jshadow.policies import Policy, ShadowKV
+from jshadow.policies.costs import costs_of
 
 TOKENS = 122_880
 POLICIES = {"paper": ShadowKV(), "packed": ShadowKV.packed()}
 SHARES = {"paper": 0.015, "packed": 0.02}  # maximum operations of the compression, in those of the layer
+ESTIMATE = 0.05  # maximum relative error of `compress_flops`
 SECONDS = 0.03  # maximum predicted time of the compression, in that of the layer
-# The largest product in float32: that of a square matrix of the key columns and a basis. It takes 2 * 10^9 operations.
-WIDE = 2 * LLAMA.key_columns**3
 # Operations a second of library calls: those of eigh of width 1,024 on a V100, 9 * 1024^3 in 56 ms (jax issue 10180).
 # The factors and solves have more operations in large products than eigenvectors have, so this rate is low for them.
 LIBRARY = 9 * 1024**3 / 56e-3
@@ -48,12 +49,16 @@ class Work(NamedTuple):
         library: operations of library calls.
         bytes: bytes that its kernels move.
         seconds: predicted seconds. A kernel takes the longer of its operations and its bytes.
+        scalar: names of the kernels that multiply matrices without instructions of tensor cores.
+        temporary_bytes: device bytes of its temporaries.
     """
 
     products: list[tuple[int, str, str, int]]
     library: float
     bytes: int
     seconds: float
+    scalar: list[str]
+    temporary_bytes: int
 
     @property
     def operations(self) -> float:
@@ -61,12 +66,16 @@ class Work(NamedTuple):
         return sum(count * runs for count, _, _, runs in self.products) + self.library
 
 
-def compile_compression(gpu: str, policy: Policy) -> Program:
-    """Compile `compress_layer` for a prompt of TOKENS tokens."""
+def one_layer(policy: Policy) -> CacheSpec:
+    """Return the cache of a layer for a prompt of TOKENS tokens."""
     state = abstract_state(
         ONE_LAYER, policy, batch=1, capacity=TOKENS + 64, prompt=TOKENS, dtype="bfloat16", fetch="device_put"
     )
-    spec = dataclasses.replace(on_backend(state.specs, "gpu")[0], layer=None)
+    return dataclasses.replace(on_backend(state.specs, "gpu")[0], layer=None)
+
+
+def compile_compression(gpu: str, spec: CacheSpec) -> Program:
+    """Compile `compress_layer` for a prompt of TOKENS tokens."""
     rows = Shape((1, TOKENS, LLAMA.kv_heads, LLAMA.head_dim), jnp.bfloat16)
     tail, queries = spec.policy.reads.last_queries, (LLAMA.q_heads, LLAMA.head_dim)
     prompt = PromptKV(
@@ -90,14 +99,30 @@ def numbers(text: str) -> list[int]:
 
 
 def product_of(dot: Instruction, inside: Mapping[str, Instruction]) -> tuple[int, str]:
-    """Return the operations of a dot, 2 * m * n * k, and the dtype of its wider operand."""
+    """Return the operations of a dot, 2 * m * n * k, and the dtype of its wider operand.
+
+    A float32 dot in six bfloat16 products has six times the operations, in bfloat16.
+    """
     operands = [inside[name].result for name in operands_of(dot)]
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.line)
     assert contracted is not None, dot.line
     shape = numbers(operands[0])
     summed = math.prod(shape[int(axis)] for axis in contracted[1].split(","))
     kinds = [SHAPE.search(operand)[1] for operand in operands]  # type: ignore[index]
-    return 2 * dot.result_numbers * summed, max(kinds, key=SIZES.__getitem__)
+    operations = 2 * dot.result_numbers * summed
+    if "algorithm=dot_bf16_bf16_f32_x6" in dot.line:
+        return 6 * operations, "bf16"
+    return operations, max(kinds, key=SIZES.__getitem__)
+
+
+def scalar_products(program: Program) -> list[str]:
+    """Return the names of the kernels of matrix products that have no `mma` or `wgmma` in their assembly.
+
+    Raises AssertionError if the assembly has no kernel of a matrix product.
+    """
+    kernels = {name: text for text in program.modules for name in re.findall(r"\.entry (\w*dot\w*)", text)}
+    assert kernels, "no kernel of a matrix product"
+    return [name for name, text in kernels.items() if "mma." not in text]
 
 
 def work_of(program: Program, gpu: str) -> Work:
@@ -143,17 +168,24 @@ def work_of(program: Program, gpu: str) -> Work:
             work["seconds"] += runs * max(computed, moved / bandwidth)
 
     visit(start[1], 1)
-    return Work(**work)
+    return Work(**work, scalar=scalar_products(program), temporary_bytes=program.memory.temp_size_in_bytes)
 
 
-def compression_faults(name: str, gpu: str, work: Work) -> Iterator[str]:
-    """Yield one line for each limit that a compression exceeds."""
+def compression_faults(name: str, gpu: str, spec: CacheSpec, work: Work) -> Iterator[str]:
+    """Yield one line for each limit that a compression exceeds, and for each estimate that it contradicts."""
+    costs = costs_of(spec.policy)
+    estimate, bound = costs.compress_flops(spec, TOKENS), costs.compress_bytes(spec, TOKENS)
+    if abs(estimate - work.operations) > ESTIMATE * work.operations:
+        yield f"{work.operations:.3g} operations, but `compress_flops` says {estimate:.3g}"
+    if work.temporary_bytes > bound:
+        yield f"{work.temporary_bytes} bytes of temporaries, but `compress_bytes` says at most {bound}"
     layer = layer_operations(LLAMA, None, TOKENS)
     if work.operations > SHARES[name] * layer:
         yield f"{work.operations / layer:.2%} of the layer's operations, of at most {SHARES[name]:.1%}"
     for count, kind, each, _ in work.products:
-        if kind != "bf16" and count > WIDE:
-            yield f"{each} multiplies {count / 1e9:.1f} * 10^9 times in {kind}, without tensor cores"
+        if kind != "bf16":
+            yield f"{each} has {count / 1e6:.1f} * 10^6 operations in {kind}, without tensor cores"
+    yield from (f"the kernel {each} multiplies matrices without tensor cores" for each in work.scalar)
     limit = SECONDS * layer / GPUS[gpu].flops
     if work.seconds > limit:
         yield f"predicted {1e3 * work.seconds:.2f} ms, of at most {1e3 * limit:.2f} ms"
@@ -162,5 +194,6 @@ def compression_faults(name: str, gpu: str, work: Work) -> Iterator[str]:
 def compressions(gpu: str) -> Iterator[tuple[str, Work, list[str]]]:
     """Compile the compression of each of POLICIES. Yield its name, its work and the limits that it exceeds."""
     for name, policy in POLICIES.items():
-        work = work_of(compile_compression(gpu, policy), gpu)
-        yield name, work, list(compression_faults(name, gpu, work))
+        spec = one_layer(policy)
+        work = work_of(compile_compression(gpu, spec), gpu)
+        yield name, work, list(compression_faults(name, gpu, spec, work))

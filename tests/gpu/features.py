@@ -80,6 +80,32 @@ def check_gram(sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def check_basis(sizes: Sizes) -> dict[str, Any]:
+    """Compare the factors of bfloat16 keys with the best ones, which NumPy computes in float64.
+
+    On a GPU, tensor cores multiply the keys, and the basis comes from subspace iteration.
+    """
+    rows, heads, dim, rank = (64, 2, 128, 40) if sizes.dry else (4096, 8, 128, 160)
+    width = heads * dim
+    scale = jnp.arange(1, width + 1) ** -0.5
+    keys = jax.random.normal(jax.random.key(0), (rows, width)) * scale + 0.5
+    keys = keys.reshape(1, rows, heads, dim).astype(jnp.bfloat16)
+    left, right = jax.jit(functools.partial(key_factors, rank=rank))(keys, jnp.full(1, rows))
+    exact = np.asarray(keys[0], np.float64).reshape(rows, width)
+    least = float(np.linalg.eigvalsh(exact.T @ exact)[:-rank].sum())
+    columns = np.asarray(right[0], np.float64).transpose(1, 0, 2).reshape(rank, width)
+    lost = float(np.linalg.norm(exact - exact @ columns.T @ columns) ** 2)
+    rows_off = np.asarray(left[0], np.float64) - exact @ columns.T
+    off = float(np.linalg.norm(rows_off) / np.linalg.norm(exact))
+    uneven = float(np.abs(columns @ columns.T - np.eye(rank)).max())
+    return {
+        "ok": lost < 1.01 * least and off < 4e-3 and uneven < 1e-4,
+        "lost_over_least": lost / least,
+        "left_error": off,
+        "not_orthonormal": uneven,
+    }
+
+
 def decoded(sizes: Sizes, params: Any, fetch: str, policy: ShadowKV) -> tuple[np.ndarray, np.ndarray, float]:
     """Decode STEPS tokens.
 
@@ -182,3 +208,4 @@ def tasks(sizes: Sizes) -> Iterator[Task]:
     yield Task("pinned array beyond 4 GiB", 20, functools.partial(check_big, sizes))
     yield Task("top_k", 5, functools.partial(check_top_k, sizes))
     yield Task("Gram matrix in float32", 10, functools.partial(check_gram, sizes))
+    yield Task("basis of bfloat16 keys", 10, functools.partial(check_basis, sizes))

@@ -39,6 +39,8 @@ def test_the_plan_of_a_prefill():
     time, full = plan.chosen.prefill, plan.full.prefill
     assert time.flops == full.flops == 32 * layer_operations(llama(), None, 122_880)
     assert time.seconds == pytest.approx(time.flops / (PREFILL_SHARE * 989.5e12))
+    assert 0.001 < time.compress_flops / time.flops < 0.003
+    assert time.compress_seconds == pytest.approx(time.compress_flops / time.flops * time.seconds)
     assert (full.compress_flops, full.compress_seconds) == (0, 0)
     assert full.restore_seconds > time.restore_seconds > 0
     device = plan.chosen.row_bytes[0]

@@ -76,6 +76,15 @@ def compress_bytes(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> in
     return spec.batch * total
 
 
+def compress_flops(policy: "ShadowSettings", spec: CacheSpec, tokens: int) -> int:
+    """Return the operations of the matrix products of `compress`: the code, and the keys rebuilt to choose outliers."""
+    sizes = sizes_of(spec)
+    total = policy.codec.encode_flops(sizes, tokens)
+    if policy.landmark_outliers(spec.capacity) < policy.max_outliers(spec.capacity):
+        total += 2 * tokens * sizes.columns * policy.codec.products(sizes)
+    return spec.batch * total
+
+
 # A decode step
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 import pallas_kernels
 from jshadow.ops.attention import MASKED, group_queries
+from jshadow.ops.layout import token_slice
 from jshadow.ops.packing import ROW_BITS, Scaled, quantize_rows
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK
 from pallas_kernels import half_variance
@@ -114,7 +115,7 @@ def over_chunks(
 
     def sum_up(index: Array, done: tuple[Array, ...]) -> tuple[Array, ...]:
         first = jnp.minimum(index * count, there - count)  # overlapping chunks are written twice with equal results
-        rows = lax.dynamic_slice_in_dim(keys, first * size, count * size, axis=1)
+        rows = token_slice(keys, first * size, count * size)
         rows = rows.reshape(batch, count, size, heads, dim).transpose(0, 3, 1, 2, 4)
         return tuple(
             lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), first * (new.shape[2] // count), axis=2)

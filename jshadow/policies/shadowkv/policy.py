@@ -251,6 +251,10 @@ class ShadowKV(ShadowSettings, Costs):
         """Count the temporaries of the codec, and of landmarks and values that are packed."""
         return costs.compress_bytes(self, spec, tokens)
 
+    def compress_flops(self, spec: CacheSpec, tokens: int) -> int:
+        """Count the matrix products of the codec, on a GPU."""
+        return costs.compress_flops(self, spec, tokens)
+
     def step_bytes(self, spec: CacheSpec, state: LayerState) -> dict[str, tuple[int, int]]:
         """Count only the selected left rows and values as read, and all of the other arrays on the device."""
         return costs.step_bytes(self, spec, state, super().step_bytes(spec, state))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from random_arrays import normal, wide
 
-from jshadow.policies.shadowkv.key_codecs import LowRankCodec, TransformCodec, basis
+from jshadow.policies.shadowkv.key_codecs import LowRankCodec, Sizes, TransformCodec, basis
 from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
 
 WIDTH, COUNT = 288, 136  # more columns than LEAF
@@ -26,11 +27,37 @@ SPECTRA = {
     "rank 1": np.where(NUMBER == 1, 1e6, 0),
     "zero": np.zeros(WIDTH),
 }
-iterated = jax.jit(functools.partial(basis.iterated, count=COUNT))
+
+
+@pytest.fixture(scope="module", params=["float32", "six products"])
+def iterated(request):
+    """The iteration with products as on a CPU, or with the bfloat16 products of a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "six products":
+            patch.setattr(basis, "product", six_products)
+        program = jax.jit(functools.partial(basis.iterated, count=COUNT))
+        return program.lower(jax.ShapeDtypeStruct((1, WIDTH, WIDTH), jnp.float32)).compile()
+
+
+def six_products(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Compute in bfloat16 parts what `basis.product` asks a GPU for. Smaller products are added first."""
+    (a1, a2, a3), (b1, b2, b3) = (three_parts(x) for x in (a, b))
+    pairs = [(a2, b2), (a1, b3), (a3, b1), (a1, b2), (a2, b1), (a1, b1)]
+    return sum(jnp.einsum(equation, x, y, preferred_element_type=jnp.float32) for x, y in pairs)
+
+
+def three_parts(x: jax.Array) -> list[jax.Array]:
+    """Return three bfloat16 arrays with the sum x."""
+    parts = []
+    for _ in range(3):
+        part = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x - part
+    return parts
 
 
 @pytest.mark.parametrize("name", SPECTRA)
-def test_subspace_iteration_loses_at_most_one_percent_more_than_the_optimum(name):
+def test_subspace_iteration_loses_at_most_one_percent_more_than_the_optimum(name, iterated):
     """Or a millionth of all variance more, which is the rounding error of the Gram matrix. Columns are orthonormal."""
     spectrum = SPECTRA[name]
     turn = np.linalg.qr(wide(normal(WIDTH, WIDTH, seed=7)))[0]
@@ -83,20 +110,64 @@ def test_bfloat16_keys_have_the_products_of_float32_keys(centered):
         np.testing.assert_allclose(two, one, atol=1e-4 * np.abs(one).max() + 1e-6)
 
 
+def test_a_large_mean_costs_little():
+    """The mean is 50 standard deviations. The products of bfloat16 keys with it are much larger than the variances."""
+    tokens, width, rank = 4096, 64, 24
+    turn = np.linalg.qr(wide(normal(width, width, seed=3)))[0]
+    numbers = wide(normal(tokens, width, seed=1)) * 0.9 ** np.arange(width) @ turn.T
+    mean = 50 * numbers.std() * (1 + np.arange(width) % 3) / 2
+    narrow = PromptKeys(jnp.asarray((numbers + mean).reshape(1, tokens, 2, 32), jnp.bfloat16), jnp.array([tokens]), 512)
+    narrow = dataclasses.replace(narrow, mean=narrow.mean_key())
+    centered = wide(narrow.k_pre).reshape(tokens, width) - wide(narrow.mean).reshape(width)
+    least = np.linalg.svd(centered, compute_uv=False)[rank:]
+    columns = wide(basis.eigenvectors(narrow.gram(), rank)[0])
+    assert np.linalg.norm(centered - centered @ columns @ columns.T) ** 2 <= 1.01 * (least**2).sum()
+
+
+def dots(jaxpr, runs=1):
+    """Yield the matrix products of a jaxpr, each with how often it runs."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation, runs
+        for inner in jaxprs_in_params(equation.params):
+            yield from dots(inner, runs * equation.params.get("length", 1))
+
+
+def operations(function, *args) -> int:
+    """Count the operations of the matrix products of a function."""
+
+    def one(dot) -> int:
+        (summed, _), _ = dot.params["dimension_numbers"]
+        return 2 * dot.outvars[0].aval.size * math.prod(dot.invars[0].aval.shape[axis] for axis in summed)
+
+    return sum(runs * one(dot) for dot, runs in dots(jax.make_jaxpr(function)(*args).jaxpr))
+
+
+def test_the_operations_of_the_basis():
+    """A GPU runs each product as six."""
+    counted = operations(functools.partial(basis.iterated, count=COUNT), jnp.zeros((1, WIDTH, WIDTH)))
+    library = (basis.ITERATIONS + 2) * basis.inverse_operations(COUNT)[1]
+    assert basis.basis_operations(WIDTH, COUNT) == 6 * counted + library
+    assert basis.basis_operations(64, 9) == 9 * 64**3
+
+
+@pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("codec", [LowRankCodec(9), TransformCodec((6, 6, 4))], ids=["lowrank", "transform"])
+def test_the_operations_of_a_code(codec, kind):
+    """Only the product of the mean and the basis is not counted. 2,050 tokens take two whole blocks."""
+    keys = jnp.zeros((1, 2050, 2, 16), kind)
+    counted = operations(lambda keys: codec.encode(keys, jnp.array([2050]), 500, 4), keys)
+    want = codec.encode_flops(Sizes(2, 16, jnp.dtype(kind).name), 2050) - basis.basis_operations(32, codec.rank)
+    assert want == pytest.approx(counted, rel=1e-3)
+
+
 @pytest.mark.parametrize("codec", [LowRankCodec(9), TransformCodec((6, 6, 4))], ids=["lowrank", "transform"])
 def test_bfloat16_keys_are_multiplied_in_bfloat16(codec):
     """No large product of the compression has float32 operands. The compiled programs are checked by `make aot`."""
     keys = keys_of(8)
     jaxpr = jax.make_jaxpr(lambda k: codec.encode(k, keys.lengths, 15, 4, keys.weights))(keys.k_pre)
 
-    def dots(jaxpr):
-        for equation in jaxpr.eqns:
-            if equation.primitive.name == "dot_general":
-                yield [(variable.aval.dtype.name, variable.aval.size) for variable in equation.invars]
-            for inner in jaxprs_in_params(equation.params):
-                yield from dots(inner)
-
-    found = list(dots(jaxpr.jaxpr))
+    found = [[(x.aval.dtype.name, x.aval.size) for x in dot.invars] for dot, _ in dots(jaxpr.jaxpr)]
     block = keys.k_pre.size  # one block holds the whole prompt
     large = [operands for operands in found if any(size == block for _, size in operands)]
     assert large, found

@@ -22,6 +22,7 @@ from jaxtyping import Float, Int, Shaped
 
 import pallas_kernels
 from jshadow.cache.records import Rebuild
+from jshadow.ops.layout import token_slice
 from jshadow.ops.rope import cos_sin, rotate
 
 BLOCK = 2048  # number of tokens that have a float32 copy at once
@@ -126,6 +127,10 @@ class KeyCodec(abc.ABC):
         """
 
     @abc.abstractmethod
+    def encode_flops(self, sizes: Sizes, tokens: int) -> int:
+        """Return the operations of the matrix products of `encode` on a GPU, for one row of `tokens` tokens."""
+
+    @abc.abstractmethod
     def expand_bytes(self, sizes: Sizes) -> int:
         """Return the bytes of the temporaries that rebuild one token of one KV head, without the rebuilt key."""
 
@@ -183,7 +188,7 @@ class KeyCodec(abc.ABC):
 
         def rebuild(index: Array, lost: Array) -> Array:
             first = jnp.minimum(index * count, there - count)  # overlapping chunks are written twice with equal results
-            keys = lax.dynamic_slice_in_dim(k_pre, first * chunk, count * chunk, axis=1).swapaxes(1, 2)
+            keys = token_slice(k_pre, first * chunk, count * chunk).swapaxes(1, 2)
             ids = jnp.broadcast_to(first + jnp.arange(count), (batch, heads, count))
             errors = squared_error(self.decode(code, ids, chunk), keys, weights)
             errors = errors.reshape(batch, heads, count, chunk).max(axis=3)

@@ -11,13 +11,14 @@ import numpy as np
 from jax import Array, lax
 from jaxtyping import Float
 
-from jshadow.policies.shadowkv.key_codecs.base import EXACT
-
 ITERATIONS = 16  # the lost variance is then within 1 % of the least possible for all spectra of the tests
 NARROWEST = 256  # narrower matrices have their eigenvectors computed by cuSOLVER, which is fast for them
 SHARE = 0.75  # largest share of the columns for which subspace iteration is used
 SHIFT = 5e-5  # added to the diagonal of correlations, so that rounding leaves them positive definite
 LEAF = 128  # most columns of a Cholesky factor that a library computes
+# Each float32 number is the sum of three bfloat16 numbers. Six products of these sum up to a product in float32, to 22
+# bits, and run on tensor cores. A CPU multiplies in float32 instead.
+SIX_PRODUCTS = lax.DotAlgorithmPreset.BF16_BF16_F32_X6
 
 
 def leading_columns(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {count}"]:
@@ -30,12 +31,16 @@ def leading_columns(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B 
     Returns:
         float32 [B, m, r]. On a GPU, the basis of a matrix of zeros is zero.
     """
-    width = gram.shape[-1]
-    if width < NARROWEST or count > SHARE * width:
+    if not by_products(gram.shape[-1], count):
         return eigenvectors(gram, count)
     return lax.platform_dependent(
         gram, cuda=lambda gram: iterated(gram, count), default=lambda gram: eigenvectors(gram, count)
     )
+
+
+def by_products(width: int, count: int) -> bool:
+    """Return whether a GPU computes `count` of `width` columns by subspace iteration."""
+    return width >= NARROWEST and count <= SHARE * width
 
 
 def eigenvectors(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {count}"]:
@@ -51,7 +56,7 @@ def iterated(gram: Float[Array, "B m m"], count: int) -> Float[Array, "B m {coun
     start = jnp.asarray(np.random.default_rng(0).standard_normal((width, count)), jnp.float32)
 
     def times(columns: Array) -> Array:
-        return jnp.einsum("bmn,bnr->bmr", gram, columns, precision=EXACT)
+        return product("bmn,bnr->bmr", gram, columns)
 
     def iterate(_: Array, columns: Array) -> Array:
         return orthogonal(times(columns))
@@ -70,7 +75,7 @@ def orthogonal(columns: Float[Array, "B m r"]) -> Float[Array, "B m r"]:
     """
     columns = scaled(columns)
     inverse = inverse_cholesky(products_of(columns) + SHIFT * jnp.eye(columns.shape[-1]))
-    return polished(polished(jnp.einsum("bmr,bsr->bms", columns, inverse, precision=EXACT)))
+    return polished(polished(product("bmr,bsr->bms", columns, inverse)))
 
 
 def inverse_cholesky(matrix: Float[Array, "B r r"]) -> Float[Array, "B r r"]:
@@ -84,14 +89,11 @@ def inverse_cholesky(matrix: Float[Array, "B r r"]) -> Float[Array, "B r r"]:
         lower, identity = jnp.linalg.cholesky(matrix, symmetrize_input=False), jnp.eye(size)
         return lax.linalg.triangular_solve(lower, jnp.broadcast_to(identity, matrix.shape), left_side=True, lower=True)
 
-    def times(equation: str, a: Array, b: Array) -> Array:
-        return jnp.einsum(equation, a, b, precision=EXACT)
-
     half = size // 2
     first = inverse_cholesky(matrix[:, :half, :half])
-    below = times("bik,bjk->bij", matrix[:, half:, :half], first)
-    second = inverse_cholesky(matrix[:, half:, half:] - times("bik,bjk->bij", below, below))
-    corner = -times("bij,bjk->bik", second, times("bij,bjk->bik", below, first))
+    below = product("bik,bjk->bij", matrix[:, half:, :half], first)
+    second = inverse_cholesky(matrix[:, half:, half:] - product("bik,bjk->bij", below, below))
+    corner = -product("bij,bjk->bik", second, product("bij,bjk->bik", below, first))
     above = jnp.zeros((matrix.shape[0], half, size - half), matrix.dtype)
     return jnp.concatenate([jnp.concatenate([first, above], axis=2), jnp.concatenate([corner, second], axis=2)], axis=1)
 
@@ -100,15 +102,43 @@ def polished(columns: Float[Array, "B m r"]) -> Float[Array, "B m r"]:
     """Apply Cholesky-QR to nearly orthonormal columns, with the Cholesky factor of I + E to first order in E."""
     error = products_of(columns) - jnp.eye(columns.shape[-1])
     factor = jnp.triu(error, 1) + error * jnp.eye(columns.shape[-1]) / 2
-    return columns - jnp.einsum("bmr,brs->bms", columns, factor, precision=EXACT)
+    return columns - product("bmr,brs->bms", columns, factor)
 
 
 def products_of(columns: Float[Array, "B m r"]) -> Float[Array, "B r r"]:
     """Return the products of all pairs of columns."""
-    return jnp.einsum("bmr,bms->brs", columns, columns, precision=EXACT)
+    return product("bmr,bms->brs", columns, columns)
 
 
 def scaled(columns: Float[Array, "B m r"]) -> Float[Array, "B m r"]:
     """Scale columns to length 1, except zero columns."""
     length = jnp.sqrt((columns**2).sum(axis=1, keepdims=True))
     return columns / jnp.where(length > 0, length, 1)
+
+
+def product(equation: str, a: Array, b: Array) -> Array:
+    """Multiply float32 matrices by an `einsum` equation, with float32 sums."""
+    return jnp.einsum(equation, a, b, precision=SIX_PRODUCTS)
+
+
+def basis_operations(width: int, count: int) -> int:
+    """Return the operations of `leading_columns` on a GPU for one matrix. A product is six products in bfloat16.
+
+    Eigenvectors take 9 * width^3 operations (Golub & Van Loan, section 8.3.3).
+    """
+    if not by_products(width, count):
+        return 9 * width**3
+    square = 2 * width**2 * count * (ITERATIONS + 1)
+    # `orthogonal` has one product with the columns' products, one with the factor, and two in each `polished`.
+    steps = 6 * 2 * width * count**2 * (ITERATIONS + 2)
+    inner, library = inverse_operations(count)
+    return 6 * (square + steps + inner * (ITERATIONS + 2)) + library * (ITERATIONS + 2)
+
+
+def inverse_operations(size: int) -> tuple[int, int]:
+    """Return the operations of one `inverse_cholesky`: those of matrix products, and those of library calls."""
+    if size <= LEAF:
+        return 0, size**3 + size**3 // 3  # the triangular solve and the factor
+    half = size // 2
+    parts = [inverse_operations(half), inverse_operations(size - half)]
+    return 4 * half * (size - half) * size + sum(part[0] for part in parts), sum(part[1] for part in parts)

@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
+from jshadow.ops.layout import token_slice
+
 
 def token_block(k_pre: Array, lengths: Array, index: Array, block: int) -> tuple[Array, Array]:
     """Return one block of a prompt's keys, with all heads side by side.
@@ -21,7 +23,7 @@ def token_block(k_pre: Array, lengths: Array, index: Array, block: int) -> tuple
     """
     batch, length, heads, dim = k_pre.shape
     start = jnp.minimum(index * block, length - block)
-    rows = lax.dynamic_slice_in_dim(k_pre, start, block, axis=1).reshape(batch, block, heads * dim)
+    rows = token_slice(k_pre, start, block).reshape(batch, block, heads * dim)
     new = new_tokens(lengths, index, start, block)
     return jnp.where(new[..., None], rows, jnp.zeros((), rows.dtype)), start
 

@@ -45,6 +45,10 @@ class ExactCodec(KeyCodec):
         """Count the left row."""
         return sizes.dim * jnp.dtype(sizes.dtype).itemsize
 
+    def encode_flops(self, sizes: Sizes, tokens: int) -> int:
+        """Return 0, since keys are not multiplied."""
+        return 0
+
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
         """Count a copy of the keys with zeros for padding, and a copy in chunks."""
         return 2 * tokens * sizes.columns * jnp.dtype(sizes.dtype).itemsize

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jshadow.ops.layout import fit_tokens
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes
-from jshadow.policies.shadowkv.key_codecs.basis import leading_columns
+from jshadow.policies.shadowkv.key_codecs.basis import basis_operations, leading_columns
 from jshadow.policies.shadowkv.key_codecs.blocks import put_block
 from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
 
@@ -75,10 +75,23 @@ class LowRankCodec(KeyCodec):
         """Count the left row."""
         return self.rank * jnp.dtype(sizes.dtype).itemsize
 
+    def encode_flops(self, sizes: Sizes, tokens: int) -> int:
+        """Count the Gram matrix, its basis, and one pass for the left rows."""
+        return encode_operations(sizes, tokens, self.rank, passes=1)
+
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
         """Count two copies of the left rows, the Gram matrix, its eigenvectors, and float32 copies of a block."""
         columns, item = sizes.columns, jnp.dtype(sizes.dtype).itemsize
         return 2 * tokens * self.rank * item + 4 * (6 * columns * columns + 4 * block * columns)
+
+
+def encode_operations(sizes: Sizes, tokens: int, rank: int, passes: int) -> int:
+    """Return the operations of the Gram matrix, its basis, and `passes` products of all keys with the basis."""
+    block = min(BLOCK, tokens)
+    parts = 2 if jnp.dtype(sizes.dtype) == jnp.bfloat16 else 1  # a basis in two matrices; see `prompt_keys`
+    rows = -(-tokens // block) * block
+    products = 2 * rows * sizes.columns * (sizes.columns + passes * parts * rank)
+    return products + basis_operations(sizes.columns, rank)
 
 
 def key_factors(

@@ -20,7 +20,7 @@ from jshadow.ops.layout import fit_tokens
 from jshadow.policies.shadowkv.key_codecs.base import BLOCK, EXACT, KeyCode, KeyCodec, Sizes
 from jshadow.policies.shadowkv.key_codecs.basis import leading_columns
 from jshadow.policies.shadowkv.key_codecs.blocks import put_block
-from jshadow.policies.shadowkv.key_codecs.lowrank import head_columns, usual_rank
+from jshadow.policies.shadowkv.key_codecs.lowrank import encode_operations, head_columns, usual_rank
 from jshadow.policies.shadowkv.key_codecs.midrise import Profile, packed_width, profile_bits, quantize, steps
 from jshadow.policies.shadowkv.key_codecs.profiles import profile_of
 from jshadow.policies.shadowkv.key_codecs.prompt_keys import PromptKeys
@@ -122,6 +122,10 @@ class TransformCodec(KeyCodec):
     def expand_bytes(self, sizes: Sizes) -> int:
         """Count the left row, one byte for each code, and coefficients in float32 and in the model's dtype."""
         return packed_width(self.profile) + self.rank * (1 + 4 + jnp.dtype(sizes.dtype).itemsize)
+
+    def encode_flops(self, sizes: Sizes, tokens: int) -> int:
+        """Count the Gram matrix, its basis, and two passes: for the steps and for the codes."""
+        return encode_operations(sizes, tokens, self.rank, passes=2)
 
     def encode_bytes(self, sizes: Sizes, tokens: int, block: int) -> int:
         """Count two copies of the left rows, the Gram matrix, its eigenvectors, and float32 copies of a block."""
