@@ -17,8 +17,8 @@ from jshadow.policies.capabilities import PlansAhead, Speculates, SplitsTurns, c
 from jshadow.policies.costs import costs_of
 
 EXTEND_CHUNK = 2048  # tokens of all rows that pass through a layer at once
-# Temporaries of a block of queries that select their own units. Larger blocks save calls of kernels.
-BLOCK_BYTES = 64 << 20
+# Temporaries of a block of queries that select their own units. On a CPU, those of larger blocks leave its cache.
+BLOCK_BYTES = 16 << 20
 
 
 def turn_piece(source: Reads | KVState, count: int) -> int:
