@@ -68,8 +68,8 @@ def split_of(policy: LayerCache) -> SplitsTurns | None:
 def block_tokens(spec: CacheSpec, count: int) -> int:
     """Return how many of the `count` tokens of a piece the hooks of a layer take at once, in each row.
 
-    It is `HookInputs.piece`, or `count` with `HookInputs.whole_turns`. If queries are apart from their tokens
-    (`SplitsTurns`), it is the largest multiple of `HookInputs.piece` with temporaries of at most BLOCK_BYTES, at least
+    It is `HookInputs.piece`, or `count` with `HookInputs.whole_turns`. If tokens are stored before
+    their queries select (`SplitsTurns`), it is the largest multiple of `HookInputs.piece` with temporaries of at most BLOCK_BYTES, at least
     one. It is then made smaller if as many blocks remain.
     """
     reads, split = spec.policy.reads, split_of(spec.policy)
@@ -77,7 +77,7 @@ def block_tokens(spec: CacheSpec, count: int) -> int:
         return count
     if split is None:
         return min(reads.piece, count)
-    most = max(1, BLOCK_BYTES // split.query_temporaries(spec) // reads.piece) * reads.piece
+    most = max(1, BLOCK_BYTES // max(1, split.query_temporaries(spec)) // reads.piece) * reads.piece
     return min(count, round_up(-(-count // -(-count // most)), reads.piece))
 
 

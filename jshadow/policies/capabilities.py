@@ -253,9 +253,9 @@ class SplitsTurns:
     """The attention to exact tokens and that to selected units can be computed apart.
 
     A long turn is then stored at once (`append`). All its queries attend to the exact tokens in one blockwise pass.
-    After that, `select`, the fetch and `receive` take blocks of queries, and each query's attention to its own units is
-    merged with its attention to the exact tokens. `select` must not depend on the queries' lengths or on later tokens
-    that are stored already.
+    After that, `select`, the fetch and `receive` take blocks of queries. The attention of each query to its own units
+    is merged with its attention to the exact tokens. `select` and `receive` must not depend on the tokens that are
+    stored after a query's own.
     """
 
     @property
