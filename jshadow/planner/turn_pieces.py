@@ -68,9 +68,9 @@ def split_of(policy: LayerCache) -> SplitsTurns | None:
 def block_tokens(spec: CacheSpec, count: int) -> int:
     """Return how many of the `count` tokens of a piece the hooks of a layer take at once, in each row.
 
-    It is `HookInputs.piece`, or `count` with `HookInputs.whole_turns`. If tokens are stored before
-    their queries select (`SplitsTurns`), it is the largest multiple of `HookInputs.piece` with temporaries of at most BLOCK_BYTES, at least
-    one. It is then made smaller if as many blocks remain.
+    It is `HookInputs.piece`, or `count` with `HookInputs.whole_turns`. If the whole piece is stored before its
+    queries select (`SplitsTurns`), it is the largest multiple of `HookInputs.piece` with temporaries of at most
+    BLOCK_BYTES, at least one. It is then made smaller if as many blocks remain.
     """
     reads, split = spec.policy.reads, split_of(spec.policy)
     if reads.whole_turns:
