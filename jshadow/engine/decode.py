@@ -179,8 +179,8 @@ def extend(
     """Feed several tokens to each row, and return logits. This consumes the state.
 
     The tokens pass through the model in pieces (`extend_chunk`). In each layer, the policy takes a piece in blocks of
-    its own number of tokens, such as ShadowKV's `extend_piece`. Each query selects units separately, so the result is
-    the same as if the tokens were fed one by one. The only exception is
+    tokens. ShadowKV attends to the turn's own tokens in one blockwise pass, and selects for blocks. Each query selects
+    units separately, so the result is the same as if the tokens were fed one by one. The only exception is
     `ShadowKV(quirks=Quirks(turn_selection="shared"))`. All pieces of a turn run one compiled program, and turns of
     similar lengths share it. Policies that plan a fetch for another layer or step take small pieces.
 

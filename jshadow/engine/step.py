@@ -16,6 +16,7 @@ from jshadow.cache import offload
 from jshadow.cache.records import Fetched, HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads, Writes, of_layer
+from jshadow.engine.layer_hooks import append_tokens, fetch_units
 from jshadow.engine.step_work import LayerWork as LayerWork
 from jshadow.engine.step_work import add_counted, count_step
 from jshadow.engine.turn import in_blocks
@@ -63,20 +64,12 @@ def step_layer(
         The attention's output [B, T, h_q, d], the layer's new state, and the units that were fetched.
     """
     policy: LayerCache = spec.policy
-    layout = policy.host_layout(spec)
-    state, rows = policy.append(spec, state, step)
-    if state.q_post is not None:
-        step = step.replace(q_post=state.q_post)
-    state = state.replace(host=offload.write(state.host, rows), q_post=None)
-    selection, state = policy.select(spec, state, step)
+    state, step = append_tokens(spec, state, step)
     index = spec.layer
     assert index is not None
-    fetched, work = everyone.inbox.pop(index, None), LayerWork()
-    if selection is not None:
-        assert layout is not None
-        fetched = offload.fetch(spec, state.host, selection, layout)
-        state = policy.receive(spec, state, selection, fetched)
-        work.add(spec, selection, layout, fetched)
+    brought, state, work = fetch_units(spec, state, step)
+    inbox = everyone.inbox.pop(index, None)
+    fetched = inbox if brought is None else brought
     out, state = policy.attend(spec, state, step, fetched)
     for planned in policy.plan(spec, state, step) if isinstance(policy, PlansAhead) else ():
         target = index if planned.layer is None else planned.layer

@@ -4,6 +4,9 @@ The tokens of a turn do not depend on the layers above them. So a layer can take
 layer starts. Its products read the weights once for the whole piece. Its hooks take the piece in blocks of
 `HookInputs.piece` tokens, one after the other, so each query selects and attends as it does in a single step.
 
+If a policy permits it (`SplitsTurns`), all tokens of a piece are stored and attended to at once. Only the selection and
+the attention to selected units take blocks, which are larger.
+
 B rows, T tokens of a piece, b tokens of a block, h_q query heads, d head width.
 """
 
@@ -21,10 +24,13 @@ from jshadow.cache.counters import Counters
 from jshadow.cache.records import HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import Writes
+from jshadow.engine.layer_hooks import append_tokens, fetch_units
 from jshadow.engine.progress import PrefillProgress
 from jshadow.engine.step_work import LayerWork, count_step
 from jshadow.engine.types import Logits, Progress
-from jshadow.planner.turn_pieces import EXTEND_CHUNK
+from jshadow.ops.prefix_attention import add_rows, attend_prefixes
+from jshadow.planner.turn_pieces import EXTEND_CHUNK, block_tokens, split_of
+from jshadow.policies.capabilities import SplitsTurns
 
 LOGITS_PIECE = 256  # if `logits` is a callable, the number of tokens whose float32 logits exist at once
 TOKEN_FIELDS = ("q_pre", "q_post", "k_pre", "k_post", "v", "cos", "sin", "valid")  # of StepKV, [B, T, ...] each
@@ -80,7 +86,7 @@ def in_blocks(
     step: StepKV,
     everyone: Any,
 ) -> tuple[Array, LayerState, LayerWork]:
-    """Run one layer for the T tokens of a piece, in blocks of `HookInputs.piece` tokens.
+    """Run one layer for the T tokens of a piece, in blocks of `block_tokens` tokens.
 
     Args:
         run_layer: runs a layer for a block. It is `step_layer`.
@@ -89,8 +95,53 @@ def in_blocks(
     Returns:
         The attention's output [B, T, h_q, d], the layer's new state, and the work, which has only its counters.
     """
-    count, reads = step.valid.shape[1], spec.policy.reads
-    size = count if reads.whole_turns else min(reads.piece, count)
+    split = split_of(spec.policy)
+    if split is None:
+        return over_blocks(lambda before, block, _: run_layer(spec, before, block, everyone), spec, state, step)
+    state, step = append_tokens(spec, state, step)
+    pieces = [(piece.k, piece.v, piece.valid) for piece in split.exact_pieces(spec, state, step)]
+    exact = attend_prefixes(step.q_post, pieces, spec.scale)
+    return over_blocks(functools.partial(add_selected, spec, split), spec, state, step, exact)
+
+
+def add_selected(
+    spec: CacheSpec, split: SplitsTurns, state: LayerState, block: StepKV, exact: tuple[Array, Array]
+) -> tuple[Array, LayerState, LayerWork]:
+    """Let each query of a block, whose tokens are stored, select units and attend to them.
+
+    Args:
+        spec: the spec of the layer.
+        split: the layer's cache.
+        state: the layer's state.
+        block: the queries.
+        exact: their attention to the exact tokens [B, b, h_q, d], and its log-sum-exp, float32 [B, b, h_q].
+
+    Returns:
+        The attention's output [B, b, h_q, d], the layer's new state, and the units that were fetched.
+    """
+    fetched, state, work = fetch_units(spec, state, block)
+    if fetched is None:
+        return exact[0], state, work
+    piece, state = split.selected_piece(spec, state, block, fetched)
+    return add_rows(block.q_post, (piece.k, piece.v, piece.valid), spec.scale, exact), state, work
+
+
+def over_blocks(
+    run_block: Callable[[LayerState, StepKV, Any], tuple[Array, LayerState, LayerWork]],
+    spec: CacheSpec,
+    state: LayerState,
+    step: StepKV,
+    more: Any = (),
+) -> tuple[Array, LayerState, LayerWork]:
+    """Cut the tokens of a piece into blocks, and run the blocks one after the other.
+
+    Args:
+        run_block: maps the state, a block and its part of `more` to the results of `step_layer`.
+        spec, state, step: as in `in_blocks`.
+        more: a pytree of arrays [B, T, ...], which are cut in the same way.
+    """
+    count = step.valid.shape[1]
+    size = block_tokens(spec, count)
     blocks = -(-count // size)
     names = TOKEN_FIELDS + (() if step.q_foreseen is None else ("q_foreseen",))
 
@@ -98,19 +149,19 @@ def in_blocks(
         x = jnp.pad(x, [(0, 0), (0, blocks * size - count), *[(0, 0)] * (x.ndim - 2)])
         return x.reshape(x.shape[0], blocks, size, *x.shape[2:]).swapaxes(0, 1)
 
-    def body(carry: tuple[Any, Any, Array, Counters], parts: dict[str, Array]) -> tuple[Any, Array]:
+    def body(carry: tuple[Any, Any, Array, Counters], parts: tuple[dict[str, Array], Any]) -> tuple[Any, Array]:
         live, tail, lengths, counters = carry
         positions = lengths[:, None] + jnp.arange(size, dtype=jnp.int32)
-        block = step.replace(**parts, positions=positions, lengths=lengths)
+        block = step.replace(**parts[0], positions=positions, lengths=lengths)
         before = state.replace(live=live, host=HostTier(state.host.prompt, tail))
-        out, after, work = run_layer(spec, before, block, everyone)
+        out, after, work = run_block(before, block, parts[1])
         assert not work.later, "a layer that plans ahead takes no blocks"
         counters = count_step(counters, (spec,), [after], [work], positions + 1, block.valid)
         lengths = lengths + block.valid.sum(axis=1, dtype=jnp.int32)
         return (after.live, after.host.tail, lengths, counters), out
 
     start = state.live, state.host.tail, step.lengths, Counters.zeros(spec.batch)
-    parts = {name: cut(getattr(step, name)) for name in names}
+    parts = jax.tree.map(cut, ({name: getattr(step, name) for name in names}, more))
     if blocks == 1:
         (live, tail, _, counters), out = body(start, jax.tree.map(functools.partial(jnp.squeeze, axis=0), parts))
     else:

@@ -189,7 +189,7 @@ def attend(q: Float[Array, "B T h_q d"], pieces: list[Piece], scale: float) -> F
         [B, T, h_q, d] in q's dtype.
     """
     if q.shape[1] > SHORT_TURN and all(piece.is_prefix for piece in pieces):
-        return attend_prefixes(q, [(piece.k, piece.v, piece.valid) for piece in pieces], scale)
+        return attend_prefixes(q, [(piece.k, piece.v, piece.valid) for piece in pieces], scale)[0]
     if q.shape[1] > TURN_BLOCK:  # limits the memory of the scores of a long turn
         blocks = [(first, min(first + TURN_BLOCK, q.shape[1])) for first in range(0, q.shape[1], TURN_BLOCK)]
         parts = [attend(q[:, a:b], [piece.of_queries(a, b) for piece in pieces], scale) for a, b in blocks]

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.tiles import exact
+
 # Large enough that the products take longer than the loop around them; small enough that the scores stay in cache.
 QUERY_BLOCK, KEY_BLOCK = 512, 512
 MASKED = -1e30  # finite, so that exp(MASKED - MASKED) is a number and empty rows need no special case
@@ -37,7 +39,9 @@ def from_blocks(out: Float[Array, "blocks B h_kv rows d"], block: int) -> Float[
     return out.reshape(batch, blocks * block, kv_heads * (rows // block), dim)
 
 
-def attend_prefixes(q: Float[Array, "B T h_q d"], pieces: Sequence[Prefix], scale: float) -> Float[Array, "B T h_q d"]:
+def attend_prefixes(
+    q: Float[Array, "B T h_q d"], pieces: Sequence[Prefix], scale: float
+) -> tuple[Float[Array, "B T h_q d"], Float[Array, "B T h_q"]]:
     """Compute softmax attention of T queries, each over the first rows of several pieces.
 
     It never holds a T x N matrix. A block of keys that no query of the block sees is not read, so the time follows the
@@ -50,31 +54,71 @@ def attend_prefixes(q: Float[Array, "B T h_q d"], pieces: Sequence[Prefix], scal
         scale: factor by which the scores are multiplied.
 
     Returns:
-        [B, T, h_q, d] in q's dtype. A query that sees no row gets 0.
+        The output [B, T, h_q, d] in q's dtype, which is 0 for a query that sees no row. The log-sum-exp of each query's
+        scores, float32 [B, T, h_q], which is MASKED for such a query.
     """
     batch, length, q_heads, _ = q.shape
     kv_heads, tile = pieces[0][0].shape[1], min(QUERY_BLOCK, length)
-    exact = q.dtype == jnp.float32
-    tiles, ends = to_blocks(q * scale if exact else q, kv_heads, tile), []
+    scaled = q.dtype == jnp.float32
+    tiles, ends = to_blocks(q * scale if scaled else q, kv_heads, tile), []
     for k, _, seen in pieces:
         end = jnp.broadcast_to(jnp.clip(seen, 0, k.shape[2]), (batch, kv_heads, length, 1))
         end = jnp.pad(end[..., 0], ((0, 0), (0, 0), (0, -length % tile)), mode="edge")
         end = jnp.tile(end.reshape(batch, kv_heads, -1, tile), q_heads // kv_heads)
         ends.append(end.transpose(2, 0, 1, 3))
 
-    def of_tile(args: tuple[Array, list[Array]]) -> Array:
+    def of_tile(args: tuple[Array, list[Array]]) -> tuple[Array, Array]:
         q_tile, ends = args
         carry = jnp.full(q_tile.shape[:-1], MASKED), jnp.zeros(q_tile.shape[:-1]), jnp.zeros(q_tile.shape)
         for (k, v, _), end in zip(pieces, ends, strict=True):
             block = min(KEY_BLOCK, k.shape[2])
-            body = functools.partial(add_keys, q_tile, (k, v, end), 1.0 if exact else scale)
+            body = functools.partial(add_keys, q_tile, (k, v, end), 1.0 if scaled else scale)
             whole, last = end.min() // block, -(-end.max() // block)
             carry = lax.fori_loop(0, whole, functools.partial(body, masked=False), carry)
             carry = lax.fori_loop(whole, last, functools.partial(body, masked=True), carry)
-        _, total, out = carry
-        return (out / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]).astype(q.dtype)
+        top, total, out = carry
+        total = jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
+        return (out / total[..., None]).astype(q.dtype), top + jnp.log(total)
 
-    return from_blocks(lax.map(of_tile, (tiles, ends)), tile)[:, :length]
+    out, lse = lax.map(of_tile, (tiles, ends))
+    return from_blocks(out, tile)[:, :length], from_blocks(lse[..., None], tile)[:, :length, :, 0]
+
+
+def add_rows(
+    q: Float[Array, "B T h_q d"],
+    rows: tuple[Array, Array, Array],
+    scale: float,
+    before: tuple[Float[Array, "B T h_q d"], Float[Array, "B T h_q"]],
+) -> Float[Array, "B T h_q d"]:
+    """Add rows that only one query sees to its softmax attention over other rows.
+
+    Args:
+        q: [B, T, h_q, d], after RoPE.
+        rows: keys and values [B, h_kv, T, N, d], and which rows each query sees, bool [B, h_kv, T, m]. Each flag stands
+            for N / m neighboring rows.
+        scale: factor by which the scores are multiplied.
+        before: the attention over the other rows and its log-sum-exp, as `attend_prefixes` returns them.
+
+    Returns:
+        The attention over all rows [B, T, h_q, d] in q's dtype. A query that sees no row gets 0.
+    """
+    (keys, values, valid), (out, lse) = rows, before
+    batch, length, q_heads = q.shape[:3]
+    heads, count = keys.shape[1], keys.shape[3]
+
+    def grouped(x: Array) -> Array:  # [B, T, h_q, ...] -> [B, h_kv, T, group, ...]
+        return jnp.moveaxis(x.reshape(batch, length, heads, q_heads // heads, *x.shape[3:]), 2, 1)
+
+    product = functools.partial(jnp.einsum, precision=exact(q.dtype), preferred_element_type=jnp.float32)
+    seen = jnp.repeat(valid, count // valid.shape[3], axis=3)[:, :, :, None]
+    scores = jnp.where(seen, product("bhtgd,bhtnd->bhtgn", grouped(q), keys) * scale, MASKED)
+    lse = grouped(lse)
+    top = jnp.maximum(scores.max(-1, initial=MASKED), lse)
+    weight, old = jnp.where(seen, jnp.exp(scores - top[..., None]), 0.0), jnp.exp(lse - top)
+    part = product("bhtgn,bhtnd->bhtgd", weight.astype(values.dtype), values)
+    total = weight.sum(-1) + old
+    merged = (part + grouped(out) * old[..., None]) / total[..., None]
+    return jnp.moveaxis(merged, 1, 2).reshape(q.shape).astype(q.dtype)
 
 
 def add_keys(

@@ -6,15 +6,19 @@ import jax
 import jax.numpy as jnp
 
 from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads
 from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import KEY_BLOCK, QUERY_BLOCK
 from jshadow.ops.buckets import round_up, step_of
-from jshadow.policies.capabilities import PlansAhead, Speculates, capability
+from jshadow.policies.base import LayerCache
+from jshadow.policies.capabilities import PlansAhead, Speculates, SplitsTurns, capability
 from jshadow.policies.costs import costs_of
 
 EXTEND_CHUNK = 2048  # tokens of all rows that pass through a layer at once
+# Temporaries of a block of queries that select their own units. On a CPU, those of larger blocks leave its cache.
+BLOCK_BYTES = 16 << 20
 
 
 def turn_piece(source: Reads | KVState, count: int) -> int:
@@ -56,6 +60,27 @@ def takes_blocks(source: Reads | KVState) -> bool:
     return not any(isinstance(spec.policy, PlansAhead) for spec in source.specs)
 
 
+def split_of(policy: LayerCache) -> SplitsTurns | None:
+    """Return the layer's cache if its long turns are stored at once (`SplitsTurns`), or else None."""
+    return policy if isinstance(policy, SplitsTurns) and policy.splits_turns and policy.reads.piece > 1 else None
+
+
+def block_tokens(spec: CacheSpec, count: int) -> int:
+    """Return how many of the `count` tokens of a piece the hooks of a layer take at once, in each row.
+
+    It is `HookInputs.piece`, or `count` with `HookInputs.whole_turns`. If the whole piece is stored before its
+    queries select (`SplitsTurns`), it is the largest multiple of `HookInputs.piece` with temporaries of at most
+    BLOCK_BYTES, at least one. It is then made smaller if as many blocks remain.
+    """
+    reads, split = spec.policy.reads, split_of(spec.policy)
+    if reads.whole_turns:
+        return count
+    if split is None:
+        return min(reads.piece, count)
+    most = max(1, BLOCK_BYTES // max(1, split.query_temporaries(spec)) // reads.piece) * reads.piece
+    return min(count, round_up(-(-count // -(-count // most)), reads.piece))
+
+
 def extend_peak(config: ModelConfig, state: KVState, tokens: int, extend_chunk: int = EXTEND_CHUNK) -> dict[str, int]:
     """Return an upper bound on the device bytes at the peak of a turn, by part. "piece" and "hooks" are temporaries.
 
@@ -78,12 +103,14 @@ def extend_peak(config: ModelConfig, state: KVState, tokens: int, extend_chunk: 
     token = 2 * config.model_dim + 6 * config.q_heads * config.head_dim + 6 * columns + 2 * config.ffn_dim
     hooks = 0
     for spec, layer in zip(state.specs, state.layers, strict=True):
-        reads = spec.policy.reads
-        block = min(size, reads.piece)
-        work = block * costs_of(spec.policy).step_temporaries(spec)
-        if reads.whole_turns and size > block:
-            # A float32 tile of scores, its weights and mask, and the running sums.
-            work = max(work, 4 * 4 * batch * config.q_heads * min(size, QUERY_BLOCK) * (KEY_BLOCK + config.head_dim))
+        split, block = split_of(spec.policy), block_tokens(spec, size)
+        # A float32 tile of scores, its weights and mask, and the running sums.
+        tile = 4 * 4 * batch * config.q_heads * min(size, QUERY_BLOCK) * (KEY_BLOCK + config.head_dim)
+        if split is not None and size > spec.policy.reads.piece:
+            work = max(tile, block * split.query_temporaries(spec))
+        else:
+            work = min(size, spec.policy.reads.piece) * costs_of(spec.policy).step_temporaries(spec)
+            work = max(work, tile) if block > spec.policy.reads.piece else work
         # The loop over the blocks may hold a copy of what it changes.
         changed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((layer.live, layer.host.tail)))
         hooks = max(hooks, work + changed)

@@ -12,10 +12,11 @@ from typing import Any, ClassVar, Self, TypeVar
 import jax.numpy as jnp
 from jax import Array
 
-from jshadow.cache.records import LayerState, Selection, StepKV
+from jshadow.cache.records import Fetched, LayerState, Selection, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
+from jshadow.ops.attention import Piece
 from jshadow.policies.base import Policy, Wrapper, innermost
 from jshadow.policies.prefill_attention import PrefillAttention
 
@@ -246,3 +247,32 @@ class PlansAhead:
     @abc.abstractmethod
     def plan(self, spec: CacheSpec, state: LayerState, step: StepKV) -> tuple[Selection, ...]:
         """Return the units to fetch for those layers. This is called after the layer's attention."""
+
+
+class SplitsTurns:
+    """The attention to exact tokens and that to selected units can be computed apart.
+
+    A long turn is then stored at once (`append`). All its queries attend to the exact tokens in one blockwise pass.
+    After that, `select`, the fetch and `receive` take blocks of queries. The attention of each query to its own units
+    is merged with its attention to the exact tokens. `select` and `receive` must not depend on the tokens that are
+    stored after a query's own.
+    """
+
+    @property
+    @abc.abstractmethod
+    def splits_turns(self) -> bool:
+        """Whether these settings permit it. If not, each block goes through all hooks."""
+
+    @abc.abstractmethod
+    def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
+        """Return the exact tokens. Each query sees the first rows of each piece (`Piece.is_prefix`)."""
+
+    @abc.abstractmethod
+    def selected_piece(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched
+    ) -> tuple[Piece, LayerState]:
+        """Return the fetched units, separate rows for each of several queries, and the new state."""
+
+    @abc.abstractmethod
+    def query_temporaries(self, spec: CacheSpec) -> int:
+        """Return an upper bound on the temporary device bytes of a query, without its attention to exact tokens."""

@@ -10,8 +10,9 @@ from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.transformer import abstract_weights
+from jshadow.planner import turn_pieces
 from jshadow.planner.bytes import abstract_state
-from jshadow.planner.turn_pieces import extend_peak, turn_tokens
+from jshadow.planner.turn_pieces import block_tokens, extend_peak, turn_tokens
 from jshadow.policies import Full, ShadowKV
 
 CAPACITY = 256  # the context of the model
@@ -42,13 +43,20 @@ def test_a_turn_is_a_few_calls_of_one_program(policy, monkeypatch):
     assert run._cache_size() == programs + 1
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
-@both
-def test_large_pieces_give_the_same_as_small_ones(policy, dtype, tolerance):
-    """The large pieces have 96 tokens, so full attention is blockwise. The small ones have 16."""
+@pytest.mark.parametrize(
+    ("policy", "dtype", "tolerance"),
+    [(Full(), "float32", 1e-4), (SHADOW, "float32", 1e-4), (SHADOW, "bfloat16", 0.1)],
+    ids=["full", "shadowkv", "shadowkv-bfloat16"],
+)
+def test_large_pieces_give_the_same_as_small_ones(policy, dtype, tolerance, monkeypatch):
+    """The large pieces have 80 tokens and attend blockwise. ShadowKV selects for 32, 32 and 16. The small have 16."""
     params, state = model(TINY, dtype), after_prompt(policy, dtype)
+    if policy == SHADOW:
+        spec = state.specs[0]
+        monkeypatch.setattr(turn_pieces, "BLOCK_BYTES", 33 * spec.policy.query_temporaries(spec))
+        assert block_tokens(spec, 80) == 32
     want, small = decode.extend(params, TURN, [150, 77], state.fork(), logits="all", extend_chunk=1)
-    got, large = decode.extend(params, TURN, [150, 77], state, logits="all", extend_chunk=2 * 96)
+    got, large = decode.extend(params, TURN, [150, 77], state, logits="all", extend_chunk=160)
     for row, count in enumerate((150, 77)):
         np.testing.assert_allclose(got[row, :count], want[row, :count], atol=tolerance)
     for name in ("steps", "attended", "selected"):
@@ -57,7 +65,7 @@ def test_large_pieces_give_the_same_as_small_ones(policy, dtype, tolerance):
 
 def test_last_logits_and_those_of_a_callable_are_the_same_as_all():
     """Row 1 ends in the first of two pieces."""
-    state, want = after_prompt(Full()), {"extend_chunk": 2 * 96}
+    state, want = after_prompt(Full()), {"extend_chunk": 160}
     everything, _ = decode.extend(model(), TURN, [150, 77], state.fork(), logits="all", **want)
     last, _ = decode.extend(model(), TURN, [150, 77], state.fork(), **want)
     np.testing.assert_allclose(last, [everything[0, 149], everything[1, 76]], atol=1e-5)
@@ -66,21 +74,19 @@ def test_last_logits_and_those_of_a_callable_are_the_same_as_all():
 
 
 @both
-@pytest.mark.parametrize("chunk", [64, 2048])
-def test_temporaries_are_within_the_planner_s_bound(policy, chunk):
+def test_temporaries_are_within_the_planner_s_bound(policy):
     """They do not hold the scores of all tokens of a piece and of the cache."""
     sizes = {"batch": 2, "capacity": 4096, "prompt": 40, "dtype": "float32", "fetch": "resident"}
     state = abstract_state(TINY, policy, **sizes)
-    size = turn_tokens(state.reads(), 2000, chunk)
+    size = turn_tokens(state.reads(), 2000)
     ids, lengths = jax.ShapeDtypeStruct((2, size), jnp.int32), jax.ShapeDtypeStruct((2,), jnp.int32)
     weights = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), abstract_weights(TINY))
     reads, writes = state.split()
     compiled = decode._extend.lower(weights, ids, lengths, reads, writes, config=TINY, want="last").compile()
-    parts = extend_peak(TINY, state, 2000, chunk)
+    parts = extend_peak(TINY, state, 2000)
     bound = parts["piece"] + parts["hooks"] + parts["logits"]
     assert compiled.memory_analysis().temp_size_in_bytes <= bound
-    if size > 64:
-        assert bound < 4 * 2 * TINY.q_heads * size * 4096
+    assert bound < 4 * 2 * TINY.q_heads * size * 4096
 
 
 def test_a_turn_that_has_no_room_changes_nothing():

@@ -13,6 +13,7 @@ from random_arrays import normal, wide
 
 from jshadow.ops import attention
 from jshadow.ops.attention import key_mass
+from jshadow.ops.prefix_attention import add_rows, attend_prefixes
 
 
 def naive(q, k, v):
@@ -113,6 +114,22 @@ def test_a_long_turn_attends_as_its_queries_alone(dtype):
     ]
     np.testing.assert_allclose(out, jnp.concatenate(alone, axis=1), atol=2e-6 if dtype == "float32" else 0.02)
     assert not np.asarray(out[0, 3]).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_own_rows_are_added_to_attention_over_shared_ones(dtype):
+    """It is one softmax. Query 3 sees no shared row, query 4 no row of its own, and query 5 none at all."""
+    rng = np.random.default_rng(6)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+    q, seen, chosen = draw(2, 20, 6, 8), rng.integers(1, 600, (2, 1, 20, 1)), rng.random((2, 3, 20, 4)) < 0.5
+    seen[:, :, [3, 5]], chosen[:, :, 3], chosen[:, :, 4:6] = 0, True, False
+    shared = attention.Piece(draw(2, 3, 600, 8), draw(2, 3, 600, 8), jnp.asarray(seen, jnp.int32))
+    own = attention.Piece(draw(2, 3, 20, 12, 8), draw(2, 3, 20, 12, 8), jnp.asarray(chosen))
+    before = attend_prefixes(q, [(shared.k, shared.v, shared.valid)], 0.3)
+    got = add_rows(q, (own.k, own.v, own.valid), 0.3, before)
+    want = attention.attend(q, [shared, own], 0.3)
+    np.testing.assert_allclose(got, want, atol=2e-6 if dtype == "float32" else 0.02)
+    assert not np.asarray(got[:, 5]).any()
 
 
 def test_attention_over_nothing_is_zero_and_masked_rows_may_hold_anything():

@@ -259,6 +259,11 @@ def step_temporaries(policy: "ShadowSettings", spec: CacheSpec) -> int:
     count = policy.max_selected(spec.capacity)
     # `pallas_kernels.select_chunks` sorts and searches the selected chunks, and the places of the cache.
     places = 8 * 4 * spec.batch * spec.kv_heads * (count + policy.max_places(spec.capacity))
-    exact = spec.window + (policy.max_outliers(spec.capacity) + count) * policy.chunk_size
-    attended = 3 * 4 * spec.batch * spec.q_heads * exact
+    attended = exact_scores(policy, spec) + selected_numbers(policy, spec, 3 * 4 * spec.group) // halves
     return scores + policy.choice.rebuilt * selected_numbers(policy, spec, selected) + places + attended
+
+
+def exact_scores(policy: "ShadowSettings", spec: CacheSpec) -> int:
+    """Return the bytes of the scores, masked scores and weights of the window and the outliers in a step."""
+    exact = spec.window + policy.max_outliers(spec.capacity) * policy.chunk_size
+    return 3 * 4 * spec.batch * spec.q_heads * exact

@@ -120,6 +120,11 @@ class ShadowKVPlus(ShadowKV):
         assert layout is not None
         return dataclasses.replace(layout, tail_units=self.later_chunks(spec))
 
+    @property
+    def splits_turns(self) -> bool:
+        """False: the window of a later query does not have all tokens of an earlier query's window."""
+        return False
+
     # State
 
     def init(self, spec: CacheSpec, fitted: Any = None) -> LayerState:

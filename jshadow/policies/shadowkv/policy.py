@@ -23,6 +23,7 @@ from jshadow.cache.spec import CacheSpec, HostLayout
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import take_chunks, take_span, to_chunks
 from jshadow.ops.packing import ROW_BITS, quantize_chunks
+from jshadow.policies.capabilities import SplitsTurns
 from jshadow.policies.costs import Costs
 from jshadow.policies.registry import register
 from jshadow.policies.shadowkv import costs
@@ -44,7 +45,7 @@ from jshadow.policies.shadowkv.state import ShadowFrozen, ShadowLive
     lossless=lambda tokens, config: {"rank": config.key_columns, "budget": max(tokens, ShadowSettings.chunk_size)},
 )
 @dataclasses.dataclass(frozen=True)
-class ShadowKV(ShadowSettings, Costs):
+class ShadowKV(ShadowSettings, Costs, SplitsTurns):
     """Select a few percent of the chunks, rebuild their keys from a code, and fetch their values meanwhile.
 
     The settings are those of `ShadowSettings`.
@@ -215,12 +216,25 @@ class ShadowKV(ShadowSettings, Costs):
         """Compute one softmax over the window, the outliers and the selected chunks."""
         pieces = self.exact_pieces(spec, state, step)
         if fetched is not None:
-            if state.frozen.preload is not None:
-                fetched = fetched.listed(spec.head_dim)
-                k, fresh = exact_keys(state.frozen.preload, state.live.fresh, fetched, step.valid)
-                state, fetched = state.replace(live=state.live.replace(fresh=fresh)), fetched.replace(k=k)
-            pieces.append(own_piece(fetched, 1 if self.scoring(spec).shared else step.valid.shape[1], spec.head_dim))
+            piece, state = self.selected_piece(spec, state, step, fetched)
+            pieces.append(piece)
         return attend(step.q_post, pieces, spec.scale), state
+
+    @property
+    def splits_turns(self) -> bool:
+        """Whether each query selects its own chunks."""
+        return self.quirks.turn_selection == "each"
+
+    def selected_piece(
+        self, spec: CacheSpec, state: LayerState, step: StepKV, fetched: Fetched
+    ) -> tuple[Piece, LayerState]:
+        """Return the selected chunks as a piece for attention, and the new state."""
+        if state.frozen.preload is not None:
+            fetched = fetched.listed(spec.head_dim)
+            k, fresh = exact_keys(state.frozen.preload, state.live.fresh, fetched, step.valid)
+            state, fetched = state.replace(live=state.live.replace(fresh=fresh)), fetched.replace(k=k)
+        queries = 1 if self.scoring(spec).shared else step.valid.shape[1]
+        return own_piece(fetched, queries, spec.head_dim), state
 
     def exact_pieces(self, spec: CacheSpec, state: LayerState, step: StepKV) -> list[Piece]:
         """Return the window and the outliers as pieces for attention."""
@@ -274,6 +288,10 @@ class ShadowKV(ShadowSettings, Costs):
     def step_temporaries(self, spec: CacheSpec) -> int:
         """Count the scores of chunks, their places, the selected rows, and the scores of tokens."""
         return costs.step_temporaries(self, spec)
+
+    def query_temporaries(self, spec: CacheSpec) -> int:
+        """Count what `step_temporaries` counts, without the scores of exact tokens."""
+        return costs.step_temporaries(self, spec) - costs.exact_scores(self, spec)
 
 
 def prompt_marks(frozen: ShadowFrozen) -> Marks:

@@ -47,7 +47,8 @@ class ShadowSettings(UniformPolicy, Budgeted, Sized):
         landmarks: the summaries of keys by which chunks are selected.
         values: how values are stored in host memory.
         choice: extensions of the paper's rules for choosing chunks.
-        extend_piece: number of new tokens of a turn for which a layer selects chunks at once.
+        extend_piece: number of new tokens of a turn for which a layer selects chunks at once. In a long turn, it is the
+            least such number if each query selects its own chunks.
         quirks: the published code's choices that differ from the paper.
         pool: size of the cache of recently selected chunks, in selections. The least recently selected chunk leaves it
             first. Chunks in it are neither fetched nor rebuilt, where `CacheSpec.keep` keeps rows. The cache holds at
