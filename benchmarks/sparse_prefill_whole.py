@@ -22,7 +22,7 @@ MODEL = Path(__file__).resolve().parent.parent / "checkpoints" / "smollm2-135m-i
 ATTENTIONS = {
     "exact": None,
     "vertical_slash:vertical=500:slash=700": VerticalSlash(vertical=500, slash=700),
-    "vertical_slash:vertical=30:slash=800": VerticalSlash(vertical=30, slash=800),
+    "vertical_slash:vertical=100:slash=200": VerticalSlash(vertical=100, slash=200),
     "a_shape:initial=100:local=1000": AShape(initial=100, local=1000),
     "block_sparse:blocks=16": BlockSparse(blocks=16),
 }
