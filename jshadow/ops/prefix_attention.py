@@ -134,7 +134,8 @@ def add_keys(
     block = min(KEY_BLOCK, rows)
     start = jnp.minimum(index * block, rows - block)  # the last block overlaps the previous one
     k, v = (lax.dynamic_slice_in_dim(x, start, block, axis=2) for x in (keys, values))
-    scores = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=jnp.float32) * scale
+    product = functools.partial(jnp.einsum, precision=exact(q.dtype), preferred_element_type=jnp.float32)
+    scores = product("bhqd,bhkd->bhqk", q, k) * scale
     seen = None
     if masked:
         key = start + jnp.arange(block)
@@ -143,5 +144,5 @@ def add_keys(
     new_top = jnp.maximum(top, scores.max(-1))
     weight, shrink = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
     weight = weight if seen is None else jnp.where(seen, weight, 0.0)
-    part = jnp.einsum("bhqk,bhkd->bhqd", weight.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    part = product("bhqk,bhkd->bhqd", weight.astype(v.dtype), v)
     return new_top, total * shrink + weight.sum(-1), out * shrink[..., None] + part
