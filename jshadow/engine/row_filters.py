@@ -84,16 +84,17 @@ def keep_first(
 
 
 def shares(weights: Float[Array, "B V"]) -> UInt[Array, "B V"]:
-    """Return the weights of each row as integers that sum to about 2**31, rounded down.
+    """Return the weights of each row as integers that sum to about 2**31.
 
     Args:
         weights: float32 [B, V] in [0, 1], with at least one 1 in each row.
 
     Returns:
-        uint32 [B, V]. A row sums to at most 2**31, apart from the rounding of float32.
+        uint32 [B, V]. A row sums to at most 2**31 + V, apart from the rounding of float32. The sum of some of them is wrong by at
+        most V / 2**32 of the whole row.
     """
     scale = jnp.full((len(weights), 1), WHOLE / weights.shape[-1], jnp.float32)
     for _ in range(2):  # the first scale is for equal weights; the second round makes up for what rounding up added
         parts = jnp.ceil(weights * scale).astype(jnp.uint32)
         scale = scale * (WHOLE / parts.sum(axis=-1, keepdims=True, dtype=jnp.uint32).astype(jnp.float32))
-    return (weights * scale).astype(jnp.uint32)
+    return jnp.round(weights * scale).astype(jnp.uint32)

@@ -17,7 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jshadow.engine.row_filters import keep_likely
-from jshadow.engine.row_settings import LIMITS, RowParts, RowSettings, check_row_ids
+from jshadow.engine.row_settings import PENALTIES, RowParts, RowSettings, check_row_ids
 from jshadow.engine.sampling import COLDEST, NO_TOKEN, Sampler, seed_key
 from jshadow.engine.types import Tokens
 from jshadow.errors import ConfigError
@@ -87,8 +87,8 @@ def row_of(settings: Sampler | RowSettings, parts: RowParts, *, prompt: Tokens =
         "min_p": np.float32(0 if sampler.min_p is None else sampler.min_p),
         "seed": np.asarray(jax.random.key_data(seed_key(settings.seed))),
     }
-    for name in LIMITS:
-        value, off = getattr(settings, name), RowSettings.__dataclass_fields__[name].default
+    for name, (off, _, _) in PENALTIES.items():
+        value = getattr(settings, name)
         if value != off and not parts.penalties:
             raise ConfigError(f"row.{name} must be {off} in a batch without penalties, got {value}")
         values[name] = np.float32(value)

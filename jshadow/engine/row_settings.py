@@ -1,7 +1,6 @@
 """Sampling settings of one request in a batch, and the arrays that a batch has for them, with their checks."""
 
 import dataclasses
-import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,12 @@ from jshadow.engine.types import Tokens
 from jshadow.errors import ConfigError, PromptError
 from jshadow.models.config import check_positive
 
-LIMITS = {"presence_penalty": (-2.0, 2.0), "frequency_penalty": (-2.0, 2.0), "repetition_penalty": (0.01, 100.0)}
+# The value that turns a penalty off, the lowest value and the highest.
+PENALTIES = {
+    "presence_penalty": (0.0, -2.0, 2.0),
+    "frequency_penalty": (0.0, -2.0, 2.0),
+    "repetition_penalty": (1.0, 0.01, 100.0),
+}
 MOST_BIAS = 100.0
 
 
@@ -42,13 +46,13 @@ class RowSettings:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = types.MappingProxyType({})
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_sampling(self.sampler, self.seed)
         if self.sampler is None:
             raise ConfigError("sampler must be a Sampler, got None")
-        for name, (low, high) in LIMITS.items():
+        for name, (_, low, high) in PENALTIES.items():
             _check_number(f"row.{name}", getattr(self, name), low, high)
         if not isinstance(self.logit_bias, Mapping):
             raise ConfigError(f"row.logit_bias must be a mapping from token id to number, got {self.logit_bias!r}")
