@@ -90,7 +90,7 @@ def shares(weights: Float[Array, "B V"]) -> UInt[Array, "B V"]:
         weights: float32 [B, V] in [0, 1], with at least one 1 in each row.
 
     Returns:
-        uint32 [B, V]. A row sums to at most 2**31 + V, apart from the rounding of float32. Any part of this sum, divided
+        uint32 [B, V]. A row sums to at most 2**31 + V, apart from the rounding of float32. A part of this sum, divided
         by the sum, is wrong by at most V / 2**31.
     """
     scale = jnp.full((len(weights), 1), WHOLE / weights.shape[-1], jnp.float32)
