@@ -1,7 +1,7 @@
 """Filters for a batch whose rows have settings of their own: which tokens each row keeps.
 
 B is the number of rows, and V is the size of the vocabulary. Nothing is sorted. The last token that a filter keeps is
-found by a bisection over the bits of the logits. All sums are sums of integers, so their order does not matter. Maxima
+found by a search over the bits of the logits. All sums are sums of integers, so their order does not matter. Maxima
 are exact too, and everything else is elementwise. So a row keeps the same tokens in every batch.
 """
 
@@ -11,7 +11,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 EVERY = 2**32 - 1  # a limit that no sum reaches: all tokens are kept
 WHOLE = 2.0**31  # the sum of the shares of a row, apart from rounding
-DISTANCE_BITS = 31  # the bits of a float32 that is not negative
+DISTANCE_BITS = 32
+BITS = 2  # bits of the cut that each round of the search finds
 
 
 def keep_likely(
@@ -71,12 +72,13 @@ def keep_first(
     def closer(cut: Array) -> Array:
         return jnp.where(distances < cut[:, None], weights, 0).sum(axis=-1, dtype=jnp.uint32)
 
-    def next_bit(index: Array, cut: Array) -> Array:
-        wider = cut | (jnp.uint32(1) << (DISTANCE_BITS - 1 - index).astype(jnp.uint32))
-        return jnp.where(closer(wider) < limits, wider, cut)
+    def next_bits(index: Array, cut: Array) -> Array:
+        step = jnp.uint32(1) << (DISTANCE_BITS - BITS * (index + 1)).astype(jnp.uint32)
+        below = [closer(cut + times * step) < limits for times in range(1, 2**BITS)]
+        return cut + step * sum(below[1:], below[0].astype(jnp.uint32))
 
     # The largest distance before which the weights sum to less than the limit. Only the tokens at it may be cut.
-    cut = jax.lax.fori_loop(0, DISTANCE_BITS, next_bit, jnp.zeros(limits.shape, jnp.uint32))
+    cut = jax.lax.fori_loop(0, DISTANCE_BITS // BITS, next_bits, jnp.zeros(limits.shape, jnp.uint32))
     tied = distances == cut[:, None]
     ties = jnp.where(tied, weights, 0)
     before = closer(cut)[:, None] + jnp.cumsum(ties, axis=-1, dtype=jnp.uint32) - ties
