@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 EVERY = 2**32 - 1  # a limit that no sum reaches: all tokens are kept
 WHOLE = 2.0**31  # the sum of the shares of a row, apart from rounding
-DISTANCE_BITS = 32
+DISTANCE_BITS = 32  # bits of a float32
 BITS = 2  # bits of the cut that each round of the search finds
 
 

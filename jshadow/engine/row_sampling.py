@@ -42,7 +42,8 @@ class RowSampling(struct.PyTreeNode):
         prompt: bit mask of the tokens in the prompt, uint32 [B, W]. None without penalties.
         bias_ids: token ids with a bias, int32 [B, K], filled up with V. None without a bias.
         bias_values: what is added to their logits, float32 [B, K]. None without a bias.
-        allowed: bit mask of the tokens that may be drawn, uint32 [B, W]. None without a grammar.
+        allowed: bit mask of the tokens that may be drawn, uint32 [B, W], from `pack_mask`. It is to be replaced before
+            a draw if it changes. None without a grammar.
     """
 
     temperature: Float[Array, " B"]
@@ -81,7 +82,7 @@ def row_of(settings: Sampler | RowSettings, parts: RowParts, *, prompt: Tokens =
         settings = RowSettings(settings)
     sampler, size = settings.sampler, parts.vocab_size
     values: dict[str, Any] = {
-        "temperature": np.float32(min(sampler.temperature, HOTTEST)),
+        "temperature": np.float32(np.clip(sampler.temperature, COLDEST, HOTTEST) if sampler.temperature else 0),
         "top_k": np.int32(0 if sampler.top_k is None else min(sampler.top_k, size)),
         "top_p": np.float32(1 if sampler.top_p is None else sampler.top_p),
         "min_p": np.float32(0 if sampler.min_p is None else sampler.min_p),
@@ -172,6 +173,7 @@ def draw(
     top = scores.max(axis=-1, keepdims=True)
     greedy = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     warm = rows.temperature > 0
+    # On a GPU, XLA reads the predicate of a cond on the host, unless its command buffers may hold conditionals.
     tokens = jax.lax.cond(warm.any(), lambda: jnp.where(warm, _draw_warm(rows, scores, top), greedy), lambda: greedy)
     fails = jnp.isnan(logits).any(axis=-1) | ~(top[:, 0] > -jnp.inf)
     tokens = jnp.where(fails, NO_TOKEN, tokens)
@@ -184,8 +186,8 @@ def draw(
 
 def _draw_warm(rows: RowSampling, scores: Array, top: Array) -> Array:
     """Draw a token for each row, int32 [B], from changed logits [B, V] whose largest is `top` [B, 1]."""
-    temperature = jnp.maximum(rows.temperature, COLDEST)[:, None]
-    cooled = jnp.where(scores == top, 0.0, (scores - top) / temperature)  # where: an infinite top minus itself is NaN
+    # The largest is set to 0, because an infinite one minus itself is NaN.
+    cooled = jnp.where(scores == top, 0.0, (scores - top) / rows.temperature[:, None])
     keep = keep_likely(cooled, rows.top_k, rows.top_p, rows.min_p)
 
     def key_of(seed: Array, step: Array) -> Array:

@@ -168,9 +168,11 @@ def test_an_infinite_logit_and_extreme_settings():
     assert infinite.tolist() == [11] * 3
 
 
-def test_a_tie_goes_to_the_lower_id():
+def test_a_greedy_tie_goes_to_the_lower_id():
     tokens, _ = draw(batch_of([row_of(Sampler(t, top_k=k), PARTS) for t, k in ((0.0, None), (1.0, 1))] * 4), TIED)
     assert tokens.tolist() == [3] * 8
+    cold, _ = draw(batch_of([row_of(RowSettings(Sampler(1e-300), seed), PARTS) for seed in range(8)]), TIED)
+    assert set(cold.tolist()) == {3, 40, 66}  # a temperature above 0 draws between equals
 
 
 TIED = jnp.zeros((8, SIZE), jnp.float32).at[:, jnp.array([3, 40, 66])].set(2.0)
