@@ -114,7 +114,7 @@ class SparsePrefill(PrefillAttention):
         gathered = max(GATHERED, self.block)
         chosen = heads * tokens * 40  # sums, their order, masks; diagonals twice; the copies that a sort makes
         estimate = heads * self.tail * (4 * KEY_TILE + 2 * dim) * 4
-        tile = heads * gathered * (4 * self.block + 4 * dim) * 4
+        tile = heads * gathered * (4 * self.block + 4 * dim) * 4 + 3 * tokens * self.block  # and the masks of one head
         queries = 3 * heads * size * dim * 4
         means = (heads * size + config.kv_heads * tokens) * dim * 8 if self.most_blocks else 0
         # The kernel's lists, and the copy that a sort of the columns makes.

@@ -19,6 +19,7 @@ from jshadow.engine.sparse_prefill.tiles import (
     key_blocks,
     open_columns,
     piece_means,
+    tiles_needed,
 )
 from jshadow.ops.key_lists import KeyLists, Keys, attend_over, run
 from jshadow.policies.prefill_attention import PrefillPiece
@@ -39,22 +40,22 @@ def attend_chosen(
         piece,
         prompt,
         chosen,
+        piece_lists(piece, prompt, chosen, tiling),
     )
 
 
 def attend_lists(
-    piece: PrefillPiece, prompt: PromptKV, chosen: Chosen, tiling: Tiling, interpret: bool
+    piece: PrefillPiece, prompt: PromptKV, chosen: Chosen, lists: KeyLists, tiling: Tiling, interpret: bool
 ) -> tuple[Float[Array, "B P h_q d"], Chosen]:
     """Compute the result of `attend_tiles` with the kernel. The output of padding is 0.
 
     Raises:
         NotImplementedError: the kernel does not support the block size, the head width or the dtype.
     """
-    lists = piece_lists(piece, prompt, chosen, tiling)
     keys = Keys(prompt.k_post, prompt.v, prompt.lengths)
     implementation = "interpret" if interpret else "pallas"
     out = attend_over(piece.q_post, keys, lists, piece.first, scale=tiling.scale, implementation=implementation)
-    needed = (lists.block_counts - (-lists.column_counts // tiling.block)).sum(2)
+    needed = tiles_needed(lists, tiling.block)
     return out, chosen.replace(tiles=chosen.tiles + needed, ran=chosen.ran + needed)
 
 

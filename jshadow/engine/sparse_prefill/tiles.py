@@ -15,6 +15,7 @@ from jshadow.cache.records import PromptKV
 from jshadow.engine.sparse_prefill.estimate import block_means
 from jshadow.engine.sparse_prefill.lines import HeadSizes, Lines, best_blocks, strip_blocks
 from jshadow.ops.attention import MASKED
+from jshadow.ops.key_lists import KeyLists
 from jshadow.policies.prefill_attention import PrefillPiece
 
 GATHERED = 256  # number of keys that a head gathers at once
@@ -76,45 +77,35 @@ class Tiling:
     implementation: str = "auto"
 
 
-class BlockList(NamedTuple):
-    """The key blocks that one query block attends to.
-
-    Attributes:
-        ids: numbers of the key blocks, int32.
-        counts: how many of the first ids are valid, int32.
-    """
-
-    ids: Int[Array, "*head W"]
-    counts: Int[Array, "*head"]
-
-
 class Head(NamedTuple):
-    """The queries of one query block and head.
+    """One query head of one row.
 
     Attributes:
-        q: the queries.
-        place: number of the query block.
         row: index in the batch.
         number: number of the query head.
         kv: number of its KV head.
+        slants: for each distance of a key block from a query block, which keys of it lie on a chosen diagonal of each
+            query. None if the head attends to all keys of its blocks.
+        in_column: which keys of each key block are chosen columns, or None.
     """
 
-    q: Float[Array, "M d"]
-    place: Int[Array, ""]
     row: Int[Array, ""]
     number: Int[Array, ""]
     kv: Int[Array, ""]
+    slants: Bool[Array, "n M M"] | None
+    in_column: Bool[Array, "n M"] | None
 
 
 def attend_tiles(
-    piece: PrefillPiece, prompt: PromptKV, chosen: Chosen, tiling: Tiling
+    piece: PrefillPiece, prompt: PromptKV, chosen: Chosen, lists: KeyLists, tiling: Tiling
 ) -> tuple[Float[Array, "B P h_q d"], Chosen]:
     """Compute causal attention of a piece of queries over the chosen keys. Each key counts once.
 
     Args:
-        piece: a whole number of blocks of queries. The position of the first is a multiple of the block size.
+        piece: n blocks of queries. The position of the first is a multiple of the block size.
         prompt: keys and values, at least up to the piece's last token, in whole blocks. Later tokens are ignored.
         chosen: the result of `SparsePrefill.begin`, or of this function for the piece before.
+        lists: the result of `piece_lists`.
         tiling: sizes of the tiles.
 
     Returns:
@@ -122,19 +113,47 @@ def attend_tiles(
     """
     q, first, block = piece.q_post, piece.first, tiling.block
     batch, length, heads, dim = q.shape
-    count = length // block
-    assert count * block == length, f"{length} queries are no blocks of {block}"
-    means = piece_means(piece, prompt, tiling)
-    tiles = q.reshape(batch, count, block, heads, dim).transpose(1, 0, 3, 2, 4)
+    group, count = heads // prompt.k_post.shape[2], length // block
 
-    def one(args: tuple[Array, Array, Array | None]) -> tuple[Array, Array, Array]:
-        index, tile, mean = args
-        tile_means = None if means is None or mean is None else (mean, means[1])
-        return attend_block(tile, first // block + index, tile_means, prompt, chosen, tiling)
+    def flat(x: Array) -> Array:
+        return x.reshape(batch * heads, *x.shape[2:])
 
-    out, needed, ran = lax.map(one, (jnp.arange(count, dtype=jnp.int32), tiles, None if means is None else means[0]))
-    out = out.transpose(1, 0, 3, 2, 4).reshape(q.shape).astype(q.dtype)
-    return out, chosen.replace(tiles=chosen.tiles + needed.sum(0), ran=chosen.ran + ran.sum(0))
+    def of_head(args: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array]:
+        number, tiles, listed = args
+        head = head_of(chosen, number // heads, number % heads, group)
+
+        def of_block(args: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array]:
+            place, tile, (ids, visited, columns, singles) = args
+            state = Softmax(jnp.full(block, MASKED), jnp.zeros(block), jnp.zeros((block, dim)))
+            state, ran = fold_blocks(state, head, (place, tile), prompt, (ids, visited), tiling.scale)
+            state, more = fold_columns(state, head, tile, prompt, (columns, singles), tiling.scale)
+            return state.out / state.total[:, None], ran + more
+
+        out, ran = lax.map(of_block, (first // block + jnp.arange(count, dtype=jnp.int32), tiles, listed))
+        return out, ran.sum()
+
+    tiles = q.reshape(batch, count, block, heads, dim).transpose(0, 3, 1, 2, 4)
+    listed = tuple(map(flat, (lists.blocks, lists.block_counts, lists.columns, lists.column_counts)))
+    out, ran = lax.map(of_head, (jnp.arange(batch * heads), flat(tiles), listed))
+    out = out.reshape(tiles.shape).transpose(0, 2, 3, 1, 4).reshape(q.shape).astype(q.dtype)
+    needed = tiles_needed(lists, block)
+    return out, chosen.replace(tiles=chosen.tiles + needed, ran=chosen.ran + ran.reshape(batch, heads))
+
+
+def tiles_needed(lists: KeyLists, block: int) -> Int[Array, "B h_q"]:
+    """Return the number of tiles that each head needs: key blocks, and columns in groups of `block`."""
+    return (lists.block_counts - (-lists.column_counts // block)).sum(2)
+
+
+def head_of(chosen: Chosen, row: Int[Array, ""], number: Int[Array, ""], group: int) -> Head:
+    """Return one query head. `group` is the number of query heads of a KV head."""
+    lines = chosen.lines
+    if lines is None:
+        return Head(row, number, number // group, None, None)
+    slants = slanted(lines.near[row, number])
+    if chosen.sizes is not None:
+        slants |= chosen.sizes.blocks[number] > 0  # a block-sparse head attends to all keys of its blocks
+    return Head(row, number, number // group, slants, lines.in_column[row, number])
 
 
 def piece_means(piece: PrefillPiece, prompt: PromptKV, tiling: Tiling) -> tuple[Array, Array] | None:
@@ -148,100 +167,58 @@ def piece_means(piece: PrefillPiece, prompt: PromptKV, tiling: Tiling) -> tuple[
     return q_means.transpose(2, 0, 1, 3), block_means(prompt.k_post, prompt.lengths, 0, tiling.block)
 
 
-def attend_block(
-    q: Float[Array, "B h_q M d"],
-    index: Int[Array, ""],
-    means: tuple[Array, Array] | None,
-    prompt: PromptKV,
-    chosen: Chosen,
-    tiling: Tiling,
-) -> tuple[Float[Array, "B h_q M d"], Int[Array, "B h_q"], Int[Array, "B h_q"]]:
-    """Compute attention of one query block: over its key blocks, and then over the columns outside of these blocks.
+def key_blocks(
+    chosen: Chosen, index: Int[Array, ""], means: tuple[Array, Array] | None, most_blocks: int
+) -> tuple[Int[Array, "B h_q W"], Int[Array, "B h_q"]]:
+    """Return the numbers of the key blocks that each head attends to from query block `index`, and how many count.
 
-    Args:
-        q: the queries of the block.
-        index: number of the block.
-        means: the mean query of the block [B, h_q, d], and the mean keys of all key blocks [B, h_kv, n, d]. None if no
-            head is block-sparse.
-        prompt, chosen, tiling: as in `attend_tiles`.
-
-    Returns:
-        The float32 output, and the numbers of tiles that each head needed and computed, both int32 [B, h_q].
+    `means` has the mean query of the block [B, h_q, d], and the mean keys of all key blocks [B, h_kv, n, d]. It is None
+    if no head is block-sparse.
     """
-    batch, heads, block, dim = q.shape
-    group = heads // prompt.k_post.shape[2]
-    blocks, counts = key_blocks(chosen, index, means, tiling.most_blocks)
-    needed, columns = counts, None
-    if chosen.lines is not None:
-        columns = open_columns(chosen.lines, index, block)
-        needed = counts - (-columns[1] // block)
-
-    def one(args: tuple[Array, Array, Array, Array, tuple[Array, Array] | None]) -> tuple[Array, Array]:
-        number, tile, ids, count, singles = args
-        head = Head(tile, index, number // heads, number % heads, number % heads // group)
-        state = Softmax(jnp.full(block, MASKED), jnp.zeros(block), jnp.zeros((block, dim)))
-        state, ran = fold_blocks(state, head, prompt, BlockList(ids, count), chosen, tiling.scale)
-        if singles is not None:
-            state, more = fold_columns(state, head, prompt, singles, tiling.scale)
-            ran += more
-        return state.out / state.total[:, None], ran
-
-    def flat(x: Array) -> Array:
-        return x.reshape(batch * heads, *x.shape[2:])
-
-    numbers = jnp.arange(batch * heads)
-    columns = None if columns is None else (flat(columns[0]), flat(columns[1]))
-    out, ran = lax.map(one, (numbers, flat(q), flat(blocks), flat(counts), columns))
-    return out.reshape(q.shape), needed, ran.reshape(batch, heads)
-
-
-def key_blocks(chosen: Chosen, index: Int[Array, ""], means: tuple[Array, Array] | None, most_blocks: int) -> BlockList:
-    """Return the key blocks that each head attends to from query block `index`. `means` is as in `attend_block`."""
     if means is None or chosen.sizes is None:
         assert chosen.lines is not None
-        return BlockList(*strip_blocks(chosen.lines, index))
+        return strip_blocks(chosen.lines, index)
     ids, counts = best_blocks(*means, index, chosen.sizes.blocks, most_blocks)
     if chosen.lines is None:
-        return BlockList(ids, counts)
+        return ids, counts
     near, near_counts = strip_blocks(chosen.lines, index)
     ids = jnp.pad(ids, ((0, 0), (0, 0), (0, near.shape[2] - most_blocks)))
     whole = chosen.sizes.blocks > 0
-    return BlockList(jnp.where(whole[:, None], ids, near), jnp.where(whole, counts, near_counts))
+    return jnp.where(whole[:, None], ids, near), jnp.where(whole, counts, near_counts)
 
 
 def fold_blocks(
-    state: Softmax, head: Head, prompt: PromptKV, blocks: BlockList, chosen: Chosen, scale: float
+    state: Softmax, head: Head, tile: tuple[Array, Array], prompt: PromptKV, blocks: tuple[Array, Array], scale: float
 ) -> tuple[Softmax, Array]:
-    """Add the listed key blocks to the softmax of a head. Return it, and the number of tiles that were computed.
+    """Add the listed key blocks to the softmax of a query block. Return it, and the number of tiles that were computed.
 
-    A block-sparse head attends to all keys of its blocks. Other heads attend to keys on a chosen diagonal or column.
+    `tile` has the number of the query block and its queries [M, d]. `blocks` has the list, and how many of it count.
     """
-    block = head.q.shape[0]
-    several = min(max(1, GATHERED // block), blocks.ids.shape[0])
-    ids = jnp.pad(blocks.ids, (0, -blocks.ids.shape[0] % several))
-    query, key = head.place * block + jnp.arange(block)[:, None, None], jnp.arange(block)
+    (place, q), (ids, visited) = tile, blocks
+    block = q.shape[0]
+    several = min(max(1, GATHERED // block), ids.shape[0])
+    ids = jnp.pad(ids, (0, -ids.shape[0] % several))
+    query, key = place * block + jnp.arange(block)[:, None], jnp.arange(block)
 
     def step(turn: Array, state: Softmax) -> Softmax:
         some = lax.dynamic_slice_in_dim(ids, turn * several, several)
-        counted = (turn * several + jnp.arange(several) < blocks.counts)[:, None]
-        seen = (some[:, None] * block + key <= query) & counted  # [M, G, M]
-        if chosen.lines is not None:
-            near = chosen.lines.near[head.row, head.number, jnp.maximum(head.place - some, 0)]
-            on_line = slanted(near).swapaxes(0, 1) | chosen.lines.in_column[head.row, head.number, some]
-            if chosen.sizes is not None:
-                on_line |= chosen.sizes.blocks[head.number] > 0
-            seen &= on_line
-        k_rows, v_rows = (rows_of(x, head, some) for x in (prompt.k_post, prompt.v))
-        scores = jnp.matmul(head.q, k_rows.T, preferred_element_type=jnp.float32) * scale
-        return state.fold(scores, seen.reshape(block, -1), v_rows)
+        seen = []
+        for index, one in enumerate(some):
+            pairs = (one * block + key <= query) & (turn * several + index < visited)
+            if head.slants is not None and head.in_column is not None:
+                pairs &= head.slants[jnp.maximum(place - one, 0)] | head.in_column[one]
+            seen.append(pairs)
+        k_rows, v_rows = (rows_of(x, head, some, block) for x in (prompt.k_post, prompt.v))
+        scores = jnp.matmul(q, k_rows.T, preferred_element_type=jnp.float32) * scale
+        return state.fold(scores, jnp.concatenate(seen, axis=1), v_rows)
 
-    turns = -(-blocks.counts // several)
+    turns = -(-visited // several)
     return lax.fori_loop(0, turns, step, state), turns * several
 
 
-def rows_of(x: Float[Array, "B S h_kv d"], head: Head, blocks: Int[Array, " G"]) -> Float[Array, "N d"]:
+def rows_of(x: Float[Array, "B S h_kv d"], head: Head, blocks: Int[Array, " G"], block: int) -> Float[Array, "N d"]:
     """Return the rows of some key blocks, in their order. Slices of whole blocks copy faster than a gather of rows."""
-    block, dim = head.q.shape
+    dim = x.shape[3]
     parts = [lax.dynamic_slice(x, (head.row, one * block, head.kv, 0), (1, block, 1, dim)) for one in blocks]
     return jnp.concatenate([part.reshape(block, dim) for part in parts])
 
@@ -274,13 +251,13 @@ def open_columns(
 
 
 def fold_columns(
-    state: Softmax, head: Head, prompt: PromptKV, columns: tuple[Array, Array], scale: float
+    state: Softmax, head: Head, q: Float[Array, "M d"], prompt: PromptKV, columns: tuple[Array, Array], scale: float
 ) -> tuple[Softmax, Array]:
-    """Add single keys to the softmax of a head. Return it, and the number of tiles that were computed.
+    """Add single keys to the softmax of a query block. Return it, and the number of tiles that were computed.
 
     `columns` is the list of keys [most], and how many of the first ones count.
     """
-    (listed, count), block = columns, head.q.shape[0]
+    (listed, count), block = columns, q.shape[0]
     several = min(max(GATHERED // block, 1) * block, -(-listed.shape[0] // block) * block)
     listed = jnp.pad(listed, (0, -listed.shape[0] % several))
 
@@ -288,7 +265,7 @@ def fold_columns(
         some = lax.dynamic_slice_in_dim(listed, turn * several, several)
         seen = (turn * several + jnp.arange(several) < count)[None]
         k_rows, v_rows = (x.at[head.row, some, head.kv].get(mode="clip") for x in (prompt.k_post, prompt.v))
-        scores = jnp.matmul(head.q, k_rows.T, preferred_element_type=jnp.float32) * scale
+        scores = jnp.matmul(q, k_rows.T, preferred_element_type=jnp.float32) * scale
         return state.fold(scores, seen, v_rows)
 
     turns = -(-count // several)
