@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
@@ -26,7 +27,15 @@ from jshadow.policies.sliding_window import SlidingWindow
 
 @functools.lru_cache(maxsize=256)
 def cache_specs(
-    config: ModelConfig, policy: Policy, batch: int, capacity: int, shortest: int, dtype: str, fetch: str
+    config: ModelConfig,
+    policy: Policy,
+    batch: int,
+    capacity: int,
+    shortest: int,
+    dtype: str,
+    fetch: str,
+    *,
+    room: int | None = None,
 ) -> tuple[CacheSpec, ...]:
     """Return the static description of each layer's cache.
 
@@ -38,7 +47,13 @@ def cache_specs(
         shortest: number of tokens in the shortest prompt. It decides how many tokens the windows must hold.
         dtype: name of the dtype of keys and values.
         fetch: fetch mode, not "auto".
+        room: number of tokens that a row may take after its prompt. It decides the windows in place of `shortest`.
+            None: a row may grow to the capacity.
+
+    Raises:
+        CapacityError: room is not an integer of at least 0.
     """
+    check_room_size(room)
     specs = []
     for layer in range(config.num_layers):
         kind = config.attention_kind(layer)
@@ -49,7 +64,9 @@ def cache_specs(
                 num_layers=config.num_layers,
                 batch=batch,
                 capacity=capacity,
-                window=cache.window_slots(capacity, shortest),
+                window=cache.window_slots(capacity, shortest)
+                if room is None
+                else window_with_room(cache, capacity, room),
                 q_heads=config.q_heads,
                 kv_heads=config.kv_heads,
                 head_dim=config.head_dim,
@@ -66,19 +83,43 @@ def cache_specs(
     return tuple(specs)
 
 
+@functools.lru_cache(maxsize=256)
+def window_with_room(cache: LayerCache, capacity: int, room: int) -> int:
+    """Return the window in which a prompt of any length that fits the capacity can take `room` more tokens.
+
+    A row still holds at most `capacity` tokens.
+    """
+    return max(cache.window_slots(min(prompt + room, capacity), prompt) for prompt in range(1, capacity + 1))
+
+
+def check_room_size(room: Any) -> None:
+    """Raise CapacityError unless room is None or an integer of at least 0."""
+    if room is not None and (isinstance(room, bool) or not isinstance(room, int | np.integer) or room < 0):
+        raise CapacityError(f"room must be an integer of at least 0, or None, got {room!r}")
+
+
 def on_backend(specs: tuple[CacheSpec, ...], backend: str) -> tuple[CacheSpec, ...]:
     """Return the specs as a process with another backend makes them. `backend` is as in `offload.keeps`."""
     return tuple(dataclasses.replace(spec, keep=offload.keeps(spec.fetch, backend)) for spec in specs)
 
 
 def abstract_state(
-    config: ModelConfig, policy: Policy, *, batch: int, capacity: int, prompt: int, dtype: str, fetch: str
+    config: ModelConfig,
+    policy: Policy,
+    *,
+    batch: int,
+    capacity: int,
+    prompt: int,
+    dtype: str,
+    fetch: str,
+    room: int | None = None,
 ) -> KVState:
     """Return the state of `batch` prompts of `prompt` tokens, with ShapeDtypeStructs in place of arrays.
 
     The other arguments are those of `footprint`.
 
     Raises:
+        CapacityError: room is not an integer of at least 0.
         ConfigError: a setting or the fetch mode is out of range.
     """
     policy = policy.resolve(config, capacity)
@@ -86,8 +127,8 @@ def abstract_state(
     if mode == "auto":
         from jshadow.planner.machine import Batch, fetch_here  # this module is imported there
 
-        mode = fetch_here(fetch, config, policy, Batch(batch, capacity, prompt, prompt, dtype)).fetch
-    return abstract_of(cache_specs(config, policy, batch, capacity, prompt, dtype, mode), policy)
+        mode = fetch_here(fetch, config, policy, Batch(batch, capacity, prompt, prompt, dtype, room=room)).fetch
+    return abstract_of(cache_specs(config, policy, batch, capacity, prompt, dtype, mode, room=room), policy)
 
 
 def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None) -> KVState:
@@ -128,7 +169,14 @@ def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
 
 
 def footprint(
-    config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
+    config: ModelConfig,
+    policy: Policy,
+    *,
+    capacity: int,
+    prompt: int,
+    dtype: str = "bfloat16",
+    fetch: str = "auto",
+    room: int | None = None,
 ) -> dict[str, Any]:
     """Return the bytes of one row's KV state, by part, and those of full attention at the same capacity.
 
@@ -139,16 +187,19 @@ def footprint(
         prompt: number of tokens in its prompt.
         dtype: name of the dtype of keys and values.
         fetch: fetch mode.
+        room: number of tokens that the row may take after its prompt, as in `prefill`. None: it may grow to the
+            capacity.
 
     Returns:
         {"parts": {name: (device, host)}, "device_bytes", "host_bytes", "full_bytes"}.
 
     Raises:
-        CapacityError: the prompt has no token, or more tokens than the capacity.
+        CapacityError: the prompt has no token, or more tokens than the capacity, or room is not an integer of at least 0.
         ConfigError: a setting or the fetch mode is out of range.
     """
     check_prompt(prompt, capacity)
-    state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
+    sizes: dict[str, Any] = {"capacity": capacity, "prompt": prompt, "dtype": dtype, "fetch": fetch}
+    state = abstract_state(config, policy, batch=1, room=room, **sizes)
     parts = state_nbytes(state)
     return {
         "parts": parts,
@@ -198,6 +249,7 @@ def prefill_peak(
     fetch: str = "auto",
     attention: PrefillAttention | None = None,
     backend: str | None = None,
+    room: int | None = None,
 ) -> dict[str, int]:
     """Return an upper bound on the device bytes at the peak of a prefill, by part. The peak is in the last layer.
 
@@ -217,6 +269,7 @@ def prefill_peak(
         fetch: fetch mode.
         attention: the sparse attention of the prompt. None: the policy's own attention, or exact attention.
         backend: "gpu" for an NVIDIA GPU, or the name of another backend. None: that of this process.
+        room: number of tokens that a row may take after its prompt, as in `prefill`. None: up to the capacity.
 
     Raises:
         ConfigError: tokens or prefill_chunk is below 1, a pattern is for another model, or a setting is out of range.
@@ -233,7 +286,8 @@ def prefill_peak(
     sparse_attention = attention or attention_of(policy.resolve(config, capacity))
     sparse_attention = sparse_attention.prepared(config)[0] if sparse_attention else None
     count, size = pieces_of(tokens, prefill_chunk, sparse_attention.multiple if sparse_attention else 1)
-    state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
+    sizes: dict[str, Any] = {"capacity": capacity, "prompt": prompt, "dtype": dtype, "fetch": fetch, "room": room}
+    state = abstract_state(config, policy, batch=batch, **sizes)
     parts = state_nbytes(state)
     queries = config.q_heads * config.head_dim
     # For each token, a piece holds the residual and the normalized input, the queries before and after RoPE and the

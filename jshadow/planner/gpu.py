@@ -226,7 +226,7 @@ class Planner:
         """Return the specs of the caches of all layers, for `batch` rows."""
         serving = self.serving
         sizes = (serving.capacity, serving.context, serving.dtype, serving.fetch)
-        return on_backend(cache_specs(self.share, policy, batch, *sizes), "gpu")
+        return on_backend(cache_specs(self.share, policy, batch, *sizes, room=serving.room), "gpu")
 
     def temporaries(self, policy: Policy, batch: int) -> dict[str, int]:
         """Return an upper bound, by part, on the device bytes of a step of `batch` rows without weights and state.
