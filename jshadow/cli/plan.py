@@ -57,7 +57,8 @@ def add_options(add: argparse.ArgumentParser) -> None:
         "--room",
         type=int,
         metavar="TOKENS",
-        help="tokens that a request may take after its prompt, for which exact keys have space (default: all new tokens)",
+        help="new tokens of a request for which exact keys have space, after a prompt of any length (default: all new "
+        "tokens, after a prompt of this length)",
     )
     add.add_argument("--policy", default="shadowkv", help="policy name (default: %(default)s)")
     add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")

@@ -194,7 +194,8 @@ def footprint(
         {"parts": {name: (device, host)}, "device_bytes", "host_bytes", "full_bytes"}.
 
     Raises:
-        CapacityError: the prompt has no token, or more tokens than the capacity, or room is not an integer of at least 0.
+        CapacityError: the prompt has no token, or more tokens than the capacity; or room is not an integer of at least
+            0.
         ConfigError: a setting or the fetch mode is out of range.
     """
     check_prompt(prompt, capacity)

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from cases import (
     CAPACITY,
+    POLICY_CASES,
     POLICY_FETCHES,
     PROMPT,
     STEPS,
     TINY,
     case_of,
     model,
+    modes_of,
     prefilled,
     random_tokens,
     setting,
@@ -34,6 +36,11 @@ def test_taken_rows_go_on_as_they_were(name, fetch):
 @policies_fetched
 def test_a_row_prefilled_alone_joins_a_batch(name, fetch):
     rows.joining_rows_go_on(case_of(name, fetch))
+
+
+@pytest.mark.parametrize("name", POLICY_CASES)
+def test_a_room_changes_no_logits(name):
+    rows.a_room_changes_no_logits(case_of(name, modes_of(name)[0]))
 
 
 @pytest.mark.parametrize("name", ["shadowkv", "probe"])
