@@ -17,9 +17,10 @@ from jshadow.engine.types import Fitted, Logits, Progress, Tokens
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig
 from jshadow.ops.whole_attention import capability_here
-from jshadow.planner.bytes import cache_specs, check_room_size
+from jshadow.planner.bytes import cache_specs
 from jshadow.planner.machine import Batch
 from jshadow.planner.prefill_pieces import attends_whole, rows_at_once
+from jshadow.planner.row_room import check_room_size, with_room
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import attention_of
@@ -121,7 +122,7 @@ def check_job(
     batch = Batch(len(row_lengths), capacity, floor, token_ids.shape[1], dtype, len(resolved), options.room)
     sizes = (batch.rows, capacity, floor, dtype)
     plans = [
-        cache_specs(config, policy, *sizes, fetch_for(mode, params, policy, batch).fetch, room=options.room)
+        with_room(cache_specs(config, policy, *sizes, fetch_for(mode, params, policy, batch).fetch), options.room)
         for policy, mode in zip(resolved, modes, strict=True)
     ]
     everywhere = replicated_sharding(params.weights)

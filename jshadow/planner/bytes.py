@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
@@ -18,6 +17,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import KEY_BLOCK, QUERY_BLOCK
 from jshadow.planner.prefill_pieces import most_rows, pieces_of, whole_or_pieces
+from jshadow.planner.row_room import with_room
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of, first_shared
 from jshadow.policies.costs import costs_of
@@ -27,15 +27,7 @@ from jshadow.policies.sliding_window import SlidingWindow
 
 @functools.lru_cache(maxsize=256)
 def cache_specs(
-    config: ModelConfig,
-    policy: Policy,
-    batch: int,
-    capacity: int,
-    shortest: int,
-    dtype: str,
-    fetch: str,
-    *,
-    room: int | None = None,
+    config: ModelConfig, policy: Policy, batch: int, capacity: int, shortest: int, dtype: str, fetch: str
 ) -> tuple[CacheSpec, ...]:
     """Return the static description of each layer's cache.
 
@@ -47,13 +39,7 @@ def cache_specs(
         shortest: number of tokens in the shortest prompt. It decides how many tokens the windows must hold.
         dtype: name of the dtype of keys and values.
         fetch: fetch mode, not "auto".
-        room: number of tokens that a row may take after its prompt. It decides the windows in place of `shortest`.
-            None: a row may grow to the capacity.
-
-    Raises:
-        CapacityError: room is not an integer of at least 0.
     """
-    check_room_size(room)
     specs = []
     for layer in range(config.num_layers):
         kind = config.attention_kind(layer)
@@ -64,9 +50,7 @@ def cache_specs(
                 num_layers=config.num_layers,
                 batch=batch,
                 capacity=capacity,
-                window=cache.window_slots(capacity, shortest)
-                if room is None
-                else window_with_room(cache, capacity, room),
+                window=cache.window_slots(capacity, shortest),
                 q_heads=config.q_heads,
                 kv_heads=config.kv_heads,
                 head_dim=config.head_dim,
@@ -81,21 +65,6 @@ def cache_specs(
             )
         )
     return tuple(specs)
-
-
-@functools.lru_cache(maxsize=256)
-def window_with_room(cache: LayerCache, capacity: int, room: int) -> int:
-    """Return the window in which a prompt of any length that fits the capacity can take `room` more tokens.
-
-    A row still holds at most `capacity` tokens.
-    """
-    return max(cache.window_slots(min(prompt + room, capacity), prompt) for prompt in range(1, capacity + 1))
-
-
-def check_room_size(room: Any) -> None:
-    """Raise CapacityError unless room is None or an integer of at least 0."""
-    if room is not None and (isinstance(room, bool) or not isinstance(room, int | np.integer) or room < 0):
-        raise CapacityError(f"room must be an integer of at least 0, or None, got {room!r}")
 
 
 def on_backend(specs: tuple[CacheSpec, ...], backend: str) -> tuple[CacheSpec, ...]:
@@ -128,7 +97,8 @@ def abstract_state(
         from jshadow.planner.machine import Batch, fetch_here  # this module is imported there
 
         mode = fetch_here(fetch, config, policy, Batch(batch, capacity, prompt, prompt, dtype, room=room)).fetch
-    return abstract_of(cache_specs(config, policy, batch, capacity, prompt, dtype, mode, room=room), policy)
+    specs = cache_specs(config, policy, batch, capacity, prompt, dtype, mode)
+    return abstract_of(with_room(specs, room), policy)
 
 
 def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None) -> KVState:

@@ -23,7 +23,6 @@ from jshadow.evaluation.laws.inputs import (
 from jshadow.evaluation.laws.law import Case, Subject, close, equal, holds, in_each_mode, in_one_mode, law
 from jshadow.evaluation.laws.seen import NEIGHBOR, as_seen, same_codes
 
-
 ROOM = 6  # tokens that a row may take after its prompt
 
 
