@@ -19,11 +19,11 @@ Space = jax.memory.Space
 
 def take_rows(tree: Any, rows: Sequence[int]) -> Any:
     """Return new arrays that consist of the given rows of each array of a pytree."""
-    return _take(tree, jnp.asarray(rows, jnp.int32))
+    return taken_from(tree, jnp.asarray(rows, jnp.int32))
 
 
 @jax.jit
-def _take(tree: Any, rows: Array) -> Any:
+def taken_from(tree: Any, rows: Array) -> Any:
     def pick(array: Array, rows: Array) -> Array:
         return jnp.take(array, rows, axis=0, mode="clip")
 
@@ -51,11 +51,11 @@ def insert_row(tree: Any, row: int, other: Any) -> Any:
         leaves[place] = leaf.copy() if id(leaf) in donated else leaf
         donated.add(id(leaf))
     others = [fit_host(source, leaf) for leaf, source in zip(leaves, others, strict=True)]
-    return jax.tree.unflatten(structure, _insert(leaves, others, jnp.asarray(row, jnp.int32)))
+    return jax.tree.unflatten(structure, insert_into(leaves, others, jnp.asarray(row, jnp.int32)))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _insert(leaves: list[Array], others: list[Array], row: Array) -> list[Array]:
+def insert_into(leaves: list[Array], others: list[Array], row: Array) -> list[Array]:
     fitted = [fit(source, leaf.shape, jnp) for leaf, source in zip(leaves, others, strict=True)]
     return [
         lax.dynamic_update_slice_in_dim(leaf, source, row, axis=0) for leaf, source in zip(leaves, fitted, strict=True)
