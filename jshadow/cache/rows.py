@@ -24,6 +24,8 @@ def take_rows(tree: Any, rows: Sequence[int]) -> Any:
 
 @jax.jit
 def taken_from(tree: Any, rows: Array) -> Any:
+    """Return the arrays of `take_rows`. `rows` is int32 [n], so all choices of n rows share the program."""
+
     def pick(array: Array, rows: Array) -> Array:
         return jnp.take(array, rows, axis=0, mode="clip")
 
@@ -56,6 +58,7 @@ def insert_row(tree: Any, row: int, other: Any) -> Any:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def insert_into(leaves: list[Array], others: list[Array], row: Array) -> list[Array]:
+    """Return the arrays of `insert_row`. `row` is int32 [], so all rows share the program. `leaves` is donated."""
     fitted = [fit(source, leaf.shape, jnp) for leaf, source in zip(leaves, others, strict=True)]
     return [
         lax.dynamic_update_slice_in_dim(leaf, source, row, axis=0) for leaf, source in zip(leaves, fitted, strict=True)
