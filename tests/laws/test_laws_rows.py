@@ -43,6 +43,15 @@ def test_a_room_changes_no_logits(name):
     rows.a_room_changes_no_logits(case_of(name, modes_of(name)[0]))
 
 
+@pytest.mark.parametrize("name", ["shadowkv", "quest", "infllm", "kivi"])
+def test_prompts_of_all_lengths_have_their_room(name):
+    """How many tokens a prompt leaves beside its whole units depends on its length."""
+    lengths = np.arange(1, 49)
+    prompts = random_tokens(len(lengths), 48)
+    state = decode.prefill(model(), prompts, lengths, setting(name, "restricted"), capacity=CAPACITY, room=7)[1]
+    assert 7 <= np.min(state.room()) < 7 + 4  # rows in host memory have space for whole units of four tokens
+
+
 @pytest.mark.parametrize("name", ["shadowkv", "probe"])
 def test_a_row_that_does_not_fit_is_refused(name):
     """A state of long prompts has small windows: a short prompt with many new tokens has no place in them."""
