@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from jshadow.cache.offload import Space, to_host
 from pallas_kernels import on_host
-
-Space = jax.memory.Space
 
 
 def take_rows(tree: Any, rows: Sequence[int]) -> Any:
@@ -29,9 +28,7 @@ def taken_from(tree: Any, rows: Array) -> Any:
     def pick(array: Array, rows: Array) -> Array:
         return jnp.take(array, rows, axis=0, mode="clip")
 
-    return jax.tree.map(
-        lambda leaf: on_host(pick)(leaf, jax.device_put(rows, Space.Host)) if in_host(leaf) else pick(leaf, rows), tree
-    )
+    return jax.tree.map(lambda leaf: on_host(pick)(leaf, to_host(rows)) if in_host(leaf) else pick(leaf, rows), tree)
 
 
 def insert_row(tree: Any, row: int, other: Any) -> Any:

@@ -11,7 +11,6 @@ from jshadow.errors import CapacityError
 from jshadow.policies.base import LayerCache
 
 
-@functools.lru_cache(maxsize=256)
 def with_room(specs: tuple[CacheSpec, ...], room: int | None) -> tuple[CacheSpec, ...]:
     """Return the specs with windows in which every row can take `room` tokens after its prompt, of any length.
 
