@@ -22,7 +22,7 @@ def with_room(specs: tuple[CacheSpec, ...], room: int | None) -> tuple[CacheSpec
     check_room_size(room)
     if room is None:
         return specs
-    windows = [window_with_room(spec.policy, spec.capacity, room) for spec in specs]
+    windows = [window_with_room(spec.policy, spec.capacity, int(room)) for spec in specs]
     return tuple(dataclasses.replace(spec, window=window) for spec, window in zip(specs, windows, strict=True))
 
 
