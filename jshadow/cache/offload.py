@@ -1,4 +1,6 @@
-"""The host tier: place the rows of a prompt, write new rows, fetch selected rows. No other module moves these rows.
+"""The host tier: place the rows of a prompt, write new rows, fetch selected rows.
+
+Only this module and `jshadow.cache.rows`, which moves rows from state to state, move these rows.
 
 There are three fetch modes:
 

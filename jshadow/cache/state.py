@@ -6,7 +6,7 @@ name of this module is `jshadow.state`, so it also exports the records of record
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,12 +27,13 @@ from jshadow.cache.records import PromptKV as PromptKV
 from jshadow.cache.records import Rebuild as Rebuild
 from jshadow.cache.records import Selection as Selection
 from jshadow.cache.records import StepKV as StepKV
+from jshadow.cache.rows import insert_row, take_rows
 from jshadow.cache.spec import CacheSpec as CacheSpec
 from jshadow.cache.spec import HostLayout as HostLayout
 from jshadow.errors import StateMismatch
 from jshadow.ops.rope_config import RopeConfig as RopeConfig
 
-CONSUMED = "state was consumed by an earlier step; use the state it returned, or fork() first"
+CONSUMED = "state was consumed by an earlier step or insert; use the state it returned, or fork() before a step"
 
 
 class Reads(struct.PyTreeNode):
@@ -173,9 +174,8 @@ class KVState(struct.PyTreeNode):
             raise
 
     def check_alive(self) -> None:
-        """Raise StateMismatch if a step has already consumed this state."""
-        _, writes = self.split()
-        for leaf in jax.tree.leaves(writes):
+        """Raise StateMismatch if a step or an insert has already consumed this state."""
+        for leaf in jax.tree.leaves(self.row_trees()):
             if is_deleted(leaf):
                 raise StateMismatch(CONSUMED)
 
@@ -195,17 +195,24 @@ class KVState(struct.PyTreeNode):
         if not numbers or not all(0 <= row < self.batch for row in numbers):
             raise StateMismatch(f"rows must be a non-empty list of numbers in [0, {self.batch}), got {numbers}")
         specs = tuple(dataclasses.replace(spec, batch=len(numbers)) for spec in self.specs)
-        return self.map_rows(lambda leaf: leaf[np.asarray(numbers)]).replace(specs=specs)
+        return self.with_row_trees(take_rows(self.row_trees(), numbers)).replace(specs=specs)
 
-    def insert(self, row: int, other: "KVState") -> "KVState":
+    def insert(self, row: int, other: "KVState", *, consume: bool = False) -> "KVState":
         """Return a new state in which row `row` is replaced by the only row of `other`.
 
         The two states must have the same model, policy, capacity and fetch mode. Their windows may differ, because each
         prefill sizes its own. The tokens of `other` must fit the window of this state.
 
+        Args:
+            row: the number of the row.
+            other: a state of one row. It can be used again.
+            consume: whether the result may reuse the memory of this state, in both memories. Then only a row is
+                allocated. This state and all its forks cannot be used again, because forks share the prompt half. A
+                state that `take` returned remains valid. If False, the whole state is copied.
+
         Raises:
-            StateMismatch: the states do not match, row is not a whole number in [0, B), or a step has consumed one of
-                the states.
+            StateMismatch: the states do not match, row is not a whole number in [0, B), or one of the states was
+                consumed. Then this state is not consumed.
         """
         self.check_alive()
         other.check_alive()
@@ -217,40 +224,32 @@ class KVState(struct.PyTreeNode):
             raise StateMismatch(f"other must be one row of {self.specs[0]}, got {other.specs[0]}")
         if not same_arrays(self.fitted, other.fitted):
             raise StateMismatch("other must have the learned arrays (fitted) of this state, got others")
-        new = self.map_rows(lambda leaf, other_leaf: set_row(leaf, row, other_leaf), other)
-        if new.room()[row] < 0:
+        specs = tuple(dataclasses.replace(spec, batch=1) for spec in self.specs)
+        if other.replace(specs=specs).room()[0] < 0:
             raise StateMismatch(
                 f"other holds {int(other.lengths[0])} tokens, more than fit this state's window={self.specs[0].window}"
             )
-        return new
+        whole = self if consume else self.take(range(self.batch))
+        try:
+            return self.with_row_trees(insert_row(whole.row_trees(), int(row), other.row_trees()))
+        except RuntimeError:
+            self.check_alive()  # another thread may have consumed it meanwhile
+            raise
 
     def room(self) -> Array:
-        """Return the number of tokens that each row can still take, int32 [B]. It can be traced by jit."""
+        """Return the number of tokens that each row can still take, int32 [B]. It can be traced by jit.
+
+        Raises:
+            StateMismatch: a step or an insert has already consumed this state.
+        """
+        self.check_alive()
         distinct = {spec.policy: (spec, layer) for spec, layer in zip(self.specs, self.layers, strict=True)}
         rooms = [spec.policy.room(spec, layer, self.lengths) for spec, layer in distinct.values()]
         return jnp.min(jnp.stack(rooms), axis=0)
 
-    def map_rows(self, change: Callable[..., Any], *others: "KVState") -> "KVState":
-        """Return a state in which `change` was applied to every array that has a row axis.
-
-        Args:
-            change: called with an array of this state, and the same array of each state in `others`. It gets NumPy
-                arrays for arrays in host memory. The result is put in the memory of the array.
-            others: states of the same structure.
-        """
-
-        def leaf_map(leaf: Array, *other_leaves: Array) -> Array:
-            leaves: tuple[Any, ...] = (leaf, *other_leaves)
-            if leaf.sharding.memory_kind == "pinned_host":
-                # NumPy gathers on the CPU. On a GPU, XLA compiles a gather from pinned host memory badly.
-                leaves = tuple(np.asarray(one) for one in leaves)
-            new = change(*leaves)
-            # device_put may return the same buffer for an empty array. It is copied, because a step on one of the two
-            # states donates its buffers and would delete the buffer of the other.
-            return jax.device_put(new if new.size else jnp.array(np.zeros(new.shape, new.dtype)), leaf.sharding)
-
-        new = jax.tree.map(leaf_map, self.row_trees(), *[other.row_trees() for other in others])
-        return self.replace(layers=new[0], shared=new[1], lengths=new[2], last=new[3], counters=new[4])
+    def with_row_trees(self, trees: tuple[Any, ...]) -> "KVState":
+        """Return the state with these arrays in place of those of `row_trees`."""
+        return self.replace(**dict(zip(("layers", "shared", "lengths", "last", "counters"), trees, strict=True)))
 
     def row_trees(self) -> tuple[Any, ...]:
         """Return the parts of the state in which axis 0 of every array is the row."""
@@ -274,14 +273,3 @@ def same_arrays(tree: Any, other: Any) -> bool:
     leaves, other_leaves = jax.tree.leaves(tree), jax.tree.leaves(other)
     alike = str(jax.tree.structure(tree)) == str(jax.tree.structure(other))
     return alike and all(a is b or np.array_equal(a, b) for a, b in zip(leaves, other_leaves, strict=True))
-
-
-def set_row(array: Any, row: int, source: Any) -> Any:
-    """Return a copy of `array` in which row `row` is source[0]. It is cut or padded with zeros if sizes differ."""
-    overlap = tuple(slice(0, min(a, b)) for a, b in zip(array.shape[1:], source.shape[1:], strict=True))
-    if isinstance(array, np.ndarray):
-        new = array.copy()
-        new[row] = 0
-        new[row : row + 1][(slice(None), *overlap)] = source[(slice(0, 1), *overlap)]
-        return new
-    return array.at[row].set(jnp.zeros_like(array[row]).at[overlap].set(source[0][overlap]))

@@ -53,6 +53,13 @@ def add_options(add: argparse.ArgumentParser) -> None:
         "resident, which keep them as they are (default there: 0.6, as the ShadowKV paper reports)",
     )
     add.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
+    add.add_argument(
+        "--room",
+        type=int,
+        metavar="TOKENS",
+        help="new tokens of a request for which exact keys have space, after a prompt of any length (default: all new "
+        "tokens, after a prompt of this length)",
+    )
     add.add_argument("--policy", default="shadowkv", help="policy name (default: %(default)s)")
     add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")
     add.add_argument(
@@ -176,6 +183,7 @@ def count_bytes(args: argparse.Namespace, policy: "Policy") -> int:
     for length in map(int, text.split(",")):
         capacity = length + args.max_new_tokens
         sizes: dict[str, Any] = {"capacity": capacity, "prompt": length, "dtype": args.dtype, "fetch": args.fetch}
+        sizes["room"] = args.room
         others = with_kernel(packed_beside(policy, config), config, capacity, args)
         beside = {name: footprint(config, other, **sizes) for name, other in others.items()}
         rows.append({"length": length, "capacity": capacity, **footprint(config, policy, **sizes), "beside": beside})
@@ -228,6 +236,7 @@ def plan_gpus(args: argparse.Namespace, policy: "Policy") -> int:
         repeat_share=args.repeat_share,
         host_limit=None if args.host_gib is None else int(args.host_gib * GIB),
         gather_bytes_per_second=HOST_GATHER if args.gather is None else args.gather * 1e9,
+        room=args.room,
     )
     plans = [capacity_plan(config, policy, gpu, serving, beside=beside) for gpu in gpus]
     if args.json:

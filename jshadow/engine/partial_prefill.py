@@ -172,7 +172,8 @@ def begin_prefill(
     Raises:
         PromptError, CapacityError, ConfigError, HostMemoryError: as in `prefill`.
     """
-    settings: dict[str, Any] = {"fetch": "auto", "fitted": None, "prefill_chunk": 2048, "attention": None, **options}
+    defaults = {"fetch": "auto", "fitted": None, "prefill_chunk": 2048, "attention": None, "room": None}
+    settings: dict[str, Any] = {**defaults, **options}
     fetch = settings.pop("fetch")
     chosen = PrefillOptions(capacity=capacity, logits=logits, shortest=None, progress=None, **settings)
     return begin(check_job(params, tokens, lengths, [policy], fetch, chosen))

@@ -83,6 +83,7 @@ def prefill_many(
     shortest: int | None = None,
     progress: Progress | None = None,
     attention: PrefillAttention | None = None,
+    room: int | None = None,
 ) -> list[tuple[Array, KVState]] | list[tuple[Joined, KVState]]:
     """Prefill a batch of prompts once, and make one state for each policy.
 
@@ -93,9 +94,10 @@ def prefill_many(
         capacity, fitted, logits, prefill_chunk: as in `prefill`.
         fetch: one mode for all, or one for each policy.
         shortest: number of tokens of the shortest prompt, by which windows are sized. A number that is rounded down
-            lets prompts of similar lengths share one compiled step. None means the real number.
+            lets prompts of similar lengths share one compiled step. None means the real number. With `room` it has no
+            effect.
         progress: called with a `PrefillProgress` after each unit of the prefill.
-        attention: as in `prefill`.
+        attention, room: as in `prefill`.
 
     Returns:
         (logits, state) for each policy. All have the same logits array.
@@ -103,7 +105,7 @@ def prefill_many(
     Raises:
         PromptError, CapacityError, ConfigError, HostMemoryError: as in `prefill`.
     """
-    options = PrefillOptions(capacity, fitted, logits, prefill_chunk, shortest, progress, attention)
+    options = PrefillOptions(capacity, fitted, logits, prefill_chunk, shortest, progress, attention, room)
     return run(check_job(params, tokens, lengths, policies, fetch, options))
 
 
@@ -141,6 +143,7 @@ def prefill(
     logits: WholeLogits | Callable[[Array], Joined] = "last",
     prefill_chunk: int = 2048,
     attention: PrefillAttention | None = None,
+    room: int | None = None,
 ) -> tuple[Array, KVState] | tuple[Joined, KVState]:
     """Run a ragged batch of prompts through the model. Return logits and the KV state of the prompts.
 
@@ -160,17 +163,22 @@ def prefill(
         attention: the sparse attention of the prompt (`VerticalSlash()` and others). None means exact attention, or the
             policy's own. Keys and values of all tokens are computed in any case. A policy that chooses tokens by
             attention scores also computes the scores of all tokens.
+        room: number of tokens that each row may take after its prompt, within the capacity. It sizes the exact keys
+            and values that the policy keeps beside the compressed prompt, for prompts of any length. A step past
+            `state.room()` is refused. None: a row may grow to the capacity, and the shortest prompt of the batch
+            sizes them.
 
     Returns:
         The float32 logits, or the joined results of the callable, and the state.
 
     Raises:
         PromptError: the batch or a row is empty, the shapes are wrong, or a token id is out of range.
-        CapacityError: a prompt exceeds the capacity, or the capacity exceeds the model's context.
+        CapacityError: a prompt exceeds the capacity, the capacity exceeds the model's context, or room is not an
+            integer of at least 0.
         ConfigError: a policy setting, fetch mode, logits choice or prefill_chunk is out of range; `fitted` does not fit
             the policy; or `attention` is not a PrefillAttention, was found on another model, or is given although the
             policy has its own.
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
-    options = PrefillOptions(capacity, fitted, logits, prefill_chunk, None, None, attention)
+    options = PrefillOptions(capacity, fitted, logits, prefill_chunk, None, None, attention, room)
     return run(check_job(params, tokens, lengths, [policy], fetch, options))[0]

@@ -20,6 +20,7 @@ from jshadow.ops.whole_attention import capability_here
 from jshadow.planner.bytes import cache_specs
 from jshadow.planner.machine import Batch
 from jshadow.planner.prefill_pieces import attends_whole, rows_at_once
+from jshadow.planner.row_room import check_room_size, with_room
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import attention_of
@@ -39,6 +40,7 @@ class PrefillOptions:
     shortest: int | None
     progress: Progress | None
     attention: PrefillAttention | None
+    room: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +106,7 @@ def check_job(
     check_logits(options.logits)
     check_capacity(config, options.capacity, int(row_lengths.max()))
     check_piece("prefill_chunk", options.prefill_chunk)
+    check_room_size(options.room)
     capacity, dtype = int(options.capacity), str(params.dtype)
     modes: list[Any] = list(fetch) if isinstance(fetch, tuple | list) else [fetch] * len(policies)
     if not policies or len(modes) != len(policies):
@@ -116,9 +119,10 @@ def check_job(
     resolved = [policy.resolve(config, capacity) for policy in chosen]
     shortest = int(row_lengths.min())
     floor = shortest if options.shortest is None else min(options.shortest, shortest)
-    batch = Batch(len(row_lengths), capacity, floor, token_ids.shape[1], dtype, len(resolved))
+    batch = Batch(len(row_lengths), capacity, floor, token_ids.shape[1], dtype, len(resolved), options.room)
+    sizes = (batch.rows, capacity, floor, dtype)
     plans = [
-        cache_specs(config, policy, batch.rows, capacity, floor, dtype, fetch_for(mode, params, policy, batch).fetch)
+        with_room(cache_specs(config, policy, *sizes, fetch_for(mode, params, policy, batch).fetch), options.room)
         for policy, mode in zip(resolved, modes, strict=True)
     ]
     everywhere = replicated_sharding(params.weights)

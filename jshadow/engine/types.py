@@ -32,6 +32,7 @@ class PrefillKeywords(TypedDict, total=False):
     fitted: Fitted | None
     prefill_chunk: int
     attention: PrefillAttention | None
+    room: int | None
 
 
 class PrefillManyKeywords(TypedDict, total=False):
@@ -43,6 +44,7 @@ class PrefillManyKeywords(TypedDict, total=False):
     shortest: int | None
     progress: Progress | None
     attention: PrefillAttention | None
+    room: int | None
 
 
 class ExtendKeywords(TypedDict, total=False):

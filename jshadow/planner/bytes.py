@@ -17,6 +17,7 @@ from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import KEY_BLOCK, QUERY_BLOCK
 from jshadow.planner.prefill_pieces import most_rows, pieces_of, whole_or_pieces
+from jshadow.planner.row_room import with_room
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of, first_shared
 from jshadow.policies.costs import costs_of
@@ -72,13 +73,22 @@ def on_backend(specs: tuple[CacheSpec, ...], backend: str) -> tuple[CacheSpec, .
 
 
 def abstract_state(
-    config: ModelConfig, policy: Policy, *, batch: int, capacity: int, prompt: int, dtype: str, fetch: str
+    config: ModelConfig,
+    policy: Policy,
+    *,
+    batch: int,
+    capacity: int,
+    prompt: int,
+    dtype: str,
+    fetch: str,
+    room: int | None = None,
 ) -> KVState:
     """Return the state of `batch` prompts of `prompt` tokens, with ShapeDtypeStructs in place of arrays.
 
     The other arguments are those of `footprint`.
 
     Raises:
+        CapacityError: room is not an integer of at least 0.
         ConfigError: a setting or the fetch mode is out of range.
     """
     policy = policy.resolve(config, capacity)
@@ -86,8 +96,9 @@ def abstract_state(
     if mode == "auto":
         from jshadow.planner.machine import Batch, fetch_here  # this module is imported there
 
-        mode = fetch_here(fetch, config, policy, Batch(batch, capacity, prompt, prompt, dtype)).fetch
-    return abstract_of(cache_specs(config, policy, batch, capacity, prompt, dtype, mode), policy)
+        mode = fetch_here(fetch, config, policy, Batch(batch, capacity, prompt, prompt, dtype, room=room)).fetch
+    specs = cache_specs(config, policy, batch, capacity, prompt, dtype, mode)
+    return abstract_of(with_room(specs, room), policy)
 
 
 def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None) -> KVState:
@@ -128,7 +139,14 @@ def full_bytes(config: ModelConfig, capacity: int, itemsize: int) -> int:
 
 
 def footprint(
-    config: ModelConfig, policy: Policy, *, capacity: int, prompt: int, dtype: str = "bfloat16", fetch: str = "auto"
+    config: ModelConfig,
+    policy: Policy,
+    *,
+    capacity: int,
+    prompt: int,
+    dtype: str = "bfloat16",
+    fetch: str = "auto",
+    room: int | None = None,
 ) -> dict[str, Any]:
     """Return the bytes of one row's KV state, by part, and those of full attention at the same capacity.
 
@@ -139,16 +157,20 @@ def footprint(
         prompt: number of tokens in its prompt.
         dtype: name of the dtype of keys and values.
         fetch: fetch mode.
+        room: number of tokens that the row may take after its prompt, as in `prefill`. None: it may grow to the
+            capacity.
 
     Returns:
         {"parts": {name: (device, host)}, "device_bytes", "host_bytes", "full_bytes"}.
 
     Raises:
-        CapacityError: the prompt has no token, or more tokens than the capacity.
+        CapacityError: the prompt has no token, or more tokens than the capacity; or room is not an integer of at least
+            0.
         ConfigError: a setting or the fetch mode is out of range.
     """
     check_prompt(prompt, capacity)
-    state = abstract_state(config, policy, batch=1, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
+    sizes: dict[str, Any] = {"capacity": capacity, "prompt": prompt, "dtype": dtype, "fetch": fetch}
+    state = abstract_state(config, policy, batch=1, room=room, **sizes)
     parts = state_nbytes(state)
     return {
         "parts": parts,
@@ -198,6 +220,7 @@ def prefill_peak(
     fetch: str = "auto",
     attention: PrefillAttention | None = None,
     backend: str | None = None,
+    room: int | None = None,
 ) -> dict[str, int]:
     """Return an upper bound on the device bytes at the peak of a prefill, by part. The peak is in the last layer.
 
@@ -217,6 +240,7 @@ def prefill_peak(
         fetch: fetch mode.
         attention: the sparse attention of the prompt. None: the policy's own attention, or exact attention.
         backend: "gpu" for an NVIDIA GPU, or the name of another backend. None: that of this process.
+        room: number of tokens that a row may take after its prompt, as in `prefill`. None: up to the capacity.
 
     Raises:
         ConfigError: tokens or prefill_chunk is below 1, a pattern is for another model, or a setting is out of range.
@@ -234,7 +258,8 @@ def prefill_peak(
     sparse_attention = attention or attention_of(policy.resolve(config, capacity))
     sparse_attention = sparse_attention.prepared(config)[0] if sparse_attention else None
     count, size = pieces_of(tokens, prefill_chunk, sparse_attention.multiple if sparse_attention else 1)
-    state = abstract_state(config, policy, batch=batch, capacity=capacity, prompt=prompt, dtype=dtype, fetch=fetch)
+    sizes: dict[str, Any] = {"capacity": capacity, "prompt": prompt, "dtype": dtype, "fetch": fetch, "room": room}
+    state = abstract_state(config, policy, batch=batch, **sizes)
     parts = state_nbytes(state)
     queries = config.q_heads * config.head_dim
     # For each token, a piece holds the residual and the normalized input, the queries before and after RoPE and the

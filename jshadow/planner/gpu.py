@@ -26,6 +26,7 @@ from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan, Serving, StepBoun
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, Gpu
 from jshadow.planner.prefill_batch import largest_prefill
 from jshadow.planner.prefill_time import prefill_time
+from jshadow.planner.row_room import with_room
 from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
 from jshadow.policies.costs import costs_of, rows_of
@@ -226,7 +227,7 @@ class Planner:
         """Return the specs of the caches of all layers, for `batch` rows."""
         serving = self.serving
         sizes = (serving.capacity, serving.context, serving.dtype, serving.fetch)
-        return on_backend(cache_specs(self.share, policy, batch, *sizes), "gpu")
+        return on_backend(with_room(cache_specs(self.share, policy, batch, *sizes), serving.room), "gpu")
 
     def temporaries(self, policy: Policy, batch: int) -> dict[str, int]:
         """Return an upper bound, by part, on the device bytes of a step of `batch` rows without weights and state.

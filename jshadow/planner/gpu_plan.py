@@ -26,6 +26,8 @@ class Serving:
             as in the ShadowKV paper.
         host_limit: bytes of host memory that all requests together may take. None: no limit.
         gather_bytes_per_second: rate at which the host gathers rows for "device_put".
+        room: number of tokens that a request may take after its prompt, by which windows are sized as in `prefill`.
+            None: windows are sized for `context` and `max_new_tokens`.
     """
 
     context: int
@@ -37,6 +39,7 @@ class Serving:
     repeat_share: float | None = None
     host_limit: int | None = None
     gather_bytes_per_second: float = HOST_GATHER
+    room: int | None = None
 
     @property
     def capacity(self) -> int:

@@ -31,6 +31,8 @@ class Batch:
         width: number of tokens to which the prompts are padded.
         dtype: name of the dtype of keys and values.
         states: number of states of this size that the call makes. They share the memory equally.
+        room: number of tokens that a request may take after its prompt, by which windows are sized. None: up to the
+            capacity.
     """
 
     rows: int
@@ -39,6 +41,7 @@ class Batch:
     width: int
     dtype: str
     states: int = 1
+    room: int | None = None
 
 
 def fetch_here(fetch: str, config: ModelConfig, policy: Policy, batch: Batch, *, loading: int = 0) -> FetchChoice:
@@ -95,7 +98,9 @@ def mode_figures(
         has_kernels: whether the device runs the kernels of this project.
     """
     new = batch.capacity - batch.shortest
-    serving = Serving(batch.shortest, new, batch=batch.rows, dtype=batch.dtype, repeat_share=PAPERS_REPEATS)
+    serving = Serving(
+        batch.shortest, new, batch=batch.rows, dtype=batch.dtype, repeat_share=PAPERS_REPEATS, room=batch.room
+    )
     policy = policy.resolve(config, batch.capacity)
     planner = Planner(config, config, rates, serving)
     specs = planner.specs(policy, batch.rows)
@@ -117,6 +122,7 @@ def mode_figures(
             shortest=batch.shortest,
             dtype=batch.dtype,
             fetch=mode,
+            room=batch.room,
         )
         needed, host = max(step, sum(peak.values()) - peak["weights"]), sum(host for _, host in state)
         figures.append(ModeFigures(mode, batch.rows, needed, host, now.step(policy, batch.rows).tokens_per_second))

@@ -30,6 +30,7 @@ def largest_prefill(config: ModelConfig, policy: Policy, serving: Serving, room:
             dtype=serving.dtype,
             fetch=serving.fetch,
             backend="gpu",
+            room=serving.room,
         )
         return sum(parts.values())
 

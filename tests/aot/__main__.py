@@ -21,6 +21,7 @@ from aot import programs
 from aot.compiler import Program, compile_for
 from aot.compression import TOKENS, Work, compressions
 from aot.machine_code import tools_folder
+from aot.pools import pool_tasks
 from aot.prefill_kernel import KernelTable, kernel_table
 from aot.programs import ReadLayer, Task
 from aot.step_limits import faults_of
@@ -31,6 +32,7 @@ from jshadow.planner.prefill_operations import layer_operations
 from jshadow.policies import ShadowKV
 
 FIRST = next(iter(TARGETS))
+MOST_TEMPORARIES = 2**24  # maximum temporary bytes of a program that moves a row
 MOST_LOCAL = 256  # maximum bytes of spilled registers of a thread
 PACKED, PACKED_BATCH = "Llama-3.1-8B, shadowkv packed small", 50  # the setting of the paper has half this batch
 # Operations that may have the prompt's values as their result, because they copy nothing.
@@ -93,6 +95,11 @@ def faults(task: Task, program: Program) -> Iterator[str]:
         yield f"a kernel keeps {program.local_bytes()} bytes a thread in local memory"
     if task.kernel and "__gpu$xla.gpu.triton" not in program.text:
         yield "no kernel of ours in it"
+    reused = memory.alias_size_in_bytes + memory.host_alias_size_in_bytes
+    if task.reused is not None and reused != task.reused:
+        yield f"results reuse {reused:,} bytes of the arguments, not {task.reused:,}"
+    if task.reused is not None and memory.temp_size_in_bytes + memory.host_temp_size_in_bytes > MOST_TEMPORARIES:
+        yield f"temporaries {memory.temp_size_in_bytes:,} and {memory.host_temp_size_in_bytes:,} on the host"
     if task.read is not None:
         yield from read_faults(task.read, program)
     if task.state is not None:
@@ -120,6 +127,7 @@ def faults(task: Task, program: Program) -> Iterator[str]:
 def all_tasks(gpu: str, full_batch: int) -> Iterator[Task]:
     """Yield all programs, and the large batch that packed codes make possible."""
     yield from programs.tasks(gpu, full_batch)
+    yield from pool_tasks(gpu)
     small = ShadowKV.packed(small=True)
     yield programs.step_task(PACKED, gpu, programs.LLAMA, small, PACKED_BATCH, 122_880, "device_put")
 

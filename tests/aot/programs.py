@@ -65,6 +65,7 @@ class Task(NamedTuple):
         resident: bytes of a layer's selected keys and values if they are fetched with "zero_copy", else None.
         kernel: whether the program is a single kernel of pallas_kernels.
         read: the limits of a layer of a prefill, or None for another program.
+        reused: bytes of the arguments whose memory the results take, in both memories, or None if this is not checked.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Task(NamedTuple):
     resident: int | None = None
     kernel: bool = False
     read: ReadLayer | None = None
+    reused: int | None = None
 
 
 def size(tree: Any) -> int:

@@ -70,7 +70,7 @@ def test_every_kind_of_attention_can_be_paused(attention, monkeypatch):
         )
         attention = None
     tokens = np.random.default_rng(3).integers(3, 97, (2, 55), dtype=np.int32)
-    settings = dict(capacity=80, prefill_chunk=PIECE, attention=attention, fetch="device_put")
+    settings = dict(capacity=80, prefill_chunk=PIECE, attention=attention, fetch="device_put", room=8)
     want = jshadow.prefill(params, tokens, [55, 21], SHADOW, **settings)
     assert_same(pause_everywhere(params, tokens, [55, 21], SHADOW, **settings)[0], want)
 

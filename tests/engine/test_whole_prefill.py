@@ -136,7 +136,7 @@ def plans(monkeypatch, config=None, policy=None, dtype="bfloat16", **changes):
     config = config or family_config("gemma3")
     device = changes.pop("capability", HOPPER)
     monkeypatch.setattr(prefill_job, "capability_here", lambda: device)
-    options = PrefillOptions(80, None, "last", SIZE, None, None, changes.pop("attention", None))
+    options = PrefillOptions(80, None, "last", SIZE, None, None, changes.pop("attention", None), None)
     tokens = np.full((4, 55), 5, np.int32)
     job = check_job(params_of(config, dtype), tokens, LENGTHS, [policy or Full()], "resident", options)
     job = dataclasses.replace(job, **changes)

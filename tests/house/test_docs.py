@@ -204,7 +204,7 @@ def test_packed_bytes_are_the_planner_s():
 
 def test_the_plans_are_the_planner_s(capsys, monkeypatch):
     """planning.md: the table of SmolLM2's bytes, and the rows of the GPU plan."""
-    from real_shapes import PAPERS_SHARE, SMOLLM2
+    from real_shapes import LLAMA_31_8B, PAPERS_SHARE, SMOLLM2
 
     from jshadow.cache.host_memory import POOL_VARIABLE
     from jshadow.cli.main import main
@@ -216,6 +216,10 @@ def test_the_plans_are_the_planner_s(capsys, monkeypatch):
         for figure in (f"{used['device_bytes']:,}", f"{used['full_bytes']:,}"):
             assert f"| {figure} " in page
         assert f"| {used['full_bytes'] / used['device_bytes']:.2f} " in page
+    sizes = {"capacity": 131072, "prompt": 1024, "fetch": "device_put"}
+    for room in (None, 1024):
+        row = footprint(LLAMA_31_8B, POLICIES["shadowkv"](budget=2048), **sizes, room=room)
+        assert f" {row['device_bytes'] / 2**30:.1f} GiB" in page
     monkeypatch.delenv(POOL_VARIABLE, raising=False)
     assert main(["plan", "llama-3.1-8b", "--context", "122880", "--gpu", "h200"]) == 0
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]

@@ -8,7 +8,7 @@ LIBRARY = ("jshadow", "pallas_kernels")
 EVERYWHERE = (*LIBRARY, "tests", "benchmarks", "examples", "notebooks", "checkpoints", "docs")
 MOST_LINES, MOST_PARAMETERS = 300, 7
 # Public functions whose settings are keywords, and one traceable core whose signature programs outside rely on.
-KEYWORD_FACES = {"generate", "stream", "prefill", "prefill_many", "prefill_peak", "generate_steps"}
+KEYWORD_FACES = {"generate", "stream", "prefill", "prefill_many", "prefill_peak", "generate_steps", "abstract_state"}
 
 
 def texts(folders: tuple[str, ...]) -> dict[str, str]:

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 from cases import (
     CAPACITY,
+    POLICY_CASES,
     POLICY_FETCHES,
     PROMPT,
     STEPS,
     TINY,
     case_of,
     model,
+    modes_of,
     prefilled,
     random_tokens,
     setting,
@@ -34,6 +36,20 @@ def test_taken_rows_go_on_as_they_were(name, fetch):
 @policies_fetched
 def test_a_row_prefilled_alone_joins_a_batch(name, fetch):
     rows.joining_rows_go_on(case_of(name, fetch))
+
+
+@pytest.mark.parametrize("name", POLICY_CASES)
+def test_a_room_changes_no_logits(name):
+    rows.a_room_changes_no_logits(case_of(name, modes_of(name)[0]))
+
+
+@pytest.mark.parametrize("name", ["shadowkv", "quest", "infllm", "kivi"])
+def test_prompts_of_all_lengths_have_their_room(name):
+    """How many tokens a prompt leaves beside its whole units depends on its length."""
+    lengths = np.arange(1, 49)
+    prompts = random_tokens(len(lengths), 48)
+    state = decode.prefill(model(), prompts, lengths, setting(name, "restricted"), capacity=CAPACITY, room=7)[1]
+    assert 7 <= np.min(state.room()) < 7 + 4  # rows in host memory have space for whole units of four tokens
 
 
 @pytest.mark.parametrize("name", ["shadowkv", "probe"])

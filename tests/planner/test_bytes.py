@@ -4,6 +4,7 @@ import jax
 import pytest
 from real_shapes import LLAMA_31_8B, PAPERS_SHARE, SMOLLM2
 
+from jshadow.errors import CapacityError
 from jshadow.planner.bytes import abstract_state, footprint
 from jshadow.policies import POLICIES, Full, ShadowKV
 
@@ -62,3 +63,18 @@ def test_nothing_is_allocated(name):
 def test_full_counts_itself():
     made = footprint(LLAMA_31_8B, Full(), capacity=131072, prompt=131000)
     assert made["device_bytes"] == made["full_bytes"] == 16 * 2**30
+
+
+def test_a_row_with_a_room_costs_the_same_after_every_prompt():
+    """Without a room, a row that begins with a short prompt needs an exact window for nearly the whole capacity."""
+    sizes = {"capacity": 131072, "fetch": "device_put"}
+    grown = footprint(LLAMA_31_8B, ShadowKV(), prompt=1024, **sizes)
+    made = [footprint(LLAMA_31_8B, ShadowKV(), prompt=prompt, room=1024, **sizes) for prompt in (1024, 8192, 131072)]
+    assert made[0] == made[1] == made[2]
+    assert made[0]["device_bytes"] < made[0]["full_bytes"] / 6 < grown["full_bytes"] < grown["device_bytes"]
+    token = 2 * LLAMA_31_8B.num_layers * LLAMA_31_8B.key_columns * 2
+    least = footprint(LLAMA_31_8B, ShadowKV(), prompt=131072, room=0, **sizes)
+    assert made[0]["device_bytes"] - least["device_bytes"] == 1024 * token
+    for room in (-1, True, 1.5, "8"):
+        with pytest.raises(CapacityError, match="room must be an integer of at least 0"):
+            footprint(LLAMA_31_8B, ShadowKV(), prompt=1024, room=room, **sizes)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -101,11 +102,10 @@ def forget() -> None:
     teacher_forced.cache_clear()
 
 
-def abstract(case: Case, fetch: str) -> KVState:
-    """Return the abstract state (shapes and dtypes) of a case's batch in a fetch mode."""
-    return abstract_state(
-        TINY, case.policy, batch=BATCH, capacity=CAPACITY, prompt=min(LENGTHS), dtype="float32", fetch=fetch
-    )
+def abstract(case: Case, fetch: str, room: int | None = None) -> KVState:
+    """Return the abstract state (shapes and dtypes) of a case's batch in a fetch mode, with a room for new tokens."""
+    sizes: dict[str, Any] = {"batch": BATCH, "capacity": CAPACITY, "prompt": min(LENGTHS), "dtype": "float32"}
+    return abstract_state(TINY, case.policy, **sizes, fetch=fetch, room=room)
 
 
 # Leaves of a state

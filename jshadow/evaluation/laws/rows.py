@@ -1,14 +1,17 @@
-"""Laws about rows: a row of a batch gives the same results as alone, also after rows are taken, inserted or paused."""
+"""Laws about rows: a row gives the same results alone as in a batch, and after it is taken, inserted or paused."""
 
 import numpy as np
 
+from jshadow.cache.accounting import state_nbytes
 from jshadow.engine import decode
+from jshadow.errors import CapacityError
 from jshadow.evaluation.laws.inputs import (
     BATCH,
     CAPACITY,
     LENGTHS,
     PROMPT,
     STEPS,
+    abstract,
     meaningful,
     model,
     prefilled,
@@ -17,8 +20,10 @@ from jshadow.evaluation.laws.inputs import (
     state_of,
     teacher_forced,
 )
-from jshadow.evaluation.laws.law import Case, Subject, close, equal, in_each_mode, law
+from jshadow.evaluation.laws.law import Case, Subject, close, equal, holds, in_each_mode, in_one_mode, law
 from jshadow.evaluation.laws.seen import NEIGHBOR, as_seen, same_codes
+
+ROOM = 6  # tokens that a row may take after its prompt
 
 
 def row_cases(subject: Subject, fetches: tuple[str, ...]) -> list[Case]:
@@ -79,3 +84,21 @@ def inactive_rows_do_not_change(case: Case) -> None:
     _, state = decode.decode_step(model(), STEPS[:, 1], state, active=[True, False, True])
     for path, leaf in meaningful(state).items():
         equal(leaf[1], before[path][1], f"row 1 of {path}")
+
+
+@law("A room changes no logits and takes the planned bytes, and a step past it is refused.", cases=in_one_mode)
+def a_room_changes_no_logits(case: Case) -> None:
+    """Prefill with space for six tokens after each prompt, and feed six. Then ask for one more than there is space."""
+    _, state = decode.prefill(model(), PROMPT, LENGTHS, case.policy, capacity=CAPACITY, fetch=case.fetch, room=ROOM)
+    planned = abstract(case, case.fetch, room=ROOM)
+    holds(state_nbytes(planned) == state_nbytes(state), f"bytes by part: {state_nbytes(planned)} are planned")
+    holds(min(state.room()) >= ROOM, f"room {state.room()} is less than {ROOM}")
+    logits, state = run_steps(model(), state, STEPS[:, :ROOM])
+    close(logits, teacher_forced(case.policy, case.fetch), 1e-5)
+    more = int(state.room()[0]) + 1
+    try:
+        decode.extend(model(), random_tokens(BATCH, more), [more, 0, 0], state)
+    except CapacityError as error:
+        holds(f"room for {more - 1} more, got {more}" in str(error), f"the error names no room: {error}")
+    else:
+        holds(False, f"row 0 took {more} tokens")

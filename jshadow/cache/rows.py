@@ -1,0 +1,82 @@
+"""Programs that move rows between the arrays of states. Axis 0 of every array is the row.
+
+An array keeps its memory. The programs treat arrays in host memory as `jshadow.cache.offload` requires.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jshadow.cache.offload import Space, to_host
+from pallas_kernels import on_host
+
+
+def take_rows(tree: Any, rows: Sequence[int]) -> Any:
+    """Return new arrays that consist of the given rows of each array of a pytree."""
+    return taken_from(tree, jnp.asarray(rows, jnp.int32))
+
+
+@jax.jit
+def taken_from(tree: Any, rows: Array) -> Any:
+    """Return the arrays of `take_rows`. `rows` is int32 [n], so all choices of n rows share the program."""
+
+    def pick(array: Array, rows: Array) -> Array:
+        return jnp.take(array, rows, axis=0, mode="clip")
+
+    return jax.tree.map(lambda leaf: on_host(pick)(leaf, to_host(rows)) if in_host(leaf) else pick(leaf, rows), tree)
+
+
+def insert_row(tree: Any, row: int, other: Any) -> Any:
+    """Return the arrays of a pytree with row `row` replaced by the only row of another. This consumes `tree`.
+
+    A row that is longer than that of `tree` is cut, and a shorter one is filled with zeros. The result reuses the
+    memory of `tree`, so no more than a row is allocated.
+
+    Args:
+        tree: the arrays, [B, ...] each.
+        row: the number of the row.
+        other: a pytree of the same structure, with arrays [1, ...].
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    # A buffer can be donated only once, and may not be an argument of the same call. Only small arrays are shared.
+    kept, donated = {id(leaf) for leaf in leaves}, set[int]()
+    others = [leaf.copy() if id(leaf) in kept else leaf for leaf in jax.tree.leaves(other)]
+    for place, leaf in enumerate(leaves):
+        leaves[place] = leaf.copy() if id(leaf) in donated else leaf
+        donated.add(id(leaf))
+    others = [fit_host(source, leaf) for leaf, source in zip(leaves, others, strict=True)]
+    return jax.tree.unflatten(structure, insert_into(leaves, others, jnp.asarray(row, jnp.int32)))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def insert_into(leaves: list[Array], others: list[Array], row: Array) -> list[Array]:
+    """Return the arrays of `insert_row`. `row` is int32 [], so all rows share the program. `leaves` is donated."""
+    fitted = [fit(source, leaf.shape, jnp) for leaf, source in zip(leaves, others, strict=True)]
+    return [
+        lax.dynamic_update_slice_in_dim(leaf, source, row, axis=0) for leaf, source in zip(leaves, fitted, strict=True)
+    ]
+
+
+def in_host(leaf: Array) -> bool:
+    """Return whether an array lies in host memory. It may be traced."""
+    return bool(jax.typeof(leaf).memory_space == Space.Host)
+
+
+def fit_host(source: Array, like: Array) -> Array:
+    """Cut or zero-pad a row in host memory to the shape of the rows of `like`. Return other arrays as they are."""
+    if source.sharding.memory_kind != "pinned_host" or source.shape[1:] == like.shape[1:]:
+        return source
+    return jax.device_put(fit(np.asarray(source), like.shape, np), source.sharding)
+
+
+def fit(source: Any, shape: tuple[int, ...], numpy: Any) -> Any:
+    """Cut or zero-pad a row [1, ...] to [1, *shape[1:]], with the functions of `numpy` or `jax.numpy`."""
+    if source.shape[1:] == shape[1:]:
+        return source
+    cut = source[tuple(slice(0, size) for size in (1, *shape[1:]))]
+    return numpy.pad(cut, [(0, size - there) for size, there in zip((1, *shape[1:]), cut.shape, strict=True)])
