@@ -208,4 +208,6 @@ def finish_prefill(params: Params, partial: PartialPrefill, policy: Policy | Non
     check_partial(params, partial, policy)
     while not partial.done:
         partial = advance(partial)
-    return end(partial)[0]
+    result = end(partial)[0]
+    partial.work.x.delete()  # the state has the arrays of the layers, so the value cannot be finished again
+    return result

@@ -61,8 +61,16 @@ def takes_blocks(source: Reads | KVState) -> bool:
 
 
 def split_of(policy: LayerCache) -> SplitsTurns | None:
-    """Return the layer's cache if its long turns are stored at once (`SplitsTurns`), or else None."""
-    return policy if isinstance(policy, SplitsTurns) and policy.splits_turns and policy.reads.piece > 1 else None
+    """Return the layer's cache if its long turns are stored at once (`SplitsTurns`), or else None.
+
+    A subclass with its own `append` or `attend` inherits hooks that do not fit these, so it takes blocks, unless it has
+    its own `selected_piece` too.
+    """
+    if not isinstance(policy, SplitsTurns) or not policy.splits_turns or policy.reads.piece == 1:
+        return None
+    owner = next(base for base in type(policy).__mro__ if "selected_piece" in vars(base))
+    same = all(getattr(type(policy), hook) is getattr(owner, hook) for hook in ("append", "attend"))
+    return policy if same else None
 
 
 def block_tokens(spec: CacheSpec, count: int) -> int:

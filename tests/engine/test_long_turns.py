@@ -12,7 +12,7 @@ from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.transformer import abstract_weights
 from jshadow.planner import turn_pieces
 from jshadow.planner.bytes import abstract_state
-from jshadow.planner.turn_pieces import block_tokens, extend_peak, turn_tokens
+from jshadow.planner.turn_pieces import block_tokens, extend_peak, split_of, turn_tokens
 from jshadow.policies import Full, ShadowKV
 
 CAPACITY = 256  # the context of the model
@@ -95,6 +95,18 @@ def test_a_turn_that_has_no_room_changes_nothing():
     with pytest.raises(CapacityError, match="row 0 holds 40 tokens"):
         decode.extend(model(), tokens, [217, 1], state, extend_chunk=64)
     assert np.asarray(state.lengths).tolist() == [40, 13]
+
+
+def test_a_subclass_with_its_own_attention_takes_blocks():
+    """Its hook is called, and not the split one that it inherits."""
+
+    class Mute(ShadowKV):
+        def attend(self, spec, state, step, fetched):
+            out, state = super().attend(spec, state, step, fetched)
+            return 0 * out, state
+
+    assert split_of(ShadowKV(rank=8)) is not None
+    assert split_of(Mute(rank=8)) is None
 
 
 @pytest.mark.parametrize("chunk", [0, -1, 2.0, True])

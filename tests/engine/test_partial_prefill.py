@@ -187,7 +187,11 @@ def test_a_value_can_be_advanced_once():
     after = jshadow.advance_prefill(model(), partial)
     with pytest.raises(StateMismatch, match="was advanced before; use the value that advance_prefill returned"):
         jshadow.advance_prefill(model(), partial)
+    while not after.done:
+        after = jshadow.advance_prefill(model(), after)
     jshadow.finish_prefill(model(), after)
+    with pytest.raises(StateMismatch, match="was advanced before"):
+        jshadow.finish_prefill(model(), after)
 
 
 def test_lengths_past_the_capacity_are_refused():
