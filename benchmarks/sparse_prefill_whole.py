@@ -22,6 +22,7 @@ MODEL = Path(__file__).resolve().parent.parent / "checkpoints" / "smollm2-135m-i
 ATTENTIONS = {
     "exact": None,
     "vertical_slash:vertical=500:slash=700": VerticalSlash(vertical=500, slash=700),
+    "vertical_slash:vertical=100:slash=200": VerticalSlash(vertical=100, slash=200),
     "vertical_slash:vertical=500:slash=350": VerticalSlash(vertical=500, slash=350),
     "vertical_slash:vertical=1000:slash=200": VerticalSlash(vertical=1000, slash=200),
     "a_shape:initial=100:local=1000": AShape(initial=100, local=1000),
