@@ -68,7 +68,7 @@ def scan_tokens(
         tokens: token ids, int32 [B, T], right padded with any values.
         lengths: number of real tokens of each row, int32 [B].
         reads, writes: the two halves of the state.
-        turn: the size of a piece, and which logits to return. Nobody is told of its progress.
+        turn: the size of a piece, and which logits to return. `turn.progress` is not called.
 
     Returns:
         The logits, or the joined results of the callable, and the new `writes`.

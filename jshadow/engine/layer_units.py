@@ -80,6 +80,7 @@ def run_unit(plan: LayerPlan, unit: Unit, given: Given, layer: LayerWork) -> Lay
     piece, row = np.int32(unit.piece), np.int32(unit.row)
     if unit.work == "project":
         begun, q = prefill_layer.project_piece(given, x, begun, q, piece, row, plan=plan)
+        carry = None  # the output of the rows before is no longer needed
     elif unit.work == "begin":
         carry = prefill_layer.begin_attention(given, x, begun, q, plan=plan)
     elif unit.work == "piece":

@@ -79,7 +79,7 @@ def begin(job: PrefillJob) -> PartialPrefill:
         sum(costs_of(plan[index].policy).compress_flops(plan[index], count * size) for plan in job.plans)
         for index in range(config.num_layers)
     )
-    schedule = Schedule(plans, compressions, len(job.lengths), count, pieces)
+    schedule = Schedule(plans, compressions, len(job.lengths), pieces)
     x = embed_prompt(job.params.weights, fit_tokens(jnp.asarray(job.tokens), count * size), config=config)
     return PartialPrefill(job, schedule, first_work(job, x))
 

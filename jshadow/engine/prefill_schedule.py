@@ -17,14 +17,12 @@ class Schedule:
         plans: the static arguments of each layer.
         compressions: operations of the compression of each layer.
         batch: number of rows.
-        count: number of pieces of the padded prompt.
         pieces: number of pieces that have real tokens.
     """
 
     plans: tuple[LayerPlan, ...]
     compressions: tuple[int, ...]
     batch: int
-    count: int
     pieces: int
 
     @functools.cached_property

@@ -37,7 +37,7 @@ TOKEN_FIELDS = ("q_pre", "q_post", "k_pre", "k_post", "v", "cos", "sin", "valid"
 
 
 class Turn(NamedTuple):
-    """How a turn is fed: the tokens of a piece in each row, the logits to return, and who is told of each piece."""
+    """How a turn is fed: the tokens of a piece in each row, the logits to return, and a callback for each piece."""
 
     size: int
     want: Logits[Any]
