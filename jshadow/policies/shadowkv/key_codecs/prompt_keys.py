@@ -135,7 +135,7 @@ class PromptKeys:
 
 def two_parts(x: Float[Array, "*n"]) -> tuple[Array, Array]:
     """Return two bfloat16 arrays, of which the sum is x to 16 significant bits."""
-    high = rounded(x, jnp.bfloat16)
+    high = rounded(x, jnp.dtype(jnp.bfloat16))
     return high.astype(jnp.bfloat16), (x - high).astype(jnp.bfloat16)
 
 
