@@ -263,8 +263,8 @@ class KVState(struct.PyTreeNode):
         """
         self.check_alive()
         if self.shares_prompt:
-            rooms: Array = each_row(lambda one: one.room(), self)
-            return rooms
+            shared: Array = each_row(lambda one: one.room(), self)
+            return shared
         distinct = {spec.policy: (spec, layer) for spec, layer in zip(self.specs, self.layers, strict=True)}
         rooms = [spec.policy.room(spec, layer, self.lengths) for spec, layer in distinct.values()]
         return jnp.min(jnp.stack(rooms), axis=0)
