@@ -1,22 +1,23 @@
 """Rows that share a prompt half (`share`): turns, generation, bytes, and what is refused."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CAPACITY, TINY, model, prefilled, random_tokens, setting
+from cases import CAPACITY, TINY, model, prefilled, random_tokens
 
 from jshadow.cache.accounting import state_nbytes
 from jshadow.engine import decode
 from jshadow.engine.saved_state import save_state
 from jshadow.errors import CapacityError, StateMismatch
 
-SHADOWKV = setting("shadowkv", "restricted")
+SETTING = ("shadowkv", "restricted")
 FETCHES = ("resident", "device_put", "zero_copy")
 
 
 @pytest.fixture(params=FETCHES)
 def one(request):
-    return prefilled(SHADOWKV, request.param)[1].take([0])
+    return prefilled(*SETTING, request.param)[1].take([0])
 
 
 def test_the_prompt_half_is_held_once(one):
@@ -32,7 +33,8 @@ def test_the_prompt_half_is_held_once(one):
         )
         assert got == want
     parts, alone = state_nbytes(state), state_nbytes(one)
-    assert parts["left"] == alone["left"] and parts["host rows"] == alone["host rows"]
+    assert parts["left"] == alone["left"]
+    assert parts["host rows"] == alone["host rows"]
     assert parts["window"][0] == 5 * alone["window"][0]
     assert all(leaf is source for leaf, source in zip(*map(jax.tree.leaves, (state.reads(), one.reads())), strict=True))
 
@@ -45,9 +47,8 @@ def test_a_ragged_turn_of_shared_rows_is_that_of_forks(one):
         np.testing.assert_allclose(logits[row, : lengths[row]], alone[0, : lengths[row]], atol=1e-5)
         np.testing.assert_array_equal(state.take([row]).lengths, fork.lengths)
     np.testing.assert_array_equal(state.lengths, np.asarray(one.lengths) + lengths)
-    core, _ = decode.extend_steps(
-        model().weights, TINY, jax.numpy.asarray(turn), jax.numpy.asarray(lengths), one.share(3)
-    )
+    turn, lengths = jnp.asarray(turn), jnp.asarray(lengths)
+    core, _ = decode.extend_steps(model().weights, TINY, turn, lengths, one.share(3))
     np.testing.assert_allclose(core[1], logits[1, 3], atol=1e-5)
 
 
@@ -61,9 +62,10 @@ def test_generated_tokens_of_shared_rows_are_those_of_forks(one):
 def test_take_keeps_rows_shared_and_insert_needs_the_same_prompt(one):
     state = one.share(3)
     assert repr(state).startswith(f"KVState(lengths={[int(one.lengths[0])] * 3}, ")
-    assert state.take([2, 0]).shares_prompt and state.take([2, 0]).batch == 2
+    assert state.take([2, 0]).shares_prompt
+    assert state.take([2, 0]).batch == 2
     assert not state.take([1]).shares_prompt
-    other = prefilled(SHADOWKV, one.fetch)[1].take([1])
+    other = prefilled(*SETTING, one.fetch)[1].take([1])
     with pytest.raises(StateMismatch, match="the same arrays"):
         state.insert(0, other)
     with pytest.raises(StateMismatch, match="got 3 of"):
@@ -80,7 +82,9 @@ def test_room_of_shared_rows_can_change(one):
     least = int(np.min(state.room()))
     assert least >= 2
     wide = state.with_room(9)
-    assert wide.shares_prompt and np.min(wide.room()) >= 9 and np.min(state.room()) == least
+    assert wide.shares_prompt
+    assert np.min(wide.room()) >= 9
+    assert np.min(state.room()) == least
     with pytest.raises(CapacityError, match=f"at most {CAPACITY - int(one.lengths[0])}"):
         one.with_room(CAPACITY)
     for room in (-1, None, True, 1.5):
