@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from byte_models import BARE, SHADOW
 from cases import CAPACITY, TINY, model, prefilled, random_tokens
 
+import jshadow
 from jshadow.cache.accounting import state_nbytes
 from jshadow.engine import decode
 from jshadow.engine.saved_state import save_state
@@ -57,6 +59,19 @@ def test_generated_tokens_of_shared_rows_are_those_of_forks(one):
     for row in (0, 1):
         alone, _ = decode.decode_steps(model(), [3 + row], one.fork(), 4)
         np.testing.assert_array_equal(tokens[row], alone[0])
+
+
+def test_generate_continues_shared_rows():
+    options = {"capacity": 320, "fetch": "device_put"}
+    document = jshadow.generate(BARE, list(range(5, 205)), SHADOW, max_new_tokens=0, **options).state
+    turns = [[9, 8], [4]]
+    both = jshadow.generate(BARE, turns, state=document.share(2), max_new_tokens=4)
+    for turn, answer in zip(turns, both, strict=True):
+        alone = jshadow.generate(BARE, turn, state=document.fork(), max_new_tokens=4)
+        assert answer.tokens == alone.tokens
+        assert answer.report.attended_parts == alone.report.attended_parts
+    with pytest.raises(StateMismatch, match="verify needs a prompt half for each row, got 2"):
+        jshadow.generate(BARE, turns, state=document.share(2), verify=True, max_new_tokens=4)
 
 
 def test_take_keeps_rows_shared_and_insert_needs_the_same_prompt(one):
