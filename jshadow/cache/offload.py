@@ -19,7 +19,6 @@ does not index, reshape or scatter host arrays.
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +28,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jshadow.cache.records import Fetched, HostArray, HostTier, HostWrite, Selection
 from jshadow.cache.spec import CacheSpec, HostLayout
+from jshadow.cache.write_units import write_units
 from jshadow.errors import ConfigError
 from jshadow.ops.packing import dequantize_chunks, row_words
 from pallas_kernels import ChosenKeys, HostRows, KeptRows, fetch_reconstruct, on_host, put_missed
@@ -143,11 +143,7 @@ def write(tier: HostTier, rows: HostWrite | None) -> HostTier:
     start = rows.start if rows.valid is None else jnp.where(rows.valid, rows.start, tail.array.shape[2] - 1)
     data = rows.data.astype(tail.array.dtype)
     data = to_host(data) if tail.memory == "pinned_host" else data
-    array = tail.array
-    for row, unit in itertools.product(range(array.shape[0]), range(data.shape[2])):
-        one = lax.dynamic_slice(data, (row, 0, unit, 0), (1, data.shape[1], 1, data.shape[3]))
-        array = lax.dynamic_update_slice(array, one, (row, 0, start[row, unit], 0))
-    return tier.replace(tail=HostArray(array, tail.memory))
+    return tier.replace(tail=HostArray(write_units(tail.array, data, start), tail.memory))
 
 
 def fetch(spec: CacheSpec, tier: HostTier, selection: Selection, layout: HostLayout) -> Fetched:

@@ -47,7 +47,7 @@ def extend_steps(
     `weights` and `config` are the model.
     """
     reads, writes = state.split()
-    turn = Turn(turn_tokens(reads, tokens.shape[1], chunk_for(logits, state.batch)), logits)
+    turn = Turn(turn_tokens(reads, tokens.shape[1], chunk_for(logits, state)), logits)
     out, writes = scan_tokens(weights, config, tokens, lengths, reads, writes, turn)
     return out, state.join(writes)
 

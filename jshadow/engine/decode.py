@@ -210,9 +210,7 @@ def extend(
     with consuming(state):
         reads, writes = state.split()
         run = functools.partial(_extend, params.weights, reads=reads, config=params.config)
-        turn = Turn(
-            turn_tokens(reads, ids.shape[1], chunk_for(logits, state.batch, chunk)), logits, options.get("progress")
-        )
+        turn = Turn(turn_tokens(reads, ids.shape[1], chunk_for(logits, state, chunk)), logits, options.get("progress"))
         out, writes = in_pieces(run, ids, counts, writes, turn)
     return out, note_room(state.join(writes), room)
 

@@ -5,8 +5,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from jshadow.cache.accounting import FETCH_QUANTUM, state_nbytes
+from jshadow.cache.shared_rows import each_row
 from jshadow.cache.state import Counters, KVState
 from jshadow.policies.settings import policy_settings
 
@@ -130,6 +132,12 @@ def explain_large_cache(state: KVState, device_bytes: int, dense_bytes: int) -> 
     )
 
 
+def parts_of_rows(state: KVState) -> list[dict[str, Array]]:
+    """Return the tokens that the last query of each row attended to, by part, float32 [B], for each layer."""
+    layers = zip(state.specs, state.layers, strict=True)
+    return [spec.policy.attended_parts(spec, layer, state.lengths) for spec, layer in layers]
+
+
 def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, float]]:
     """Return the number of tokens of each part that each row's last query attended to, as a mean over layers.
 
@@ -140,8 +148,7 @@ def attended_parts(state: KVState, generated: np.ndarray) -> list[dict[str, floa
         generated: number of generated tokens that each row holds, int [B].
     """
     totals: dict[str, Any] = {}
-    for spec, layer in zip(state.specs, state.layers, strict=True):
-        attended = spec.policy.attended_parts(spec, layer, state.lengths)
+    for attended in each_row(parts_of_rows, state) if state.shares_prompt else parts_of_rows(state):
         parts = {part: np.asarray(tokens, np.float64) for part, tokens in attended.items()}
         if "window" in parts:  # its newest tokens are the generated ones
             parts["generated"] = np.minimum(generated, parts["window"])

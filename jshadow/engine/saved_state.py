@@ -47,12 +47,15 @@ def save_state(
         tokens: the token ids that each row holds, to be stored with the state. None: they are not stored.
 
     Raises:
-        StateMismatch: the state was consumed, is of another model, or holds another number of tokens than `tokens`.
+        StateMismatch: the state was consumed, is of another model, holds another number of tokens than `tokens`, or has
+            several rows that share a prompt half.
         PromptError: a token id is out of range.
         CheckpointError: the file cannot be written (such as on a full disk), or JSON cannot express a setting.
     """
     target = Path(path).expanduser()
     check_state(params, state, None)
+    if state.shares_prompt:
+        raise StateMismatch(f"state must not share a prompt half among {state.batch} rows; save take([i]) of each row")
     record = StateRecord.of(state, params)
     check_loadable(record, state, params)
     fills = cache_fills(state)

@@ -23,7 +23,7 @@ from jax import Array, lax
 from jshadow.cache.counters import Counters
 from jshadow.cache.records import HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.cache.state import Writes
+from jshadow.cache.state import KVState, Writes
 from jshadow.engine.layer_hooks import append_tokens, fetch_units
 from jshadow.engine.progress import PrefillProgress
 from jshadow.engine.step_work import LayerWork, count_step
@@ -44,9 +44,14 @@ class Turn(NamedTuple):
     progress: Progress | None = None
 
 
-def chunk_for(want: Logits[Any], batch: int, extend_chunk: int = EXTEND_CHUNK) -> int:
-    """Return `extend_chunk`, or less for a callable, which is called with the logits of at most LOGITS_PIECE tokens."""
-    return min(extend_chunk, batch * LOGITS_PIECE) if callable(want) else extend_chunk
+def chunk_for(want: Logits[Any], state: KVState, extend_chunk: int = EXTEND_CHUNK) -> int:
+    """Return `extend_chunk` for `turn_tokens`, or less for a callable.
+
+    A callable is called with the logits of at most LOGITS_PIECE tokens. If rows share a prompt half, their specs
+    describe one row, so each row takes its part of the chunk.
+    """
+    most = min(extend_chunk, state.batch * LOGITS_PIECE) if callable(want) else extend_chunk
+    return most * state.specs[0].batch // state.batch
 
 
 def in_pieces(

@@ -258,7 +258,13 @@ class Verifier:
 
 
 def resident_twin(state: KVState) -> KVState:
-    """Return a fork of an offloaded state, with its host rows on the device."""
+    """Return a fork of an offloaded state, with its host rows on the device.
+
+    Raises:
+        StateMismatch: several rows share a prompt half. `Verifier` compares layers of ordinary states only.
+    """
+    if state.shares_prompt:
+        raise StateMismatch(f"verify needs a prompt half for each row, got {state.batch} rows that share one")
 
     def bring(part: HostArray | None) -> HostArray | None:
         if part is None:

@@ -110,6 +110,10 @@ class SpeCache(KIVI, Speculates, PlansAhead, Budgeted):
         """Return the number of tokens k that a head fetches for a step."""
         return min(self.fetched, spec.capacity)
 
+    def window_slots(self, capacity: int, shortest: int) -> int:
+        """Return KIVI's slots, with space for the trial step after a prompt even if no token may follow it."""
+        return super().window_slots(max(capacity, shortest + 1), shortest)
+
     def host_layout(self, spec: CacheSpec) -> HostLayout | None:
         """Return the layout of the exact keys and values of all tokens, in units of one token."""
         return HostLayout(spec.kv_heads, spec.capacity, 1, planes=2, tail_units=spec.window)

@@ -138,6 +138,28 @@ def landmark_logits(queries: list[jax.Array], chunks: Any, rows: Rows, scale: fl
 
 @functools.partial(jax.jit, static_argnames=("scale", "interpret"))
 def chunk_scores(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> jax.Array:
+    """See `pallas_kernels.chunk_scores`. Under vmap, queries of several rows on one prompt read its landmarks once.
+
+    Raises:
+        NotImplementedError: as in `scores_of`.
+    """
+    scores = functools.partial(scores_of, scale=scale, interpret=interpret)
+    run = jax.custom_batching.custom_vmap(scores)
+
+    @run.def_vmap
+    def run_rows(size: int, batched: Any, q: jax.Array, chunks: Chunks) -> tuple[jax.Array, bool]:
+        if any(jax.tree.leaves(batched[1])) or not batched[0]:
+            axes = jax.tree.map(lambda one: 0 if one else None, tuple(batched))
+            return jax.vmap(scores, axes)(q, chunks), True
+        _, batch, length, *head = q.shape
+        found = scores(q.swapaxes(0, 1).reshape(batch, size * length, *head), chunks)
+        return jnp.moveaxis(found.reshape(*found.shape[:2], size, length, -1), 2, 0), True
+
+    result: jax.Array = run(q, chunks)
+    return result
+
+
+def scores_of(q: jax.Array, chunks: Chunks, scale: float, interpret: bool) -> jax.Array:
     """See `pallas_kernels.chunk_scores`.
 
     Raises:

@@ -24,6 +24,7 @@ from aot.machine_code import tools_folder
 from aot.pools import pool_tasks
 from aot.prefill_kernel import KernelTable, kernel_table
 from aot.programs import ReadLayer, Task
+from aot.shared import copies_of, shared_tasks
 from aot.step_limits import faults_of
 from aot.step_table import SETTINGS, StepTable, step_table
 from aot.targets import HOST_MEMORY, TARGETS
@@ -102,6 +103,8 @@ def faults(task: Task, program: Program) -> Iterator[str]:
         yield f"temporaries {memory.temp_size_in_bytes:,} and {memory.host_temp_size_in_bytes:,} on the host"
     if task.read is not None:
         yield from read_faults(task.read, program)
+    if task.prompt is not None:
+        yield from copies_of(task.prompt, program)
     if task.state is not None:
         device, host = programs.planned(task)
         counters = sum(programs.size(part) for part in (task.state.lengths, task.state.last, task.state.counters))
@@ -128,6 +131,7 @@ def all_tasks(gpu: str, full_batch: int) -> Iterator[Task]:
     """Yield all programs, and the large batch that packed codes make possible."""
     yield from programs.tasks(gpu, full_batch)
     yield from pool_tasks(gpu)
+    yield from shared_tasks(gpu)
     small = ShadowKV.packed(small=True)
     yield programs.step_task(PACKED, gpu, programs.LLAMA, small, PACKED_BATCH, 122_880, "device_put")
 

@@ -13,7 +13,7 @@ import pallas_kernels
 from aot.compiler import place
 from aot.models import LLAMA, ONE_LAYER
 from jshadow.cache.accounting import state_nbytes
-from jshadow.cache.state import KVState
+from jshadow.cache.state import KVState, Reads
 from jshadow.engine import prefill_layer
 from jshadow.engine.layer_run import LayerPlan
 from jshadow.engine.prefill_layer import Given
@@ -66,6 +66,7 @@ class Task(NamedTuple):
         kernel: whether the program is a single kernel of pallas_kernels.
         read: the limits of a layer of a prefill, or None for another program.
         reused: bytes of the arguments whose memory the results take, in both memories, or None if this is not checked.
+        prompt: the prompt half that all rows of a step share, or None if each row has its own.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Task(NamedTuple):
     kernel: bool = False
     read: ReadLayer | None = None
     reused: int | None = None
+    prompt: Reads | None = None
 
 
 def size(tree: Any) -> int:

@@ -43,6 +43,16 @@ def test_a_room_changes_no_logits(name):
     rows.a_room_changes_no_logits(case_of(name, modes_of(name)[0]))
 
 
+@policies_fetched
+def test_a_state_gets_room(name, fetch):
+    rows.a_state_gets_room(case_of(name, fetch))
+
+
+@policies_fetched
+def test_shared_rows_go_on_as_if_alone(name, fetch):
+    rows.shared_rows_go_on_alone(case_of(name, fetch))
+
+
 @pytest.mark.parametrize("name", ["shadowkv", "quest", "infllm", "kivi"])
 def test_prompts_of_all_lengths_have_their_room(name):
     """How many tokens a prompt leaves beside its whole units depends on its length."""

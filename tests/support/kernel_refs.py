@@ -87,6 +87,20 @@ def pass_barrier(interpret: bool) -> None:
     clock[0] += 1
 
 
+class WithoutRule:
+    """Stands in for `custom_vmap`: calls the function and ignores the rule."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def def_vmap(self, rule: Any) -> None:
+        """Ignore the rule."""
+
+    def __call__(self, *operands: Any) -> Any:
+        """Call the function."""
+        return self.function(*operands)
+
+
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Makes kernels run watched, and collects the operands of each call: pytrees of Watched."""
@@ -118,6 +132,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return run
 
+    # A function with a rule for vmap is traced when it is called. The watched kernels cannot be traced.
+    monkeypatch.setattr(jax.custom_batching, "custom_vmap", WithoutRule)
     monkeypatch.setattr(pl, "pallas_call", pallas_call)
     monkeypatch.setattr(pl, "program_id", lambda axis: jnp.int32(program[axis]))
     for module in (select_kernel, level_kernel):

@@ -1,5 +1,7 @@
 """Laws about rows: a row gives the same results alone as in a batch, and after it is taken, inserted or paused."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jshadow.cache.accounting import state_nbytes
@@ -102,3 +104,54 @@ def a_room_changes_no_logits(case: Case) -> None:
         holds(f"room for {more - 1} more, got {more}" in str(error), f"the error names no room: {error}")
     else:
         holds(False, f"row 0 took {more} tokens")
+
+
+@law("A state that gets a room continues as one that was prefilled with this room.", cases=in_each_mode)
+def a_state_gets_room(case: Case) -> None:
+    """Widen a state without room, feed as many tokens, and narrow the result. The source must stay usable."""
+    _, least = decode.prefill(model(), PROMPT, LENGTHS, case.policy, capacity=CAPACITY, fetch=case.fetch, room=0)
+    wide = least.with_room(ROOM)
+    holds(min(wide.room()) >= ROOM, f"room {wide.room()} is less than {ROOM}")
+    _, asked = decode.prefill(model(), PROMPT, LENGTHS, case.policy, capacity=CAPACITY, fetch=case.fetch, room=ROOM)
+    holds(wide.specs == asked.specs, "the windows are not those of a prefill with the same room")
+    want, _ = run_steps(model(), asked, STEPS[:, :ROOM])
+    got, wide = run_steps(model(), wide, STEPS[:, :ROOM])
+    equal(got, want, "logits")
+    again, _ = run_steps(model(), least.with_room(ROOM), STEPS[:, :ROOM])
+    equal(again, want, "logits of a second state with room")
+    more = CAPACITY - max(LENGTHS) - ROOM + 1
+    try:
+        wide.with_room(more)
+    except CapacityError as error:
+        holds(f"at most {more - 1}" in str(error), f"the error names no limit: {error}")
+    else:
+        holds(False, f"a row got room for {more} tokens")
+
+
+@law("Rows that share a prompt half continue as separate forks do, and keep one copy of it.", cases=in_each_mode)
+def shared_rows_go_on_alone(case: Case) -> None:
+    """Share one row three times, with different tokens and pauses. Poison one row, and replace it by a fork."""
+    one = state_of(case).take([0])
+    state = one.share(BATCH)
+    holds(state.batch == BATCH and state.shares_prompt, "the rows do not share their prompt half")
+    active = np.array([[True] * 4, [True, False, True, True], [False, True, True, False]])
+    logits, state = run_steps(model(), state, STEPS[:, :4], active)
+    kept = zip(jax.tree.leaves(state.reads()), jax.tree.leaves(one.reads()), strict=True)
+    holds(all(leaf is source for leaf, source in kept), "a step copies an array of the prompt half")
+    for row in range(BATCH):
+        alone, fork = run_steps(model(), one.fork(), STEPS[row : row + 1, :4][:, active[row]])
+        close(logits[row][active[row]], alone[0], 1e-5, f"row {row}'s logits")
+        equal(state.take([row]).lengths, fork.lengths, f"row {row}'s length")
+    spoiled = jax.tree.map(lambda leaf: jnp.nan * leaf if is_live(leaf) else leaf, state.take([1]).split()[1])
+    state = state.insert(1, state.take([1]).join(spoiled))
+    want, _ = run_steps(model(), one.fork(), STEPS[:1, :5])
+    after, state = run_steps(model(), state, STEPS[:, 4:5])
+    close(after[0, 0], want[0, 4], 1e-5, "logits beside a poisoned row")
+    state = state.insert(1, one.fork(), consume=True)
+    after, _ = run_steps(model(), state, STEPS[[0, 0, 0], :1])
+    close(after[1, 0], want[0, 0], 1e-5, "logits of a row that replaced a poisoned one")
+
+
+def is_live(leaf: jax.Array) -> bool:
+    """Return whether a leaf of the changing half holds numbers of the model, and lies in device memory."""
+    return bool(jnp.issubdtype(leaf.dtype, jnp.floating)) and leaf.ndim > 1 and leaf.sharding.memory_kind == "device"
