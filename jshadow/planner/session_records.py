@@ -8,7 +8,15 @@ from jshadow.policies.base import Policy
 from jshadow.policies.settings import policy_settings
 
 Parts = dict[str, tuple[int, int]]  # bytes (device, host) by the name of the part
-PLAIN = ("fetch", "prompt_parts", "live_parts", "document_live", "documents_bytes", "group_bytes", "state_bytes")
+PLAIN: tuple[str, ...] = (
+    "fetch",
+    "prompt_parts",
+    "live_parts",
+    "document_live",
+    "documents_bytes",
+    "group_bytes",
+    "state_bytes",
+)
 PLAIN += ("temporaries", "prefill", "sessions", "sessions_any_spread")
 
 

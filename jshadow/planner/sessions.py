@@ -147,7 +147,7 @@ def filled(config: ModelConfig, classes: Sequence[ClassPlan], limits: MemoryLimi
         ]
         if not rest:
             raise ConfigError("groups must be given where no memory has a limit, got None")
-        sizes = dataclasses.replace(free.sizes, groups=max(0, min(rest)))
+        sizes = dataclasses.replace(free.sizes, groups=0 if plan.excess() else min(rest))
         done = (*classes[:place], dataclasses.replace(free, sizes=sizes), *classes[place + 1 :])
         plan = dataclasses.replace(plan, classes=done)
     return plan
