@@ -47,7 +47,7 @@ def session_plan(
         limits: the memory that the engine may take.
         dtype: dtype of weights, keys and values.
         fetch: fetch mode. "auto": the mode with the most sessions. If modes are equal, it is the first of "resident",
-            "zero_copy" and "device_put".
+            "zero_copy" and "device_put". If no mode fits, it is the one that needs the least device memory.
         backend: "gpu" for an NVIDIA GPU, or the name of another backend.
 
     Raises:
@@ -73,7 +73,8 @@ def session_plan(
             class_plan(config, sizes.policy or policy, sizes, rows) for sizes, rows in zip(classes, specs, strict=True)
         ]
         plans.append(filled(config, made, limits, dtype))
-    return max(plans, key=lambda plan: (not plan.excess(), plan.sessions))  # the first of equal ones
+    # The first of equal ones. If no mode fits, it is the one that needs the least device memory.
+    return max(plans, key=lambda plan: (not plan.excess(), plan.sessions, -plan.device_bytes if plan.excess() else 0))
 
 
 def check_class(config: ModelConfig, sizes: SessionClass) -> None:
