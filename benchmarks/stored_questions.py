@@ -27,7 +27,7 @@ POLICIES = {
     "full": jshadow.Full(),
     "shadowkv": jshadow.ShadowKV(rank=32, budget=256, outlier_chunks=48),
     "packed": dataclasses.replace(jshadow.ShadowKV.packed(), budget=256),
-    "snapkv": jshadow.SnapKV(),
+    "snapkv": jshadow.SnapKV(max_capacity_prompt=512),
 }
 SPARE = 64  # tokens of the capacity beyond the prompt
 

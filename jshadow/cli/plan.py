@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jshadow.policies import Policy
 
 LENGTHS = "2048,4096,8192"
+GROUP_ROWS = 8
 ABOUT = """Count KV bytes by part (--lengths), or plan a GPU (--context). A plan has the fetch mode, the largest batch
 that fits, the host bytes it needs, the bytes that a step moves, and the predicted tokens a second. The prediction adds
 the times of reading, moving and computing, at the rates of the data sheet. The columns beside the published ShadowKV
@@ -54,6 +55,13 @@ def add_options(add: argparse.ArgumentParser) -> None:
     )
     add.add_argument("--max-new-tokens", type=int, default=64, help="default: %(default)s")
     add.add_argument(
+        "--group-rows",
+        type=int,
+        metavar="ROWS",
+        help=f"plan the sessions of a serving engine, whose program steps that many (default: {GROUP_ROWS})",
+    )
+    add.add_argument("--shared", type=int, metavar="N", help="plan sessions over N documents, each held once")
+    add.add_argument(
         "--room",
         type=int,
         metavar="TOKENS",
@@ -90,6 +98,8 @@ def run_plan(args: argparse.Namespace) -> int:
             "--host-gib": args.host_gib,
             "--gather": args.gather,
             "--repeat-share": args.repeat_share,
+            "--group-rows": args.group_rows,
+            "--shared": args.shared,
         }
         wrong = [name for name, value in gpu_options.items() if value is not None]
         if wrong:
@@ -226,6 +236,10 @@ def plan_gpus(args: argparse.Namespace, policy: "Policy") -> int:
         if value is not None and not 0 < value < 1e6:
             raise ConfigError(f"{option} must be above 0 and finite, got {value}")
     beside = with_kernel(packed_beside(policy, config), config, min(args.context, config.context), args)
+    if args.shared is not None or args.group_rows is not None:
+        from jshadow.cli.plan_sessions import print_sessions
+
+        return print_sessions(args, gpus, config, {"": policy} | beside)
     serving = Serving(
         args.context,
         max_new_tokens=args.max_new_tokens,

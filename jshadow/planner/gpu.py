@@ -27,6 +27,7 @@ from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan, Serving, StepBoun
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, Gpu
 from jshadow.planner.prefill_batch import largest_prefill
 from jshadow.planner.prefill_time import prefill_time
+from jshadow.planner.step_temporaries import step_temporaries
 from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
 from jshadow.policies.costs import costs_of, rows_of
@@ -230,21 +231,9 @@ class Planner:
         return on_backend(with_room(cache_specs(self.share, policy, batch, *sizes), serving.room), "gpu")
 
     def temporaries(self, policy: Policy, batch: int) -> dict[str, int]:
-        """Return an upper bound, by part, on the device bytes of a step of `batch` rows without weights and state.
-
-        Layers run one after the other, so only the largest layer counts. Logits count twice, because a copy is made in
-        which the logits of a bad row are NaN. The residual stream, the projections and the two halves of the MLP count
-        with their float32 copies.
-        """
-        c, rows = self.share, batch * rows_of(policy)
-        token = 6 * c.model_dim + 3 * c.ffn_dim + 3 * (c.q_heads + 2 * c.kv_heads) * c.head_dim
-        return {
-            "logits": 2 * 4 * rows * c.vocab_size,
-            "activations": 4 * rows * token,
-            "attention": max(costs_of(spec.policy).step_temporaries(spec) for spec in self.specs(policy, batch))
-            if batch
-            else 0,
-        }
+        """Return `step_temporaries` of a step of `batch` rows. All are 0 for an empty batch."""
+        used = step_temporaries(self.share, policy, self.specs(policy, max(1, batch)))
+        return used if batch else dict.fromkeys(used, 0)
 
     def prefill_batch(self, policy: Policy) -> int | None:
         """Return how many rows can be prefilled in one call, or None for several GPUs."""

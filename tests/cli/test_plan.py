@@ -185,6 +185,43 @@ def test_a_batch_that_does_not_fit_is_shown_as_such(config, capsys):
     assert "nothing to select" in capsys.readouterr().out
 
 
+def test_a_room_changes_the_window_alone(config, capsys):
+    """The window of a prompt of any length has space for the new tokens, both by length and on a GPU."""
+    new = ("--max-new-tokens", "2048", "--fetch", "device_put")
+    [usual] = answer(capsys, config, "--lengths", "8192", *new)
+    [less] = answer(capsys, config, "--lengths", "8192", "--room", "1024", *new)
+    token = 2 * 32 * 1024 * 2
+    assert (
+        usual["parts"]["window"][0] - less["parts"]["window"][0] == (1024 - 7) * token
+    )  # a chunk that a prompt leaves unfinished
+    assert {**usual["parts"], "window": 0} == {**less["parts"], "window": 0}
+    [plan] = answer(capsys, config, "--context", "8192", "--gpu", "h200", "--room", "1024", *new)
+    assert plan["chosen"]["row_parts"] == {name: list(size) for name, size in less["parts"].items()}
+
+
+def test_sessions_over_shared_documents(config, capsys):
+    """As a table and as JSON: a prompt half of its own for each session, or one for each document."""
+    options = [config, "--context", "122880", "--room", "1024", "--gpu", "h200", "--host-gib", "128"]
+    assert main(["plan", *options, "--shared", "30", "--fetch", "device_put", "--json"]) == 0
+    [made] = json.loads(capsys.readouterr().out)["sessions"]
+    assert made["gpu"] == "h200"
+    assert list(made["plans"]) == ["shadowkv", "shadowkv packed", "shadowkv packed_small", "full"]
+    shared = made["plans"]["shadowkv packed_small"]
+    assert shared["fits"]
+    assert shared["host_bytes"] <= shared["limits"]["host"] == 128 * 2**30
+    [one] = shared["classes"]
+    assert one["sessions_any_spread"] >= 300
+    assert one["group_rows"] == 8
+    assert one["documents_bytes"][1] == 30 * sum(host for _, host in one["prompt_parts"].values())
+    parts = (shared["weights_bytes"], one["state_bytes"][0], shared["temporaries_bytes"], shared["prefill_bytes"][0])
+    assert shared["device_bytes"] == sum(parts) + shared["limits"]["reserve"]
+    assert main(["plan", *options, "--group-rows", "2", "--policy", "full"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for told in ("h200, 122,880 + 1,024 tokens", "sessions", "groups of 2 rows", "of 128.00", "Not counted"):
+        assert told in out
+    assert "documents" not in out
+
+
 def test_bytes_by_length_from_a_config_alone(config, capsys):
     [plan] = answer(capsys, config, "--lengths", "1024")
     assert plan["full_bytes"] == (1024 + 64) * 2 * 2 * 1024 * 32
@@ -220,6 +257,13 @@ BAD = {
     "setting": ([*GPU, "--set", "rank=9999"], "ConfigError: shadowkv.rank"),
     "dtype": ([*GPU, "--dtype", "int3"], "ConfigError: dtype must be one of"),
     "fetch": ([*GPU, "--fetch", "mail"], "ConfigError: fetch must be"),
+    "room": ([*GPU, "--room", "-1"], "CapacityError: room must be an integer of at least 0, or None, got -1"),
+    "shared": ([*GPU, "--shared", "0"], "ConfigError: --shared must be at least 1, got 0"),
+    "shared_fetch": ([*GPU, "--shared", "2", "--fetch", "mail"], "ConfigError: fetch must be"),
+    "shared_batch": ([*GPU, "--shared", "2", "--batch", "3"], "ConfigError: --batch must be left out with --shared"),
+    "group_rows": ([*GPU, "--group-rows", "0"], "ConfigError: group_rows must be at least 1, got 0"),
+    "no_context_shared": (["--shared", "2"], "ConfigError: --shared must come with --context"),
+    "no_session": ([*GPU, "--shared", "2", "--room", "130000"], "CapacityError: prompt must be at least 1"),
 }
 
 

@@ -221,7 +221,9 @@ def test_the_plans_are_the_planner_s(capsys, monkeypatch):
         row = footprint(LLAMA_31_8B, POLICIES["shadowkv"](budget=2048), **sizes, room=room)
         assert f" {row['device_bytes'] / 2**30:.1f} GiB" in page
     monkeypatch.delenv(POOL_VARIABLE, raising=False)
-    assert main(["plan", "llama-3.1-8b", "--context", "122880", "--gpu", "h200"]) == 0
+    plan = ["plan", "llama-3.1-8b", "--context", "122880", "--gpu", "h200"]
+    assert main(plan) == 0
+    assert main([*plan, "--room", "1024", "--host-gib", "128", "--shared", "30"]) == 0
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     rows = [line.split() for line in page.splitlines() if line.startswith("│") and "shadowkv" not in line]
     assert len(rows) > 5

@@ -1,0 +1,29 @@
+"""An upper bound on the device bytes that a decode step takes beside weights and state."""
+
+from collections.abc import Sequence
+
+from jshadow.cache.spec import CacheSpec
+from jshadow.models.config import ModelConfig
+from jshadow.policies.base import Policy
+from jshadow.policies.costs import costs_of, rows_of
+
+
+def step_temporaries(config: ModelConfig, policy: Policy, specs: Sequence[CacheSpec]) -> dict[str, int]:
+    """Return an upper bound, by part, on the device bytes of a decode step without weights and state.
+
+    Layers run one after the other, so only the largest layer counts. Logits count twice, because a copy is made in
+    which the logits of a bad row are NaN. The residual stream, the projections and the two halves of the MLP count with
+    their float32 copies.
+
+    Args:
+        config: the model, or the part of it that the GPU holds.
+        policy: the resolved policy.
+        specs: the spec of each layer, for the rows of the step.
+    """
+    c, rows = config, specs[0].batch * rows_of(policy)
+    token = 6 * c.model_dim + 3 * c.ffn_dim + 3 * (c.q_heads + 2 * c.kv_heads) * c.head_dim
+    return {
+        "logits": 2 * 4 * rows * c.vocab_size,
+        "activations": 4 * rows * token,
+        "attention": max(costs_of(spec.policy).step_temporaries(spec) for spec in specs),
+    }

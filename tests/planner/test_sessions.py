@@ -1,0 +1,149 @@
+"""The plan of sessions: its bytes are those of real states, and its counts are the largest that fit."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from cases import PACKED, SMALL, TINY, TRANSFORM, model, random_tokens
+from real_shapes import LLAMA_31_8B
+
+from jshadow.engine.prefill import prefill
+from jshadow.errors import CapacityError, ConfigError
+from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, GPUS
+from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
+from jshadow.policies import Full, ShadowKV, ShadowKVPlus, StreamingLLM
+from jshadow.policies.shadowkv import ExactKeys, Values
+
+SIZES = SessionClass(prompt=24, room=9, group_rows=3, groups=2)
+TWO = dataclasses.replace(TINY, num_layers=2)
+STATES = {
+    "packed": ShadowKV(**SMALL, keys=TRANSFORM, landmarks=PACKED, values=Values("int4")),
+    "plus": ShadowKVPlus(rank=8, budget=8, chunk_size=4, outlier_chunks=2, local_chunks=1, extra_outlier_chunks=2),
+    "full": Full(),
+}
+
+
+def live_bytes(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_bytes_are_those_of_real_states(name):
+    """Of a group whose rows have their own prompts, and of a document that sessions share."""
+    params, policy = model(TWO), STATES[name]
+    shared = dataclasses.replace(SIZES, documents=2)
+    plans = [
+        session_plan(TWO, policy, [sizes], MemoryLimits(), dtype="float32", fetch="device_put", backend="cpu")
+        for sizes in (SIZES, shared)
+    ]
+    ids = random_tokens(SIZES.group_rows, SIZES.prompt)
+
+    def state(rows, room):
+        lengths = np.full(rows, SIZES.prompt, np.int32)
+        settings = {"capacity": SIZES.capacity, "fetch": "device_put", "room": room}
+        return prefill(params, ids[:rows], lengths, policy, **settings)[1]
+
+    group, document = state(SIZES.group_rows, SIZES.room), state(1, 0)
+    reads, writes = group.split()
+    assert live_bytes(reads) + live_bytes(writes) == sum(plans[0].classes[0].group_bytes)
+    assert live_bytes(writes) == sum(plans[1].classes[0].group_bytes)
+    assert live_bytes(document) * 2 == sum(plans[1].classes[0].documents_bytes)
+    on_host = [leaf.nbytes for leaf in jax.tree.leaves(group) if leaf.sharding.memory_kind == "pinned_host"]
+    assert sum(on_host) == plans[0].classes[0].group_bytes[1]
+    assert bool(on_host) == (name != "full")
+
+
+H200 = GPUS["h200"]
+SMALL_HOST = MemoryLimits(H200.memory_bytes, 128 * GIB, CONTEXT_RESERVE)
+
+
+def planned(limits=SMALL_HOST, policy=None, **changes):
+    return session_plan(
+        LLAMA_31_8B, policy or ShadowKV.packed(small=True), [SessionClass(122_880, 1024, **changes)], limits
+    )
+
+
+def test_sessions_of_an_h200_with_a_small_host():
+    """The aims of the serving engine: 56 sessions with prompts of their own, 300 over 30 shared documents."""
+    own, shared = planned(), planned(documents=30)
+    assert own.fits
+    assert own.sessions == own.classes[0].sessions_any_spread == 56
+    assert shared.fits
+    assert shared.classes[0].fetch == "device_put"
+    assert shared.sessions >= 600
+    assert shared.classes[0].sessions_any_spread >= 300
+    assert shared.sessions - shared.classes[0].sessions_any_spread == 30 * 7
+    assert not planned(policy=ShadowKV(), documents=30).sessions  # the documents alone need more host memory
+    assert not planned(policy=Full()).fits
+    assert 0 < planned(policy=Full(), group_rows=1).sessions < 8
+
+
+@pytest.mark.parametrize("documents", [0, 30])
+def test_one_more_group_does_not_fit(documents):
+    plan = planned(documents=documents)
+    groups, fetch = plan.classes[0].sizes.groups, plan.classes[0].fetch
+    again = [
+        session_plan(
+            LLAMA_31_8B,
+            ShadowKV.packed(small=True),
+            [SessionClass(122_880, 1024, groups=count, documents=documents)],
+            SMALL_HOST,
+            fetch=fetch,
+        )
+        for count in (groups, groups + 1)
+    ]
+    assert again[0] == plan
+    again[0].check()
+    assert not again[1].fits
+    name, needed, limit = ("device", again[1].device_bytes, H200.memory_bytes)
+    if not documents:
+        name, needed, limit = ("host", again[1].host_bytes, 128 * GIB)
+    with pytest.raises(CapacityError, match=rf"{needed} bytes of {name} memory, and the limit is {limit}"):
+        again[1].check()
+
+
+def test_classes_share_weights_temporaries_and_a_prefill():
+    """What a step and a prefill take counts once. A class of short prompts has another policy."""
+    long = SessionClass(24_576, 1024, groups=2)
+    short = SessionClass(1024, 1024, groups=3, policy=Full())
+    one, two, both = (
+        session_plan(LLAMA_31_8B, ShadowKV(), classes, MemoryLimits(), fetch="device_put")
+        for classes in ([long], [short], [long, short])
+    )
+    assert both.sessions == 8 * 5
+    assert both.temporaries_bytes == max(one.temporaries_bytes, two.temporaries_bytes)
+    assert both.prefill_bytes == one.prefill_bytes > two.prefill_bytes
+    assert both.device_bytes == one.device_bytes + two.classes[0].state_bytes[0]
+    rest = session_plan(
+        LLAMA_31_8B, ShadowKV(), [long, dataclasses.replace(short, groups=None)], SMALL_HOST, fetch="device_put"
+    )
+    assert rest.fits
+    assert rest.device_bytes + rest.classes[1].group_bytes[0] > H200.memory_bytes
+
+
+BAD = {
+    "prompt": (SessionClass(0, 8), CapacityError, "prompt must be at least 1"),
+    "room": (SessionClass(8, -1), CapacityError, "room at least 0"),
+    "context": (SessionClass(131_000, 1024), CapacityError, "context=131072, got 131000 . 1024"),
+    "rows": (SessionClass(8, 8, group_rows=0), ConfigError, "group_rows must be at least 1, got 0"),
+    "groups": (SessionClass(8, 8, groups=-1), ConfigError, "groups must be at least 0, got -1"),
+    "documents": (SessionClass(8, 8, documents=-1), ConfigError, "documents must be at least 0, got -1"),
+    "endless": (SessionClass(1024, 8), ConfigError, "groups must be given where no memory has a limit"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_classes(case):
+    sizes, error, told = BAD[case]
+    with pytest.raises(error, match=told):
+        session_plan(LLAMA_31_8B, StreamingLLM(), [sizes], MemoryLimits())
+
+
+def test_bad_plans():
+    free = SessionClass(1024, 8)
+    for classes in ([], [free, free]):
+        with pytest.raises(ConfigError, match="groups=None in at most one"):
+            session_plan(LLAMA_31_8B, StreamingLLM(), classes, SMALL_HOST)
+    with pytest.raises(ConfigError, match="fetch must be"):
+        session_plan(LLAMA_31_8B, ShadowKV(keys=ExactKeys()), [free], SMALL_HOST, fetch="zero_copy")
