@@ -130,7 +130,7 @@ FACE = {
     ),
 }
 _PLACES = {name: module for module, names in FACE.items() for name in names}
-_MODULES = ("cache", "engine", "errors", "evaluation", "models", "ops", "planner", "policies", "weights")
+_MODULES = ("cache", "engine", "errors", "evaluation", "models", "ops", "planner", "policies", "serving", "weights")
 
 # Public import paths that stay valid, and where their modules are.
 STABLE_PATHS = {

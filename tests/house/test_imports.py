@@ -21,6 +21,7 @@ ROOMS = (
     "planner",
     "engine",
     "generate",
+    "serving",
     "evaluation",
     "cli",
     "__init__",
