@@ -1,7 +1,7 @@
 """The classes of rows that an engine has, and the bytes of a group of each class."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from jshadow.cache.accounting import state_nbytes
 from jshadow.engine.fetch_mode import fetch_for
@@ -179,13 +179,13 @@ def plan_class(params: Params, policy: Policy, row_class: RowClass, options: Eng
     return ClassPlan(row_class, resolved, fallback, fetch, sizes)
 
 
-def fitting(plans: Iterable[ClassPlan], prompt: int, room: int) -> list[ClassPlan]:
+def fitting(plans: Sequence[ClassPlan], prompt: int, room: int) -> list[ClassPlan]:
     """Return the plans whose rows can hold a prompt of `prompt` tokens and `room` new ones, by capacity.
 
     Raises:
         CapacityError: there is none.
     """
-    classes = [plan.row_class for plan in (plans := list(plans))]
+    classes = [plan.row_class for plan in plans]
     found = [plan for plan in plans if plan.row_class.prompt >= prompt and plan.row_class.room >= room]
     if not found:
         sizes = ", ".join(f"prompt={one.prompt} + room={one.room}" for one in classes)

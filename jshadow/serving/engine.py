@@ -1,5 +1,6 @@
 """A serving engine: requests of any thread come and go in rows of a few fixed sizes."""
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -84,7 +85,7 @@ class Engine:
         stop_ids = frozenset(params.config.eos_ids) | set(stops)
         job = Job(Answer(request), ids, TextStream(params.tokenizer, texts), stop_ids)
         job.plans = plans
-        self._send(lambda: self._accept(job))
+        self._send(functools.partial(self._accept, job))
         return job.answer
 
     def cancel(self, answer: Answer) -> None:
@@ -106,7 +107,7 @@ class Engine:
             request = Request([0], max_new_tokens=min(2, plan.row_class.room))
             job = Job(Answer(request), [0], TextStream(None), frozenset())
             job.plans = [plan]
-            self._send(lambda job=job: self._accept(job, find=False))
+            self._send(functools.partial(self._accept, job, find=False))
             if not self.options.threaded:
                 while self.run_once():
                     pass

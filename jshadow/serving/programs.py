@@ -1,7 +1,7 @@
 """The compiled programs that an engine calls, with the model's weights. Only the thread of the loop calls them."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -92,9 +92,7 @@ class Programs:
         """
         reads, writes = pool.state.split()
         fed = jnp.array(tokens), jnp.array(active)
-        drawn, writes, rows = step_rows(
-            self.params.weights, fed, reads, writes, pool.rows, config=self.params.config
-        )
+        drawn, writes, rows = step_rows(self.params.weights, fed, reads, writes, pool.rows, config=self.params.config)
         return drawn, Pool(pool.state.join(writes), rows)
 
     def taken(self, pool: Pool, slot: int, unfed: Sequence[int]) -> KVState:

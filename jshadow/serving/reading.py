@@ -40,7 +40,8 @@ class DocumentReader:
     def __init__(self, programs: Programs, job: Job, base: Any) -> None:
         """Take the state of the beginning. It is only read."""
         self.programs, self.rest = programs, job.ids[job.read :]
-        self.state, self.logits = base.fork(), None
+        self.state: Any = base.fork()
+        self.logits: Any = None
 
     def advance(self) -> bool:
         """Run one unit. Return whether it was the last one."""

@@ -2,11 +2,10 @@
 
 import numpy as np
 import pytest
-from byte_models import CONFIG, PARAMS, SHADOW
+from byte_models import PARAMS, SHADOW
 
 import jshadow
-from jshadow.engine.row_settings import RowSettings
-from jshadow.serving import Engine, EngineOptions, Limits, Request, RowClass
+from jshadow.serving import Engine, EngineOptions, Request, RowClass
 
 CLASSES = (RowClass(12, 8, 3), RowClass(112, 16, 3))
 SYNC = EngineOptions(threaded=False, prefill_chunk=32)
@@ -47,7 +46,9 @@ def engine():
 
 
 def test_unequal_requests_are_answered_as_generate_does(engine):
-    requests = [Request(prompt_of(length), count) for length, count in [(100, 9), (3, 8), (60, 16), (12, 1), (112, 5), (90, 12)]]
+    requests = [
+        Request(prompt_of(length), count) for length, count in [(100, 9), (3, 8), (60, 16), (12, 1), (112, 5), (90, 12)]
+    ]
     answers = [engine.submit(request) for request in requests]
     run(engine)
     for request, answer in zip(requests, answers, strict=True):
