@@ -4,6 +4,7 @@ An array keeps its memory. The programs treat arrays in host memory as `jshadow.
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,12 +14,30 @@ import numpy as np
 from jax import Array, lax
 
 from jshadow.cache.offload import Space, to_host
+from jshadow.errors import StateMismatch
 from pallas_kernels import on_host
 
 
 def take_rows(tree: Any, rows: Sequence[int]) -> Any:
     """Return new arrays that consist of the given rows of each array of a pytree."""
     return taken_from(tree, jnp.asarray(rows, jnp.int32))
+
+
+def row_numbers(rows: Any, batch: int) -> list[int]:
+    """Return numbers of rows as a list.
+
+    Raises:
+        StateMismatch: there is none, or one is not an integer in [0, batch).
+    """
+    try:
+        numbers = [operator.index(row) for row in rows]
+    except TypeError as error:
+        raise StateMismatch(f"rows must be whole numbers, got {rows!r:.80}") from error
+    if any(isinstance(row, bool) for row in rows):  # a boolean mask would be read as the rows 0 and 1
+        raise StateMismatch(f"rows must be whole numbers, got {rows!r:.80}")
+    if not numbers or not all(0 <= row < batch for row in numbers):
+        raise StateMismatch(f"rows must be a non-empty list of numbers in [0, {batch}), got {numbers}")
+    return numbers
 
 
 @jax.jit
@@ -75,8 +94,9 @@ def fit_host(source: Array, like: Array) -> Array:
 
 
 def fit(source: Any, shape: tuple[int, ...], numpy: Any) -> Any:
-    """Cut or zero-pad a row [1, ...] to [1, *shape[1:]], with the functions of `numpy` or `jax.numpy`."""
+    """Cut or zero-pad rows [n, ...] to [n, *shape[1:]], with the functions of `numpy` or `jax.numpy`."""
     if source.shape[1:] == shape[1:]:
         return source
-    cut = source[tuple(slice(0, size) for size in (1, *shape[1:]))]
-    return numpy.pad(cut, [(0, size - there) for size, there in zip((1, *shape[1:]), cut.shape, strict=True)])
+    whole = (source.shape[0], *shape[1:])
+    cut = source[tuple(slice(0, size) for size in whole)]
+    return numpy.pad(cut, [(0, size - there) for size, there in zip(whole, cut.shape, strict=True)])

@@ -5,7 +5,6 @@ name of this module is `jshadow.state`, so it also exports the records of record
 """
 
 import dataclasses
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,7 +26,9 @@ from jshadow.cache.records import PromptKV as PromptKV
 from jshadow.cache.records import Rebuild as Rebuild
 from jshadow.cache.records import Selection as Selection
 from jshadow.cache.records import StepKV as StepKV
-from jshadow.cache.rows import insert_row, take_rows
+from jshadow.cache.row_room import roomy
+from jshadow.cache.rows import insert_row, row_numbers, take_rows
+from jshadow.cache.shared_rows import check_inserted, each_row, insert_shared, share, take_shared
 from jshadow.cache.spec import CacheSpec as CacheSpec
 from jshadow.cache.spec import HostLayout as HostLayout
 from jshadow.errors import StateMismatch
@@ -125,7 +126,12 @@ class KVState(struct.PyTreeNode):
     @property
     def batch(self) -> int:
         """Number of rows (sequences)."""
-        return self.specs[0].batch
+        return int(vars(self)["lengths"].shape[-1])
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether the rows have one prompt half in common; see `share`. Then every spec has `batch` 1."""
+        return self.batch != self.specs[0].batch
 
     def split(self) -> tuple[Reads, Writes]:
         """Return the half that a step only reads, and the half that it replaces. The arrays are not copied."""
@@ -186,14 +192,9 @@ class KVState(struct.PyTreeNode):
             StateMismatch: rows is empty, a row is not an integer in [0, B), or a step has consumed this state.
         """
         self.check_alive()
-        try:
-            numbers = [operator.index(row) for row in rows]
-        except TypeError as error:
-            raise StateMismatch(f"rows must be whole numbers, got {rows!r:.80}") from error
-        if any(isinstance(row, bool) for row in rows):  # a boolean mask would be read as the rows 0 and 1
-            raise StateMismatch(f"rows must be whole numbers, got {rows!r:.80}")
-        if not numbers or not all(0 <= row < self.batch for row in numbers):
-            raise StateMismatch(f"rows must be a non-empty list of numbers in [0, {self.batch}), got {numbers}")
+        numbers = row_numbers(rows, self.batch)
+        if self.shares_prompt:
+            return take_shared(self, numbers)
         specs = tuple(dataclasses.replace(spec, batch=len(numbers)) for spec in self.specs)
         return self.with_row_trees(take_rows(self.row_trees(), numbers)).replace(specs=specs)
 
@@ -216,25 +217,43 @@ class KVState(struct.PyTreeNode):
         """
         self.check_alive()
         other.check_alive()
-        if isinstance(row, bool) or not isinstance(row, int | np.integer) or not 0 <= row < self.batch:
-            raise StateMismatch(f"row must be a whole number in [0, {self.batch}), got {row!r:.80}")
-        row_specs = tuple(dataclasses.replace(spec, batch=1, window=0) for spec in self.specs)
-        other_specs = tuple(dataclasses.replace(spec, window=0) for spec in other.specs)
-        if row_specs != other_specs:
-            raise StateMismatch(f"other must be one row of {self.specs[0]}, got {other.specs[0]}")
-        if not same_arrays(self.fitted, other.fitted):
-            raise StateMismatch("other must have the learned arrays (fitted) of this state, got others")
-        specs = tuple(dataclasses.replace(spec, batch=1) for spec in self.specs)
-        if other.replace(specs=specs).room()[0] < 0:
-            raise StateMismatch(
-                f"other holds {int(other.lengths[0])} tokens, more than fit this state's window={self.specs[0].window}"
-            )
-        whole = self if consume else self.take(range(self.batch))
+        check_inserted(self, row, other)
         try:
+            if self.shares_prompt:
+                return insert_shared(self, int(row), other, consume)
+            whole = self if consume else self.take(range(self.batch))
             return self.with_row_trees(insert_row(whole.row_trees(), int(row), other.row_trees()))
         except RuntimeError:
             self.check_alive()  # another thread may have consumed it meanwhile
             raise
+
+    def with_room(self, room: int) -> "KVState":
+        """Return an independent state whose rows can take at least `room` more tokens.
+
+        It shares the prompt half by reference, as a fork does. The arrays of the changing half are copied with as many
+        slots as `room` needs, so they can become larger or smaller. Just after a prefill, the windows are those of a
+        prefill with this `room`. Some policies have no such slots (`Full`), so their rows keep space up to the
+        capacity.
+
+        Raises:
+            CapacityError: room is not an integer of at least 0, or a row and `room` exceed the capacity.
+            StateMismatch: a step or an insert has already consumed this state.
+        """
+        self.check_alive()
+        return roomy(self, room)
+
+    def share(self, rows: int) -> "KVState":
+        """Return a state of `rows` sequences that begin as the only row of this state does.
+
+        The prompt half is held once, by reference. The changing half has a copy for each row. Steps, `extend` and
+        `generate` take the state as any other. `insert` takes a row that has the same prompt half, such as one that
+        `take`, `fork` or `with_room` returned.
+
+        Raises:
+            StateMismatch: rows is not an integer of at least 1, this state has several rows, or was consumed.
+        """
+        self.check_alive()
+        return share(self, rows)
 
     def room(self) -> Array:
         """Return the number of tokens that each row can still take, int32 [B]. It can be traced by jit.
@@ -243,6 +262,9 @@ class KVState(struct.PyTreeNode):
             StateMismatch: a step or an insert has already consumed this state.
         """
         self.check_alive()
+        if self.shares_prompt:
+            rooms: Array = each_row(lambda one: one.room(), self)
+            return rooms
         distinct = {spec.policy: (spec, layer) for spec, layer in zip(self.specs, self.layers, strict=True)}
         rooms = [spec.policy.room(spec, layer, self.lengths) for spec, layer in distinct.values()]
         return jnp.min(jnp.stack(rooms), axis=0)
@@ -264,12 +286,3 @@ def is_deleted(leaf: Any) -> bool:
 def of_layer(fitted: Any, layer: int) -> Any:
     """Return one layer's slice of learned arrays. Axis 0 of each array is the layer."""
     return jax.tree.map(lambda leaf: leaf[layer], fitted)
-
-
-def same_arrays(tree: Any, other: Any) -> bool:
-    """Whether two pytrees have the same structure and equal arrays."""
-    if tree is other:
-        return True
-    leaves, other_leaves = jax.tree.leaves(tree), jax.tree.leaves(other)
-    alike = str(jax.tree.structure(tree)) == str(jax.tree.structure(other))
-    return alike and all(a is b or np.array_equal(a, b) for a, b in zip(leaves, other_leaves, strict=True))

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 from jshadow.cache import host_memory
+from jshadow.cache.row_room import check_room_size, with_room
 from jshadow.cache.spec import CacheSpec
 from jshadow.engine.checks import check_capacity, check_logits, check_piece, check_policy, check_tokens
 from jshadow.engine.fetch_mode import fetch_for
@@ -20,7 +21,6 @@ from jshadow.ops.whole_attention import capability_here
 from jshadow.planner.bytes import cache_specs
 from jshadow.planner.machine import Batch
 from jshadow.planner.prefill_pieces import attends_whole, rows_at_once
-from jshadow.planner.row_room import check_room_size, with_room
 from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.base import innermost
 from jshadow.policies.capabilities import attention_of

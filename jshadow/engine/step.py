@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from jshadow.cache import offload
 from jshadow.cache.records import Fetched, HostTier, LayerState, StepKV
+from jshadow.cache.shared_rows import each_row
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Reads, Writes, of_layer
 from jshadow.engine.layer_hooks import append_tokens, fetch_units
@@ -93,11 +94,10 @@ def step_writes(
     new: Array,
     reads: Reads,
     writes: Writes,
-    *,
-    every: bool = False,
+    **options: Any,
 ) -> tuple[Array, Writes]:
-    """Run `step_state` on the two halves of a state. Return the logits and the new `writes`."""
-    out, state = step_state(weights, config, tokens, new, KVState.of(reads, writes), every=every)
+    """Run `step_state` on the two halves of a state, with its options. Return the logits and the new `writes`."""
+    out, state = step_state(weights, config, tokens, new, KVState.of(reads, writes), **options)
     return out, state.split()[1]
 
 
@@ -125,6 +125,14 @@ def step_state(
         float32 logits [B, V], or [B, T, V] with `every`, and the new state. The logits of a row are NaN if a token id
         is out of range or the row has no room.
     """
+    if state.shares_prompt:
+
+        def step(one: KVState, tokens: Array, new: Array) -> tuple[Array, Writes]:
+            options: Any = {"every": every, "run_layer": run_layer}
+            return step_writes(weights, config, tokens, new, *one.split(), **options)
+
+        out, writes = each_row(step, state, tokens, new)
+        return out, state.join(writes)
     reads, writes = state.split()
     specs, policy, lengths = reads.specs, reads.policy, writes.lengths
     count = tokens.shape[1]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.row_room import with_room
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import Counters, KVState, of_layer
 from jshadow.errors import CapacityError, ConfigError
@@ -17,7 +18,6 @@ from jshadow.models.config import ModelConfig
 from jshadow.models.transformer import abstract_weights
 from jshadow.ops.attention import KEY_BLOCK, QUERY_BLOCK
 from jshadow.planner.prefill_pieces import most_rows, pieces_of, whole_or_pieces
-from jshadow.planner.row_room import with_room
 from jshadow.policies.base import LayerCache, Policy
 from jshadow.policies.capabilities import attention_of, first_shared
 from jshadow.policies.costs import costs_of

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from jshadow.cache import offload
 from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.row_room import with_room
 from jshadow.cache.spec import CacheSpec
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.models.config import ModelConfig
@@ -26,7 +27,6 @@ from jshadow.planner.gpu_plan import CapacityPlan, PolicyPlan, Serving, StepBoun
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, Gpu
 from jshadow.planner.prefill_batch import largest_prefill
 from jshadow.planner.prefill_time import prefill_time
-from jshadow.planner.row_room import with_room
 from jshadow.policies import Full, Policy
 from jshadow.policies.base import why_dense
 from jshadow.policies.costs import costs_of, rows_of

@@ -11,7 +11,7 @@ from jshadow.planner.bytes import abstract_of, cache_specs, prefill_peak
 from jshadow.planner.gpu import Planner
 from jshadow.planner.gpu_plan import Serving
 from jshadow.planner.machine import UNKNOWN, Batch
-from jshadow.planner.row_room import with_room
+from jshadow.cache.row_room import with_room
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.base import why_dense
 from jshadow.policies.checks import check_fitted

@@ -94,9 +94,10 @@ class Engine:
             self._messages.put(lambda: self._loop.cancel(answer))
 
     def warm(self) -> None:
-        """Compile the programs of each class, by one short request each, so that later requests compile nothing.
+        """Compile the programs of each class, by one request each, so that later requests compile nothing.
 
-        The programs that continue stored documents are compiled when they are first used.
+        A prompt of such a request has at most two pieces. The programs that continue stored documents are compiled when
+        they are first used.
 
         Raises:
             CapacityError: no group of a class fits the limits.
@@ -104,8 +105,10 @@ class Engine:
         """
         for plan in self.plans:
             self.admission.check(plan)
-            request = Request([0], max_new_tokens=min(2, plan.row_class.room))
-            job = Job(Answer(request), [0], TextStream(None), frozenset())
+            one = plan.row_class
+            ids = [0] * min(one.prompt, 2 * self.options.prefill_chunk)
+            request = Request(ids, max_new_tokens=min(2, one.room))
+            job = Job(Answer(request), ids, TextStream(None), frozenset())
             job.plans = [plan]
             self._send(functools.partial(self._accept, job, find=False))
             if not self.options.threaded:

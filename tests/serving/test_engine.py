@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 
+import jax
 import numpy as np
 import pytest
 from serving_cases import CLASSES, SYNC, engine_of, offline, poison, prompt_of, run
@@ -281,6 +282,7 @@ def test_an_engine_closed_at_once_ends_its_answers():
 
 @pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.whole)])
 def test_after_warm_up_nothing_compiles(count):
+    jax.clear_caches()  # the programs that earlier tests compiled
     warm = engine_of()
     warm.warm()
     before = CompileClock.programs
