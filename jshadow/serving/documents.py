@@ -41,8 +41,8 @@ def load(library: Any, job: Job, plans: Sequence[ClassPlan]) -> tuple[ClassPlan,
     state = library.load(job.stored.key).with_room(room)
     reads, writes = state.split()
     shared, own = bytes_of(reads), bytes_of(writes)
-    sizes = GroupBytes(shared[0] + one.rows * own[0], shared[1] + one.rows * own[1])
-    row_class = RowClass(job.read, room, one.rows)
+    row_class = RowClass(job.read, room, max(2, one.rows))  # one row alone would own the prompt half
+    sizes = GroupBytes(shared[0] + row_class.rows * own[0], shared[1] + row_class.rows * own[1])
     return ClassPlan(row_class, state.policy, None, state.fetch, sizes, job.stored.key), state
 
 

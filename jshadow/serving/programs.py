@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -10,6 +11,7 @@ from jax import Array
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.partial_prefill import PartialPrefill, advance_prefill, begin_prefill, finish_prefill
+from jshadow.engine.placement import commit
 from jshadow.engine.row_sampling import RowSampling, idle_rows, row_of, set_row
 from jshadow.engine.row_settings import RowParts, RowSettings
 from jshadow.engine.row_step import first_tokens, step_rows
@@ -75,8 +77,9 @@ class Programs:
     def pool(self, state: KVState, plan: ClassPlan) -> Pool:
         """Return a pool of free rows. Their content comes from `state`, and is never read."""
         count = plan.row_class.rows
-        rows = state.take([0] * count) if plan.document is None else state.share(count)
-        return Pool(rows, idle_rows(self.parts, count))
+        held = commit(state.take([0] * count) if plan.document is None else state.share(count))
+        # The settings are committed too, as those that a step returns.
+        return Pool(held, jax.device_put(idle_rows(self.parts, count), held.lengths.sharding))
 
     def insert(self, pool: Pool, slot: int, state: KVState, row: RowSampling) -> Pool:
         """Replace a row of a pool. This consumes the pool."""
