@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from jshadow.engine.report import CompileClock
+from jshadow.engine.row_settings import RowSettings
 from jshadow.engine.text import TextStream, encode, split_stops
 from jshadow.errors import CapacityError, ConfigError, JshadowError, ServingError
 from jshadow.policies import Policy
@@ -107,7 +108,8 @@ class Engine:
             self.admission.check(plan)
             one = plan.row_class
             ids = [0] * min(one.prompt, 2 * self.options.prefill_chunk)
-            request = Request(ids, max_new_tokens=min(2, one.room))
+            # A seed of more than 32 bits takes one program more.
+            request = Request(ids, min(3, one.room), RowSettings(seed=-(2**63)))
             job = Job(Answer(request), ids, TextStream(None), frozenset())
             job.plans = [plan]
             self._send(functools.partial(self._accept, job, find=False))
