@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.row_room import with_room
 from jshadow.engine.fetch_mode import fetch_for
 from jshadow.engine.types import Fitted
 from jshadow.errors import CapacityError, ConfigError
@@ -11,7 +12,6 @@ from jshadow.planner.bytes import abstract_of, cache_specs, prefill_peak
 from jshadow.planner.gpu import Planner
 from jshadow.planner.gpu_plan import Serving
 from jshadow.planner.machine import UNKNOWN, Batch
-from jshadow.cache.row_room import with_room
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.base import why_dense
 from jshadow.policies.checks import check_fitted
