@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jshadow.generate import Generation as Generation
     from jshadow.generate import generate as generate
     from jshadow.generate import stream as stream
+    from jshadow.library import Library as Library
     from jshadow.models.config import ModelConfig as ModelConfig
     from jshadow.models.transformer import abstract_weights as abstract_weights
     from jshadow.planner.bytes import abstract_state as abstract_state
@@ -101,6 +102,7 @@ FACE = {
         "generate",
         "stream",
     ),
+    "library": ("Library",),
     "models.config": ("ModelConfig",),
     "models.transformer": ("abstract_weights",),
     "planner.bytes": ("abstract_state",),
@@ -130,7 +132,19 @@ FACE = {
     ),
 }
 _PLACES = {name: module for module, names in FACE.items() for name in names}
-_MODULES = ("cache", "engine", "errors", "evaluation", "models", "ops", "planner", "policies", "weights")
+_MODULES = (
+    "cache",
+    "engine",
+    "errors",
+    "evaluation",
+    "library",
+    "models",
+    "ops",
+    "planner",
+    "policies",
+    "serving",
+    "weights",
+)
 
 # Public import paths that stay valid, and where their modules are.
 STABLE_PATHS = {

@@ -39,3 +39,11 @@ class NumericalError(JshadowError, ArithmeticError):
 
 class Infeasible(JshadowError, ValueError):
     """No setting of a policy fits into the number of bytes that was asked for."""
+
+
+class ServingError(JshadowError, RuntimeError):
+    """The serving engine is closed, or its loop failed, so that a request gets no answer."""
+
+
+class RequestCancelled(ServingError):
+    """The request was cancelled before its answer was complete."""

@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -68,25 +68,37 @@ def described(path: Path, kind: str) -> Iterator[None]:
         raise CheckpointError(f"{path} must be {kind}, got metadata that does not fit: {error}") from error
 
 
-def read_checked(file: TensorFile, name: str, digests: Mapping[str, str]) -> np.ndarray:
-    """Read a tensor of the file. Raises CheckpointError if its SHA-256 is not that of the header."""
+def read_checked(file: TensorFile, name: str, digests: Mapping[str, str] | None) -> np.ndarray:
+    """Read a tensor of the file, and compare its SHA-256 with that of the header.
+
+    Args:
+        file: the file.
+        name: the tensor.
+        digests: SHA-256 of each tensor. None: it is not compared.
+
+    Raises:
+        CheckpointError: the tensor cannot be read or is damaged.
+    """
     value = file.read(name)
-    if sha256(raw_bytes(value)) != digests[name]:
+    if digests is not None and sha256(raw_bytes(value)) != digests[name]:
         raise CheckpointError(f"{file.path} is damaged: {name} does not have the SHA-256 that the header gives")
     return value
 
 
-def read_all_checked(file: TensorFile, digests: Mapping[str, str], spare: int) -> dict[str, np.ndarray]:
-    """Read and check every tensor of a file, in a few threads. Return those that fit into memory.
+def read_all(
+    file: TensorFile, digests: Mapping[str, str] | None, spare: int, always: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """Read every tensor of a file, in a few threads, and check it. Return those that fit into memory.
 
     Args:
         file: the file.
-        digests: SHA-256 of each tensor.
+        digests: SHA-256 of each tensor. None: the tensors are not checked.
         spare: maximum number of bytes of all returned tensors together.
+        always: names of tensors that are returned in any case.
 
     Returns:
-        Tensors by name. In the order of the file, each tensor that still fits into `spare` bytes is returned. "lengths"
-        is always returned. The other tensors are only checked.
+        Tensors by name. In the order of the file, each tensor that still fits into `spare` bytes is returned. The other
+        tensors are only read and checked.
 
     Raises:
         CheckpointError: a tensor cannot be read or is damaged. The message names the first such tensor in the file.
@@ -104,7 +116,7 @@ def read_all_checked(file: TensorFile, digests: Mapping[str, str], spare: int) -
                     return kept
                 name, result = waiting.popleft()
                 value = result.result()
-                if value.nbytes <= spare or name == "lengths":
+                if value.nbytes <= spare or name in always:
                     kept[name] = value
                     spare -= value.nbytes
         finally:

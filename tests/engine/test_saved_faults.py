@@ -16,7 +16,7 @@ import pytest
 from small_state import equal, file_size_limit, save_small, small
 
 from jshadow import load_state, save_state
-from jshadow.engine import saved_file, saved_state
+from jshadow.engine import saved_file, saved_read
 from jshadow.engine.saved_state import read_state_info
 from jshadow.errors import CheckpointError, StateMismatch
 from jshadow.weights.convert.safetensors_file import TensorFile
@@ -220,5 +220,5 @@ def test_each_tensor_is_read_once_and_hashed_in_threads(tmp_path, monkeypatch):
 def test_a_tensor_that_does_not_fit_the_host_twice_is_read_again(tmp_path, monkeypatch):
     params, state = small()
     save_small(tmp_path / "state")
-    monkeypatch.setattr(saved_state, "spare_bytes", lambda expected: 0)
+    monkeypatch.setattr(saved_read, "spare_bytes", lambda expected: 0)
     assert equal(load_state(tmp_path / "state", params), state)

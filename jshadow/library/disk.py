@@ -1,0 +1,124 @@
+"""The disk tier: a directory with one file for each stored state, which several processes may use at once.
+
+A state lies at `<folder>/<key>.safetensors`, where the folder is named by the identity of the library. A file is named
+by its content and is written completely or not at all. So a process that finds a file can use it.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jshadow.cache.state import KVState
+from jshadow.engine.saved_read import read_state_info
+from jshadow.engine.saved_state import write_state
+from jshadow.errors import CapacityError, CheckpointError
+from jshadow.library.identity import Identity
+from jshadow.library.memory import size_of
+from jshadow.library.shelf import Entry
+from jshadow.weights.convert.files import readable
+from jshadow.weights.params import Params
+
+SUFFIX = ".safetensors"
+# Upper bounds of the bytes of a file's header: for the record, and for each array.
+HEADER, HEADER_ARRAY = 2**16, 2**10
+
+
+class Directory:
+    """The files of one library. All methods may be called from any thread."""
+
+    def __init__(self, root: Path, identity: Identity, limit: int | None) -> None:
+        """Use a directory, which is created when the first file is written.
+
+        Args:
+            root: the directory.
+            identity: that of the library.
+            limit: maximum number of bytes of all files below `root`, or None.
+
+        Raises:
+            CheckpointError: `root` is not a directory.
+        """
+        if root.exists() and not root.is_dir():
+            raise CheckpointError(f"library {root} must be a directory, got another kind of file")
+        self.root, self.identity, self.limit = root, identity, limit
+        self.seen: int | None = None  # the time of the folder's last change when it was listed
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the library's files."""
+        return self.root / self.identity.folder
+
+    def path(self, key: str) -> Path:
+        """Return the path of a state's file, which may be missing."""
+        return self.folder / f"{key}{SUFFIX}"
+
+    def changed(self) -> bool:
+        """Return whether files may have come or gone since the last call."""
+        try:
+            now = self.folder.stat().st_mtime_ns
+        except OSError:
+            now = None
+        before, self.seen = self.seen, now
+        return before != now
+
+    def files(self) -> dict[str, int]:
+        """Return the bytes of each file of the library, by key."""
+        return {path.stem: size for path, size in listed(self.folder.glob(f"*{SUFFIX}"))}
+
+    def used(self) -> int:
+        """Return the bytes of all stored states below the directory, also those of other libraries."""
+        return sum(size for _, size in listed(self.root.glob(f"*/*{SUFFIX}")))
+
+    def entry(self, key: str, size: int) -> Entry:
+        """Return the index entry of a file. If the file cannot be used, the entry says why."""
+        try:
+            info = read_state_info(self.path(key))
+            if info["tokens"] is None or len(info["tokens"]) != 1:
+                raise CheckpointError(f"{self.path(key)} must hold one row and its token ids")
+            ids = np.asarray(info["tokens"][0], np.int32)
+            if self.identity.key(ids) != key:
+                raise CheckpointError(f"{self.path(key)} must be named by its key {self.identity.key(ids)}")
+            return Entry(ids, info["note"], size)
+        except CheckpointError as error:
+            return Entry(np.zeros(0, np.int32), file=size, problem=str(error))
+
+    def check_room(self, size: int) -> None:
+        """Raise CapacityError if a file of `size` bytes does not fit the limit."""
+        used = self.used()
+        if self.limit is not None and used + size > self.limit:
+            raise CapacityError(
+                f"limits.disk={self.limit} bytes must hold the state, got a state of {size} bytes beside {used} bytes "
+                "of stored states"
+            )
+
+    def write(self, key: str, state: KVState, params: Params, entry: Entry) -> int:
+        """Write the file of a state, and return its bytes.
+
+        Raises:
+            CapacityError: the file does not fit the limit. Nothing is written.
+            CheckpointError: the file cannot be written, such as on a full disk.
+        """
+        self.check_room(file_bytes(state, len(entry.ids)))
+        write_state(self.path(key), state, params, [entry.ids.tolist()], entry.note)
+        return self.path(key).stat().st_size
+
+    def remove(self, key: str) -> None:
+        """Remove the file of a state, if there is one. Raises CheckpointError if it cannot be removed."""
+        with readable(self.path(key)):
+            self.path(key).unlink(missing_ok=True)
+
+
+def file_bytes(state: KVState, tokens: int) -> int:
+    """Return an upper bound of the bytes of a state's file."""
+    return size_of(state).total + 4 * tokens + HEADER + HEADER_ARRAY * len(jax.tree.leaves(state))
+
+
+def listed(paths: Iterator[Path]) -> list[tuple[Path, int]]:
+    """Return paths with the bytes of their files. Files that were removed meanwhile are left out."""
+    found = []
+    for path in paths:
+        with contextlib.suppress(OSError):
+            found.append((path, path.stat().st_size))
+    return found

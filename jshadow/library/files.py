@@ -1,0 +1,149 @@
+"""The files of a library: its directory, and the object store behind it if there is one."""
+
+import concurrent.futures
+import dataclasses
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jshadow.cache.state import KVState
+from jshadow.engine.saved_read import ReadState, Stamp, read_state
+from jshadow.errors import CheckpointError, StateMismatch
+from jshadow.library.disk import SUFFIX, Directory
+from jshadow.library.identity import Identity
+from jshadow.library.remote import Remote, is_url
+from jshadow.library.shelf import Entry
+from jshadow.library.tiers import TierLimits, fits
+from jshadow.policies import Policy
+from jshadow.weights.convert.files import check_path
+from jshadow.weights.params import Params
+
+READERS = 2  # number of states that are read at once; each is read by several threads
+
+
+@dataclasses.dataclass(frozen=True)
+class Maker:
+    """The model and the resolved policy that make the states of a library, and the identity of the states."""
+
+    params: Params
+    policy: Policy
+    identity: Identity
+
+
+class Files:
+    """The files of a library. All methods may be called from any thread.
+
+    Attributes:
+        directory: the directory, or that of copies of objects.
+        remote: the object store, or None.
+        verified: stamps of the files whose digests were compared.
+        pool: the threads that read.
+    """
+
+    def __init__(self, place: Any, maker: Maker, limits: TierLimits) -> None:
+        """Open a directory or an object store. The arguments and errors are those of `Library`."""
+        self.maker, self.limits = maker, limits
+        self.remote = Remote(place, maker.identity) if is_url(place) else None
+        self.temporary = None
+        if self.remote is None:
+            root, limit = check_path("place", place), limits.disk
+        elif limits.disk_folder is not None:
+            root, limit = check_path("limits.disk_folder", limits.disk_folder), None
+        else:
+            self.temporary = tempfile.TemporaryDirectory(prefix="jshadow-library-")
+            root, limit = Path(self.temporary.name), None
+        self.directory = Directory(root, maker.identity, limit)
+        self.verified: set[Stamp] = set()
+        self.pool = concurrent.futures.ThreadPoolExecutor(READERS, "jshadow-library")
+
+    def refresh(self, entries: dict[str, Entry], *, remote: bool = False) -> None:
+        """Bring the entries up to date with the files that other processes added and removed.
+
+        Args:
+            entries: entries by key.
+            remote: whether the object store is listed too.
+        """
+        if self.directory.changed():
+            found = self.directory.files()
+            for key in [key for key, entry in entries.items() if entry.file and key not in found]:
+                entries[key].file = 0
+            for key in found.keys() - entries.keys():
+                entries[key] = self.directory.entry(key, found[key])
+            for key in found.keys() & entries.keys():
+                entries[key].file = found[key]
+        if remote and self.remote is not None:
+            found_objects = self.remote.entries({key for key, entry in entries.items() if entry.object})
+            for key, entry in found_objects.items():
+                if key in entries:
+                    entries[key].object = entry.object
+                else:
+                    entries[key] = entry
+
+    def write(self, key: str, state: KVState, entry: Entry) -> None:
+        """Write the file of a state, and put it into the object store if there is one.
+
+        Raises:
+            CapacityError: the file does not fit `limits.disk`. Nothing is written.
+            CheckpointError: the file or the object cannot be written. No file is left.
+        """
+        entry.file = self.directory.write(key, state, self.maker.params, entry)
+        if self.remote is not None:
+            try:
+                entry.object = self.remote.put(key, self.directory.path(key), entry)
+            except CheckpointError:
+                self.directory.remove(key)
+                entry.file = 0
+                raise
+
+    def read(self, key: str, ids: np.ndarray | None) -> ReadState:
+        """Read and check the file of a state. It is fetched from the object store first if it is not on disk.
+
+        Args:
+            key: the state.
+            ids: the token ids that it must hold, int32 [n]. None: they are not known.
+
+        Raises:
+            CheckpointError: there is no such state, or its file is damaged or of a newer version.
+            StateMismatch: the state is of another model, policy, dtype, capacity or fetch mode, or holds other ids.
+        """
+        path = self.directory.path(key)
+        if not path.exists():
+            others = [] if self.remote else sorted(self.directory.root.glob(f"*/{key}{SUFFIX}"))
+            if self.remote is not None:
+                self.remote.fetch(key, path)
+            elif others:
+                path = others[0]
+        maker = self.maker
+        read = read_state(path, maker.params, maker.policy, self.verified)
+        if (theirs := Identity.of_record(read.record)) != maker.identity:
+            expected = "capacity and fetch mode of this library, or its learned arrays"
+            got = f"capacity={read.record.capacity} and fetch={read.record.fetch!r}"
+            raise StateMismatch(f"{path} must have the {expected}, got {got} (identity {theirs.folder})")
+        tokens = None if read.tokens is None else read.tokens[0]
+        if tokens is None or maker.identity.key(tokens) != key or (ids is not None and not np.array_equal(tokens, ids)):
+            raise StateMismatch(f"{path} must hold the token ids of {key}, got others")
+        return read
+
+    def trim(self, order: Iterable[tuple[str, Entry]]) -> None:
+        """Remove copies of objects, in this order, until they fit `limits.disk`. Without a store, nothing is done."""
+        for key, entry in list(order) if self.remote is not None else ():
+            if fits(self.directory.used(), self.limits.disk):
+                return
+            if entry.file and entry.object:
+                self.directory.remove(key)
+                entry.file = 0
+
+    def remove(self, key: str) -> None:
+        """Remove the file and the object of a state. Raises CheckpointError if one cannot be removed."""
+        if self.remote is not None:
+            self.remote.remove(key)
+        self.directory.remove(key)
+
+    def close(self) -> None:
+        """End the threads, and remove a temporary folder."""
+        self.pool.shutdown(cancel_futures=True)
+        if self.temporary is not None:
+            self.temporary.cleanup()

@@ -1,0 +1,86 @@
+"""The sources of documents: token ids, texts, and text, Markdown or PDF files."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jshadow.engine.checks import check_ids
+from jshadow.errors import CheckpointError, ConfigError, PromptError
+from jshadow.evaluation.tasks.framing import encode, frame
+from jshadow.weights.params import Params
+
+TEXTS, PDF = (".txt", ".md"), ".pdf"
+Source = str | os.PathLike[str] | list[int] | tuple[int, ...] | np.ndarray
+
+
+def ids_of(source: Source, params: Params) -> tuple[np.ndarray, str]:
+    """Return the token ids of a source, int32 [n], and a title.
+
+    Args:
+        source: token ids, a text, or the path of a .txt, .md or .pdf file. A text is placed where a document comes in
+            the first message of a chat, if the tokenizer has a chat template.
+        params: the model.
+
+    Raises:
+        PromptError: there are no tokens, an id is out of range, a text has no tokenizer, or a text is the name of a
+            file.
+        CheckpointError: a file is missing, of another kind, not UTF-8 text, or an encrypted, damaged or empty PDF.
+        ConfigError: the package for PDF files is not installed.
+    """
+    if isinstance(source, str | os.PathLike):
+        if params.tokenizer is None:
+            raise PromptError(f"source must be token ids, because the checkpoint has no tokenizer; got {source!r:.80}")
+        text, title = (source, "") if isinstance(source, str) else (read_document(Path(source)), Path(source).name)
+        if "\n" not in text and text.lower().endswith((*TEXTS, PDF)):
+            raise PromptError(f"source must be a pathlib.Path to be read as a file, got the text {text!r:.80}")
+        if not text.strip():
+            raise PromptError(f"source must have text in it, got {text!r:.20}")
+        before, _ = frame(params.tokenizer, "?", "", "")
+        return check_ids(params.config, before + encode(params.tokenizer, text), (None,), "source"), title
+    ids = check_ids(params.config, np.asarray(source), (None,), "source") if len(source) else []
+    if not len(ids):
+        raise PromptError("source must have at least 1 token, got none")
+    return np.asarray(ids), ""
+
+
+def read_document(path: Path) -> str:
+    """Return the text of a file. Raises CheckpointError or ConfigError as `ids_of` does."""
+    path = path.expanduser()
+    kind = path.suffix.lower()
+    if kind not in (*TEXTS, PDF):
+        raise CheckpointError(f"{path} must be a .txt, .md or .pdf file, got {path.suffix or 'no ending'!r}")
+    try:
+        text = read_pdf(path) if kind == PDF else path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} must be UTF-8 text, got other bytes: {error}") from error
+    if not text.strip():
+        raise CheckpointError(f"{path} must have text in it, got none")
+    return text
+
+
+def read_pdf(path: Path) -> str:
+    """Return the text of a PDF file, with an empty line between pages.
+
+    Raises:
+        CheckpointError: the file is encrypted or damaged.
+        ConfigError: pypdf is not installed.
+        OSError: the file cannot be read.
+    """
+    try:
+        import pypdf
+    except ImportError as error:
+        raise ConfigError(f"{path} needs the package pypdf: pip install 'jshadow[pdf]'") from error
+    with path.open("rb") as file:
+        try:
+            reader: Any = pypdf.PdfReader(file)
+            if reader.is_encrypted:
+                raise CheckpointError(f"{path} must not be encrypted, got an encrypted PDF")
+            return "\n\n".join(page.extract_text() for page in reader.pages)
+        except (CheckpointError, OSError):
+            raise
+        except Exception as error:  # a damaged PDF raises errors of many unrelated types
+            raise CheckpointError(f"{path} must be a PDF file, got one that does not parse: {error}") from error

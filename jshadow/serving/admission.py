@@ -1,0 +1,85 @@
+"""Which groups of rows may exist at once: the planner's bytes against the limits of the engine."""
+
+import dataclasses
+from collections.abc import Iterable
+
+import jax
+
+from jshadow.cache.host_memory import available_memory, least_limit
+from jshadow.errors import CapacityError
+from jshadow.planner.machine import device_here
+from jshadow.serving.classes import ClassPlan
+from jshadow.serving.requests import check_integer
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What an engine may take.
+
+    Attributes:
+        device_bytes: bytes of device memory beside the weights. None: what is free when the engine is made.
+        host_bytes: bytes of host memory for offloaded rows. None: what is free when the engine is made.
+        waiting: number of requests that may wait. A further request is refused. None: no limit.
+
+    Raises:
+        ConfigError: a value is not None and not an integer of at least 1.
+    """
+
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+    waiting: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if (value := getattr(self, field.name)) is not None:
+                check_integer(f"limits.{field.name}", value, least=1)
+
+    def of_machine(self) -> "Limits":
+        """Return the limits with the free memory of this machine in place of None.
+
+        On a CPU, both memories are the memory that the system has available.
+        """
+        device, host = self.device_bytes, self.host_bytes
+        if device is None:
+            device = available_memory() if jax.default_backend() == "cpu" else device_here()[1]
+        if host is None:
+            least = least_limit()
+            host = None if least is None else least.free
+        return dataclasses.replace(self, device_bytes=device, host_bytes=host)
+
+
+class Admission:
+    """The bytes of groups against the limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        """Take limits that `of_machine` returned."""
+        self.limits = limits
+
+    def fits(self, plans: Iterable[ClassPlan]) -> bool:
+        """Whether groups of these plans may exist at once, beside a step and the reading of a prompt."""
+        device, host = needed_bytes(plans)
+        most_device, most_host = self.limits.device_bytes, self.limits.host_bytes
+        return (most_device is None or device <= most_device) and (most_host is None or host <= most_host)
+
+    def check(self, plan: ClassPlan) -> None:
+        """Raise CapacityError if not even one group of this plan fits."""
+        if not self.fits([plan]):
+            device, host = needed_bytes([plan])
+            one = plan.row_class
+            raise CapacityError(
+                f"a group of {one.rows} rows of prompt={one.prompt} + room={one.room} must fit "
+                f"device_bytes={self.limits.device_bytes} and host_bytes={self.limits.host_bytes}, "
+                f"got {device} and {host} bytes"
+            )
+
+
+def needed_bytes(plans: Iterable[ClassPlan]) -> tuple[int, int]:
+    """Return the bytes that groups of these plans need on the device and on the host.
+
+    The groups are stepped one after the other, and one prompt is read at a time. So the largest step and the largest
+    reading count once.
+    """
+    sizes = [plan.bytes for plan in plans]
+    device = sum(one.device for one in sizes)
+    device += max((one.step for one in sizes), default=0) + max((one.reading for one in sizes), default=0)
+    return device, sum(one.host for one in sizes)

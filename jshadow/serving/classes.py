@@ -1,0 +1,195 @@
+"""The classes of rows that an engine has, and the bytes of a group of each class."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jshadow.cache.accounting import state_nbytes
+from jshadow.cache.row_room import with_room
+from jshadow.engine.fetch_mode import fetch_for
+from jshadow.engine.types import Fitted
+from jshadow.errors import CapacityError, ConfigError
+from jshadow.planner.bytes import abstract_of, cache_specs, prefill_peak
+from jshadow.planner.gpu import Planner
+from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.machine import UNKNOWN, Batch
+from jshadow.policies import Full, Policy, ShadowKV
+from jshadow.policies.base import why_dense
+from jshadow.policies.checks import check_fitted
+from jshadow.policies.prefill_attention import PrefillAttention
+from jshadow.serving.requests import check_integer
+from jshadow.weights.params import Params
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class RowClass:
+    """The size of the rows of a class. All requests of a class share their compiled programs.
+
+    Attributes:
+        prompt: maximum number of tokens in a prompt.
+        room: maximum number of new tokens.
+        rows: number of rows in a group. The rows of a group are stepped by one call.
+
+    Raises:
+        ConfigError: a value is not an integer of at least 1.
+    """
+
+    prompt: int
+    room: int
+    rows: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "room", "rows"):
+            check_integer(f"row_class.{name}", getattr(self, name), least=1)
+
+    @property
+    def capacity(self) -> int:
+        """Maximum number of tokens that a row can hold."""
+        return self.prompt + self.room
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineOptions:
+    """Settings of an engine that all its requests share.
+
+    Attributes:
+        fetch: "auto", "resident", "device_put" or "zero_copy".
+        fitted: arrays that the policy learned, or None.
+        prefill: the sparse attention of prompts, or None for exact attention.
+        prefill_chunk: number of tokens of a prompt that a unit takes through a layer.
+        turn_chunk: number of tokens of a unit that continues a stored document.
+        penalties: whether requests may have penalties, as in `RowParts`.
+        bias_limit: the largest number of biased tokens of a request.
+        threaded: whether the engine runs in a thread of its own. If not, the caller calls `Engine.run_once`.
+
+    Raises:
+        ConfigError: prefill_chunk or turn_chunk is not an integer of at least 1.
+    """
+
+    fetch: str = "auto"
+    fitted: Fitted | None = None
+    prefill: PrefillAttention | None = None
+    prefill_chunk: int = 2048
+    turn_chunk: int = 64
+    penalties: bool = False
+    bias_limit: int = 0
+    threaded: bool = True
+
+    def __post_init__(self) -> None:
+        check_integer("prefill_chunk", self.prefill_chunk, least=1)
+        check_integer("turn_chunk", self.turn_chunk, least=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupBytes:
+    """The bytes that a group needs.
+
+    Attributes:
+        device: bytes of its state in device memory.
+        host: bytes of its state in host memory.
+        step: an upper bound on the device bytes of a step beside weights and state.
+        reading: an upper bound on the device bytes of the reading of one prompt, beside the weights.
+    """
+
+    device: int
+    host: int = 0
+    step: int = 0
+    reading: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class ClassPlan:
+    """A class with all that follows from the model and the policy.
+
+    Attributes:
+        row_class: the class.
+        policy: the resolved policy. It is Full if the engine's policy has no effect at this capacity.
+        fallback: the reason why Full replaces the engine's policy, or None.
+        fetch: the fetch mode.
+        bytes: the bytes of a group.
+        document: the key of the stored document that the rows of the group share, or None.
+    """
+
+    row_class: RowClass
+    policy: Policy
+    fallback: str | None
+    fetch: str
+    bytes: GroupBytes
+    document: str | None = None
+
+    @property
+    def key(self) -> tuple[str | None, RowClass]:
+        """What tells which jobs can use a row."""
+        return self.document, self.row_class
+
+
+def plan_classes(
+    params: Params, policy: Policy | None, classes: Sequence[RowClass], options: EngineOptions
+) -> tuple[ClassPlan, ...]:
+    """Return the plans of the classes, by capacity.
+
+    Raises:
+        ConfigError: there is no class, an item is not a RowClass, or a setting is out of range.
+        CapacityError: a class has more tokens than the model's context.
+    """
+    if not classes or not all(isinstance(one, RowClass) for one in classes):
+        raise ConfigError(f"classes must be a non-empty list of RowClass, got {classes!r:.80}")
+    ordered = sorted(set(classes), key=lambda one: (one.capacity, one.prompt))
+    return tuple(plan_class(params, policy or ShadowKV(), one, options) for one in ordered)
+
+
+def plan_class(params: Params, policy: Policy, row_class: RowClass, options: EngineOptions) -> ClassPlan:
+    """Return the plan of a class. Raises the errors of `plan_classes`."""
+    config, dtype, capacity = params.config, str(params.dtype), row_class.capacity
+    if capacity > config.context:
+        raise CapacityError(
+            f"row_class must have at most the model's context={config.context} tokens, got prompt={row_class.prompt} + "
+            f"room={row_class.room}"
+        )
+    resolved = policy.resolve(config, capacity)
+    fallback = why_dense(resolved, config, capacity)
+    if fallback:
+        resolved = Full().resolve(config, capacity)
+    else:
+        check_fitted(resolved, config, options.fitted)
+    rows, prompt, room = row_class.rows, row_class.prompt, row_class.room
+    fetch = fetch_for(options.fetch, params, resolved, Batch(rows, capacity, prompt, prompt, dtype, room=room)).fetch
+    specs = with_room(cache_specs(config, resolved, rows, capacity, prompt, dtype, fetch), room)
+    parts = state_nbytes(abstract_of(specs, resolved)).values()
+    # The figures of a device are not read: only bytes are asked for.
+    serving = Serving(prompt, room, batch=rows, dtype=dtype, fetch=fetch, room=room)
+    step = Planner(config, config, UNKNOWN, serving).temporaries(resolved, rows)
+    peak = prefill_peak(
+        config,
+        resolved,
+        batch=1,
+        tokens=prompt,
+        capacity=capacity,
+        prefill_chunk=options.prefill_chunk,
+        dtype=dtype,
+        fetch=fetch,
+        attention=options.prefill,
+        room=room,
+    )
+    sizes = GroupBytes(
+        sum(device for device, _ in parts),
+        sum(host for _, host in parts),
+        sum(step.values()),
+        sum(peak.values()) - peak["weights"],
+    )
+    return ClassPlan(row_class, resolved, fallback, fetch, sizes)
+
+
+def fitting(plans: Sequence[ClassPlan], prompt: int, room: int) -> list[ClassPlan]:
+    """Return the plans whose rows can hold a prompt of `prompt` tokens and `room` new ones, by capacity.
+
+    Raises:
+        CapacityError: there is none.
+    """
+    classes = [plan.row_class for plan in plans]
+    found = [plan for plan in plans if plan.row_class.prompt >= prompt and plan.row_class.room >= room]
+    if not found:
+        sizes = ", ".join(f"prompt={one.prompt} + room={one.room}" for one in classes)
+        raise CapacityError(
+            f"prompt + max_new_tokens must fit a class of the engine ({sizes}), got {prompt} + {room} tokens"
+        )
+    return found

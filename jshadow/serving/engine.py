@@ -1,0 +1,227 @@
+"""A serving engine: requests of any thread come and go in rows of a few fixed sizes."""
+
+import functools
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from jshadow.engine.report import CompileClock
+from jshadow.engine.row_settings import RowSettings
+from jshadow.engine.text import TextStream, encode, split_stops
+from jshadow.errors import CapacityError, ConfigError, JshadowError, ServingError
+from jshadow.policies import Policy
+from jshadow.serving.admission import Admission, Limits
+from jshadow.serving.classes import ClassPlan, EngineOptions, RowClass, fitting, plan_classes
+from jshadow.serving.jobs import Job
+from jshadow.serving.loop import Loop
+from jshadow.serving.programs import Programs
+from jshadow.serving.report import EngineReport
+from jshadow.serving.requests import Answer, Request
+from jshadow.weights.params import Params
+
+
+class Engine:
+    """Answers requests with one model. Any thread may call its methods.
+
+    One thread runs JAX. It begins with the first request. `close`, or the end of a `with` block, ends it.
+
+    Args:
+        params: the model, from `load`.
+        policy: how keys and values are kept. None means ShadowKV(). A class in which the policy has no effect has a
+            dense cache.
+        classes: the sizes of rows. A request gets a row of the smallest class that can hold it.
+        library: a `jshadow.Library`, or None. A prompt whose beginning is stored there is not read again.
+        limits: bytes and queue length. None: what the machine has.
+        options: further settings. None: the defaults.
+
+    Raises:
+        ConfigError: a setting is out of range.
+        CapacityError: a class has more tokens than the model's context.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        policy: Policy | None = None,
+        *,
+        classes: Sequence[RowClass],
+        library: Any = None,
+        limits: Limits | None = None,
+        options: EngineOptions | None = None,
+    ) -> None:
+        self.params, self.options = params, options or EngineOptions()
+        self.plans = plan_classes(params, policy, classes, self.options)
+        self.admission = Admission((limits or Limits()).of_machine())
+        self._loop = Loop(Programs(params, self.options), self.plans, self.admission, library)
+        self._messages: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock, self._tokenizing = threading.Lock(), threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._compiled = CompileClock.programs
+
+    # For any thread
+
+    def submit(self, request: Request) -> Answer:
+        """Give a request to the engine, and return its answer, which arrives later.
+
+        Raises:
+            PromptError: the prompt is empty, or has a token id out of range, or needs a tokenizer.
+            CapacityError: no class can hold the request, no group of such a class fits the limits, or too many requests
+                wait.
+            ConfigError: a setting does not fit the engine.
+            ServingError: the engine is closed or has failed.
+        """
+        if request.store and self._loop.library is None:
+            raise ConfigError("store must be False in an engine without a library, got True")
+        limit = self.admission.limits.waiting
+        if limit is not None and len(self._loop.waiting) + self._messages.qsize() >= limit:
+            raise CapacityError(f"at most limits.waiting={limit} requests may wait, got one more")
+        params = self.params
+        with self._tokenizing:
+            ids = encode(params.tokenizer, request.prompt, params.config.vocab_size)
+        texts, stops = split_stops(request.stop, params.tokenizer)
+        plans = self._possible(fitting(self.plans, len(ids), request.max_new_tokens))
+        stop_ids = frozenset(params.config.eos_ids) | set(stops)
+        job = Job(Answer(request), ids, TextStream(params.tokenizer, texts), stop_ids)
+        job.plans = plans
+        self._send(functools.partial(self._accept, job))
+        return job.answer
+
+    def cancel(self, answer: Answer) -> None:
+        """Cancel a request. Its row becomes free, and its answer raises RequestCancelled unless it is complete."""
+        with self._lock:
+            self._messages.put(lambda: self._loop.cancel(answer))
+
+    def warm(self) -> None:
+        """Compile the programs of each class, by one request each, so that later requests compile nothing.
+
+        A prompt of such a request has at most two pieces. The programs that continue stored documents are compiled when
+        they are first used.
+
+        Raises:
+            CapacityError: no group of a class fits the limits.
+            ServingError: the engine is closed or has failed.
+        """
+        for plan in self.plans:
+            self.admission.check(plan)
+            one = plan.row_class
+            ids = [0] * min(one.prompt, 2 * self.options.prefill_chunk)
+            # A seed of more than 32 bits takes one program more.
+            request = Request(ids, min(3, one.room), RowSettings(seed=-(2**63)))
+            job = Job(Answer(request), ids, TextStream(None), frozenset())
+            job.plans = [plan]
+            self._send(functools.partial(self._accept, job, find=False))
+            if not self.options.threaded:
+                while self.run_once():
+                    pass
+            job.answer.result()
+
+    def report(self) -> EngineReport:
+        """Return the figures of the engine. They may be of different moments while it runs."""
+        loop = self._loop
+        groups = list(loop.groups)
+        return EngineReport(
+            counts=loop.counts,
+            waiting=len(loop.waiting),
+            reading=loop.reading is not None,
+            groups=len(groups),
+            rows=sum(len(group.jobs) for group in groups),
+            rows_in_use=sum(job is not None for group in groups for job in group.jobs),
+            device_bytes=sum(group.plan.bytes.device for group in groups),
+            host_bytes=sum(group.plan.bytes.host for group in groups),
+            programs=CompileClock.programs - self._compiled,
+        )
+
+    def close(self, drain: bool = True) -> None:
+        """End the engine. Further requests raise ServingError.
+
+        Args:
+            drain: whether the requests that were submitted are answered first. If not, they end with ServingError.
+        """
+        with self._lock:
+            self._closing = True
+            if not drain:
+                self._messages.put(lambda: self._loop.close(ServingError("the engine was closed before the answer")))
+            self._messages.put(lambda: None)  # wakes the thread
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        while thread is None and (self._turn() or len(self._loop.waiting)):
+            pass
+        self._loop.close(self._loop.closed or ServingError("the engine is closed"))
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(drain=error is None)
+
+    def run_once(self) -> bool:
+        """Take the messages of other threads, and run one turn. Return whether there may be more to do.
+
+        A turn steps each group with an active row once, and runs at most one unit of a prompt.
+
+        Raises:
+            ConfigError: the engine has a thread of its own.
+        """
+        if self.options.threaded:
+            raise ConfigError("options.threaded must be False for run_once, got True")
+        return self._turn()
+
+    # For the thread of the loop
+
+    def _possible(self, plans: Sequence[ClassPlan]) -> list[ClassPlan]:
+        """Return the plans of which a group fits the limits. Raises CapacityError if there is none."""
+        possible = [plan for plan in plans if self.admission.fits([plan])]
+        if not possible:
+            self.admission.check(plans[0])
+        return possible
+
+    def _accept(self, job: Job, *, find: bool = True) -> None:
+        self._loop.accept(job, find=find)
+        if job.ready is not None:
+            job.ready.add_done_callback(lambda _: self._messages.put(lambda: None))
+
+    def _send(self, message: Callable[[], None]) -> None:
+        """Give a message to the loop, and start its thread if it does not run."""
+        with self._lock:
+            if self._closing or self._loop.closed is not None:
+                raise self._loop.closed or ServingError("the engine is closed")
+            self._messages.put(message)
+            if self._thread is None and self.options.threaded:
+                self._thread = threading.Thread(target=self._serve, name="jshadow-engine", daemon=True)
+                self._thread.start()
+
+    def _turn(self, message: Callable[[], None] | None = None) -> bool:
+        """Run a message, the waiting messages and one turn. Return whether there may be more to do.
+
+        An error ends all answers.
+        """
+        try:
+            if message is not None:
+                message()
+            while not self._messages.empty():
+                self._messages.get()()
+            return self._loop.run_once() or not self._messages.empty()
+        except Exception as error:
+            failure = error if isinstance(error, JshadowError) else ServingError(f"the engine's loop failed: {error}")
+            failure.__cause__ = None if failure is error else error
+            self._loop.close(failure)
+            return False
+
+    def _serve(self) -> None:
+        """Run turns until the engine is closed and has nothing left to do, or has failed."""
+        message = None
+        while True:
+            more, message = self._turn(message), None
+            if more:
+                continue
+            with self._lock:
+                idle = self._messages.empty() and not len(self._loop.waiting)
+                if idle and (self._closing or self._loop.closed is not None):
+                    return
+            message = self._messages.get()

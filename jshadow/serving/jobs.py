@@ -1,0 +1,96 @@
+"""A request inside the engine: its tokens, its text, its times, and where it is."""
+
+import time
+from typing import Any
+
+from jshadow.engine.text import TextStream
+from jshadow.errors import RequestCancelled
+from jshadow.serving.classes import ClassPlan
+from jshadow.serving.requests import Answer, AnswerReport, AnswerResult, Request
+
+
+class Job:
+    """A request from its arrival to its end. Only the loop changes it.
+
+    Attributes:
+        answer: what the caller reads.
+        ids: token ids of the prompt.
+        plans: the classes that can hold it, by capacity. The first one is used.
+        stream: the tokens so far, and their text.
+        stop_ids: tokens that end the answer.
+        stored: what the library holds of the beginning of the prompt, or None.
+        ready: the future of the stored state's preparation, or None.
+        read: number of tokens of the prompt that were stored.
+        row: the sampling settings, as arrays of one row. None before the prompt is read.
+        not_stored: why a state that was to be stored was not, or None.
+    """
+
+    def __init__(self, answer: Answer, ids: list[int], stream: TextStream, stop_ids: frozenset[int]) -> None:
+        self.answer, self.ids, self.stream, self.stop_ids = answer, ids, stream, stop_ids
+        self.plans: list[ClassPlan] = []
+        self.stored: Any = None
+        self.ready: Any = None
+        self.read = 0
+        self.row: Any = None
+        self.not_stored: str | None = None
+        self.arrived = time.monotonic()
+        self.begun = self.first = self.arrived
+
+    @property
+    def request(self) -> Request:
+        """The request."""
+        return self.answer.request
+
+    @property
+    def priority(self) -> int:
+        """The priority of the request."""
+        return self.request.priority
+
+    @property
+    def plan(self) -> ClassPlan:
+        """The class in which the job runs."""
+        return self.plans[0]
+
+    def start(self) -> None:
+        """Note that the engine begins to read the prompt."""
+        self.begun = time.monotonic()
+
+    def cancel(self) -> None:
+        """End the answer with RequestCancelled."""
+        self.answer.end(RequestCancelled(f"the request was cancelled after {len(self.stream.tokens)} new tokens"))
+
+    def push(self, token: int) -> str:
+        """Add a drawn token, and give its text to the answer. Return why the answer is complete, or ""."""
+        stream = self.stream
+        if not stream.tokens:
+            self.first = time.monotonic()
+        if token in self.stop_ids:
+            text, finish = stream.finish(), "stop"
+            stream.tokens.append(token)  # after the text has ended: the token may have a text of its own
+        else:
+            text = stream.push(token)
+            finish = "stop" if stream.stopped else ""
+        if not finish and len(stream.tokens) == self.request.max_new_tokens:
+            text += stream.finish()
+            finish = "stop" if stream.stopped else "length"
+        self.answer.add(text, token)
+        return finish
+
+    def complete(self, finish: str) -> None:
+        """End the answer. `finish` is what `push` returned."""
+        stream, plan, now = self.stream, self.plan, time.monotonic()
+        report = AnswerReport(
+            policy=plan.policy,
+            fallback=plan.fallback,
+            fetch=plan.fetch,
+            prompt_tokens=len(self.ids),
+            stored_tokens=self.read,
+            generated_tokens=len(stream.tokens),
+            finish=finish,
+            queue_seconds=self.begun - self.arrived,
+            prefill_seconds=self.first - self.begun,
+            decode_seconds=now - self.first,
+            not_stored=self.not_stored,
+        )
+        text = None if stream.tokenizer is None else stream.text
+        self.answer.end(AnswerResult(stream.tokens[: stream.kept()], text, report))

@@ -1,0 +1,224 @@
+"""The loop of an engine: it admits requests, steps the groups, and reads one prompt between the steps.
+
+Only one thread calls the functions of this module, and JAX runs in no other.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jshadow.engine.sampling import NO_TOKEN
+from jshadow.errors import JshadowError, NumericalError
+from jshadow.serving import documents
+from jshadow.serving.admission import Admission
+from jshadow.serving.classes import ClassPlan
+from jshadow.serving.groups import Group
+from jshadow.serving.jobs import Job
+from jshadow.serving.programs import Programs
+from jshadow.serving.reading import Reading
+from jshadow.serving.report import Counts
+from jshadow.serving.requests import Answer
+from jshadow.serving.waiting import WaitingQueue
+
+
+class Loop:
+    """The requests of an engine, and the rows that they have.
+
+    Attributes:
+        waiting: the jobs that have no row yet.
+        groups: the groups. An empty group is kept until another class needs its bytes.
+        reading: the job whose prompt is being read, or None.
+        counts: what was done.
+        closed: the error with which further jobs end, or None.
+    """
+
+    def __init__(self, programs: Programs, plans: Sequence[ClassPlan], admission: Admission, library: Any) -> None:
+        self.programs, self.plans, self.admission, self.library = programs, plans, admission, library
+        self.waiting: WaitingQueue[Job] = WaitingQueue()
+        self.groups: list[Group] = []
+        self.reading: Reading | None = None
+        self.counts = Counts()
+        self.closed: JshadowError | None = None
+        self._units = 0  # since the last step
+
+    # Messages
+
+    def accept(self, job: Job, *, find: bool = True) -> None:
+        """Take a new job. `find` tells whether the library is asked for its prompt."""
+        if self.closed is not None:
+            return job.answer.end(self.closed)
+        try:
+            if self.library is not None and find:
+                documents.find(self.library, job, self.plans)
+        except JshadowError as error:
+            return self._fail(job, error)
+        self.waiting.push(job)
+
+    def cancel(self, answer: Answer) -> None:
+        """Cancel a request. Nothing happens if it has ended."""
+        for job in self._jobs():
+            if job.answer is answer:
+                self._drop(job)
+                self.counts.cancelled += 1
+                return job.cancel()
+
+    def close(self, error: JshadowError) -> None:
+        """End all jobs, and all that come later, with an error."""
+        self.closed = error
+        for job in list(self._jobs()):
+            job.answer.end(error)
+            self.counts.failed += 1
+        self.waiting, self.groups, self.reading = WaitingQueue(), [], None
+
+    def _jobs(self) -> Iterator[Job]:
+        yield from self.waiting
+        for group in self.groups:
+            yield from (job for job in group.jobs if job is not None)
+
+    def _drop(self, job: Job) -> None:
+        """Take a job out of the queue, of the reading and of its row."""
+        self.waiting.remove(job)
+        if self.reading is not None and self.reading.job is job:
+            self.reading = None
+        for group in self.groups:
+            if job in group.jobs:
+                group.release(group.jobs.index(job))
+        self.groups = [group for group in self.groups if group.base is None or not group.empty]
+
+    def _fail(self, job: Job, error: JshadowError) -> None:
+        self._drop(job)
+        self.counts.failed += 1
+        job.answer.end(error)
+
+    # One turn
+
+    def run_once(self) -> bool:
+        """Step each group that has an active row once, and run at most one unit of a prompt. Return whether any ran."""
+        self._admit()
+        stepping = [group for group in self.groups if group.active.any()]
+        for group in stepping:
+            group.start_step()
+        self.counts.steps += len(stepping)
+        self.counts.most_units = max(self.counts.most_units, self._units if stepping else 0)
+        self._units = 0
+        # The unit is given to the device before the tokens of the steps are waited for.
+        reading, done = self.reading, False
+        if reading is not None:
+            try:
+                done = reading.reader.advance()
+            except JshadowError as error:
+                self._fail(reading.job, error)
+            self.counts.units += 1
+            self._units += 1
+        for group in stepping:
+            for slot, tokens in group.drawn():
+                self._push(group, slot, tokens)
+        if reading is not None and done:
+            self._begin_answer(reading)
+        return bool(stepping) or reading is not None
+
+    def _push(self, group: Group, slot: int, tokens: Sequence[int]) -> None:
+        """Give the tokens that a step drew to the job of a row."""
+        job = group.jobs[slot]
+        assert job is not None
+        for token in tokens:
+            finish = self._add(job, token)
+            if finish and job.request.store:
+                ids = job.ids + job.stream.tokens
+                documents.store(self.library, job, ids, group.row(slot, [token]))
+            if finish or job.answer.done:
+                return self._complete(job, finish)
+
+    def _add(self, job: Job, token: int) -> str:
+        """Add a token to an answer. Return why the answer is complete, or "". NO_TOKEN fails the job."""
+        if token == NO_TOKEN:
+            count = len(job.stream.tokens)
+            error = NumericalError(
+                f"logits must be numbers, got NaN in those that follow the prompt and {count} generated tokens; check "
+                "the weights, or run the model in a wider dtype"
+            )
+            self._fail(job, error)
+            return ""
+        self.counts.tokens += 1
+        return job.push(token)
+
+    def _complete(self, job: Job, finish: str) -> None:
+        """Free the row of a job whose answer is complete. A job that failed has no row any more."""
+        if not finish:
+            return
+        self._drop(job)
+        job.complete(finish)
+        report = job.answer.result().report
+        self.counts.finished += 1
+        self.counts.queue_seconds += report.queue_seconds
+        self.counts.prefill_seconds += report.prefill_seconds
+        self.counts.decode_seconds += report.decode_seconds
+
+    def _begin_answer(self, reading: Reading) -> None:
+        """Draw the first token after a prompt, and make the row active."""
+        self.reading, job = None, reading.job
+        logits, state = reading.reader.end()
+        if job.request.store:
+            documents.store(self.library, job, job.ids, state)
+        token, row = self.programs.first(logits, job.row)
+        finish = self._add(job, token)
+        if finish and job.request.store:
+            documents.store(self.library, job, [*job.ids, token], self.programs.fed(state, [token]))
+        if finish or job.answer.done:
+            return self._complete(job, finish)
+        reading.group.insert(reading.slot, state, row, token)
+
+    # Admission
+
+    def _admit(self) -> None:
+        """Begin to read the first prompt that can have a row.
+
+        A job that waits for a row of a class without a group is not overtaken. So it gets its group as soon as enough
+        rows of other classes are free.
+        """
+        full = set()
+        for job in self.waiting if self.reading is None else ():
+            if (job.ready is not None and not job.ready.done()) or key_of(job) in full:
+                continue
+            try:
+                place = self._place(job)
+                if place is not None:
+                    job.row = self.programs.row(job.request.settings, job.ids)
+                    self.reading = Reading(self.programs, job, *place)
+            except JshadowError as error:
+                self._fail(job, error)
+                continue
+            if place is not None:
+                self.waiting.remove(job)
+                job.start()
+                return
+            if not any(group.plan.key == job.plan.key for group in self.groups):
+                return
+            full.add(key_of(job))
+
+    def _place(self, job: Job) -> tuple[Group, int] | None:
+        """Reserve a row for a job. Make a group if there is no free row and the bytes suffice."""
+        if job.stored is not None and job.plan.document is None:
+            plan, _ = documents.load(self.library, job, self.plans)
+            self.admission.check(plan)
+            job.plans = [plan]
+        for group in self.groups:
+            if group.plan.key == job.plan.key and (slot := group.reserve(job)) is not None:
+                return group, slot
+        kept = [group for group in self.groups if not group.empty]
+        if not self.admission.fits([group.plan for group in kept] + [job.plan]):
+            return None
+        for group in [group for group in self.groups if group.empty]:
+            if self.admission.fits([other.plan for other in self.groups] + [job.plan]):
+                break
+            self.groups.remove(group)
+        base = documents.load(self.library, job, self.plans)[1] if job.stored is not None else None
+        group = Group(job.plan, self.programs, base)
+        self.groups.append(group)
+        slot = group.reserve(job)
+        assert slot is not None
+        return group, slot
+
+
+def key_of(job: Job) -> tuple:
+    """Return what tells the groups that a job can use."""
+    return job.plan.key if job.stored is None or job.plan.document else (job.stored.key,)

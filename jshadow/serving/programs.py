@@ -1,0 +1,109 @@
+"""The compiled programs that an engine calls, with the model's weights. Only the thread of the loop calls them."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from jshadow.cache.state import KVState
+from jshadow.engine import decode
+from jshadow.engine.partial_prefill import PartialPrefill, advance_prefill, begin_prefill, finish_prefill
+from jshadow.engine.placement import commit
+from jshadow.engine.row_sampling import RowSampling, idle_rows, row_of, set_row
+from jshadow.engine.row_settings import RowParts, RowSettings
+from jshadow.engine.row_step import first_tokens, step_rows
+from jshadow.serving.classes import ClassPlan, EngineOptions
+from jshadow.weights.params import Params
+
+
+class Pool(NamedTuple):
+    """The arrays of a group: the state and the sampling settings of its rows."""
+
+    state: KVState
+    rows: RowSampling
+
+
+class Programs:
+    """The programs of one model."""
+
+    def __init__(self, params: Params, options: EngineOptions) -> None:
+        self.params, self.options = params, options
+        self.parts = RowParts(params.config.vocab_size, options.penalties, options.bias_limit)
+
+    def begin(self, plan: ClassPlan, ids: Sequence[int]) -> PartialPrefill:
+        """Begin to read a prompt into a row of a class."""
+        options, one = self.options, plan.row_class
+        tokens = np.zeros((1, one.prompt), np.int32)
+        tokens[0, : len(ids)] = ids
+        return begin_prefill(
+            self.params,
+            tokens,
+            [len(ids)],
+            plan.policy,
+            capacity=one.capacity,
+            room=one.room,
+            fetch=plan.fetch,
+            fitted=None if plan.fallback else options.fitted,
+            attention=options.prefill,
+            prefill_chunk=options.prefill_chunk,
+        )
+
+    def advance(self, partial: PartialPrefill) -> PartialPrefill:
+        """Run one unit of a prefill."""
+        return advance_prefill(self.params, partial)
+
+    def finish(self, partial: PartialPrefill) -> tuple[Array, KVState]:
+        """Return the logits [1, V] and the state after the last unit."""
+        return finish_prefill(self.params, partial)
+
+    def extend(self, state: KVState, ids: Sequence[int]) -> tuple[Array, KVState]:
+        """Feed at most `turn_chunk` tokens to a state of one row. This consumes the state."""
+        tokens = np.zeros((1, self.options.turn_chunk), np.int32)
+        tokens[0, : len(ids)] = ids
+        return decode.extend(self.params, tokens, [len(ids)], state)
+
+    def row(self, settings: RowSettings, ids: Sequence[int]) -> RowSampling:
+        """Return the sampling settings of one row. Raises the errors of `row_of`."""
+        return row_of(settings, self.parts, prompt=ids)
+
+    def first(self, logits: Array, row: RowSampling) -> tuple[int, RowSampling]:
+        """Draw the first token of a row. This consumes `row`."""
+        tokens, row = first_tokens(row, logits)
+        return int(tokens[0]), row
+
+    def pool(self, state: KVState, plan: ClassPlan) -> Pool:
+        """Return a pool of free rows. Their content comes from `state`, and is never read."""
+        count = plan.row_class.rows
+        held = commit(state.take([0] * count) if plan.document is None else state.share(count))
+        # The settings are committed too, as those that a step returns.
+        return Pool(held, jax.device_put(idle_rows(self.parts, count), held.lengths.sharding))
+
+    def insert(self, pool: Pool, slot: int, state: KVState, row: RowSampling) -> Pool:
+        """Replace a row of a pool. This consumes the pool."""
+        return Pool(pool.state.insert(slot, state, consume=True), set_row(pool.rows, slot, row))
+
+    def step(self, pool: Pool, tokens: np.ndarray, active: np.ndarray) -> tuple[Array, Pool]:
+        """Feed a token to each active row. Return the next tokens, int32 [rows]. This consumes the pool.
+
+        Args:
+            pool: the rows.
+            tokens: int32 [rows].
+            active: bool [rows].
+        """
+        reads, writes = pool.state.split()
+        fed = jnp.array(tokens), jnp.array(active)
+        drawn, writes, rows = step_rows(self.params.weights, fed, reads, writes, pool.rows, config=self.params.config)
+        return drawn, Pool(pool.state.join(writes), rows)
+
+    def taken(self, pool: Pool, slot: int, unfed: Sequence[int]) -> KVState:
+        """Return one row of a pool as a state of its own, after further tokens."""
+        return self.fed(pool.state.take([slot]), unfed)
+
+    def fed(self, state: KVState, unfed: Sequence[int]) -> KVState:
+        """Return a state of one row after further tokens. This consumes the state."""
+        for token in unfed:
+            _, state = decode.decode_step(self.params, [token], state)
+        return state

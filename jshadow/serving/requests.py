@@ -1,0 +1,170 @@
+"""Requests to an engine, and the answers that other threads read."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from jshadow.engine.row_settings import RowSettings
+from jshadow.engine.types import OnePrompt
+from jshadow.errors import ConfigError
+from jshadow.policies import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A prompt to be answered.
+
+    Attributes:
+        prompt: text, a chat or token ids, as in `generate`.
+        max_new_tokens: maximum number of tokens to generate, at least 1.
+        settings: how the tokens are drawn. The default is greedy.
+        stop: strings or token ids that end the answer, as in `generate`.
+        priority: a request with a higher priority is admitted first. Requests of one priority come by arrival.
+        store: whether the engine stores the state after the prompt, and the state at the end of the answer, in its
+            library.
+
+    Raises:
+        ConfigError: a value has the wrong type or is out of range.
+    """
+
+    prompt: OnePrompt
+    max_new_tokens: int = 128
+    settings: RowSettings = dataclasses.field(default_factory=RowSettings)
+    stop: str | int | Sequence[str | int] | None = None
+    priority: int = 0
+    store: bool = False
+
+    def __post_init__(self) -> None:
+        check_integer("max_new_tokens", self.max_new_tokens, least=1)
+        check_integer("priority", self.priority)
+        if not isinstance(self.settings, RowSettings):
+            raise ConfigError(f"settings must be a RowSettings, got {self.settings!r:.80}")
+        if not isinstance(self.store, bool):
+            raise ConfigError(f"store must be True or False, got {self.store!r:.80}")
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerReport:
+    """The figures of one answer.
+
+    Attributes:
+        policy: the resolved policy that ran.
+        fallback: why a dense cache was used instead of the engine's policy, or None.
+        fetch: the fetch mode.
+        prompt_tokens: number of tokens in the prompt.
+        stored_tokens: number of these that were in the library, so that they were not read again.
+        generated_tokens: number of tokens drawn, including a stop token or the tokens of a stop string.
+        finish: "stop" if a stop token or a stop string ended the answer, "length" if max_new_tokens did.
+        queue_seconds: time until the engine began to read the prompt.
+        prefill_seconds: time from there to the first token. It includes the steps of other requests.
+        decode_seconds: time from the first token to the end.
+        not_stored: why a state that was to be stored was not, or None.
+    """
+
+    policy: Policy
+    fallback: str | None
+    fetch: str
+    prompt_tokens: int
+    stored_tokens: int
+    generated_tokens: int
+    finish: str
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    not_stored: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerResult:
+    """A complete answer.
+
+    Attributes:
+        tokens: the new token ids. A stop token is included. The tokens of a stop string are left out.
+        text: the new text without the stop token or the stop string. None without a tokenizer.
+        report: the figures.
+    """
+
+    tokens: list[int]
+    text: str | None
+    report: AnswerReport
+
+
+class Answer:
+    """The answer to a request while it arrives. Any thread may read it, any number of times.
+
+    Iterate over it for pairs (text, token). The text of a pair is that which became final with the token, and may be
+    empty. If the request failed, its error follows the last pair.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._pieces: list[tuple[str, int]] = []
+        self._result: AnswerResult | None = None
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def done(self) -> bool:
+        """Whether the answer is complete or has failed."""
+        return self._result is not None or self._error is not None
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        place = 0
+        while True:
+            with self._changed:
+                while place == len(self._pieces) and not self.done:
+                    self._changed.wait()
+                pieces = self._pieces[place:]
+            yield from pieces
+            place += len(pieces)
+            if not pieces:
+                if self._error is not None:
+                    raise self._error
+                return
+
+    def result(self, timeout: float | None = None) -> AnswerResult:
+        """Wait for the end of the answer, and return it.
+
+        Args:
+            timeout: seconds to wait at most. None: without a limit.
+
+        Raises:
+            TimeoutError: the answer is not complete in time. It goes on.
+            JshadowError: the request failed. RequestCancelled tells that it was cancelled.
+        """
+        limit = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            while not self.done:
+                left = None if limit is None else limit - time.monotonic()
+                if left is not None and left <= 0:
+                    raise TimeoutError(f"the answer must be complete within timeout={timeout} seconds, it is not")
+                self._changed.wait(left)
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+    def add(self, text: str, token: int) -> None:
+        """Add a piece. Only the engine calls this."""
+        with self._changed:
+            self._pieces.append((text, token))
+            self._changed.notify_all()
+
+    def end(self, outcome: AnswerResult | BaseException) -> None:
+        """End the answer with its result or an error. The first end counts. Only the engine calls this."""
+        with self._changed:
+            if self.done:
+                return
+            if isinstance(outcome, AnswerResult):
+                self._result = outcome
+            else:
+                self._error = outcome
+            self._changed.notify_all()
+
+
+def check_integer(name: str, value: object, *, least: int | None = None) -> None:
+    """Raise ConfigError unless a value is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or (least is not None and value < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise ConfigError(f"{name} must be an integer{bound}, got {value!r:.80}")

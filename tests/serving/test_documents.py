@@ -1,0 +1,128 @@
+"""Requests on stored documents: their rows share one prompt half, and answer as `generate(state=...)` does."""
+
+import concurrent.futures
+
+import jax
+import numpy as np
+import pytest
+from byte_models import PARAMS, SHADOW
+from serving_cases import CLASSES, SYNC, engine_of, offline, prompt_of, run
+
+import jshadow
+from jshadow.engine.row_settings import RowSettings
+from jshadow.engine.sampling import Sampler
+from jshadow.errors import CapacityError, CheckpointError
+from jshadow.serving import EngineOptions, Request
+
+DOCUMENT = prompt_of(96, 5)
+OPTIONS = EngineOptions(threaded=False, prefill_chunk=SYNC.prefill_chunk, turn_chunk=4)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    with jshadow.Library(tmp_path_factory.mktemp("library"), PARAMS, SHADOW, capacity=CLASSES[1].capacity) as library:
+        library.add(DOCUMENT)
+        yield library
+
+
+def on_stored(library, request, count=96):
+    """The tokens of `generate` on the stored state of the first `count` tokens of a prompt."""
+    key = library.longest(request.prompt[:count]).key
+    settings = request.settings
+    return jshadow.generate(
+        PARAMS,
+        request.prompt[count:],
+        max_new_tokens=request.max_new_tokens,
+        sampler=settings.sampler,
+        seed=settings.seed,
+        state=library.load(key).with_room(16),
+    ).tokens
+
+
+def test_questions_on_a_document_share_its_prompt_half(library):
+    engine = engine_of(library=library, options=OPTIONS)
+    warm = RowSettings(Sampler(1.3), seed=3)
+    questions = [
+        Request([*DOCUMENT, *prompt_of(length, 7)], 16 - length, settings)
+        for length, settings in [(1, RowSettings()), (9, RowSettings()), (4, warm), (5, RowSettings()), (4, warm)]
+    ]
+    plain = Request(prompt_of(50, 8), 6)
+    answers = [engine.submit(request) for request in [*questions, plain]]
+    shared = set()
+    while engine.run_once():
+        for group in engine._loop.groups:
+            if group.base is not None and group.pool is not None:
+                assert group.pool.state.shares_prompt
+                shared |= {id(leaf) for leaf in jax.tree.leaves(group.pool.state.reads())}
+    stored = jax.tree.leaves(library.load(library.longest(DOCUMENT).key).reads())
+    assert shared == {id(leaf) for leaf in stored}  # held once, by the library
+    for request, answer in zip(questions, answers, strict=False):
+        assert answer.result(0).tokens == on_stored(library, request)
+        assert answer.result(0).report.stored_tokens == len(DOCUMENT)
+    assert answers[-1].result(0).tokens == offline(plain).tokens
+    report = engine.report()
+    assert (report.rows_in_use, report.groups, report.counts.most_units) == (0, 1, 1)
+
+
+def test_states_are_stored_when_asked(library):
+    """The state at the end of the answer, the last token included, is where the next turn begins."""
+    engine = engine_of(library=library, options=OPTIONS)
+    first = Request(prompt_of(60, 9), 5, store=True)
+    answer = engine.submit(first)
+    run(engine)
+    result = answer.result(0)
+    assert result.report.not_stored is None
+    held = [*first.prompt, *result.tokens]
+    assert [library.longest(ids).tokens for ids in (first.prompt, held)] == [60, 65]
+    turn = Request([*held, *prompt_of(3, 1)], 6, store=True)
+    follow = engine.submit(turn)
+    run(engine)
+    assert follow.result(0).report.stored_tokens == 65
+    assert follow.result(0).tokens == on_stored(library, turn, 65)
+    assert library.longest([*turn.prompt, *follow.result(0).tokens]).tokens == 65 + 3 + 6
+    one = Request([*held, 5], 1, store=True)  # its only token is the first one, which no step feeds
+    tokens = answers(engine, one)
+    assert library.longest([*one.prompt, *tokens]).tokens == 67
+
+
+def answers(engine, request):
+    answer = engine.submit(request)
+    run(engine)
+    return answer.result(0).tokens
+
+
+def test_a_state_that_cannot_be_stored_is_told(library, monkeypatch):
+    engine = engine_of(library=library, options=OPTIONS)
+
+    def refuse(*_):
+        raise CapacityError("the disk must have at most 1 byte, got 2")
+
+    monkeypatch.setattr(library, "store", refuse)
+    answer = engine.submit(Request(prompt_of(40, 3), 2, store=True))
+    run(engine)
+    assert answer.result(0).report.not_stored == "the disk must have at most 1 byte, got 2"
+
+
+def test_a_damaged_state_fails_its_request_and_a_slow_one_holds_up_nobody(library, monkeypatch):
+    engine = engine_of(library=library, options=OPTIONS)
+    futures = [concurrent.futures.Future() for _ in range(2)]
+    waiting = iter(futures)
+    monkeypatch.setattr(library, "prepare", lambda key: next(waiting))
+    damaged, slow = (engine.submit(Request([*DOCUMENT, token], 2)) for token in (5, 6))
+    plain = Request(prompt_of(50, 8), 6)
+    assert answers(engine, plain) == offline(plain).tokens
+    assert not slow.done
+    futures[0].set_exception(CheckpointError("the file must have its digest, got another"))
+    futures[1].set_result(None)
+    run(engine)
+    with pytest.raises(CheckpointError, match="digest"):
+        damaged.result(0)
+    assert slow.result(0).tokens == on_stored(library, slow.request)
+
+
+def test_a_document_without_room_for_the_answer_is_read_anew(library):
+    """The prompt and its answer fit no row of the document, but a row of a class."""
+    engine = engine_of(library=library, options=OPTIONS)
+    request = Request([*DOCUMENT, *prompt_of(14, 2)], 10)
+    assert answers(engine, request) == offline(request).tokens
+    assert np.all([plan.document is None for plan in engine.plans])

@@ -1,0 +1,291 @@
+"""The engine against `generate`: the same tokens in every slot and group, and each failure stays in its request."""
+
+import dataclasses
+import threading
+
+import jax
+import numpy as np
+import pytest
+from serving_cases import CLASSES, SYNC, engine_of, offline, poison, prompt_of, run
+
+from jshadow.engine.report import CompileClock
+from jshadow.engine.row_settings import RowSettings
+from jshadow.engine.sampling import Sampler
+from jshadow.errors import (
+    CapacityError,
+    ConfigError,
+    HostMemoryError,
+    NumericalError,
+    PromptError,
+    RequestCancelled,
+    ServingError,
+)
+from jshadow.serving import EngineOptions, Limits, Request, RowClass
+from jshadow.serving.admission import needed_bytes
+from jshadow.serving.groups import Group
+
+UNEQUAL = [(100, 9), (3, 8), (60, 16), (12, 1), (112, 5), (90, 12)]
+WARM = RowSettings(Sampler(1.2, top_k=40, top_p=0.95), seed=11)
+
+
+@pytest.fixture
+def engine():
+    return engine_of()
+
+
+def answers_of(engine, requests):
+    answers = [engine.submit(request) for request in requests]
+    run(engine)
+    assert engine.report().rows_in_use == 0
+    return [answer.result(0) for answer in answers]
+
+
+def random_requests(count, seed):
+    rng = np.random.default_rng(seed)
+    sizes = [CLASSES[int(rng.integers(2))] for _ in range(count)]
+    return [
+        Request(
+            prompt_of(int(rng.integers(1, one.prompt + 1)), index),
+            int(rng.integers(1, one.room + 1)),
+            RowSettings(Sampler(float(rng.uniform(0.3, 2)), int(rng.integers(1, 50))), int(rng.integers(1 << 40)))
+            if rng.random() < 0.5
+            else RowSettings(),
+            priority=int(rng.integers(3)),
+        )
+        for index, one in enumerate(sizes)
+    ]
+
+
+def test_the_short_class_is_dense_and_the_long_one_is_not(engine):
+    assert [plan.fallback is None for plan in engine.plans] == [False, True]
+
+
+@pytest.mark.parametrize("count", [6, pytest.param(32, marks=pytest.mark.whole)])
+def test_unequal_requests_are_answered_as_generate_does(engine, count):
+    greedy = [dataclasses.replace(one, settings=RowSettings()) for one in random_requests(count - 6, seed=4)]
+    requests = [Request(prompt_of(length), new) for length, new in UNEQUAL] + greedy
+    for request, got in zip(requests, answers_of(engine, requests), strict=True):
+        want = offline(request)
+        assert (got.tokens, got.text) == (want.tokens, want.text)
+        assert (got.report.prompt_tokens, got.report.finish) == (len(request.prompt), "length")
+    assert engine.report().counts.most_units == 1
+
+
+def test_a_seed_draws_the_same_tokens_in_every_slot_and_group(engine):
+    seeded = Request(prompt_of(30), 16, WARM)
+    others = [Request(prompt_of(20, seed), 13 + seed) for seed in range(3)]
+    requests = [seeded, others[0], seeded, seeded, others[1], seeded, others[2], seeded]
+    want = offline(seeded).tokens
+    results = answers_of(engine, requests)
+    assert all(got.tokens == want for request, got in zip(requests, results, strict=True) if request is seeded)
+    assert engine.report().groups == 2
+
+
+def test_stop_strings_and_pieces_of_text(engine):
+    free = offline(Request(prompt_of(70, 4), 16, WARM))
+    stop = free.text[3:5]
+    request = Request(prompt_of(70, 4), 16, WARM, stop=stop)
+    answer = engine.submit(request)
+    run(engine)
+    got, want = answer.result(0), offline(request)
+    assert (got.tokens, got.text) == (want.tokens, want.text)
+    assert got.report.finish == "stop"
+    assert "".join(text for text, _ in answer) == got.text == free.text[: free.text.index(stop)]
+    end = Request(prompt_of(70, 4), 16, WARM, stop=free.tokens[2])
+    assert answers_of(engine, [end])[0].tokens == offline(end).tokens
+
+
+def test_released_rows_are_never_read(engine, monkeypatch):
+    """All free rows are filled with NaN, whenever one is freed."""
+    release = Group.release
+
+    def release_and_poison(group, slot):
+        release(group, slot)
+        for free in np.flatnonzero([job is None for job in group.jobs]):
+            poison(group, free)
+
+    monkeypatch.setattr(Group, "release", release_and_poison)
+    requests = random_requests(32, seed=1)
+    poisoned = answers_of(engine, requests)
+    monkeypatch.undo()
+    assert [got.tokens for got in poisoned] == [want.tokens for want in answers_of(engine_of(), requests)]
+
+
+def test_a_nan_fails_its_own_row_alone(engine):
+    requests = [Request(prompt_of(length), 16) for length in (20, 21, 22)]
+    answers = [engine.submit(request) for request in requests]
+    while not all(map(list.__len__, (answer._pieces for answer in answers))):
+        engine.run_once()
+    group = next(group for group in engine._loop.groups if group.active.all())
+    poison(group, group.jobs.index(next(job for job in group.jobs if job.answer is answers[1])))
+    run(engine)
+    with pytest.raises(NumericalError, match=r"NaN in those that follow the prompt and [1-9]"):
+        answers[1].result(0)
+    for place in (0, 2):
+        assert answers[place].result(0).tokens == offline(requests[place]).tokens
+    assert engine.report().rows_in_use == 0
+
+
+def test_cancelled_requests_free_their_row_their_prefill_or_their_place(engine):
+    requests = [Request(prompt_of(100, seed), 16) for seed in range(3)]
+    active, reading, waiting = [engine.submit(request) for request in requests]
+    while not active._pieces:
+        engine.run_once()
+    engine.run_once()
+    assert engine._loop.reading.job.answer is reading
+    for answer in (active, reading, waiting):
+        engine.cancel(answer)
+    run(engine)
+    for answer in (active, reading, waiting):
+        with pytest.raises(RequestCancelled, match="cancelled"):
+            answer.result(0)
+    report = engine.report()
+    assert (report.rows_in_use, report.waiting, report.reading) == (0, 0, False)
+    engine.cancel(active)  # nothing happens
+    assert answers_of(engine, requests[:1])[0].tokens == offline(requests[0]).tokens
+
+
+def test_requests_come_by_priority_and_then_by_arrival(engine):
+    plan = engine.plans[1]
+    one_group = engine_of(limits=Limits(device_bytes=needed_bytes([plan])[0]))
+    order, kept = [], [one_group.submit(Request(prompt_of(100), 12)) for _ in range(3)]
+    requests = [Request(prompt_of(20, place), 2, priority=priority) for place, priority in enumerate((0, 1, 0, 2, 1))]
+    answers = [one_group.submit(request) for request in requests]
+    while one_group.run_once():
+        order += [place for place, answer in enumerate(answers) if answer.done and place not in order]
+    assert order == [3, 1, 4, 0, 2]
+    assert all(answer.result(0).report.generated_tokens == 12 for answer in kept)
+
+
+def test_a_request_that_waits_for_bytes_is_not_overtaken(engine):
+    """The groups of the long class take all bytes. A short request waits for one of them to be empty."""
+    long, short = engine.plans[1], engine.plans[0]
+    small = engine_of(limits=Limits(device_bytes=needed_bytes([long])[0]))
+    first = small.submit(Request(prompt_of(100), 4))
+    while not first._pieces:
+        small.run_once()
+    waits, later = small.submit(Request(prompt_of(5), 8)), small.submit(Request(prompt_of(100, 1), 4))
+    while not waits.done:
+        assert not later._pieces
+        small.run_once()
+        assert small.report().device_bytes <= long.bytes.device + short.bytes.device
+    assert first.done
+    run(small)
+    assert later.result(0).tokens == offline(later.request).tokens
+
+
+def test_requests_that_can_never_fit_are_refused(engine):
+    for prompt, new in ((113, 1), (3, 17)):
+        with pytest.raises(CapacityError, match=rf"prompt=112 \+ room=16\), got {prompt} \+ {new} tokens"):
+            engine.submit(Request(prompt_of(prompt), new))
+    small = engine_of(limits=Limits(device_bytes=1000))
+    with pytest.raises(CapacityError, match=r"device_bytes=1000 .*, got \d+ and 0 bytes"):
+        small.submit(Request(prompt_of(100), 1))
+    full = engine_of(limits=Limits(waiting=2))
+    for _ in range(2):
+        full.submit(Request([5], 1))
+    with pytest.raises(CapacityError, match=r"limits\.waiting=2"):
+        full.submit(Request([5], 1))
+
+
+def test_bad_arguments_are_refused(engine):
+    with pytest.raises(PromptError, match="vocab_size=257"):
+        engine.submit(Request([300], 1))
+    with pytest.raises(ConfigError, match="store must be False"):
+        engine.submit(Request([3], 1, store=True))
+    for field, value in (("max_new_tokens", 0), ("priority", True), ("settings", Sampler()), ("store", 1)):
+        with pytest.raises(ConfigError, match=field):
+            Request([3], **{field: value})
+    with pytest.raises(ConfigError, match="classes"):
+        engine_of(classes=())
+    with pytest.raises(ConfigError, match=r"row_class\.room"):
+        RowClass(3, 0)
+    with pytest.raises(CapacityError, match="context=512"):
+        engine_of(classes=(RowClass(500, 13),))
+    with pytest.raises(ConfigError, match=r"limits\.waiting"):
+        Limits(waiting=0)
+    refused = engine.submit(Request([3], 1, RowSettings(presence_penalty=1.0)))
+    run(engine)
+    with pytest.raises(ConfigError, match="batch without penalties"):
+        refused.result(0)
+
+
+def test_an_error_of_one_request_does_not_stop_the_others(engine, monkeypatch):
+    programs, begin = engine._loop.programs, engine._loop.programs.begin
+
+    def begin_or_fail(plan, ids):
+        if ids[0] == 99:
+            raise HostMemoryError("host_bytes must be at most 1, got 2")
+        return begin(plan, ids)
+
+    monkeypatch.setattr(programs, "begin", begin_or_fail)
+    bad, good = engine.submit(Request([99, 3], 2)), engine.submit(Request([98, 3], 2))
+    run(engine)
+    with pytest.raises(HostMemoryError):
+        bad.result(0)
+    assert good.result(0).tokens == offline(good.request).tokens
+    assert engine.report().rows_in_use == 0
+
+
+def test_a_failure_of_the_loop_ends_all_answers():
+    broken = engine_of()
+
+    def fail(*_):
+        raise RuntimeError("INTERNAL: the device is lost")
+
+    broken._loop.programs.step = fail
+    answers = [broken.submit(Request(prompt_of(5, seed), 4)) for seed in range(3)]
+    run(broken)
+    for answer in answers:
+        with pytest.raises(ServingError, match="the device is lost"):
+            answer.result(0)
+    with pytest.raises(ServingError, match="the device is lost"):
+        broken.submit(Request([3], 1))
+
+
+def test_threads_submit_and_read_at_once(engine):
+    """The engine runs in its own thread; four others submit, stream and cancel."""
+    options = EngineOptions(prefill_chunk=SYNC.prefill_chunk)
+    requests, got = random_requests(12, seed=2), {}
+    with engine_of(options=options) as threaded:
+
+        def client(part):
+            for place in part:
+                answer = threaded.submit(requests[place])
+                pieces = [token for _, token in answer]
+                got[place] = answer.result(60).tokens
+                assert pieces == got[place]
+
+        clients = [threading.Thread(target=client, args=(range(start, 12, 4),)) for start in range(4)]
+        for one in clients:
+            one.start()
+        for one in clients:
+            one.join()
+        late = [threaded.submit(Request(prompt_of(100, seed), 16)) for seed in range(2)]
+        with pytest.raises(TimeoutError):
+            late[1].result(0)
+    assert all(len(answer.result(0).tokens) == 16 for answer in late)  # they were drained
+    assert got == {place: answers_of(engine, [request])[0].tokens for place, request in enumerate(requests)}
+    with pytest.raises(ServingError, match="closed"):
+        threaded.submit(Request([3], 1))
+    with pytest.raises(ConfigError, match=r"options\.threaded"):
+        threaded.run_once()
+
+
+def test_an_engine_closed_at_once_ends_its_answers():
+    closed = engine_of(options=EngineOptions(prefill_chunk=SYNC.prefill_chunk))
+    answers = [closed.submit(Request(prompt_of(100, seed), 16)) for seed in range(4)]
+    closed.close(drain=False)
+    with pytest.raises(ServingError, match="closed before the answer"):
+        answers[3].result(0)
+
+
+@pytest.mark.parametrize("count", [12, pytest.param(500, marks=pytest.mark.whole)])
+def test_after_warm_up_nothing_compiles(count):
+    jax.clear_caches()  # the programs that earlier tests compiled
+    warm = engine_of()
+    warm.warm()
+    before = CompileClock.programs
+    answers_of(warm, random_requests(count, seed=3))
+    assert CompileClock.programs == before
+    assert warm.report().counts.finished == count + 2

@@ -1,0 +1,56 @@
+"""What the tests of the serving engine share: two classes over a tiny model, so that all files share programs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from byte_models import PARAMS, SHADOW
+
+import jshadow
+from jshadow.serving import Engine, EngineOptions, RowClass
+
+CLASSES = (RowClass(12, 8, 3), RowClass(112, 16, 3))
+SYNC = EngineOptions(threaded=False, prefill_chunk=32)
+
+
+def engine_of(classes=CLASSES, options=SYNC, **settings):
+    return Engine(PARAMS, SHADOW, classes=classes, options=options, **settings)
+
+
+def prompt_of(length, seed=0):
+    return np.random.default_rng([length, seed]).integers(3, 256, length).tolist()
+
+
+def run(engine):
+    while engine.run_once():
+        pass
+
+
+def offline(request):
+    """What `generate` answers at the capacity of the request's class."""
+    count, new = len(request.prompt), request.max_new_tokens
+    one = next(one for one in CLASSES if one.prompt >= count and one.room >= new)
+    return jshadow.generate(
+        PARAMS,
+        request.prompt,
+        SHADOW,
+        max_new_tokens=new,
+        sampler=request.settings.sampler,
+        seed=request.settings.seed,
+        stop=request.stop,
+        capacity=one.capacity,
+    )
+
+
+def poison(group, slot):
+    """Fill a row of a group with NaN, and with numbers that are no index."""
+
+    def fill(leaf):
+        if leaf.dtype == bool:
+            return leaf.at[slot].set(True)
+        bad = jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.iinfo(leaf.dtype).max // 2
+        return leaf.at[slot].set(jnp.asarray(bad, leaf.dtype))
+
+    if group.pool is not None:
+        state, rows = group.pool
+        trees = jax.tree.map(fill, state.row_trees())
+        group.pool = group.pool._replace(state=state.with_row_trees(trees), rows=jax.tree.map(fill, rows))
