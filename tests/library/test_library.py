@@ -1,0 +1,195 @@
+"""Stored states: found by their ids, loaded bit for bit from every tier, and asked like any other state."""
+
+import threading
+
+import jax
+import numpy as np
+import pytest
+from small_state import POLICY, equal
+
+from jshadow import generate, load_state
+from jshadow.engine import saved_file
+from jshadow.errors import PromptError
+from jshadow.library.memory import size_of
+
+
+def test_a_document_is_read_once_and_found_after_a_restart(opened, text, monkeypatch):
+    ids, library = text(1), opened()
+    stored = library.add(ids, title="A book")
+    state = library.load(stored.key)
+    assert (stored.tokens, stored.title, stored.tier) == (20, "A book", "device")
+    assert np.asarray(state.lengths).tolist() == [20]
+    assert np.asarray(state.room())[0] < 20  # the least window
+    monkeypatch.setattr("jshadow.library.library.prefill_many", None)  # a second read fails
+    assert library.add(ids) == stored
+    again = opened()
+    assert [(found.key, found.tier, found.title) for found in again.documents()] == [(stored.key, "disk", "A book")]
+    assert again.add(ids).key == stored.key
+    assert equal(again.load(stored.key), state)
+    assert again.documents()[0].tier == "device"
+    assert equal(load_state(library.files.directory.path(stored.key), library.params), state)
+
+
+def test_the_longest_stored_beginning_is_found(opened, text):
+    library, ids = opened(), text(2, 30)
+    keys = {length: library.add(ids[:length]).key for length in (5, 12, 29)}
+    library.add(text(3, 13))
+    for asked, expected in ((30, 29), (29, 29), (28, 12), (12, 12), (11, 5), (5, 5), (4, None)):
+        found = library.longest(ids[:asked])
+        assert (None if found is None else found.key) == keys.get(expected), asked
+    assert library.longest([*ids[:11], (ids[11] + 1) % 13, *ids[12:]]).tokens == 5
+    assert library.longest([]) is None
+
+
+def test_equal_keys_are_not_enough(opened, text):
+    library, ids = opened(), text(4)
+    key = library.add(ids).key
+    library.catalog.entries[key].ids = np.asarray(text(5), np.int32)  # as if two texts had one SHA-256
+    assert library.longest(ids) is None
+
+
+def test_the_key_covers_all_that_determines_a_state(opened, text, params):
+    ids = text(6)
+    settings = [{}, {"capacity": 39}, {"fetch": "resident"}, {"policy": POLICY.__class__(rank=3, chunk_size=4)}]
+    libraries = [opened(**setting) for setting in settings]
+    keys = {library.identity.key(np.asarray(ids, np.int32)) for library in libraries}
+    assert len(keys) == len(settings)
+    assert libraries[0].identity == opened().identity
+
+
+def test_an_extended_beginning_is_one_turn_on_it(opened, text, monkeypatch):
+    library, ids = opened(), text(7, 24)
+    library.add(ids[:14])
+    monkeypatch.setattr("jshadow.library.library.prefill_many", None)
+    steps = []
+    stored = library.add(ids, progress=steps.append)
+    assert steps
+    state = library.load(stored.key)
+    assert np.asarray(state.lengths).tolist() == [24]
+    assert int(np.asarray(state.last)[0]) == ids[-1]
+
+
+def test_a_short_beginning_is_not_extended(opened, text, monkeypatch):
+    library, ids = opened(), text(8, 24)
+    library.add(ids[:11])
+    monkeypatch.setattr("jshadow.library.library.extend", None)
+    library.add(ids)
+
+
+def test_states_move_down_and_up_again(opened, text):
+    library = opened()
+    keys = [library.add(text(seed)).key for seed in (10, 11, 12)]
+    size = size_of(library.load(keys[0]))
+    small = opened(limits={"device": size.device, "host": 2 * size.total})
+    states = {key: library.load(key) for key in keys}
+
+    def tiers():
+        found = {stored.key: stored.tier for stored in small.documents()}
+        return [found[key] for key in keys]
+
+    assert tiers() == ["disk", "disk", "disk"]
+    for key, expected in ((0, "device disk disk"), (1, "host device disk"), (2, "disk host device")):
+        assert equal(small.load(keys[key]), states[keys[key]])
+        assert tiers() == expected.split()
+    held = small.tiers.held[keys[1]]
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(held.state)} == {"pinned_host"}
+    assert equal(small.load(keys[1]), states[keys[1]])
+    assert tiers() == ["disk", "device", "host"]
+    assert small.tiers.used("device") == size.device
+    assert small.tiers.used("host") == size.host + size.total
+
+
+def test_offloaded_rows_do_not_move(opened, text):
+    library = opened()
+    state = library.load(library.add(text(13)).key)
+    from jshadow.library.memory import to_device, to_host
+
+    low = to_host(state)
+    assert low.layers[0].host.prompt.array is state.layers[0].host.prompt.array
+    assert equal(to_device(low), state)
+
+
+def test_a_state_without_a_file_is_written_when_it_leaves_memory(opened, text):
+    library = opened(limits={"device": 0})
+    state = library.load(library.add(text(14)).key)
+    size = size_of(state).total
+    small = opened("file_later", limits={"device": 0, "host": size})
+    key = small.store(text(14), state, durable=False)
+    assert [(found.tier, found.bytes) for found in small.documents()] == [("host", size)]
+    assert not small.files.directory.files()
+    other = small.store(text(15), library.load(library.add(text(15)).key), durable=False)
+    assert {found.key: found.tier for found in small.documents()} == {key: "disk", other: "host"}
+    assert equal(small.load(key), state)
+    nowhere = opened("file_never", limits={"device": 0, "host": size, "disk": 0})
+    nowhere.store(text(14), state, durable=False)
+    kept = nowhere.store(text(15), library.load(other), durable=False)
+    assert [found.key for found in nowhere.documents()] == [kept]  # the older one had no room anywhere
+
+
+def test_a_file_is_hashed_once_and_off_the_thread_that_loads(opened, text, monkeypatch):
+    key = opened().add(text(16)).key
+    library, threads, digest = opened(limits={"device": 0, "host": 0}), [], saved_file.sha256
+    monkeypatch.setattr(saved_file, "sha256", lambda content: threads.append(threading.get_ident()) or digest(content))
+    library.documents()
+    threads.clear()
+    library.prepare(key).result(60)
+    assert threads
+    assert threading.get_ident() not in threads
+    threads.clear()
+    first = library.load(key)
+    assert equal(library.load(key), first)
+    assert len(threads) <= 1  # the digest of the header
+    path = library.files.directory.path(key)
+    path.write_bytes(path.read_bytes())  # another time of change
+    library.load(key)
+    assert len(threads) > 2
+
+
+def test_at_most_a_few_states_wait_in_memory(opened, text):
+    keys = [opened().add(text(seed)).key for seed in range(20, 26)]
+    library = opened()
+    for key in keys:
+        library.prepare(key).result(60)
+    assert len(library.catalog.reads) == 4
+    assert equal(library.load(keys[0]), opened().load(keys[0]))
+
+
+def test_an_answer_is_that_of_generate(opened, text, params):
+    library, question = opened(), [1, 2, 3]
+    stored = library.add(text(30))
+    reply = library.ask(stored.key, question, max_new_tokens=4, store=True)
+    state = library.load(stored.key).with_room(7)
+    assert reply.tokens == generate(params, question, state=state, max_new_tokens=4).tokens
+    again = opened()
+    assert again.ask(stored.key, question, max_new_tokens=4).tokens == reply.tokens
+    assert again.ask(stored.key, question, max_new_tokens=4).key is None
+    assert again.ids(reply.key).tolist() == [*text(30), *question, *reply.tokens]
+    assert equal(again.load(reply.key), library.load(reply.key))
+    next_turn = again.ask(reply.key, [4], max_new_tokens=2)
+    assert next_turn.tokens == generate(params, [4], state=reply.state.with_room(3), max_new_tokens=2).tokens
+
+
+def test_what_is_stored_does_not_change_with_the_state(opened, text, params):
+    library = opened()
+    state = library.load(library.add(text(31)).key)
+    kept, other = state.fork(), opened("other", limits={"disk": 0})
+    key = other.store(text(31), state, durable=False)
+    generate(params, [1, 2, 3], state=state.with_room(7), max_new_tokens=4)
+    assert equal(other.load(key), kept)
+
+
+def test_a_state_that_a_step_consumed_is_read_again(opened, text, params):
+    library = opened()
+    key = library.add(text(32)).key
+    state = library.load(key)
+    jax.tree.map(lambda leaf: leaf.delete(), state.split()[1])
+    assert np.asarray(library.load(key).lengths).tolist() == [20]
+
+
+def test_ids_must_be_the_model_s(opened):
+    with pytest.raises(PromptError, match="source must lie in"):
+        opened().add([1, 99])
+    with pytest.raises(PromptError, match="at least 1 token"):
+        opened().add([])
+    with pytest.raises(PromptError, match="no tokenizer"):
+        opened().add("a text")
