@@ -8,8 +8,8 @@ from typing import Self
 
 import numpy as np
 
-from jshadow.cache.state import KVState, is_deleted
 from jshadow.cache.shared_rows import same_arrays
+from jshadow.cache.state import KVState, is_deleted
 from jshadow.engine.checks import check_capacity, check_ids, check_policy, check_state
 from jshadow.engine.fetch_mode import fetch_for
 from jshadow.engine.saved_read import ReadState, place_state
@@ -212,8 +212,13 @@ class StateStore:
             return held.state
         if self.tiers.fitting(held.size) != DEVICE:
             return to_device(held.state)
-        self.tiers.make_room(held.size)
-        state = to_device(held.state)
+        self.tiers.drop(key)  # so that its bytes do not count while room is made
+        try:
+            self.tiers.make_room(held.size)
+            state = to_device(held.state)
+        except Exception:
+            self.tiers.held[key] = held
+            raise
         self.tiers.put(key, state, held.size)
         return state
 

@@ -96,7 +96,8 @@ class Tiers(RuleBasedStateMachine):
     @invariant()
     def bytes_and_order_are_the_model_s(self):
         if hasattr(self, "model"):
-            assert [(key, held.size, held.tier) for key, held in self.tiers.held.items()] == list(map(tuple, self.model))
+            held = [(key, one.size, one.tier) for key, one in self.tiers.held.items()]
+            assert held == list(map(tuple, self.model))
             for tier, limit in self.limits.items():
                 assert self.tiers.used(tier) == self.taken(tier)
                 assert limit is None or self.taken(tier) <= limit
