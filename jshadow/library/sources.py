@@ -39,10 +39,9 @@ def ids_of(source: Source, params: Params) -> tuple[np.ndarray, str]:
             raise PromptError(f"source must have text in it, got {text!r:.20}")
         before, _ = frame(params.tokenizer, "?", "", "")
         return check_ids(params.config, before + encode(params.tokenizer, text), (None,), "source"), title
-    ids = check_ids(params.config, np.asarray(source), (None,), "source") if len(source) else []
-    if not len(ids):
+    if not len(source):
         raise PromptError("source must have at least 1 token, got none")
-    return np.asarray(ids), ""
+    return check_ids(params.config, np.asarray(source), (None,), "source"), ""
 
 
 def read_document(path: Path) -> str:

@@ -9,6 +9,7 @@ from small_state import POLICY, equal
 
 from jshadow import generate, load_state
 from jshadow.engine import saved_file
+from jshadow.engine.saved_leaves import bare, cache_fills, places
 from jshadow.errors import PromptError
 from jshadow.library.memory import size_of
 
@@ -164,7 +165,9 @@ def test_an_answer_is_that_of_generate(opened, text, params):
     assert again.ask(stored.key, question, max_new_tokens=4).tokens == reply.tokens
     assert again.ask(stored.key, question, max_new_tokens=4).key is None
     assert again.ids(reply.key).tolist() == [*text(30), *question, *reply.tokens]
-    assert equal(again.load(reply.key), library.load(reply.key))
+    mine, theirs = (places(one.load(reply.key)) for one in (again, library))
+    for name in mine.keys() - cache_fills(library.load(reply.key)).keys():  # a cache is empty after loading
+        assert np.array_equal(bare(mine[name]), bare(theirs[name])), name
     next_turn = again.ask(reply.key, [4], max_new_tokens=2)
     assert next_turn.tokens == generate(params, [4], state=reply.state.with_room(3), max_new_tokens=2).tokens
 
