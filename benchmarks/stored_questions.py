@@ -3,8 +3,8 @@
 Both ways feed the same token ids. "joint" is one prefill of the document and the question, in which the question
 attends to all tokens of the document. "stored" is a prefill of the document alone, which is then extended by the
 question. So the question attends to the tokens that the policy selects, and the policy compresses the document without
-seeing the question. The answers are greedy. KL is the divergence from full attention's next-token distributions, over
-the tokens of its own answer, in nats.
+seeing the question. The answers are greedy. KL, in nats, is the divergence from full attention's next-token
+distributions. Full attention's greedy answer is fed to every method, and KL is the mean over its tokens.
 """
 
 import argparse

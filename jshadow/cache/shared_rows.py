@@ -78,7 +78,7 @@ def check_inserted(state: Any, row: Any, other: Any) -> None:
 
 
 def same_arrays(tree: Any, other: Any) -> bool:
-    """Whether two pytrees have the same structure and equal arrays."""
+    """Return whether two pytrees have the same structure and equal arrays."""
     if tree is other:
         return True
     leaves, other_leaves = jax.tree.leaves(tree), jax.tree.leaves(other)

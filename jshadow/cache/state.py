@@ -130,7 +130,7 @@ class KVState(struct.PyTreeNode):
 
     @property
     def shares_prompt(self) -> bool:
-        """Whether the rows have one prompt half in common; see `share`. Then every spec has `batch` 1."""
+        """Whether all rows have one prompt half, as after `share`. Then `batch` of every spec is 1."""
         return self.batch != self.specs[0].batch
 
     def split(self) -> tuple[Reads, Writes]:

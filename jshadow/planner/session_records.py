@@ -162,7 +162,7 @@ class SessionPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a session, and all bytes are within the limits."""
+        """Whether at least one session is planned and all bytes are within the limits."""
         return self.sessions > 0 and not self.excess()
 
     def excess(self) -> list[str]:
