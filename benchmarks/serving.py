@@ -20,11 +20,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jshadow.serving import Engine, Request, RowClass
-
 import jshadow
 from jshadow.evaluation.tasks.framing import frame
 from jshadow.evaluation.tasks.texts import documentation
+from jshadow.serving import Engine, Request, RowClass
 
 POLICIES = {"shadowkv": jshadow.ShadowKV(rank=32, budget=256), "full": jshadow.Full()}
 QUESTION = "What is this text about?"

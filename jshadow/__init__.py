@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from jshadow.engine.decode import decode_step as decode_step
     from jshadow.engine.decode import decode_steps as decode_steps
     from jshadow.engine.decode import extend as extend
-    from jshadow.engine.fitted_arrays import load_fitted as load_fitted
-    from jshadow.engine.fitted_arrays import save_fitted as save_fitted
-    from jshadow.engine.partial_prefill import PartialPrefill as PartialPrefill
-    from jshadow.engine.partial_prefill import advance_prefill as advance_prefill
-    from jshadow.engine.partial_prefill import begin_prefill as begin_prefill
-    from jshadow.engine.partial_prefill import finish_prefill as finish_prefill
-    from jshadow.engine.prefill import prefill as prefill
-    from jshadow.engine.prefill import prefill_many as prefill_many
+    from jshadow.engine.prefill.partial import PartialPrefill as PartialPrefill
+    from jshadow.engine.prefill.partial import advance_prefill as advance_prefill
+    from jshadow.engine.prefill.partial import begin_prefill as begin_prefill
+    from jshadow.engine.prefill.partial import finish_prefill as finish_prefill
+    from jshadow.engine.prefill.whole import prefill as prefill
+    from jshadow.engine.prefill.whole import prefill_many as prefill_many
     from jshadow.engine.report import Report as Report
     from jshadow.engine.sampling import Sampler as Sampler
-    from jshadow.engine.saved_state import load_state as load_state
-    from jshadow.engine.saved_state import save_state as save_state
+    from jshadow.engine.saved.fitted import load_fitted as load_fitted
+    from jshadow.engine.saved.fitted import save_fitted as save_fitted
+    from jshadow.engine.saved.state import load_state as load_state
+    from jshadow.engine.saved.state import save_state as save_state
     from jshadow.engine.sparse_prefill import AShape as AShape
     from jshadow.engine.sparse_prefill import BlockSparse as BlockSparse
     from jshadow.engine.sparse_prefill import VerticalSlash as VerticalSlash
@@ -72,23 +72,23 @@ FACE = {
         "decode_steps",
         "extend",
     ),
-    "engine.fitted_arrays": (
+    "engine.saved.fitted": (
         "load_fitted",
         "save_fitted",
     ),
-    "engine.partial_prefill": (
+    "engine.prefill.partial": (
         "PartialPrefill",
         "advance_prefill",
         "begin_prefill",
         "finish_prefill",
     ),
-    "engine.prefill": (
+    "engine.prefill.whole": (
         "prefill",
         "prefill_many",
     ),
     "engine.report": ("Report",),
     "engine.sampling": ("Sampler",),
-    "engine.saved_state": (
+    "engine.saved.state": (
         "load_state",
         "save_state",
     ),

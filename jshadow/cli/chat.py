@@ -73,7 +73,7 @@ def run_chat(args: argparse.Namespace) -> int:
         raise PromptError(f"chat needs a tokenizer, and {args.model} has none")
     settings: dict[str, Any] = {"policy": policy, "sampler": sampler, "prefill": prefill, "seed": args.seed}
     if args.fitted is not None:
-        from jshadow.engine.fitted_arrays import load_fitted
+        from jshadow.engine.saved.fitted import load_fitted
 
         settings["fitted"] = load_fitted(args.fitted, params, policy)
     settings |= {"fetch": args.fetch, "capacity": args.capacity, "spare": args.room or ROOM}

@@ -139,7 +139,7 @@ def read_fitted(paths: Sequence[str], policies: Sequence["Policy"], params: Any)
     Raises:
         ConfigError: there are two files for one policy, or a file for a policy that is not evaluated.
     """
-    from jshadow.engine.fitted_arrays import load_fitted, read_fitted_info
+    from jshadow.engine.saved.fitted import load_fitted, read_fitted_info
     from jshadow.policies.base import innermost
     from jshadow.policies.capabilities import with_fitted
 

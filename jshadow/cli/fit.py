@@ -74,7 +74,7 @@ def run_fit(args: argparse.Namespace) -> int:
     """Run `jshadow fit`, and return 0 when the file is written."""
     import numpy as np
 
-    from jshadow.engine.fitted_arrays import save_fitted
+    from jshadow.engine.saved.fitted import save_fitted
     from jshadow.policies import Wrapper, parse_policy
     from jshadow.policies.capabilities import Learns, Trains, capability, with_fitted
 

@@ -83,7 +83,7 @@ def read_prompt(args: argparse.Namespace) -> str:
 
 def run_generate(args: argparse.Namespace) -> int:
     """Run `jshadow generate`, and return 0 when the answer is complete."""
-    from jshadow.engine.fitted_arrays import load_fitted
+    from jshadow.engine.saved.fitted import load_fitted
     from jshadow.engine.sparse_prefill import parse_prefill
     from jshadow.policies import parse_policy
 
@@ -147,7 +147,7 @@ def check_files(args: argparse.Namespace) -> None:
         CheckpointError: a file cannot be read or written.
         ConfigError: there is no such class.
     """
-    from jshadow.engine.saved_state import read_state_info
+    from jshadow.engine.saved.state import read_state_info
     from jshadow.policies import find_policy
 
     if args.load_state is not None:
@@ -184,7 +184,7 @@ def answer(args: argparse.Namespace, params: Any, question: Question) -> "Genera
     """Generate one answer and print it as it comes. If the options say so, load a state before and save one after."""
     from jshadow.engine.generation import GenerationLoop
     from jshadow.engine.options import GenerateOptions
-    from jshadow.engine.saved_state import load_state, read_state_info, save_state
+    from jshadow.engine.saved.state import load_state, read_state_info, save_state
 
     policy, state, tokens_before = question.policy, None, []
     if args.load_state is not None:

@@ -60,7 +60,7 @@ def policy_of(args: argparse.Namespace) -> "Policy":
 
     if args.fitted is None or args.policy is not None:
         return parse_policy(args.policy or "shadowkv", args.set)
-    from jshadow.engine.fitted_arrays import read_fitted_info
+    from jshadow.engine.saved.fitted import read_fitted_info
 
     learner = read_fitted_info(args.fitted)["policy"]
     settings = [f"{key}={json.dumps(value)}" for key, value in learner["settings"].items()]
@@ -77,7 +77,7 @@ def check_fetch(fetch: str) -> None:
 
 def check_fitted_file(path: str | None) -> None:
     """Raise CheckpointError unless the header of a file of learned arrays can be read. None means no file."""
-    from jshadow.engine.fitted_arrays import read_fitted_info
+    from jshadow.engine.saved.fitted import read_fitted_info
 
     if path is not None:
         read_fitted_info(Path(path).expanduser())

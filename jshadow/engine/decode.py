@@ -30,8 +30,8 @@ from jshadow.engine.cores import generate_steps as generate_steps
 from jshadow.engine.cores import scan_tokens
 from jshadow.engine.cores import step as step
 from jshadow.engine.host_notes import consuming, note_room
-from jshadow.engine.prefill import prefill as prefill
-from jshadow.engine.prefill import prefill_many as prefill_many
+from jshadow.engine.prefill.whole import prefill as prefill
+from jshadow.engine.prefill.whole import prefill_many as prefill_many
 from jshadow.engine.sampling import Sampler, sample_checked, seed_key
 from jshadow.engine.step import COMPILER_OPTIONS as COMPILER_OPTIONS
 from jshadow.engine.step import step_writes

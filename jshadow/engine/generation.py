@@ -16,7 +16,7 @@ from jshadow.engine.decode import Draw
 from jshadow.engine.fetch_mode import fetch_for
 from jshadow.engine.host_notes import consuming
 from jshadow.engine.options import GenerateOptions, batch_of
-from jshadow.engine.prefill_job import own_attention, prepared_attention
+from jshadow.engine.prefill.job import own_attention, prepared_attention
 from jshadow.engine.report import (
     CompileClock,
     Report,

@@ -25,7 +25,7 @@ from jshadow.cache.records import HostTier, LayerState, StepKV
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState, Writes
 from jshadow.engine.layer_hooks import append_tokens, fetch_units
-from jshadow.engine.progress import PrefillProgress
+from jshadow.engine.prefill.progress import PrefillProgress
 from jshadow.engine.step_work import LayerWork, count_step
 from jshadow.engine.types import Logits, Progress
 from jshadow.ops.prefix_attention import add_rows, attend_prefixes

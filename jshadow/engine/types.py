@@ -7,7 +7,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import ArrayLike
 
-from jshadow.engine.progress import PrefillProgress
+from jshadow.engine.prefill.progress import PrefillProgress
 from jshadow.policies.prefill_attention import PrefillAttention
 
 Chat = list[dict[str, str]]  # messages with "role" and "content"

@@ -19,7 +19,7 @@ from jshadow.cache import offload
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.checks import check_capacity, check_room
-from jshadow.engine.prefill_job import prepared_attention
+from jshadow.engine.prefill.job import prepared_attention
 from jshadow.engine.sampling import Sampler, seed_key
 from jshadow.engine.text import TextStream, split_stops
 from jshadow.errors import CapacityError, ConfigError, PromptError

@@ -21,8 +21,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from jshadow.engine.fitted_arrays import load_fitted
 from jshadow.engine.sampling import Sampler
+from jshadow.engine.saved.fitted import load_fitted
 from jshadow.engine.sparse_prefill import parse_prefill
 from jshadow.errors import ConfigError, JshadowError, PromptError
 from jshadow.evaluation.likelihood import Score, Scorer

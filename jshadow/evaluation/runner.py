@@ -12,7 +12,7 @@ import numpy as np
 from jshadow.cache import offload
 from jshadow.cache.state import Counters, KVState
 from jshadow.engine import decode
-from jshadow.engine.prefill_job import prepared_attention
+from jshadow.engine.prefill.job import prepared_attention
 from jshadow.engine.report import row_figures
 from jshadow.errors import ConfigError
 from jshadow.evaluation import metrics, results

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jshadow.engine.saved_read import ReadState
+from jshadow.engine.saved.read import ReadState
 from jshadow.errors import CheckpointError, JshadowError, StateMismatch
 from jshadow.library.files import Files
 from jshadow.library.shelf import Entry, Stored

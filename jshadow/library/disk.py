@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 from jshadow.cache.state import KVState
-from jshadow.engine.saved_read import read_state_info
-from jshadow.engine.saved_state import write_state
+from jshadow.engine.saved.read import read_state_info
+from jshadow.engine.saved.state import write_state
 from jshadow.errors import CapacityError, CheckpointError
 from jshadow.library.identity import Identity
 from jshadow.library.memory import size_of

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jshadow.cache.state import KVState
-from jshadow.engine.saved_read import ReadState, Stamp, read_state
+from jshadow.engine.saved.read import ReadState, Stamp, read_state
 from jshadow.errors import CheckpointError, StateMismatch
 from jshadow.library.disk import SUFFIX, Directory
 from jshadow.library.identity import Identity

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jshadow.engine.saved_record import StateRecord, plain, policy_record
+from jshadow.engine.saved.record import StateRecord, plain, policy_record
 from jshadow.policies import Policy
 from jshadow.weights.digest import canonical, sha256, tree_digest
 from jshadow.weights.params import Params

@@ -9,7 +9,7 @@ from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_capacity
 from jshadow.engine.decode import extend
 from jshadow.engine.options import batch_of
-from jshadow.engine.prefill import prefill_many
+from jshadow.engine.prefill.whole import prefill_many
 from jshadow.engine.result import Generation
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.types import OnePrompt, Progress

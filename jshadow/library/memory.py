@@ -9,7 +9,7 @@ from jax.sharding import SingleDeviceSharding
 from jshadow.cache.accounting import leaf_bytes
 from jshadow.cache.records import HostArray
 from jshadow.cache.state import KVState
-from jshadow.engine.saved_leaves import is_place
+from jshadow.engine.saved.leaves import is_place
 from jshadow.library.tiers import Size
 
 PINNED = "pinned_host"

@@ -12,7 +12,7 @@ from jshadow.cache.shared_rows import same_arrays
 from jshadow.cache.state import KVState, is_deleted
 from jshadow.engine.checks import check_capacity, check_ids, check_policy, check_state
 from jshadow.engine.fetch_mode import fetch_for
-from jshadow.engine.saved_read import ReadState, place_state
+from jshadow.engine.saved.read import ReadState, place_state
 from jshadow.engine.types import Fitted
 from jshadow.errors import JshadowError, StateMismatch
 from jshadow.library.catalog import Catalog

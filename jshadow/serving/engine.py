@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from jshadow.engine.report import CompileClock
-from jshadow.engine.row_settings import RowSettings
+from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.text import TextStream, encode, split_stops
 from jshadow.errors import CapacityError, ConfigError, JshadowError, ServingError
 from jshadow.policies import Policy

@@ -10,11 +10,11 @@ from jax import Array
 
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
-from jshadow.engine.partial_prefill import PartialPrefill, advance_prefill, begin_prefill, finish_prefill
 from jshadow.engine.placement import commit
-from jshadow.engine.row_sampling import RowSampling, idle_rows, row_of, set_row
-from jshadow.engine.row_settings import RowParts, RowSettings
-from jshadow.engine.row_step import first_tokens, step_rows
+from jshadow.engine.prefill.partial import PartialPrefill, advance_prefill, begin_prefill, finish_prefill
+from jshadow.engine.rows.sampling import RowSampling, idle_rows, row_of, set_row
+from jshadow.engine.rows.settings import RowParts, RowSettings
+from jshadow.engine.rows.step import first_tokens, step_rows
 from jshadow.serving.classes import ClassPlan, EngineOptions
 from jshadow.weights.params import Params
 

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from jshadow.engine.row_settings import RowSettings
+from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.types import OnePrompt
 from jshadow.errors import ConfigError
 from jshadow.policies import Policy

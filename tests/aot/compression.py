@@ -22,7 +22,7 @@ from aot.models import LLAMA, ONE_LAYER
 from aot.targets import TARGETS
 from jshadow.cache.records import PromptKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.engine.prefill_layer import compress_layer
+from jshadow.engine.prefill.layer import compress_layer
 from jshadow.planner.bytes import abstract_state, on_backend
 from jshadow.planner.gpu_specs import GPUS
 from jshadow.planner.prefill_operations import layer_operations

@@ -14,9 +14,9 @@ from aot.compiler import place
 from aot.models import LLAMA, ONE_LAYER
 from jshadow.cache.accounting import state_nbytes
 from jshadow.cache.state import KVState, Reads
-from jshadow.engine import prefill_layer
-from jshadow.engine.layer_run import LayerPlan
-from jshadow.engine.prefill_layer import Given
+from jshadow.engine.prefill import layer as prefill_layer
+from jshadow.engine.prefill.layer import Given
+from jshadow.engine.prefill.layer_run import LayerPlan
 from jshadow.engine.step import step_writes
 from jshadow.models.config import AttentionKind, ModelConfig
 from jshadow.models.transformer import abstract_weights

@@ -116,7 +116,7 @@ def test_resident_states_ask_for_nothing(monkeypatch):
 def test_a_prefill_is_refused_before_it_begins(monkeypatch):
     monkeypatch.setattr(host_memory, "available_memory", lambda: 100)
     monkeypatch.setattr(
-        sys.modules["jshadow.engine.partial_prefill"], "embed_prompt", lambda *_, **__: pytest.fail("began")
+        sys.modules["jshadow.engine.prefill.partial"], "embed_prompt", lambda *_, **__: pytest.fail("began")
     )
     with pytest.raises(HostMemoryError, match=r"got \d+ bytes for 3 rows at capacity=96"):
         decode.prefill(model(), PROMPT, LENGTHS, setting("shadowkv", "restricted"), capacity=96, fetch="device_put")

@@ -8,7 +8,7 @@ import pytest
 
 from jshadow.cli import chat
 from jshadow.cli.main import main
-from jshadow.engine.prefill import prefill_many
+from jshadow.engine.prefill.whole import prefill_many
 
 TEXT = "a document " * 20
 OPTIONS = ["--dtype", "float32", "--max-new-tokens", "4", "--room", "120"]

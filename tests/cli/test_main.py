@@ -15,7 +15,7 @@ from tiny_text import byte_tokenizer
 import jshadow
 from jshadow.cli.main import main, parser
 from jshadow.cli.progress import SlowProgress
-from jshadow.engine.saved_state import read_state_info
+from jshadow.engine.saved.state import read_state_info
 from jshadow.errors import ConfigError
 from jshadow.policies import POLICIES, parse_policy
 from jshadow.weights.params import init_params

@@ -8,7 +8,7 @@ import pytest
 
 from jshadow.cli import progress
 from jshadow.cli.progress import SlowProgress, waiting
-from jshadow.engine.progress import PrefillProgress
+from jshadow.engine.prefill.progress import PrefillProgress
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from cases import TINY, model, random_tokens
 from less_arrays import SMALL, fitted_for
 
 import jshadow
-from jshadow.engine.fitted_arrays import FORMAT, read_fitted_info
+from jshadow.engine.saved.fitted import FORMAT, read_fitted_info
 from jshadow.errors import CheckpointError, ConfigError, StateMismatch
 from jshadow.policies import InfiniGen, Loki
 from jshadow.policies.capabilities import Learns, with_fitted
@@ -129,7 +129,7 @@ def test_no_changed_bit_is_read(tmp_path):
 
 def forged(path: Path, **changes: str) -> None:
     """A good file with other metadata and a header digest that fits them."""
-    from jshadow.engine.saved_file import header_digest
+    from jshadow.engine.saved.file import header_digest
     from jshadow.weights.convert.safetensors_file import TensorFile
 
     file = TensorFile(path)
@@ -178,7 +178,7 @@ def test_nothing_half_written_is_left(tmp_path, monkeypatch):
     """A write that fails leaves the file of before, and no other."""
     before = written(tmp_path / "a")
     monkeypatch.setattr(
-        "jshadow.engine.fitted_arrays.write_payload", lambda *_: (_ for _ in ()).throw(OSError(28, "no space left"))
+        "jshadow.engine.saved.fitted.write_payload", lambda *_: (_ for _ in ()).throw(OSError(28, "no space left"))
     )
     with pytest.raises(CheckpointError, match="no space left"):
         written(tmp_path / "a")

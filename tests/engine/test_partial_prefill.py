@@ -12,10 +12,10 @@ from family_cases import family_config
 
 import jshadow
 from jshadow import VerticalSlash, begin_prefill
-from jshadow.engine import prefill_layer
 from jshadow.engine.blas_threads import LIMITING
-from jshadow.engine.layer_units import Unit, units_of
-from jshadow.engine.prefill_job import PrefillJob
+from jshadow.engine.prefill import layer as prefill_layer
+from jshadow.engine.prefill.job import PrefillJob
+from jshadow.engine.prefill.units import Unit, units_of
 from jshadow.errors import CapacityError, StateMismatch
 from jshadow.policies import Full, ShadowKV
 from jshadow.weights.params import init_params

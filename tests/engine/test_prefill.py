@@ -18,8 +18,8 @@ import jshadow
 from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import PromptKV
 from jshadow.engine import decode
-from jshadow.engine.layer_run import LayerPlan
-from jshadow.engine.prefill_layer import compress_layer
+from jshadow.engine.prefill.layer import compress_layer
+from jshadow.engine.prefill.layer_run import LayerPlan
 from jshadow.errors import ConfigError
 from jshadow.evaluation.laws import turns
 from jshadow.ops.attention import Piece, attend, causal_attention
@@ -239,7 +239,7 @@ THREADS = """
 import sys, threading
 import jshadow, threadpoolctl
 from cases import CAPACITY, LENGTHS, PROMPT, model
-PREFILL = sys.modules["jshadow.engine.partial_prefill"]
+PREFILL = sys.modules["jshadow.engine.prefill.partial"]
 seen, compress = [], PREFILL.compress_layer
 def pools():
     return {pool["filepath"]: pool["num_threads"] for pool in threadpoolctl.threadpool_info()

@@ -5,7 +5,8 @@ from unittest import mock
 import numpy as np
 from cases import CAPACITY, LENGTHS, PROMPT, TINY, model
 
-from jshadow.engine import decode, partial_prefill
+from jshadow.engine import decode
+from jshadow.engine.prefill import partial as partial_prefill
 from jshadow.policies import ShadowKV
 
 

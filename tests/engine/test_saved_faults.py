@@ -16,8 +16,9 @@ import pytest
 from small_state import equal, file_size_limit, save_small, small
 
 from jshadow import load_state, save_state
-from jshadow.engine import saved_file, saved_read
-from jshadow.engine.saved_state import read_state_info
+from jshadow.engine.saved import file as saved_file
+from jshadow.engine.saved import read as saved_read
+from jshadow.engine.saved.state import read_state_info
 from jshadow.errors import CheckpointError, StateMismatch
 from jshadow.weights.convert.safetensors_file import TensorFile
 
@@ -131,7 +132,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path, share):
 CHILD = """
 import pathlib, sys, time
 import small_state
-from jshadow.engine import saved_state as saved
+from jshadow.engine.saved import state as saved
 
 def stop_at(call, owner, name):
     real, calls = getattr(owner, name), []
@@ -189,7 +190,7 @@ def test_any_error_while_writing_leaves_nothing(tmp_path, monkeypatch):
     def failing(leaf: Any) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr("jshadow.engine.saved_state.host_array", failing)
+    monkeypatch.setattr("jshadow.engine.saved.state.host_array", failing)
     with pytest.raises(RuntimeError, match="device lost"):
         save_state(tmp_path / "state", small()[1], small()[0])
     assert not os.listdir(tmp_path)

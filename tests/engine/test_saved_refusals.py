@@ -21,8 +21,8 @@ from tiny_text import byte_tokenizer
 
 from jshadow import Full, StreamingLLM, load_state, save_state
 from jshadow.cache import host_memory, offload
-from jshadow.engine.saved_file import header_digest
-from jshadow.engine.saved_state import read_state_info
+from jshadow.engine.saved.file import header_digest
+from jshadow.engine.saved.state import read_state_info
 from jshadow.errors import CheckpointError, ConfigError, HostMemoryError, StateMismatch
 from jshadow.models.config import RopeConfig
 from jshadow.policies.settings import with_settings

@@ -28,7 +28,7 @@ from safetensors import safe_open
 
 from jshadow import ShadowKV, load_state, save_state
 from jshadow.engine import decode
-from jshadow.engine.saved_state import bare, cache_fills, places, read_state_info
+from jshadow.engine.saved.state import bare, cache_fills, places, read_state_info
 from jshadow.errors import CheckpointError, PromptError, StateMismatch
 from jshadow.policies import POLICIES, Full
 from jshadow.policies.settings import dotted_settings

@@ -10,7 +10,7 @@ from cases import CAPACITY, TINY, model, prefilled, random_tokens
 import jshadow
 from jshadow.cache.accounting import state_nbytes
 from jshadow.engine import decode
-from jshadow.engine.saved_state import save_state
+from jshadow.engine.saved.state import save_state
 from jshadow.errors import CapacityError, StateMismatch
 
 SETTING = ("shadowkv", "restricted")

@@ -14,8 +14,8 @@ from tiny_text import byte_tokenizer
 import jshadow
 from jshadow import AShape, BlockSparse, ShadowKV, VerticalSlash
 from jshadow.cli.main import main
-from jshadow.engine.layer_run import LayerPlan
-from jshadow.engine.prefill_layer import read_piece
+from jshadow.engine.prefill.layer import read_piece
+from jshadow.engine.prefill.layer_run import LayerPlan
 from jshadow.engine.sparse_prefill import load_pattern
 from jshadow.engine.sparse_prefill.lines import HeadSizes
 from jshadow.errors import ConfigError

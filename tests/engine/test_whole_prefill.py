@@ -15,10 +15,11 @@ from family_cases import ONE_OF_EACH, family_config
 from layer_reading import read_layer
 
 from jshadow import VerticalSlash
-from jshadow.engine import decode, prefill_job
-from jshadow.engine.layer_run import LayerPlan
-from jshadow.engine.prefill_job import PrefillJob, PrefillOptions, check_job
-from jshadow.engine.prefill_layer import Given
+from jshadow.engine import decode
+from jshadow.engine.prefill import job as prefill_job
+from jshadow.engine.prefill.job import PrefillJob, PrefillOptions, check_job
+from jshadow.engine.prefill.layer import Given
+from jshadow.engine.prefill.layer_run import LayerPlan
 from jshadow.models.config import ModelConfig
 from jshadow.ops.rope import inverse_frequencies
 from jshadow.ops.whole_attention import cudnn_attends

@@ -8,8 +8,8 @@ import pytest
 from small_state import POLICY, equal
 
 from jshadow import generate, load_state
-from jshadow.engine import saved_file
-from jshadow.engine.saved_leaves import bare, cache_fills, places
+from jshadow.engine.saved import file as saved_file
+from jshadow.engine.saved.leaves import bare, cache_fills, places
 from jshadow.errors import PromptError
 from jshadow.library.memory import size_of
 

@@ -8,7 +8,7 @@ import pytest
 from cases import PACKED, SMALL, TINY, TRANSFORM, model, random_tokens
 from real_shapes import LLAMA_31_8B
 
-from jshadow.engine.prefill import prefill
+from jshadow.engine.prefill.whole import prefill
 from jshadow.errors import CapacityError, ConfigError
 from jshadow.planner.gpu_specs import CONTEXT_RESERVE, GIB, GPUS
 from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan

@@ -9,7 +9,7 @@ from byte_models import PARAMS, SHADOW
 from serving_cases import CLASSES, SYNC, engine_of, offline, prompt_of, run
 
 import jshadow
-from jshadow.engine.row_settings import RowSettings
+from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.errors import CapacityError, CheckpointError
 from jshadow.serving import EngineOptions, Request

@@ -9,7 +9,7 @@ import pytest
 from serving_cases import CLASSES, SYNC, engine_of, offline, poison, prompt_of, run
 
 from jshadow.engine.report import CompileClock
-from jshadow.engine.row_settings import RowSettings
+from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.errors import (
     CapacityError,

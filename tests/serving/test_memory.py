@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from serving_cases import engine_of, prompt_of, run
 
-from jshadow.engine.row_settings import RowSettings
+from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.serving import Request
 

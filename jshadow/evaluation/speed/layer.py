@@ -13,7 +13,7 @@ from jshadow.cache import offload
 from jshadow.cache.accounting import layer_nbytes
 from jshadow.cache.records import HostTier, LayerState, PromptKV, StepKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.engine.prefill_layer import compress_layer
+from jshadow.engine.prefill.layer import compress_layer
 from jshadow.engine.step import AllLayers, step_layer
 from jshadow.errors import ConfigError
 from jshadow.evaluation.speed.timing import compiled, measure

@@ -12,7 +12,7 @@ from jax import Array
 from jshadow.cache.records import LayerState
 from jshadow.cache.state import Counters, KVState, Reads, Writes
 from jshadow.engine.placement import commit
-from jshadow.engine.prefill_job import PrefillJob
+from jshadow.engine.prefill.job import PrefillJob
 from jshadow.engine.step import COMPILER_OPTIONS, step_writes
 from jshadow.engine.turn import LOGITS_PIECE
 from jshadow.engine.types import Logits

@@ -2,7 +2,7 @@
 
 The arrays of a policy are stored in one safetensors file. A tensor is named by its place in the nested dict
 ("psi.scale"). The metadata holds the policy, the model's config, and the SHA-256 of the weights, of every array and of
-the header, as in a saved state (`saved_state.py`). A file is written completely or not at all.
+the header, as in a saved state (`state.py`). A file is written completely or not at all.
 """
 
 import os
@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jshadow.engine.saved_file import described, header_digest, open_described, read_checked
-from jshadow.engine.saved_record import compare, plain, policy_record, read_json_text
+from jshadow.engine.saved.file import described, header_digest, open_described, read_checked
+from jshadow.engine.saved.record import compare, plain, policy_record, read_json_text
 from jshadow.engine.types import Fitted
 from jshadow.errors import ConfigError, StateMismatch
 from jshadow.policies import POLICIES, Policy

@@ -12,8 +12,8 @@ from jshadow.cache.row_room import check_room_size, with_room
 from jshadow.cache.spec import CacheSpec
 from jshadow.engine.checks import check_capacity, check_logits, check_piece, check_policy, check_tokens
 from jshadow.engine.fetch_mode import fetch_for
-from jshadow.engine.layer_run import LayerPlan
 from jshadow.engine.placement import replicated_sharding
+from jshadow.engine.prefill.layer_run import LayerPlan
 from jshadow.engine.types import Fitted, Logits, Progress, Tokens
 from jshadow.errors import ConfigError
 from jshadow.models.config import ModelConfig

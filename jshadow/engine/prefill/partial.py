@@ -16,12 +16,12 @@ from jshadow.cache.records import LayerState, PromptKV
 from jshadow.cache.state import KVState, is_deleted, of_layer
 from jshadow.engine.blas_threads import one_blas_thread
 from jshadow.engine.checks import check_policy
-from jshadow.engine.layer_units import LayerWork, prompt_read, run_unit
-from jshadow.engine.prefill_end import embed_prompt, end_prefill
-from jshadow.engine.prefill_job import PrefillJob, PrefillOptions, check_job
-from jshadow.engine.prefill_layer import Given, compress_layer, needed
-from jshadow.engine.prefill_schedule import Schedule
-from jshadow.engine.progress import PrefillProgress
+from jshadow.engine.prefill.end import embed_prompt, end_prefill
+from jshadow.engine.prefill.job import PrefillJob, PrefillOptions, check_job
+from jshadow.engine.prefill.layer import Given, compress_layer, needed
+from jshadow.engine.prefill.progress import PrefillProgress
+from jshadow.engine.prefill.schedule import Schedule
+from jshadow.engine.prefill.units import LayerWork, prompt_read, run_unit
 from jshadow.engine.types import PrefillKeywords, Tokens, WholeLogits
 from jshadow.errors import StateMismatch
 from jshadow.ops.layout import fit_tokens

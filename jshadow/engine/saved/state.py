@@ -3,7 +3,7 @@
 A state is stored in one safetensors file, which is written completely or not at all. The tensors are the leaves of the
 state, named by their place in it ("layers.3.frozen.left", "lengths"), and the token ids if the caller passed them
 ("tokens.0"). A cache on which no result depends (`LayerCache.emptied`) is not stored. It is empty after loading. The
-metadata holds the record of `saved_record.py`, the SHA-256 of every tensor ("sha256"), and the SHA-256 of the parsed
+metadata holds the record of `record.py`, the SHA-256 of every tensor ("sha256"), and the SHA-256 of the parsed
 header, that is, of the metadata and the tensor table in canonical JSON ("header_sha256"). So a file in which any bit
 has changed is refused. Only white space in the header, which the parser skips, is not checked.
 """
@@ -18,14 +18,14 @@ import numpy as np
 
 from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_ids, check_state
-from jshadow.engine.saved_file import header_digest
-from jshadow.engine.saved_leaves import bare as bare
-from jshadow.engine.saved_leaves import cache_fills as cache_fills
-from jshadow.engine.saved_leaves import places as places
-from jshadow.engine.saved_leaves import token_names
-from jshadow.engine.saved_read import FORMAT, VERSION, place_state, read_state
-from jshadow.engine.saved_read import read_state_info as read_state_info
-from jshadow.engine.saved_record import StateRecord
+from jshadow.engine.saved.file import header_digest
+from jshadow.engine.saved.leaves import bare as bare
+from jshadow.engine.saved.leaves import cache_fills as cache_fills
+from jshadow.engine.saved.leaves import places as places
+from jshadow.engine.saved.leaves import token_names
+from jshadow.engine.saved.read import FORMAT, VERSION, place_state, read_state
+from jshadow.engine.saved.read import read_state_info as read_state_info
+from jshadow.engine.saved.record import StateRecord
 from jshadow.errors import CheckpointError, PromptError, StateMismatch
 from jshadow.policies import POLICIES, WRAPPERS, Policy
 from jshadow.weights.convert.files import staged_file

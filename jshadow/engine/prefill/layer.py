@@ -19,7 +19,7 @@ from jax import Array
 
 from jshadow.cache.records import HostTier, LayerState, PromptKV
 from jshadow.cache.spec import CacheSpec
-from jshadow.engine.layer_run import LayerPlan, LayerRun, put
+from jshadow.engine.prefill.layer_run import LayerPlan, LayerRun, put
 from jshadow.policies.capabilities import OwnPrefill
 from jshadow.policies.prefill_attention import PrefillPiece
 

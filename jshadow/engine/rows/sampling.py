@@ -16,8 +16,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jshadow.engine.row_filters import keep_likely
-from jshadow.engine.row_settings import PENALTIES, RowParts, RowSettings, check_row_ids
+from jshadow.engine.rows.filters import keep_likely
+from jshadow.engine.rows.settings import PENALTIES, RowParts, RowSettings, check_row_ids
 from jshadow.engine.sampling import COLDEST, NO_TOKEN, Sampler, seed_key
 from jshadow.engine.types import Tokens
 from jshadow.errors import ConfigError

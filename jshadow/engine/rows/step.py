@@ -6,7 +6,7 @@ import jax
 from jax import Array
 
 from jshadow.cache.state import Reads, Writes
-from jshadow.engine.row_sampling import RowSampling, draw
+from jshadow.engine.rows.sampling import RowSampling, draw
 from jshadow.engine.step import COMPILER_OPTIONS, step_writes
 from jshadow.models.config import ModelConfig
 

@@ -13,8 +13,8 @@ from jax import Array
 
 from jshadow.cache.state import KVState
 from jshadow.engine.blas_threads import one_blas_thread
-from jshadow.engine.partial_prefill import advance, begin, end
-from jshadow.engine.prefill_job import PrefillJob, PrefillOptions, check_job
+from jshadow.engine.prefill.job import PrefillJob, PrefillOptions, check_job
+from jshadow.engine.prefill.partial import advance, begin, end
 from jshadow.engine.types import (
     Fitted,
     Joined,

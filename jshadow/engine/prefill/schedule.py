@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import itertools
 
-from jshadow.engine.layer_run import LayerPlan
-from jshadow.engine.layer_units import Unit, units_of
+from jshadow.engine.prefill.layer_run import LayerPlan
+from jshadow.engine.prefill.units import Unit, units_of
 from jshadow.planner import prefill_operations
 
 

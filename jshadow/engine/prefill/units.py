@@ -10,9 +10,9 @@ import numpy as np
 from jax import Array
 
 from jshadow.cache.records import PromptKV
-from jshadow.engine import prefill_layer
-from jshadow.engine.layer_run import LayerPlan
-from jshadow.engine.prefill_layer import Begun, Given
+from jshadow.engine.prefill import layer as prefill_layer
+from jshadow.engine.prefill.layer import Begun, Given
+from jshadow.engine.prefill.layer_run import LayerPlan
 
 Work = Literal["begin", "piece", "project", "attend", "finish", "compress"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jshadow.engine.saved_record import read_json_text
+from jshadow.engine.saved.record import read_json_text
 from jshadow.errors import CheckpointError
 from jshadow.weights.convert.safetensors_file import TensorFile
 from jshadow.weights.digest import canonical, raw_bytes, sha256

@@ -16,9 +16,9 @@ from jax.sharding import SingleDeviceSharding
 from jshadow.cache import host_memory, offload
 from jshadow.cache.records import HostArray
 from jshadow.cache.state import KVState
-from jshadow.engine.saved_file import described, open_described, read_all, read_checked
-from jshadow.engine.saved_leaves import bare, cache_fills, is_place, places, token_names
-from jshadow.engine.saved_record import StateRecord, read_json_text
+from jshadow.engine.saved.file import described, open_described, read_all, read_checked
+from jshadow.engine.saved.leaves import bare, cache_fills, is_place, places, token_names
+from jshadow.engine.saved.record import StateRecord, read_json_text
 from jshadow.errors import CheckpointError, ConfigError, StateMismatch
 from jshadow.policies import Policy
 from jshadow.weights.convert.safetensors_file import TAGS, TensorFile, raise_all

@@ -1,0 +1,1 @@
+"""Prefill: a prompt is read layer by layer."""

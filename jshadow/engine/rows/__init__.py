@@ -1,0 +1,1 @@
+"""Batches whose rows have sampling settings of their own."""

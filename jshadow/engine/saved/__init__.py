@@ -1,0 +1,1 @@
+"""States and learned arrays in files."""
