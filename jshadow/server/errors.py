@@ -1,0 +1,116 @@
+"""Errors in the shape of OpenAI's API, with a status for each kind of error."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from jshadow.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    HostMemoryError,
+    JshadowError,
+    NumericalError,
+    PromptError,
+    QueueFull,
+    ServingError,
+    StateMismatch,
+)
+
+# The first entry that an error is an instance of gives the status and the code.
+KINDS: tuple[tuple[type[Exception], int, str], ...] = (
+    (QueueFull, 429, "queue_full"),
+    (CapacityError, 400, "context_length_exceeded"),
+    (PromptError, 400, "invalid_prompt"),
+    (ConfigError, 400, "invalid_value"),
+    (HostMemoryError, 503, "host_memory_full"),
+    (ServingError, 503, "unavailable"),
+    (CheckpointError, 400, "invalid_file"),
+    (StateMismatch, 409, "state_mismatch"),
+    (NumericalError, 500, "not_a_number"),
+)
+TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+RETRY_SECONDS = {429: "1", 503: "5"}
+
+
+class ErrorDetail(BaseModel):
+    """An error. `param` names the field of the request that is wrong, if one is."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of a response that is an error."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An error with a status, a code and the field of the request that is wrong."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param = status, code, param
+
+
+def api_error(error: Exception) -> ApiError:
+    """Return an error as an ApiError."""
+    if isinstance(error, ApiError):
+        return error
+    for kind, status, code in KINDS:
+        if isinstance(error, kind):
+            return ApiError(status, str(error), code=code)
+    return ApiError(500, str(error) if isinstance(error, JshadowError) else "the server failed", code="internal_error")
+
+
+def body_of(error: ApiError) -> dict[str, Any]:
+    """Return the body of an error's response."""
+    kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+def response_of(error: ApiError) -> JSONResponse:
+    """Return the response of an error."""
+    retry = RETRY_SECONDS.get(error.status)
+    headers = {} if retry is None else {"Retry-After": retry}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse(body_of(error), error.status, headers)
+
+
+def validation_error(error: RequestValidationError) -> ApiError:
+    """Return the first problem of a body or a parameter as an ApiError that names the field."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if part not in ("body", "path", "query"))
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body must be JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="json")
+    return ApiError(400, f"{place or 'body'}: {first['msg']}, got {first.get('input')!r:.80}", param=place or None)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Let an app answer all errors in this shape."""
+
+    async def on_validation(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return response_of(validation_error(error))
+
+    async def on_http(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        response = response_of(ApiError(error.status_code, str(error.detail)))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def on_error(_: Request, error: Exception) -> JSONResponse:
+        return response_of(api_error(error))
+
+    app.add_exception_handler(RequestValidationError, on_validation)
+    app.add_exception_handler(HTTPException, on_http)
+    for kind in (ApiError, JshadowError, Exception):
+        app.add_exception_handler(kind, on_error)

@@ -1,0 +1,53 @@
+"""The settings of a server."""
+
+import dataclasses
+from pathlib import Path
+
+from jshadow.errors import CheckpointError, ConfigError
+from jshadow.serving.requests import check_integer
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerOptions:
+    """Settings of a server.
+
+    Attributes:
+        name: the id of the model in requests and responses.
+        api_keys: the keys that a request may have. Empty: no key is asked for.
+        body_bytes: maximum size of a request's body in bytes, except an upload.
+        upload_bytes: maximum size of an uploaded file in bytes.
+        seconds: maximum time of a request in seconds. A request that takes longer is cancelled.
+        max_new_tokens: number of new tokens of a request that does not say how many it wants.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    name: str
+    api_keys: tuple[str, ...] = ()
+    body_bytes: int = 2**24
+    upload_bytes: int = 2**26
+    seconds: float = 600.0
+    max_new_tokens: int = 256
+
+    def __post_init__(self) -> None:
+        for name in ("body_bytes", "upload_bytes", "max_new_tokens"):
+            check_integer(name, getattr(self, name), least=1)
+        if not 0 < self.seconds < float("inf"):
+            raise ConfigError(f"seconds must be above 0 and finite, got {self.seconds!r}")
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Return the API keys of a file: one on each line. Empty lines and lines that begin with # do not count.
+
+    Raises:
+        CheckpointError: the file cannot be read, or has no key in it.
+    """
+    try:
+        lines = [line.strip() for line in path.expanduser().read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} must be a readable UTF-8 file of API keys: {error}") from error
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise CheckpointError(f"{path} must have at least one API key in it, got none")
+    return keys

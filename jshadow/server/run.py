@@ -1,0 +1,78 @@
+"""Runs a server: uvicorn with an orderly end."""
+
+import socket
+import threading
+import time
+from types import FrameType
+
+import uvicorn
+
+from jshadow.errors import JshadowError
+from jshadow.server.app import make_app
+from jshadow.server.service import Service
+
+
+
+class Server(uvicorn.Server):
+    """A uvicorn server that drains before it ends.
+
+    After SIGTERM or SIGINT it goes on to listen, so that `/ready` says 503 and new requests are refused with 503. It ends
+    when no request is open. A second signal ends it at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
+        """Take a uvicorn configuration. The open requests have `drain_seconds` to finish after a signal."""
+        super().__init__(config)
+        self.service, self.drain_seconds = service, drain_seconds
+        self.signalled = 0.0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the end."""
+        if self.service.draining:
+            self.should_exit = self.force_exit = True
+        self.service.draining, self.signalled = True, time.monotonic()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to end. uvicorn calls this ten times a second."""
+        if self.service.draining:
+            late = time.monotonic() - self.signalled > self.drain_seconds
+            self.should_exit = self.should_exit or late or not self.service.open
+        return await super().on_tick(counter)
+
+
+def serve(service: Service, config: uvicorn.Config, sockets: list[socket.socket], *, drain_seconds: float = 60.0) -> int:
+    """Answer HTTP requests until a signal comes. Return the exit status.
+
+    Args:
+        service: the model. Its programs are compiled in another thread, and then `/ready` says 200.
+        config: host, port and further options of uvicorn. Its app is `make_app(service)`.
+        sockets: where to listen.
+        drain_seconds: the longest wait for open requests after a signal.
+
+    Raises:
+        JshadowError: the programs cannot be compiled within the limits.
+    """
+    server = Server(config, service, drain_seconds)
+    failed: list[JshadowError] = []
+
+    def compile_all() -> None:
+        try:
+            service.engine.warm()
+            service.ready = True
+        except JshadowError as error:
+            failed.append(error)
+            server.should_exit = True
+
+    threading.Thread(target=compile_all, name="jshadow-warm", daemon=True).start()
+    server.run(sockets)
+    service.engine.close(drain=False)
+    if failed:
+        raise failed[0]
+    return 0 if server.started else 1
+
+
+def config_of(service: Service, host: str, port: int) -> uvicorn.Config:
+    """Return the configuration of uvicorn for a service. `port` 0 takes a free port."""
+    return uvicorn.Config(
+        make_app(service), host, port, server_header=False, log_level="warning", timeout_keep_alive=30, backlog=2048
+    )

@@ -1,0 +1,170 @@
+"""The bodies of requests: OpenAI's fields that this server knows. An unknown field is refused by name."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MOST_LOGPROBS = 20
+MOST_CHOICES = 16
+MOST_STOPS = 16
+INT64 = 2**63
+
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class Body(BaseModel):
+    """A body that refuses unknown fields, and values of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class FilePart(Body):
+    """The file of a content part: one that was uploaded before, or the data of one."""
+
+    file_id: str | None = None
+    filename: str | None = None
+    file_data: str | None = None
+
+
+class TextContent(Body):
+    """A content part with text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FileContent(Body):
+    """A content part with a document."""
+
+    type: Literal["file"]
+    file: FilePart
+
+
+class FunctionCall(Body):
+    """The call of a function in an earlier answer. `arguments` is JSON."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """A tool call in an earlier answer."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextContent | FileContent] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+    reasoning_content: str | None = None
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    include_obfuscation: bool | None = None
+
+
+class JsonSchema(Body):
+    """A JSON schema that an answer is to fit."""
+
+    name: str = "answer"
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(default_factory=dict, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """The form of an answer. "regex" is an addition to OpenAI's forms."""
+
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class Drawing(Body):
+    """The fields that chats and completions share."""
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=INT64)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    logit_bias: dict[str, Bias] | None = None
+    seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    response_format: ResponseFormat | None = None
+    user: str | None = None
+
+
+class ChatRequest(Drawing):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+
+
+class CompletionRequest(Drawing):
+    """The body of /v1/completions. The prompt is text or token ids, or a list of these."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+
+
+class TokenizeRequest(Body):
+    """The body of /tokenize: a text or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Body):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], Field(max_length=2**20)]

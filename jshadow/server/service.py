@@ -1,0 +1,208 @@
+"""What the routes share: the model, the engine, the library and the figures."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from starlette.concurrency import run_in_threadpool
+
+from jshadow.engine.text import encode as encode_prompt
+from jshadow.errors import CheckpointError, ServingError
+from jshadow.evaluation.tasks.framing import encode, frame
+from jshadow.library import Library, Stored
+from jshadow.library.sources import ids_of
+from jshadow.server.drawing import settings_of
+from jshadow.server.errors import ApiError
+from jshadow.server.grammar import Grammars
+from jshadow.server.metrics import Metrics
+from jshadow.server.options import ServerOptions
+from jshadow.server.schemas import Drawing
+from jshadow.server.uploads import Upload, text_of
+from jshadow.serving import Answer, Engine, Request
+from jshadow.weights.params import Params
+
+T = TypeVar("T")
+FILE = "file-"
+KEY_DIGITS = 24  # hexadecimal digits of a document's key in the id of a file
+READING_PRIORITY = -1  # documents are read after the waiting questions
+
+
+class Service:
+    """A model that answers HTTP requests.
+
+    Attributes:
+        params, engine, library, options: what the server was started with. The library may be None.
+        metrics: the counters of the server.
+        created: when the server started, in seconds since 1970.
+        draining: whether the server is about to end.
+        ready: whether all programs are compiled.
+        open: number of requests that are being answered, except those of health, metrics and the page.
+    """
+
+    def __init__(self, engine: Engine, library: Library | None, options: ServerOptions) -> None:
+        self.engine, self.library, self.options = engine, library, options
+        self.params: Params = engine.params
+        self.grammars = Grammars(self.params)
+        self.metrics = Metrics(self)
+        self.created = int(time.time())
+        self.draining = self.ready = False
+        self.open = 0
+
+    # Answers
+
+    async def submit(self, request: Request) -> Answer:
+        """Give a request to the engine. Raises ApiError while the server drains, and the errors of `Engine.submit`."""
+        if self.draining:
+            raise ServingError("the server is about to end, and takes no new requests")
+        return await run_in_threadpool(self.engine.submit, request)
+
+    def requests(
+        self, body: Drawing, ids: list[int], most: int, logprobs: int | None, grammar: str | None
+    ) -> list[Request]:
+        """Return the requests of all choices of one prompt.
+
+        Args:
+            body: the body of the HTTP request.
+            ids: token ids of the prompt.
+            most: maximum number of new tokens.
+            logprobs: number of likeliest tokens of which log-probabilities are wanted, or None.
+            grammar: what `form_of` returned.
+
+        Raises:
+            ConfigError, ApiError: a value is out of range.
+        """
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop
+        return [
+            Request(
+                ids,
+                most,
+                settings_of(body, choice),
+                stop=stop or None,
+                logprobs=logprobs,
+                grammar=None if grammar is None else self.grammars.matcher(grammar),
+            )
+            for choice in range(body.n or 1)
+        ]
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """Return the token ids of the prompt of a completion. Raises PromptError."""
+        return encode_prompt(self.params.tokenizer, prompt, self.params.config.vocab_size)
+
+    async def submit_all(self, requests: Sequence[Request]) -> list[Answer]:
+        """Give several requests to the engine. If one is refused, the others are cancelled."""
+        answers: list[Answer] = []
+        try:
+            for request in requests:
+                answers.append(await self.submit(request))
+        except BaseException:
+            self.cancel(answers)
+            raise
+        return answers
+
+    def cancel(self, answers: Sequence[Answer]) -> None:
+        """Cancel the answers that are not complete."""
+        for answer in answers:
+            if not answer.done:
+                self.engine.cancel(answer)
+
+    async def slowly(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a function that reads files or encodes texts in another thread."""
+        return await run_in_threadpool(function, *args)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError if a request names another model."""
+        if name is not None and name != self.options.name:
+            raise ApiError(
+                404, f"model must be {self.options.name!r}, got {name!r:.80}", code="model_not_found", param="model"
+            )
+
+    # Figures
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of a prompt and its answer together."""
+        return max(plan.row_class.capacity for plan in self.engine.plans)
+
+    def tiers(self) -> list[tuple[str, int, int | None]]:
+        """Return the name, the used bytes and the limit of each tier of the library."""
+        return [] if self.library is None else self.library.tier_bytes()
+
+    def gauge(self) -> dict[str, Any]:
+        """Return the figures of the page. Bytes of full attention are those of its keys and values alone."""
+        report, counts = self.engine.report(), self.engine.report().counts
+        documents = [] if self.library is None else self.library.documents()
+        config, itemsize = self.params.config, np.dtype(self.params.dtype).itemsize
+        token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+        tokens, finished = sum(one.tokens for one in documents), max(counts.finished, 1)
+        return {
+            "model": self.options.name,
+            "tiers": [{"tier": tier, "bytes": used, "limit": limit} for tier, used, limit in self.tiers()],
+            "rows": {"device": report.device_bytes, "host": report.host_bytes},
+            "rows_in_use": report.rows_in_use,
+            "waiting": report.waiting,
+            "stored_tokens": tokens,
+            "full_attention_bytes": tokens * token_bytes,
+            "hit_share": self.metrics.hit_share,
+            "first_token_seconds": self.metrics.first_token_seconds,
+            "busy_seconds_a_request": counts.busy_seconds / finished,
+        }
+
+    # Documents
+
+    def shelf(self) -> Library:
+        """Return the library. Raises ApiError if the server has none."""
+        if self.library is None:
+            raise ApiError(404, "the server was started without --library, so it stores no files", code="no_library")
+        return self.library
+
+    def file(self, file_id: str) -> Stored:
+        """Return the stored document of a file's id. Raises ApiError if there is none."""
+        found = [one for one in self.shelf().documents() if file_id == file_id_of(one)]
+        if not found:
+            raise ApiError(404, f"file_id must be that of a stored file, got {file_id!r:.80}", code="file_not_found")
+        return found[0]
+
+    def file_tokens(self, file_id: str) -> np.ndarray:
+        """Return the token ids of a stored document without those of the chat template, int32 [n]. Raises ApiError."""
+        stored = self.file(file_id)
+        if stored.problem is not None:
+            raise ApiError(409, f"file {file_id} cannot be used: {stored.problem}", code="damaged_file")
+        before, _ = frame(self.params.tokenizer, "?", "", "")
+        return self.shelf().ids(stored.key)[len(before) :]
+
+    def text_tokens(self, upload: Upload) -> list[int]:
+        """Return the token ids of the text of a file that is not stored. Raises CheckpointError."""
+        return encode(self.params.tokenizer, text_of(upload))
+
+    async def add(self, upload: Upload) -> Stored:
+        """Read a document with the engine, and store its state. A document that is stored is not read again.
+
+        Raises:
+            CheckpointError: the file has no text that can be read.
+            CapacityError: the document exceeds the capacity of the library, or no tier has room for it.
+        """
+        library = self.shelf()
+        text = await self.slowly(text_of, upload)
+        ids, _ = await self.slowly(ids_of, text, self.params)
+        found = await self.slowly(library.longest, ids)
+        if found is None or found.tokens < len(ids):
+            request = Request(ids.tolist(), 1, priority=READING_PRIORITY, store=True, title=upload.name)
+            answer = await self.submit(request)
+            try:
+                result = await asyncio.wait_for(self.slowly(answer.result), self.options.seconds)
+            except BaseException:
+                self.cancel([answer])
+                raise
+            if result.report.not_stored is not None:
+                raise CheckpointError(result.report.not_stored)
+            found = await self.slowly(library.longest, ids)
+        if found is None or found.tokens < len(ids):
+            raise CheckpointError(f"the file {upload.name!r:.80} was read, but its state is not stored any more")
+        return found
+
+
+def file_id_of(stored: Stored) -> str:
+    """Return the id of the file that a stored document came from."""
+    return FILE + stored.key[:KEY_DIGITS]
