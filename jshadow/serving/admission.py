@@ -8,7 +8,7 @@ import jax
 from jshadow.cache.host_memory import available_memory, least_limit
 from jshadow.errors import CapacityError
 from jshadow.planner.machine import device_here
-from jshadow.serving.classes import ClassPlan
+from jshadow.serving.classes import PlannedClass
 from jshadow.serving.requests import check_integer
 
 
@@ -55,13 +55,13 @@ class Admission:
         """Take limits that `of_machine` returned."""
         self.limits = limits
 
-    def fits(self, plans: Iterable[ClassPlan]) -> bool:
+    def fits(self, plans: Iterable[PlannedClass]) -> bool:
         """Whether groups of these plans may exist at once, beside a step and the reading of a prompt."""
         device, host = needed_bytes(plans)
         most_device, most_host = self.limits.device_bytes, self.limits.host_bytes
         return (most_device is None or device <= most_device) and (most_host is None or host <= most_host)
 
-    def check(self, plan: ClassPlan) -> None:
+    def check(self, plan: PlannedClass) -> None:
         """Raise CapacityError if not even one group of this plan fits."""
         if not self.fits([plan]):
             device, host = needed_bytes([plan])
@@ -73,7 +73,7 @@ class Admission:
             )
 
 
-def needed_bytes(plans: Iterable[ClassPlan]) -> tuple[int, int]:
+def needed_bytes(plans: Iterable[PlannedClass]) -> tuple[int, int]:
     """Return the bytes that groups of these plans need on the device and on the host.
 
     The groups are stepped one after the other, and one prompt is read at a time. So the largest step and the largest

@@ -97,7 +97,7 @@ class GroupBytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class ClassPlan:
+class PlannedClass:
     """A class with all that follows from the model and the policy.
 
     Attributes:
@@ -124,7 +124,7 @@ class ClassPlan:
 
 def plan_classes(
     params: Params, policy: Policy | None, classes: Sequence[RowClass], options: EngineOptions
-) -> tuple[ClassPlan, ...]:
+) -> tuple[PlannedClass, ...]:
     """Return the plans of the classes, by capacity.
 
     Raises:
@@ -137,7 +137,7 @@ def plan_classes(
     return tuple(plan_class(params, policy or ShadowKV(), one, options) for one in ordered)
 
 
-def plan_class(params: Params, policy: Policy, row_class: RowClass, options: EngineOptions) -> ClassPlan:
+def plan_class(params: Params, policy: Policy, row_class: RowClass, options: EngineOptions) -> PlannedClass:
     """Return the plan of a class. Raises the errors of `plan_classes`."""
     config, dtype, capacity = params.config, str(params.dtype), row_class.capacity
     if capacity > config.context:
@@ -176,10 +176,10 @@ def plan_class(params: Params, policy: Policy, row_class: RowClass, options: Eng
         sum(step.values()),
         sum(peak.values()) - peak["weights"],
     )
-    return ClassPlan(row_class, resolved, fallback, fetch, sizes)
+    return PlannedClass(row_class, resolved, fallback, fetch, sizes)
 
 
-def fitting(plans: Sequence[ClassPlan], prompt: int, room: int) -> list[ClassPlan]:
+def fitting(plans: Sequence[PlannedClass], prompt: int, room: int) -> list[PlannedClass]:
     """Return the plans whose rows can hold a prompt of `prompt` tokens and `room` new ones, by capacity.
 
     Raises:

@@ -7,11 +7,11 @@ import jax
 
 from jshadow.cache.state import KVState
 from jshadow.errors import JshadowError
-from jshadow.serving.classes import ClassPlan, GroupBytes, RowClass
+from jshadow.serving.classes import PlannedClass, GroupBytes, RowClass
 from jshadow.serving.jobs import Job
 
 
-def find(library: Any, job: Job, plans: Sequence[ClassPlan]) -> None:
+def find(library: Any, job: Job, plans: Sequence[PlannedClass]) -> None:
     """Look for the longest stored beginning of a job's prompt, and begin to prepare it.
 
     At least one token of the prompt stays, because its logits give the first new token. Nothing changes if there is no
@@ -28,7 +28,7 @@ def find(library: Any, job: Job, plans: Sequence[ClassPlan]) -> None:
     job.ready = library.prepare(stored.key)
 
 
-def load(library: Any, job: Job, plans: Sequence[ClassPlan]) -> tuple[ClassPlan, KVState]:
+def load(library: Any, job: Job, plans: Sequence[PlannedClass]) -> tuple[PlannedClass, KVState]:
     """Return the plan of the rows that share a job's document, and the state of one row with room for its answer.
 
     Raises:
@@ -43,7 +43,7 @@ def load(library: Any, job: Job, plans: Sequence[ClassPlan]) -> tuple[ClassPlan,
     shared, own = bytes_of(reads), bytes_of(writes)
     row_class = RowClass(job.read, room, max(2, one.rows))  # one row alone would own the prompt half
     sizes = GroupBytes(shared[0] + row_class.rows * own[0], shared[1] + row_class.rows * own[1])
-    return ClassPlan(row_class, state.policy, None, state.fetch, sizes, job.stored.key), state
+    return PlannedClass(row_class, state.policy, None, state.fetch, sizes, job.stored.key), state
 
 
 def bytes_of(tree: Any) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from jshadow.engine.text import TextStream, encode, split_stops
 from jshadow.errors import CapacityError, ConfigError, JshadowError, ServingError
 from jshadow.policies import Policy
 from jshadow.serving.admission import Admission, Limits
-from jshadow.serving.classes import ClassPlan, EngineOptions, RowClass, fitting, plan_classes
+from jshadow.serving.classes import PlannedClass, EngineOptions, RowClass, fitting, plan_classes
 from jshadow.serving.jobs import Job
 from jshadow.serving.loop import Loop
 from jshadow.serving.programs import Programs
@@ -174,7 +174,7 @@ class Engine:
 
     # For the thread of the loop
 
-    def _possible(self, plans: Sequence[ClassPlan]) -> list[ClassPlan]:
+    def _possible(self, plans: Sequence[PlannedClass]) -> list[PlannedClass]:
         """Return the plans of which a group fits the limits. Raises CapacityError if there is none."""
         possible = [plan for plan in plans if self.admission.fits([plan])]
         if not possible:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from jshadow.engine.sampling import NO_TOKEN
-from jshadow.serving.classes import ClassPlan
+from jshadow.serving.classes import PlannedClass
 from jshadow.serving.jobs import Job
 from jshadow.serving.programs import Pool, Programs
 
@@ -23,7 +23,7 @@ class Group:
         base: the state of one row whose prompt half all rows share, or None.
     """
 
-    def __init__(self, plan: ClassPlan, programs: Programs, base: Any = None) -> None:
+    def __init__(self, plan: PlannedClass, programs: Programs, base: Any = None) -> None:
         self.plan, self.programs, self.base = plan, programs, base
         count = plan.row_class.rows
         self.jobs: list[Job | None] = [None] * count

@@ -5,7 +5,7 @@ from typing import Any
 
 from jshadow.engine.text import TextStream
 from jshadow.errors import RequestCancelled
-from jshadow.serving.classes import ClassPlan
+from jshadow.serving.classes import PlannedClass
 from jshadow.serving.requests import Answer, AnswerReport, AnswerResult, Request
 
 
@@ -27,7 +27,7 @@ class Job:
 
     def __init__(self, answer: Answer, ids: list[int], stream: TextStream, stop_ids: frozenset[int]) -> None:
         self.answer, self.ids, self.stream, self.stop_ids = answer, ids, stream, stop_ids
-        self.plans: list[ClassPlan] = []
+        self.plans: list[PlannedClass] = []
         self.stored: Any = None
         self.ready: Any = None
         self.read = 0
@@ -47,7 +47,7 @@ class Job:
         return self.request.priority
 
     @property
-    def plan(self) -> ClassPlan:
+    def plan(self) -> PlannedClass:
         """The class in which the job runs."""
         return self.plans[0]
 

@@ -10,7 +10,7 @@ from jshadow.engine.sampling import NO_TOKEN
 from jshadow.errors import JshadowError, NumericalError
 from jshadow.serving import documents
 from jshadow.serving.admission import Admission
-from jshadow.serving.classes import ClassPlan
+from jshadow.serving.classes import PlannedClass
 from jshadow.serving.groups import Group
 from jshadow.serving.jobs import Job
 from jshadow.serving.programs import Programs
@@ -31,7 +31,7 @@ class Loop:
         closed: the error with which further jobs end, or None.
     """
 
-    def __init__(self, programs: Programs, plans: Sequence[ClassPlan], admission: Admission, library: Any) -> None:
+    def __init__(self, programs: Programs, plans: Sequence[PlannedClass], admission: Admission, library: Any) -> None:
         self.programs, self.plans, self.admission, self.library = programs, plans, admission, library
         self.waiting: WaitingQueue[Job] = WaitingQueue()
         self.groups: list[Group] = []

@@ -15,7 +15,7 @@ from jshadow.engine.prefill.partial import PartialPrefill, advance_prefill, begi
 from jshadow.engine.rows.sampling import RowSampling, idle_rows, row_of, set_row
 from jshadow.engine.rows.settings import RowParts, RowSettings
 from jshadow.engine.rows.step import first_tokens, step_rows
-from jshadow.serving.classes import ClassPlan, EngineOptions
+from jshadow.serving.classes import PlannedClass, EngineOptions
 from jshadow.weights.params import Params
 
 
@@ -33,7 +33,7 @@ class Programs:
         self.params, self.options = params, options
         self.parts = RowParts(params.config.vocab_size, options.penalties, options.bias_limit)
 
-    def begin(self, plan: ClassPlan, ids: Sequence[int]) -> PartialPrefill:
+    def begin(self, plan: PlannedClass, ids: Sequence[int]) -> PartialPrefill:
         """Begin to read a prompt into a row of a class."""
         options, one = self.options, plan.row_class
         tokens = np.zeros((1, one.prompt), np.int32)
@@ -74,7 +74,7 @@ class Programs:
         tokens, row = first_tokens(row, logits)
         return int(tokens[0]), row
 
-    def pool(self, state: KVState, plan: ClassPlan) -> Pool:
+    def pool(self, state: KVState, plan: PlannedClass) -> Pool:
         """Return a pool of free rows. Their content comes from `state`, and is never read."""
         count = plan.row_class.rows
         held = commit(state.take([0] * count) if plan.document is None else state.share(count))
