@@ -79,7 +79,21 @@ def needed_bytes(plans: Iterable[PlannedClass]) -> tuple[int, int]:
     The groups are stepped one after the other, and one prompt is read at a time. So the largest step and the largest
     reading count once.
     """
+    plans = list(plans)
+    device, host = held_bytes(plans)
     sizes = [plan.bytes for plan in plans]
-    device = sum(one.device for one in sizes)
     device += max((one.step for one in sizes), default=0) + max((one.reading for one in sizes), default=0)
-    return device, sum(one.host for one in sizes)
+    return device, host + max((one.reading_host for one in sizes), default=0)
+
+
+def held_bytes(plans: Iterable[PlannedClass]) -> tuple[int, int]:
+    """Return the bytes on the device and on the host that the rows of these plans take. A document counts once."""
+    device = host = 0
+    documents = set()
+    for plan in plans:
+        sizes = plan.bytes
+        device, host = device + sizes.device, host + sizes.host
+        if plan.document not in documents:
+            documents.add(plan.document)
+            device, host = device + sizes.shared_device, host + sizes.shared_host
+    return device, host

@@ -3,15 +3,16 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jshadow.cache.accounting import state_nbytes
-from jshadow.cache.row_room import with_room
+import jax
+
 from jshadow.engine.fetch_mode import fetch_for
+from jshadow.engine.rows.sampling import row_of
+from jshadow.engine.rows.settings import RowParts, RowSettings
 from jshadow.engine.types import Fitted
 from jshadow.errors import CapacityError, ConfigError
-from jshadow.planner.bytes import abstract_of, cache_specs, prefill_peak
-from jshadow.planner.gpu import Planner
-from jshadow.planner.gpu_plan import Serving
-from jshadow.planner.machine import UNKNOWN, Batch
+from jshadow.planner.machine import Batch
+from jshadow.planner.session_records import SessionClass
+from jshadow.planner.sessions import class_plan, class_specs
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.base import why_dense
 from jshadow.policies.checks import check_fitted
@@ -84,16 +85,21 @@ class GroupBytes:
     """The bytes that a group needs.
 
     Attributes:
-        device: bytes of its state in device memory.
-        host: bytes of its state in host memory.
-        step: an upper bound on the device bytes of a step beside weights and state.
+        device: bytes of its rows in device memory, with their sampling settings.
+        host: bytes of its rows in host memory.
+        step: an upper bound on the device bytes of a step beside weights and rows.
         reading: an upper bound on the device bytes of the reading of one prompt, beside the weights.
+        reading_host: bytes in host memory of the row that is being read.
+        shared_device, shared_host: bytes of the prompt half of the document that the rows share.
     """
 
     device: int
     host: int = 0
     step: int = 0
     reading: int = 0
+    reading_host: int = 0
+    shared_device: int = 0
+    shared_host: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,30 +159,27 @@ def plan_class(params: Params, policy: Policy, row_class: RowClass, options: Eng
         check_fitted(resolved, config, options.fitted)
     rows, prompt, room = row_class.rows, row_class.prompt, row_class.room
     fetch = fetch_for(options.fetch, params, resolved, Batch(rows, capacity, prompt, prompt, dtype, room=room)).fetch
-    specs = with_room(cache_specs(config, resolved, rows, capacity, prompt, dtype, fetch), room)
-    parts = state_nbytes(abstract_of(specs, resolved)).values()
-    # The figures of a device are not read: only bytes are asked for.
-    serving = Serving(prompt, room, batch=rows, dtype=dtype, fetch=fetch, room=room)
-    step = Planner(config, config, UNKNOWN, serving).temporaries(resolved, rows)
-    peak = prefill_peak(
-        config,
-        resolved,
-        batch=1,
-        tokens=prompt,
-        capacity=capacity,
-        prefill_chunk=options.prefill_chunk,
-        dtype=dtype,
-        fetch=fetch,
-        attention=options.prefill,
-        room=room,
+    sizes = SessionClass(prompt, room, rows)
+    specs = class_specs(config, resolved, sizes, dtype, fetch, jax.default_backend())
+    plan = class_plan(
+        config, resolved, sizes, specs, prefill_chunk=options.prefill_chunk, attention=options.prefill
     )
-    sizes = GroupBytes(
-        sum(device for device, _ in parts),
-        sum(host for _, host in parts),
-        sum(step.values()),
-        sum(peak.values()) - peak["weights"],
+    device, host = plan.group_bytes
+    reading, reading_host = plan.prefill
+    needed = GroupBytes(
+        device + rows_bytes(params, options, rows), host, sum(plan.temporaries.values()), reading, reading_host
     )
-    return PlannedClass(row_class, resolved, fallback, fetch, sizes)
+    return PlannedClass(row_class, resolved, fallback, fetch, needed)
+
+
+def parts_of(params: Params, options: EngineOptions) -> RowParts:
+    """Return which arrays the sampling settings of rows have."""
+    return RowParts(params.config.vocab_size, options.penalties, options.bias_limit)
+
+
+def rows_bytes(params: Params, options: EngineOptions, rows: int) -> int:
+    """Return the bytes of the sampling settings of rows."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(row_of(RowSettings(), parts_of(params, options)))) * rows
 
 
 def fitting(plans: Sequence[PlannedClass], prompt: int, room: int) -> list[PlannedClass]:

@@ -12,7 +12,7 @@ from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.text import TextStream, encode, split_stops
 from jshadow.errors import CapacityError, ConfigError, JshadowError, ServingError
 from jshadow.policies import Policy
-from jshadow.serving.admission import Admission, Limits
+from jshadow.serving.admission import Admission, Limits, held_bytes
 from jshadow.serving.classes import PlannedClass, EngineOptions, RowClass, fitting, plan_classes
 from jshadow.serving.jobs import Job
 from jshadow.serving.loop import Loop
@@ -122,6 +122,7 @@ class Engine:
         """Return the figures of the engine. They may be of different moments while it runs."""
         loop = self._loop
         groups = list(loop.groups)
+        device, host = held_bytes(group.plan for group in groups)
         return EngineReport(
             counts=loop.counts,
             waiting=len(loop.waiting),
@@ -129,8 +130,8 @@ class Engine:
             groups=len(groups),
             rows=sum(len(group.jobs) for group in groups),
             rows_in_use=sum(job is not None for group in groups for job in group.jobs),
-            device_bytes=sum(group.plan.bytes.device for group in groups),
-            host_bytes=sum(group.plan.bytes.host for group in groups),
+            device_bytes=device,
+            host_bytes=host,
             programs=CompileClock.programs - self._compiled,
         )
 

@@ -13,9 +13,9 @@ from jshadow.engine import decode
 from jshadow.engine.placement import commit
 from jshadow.engine.prefill.partial import PartialPrefill, advance_prefill, begin_prefill, finish_prefill
 from jshadow.engine.rows.sampling import RowSampling, idle_rows, row_of, set_row
-from jshadow.engine.rows.settings import RowParts, RowSettings
+from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.rows.step import first_tokens, step_rows
-from jshadow.serving.classes import PlannedClass, EngineOptions
+from jshadow.serving.classes import EngineOptions, PlannedClass, parts_of
 from jshadow.weights.params import Params
 
 
@@ -31,7 +31,7 @@ class Programs:
 
     def __init__(self, params: Params, options: EngineOptions) -> None:
         self.params, self.options = params, options
-        self.parts = RowParts(params.config.vocab_size, options.penalties, options.bias_limit)
+        self.parts = parts_of(params, options)
 
     def begin(self, plan: PlannedClass, ids: Sequence[int]) -> PartialPrefill:
         """Begin to read a prompt into a row of a class."""
