@@ -50,7 +50,11 @@ def check_room_size(room: Any) -> None:
 
 def roomy(state: Any, room: Any) -> Any:
     """Return the result of `KVState.with_room`. The state must not be consumed."""
-    specs = windows_for(state, room)
+    return with_windows(state, windows_for(state, room))
+
+
+def with_windows(state: Any, specs: tuple[CacheSpec, ...]) -> Any:
+    """Return a state with the windows of `specs`, as `KVState.with_room` does. The tokens that it holds must fit."""
     _, writes = state.split()
     layers = []
     for index, ((live, tail), spec) in enumerate(zip(writes.layers, specs, strict=True)):

@@ -10,6 +10,7 @@ from jshadow.engine.rows.sampling import row_of
 from jshadow.engine.rows.settings import RowParts, RowSettings
 from jshadow.engine.types import Fitted
 from jshadow.errors import CapacityError, ConfigError
+from jshadow.models.config import ModelConfig
 from jshadow.planner.machine import Batch
 from jshadow.planner.session_records import SessionClass
 from jshadow.planner.sessions import class_plan, class_specs
@@ -79,6 +80,10 @@ class EngineOptions:
         check_integer("prefill_chunk", self.prefill_chunk, least=1)
         check_integer("turn_chunk", self.turn_chunk, least=1)
 
+    def parts(self, params: Params) -> RowParts:
+        """Return which arrays the sampling settings of rows have."""
+        return RowParts(params.config.vocab_size, self.penalties, self.bias_limit)
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupBytes:
@@ -140,10 +145,17 @@ def plan_classes(
     if not classes or not all(isinstance(one, RowClass) for one in classes):
         raise ConfigError(f"classes must be a non-empty list of RowClass, got {classes!r:.80}")
     ordered = sorted(set(classes), key=lambda one: (one.capacity, one.prompt))
-    return tuple(plan_class(params, policy or ShadowKV(), one, options) for one in ordered)
+    return tuple(plan_class(params, policy, one, options) for one in ordered)
 
 
-def plan_class(params: Params, policy: Policy, row_class: RowClass, options: EngineOptions) -> PlannedClass:
+def effective_policy(config: ModelConfig, policy: Policy | None, capacity: int) -> tuple[Policy, str | None]:
+    """Return the resolved policy of rows of this capacity, and the reason why Full replaces `policy`, or None."""
+    resolved = (policy or ShadowKV()).resolve(config, capacity)
+    fallback = why_dense(resolved, config, capacity)
+    return (Full().resolve(config, capacity) if fallback else resolved), fallback
+
+
+def plan_class(params: Params, policy: Policy | None, row_class: RowClass, options: EngineOptions) -> PlannedClass:
     """Return the plan of a class. Raises the errors of `plan_classes`."""
     config, dtype, capacity = params.config, str(params.dtype), row_class.capacity
     if capacity > config.context:
@@ -151,35 +163,25 @@ def plan_class(params: Params, policy: Policy, row_class: RowClass, options: Eng
             f"row_class must have at most the model's context={config.context} tokens, got prompt={row_class.prompt} + "
             f"room={row_class.room}"
         )
-    resolved = policy.resolve(config, capacity)
-    fallback = why_dense(resolved, config, capacity)
-    if fallback:
-        resolved = Full().resolve(config, capacity)
-    else:
+    resolved, fallback = effective_policy(config, policy, capacity)
+    if not fallback:
         check_fitted(resolved, config, options.fitted)
     rows, prompt, room = row_class.rows, row_class.prompt, row_class.room
     fetch = fetch_for(options.fetch, params, resolved, Batch(rows, capacity, prompt, prompt, dtype, room=room)).fetch
     sizes = SessionClass(prompt, room, rows)
     specs = class_specs(config, resolved, sizes, dtype, fetch, jax.default_backend())
-    plan = class_plan(
-        config, resolved, sizes, specs, prefill_chunk=options.prefill_chunk, attention=options.prefill
-    )
+    plan = class_plan(config, resolved, sizes, specs, prefill_chunk=options.prefill_chunk, attention=options.prefill)
     device, host = plan.group_bytes
     reading, reading_host = plan.prefill
     needed = GroupBytes(
-        device + rows_bytes(params, options, rows), host, sum(plan.temporaries.values()), reading, reading_host
+        device + rows_bytes(options.parts(params), rows), host, sum(plan.temporaries.values()), reading, reading_host
     )
     return PlannedClass(row_class, resolved, fallback, fetch, needed)
 
 
-def parts_of(params: Params, options: EngineOptions) -> RowParts:
-    """Return which arrays the sampling settings of rows have."""
-    return RowParts(params.config.vocab_size, options.penalties, options.bias_limit)
-
-
-def rows_bytes(params: Params, options: EngineOptions, rows: int) -> int:
+def rows_bytes(parts: RowParts, rows: int) -> int:
     """Return the bytes of the sampling settings of rows."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(row_of(RowSettings(), parts_of(params, options)))) * rows
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(row_of(RowSettings(), parts))) * rows
 
 
 def fitting(plans: Sequence[PlannedClass], prompt: int, room: int) -> list[PlannedClass]:
@@ -194,5 +196,21 @@ def fitting(plans: Sequence[PlannedClass], prompt: int, room: int) -> list[Plann
         sizes = ", ".join(f"prompt={one.prompt} + room={one.room}" for one in classes)
         raise CapacityError(
             f"prompt + max_new_tokens must fit a class of the engine ({sizes}), got {prompt} + {room} tokens"
+        )
+    return found
+
+
+def storable(plans: Sequence[PlannedClass], capacity: int) -> list[PlannedClass]:
+    """Return the plans whose rows a library of this capacity can store.
+
+    Raises:
+        CapacityError: there is none.
+    """
+    found = [plan for plan in plans if plan.row_class.capacity == capacity]
+    if not found:
+        classes = [plan.row_class for plan in plans]
+        sizes = ", ".join(f"{one.capacity} (prompt={one.prompt} + room={one.room})" for one in classes)
+        raise CapacityError(
+            f"store needs a class with the capacity of the library, {capacity}, got a request for the capacity {sizes}"
         )
     return found

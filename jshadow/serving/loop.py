@@ -122,9 +122,8 @@ class Loop:
         assert job is not None
         for token in tokens:
             finish = self._add(job, token)
-            if finish and job.request.store:
-                ids = job.ids + job.stream.tokens
-                documents.store(self.library, job, ids, group.row(slot, [token]))
+            if finish and job.keep is not None:
+                documents.keep(job, job.ids + job.stream.tokens, group.row(slot, [token]))
             if finish or job.answer.done:
                 return self._complete(job, finish)
 
@@ -157,12 +156,12 @@ class Loop:
         """Draw the first token after a prompt, and make the row active."""
         self.reading, job = None, reading.job
         logits, state = reading.reader.end()
-        if job.request.store:
-            documents.store(self.library, job, job.ids, state)
+        if job.keep is not None:
+            documents.keep(job, job.ids, state)
         token, row = self.programs.first(logits, job.row)
         finish = self._add(job, token)
-        if finish and job.request.store:
-            documents.store(self.library, job, [*job.ids, token], self.programs.fed(state, [token]))
+        if finish and job.keep is not None:
+            documents.keep(job, [*job.ids, token], self.programs.fed(state, [token]))
         if finish or job.answer.done:
             return self._complete(job, finish)
         reading.group.insert(reading.slot, state, row, token)
@@ -177,7 +176,7 @@ class Loop:
         """
         full = set()
         for job in self.waiting if self.reading is None else ():
-            if (job.ready is not None and not job.ready.done()) or key_of(job) in full:
+            if (job.ready is not None and not job.ready.done()) or (job.planned and job.plan.key in full):
                 continue
             try:
                 place = self._place(job)
@@ -193,12 +192,14 @@ class Loop:
                 return
             if not any(group.plan.key == job.plan.key for group in self.groups):
                 return
-            full.add(key_of(job))
+            full.add(job.plan.key)
 
     def _place(self, job: Job) -> tuple[Group, int] | None:
         """Reserve a row for a job. Make a group if there is no free row and the bytes suffice."""
-        if job.stored is not None and job.plan.document is None:
-            plan, _ = documents.load(self.library, job, self.plans)
+        base = None
+        if not job.planned:
+            base = self._base(job)
+            plan, job.specs = documents.plan_rows(self.programs, job, base)
             self.admission.check(plan)
             job.plans = [plan]
         for group in self.groups:
@@ -211,14 +212,14 @@ class Loop:
             if self.admission.fits([other.plan for other in self.groups] + [job.plan]):
                 break
             self.groups.remove(group)
-        base = documents.load(self.library, job, self.plans)[1] if job.stored is not None else None
+        if job.specs is not None:
+            base = documents.row_base(self._base(job) if base is None else base, job.specs)
         group = Group(job.plan, self.programs, base)
         self.groups.append(group)
         slot = group.reserve(job)
         assert slot is not None
         return group, slot
 
-
-def key_of(job: Job) -> tuple:
-    """Return what tells the groups that a job can use."""
-    return job.plan.key if job.stored is None or job.plan.document else (job.stored.key,)
+    def _base(self, job: Job) -> Any:
+        """Return the state of a job's document, with the prompt half that the groups on it have already."""
+        return documents.base_of(job, ((group.plan.document, group.base) for group in self.groups))

@@ -1,7 +1,7 @@
 """The compiled programs that an engine calls, with the model's weights. Only the thread of the loop calls them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from jshadow.engine.prefill.partial import PartialPrefill, advance_prefill, begi
 from jshadow.engine.rows.sampling import RowSampling, idle_rows, row_of, set_row
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.rows.step import first_tokens, step_rows
-from jshadow.serving.classes import EngineOptions, PlannedClass, parts_of
+from jshadow.serving.classes import EngineOptions, PlannedClass
 from jshadow.weights.params import Params
 
 
@@ -31,7 +31,7 @@ class Programs:
 
     def __init__(self, params: Params, options: EngineOptions) -> None:
         self.params, self.options = params, options
-        self.parts = parts_of(params, options)
+        self.parts = options.parts(params)
 
     def begin(self, plan: PlannedClass, ids: Sequence[int]) -> PartialPrefill:
         """Begin to read a prompt into a row of a class."""
@@ -58,6 +58,19 @@ class Programs:
     def finish(self, partial: PartialPrefill) -> tuple[Array, KVState]:
         """Return the logits [1, V] and the state after the last unit."""
         return finish_prefill(self.params, partial)
+
+    def document(self, library: Any) -> KVState:
+        """Return the state of a document of one token, as a library has it."""
+        return decode.prefill(
+            self.params,
+            np.zeros((1, 1), np.int32),
+            [1],
+            library.policy,
+            capacity=library.capacity,
+            fetch=library.fetch,
+            fitted=library.fitted,
+            room=0,
+        )[1]
 
     def extend(self, state: KVState, ids: Sequence[int]) -> tuple[Array, KVState]:
         """Feed at most `turn_chunk` tokens to a state of one row. This consumes the state."""

@@ -12,7 +12,7 @@ from jshadow.engine.text import TextStream
 from jshadow.errors import HostMemoryError, NumericalError, RequestCancelled
 from jshadow.policies import Full
 from jshadow.serving.admission import Admission, Limits, needed_bytes
-from jshadow.serving.classes import PlannedClass, GroupBytes, RowClass, fitting
+from jshadow.serving.classes import GroupBytes, PlannedClass, RowClass, fitting
 from jshadow.serving.jobs import Job
 from jshadow.serving.loop import Loop
 from jshadow.serving.requests import Answer, Request
