@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,31 +54,29 @@ def find(library: Any, job: Job, plans: Sequence[PlannedClass]) -> None:
     job.ready = library.prepare(stored.key)
 
 
-def base_of(job: Job, others: Iterable[tuple[str | None, KVState | None]]) -> KVState:
-    """Return the state of a job's document, of which only the prompt half is to be shared.
+def source_of(job: Job, held: Mapping[str | None, KVState | None]) -> KVState:
+    """Return the stored state of a job's document, of which only the prompt half is to be shared.
 
     Args:
         job: the job.
-        others: the key of the document, and the state, of each group. A group on this document has the prompt half in
-            memory already.
+        held: the states of the documents that groups have. Such a state is not loaded again.
 
     Raises:
         JshadowError: the stored state cannot be used.
     """
     if job.ready is not None:
         job.ready.result()
-    held = next((base for key, base in others if base is not None and key == job.document), None)
     assert job.load is not None
-    return commit(job.load() if held is None else held)
+    return held.get(job.document) or commit(job.load())
 
 
-def plan_rows(programs: Programs, job: Job, base: KVState) -> tuple[PlannedClass, tuple[CacheSpec, ...]]:
+def plan_rows(programs: Programs, job: Job, source: KVState) -> tuple[PlannedClass, tuple[CacheSpec, ...]]:
     """Return the plan of the rows that share a job's document, and the specs of one row with room for its answer."""
     new = len(job.ids) - job.read + job.request.max_new_tokens
     one = min(job.rooms, key=lambda row_class: row_class.room)
-    room, specs = next(found for found in rooms_of(base, one.room) if holds(base, found[1], new))
+    room, specs = next(found for found in rooms_of(source, one.room) if holds(source, found[1], new))
     rows = max(2, one.rows)  # one row alone would own the prompt half
-    config, policy, options = programs.params.config, base.policy, programs.options
+    config, policy, options = programs.params.config, source.policy, programs.options
     prompt, live = (total(parts) for parts in halves(abstract_of(specs, policy)))
     peak = extend_peak(config, abstract_of(specs, policy), options.turn_chunk)
     group = tuple(dataclasses.replace(spec, batch=rows) for spec in specs)
@@ -91,7 +89,7 @@ def plan_rows(programs: Programs, job: Job, base: KVState) -> tuple[PlannedClass
         shared_device=prompt[0],
         shared_host=prompt[1],
     )
-    return PlannedClass(RowClass(job.read, room, rows), policy, None, base.fetch, sizes, job.document), specs
+    return PlannedClass(RowClass(job.read, room, rows), policy, None, source.fetch, sizes, job.document), specs
 
 
 def rooms_of(state: KVState, least: int) -> Iterator[tuple[int, tuple[CacheSpec, ...]]]:
@@ -113,9 +111,9 @@ def holds(state: KVState, specs: tuple[CacheSpec, ...], new: int) -> bool:
     return int(np.asarray(state.replace(specs=specs).room())[0]) >= new
 
 
-def row_base(base: KVState, specs: tuple[CacheSpec, ...]) -> KVState:
+def row_base(source: KVState, specs: tuple[CacheSpec, ...]) -> KVState:
     """Return the state of one row that begins as a document, with room for an answer. It shares the prompt half."""
-    return commit(with_windows(base, specs))
+    return commit(with_windows(source, specs))
 
 
 def keep(job: Job, ids: Sequence[int], state: KVState) -> None:

@@ -21,10 +21,11 @@ class Group:
         active: which rows a step feeds, bool [rows].
         pool: the arrays. None before the first row is inserted.
         base: the state of one row whose prompt half all rows share, or None.
+        source: the stored state that has this prompt half, or None.
     """
 
-    def __init__(self, plan: PlannedClass, programs: Programs, base: Any = None) -> None:
-        self.plan, self.programs, self.base = plan, programs, base
+    def __init__(self, plan: PlannedClass, programs: Programs, base: Any = None, source: Any = None) -> None:
+        self.plan, self.programs, self.base, self.source = plan, programs, base, source
         count = plan.row_class.rows
         self.jobs: list[Job | None] = [None] * count
         self.active = np.zeros(count, bool)

@@ -196,10 +196,10 @@ class Loop:
 
     def _place(self, job: Job) -> tuple[Group, int] | None:
         """Reserve a row for a job. Make a group if there is no free row and the bytes suffice."""
-        base = None
+        source = base = None
         if not job.planned:
-            base = self._base(job)
-            plan, job.specs = documents.plan_rows(self.programs, job, base)
+            source = self._source(job)
+            plan, job.specs = documents.plan_rows(self.programs, job, source)
             self.admission.check(plan)
             job.plans = [plan]
         for group in self.groups:
@@ -213,13 +213,14 @@ class Loop:
                 break
             self.groups.remove(group)
         if job.specs is not None:
-            base = documents.row_base(self._base(job) if base is None else base, job.specs)
-        group = Group(job.plan, self.programs, base)
+            source = self._source(job) if source is None else source
+            base = documents.row_base(source, job.specs)
+        group = Group(job.plan, self.programs, base, source)
         self.groups.append(group)
         slot = group.reserve(job)
         assert slot is not None
         return group, slot
 
-    def _base(self, job: Job) -> Any:
-        """Return the state of a job's document, with the prompt half that the groups on it have already."""
-        return documents.base_of(job, ((group.plan.document, group.base) for group in self.groups))
+    def _source(self, job: Job) -> Any:
+        """Return the stored state of a job's document, with the prompt half that the groups on it have already."""
+        return documents.source_of(job, {group.plan.document: group.source for group in self.groups})
