@@ -61,6 +61,7 @@ class EngineOptions:
         turn_chunk: number of tokens of a unit that continues a stored document.
         penalties: whether requests may have penalties, as in `RowParts`.
         bias_limit: the largest number of biased tokens of a request.
+        grammar: whether requests may have a grammar (`Request.allowed`).
         threaded: whether the engine runs in a thread of its own. If not, the caller calls `Engine.run_once`.
 
     Raises:
@@ -74,6 +75,7 @@ class EngineOptions:
     turn_chunk: int = 64
     penalties: bool = False
     bias_limit: int = 0
+    grammar: bool = False
     threaded: bool = True
 
     def __post_init__(self) -> None:
@@ -82,7 +84,7 @@ class EngineOptions:
 
     def parts(self, params: Params) -> RowParts:
         """Return which arrays the sampling settings of rows have."""
-        return RowParts(params.config.vocab_size, self.penalties, self.bias_limit)
+        return RowParts(params.config.vocab_size, self.penalties, self.bias_limit, self.grammar)
 
 
 @dataclasses.dataclass(frozen=True)

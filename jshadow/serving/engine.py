@@ -80,6 +80,8 @@ class Engine:
         library = self._loop.library
         if request.store and library is None:
             raise ConfigError("store must be False in an engine without a library, got True")
+        if request.allowed is not None and not self.options.grammar:
+            raise ConfigError("allowed must be None in an engine without options.grammar, got a function")
         check_row(request.settings, self._loop.programs.parts)
         limit = self.admission.limits.waiting
         if limit is not None and len(self._loop.waiting) + self._messages.qsize() >= limit:

@@ -32,6 +32,7 @@ class Group:
         self.pool: Pool | None = None
         self._fed = np.zeros(count, np.int32)
         self._drawn: Any = None
+        self._words: np.ndarray | None = None
 
     @property
     def empty(self) -> bool:
@@ -59,9 +60,17 @@ class Group:
         self.pool = self.programs.insert(self.pool, slot, state, row)
         self._fed[slot], self.active[slot] = token, True
 
+    def allow(self, slot: int, words: np.ndarray) -> None:
+        """Set the tokens that a row may draw next, uint32 [W], as in `pack_mask`."""
+        if self._words is None:
+            self._words = np.full((len(self.jobs), len(words)), np.uint32(0xFFFFFFFF))
+        self._words[slot] = words
+
     def release(self, slot: int) -> None:
         """Free a row. Its arrays stay as they are, and are not read again before another row replaces them."""
         self.jobs[slot], self.active[slot] = None, False
+        if self._words is not None:
+            self._words[slot] = 0xFFFFFFFF
 
     def start_step(self) -> None:
         """Start a step of the active rows. `drawn` waits for it.
@@ -70,6 +79,8 @@ class Group:
         `Programs.step`. `drawn` then returns all of them.
         """
         assert self.pool is not None
+        if self._words is not None:
+            self.pool = self.pool._replace(rows=self.programs.masked(self.pool.rows, self._words))
         self._drawn, self.pool = self.programs.step(self.pool, self._fed, self.active)
 
     def drawn(self) -> Drawn:

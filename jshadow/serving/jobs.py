@@ -4,11 +4,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.engine.text import TextStream
 from jshadow.errors import RequestCancelled
 from jshadow.serving.classes import PlannedClass, RowClass
+from jshadow.serving.grammar import allowed_words
 from jshadow.serving.requests import Answer, AnswerReport, AnswerResult, Request
 
 
@@ -74,6 +77,11 @@ class Job:
     def cancel(self) -> None:
         """End the answer with RequestCancelled."""
         self.answer.end(RequestCancelled(f"the request was cancelled after {len(self.stream.tokens)} new tokens"))
+
+    def words(self, size: int) -> np.ndarray:
+        """Return the tokens that the grammar lets follow, as in `allowed_words`. `size` is that of the vocabulary."""
+        assert self.request.allowed is not None
+        return allowed_words(self.request.allowed, self.stream.tokens, size)
 
     def push(self, token: int) -> str:
         """Add a drawn token, and give its text to the answer. Return why the answer is complete, or ""."""

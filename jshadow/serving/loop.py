@@ -126,6 +126,15 @@ class Loop:
                 documents.keep(job, job.ids + job.stream.tokens, group.row(slot, [token]))
             if finish or job.answer.done:
                 return self._complete(job, finish)
+        self._allow(group, slot, job)
+
+    def _allow(self, group: Group, slot: int, job: Job) -> None:
+        """Tell a group what a row may draw next."""
+        if job.request.allowed is not None:
+            try:
+                group.allow(slot, job.words(self.programs.parts.vocab_size))
+            except JshadowError as error:
+                self._fail(job, error)
 
     def _add(self, job: Job, token: int) -> str:
         """Add a token to an answer. Return why the answer is complete, or "". NO_TOKEN fails the job."""
@@ -158,13 +167,20 @@ class Loop:
         logits, state = reading.reader.end()
         if job.keep is not None:
             documents.keep(job, job.ids, state)
-        token, row = self.programs.first(logits, job.row)
+        row = job.row
+        if job.request.allowed is not None:
+            try:
+                row = self.programs.masked(row, job.words(self.programs.parts.vocab_size)[None])
+            except JshadowError as error:
+                return self._fail(job, error)
+        token, row = self.programs.first(logits, row)
         finish = self._add(job, token)
         if finish and job.keep is not None:
             documents.keep(job, [*job.ids, token], self.programs.fed(state, [token]))
         if finish or job.answer.done:
             return self._complete(job, finish)
         reading.group.insert(reading.slot, state, row, token)
+        self._allow(reading.group, reading.slot, job)
 
     # Admission
 

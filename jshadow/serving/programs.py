@@ -82,6 +82,12 @@ class Programs:
         """Return the sampling settings of one row. Raises the errors of `row_of`."""
         return row_of(settings, self.parts, prompt=ids)
 
+    def masked(self, rows: RowSampling, words: np.ndarray) -> RowSampling:
+        """Return rows in which the tokens of bit masks may be drawn. `words` is uint32 [rows, W], as in `pack_mask`."""
+        held = rows.allowed
+        assert held is not None
+        return rows.replace(allowed=jax.device_put(words, held.sharding) if held.committed else jnp.array(words))
+
     def first(self, logits: Array, row: RowSampling) -> tuple[int, RowSampling]:
         """Draw the first token of a row. This consumes `row`."""
         tokens, row = first_tokens(row, logits)
