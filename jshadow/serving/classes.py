@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jshadow.cache.spec import CacheSpec
 from jshadow.engine.fetch_mode import fetch_for
 from jshadow.engine.rows.sampling import row_of
 from jshadow.engine.rows.settings import RowParts, RowSettings
@@ -120,6 +121,7 @@ class PlannedClass:
         fetch: the fetch mode.
         bytes: the bytes of a group.
         document: the key of the stored document that the rows of the group share, or None.
+        specs: the specs of one row on that document, or None.
     """
 
     row_class: RowClass
@@ -128,6 +130,7 @@ class PlannedClass:
     fetch: str
     bytes: GroupBytes
     document: str | None = None
+    specs: tuple[CacheSpec, ...] | None = None
 
     @property
     def key(self) -> tuple[str | None, RowClass]:

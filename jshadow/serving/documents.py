@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jshadow.cache.row_room import with_room, with_windows
+from jshadow.cache.row_room import with_room
 from jshadow.cache.shared_rows import same_arrays
 from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
@@ -54,7 +54,7 @@ def find(library: Any, job: Job, plans: Sequence[PlannedClass]) -> None:
     job.ready = library.prepare(stored.key)
 
 
-def source_of(job: Job, held: Mapping[str | None, KVState | None]) -> KVState:
+def base_of(job: Job, held: Mapping[str | None, KVState | None]) -> KVState:
     """Return the stored state of a job's document, of which only the prompt half is to be shared.
 
     Args:
@@ -70,13 +70,13 @@ def source_of(job: Job, held: Mapping[str | None, KVState | None]) -> KVState:
     return held.get(job.document) or commit(job.load())
 
 
-def plan_rows(programs: Programs, job: Job, source: KVState) -> tuple[PlannedClass, tuple[CacheSpec, ...]]:
-    """Return the plan of the rows that share a job's document, and the specs of one row with room for its answer."""
+def plan_rows(programs: Programs, job: Job, base: KVState) -> PlannedClass:
+    """Return the plan of the rows that share a job's document. `base` is its stored state."""
     new = len(job.ids) - job.read + job.request.max_new_tokens
     one = min(job.rooms, key=lambda row_class: row_class.room)
-    room, specs = next(found for found in rooms_of(source, one.room) if holds(source, found[1], new))
+    room, specs = next(found for found in rooms_of(base, one.room) if holds(base, found[1], new))
     rows = max(2, one.rows)  # one row alone would own the prompt half
-    config, policy, options = programs.params.config, source.policy, programs.options
+    config, policy, options = programs.params.config, base.policy, programs.options
     prompt, live = (total(parts) for parts in halves(abstract_of(specs, policy)))
     peak = extend_peak(config, abstract_of(specs, policy), options.turn_chunk)
     group = tuple(dataclasses.replace(spec, batch=rows) for spec in specs)
@@ -89,7 +89,7 @@ def plan_rows(programs: Programs, job: Job, source: KVState) -> tuple[PlannedCla
         shared_device=prompt[0],
         shared_host=prompt[1],
     )
-    return PlannedClass(RowClass(job.read, room, rows), policy, None, source.fetch, sizes, job.document), specs
+    return PlannedClass(RowClass(job.read, room, rows), policy, None, base.fetch, sizes, job.document, specs)
 
 
 def rooms_of(state: KVState, least: int) -> Iterator[tuple[int, tuple[CacheSpec, ...]]]:
@@ -109,11 +109,6 @@ def rooms_of(state: KVState, least: int) -> Iterator[tuple[int, tuple[CacheSpec,
 def holds(state: KVState, specs: tuple[CacheSpec, ...], new: int) -> bool:
     """Whether a state of one row with the windows of `specs` could take `new` more tokens."""
     return int(np.asarray(state.replace(specs=specs).room())[0]) >= new
-
-
-def row_base(source: KVState, specs: tuple[CacheSpec, ...]) -> KVState:
-    """Return the state of one row that begins as a document, with room for an answer. It shares the prompt half."""
-    return commit(with_windows(source, specs))
 
 
 def keep(job: Job, ids: Sequence[int], state: KVState) -> None:

@@ -20,12 +20,11 @@ class Group:
         jobs: the job of each row, or None for a free row.
         active: which rows a step feeds, bool [rows].
         pool: the arrays. None before the first row is inserted.
-        base: the state of one row whose prompt half all rows share, or None.
-        source: the stored state that has this prompt half, or None.
+        base: the stored state whose prompt half all rows share, or None.
     """
 
-    def __init__(self, plan: PlannedClass, programs: Programs, base: Any = None, source: Any = None) -> None:
-        self.plan, self.programs, self.base, self.source = plan, programs, base, source
+    def __init__(self, plan: PlannedClass, programs: Programs, base: Any = None) -> None:
+        self.plan, self.programs, self.base = plan, programs, base
         count = plan.row_class.rows
         self.jobs: list[Job | None] = [None] * count
         self.active = np.zeros(count, bool)
@@ -56,7 +55,7 @@ class Group:
             token: its first token, which the next step feeds.
         """
         if self.pool is None:
-            self.pool = self.programs.pool(state if self.base is None else self.base, self.plan)
+            self.pool = self.programs.pool(state, self.plan)
         self.pool = self.programs.insert(self.pool, slot, state, row)
         self._fed[slot], self.active[slot] = token, True
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.engine.text import TextStream
 from jshadow.errors import RequestCancelled
@@ -29,7 +28,6 @@ class Job:
         ready: the future of the stored state's preparation, or None.
         read: number of tokens of the prompt that were stored.
         rooms: the classes that have the room for the rest of the prompt and the answer.
-        specs: the specs of a row on the document. None before its state is seen.
         keep: stores token ids and the state that holds them. None if nothing is to be stored.
         row: the sampling settings, as arrays of one row. None before the prompt is read.
         not_stored: why a state that was to be stored was not, or None.
@@ -43,7 +41,6 @@ class Job:
         self.ready: Any = None
         self.read = 0
         self.rooms: list[RowClass] = []
-        self.specs: tuple[CacheSpec, ...] | None = None
         self.keep: Callable[[list[int], KVState], Any] | None = None
         self.row: Any = None
         self.not_stored: str | None = None
@@ -68,7 +65,7 @@ class Job:
     @property
     def planned(self) -> bool:
         """Whether `plan` is that of the rows that the job uses. That of rows on a document needs its state."""
-        return self.document is None or self.specs is not None
+        return self.document == self.plan.document
 
     def start(self) -> None:
         """Note that the engine begins to read the prompt."""

@@ -212,10 +212,10 @@ class Loop:
 
     def _place(self, job: Job) -> tuple[Group, int] | None:
         """Reserve a row for a job. Make a group if there is no free row and the bytes suffice."""
-        source = base = None
+        base = None
         if not job.planned:
-            source = self._source(job)
-            plan, job.specs = documents.plan_rows(self.programs, job, source)
+            base = self._base(job)
+            plan = documents.plan_rows(self.programs, job, base)
             self.admission.check(plan)
             job.plans = [plan]
         for group in self.groups:
@@ -228,15 +228,14 @@ class Loop:
             if self.admission.fits([other.plan for other in self.groups] + [job.plan]):
                 break
             self.groups.remove(group)
-        if job.specs is not None:
-            source = self._source(job) if source is None else source
-            base = documents.row_base(source, job.specs)
-        group = Group(job.plan, self.programs, base, source)
+        if job.document is not None and base is None:
+            base = self._base(job)
+        group = Group(job.plan, self.programs, base)
         self.groups.append(group)
         slot = group.reserve(job)
         assert slot is not None
         return group, slot
 
-    def _source(self, job: Job) -> Any:
-        """Return the stored state of a job's document, with the prompt half that the groups on it have already."""
-        return documents.source_of(job, {group.plan.document: group.source for group in self.groups})
+    def _base(self, job: Job) -> Any:
+        """Return the stored state of a job's document. If a group has it, its prompt half is not loaded again."""
+        return documents.base_of(job, {group.plan.document: group.base for group in self.groups})

@@ -38,9 +38,9 @@ class DocumentReader:
     """A prompt whose beginning is stored: a unit feeds up to `turn_chunk` of the other tokens."""
 
     def __init__(self, programs: Programs, job: Job, base: Any) -> None:
-        """Take the state of the beginning. It is only read."""
+        """Take the stored state of the beginning. It is only read."""
         self.programs, self.rest = programs, job.ids[job.read :]
-        self.state: Any = base.fork()
+        self.state: Any = programs.begin_on(job.plan, base)
         self.logits: Any = None
 
     def advance(self) -> bool:
