@@ -58,8 +58,9 @@ class EngineOptions:
         fetch: "auto", "resident", "device_put" or "zero_copy".
         fitted: arrays that the policy learned, or None.
         prefill: the sparse attention of prompts, or None for exact attention.
-        prefill_chunk: number of tokens of a prompt that a unit takes through a layer.
-        turn_chunk: number of tokens of a unit that continues a stored document.
+        prefill_chunk: number of tokens of a prompt that a unit takes through a layer. The units of shorter prompts are
+            smaller, and as many of them run between two steps as have so many tokens together.
+        turn_chunk: number of tokens of a stored document's continuation that are fed between two steps.
         penalties: whether requests may have penalties, as in `RowParts`.
         bias_limit: the largest number of biased tokens of a request.
         grammar: whether requests may have a grammar (`Request.allowed`).

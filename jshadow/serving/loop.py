@@ -92,7 +92,7 @@ class Loop:
     # One turn
 
     def run_once(self) -> bool:
-        """Step each group that has an active row once, and run at most one unit of a prompt. Return whether any ran."""
+        """Step each group that has an active row once, and read at most one part of a prompt. Return whether any ran."""
         self._admit()
         stepping = [group for group in self.groups if group.active.any()]
         for group in stepping:
@@ -100,7 +100,7 @@ class Loop:
         self.counts.steps += len(stepping)
         self.counts.most_units = max(self.counts.most_units, self._units if stepping else 0)
         self._units = 0
-        # The unit is given to the device before the tokens of the steps are waited for.
+        # The part is given to the device before the tokens of the steps are waited for.
         reading, done = self.reading, False
         if reading is not None:
             try:

@@ -16,6 +16,7 @@ from jshadow.engine.prefill.partial import PartialPrefill, advance_prefill, begi
 from jshadow.engine.rows.sampling import RowSampling, idle_rows, row_of, set_row
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.rows.step import first_tokens, step_rows
+from jshadow.planner.prefill_pieces import pieces_of
 from jshadow.serving.classes import EngineOptions, PlannedClass
 from jshadow.weights.params import Params
 
@@ -53,8 +54,14 @@ class Programs:
         )
 
     def advance(self, partial: PartialPrefill) -> PartialPrefill:
-        """Run one unit of a prefill."""
-        return advance_prefill(self.params, partial)
+        """Run the next units of a prefill: as many as have `prefill_chunk` tokens together, at least one."""
+        chunk = self.options.prefill_chunk
+        _, size = pieces_of(partial.job.tokens.shape[1], chunk)
+        for _ in range(max(1, chunk // size)):
+            partial = advance_prefill(self.params, partial)
+            if partial.done:
+                break
+        return partial
 
     def finish(self, partial: PartialPrefill) -> tuple[Array, KVState]:
         """Return the logits [1, V] and the state after the last unit."""
