@@ -1,5 +1,6 @@
 """Requests whose prompt begins with a stored document: they share the document's prompt half."""
 
+import concurrent.futures
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,8 +59,16 @@ def bytes_of(tree: Any) -> tuple[int, int]:
 
 
 def store(library: Any, job: Job, ids: Sequence[int], state: KVState) -> None:
-    """Store the state of a job. An error is noted in its report, and the answer goes on."""
+    """Begin to store the state of a job. An error is noted in its report, and the answer goes on.
+
+    A file that cannot be written after the answer has ended is not in the report. The state is then not listed.
+    """
+
+    def note(done: "concurrent.futures.Future[str]") -> None:
+        if (error := done.exception()) is not None:
+            job.not_stored = str(error)
+
     try:
-        library.store(list(ids), state)
+        library.start_store(list(ids), state).add_done_callback(note)
     except JshadowError as error:
         job.not_stored = str(error)
