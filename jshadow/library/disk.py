@@ -69,12 +69,12 @@ class Directory:
         return time_ns if time_ns < time.time_ns() - RECENT else None
 
     def files(self) -> dict[str, int]:
-        """Return the bytes of each file of the library, by key."""
-        return {path.stem: size for path, size in listed(self.folder.glob(f"*{SUFFIX}"))}
+        """Return the bytes of each file of the library, by key. An empty file counts as 1 byte."""
+        return {path.stem: max(1, size) for path, size in listed(self.folder.glob(f"*{SUFFIX}"))}
 
     def bytes_of(self, key: str) -> int:
-        """Return the bytes of a state's file, or 0 if there is none."""
-        return sum(size for _, size in listed(iter([self.path(key)])))
+        """Return the bytes of a state's file, as `files` does, or 0 if there is none."""
+        return sum(max(1, size) for _, size in listed(iter([self.path(key)])))
 
     def used(self) -> int:
         """Return the bytes of all stored states below the directory, also those of other libraries."""
