@@ -14,6 +14,7 @@ from jshadow.engine.saved import read as saved_read
 from jshadow.errors import CheckpointError, StateMismatch
 from jshadow.library import files as library_files
 from jshadow.library.identity import Identity
+from jshadow.weights.convert import safetensors_file
 from jshadow.weights.params import init_params
 
 IDS, OTHER = np.arange(20) % 13, np.arange(20) * 3 % 13
@@ -129,7 +130,7 @@ def test_a_bad_file_can_be_removed(copy):
         library.remove(key)
 
 
-@pytest.mark.parametrize("point", ["before the tensors", "before the end"])
+@pytest.mark.parametrize("point", ["before the header", "before the tensors", "before the end"])
 def test_a_file_that_is_removed_while_it_is_read(copy, monkeypatch, point):
     library, path, key, other = copy
     at(monkeypatch, point, path.unlink)
@@ -183,21 +184,21 @@ def test_a_tensor_that_is_read_again_is_of_the_same_file(copy, monkeypatch):
 
 
 def at(monkeypatch, point, act, *, once=True):
-    """Call `act` while a state's file is read: before its tensors, or after them. Returns a list of the attempts."""
-    name = "read_all" if point == "before the tensors" else "check_lengths"
-    calls, real = [], saved_read.read_all
+    """Call `act` while a state's file is read, at a point of it. Returns a list of the attempts."""
+    owner, name = (safetensors_file, "safe_open") if point == "before the header" else (saved_read, "read_all")
+    calls, real = [], getattr(owner, name)
 
-    def wrapped(*args):
+    def wrapped(*args, **options):
         calls.append(len(calls) + 1)
         acts = len(calls) == 1 or not once
-        if acts and name == "read_all":
+        if acts and point != "before the end":
             act()
-        value = real(*args)
-        if acts and name != "read_all":
+        value = real(*args, **options)
+        if acts and point == "before the end":
             act()
         return value
 
-    monkeypatch.setattr(saved_read, "read_all", wrapped)
+    monkeypatch.setattr(owner, name, wrapped)
     return calls
 
 
