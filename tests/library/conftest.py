@@ -28,6 +28,7 @@ def opened(params, tmp_path):
         libraries.append(jshadow.Library(place, options.pop("params", params), limits=limits, **options))
         return libraries[-1]
 
+    open_library.libraries = libraries
     yield open_library
     for library in libraries:
         library.close()

@@ -58,7 +58,7 @@ def test_put_list_and_fetch(opened, text, store, objects):
     again.remove(stored.key)
     assert objects(stored.key) == {}
     assert opened(store).documents() == again.documents() == []
-    with pytest.raises(CheckpointError, match="object .* cannot be read"):
+    with pytest.raises(CheckpointError, match=r"object .* cannot be read"):
         opened(store).load(stored.key)
 
 

@@ -107,8 +107,7 @@ class Machine(RuleBasedStateMachine):
         try:
             stored = store(self.texts[text], self.states[text], durable=durable)
             stored = stored.result(60) if soon else stored
-        except CapacityError as error:
-            assert "limits.disk" in str(error)
+        except CapacityError:
             stored = None
         if text not in self.files:
             # an evicted state may be complete, or still take the bytes that are reserved for it

@@ -12,7 +12,7 @@ from jshadow import generate
 from jshadow.engine.generation import GenerationLoop
 from jshadow.engine.saved import file as saved_file
 from jshadow.engine.saved import state as saved
-from jshadow.errors import CheckpointError, ConfigError, StateMismatch
+from jshadow.errors import CapacityError, CheckpointError, ConfigError, StateMismatch
 from jshadow.library import library as library_module
 from jshadow.library import writing
 
@@ -129,6 +129,37 @@ def test_nothing_is_hashed_or_written_under_a_lock(opened, text, state_of, monke
     assert len(again.documents()) == 2
     assert len(calls) > 6
     assert all(calls)
+
+
+def test_arrays_on_the_device_are_copied_before_the_call_returns(opened, text, state_of, monkeypatch):
+    """Offloaded rows are in host memory already. The thread that writes reads them there."""
+    library, state, seen, real = opened(), state_of(1), [], saved.host_array
+
+    def noted(leaf):
+        memory = getattr(getattr(leaf, "sharding", None), "memory_kind", "numpy")
+        seen.append((threading.current_thread().name, memory))
+        return real(leaf)
+
+    monkeypatch.setattr(saved, "host_array", noted)
+    library.start_store(text(1), state).result(WAIT)
+    assert {memory for thread, memory in seen if thread.startswith("jshadow-")} == {"numpy", "pinned_host"}
+    assert {memory for thread, memory in seen if not thread.startswith("jshadow-")} == {"device"}
+
+
+def test_the_bytes_of_files_that_are_being_written_count(opened, text, state_of, monkeypatch):
+    first, second = state_of(1), state_of(2)
+    limit = opened("other").files.directory.used()  # two files; more is reserved for each while it is written
+    opened("measured").files.directory.reserve("key", first, 20)
+    [reserved] = opened.libraries[-1].files.directory.reserved.values()
+    library = opened(limits={"disk": reserved + limit})
+    with opened_at_end(Gate(monkeypatch, saved, "write_payload")) as gate:
+        future = library.start_store(text(1), first)
+        gate.wait()
+        with pytest.raises(CapacityError, match=rf"bytes beside {reserved} bytes of stored states"):
+            library.start_store(text(2), second).result(WAIT)
+    future.result(WAIT)
+    library.start_store(text(2), second).result(WAIT)
+    assert len(library.files.directory.files()) == 2
 
 
 def test_only_a_few_states_wait_to_be_written(opened, text, state_of, pool, monkeypatch):
