@@ -127,7 +127,8 @@ def test_two_processes_add_at_the_same_time(both, opened, params):
         assert library.ids(key).tolist() == ids_of(seed)
     assert [worker.do(load=keys[0], times=1) for worker in both] == [[digest(library.load(key)) for key in keys[0]]] * 2
     folder = library.files.directory.folder
-    assert sorted(path.name for path in folder.iterdir()) == sorted(f"{key}.safetensors" for key in {*keys[0], *keys[1]})
+    names = {f"{key}.safetensors" for key in (*keys[0], *keys[1])}
+    assert sorted(path.name for path in folder.iterdir()) == sorted(names)  # and nothing half-written
 
 
 def test_a_fresh_process_finds_a_document_and_answers_alike(both, opened):
