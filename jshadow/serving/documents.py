@@ -1,5 +1,6 @@
 """Requests whose prompt begins with a stored document: they share the document's prompt half."""
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -112,9 +113,17 @@ def holds(state: KVState, specs: tuple[CacheSpec, ...], new: int) -> bool:
 
 
 def keep(job: Job, ids: Sequence[int], state: KVState) -> None:
-    """Store the state of a job. An error is noted in its report, and the answer goes on."""
+    """Begin to store the state of a job. An error is noted in its report, and the answer goes on.
+
+    A file that cannot be written after the answer has ended is not in the report. The state is then not listed.
+    """
+
+    def note(done: "concurrent.futures.Future[str]") -> None:
+        if (error := done.exception()) is not None:
+            job.not_stored = str(error)
+
     assert job.keep is not None
     try:
-        job.keep(list(ids), state)
+        job.keep(list(ids), state).add_done_callback(note)
     except JshadowError as error:
         job.not_stored = str(error)

@@ -98,7 +98,7 @@ class Engine:
         job = Job(Answer(request), ids, TextStream(params.tokenizer, texts), stop_ids)
         job.plans = plans
         if request.store:
-            job.keep = library.store
+            job.keep = library.start_store
         self._send(functools.partial(self._accept, job))
         return job.answer
 

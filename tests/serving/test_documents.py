@@ -101,7 +101,7 @@ def test_a_state_that_cannot_be_stored_is_told(library, monkeypatch):
     def refuse(*_):
         raise CapacityError("the disk must have at most 1 byte, got 2")
 
-    monkeypatch.setattr(library, "store", refuse)
+    monkeypatch.setattr(library, "start_store", refuse)
     answer = engine.submit(Request(prompt_of(40, 3), 2, store=True))
     run(engine)
     assert answer.result(0).report.not_stored == "the disk must have at most 1 byte, got 2"
