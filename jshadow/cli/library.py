@@ -21,8 +21,8 @@ from jshadow.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from jshadow.library import Library, Stored
 
-ABOUT = """Documents that a model reads once. Their KV states lie in a directory, or in an object store, and can be asked
-about at any time."""
+ABOUT = """Documents that a model reads once. Their KV states lie in a directory, or in an object store, and can be
+asked about at any time."""
 ABOUT_ADD = """Read documents, and store their states. A document that is stored already is not read again. Without
 --policy, --capacity, --fetch and --dtype, they are those of the states in DIR, if all of these have the same."""
 ABOUT_LIST = "List all stored states, the newest last, and the files that cannot be used."
