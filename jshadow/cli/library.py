@@ -150,7 +150,7 @@ def run_ask(args: argparse.Namespace) -> int:
     with open_library(args, records) as library:
         if is_url(args.place):
             stored = chosen(library.documents(), args.key)
-        with SlowProgress("prefill of the question") as progress, library.work:
+        with SlowProgress("prefill of the question") as progress:
             asking = Asking(library, stored.key, args.question, options, store=args.store)
             write_answer(asking.loop, progress, "", silent=args.json)
             reply = library.finish(asking)
