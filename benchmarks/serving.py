@@ -1,7 +1,8 @@
 """Measure the serving engine and the library: `python benchmarks/serving.py MODEL`.
 
-"sessions": requests of unequal prompts are answered by one engine, all at once and one after another, in turn. Every
-answer has the same number of tokens. The tokens per second include the prefills.
+"sessions": requests of unequal prompts are answered by one engine, all at once and one after another, in turn, and by
+`jshadow.generate` one after another. Every answer has the same number of tokens. The tokens per second include the
+prefills.
 
 "questions": seconds until the first token of a question about a document. "read": the engine reads the document and
 the question. "memory": the document is in the library's memory. "disk": a new process finds it in the directory. The
@@ -36,15 +37,21 @@ def sessions(params: Any, args: argparse.Namespace, policy: Any) -> dict[str, li
     step = args.prompt // (2 * args.sessions)  # the prompts are a half to the whole of --prompt
     prompts = [text[i * args.prompt : (i + 1) * args.prompt - i * step] for i in range(args.sessions)]
     requests = [Request(ids, max_new_tokens=args.new) for ids in prompts]
-    rates: dict[str, list[float]] = {"at once": [], "in turn": []}
+    options = {"max_new_tokens": args.new, "capacity": args.prompt + ROOM}
+    ways = ("at once", "in turn", "generate")
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    for ids in prompts:  # compiles
+        jshadow.generate(params, ids, policy, **options | {"max_new_tokens": 2})
     with Engine(params, policy, classes=[RowClass(args.prompt, ROOM, rows=args.sessions)]) as engine:
         engine.warm()
-        for way in list(rates) * args.runs:
+        for way in ways * args.runs:
             start = time.perf_counter()
             if way == "at once":
                 results = [answer.result() for answer in [engine.submit(request) for request in requests]]
-            else:
+            elif way == "in turn":
                 results = [engine.submit(request).result() for request in requests]
+            else:
+                results = [jshadow.generate(params, ids, policy, **options) for ids in prompts]
             tokens = sum(len(result.tokens) for result in results)
             rates[way].append(tokens / (time.perf_counter() - start))
     return rates

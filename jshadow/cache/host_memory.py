@@ -64,7 +64,8 @@ def placing(plans: Plans) -> Iterator[None]:
     """
     try:
         yield
-        Pool.note()
+        if jax.default_backend() == "gpu":  # elsewhere there is no pool
+            Pool.note()
     except jax.errors.JaxRuntimeError as error:
         plans = [specs for specs in plans if host_bytes(specs)]
         if not plans or "RESOURCE_EXHAUSTED" not in str(error):
@@ -116,7 +117,7 @@ def pinned_bytes() -> int:
 
 def least_limit() -> Limit | None:
     """Return the limit of host memory that leaves the fewest bytes, or None if none is known."""
-    taken = Pool.note()
+    taken = Pool.note() if jax.default_backend() == "gpu" else 0
     limits = [limit for limit in (system_limit(taken), pool_limit(taken)) if limit is not None]
     return min(limits, key=lambda limit: limit.free, default=None)
 

@@ -50,7 +50,11 @@ def check_room_size(room: Any) -> None:
 
 def roomy(state: Any, room: Any) -> Any:
     """Return the result of `KVState.with_room`. The state must not be consumed."""
-    specs = windows_for(state, room)
+    return with_windows(state, windows_for(state, room))
+
+
+def with_windows(state: Any, specs: tuple[CacheSpec, ...]) -> Any:
+    """Return a state with the windows of `specs`, as `KVState.with_room` does. The tokens that it holds must fit."""
     _, writes = state.split()
     layers = []
     for index, ((live, tail), spec) in enumerate(zip(writes.layers, specs, strict=True)):
@@ -88,6 +92,17 @@ def windows_for(state: Any, room: Any) -> tuple[CacheSpec, ...]:
 
 def live_shapes(spec: CacheSpec, fitted: Any) -> tuple[Any, Any]:
     """Return the live record of a layer and the array of its host tail, with ShapeDtypeStructs in place of arrays."""
+    return unfitted_shapes(spec) if fitted is None else fitted_shapes(spec, fitted)
+
+
+@functools.lru_cache(maxsize=1024)
+def unfitted_shapes(spec: CacheSpec) -> tuple[Any, Any]:
+    """Return the result of `live_shapes` for a policy without learned arrays."""
+    return fitted_shapes(spec, None)
+
+
+def fitted_shapes(spec: CacheSpec, fitted: Any) -> tuple[Any, Any]:
+    """Return the result of `live_shapes`."""
     layer = jax.eval_shape(lambda fitted: spec.policy.init(spec, fitted), fitted)
     return layer.live, tier_shapes(spec.policy.host_layout(spec), spec).tail
 

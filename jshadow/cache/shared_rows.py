@@ -43,7 +43,8 @@ def share(state: Any, rows: Any) -> Any:
         raise StateMismatch(f"rows must be an integer of at least 1, got {rows!r}")
     if state.batch != 1:
         raise StateMismatch(f"state must have one row, got {state.batch}; use take([i]) first")
-    return take_shared(state, [0] * int(rows))
+    # `insert` may consume the prompt half of a state with as many rows as its prompt half.
+    return take_shared(state, [0] * int(rows)) if rows > 1 else state.take([0])
 
 
 def take_shared(state: Any, rows: list[int]) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 
 SHELLS = ("bash", "zsh")
 FILES = ("FILE", "FILES")  # metavars of options that take a file
-PATHS = ("model", "source", "target", "out", "prompt_file")  # arguments that take a file or a folder
+PATHS = ("model", "source", "target", "out", "place", "prompt_file")  # arguments that take a file or a folder
 
 
 class PrintCompletion(argparse.Action):

@@ -17,6 +17,7 @@ from jshadow.cli import eval as cli_eval
 from jshadow.cli import fit as cli_fit
 from jshadow.cli import generate as cli_generate
 from jshadow.cli import laws as cli_laws
+from jshadow.cli import library as cli_library
 from jshadow.cli import patterns as cli_patterns
 from jshadow.cli import plan as cli_plan
 from jshadow.cli import policies as cli_policies
@@ -78,6 +79,10 @@ def parser() -> argparse.ArgumentParser:
     )
 
     cli_chat.add_options(commands.add_parser("chat", help="ask about a document", description=cli_chat.ABOUT))
+
+    cli_library.add_options(
+        commands.add_parser("library", help="store documents, ask about them", description=cli_library.ABOUT)
+    )
 
     add = commands.add_parser(
         "convert",

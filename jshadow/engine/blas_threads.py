@@ -1,6 +1,7 @@
 """A limit on the number of threads that LAPACK uses while a prompt is compressed."""
 
 import contextlib
+import functools
 import importlib
 import threading
 from collections.abc import Iterator
@@ -26,10 +27,16 @@ def one_blas_thread() -> Iterator[list[Any]]:
         yield results
         return
     try:
-        # threadpoolctl limits only libraries that are loaded. JAX would load this one later.
-        importlib.import_module("scipy.linalg.cython_lapack")
-        with threadpoolctl.threadpool_limits(1, user_api="blas"):
+        with libraries().limit(limits=1, user_api="blas"):
             yield results
             jax.block_until_ready(results)
     finally:
         LIMITING.release()
+
+
+@functools.cache
+def libraries() -> threadpoolctl.ThreadpoolController:
+    """Return what controls the threads of the libraries that are loaded. The search takes milliseconds."""
+    # JAX would load this library later.
+    importlib.import_module("scipy.linalg.cython_lapack")
+    return threadpoolctl.ThreadpoolController()

@@ -1,6 +1,7 @@
 """The catalog of a library: which beginnings of texts are stored, and where. It reads files, and needs no device."""
 
 import concurrent.futures
+import dataclasses
 import threading
 from collections.abc import Callable
 
@@ -10,40 +11,78 @@ from jshadow.engine.saved.read import ReadState
 from jshadow.errors import CheckpointError, JshadowError, StateMismatch
 from jshadow.library.files import Files
 from jshadow.library.shelf import Entry, Stored
+from jshadow.library.tiers import Size
 
 MOST_READY = 4  # number of states that may wait in host memory, read and not yet loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class Writing:
+    """A state that is being written: its entry, and the future of its key, which has the error if there is one."""
+
+    entry: Entry
+    done: "concurrent.futures.Future[str]"
 
 
 class Catalog:
     """Entries by key, in the order in which they were last used. All methods may be called from any thread.
 
+    No lock is held while a file is read or written.
+
     Attributes:
         files: the files of the library.
         entries: the entries.
         reads: futures of the files that are being read, or wait to be loaded.
+        writing: the states that are being written. One without an entry is listed when its file is complete.
     """
 
-    def __init__(self, files: Files, tier_of: Callable[[str], str | None]) -> None:
-        """List the files. `tier_of` returns the tier of a state that is in memory. Raises CheckpointError."""
-        self.files, self.tier_of = files, tier_of
+    def __init__(self, files: Files, tier_of: Callable[[str], str | None], forget: Callable[[str], None]) -> None:
+        """List the files.
+
+        Args:
+            files: the files of the library.
+            tier_of: returns the tier of a state that is in memory.
+            forget: takes a state out of memory.
+
+        Raises:
+            CheckpointError: the object store cannot be read.
+        """
+        self.files, self.tier_of, self.forget = files, tier_of, forget
         self.entries: dict[str, Entry] = {}
         self.reads: dict[str, concurrent.futures.Future[ReadState]] = {}
+        self.writing: dict[str, Writing] = {}
         self.lock = threading.RLock()
-        files.refresh(self.entries, remote=True)
+        self.seen: int | None = None  # the time of the folder's last change that is noticed
+        self.refresh()
+        if files.remote is not None:
+            for key, entry in files.remote.entries(set()).items():
+                self.entries.setdefault(key, entry).object = entry.object
 
     def refresh(self) -> None:
-        """Notice files that other processes added and removed. States that are nowhere any more are forgotten."""
+        """Notice files that other processes added and removed. A state whose file was removed is forgotten."""
+        directory, change = self.files.directory, self.files.directory.change()
+        if change is not None and change == self.seen:
+            return
+        found = directory.files()
+        new = {key: directory.entry(key, size) for key, size in found.items() if key not in self.entries}
         with self.lock:
-            self.files.refresh(self.entries)
+            for key, entry in new.items():
+                if key not in self.entries and directory.path(key).exists():
+                    self.entries[key] = entry
             for key, entry in list(self.entries.items()):
-                if not entry.file and not entry.object and self.tier_of(key) is None:
-                    del self.entries[key]
+                if key in found:
+                    entry.file = found[key]
+                elif entry.file and not directory.path(key).exists():
+                    entry.file = 0
+                    if not entry.object and key not in self.writing:
+                        self.drop(key)
+                        self.forget(key)
+            self.seen = change
 
     def find(self, key: str) -> Entry | None:
         """Return an entry, or None if there is no such state."""
-        with self.lock:
-            self.refresh()
-            return self.entries.get(key)
+        self.refresh()
+        return self.entries.get(key)
 
     def entry(self, key: str) -> Entry:
         """Return an entry. Raises CheckpointError if there is no such state."""
@@ -54,32 +93,57 @@ class Catalog:
 
     def stored(self) -> list[Stored]:
         """Return the descriptions of all entries, the least recently used first."""
+        self.refresh()
         with self.lock:
-            self.refresh()
             return [entry.stored(key, self.tier_of(key)) for key, entry in self.entries.items()]
 
     def longest(self, ids: np.ndarray) -> Stored | None:
         """Return the usable state that holds the most of the first tokens of `ids`, int32 [n], or None.
 
-        The ids are hashed once, up to the longest stored length. The ids of the entry are compared too.
+        The ids are hashed once, up to the longest stored length. The ids of the entry are compared too. A state that is
+        being written counts while it is in memory.
         """
+        self.refresh()
         with self.lock:
-            self.refresh()
-            usable = {len(entry.ids) for entry in self.entries.values() if entry.problem is None}
-            identity = self.files.maker.identity
-            keys = identity.keys(ids, (length for length in usable if 0 < length <= len(ids)))
-            for length in sorted(keys, reverse=True):
-                entry = self.entries.get(key := keys[length])
-                if entry is not None and entry.problem is None and np.array_equal(entry.ids, ids[:length]):
-                    return entry.stored(key, self.tier_of(key))
-            return None
+            held = {key: writing.entry for key, writing in self.writing.items() if self.tier_of(key) is not None}
+            usable = {key: entry for key, entry in (held | self.entries).items() if entry.problem is None}
+        lengths = {len(entry.ids) for entry in usable.values()}
+        keys = self.files.maker.identity.keys(ids, (length for length in lengths if 0 < length <= len(ids)))
+        for length in sorted(keys, reverse=True):
+            entry = usable.get(key := keys[length])
+            if entry is not None and np.array_equal(entry.ids, ids[:length]):
+                return entry.stored(key, self.tier_of(key))
+        return None
 
     def put(self, key: str, entry: Entry) -> None:
         """Add or replace an entry. It is the most recently used."""
         with self.lock:
             self.entries.pop(key, None)
             self.entries[key] = entry
-            self.files.trim(self.entries.items())
+            self.files.trim([(old, entry) for old, entry in self.entries.items() if old not in self.reads])
+
+    def written(self, key: str, entry: Entry) -> "concurrent.futures.Future[str]":
+        """List a state whose file is complete. Return the future of its writing."""
+        with self.lock:
+            self.put(key, entry)
+            return self.writing.pop(key).done
+
+    def unwritten(self, key: str, entry: Entry) -> "tuple[bool, concurrent.futures.Future[str]]":
+        """Note that a file could not be written. A state that is not in memory is forgotten.
+
+        Return whether the state is still listed, and the future of its writing.
+        """
+        with self.lock:
+            done = self.writing.pop(key).done
+            listed = self.entries.get(key) is entry
+            if listed and self.tier_of(key) is None and not entry.file and not entry.object:
+                self.drop(key)
+            return listed, done
+
+    def wait(self, key: str) -> None:
+        """Wait until a state is not being written."""
+        if (writing := self.writing.get(key)) is not None:
+            concurrent.futures.wait([writing.done])
 
     def drop(self, key: str) -> None:
         """Forget an entry and what was read of it."""
@@ -96,18 +160,29 @@ class Catalog:
                 done = [old for old, read in self.reads.items() if read.done()]
                 for old in done[: max(0, len(done) + 1 - MOST_READY)]:
                     del self.reads[old]
-                self.reads[key] = self.files.pool.submit(self.files.read, key, ids)
+                self.reads[key] = self.files.pool.submit(self._read, key, ids)
             return self.reads[key]
 
-    def loaded(self, key: str, tokens: np.ndarray) -> Entry:
-        """Note that a file was read and holds these token ids, int32 [n]. Return its entry."""
+    def _read(self, key: str, ids: np.ndarray | None) -> ReadState:
+        self.wait(key)
+        return self.files.read(key, ids)
+
+    def loaded(self, key: str, tokens: np.ndarray, size: Size) -> bool:
+        """Note that a file was read, holds these token ids, int32 [n], and makes a state of this size.
+
+        Return whether the state is listed. It is not if another process has removed its file.
+        """
         with self.lock:
             self.reads.pop(key, None)
-            self.refresh()
-            entry = self.entries.get(key) or Entry(tokens)
-            entry.ids, entry.problem, entry.file = tokens, None, self.files.directory.files().get(key, 0)
+            entry, remote = self.entries.get(key) or Entry(tokens), self.files.remote is not None
+            entry.ids, entry.problem, entry.size = tokens, None, size
+            entry.file = self.files.directory.bytes_of(key)
+            entry.object = entry.object or (entry.file if remote else 0)
+            if not entry.file and not entry.object:
+                self.drop(key)
+                return False
             self.put(key, entry)
-            return entry
+            return True
 
     def failed(self, key: str, error: JshadowError) -> None:
         """Note that the file of a state cannot be used. If it is the copy of an object, it is removed."""
@@ -119,5 +194,6 @@ class Catalog:
             entry.problem = str(error)
             if self.files.remote is not None:
                 self.files.directory.remove(key)
-                entry.file = 0
-            self.refresh()
+            entry.file = self.files.directory.bytes_of(key)
+            if not entry.file and not entry.object:
+                self.drop(key)

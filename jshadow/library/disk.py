@@ -5,6 +5,8 @@ by its content and is written completely or not at all. So a process that finds 
 """
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,17 +15,17 @@ import numpy as np
 
 from jshadow.cache.state import KVState
 from jshadow.engine.saved.read import read_state_info
-from jshadow.engine.saved.state import write_state
+from jshadow.engine.saved.state import StateContent
 from jshadow.errors import CapacityError, CheckpointError
 from jshadow.library.identity import Identity
 from jshadow.library.memory import size_of
 from jshadow.library.shelf import Entry
 from jshadow.weights.convert.files import readable
-from jshadow.weights.params import Params
 
 SUFFIX = ".safetensors"
 # Upper bounds of the bytes of a file's header: for the record, and for each array.
 HEADER, HEADER_ARRAY = 2**16, 2**10
+RECENT = 10**8  # nanoseconds: after a change that is so recent, another one may have the same time
 
 
 class Directory:
@@ -43,7 +45,8 @@ class Directory:
         if root.exists() and not root.is_dir():
             raise CheckpointError(f"library {root} must be a directory, got another kind of file")
         self.root, self.identity, self.limit = root, identity, limit
-        self.seen: int | None = None  # the time of the folder's last change when it was listed
+        self.reserved: dict[str, int] = {}  # bytes of the files that are being written, by key
+        self.lock = threading.Lock()  # held while a file's bytes are reserved
 
     @property
     def folder(self) -> Path:
@@ -54,18 +57,24 @@ class Directory:
         """Return the path of a state's file, which may be missing."""
         return self.folder / f"{key}{SUFFIX}"
 
-    def changed(self) -> bool:
-        """Return whether files may have come or gone since the last call."""
+    def change(self) -> int | None:
+        """Return the time of the folder's last change in ns, or None if the next change may have the same time.
+
+        A folder that is missing has the time 0.
+        """
         try:
-            now = self.folder.stat().st_mtime_ns
+            time_ns = self.folder.stat().st_mtime_ns
         except OSError:
-            now = None
-        before, self.seen = self.seen, now
-        return before != now
+            return 0
+        return time_ns if time_ns < time.time_ns() - RECENT else None
 
     def files(self) -> dict[str, int]:
-        """Return the bytes of each file of the library, by key."""
-        return {path.stem: size for path, size in listed(self.folder.glob(f"*{SUFFIX}"))}
+        """Return the bytes of each file of the library, by key. An empty file counts as 1 byte."""
+        return {path.stem: max(1, size) for path, size in listed(self.folder.glob(f"*{SUFFIX}"))}
+
+    def bytes_of(self, key: str) -> int:
+        """Return the bytes of a state's file, as `files` does, or 0 if there is none."""
+        return sum(max(1, size) for _, size in listed(iter([self.path(key)])))
 
     def used(self) -> int:
         """Return the bytes of all stored states below the directory, also those of other libraries."""
@@ -84,35 +93,38 @@ class Directory:
         except CheckpointError as error:
             return Entry(np.zeros(0, np.int32), file=size, problem=str(error))
 
-    def check_room(self, size: int) -> None:
-        """Raise CapacityError if a file of `size` bytes does not fit the limit."""
-        used = self.used()
-        if self.limit is not None and used + size > self.limit:
-            raise CapacityError(
-                f"limits.disk={self.limit} bytes must hold the state, got a state of {size} bytes beside {used} bytes "
-                "of stored states"
-            )
+    def reserve(self, key: str, state: KVState, tokens: int) -> None:
+        """Reserve the bytes of a state's file. Raises CapacityError if the file does not fit the limit."""
+        size = size_of(state).total + 4 * tokens + HEADER + HEADER_ARRAY * len(jax.tree.leaves(state))
+        with self.lock:
+            used = self.used() + sum(size for other, size in self.reserved.items() if not self.path(other).exists())
+            if self.limit is not None and used + size > self.limit:
+                raise CapacityError(
+                    f"limits.disk={self.limit} bytes must hold the state, got a state of {size} bytes beside {used} "
+                    "bytes of stored states"
+                )
+            self.reserved[key] = size
 
-    def write(self, key: str, state: KVState, params: Params, entry: Entry) -> int:
-        """Write the file of a state, and return its bytes.
+    def release(self, key: str) -> None:
+        """Take back a reservation, if there is one."""
+        with self.lock:
+            self.reserved.pop(key, None)
+
+    def write(self, key: str, content: StateContent) -> int:
+        """Write the file of a state, and return its bytes. Its reservation ends.
 
         Raises:
-            CapacityError: the file does not fit the limit. Nothing is written.
             CheckpointError: the file cannot be written, such as on a full disk.
         """
-        self.check_room(file_bytes(state, len(entry.ids)))
-        write_state(self.path(key), state, params, [entry.ids.tolist()], entry.note)
-        return self.path(key).stat().st_size
+        try:
+            return content.write(self.path(key))
+        finally:
+            self.release(key)
 
     def remove(self, key: str) -> None:
         """Remove the file of a state, if there is one. Raises CheckpointError if it cannot be removed."""
         with readable(self.path(key)):
             self.path(key).unlink(missing_ok=True)
-
-
-def file_bytes(state: KVState, tokens: int) -> int:
-    """Return an upper bound of the bytes of a state's file."""
-    return size_of(state).total + 4 * tokens + HEADER + HEADER_ARRAY * len(jax.tree.leaves(state))
 
 
 def listed(paths: Iterator[Path]) -> list[tuple[Path, int]]:

@@ -1,6 +1,7 @@
 """The files of a library: its directory, and the object store behind it if there is one."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Iterable
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from jshadow.cache.state import KVState
-from jshadow.engine.saved.read import ReadState, Stamp, read_state
+from jshadow.engine.saved.read import ReadState, Stamp, read_state, stamp_of
+from jshadow.engine.saved.state import StateContent
 from jshadow.errors import CheckpointError, StateMismatch
 from jshadow.library.disk import SUFFIX, Directory
 from jshadow.library.identity import Identity
@@ -22,6 +24,7 @@ from jshadow.weights.convert.files import check_path
 from jshadow.weights.params import Params
 
 READERS = 2  # number of states that are read at once; each is read by several threads
+ATTEMPTS = 3  # how often a file is read that other processes replace meanwhile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,41 +62,21 @@ class Files:
         self.verified: set[Stamp] = set()
         self.pool = concurrent.futures.ThreadPoolExecutor(READERS, "jshadow-library")
 
-    def refresh(self, entries: dict[str, Entry], *, remote: bool = False) -> None:
-        """Bring the entries up to date with the files that other processes added and removed.
+    def content(self, state: KVState, entry: Entry) -> StateContent:
+        """Return what the file of a state is to hold. Raises CheckpointError or StateMismatch as `save_state` does."""
+        return StateContent.of(state, self.maker.params, [entry.ids.tolist()], entry.note)
 
-        Args:
-            entries: entries by key.
-            remote: whether the object store is listed too.
-        """
-        if self.directory.changed():
-            found = self.directory.files()
-            for key in [key for key, entry in entries.items() if entry.file and key not in found]:
-                entries[key].file = 0
-            for key in found.keys() - entries.keys():
-                entries[key] = self.directory.entry(key, found[key])
-            for key in found.keys() & entries.keys():
-                entries[key].file = found[key]
-        if remote and self.remote is not None:
-            found_objects = self.remote.entries({key for key, entry in entries.items() if entry.object})
-            for key, entry in found_objects.items():
-                if key in entries:
-                    entries[key].object = entry.object
-                else:
-                    entries[key] = entry
-
-    def write(self, key: str, state: KVState, entry: Entry) -> None:
-        """Write the file of a state, and put it into the object store if there is one.
+    def write(self, key: str, content: StateContent, entry: Entry) -> None:
+        """Write the file of a state, and put it into the object store if there is one. Its bytes are reserved.
 
         Raises:
-            CapacityError: the file does not fit `limits.disk`. Nothing is written.
             CheckpointError: the file or the object cannot be written. No file is left.
         """
-        entry.file = self.directory.write(key, state, self.maker.params, entry)
+        entry.file = self.directory.write(key, content)
         if self.remote is not None:
             try:
                 entry.object = self.remote.put(key, self.directory.path(key), entry)
-            except CheckpointError:
+            except BaseException:
                 self.directory.remove(key)
                 entry.file = 0
                 raise
@@ -117,7 +100,7 @@ class Files:
             elif others:
                 path = others[0]
         maker = self.maker
-        read = read_state(path, maker.params, maker.policy, self.verified)
+        read = self._read_unchanged(path)
         if (theirs := Identity.of_record(read.record)) != maker.identity:
             expected = "capacity and fetch mode of this library, or its learned arrays"
             got = f"capacity={read.record.capacity} and fetch={read.record.fetch!r}"
@@ -127,14 +110,26 @@ class Files:
             raise StateMismatch(f"{path} must hold the token ids of {key}, got others")
         return read
 
+    def _read_unchanged(self, path: Path) -> ReadState:
+        """Read a file, and read it again if another process replaced it meanwhile."""
+        for attempt in range(ATTEMPTS):
+            before = stamp_of(path)
+            try:
+                return read_state(path, self.maker.params, self.maker.policy, self.verified)
+            except CheckpointError:
+                if stamp_of(path) in (before, None) or attempt + 1 == ATTEMPTS:
+                    raise
+        raise AssertionError("the last attempt returns or raises")
+
     def trim(self, order: Iterable[tuple[str, Entry]]) -> None:
         """Remove copies of objects, in this order, until they fit `limits.disk`. Without a store, nothing is done."""
         for key, entry in list(order) if self.remote is not None else ():
             if fits(self.directory.used(), self.limits.disk):
                 return
             if entry.file and entry.object:
-                self.directory.remove(key)
-                entry.file = 0
+                with contextlib.suppress(CheckpointError):  # the copy stays
+                    self.directory.remove(key)
+                    entry.file = 0
 
     def remove(self, key: str) -> None:
         """Remove the file and the object of a state. Raises CheckpointError if one cannot be removed."""

@@ -1,7 +1,8 @@
 """Library: texts that a model has read once. They can be asked at any time, also after a restart."""
 
 import dataclasses
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -40,8 +41,8 @@ class Library(StateStore):
     It lies in the fastest tier that has room: device memory, pinned host memory, disk, an object store. A state that is
     stored durably also has a file, and is there again after a restart.
 
-    `load`, `store`, `add`, `ask` and `close` run one at a time. The other methods can be called from any thread
-    meanwhile.
+    All methods can be called from any thread. No lock is held while a model runs, or while a file is read, hashed or
+    written. Two threads that add the same document read it once.
     """
 
     def add(self, source: Source, *, title: str | None = None, progress: Progress | None = None) -> Stored:
@@ -62,27 +63,18 @@ class Library(StateStore):
         """
         ids, name = ids_of(source, self.params)
         check_capacity(self.params.config, self.capacity, len(ids))
-        with self.work:
+        made = self._begin_making(self.identity.key(ids))
+        try:
             found = self.longest(ids)
             if found is not None and found.tokens == len(ids):
                 return found
             state = self._extended(found, ids, progress) if found is not None else None
             if state is None:
-                width = batch_of([len(ids)], self.capacity, str(self.params.dtype)).width
-                tokens = np.pad(ids, (0, width - len(ids)))[None]
-                [(_, state)] = prefill_many(
-                    self.params,
-                    tokens,
-                    [len(ids)],
-                    [self.policy],
-                    capacity=self.capacity,
-                    fetch=self.fetch,
-                    fitted=self.fitted,
-                    progress=progress,
-                    room=0,
-                )
+                state = self._read_whole(ids, progress)
             key = self.store(ids, state, title=name if title is None else title, ends=DOCUMENT)
             return self.catalog.entry(key).stored(key, self.tiers.tier_of(key))
+        finally:
+            made()
 
     def ask(
         self,
@@ -110,11 +102,10 @@ class Library(StateStore):
         The other errors are those of `load`, `generate` and `store`.
         """
         options = {"max_new_tokens": max_new_tokens, "sampler": sampler, "seed": seed, "stop": stop}
-        with self.work:
-            asking = Asking(self, key, question, options, store=store)
-            for _ in asking.loop:
-                pass
-            return self.finish(asking)
+        asking = Asking(self, key, question, options, store=store)
+        for _ in asking.loop:
+            pass
+        return self.finish(asking)
 
     def finish(self, asking: Asking) -> Reply:
         """Return the answer of an `Asking` whose loop has ended, and store its state if that was asked for."""
@@ -124,6 +115,40 @@ class Library(StateStore):
             ids = [*asking.before.tolist(), *asking.ids, *generation.tokens]
             key = self.store(ids, generation.state, title=asking.title, ends=ANSWER)
         return Reply(**vars(generation), key=key)
+
+    def _begin_making(self, key: str) -> Callable[[], None]:
+        """Wait until no other thread makes or writes a state. Return the function that ends making it."""
+        while True:
+            self.catalog.wait(key)
+            with self.work:
+                other = self.making.get(key)
+                if other is None:
+                    mine = self.making[key] = threading.Event()
+                    break
+            other.wait()
+
+        def end() -> None:
+            del self.making[key]
+            mine.set()
+
+        return end
+
+    def _read_whole(self, ids: np.ndarray, progress: Progress | None) -> KVState:
+        """Read all `ids`, int32 [n]."""
+        width = batch_of([len(ids)], self.capacity, str(self.params.dtype)).width
+        tokens = np.pad(ids, (0, width - len(ids)))[None]
+        [(_, state)] = prefill_many(
+            self.params,
+            tokens,
+            [len(ids)],
+            [self.policy],
+            capacity=self.capacity,
+            fetch=self.fetch,
+            fitted=self.fitted,
+            progress=progress,
+            room=0,
+        )
+        return state
 
     def _extended(self, found: Stored, ids: np.ndarray, progress: Progress | None) -> KVState | None:
         """Extend a stored beginning to all `ids`. Return None if it is too short, or cannot be used."""

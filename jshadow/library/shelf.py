@@ -55,6 +55,6 @@ class Entry:
     def stored(self, key: str, tier: str | None) -> Stored:
         """Return the public description. `tier` is the state's tier in memory, or None if it is not in memory."""
         size = self.size.total if tier is not None and self.size is not None else self.file or self.object
-        where = tier or (DISK if self.file else REMOTE)
+        where = tier or (DISK if self.file or not self.object else REMOTE)
         title, ends = self.note.get("title", ""), self.note.get("ends", "")
         return Stored(key, len(self.ids), size, where, title, ends, self.problem)

@@ -3,24 +3,26 @@
 import concurrent.futures
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Self
 
 import numpy as np
 
 from jshadow.cache.shared_rows import same_arrays
-from jshadow.cache.state import KVState, is_deleted
+from jshadow.cache.state import KVState
 from jshadow.engine.checks import check_capacity, check_ids, check_policy, check_state
 from jshadow.engine.fetch_mode import fetch_for
-from jshadow.engine.saved.read import ReadState, place_state
+from jshadow.engine.saved.read import ReadState
 from jshadow.engine.types import Fitted
-from jshadow.errors import JshadowError, StateMismatch
+from jshadow.errors import ConfigError, StateMismatch
 from jshadow.library.catalog import Catalog
 from jshadow.library.files import Files, Maker
 from jshadow.library.identity import Identity
-from jshadow.library.memory import size_of, to_device, to_host
+from jshadow.library.loading import Loader
+from jshadow.library.memory import size_of, to_host
 from jshadow.library.shelf import Entry, Stored
-from jshadow.library.tiers import DEVICE, Held, MemoryTiers, TierLimits
+from jshadow.library.tiers import MemoryTiers, TierLimits
+from jshadow.library.writing import Writer
 from jshadow.planner.machine import Batch
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.base import why_dense
@@ -72,8 +74,12 @@ class StateStore:
         self.identity = Identity.of(params, self.policy, fitted, capacity, self.fetch)
         self.files = Files(place, Maker(params, self.policy, self.identity), limits)
         self.tiers = MemoryTiers[KVState](limits, to_host, self._leave)
-        self.catalog = Catalog(self.files, self.tiers.tier_of)
-        self.work = threading.RLock()  # held by all that uses JAX or changes a tier
+        self.catalog = Catalog(self.files, self.tiers.tier_of, self.tiers.drop)
+        self.writer = Writer(self.files, self.catalog, self.tiers.drop)
+        self.work = threading.RLock()  # held while states move between tiers
+        self.loader = Loader(self.catalog, self.tiers, self.work)
+        self.making: dict[str, threading.Event] = {}  # the documents that are being read, by key
+        self.closed = False
 
     def longest(self, ids: Sequence[int] | np.ndarray) -> Stored | None:
         """Return the stored state that holds the most of the first tokens of `ids`, int [n], or None."""
@@ -93,6 +99,7 @@ class StateStore:
         The arrays wait in host memory until `load` is called, for at most a few states. The future is done when they
         are read. It has the error that `load` would raise. If the state is in memory, it is done at once.
         """
+        self._check_open()
         if self.tiers.tier_of(key) is not None:
             done: concurrent.futures.Future[None] = concurrent.futures.Future()
             done.set_result(None)
@@ -109,15 +116,8 @@ class StateStore:
             StateMismatch: the file is of another model, policy, dtype, capacity or fetch mode.
             HostMemoryError: the host lacks the memory for the offloaded rows.
         """
-        with self.work:
-            held = self.tiers.get(key)
-            if held is not None and is_deleted(vars(held.state)["lengths"]):
-                self.tiers.drop(key)  # a step has consumed it
-                held = None
-            state = self._read(key) if held is None else self._raised(key, held)
-            if (entry := self.catalog.find(key)) is not None:
-                self.catalog.put(key, entry)
-            return state
+        self._check_open()
+        return self.loader.load(key)
 
     def store(
         self,
@@ -145,24 +145,34 @@ class StateStore:
             CapacityError: the state fits no tier. The message has the limit and its bytes.
             CheckpointError: the file cannot be written. Nothing half-written is left.
         """
-        with self.work:
-            tokens = check_ids(self.params.config, np.asarray(ids), (None,), "ids")
-            self._check_own(state, len(tokens))
-            key = self.identity.key(tokens)
-            entry = self.catalog.find(key)
-            if entry is not None and entry.problem is not None:
-                self.files.remove(key)
-                entry = None
-            if entry is None:
-                entry = Entry(tokens, {"title": title, "ends": ends})
-            least = state.with_room(0)
-            entry.size = size_of(least)
-            if durable and not (entry.file or entry.object):
-                self.files.write(key, least, entry)
-            if self.tiers.put(key, least, entry.size) is None and not (entry.file or entry.object):
-                self.files.write(key, least, entry)
-            self.catalog.put(key, entry)
-            return key
+        self.writer.wait()
+        done, write = self._begin(ids, state, {"title": title, "ends": ends}, durable, copied=False)
+        write()
+        return done.result()
+
+    def start_store(
+        self,
+        ids: Sequence[int] | np.ndarray,
+        state: KVState,
+        *,
+        title: str = "",
+        ends: str = "",
+        durable: bool = True,
+    ) -> "concurrent.futures.Future[str]":
+        """Begin to store a state as `store` does, and return the future of its key. A thread of the library writes.
+
+        Arrays in device memory are copied to the host before this returns. `longest` finds the state at once if it is
+        in memory. `documents` lists it when its file is complete. If many states are being written, this waits for one.
+        If the file cannot be written, the future has the error of `store`, and the state is forgotten.
+
+        Raises:
+            StateMismatch, PromptError: as in `store`.
+        """
+        self.writer.wait()
+        done, write = self._begin(ids, state, {"title": title, "ends": ends}, durable, copied=True)
+        if not done.done():
+            self.writer.pool.submit(write)
+        return done
 
     def remove(self, key: str) -> None:
         """Forget a state, and remove its file and its object. Also a damaged file can be removed.
@@ -170,6 +180,7 @@ class StateStore:
         Raises:
             CheckpointError: there is no such state, or it cannot be removed.
         """
+        self.catalog.wait(key)
         with self.work:
             self.catalog.entry(key)
             self.files.remove(key)
@@ -177,9 +188,14 @@ class StateStore:
             self.catalog.drop(key)
 
     def close(self) -> None:
-        """Free the memory of all states, and end the threads. States that have no file are forgotten."""
+        """Free the memory of all states, and end the threads. States that have no file are forgotten.
+
+        States that are being written are written completely.
+        """
+        self.closed = True
+        self.writer.pool.shutdown()
+        self.files.close()
         with self.work:
-            self.files.close()
             self.tiers.held.clear()
             self.catalog.reads.clear()
 
@@ -189,47 +205,53 @@ class StateStore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    # Parts. `work` is held.
+    # Parts. `work` is held, except in `_begin`.
 
-    def _read(self, key: str) -> KVState:
-        """Return a state from its file, and keep it in memory if it fits."""
-        try:
-            read = self.catalog.reading(key).result()
-            size = size_of(read.expected)
-            self.tiers.make_room(size)
-            state = place_state(read)
-        except JshadowError as error:
-            self.catalog.failed(key, error)
-            raise
-        assert read.tokens is not None
-        self.catalog.loaded(key, read.tokens[0]).size = size
-        self.tiers.put(key, state, size)
-        return state
+    def _begin(
+        self, ids: Sequence[int] | np.ndarray, state: KVState, note: dict[str, str], durable: bool, *, copied: bool
+    ) -> "tuple[concurrent.futures.Future[str], Callable[[], None]]":
+        """Put a state into memory. Return the future of its key, and the function that writes its file."""
+        self._check_open()
+        tokens = check_ids(self.params.config, np.asarray(ids), (None,), "ids")
+        self._check_own(state, len(tokens))
+        key = self.identity.key(tokens)
+        self.catalog.refresh()
+        with self.work:
+            writing, entry = self.catalog.writing.get(key), self.catalog.entries.get(key)
+            if entry is not None and entry.problem is not None:
+                self.files.remove(key)
+                self.catalog.drop(key)
+                entry = None
+            if entry is None:
+                entry = Entry(tokens, note) if writing is None else writing.entry
+            if not np.array_equal(entry.ids, tokens):
+                raise StateMismatch(f"ids must be those of the stored state {key}, got others with the same key")
+            least = state.with_room(0)
+            entry.size = size_of(least)
+            in_memory = self.tiers.put(key, least, entry.size) is not None
+            if writing is not None:
+                return writing.done, lambda: None
+            if entry.file or entry.object or (in_memory and not durable):
+                self.catalog.put(key, entry)
+                done: concurrent.futures.Future[str] = concurrent.futures.Future()
+                done.set_result(key)
+                return done, lambda: None
+            return self.writer.begin(key, entry, least, copied=copied)
 
-    def _raised(self, key: str, held: Held[KVState]) -> KVState:
-        """Return a state that is in memory, and move it to the device tier if it fits."""
-        if held.tier == DEVICE:
-            return held.state
-        if self.tiers.fitting(held.size) != DEVICE:
-            return to_device(held.state)
-        self.tiers.drop(key)  # so that its bytes do not count while room is made
-        try:
-            self.tiers.make_room(held.size)
-            state = to_device(held.state)
-        except Exception:
-            self.tiers.held[key] = held
-            raise
-        self.tiers.put(key, state, held.size)
-        return state
+    def _check_open(self) -> None:
+        """Raise ConfigError if the library was closed."""
+        if self.closed:
+            raise ConfigError(f"library {self.files.directory.root} must be open, got one that was closed")
 
     def _leave(self, key: str, state: KVState) -> None:
-        """Write a state that leaves memory and has no file. If there is no room for it, it is forgotten."""
+        """Begin to write a state that leaves memory and has no file. If there is no room for it, it is forgotten."""
         entry = self.catalog.entries.get(key)
-        if entry is None or entry.file or entry.object:
+        if entry is None or entry.file or entry.object or key in self.catalog.writing:
             return
-        try:
-            self.files.write(key, state, entry)
-        except JshadowError:
+        done, write = self.writer.begin(key, entry, state, copied=True)
+        if not done.done():
+            self.writer.pool.submit(write)
+        else:
             self.catalog.drop(key)
 
     def _check_own(self, state: KVState, tokens: int) -> None:

@@ -128,23 +128,30 @@ class MemoryTiers(Generic[State]):
         return held
 
     def drop(self, key: str) -> None:
-        """Forget a state. `leave` is not called."""
+        """Forget a state. `leave` is not called. This may be called from any thread at any time."""
         self.held.pop(key, None)
 
     def _settle(self, device: int, host: int) -> None:
         """Move states down until `device` and `host` more bytes fit."""
         while not fits(self.used(DEVICE) + device, self.limits.device):
-            key, held = next((key, held) for key, held in self.held.items() if held.taken(DEVICE))
+            if (found := self._oldest(DEVICE)) is None:
+                continue
+            key, held = found
             if fits(held.size.total, self.limits.host):
                 held.state, held.tier = self.lower(held.state), HOST
             else:
                 self._remove(key, held)
         while not fits(self.used(HOST) + host, self.limits.host):
-            self._remove(*next((key, held) for key, held in self.held.items() if held.taken(HOST)))
+            if (found := self._oldest(HOST)) is not None:
+                self._remove(*found)
+
+    def _oldest(self, tier: str) -> tuple[str, Held[State]] | None:
+        """Return the least recently used state that takes bytes of a tier. None: all were dropped meanwhile."""
+        return next(((key, held) for key, held in list(self.held.items()) if held.taken(tier)), None)
 
     def _remove(self, key: str, held: Held[State]) -> None:
-        del self.held[key]
         self.leave(key, held.state)
+        self.held.pop(key, None)
 
 
 def fits(size: int, limit: int | None) -> bool:

@@ -26,6 +26,7 @@ from jshadow.planner.fetch_choice import kernel_refusal
 from jshadow.planner.session_records import ClassPlan, MemoryLimits, Parts, SessionClass, SessionPlan, added, total
 from jshadow.planner.step_temporaries import step_temporaries
 from jshadow.policies.base import Policy
+from jshadow.policies.prefill_attention import PrefillAttention
 
 
 def session_plan(
@@ -101,8 +102,19 @@ def class_specs(
     return on_backend(with_room(specs, sizes.room), backend)
 
 
-def class_plan(config: ModelConfig, policy: Policy, sizes: SessionClass, specs: tuple[CacheSpec, ...]) -> ClassPlan:
-    """Return the plan of a class, from the specs of one session. The number of groups is that of `sizes`."""
+def class_plan(
+    config: ModelConfig,
+    policy: Policy,
+    sizes: SessionClass,
+    specs: tuple[CacheSpec, ...],
+    *,
+    prefill_chunk: int = 2048,
+    attention: PrefillAttention | None = None,
+) -> ClassPlan:
+    """Return the plan of a class, from the specs of one session. The number of groups is that of `sizes`.
+
+    `prefill_chunk` and `attention` are as in `prefill_peak`.
+    """
     policy = policy.resolve(config, sizes.capacity)
     prompt, live = halves(abstract_of(specs, policy))
     document = total(halves(abstract_of(with_room(specs, 0), policy))[1])
@@ -113,8 +125,10 @@ def class_plan(config: ModelConfig, policy: Policy, sizes: SessionClass, specs: 
         batch=1,
         tokens=sizes.prompt,
         capacity=sizes.capacity,
+        prefill_chunk=prefill_chunk,
         dtype=specs[0].dtype,
         fetch=specs[0].fetch,
+        attention=attention,
         backend="gpu" if specs[0].keep == "gpu" else None,
         room=0 if sizes.documents else sizes.room,
     )

@@ -8,7 +8,7 @@ import jax
 from jshadow.cache.host_memory import available_memory, least_limit
 from jshadow.errors import CapacityError
 from jshadow.planner.machine import device_here
-from jshadow.serving.classes import ClassPlan
+from jshadow.serving.classes import PlannedClass
 from jshadow.serving.requests import check_integer
 
 
@@ -55,13 +55,13 @@ class Admission:
         """Take limits that `of_machine` returned."""
         self.limits = limits
 
-    def fits(self, plans: Iterable[ClassPlan]) -> bool:
+    def fits(self, plans: Iterable[PlannedClass]) -> bool:
         """Whether groups of these plans may exist at once, beside a step and the reading of a prompt."""
         device, host = needed_bytes(plans)
         most_device, most_host = self.limits.device_bytes, self.limits.host_bytes
         return (most_device is None or device <= most_device) and (most_host is None or host <= most_host)
 
-    def check(self, plan: ClassPlan) -> None:
+    def check(self, plan: PlannedClass) -> None:
         """Raise CapacityError if not even one group of this plan fits."""
         if not self.fits([plan]):
             device, host = needed_bytes([plan])
@@ -73,13 +73,27 @@ class Admission:
             )
 
 
-def needed_bytes(plans: Iterable[ClassPlan]) -> tuple[int, int]:
+def needed_bytes(plans: Iterable[PlannedClass]) -> tuple[int, int]:
     """Return the bytes that groups of these plans need on the device and on the host.
 
     The groups are stepped one after the other, and one prompt is read at a time. So the largest step and the largest
     reading count once.
     """
+    plans = list(plans)
+    device, host = held_bytes(plans)
     sizes = [plan.bytes for plan in plans]
-    device = sum(one.device for one in sizes)
     device += max((one.step for one in sizes), default=0) + max((one.reading for one in sizes), default=0)
-    return device, sum(one.host for one in sizes)
+    return device, host + max((one.reading_host for one in sizes), default=0)
+
+
+def held_bytes(plans: Iterable[PlannedClass]) -> tuple[int, int]:
+    """Return the bytes on the device and on the host that the rows of these plans take. A document counts once."""
+    device = host = 0
+    documents = set()
+    for plan in plans:
+        sizes = plan.bytes
+        device, host = device + sizes.device, host + sizes.host
+        if plan.document not in documents:
+            documents.add(plan.document)
+            device, host = device + sizes.shared_device, host + sizes.shared_host
+    return device, host

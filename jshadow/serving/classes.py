@@ -3,15 +3,18 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jshadow.cache.accounting import state_nbytes
-from jshadow.cache.row_room import with_room
+import jax
+
+from jshadow.cache.spec import CacheSpec
 from jshadow.engine.fetch_mode import fetch_for
+from jshadow.engine.rows.sampling import row_of
+from jshadow.engine.rows.settings import RowParts, RowSettings
 from jshadow.engine.types import Fitted
 from jshadow.errors import CapacityError, ConfigError
-from jshadow.planner.bytes import abstract_of, cache_specs, prefill_peak
-from jshadow.planner.gpu import Planner
-from jshadow.planner.gpu_plan import Serving
-from jshadow.planner.machine import UNKNOWN, Batch
+from jshadow.models.config import ModelConfig
+from jshadow.planner.machine import Batch
+from jshadow.planner.session_records import SessionClass
+from jshadow.planner.sessions import class_plan, class_specs
 from jshadow.policies import Full, Policy, ShadowKV
 from jshadow.policies.base import why_dense
 from jshadow.policies.checks import check_fitted
@@ -55,10 +58,12 @@ class EngineOptions:
         fetch: "auto", "resident", "device_put" or "zero_copy".
         fitted: arrays that the policy learned, or None.
         prefill: the sparse attention of prompts, or None for exact attention.
-        prefill_chunk: number of tokens of a prompt that a unit takes through a layer.
-        turn_chunk: number of tokens of a unit that continues a stored document.
+        prefill_chunk: number of tokens of a prompt that a unit takes through a layer. The units of shorter prompts are
+            smaller, and as many of them run between two steps as have so many tokens together.
+        turn_chunk: number of tokens of a stored document's continuation that are fed between two steps.
         penalties: whether requests may have penalties, as in `RowParts`.
         bias_limit: the largest number of biased tokens of a request.
+        grammar: whether requests may have a grammar (`Request.allowed`).
         threaded: whether the engine runs in a thread of its own. If not, the caller calls `Engine.run_once`.
 
     Raises:
@@ -72,11 +77,16 @@ class EngineOptions:
     turn_chunk: int = 64
     penalties: bool = False
     bias_limit: int = 0
+    grammar: bool = False
     threaded: bool = True
 
     def __post_init__(self) -> None:
         check_integer("prefill_chunk", self.prefill_chunk, least=1)
         check_integer("turn_chunk", self.turn_chunk, least=1)
+
+    def parts(self, params: Params) -> RowParts:
+        """Return which arrays the sampling settings of rows have."""
+        return RowParts(params.config.vocab_size, self.penalties, self.bias_limit, self.grammar)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,20 +94,25 @@ class GroupBytes:
     """The bytes that a group needs.
 
     Attributes:
-        device: bytes of its state in device memory.
-        host: bytes of its state in host memory.
-        step: an upper bound on the device bytes of a step beside weights and state.
+        device: bytes of its rows in device memory, with their sampling settings.
+        host: bytes of its rows in host memory.
+        step: an upper bound on the device bytes of a step beside weights and rows.
         reading: an upper bound on the device bytes of the reading of one prompt, beside the weights.
+        reading_host: bytes in host memory of the row that is being read.
+        shared_device, shared_host: bytes of the prompt half of the document that the rows share.
     """
 
     device: int
     host: int = 0
     step: int = 0
     reading: int = 0
+    reading_host: int = 0
+    shared_device: int = 0
+    shared_host: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
-class ClassPlan:
+class PlannedClass:
     """A class with all that follows from the model and the policy.
 
     Attributes:
@@ -107,6 +122,7 @@ class ClassPlan:
         fetch: the fetch mode.
         bytes: the bytes of a group.
         document: the key of the stored document that the rows of the group share, or None.
+        specs: the specs of one row on that document, or None.
     """
 
     row_class: RowClass
@@ -115,6 +131,7 @@ class ClassPlan:
     fetch: str
     bytes: GroupBytes
     document: str | None = None
+    specs: tuple[CacheSpec, ...] | None = None
 
     @property
     def key(self) -> tuple[str | None, RowClass]:
@@ -124,7 +141,7 @@ class ClassPlan:
 
 def plan_classes(
     params: Params, policy: Policy | None, classes: Sequence[RowClass], options: EngineOptions
-) -> tuple[ClassPlan, ...]:
+) -> tuple[PlannedClass, ...]:
     """Return the plans of the classes, by capacity.
 
     Raises:
@@ -134,10 +151,17 @@ def plan_classes(
     if not classes or not all(isinstance(one, RowClass) for one in classes):
         raise ConfigError(f"classes must be a non-empty list of RowClass, got {classes!r:.80}")
     ordered = sorted(set(classes), key=lambda one: (one.capacity, one.prompt))
-    return tuple(plan_class(params, policy or ShadowKV(), one, options) for one in ordered)
+    return tuple(plan_class(params, policy, one, options) for one in ordered)
 
 
-def plan_class(params: Params, policy: Policy, row_class: RowClass, options: EngineOptions) -> ClassPlan:
+def effective_policy(config: ModelConfig, policy: Policy | None, capacity: int) -> tuple[Policy, str | None]:
+    """Return the resolved policy of rows of this capacity, and the reason why Full replaces `policy`, or None."""
+    resolved = (policy or ShadowKV()).resolve(config, capacity)
+    fallback = why_dense(resolved, config, capacity)
+    return (Full().resolve(config, capacity) if fallback else resolved), fallback
+
+
+def plan_class(params: Params, policy: Policy | None, row_class: RowClass, options: EngineOptions) -> PlannedClass:
     """Return the plan of a class. Raises the errors of `plan_classes`."""
     config, dtype, capacity = params.config, str(params.dtype), row_class.capacity
     if capacity > config.context:
@@ -145,41 +169,28 @@ def plan_class(params: Params, policy: Policy, row_class: RowClass, options: Eng
             f"row_class must have at most the model's context={config.context} tokens, got prompt={row_class.prompt} + "
             f"room={row_class.room}"
         )
-    resolved = policy.resolve(config, capacity)
-    fallback = why_dense(resolved, config, capacity)
-    if fallback:
-        resolved = Full().resolve(config, capacity)
-    else:
+    resolved, fallback = effective_policy(config, policy, capacity)
+    if not fallback:
         check_fitted(resolved, config, options.fitted)
     rows, prompt, room = row_class.rows, row_class.prompt, row_class.room
     fetch = fetch_for(options.fetch, params, resolved, Batch(rows, capacity, prompt, prompt, dtype, room=room)).fetch
-    specs = with_room(cache_specs(config, resolved, rows, capacity, prompt, dtype, fetch), room)
-    parts = state_nbytes(abstract_of(specs, resolved)).values()
-    # The figures of a device are not read: only bytes are asked for.
-    serving = Serving(prompt, room, batch=rows, dtype=dtype, fetch=fetch, room=room)
-    step = Planner(config, config, UNKNOWN, serving).temporaries(resolved, rows)
-    peak = prefill_peak(
-        config,
-        resolved,
-        batch=1,
-        tokens=prompt,
-        capacity=capacity,
-        prefill_chunk=options.prefill_chunk,
-        dtype=dtype,
-        fetch=fetch,
-        attention=options.prefill,
-        room=room,
+    sizes = SessionClass(prompt, room, rows)
+    specs = class_specs(config, resolved, sizes, dtype, fetch, jax.default_backend())
+    plan = class_plan(config, resolved, sizes, specs, prefill_chunk=options.prefill_chunk, attention=options.prefill)
+    device, host = plan.group_bytes
+    reading, reading_host = plan.prefill
+    needed = GroupBytes(
+        device + rows_bytes(options.parts(params), rows), host, sum(plan.temporaries.values()), reading, reading_host
     )
-    sizes = GroupBytes(
-        sum(device for device, _ in parts),
-        sum(host for _, host in parts),
-        sum(step.values()),
-        sum(peak.values()) - peak["weights"],
-    )
-    return ClassPlan(row_class, resolved, fallback, fetch, sizes)
+    return PlannedClass(row_class, resolved, fallback, fetch, needed)
 
 
-def fitting(plans: Sequence[ClassPlan], prompt: int, room: int) -> list[ClassPlan]:
+def rows_bytes(parts: RowParts, rows: int) -> int:
+    """Return the bytes of the sampling settings of rows."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(row_of(RowSettings(), parts))) * rows
+
+
+def fitting(plans: Sequence[PlannedClass], prompt: int, room: int) -> list[PlannedClass]:
     """Return the plans whose rows can hold a prompt of `prompt` tokens and `room` new ones, by capacity.
 
     Raises:
@@ -191,5 +202,21 @@ def fitting(plans: Sequence[ClassPlan], prompt: int, room: int) -> list[ClassPla
         sizes = ", ".join(f"prompt={one.prompt} + room={one.room}" for one in classes)
         raise CapacityError(
             f"prompt + max_new_tokens must fit a class of the engine ({sizes}), got {prompt} + {room} tokens"
+        )
+    return found
+
+
+def storable(plans: Sequence[PlannedClass], capacity: int) -> list[PlannedClass]:
+    """Return the plans whose rows a library of this capacity can store.
+
+    Raises:
+        CapacityError: there is none.
+    """
+    found = [plan for plan in plans if plan.row_class.capacity == capacity]
+    if not found:
+        classes = [plan.row_class for plan in plans]
+        sizes = ", ".join(f"{one.capacity} (prompt={one.prompt} + room={one.room})" for one in classes)
+        raise CapacityError(
+            f"store needs a class with the capacity of the library, {capacity}, got a request for the capacity {sizes}"
         )
     return found

@@ -1,17 +1,43 @@
 """Requests whose prompt begins with a stored document: they share the document's prompt half."""
 
-from collections.abc import Sequence
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
+import numpy as np
 
+from jshadow.cache.row_room import with_room
+from jshadow.cache.shared_rows import same_arrays
+from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
-from jshadow.errors import JshadowError
-from jshadow.serving.classes import ClassPlan, GroupBytes, RowClass
+from jshadow.engine.placement import commit
+from jshadow.errors import ConfigError, JshadowError
+from jshadow.planner.bytes import abstract_of
+from jshadow.planner.session_records import total
+from jshadow.planner.sessions import halves
+from jshadow.planner.step_temporaries import step_temporaries
+from jshadow.planner.turn_pieces import extend_peak
+from jshadow.policies import Policy
+from jshadow.serving.classes import GroupBytes, PlannedClass, RowClass, effective_policy, rows_bytes
 from jshadow.serving.jobs import Job
+from jshadow.serving.programs import Programs
 
 
-def find(library: Any, job: Job, plans: Sequence[ClassPlan]) -> None:
+def check_library(library: Any, programs: Programs, policy: Policy | None) -> None:
+    """Raise ConfigError unless a library has the engine's model, policy and learned arrays."""
+    params, fitted = programs.params, programs.options.fitted
+    if library.params is not params:
+        raise ConfigError(f"library must have the params of the engine, got others ({library.params.config})")
+    expected, fallback = effective_policy(params.config, policy, library.capacity)
+    if library.policy != expected:
+        raise ConfigError(f"library must have the policy of the engine, {expected}, got {library.policy}")
+    if fallback is None and not same_arrays(library.fitted, fitted):
+        raise ConfigError("library must have the learned arrays (options.fitted) of the engine, got others")
+
+
+def find(library: Any, job: Job, plans: Sequence[PlannedClass]) -> None:
     """Look for the longest stored beginning of a job's prompt, and begin to prepare it.
 
     At least one token of the prompt stays, because its logits give the first new token. Nothing changes if there is no
@@ -24,42 +50,80 @@ def find(library: Any, job: Job, plans: Sequence[ClassPlan]) -> None:
     rooms = [plan.row_class for plan in plans if plan.row_class.room >= new]
     if not rooms or stored.tokens + new > library.capacity:
         return
-    job.stored, job.read = stored, stored.tokens
+    job.document, job.read, job.rooms = stored.key, stored.tokens, rooms
+    job.load = functools.partial(library.load, stored.key)
     job.ready = library.prepare(stored.key)
 
 
-def load(library: Any, job: Job, plans: Sequence[ClassPlan]) -> tuple[ClassPlan, KVState]:
-    """Return the plan of the rows that share a job's document, and the state of one row with room for its answer.
+def base_of(job: Job, held: Mapping[str | None, KVState | None]) -> KVState:
+    """Return the stored state of a job's document, of which only the prompt half is to be shared.
+
+    Args:
+        job: the job.
+        held: the states of the documents that groups have. Such a state is not loaded again.
 
     Raises:
         JshadowError: the stored state cannot be used.
     """
-    job.ready.result()
+    if job.ready is not None:
+        job.ready.result()
+    assert job.load is not None
+    return held.get(job.document) or commit(job.load())
+
+
+def plan_rows(programs: Programs, job: Job, base: KVState) -> PlannedClass:
+    """Return the plan of the rows that share a job's document. `base` is its stored state."""
     new = len(job.ids) - job.read + job.request.max_new_tokens
-    one = min((plan.row_class for plan in plans if plan.row_class.room >= new), key=lambda row_class: row_class.room)
-    room = min(one.room, library.capacity - job.read)
-    state = library.load(job.stored.key).with_room(room)
-    reads, writes = state.split()
-    shared, own = bytes_of(reads), bytes_of(writes)
-    row_class = RowClass(job.read, room, max(2, one.rows))  # one row alone would own the prompt half
-    sizes = GroupBytes(shared[0] + row_class.rows * own[0], shared[1] + row_class.rows * own[1])
-    return ClassPlan(row_class, state.policy, None, state.fetch, sizes, job.stored.key), state
+    one = min(job.rooms, key=lambda row_class: row_class.room)
+    room, specs = next(found for found in rooms_of(base, one.room) if holds(base, found[1], new))
+    rows = max(2, one.rows)  # one row alone would own the prompt half
+    config, policy, options = programs.params.config, base.policy, programs.options
+    prompt, live = (total(parts) for parts in halves(abstract_of(specs, policy)))
+    peak = extend_peak(config, abstract_of(specs, policy), options.turn_chunk)
+    group = tuple(dataclasses.replace(spec, batch=rows) for spec in specs)
+    sizes = GroupBytes(
+        device=rows * live[0] + rows_bytes(programs.parts, rows),
+        host=rows * live[1],
+        step=sum(step_temporaries(config, policy, group).values()),
+        reading=peak["piece"] + peak["hooks"] + peak["logits"] + live[0],
+        reading_host=live[1],
+        shared_device=prompt[0],
+        shared_host=prompt[1],
+    )
+    return PlannedClass(RowClass(job.read, room, rows), policy, None, base.fetch, sizes, job.document, specs)
 
 
-def bytes_of(tree: Any) -> tuple[int, int]:
-    """Return the bytes of the arrays of a pytree on the device and on the host."""
-    device = host = 0
-    for leaf in jax.tree.leaves(tree):
-        if leaf.sharding.memory_kind == "pinned_host":
-            host += leaf.nbytes
-        else:
-            device += leaf.nbytes
-    return device, host
+def rooms_of(state: KVState, least: int) -> Iterator[tuple[int, tuple[CacheSpec, ...]]]:
+    """Yield rooms from `least` on, each twice the one before, with the specs of a row that has the room after a prompt.
+
+    The rooms do not depend on the document, and so rows on all documents share their programs. A state after an answer
+    holds more exact tokens than one after a prompt, and may need a larger room than `least`.
+    """
+    room = least
+    while True:
+        yield room, with_room(state.specs, room)
+        if room >= state.capacity:
+            return
+        room *= 2
 
 
-def store(library: Any, job: Job, ids: Sequence[int], state: KVState) -> None:
-    """Store the state of a job. An error is noted in its report, and the answer goes on."""
+def holds(state: KVState, specs: tuple[CacheSpec, ...], new: int) -> bool:
+    """Whether a state of one row with the windows of `specs` could take `new` more tokens."""
+    return int(np.asarray(state.replace(specs=specs).room())[0]) >= new
+
+
+def keep(job: Job, ids: Sequence[int], state: KVState) -> None:
+    """Begin to store the state of a job. An error is noted in its report, and the answer goes on.
+
+    A file that cannot be written after the answer has ended is not in the report. The state is then not listed.
+    """
+
+    def note(done: "concurrent.futures.Future[str]") -> None:
+        if (error := done.exception()) is not None:
+            job.not_stored = str(error)
+
+    assert job.keep is not None
     try:
-        library.store(list(ids), state)
+        job.keep(list(ids), state).add_done_callback(note)
     except JshadowError as error:
         job.not_stored = str(error)

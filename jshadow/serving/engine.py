@@ -8,12 +8,13 @@ from types import TracebackType
 from typing import Any
 
 from jshadow.engine.report import CompileClock
-from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.rows.settings import RowSettings, check_row
 from jshadow.engine.text import TextStream, encode, split_stops
 from jshadow.errors import CapacityError, ConfigError, JshadowError, ServingError
 from jshadow.policies import Policy
-from jshadow.serving.admission import Admission, Limits
-from jshadow.serving.classes import ClassPlan, EngineOptions, RowClass, fitting, plan_classes
+from jshadow.serving.admission import Admission, Limits, held_bytes
+from jshadow.serving.classes import EngineOptions, PlannedClass, RowClass, fitting, plan_classes, storable
+from jshadow.serving.documents import check_library
 from jshadow.serving.jobs import Job
 from jshadow.serving.loop import Loop
 from jshadow.serving.programs import Programs
@@ -54,7 +55,10 @@ class Engine:
         self.params, self.options = params, options or EngineOptions()
         self.plans = plan_classes(params, policy, classes, self.options)
         self.admission = Admission((limits or Limits()).of_machine())
-        self._loop = Loop(Programs(params, self.options), self.plans, self.admission, library)
+        programs = Programs(params, self.options)
+        if library is not None:
+            check_library(library, programs, policy)
+        self._loop = Loop(programs, self.plans, self.admission, library)
         self._messages: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock, self._tokenizing = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
@@ -68,13 +72,17 @@ class Engine:
 
         Raises:
             PromptError: the prompt is empty, or has a token id out of range, or needs a tokenizer.
-            CapacityError: no class can hold the request, no group of such a class fits the limits, or too many requests
-                wait.
+            CapacityError: no class can hold the request, no group of such a class fits the limits, too many requests
+                wait, or the request is to be stored and no class that can hold it has the capacity of the library.
             ConfigError: a setting does not fit the engine.
             ServingError: the engine is closed or has failed.
         """
-        if request.store and self._loop.library is None:
+        library = self._loop.library
+        if request.store and library is None:
             raise ConfigError("store must be False in an engine without a library, got True")
+        if request.allowed is not None and not self.options.grammar:
+            raise ConfigError("allowed must be None in an engine without options.grammar, got a function")
+        check_row(request.settings, self._loop.programs.parts)
         limit = self.admission.limits.waiting
         if limit is not None and len(self._loop.waiting) + self._messages.qsize() >= limit:
             raise CapacityError(f"at most limits.waiting={limit} requests may wait, got one more")
@@ -82,10 +90,15 @@ class Engine:
         with self._tokenizing:
             ids = encode(params.tokenizer, request.prompt, params.config.vocab_size)
         texts, stops = split_stops(request.stop, params.tokenizer)
-        plans = self._possible(fitting(self.plans, len(ids), request.max_new_tokens))
+        plans = fitting(self.plans, len(ids), request.max_new_tokens)
+        if request.store:
+            plans = storable(plans, library.capacity)
+        plans = self._possible(plans)
         stop_ids = frozenset(params.config.eos_ids) | set(stops)
         job = Job(Answer(request), ids, TextStream(params.tokenizer, texts), stop_ids)
         job.plans = plans
+        if request.store:
+            job.keep = library.start_store
         self._send(functools.partial(self._accept, job))
         return job.answer
 
@@ -95,10 +108,11 @@ class Engine:
             self._messages.put(lambda: self._loop.cancel(answer))
 
     def warm(self) -> None:
-        """Compile the programs of each class, by one request each, so that later requests compile nothing.
+        """Compile the programs of each class, so that later requests compile nothing.
 
-        A prompt of such a request has at most two pieces. The programs that continue stored documents are compiled when
-        they are first used.
+        Requests of a few tokens run in each class, and on a document with the room of each class if the engine has a
+        library. What compiles later is the storing of states (`Request.store`), and a row on a stored answer that needs
+        more room than its class has.
 
         Raises:
             CapacityError: no group of a class fits the limits.
@@ -107,21 +121,35 @@ class Engine:
         for plan in self.plans:
             self.admission.check(plan)
             one = plan.row_class
-            ids = [0] * min(one.prompt, 2 * self.options.prefill_chunk)
-            # A seed of more than 32 bits takes one program more.
-            request = Request(ids, min(3, one.room), RowSettings(seed=-(2**63)))
-            job = Job(Answer(request), ids, TextStream(None), frozenset())
-            job.plans = [plan]
-            self._send(functools.partial(self._accept, job, find=False))
-            if not self.options.threaded:
-                while self.run_once():
-                    pass
-            job.answer.result()
+            self._warm(plan, [0] * min(one.prompt, 2 * self.options.prefill_chunk))  # at most two pieces
+        library = self._loop.library
+        if library is None:
+            return
+        for plan in {plan.row_class.room: plan for plan in reversed(self.plans)}.values():
+            if min(plan.row_class.room, library.capacity - 1) >= 2:
+                self._warm(plan, [0, 0], library)
+
+    def _warm(self, plan: PlannedClass, ids: list[int], library: Any = None) -> None:
+        """Answer a request of a class, on a document of one token if there is a library."""
+        read = 0 if library is None else 1
+        most = plan.row_class.room if library is None else min(plan.row_class.room - 1, library.capacity - 2)
+        # A seed of more than 32 bits takes one program more.
+        request = Request(ids, min(3, most), RowSettings(seed=-(2**63)))
+        job = Job(Answer(request), ids, TextStream(None), frozenset())
+        job.plans, job.read = [plan], read
+        if library is not None:
+            job.document, job.rooms = "", [plan.row_class]
+            job.load = functools.partial(self._loop.programs.document, library)
+        self._send(functools.partial(self._accept, job, find=False))
+        while not self.options.threaded and self.run_once():
+            pass
+        job.answer.result()
 
     def report(self) -> EngineReport:
         """Return the figures of the engine. They may be of different moments while it runs."""
         loop = self._loop
         groups = list(loop.groups)
+        device, host = held_bytes(group.plan for group in groups)
         return EngineReport(
             counts=loop.counts,
             waiting=len(loop.waiting),
@@ -129,8 +157,8 @@ class Engine:
             groups=len(groups),
             rows=sum(len(group.jobs) for group in groups),
             rows_in_use=sum(job is not None for group in groups for job in group.jobs),
-            device_bytes=sum(group.plan.bytes.device for group in groups),
-            host_bytes=sum(group.plan.bytes.host for group in groups),
+            device_bytes=device,
+            host_bytes=host,
             programs=CompileClock.programs - self._compiled,
         )
 
@@ -163,7 +191,7 @@ class Engine:
     def run_once(self) -> bool:
         """Take the messages of other threads, and run one turn. Return whether there may be more to do.
 
-        A turn steps each group with an active row once, and runs at most one unit of a prompt.
+        A turn steps each group with an active row once, and reads at most one part of a prompt.
 
         Raises:
             ConfigError: the engine has a thread of its own.
@@ -174,7 +202,7 @@ class Engine:
 
     # For the thread of the loop
 
-    def _possible(self, plans: Sequence[ClassPlan]) -> list[ClassPlan]:
+    def _possible(self, plans: Sequence[PlannedClass]) -> list[PlannedClass]:
         """Return the plans of which a group fits the limits. Raises CapacityError if there is none."""
         possible = [plan for plan in plans if self.admission.fits([plan])]
         if not possible:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from jshadow.engine.sampling import NO_TOKEN
-from jshadow.serving.classes import ClassPlan
+from jshadow.serving.classes import PlannedClass
 from jshadow.serving.jobs import Job
 from jshadow.serving.programs import Pool, Programs
 
@@ -20,10 +20,10 @@ class Group:
         jobs: the job of each row, or None for a free row.
         active: which rows a step feeds, bool [rows].
         pool: the arrays. None before the first row is inserted.
-        base: the state of one row whose prompt half all rows share, or None.
+        base: the stored state whose prompt half all rows share, or None.
     """
 
-    def __init__(self, plan: ClassPlan, programs: Programs, base: Any = None) -> None:
+    def __init__(self, plan: PlannedClass, programs: Programs, base: Any = None) -> None:
         self.plan, self.programs, self.base = plan, programs, base
         count = plan.row_class.rows
         self.jobs: list[Job | None] = [None] * count
@@ -31,6 +31,7 @@ class Group:
         self.pool: Pool | None = None
         self._fed = np.zeros(count, np.int32)
         self._drawn: Any = None
+        self._words: np.ndarray | None = None
 
     @property
     def empty(self) -> bool:
@@ -54,13 +55,21 @@ class Group:
             token: its first token, which the next step feeds.
         """
         if self.pool is None:
-            self.pool = self.programs.pool(state if self.base is None else self.base, self.plan)
+            self.pool = self.programs.pool(state, self.plan)
         self.pool = self.programs.insert(self.pool, slot, state, row)
         self._fed[slot], self.active[slot] = token, True
+
+    def allow(self, slot: int, words: np.ndarray) -> None:
+        """Set the tokens that a row may draw next, uint32 [W], as in `pack_mask`."""
+        if self._words is None:
+            self._words = np.full((len(self.jobs), len(words)), np.uint32(0xFFFFFFFF))
+        self._words[slot] = words
 
     def release(self, slot: int) -> None:
         """Free a row. Its arrays stay as they are, and are not read again before another row replaces them."""
         self.jobs[slot], self.active[slot] = None, False
+        if self._words is not None:
+            self._words[slot] = 0xFFFFFFFF
 
     def start_step(self) -> None:
         """Start a step of the active rows. `drawn` waits for it.
@@ -69,6 +78,8 @@ class Group:
         `Programs.step`. `drawn` then returns all of them.
         """
         assert self.pool is not None
+        if self._words is not None:
+            self.pool = self.pool._replace(rows=self.programs.masked(self.pool.rows, self._words))
         self._drawn, self.pool = self.programs.step(self.pool, self._fed, self.active)
 
     def drawn(self) -> Drawn:

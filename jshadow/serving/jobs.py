@@ -1,11 +1,16 @@
 """A request inside the engine: its tokens, its text, its times, and where it is."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
+from jshadow.cache.state import KVState
 from jshadow.engine.text import TextStream
 from jshadow.errors import RequestCancelled
-from jshadow.serving.classes import ClassPlan
+from jshadow.serving.classes import PlannedClass, RowClass
+from jshadow.serving.grammar import allowed_words
 from jshadow.serving.requests import Answer, AnswerReport, AnswerResult, Request
 
 
@@ -18,19 +23,25 @@ class Job:
         plans: the classes that can hold it, by capacity. The first one is used.
         stream: the tokens so far, and their text.
         stop_ids: tokens that end the answer.
-        stored: what the library holds of the beginning of the prompt, or None.
+        document: the key of the stored state of the beginning of the prompt, or None.
+        load: returns that state. None without such a state.
         ready: the future of the stored state's preparation, or None.
         read: number of tokens of the prompt that were stored.
+        rooms: the classes that have the room for the rest of the prompt and the answer.
+        keep: stores token ids and the state that holds them. None if nothing is to be stored.
         row: the sampling settings, as arrays of one row. None before the prompt is read.
         not_stored: why a state that was to be stored was not, or None.
     """
 
     def __init__(self, answer: Answer, ids: list[int], stream: TextStream, stop_ids: frozenset[int]) -> None:
         self.answer, self.ids, self.stream, self.stop_ids = answer, ids, stream, stop_ids
-        self.plans: list[ClassPlan] = []
-        self.stored: Any = None
+        self.plans: list[PlannedClass] = []
+        self.document: str | None = None
+        self.load: Callable[[], KVState] | None = None
         self.ready: Any = None
         self.read = 0
+        self.rooms: list[RowClass] = []
+        self.keep: Callable[[list[int], KVState], Any] | None = None
         self.row: Any = None
         self.not_stored: str | None = None
         self.arrived = time.monotonic()
@@ -47,9 +58,14 @@ class Job:
         return self.request.priority
 
     @property
-    def plan(self) -> ClassPlan:
+    def plan(self) -> PlannedClass:
         """The class in which the job runs."""
         return self.plans[0]
+
+    @property
+    def planned(self) -> bool:
+        """Whether `plan` is that of the rows that the job uses. That of rows on a document needs its state."""
+        return self.document == self.plan.document
 
     def start(self) -> None:
         """Note that the engine begins to read the prompt."""
@@ -58,6 +74,11 @@ class Job:
     def cancel(self) -> None:
         """End the answer with RequestCancelled."""
         self.answer.end(RequestCancelled(f"the request was cancelled after {len(self.stream.tokens)} new tokens"))
+
+    def words(self, size: int) -> np.ndarray:
+        """Return the tokens that the grammar lets follow, as in `allowed_words`. `size` is that of the vocabulary."""
+        assert self.request.allowed is not None
+        return allowed_words(self.request.allowed, self.stream.tokens, size)
 
     def push(self, token: int) -> str:
         """Add a drawn token, and give its text to the answer. Return why the answer is complete, or ""."""

@@ -10,7 +10,7 @@ from jshadow.engine.sampling import NO_TOKEN
 from jshadow.errors import JshadowError, NumericalError
 from jshadow.serving import documents
 from jshadow.serving.admission import Admission
-from jshadow.serving.classes import ClassPlan
+from jshadow.serving.classes import PlannedClass
 from jshadow.serving.groups import Group
 from jshadow.serving.jobs import Job
 from jshadow.serving.programs import Programs
@@ -31,7 +31,7 @@ class Loop:
         closed: the error with which further jobs end, or None.
     """
 
-    def __init__(self, programs: Programs, plans: Sequence[ClassPlan], admission: Admission, library: Any) -> None:
+    def __init__(self, programs: Programs, plans: Sequence[PlannedClass], admission: Admission, library: Any) -> None:
         self.programs, self.plans, self.admission, self.library = programs, plans, admission, library
         self.waiting: WaitingQueue[Job] = WaitingQueue()
         self.groups: list[Group] = []
@@ -92,7 +92,7 @@ class Loop:
     # One turn
 
     def run_once(self) -> bool:
-        """Step each group that has an active row once, and run at most one unit of a prompt. Return whether any ran."""
+        """Step each group that has an active row, and read at most one part of a prompt. Return whether any ran."""
         self._admit()
         stepping = [group for group in self.groups if group.active.any()]
         for group in stepping:
@@ -100,7 +100,7 @@ class Loop:
         self.counts.steps += len(stepping)
         self.counts.most_units = max(self.counts.most_units, self._units if stepping else 0)
         self._units = 0
-        # The unit is given to the device before the tokens of the steps are waited for.
+        # The part is given to the device before the tokens of the steps are waited for.
         reading, done = self.reading, False
         if reading is not None:
             try:
@@ -122,11 +122,19 @@ class Loop:
         assert job is not None
         for token in tokens:
             finish = self._add(job, token)
-            if finish and job.request.store:
-                ids = job.ids + job.stream.tokens
-                documents.store(self.library, job, ids, group.row(slot, [token]))
+            if finish and job.keep is not None:
+                documents.keep(job, job.ids + job.stream.tokens, group.row(slot, [token]))
             if finish or job.answer.done:
                 return self._complete(job, finish)
+        self._allow(group, slot, job)
+
+    def _allow(self, group: Group, slot: int, job: Job) -> None:
+        """Tell a group what a row may draw next."""
+        if job.request.allowed is not None:
+            try:
+                group.allow(slot, job.words(self.programs.parts.vocab_size))
+            except JshadowError as error:
+                self._fail(job, error)
 
     def _add(self, job: Job, token: int) -> str:
         """Add a token to an answer. Return why the answer is complete, or "". NO_TOKEN fails the job."""
@@ -157,15 +165,22 @@ class Loop:
         """Draw the first token after a prompt, and make the row active."""
         self.reading, job = None, reading.job
         logits, state = reading.reader.end()
-        if job.request.store:
-            documents.store(self.library, job, job.ids, state)
-        token, row = self.programs.first(logits, job.row)
+        if job.keep is not None:
+            documents.keep(job, job.ids, state)
+        row = job.row
+        if job.request.allowed is not None:
+            try:
+                row = self.programs.masked(row, job.words(self.programs.parts.vocab_size)[None])
+            except JshadowError as error:
+                return self._fail(job, error)
+        token, row = self.programs.first(logits, row)
         finish = self._add(job, token)
-        if finish and job.request.store:
-            documents.store(self.library, job, [*job.ids, token], self.programs.fed(state, [token]))
+        if finish and job.keep is not None:
+            documents.keep(job, [*job.ids, token], self.programs.fed(state, [token]))
         if finish or job.answer.done:
             return self._complete(job, finish)
         reading.group.insert(reading.slot, state, row, token)
+        self._allow(reading.group, reading.slot, job)
 
     # Admission
 
@@ -177,7 +192,7 @@ class Loop:
         """
         full = set()
         for job in self.waiting if self.reading is None else ():
-            if (job.ready is not None and not job.ready.done()) or key_of(job) in full:
+            if (job.ready is not None and not job.ready.done()) or (job.planned and job.plan.key in full):
                 continue
             try:
                 place = self._place(job)
@@ -193,12 +208,14 @@ class Loop:
                 return
             if not any(group.plan.key == job.plan.key for group in self.groups):
                 return
-            full.add(key_of(job))
+            full.add(job.plan.key)
 
     def _place(self, job: Job) -> tuple[Group, int] | None:
         """Reserve a row for a job. Make a group if there is no free row and the bytes suffice."""
-        if job.stored is not None and job.plan.document is None:
-            plan, _ = documents.load(self.library, job, self.plans)
+        base = None
+        if not job.planned:
+            base = self._base(job)
+            plan = documents.plan_rows(self.programs, job, base)
             self.admission.check(plan)
             job.plans = [plan]
         for group in self.groups:
@@ -211,14 +228,14 @@ class Loop:
             if self.admission.fits([other.plan for other in self.groups] + [job.plan]):
                 break
             self.groups.remove(group)
-        base = documents.load(self.library, job, self.plans)[1] if job.stored is not None else None
+        if job.document is not None and base is None:
+            base = self._base(job)
         group = Group(job.plan, self.programs, base)
         self.groups.append(group)
         slot = group.reserve(job)
         assert slot is not None
         return group, slot
 
-
-def key_of(job: Job) -> tuple:
-    """Return what tells the groups that a job can use."""
-    return job.plan.key if job.stored is None or job.plan.document else (job.stored.key,)
+    def _base(self, job: Job) -> Any:
+        """Return the stored state of a job's document. If a group has it, its prompt half is not loaded again."""
+        return documents.base_of(job, {group.plan.document: group.base for group in self.groups})

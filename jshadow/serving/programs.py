@@ -1,21 +1,23 @@
 """The compiled programs that an engine calls, with the model's weights. Only the thread of the loop calls them."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from jshadow.cache.row_room import with_windows
 from jshadow.cache.state import KVState
 from jshadow.engine import decode
 from jshadow.engine.placement import commit
 from jshadow.engine.prefill.partial import PartialPrefill, advance_prefill, begin_prefill, finish_prefill
 from jshadow.engine.rows.sampling import RowSampling, idle_rows, row_of, set_row
-from jshadow.engine.rows.settings import RowParts, RowSettings
+from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.rows.step import first_tokens, step_rows
-from jshadow.serving.classes import ClassPlan, EngineOptions
+from jshadow.planner.prefill_pieces import pieces_of
+from jshadow.serving.classes import EngineOptions, PlannedClass
 from jshadow.weights.params import Params
 
 
@@ -31,9 +33,9 @@ class Programs:
 
     def __init__(self, params: Params, options: EngineOptions) -> None:
         self.params, self.options = params, options
-        self.parts = RowParts(params.config.vocab_size, options.penalties, options.bias_limit)
+        self.parts = options.parts(params)
 
-    def begin(self, plan: ClassPlan, ids: Sequence[int]) -> PartialPrefill:
+    def begin(self, plan: PlannedClass, ids: Sequence[int]) -> PartialPrefill:
         """Begin to read a prompt into a row of a class."""
         options, one = self.options, plan.row_class
         tokens = np.zeros((1, one.prompt), np.int32)
@@ -52,12 +54,36 @@ class Programs:
         )
 
     def advance(self, partial: PartialPrefill) -> PartialPrefill:
-        """Run one unit of a prefill."""
-        return advance_prefill(self.params, partial)
+        """Run the next units of a prefill: as many as have `prefill_chunk` tokens together, at least one."""
+        chunk = self.options.prefill_chunk
+        _, size = pieces_of(partial.job.tokens.shape[1], chunk)
+        for _ in range(max(1, chunk // size)):
+            partial = advance_prefill(self.params, partial)
+            if partial.done:
+                break
+        return partial
 
     def finish(self, partial: PartialPrefill) -> tuple[Array, KVState]:
         """Return the logits [1, V] and the state after the last unit."""
         return finish_prefill(self.params, partial)
+
+    def document(self, library: Any) -> KVState:
+        """Return the state of a document of one token, as a library has it."""
+        return decode.prefill(
+            self.params,
+            np.zeros((1, 1), np.int32),
+            [1],
+            library.policy,
+            capacity=library.capacity,
+            fetch=library.fetch,
+            fitted=library.fitted,
+            room=0,
+        )[1]
+
+    def begin_on(self, plan: PlannedClass, base: KVState) -> KVState:
+        """Return the state of one row that begins as a stored document does. It shares the prompt half."""
+        assert plan.specs is not None
+        return commit(with_windows(base, plan.specs))
 
     def extend(self, state: KVState, ids: Sequence[int]) -> tuple[Array, KVState]:
         """Feed at most `turn_chunk` tokens to a state of one row. This consumes the state."""
@@ -69,12 +95,18 @@ class Programs:
         """Return the sampling settings of one row. Raises the errors of `row_of`."""
         return row_of(settings, self.parts, prompt=ids)
 
+    def masked(self, rows: RowSampling, words: np.ndarray) -> RowSampling:
+        """Return rows in which the tokens of bit masks may be drawn. `words` is uint32 [rows, W], as in `pack_mask`."""
+        held = rows.allowed
+        assert held is not None
+        return rows.replace(allowed=jax.device_put(words, held.sharding) if held.committed else jnp.array(words))
+
     def first(self, logits: Array, row: RowSampling) -> tuple[int, RowSampling]:
         """Draw the first token of a row. This consumes `row`."""
         tokens, row = first_tokens(row, logits)
         return int(tokens[0]), row
 
-    def pool(self, state: KVState, plan: ClassPlan) -> Pool:
+    def pool(self, state: KVState, plan: PlannedClass) -> Pool:
         """Return a pool of free rows. Their content comes from `state`, and is never read."""
         count = plan.row_class.rows
         held = commit(state.take([0] * count) if plan.document is None else state.share(count))

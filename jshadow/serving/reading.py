@@ -1,4 +1,4 @@
-"""The reading of one prompt, unit by unit, so that running answers wait for one unit at most."""
+"""The reading of one prompt, part by part, so that running answers wait for one part at most."""
 
 from typing import Any, Protocol
 
@@ -11,21 +11,21 @@ class Reader(Protocol):
     """A prompt that is being read."""
 
     def advance(self) -> bool:
-        """Run one unit. Return whether it was the last one."""
+        """Read the next part. Return whether it was the last one."""
 
     def end(self) -> tuple[Any, Any]:
         """Return the logits [1, V] for the first token, and the state of the row."""
 
 
 class PromptReader:
-    """A prompt that is read from its beginning: a unit is a unit of the prefill."""
+    """A prompt that is read from its beginning: a part is that of `Programs.advance`."""
 
     def __init__(self, programs: Programs, job: Job) -> None:
         self.programs = programs
         self.partial = programs.begin(job.plan, job.ids)
 
     def advance(self) -> bool:
-        """Run one unit. Return whether it was the last one."""
+        """Read the next part. Return whether it was the last one."""
         self.partial = self.programs.advance(self.partial)
         return self.partial.done
 
@@ -35,16 +35,16 @@ class PromptReader:
 
 
 class DocumentReader:
-    """A prompt whose beginning is stored: a unit feeds up to `turn_chunk` of the other tokens."""
+    """A prompt whose beginning is stored: a part has up to `turn_chunk` of the other tokens."""
 
     def __init__(self, programs: Programs, job: Job, base: Any) -> None:
-        """Take the state of the beginning. It is only read."""
+        """Take the stored state of the beginning. It is only read."""
         self.programs, self.rest = programs, job.ids[job.read :]
-        self.state: Any = base.fork()
+        self.state: Any = programs.begin_on(job.plan, base)
         self.logits: Any = None
 
     def advance(self) -> bool:
-        """Run one unit. Return whether it was the last one."""
+        """Read the next part. Return whether it was the last one."""
         count = self.programs.options.turn_chunk
         self.logits, self.state = self.programs.extend(self.state, self.rest[:count])
         self.rest = self.rest[count:]

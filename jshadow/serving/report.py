@@ -11,8 +11,8 @@ class Counts:
         finished, failed, cancelled: number of requests that ended in each way.
         tokens: number of drawn tokens.
         steps: number of steps of groups.
-        units: number of units of prompts that were read.
-        most_units: the largest number of units between two steps of running rows.
+        units: number of turns in which a prompt was read.
+        most_units: the largest number of such turns between two steps of running rows.
         queue_seconds, prefill_seconds, decode_seconds: sums over the finished requests, as in `AnswerReport`.
     """
 

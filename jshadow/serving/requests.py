@@ -9,6 +9,7 @@ from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.types import OnePrompt
 from jshadow.errors import ConfigError
 from jshadow.policies import Policy
+from jshadow.serving.grammar import Allowed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Request:
         priority: a request with a higher priority is admitted first. Requests of one priority come by arrival.
         store: whether the engine stores the state after the prompt, and the state at the end of the answer, in its
             library.
+        allowed: the grammar of the answer, or None. The engine calls it before each draw with the list of new tokens.
+            It returns which tokens may follow, bool [V], at least one. `EngineOptions.grammar` must be set.
 
     Raises:
         ConfigError: a value has the wrong type or is out of range.
@@ -34,6 +37,7 @@ class Request:
     stop: str | int | Sequence[str | int] | None = None
     priority: int = 0
     store: bool = False
+    allowed: Allowed | None = None
 
     def __post_init__(self) -> None:
         check_integer("max_new_tokens", self.max_new_tokens, least=1)
@@ -42,6 +46,8 @@ class Request:
             raise ConfigError(f"settings must be a RowSettings, got {self.settings!r:.80}")
         if not isinstance(self.store, bool):
             raise ConfigError(f"store must be True or False, got {self.store!r:.80}")
+        if self.allowed is not None and not callable(self.allowed):
+            raise ConfigError(f"allowed must be a function or None, got {self.allowed!r:.80}")
 
 
 @dataclasses.dataclass(frozen=True)

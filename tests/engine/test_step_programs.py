@@ -18,7 +18,7 @@ STEPS_OF_A_STATE = {"step_writes", "step_state", "scan_tokens", "generate_steps"
 
 def jitted_steps():
     """(name, names of jax.jit's keywords) of each jitted function of the engine that runs a step."""
-    for path in sorted(ENGINE.glob("*.py")):
+    for path in sorted(ENGINE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.FunctionDef):
                 continue
@@ -29,14 +29,23 @@ def jitted_steps():
                     and isinstance(decorator, ast.Call)
                     and "jax.jit" in ast.unparse(decorator)
                 ):
-                    yield f"{path.stem}.{node.name}", {keyword.arg for keyword in decorator.keywords}
+                    yield (
+                        f"{path.relative_to(ENGINE).with_suffix('')}.{node.name}",
+                        {keyword.arg for keyword in decorator.keywords},
+                    )
 
 
 JITTED = dict(jitted_steps())
 
 
 def test_the_jitted_steps_are_found():
-    assert {"decode._step", "decode.step_and_sample", "verify._watched_step", "prefill_end._foresee"} <= JITTED.keys()
+    assert {
+        "decode._step",
+        "decode.step_and_sample",
+        "verify._watched_step",
+        "prefill/end._foresee",
+        "rows/step.step_rows",
+    } <= JITTED.keys()
 
 
 @pytest.mark.parametrize("name", JITTED)

@@ -4,6 +4,7 @@ import dataclasses
 import re
 import runpy
 import sys
+import tempfile
 
 import byte_models
 import pytest
@@ -24,11 +25,16 @@ TINY_RUNS = {
         ["--question", "When?", "Where?", "--max-new-tokens", "3"],
         r"document: [\d,]+ tokens, [\d.]+ s\nWhen\? .*\nWhere\? .*",
     ),
+    "serve_documents": (
+        ["--question", "When?", "Where?", "--max-new-tokens", "3"],
+        r"When\? .* \(226 tokens were stored\)\nWhere\? .* \(226 tokens were stored\)",
+    ),
 }
 SMOLLM2_ANSWERS = {
     "generate_long_prompt": ["Apache License"],
     "batch_decode": ["return a + b"],
     "shared_document": ["1998", "2003", "7 crowns"],
+    "serve_documents": ["1998", "2003", "7 crowns"],
 }
 
 
@@ -58,7 +64,8 @@ def test_every_script_is_run_and_short():
 def test_it_runs_on_a_tiny_model(name, checkpoint, tmp_path, monkeypatch, capsys):
     arguments, expected = TINY_RUNS[name]
     files = []
-    if name == "shared_document":
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if name in ("shared_document", "serve_documents"):
         document = tmp_path / "document.txt"
         document.write_text("A bridge and a ferry. " * 10)
         files = ["--file", str(document)]
@@ -68,6 +75,7 @@ def test_it_runs_on_a_tiny_model(name, checkpoint, tmp_path, monkeypatch, capsys
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SMOLLM2_ANSWERS)
-def test_it_answers_on_smollm2(name, smollm2_dir, monkeypatch, capsys):
+def test_it_answers_on_smollm2(name, smollm2_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     out = run(name, [str(smollm2_dir)], monkeypatch, capsys)
     assert all(answer in out for answer in SMOLLM2_ANSWERS[name]), out

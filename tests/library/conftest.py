@@ -21,12 +21,14 @@ def opened(params, tmp_path):
     """Opens a library in the test's directory. Every library is closed at the end."""
     libraries = []
 
-    def open_library(place=tmp_path / "library", **options):
+    def open_library(name="library", **options):
         options = {"policy": POLICY, "capacity": CAPACITY, "fetch": "device_put"} | options
+        place = name if "://" in name else tmp_path / name
         limits = TierLimits(**options.pop("limits", {}))
         libraries.append(jshadow.Library(place, options.pop("params", params), limits=limits, **options))
         return libraries[-1]
 
+    open_library.libraries = libraries
     yield open_library
     for library in libraries:
         library.close()

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tier_model import TierModel
 
 from jshadow.errors import ConfigError
 from jshadow.library import TierLimits
@@ -20,87 +21,40 @@ def place(state: tuple[str, str]) -> tuple[str, str]:
 
 
 class Tiers(RuleBasedStateMachine):
-    """`model` is a list of [key, size, tier], the least recently used first."""
-
     @initialize(device=LIMITS, host=LIMITS)
     def begin(self, device, host):
         self.left: list[str] = []
-        self.model: list[list] = []
-        self.limits = {DEVICE: device, HOST: host}
+        self.model = TierModel(device, host)
         self.tiers = MemoryTiers(TierLimits(device, host), place, lambda key, state: self.left.append(key))
-
-    def taken(self, tier: str) -> int:
-        total = 0
-        for _, size, where in self.model:
-            if tier == DEVICE:
-                total += size.device * (where == DEVICE)
-            else:
-                total += size.host if where == DEVICE else size.device + size.host
-        return total
-
-    def over(self, tier: str) -> bool:
-        return self.limits[tier] is not None and self.taken(tier) > self.limits[tier]
 
     @rule(key=KEYS, size=SIZES)
     def put(self, key, size):
         self.left.clear()
-        tier = self.tiers.put(key, (key, DEVICE), size)
-        self.model = [row for row in self.model if row[0] != key]
-        others, self.model = self.model, []
-        for where in (DEVICE, HOST):
-            self.model = [[key, size, where]]
-            if not self.over(DEVICE) and not self.over(HOST):
-                break
-        else:
-            self.model = []
-        assert tier == (self.model[0][2] if self.model else None)
-        gone = self.made_to_fit(others) if self.model else []
-        self.model = others + self.model
-        assert self.left == gone
-
-    def made_to_fit(self, others: list[list]) -> list[str]:
-        """Move the oldest of `others` down until all limits hold. Return the keys that left."""
-        new, gone = self.model, []
-        while True:
-            self.model = others + new
-            if self.over(DEVICE):
-                row = next(row for row in others if row[2] == DEVICE and row[1].device)
-                row[2] = HOST
-                if self.limits[HOST] is None or row[1].total <= self.limits[HOST]:
-                    continue
-            elif self.over(HOST):
-                row = next(row for row in others if (row[1].host if row[2] == DEVICE else row[1].total))
-            else:
-                self.model = new
-                return gone
-            others.remove(row)
-            gone.append(row[0])
+        assert (self.tiers.put(key, (key, DEVICE), size), self.left) == self.model.put(key, size)
 
     @rule(key=KEYS)
     def get(self, key):
-        held = self.tiers.get(key)
-        rows = [row for row in self.model if row[0] == key]
-        assert (held is not None) == bool(rows)
+        held, tier = self.tiers.get(key), self.model.tier_of(key)
+        assert (held is not None) == (tier is not None)
         if held is not None:
-            self.model.remove(rows[0])
-            self.model.append(rows[0])
-            assert held.state == (key, rows[0][2])
+            self.model.use(key)
+            assert held.state == (key, tier)
 
     @rule(key=KEYS)
     def drop(self, key):
         self.left.clear()
         self.tiers.drop(key)
-        self.model = [row for row in self.model if row[0] != key]
+        self.model.drop(key)
         assert not self.left
 
     @invariant()
     def bytes_and_order_are_the_model_s(self):
         if hasattr(self, "model"):
-            held = [(key, one.size, one.tier) for key, one in self.tiers.held.items()]
-            assert held == list(map(tuple, self.model))
-            for tier, limit in self.limits.items():
-                assert self.tiers.used(tier) == self.taken(tier)
-                assert limit is None or self.taken(tier) <= limit
+            held = [[key, one.size, one.tier] for key, one in self.tiers.held.items()]
+            assert held == self.model.rows
+            for tier, limit in self.model.limits.items():
+                assert self.tiers.used(tier) == self.model.taken(tier)
+                assert limit is None or self.model.taken(tier) <= limit
 
 
 TestTiers = Tiers.TestCase

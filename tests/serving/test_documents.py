@@ -1,6 +1,8 @@
 """Requests on stored documents: their rows share one prompt half, and answer as `generate(state=...)` does."""
 
 import concurrent.futures
+import dataclasses
+import time
 
 import jax
 import numpy as np
@@ -9,10 +11,12 @@ from byte_models import PARAMS, SHADOW
 from serving_cases import CLASSES, SYNC, engine_of, offline, prompt_of, run
 
 import jshadow
+from jshadow.engine.report import CompileClock
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
-from jshadow.errors import CapacityError, CheckpointError
-from jshadow.serving import EngineOptions, Request
+from jshadow.errors import CapacityError, CheckpointError, ConfigError, StateMismatch
+from jshadow.policies import Full
+from jshadow.serving import Engine, EngineOptions, Request
 
 DOCUMENT = prompt_of(96, 5)
 OPTIONS = EngineOptions(threaded=False, prefill_chunk=SYNC.prefill_chunk, turn_chunk=4)
@@ -97,7 +101,7 @@ def test_a_state_that_cannot_be_stored_is_told(library, monkeypatch):
     def refuse(*_):
         raise CapacityError("the disk must have at most 1 byte, got 2")
 
-    monkeypatch.setattr(library, "store", refuse)
+    monkeypatch.setattr(library, "start_store", refuse)
     answer = engine.submit(Request(prompt_of(40, 3), 2, store=True))
     run(engine)
     assert answer.result(0).report.not_stored == "the disk must have at most 1 byte, got 2"
@@ -126,3 +130,96 @@ def test_a_document_without_room_for_the_answer_is_read_anew(library):
     request = Request([*DOCUMENT, *prompt_of(14, 2)], 10)
     assert answers(engine, request) == offline(request).tokens
     assert np.all([plan.document is None for plan in engine.plans])
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(500, marks=pytest.mark.whole)])
+def test_after_warm_up_questions_on_any_document_compile_nothing(tmp_path, count):
+    """On documents in memory, on disk, and on one that was added after the warm-up; in rows of both rooms."""
+    settings = {"params": PARAMS, "policy": SHADOW, "capacity": CLASSES[1].capacity}
+    documents = [prompt_of(length, length) for length in (5, 30, 61, 100)]
+    with jshadow.Library(tmp_path, **settings) as before:
+        for document in documents[:3]:
+            before.add(document)
+    with jshadow.Library(tmp_path, **settings) as library:
+        library.load(library.longest(documents[0]).key)
+        library.add(documents[3])
+        jax.clear_caches()  # the programs that earlier tests compiled
+        engine = engine_of(library=library, options=OPTIONS)
+        engine.warm()
+        compiled, rng, answers = CompileClock.programs, np.random.default_rng(count), []
+        for index in range(count):
+            question = int(rng.integers(1, 10))
+            new, ids = int(rng.integers(1, 17 - question)), prompt_of(question, index)
+            settings = RowSettings(Sampler(float(rng.uniform(0.3, 2))), seed=int(rng.integers(-(1 << 40), 1 << 40)))
+            document = [*documents, []][index % 5]
+            answers.append(engine.submit(Request([*document, *ids], new, settings)))
+            if index % 3 == 0:
+                finish(engine)
+        finish(engine)
+        assert CompileClock.programs == compiled
+        stored = {answer.result(0).report.stored_tokens for answer in answers}
+        assert stored == {0, 5, 30, 61, 100}
+
+
+def finish(engine):
+    """Run an engine to its end. A turn without work waits for the threads that read files."""
+    while engine.run_once() or engine.report().waiting:
+        time.sleep(0)
+
+
+@pytest.mark.parametrize("damage", ["deleted", "damaged", "of another library"])
+def test_a_file_that_is_lost_while_a_request_waits_fails_that_request(tmp_path, damage, monkeypatch):
+    settings = {"params": PARAMS, "policy": SHADOW, "capacity": CLASSES[1].capacity}
+    other = prompt_of(90, 6)
+    with jshadow.Library(tmp_path, **settings) as before:
+        for document in (DOCUMENT, other):
+            before.add(document)
+    with jshadow.Library(tmp_path, **settings) as library:
+        prepare = library.prepare
+
+        def prepare_later(key):
+            """The file is lost after the request has found it."""
+            [path] = tmp_path.rglob(f"{library.longest(DOCUMENT).key}*")
+            if damage == "deleted":
+                path.unlink()
+            elif damage == "damaged":
+                path.write_bytes(path.read_bytes()[:-1] + b"!")
+            else:
+                with jshadow.Library(tmp_path / "foreign", PARAMS, Full(), capacity=CLASSES[1].capacity) as foreign:
+                    foreign.add(DOCUMENT)
+                [foreign_path] = [one for one in (tmp_path / "foreign").rglob("*") if one.suffix == path.suffix]
+                path.write_bytes(foreign_path.read_bytes())
+            monkeypatch.undo()
+            return prepare(key)
+
+        monkeypatch.setattr(library, "prepare", prepare_later)
+        engine = engine_of(library=library, options=OPTIONS)
+        requests = [Request([*DOCUMENT, 5], 3), Request([*other, 5], 3), Request([7, 8, 9], 3)]
+        lost, *good = [engine.submit(request) for request in requests]
+        finish(engine)
+        with pytest.raises(StateMismatch if damage == "of another library" else CheckpointError):
+            lost.result(0)
+        assert good[0].result(0).tokens == on_stored(library, good[0].request, 90)
+        assert good[1].result(0).tokens == offline(good[1].request).tokens
+        report = engine.report()
+        assert (report.counts.failed, report.rows_in_use) == (1, 0)
+
+
+def test_only_rows_of_the_capacity_of_the_library_are_stored(library):
+    """Of the classes that can hold a request, one with that capacity is picked, though a smaller one would do."""
+    engine = engine_of(library=library, options=OPTIONS)
+    short = Request(prompt_of(9, 4), 2, store=True)
+    result = engine.submit(short)
+    run(engine)
+    assert result.result(0).report.not_stored is None
+    assert library.longest([*short.prompt, *result.result(0).tokens]).tokens == 11
+    small = engine_of(library=library, options=OPTIONS, classes=CLASSES[:1])
+    with pytest.raises(CapacityError, match=r"capacity of the library, 128, got .* the capacity 20 "):
+        small.submit(short)
+
+
+def test_a_library_must_be_of_the_engine(library):
+    other = dataclasses.replace(PARAMS)
+    for params, policy, match in ((other, SHADOW, "params"), (PARAMS, Full(), "policy of the engine")):
+        with pytest.raises(ConfigError, match=match):
+            Engine(params, policy, classes=CLASSES, library=library)

@@ -204,10 +204,12 @@ def test_bad_arguments_are_refused(engine):
         engine_of(classes=(RowClass(500, 13),))
     with pytest.raises(ConfigError, match=r"limits\.waiting"):
         Limits(waiting=0)
-    refused = engine.submit(Request([3], 1, RowSettings(presence_penalty=1.0)))
-    run(engine)
     with pytest.raises(ConfigError, match="batch without penalties"):
-        refused.result(0)
+        engine.submit(Request([3], 1, RowSettings(presence_penalty=1.0)))
+    biased = engine_of(options=dataclasses.replace(SYNC, bias_limit=1))
+    for bias, error, match in (({3: 1, 4: 1}, ConfigError, "bias_limit=1"), ({257: 1}, PromptError, "vocab_size=257")):
+        with pytest.raises(error, match=match):
+            biased.submit(Request([3], 1, RowSettings(logit_bias=bias)))
 
 
 def test_an_error_of_one_request_does_not_stop_the_others(engine, monkeypatch):

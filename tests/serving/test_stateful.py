@@ -12,13 +12,13 @@ from jshadow.engine.text import TextStream
 from jshadow.errors import HostMemoryError, NumericalError, RequestCancelled
 from jshadow.policies import Full
 from jshadow.serving.admission import Admission, Limits, needed_bytes
-from jshadow.serving.classes import ClassPlan, GroupBytes, RowClass, fitting
+from jshadow.serving.classes import GroupBytes, PlannedClass, RowClass, fitting
 from jshadow.serving.jobs import Job
 from jshadow.serving.loop import Loop
 from jshadow.serving.requests import Answer, Request
 
 PLANS = tuple(
-    ClassPlan(RowClass(prompt, room, rows), Full(), None, "resident", GroupBytes(size, 0, 1, 2))
+    PlannedClass(RowClass(prompt, room, rows), Full(), None, "resident", GroupBytes(size, 0, 1, 2))
     for prompt, room, rows, size in ((4, 3, 2, 10), (9, 6, 3, 25))
 )
 STOP, NAN, FAILS = 6, 7, 8  # a drawn token that stops, one that stands for a NaN, a prompt that cannot be read

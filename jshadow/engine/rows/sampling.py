@@ -17,7 +17,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jshadow.engine.rows.filters import keep_likely
-from jshadow.engine.rows.settings import PENALTIES, RowParts, RowSettings, check_row_ids
+from jshadow.engine.rows.settings import PENALTIES, RowParts, RowSettings, check_row, check_row_ids
 from jshadow.engine.sampling import COLDEST, NO_TOKEN, Sampler, seed_key
 from jshadow.engine.types import Tokens
 from jshadow.errors import ConfigError
@@ -80,6 +80,7 @@ def row_of(settings: Sampler | RowSettings, parts: RowParts, *, prompt: Tokens =
     """
     if isinstance(settings, Sampler):
         settings = RowSettings(settings)
+    check_row(settings, parts)
     sampler, size = settings.sampler, parts.vocab_size
     values: dict[str, Any] = {
         "temperature": np.float32(np.clip(sampler.temperature, COLDEST, HOTTEST) if sampler.temperature else 0),
@@ -88,11 +89,7 @@ def row_of(settings: Sampler | RowSettings, parts: RowParts, *, prompt: Tokens =
         "min_p": np.float32(0 if sampler.min_p is None else sampler.min_p),
         "seed": np.asarray(jax.random.key_data(seed_key(settings.seed))),
     }
-    for name, (off, _, _) in PENALTIES.items():
-        value = getattr(settings, name)
-        if value != off and not parts.penalties:
-            raise ConfigError(f"row.{name} must be {off} in a batch without penalties, got {value}")
-        values[name] = np.float32(value)
+    values |= {name: np.float32(getattr(settings, name)) for name in PENALTIES}
     read, made = check_row_ids("prompt", prompt, size), check_row_ids("drawn", drawn, size)
     values["step"] = np.int32(len(made))
     if parts.penalties:
@@ -139,8 +136,6 @@ def pack_mask(mask: np.ndarray) -> np.ndarray:
 
 
 def _bias(bias: Mapping[int, float], parts: RowParts) -> dict[str, np.ndarray]:
-    if len(bias) > parts.bias_limit:
-        raise ConfigError(f"row.logit_bias must have at most bias_limit={parts.bias_limit} tokens, got {len(bias)}")
     if not parts.bias_limit:
         return {}
     ids, values = np.full(parts.bias_limit, parts.vocab_size, np.int32), np.zeros(parts.bias_limit, np.float32)

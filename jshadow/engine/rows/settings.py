@@ -85,6 +85,21 @@ class RowParts:
             raise ConfigError(f"parts.bias_limit must be an integer of at least 0, got {self.bias_limit!r}")
 
 
+def check_row(settings: RowSettings, parts: RowParts) -> None:
+    """Check that a batch has the parts that the settings of a row need.
+
+    Raises:
+        ConfigError: it has no penalties, or its rows have fewer biased tokens.
+        PromptError: a biased token is out of range.
+    """
+    for name, (off, _, _) in PENALTIES.items():
+        if (value := getattr(settings, name)) != off and not parts.penalties:
+            raise ConfigError(f"row.{name} must be {off} in a batch without penalties, got {value}")
+    if (count := len(settings.logit_bias)) > parts.bias_limit:
+        raise ConfigError(f"row.logit_bias must have at most bias_limit={parts.bias_limit} tokens, got {count}")
+    check_row_ids("logit_bias", list(settings.logit_bias), parts.vocab_size)
+
+
 def _check_number(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not (isinstance(value, int | float) and low <= value <= high):
         raise ConfigError(f"{name} must lie in [{low}, {high}], got {value!r}")

@@ -40,6 +40,7 @@ class ReadState:
         expected: the state with ShapeDtypeStructs in place of arrays.
         tensors: tensors by name, in host memory. One that did not fit into memory is read again by `place_state`.
         tokens: the token ids of each row, int32 [length], or None if they were not stored.
+        stamp: the stamp of the file when it was read.
     """
 
     file: TensorFile
@@ -47,6 +48,7 @@ class ReadState:
     expected: KVState
     tensors: dict[str, np.ndarray]
     tokens: list[np.ndarray] | None
+    stamp: Stamp
 
 
 def read_state(path: Path, params: Params, policy: Policy | None, verified: set[Stamp] | None = None) -> ReadState:
@@ -84,18 +86,19 @@ def read_state(path: Path, params: Params, policy: Policy | None, verified: set[
     if verified is not None:
         verified.add(stamp)
     check_lengths(file, record, tensors["lengths"].tolist())
-    return ReadState(file, record, expected, tensors, [tensors.pop(name) for name in names] or None)
+    return ReadState(file, record, expected, tensors, [tensors.pop(name) for name in names] or None, stamp)
 
 
 def place_state(read: ReadState) -> KVState:
     """Copy a state that was read to the memories of its arrays. This empties `read.tensors`.
 
     Raises:
-        CheckpointError: a row has more tokens than its window can hold, or the file cannot be read again.
+        CheckpointError: a row has more tokens than its window can hold, or the file changed meanwhile.
         HostMemoryError: the host lacks the memory for the offloaded rows.
     """
     file, tensors, expected = read.file, read.tensors, read.expected
     expected_leaves, fills = places(expected), cache_fills(expected)
+    whole = expected_leaves.keys() - fills.keys() <= tensors.keys()
 
     def place(name: str) -> Any:
         leaf = expected_leaves[name]
@@ -110,6 +113,8 @@ def place_state(read: ReadState) -> KVState:
         jax.block_until_ready(hosted)
     leaves = [hosted[name] if name in hosted else place(name) for name in expected_leaves]
     state: KVState = jax.tree.unflatten(jax.tree.structure(expected, is_leaf=is_place), leaves)
+    if not whole and stamp_of(file.path) != read.stamp:
+        raise CheckpointError(f"{file.path} must not change while it is read, got another file at its end")
     if (room := np.asarray(state.room())).min() < 0:
         raise CheckpointError(f"{file.path}: room of each row must be at least 0, got {room.tolist()}")
     return state

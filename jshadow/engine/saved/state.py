@@ -8,6 +8,7 @@ header, that is, of the metadata and the tensor table in canonical JSON ("header
 has changed is refused. Only white space in the header, which the parser skips, is not checked.
 """
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,31 +84,80 @@ def write_state(
     note: Mapping[str, str],
 ) -> None:
     """Write a state as `save_state` does, and with it the texts of `note`, by name."""
-    check_state(params, state, None)
-    if state.shares_prompt:
-        raise StateMismatch(f"state must not share a prompt half among {state.batch} rows; save take([i]) of each row")
-    record = StateRecord.of(state, params)
-    check_loadable(record, state, params)
-    fills = cache_fills(state)
-    leaves: dict[str, Any] = {name: bare(leaf) for name, leaf in places(state).items() if name not in fills}
-    ids = token_arrays(state, params, tokens)
-    assert not leaves.keys() & ids.keys(), "a field of the state has the name of the token ids"
-    leaves |= ids
-    # Wide numbers first: readers that map a file need each tensor aligned.
-    ordered = sorted(leaves.items(), key=lambda item: -item[1].dtype.itemsize)
-    layout = {name: (leaf.dtype.name, tuple(leaf.shape)) for name, leaf in ordered}
-    digests = dict.fromkeys(layout, UNKNOWN)
+    StateContent.of(state, params, tokens, note).write(target)
 
-    def read(name: str) -> np.ndarray:
-        value = host_array(leaves[name])
-        digests[name] = sha256(raw_bytes(value))
-        return value
 
-    with staged_file(target) as fresh, fresh.open("wb") as file:
-        file.write(encode_header(layout, header_texts(record, layout, digests, note)))
-        write_payload(file, layout, read)
-        file.seek(0)
-        file.write(encode_header(layout, header_texts(record, layout, digests, note)))  # as long as before
+@dataclasses.dataclass(frozen=True)
+class StateContent:
+    """What the file of a state is to hold. The state was checked.
+
+    Attributes:
+        record: the record of the state.
+        leaves: arrays by their names in the file, in the order of the file.
+        note: texts by name.
+    """
+
+    record: StateRecord
+    leaves: dict[str, Any]
+    note: Mapping[str, str]
+
+    @classmethod
+    def of(
+        cls, state: KVState, params: Params, tokens: Sequence[Sequence[int]] | None, note: Mapping[str, str]
+    ) -> "StateContent":
+        """Check a state, and refer to its arrays. The errors are those of `save_state`, without those of writing."""
+        check_state(params, state, None)
+        if state.shares_prompt:
+            raise StateMismatch(f"state must not share a prompt half among {state.batch} rows; save take([i]) of each")
+        record = StateRecord.of(state, params)
+        check_loadable(record, state, params)
+        fills = cache_fills(state)
+        leaves: dict[str, Any] = {name: bare(leaf) for name, leaf in places(state).items() if name not in fills}
+        ids = token_arrays(state, params, tokens)
+        assert not leaves.keys() & ids.keys(), "a field of the state has the name of the token ids"
+        leaves |= ids
+        # Wide numbers first: readers that map a file need each tensor aligned.
+        return cls(record, dict(sorted(leaves.items(), key=lambda item: -item[1].dtype.itemsize)), note)
+
+    def copied(self) -> "StateContent":
+        """Copy the arrays in device memory to NumPy arrays. Then another thread can write while the device computes.
+
+        Arrays in pinned host memory stay where they are.
+        """
+        return dataclasses.replace(self, leaves={name: off_device(leaf) for name, leaf in self.leaves.items()})
+
+    def write(self, target: Path) -> int:
+        """Write the file completely or not at all, and return its bytes. One array at a time is copied to the host.
+
+        Raises:
+            CheckpointError: the file cannot be written (such as on a full disk).
+        """
+        layout = {name: (leaf.dtype.name, tuple(leaf.shape)) for name, leaf in self.leaves.items()}
+        digests = dict.fromkeys(layout, UNKNOWN)
+
+        def read(name: str) -> np.ndarray:
+            value = host_array(self.leaves[name])
+            digests[name] = sha256(raw_bytes(value))
+            return value
+
+        def header() -> bytes:
+            return encode_header(layout, header_texts(self.record, layout, digests, self.note))
+
+        with staged_file(target) as fresh, fresh.open("wb") as file:
+            file.write(header())
+            write_payload(file, layout, read)
+            size = file.tell()
+            file.seek(0)
+            file.write(header())  # as long as before
+        return size
+
+
+def off_device(leaf: Any) -> Any:
+    """Copy an array in device memory to a NumPy array. Return any other array as it is."""
+    if not isinstance(leaf, jax.Array) or leaf.sharding.memory_kind == "pinned_host":
+        return leaf
+    value = host_array(leaf)
+    return value.copy() if jax.default_backend() == "cpu" else value  # there, it is a view of the device's memory
 
 
 def check_loadable(record: StateRecord, state: KVState, params: Params) -> None:

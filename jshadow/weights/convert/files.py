@@ -169,15 +169,32 @@ def workspace(parent: Path, prefix: str) -> Iterator[Path]:
     for path in [path for path in parent.iterdir() if path.name.startswith(prefix) and path.is_dir()]:
         with contextlib.suppress(OSError), _locked(path):  # BlockingIOError means that another process uses it
             shutil.rmtree(path)
-    folder = parent / f"{prefix}{secrets.token_hex(4)}"
-    folder.mkdir()
+    folder, handle = _locked_folder(parent, prefix)
     try:
-        with _locked(folder):
-            yield folder
+        yield folder
     except BaseException:  # also KeyboardInterrupt
         remove_for_good(folder)
         raise
+    finally:
+        os.close(handle)
     shutil.rmtree(folder, ignore_errors=True)  # does nothing after a rename
+
+
+def _locked_folder(parent: Path, prefix: str) -> tuple[Path, int]:
+    """Create a directory and lock it. Return it with the handle of the lock.
+
+    Another process may remove the directory before it is locked. Then another one is created.
+    """
+    while True:
+        folder = parent / f"{prefix}{secrets.token_hex(4)}"
+        folder.mkdir()
+        with contextlib.suppress(FileNotFoundError, BlockingIOError), contextlib.ExitStack() as stack:
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if folder.exists():
+                stack.pop_all()
+                return folder, handle
 
 
 def remove_for_good(path: Path) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jshadow.errors import CheckpointError, ConfigError
-from jshadow.weights.convert.files import check_file
+from jshadow.weights.convert.files import check_file, readable
 from jshadow.weights.digest import raw_bytes
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -81,7 +81,8 @@ class TensorFile:
                 header = json.loads(file.read(length))
             self._starts = {name: 8 + length + header[name]["data_offsets"][0] for name in self.shapes}
         except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(describe_damage(path, error, kind)) from error
+            with readable(path):  # the file may have been removed by now
+                raise CheckpointError(describe_damage(path, error, kind)) from error
 
     def read(self, name: str) -> np.ndarray:
         """Read tensor `name` in the dtype of the file, which must be F64 or one of TAGS.

@@ -1,0 +1,245 @@
+"""A library in an object store: objects are put, listed and fetched; bad ones are told, and the others stay usable."""
+
+import concurrent.futures
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+
+import numpy as np
+import obstore
+import pytest
+from obstore.exceptions import GenericError
+from obstore.store import MemoryStore
+from small_state import equal
+
+import jshadow
+from jshadow.errors import CheckpointError, ConfigError
+from jshadow.library import remote as remote_module
+
+NOTHING = {"device": 0, "host": 0}
+
+
+@pytest.fixture
+def store(tmp_path):
+    """The URL of an empty store of files."""
+    return f"file://{tmp_path}/objects"
+
+
+@pytest.fixture
+def objects(tmp_path):
+    """Returns the objects of the store by the ends of their names."""
+
+    def of(key):
+        return {path.suffix: path for path in (tmp_path / "objects").rglob(f"{key}.*")}
+
+    return of
+
+
+def damage(path, place=-1):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_put_list_and_fetch(opened, text, store, objects):
+    library = opened(store)
+    stored = library.add(text(1), title="A book")
+    state = library.load(stored.key)
+    answer = library.ask(stored.key, [1, 2, 3], max_new_tokens=4).tokens
+    assert objects(stored.key).keys() == {".json", ".safetensors"}
+    again = opened(store)
+    assert [(found.key, found.tier, found.title) for found in again.documents()] == [(stored.key, "remote", "A book")]
+    assert again.longest([*text(1), 3]).key == stored.key
+    assert again.ask(stored.key, [1, 2, 3], max_new_tokens=4).tokens == answer
+    assert equal(again.load(stored.key), state)
+    assert again.add(text(1)).tokens == 20
+    again.remove(stored.key)
+    assert objects(stored.key) == {}
+    assert opened(store).documents() == again.documents() == []
+    with pytest.raises(CheckpointError, match=r"object .* cannot be read"):
+        opened(store).load(stored.key)
+
+
+def test_any_store_of_obstore(opened, text, store, monkeypatch):
+    memory = MemoryStore()
+    monkeypatch.setattr("obstore.store.from_url", lambda url, **_: memory)
+    key = opened("s3://bucket/path").add(text(1)).key
+    assert len([meta for batch in obstore.list(memory) for meta in batch]) == 2
+    again = opened("s3://bucket/path")
+    assert equal(again.load(key), opened("directory").load(opened("directory").add(text(1)).key))
+    again.remove(key)
+    again.files.remote.remove(key)  # that it is missing is no error
+    assert [meta for batch in obstore.list(memory) for meta in batch] == []
+
+
+FAULTS = {
+    "damaged": (lambda paths: damage(paths[".safetensors"]), "is damaged"),
+    "truncated": (lambda paths: os.truncate(paths[".safetensors"], 500), "truncated"),
+    "missing": (lambda paths: paths[".safetensors"].unlink(), "object .* cannot be read"),
+    "empty": (lambda paths: os.truncate(paths[".safetensors"], 0), "empty file"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("listed", [True, False], ids=["listed before", "new"])
+def test_a_bad_object_is_told_and_can_be_replaced(opened, text, store, objects, fault, listed):
+    first = opened(store)
+    key, other = first.add(text(1)).key, first.add(text(2)).key
+    first.close()
+    library = opened(store) if listed else None
+    harm, message = FAULTS[fault]
+    harm(objects(key))
+    library = library or opened(store)
+    with pytest.raises(CheckpointError, match=message):
+        library.load(key)
+    assert {found.key: bool(found.problem) for found in library.documents()} == {key: True, other: False}
+    assert library.longest(text(1)) is None
+    assert not library.files.directory.path(key).exists()
+    library.load(other)
+    assert library.add(text(1)).key == key
+    assert equal(opened(store).load(key), library.load(key))
+
+
+@pytest.mark.parametrize("fault", ["no json", "not an object", "other ids", "bytes missing"])
+def test_a_bad_table(opened, text, store, objects, fault):
+    first = opened(store)
+    key, other = first.add(text(1)).key, first.add(text(2)).key
+    path = objects(key)[".json"]
+    table = json.loads(path.read_text())
+    if fault == "other ids":
+        table["ids"][3] += 1
+    if fault == "bytes missing":
+        del table["bytes"]
+    path.write_text({"no json": "{", "not an object": "[1]"}.get(fault) or json.dumps(table))
+    library = opened(store)
+    problems = {found.key: found.problem for found in library.documents()}
+    assert problems[other] is None
+    assert "json is damaged" in problems[key]
+    assert library.longest(text(1)) is None
+    assert library.add(text(1)).problem is None
+    assert {found.problem for found in opened(store).documents()} == {None}
+
+
+def test_an_object_without_a_table_is_not_complete(opened, text, store, objects):
+    key = opened(store).add(text(1)).key
+    objects(key)[".json"].unlink()
+    library = opened(store)
+    assert library.documents() == []
+    assert library.longest(text(1)) is None
+    library.add(text(1))
+    assert [found.key for found in opened(store).documents()] == [key]
+
+
+@pytest.mark.parametrize("call", [1, 2], ids=["object", "table"])
+def test_a_put_that_fails(opened, text, store, monkeypatch, call):
+    library, calls, real = opened(store), [], remote_module.Remote._create
+    kept = library.add(text(2)).key
+
+    def refuse(*args):
+        calls.append(args)
+        if len(calls) == call:
+            raise GenericError("the store refuses")
+        return real(*args)
+
+    monkeypatch.setattr(remote_module.Remote, "_create", refuse)
+    with pytest.raises(CheckpointError, match="cannot be read or written: the store refuses"):
+        library.add(text(1))
+    assert [found.key for found in library.documents()] == [kept]
+    assert list(library.files.directory.files()) == [kept]
+    assert [found.key for found in opened(store).documents()] == [kept]
+    library.load(kept)
+    key = library.add(text(1)).key
+    assert equal(opened(store).load(key), library.load(key))
+
+
+def test_a_disk_that_is_full_while_an_object_is_fetched(opened, text, store, monkeypatch):
+    key = opened(store).add(text(1)).key
+    library, real = opened(store), os.pwrite
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", refuse)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        library.load(key)
+    assert [path for path in library.files.directory.root.rglob("*") if path.is_file()] == []
+    monkeypatch.setattr(os, "pwrite", real)
+    library.load(key)
+
+
+def test_a_large_object_is_fetched_in_ranges(opened, text, store, monkeypatch):
+    key = opened(store).add(text(1)).key
+    monkeypatch.setattr(remote_module, "RANGE", 100)
+    assert equal(opened(store).load(key), opened().load(opened().add(text(1)).key))
+
+
+def test_a_large_object_is_put_in_parts(opened, text, store, monkeypatch):
+    monkeypatch.setattr(remote_module, "ONE_PUT", 100)
+    key = opened(store).add(text(1)).key
+    opened(store).load(key)
+
+
+def test_copies_are_kept_within_the_limit(opened, text, store, tmp_path):
+    first = opened(store)
+    keys = [first.add(text(seed)).key for seed in (1, 2, 3)]
+    one = max(found for found in first.files.directory.files().values())
+    limits = {"disk": 2 * one + 100, "disk_folder": tmp_path / "copies", **NOTHING}
+    library = opened(store, limits=limits)
+    for key in keys:
+        library.load(key)
+        assert library.files.directory.used() <= limits["disk"]
+    assert {found.key: found.tier for found in library.documents()} == dict(
+        zip(keys, ["remote", "disk", "disk"], strict=True)
+    )
+    library.close()
+    assert len(opened(store, limits=limits).files.directory.files()) == 2  # they stay
+    none = opened(store, limits={"disk": 0, **NOTHING})
+    for key in keys:
+        assert np.asarray(none.load(key).lengths).tolist() == [20]
+        assert none.files.directory.files() == {}
+    assert {found.tier for found in none.documents()} == {"remote"}
+
+
+def test_threads_that_read_more_than_the_limit_of_copies(opened, text, store):
+    """A copy is not removed while it is read."""
+    first = opened(store)
+    keys = [first.add(text(seed)).key for seed in range(4)]
+    library = opened(store, limits={"disk": 0, **NOTHING})
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for state in pool.map(library.load, keys * 8):
+            assert np.asarray(state.lengths).tolist() == [20]
+    assert {found.problem for found in library.documents()} == {None}
+
+
+def test_a_damaged_copy_is_fetched_again(opened, text, store, tmp_path):
+    limits = {"disk_folder": tmp_path / "copies"}
+    library = opened(store, limits=limits)
+    key = library.add(text(1)).key
+    state = library.load(key)
+    damage(library.files.directory.path(key))
+    again = opened(store, limits=limits)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        again.load(key)
+    assert equal(again.load(key), state)
+
+
+def test_a_temporary_folder_is_removed(params, text, store):
+    with jshadow.Library(store, params, capacity=40) as library:
+        library.add(text(1))
+        folder = library.files.directory.root
+        assert folder.exists()
+    assert not folder.exists()
+
+
+def test_stores_that_cannot_be_opened(opened, tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="place must be the URL of an object store, got 'xyz://bucket'"):
+        opened("xyz://bucket")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises((CheckpointError, ConfigError)):
+        opened(f"file://{tmp_path}/file").documents()
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    with pytest.raises(ConfigError, match=r"needs the package obstore: pip install 'jshadow\[store\]'"):
+        opened("s3://bucket")
+    assert not Path("s3:").exists()

@@ -1,0 +1,153 @@
+"""Sources of documents: ids, texts, and text, Markdown and PDF files, good and bad."""
+
+import contextlib
+import io
+import sys
+from pathlib import Path
+
+import numpy as np
+import pypdf
+import pytest
+from byte_models import BARE, PARAMS
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
+
+import jshadow
+from jshadow.errors import CapacityError, CheckpointError, ConfigError, PromptError
+from jshadow.library.sources import ids_of, read_document
+
+PAGES = ("The first page.", "The second page.")
+
+
+def pdf(pages=PAGES, password=None) -> bytes:
+    """A PDF with a line of text on each page. An empty line makes an empty page."""
+    writer = pypdf.PdfWriter()
+    font = {"/Type": "/Font", "/Subtype": "/Type1", "/BaseFont": "/Helvetica"}
+    font = DictionaryObject({NameObject(key): NameObject(value) for key, value in font.items()})
+    for line in pages:
+        page = writer.add_blank_page(200, 200)
+        content = DecodedStreamObject()
+        content.set_data(f"BT /F1 12 Tf 10 100 Td ({line}) Tj ET".encode())
+        fonts = DictionaryObject({NameObject("/F1"): font})
+        page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
+        page[NameObject("/Contents")] = writer._add_object(content)
+    if password is not None:
+        writer.encrypt(password, algorithm="RC4-128")
+    file = io.BytesIO()
+    writer.write(file)
+    return file.getvalue()
+
+
+PLAIN = pdf()
+
+
+def written(tmp_path, name, content) -> Path:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "A.TXT", "a name.md"])
+def test_text_files(tmp_path, name):
+    text = "# A title\n\nÜber 10 €.\n"
+    path = written(tmp_path, name, text)
+    assert read_document(path) == text
+    assert ids_of(path, PARAMS)[1] == name
+    assert ids_of(path, PARAMS)[0].tolist() == ids_of(text, PARAMS)[0].tolist()
+
+
+def test_ids_and_texts():
+    ids, title = ids_of("abc", PARAMS)
+    assert (ids.dtype, title) == (np.int32, "")
+    assert PARAMS.tokenizer.decode(ids[-3:]) == "abc"
+    for same in ([1, 2], (1, 2), np.array([1, 2])):
+        assert ids_of(same, BARE)[0].tolist() == [1, 2]
+
+
+def test_a_pdf_has_an_empty_line_between_its_pages(tmp_path):
+    assert read_document(written(tmp_path, "a.pdf", PLAIN)) == "\n\n".join(PAGES)
+    assert read_document(written(tmp_path, "b.PDF", pdf(["", "One line."]))).strip() == "One line."
+
+
+BAD_FILES = {
+    "a.pdf": {
+        "must not be encrypted": pdf(password="secret"),
+        "must not be encrypted, got": pdf(password=""),
+        "must have text in it, got none": pdf(["", ""]),
+        "must have text in it": pdf([]),
+        "must be a PDF file, got one that does not parse": PLAIN[: len(PLAIN) // 2],
+        "must be a PDF file": b"",
+        "a PDF file, got one": b"%PDF-1.7\nnothing else",
+    },
+    "a.txt": {
+        "must be UTF-8 text, got other bytes": "Grün".encode("latin-1"),
+        "must be UTF-8 text": b"\xff\xfea\x00",
+        "must have text in it, got none": b"",
+        "must have text": b" \n\t\n",
+    },
+    "a.md": {"must be UTF-8": b"\x80"},
+    "a.docx": {r"must be a .txt, .md or .pdf file, got '.docx'": b"x"},
+    "a": {"got 'no ending'": b"x"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [(name, message) for name, messages in BAD_FILES.items() for message in messages]
+)
+def test_a_file_that_cannot_be_a_document(tmp_path, name, message):
+    path = written(tmp_path, name, BAD_FILES[name][message])
+    with pytest.raises(CheckpointError, match=message) as caught:
+        ids_of(path, PARAMS)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["none.txt", "none.md", "none.pdf", "folder.txt", "folder.pdf"])
+def test_a_missing_file(tmp_path, name):
+    if name.startswith("folder"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        ids_of(tmp_path / name, PARAMS)
+
+
+@settings(max_examples=40, deadline=None)
+@given(place=st.integers(0, len(PLAIN) - 1), value=st.integers(0, 255), cut=st.booleans())
+def test_a_damaged_pdf_gives_a_text_or_a_typed_error(tmp_path_factory, place, value, cut):
+    content = PLAIN[:place] if cut else PLAIN[:place] + bytes([value]) + PLAIN[place + 1 :]
+    path = written(tmp_path_factory.getbasetemp(), "damaged.pdf", content)
+    with contextlib.suppress(CheckpointError):
+        assert read_document(path).strip()
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "/a/b.md", "paper.PDF"])
+def test_a_text_that_is_the_name_of_a_file(name):
+    with pytest.raises(PromptError, match=r"must be a pathlib\.Path to be read as a file"):
+        ids_of(name, PARAMS)
+    assert len(ids_of(f"{name}\n is a file", PARAMS)[0])
+
+
+def test_bad_sources():
+    for source, message in (("", "must have text in it"), (" \n", "must have text in it"), ([], "at least 1 token")):
+        with pytest.raises(PromptError, match=message):
+            ids_of(source, PARAMS)
+    with pytest.raises(PromptError, match=r"source must lie in \[0, vocab_size=257\), got 257"):
+        ids_of([257], PARAMS)
+    with pytest.raises(PromptError, match="must be token ids, because the checkpoint has no tokenizer"):
+        ids_of("a text", BARE)
+    with pytest.raises(PromptError, match="must be token ids"):
+        ids_of(Path("a.txt"), BARE)
+
+
+def test_a_package_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pypdf", None)
+    with pytest.raises(ConfigError, match=r"needs the package pypdf: pip install 'jshadow\[pdf\]'"):
+        read_document(written(tmp_path, "a.pdf", PLAIN))
+
+
+def test_a_document_is_longer_than_the_library(tmp_path):
+    """Nothing is read, and the error has both numbers."""
+    with jshadow.Library(tmp_path / "library", PARAMS, capacity=40) as library:
+        path = written(tmp_path, "long.txt", "x" * 41)
+        with pytest.raises(CapacityError, match=r"at most capacity=40 tokens, got 4[1-9]"):
+            library.add(path)
+        assert library.documents() == []

@@ -1,0 +1,209 @@
+"""A library against a plain model of it: tiers, files, restarts, and another process on the same directory."""
+
+import functools
+import shutil
+import tempfile
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from small_state import POLICY, SMALL, equal
+from tier_model import TierModel
+
+import jshadow
+from jshadow.errors import CapacityError, CheckpointError
+from jshadow.library import TierLimits
+from jshadow.library.memory import size_of
+from jshadow.library.tiers import DEVICE
+from jshadow.weights.params import init_params
+
+COUNT = 5
+TEXTS = st.integers(0, COUNT - 1)
+FEW = st.integers(0, 3)
+
+
+@functools.cache
+def made():
+    """The params, and for each text its ids, its state, the bytes of its file, and the bytes that are reserved."""
+    params = init_params(SMALL)
+    folder = tempfile.mkdtemp()
+    texts = [np.random.default_rng(seed).integers(0, 13, 10 + 3 * seed).tolist() for seed in range(COUNT)]
+    with jshadow.Library(folder, params, POLICY, capacity=40, fetch="device_put") as library:
+        states, reserved = [], []
+        for ids in texts:
+            key = library.add(ids).key
+            states.append(library.load(key).fork())
+            library.remove(key)
+            library.store(ids, states[-1])
+            library.files.directory.reserve(key, states[-1], len(ids))
+            reserved.append(library.files.directory.reserved.pop(key))
+        keys = [library.longest(ids).key for ids in texts]
+        files = [library.files.directory.bytes_of(key) for key in keys]
+    shutil.rmtree(folder)
+    return params, texts, states, keys, files, reserved
+
+
+def open_library(folder, limits):
+    return jshadow.Library(folder, made()[0], POLICY, capacity=40, fetch="device_put", limits=limits)
+
+
+class Machine(RuleBasedStateMachine):
+    """`files` are the texts that have a file, `listed` those that the library knows."""
+
+    @initialize(device=FEW, host=FEW, rows=FEW, disk=st.integers(0, 6))
+    def begin(self, device, host, rows, disk):
+        _, self.texts, self.states, self.keys, self.sizes, self.reserved = made()
+        self.size = size_of(self.states[0])
+        # "host" states in the host tier, and the host rows of "rows" states in the device tier
+        limits = device * self.size.device, host * self.size.total + rows * self.size.host
+        self.disk = max(self.reserved) + disk * max(self.sizes) - 1
+        self.limits = TierLimits(*limits, disk=self.disk)
+        self.folder = tempfile.mkdtemp()
+        self.library, self.other = open_library(self.folder, self.limits), open_library(self.folder, TierLimits())
+        self.model = TierModel(*limits)
+        self.files, self.listed = set(), set()
+
+    def teardown(self):
+        if hasattr(self, "library"):
+            self.library.close()
+            self.other.close()
+            shutil.rmtree(self.folder)
+
+    # The model
+
+    def has_room(self, text, waiting=0):
+        """Whether the disk has room for a text, beside the further bytes of files that are being written."""
+        return sum(self.sizes[other] for other in self.files) + waiting + self.reserved[text] <= self.disk
+
+    def written(self, text, waiting=0):
+        """Give a text a file if the disk has room. Return whether it has."""
+        if self.has_room(text, waiting):
+            self.files.add(text)
+            return True
+        return False
+
+    def put(self, text):
+        """Put a text into memory. Return its tier, and the bytes that are being written for those that leave."""
+        tier, gone = self.model.put(text, self.size)
+        waiting, before = 0, set(self.files)
+        for other in gone:
+            if other not in before:
+                self.library.catalog.wait(self.keys[other])
+                unclear = self.has_room(other) and not self.has_room(other, waiting)  # an earlier file may be complete
+                if self.keys[other] in self.library.catalog.entries if unclear else self.written(other, waiting):
+                    self.files.add(other)
+                    waiting += self.reserved[other] - self.sizes[other]
+                else:
+                    self.listed.discard(other)
+        return tier, waiting
+
+    # The rules
+
+    @rule(text=TEXTS, durable=st.booleans(), soon=st.booleans())
+    def store(self, text, durable, soon):
+        store = self.library.start_store if soon else self.library.store
+        try:
+            stored = store(self.texts[text], self.states[text], durable=durable)
+            stored = stored.result(60) if soon else stored
+        except CapacityError:
+            stored = None
+        if text not in self.files:
+            # an evicted state may be complete, or still take the bytes that are reserved for it
+            assert stored in (self.keys[text], None)
+        tier, waiting = self.put(text)
+        if text in self.files or (tier is not None and not durable):
+            assert stored == self.keys[text]
+            self.listed.add(text)
+        elif stored is not None:
+            assert self.written(text), "a file exceeds the limit"
+            self.listed.add(text)
+        else:
+            assert not self.written(text, waiting), "a file that has room is refused"
+            if text not in self.listed:
+                self.model.drop(text)
+
+    @rule(text=TEXTS)
+    def load(self, text):
+        if text not in self.listed:
+            with pytest.raises(CheckpointError):
+                self.library.load(self.keys[text])
+            return
+        assert equal(self.library.load(self.keys[text]), self.states[text])
+        tier = self.model.tier_of(text)
+        if tier == DEVICE or (tier is not None and not self.fits_device()):
+            self.model.use(text)
+        else:
+            self.put(text)
+
+    def fits_device(self):
+        return self.size.device <= self.limits.device and self.size.host <= self.limits.host
+
+    @rule(text=TEXTS)
+    def remove(self, text):
+        if text not in self.listed:
+            with pytest.raises(CheckpointError):
+                self.library.remove(self.keys[text])
+            return
+        self.library.remove(self.keys[text])
+        self.forget(text)
+
+    def forget(self, text):
+        self.files.discard(text)
+        self.listed.discard(text)
+        self.model.drop(text)
+
+    @rule(read=st.booleans())
+    def restart(self, read):
+        if read and self.listed:
+            self.library.prepare(self.keys[min(self.listed)])
+        self.library.close()
+        self.library = open_library(self.folder, self.limits)
+        self.model.rows.clear()
+        self.listed = set(self.files)
+
+    @rule(text=TEXTS)
+    def another_process_stores(self, text):
+        self.other.store(self.texts[text], self.states[text])
+        self.files.add(text)
+        self.listed.add(text)
+
+    @rule(text=TEXTS)
+    def another_process_removes(self, text):
+        if text in self.files:
+            self.other.remove(self.keys[text])
+            self.forget(text)
+
+    @rule(text=TEXTS)
+    def another_process_loads(self, text):
+        if text in self.files:
+            assert equal(self.other.load(self.keys[text]), self.states[text])
+
+    @invariant()
+    def all_is_the_model_s(self):
+        if not hasattr(self, "library"):
+            return
+        for key in self.keys:
+            self.library.catalog.wait(key)
+        stored = {found.key: found for found in self.library.documents()}
+        assert stored.keys() == {self.keys[text] for text in self.listed}
+        for text in range(COUNT):
+            found = self.library.longest([*self.texts[text], 1])
+            assert (found and found.key) == (self.keys[text] if text in self.listed else None)
+            if found:
+                assert found == stored[found.key]
+                assert (found.tier, found.problem) == (self.model.tier_of(text) or "disk", None)
+        held = [(key, one.tier) for key, one in self.library.tiers.held.items()]
+        assert held == [(self.keys[text], tier) for text, _, tier in self.model.rows]
+        for tier in self.model.limits:
+            assert self.library.tiers.used(tier) == self.model.taken(tier) <= getattr(self.limits, tier)
+        directory = self.library.files.directory
+        assert directory.files() == {self.keys[text]: self.sizes[text] for text in self.files}
+        assert not directory.reserved
+        assert not self.library.catalog.writing
+        assert not directory.folder.exists() or len(list(directory.folder.iterdir())) == len(self.files)
+
+
+TestLibrary = Machine.TestCase
+TestLibrary.settings = settings(max_examples=30, stateful_step_count=20, deadline=None)

@@ -1,0 +1,255 @@
+"""Several threads on one library: files are written aside, no lock is held meanwhile, and a document is read once."""
+
+import concurrent.futures
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+from small_state import equal
+
+from jshadow import generate
+from jshadow.engine.generation import GenerationLoop
+from jshadow.engine.saved import file as saved_file
+from jshadow.engine.saved import state as saved
+from jshadow.errors import CapacityError, CheckpointError, ConfigError, StateMismatch
+from jshadow.library import library as library_module
+from jshadow.library import writing
+
+WAIT = 30  # seconds after which a test fails
+ONE_PROGRAM = threading.Lock()  # programs that are compiled for tests must not run at once (tests/conftest.py)
+
+
+@pytest.fixture
+def pool():
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+class Gate:
+    """A function that waits, where it is called, until the gate is opened."""
+
+    def __init__(self, monkeypatch, owner, name):
+        self.real, self.open = getattr(owner, name), threading.Event()
+        self.reached, self.threads = threading.Semaphore(0), []
+        monkeypatch.setattr(owner, name, self)
+
+    def __call__(self, *args, **options):
+        self.threads.append(threading.current_thread().name)
+        self.reached.release()
+        assert self.open.wait(WAIT)
+        with ONE_PROGRAM:
+            return self.real(*args, **options)
+
+    def wait(self):
+        assert self.reached.acquire(timeout=WAIT)
+
+
+@contextlib.contextmanager
+def opened_at_end(gate):
+    """Opens a gate at the end, also after an error, so that no thread is left behind."""
+    try:
+        yield gate
+    finally:
+        gate.open.set()
+
+
+@pytest.fixture
+def state_of(opened, text):
+    """Returns a state of the text of a seed, from another library."""
+    return lambda seed: (other := opened("other")).load(other.add(text(seed)).key)
+
+
+def test_a_state_is_written_aside(opened, text, state_of, pool, monkeypatch, params):
+    """It is found in memory at once and listed when its file is complete. Others work meanwhile."""
+    library, state = opened(), state_of(1)
+    kept, other = library.add(text(2)).key, state_of(3)
+    expected = state.with_room(0)
+    with opened_at_end(Gate(monkeypatch, saved, "write_payload")) as gate:
+        future = library.start_store(text(1), state, title="later")
+        gate.wait()
+        assert not future.done()
+        assert [stored.key for stored in library.documents()] == [kept]
+        assert library.longest([*text(1), 5]).tokens == 20
+        generate(params, [1, 2, 3], state=state.with_room(7), max_new_tokens=4)
+        found = pool.submit(library.load, library.longest(text(1)).key).result(WAIT)  # from memory
+        assert equal(found, expected)
+        assert pool.submit(library.load, kept).result(WAIT)
+        assert pool.submit(library.store, text(3), other, durable=False).result(WAIT)
+        assert library.start_store(text(1), state) is future  # it is written once
+    key = future.result(WAIT)
+    assert gate.threads == ["jshadow-library-write_0"]
+    assert [(stored.key, stored.title) for stored in library.documents()][-1] == (key, "later")
+    assert equal(opened().load(key), expected)
+
+
+def test_a_state_that_is_written_aside_is_found_only_where_it_is(opened, text, state_of, monkeypatch, pool):
+    library, state = opened(limits={"device": 0, "host": 0}), state_of(1)
+    with opened_at_end(Gate(monkeypatch, saved, "write_payload")) as gate:
+        future = library.start_store(text(1), state)
+        gate.wait()
+        assert library.longest(text(1)) is None
+        loaded = pool.submit(library.load, library.identity.key(np.asarray(text(1), np.int32)))
+        removed = pool.submit(library.remove, library.identity.key(np.asarray(text(1), np.int32)))
+        assert not loaded.done()
+        assert not removed.done()
+    future.result(WAIT)
+    with contextlib.suppress(CheckpointError):  # removed before it was read
+        assert equal(loaded.result(WAIT), state.with_room(0))
+    removed.result(WAIT)
+    assert library.documents() == []
+
+
+def test_nothing_is_hashed_or_written_under_a_lock(opened, text, state_of, monkeypatch):
+    """A lock that another thread can take is not held."""
+    library, calls = opened(limits={"device": 0, "host": 0}), []
+    key, state = library.add(text(1)).key, state_of(2)
+
+    def checked(real):
+        def wrapped(*args):
+            with concurrent.futures.ThreadPoolExecutor(1) as other:
+                for lock in (library.work, library.catalog.lock, library.files.directory.lock):
+                    free = other.submit(lambda lock=lock: lock.acquire(blocking=False) and not lock.release())
+                    calls.append(free.result(WAIT))
+            return real(*args)
+
+        return wrapped
+
+    monkeypatch.setattr(saved, "sha256", checked(saved.sha256))
+    monkeypatch.setattr(saved, "staged_file", checked(saved.staged_file))
+    library.store(text(2), state)
+    assert len(calls) > 6
+    assert all(calls)
+    calls.clear()
+    monkeypatch.setattr(saved_file, "sha256", checked(saved_file.sha256))
+    monkeypatch.setattr(saved_file.TensorFile, "read", checked(saved_file.TensorFile.read))
+    library.files.verified.clear()
+    library.load(key)
+    again = opened()  # the headers of new files
+    assert len(again.documents()) == 2
+    assert len(calls) > 6
+    assert all(calls)
+
+
+def test_arrays_on_the_device_are_copied_before_the_call_returns(opened, text, state_of, monkeypatch):
+    """Offloaded rows are in host memory already. The thread that writes reads them there."""
+    library, state, seen, real = opened(), state_of(1), [], saved.host_array
+
+    def noted(leaf):
+        memory = getattr(getattr(leaf, "sharding", None), "memory_kind", "numpy")
+        seen.append((threading.current_thread().name, memory))
+        return real(leaf)
+
+    monkeypatch.setattr(saved, "host_array", noted)
+    library.start_store(text(1), state).result(WAIT)
+    assert {memory for thread, memory in seen if thread.startswith("jshadow-")} == {"numpy", "pinned_host"}
+    assert {memory for thread, memory in seen if not thread.startswith("jshadow-")} == {"device"}
+
+
+def test_the_bytes_of_files_that_are_being_written_count(opened, text, state_of, monkeypatch):
+    first, second = state_of(1), state_of(2)
+    limit = opened("other").files.directory.used()  # two files; more is reserved for each while it is written
+    opened("measured").files.directory.reserve("key", first, 20)
+    [reserved] = opened.libraries[-1].files.directory.reserved.values()
+    library = opened(limits={"disk": reserved + limit})
+    with opened_at_end(Gate(monkeypatch, saved, "write_payload")) as gate:
+        future = library.start_store(text(1), first)
+        gate.wait()
+        with pytest.raises(CapacityError, match=rf"bytes beside {reserved} bytes of stored states"):
+            library.start_store(text(2), second).result(WAIT)
+    future.result(WAIT)
+    library.start_store(text(2), second).result(WAIT)
+    assert len(library.files.directory.files()) == 2
+
+
+def test_only_a_few_states_wait_to_be_written(opened, text, state_of, pool, monkeypatch):
+    library, states = opened(), [state_of(seed) for seed in range(writing.MOST_WAITING + 1)]
+    with opened_at_end(Gate(monkeypatch, saved, "write_payload")) as gate:
+        futures = [library.start_store(text(seed), state) for seed, state in enumerate(states[:-1])]
+        last = pool.submit(library.start_store, text(len(states) - 1), states[-1])
+        gate.wait()
+        with pytest.raises(concurrent.futures.TimeoutError):
+            last.result(0.2)
+    keys = [future.result(WAIT) for future in [*futures, last.result(WAIT)]]
+    assert [stored.key for stored in library.documents()] == keys
+
+
+def test_closing_completes_what_is_being_written(opened, text, state_of, pool, monkeypatch):
+    library, state = opened(), state_of(1)
+    with opened_at_end(Gate(monkeypatch, saved, "write_payload")) as gate:
+        future = library.start_store(text(1), state)
+        gate.wait()
+        closing = pool.submit(library.close)
+    closing.result(WAIT)
+    key = future.result(0)
+    assert equal(opened().load(key), state.with_room(0))
+    for use in (lambda: library.load(key), lambda: library.store(text(1), state), lambda: library.prepare(key)):
+        with pytest.raises(ConfigError, match="must be open, got one that was closed"):
+            use()
+
+
+def test_bad_arguments_are_told_at_once(opened, text, state_of):
+    library, state = opened(), state_of(1)
+    with pytest.raises(StateMismatch, match="must hold the 19 tokens"):
+        library.start_store(text(1)[:19], state)
+    assert not library.catalog.writing
+
+
+def test_two_threads_that_add_one_document_read_it_once(opened, text, pool, monkeypatch):
+    library = opened()
+    with opened_at_end(Gate(monkeypatch, library_module, "prefill_many")) as gate:
+        futures = [pool.submit(library.add, text(1)) for _ in range(3)]
+        gate.wait()
+        other = pool.submit(library.add, text(2))  # another document is read at the same time
+        gate.wait()
+        assert library.documents() == []  # no lock is held
+    results = {future.result(WAIT).key for future in futures}
+    assert len(results) == 1
+    assert other.result(WAIT).key not in results
+    assert len(gate.threads) == 2
+    assert not library.making
+
+
+def test_a_thread_that_fails_leaves_the_document_to_the_next(opened, text, pool, monkeypatch):
+    library, real, calls = opened(), library_module.prefill_many, []
+    first = threading.Event()
+
+    def failing(*args, **options):
+        calls.append(1)
+        if len(calls) == 1:
+            assert first.wait(WAIT)
+            raise CheckpointError("the disk failed")
+        return real(*args, **options)
+
+    monkeypatch.setattr(library_module, "prefill_many", failing)
+    futures = [pool.submit(library.add, text(1)) for _ in range(2)]
+    first.set()
+    errors = [future.exception(WAIT) for future in futures]
+    assert sorted(map(str, errors)) == ["None", "the disk failed"]
+    assert len(library.documents()) == 1
+    assert not library.making
+
+
+def test_a_question_does_not_hold_up_others(opened, text, pool, monkeypatch):
+    library = opened()
+    key = library.add(text(1)).key
+    expected, real = library.ask(key, [1, 2, 3], max_new_tokens=4).tokens, GenerationLoop.__iter__
+    with opened_at_end(Gate(monkeypatch, GenerationLoop, "__iter__")) as gate:
+        gate.real = lambda loop: iter(list(real(loop)))
+        monkeypatch.setattr(GenerationLoop, "__iter__", lambda loop: gate(loop))  # a method
+        asked = [pool.submit(library.ask, key, [1, 2, 3], max_new_tokens=4) for _ in range(2)]
+        gate.wait()
+        gate.wait()
+        assert library.load(key)
+        assert library.add(text(2))
+    assert [future.result(WAIT).tokens for future in asked] == [expected, expected]
+
+
+def test_threads_that_load_one_state(opened, text, pool):
+    """Each gets the state, whether a memory tier keeps it or not."""
+    key = opened().add(text(1)).key
+    expected = opened().load(key)
+    for limits in ({}, {"device": 0, "host": 0}, {"device": 0}):
+        library = opened(limits=limits)
+        for state in pool.map(lambda _, library=library: library.load(key), range(6)):
+            assert equal(state, expected)

@@ -1,0 +1,111 @@
+"""The bytes of the plan are those of the engine's own arrays, in each memory, with and without a document."""
+
+import gc
+
+import jax
+import pytest
+from byte_models import CONFIG, PARAMS, SHADOW
+from serving_cases import SYNC, prompt_of, run
+
+import jshadow
+from jshadow.planner.sessions import MemoryLimits, SessionClass, session_plan
+from jshadow.serving import Engine, EngineOptions, Limits, Request, RowClass
+from jshadow.serving.admission import held_bytes, needed_bytes
+
+FETCH = "device_put"  # both memories are used
+ONE = RowClass(104, 24, 10)
+DOCUMENT = prompt_of(90, 5)
+OPTIONS = EngineOptions(fetch=FETCH, threaded=False, prefill_chunk=SYNC.prefill_chunk, turn_chunk=8)
+MEMORIES = ("device", "pinned_host")
+
+
+def by_memory(arrays):
+    """The bytes of arrays in each memory. Two arrays may be views of one buffer, which counts once."""
+    sizes = {(a.sharding.memory_kind, a.unsafe_buffer_pointer(), a.nbytes) for a in arrays}
+    return tuple(sum(size for memory, _, size in sizes if memory == kind) for kind in MEMORIES)
+
+
+def live():
+    """All arrays that are alive. The list keeps them, because the memory of a freed array may be used again."""
+    gc.collect()
+    return [array for array in jax.live_arrays() if not array.is_deleted()]
+
+
+def planned(documents):
+    sizes = SessionClass(ONE.prompt, ONE.room, ONE.rows, groups=1, documents=documents)
+    plan = session_plan(CONFIG, SHADOW, [sizes], MemoryLimits(), dtype="float32", fetch=FETCH, backend="cpu")
+    return plan.classes[0]
+
+
+def all_read(engine, prompts):
+    """Read ten prompts into rows, and return the group and the arrays that were made for it."""
+    before = live()
+    known = {array.unsafe_buffer_pointer() for array in before}
+    answers = [engine.submit(Request(prompt, 12)) for prompt in prompts]
+    while not answers[-1]._pieces:
+        assert engine.run_once()
+    [group] = engine._loop.groups
+    return group, [array for array in live() if array.unsafe_buffer_pointer() not in known], answers
+
+
+def test_rows_of_their_own():
+    engine = Engine(PARAMS, SHADOW, classes=[ONE], options=OPTIONS)
+    group, fresh, answers = all_read(engine, [prompt_of(60 + row, row) for row in range(10)])
+    settings = sum(leaf.nbytes for leaf in jax.tree.leaves(group.pool.rows))
+    device, host = planned(0).group_bytes
+    assert by_memory(fresh) == (device + settings, host) == (group.plan.bytes.device, group.plan.bytes.host)
+    assert host > 0
+    run(engine)
+    assert all(answer.done for answer in answers)
+
+
+@pytest.fixture
+def library(tmp_path):
+    with jshadow.Library(tmp_path, PARAMS, SHADOW, capacity=ONE.capacity, fetch=FETCH) as library:
+        yield library
+
+
+def test_ten_sessions_hold_the_prompt_half_of_their_document_once(library):
+    before = live()
+    known = {array.unsafe_buffer_pointer() for array in before}
+    library.add(DOCUMENT)
+    stored = [array for array in live() if array.unsafe_buffer_pointer() not in known]
+    plan = planned(1)
+    assert by_memory(stored) == plan.documents_bytes
+    engine = Engine(PARAMS, SHADOW, classes=[ONE], library=library, options=OPTIONS)
+    group, fresh, answers = all_read(engine, [[*DOCUMENT, *prompt_of(3, row)] for row in range(10)])
+    settings = sum(leaf.nbytes for leaf in jax.tree.leaves(group.pool.rows))
+    device, host = plan.group_bytes
+    assert by_memory(fresh) == (device + settings, host)  # nothing of the prompt half
+    sizes = group.plan.bytes
+    assert (sizes.device, sizes.host) == (device + settings, host)
+    prompt = by_memory(jax.tree.leaves(library.load(library.longest(DOCUMENT).key).reads()))
+    assert (sizes.shared_device, sizes.shared_host) == prompt
+    assert min(sizes.step, sizes.reading, *prompt) > 0
+    more = engine.submit(Request([*DOCUMENT, 4], 5))  # it takes a second group, which shares the half too
+    while not more._pieces:
+        assert engine.run_once()
+    groups = engine._loop.groups
+    assert len(groups) == 2
+    assert held_bytes(one.plan for one in groups) == (2 * sizes.device + prompt[0], 2 * sizes.host + prompt[1])
+    halves = [jax.tree.leaves(one.pool.state.reads()) for one in groups]
+    assert all(one is two for one, two in zip(*halves, strict=True))
+    run(engine)
+    assert all(answer.done for answer in answers)
+
+
+def test_the_bytes_of_a_document_are_admitted(library):
+    """With the bytes of one group alone, a second group on the document waits. With fewer, the request is refused."""
+    library.add(DOCUMENT)
+    probe = Engine(PARAMS, SHADOW, classes=[ONE], library=library, options=OPTIONS)
+    group, _, _ = all_read(probe, [[*DOCUMENT, row] for row in range(3, 13)])
+    device, host = needed_bytes([group.plan])
+    needs = [needed_bytes([plan]) for plan in (group.plan, *probe.plans)]
+    limits = [max(sizes) for sizes in zip(*needs, strict=True)]
+    engine = Engine(
+        PARAMS, SHADOW, classes=[ONE], library=library, options=OPTIONS, limits=Limits(limits[0], limits[1])
+    )
+    answers = [engine.submit(Request([*DOCUMENT, row], 6)) for row in range(3, 15)]
+    while engine.run_once():
+        assert len(engine._loop.groups) <= max(limits[0] // device, limits[1] // host)
+    assert all(len(answer.result(0).tokens) == 6 for answer in answers)

@@ -1,0 +1,110 @@
+"""Penalties, biases, grammars and learned arrays in the engine: the tokens of one row alone, drawn step by step."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from byte_models import CONFIG, PARAMS
+from serving_cases import CLASSES, SYNC, engine_of, prompt_of, run
+
+import jshadow
+from jshadow.engine.decode import decode_step, prefill
+from jshadow.engine.rows.sampling import draw, pack_mask, row_of
+from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.sampling import Sampler
+from jshadow.errors import ConfigError
+from jshadow.policies import Full, Loki
+from jshadow.serving import Engine, EngineOptions, Request
+
+OPTIONS = dataclasses.replace(SYNC, penalties=True, bias_limit=2, grammar=True)
+WARM = Sampler(1.1)
+
+
+def even_then_odd(tokens):
+    """Tokens of even and of odd ids in turn."""
+    return np.arange(CONFIG.vocab_size) % 2 == len(tokens) % 2
+
+
+def step_by_step(request):
+    """The tokens of one row with Full, drawn from the logits of single steps."""
+    parts = OPTIONS.parts(PARAMS)
+    row = row_of(request.settings, parts, prompt=request.prompt)
+    logits, state = prefill(PARAMS, [request.prompt], [len(request.prompt)], Full(), capacity=CLASSES[1].capacity)
+    tokens = []
+    while True:
+        if request.allowed is not None:
+            row = row.replace(allowed=jnp.asarray(pack_mask(request.allowed(tokens))[None]))
+        token, row = draw(row, logits)
+        tokens.append(int(token[0]))
+        if len(tokens) == request.max_new_tokens:
+            return tokens
+        logits, state = decode_step(PARAMS, token, state)
+
+
+REQUESTS = [
+    Request(prompt_of(20), 12),
+    Request(prompt_of(20), 12, RowSettings(presence_penalty=2.0, frequency_penalty=1.0, logit_bias={7: 4.0, 9: 3.0})),
+    Request(prompt_of(20), 12, RowSettings(WARM, 5, repetition_penalty=1.7)),
+    Request(prompt_of(20), 12, RowSettings(logit_bias={7: 100.0, 9: 99.9}, frequency_penalty=0.5)),
+    Request(prompt_of(20), 12, RowSettings(WARM, 6), allowed=even_then_odd),
+    Request(prompt_of(20), 12, allowed=even_then_odd),
+]
+
+
+def test_each_row_has_its_own_settings():
+    engine = Engine(PARAMS, Full(), classes=CLASSES, options=OPTIONS)
+    wanted = [step_by_step(request) for request in REQUESTS]
+    assert len({tuple(tokens) for tokens in wanted}) == len(wanted)  # so each setting has an effect
+    answers = [engine.submit(request) for request in REQUESTS]
+    run(engine)
+    assert [answer.result(0).tokens for answer in answers] == wanted
+    again = engine.submit(REQUESTS[0])  # in a row that had a grammar
+    run(engine)
+    assert again.result(0).tokens == wanted[0]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "match"),
+    [
+        (lambda tokens: np.ones(3, bool), r"got bool \[3\]"),
+        (
+            lambda tokens: np.arange(CONFIG.vocab_size) >= 0 if not tokens else np.zeros(CONFIG.vocab_size, bool),
+            "with 0",
+        ),
+        (lambda tokens: 1 / 0, "ZeroDivisionError"),
+    ],
+)
+def test_a_bad_grammar_fails_its_own_request(allowed, match):
+    engine = Engine(PARAMS, Full(), classes=CLASSES, options=OPTIONS)
+    bad, good = engine.submit(Request(prompt_of(20), 5, allowed=allowed)), engine.submit(Request(prompt_of(20), 12))
+    run(engine)
+    with pytest.raises(ConfigError, match=match):
+        bad.result(0)
+    assert good.result(0).tokens == step_by_step(good.request)
+    assert engine.report().rows_in_use == 0
+
+
+def test_a_grammar_needs_an_engine_with_masks():
+    with pytest.raises(ConfigError, match=r"options\.grammar"):
+        engine_of().submit(Request([3], 1, allowed=even_then_odd))
+    with pytest.raises(ConfigError, match="allowed must be a function"):
+        Request([3], allowed=[True])
+
+
+def test_a_policy_with_learned_arrays():
+    policy = Loki(budget=16, columns=6, calibration="offline")
+    fitted = policy.fit(PARAMS, np.asarray(prompt_of(90, 1)))
+    options = EngineOptions(threaded=False, prefill_chunk=SYNC.prefill_chunk, fitted=fitted)
+    engine = Engine(PARAMS, policy, classes=CLASSES[1:], options=options)
+    assert engine.plans[0].fallback is None
+    requests = [Request(prompt_of(length, 3), 10) for length in (100, 60, 80)]
+    answers = [engine.submit(request) for request in requests]
+    run(engine)
+    for request, answer in zip(requests, answers, strict=True):
+        want = jshadow.generate(
+            PARAMS, request.prompt, policy, max_new_tokens=10, capacity=CLASSES[1].capacity, fitted=fitted
+        )
+        assert answer.result(0).tokens == want.tokens
+    with pytest.raises(ConfigError, match="fitted"):
+        Engine(PARAMS, Full(), classes=CLASSES[1:], options=options)
