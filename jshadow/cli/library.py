@@ -275,7 +275,7 @@ def chosen(documents: list["Stored"], key: str, *, usable: bool = True) -> "Stor
     found = found or [stored for stored in documents if key and (stored.key.startswith(key) or stored.title == key)]
     if len(found) != 1:
         keys = ", ".join(stored.key[:SHOWN] for stored in found)
-        what = f"which is that of {keys}" if found else "which is that of none"
+        what = f"which is that of {keys}" if found else "which no stored state has"
         raise CheckpointError(f"KEY must be the beginning of one key, or one title, got {key!r:.80}, {what}")
     if usable and found[0].problem is not None:
         raise CheckpointError(found[0].problem)
