@@ -111,8 +111,8 @@ class Engine:
         """Compile the programs of each class, so that later requests compile nothing.
 
         Requests of a few tokens run in each class, and on a document with the room of each class if the engine has a
-        library. What compiles later is the storing of states (`Request.store`), and a row on a stored answer that needs
-        more room than its class has.
+        library. Two things may compile later: the change of an answer's window when it is stored (`Request.store`), and
+        rows on a stored answer that need more room than their class has.
 
         Raises:
             CapacityError: no group of a class fits the limits.
@@ -137,6 +137,9 @@ class Engine:
         request = Request(ids, min(3, most), RowSettings(seed=-(2**63)))
         job = Job(Answer(request), ids, TextStream(None), frozenset())
         job.plans, job.read = [plan], read
+        own = self._loop.library
+        if own is not None and (library is not None or plan.row_class.capacity == own.capacity):
+            job.keep = lambda _, state: state.with_room(0)  # as the library does
         if library is not None:
             job.document, job.rooms = "", [plan.row_class]
             job.load = functools.partial(self._loop.programs.document, library)
