@@ -242,6 +242,9 @@ def test_only_rows_of_the_capacity_of_the_library_are_stored(library):
     small = engine_of(library=library, options=OPTIONS, classes=CLASSES[:1])
     with pytest.raises(CapacityError, match=r"capacity of the library, 128, got .* the capacity 20 "):
         small.submit(short)
+    other = engine_of(library=library, options=dataclasses.replace(OPTIONS, fetch="device_put"))
+    with pytest.raises(ConfigError, match="fetch mode of the library, 'resident', got 'device_put'"):
+        other.submit(short)
 
 
 def test_a_library_must_be_of_the_engine(library):

@@ -31,7 +31,8 @@ class Serving(RuleBasedStateMachine):
         job = Job(answer, prompt, TextStream(None), frozenset({STOP}))
         job.plans = fitting(PLANS, len(prompt), new)
         if store:
-            job.plans, job.keep = storable(job.plans, self.library.capacity), self.library.store
+            library = self.library
+            job.plans, job.keep = storable(job.plans, library.capacity, library.fetch), library.store
         self.loop.accept(job)
         self.answers.append(answer)
 

@@ -111,7 +111,7 @@ class PlainLibrary:
         lost: the keys of files that cannot be read.
     """
 
-    capacity = PLANS[1].row_class.capacity
+    capacity, fetch = PLANS[1].row_class.capacity, "resident"
 
     def __init__(self, device, host):
         self.recent, self.files, self.lost, self.reads = [], {}, set(), []
