@@ -206,11 +206,12 @@ def fitting(plans: Sequence[PlannedClass], prompt: int, room: int) -> list[Plann
     return found
 
 
-def storable(plans: Sequence[PlannedClass], capacity: int) -> list[PlannedClass]:
-    """Return the plans whose rows a library of this capacity can store.
+def storable(plans: Sequence[PlannedClass], capacity: int, fetch: str) -> list[PlannedClass]:
+    """Return the plans whose rows a library of this capacity and fetch mode can store.
 
     Raises:
-        CapacityError: there is none.
+        CapacityError: there is none of this capacity.
+        ConfigError: those of this capacity have another fetch mode.
     """
     found = [plan for plan in plans if plan.row_class.capacity == capacity]
     if not found:
@@ -219,4 +220,7 @@ def storable(plans: Sequence[PlannedClass], capacity: int) -> list[PlannedClass]
         raise CapacityError(
             f"store needs a class with the capacity of the library, {capacity}, got a request for the capacity {sizes}"
         )
-    return found
+    same = [plan for plan in found if plan.fetch == fetch]
+    if not same:
+        raise ConfigError(f"store needs a class with the fetch mode of the library, {fetch!r}, got {found[0].fetch!r}")
+    return same
