@@ -14,7 +14,7 @@ from jshadow.errors import CapacityError, ConfigError, JshadowError, ServingErro
 from jshadow.policies import Policy
 from jshadow.serving.admission import Admission, Limits, held_bytes
 from jshadow.serving.classes import EngineOptions, PlannedClass, RowClass, fitting, plan_classes, storable
-from jshadow.serving.documents import check_library
+from jshadow.serving.documents import check_library, not_kept
 from jshadow.serving.jobs import Job
 from jshadow.serving.loop import Loop
 from jshadow.serving.programs import Programs
@@ -140,7 +140,7 @@ class Engine:
         job.plans, job.read = [plan], read
         own = self._loop.library
         if own is not None and (library is not None or plan.row_class.capacity == own.capacity):
-            job.keep = documents.not_kept
+            job.keep = not_kept
         if library is not None:
             job.document, job.rooms = "", [plan.row_class]
             job.load = functools.partial(self._loop.programs.document, library)

@@ -32,7 +32,7 @@ class Serving(RuleBasedStateMachine):
         job.plans = fitting(PLANS, len(prompt), new)
         if store:
             library = self.library
-            job.plans, job.keep = storable(job.plans, library.capacity, library.fetch), library.store
+            job.plans, job.keep = storable(job.plans, library.capacity, library.fetch), library.start_store
         self.loop.accept(job)
         self.answers.append(answer)
 

@@ -138,13 +138,16 @@ class PlainLibrary:
         self._use(key)
         return list(key) if held is None else list(held.state)
 
-    def store(self, ids, state):
+    def start_store(self, ids, state):
         assert ids == state
         key = tuple(ids)
         self.files[key] = state
         self.lost.discard(key)
         self._put(key, state)
         self._use(key)
+        done = concurrent.futures.Future()
+        done.set_result(key)
+        return done
 
     def _put(self, key, state):
         half = len(state) // 2
