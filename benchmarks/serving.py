@@ -105,6 +105,13 @@ def restarted(args: argparse.Namespace, place: str, name: str) -> dict[str, list
     return result
 
 
+def stored_questions(params: Any, args: argparse.Namespace, policy: Any) -> dict[str, list[float]]:
+    """Return the seconds until the first token, of each way and run, with those of a new process."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = str(Path(folder, "library"))
+        return questions(params, args, place, policy) | restarted(args, place, args.policy)
+
+
 def spread(values: list[float]) -> str:
     """Return the median and the range as text."""
     return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
@@ -120,6 +127,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of a document")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--policy", choices=POLICIES, default="shadowkv")
+    parser.add_argument("--part", choices=("all", "sessions", "questions"), default="all")
     parser.add_argument("--place", help="ask only about the documents of this directory")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
@@ -127,10 +135,10 @@ def main() -> None:
     if args.place:
         print(json.dumps(questions(params, args, args.place, policy)))
         return
-    rates = sessions(params, args, policy)
-    with tempfile.TemporaryDirectory() as folder:
-        place = str(Path(folder, "library"))
-        seconds = questions(params, args, place, policy) | restarted(args, place, args.policy)
+    rates = sessions(params, args, policy) if args.part != "questions" else {}
+    seconds: dict[str, list[float]] = {}
+    if args.part != "sessions":
+        seconds = stored_questions(params, args, policy)
     if args.json:
         print(json.dumps({"policy": args.policy, "tokens_per_second": rates, "first_token_seconds": seconds}))
         return

@@ -247,7 +247,7 @@ class KVState(struct.PyTreeNode):
 
         The prompt half is held once, by reference. The changing half has a copy for each row. Steps, `extend` and
         `generate` take the state as any other. `insert` takes a row that has the same prompt half, such as one that
-        `take`, `fork` or `with_room` returned. A single row is a copy, with a prompt half of its own.
+        `take`, `fork` or `with_room` returned. With rows=1, the result is a copy that has its own prompt half.
 
         Raises:
             StateMismatch: rows is not an integer of at least 1, this state has several rows, or was consumed.

@@ -102,7 +102,7 @@ def run_add(args: argparse.Namespace) -> int:
 
     paths = [Path(name).expanduser() for name in args.files]
     for path in paths:
-        read_document(path)  # so that a wrong file is told before a model is loaded
+        read_document(path)  # A wrong file raises an error here, before the model is loaded.
     added = []
     with open_library(args, [one.record for one in found_in(args.place)]) as library:
         for path in paths:
@@ -229,7 +229,7 @@ def common(records: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def is_url(place: str) -> bool:
-    """Whether DIR is the URL of an object store."""
+    """Return whether DIR is the URL of an object store."""
     return "://" in place
 
 
@@ -275,7 +275,7 @@ def chosen(documents: list["Stored"], key: str, *, usable: bool = True) -> "Stor
     found = found or [stored for stored in documents if key and (stored.key.startswith(key) or stored.title == key)]
     if len(found) != 1:
         keys = ", ".join(stored.key[:SHOWN] for stored in found)
-        what = f"which is that of {keys}" if found else "which is that of none"
+        what = f"which is that of {keys}" if found else "which no stored state has"
         raise CheckpointError(f"KEY must be the beginning of one key, or one title, got {key!r:.80}, {what}")
     if usable and found[0].problem is not None:
         raise CheckpointError(found[0].problem)

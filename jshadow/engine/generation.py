@@ -33,9 +33,9 @@ from jshadow.engine.verify import Verifier, resident_twin
 from jshadow.errors import ConfigError, NumericalError, StateMismatch
 from jshadow.ops.buckets import round_up
 from jshadow.planner.bytes import full_bytes
-from jshadow.policies import Full, Policy, ShadowKV
-from jshadow.policies.base import why_dense
+from jshadow.policies import ShadowKV
 from jshadow.policies.checks import check_fitted
+from jshadow.policies.full import or_full
 from jshadow.weights.params import Params
 
 
@@ -100,8 +100,7 @@ class GenerationLoop:
         check_policy(policy)
         policy = policy.resolve(config, self.capacity)
         check_fitted(policy, config, options.fitted)
-        self.fallback = why_dense(policy, config, self.capacity)
-        self.policy: Policy = Full() if self.fallback else policy
+        self.policy, self.fallback = or_full(policy, config, self.capacity)
         prepared_attention([self.policy], options.prefill, config)  # raises before anything runs
         attention = own_attention([self.policy], options.prefill)
         self.prefill_label = "exact" if attention is None else attention.label(longest)

@@ -27,7 +27,7 @@ TABLE = ".json"
 
 
 def is_url(place: object) -> bool:
-    """Whether a place is the URL of an object store."""
+    """Return whether a place is the URL of an object store."""
     return isinstance(place, str) and "://" in place
 
 

@@ -24,9 +24,9 @@ from jshadow.library.shelf import Entry, Stored
 from jshadow.library.tiers import MemoryTiers, TierLimits
 from jshadow.library.writing import Writer
 from jshadow.planner.machine import Batch
-from jshadow.policies import Full, Policy, ShadowKV
-from jshadow.policies.base import why_dense
+from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.checks import check_fitted
+from jshadow.policies.full import or_full
 from jshadow.weights.params import Params
 
 NO_LIMITS = TierLimits()
@@ -67,8 +67,7 @@ class StateStore:
         check_policy(policy)
         check_fitted(policy, params.config, fitted)
         self.params, self.capacity, self.fitted, self.limits = params, capacity, fitted, limits
-        resolved = policy.resolve(params.config, capacity)
-        self.policy = Full() if why_dense(resolved, params.config, capacity) else resolved
+        self.policy, _ = or_full(policy.resolve(params.config, capacity), params.config, capacity)
         sizes = Batch(1, capacity, capacity, capacity, str(params.dtype))
         self.fetch = fetch_for(fetch, params, self.policy, sizes).fetch
         self.identity = Identity.of(params, self.policy, fitted, capacity, self.fetch)

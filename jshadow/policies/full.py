@@ -13,7 +13,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.models.config import ModelConfig
 from jshadow.ops.attention import Piece, attend
 from jshadow.ops.layout import fit_tokens
-from jshadow.policies.base import HookInputs, UniformPolicy
+from jshadow.policies.base import HookInputs, Policy, UniformPolicy, why_dense
 from jshadow.policies.capabilities import Sized
 from jshadow.policies.costs import Costs
 from jshadow.policies.registry import register
@@ -89,3 +89,15 @@ class Full(UniformPolicy, Sized, Costs):
     def candidates(self, num_tokens: int, config: ModelConfig) -> Sequence[Sequence[Self]]:
         """Return only this policy itself, since full attention has no settings."""
         return [[self]]
+
+
+def or_full(policy: Policy, config: ModelConfig, capacity: int) -> tuple[Policy, str | None]:
+    """Return the policy that runs at a capacity, and why Full takes the place of `policy`, or None if it does not.
+
+    Args:
+        policy: a resolved policy. Full takes its place if it has no effect.
+        config: the model.
+        capacity: maximum number of tokens of a row.
+    """
+    reason = why_dense(policy, config, capacity)
+    return (policy if reason is None else Full()), reason

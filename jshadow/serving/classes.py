@@ -15,9 +15,9 @@ from jshadow.models.config import ModelConfig
 from jshadow.planner.machine import Batch
 from jshadow.planner.session_records import SessionClass
 from jshadow.planner.sessions import class_plan, class_specs
-from jshadow.policies import Full, Policy, ShadowKV
-from jshadow.policies.base import why_dense
+from jshadow.policies import Policy, ShadowKV
 from jshadow.policies.checks import check_fitted
+from jshadow.policies.full import or_full
 from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.serving.requests import check_integer
 from jshadow.weights.params import Params
@@ -156,9 +156,7 @@ def plan_classes(
 
 def effective_policy(config: ModelConfig, policy: Policy | None, capacity: int) -> tuple[Policy, str | None]:
     """Return the resolved policy of rows of this capacity, and the reason why Full replaces `policy`, or None."""
-    resolved = (policy or ShadowKV()).resolve(config, capacity)
-    fallback = why_dense(resolved, config, capacity)
-    return (Full().resolve(config, capacity) if fallback else resolved), fallback
+    return or_full((policy or ShadowKV()).resolve(config, capacity), config, capacity)
 
 
 def plan_class(params: Params, policy: Policy | None, row_class: RowClass, options: EngineOptions) -> PlannedClass:
@@ -206,11 +204,12 @@ def fitting(plans: Sequence[PlannedClass], prompt: int, room: int) -> list[Plann
     return found
 
 
-def storable(plans: Sequence[PlannedClass], capacity: int) -> list[PlannedClass]:
-    """Return the plans whose rows a library of this capacity can store.
+def storable(plans: Sequence[PlannedClass], capacity: int, fetch: str) -> list[PlannedClass]:
+    """Return the plans whose rows a library of this capacity and fetch mode can store.
 
     Raises:
-        CapacityError: there is none.
+        CapacityError: there is none of this capacity.
+        ConfigError: those of this capacity have another fetch mode.
     """
     found = [plan for plan in plans if plan.row_class.capacity == capacity]
     if not found:
@@ -219,4 +218,7 @@ def storable(plans: Sequence[PlannedClass], capacity: int) -> list[PlannedClass]
         raise CapacityError(
             f"store needs a class with the capacity of the library, {capacity}, got a request for the capacity {sizes}"
         )
-    return found
+    same = [plan for plan in found if plan.fetch == fetch]
+    if not same:
+        raise ConfigError(f"store needs a class with the fetch mode of the library, {fetch!r}, got {found[0].fetch!r}")
+    return same

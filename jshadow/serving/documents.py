@@ -127,3 +127,11 @@ def keep(job: Job, ids: Sequence[int], state: KVState) -> None:
         job.keep(list(ids), state).add_done_callback(note)
     except JshadowError as error:
         job.not_stored = str(error)
+
+
+def not_kept(_: Sequence[int], state: KVState) -> "concurrent.futures.Future[str]":
+    """Run the programs with which a library begins to store a state, and store nothing."""
+    state.with_room(0)
+    done: concurrent.futures.Future[str] = concurrent.futures.Future()
+    done.set_result("")
+    return done

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from jshadow.engine.placement import replicated_sharding
 from jshadow.engine.report import CompileClock
 from jshadow.engine.rows.settings import RowSettings, check_row
 from jshadow.engine.text import TextStream, encode, split_stops
@@ -14,7 +15,7 @@ from jshadow.errors import CapacityError, ConfigError, JshadowError, ServingErro
 from jshadow.policies import Policy
 from jshadow.serving.admission import Admission, Limits, held_bytes
 from jshadow.serving.classes import EngineOptions, PlannedClass, RowClass, fitting, plan_classes, storable
-from jshadow.serving.documents import check_library
+from jshadow.serving.documents import check_library, not_kept
 from jshadow.serving.jobs import Job
 from jshadow.serving.loop import Loop
 from jshadow.serving.programs import Programs
@@ -38,7 +39,7 @@ class Engine:
         options: further settings. None: the defaults.
 
     Raises:
-        ConfigError: a setting is out of range.
+        ConfigError: a setting is out of range, or the library is of another model, policy or learned arrays.
         CapacityError: a class has more tokens than the model's context.
     """
 
@@ -53,6 +54,8 @@ class Engine:
         options: EngineOptions | None = None,
     ) -> None:
         self.params, self.options = params, options or EngineOptions()
+        if replicated_sharding(params.weights) is not None:
+            raise ConfigError("params must be on one device for an engine, got weights on several devices")
         self.plans = plan_classes(params, policy, classes, self.options)
         self.admission = Admission((limits or Limits()).of_machine())
         programs = Programs(params, self.options)
@@ -74,7 +77,8 @@ class Engine:
             PromptError: the prompt is empty, or has a token id out of range, or needs a tokenizer.
             CapacityError: no class can hold the request, no group of such a class fits the limits, too many requests
                 wait, or the request is to be stored and no class that can hold it has the capacity of the library.
-            ConfigError: a setting does not fit the engine.
+            ConfigError: a setting does not fit the engine, or the request is to be stored and the library has another
+                fetch mode.
             ServingError: the engine is closed or has failed.
         """
         library = self._loop.library
@@ -92,7 +96,7 @@ class Engine:
         texts, stops = split_stops(request.stop, params.tokenizer)
         plans = fitting(self.plans, len(ids), request.max_new_tokens)
         if request.store:
-            plans = storable(plans, library.capacity)
+            plans = storable(plans, library.capacity, library.fetch)
         plans = self._possible(plans)
         stop_ids = frozenset(params.config.eos_ids) | set(stops)
         job = Job(Answer(request), ids, TextStream(params.tokenizer, texts), stop_ids)
@@ -111,8 +115,8 @@ class Engine:
         """Compile the programs of each class, so that later requests compile nothing.
 
         Requests of a few tokens run in each class, and on a document with the room of each class if the engine has a
-        library. What compiles later is the storing of states (`Request.store`), and a row on a stored answer that needs
-        more room than its class has.
+        library. Two things may compile later: the change of an answer's window when it is stored (`Request.store`), and
+        rows on a stored answer that need more room than their class has.
 
         Raises:
             CapacityError: no group of a class fits the limits.
@@ -137,6 +141,9 @@ class Engine:
         request = Request(ids, min(3, most), RowSettings(seed=-(2**63)))
         job = Job(Answer(request), ids, TextStream(None), frozenset())
         job.plans, job.read = [plan], read
+        own = self._loop.library
+        if own is not None and (library is not None or plan.row_class.capacity == own.capacity):
+            job.keep = not_kept
         if library is not None:
             job.document, job.rooms = "", [plan.row_class]
             job.load = functools.partial(self._loop.programs.document, library)

@@ -92,7 +92,7 @@ class Loop:
     # One turn
 
     def run_once(self) -> bool:
-        """Step each group that has an active row, and read at most one part of a prompt. Return whether any ran."""
+        """Step each group with an active row once, and read at most one part of a prompt. Return whether any ran."""
         self._admit()
         stepping = [group for group in self.groups if group.active.any()]
         for group in stepping:

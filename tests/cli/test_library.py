@@ -106,8 +106,8 @@ def test_a_key_that_two_have_removes_none(tmp_path, capsys):
 
 BAD = {
     "no_directory": (["list", "nowhere"], "nowhere must be a directory"),
-    "no_key": (["ask", "STORE", "zz", "one?", "--model", "m"], "got 'zz', which is that of none"),
-    "empty_key": (["remove", "STORE", ""], "got '', which is that of none"),
+    "no_key": (["ask", "STORE", "zz", "one?", "--model", "m"], "got 'zz', which no stored state has"),
+    "empty_key": (["remove", "STORE", ""], "got '', which no stored state has"),
     "kind": (["add", "new", "book.doc", "--model", "m"], "book.doc must be a .txt, .md or .pdf file"),
     "absent": (["add", "new", "book.txt", "--model", "m"], "book.txt cannot be read"),
     "tokens": (["ask", "STORE", "book.txt", "?", "--model", "m", "--max-new-tokens", "0"], "--max-new-tokens must be"),

@@ -22,7 +22,13 @@ pages = pytest.mark.parametrize("page", PAGES)
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 COMMON = {"-h", "--help", "--version", "--print-completion", "--json", "--no-compile-cache"}
 # Pages whose code runs from top to bottom on the small model.
-RUNNABLE = {"getting_started.md": "Paris", "batching.md": "def add(a, b):", "saved_states.md": "7 crowns"}
+RUNNABLE = {
+    "getting_started.md": "Paris",
+    "batching.md": "def add(a, b):",
+    "saved_states.md": "7 crowns",
+    "library.md": "7 crowns",
+    "serving.md": "7 crowns",
+}
 
 
 def without_code(text: str) -> str:
@@ -135,6 +141,10 @@ def test_the_interface_page_has_every_public_name():
     page = re.findall(r"^(?:::: |      heading: )([\w.]+)$", PAGES["api.md"], flags=re.MULTILINE)
     described = {name.rpartition(".")[2] for name in page if name.startswith("jshadow.")}
     assert public - described == {"decode", "policies"}
+    for package in ("serving", "library"):
+        tree = ast.parse((ROOT / "jshadow" / package / "__init__.py").read_text())
+        exported = {alias.asname for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert exported <= described
 
 
 @pages

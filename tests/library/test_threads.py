@@ -102,13 +102,15 @@ def test_a_state_that_is_written_aside_is_found_only_where_it_is(opened, text, s
 
 def test_nothing_is_hashed_or_written_under_a_lock(opened, text, state_of, monkeypatch):
     """A lock that another thread can take is not held."""
-    library, calls = opened(limits={"device": 0, "host": 0}), []
+    library, again, calls = opened(limits={"device": 0, "host": 0}), opened(), []
     key, state = library.add(text(1)).key, state_of(2)
+
+    locks = [lock for one in (library, again) for lock in (one.work, one.catalog.lock, one.files.directory.lock)]
 
     def checked(real):
         def wrapped(*args):
             with concurrent.futures.ThreadPoolExecutor(1) as other:
-                for lock in (library.work, library.catalog.lock, library.files.directory.lock):
+                for lock in locks:
                     free = other.submit(lambda lock=lock: lock.acquire(blocking=False) and not lock.release())
                     calls.append(free.result(WAIT))
             return real(*args)
@@ -125,8 +127,10 @@ def test_nothing_is_hashed_or_written_under_a_lock(opened, text, state_of, monke
     monkeypatch.setattr(saved_file.TensorFile, "read", checked(saved_file.TensorFile.read))
     library.files.verified.clear()
     library.load(key)
-    again = opened()  # the headers of new files
-    assert len(again.documents()) == 2
+    assert len(calls) > 6
+    assert all(calls)
+    calls.clear()
+    assert len(again.documents()) == 2  # the headers of new files
     assert len(calls) > 6
     assert all(calls)
 

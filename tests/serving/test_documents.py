@@ -8,15 +8,16 @@ import jax
 import numpy as np
 import pytest
 from byte_models import PARAMS, SHADOW
-from serving_cases import CLASSES, SYNC, engine_of, offline, prompt_of, run
+from serving_cases import CLASSES, SYNC, engine_of, offline, poison, prompt_of, run
 
 import jshadow
 from jshadow.engine.report import CompileClock
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
-from jshadow.errors import CapacityError, CheckpointError, ConfigError, StateMismatch
+from jshadow.errors import CapacityError, CheckpointError, ConfigError, NumericalError, StateMismatch
 from jshadow.policies import Full
 from jshadow.serving import Engine, EngineOptions, Request
+from jshadow.serving.groups import Group
 
 DOCUMENT = prompt_of(96, 5)
 OPTIONS = EngineOptions(threaded=False, prefill_chunk=SYNC.prefill_chunk, turn_chunk=4)
@@ -66,6 +67,31 @@ def test_questions_on_a_document_share_its_prompt_half(library):
     assert answers[-1].result(0).tokens == offline(plain).tokens
     report = engine.report()
     assert (report.rows_in_use, report.groups, report.counts.most_units) == (0, 1, 1)
+
+
+def test_rows_on_a_document_are_never_read_after_release_and_fail_alone(library, monkeypatch):
+    """All free rows are filled with NaN whenever one is freed, and one active row is."""
+    engine, release = engine_of(library=library, options=OPTIONS), Group.release
+
+    def release_and_poison(group, slot):
+        release(group, slot)
+        for free in np.flatnonzero([job is None for job in group.jobs]):
+            poison(group, free)
+
+    monkeypatch.setattr(Group, "release", release_and_poison)
+    news = (9, 3, 12, 5, 8, 4, 10)
+    requests = [Request([*DOCUMENT, *prompt_of(2, row)], new) for row, new in enumerate(news)]
+    answers = [engine.submit(request) for request in requests]
+    bad = answers[2]
+    while len(bad._pieces) < 2:
+        assert engine.run_once()
+    group = next(one for one in engine._loop.groups if any(job and job.answer is bad for job in one.jobs))
+    poison(group, [job and job.answer for job in group.jobs].index(bad))
+    run(engine)
+    with pytest.raises(NumericalError, match="NaN"):
+        bad.result(0)
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer is bad or answer.result(0).tokens == on_stored(library, request)
 
 
 def test_states_are_stored_when_asked(library):
@@ -216,6 +242,9 @@ def test_only_rows_of_the_capacity_of_the_library_are_stored(library):
     small = engine_of(library=library, options=OPTIONS, classes=CLASSES[:1])
     with pytest.raises(CapacityError, match=r"capacity of the library, 128, got .* the capacity 20 "):
         small.submit(short)
+    other = engine_of(library=library, options=dataclasses.replace(OPTIONS, fetch="device_put"))
+    with pytest.raises(ConfigError, match="fetch mode of the library, 'resident', got 'device_put'"):
+        other.submit(short)
 
 
 def test_a_library_must_be_of_the_engine(library):

@@ -60,6 +60,11 @@ def test_the_short_class_is_dense_and_the_long_one_is_not(engine):
     assert [plan.fallback is None for plan in engine.plans] == [False, True]
 
 
+def test_short_prompts_are_read_in_larger_parts(engine):
+    answers_of(engine, [Request(prompt_of(9), 2)])  # two layers of two units with 12 tokens; a part has at most 32
+    assert engine.report().counts.units == 2
+
+
 @pytest.mark.parametrize("count", [6, pytest.param(32, marks=pytest.mark.whole)])
 def test_unequal_requests_are_answered_as_generate_does(engine, count):
     greedy = [dataclasses.replace(one, settings=RowSettings()) for one in random_requests(count - 6, seed=4)]

@@ -1,104 +1,66 @@
-"""Slots, groups, the queue and the admission, at random, against a plain model. Programs of plain Python stand in."""
+"""Slots, groups, the queue, the admission and the tiers of a library, at random, against a plain model of them."""
 
-import dataclasses
+from unittest import mock
 
-import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from plain_serving import PLANS, STOP, PlainLibrary, PlainPrograms, expected, plan_rows
 
-from jshadow.engine.sampling import NO_TOKEN
 from jshadow.engine.text import TextStream
-from jshadow.errors import HostMemoryError, NumericalError, RequestCancelled
-from jshadow.policies import Full
+from jshadow.errors import CheckpointError, RequestCancelled
+from jshadow.serving import documents
 from jshadow.serving.admission import Admission, Limits, needed_bytes
-from jshadow.serving.classes import GroupBytes, PlannedClass, RowClass, fitting
+from jshadow.serving.classes import fitting, storable
 from jshadow.serving.jobs import Job
 from jshadow.serving.loop import Loop
 from jshadow.serving.requests import Answer, Request
 
-PLANS = tuple(
-    PlannedClass(RowClass(prompt, room, rows), Full(), None, "resident", GroupBytes(size, 0, 1, 2))
-    for prompt, room, rows, size in ((4, 3, 2, 10), (9, 6, 3, 25))
-)
-STOP, NAN, FAILS = 6, 7, 8  # a drawn token that stops, one that stands for a NaN, a prompt that cannot be read
-
-
-def next_token(history):
-    """The token after a history. It depends on all of it."""
-    token = hash(tuple(history)) % 50
-    return NO_TOKEN if token == NAN else token
-
-
-def expected(request):
-    """The tokens of an answer, and the type of its error."""
-    if request.prompt[0] == FAILS:
-        return [], HostMemoryError
-    tokens = []
-    while len(tokens) < request.max_new_tokens:
-        token = next_token([*request.prompt, *tokens])
-        if token == NO_TOKEN:
-            return tokens, NumericalError
-        tokens.append(token)
-        if token == STOP:
-            break
-    return tokens, None
-
-
-class PlainPrograms:
-    """The programs of an engine, with a list of tokens as the state of a row."""
-
-    def begin(self, plan, ids):
-        if ids[0] == FAILS:
-            raise HostMemoryError("host_bytes must be at most 0, got 1")
-        return PlainPrefill(ids, len(ids))
-
-    def advance(self, partial):
-        return dataclasses.replace(partial, left=partial.left - 1)
-
-    def finish(self, partial):
-        return next_token(partial.ids), list(partial.ids)
-
-    def row(self, settings, ids):
-        return "row"
-
-    def first(self, logits, row):
-        return logits, row
-
-    def pool(self, state, plan):
-        return [None] * plan.row_class.rows
-
-    def insert(self, pool, slot, state, row):
-        return [state if place == slot else held for place, held in enumerate(pool)]
-
-    def step(self, pool, tokens, active):
-        fed = [[*held, int(token)] if on else held for held, token, on in zip(pool, tokens, active, strict=True)]
-        return np.array([next_token(held) if on else 99 for held, on in zip(fed, active, strict=True)]), fed
-
-
-@dataclasses.dataclass(frozen=True)
-class PlainPrefill:
-    ids: list
-    left: int
-
-    @property
-    def done(self):
-        return self.left == 0
-
 
 class Serving(RuleBasedStateMachine):
-    @initialize(budget=st.integers(28, 80))
-    def begin(self, budget):
-        self.loop = Loop(PlainPrograms(), PLANS, Admission(Limits(device_bytes=budget)), None)
+    @initialize(budget=st.integers(50, 100), device=st.integers(0, 30), host=st.integers(0, 30))
+    def begin(self, budget, device, host):
+        self.patch = mock.patch.object(documents, "plan_rows", plan_rows)
+        self.patch.start()
+        self.library = PlainLibrary(device, host)
+        self.loop = Loop(PlainPrograms(), PLANS, Admission(Limits(device_bytes=budget)), self.library)
         self.answers, self.cancelled = [], []
 
-    @rule(prompt=st.lists(st.integers(0, 49), min_size=1, max_size=9), new=st.integers(1, 6), rank=st.integers(0, 2))
-    def submit(self, prompt, new, rank):
-        answer = Answer(Request(prompt, new, priority=rank))
+    def ask(self, prompt, new, rank, store):
+        answer = Answer(Request(prompt, new, priority=rank, store=store))
         job = Job(answer, prompt, TextStream(None), frozenset({STOP}))
         job.plans = fitting(PLANS, len(prompt), new)
+        if store:
+            library = self.library
+            job.plans, job.keep = storable(job.plans, library.capacity, library.fetch), library.start_store
         self.loop.accept(job)
         self.answers.append(answer)
+
+    @rule(
+        prompt=st.lists(st.integers(0, 49), min_size=1, max_size=9),
+        new=st.integers(1, 6),
+        rank=st.integers(0, 2),
+        store=st.booleans(),
+    )
+    def submit(self, prompt, new, rank, store):
+        self.ask(prompt, new, rank, store)
+
+    @precondition(lambda self: any(len(key) < 9 for key in self.library.recent))
+    @rule(data=st.data(), new=st.integers(1, 4), store=st.booleans())
+    def submit_on_a_stored_beginning(self, data, new, store):
+        key = data.draw(st.sampled_from([key for key in self.library.recent if len(key) < 9]))
+        more = data.draw(st.lists(st.integers(0, 49), min_size=1, max_size=9 - len(key)))
+        self.ask([*key, *more], new, 0, store)
+
+    @precondition(lambda self: self.library.reads)
+    @rule(data=st.data())
+    def read_a_file(self, data):
+        self.library.reads.pop(data.draw(st.integers(0, len(self.library.reads) - 1))).set_result(None)
+
+    @precondition(lambda self: self.library.recent)
+    @rule(data=st.data())
+    def lose_a_file(self, data):
+        self.library.lost.add(data.draw(st.sampled_from(self.library.recent)))
 
     @precondition(lambda self: self.answers)
     @rule(data=st.data())
@@ -115,6 +77,7 @@ class Serving(RuleBasedStateMachine):
 
     @invariant()
     def the_bookkeeping_holds(self):
+        self.library.check()
         loop = self.loop
         jobs = [job for group in loop.groups for job in group.jobs if job is not None]
         everywhere = [*jobs, *loop.waiting]
@@ -132,6 +95,13 @@ class Serving(RuleBasedStateMachine):
             assert tokens == expected(answer.request)[0][: len(tokens)]
 
     def teardown(self):
+        self.patch.stop()
+        with mock.patch.object(documents, "plan_rows", plan_rows):
+            self.finish()
+
+    def finish(self):
+        for future in self.library.reads:
+            future.set_result(None)
         turns = 0
         while self.loop.run_once() or len(self.loop.waiting):
             turns += 1
@@ -143,7 +113,9 @@ class Serving(RuleBasedStateMachine):
         for answer in self.answers:
             tokens, error = expected(answer.request)
             error = RequestCancelled if answer in self.cancelled else error
-            if error is None:
+            if isinstance(answer._error, CheckpointError):
+                assert self.library.lost
+            elif error is None:
                 assert answer.result(0).tokens == tokens
             else:
                 assert isinstance(answer._error, error)

@@ -52,5 +52,8 @@ def poison(group, slot):
 
     if group.pool is not None:
         state, rows = group.pool
-        trees = jax.tree.map(fill, state.row_trees())
-        group.pool = group.pool._replace(state=state.with_row_trees(trees), rows=jax.tree.map(fill, rows))
+        if state.shares_prompt:  # the prompt half has no rows
+            state = state.join(jax.tree.map(fill, state.split()[1]))
+        else:
+            state = state.with_row_trees(jax.tree.map(fill, state.row_trees()))
+        group.pool = group.pool._replace(state=state, rows=jax.tree.map(fill, rows))

@@ -114,6 +114,7 @@ MESH = """
 import jax, numpy as np, sys
 from jax.sharding import Mesh
 from jshadow import Full, ShadowKV, errors, generate, load, prefill, save
+from jshadow.serving import Engine, RowClass
 mesh = Mesh(np.array(jax.devices()).reshape(1, 4), ("data", "model"))
 params = load(sys.argv[1], "float32", mesh=mesh)
 flat = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(params.weights)[0]}
@@ -137,6 +138,12 @@ except errors.ConfigError as error:
     assert "fetch must be 'resident' with weights on several devices" in str(error)
 else:
     raise SystemExit("offloaded from a mesh")
+try:
+    Engine(params, Full(), classes=[RowClass(40, 8)])
+except errors.ConfigError as error:
+    assert "params must be on one device for an engine" in str(error)
+else:
+    raise SystemExit("an engine on a mesh")
 explicit = load(sys.argv[1], "float32", mesh=jax.make_mesh((2,), ("model",)))
 got, _ = prefill(explicit, tokens, np.array([40]), Full(), capacity=48, logits="all")
 np.testing.assert_allclose(got, want, atol=1e-4)

@@ -10,7 +10,7 @@ from jshadow.errors import CheckpointError
 
 
 def is_place(node: Any) -> bool:
-    """Whether a node of the pytree is a HostArray. It counts as one leaf: an array and its memory kind."""
+    """Return whether a node of the pytree is a HostArray. A HostArray counts as one leaf."""
     return isinstance(node, HostArray)
 
 

@@ -89,7 +89,7 @@ def write_state(
 
 @dataclasses.dataclass(frozen=True)
 class StateContent:
-    """What the file of a state is to hold. The state was checked.
+    """The content of the file of a state. `of` has checked the state.
 
     Attributes:
         record: the record of the state.
