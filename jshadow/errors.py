@@ -17,6 +17,10 @@ class CapacityError(JshadowError, ValueError):
     """The tokens do not fit into the state, its window or the model's context."""
 
 
+class QueueFull(CapacityError):
+    """As many requests wait as may. A later try may be taken."""
+
+
 class CheckpointError(JshadowError, ValueError):
     """A checkpoint or a file of jshadow is missing, damaged, of an unsafe kind, or does not fit its configuration."""
 

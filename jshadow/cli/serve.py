@@ -33,7 +33,9 @@ def add_options(add: argparse.ArgumentParser) -> None:
     add.add_argument("--library", metavar="DIR", help="directory or object store of the stored documents")
     add.add_argument("--name", help="id of the model in requests (default: the last part of MODEL)")
     sizes = add.add_argument_group("sizes")
-    sizes.add_argument("--max-context", type=int, help="tokens of a prompt and its answer (default: the model's context)")
+    sizes.add_argument(
+        "--max-context", type=int, help="tokens of a prompt and its answer (default: the model's context)"
+    )
     sizes.add_argument("--room", type=int, default=1024, help="new tokens of a request, at most (default: %(default)s)")
     sizes.add_argument("--slots", type=int, default=8, help="rows that one step feeds (default: %(default)s)")
     sizes.add_argument("--queue", type=int, default=1024, help="requests that may wait (default: %(default)s)")

@@ -21,7 +21,7 @@ from jshadow.library.identity import Identity
 from jshadow.library.loading import Loader
 from jshadow.library.memory import size_of, to_host
 from jshadow.library.shelf import Entry, Stored
-from jshadow.library.tiers import MemoryTiers, TierLimits
+from jshadow.library.tiers import DEVICE, DISK, HOST, MemoryTiers, TierLimits
 from jshadow.library.writing import Writer
 from jshadow.planner.machine import Batch
 from jshadow.policies import Policy, ShadowKV
@@ -87,6 +87,13 @@ class StateStore:
     def documents(self) -> list[Stored]:
         """Return all stored states, the least recently used first, and the files that cannot be used."""
         return self.catalog.stored()
+
+    def tier_bytes(self) -> list[tuple[str, int, int | None]]:
+        """Return the name, the used bytes and the limit in bytes (None: no limit) of device, host and disk."""
+        with self.work:
+            used = self.tiers.used(DEVICE), self.tiers.used(HOST), self.files.directory.used()
+        limits = self.limits.device, self.limits.host, self.limits.disk
+        return list(zip((DEVICE, HOST, DISK), used, limits, strict=True))
 
     def ids(self, key: str) -> np.ndarray:
         """Return the token ids of a stored state, int32 [n]. Raises CheckpointError if there is no such state."""

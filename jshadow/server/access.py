@@ -29,7 +29,9 @@ class Access:
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
         if self.keys and scope["path"] not in OPEN and not self._knows(headers.get(b"authorization", b"")):
-            error = ApiError(401, "the header Authorization must be 'Bearer KEY' with a valid key", code="invalid_api_key")
+            error = ApiError(
+                401, "the header Authorization must be 'Bearer KEY' with a valid key", code="invalid_api_key"
+            )
             return await refuse(send, error)
         upload = scope["path"] == UPLOADS and scope["method"] == "POST"
         limit = self.options.upload_bytes + SPARE if upload else self.options.body_bytes

@@ -1,6 +1,7 @@
 """From the fields of a request to the sampling settings of a row."""
 
 import secrets
+
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
 from jshadow.server.errors import ApiError
@@ -40,4 +41,3 @@ def bias_of(given: dict[str, float]) -> dict[int, float]:
             raise ApiError(400, f"logit_bias must have token ids as keys, got {token!r:.80}", param="logit_bias")
         bias[int(token)] = value
     return bias
-

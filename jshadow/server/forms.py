@@ -4,9 +4,9 @@ import json
 from typing import Any
 
 from jshadow.server.errors import ApiError
+from jshadow.server.grammar import Grammars
 from jshadow.server.marks import CALL, CALL_END
 from jshadow.server.schemas import ChatRequest, Drawing, ResponseFormat, Tool
-from jshadow.server.grammar import Grammars
 
 # Whitespace inside JSON is bounded, because a model may otherwise write blanks without end.
 WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -38,7 +38,9 @@ class Metrics:
         self.queries = counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked for in the library")
         self.hits = counter("vllm:prefix_cache_hits", "Tokens of prompts that the library held")
         self.first = histogram("time_to_first_token_seconds", "Time from the request to the first token")
-        self.between = histogram("inter_token_latency_seconds", "Mean time between the tokens of a request", STEP_SECONDS)
+        self.between = histogram(
+            "inter_token_latency_seconds", "Mean time between the tokens of a request", STEP_SECONDS
+        )
         self.whole = histogram("e2e_request_latency_seconds", "Time from the request to the end of its answer")
         self.queue = histogram("request_queue_time_seconds", "Time in the queue")
         self.prefill = histogram("request_prefill_time_seconds", "Time from the queue to the first token")

@@ -80,4 +80,3 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[st
     if not prompt:
         raise PromptError("prompt must have at least one text or one list of token ids, got none")
     return list(prompt)  # type: ignore[arg-type]
-

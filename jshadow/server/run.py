@@ -12,7 +12,6 @@ from jshadow.server.app import make_app
 from jshadow.server.service import Service
 
 
-
 class Server(uvicorn.Server):
     """A uvicorn server that drains before it ends.
 
@@ -40,7 +39,9 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-def serve(service: Service, config: uvicorn.Config, sockets: list[socket.socket], *, drain_seconds: float = 60.0) -> int:
+def serve(
+    service: Service, config: uvicorn.Config, sockets: list[socket.socket], *, drain_seconds: float = 60.0
+) -> int:
     """Answer HTTP requests until a signal comes. Return the exit status.
 
     Args:

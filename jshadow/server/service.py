@@ -18,6 +18,7 @@ from jshadow.server.errors import ApiError
 from jshadow.server.grammar import Grammars
 from jshadow.server.metrics import Metrics
 from jshadow.server.options import ServerOptions
+from jshadow.server.pieces import pieces
 from jshadow.server.schemas import Drawing
 from jshadow.server.uploads import Upload, text_of
 from jshadow.serving import Answer, Engine, Request
@@ -191,12 +192,15 @@ class Service:
             request = Request(ids.tolist(), 1, priority=READING_PRIORITY, store=True, title=upload.name)
             answer = await self.submit(request)
             try:
-                result = await asyncio.wait_for(self.slowly(answer.result), self.options.seconds)
-            except BaseException:
+                async with asyncio.timeout(self.options.seconds):
+                    async for _ in pieces(answer):
+                        pass
+                    report = answer.result(0).report
+                    if report.stored is None:
+                        raise CheckpointError(f"the state of {upload.name!r:.80} was not stored: {report.not_stored}")
+                    await asyncio.wrap_future(report.stored)
+            finally:
                 self.cancel([answer])
-                raise
-            if result.report.not_stored is not None:
-                raise CheckpointError(result.report.not_stored)
             found = await self.slowly(library.longest, ids)
         if found is None or found.tokens < len(ids):
             raise CheckpointError(f"the file {upload.name!r:.80} was read, but its state is not stored any more")

@@ -10,4 +10,6 @@ from jshadow.serving.report import EngineReport as EngineReport
 from jshadow.serving.requests import Answer as Answer
 from jshadow.serving.requests import AnswerReport as AnswerReport
 from jshadow.serving.requests import AnswerResult as AnswerResult
+from jshadow.serving.requests import Logprobs as Logprobs
+from jshadow.serving.requests import Piece as Piece
 from jshadow.serving.requests import Request as Request

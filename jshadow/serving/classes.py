@@ -64,6 +64,7 @@ class EngineOptions:
         penalties: whether requests may have penalties, as in `RowParts`.
         bias_limit: the largest number of biased tokens of a request.
         grammar: whether requests may have a grammar (`Request.allowed`).
+        logprobs: whether requests may have log-probabilities (`Request.logprobs`).
         threaded: whether the engine runs in a thread of its own. If not, the caller calls `Engine.run_once`.
 
     Raises:
@@ -78,6 +79,7 @@ class EngineOptions:
     penalties: bool = False
     bias_limit: int = 0
     grammar: bool = False
+    logprobs: bool = False
     threaded: bool = True
 
     def __post_init__(self) -> None:

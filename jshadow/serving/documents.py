@@ -14,6 +14,7 @@ from jshadow.cache.spec import CacheSpec
 from jshadow.cache.state import KVState
 from jshadow.engine.placement import commit
 from jshadow.errors import ConfigError, JshadowError
+from jshadow.library.shelf import DOCUMENT
 from jshadow.planner.bytes import abstract_of
 from jshadow.planner.session_records import total
 from jshadow.planner.sessions import halves
@@ -37,7 +38,7 @@ def check_library(library: Any, programs: Programs, policy: Policy | None) -> No
         raise ConfigError("library must have the learned arrays (options.fitted) of the engine, got others")
 
 
-def find(library: Any, job: Job, plans: Sequence[PlannedClass]) -> None:
+def find_stored(library: Any, job: Job, plans: Sequence[PlannedClass]) -> None:
     """Look for the longest stored beginning of a job's prompt, and begin to prepare it.
 
     At least one token of the prompt stays, because its logits give the first new token. Nothing changes if there is no
@@ -123,13 +124,16 @@ def keep(job: Job, ids: Sequence[int], state: KVState) -> None:
             job.not_stored = str(error)
 
     assert job.keep is not None
+    title = job.request.title
     try:
-        job.keep(list(ids), state).add_done_callback(note)
+        kept = job.keep(list(ids), state) if title is None else job.keep(list(ids), state, title=title, ends=DOCUMENT)
+        job.stored = kept
+        kept.add_done_callback(note)
     except JshadowError as error:
         job.not_stored = str(error)
 
 
-def not_kept(_: Sequence[int], state: KVState) -> "concurrent.futures.Future[str]":
+def not_kept(_: Sequence[int], state: KVState, **note: str) -> "concurrent.futures.Future[str]":
     """Run the programs with which a library begins to store a state, and store nothing."""
     state.with_room(0)
     done: concurrent.futures.Future[str] = concurrent.futures.Future()

@@ -11,11 +11,11 @@ from jshadow.engine.placement import replicated_sharding
 from jshadow.engine.report import CompileClock
 from jshadow.engine.rows.settings import RowSettings, check_row
 from jshadow.engine.text import TextStream, encode, split_stops
-from jshadow.errors import CapacityError, ConfigError, JshadowError, ServingError
+from jshadow.errors import ConfigError, JshadowError, QueueFull, ServingError
 from jshadow.policies import Policy
 from jshadow.serving.admission import Admission, Limits, held_bytes
 from jshadow.serving.classes import EngineOptions, PlannedClass, RowClass, fitting, plan_classes, storable
-from jshadow.serving.documents import check_library, not_kept
+from jshadow.serving.documents import check_library, find_stored, not_kept
 from jshadow.serving.jobs import Job
 from jshadow.serving.loop import Loop
 from jshadow.serving.programs import Programs
@@ -61,7 +61,7 @@ class Engine:
         programs = Programs(params, self.options)
         if library is not None:
             check_library(library, programs, policy)
-        self._loop = Loop(programs, self.plans, self.admission, library)
+        self._loop = Loop(programs, self.admission, library)
         self._messages: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock, self._tokenizing = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
@@ -75,8 +75,9 @@ class Engine:
 
         Raises:
             PromptError: the prompt is empty, or has a token id out of range, or needs a tokenizer.
-            CapacityError: no class can hold the request, no group of such a class fits the limits, too many requests
-                wait, or the request is to be stored and no class that can hold it has the capacity of the library.
+            CapacityError: no class can hold the request, no group of such a class fits the limits, or the request is to
+                be stored and no class that can hold it has the capacity of the library.
+            QueueFull: as many requests wait as may.
             ConfigError: a setting does not fit the engine, or the request is to be stored and the library has another
                 fetch mode.
             ServingError: the engine is closed or has failed.
@@ -86,10 +87,12 @@ class Engine:
             raise ConfigError("store must be False in an engine without a library, got True")
         if request.allowed is not None and not self.options.grammar:
             raise ConfigError("allowed must be None in an engine without options.grammar, got a function")
+        if request.logprobs is not None and not self.options.logprobs:
+            raise ConfigError(f"logprobs must be None in an engine without options.logprobs, got {request.logprobs}")
         check_row(request.settings, self._loop.programs.parts)
         limit = self.admission.limits.waiting
         if limit is not None and len(self._loop.waiting) + self._messages.qsize() >= limit:
-            raise CapacityError(f"at most limits.waiting={limit} requests may wait, got one more")
+            raise QueueFull(f"at most limits.waiting={limit} requests may wait, got one more")
         params = self.params
         with self._tokenizing:
             ids = encode(params.tokenizer, request.prompt, params.config.vocab_size)
@@ -103,6 +106,8 @@ class Engine:
         job.plans = plans
         if request.store:
             job.keep = library.start_store
+        if library is not None:
+            find_stored(library, job, self.plans)
         self._send(functools.partial(self._accept, job))
         return job.answer
 
@@ -147,10 +152,15 @@ class Engine:
         if library is not None:
             job.document, job.rooms = "", [plan.row_class]
             job.load = functools.partial(self._loop.programs.document, library)
-        self._send(functools.partial(self._accept, job, find=False))
+        self._send(functools.partial(self._accept, job))
         while not self.options.threaded and self.run_once():
             pass
         job.answer.result()
+
+    @property
+    def failure(self) -> JshadowError | None:
+        """The error with which the engine's loop ended, or None."""
+        return None if self._closing else self._loop.closed
 
     def report(self) -> EngineReport:
         """Return the figures of the engine. They may be of different moments while it runs."""
@@ -216,8 +226,8 @@ class Engine:
             self.admission.check(plans[0])
         return possible
 
-    def _accept(self, job: Job, *, find: bool = True) -> None:
-        self._loop.accept(job, find=find)
+    def _accept(self, job: Job) -> None:
+        self._loop.accept(job)
         if job.ready is not None:
             job.ready.add_done_callback(lambda _: self._messages.put(lambda: None))
 

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from jshadow.engine.rows.sampling import pack_mask
+from jshadow.engine.rows.sampling import WORD, pack_mask
 from jshadow.errors import ConfigError, JshadowError
 
-Allowed = Callable[[Sequence[int]], Any]  # maps the new tokens so far to those that may follow, bool [V]
+# Maps the new tokens so far to those that may follow: bool [V], or the bit mask of `pack_mask`, uint32 [W].
+Allowed = Callable[[Sequence[int]], Any]
 
 
 def allowed_words(allowed: Allowed, tokens: Sequence[int], size: int) -> np.ndarray:
@@ -20,7 +21,7 @@ def allowed_words(allowed: Allowed, tokens: Sequence[int], size: int) -> np.ndar
         size: V, the size of the vocabulary.
 
     Raises:
-        ConfigError: `allowed` raised an error, or its result is not bool [V] with at least one True.
+        ConfigError: `allowed` raised an error, or its result is not such a mask, or no token may follow.
     """
     try:
         mask = np.asarray(allowed(list(tokens)))
@@ -28,9 +29,11 @@ def allowed_words(allowed: Allowed, tokens: Sequence[int], size: int) -> np.ndar
         raise
     except Exception as error:
         raise ConfigError(f"allowed must return bool [{size}], it raised {error!r:.80}") from error
-    if mask.dtype != bool or mask.shape != (size,) or not mask.any():
+    words = -(-size // WORD)
+    packed = mask.dtype == np.uint32 and mask.shape == (words,)
+    if not (packed or (mask.dtype == bool and mask.shape == (size,))) or not mask.any():
         raise ConfigError(
-            f"allowed must return bool [{size}] with at least one True, got {mask.dtype} {list(mask.shape)} with "
-            f"{np.count_nonzero(mask)}"
+            f"allowed must return bool [{size}] or uint32 [{words}] with at least one token, got {mask.dtype} "
+            f"{list(mask.shape)} with {np.count_nonzero(mask)} that are not zero"
         )
-    return pack_mask(mask)
+    return mask if packed else pack_mask(mask)

@@ -6,10 +6,11 @@ import numpy as np
 
 from jshadow.engine.sampling import NO_TOKEN
 from jshadow.serving.classes import PlannedClass
+from jshadow.serving.drawn import DrawnToken, read_drawn
 from jshadow.serving.jobs import Job
 from jshadow.serving.programs import Pool, Programs
 
-Drawn = list[tuple[int, list[int]]]  # for each active row, its slot and the tokens that a step drew
+Drawn = list[tuple[int, list[DrawnToken]]]  # for each active row, its slot and the tokens that a step drew
 
 
 class Group:
@@ -30,6 +31,7 @@ class Group:
         self.active = np.zeros(count, bool)
         self.pool: Pool | None = None
         self._fed = np.zeros(count, np.int32)
+        self._logits: Any = None
         self._drawn: Any = None
         self._words: np.ndarray | None = None
 
@@ -72,22 +74,31 @@ class Group:
             self._words[slot] = 0xFFFFFFFF
 
     def start_step(self) -> None:
-        """Start a step of the active rows. `drawn` waits for it.
+        """Start a step of the active rows. `start_draw` ends it."""
+        assert self.pool is not None
+        self._logits, self.pool = self.programs.step(self.pool, self._fed, self.active)
+
+    def start_draw(self) -> None:
+        """Start to draw the next tokens from the logits of the step. `drawn` waits for them.
 
         A program that draws several tokens of a row at once, such as one with speculation, takes the place of
-        `Programs.step`. `drawn` then returns all of them.
+        `Programs.draw`. `drawn` then returns all of them.
         """
         assert self.pool is not None
+        rows, logits = self.pool.rows, self._logits
         if self._words is not None:
-            self.pool = self.pool._replace(rows=self.programs.masked(self.pool.rows, self._words))
-        self._drawn, self.pool = self.programs.step(self.pool, self._fed, self.active)
+            rows = self.programs.masked(rows, self._words)
+        tokens, rows = self.programs.draw(logits, rows, self.active)
+        wanted = any(job is not None and job.request.logprobs is not None for job in self.jobs)
+        self._drawn = tokens, self.programs.likely(logits, tokens) if wanted else None
+        self._logits, self.pool = None, self.pool._replace(rows=rows)
 
     def drawn(self) -> Drawn:
-        """Return the new tokens of each active row, in order. A row without a token has [NO_TOKEN]."""
-        tokens = np.asarray(self._drawn)
+        """Return the new tokens of each active row, in order. A row without a token has NO_TOKEN."""
+        found = read_drawn(*self._drawn)
         self._drawn = None
-        self._fed = np.where(tokens == NO_TOKEN, 0, tokens).astype(np.int32)
-        return [(slot, [int(tokens[slot])]) for slot in np.flatnonzero(self.active).tolist()]
+        self._fed = np.array([0 if one.token == NO_TOKEN else one.token for one in found], np.int32)
+        return [(slot, [found[slot]]) for slot in np.flatnonzero(self.active).tolist()]
 
     def row(self, slot: int, unfed: list[int]) -> Any:
         """Return the state of one row as a state of its own, after the tokens that were drawn but not fed."""

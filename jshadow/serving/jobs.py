@@ -1,5 +1,6 @@
 """A request inside the engine: its tokens, its text, its times, and where it is."""
 
+import concurrent.futures
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,9 @@ from jshadow.cache.state import KVState
 from jshadow.engine.text import TextStream
 from jshadow.errors import RequestCancelled
 from jshadow.serving.classes import PlannedClass, RowClass
+from jshadow.serving.drawn import DrawnToken
 from jshadow.serving.grammar import allowed_words
-from jshadow.serving.requests import Answer, AnswerReport, AnswerResult, Request
+from jshadow.serving.requests import Answer, AnswerReport, AnswerResult, Piece, Request
 
 
 class Job:
@@ -30,6 +32,7 @@ class Job:
         rooms: the classes that have the room for the rest of the prompt and the answer.
         keep: stores token ids and the state that holds them. None if nothing is to be stored.
         row: the sampling settings, as arrays of one row. None before the prompt is read.
+        stored: the future of the key of the state that was stored last, or None.
         not_stored: why a state that was to be stored was not, or None.
     """
 
@@ -41,8 +44,9 @@ class Job:
         self.ready: Any = None
         self.read = 0
         self.rooms: list[RowClass] = []
-        self.keep: Callable[[list[int], KVState], Any] | None = None
+        self.keep: Callable[..., Any] | None = None
         self.row: Any = None
+        self.stored: concurrent.futures.Future[str] | None = None
         self.not_stored: str | None = None
         self.arrived = time.monotonic()
         self.begun = self.first = self.arrived
@@ -67,6 +71,11 @@ class Job:
         """Whether `plan` is that of the rows that the job uses. That of rows on a document needs its state."""
         return self.document == self.plan.document
 
+    @property
+    def keeps_answer(self) -> bool:
+        """Whether the state at the end of the answer is to be stored."""
+        return self.keep is not None and self.request.title is None
+
     def start(self) -> None:
         """Note that the engine begins to read the prompt."""
         self.begun = time.monotonic()
@@ -80,9 +89,9 @@ class Job:
         assert self.request.allowed is not None
         return allowed_words(self.request.allowed, self.stream.tokens, size)
 
-    def push(self, token: int) -> str:
+    def push(self, drawn: DrawnToken) -> str:
         """Add a drawn token, and give its text to the answer. Return why the answer is complete, or ""."""
-        stream = self.stream
+        stream, token = self.stream, drawn.token
         if not stream.tokens:
             self.first = time.monotonic()
         if token in self.stop_ids:
@@ -94,7 +103,7 @@ class Job:
         if not finish and len(stream.tokens) == self.request.max_new_tokens:
             text += stream.finish()
             finish = "stop" if stream.stopped else "length"
-        self.answer.add(text, token)
+        self.answer.add(Piece(text, token, drawn.logprobs(self.request.logprobs)))
         return finish
 
     def complete(self, finish: str) -> None:
@@ -111,6 +120,7 @@ class Job:
             queue_seconds=self.begun - self.arrived,
             prefill_seconds=self.first - self.begun,
             decode_seconds=now - self.first,
+            stored=self.stored,
             not_stored=self.not_stored,
         )
         text = None if stream.tokenizer is None else stream.text

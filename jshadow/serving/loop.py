@@ -3,6 +3,7 @@
 Only one thread calls the functions of this module, and JAX runs in no other.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from jshadow.engine.sampling import NO_TOKEN
 from jshadow.errors import JshadowError, NumericalError
 from jshadow.serving import documents
 from jshadow.serving.admission import Admission
-from jshadow.serving.classes import PlannedClass
+from jshadow.serving.drawn import DrawnToken, read_drawn
 from jshadow.serving.groups import Group
 from jshadow.serving.jobs import Job
 from jshadow.serving.programs import Programs
@@ -31,8 +32,8 @@ class Loop:
         closed: the error with which further jobs end, or None.
     """
 
-    def __init__(self, programs: Programs, plans: Sequence[PlannedClass], admission: Admission, library: Any) -> None:
-        self.programs, self.plans, self.admission, self.library = programs, plans, admission, library
+    def __init__(self, programs: Programs, admission: Admission, library: Any) -> None:
+        self.programs, self.admission, self.library = programs, admission, library
         self.waiting: WaitingQueue[Job] = WaitingQueue()
         self.groups: list[Group] = []
         self.reading: Reading | None = None
@@ -42,15 +43,10 @@ class Loop:
 
     # Messages
 
-    def accept(self, job: Job, *, find: bool = True) -> None:
-        """Take a new job. `find` tells whether the library is asked for its prompt."""
+    def accept(self, job: Job) -> None:
+        """Take a new job."""
         if self.closed is not None:
             return job.answer.end(self.closed)
-        try:
-            if self.library is not None and find:
-                documents.find(self.library, job, self.plans)
-        except JshadowError as error:
-            return self._fail(job, error)
         self.waiting.push(job)
 
     def cancel(self, answer: Answer) -> None:
@@ -93,10 +89,19 @@ class Loop:
 
     def run_once(self) -> bool:
         """Step each group with an active row once, and read at most one part of a prompt. Return whether any ran."""
+        begun = time.monotonic()
+        ran = self._run_once()
+        if ran:
+            self.counts.busy_seconds += time.monotonic() - begun
+        return ran
+
+    def _run_once(self) -> bool:
         self._admit()
         stepping = [group for group in self.groups if group.active.any()]
         for group in stepping:
             group.start_step()
+        for group in stepping:
+            self._start_draw(group)
         self.counts.steps += len(stepping)
         self.counts.most_units = max(self.counts.most_units, self._units if stepping else 0)
         self._units = 0
@@ -116,29 +121,30 @@ class Loop:
             self._begin_answer(reading)
         return bool(stepping) or reading is not None
 
-    def _push(self, group: Group, slot: int, tokens: Sequence[int]) -> None:
+    def _start_draw(self, group: Group) -> None:
+        """Start to draw. The tokens that grammars allow are found meanwhile, because the step runs already."""
+        for slot, job in enumerate(group.jobs):
+            if job is not None and group.active[slot] and job.request.allowed is not None:
+                try:
+                    group.allow(slot, job.words(self.programs.parts.vocab_size))
+                except JshadowError as error:
+                    self._fail(job, error)
+        group.start_draw()
+
+    def _push(self, group: Group, slot: int, tokens: Sequence[DrawnToken]) -> None:
         """Give the tokens that a step drew to the job of a row."""
         job = group.jobs[slot]
         assert job is not None
-        for token in tokens:
-            finish = self._add(job, token)
-            if finish and job.keep is not None:
-                documents.keep(job, job.ids + job.stream.tokens, group.row(slot, [token]))
+        for drawn in tokens:
+            finish = self._add(job, drawn)
+            if finish and job.keeps_answer:
+                documents.keep(job, job.ids + job.stream.tokens, group.row(slot, [drawn.token]))
             if finish or job.answer.done:
                 return self._complete(job, finish)
-        self._allow(group, slot, job)
 
-    def _allow(self, group: Group, slot: int, job: Job) -> None:
-        """Tell a group what a row may draw next."""
-        if job.request.allowed is not None:
-            try:
-                group.allow(slot, job.words(self.programs.parts.vocab_size))
-            except JshadowError as error:
-                self._fail(job, error)
-
-    def _add(self, job: Job, token: int) -> str:
+    def _add(self, job: Job, drawn: DrawnToken) -> str:
         """Add a token to an answer. Return why the answer is complete, or "". NO_TOKEN fails the job."""
-        if token == NO_TOKEN:
+        if drawn.token == NO_TOKEN:
             count = len(job.stream.tokens)
             error = NumericalError(
                 f"logits must be numbers, got NaN in those that follow the prompt and {count} generated tokens; check "
@@ -147,7 +153,7 @@ class Loop:
             self._fail(job, error)
             return ""
         self.counts.tokens += 1
-        return job.push(token)
+        return job.push(drawn)
 
     def _complete(self, job: Job, finish: str) -> None:
         """Free the row of a job whose answer is complete. A job that failed has no row any more."""
@@ -167,20 +173,21 @@ class Loop:
         logits, state = reading.reader.end()
         if job.keep is not None:
             documents.keep(job, job.ids, state)
-        row = job.row
+        programs, row = self.programs, job.row
         if job.request.allowed is not None:
             try:
-                row = self.programs.masked(row, job.words(self.programs.parts.vocab_size)[None])
+                row = programs.masked(row, job.words(programs.parts.vocab_size)[None])
             except JshadowError as error:
                 return self._fail(job, error)
-        token, row = self.programs.first(logits, row)
-        finish = self._add(job, token)
-        if finish and job.keep is not None:
-            documents.keep(job, [*job.ids, token], self.programs.fed(state, [token]))
+        tokens, row = programs.draw(logits, row)
+        wanted = job.request.logprobs is not None
+        [drawn] = read_drawn(tokens, programs.likely(logits, tokens) if wanted else None)
+        finish = self._add(job, drawn)
+        if finish and job.keeps_answer:
+            documents.keep(job, [*job.ids, drawn.token], programs.fed(state, [drawn.token]))
         if finish or job.answer.done:
             return self._complete(job, finish)
-        reading.group.insert(reading.slot, state, row, token)
-        self._allow(reading.group, reading.slot, job)
+        reading.group.insert(reading.slot, state, row, drawn.token)
 
     # Admission
 

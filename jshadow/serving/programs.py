@@ -15,7 +15,7 @@ from jshadow.engine.placement import commit
 from jshadow.engine.prefill.partial import PartialPrefill, advance_prefill, begin_prefill, finish_prefill
 from jshadow.engine.rows.sampling import RowSampling, idle_rows, row_of, set_row
 from jshadow.engine.rows.settings import RowSettings
-from jshadow.engine.rows.step import first_tokens, step_rows
+from jshadow.engine.rows.step import draw_rows, likely_tokens, row_logits
 from jshadow.planner.prefill_pieces import pieces_of
 from jshadow.serving.classes import EngineOptions, PlannedClass
 from jshadow.weights.params import Params
@@ -101,10 +101,16 @@ class Programs:
         assert held is not None
         return rows.replace(allowed=jax.device_put(words, held.sharding) if held.committed else jnp.array(words))
 
-    def first(self, logits: Array, row: RowSampling) -> tuple[int, RowSampling]:
-        """Draw the first token of a row. This consumes `row`."""
-        tokens, row = first_tokens(row, logits)
-        return int(tokens[0]), row
+    def draw(self, logits: Array, rows: RowSampling, active: np.ndarray | None = None) -> tuple[Array, RowSampling]:
+        """Draw a token for each row, int32 [rows], from logits [rows, V]. This consumes `rows`.
+
+        `active`, bool [rows], tells which rows count the draw. None: all rows do.
+        """
+        return draw_rows(rows, logits, None if active is None else jnp.array(active))
+
+    def likely(self, logits: Array, tokens: Array) -> tuple[Array, Array, Array]:
+        """Return the log-probabilities of drawn tokens and of the likeliest ones, as `likely_tokens` does."""
+        return likely_tokens(logits, tokens)
 
     def pool(self, state: KVState, plan: PlannedClass) -> Pool:
         """Return a pool of free rows. Their content comes from `state`, and is never read."""
@@ -118,7 +124,7 @@ class Programs:
         return Pool(pool.state.insert(slot, state, consume=True), set_row(pool.rows, slot, row))
 
     def step(self, pool: Pool, tokens: np.ndarray, active: np.ndarray) -> tuple[Array, Pool]:
-        """Feed a token to each active row. Return the next tokens, int32 [rows]. This consumes the pool.
+        """Feed a token to each active row. Return the logits, float32 [rows, V]. This consumes the pool's state.
 
         Args:
             pool: the rows.
@@ -127,8 +133,8 @@ class Programs:
         """
         reads, writes = pool.state.split()
         fed = jnp.array(tokens), jnp.array(active)
-        drawn, writes, rows = step_rows(self.params.weights, fed, reads, writes, pool.rows, config=self.params.config)
-        return drawn, Pool(pool.state.join(writes), rows)
+        logits, writes = row_logits(self.params.weights, fed, reads, writes, config=self.params.config)
+        return logits, pool._replace(state=pool.state.join(writes))
 
     def taken(self, pool: Pool, slot: int, unfed: Sequence[int]) -> KVState:
         """Return one row of a pool as a state of its own, after further tokens."""

@@ -13,6 +13,7 @@ class Counts:
         steps: number of steps of groups.
         units: number of turns in which a prompt was read.
         most_units: the largest number of such turns between two steps of running rows.
+        busy_seconds: seconds in which the engine stepped rows or read prompts.
         queue_seconds, prefill_seconds, decode_seconds: sums over the finished requests, as in `AnswerReport`.
     """
 
@@ -23,6 +24,7 @@ class Counts:
     steps: int = 0
     units: int = 0
     most_units: int = 0
+    busy_seconds: float = 0.0
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

@@ -1,11 +1,14 @@
 """Requests to an engine, and the answers that other threads read."""
 
+import concurrent.futures
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.rows.step import MOST_LIKELY
 from jshadow.engine.types import OnePrompt
 from jshadow.errors import ConfigError
 from jshadow.policies import Policy
@@ -24,8 +27,13 @@ class Request:
         priority: a request with a higher priority is admitted first. Requests of one priority come by arrival.
         store: whether the engine stores the state after the prompt, and the state at the end of the answer, in its
             library.
+        title: None, or the title of the document that the prompt is. `store` must be set. Only the state after the
+            prompt is stored then.
         allowed: the grammar of the answer, or None. The engine calls it before each draw with the list of new tokens.
-            It returns which tokens may follow, bool [V], at least one. `EngineOptions.grammar` must be set.
+            It returns which tokens may follow, at least one, as bool [V] or as the bit mask of `pack_mask`, uint32 [W].
+            `EngineOptions.grammar` must be set.
+        logprobs: None, or the number of the likeliest tokens of which each piece has the log-probability, in [0, 20].
+            `EngineOptions.logprobs` must be set.
 
     Raises:
         ConfigError: a value has the wrong type or is out of range.
@@ -37,7 +45,9 @@ class Request:
     stop: str | int | Sequence[str | int] | None = None
     priority: int = 0
     store: bool = False
+    title: str | None = None
     allowed: Allowed | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         check_integer("max_new_tokens", self.max_new_tokens, least=1)
@@ -46,6 +56,12 @@ class Request:
             raise ConfigError(f"settings must be a RowSettings, got {self.settings!r:.80}")
         if not isinstance(self.store, bool):
             raise ConfigError(f"store must be True or False, got {self.store!r:.80}")
+        if self.title is not None and not (self.store and isinstance(self.title, str)):
+            raise ConfigError(f"title must be None without store, and else a string, got {self.title!r:.80}")
+        if self.logprobs is not None:
+            check_integer("logprobs", self.logprobs, least=0)
+            if self.logprobs > MOST_LIKELY:
+                raise ConfigError(f"logprobs must be at most {MOST_LIKELY}, got {self.logprobs}")
         if self.allowed is not None and not callable(self.allowed):
             raise ConfigError(f"allowed must be a function or None, got {self.allowed!r:.80}")
 
@@ -65,7 +81,9 @@ class AnswerReport:
         queue_seconds: time until the engine began to read the prompt.
         prefill_seconds: time from there to the first token. It includes the steps of other requests.
         decode_seconds: time from the first token to the end.
-        not_stored: why a state that was to be stored was not, or None.
+        stored: the future of the key of the state that was stored last, or None. It is done when the file is complete.
+        not_stored: why a state that was to be stored was not, or None. An error after the end of the answer is told by
+            `stored` alone.
     """
 
     policy: Policy
@@ -78,6 +96,7 @@ class AnswerReport:
     queue_seconds: float
     prefill_seconds: float
     decode_seconds: float
+    stored: "concurrent.futures.Future[str] | None" = None
     not_stored: str | None = None
 
 
@@ -96,16 +115,44 @@ class AnswerResult:
     report: AnswerReport
 
 
+class Logprobs(NamedTuple):
+    """The natural logarithms of probabilities at one place of an answer, as the model gives them at temperature 1.
+
+    Penalties, biases, grammars and filters do not change them.
+
+    Attributes:
+        chosen: that of the drawn token.
+        top: the likeliest tokens with theirs, the likeliest first. `Request.logprobs` tells how many.
+    """
+
+    chosen: float
+    top: list[tuple[int, float]]
+
+
+class Piece(NamedTuple):
+    """A token of an answer.
+
+    Attributes:
+        text: the text that became final with the token. It may be empty.
+        token: the token id.
+        logprobs: the log-probabilities, if the request wants them.
+    """
+
+    text: str
+    token: int
+    logprobs: Logprobs | None = None
+
+
 class Answer:
     """The answer to a request while it arrives. Any thread may read it, any number of times.
 
-    Iterate over it for pairs (text, token). The text of a pair is that which became final with the token, and may be
-    empty. If the request failed, its error follows the last pair.
+    Iterate over it for its pieces. If the request failed, its error follows the last piece.
     """
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self._pieces: list[tuple[str, int]] = []
+        self._pieces: list[Piece] = []
+        self._listeners: list[Callable[[], None]] = []
         self._result: AnswerResult | None = None
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -115,7 +162,22 @@ class Answer:
         """Whether the answer is complete or has failed."""
         return self._result is not None or self._error is not None
 
-    def __iter__(self) -> Iterator[tuple[str, int]]:
+    @property
+    def complete(self) -> bool:
+        """Whether the answer has a result. If not, it goes on or has failed."""
+        return self._result is not None
+
+    def listen(self, callback: Callable[[], None]) -> None:
+        """Call a function after each later change of the answer, in the thread of the engine. It must be quick."""
+        with self._changed:
+            self._listeners.append(callback)
+
+    def since(self, place: int) -> tuple[list[Piece], bool]:
+        """Return the pieces from number `place` on that have arrived, and whether the answer has ended."""
+        with self._changed:
+            return self._pieces[place:], self.done
+
+    def __iter__(self) -> Iterator[Piece]:
         place = 0
         while True:
             with self._changed:
@@ -151,11 +213,11 @@ class Answer:
         assert self._result is not None
         return self._result
 
-    def add(self, text: str, token: int) -> None:
+    def add(self, piece: Piece) -> None:
         """Add a piece. Only the engine calls this."""
         with self._changed:
-            self._pieces.append((text, token))
-            self._changed.notify_all()
+            self._pieces.append(piece)
+            self._tell()
 
     def end(self, outcome: AnswerResult | BaseException) -> None:
         """End the answer with its result or an error. The first end counts. Only the engine calls this."""
@@ -166,7 +228,12 @@ class Answer:
                 self._result = outcome
             else:
                 self._error = outcome
-            self._changed.notify_all()
+            self._tell()
+
+    def _tell(self) -> None:
+        self._changed.notify_all()
+        for callback in self._listeners:
+            callback()
 
 
 def check_integer(name: str, value: object, *, least: int | None = None) -> None:

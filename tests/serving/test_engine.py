@@ -95,7 +95,7 @@ def test_stop_strings_and_pieces_of_text(engine):
     got, want = answer.result(0), offline(request)
     assert (got.tokens, got.text) == (want.tokens, want.text)
     assert got.report.finish == "stop"
-    assert "".join(text for text, _ in answer) == got.text == free.text[: free.text.index(stop)]
+    assert "".join(piece.text for piece in answer) == got.text == free.text[: free.text.index(stop)]
     end = Request(prompt_of(70, 4), 16, WARM, stop=free.tokens[2])
     assert answers_of(engine, [end])[0].tokens == offline(end).tokens
 
@@ -259,7 +259,7 @@ def test_threads_submit_and_read_at_once(engine):
         def client(part):
             for place in part:
                 answer = threaded.submit(requests[place])
-                pieces = [token for _, token in answer]
+                pieces = [piece.token for piece in answer]
                 got[place] = answer.result(60).tokens
                 assert pieces == got[place]
 

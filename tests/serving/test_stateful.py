@@ -23,7 +23,7 @@ class Serving(RuleBasedStateMachine):
         self.patch = mock.patch.object(documents, "plan_rows", plan_rows)
         self.patch.start()
         self.library = PlainLibrary(device, host)
-        self.loop = Loop(PlainPrograms(), PLANS, Admission(Limits(device_bytes=budget)), self.library)
+        self.loop = Loop(PlainPrograms(), Admission(Limits(device_bytes=budget)), self.library)
         self.answers, self.cancelled = [], []
 
     def ask(self, prompt, new, rank, store):
@@ -33,6 +33,7 @@ class Serving(RuleBasedStateMachine):
         if store:
             library = self.library
             job.plans, job.keep = storable(job.plans, library.capacity, library.fetch), library.start_store
+        documents.find_stored(self.library, job, PLANS)
         self.loop.accept(job)
         self.answers.append(answer)
 
@@ -91,7 +92,7 @@ class Serving(RuleBasedStateMachine):
             for job in group.jobs:
                 assert job is None or job.plan is group.plan
         for answer in self.answers:
-            tokens = [token for _, token in answer._pieces]
+            tokens = [token for _, token, _ in answer._pieces]
             assert tokens == expected(answer.request)[0][: len(tokens)]
 
     def teardown(self):

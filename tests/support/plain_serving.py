@@ -11,6 +11,7 @@ from jshadow.library.shelf import Stored
 from jshadow.library.tiers import DEVICE, HOST, MemoryTiers, Size, TierLimits
 from jshadow.policies import Full
 from jshadow.serving.classes import EngineOptions, GroupBytes, PlannedClass, RowClass
+from jshadow.serving.programs import Pool
 
 PLANS = tuple(
     PlannedClass(RowClass(prompt, room, rows), Full(), None, "resident", GroupBytes(size, 0, 1, 2))
@@ -65,21 +66,22 @@ class PlainPrograms:
     def row(self, settings, ids):
         return "row"
 
-    def first(self, logits, row):
-        return logits, row
+    def draw(self, logits, rows, active=None):
+        return np.atleast_1d(logits), rows
 
     def pool(self, state, plan):
-        return [None] * plan.row_class.rows
+        return Pool([None] * plan.row_class.rows, "rows")
 
     def insert(self, pool, slot, state, row):
-        return [state if place == slot else held for place, held in enumerate(pool)]
+        return pool._replace(state=[state if place == slot else held for place, held in enumerate(pool.state)])
 
     def step(self, pool, tokens, active):
-        fed = [[*held, int(token)] if on else held for held, token, on in zip(pool, tokens, active, strict=True)]
-        return np.array([next_token(held) if on else 99 for held, on in zip(fed, active, strict=True)]), fed
+        fed = [[*held, int(token)] if on else held for held, token, on in zip(pool.state, tokens, active, strict=True)]
+        logits = np.array([next_token(held) if on else 99 for held, on in zip(fed, active, strict=True)])
+        return logits, pool._replace(state=fed)
 
     def taken(self, pool, slot, unfed):
-        return [*pool[slot], *unfed]
+        return [*pool.state[slot], *unfed]
 
     def fed(self, state, unfed):
         return [*state, *unfed]
@@ -138,7 +140,7 @@ class PlainLibrary:
         self._use(key)
         return list(key) if held is None else list(held.state)
 
-    def start_store(self, ids, state):
+    def start_store(self, ids, state, **note):
         assert ids == state
         key = tuple(ids)
         self.files[key] = state

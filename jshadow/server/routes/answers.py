@@ -8,7 +8,6 @@ from fastapi.responses import JSONResponse, Response
 
 from jshadow.server.chat import Chat
 from jshadow.server.completion import Completion
-from jshadow.server.drawing import requests_of
 from jshadow.server.errors import ApiError
 from jshadow.server.forms import form_of
 from jshadow.server.prompts import chat_ids, prompts_of

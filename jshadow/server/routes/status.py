@@ -12,7 +12,9 @@ from jshadow.server.service import Service
 
 router = APIRouter()
 PAGE = Path(__file__).parent.parent / "page.html"
-POLICY = "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
+POLICY = (
+    "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
+)
 
 
 @router.get("/", response_class=HTMLResponse, include_in_schema=False)
