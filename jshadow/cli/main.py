@@ -21,6 +21,7 @@ from jshadow.cli import library as cli_library
 from jshadow.cli import patterns as cli_patterns
 from jshadow.cli import plan as cli_plan
 from jshadow.cli import policies as cli_policies
+from jshadow.cli import serve as cli_serve
 from jshadow.cli.compile_cache import compile_cache
 from jshadow.cli.completion import SHELLS, PrintCompletion
 from jshadow.cli.options import JSON_HELP
@@ -82,6 +83,10 @@ def parser() -> argparse.ArgumentParser:
 
     cli_library.add_options(
         commands.add_parser("library", help="store documents, ask about them", description=cli_library.ABOUT)
+    )
+
+    cli_serve.add_options(
+        commands.add_parser("serve", help="answer over HTTP, with OpenAI's routes", description=cli_serve.ABOUT)
     )
 
     add = commands.add_parser(

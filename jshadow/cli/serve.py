@@ -21,8 +21,8 @@ from jshadow.errors import ConfigError, PromptError
 if TYPE_CHECKING:
     from jshadow.server.service import Service
 
-ABOUT = """Serve a model over HTTP with OpenAI's routes, and a page at /. With --library, each uploaded file is read once,
-and its state is stored. SIGTERM ends the server when the open requests are answered."""
+ABOUT = """Serve a model over HTTP with OpenAI's routes, and a page at /. With --library, each uploaded file is read
+once, and its state is stored. SIGTERM ends the server when the open requests are answered."""
 MOST_BIASES = 300  # tokens with a bias in a request, as in OpenAI's API
 
 

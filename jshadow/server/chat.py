@@ -82,7 +82,8 @@ class Chat:
             yield self.head | {"object": "chat.completion.chunk", "choices": [], "usage": usage}
 
     def _deltas(self, index: int, parts: list[Delta]) -> list[dict[str, Any]]:
-        splitter, deltas = self.splitters[index], []
+        splitter = self.splitters[index]
+        deltas: list[dict[str, Any]] = []
         first = splitter.calls - sum(part.call is not None for part in parts)
         for part in parts:
             if part.call is not None:

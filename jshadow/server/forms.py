@@ -9,7 +9,7 @@ from jshadow.server.marks import CALL, CALL_END
 from jshadow.server.schemas import ChatRequest, Drawing, ResponseFormat, Tool
 
 # Whitespace inside JSON is bounded, because a model may otherwise write blanks without end.
-WHITESPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+WHITESPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def form_of(body: Drawing) -> str | None:

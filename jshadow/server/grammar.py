@@ -1,6 +1,7 @@
 """Grammars of answers, by llguidance (https://github.com/guidance-ai/llguidance)."""
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ class Grammars:
 
     def __init__(self, params: Params) -> None:
         """Take the model. Its tokens are listed when the first matcher is made."""
-        self.params, self.lock, self.tokens = params, threading.Lock(), None
+        self.params, self.lock = params, threading.Lock()
+        self.tokens: Any = None
 
     @staticmethod
     def problem(grammar: str) -> str:
@@ -31,33 +33,36 @@ class Grammars:
 
                 config = self.params.config
                 self.tokens = from_tokenizer(self.params.tokenizer, config.vocab_size, sorted(config.eos_ids))
-        return Matcher(self.tokens, grammar)
+        return Matcher(self.tokens, grammar, self.params.config.vocab_size)
 
 
 class Matcher:
-    """The place of one answer in its grammar."""
+    """The place of one answer in its grammar. It is the function `Request.allowed` of that answer."""
 
-    def __init__(self, tokens: Any, grammar: str) -> None:
-        """Begin. Raises ConfigError if the grammar is refused."""
+    def __init__(self, tokens: Any, grammar: str, size: int) -> None:
+        """Begin, for a vocabulary of `size` tokens. Raises ConfigError if the grammar is refused."""
         from llguidance import LLMatcher
 
         self.matcher = LLMatcher(tokens, grammar)
+        self.words, self.taken = np.zeros(-(-size // 32), np.uint32), 0
         self._check()
 
-    def fill(self, words: np.ndarray) -> None:
-        """Write the bit mask of the tokens that may come next, uint32 [W]. At the end, only the end tokens may.
+    def __call__(self, drawn: Sequence[int]) -> np.ndarray:
+        """Return the bit mask of the tokens that may follow `drawn`, uint32 [W]. At the end, only end tokens may.
+
+        `drawn` has all tokens of the answer, and begins with those of the call before.
 
         Raises:
             ConfigError: the grammar is too large for llguidance's limits.
         """
-        self.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        for token in drawn[self.taken :]:
+            if not self.matcher.is_stopped():
+                self.matcher.consume_token(token)
+        self.taken = len(drawn)
         self._check()
-
-    def push(self, token: int) -> None:
-        """Take the next token. Raises ConfigError if the grammar does not allow it."""
-        if not self.matcher.is_stopped():
-            self.matcher.consume_token(token)
-            self._check()
+        self.matcher.unsafe_compute_mask_ptr(self.words.ctypes.data, self.words.nbytes)
+        self._check()
+        return self.words
 
     def _check(self) -> None:
         if self.matcher.is_error():

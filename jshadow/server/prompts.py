@@ -76,7 +76,7 @@ def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[st
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
-        return [list(prompt)]  # type: ignore[arg-type]
+        return [[int(token) for token in prompt]]
     if not prompt:
         raise PromptError("prompt must have at least one text or one list of token ids, got none")
-    return list(prompt)  # type: ignore[arg-type]
+    return [*prompt]

@@ -15,8 +15,8 @@ from jshadow.server.service import Service
 class Server(uvicorn.Server):
     """A uvicorn server that drains before it ends.
 
-    After SIGTERM or SIGINT it goes on to listen, so that `/ready` says 503 and new requests are refused with 503. It ends
-    when no request is open. A second signal ends it at once.
+    After SIGTERM or SIGINT it goes on to listen, so that `/ready` says 503 and new requests are refused with 503. It
+    ends when no request is open. A second signal ends it at once.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:

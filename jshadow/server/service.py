@@ -82,7 +82,7 @@ class Service:
                 settings_of(body, choice),
                 stop=stop or None,
                 logprobs=logprobs,
-                grammar=None if grammar is None else self.grammars.matcher(grammar),
+                allowed=None if grammar is None else self.grammars.matcher(grammar),
             )
             for choice in range(body.n or 1)
         ]
@@ -135,7 +135,7 @@ class Service:
         report, counts = self.engine.report(), self.engine.report().counts
         documents = [] if self.library is None else self.library.documents()
         config, itemsize = self.params.config, np.dtype(self.params.dtype).itemsize
-        token_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize
+        token_bytes = 2 * config.num_layers * config.kv_heads * config.head_dim * itemsize
         tokens, finished = sum(one.tokens for one in documents), max(counts.finished, 1)
         return {
             "model": self.options.name,
