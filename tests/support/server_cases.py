@@ -1,0 +1,59 @@
+"""Servers for tests: one inside the test's process over a tiny model, and one as a process of its own."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+
+from byte_models import PARAMS, SHADOW
+
+from jshadow.library import Library
+from jshadow.server.options import ServerOptions
+from jshadow.server.service import Service
+from jshadow.serving import Engine, EngineOptions, Limits, RowClass
+
+CLASSES = (RowClass(48, 16, 4), RowClass(320, 64, 4))
+SETTINGS = EngineOptions(prefill_chunk=32, penalties=True, bias_limit=8, grammar=True, logprobs=True)
+NAME = "tiny"
+
+
+@contextlib.contextmanager
+def tiny_service(folder=None, *, waiting=64, **options):
+    """A service over the tiny model, with a library in `folder`. Its engine runs until the end of the block."""
+    library = None
+    if folder is not None:
+        library = Library(folder, PARAMS, SHADOW, capacity=CLASSES[-1].capacity)
+    limits = Limits(waiting=waiting)
+    engine = Engine(PARAMS, SHADOW, classes=CLASSES, library=library, limits=limits, options=SETTINGS)
+    try:
+        service = Service(engine, library, ServerOptions(NAME, **options))
+        service.ready = True
+        yield service
+    finally:
+        engine.close(drain=False)
+        if library is not None:
+            library.close()
+
+
+@contextlib.contextmanager
+def server_process(model, *arguments, environment=None):
+    """`jshadow serve` as a process on a free port. Yields the process with its URL as `url`; ends it with SIGTERM."""
+    command = [sys.executable, "-m", "jshadow", "serve", str(model), "--port", "0", "--json", *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | (environment or {})
+    )
+    try:
+        line = process.stdout.readline()
+        assert line, process.stderr.read()
+        process.url = json.loads(line)["url"]
+        yield process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.communicate()
