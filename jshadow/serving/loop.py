@@ -118,7 +118,7 @@ class Loop:
             for slot, tokens in group.drawn():
                 self._push(group, slot, tokens)
         if reading is not None and done:
-            self._begin_answer(reading)
+            self._begin_answers(reading)
         return bool(stepping) or reading is not None
 
     def _start_draw(self, group: Group) -> None:
@@ -167,13 +167,30 @@ class Loop:
         self.counts.prefill_seconds += report.prefill_seconds
         self.counts.decode_seconds += report.decode_seconds
 
-    def _begin_answer(self, reading: Reading) -> None:
-        """Draw the first token after a prompt, and make the row active."""
-        self.reading, job = None, reading.job
-        logits, state = reading.reader.end()
+    def _begin_answers(self, reading: Reading) -> None:
+        """Begin the answer of a job whose prompt was read, and those of the waiting jobs with the same prompt."""
+        self.reading, job, group = None, reading.job, reading.group
+        read = reading.reader.end()
+        twins = [other for other in self.waiting if other.is_twin(job)]
+        self._begin_answer(job, group, reading.slot, read)
+        for twin in twins:
+            if (slot := group.reserve(twin)) is None:
+                return
+            self.waiting.remove(twin)
+            twin.plans = [group.plan]
+            twin.start()
+            try:
+                twin.row = self.programs.row(twin.request.settings, twin.ids)
+            except JshadowError as error:
+                self._fail(twin, error)
+            else:
+                self._begin_answer(twin, group, slot, read)
+
+    def _begin_answer(self, job: Job, group: Group, slot: int, read: tuple[Any, Any]) -> None:
+        """Draw the first token after a prompt, and make the row active. `read` has the logits [1, V] and the state."""
+        (logits, state), programs, row = read, self.programs, job.row
         if job.keep is not None:
             documents.keep(job, job.ids, state)
-        programs, row = self.programs, job.row
         if job.request.allowed is not None:
             try:
                 row = programs.masked(row, job.words(programs.parts.vocab_size)[None])
@@ -184,10 +201,10 @@ class Loop:
         [drawn] = read_drawn(tokens, programs.likely(logits, tokens) if wanted else None)
         finish = self._add(job, drawn)
         if finish and job.keeps_answer:
-            documents.keep(job, [*job.ids, drawn.token], programs.fed(state, [drawn.token]))
+            documents.keep(job, [*job.ids, drawn.token], programs.fed(programs.fork(state), [drawn.token]))
         if finish or job.answer.done:
             return self._complete(job, finish)
-        reading.group.insert(reading.slot, state, row, drawn.token)
+        group.insert(slot, state, row, drawn.token)
 
     # Admission
 

@@ -59,7 +59,7 @@ def test_a_seed_draws_the_same_tokens_in_every_slot_and_group(engine):
     want = offline(seeded).tokens
     results = answers_of(engine, requests)
     assert all(got.tokens == want for request, got in zip(requests, results, strict=True) if request is seeded)
-    assert engine.report().groups == 2
+    assert engine.report().groups >= 2
 
 
 def test_released_rows_are_never_read(engine, monkeypatch):

@@ -5,6 +5,8 @@ import threading
 import pytest
 from serving_cases import SYNC, WARM, answers_of, engine_of, offline, prompt_of, random_requests, run
 
+from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.sampling import Sampler
 from jshadow.errors import ConfigError, ServingError
 from jshadow.serving import EngineOptions, Request
 
@@ -59,3 +61,24 @@ def test_threads_submit_and_read_at_once():
         threaded.submit(Request([3], 1))
     with pytest.raises(ConfigError, match=r"options\.threaded"):
         threaded.run_once()
+
+
+def test_requests_with_one_prompt_read_it_once():
+    engine, prompt = engine_of(), prompt_of(70, 4)
+    settings = [RowSettings(Sampler(1.2), seed) for seed in range(4)]
+    requests = [Request(prompt, new, one) for new, one in zip((9, 5, 1, 9), settings, strict=True)]
+    longer, other = Request(prompt, 12, settings[1]), Request(prompt_of(70, 5), 5)
+    parts = engine.report().counts.units
+    answers = [engine.submit(request) for request in (*requests, longer, other)]
+    run(engine)
+    assert [answer.result(0).tokens for answer in answers] == [offline(answer.request).tokens for answer in answers]
+    # Three rows are enough for four answers: that of one token is complete at once. The longer one reads for itself.
+    assert engine.report().counts.units - parts == 3 * units_of(engine, prompt)
+
+
+def units_of(engine, prompt):
+    """The number of turns that the reading of a prompt takes."""
+    before = engine.report().counts.units
+    engine.submit(Request(prompt, 1))
+    run(engine)
+    return engine.report().counts.units - before

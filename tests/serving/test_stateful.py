@@ -46,6 +46,11 @@ class Serving(RuleBasedStateMachine):
     def submit(self, prompt, new, rank, store):
         self.ask(prompt, new, rank, store)
 
+    @precondition(lambda self: self.answers)
+    @rule(data=st.data(), new=st.integers(1, 6), rank=st.integers(0, 2), store=st.booleans())
+    def submit_a_prompt_again(self, data, new, rank, store):
+        self.ask(data.draw(st.sampled_from(self.answers)).request.prompt, new, rank, store)
+
     @precondition(lambda self: any(len(key) < 9 for key in self.library.recent))
     @rule(data=st.data(), new=st.integers(1, 4), store=st.booleans())
     def submit_on_a_stored_beginning(self, data, new, store):
