@@ -99,7 +99,7 @@ def test_cancelled_requests_free_their_row_their_prefill_or_their_place(engine):
     while not active._pieces:
         engine.run_once()
     engine.run_once()
-    assert engine._loop.reading.job.answer is reading
+    assert engine._loop.readings[0].job.answer is reading
     for answer in (active, reading, waiting):
         engine.cancel(answer)
     run(engine)
@@ -122,6 +122,24 @@ def test_requests_come_by_priority_and_then_by_arrival(engine):
         order += [place for place, answer in enumerate(answers) if answer.done and place not in order]
     assert order == [3, 1, 4, 0, 2]
     assert all(answer.result(0).report.generated_tokens == 12 for answer in kept)
+
+
+def test_a_higher_priority_interrupts_a_reading_if_the_bytes_suffice(engine):
+    long, short = Request(prompt_of(100), 5, WARM, priority=-1), Request(prompt_of(90, 2), 5)
+    plan = engine.plans[1]
+    both = needed_bytes([plan])[0] + plan.bytes.reading
+    for limit, first in ((both, short), (both - 1, long)):
+        tight = engine_of(limits=Limits(device_bytes=limit))
+        answers = [tight.submit(long)]
+        for _ in range(2):
+            tight.run_once()
+        answers.append(tight.submit(short))
+        while not any(answer.done for answer in answers):
+            tight.run_once()
+        [done] = [answer for answer in answers if answer.done]
+        assert done.request is first
+        run(tight)
+        assert [answer.result(0).tokens for answer in answers] == [offline(answer.request).tokens for answer in answers]
 
 
 def test_a_request_that_waits_for_bytes_is_not_overtaken(engine):
