@@ -109,7 +109,7 @@ class Tool(Body):
 
 
 class Drawing(Body):
-    """The fields that chats and completions share."""
+    """The fields that chats and completions share. The fields after `user` are what vllm-router adds to them."""
 
     model: str
     stream: bool = False
@@ -128,10 +128,14 @@ class Drawing(Body):
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     response_format: ResponseFormat | None = None
     user: str | None = None
+    ignore_eos: Literal[False] = False
+    no_stop_trim: Literal[False] = False
+    return_hidden_states: Literal[False] = False
+    skip_special_tokens: Literal[True] = True
 
 
 class ChatRequest(Drawing):
-    """The body of /v1/chat/completions."""
+    """The body of /v1/chat/completions. The fields after `store` are what vllm-router adds to it."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -142,6 +146,10 @@ class ChatRequest(Drawing):
     parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
+    continue_final_message: Literal[False] = False
+    include_reasoning: Literal[True] = True
+    separate_reasoning: Literal[True] = True
+    stream_reasoning: Literal[True] = True
 
 
 class CompletionRequest(Drawing):
