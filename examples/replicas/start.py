@@ -22,9 +22,10 @@ serve = ["-m", "jshadow", "serve", args.model, "--library", args.library, *optio
 router = ["-m", "vllm_router.launch_router", "--policy", "consistent_hash", "--port", str(args.port)]
 router += ["--worker-urls", *(f"http://127.0.0.1:{port}" for port in args.worker_ports)]
 router += ["--prometheus-port", str(args.metrics_port)]
-# A worker whose /ready fails twice gets no requests. A request that fails is sent again.
+# A worker whose /ready fails twice, or two of whose requests fail, gets no more. A request that fails is sent again.
 router += ["--health-check-endpoint", "/ready", "--health-check-interval-secs", "1", "--health-failure-threshold", "2"]
-router += ["--worker-startup-check-interval", "1", "--cb-failure-threshold", "2", "--retry-max-retries", "8"]
+router += ["--cb-failure-threshold", "2", "--cb-success-threshold", "1", "--cb-timeout-duration-secs", "5"]
+router += ["--retry-max-retries", "8", "--worker-startup-check-interval", "1"]
 
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 workers, last = [], []

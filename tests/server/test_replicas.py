@@ -157,9 +157,9 @@ def test_documents_stay_on_a_worker_and_move_when_it_dies(tmp_path):
 
         with server_process(model, "--library", library, "--api-key-file", keys, *OPTIONS, "--port", str(ports[1])):
             replicas.healthy(2)
-            assert {file: replicas.ask_where(file) for file in home} == {
-                file: (answers[file], home[file]) for file in home
-            }
+            wait_until(lambda: replicas.ask_where(moved[0]) == (answers[moved[0]], 0))
+            for file in home:
+                assert replicas.ask_where(file) == (answers[file], home[file])
             assert replicas.ask(late) == answers[late]
             deleted = next(iter(home))
             assert replicas.workers[0].delete(f"/v1/files/{deleted}").status_code == 200
