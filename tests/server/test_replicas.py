@@ -16,9 +16,11 @@ import byte_models
 import httpx2
 import pytest
 from conftest import REPO
+from pydantic import ValidationError
 from server_cases import server_process
 
 import jshadow
+from jshadow.server.schemas import ChatRequest, Routed
 
 START = REPO / "examples" / "replicas" / "start.py"
 KEY = "a-key"
@@ -120,6 +122,14 @@ def started(model, library, keys, log):
             process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def test_what_the_router_adds_is_accepted_with_its_value_alone():
+    chat = {"model": "m", "messages": [{"role": "assistant", "content": "x", "reasoning": "y"}]}
+    for name, field in Routed.model_fields.items():
+        assert ChatRequest.model_validate(chat | {name: field.default}).messages[0].reasoning_content == "y"
+        with pytest.raises(ValidationError, match=name):
+            ChatRequest.model_validate(chat | {name: not field.default})
 
 
 @pytest.mark.slow
