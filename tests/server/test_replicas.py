@@ -17,10 +17,14 @@ import httpx2
 import pytest
 from conftest import REPO
 from pydantic import ValidationError
-from server_cases import server_process
+from server_cases import server_process, tiny_service
+from starlette.testclient import TestClient
 
 import jshadow
+from jshadow.errors import CheckpointError
+from jshadow.server.app import make_app
 from jshadow.server.schemas import ChatRequest, Routed
+from jshadow.server.service import file_id_of
 
 START = REPO / "examples" / "replicas" / "start.py"
 KEY = "a-key"
@@ -130,6 +134,34 @@ def test_what_the_router_adds_is_accepted_with_its_value_alone():
         assert ChatRequest.model_validate(chat | {name: field.default}).messages[0].reasoning_content == "y"
         with pytest.raises(ValidationError, match=name):
             ChatRequest.model_validate(chat | {name: not field.default})
+
+
+def test_a_server_finds_what_others_have_put_into_the_store(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/objects"
+
+    def listed():
+        return [file["filename"] for file in client.get("/v1/files").json()["data"]]
+
+    with tiny_service(url) as service, TestClient(make_app(service)) as client:
+        capacity = service.library.capacity
+        with jshadow.Library(url, byte_models.PARAMS, byte_models.SHADOW, capacity=capacity) as other:
+            sea, sky, sun = (other.add(f"The {name} is calm. " * 9, title=name) for name in ("sea", "sky", "sun"))
+            answer = client.get(f"/v1/files/{file_id_of(sea)}").json()
+            assert (answer["filename"], answer["tier"]) == ("sea", "remote")
+            cloud = other.add("The cloud is calm. " * 9, title="cloud")
+            answer = client.post("/v1/files", files={"file": ("a.txt", b"The cloud is calm. " * 9)}).json()
+            assert (answer["id"], answer["filename"]) == (file_id_of(cloud), "cloud")
+            assert service.engine.report().counts.units == 0  # it was not read again
+            other.remove(sky.key)
+            assert sorted(listed()) == ["cloud", "sea", "sun"]
+        monkeypatch.setattr(service.library.files.remote, "keys", refuse)
+        assert client.get(f"/v1/files/{file_id_of(sun)}").status_code == 200
+        for answer in (client.get("/v1/files"), client.get("/v1/files/file-unknown")):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+
+
+def refuse(*_):
+    raise CheckpointError("the store refuses")
 
 
 @pytest.mark.slow
