@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 MOST_LOGPROBS = 20
 MOST_CHOICES = 16
@@ -65,7 +65,8 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    reasoning_content: str | None = None
+    # vllm-router changes the name to `reasoning`.
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
 
 class StreamOptions(Body):
@@ -108,7 +109,20 @@ class Tool(Body):
     function: Function
 
 
-class Drawing(Body):
+class Routed(Body):
+    """The fields that vllm-router adds to each request. Only its values are accepted, which change nothing."""
+
+    continue_final_message: Literal[False] = False
+    ignore_eos: Literal[False] = False
+    include_reasoning: Literal[True] = True
+    no_stop_trim: Literal[False] = False
+    return_hidden_states: Literal[False] = False
+    separate_reasoning: Literal[True] = True
+    skip_special_tokens: Literal[True] = True
+    stream_reasoning: Literal[True] = True
+
+
+class Drawing(Routed):
     """The fields that chats and completions share."""
 
     model: str

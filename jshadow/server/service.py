@@ -158,9 +158,22 @@ class Service:
             raise ApiError(404, "the server was started without --library, so it stores no files", code="no_library")
         return self.library
 
+    def look(self) -> None:
+        """Notice the documents that other servers have put into the object store and removed. Raises ApiError."""
+        try:
+            self.shelf().look()
+        except CheckpointError as error:
+            raise ApiError(503, str(error), code="store_unavailable") from error
+
+    def _found(self, file_id: str) -> list[Stored]:
+        return [one for one in self.shelf().documents() if file_id == file_id_of(one)]
+
     def file(self, file_id: str) -> Stored:
-        """Return the stored document of a file's id. Raises ApiError if there is none."""
-        found = [one for one in self.shelf().documents() if file_id == file_id_of(one)]
+        """Return the stored document of a file's id. Raises ApiError if there is none, also in the object store."""
+        found = self._found(file_id)
+        if not found:
+            self.look()
+            found = self._found(file_id)
         if not found:
             raise ApiError(404, f"file_id must be that of a stored file, got {file_id!r:.80}", code="file_not_found")
         return found[0]
@@ -187,6 +200,7 @@ class Service:
         library = self.shelf()
         text = await self.slowly(text_of, upload)
         ids, _ = await self.slowly(ids_of, text, self.params)
+        await self.slowly(self.look)
         found = await self.slowly(library.longest, ids)
         if found is None or found.tokens < len(ids):
             request = Request(ids.tolist(), 1, priority=READING_PRIORITY, store=True, title=upload.name)

@@ -34,6 +34,7 @@ def described(stored: Stored, created: int) -> dict[str, Any]:
 async def list_files(request: Request) -> dict[str, Any]:
     """List the stored documents."""
     service: Service = request.app.state.service
+    await service.slowly(service.look)
     found = await service.slowly(service.shelf().documents)
     data = [described(one, service.created) for one in found if one.ends != "answer"]
     return {"object": "list", "data": data, "has_more": False, "first_id": None, "last_id": None}
