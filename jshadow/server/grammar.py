@@ -72,4 +72,5 @@ class Matcher:
 
     def _check(self) -> None:
         if self.matcher.is_error():
-            raise ConfigError(f"response_format cannot be followed: {self.matcher.get_error():.300}")
+            reason = str(self.matcher.get_error()).partition("\n")[0]
+            raise ConfigError(f"response_format or tools cannot be followed: {reason:.300}")

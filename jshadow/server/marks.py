@@ -75,16 +75,16 @@ class Splitter:
             kept = 0 if final else max((overlap(self.waiting, end) for end in ends), default=0)
             part = self.waiting[: len(self.waiting) - kept]
             self.waiting = self.waiting[len(part) :]
-            deltas += self._part(part)
+            deltas += self._part(part, end="")
             break
         return deltas
 
-    def _part(self, text: str) -> list[Delta]:
-        """Return a finished part of what `inside` says."""
+    def _part(self, text: str, end: str = CALL_END) -> list[Delta]:
+        """Return a part of what `inside` says. `end` is what follows a call."""
         if self.inside == CALL:
             call = call_of(text)
             if call is None:
-                return [Delta(content=f"{CALL}{text}{CALL_END}")]
+                return [Delta(content=f"{CALL}{text}{end}")]
             if self.calls >= self.most_calls:
                 return []
             self.calls += 1

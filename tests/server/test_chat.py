@@ -1,7 +1,6 @@
 """/v1/chat/completions on the tiny model, against `generate` and plain NumPy."""
 
 import base64
-import json
 
 import numpy as np
 import pytest
@@ -113,7 +112,7 @@ def test_the_fields_of_drawing_reach_the_draw(client, name):
     body, settings, sampler = DRAWS[name]
     [choice] = chat(client, seed=4, max_tokens=10, logprobs=True, **body)["choices"]
     tokens = chat_tokens(choice)
-    assert len(tokens) > 5
+    assert len(tokens) > 2
     assert_drawn(IDS, tokens, 10, RowSettings(Sampler(**{"temperature": 1.0} | sampler), seed=4, **settings))
 
 

@@ -23,13 +23,13 @@ NAME = "tiny"
 
 
 @contextlib.contextmanager
-def tiny_service(folder=None, *, waiting=64, **options):
+def tiny_service(folder=None, *, waiting=64, classes=CLASSES, **options):
     """A service over the tiny model, with a library in `folder`. Its engine runs until the end of the block."""
     library = None
     if folder is not None:
-        library = Library(folder, PARAMS, SHADOW, capacity=CLASSES[-1].capacity)
+        library = Library(folder, PARAMS, SHADOW, capacity=classes[-1].capacity)
     limits = Limits(waiting=waiting)
-    engine = Engine(PARAMS, SHADOW, classes=CLASSES, library=library, limits=limits, options=SETTINGS)
+    engine = Engine(PARAMS, SHADOW, classes=classes, library=library, limits=limits, options=SETTINGS)
     try:
         service = Service(engine, library, ServerOptions(NAME, **options))
         service.ready = True
