@@ -15,7 +15,7 @@ from jshadow.engine.result import Generation
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.types import OnePrompt, Progress
 from jshadow.errors import CheckpointError, StateMismatch
-from jshadow.library.asking import Asking
+from jshadow.library.asking import Asking, question_ids
 from jshadow.library.shelf import ANSWER, DOCUMENT, Stored
 from jshadow.library.sources import Source, ids_of
 from jshadow.library.state_store import StateStore
@@ -106,6 +106,22 @@ class Library(StateStore):
         for _ in asking.loop:
             pass
         return self.finish(asking)
+
+    def prompt(self, key: str, question: OnePrompt) -> list[int]:
+        """Return the token ids of a stored text and of a question about it, as `ask` puts them together.
+
+        A serving engine with this library finds the stored text at the beginning of these ids.
+
+        Args:
+            key, question: as in `ask`.
+
+        Raises:
+            CheckpointError: there is no such text.
+            PromptError: the question is empty, or it is text and there is no tokenizer.
+        """
+        entry = self.catalog.entry(key)
+        asked = question_ids(self.params, question, entry.note.get("ends", ""), int(entry.ids[-1]))
+        return [*entry.ids.tolist(), *asked]
 
     def finish(self, asking: Asking) -> Reply:
         """Return the answer of an `Asking` whose loop has ended, and store its state if that was asked for."""
