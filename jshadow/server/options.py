@@ -17,7 +17,6 @@ class ServerOptions:
         body_bytes: maximum size of a request's body in bytes, except an upload.
         upload_bytes: maximum size of an uploaded file in bytes.
         seconds: maximum time of a request in seconds. A request that takes longer is cancelled.
-        max_new_tokens: number of new tokens of a request that does not say how many it wants.
 
     Raises:
         ConfigError: a value is out of range.
@@ -28,10 +27,9 @@ class ServerOptions:
     body_bytes: int = 2**24
     upload_bytes: int = 2**26
     seconds: float = 600.0
-    max_new_tokens: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("body_bytes", "upload_bytes", "max_new_tokens"):
+        for name in ("body_bytes", "upload_bytes"):
             check_integer(name, getattr(self, name), least=1)
         if not 0 < self.seconds < float("inf"):
             raise ConfigError(f"seconds must be above 0 and finite, got {self.seconds!r}")
