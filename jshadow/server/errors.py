@@ -33,7 +33,7 @@ KINDS: tuple[tuple[type[Exception], int, str], ...] = (
     (StateMismatch, 409, "state_mismatch"),
     (NumericalError, 500, "not_a_number"),
 )
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 RETRY_SECONDS = {429: "1", 503: "5"}
 
 
@@ -73,7 +73,13 @@ def api_error(error: Exception) -> ApiError:
 def body_of(error: ApiError) -> dict[str, Any]:
     """Return the body of an error's response."""
     kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    message, param = plain(str(error)), None if error.param is None else plain(error.param)
+    return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
+
+
+def plain(text: str) -> str:
+    """Return a text that UTF-8 can hold. A half of a surrogate pair, which JSON may have, becomes its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def response_of(error: ApiError) -> JSONResponse:
