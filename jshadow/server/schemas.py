@@ -29,9 +29,10 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Body(BaseModel):
-    """A body that refuses unknown fields, and values of another type."""
+    """A body that refuses unknown fields, values of another type, and halves of surrogate pairs."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    # A string is only checked to be Unicode if it has a limit. That of the whole body is lower.
+    model_config = ConfigDict(extra="forbid", strict=True, str_max_length=2**31)
 
 
 class FilePart(Body):
