@@ -12,6 +12,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 OPEN = ("/", "/health", "/ready", "/metrics")  # routes that need no key
+PAGE = "/page/"  # the parts of the page, which need no key either
 UPLOADS = "/v1/files"
 SPARE = 2**16  # bytes of an upload's body beside the file
 
@@ -28,7 +29,8 @@ class Access:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
-        if self.keys and scope["path"] not in OPEN and not self._knows(headers.get(b"authorization", b"")):
+        counts = scope["path"] not in OPEN and not scope["path"].startswith(PAGE)
+        if self.keys and counts and not self._knows(headers.get(b"authorization", b"")):
             error = ApiError(
                 401, "the header Authorization must be 'Bearer KEY' with a valid key", code="invalid_api_key"
             )
@@ -53,7 +55,6 @@ class Access:
             begun = True
             await send(message)
 
-        counts = scope["path"] not in OPEN
         self.service.open += counts
         try:
             await self.app(scope, counted, noted)
