@@ -15,6 +15,8 @@ export function useKey(key) {
   sessionStorage.setItem(KEY, key);
 }
 
+export const hasKey = () => Boolean(sessionStorage.getItem(KEY));
+
 function keyHeader() {
   const key = sessionStorage.getItem(KEY);
   return key ? { Authorization: `Bearer ${key}` } : {};

@@ -22,7 +22,13 @@ const percent = (share) => `${share > 0 && share < 0.01 ? "<1" : Math.round(100 
 /** Show the figures of /v1/gauge. */
 export function showGauge(figures) {
   showHeld(figures.stored_bytes, figures.full_attention_bytes, figures.stored_documents, figures.stored_tokens);
-  at("tiers").replaceChildren(...figures.tiers.map(tierLine), rowsLine(figures));
+  const { rows, rows_in_use: running, waiting } = figures;
+  const sizes = ["device", "host"].filter((place) => rows[place]).map((place) => `${bytes(rows[place])} ${place}`);
+  at("tiers").replaceChildren(
+    ...figures.tiers.map(tierLine),
+    wordLine("rows", sizes.join(", ") || "none yet"),
+    wordLine("requests", `${count(running)} running, ${count(waiting)} waiting`),
+  );
   at("hits").textContent = figures.first_token_seconds === null ? NONE : percent(figures.hit_share);
   const engine = figures.busy_seconds_a_request;
   at("engine").textContent = engine ? seconds(engine) : NONE;
@@ -44,8 +50,10 @@ function showHeld(held, full, documents, tokens) {
     at("held-note").textContent = "A document is read once. Its state is kept, and each question starts from it.";
     return;
   }
-  const than = held < full ? " held instead of " : " held; full attention needs ";
-  at("headline").replaceChildren(strong(bytes(held)), than, strong(bytes(full), "instead"));
+  const than = held < full ? "held instead of " : "held; full attention needs ";
+  const rest = document.createElement("span");
+  rest.append(than, strong(bytes(full), "instead"));
+  at("headline").replaceChildren(strong(bytes(held)), " ", rest);
   const things = documents === 1 ? "1 document" : `${count(documents)} documents`;
   const share = `${percent(held / full)} of the keys and values of full attention`;
   at("held-note").textContent = `${things}, ${count(tokens)} tokens, ${share}`;
@@ -70,13 +78,11 @@ function tierLine({ tier, bytes: used, limit }) {
   return line;
 }
 
-function rowsLine({ rows, rows_in_use: running, waiting }) {
+function wordLine(name, text) {
   const line = document.createElement("li");
-  const text = document.createElement("span");
-  const places = [[rows.device, "device"], [rows.host, "host"]].filter(([size]) => size);
-  const sizes = places.map(([size, place]) => `${bytes(size)} ${place}`).join(", ");
-  text.textContent = `${count(running)} running, ${count(waiting)} waiting${sizes && `, ${sizes}`}`;
-  line.className = "rows";
-  line.append(strong("answers"), text);
+  const place = document.createElement("span");
+  place.textContent = text;
+  line.className = "words";
+  line.append(strong(name), place);
   return line;
 }

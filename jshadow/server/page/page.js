@@ -20,8 +20,8 @@ async function refresh() {
     showFiles(await api.files());
   } catch (error) {
     if (error.code === "no_library") return showNoLibrary(error.message);
-    if (error.status === 401) at("key").hidden = false;
-    else say(error.message);
+    at("key").hidden = error.status !== 401;
+    say(error.status !== 401 ? error.message : api.hasKey() ? "The server refuses this key." : "");
   }
 }
 

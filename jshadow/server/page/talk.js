@@ -105,9 +105,10 @@ async function follow(messages, turn) {
     else problem = error.message;
   }
   turn.querySelector(".note").textContent = noteOf(seen);
-  const whole = seen.usage !== null;
-  if (seen.first === null && !whole) return { answer: null, problem };
-  return { answer: texts.content.data, problem };
+  if (seen.first === null && seen.usage === null) return { answer: null, problem };
+  const answer = texts.content.data;
+  texts.content.data = answer.trim();
+  return { answer, problem };
 }
 
 function textIn(turn, place) {
@@ -135,7 +136,7 @@ function noteOf({ start, first, last, usage, finish }) {
   const tokens = usage?.completion_tokens ?? 0;
   const rate = tokens > 1 && last > first ? ((tokens - 1) * 1000) / (last - first) : null;
   const cached = usage?.prompt_tokens_details.cached_tokens ?? null;
-  showAnswer({ first: wait, rate, cached, prompt: usage?.prompt_tokens });
+  if (wait !== null) showAnswer({ first: wait, rate, cached, prompt: usage?.prompt_tokens });
   if (finish === "length") notes.push("ended at the limit of new tokens");
   else if (finish !== "stop") notes.push(finish);
   if (wait !== null) notes.push(`first token after ${seconds(wait)}`);
