@@ -1,9 +1,7 @@
-"""The routes of the server's state: the page, models, health, metrics."""
-
-from pathlib import Path
+"""The routes of the server's state: models, health, metrics."""
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from jshadow.server.errors import ApiError
@@ -12,16 +10,6 @@ from jshadow.server.responses import ERRORS
 from jshadow.server.service import Service
 
 router = APIRouter()
-PAGE = Path(__file__).parent.parent / "page.html"
-POLICY = (
-    "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
-)
-
-
-@router.get("/", response_class=HTMLResponse, include_in_schema=False)
-async def page() -> HTMLResponse:
-    """The page over the stored documents."""
-    return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": POLICY})
 
 
 @router.get("/v1/models", responses=ERRORS)
