@@ -58,7 +58,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
     sizes = add.add_argument_group("requests and rows")
     context = f"tokens of a prompt and its answer (default: the model's context, at most {MOST_CONTEXT:,})"
     sizes.add_argument("--max-context", type=int, metavar="N", help=context)
-    room = f"tokens after a stored document, or new ones after a prompt (default: {ROOM:,}, or a quarter of the context)"
+    room = f"tokens after a stored document, or new ones (default: {ROOM:,}, at most a quarter of --max-context)"
     sizes.add_argument("--room", type=int, metavar="N", help=room)
     sizes.add_argument("--slots", type=int, default=8, metavar="N", help="rows that one step feeds (default: 8)")
     sizes.add_argument("--queue", type=int, default=1024, metavar="N", help="requests that may wait (default: 1024)")
