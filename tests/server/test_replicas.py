@@ -17,7 +17,7 @@ import httpx2
 import pytest
 from conftest import REPO
 from pydantic import ValidationError
-from server_cases import server_process, tiny_service
+from server_cases import PARAMS, SHADOW, server_process, tiny_service
 from starlette.testclient import TestClient
 
 import jshadow
@@ -144,7 +144,7 @@ def test_a_server_finds_what_others_have_put_into_the_store(tmp_path, monkeypatc
 
     with tiny_service(url) as service, TestClient(make_app(service)) as client:
         capacity = service.library.capacity
-        with jshadow.Library(url, byte_models.PARAMS, byte_models.SHADOW, capacity=capacity) as other:
+        with jshadow.Library(url, PARAMS, SHADOW, capacity=capacity) as other:
             sea, sky, sun = (other.add(f"The {name} is calm. " * 9, title=name) for name in ("sea", "sky", "sun"))
             answer = client.get(f"/v1/files/{file_id_of(sea)}").json()
             assert (answer["filename"], answer["tier"]) == ("sea", "remote")
