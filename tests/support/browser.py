@@ -1,4 +1,4 @@
-"""Headless Chromium for tests of the page, over the DevTools protocol in pipes: JSON messages that end with a zero byte."""
+"""Headless Chromium for tests of the page, over the DevTools protocol in pipes: JSON messages that end with a zero."""
 
 import base64
 import contextlib
