@@ -24,7 +24,7 @@ def wait_ready(process):
     end = time.monotonic() + READY_SECONDS
     while time.monotonic() < end:
         assert process.poll() is None, process.stderr.read()
-        with contextlib.suppress(urllib.error.HTTPError):
+        with contextlib.suppress(urllib.error.URLError):
             urllib.request.urlopen(f"{process.url}/ready", timeout=30).close()
             return
         time.sleep(0.5)
