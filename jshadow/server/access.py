@@ -13,6 +13,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 OPEN = ("/", "/health", "/ready", "/metrics")  # routes that need no key
+PAGE = "/page/"  # the parts of the page, which need no key either
 UPLOADS = "/v1/files"
 SPARE = 2**16  # bytes of an upload's body beside the file
 
@@ -42,7 +43,7 @@ class Access:
             await send(message)
 
         problem = self._problem(scope)
-        counts = problem is None and scope["path"] not in OPEN
+        counts = problem is None and not is_open(scope)
         self.service.open += counts
         try:
             if problem is None:
@@ -64,7 +65,7 @@ class Access:
 
     def _problem(self, scope: Message) -> ApiError | None:
         """Return why a request is refused before its body is read, or None."""
-        if scope["path"] in OPEN:
+        if is_open(scope):
             return None
         if self.keys and not self._knows(dict(scope["headers"]).get(b"authorization", b"")):
             message = "the header Authorization must be 'Bearer KEY' with a valid key"
@@ -134,6 +135,11 @@ class Refused(BaseException):
     def __init__(self, error: ApiError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def is_open(scope: Message) -> bool:
+    """Return whether a request needs no key, and is answered while the server ends."""
+    return scope["path"] in OPEN or scope["path"].startswith(PAGE)
 
 
 def digest(key: bytes) -> bytes:

@@ -133,7 +133,7 @@ class Service:
     def gauge(self) -> dict[str, Any]:
         """Return the figures of the page. Bytes of full attention are those of its keys and values alone."""
         report, counts = self.engine.report(), self.engine.report().counts
-        documents = [] if self.library is None else self.library.documents()
+        documents = [] if self.library is None else [one for one in self.library.documents() if one.problem is None]
         config, itemsize = self.params.config, np.dtype(self.params.dtype).itemsize
         token_bytes = 2 * config.num_layers * config.kv_heads * config.head_dim * itemsize
         tokens, finished = sum(one.tokens for one in documents), max(counts.finished, 1)
@@ -143,7 +143,9 @@ class Service:
             "rows": {"device": report.device_bytes, "host": report.host_bytes},
             "rows_in_use": report.rows_in_use,
             "waiting": report.waiting,
+            "stored_documents": len(documents),
             "stored_tokens": tokens,
+            "stored_bytes": sum(one.bytes for one in documents),
             "full_attention_bytes": tokens * token_bytes,
             "hit_share": self.metrics.hit_share,
             "first_token_seconds": self.metrics.first_token_seconds,
