@@ -92,7 +92,9 @@ class Gauge(BaseModel):
     rows: RowFigures
     rows_in_use: int
     waiting: int
+    stored_documents: int
     stored_tokens: int
+    stored_bytes: int
     full_attention_bytes: int
     hit_share: float
     first_token_seconds: float | None
