@@ -47,7 +47,8 @@ def server_process(model, *arguments, environment=None):
     try:
         line = process.stdout.readline()
         assert line, process.stderr.read()
-        process.url = json.loads(line)["url"]
+        process.known = json.loads(line)  # what the command says at the start
+        process.url = process.known["url"]
         yield process
     finally:
         if process.poll() is None:
