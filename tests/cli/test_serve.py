@@ -4,9 +4,9 @@ import json
 import socket
 
 import pytest
-from server_cases import server_process
 
 from jshadow.cli.main import main
+from jshadow.server import run
 from jshadow.weights import params
 
 SMALL = ["--max-context", "96", "--room", "32", "--slots", "2", "--set", "rank=8", "--set", "outlier_chunks=2"]
@@ -69,6 +69,7 @@ def test_a_context_above_the_model_s_is_refused(tiny_model, capsys):
     assert "--max-context must be at most the model's context=" in capsys.readouterr().err
 
 
+@pytest.mark.whole
 def test_warm_only_compiles_and_exits(tiny_model, tmp_path, capsys):
     command = ["serve", tiny_model, *SMALL, "--dtype", "float32", "--library", str(tmp_path / "library")]
     assert main([*command, "--warm-only", "--json"]) == 0
@@ -77,14 +78,25 @@ def test_warm_only_compiles_and_exits(tiny_model, tmp_path, capsys):
     assert told["seconds"] > 0
 
 
-def test_the_start_is_told_as_json(tiny_model, tmp_path):
+def test_the_start_is_told_as_json(tiny_model, tmp_path, monkeypatch, capsys):
+    def serve(service, config, sockets, *, listening, **options):
+        listening()
+        return 0
+
+    monkeypatch.setattr(run, "serve", serve)
+    monkeypatch.setattr(run, "config_of", lambda *given: None)  # uvicorn's would close the handlers of pytest's logging
     (tmp_path / "keys").write_text("one\n# a remark\ntwo\n")
     place = str(tmp_path / "library")
-    options = [*SMALL, "--name", "tiny", "--library", place, "--api-key-file", str(tmp_path / "keys")]
-    with server_process(tiny_model, *options, "--dtype", "float32") as process:
-        known = process.known
-    assert process.returncode == 0
-    assert (known["model"], known["max_context"], known["policy"], known["dtype"]) == ("tiny", 96, "shadowkv", "float32")
+    options = [*SMALL, "--name", "tiny", "--library", place, "--api-key-file", str(tmp_path / "keys"), "--port", "0"]
+    command = ["serve", tiny_model, *options, "--dtype", "float32"]
+    assert main([*command, "--json"]) == 0
+    known = json.loads(capsys.readouterr().out)
+    assert (known["model"], known["max_context"], known["policy"], known["dtype"]) == (
+        "tiny",
+        96,
+        "shadowkv",
+        "float32",
+    )
     assert known["settings"]["rank"] == 8
     [row] = known["classes"]
     assert (row["prompt"], row["room"], row["rows"], row["fallback"]) == (64, 32, 2, None)
@@ -92,3 +104,7 @@ def test_the_start_is_told_as_json(tiny_model, tmp_path):
     assert known["library"] == {"place": place, "documents": 0, "tokens": 0, "bytes": 0}
     assert known["api_keys"] == 2
     assert known["device_bytes"] > 0
+    assert main(command) == 0
+    told = capsys.readouterr().out
+    for part in ("http://127.0.0.1:", "rank=8", "2 of 64 + 32 tokens", f"{place}, 0 documents of 0 tokens", "API keys"):
+        assert part in told

@@ -47,8 +47,7 @@ def server_process(model, *arguments, environment=None):
     try:
         line = process.stdout.readline()
         assert line, process.stderr.read()
-        process.known = json.loads(line)  # what the command says at the start
-        process.url = process.known["url"]
+        process.url = json.loads(line)["url"]
         yield process
     finally:
         if process.poll() is None:
