@@ -109,7 +109,7 @@ class Loop:
         reading, done = self.readings[-1] if self.readings else None, False
         if reading is not None:
             try:
-                done = reading.reader.advance()
+                done, reading.moved = reading.reader.advance(), True
             except JshadowError as error:
                 self._fail(reading.job, error)
             self.counts.units += 1
@@ -212,18 +212,19 @@ class Loop:
     def _admit(self) -> None:
         """Begin to read the first prompt that can have a row.
 
-        A prompt with a higher priority than that which is being read interrupts it. At most one reading is paused.
+        A prompt with a higher priority than that which is being read interrupts it. At most one reading is paused, and
+        a part of it is read between two interruptions.
         A job that waits for a row of a class without a group is not overtaken. So it gets its group as soon as enough
         rows of other classes are free.
         """
-        full, paused = set(), self.readings[0].job if self.readings else None
+        full, paused = set(), self.readings[0] if self.readings else None
         for job in self.waiting if len(self.readings) < MOST_READINGS else ():
-            if paused is not None and job.priority <= paused.priority:
+            if paused is not None and (job.priority <= paused.job.priority or not paused.moved):
                 return
             if (job.ready is not None and not job.ready.done()) or (job.planned and job.plan.key in full):
                 continue
             try:
-                place = self.groups.place(job, None if paused is None else paused.plan)
+                place = self.groups.place(job, None if paused is None else paused.job.plan)
                 if place is not None:
                     job.row = self.programs.row(job.request.settings, job.ids)
                     self.readings.append(Reading(self.programs, job, *place))
@@ -233,6 +234,8 @@ class Loop:
             if place is not None:
                 self.waiting.remove(job)
                 job.start()
+                if paused is not None:
+                    paused.moved = False
                 return
             if not self.groups.has(job.plan):
                 return

@@ -1,6 +1,7 @@
 """The engine against `generate`: the same tokens in every slot and group, and each failure stays in its request."""
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -140,6 +141,17 @@ def test_a_higher_priority_interrupts_a_reading_if_the_bytes_suffice(engine):
         assert done.request is first
         run(tight)
         assert [answer.result(0).tokens for answer in answers] == [offline(answer.request).tokens for answer in answers]
+
+
+def test_a_part_is_read_between_two_interruptions(engine):
+    engine.submit(Request(prompt_of(100), 1, priority=-1))
+    engine.run_once()
+    for seed in range(3):
+        engine.submit(Request(prompt_of(90, seed), 1))
+    read = []
+    while engine.run_once():
+        read += [one.job.request.priority for one in engine._loop.readings[-1:]]
+    assert [priority for priority, _ in itertools.groupby(read)] == [0, -1, 0, -1, 0, -1]
 
 
 def test_a_request_that_waits_for_bytes_is_not_overtaken(engine):
