@@ -11,7 +11,7 @@ export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo serve setup test test-all test-whole test-slow docs aot aot-tools gpu check clean
+.PHONY: demo serve setup test test-all test-quick test-whole test-slow docs aot aot-tools gpu check clean
 
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
@@ -41,7 +41,10 @@ setup: $(BIN)/.setup
 PYTEST := TESTS=$(TESTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # Minutes: every policy and family, on some of the cases.
-test: $(BIN)/.setup check
+test: check
+	$(MAKE) test-quick
+
+test-quick: $(BIN)/.setup
 	$(PYTEST)
 
 # Everything, in three parts: the quick cases, the other cases on tiny models, the tests on the real model.
@@ -66,7 +69,7 @@ docs: $(BIN)/.docs
 AOT := $(VENV)/aot
 AOT_OPTIONS ?=
 aot: $(BIN)/.setup $(AOT)/.done
-	PYTHONPATH=$(AOT):tests:tests/support $(BIN)/python -m aot $(AOT_OPTIONS)
+	PYTHONPATH=$(AOT):tests:tests/support $(BIN)/python -m aot --jobs $(WORKERS) $(AOT_OPTIONS)
 
 aot-tools: $(AOT)/.done
 
