@@ -1,4 +1,5 @@
-# Two commands matter: `make demo` answers a question about a long document, `make test` proves the library.
+# `make serve` starts a server with a page, `make demo` answers a question about a long document, `make test` proves the
+# library.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,7 +11,7 @@ export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo setup test test-all test-whole test-slow docs aot aot-tools gpu check clean
+.PHONY: demo serve setup test test-all test-whole test-slow docs aot aot-tools gpu check clean
 
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
@@ -21,9 +22,19 @@ demo: $(BIN)/.demo
 	@$(BIN)/jshadow generate $(MODEL) --prompt-file .cache/demo-prompt.txt --chat --policy shadowkv --set rank=32 \
 	    --set budget=256 --fetch device_put --baseline full --max-new-tokens 32 --dtype float32 --expect 4719362
 	@echo "Next:"
+	@echo "  make serve"
 	@echo "  $(BIN)/jshadow chat $(MODEL) --file .cache/demo.txt"
 	@echo "  $(BIN)/jshadow policies shadowkv"
 	@echo "  $(BIN)/jshadow plan llama-3.1-8b --context 122880 --gpu h200"
+
+# A server with the small model and a page: http://127.0.0.1:8000. Its documents lie in .cache/documents.
+SERVE_OPTIONS ?=
+serve: $(BIN)/.serve
+	@$(BIN)/python checkpoints/fetch_smollm2.py
+	@mkdir -p .cache
+	@$(BIN)/python -m jshadow.cli.demo_text > .cache/demo.txt
+	@$(BIN)/jshadow serve $(MODEL) --library .cache/documents --max-context 4096 --room 512 --slots 4 --policy shadowkv \
+	    --set rank=32 --set budget=256 --dtype float32 $(SERVE_OPTIONS)
 
 setup: $(BIN)/.setup
 
@@ -90,10 +101,14 @@ EXTRAS ?= dev,parity
 $(BIN)/.setup: pyproject.toml constraints.txt | $(BIN)/python
 	$(if $(findstring parity,$(EXTRAS)),$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0)
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[$(EXTRAS)]"
-	@touch $(BIN)/.setup $(BIN)/.demo
+	@touch $(BIN)/.setup $(BIN)/.demo $(BIN)/.serve
 
 $(BIN)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gguf]"
+	@touch $@
+
+$(BIN)/.serve: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[gguf,serve]"
 	@touch $@
 
 $(BIN)/.docs: pyproject.toml constraints.txt | $(BIN)/python

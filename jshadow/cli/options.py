@@ -14,13 +14,13 @@ FETCH_HELP = "auto, resident, device_put or zero_copy (default: %(default)s)"
 PREFILL_HELP = "exact (default), vertical_slash, a_shape or block_sparse: how the prompt's tokens attend to each other"
 
 
-def add_weights_options(add: argparse.ArgumentParser) -> None:
+def add_weights_options(add: argparse._ActionsContainer) -> None:
     """Add --dtype and --quantize."""
     add.add_argument("--dtype", default="bfloat16", help="dtype of weights, keys and values (default: %(default)s)")
     add.add_argument("--quantize", help="int8: keep the projections' weights in int8")
 
 
-def add_policy_options(add: argparse.ArgumentParser) -> None:
+def add_policy_options(add: argparse._ActionsContainer) -> None:
     """Add --policy, --set, --fitted, --prefill and --fetch."""
     add.add_argument("--policy", help="policy name, or module:Class (default: shadowkv; see `jshadow policies`)")
     add.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the policy")

@@ -1,10 +1,15 @@
 """`jshadow serve`: an HTTP server with OpenAI's routes over one model and a library of documents."""
 
 import argparse
+import contextlib
+import dataclasses
 import json
+import socket
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jshadow.cli.compile_cache import add_cache_option
 from jshadow.cli.options import (
@@ -12,159 +17,212 @@ from jshadow.cli.options import (
     add_weights_options,
     check_fetch,
     check_fitted_file,
-    load_model,
     policy_of,
 )
 from jshadow.cli.progress import waiting
-from jshadow.errors import ConfigError, PromptError
+from jshadow.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from jshadow.engine.sparse_prefill import SparsePrefill
+    from jshadow.policies import Policy
+    from jshadow.server.options import ServerOptions
     from jshadow.server.service import Service
 
-ABOUT = """Serve a model over HTTP with OpenAI's routes, and a page at /. With --library, each uploaded file is read
-once, and its state is stored. SIGTERM ends the server when the open requests are answered."""
-MOST_BIASES = 300  # tokens with a bias in a request, as in OpenAI's API
+ABOUT = """Serve a model over HTTP with OpenAI's routes, and with a page at /. With --library, each uploaded file is
+read once, and its state is stored. SIGTERM or Ctrl-C ends the server when the open requests are answered."""
+EXAMPLE = "example: jshadow serve meta-llama/Llama-3.1-8B-Instruct --library documents --slots 16"
+MOST_CONTEXT = 32_768  # of the model's context, unless --max-context says otherwise
+ROOM = 1024
+MIB = 2**20
 
 
 def add_options(add: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add.set_defaults(run=run_serve)
-    add.add_argument("model", help="HF directory, or hub id")
-    add.add_argument("--library", metavar="DIR", help="directory or object store of the stored documents")
+    add.epilog = EXAMPLE
+    add.add_argument("model", metavar="MODEL", help="HF directory, or hub id")
     add.add_argument("--name", help="id of the model in requests (default: the last part of MODEL)")
-    sizes = add.add_argument_group("sizes")
-    sizes.add_argument(
-        "--max-context", type=int, help="tokens of a prompt and its answer (default: the model's context)"
-    )
-    sizes.add_argument("--room", type=int, default=1024, help="new tokens of a request, at most (default: %(default)s)")
-    sizes.add_argument("--slots", type=int, default=8, help="rows that one step feeds (default: %(default)s)")
-    sizes.add_argument("--queue", type=int, default=1024, help="requests that may wait (default: %(default)s)")
-    sizes.add_argument("--device-gib", type=float, help="device memory for rows (default: what is free)")
-    sizes.add_argument("--host-gib", type=float, help="host memory for rows (default: what is free)")
-    sizes.add_argument("--library-device-gib", type=float, default=0.0, help="device tier (default: %(default)s)")
-    sizes.add_argument("--library-host-gib", type=float, default=4.0, help="host tier (default: %(default)s)")
-    sizes.add_argument("--library-disk-gib", type=float, help="files of the library (default: no limit)")
-    add_policy_options(add)
-    add_weights_options(add)
+    add.add_argument("--warm-only", action="store_true", help="compile all programs, and exit")
+    add.add_argument("--json", action="store_true", help="print one JSON object when the server listens")
+    add_cache_option(add)
+
     http = add.add_argument_group("HTTP")
     http.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     http.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
-    http.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with one API key on each line")
-    http.add_argument("--max-body-mib", type=float, default=16.0, help="of a request (default: %(default)s)")
-    http.add_argument("--max-upload-mib", type=float, default=64.0, help="of a file (default: %(default)s)")
-    http.add_argument("--timeout", type=float, default=600.0, help="seconds of a request (default: %(default)s)")
-    http.add_argument("--drain", type=float, default=60.0, help="seconds for open requests at the end (default: 60)")
-    add.add_argument("--warm-only", action="store_true", help="compile all programs, and exit")
-    add_cache_option(add)
-    add.add_argument("--json", action="store_true", help="print one JSON object when the server listens")
+    http.add_argument("--api-key-file", metavar="FILE", type=Path, help="file with one API key a line (default: none)")
+    http.add_argument("--max-body-mib", type=float, default=16.0, metavar="MIB", help="of a request (default: 16)")
+    http.add_argument("--max-upload-mib", type=float, default=64.0, metavar="MIB", help="of a file (default: 64)")
+    http.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds of a request (default: 600)")
+    http.add_argument("--drain", type=float, default=60.0, metavar="S", help="seconds to end in (default: 60)")
+
+    sizes = add.add_argument_group("requests and rows")
+    context = f"tokens of a prompt and its answer (default: the model's context, at most {MOST_CONTEXT:,})"
+    sizes.add_argument("--max-context", type=int, metavar="N", help=context)
+    room = f"tokens after a stored document, or new ones (default: {ROOM:,}, at most a quarter of --max-context)"
+    sizes.add_argument("--room", type=int, metavar="N", help=room)
+    sizes.add_argument("--slots", type=int, default=8, metavar="N", help="rows that one step feeds (default: 8)")
+    sizes.add_argument("--queue", type=int, default=1024, metavar="N", help="requests that may wait (default: 1024)")
+    sizes.add_argument("--device-gib", type=float, metavar="GIB", help="device memory of rows (default: what is free)")
+    sizes.add_argument("--host-gib", type=float, metavar="GIB", help="host memory of rows (default: what is free)")
+
+    library = add.add_argument_group("library")
+    library.add_argument("--library", metavar="DIR", help="directory or object store of the documents (default: none)")
+    library.add_argument(
+        "--library-device-gib", type=float, default=0.0, metavar="GIB", help="device memory (default: 0)"
+    )
+    library.add_argument(
+        "--library-host-gib", type=float, metavar="GIB", help="host memory (default: half of what is free)"
+    )
+    library.add_argument("--library-disk-gib", type=float, metavar="GIB", help="files (default: no limit)")
+
+    add_policy_options(add.add_argument_group("method"))
+    add_weights_options(add.add_argument_group("weights"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Early:
+    """What the options say without the model."""
+
+    policy: "Policy"
+    prefill: "SparsePrefill | None"
+    options: "ServerOptions"
 
 
 def run_serve(args: argparse.Namespace) -> int:
     """Run `jshadow serve`, and return 0 when a signal has ended it in order."""
+    from jshadow.cli.serve_model import service_of
+
+    early = check_options(args)
+    listener = None if args.warm_only else listening_socket(args.host, args.port)
+    try:
+        service = service_of(args, early)
+        if listener is None:
+            return run_warm(service, as_json=args.json)
+        return run_server(args, service, listener)
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+def run_warm(service: "Service", *, as_json: bool) -> int:
+    """Compile all programs, and return 0."""
+    begin = time.monotonic()
+    try:
+        with waiting("compiling"):
+            service.engine.warm()
+        programs, seconds = service.engine.report().programs, time.monotonic() - begin
+    finally:
+        end(service)
+    told = {"programs": programs, "seconds": seconds}
+    print(json.dumps(told) if as_json else f"{programs} programs are compiled, in {seconds:.1f} s")
+    return 0
+
+
+def run_server(args: argparse.Namespace, service: "Service", listener: socket.socket) -> int:
+    """Serve until a signal comes, and return 0."""
+    from jshadow.cli.serve_report import about, lines
+    from jshadow.server.run import config_of, serve
+
+    host, port = listener.getsockname()[:2]
+    known = about(service, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", args)
+    text = json.dumps(known) if args.json else "\n".join(lines(known))
+    try:
+        return serve(
+            service,
+            config_of(service, args.host, port),
+            [listener],
+            drain_seconds=args.drain,
+            listening=lambda: print(text, flush=True),
+            warming=warming,
+        )
+    finally:
+        end(service)
+        print("jshadow: the server has ended", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def warming() -> Iterator[None]:
+    """Show that the programs are compiled, and for how long."""
+    begin = time.monotonic()
+    with waiting("compiling"):
+        yield
+    print(f"jshadow: ready after {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
+
+
+def end(service: "Service") -> None:
+    """Close the engine and the library."""
+    service.engine.close(drain=False)
+    if service.library is not None:
+        service.library.close()
+
+
+def check_options(args: argparse.Namespace) -> Early:
+    """Return what the options say without the model.
+
+    Raises:
+        ConfigError: a package is missing, or a value is out of range.
+        CheckpointError: a file cannot be read, or --library is no directory.
+    """
     try:
         import fastapi  # noqa: F401
         import llguidance  # noqa: F401
         import prometheus_client  # noqa: F401
+        import python_multipart  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise ConfigError(f"serve needs the package {error.name}: pip install 'jshadow[serve]'") from error
-    if not 0 <= args.port < 2**16:
-        raise ConfigError(f"--port must lie in [0, 65536), got {args.port}")
+    from jshadow.engine.sparse_prefill import parse_prefill
+    from jshadow.server.options import ServerOptions, read_keys
+
+    for name, least in (("port", 0), ("slots", 1), ("queue", 1), ("room", 1), ("max_context", 2)):
+        check_number(name, getattr(args, name), least)
+    for name in ("library_device_gib", "library_host_gib", "library_disk_gib", "drain"):
+        check_number(name, getattr(args, name), 0)
+    for name in ("device_gib", "host_gib", "max_body_mib", "max_upload_mib", "timeout"):
+        check_number(name, getattr(args, name), 0, above=True)
+    if args.port >= 2**16:
+        raise ConfigError(f"--port must be below 65536, got {args.port}")
+    if args.max_context is not None:
+        room_of(args.room, args.max_context)
     check_fetch(args.fetch)
     check_fitted_file(args.fitted)
-    service = service_of(args)
-    if args.warm_only:
-        with waiting("compiling"):
-            service.engine.warm()
-        service.engine.close()
-        print(json.dumps({"programs": service.engine.report().programs}) if args.json else "all programs are compiled")
-        return 0
-    from jshadow.server.run import config_of, serve
-
-    config = config_of(service, args.host, args.port)
-    socket = config.bind_socket()
-    host, port = socket.getsockname()[:2]
-    about = {"url": f"http://{host}:{port}", "model": service.options.name, "max_context": service.most_tokens}
-    print(json.dumps(about) if args.json else f"{about['model']} at {about['url']}", flush=True)
-    try:
-        return serve(service, config, [socket], drain_seconds=args.drain)
-    finally:
-        if service.library is not None:
-            service.library.close()
-        print("the server has ended", file=sys.stderr)
-
-
-def service_of(args: argparse.Namespace) -> "Service":
-    """Return the service of the options. Raises the errors of `load`, `Library` and `Engine`."""
-    from jshadow.engine.sparse_prefill import parse_prefill
-    from jshadow.library import Library, TierLimits
-    from jshadow.server.options import ServerOptions, read_keys
-    from jshadow.server.service import Service
-    from jshadow.serving import Engine, EngineOptions, Limits
-
-    policy, prefill = policy_of(args), parse_prefill(args.prefill or "exact")
-    keys = () if args.api_key_file is None else read_keys(args.api_key_file)
+    if args.library is not None and "://" not in args.library:
+        place = Path(args.library).expanduser()
+        if place.exists() and not place.is_dir():
+            raise CheckpointError(f"--library must be a directory, got the file {place}")
     options = ServerOptions(
         args.name or Path(args.model).name,
-        keys,
-        body_bytes=scaled("--max-body-mib", args.max_body_mib, 2**20),
-        upload_bytes=scaled("--max-upload-mib", args.max_upload_mib, 2**20),
+        () if args.api_key_file is None else read_keys(args.api_key_file),
+        body_bytes=int(args.max_body_mib * MIB),
+        upload_bytes=int(args.max_upload_mib * MIB),
         seconds=args.timeout,
     )
-    params = load_model(args)
-    if params.tokenizer is None:
-        raise PromptError(f"serve needs a tokenizer, and {args.model} has none")
-    fitted = None
-    if args.fitted is not None:
-        from jshadow.engine.saved.fitted import load_fitted
-
-        fitted = load_fitted(args.fitted, params, policy)
-    context = params.config.context if args.max_context is None else args.max_context
-    library = None
-    if args.library is not None:
-        tiers = TierLimits(
-            device=scaled("--library-device-gib", args.library_device_gib, 2**30),
-            host=scaled("--library-host-gib", args.library_host_gib, 2**30),
-            disk=scaled("--library-disk-gib", args.library_disk_gib, 2**30),
-        )
-        library = Library(args.library, params, policy, capacity=context, fetch=args.fetch, limits=tiers, fitted=fitted)
-    limits = Limits(
-        device_bytes=scaled("--device-gib", args.device_gib, 2**30),
-        host_bytes=scaled("--host-gib", args.host_gib, 2**30),
-        waiting=args.queue,
-    )
-    settings: dict[str, Any] = {"penalties": True, "bias_limit": MOST_BIASES, "logprobs": True, "grammar": True}
-    engine = Engine(
-        params,
-        policy,
-        classes=classes_of(context, args.room, args.slots),
-        library=library,
-        limits=limits,
-        options=EngineOptions(fetch=args.fetch, fitted=fitted, prefill=prefill, **settings),
-    )
-    return Service(engine, library, options)
+    return Early(policy_of(args), parse_prefill(args.prefill or "exact"), options)
 
 
-def scaled(name: str, value: float | None, unit: int) -> Any:
-    """Return a number of bytes, or None for None. Raises ConfigError for a value below 0 or not finite."""
-    if value is None:
-        return None
-    if not 0 <= value < float("inf"):
-        raise ConfigError(f"{name} must be at least 0 and finite, got {value!r}")
-    return int(value * unit)
+def check_number(name: str, value: float | None, least: float, *, above: bool = False) -> None:
+    """Raise ConfigError for an option that is not finite, below the limit, or equal to it if `above`. None is right."""
+    if (value is not None and not (least < value if above else least <= value)) or value == float("inf"):
+        limit = f"above {least:g}" if above else f"at least {least:g}"
+        raise ConfigError(f"--{name.replace('_', '-')} must be {limit} and finite, got {value!r}")
 
 
-def classes_of(context: int, room: int, slots: int) -> list[Any]:
-    """Return the classes of rows: contexts of 1/1, 1/4, 1/16 of the longest, as long as twice the room fits into them.
-
-    Raises:
-        ConfigError: the room leaves no prompt.
-    """
-    from jshadow.serving import RowClass
-
+def room_of(room: int | None, context: int) -> int:
+    """Return the room of rows with this context. Raises ConfigError if it leaves no prompt."""
+    if room is None:
+        return max(1, min(ROOM, context // 4))
     if room >= context:
-        raise ConfigError(f"--room must be below --max-context={context}, got {room}")
-    sizes = [context]
-    while sizes[-1] // 4 >= 2 * room:
-        sizes.append(sizes[-1] // 4)
-    return [RowClass(size - room, room, slots) for size in sizes]
+        raise ConfigError(f"--room must be below the context of {context} tokens, got {room}")
+    return room
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket of an address, which does not listen yet. Raises ConfigError if the address is not free."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind((host, port))
+    except OSError as error:
+        found.close()
+        raise ConfigError(f"--host and --port must name a free address, got {host} and {port}: {error}") from error
+    return found

@@ -48,7 +48,8 @@ class Library(StateStore):
     def add(self, source: Source, *, title: str | None = None, progress: Progress | None = None) -> Stored:
         """Read a document and store its state durably. A document that is stored already is not read again.
 
-        If a stored state holds at least half of the tokens as its beginning, it is extended by the others.
+        If a stored state holds at least half of the tokens as its beginning, it is extended by the others. States that
+        other machines put into the object store are noticed first.
 
         Args:
             source: token ids, a text, or a `pathlib.Path` of a .txt, .md or .pdf file.
@@ -65,7 +66,7 @@ class Library(StateStore):
         check_capacity(self.params.config, self.capacity, len(ids))
         made = self._begin_making(self.identity.key(ids))
         try:
-            found = self.longest(ids)
+            found = self.longest(ids, look=True)
             if found is not None and found.tokens == len(ids):
                 return found
             state = self._extended(found, ids, progress) if found is not None else None

@@ -16,7 +16,8 @@ class ServerOptions:
         api_keys: the keys that a request may have. Empty: no key is asked for.
         body_bytes: maximum size of a request's body in bytes, except an upload.
         upload_bytes: maximum size of an uploaded file in bytes.
-        seconds: maximum time of a request in seconds. A request that takes longer is cancelled.
+        held_bytes: maximum size of the bodies of all open requests together in bytes. One body may exceed it alone.
+        seconds: maximum time of a request in seconds, and of its body. A request that takes longer is cancelled.
 
     Raises:
         ConfigError: a value is out of range.
@@ -26,10 +27,11 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()
     body_bytes: int = 2**24
     upload_bytes: int = 2**26
+    held_bytes: int = 2**28
     seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("body_bytes", "upload_bytes"):
+        for name in ("body_bytes", "upload_bytes", "held_bytes"):
             check_integer(name, getattr(self, name), least=1)
         if not 0 < self.seconds < float("inf"):
             raise ConfigError(f"seconds must be above 0 and finite, got {self.seconds!r}")

@@ -1,8 +1,10 @@
 """Runs a server: uvicorn with an orderly end."""
 
+import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -19,11 +21,22 @@ class Server(uvicorn.Server):
     ends when no request is open. A second signal ends it at once.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
-        """Take a uvicorn configuration. The open requests have `drain_seconds` to finish after a signal."""
+    def __init__(
+        self, config: uvicorn.Config, service: Service, drain_seconds: float, listening: Callable[[], None]
+    ) -> None:
+        """Take a uvicorn configuration.
+
+        The open requests have `drain_seconds` to finish after a signal. `listening` is called when the server listens.
+        """
         super().__init__(config)
-        self.service, self.drain_seconds = service, drain_seconds
+        self.service, self.drain_seconds, self.listening = service, drain_seconds, listening
         self.signalled = 0.0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        if self.started:
+            self.listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the end."""
@@ -40,7 +53,13 @@ class Server(uvicorn.Server):
 
 
 def serve(
-    service: Service, config: uvicorn.Config, sockets: list[socket.socket], *, drain_seconds: float = 60.0
+    service: Service,
+    config: uvicorn.Config,
+    sockets: list[socket.socket],
+    *,
+    drain_seconds: float = 60.0,
+    listening: Callable[[], None] = lambda: None,
+    warming: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> int:
     """Answer HTTP requests until a signal comes. Return the exit status.
 
@@ -49,17 +68,20 @@ def serve(
         config: host, port and further options of uvicorn. Its app is `make_app(service)`.
         sockets: where to listen.
         drain_seconds: the longest wait for open requests after a signal.
+        listening: called when the server listens.
+        warming: returns the context manager in which the programs are compiled, for a display.
 
     Raises:
         JshadowError: the programs cannot be compiled within the limits.
     """
-    server = Server(config, service, drain_seconds)
+    server = Server(config, service, drain_seconds, listening)
     failed: list[JshadowError] = []
 
     def compile_all() -> None:
         try:
-            service.engine.warm()
-            service.ready = True
+            with warming():
+                service.engine.warm()
+                service.ready = True
         except JshadowError as error:
             failed.append(error)
             server.should_exit = True
@@ -67,7 +89,7 @@ def serve(
     threading.Thread(target=compile_all, name="jshadow-warm", daemon=True).start()
     server.run(sockets)
     service.engine.close(drain=False)
-    if failed:
+    if failed and not service.draining:
         raise failed[0]
     return 0 if server.started else 1
 
@@ -75,5 +97,12 @@ def serve(
 def config_of(service: Service, host: str, port: int) -> uvicorn.Config:
     """Return the configuration of uvicorn for a service. `port` 0 takes a free port."""
     return uvicorn.Config(
-        make_app(service), host, port, server_header=False, log_level="warning", timeout_keep_alive=30, backlog=2048
+        make_app(service),
+        host,
+        port,
+        server_header=False,
+        log_level="warning",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=1,  # after `drain_seconds`, requests that are open still are cancelled
+        backlog=2048,
     )

@@ -17,7 +17,7 @@ Some fields that clients send by themselves change no answer here. They are acce
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 MOST_LOGPROBS = 20
 MOST_CHOICES = 16
@@ -29,9 +29,10 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Body(BaseModel):
-    """A body that refuses unknown fields, and values of another type."""
+    """A body that refuses unknown fields, values of another type, and halves of surrogate pairs."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    # A string is only checked to be Unicode if it has a limit. That of the whole body is lower.
+    model_config = ConfigDict(extra="forbid", strict=True, str_max_length=2**31)
 
 
 class FilePart(Body):
@@ -83,7 +84,8 @@ class Message(Body):
     refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
-    reasoning_content: str | None = None
+    # vllm-router changes the name to `reasoning`.
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
 
 class StreamOptions(Body):
@@ -126,7 +128,20 @@ class Tool(Body):
     function: Function
 
 
-class Drawing(Body):
+class Routed(Body):
+    """The fields that vllm-router adds to each request. Only its values are accepted, which change nothing."""
+
+    continue_final_message: Literal[False] = False
+    ignore_eos: Literal[False] = False
+    include_reasoning: Literal[True] = True
+    no_stop_trim: Literal[False] = False
+    return_hidden_states: Literal[False] = False
+    separate_reasoning: Literal[True] = True
+    skip_special_tokens: Literal[True] = True
+    stream_reasoning: Literal[True] = True
+
+
+class Drawing(Routed):
     """The fields that chats and completions share."""
 
     model: str

@@ -7,7 +7,7 @@ import urllib.request
 from pathlib import Path
 
 import jshadow
-from jshadow.cli.serve import classes_of
+from jshadow.cli.serve_model import classes_of
 
 MODEL = Path(__file__).resolve().parents[2] / "checkpoints" / "smollm2-135m-instruct"
 CONTEXT, ROOM, SLOTS = 2048, 128, 4
