@@ -98,7 +98,7 @@ def assert_same(truth, got, want, ids):
 
 
 @pytest.mark.parametrize(("count", "longest"), [(6, 700), (32, 200)])
-def test_unequal_streams_at_once_are_the_answers_of_generate(server, truth, file, count, longest):
+def test_unequal_streams_at_once_are_the_answers_of_generate(server, truth, file, count, longest, record_property):
     """A third asks about the stored document. The others are read as a whole, in both classes of rows with 6."""
     import openai
 
@@ -133,6 +133,7 @@ def test_unequal_streams_at_once_are_the_answers_of_generate(server, truth, file
         assert (usage.prompt_tokens, usage.prompt_tokens_details.cached_tokens) == (len(ids), stored), place
         parted += assert_same(truth, text, want, ids)
         assert parted or usage.completion_tokens == len(want.tokens)
+    record_property("parted", parted)
     assert parted <= count // 16
 
 
