@@ -69,9 +69,11 @@ class Chat:
         """Yield the chunks of a stream."""
         options = self.body.stream_options
         with_usage = options is not None and options.include_usage
-        for index in range(len(self.answers)):
-            yield self._chunk(index, {"role": "assistant", "content": ""}, usage=with_usage)
+        begun: set[int] = set()
         async for index, item in followed(self.answers):
+            if index not in begun:  # not before the first token, whose time clients measure
+                begun.add(index)
+                yield self._chunk(index, {"role": "assistant", "content": ""}, usage=with_usage)
             splitter = self.splitters[index]
             if isinstance(item, Ended):
                 for delta in self._deltas(index, splitter.push("", final=True)):
