@@ -83,6 +83,7 @@ def run_serve(args: argparse.Namespace) -> int:
 
     config = config_of(service, args.host, args.port)
     socket = config.bind_socket()
+    socket.listen(config.backlog)  # who reads the URL below can connect
     host, port = socket.getsockname()[:2]
     about = {"url": f"http://{host}:{port}", "model": service.options.name, "max_context": service.most_tokens}
     print(json.dumps(about) if args.json else f"{about['model']} at {about['url']}", flush=True)

@@ -5,7 +5,7 @@ import time
 
 import pytest
 from server_cases import NAME, tiny_service
-from socket_cases import ask, idle, listening, message, until
+from socket_cases import ask, connected, idle, listening, message, until
 from starlette.testclient import TestClient
 
 from jshadow.errors import CheckpointError
@@ -112,12 +112,12 @@ def test_a_client_that_leaves_its_upload_ends_the_reading_and_the_next_one_reads
     monkeypatch.setattr(service.engine, "submit", held)
 
     async def leave(address):
-        _, writer = await asyncio.open_connection(*address[:2])
-        writer.write(form(data))
-        second = asyncio.create_task(ask(address, form(data)))
-        while not sent:
-            await asyncio.sleep(0.001)
-        writer.transport.abort()
+        async with connected(address) as (_, writer):
+            writer.write(form(data))
+            second = asyncio.create_task(ask(address, form(data)))
+            while not sent:
+                await asyncio.sleep(0.001)
+            writer.transport.abort()
         return await second
 
     with listening(service) as server:

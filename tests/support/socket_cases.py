@@ -77,12 +77,21 @@ async def read_answer(reader):
     return status, body
 
 
-async def ask(address, data):
-    """Send one request on a connection of its own. Returns the status and the body of its response."""
+@contextlib.asynccontextmanager
+async def connected(address):
+    """The reader and the writer of a connection. It is closed at the end of the block."""
     reader, writer = await asyncio.open_connection(*address[:2])
     try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+async def ask(address, data):
+    """Send one request on a connection of its own. Returns the status and the body of its response."""
+    async with connected(address) as (reader, writer):
         writer.write(data)
         await writer.drain()
         return await read_answer(reader)
-    finally:
-        writer.close()
