@@ -160,7 +160,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
     add_special_tokens: bool = True
 
 

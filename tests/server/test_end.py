@@ -62,14 +62,17 @@ def test_streams_finish_while_new_requests_are_refused():
 
 def test_a_stream_without_end_is_cut_after_the_time_of_the_end():
     """A client sends half of a body, and waits."""
-    with tiny_service() as service, listening(service, drain_seconds=0.3) as server:
-        with socket.create_connection(server.address[:2]) as client:
-            client.sendall(completion()[:-1])
-            until(lambda: service.open == 1)
-            begun = time.monotonic()
-            server.handle_exit(signal.SIGTERM, None)
-            until(lambda: server.should_exit)
-            assert time.monotonic() - begun >= 0.3
+    with (
+        tiny_service() as service,
+        listening(service, drain_seconds=0.3) as server,
+        socket.create_connection(server.address[:2]) as client,
+    ):
+        client.sendall(completion()[:-1])
+        until(lambda: service.open == 1)
+        begun = time.monotonic()
+        server.handle_exit(signal.SIGTERM, None)
+        until(lambda: server.should_exit)
+        assert time.monotonic() - begun >= 0.3
     assert service.open == 0
 
 

@@ -13,6 +13,8 @@ from jshadow.server.app import make_app
 BODY, UPLOAD = 6000, 3000
 CHAT, COMPLETION, FILES = "/v1/chat/completions", "/v1/completions", "/v1/files"
 
+HI = {"role": "user", "content": "Hi"}
+
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory):
@@ -29,7 +31,7 @@ def completion(**fields):
 
 
 def chat(content="Hi", **fields):
-    messages = [{"role": "user", "content": content}]
+    messages = [HI | {"content": content}]
     return "POST", CHAT, {"json": {"model": NAME, "messages": messages, "max_tokens": 2} | fields}
 
 
@@ -108,7 +110,8 @@ LIMITS = [
     ("damaged base64", part(file_data="%%"), 400, ["file_data", "base64"]),
     ("binary part", part(file_data="/////w=="), 400, ["UTF-8"]),
     ("name of a part", part(file_data="aGk=", filename=".."), 400, ["filename"]),
-    ("both of tokenize", ("POST", "/tokenize", {"json": {"prompt": "a", "messages": []}}), 400, ["prompt"]),
+    ("no messages of tokenize", ("POST", "/tokenize", {"json": {"messages": []}}), 400, ["messages"]),
+    ("both of tokenize", ("POST", "/tokenize", {"json": {"prompt": "a", "messages": [HI]}}), 400, ["prompt"]),
     ("detokenize", ("POST", "/detokenize", {"json": {"tokens": [257]}}), 400, ["tokens", "257"]),
     ("empty upload", upload(b""), 400, ["a.txt", "text"]),
     ("blank upload", upload(b" \n "), 400, ["a.txt", "text"]),
@@ -127,10 +130,10 @@ LIMITS = [
     ("id of dots", ("DELETE", FILES + "/%2e%2e", {}), 404, []),
     ("unknown id", ("GET", FILES + "/file-0/content", {}), 404, ["file-0"]),
     ("unknown path", ("GET", "/v2", {}), 404, []),
-    ("method", ("GET", CHAT, {}), 405, []),
+    ("method", ("GET", CHAT, {}), 405, ["GET", "POST"]),
     ("options", ("OPTIONS", CHAT, {}), 405, []),
     ("head", ("HEAD", FILES, {}), 405, None),
-    ("put", ("PUT", FILES, {}), 405, []),
+    ("put", ("PUT", FILES, {}), 405, ["PUT", "GET, POST"]),
 ]
 
 

@@ -39,7 +39,8 @@ def put(client, data, name="a.txt"):
 
 def form(data, name="a.txt"):
     head = f'--x\r\ncontent-disposition: form-data; name="file"; filename="{name}"\r\n\r\n'.encode()
-    return message("/v1/files", head + data + b"\r\n--x--\r\n", headers="content-type: multipart/form-data; boundary=x\r\n")
+    kind = "content-type: multipart/form-data; boundary=x\r\n"
+    return message("/v1/files", head + data + b"\r\n--x--\r\n", headers=kind)
 
 
 def test_a_file_is_added_listed_read_asked_and_removed(client):
