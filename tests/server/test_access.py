@@ -5,8 +5,9 @@ import json
 import socket
 
 import pytest
+from raw_http import ask, completion, connected, message, read_answer, read_head
 from server_cases import NAME, tiny_service
-from socket_cases import ask, completion, connected, idle, listening, message, read_answer, read_head, until
+from socket_cases import idle, listening, until
 from starlette.testclient import TestClient
 
 from jshadow.errors import CheckpointError, ConfigError, HostMemoryError

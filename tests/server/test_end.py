@@ -10,8 +10,9 @@ from urllib.parse import urlsplit
 
 import pytest
 from byte_models import CONFIG
+from raw_http import ask, completion, connected, message, read_answer, read_head
 from server_cases import server_process, tiny_service
-from socket_cases import ask, completion, connected, idle, listening, message, read_answer, read_head, until
+from socket_cases import idle, listening, until
 from tiny_text import byte_tokenizer
 
 import jshadow

@@ -4,8 +4,9 @@ import asyncio
 import time
 
 import pytest
+from raw_http import ask, connected, message
 from server_cases import NAME, tiny_service
-from socket_cases import ask, connected, idle, listening, message, until
+from socket_cases import idle, listening, until
 from starlette.testclient import TestClient
 
 from jshadow.errors import CheckpointError
