@@ -1,6 +1,7 @@
 """Errors in the shape of OpenAI's API, with a status for each kind of error."""
 
 import re
+import reprlib
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -38,6 +39,8 @@ KINDS: tuple[tuple[type[Exception], int, str], ...] = (
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # The place of a problem names the types of a field too: "str", "list[int]", "TextContent".
 FIELD = re.compile(r"(?!(str|int|float|bool)$)[a-z0-9_]+")
+SHORT = reprlib.Repr()  # a whole list of a million numbers would be written before it is cut
+SHORT.maxstring = SHORT.maxother = 80
 METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 RETRY_SECONDS = {429: "1", 503: "5"}
 
@@ -115,7 +118,9 @@ def validation_error(error: RequestValidationError) -> ApiError:
     names = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
     last = names[-1:] if first["type"] == "extra_forbidden" else []
     field = ".".join([name for name in names[: len(names) - len(last)] if FIELD.fullmatch(name)] + last)
-    return ApiError(400, f"{field or 'body'}: {first['msg']}, got {first.get('input')!r:.80}", param=field or None)
+    return ApiError(
+        400, f"{field or 'body'}: {first['msg']}, got {SHORT.repr(first.get('input')):.80}", param=field or None
+    )
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import resource
 import signal
 import socket
 import time
@@ -75,6 +76,16 @@ def test_a_stream_without_end_is_cut_after_the_time_of_the_end():
         until(lambda: server.should_exit)
         assert time.monotonic() - begun >= 0.3
     assert service.open == 0
+
+
+def test_a_server_may_have_more_sockets_than_the_default():
+    before = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+    try:
+        with tiny_service() as service, listening(service):
+            assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(2**16, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 @pytest.mark.whole

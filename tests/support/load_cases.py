@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import random
+import resource
 from collections import Counter
 
 from raw_http import completion, connected, read_answer, read_head
@@ -51,6 +52,8 @@ async def mixed(address, seeds, at_once):
 
 async def flood(address, count, connections):
     """Send requests over connections that are kept. Returns the number of requests by status and code."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * connections), hard))
     found, left = Counter(), iter(range(count))
     data = completion(max_tokens=2)
 
