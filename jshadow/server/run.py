@@ -13,7 +13,6 @@ from jshadow.errors import JshadowError
 from jshadow.server.app import make_app
 from jshadow.server.service import Service
 
-
 MOST_FILES = 2**16  # files and sockets that a server may have open, if the system lets it
 
 

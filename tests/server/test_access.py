@@ -1,6 +1,7 @@
 """Keys, limits of bodies and time, and clients that leave or read slowly."""
 
 import asyncio
+import contextlib
 import json
 import socket
 
@@ -140,28 +141,26 @@ def test_a_client_that_leaves_frees_its_row(server, service, stream):
     assert counts.steps - steps < 60  # 64 steps and more without the cancellation
 
 
-def test_a_slow_reader_blocks_no_other_and_its_row_becomes_free(server, service):
-    """It asks for more than its connection can hold, and reads nothing until the others have their answers."""
-    big = completion(prompt="x" * 8, max_tokens=32, n=2, logprobs=20, stream=True, logit_bias={"256": -100})
-    slow = []
-    for _ in range(3):
-        one = socket.socket()
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
-        one.connect(server.address[:2])
-        one.sendall(big)
-        slow.append(one)
-    statuses = [asyncio.run(ask(server.address, completion()))[0] for _ in range(3)]
-    assert statuses == [200] * 3
-    until(lambda: not service.engine.report().rows_in_use and not service.engine.report().waiting)
-    for one in slow:
-        text = b""
-        one.settimeout(20)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
-        while b"[DONE]" not in text:
-            text += one.recv(2**16)
-        assert text.count(b"data: ") > 2 * 32
-        one.close()
-    until(lambda: idle(service))
+def test_a_slow_reader_blocks_no_other_and_its_row_becomes_free(service):
+    """Two ask for more than their connections can hold, and read nothing until another has its answers."""
+    big = completion(**LONG, n=2, logprobs=20, stream=True)
+    with listening(service, buffer=2**12) as server, contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for one in slow:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+            one.settimeout(20)
+            one.connect(server.address[:2])
+            one.sendall(big)
+        assert [asyncio.run(ask(server.address, completion()))[0] for _ in range(3)] == [200] * 3
+        until(lambda: not service.engine.report().rows_in_use and not service.engine.report().waiting)
+        assert service.open == 2  # the rest of the events waits for the readers
+        for one in slow:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
+            text = b""
+            while b"[DONE]" not in text:
+                text += one.recv(2**16)
+            assert text.count(b"data: ") > 2 * 64
+        until(lambda: idle(service))
 
 
 def test_a_server_without_memory_says_so(service, monkeypatch):

@@ -3,15 +3,21 @@
 import contextlib
 import threading
 import time
+from socket import SO_SNDBUF, SOL_SOCKET
 
 from jshadow.server.run import Server, config_of
 
 
 @contextlib.contextmanager
-def listening(service, *, drain_seconds=30.0):
-    """The running `Server` of a service, with its address as `address`. It is ended at the end of the block."""
+def listening(service, *, drain_seconds=30.0, buffer=None):
+    """The running `Server` of a service, with its address as `address`. It is ended at the end of the block.
+
+    `buffer` is the number of bytes that the system keeps of what was sent on a connection and was not read.
+    """
     config = config_of(service, "127.0.0.1", 0)
     socket = config.bind_socket()
+    if buffer is not None:
+        socket.setsockopt(SOL_SOCKET, SO_SNDBUF, buffer)
     server = Server(config, service, drain_seconds)
     server.address = socket.getsockname()
     thread = threading.Thread(target=server.run, args=([socket],))
