@@ -1,6 +1,7 @@
 """Errors in the shape of OpenAI's API, with a status for each kind of error."""
 
 import re
+import reprlib
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -8,6 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from jshadow.errors import (
     CapacityError,
@@ -37,6 +39,9 @@ KINDS: tuple[tuple[type[Exception], int, str], ...] = (
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 # The place of a problem names the types of a field too: "str", "list[int]", "TextContent".
 FIELD = re.compile(r"(?!(str|int|float|bool)$)[a-z0-9_]+")
+SHORT = reprlib.Repr()  # a whole list of a million numbers would be written before it is cut
+SHORT.maxstring = SHORT.maxother = 80
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 RETRY_SECONDS = {429: "1", 503: "5"}
 
 
@@ -85,10 +90,19 @@ def plain(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def response_of(error: ApiError) -> JSONResponse:
-    """Return the response of an error."""
+def allowed(request: Request) -> str:
+    """Return the methods that the path of a request has, of all its routes."""
+    scopes = {method: {**request.scope, "method": method} for method in METHODS}
+    routes = request.app.routes
+    full = (name for name, scope in scopes.items() if any(one.matches(scope)[0] is Match.FULL for one in routes))
+    return ", ".join(full)
+
+
+def response_of(error: ApiError, **headers: str) -> JSONResponse:
+    """Return the response of an error, with further headers."""
     retry = RETRY_SECONDS.get(error.status)
-    headers = {} if retry is None else {"Retry-After": retry}
+    if retry is not None:
+        headers["Retry-After"] = retry
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(body_of(error), error.status, headers)
@@ -104,7 +118,9 @@ def validation_error(error: RequestValidationError) -> ApiError:
     names = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
     last = names[-1:] if first["type"] == "extra_forbidden" else []
     field = ".".join([name for name in names[: len(names) - len(last)] if FIELD.fullmatch(name)] + last)
-    return ApiError(400, f"{field or 'body'}: {first['msg']}, got {first.get('input')!r:.80}", param=field or None)
+    return ApiError(
+        400, f"{field or 'body'}: {first['msg']}, got {SHORT.repr(first.get('input')):.80}", param=field or None
+    )
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -114,11 +130,13 @@ def add_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return response_of(validation_error(error))
 
-    async def on_http(_: Request, error: Exception) -> JSONResponse:
+    async def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        response = response_of(ApiError(error.status_code, str(error.detail)))
-        response.headers.update(error.headers or {})
-        return response
+        if error.status_code == 405:
+            methods = allowed(request)
+            message = f"{request.url.path:.80} has no method {request.method:.20}, but {methods}"
+            return response_of(ApiError(405, message, code="method_not_allowed"), Allow=methods)
+        return response_of(ApiError(error.status_code, str(error.detail)), **error.headers or {})
 
     async def on_error(_: Request, error: Exception) -> JSONResponse:
         return response_of(api_error(error))

@@ -23,3 +23,4 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"description": "The answer, or its events", "content": {"application/json": {}, "text/event-stream": {}}}
 }
+PLAIN: dict[int | str, dict[str, Any]] = {200: {"description": "A text", "content": {"text/plain": {}}}}

@@ -1,6 +1,7 @@
 """Runs a server: uvicorn with an orderly end."""
 
 import contextlib
+import resource
 import socket
 import threading
 import time
@@ -12,6 +13,8 @@ import uvicorn
 from jshadow.errors import JshadowError
 from jshadow.server.app import make_app
 from jshadow.server.service import Service
+
+MOST_FILES = 2**16  # files and sockets that a server may have open, if the system lets it
 
 
 class Server(uvicorn.Server):
@@ -31,6 +34,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.service, self.drain_seconds, self.listening = service, drain_seconds, listening
         self.signalled = 0.0
+        allow_files()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and say so."""
@@ -50,6 +54,15 @@ class Server(uvicorn.Server):
             late = time.monotonic() - self.signalled > self.drain_seconds
             self.should_exit = self.should_exit or late or not self.service.open
         return await super().on_tick(counter)
+
+
+def allow_files() -> None:
+    """Let this process have as many open files and sockets as the system lets it. The default is often 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def serve(

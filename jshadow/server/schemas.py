@@ -17,15 +17,27 @@ Some fields that clients send by themselves change no answer here. They are acce
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MOST_LOGPROBS = 20
 MOST_CHOICES = 16
 MOST_STOPS = 16
 INT64 = 2**63
 
+MOST_NAMES = 1024
+
+# Of many wrong values only the first is told: the errors of a million would take a gigabyte.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+Ids = Annotated[list[int], Field(fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+def few(value: Any) -> Any:
+    """Return a value. Raises ValueError if it is an object with too many names."""
+    if isinstance(value, dict) and len(value) > MOST_NAMES:
+        raise ValueError(f"an object must have at most {MOST_NAMES} names, got {len(value)}")
+    return value
 
 
 class Body(BaseModel):
@@ -33,6 +45,12 @@ class Body(BaseModel):
 
     # A string is only checked to be Unicode if it has a limit. That of the whole body is lower.
     model_config = ConfigDict(extra="forbid", strict=True, str_max_length=2**31)
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_names(cls, value: Any) -> Any:
+        """Refuse an object with too many names before each of them is looked at."""
+        return few(value)
 
 
 class FilePart(Body):
@@ -77,9 +95,9 @@ class Message(Body):
     """A message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextContent | FileContent] | None = None
+    content: str | Annotated[list[TextContent | FileContent], Field(fail_fast=True)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -155,7 +173,7 @@ class Drawing(Routed):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    logit_bias: dict[str, Bias] | None = None
+    logit_bias: Annotated[dict[str, Bias], BeforeValidator(few)] | None = None
     seed: Annotated[int, Field(ge=-INT64, lt=INT64)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
@@ -166,18 +184,18 @@ class Drawing(Routed):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(few)] | None = None
     store: bool | None = None
 
 
 class ChatRequest(Drawing):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
@@ -189,7 +207,7 @@ class ChatRequest(Drawing):
 class CompletionRequest(Drawing):
     """The body of /v1/completions. The prompt is text or token ids, or a list of these."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True)]
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: Literal[False] | None = None
     suffix: None = None
@@ -201,8 +219,8 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: Literal[True] = True
     return_token_strs: bool | None = None
@@ -212,4 +230,4 @@ class DetokenizeRequest(Body):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[int], Field(max_length=2**20)]
+    tokens: Annotated[list[int], Field(max_length=2**20, fail_fast=True)]

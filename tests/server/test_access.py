@@ -5,8 +5,9 @@ import json
 import socket
 
 import pytest
+from raw_http import ask, completion, connected, message, read_answer, read_head
 from server_cases import NAME, tiny_service
-from socket_cases import ask, completion, idle, listening, message, read_answer, read_head, until
+from socket_cases import idle, listening, until
 from starlette.testclient import TestClient
 
 from jshadow.errors import CheckpointError, ConfigError, HostMemoryError
@@ -62,18 +63,17 @@ def test_keys_are_read_from_a_file(tmp_path):
 
 def test_a_body_in_chunks_is_refused_at_its_limit(server):
     async def send_without_end():
-        reader, writer = await asyncio.open_connection(*server.address[:2])
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        writer.write(head + b"transfer-encoding: chunked\r\n\r\n")
-        answer = asyncio.create_task(read_answer(reader))
-        sent = 0
-        while not answer.done():
-            writer.write(b"3e8\r\n" + b" " * 1000 + b"\r\n")
-            sent += 1000
-            await writer.drain()
-            await asyncio.sleep(0.001)
-        writer.close()
-        return await answer, sent
+        async with connected(server.address) as (reader, writer):
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            writer.write(head + b"transfer-encoding: chunked\r\n\r\n")
+            answer = asyncio.create_task(read_answer(reader))
+            sent = 0
+            while not answer.done():
+                writer.write(b"3e8\r\n" + b" " * 1000 + b"\r\n")
+                sent += 1000
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            return await answer, sent
 
     answer, sent = asyncio.run(send_without_end())
     status, error = error_of(answer)
@@ -82,48 +82,39 @@ def test_a_body_in_chunks_is_refused_at_its_limit(server):
     assert sent < 100 * BODY
 
 
-def test_the_bodies_of_all_requests_have_a_limit_and_a_time(server, service, monkeypatch):
-    """Two bodies that never end hold most of the bytes. A third is refused, a small one is not."""
-
-    async def hold():
-        reader, writer = await asyncio.open_connection(*server.address[:2])
-        data = message("/v1/completions", b" " * BODY)
-        writer.write(data[:-1])
-        await writer.drain()
-        return reader, writer
+def test_the_bodies_of_all_requests_have_a_limit(server, service):
+    """Two bodies that never end hold all bytes. A third is refused, and so is a small one."""
+    held = message("/v1/completions", b" " * BODY)[:-1]
 
     async def run():
-        held = [await hold() for _ in range(2)]
-        reader, _ = third = await hold()
-        late = error_of(await asyncio.wait_for(read_answer(reader), 20))
-        small = await ask(server.address, completion())
-        for _, writer in [*held, third]:
-            writer.close()
-        return late, small
+        async with connected(server.address) as (_, first), connected(server.address) as (_, second):
+            first.write(held)
+            second.write(held)
+            while service.open < 2:
+                await asyncio.sleep(0.002)
+            async with connected(server.address) as (reader, third):
+                third.write(held)
+                return await read_answer(reader), await ask(server.address, completion())
 
-    (status, error), small = asyncio.run(run())
+    late, small = asyncio.run(run())
+    status, error = error_of(late)
     assert (status, error["code"]) == (429, "bodies_full")
     assert str(2 * BODY) in error["message"]
-    assert small[0] == 429  # the first two still hold all bytes
+    assert error_of(small)[0] == 429
     until(lambda: idle(service))
     assert asyncio.run(ask(server.address, completion()))[0] == 200
 
-    monkeypatch.setattr(service, "options", service.options)
-    object.__setattr__(service.options, "seconds", 0.3)
 
-    async def stop_in_the_middle():
-        reader, writer = await asyncio.open_connection(*server.address[:2])
-        writer.write(completion()[:-3])
-        answer = await asyncio.wait_for(read_answer(reader), 20)
-        writer.close()
-        return answer
+def test_a_body_that_does_not_arrive_in_time_is_refused():
+    async def stop_in_the_middle(address):
+        async with connected(address) as (reader, writer):
+            writer.write(completion()[:-3])
+            return await read_answer(reader)
 
-    try:
-        status, error = error_of(asyncio.run(stop_in_the_middle()))
-    finally:
-        object.__setattr__(service.options, "seconds", 30.0)
+    with tiny_service(seconds=0.2) as service, listening(service) as server:
+        status, error = error_of(asyncio.run(stop_in_the_middle(server.address)))
     assert (status, error["code"]) == (408, "timeout")
-    assert "0.3 seconds" in error["message"]
+    assert "0.2 seconds" in error["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -131,15 +122,15 @@ def test_a_client_that_leaves_frees_its_row(server, service, stream):
     cancelled, finished = service.engine.report().counts.cancelled, service.engine.report().counts.finished
 
     async def leave():
-        reader, writer = await asyncio.open_connection(*server.address[:2])
-        writer.write(completion(**LONG, stream=stream, n=4))
-        if stream:
-            await read_head(reader)
-            await reader.readuntil(b"data: ")
-        else:
-            await asyncio.to_thread(until, lambda: service.engine.report().rows_in_use)
-        writer.transport.abort()
-        return service.engine.report().counts.steps
+        async with connected(server.address) as (reader, writer):
+            writer.write(completion(**LONG, stream=stream, n=4))
+            if stream:
+                await read_head(reader)
+                await reader.readuntil(b"data: ")
+            else:
+                await asyncio.to_thread(until, lambda: service.engine.report().rows_in_use)
+            writer.transport.abort()
+            return service.engine.report().counts.steps
 
     steps = asyncio.run(leave())
     until(lambda: idle(service))
@@ -149,28 +140,22 @@ def test_a_client_that_leaves_frees_its_row(server, service, stream):
     assert counts.steps - steps < 60  # 64 steps and more without the cancellation
 
 
-def test_a_slow_reader_blocks_no_other_and_its_row_becomes_free(server, service):
-    """It asks for more than its connection can hold, and reads nothing until the others have their answers."""
-    big = completion(prompt="x" * 8, max_tokens=32, n=2, logprobs=20, stream=True, logit_bias={"256": -100})
-    slow = []
-    for _ in range(3):
-        one = socket.socket()
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
-        one.connect(server.address[:2])
-        one.sendall(big)
-        slow.append(one)
-    statuses = [asyncio.run(ask(server.address, completion()))[0] for _ in range(3)]
-    assert statuses == [200] * 3
-    until(lambda: not service.engine.report().rows_in_use and not service.engine.report().waiting)
-    for one in slow:
+def test_a_slow_reader_blocks_no_other_and_its_row_becomes_free(service):
+    """It asks for more than its connection can hold, and reads nothing until another has its answers."""
+    with listening(service, buffer=2**12) as server, socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**12)
+        slow.settimeout(20)
+        slow.connect(server.address[:2])
+        slow.sendall(completion(**LONG, n=4, logprobs=20, stream=True))
+        assert [asyncio.run(ask(server.address, completion()))[0] for _ in range(3)] == [200] * 3
+        until(lambda: not service.engine.report().rows_in_use and not service.engine.report().waiting)
+        assert service.open == 1  # the rest of the events waits for the reader
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
         text = b""
-        one.settimeout(20)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**20)
         while b"[DONE]" not in text:
-            text += one.recv(2**16)
-        assert text.count(b"data: ") > 2 * 32
-        one.close()
-    until(lambda: idle(service))
+            text += slow.recv(2**16)
+        assert text.count(b"data: ") > 4 * 64
+        until(lambda: idle(service))
 
 
 def test_a_server_without_memory_says_so(service, monkeypatch):

@@ -5,13 +5,19 @@ import json
 
 import pypdf
 import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from server_cases import CLASSES, NAME, tiny_service
 from starlette.testclient import TestClient
 
 from jshadow.server.app import make_app
+from jshadow.server.errors import validation_error
+from jshadow.server.schemas import CompletionRequest
 
-BODY, UPLOAD = 6000, 3000
+BODY, UPLOAD = 12_000, 3000
 CHAT, COMPLETION, FILES = "/v1/chat/completions", "/v1/completions", "/v1/files"
+
+HI = {"role": "user", "content": "Hi"}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,7 @@ def completion(**fields):
 
 
 def chat(content="Hi", **fields):
-    messages = [{"role": "user", "content": content}]
+    messages = [HI | {"content": content}]
     return "POST", CHAT, {"json": {"model": NAME, "messages": messages, "max_tokens": 2} | fields}
 
 
@@ -88,6 +94,7 @@ LIMITS = [
     ("type of the body", sent(b"[1]"), 400, ["body"]),
     ("no body", sent(b""), 400, ["body"]),
     ("unknown field", completion(sea=1), 400, ["sea"]),
+    ("unknown fields", completion(**{str(i): 1 for i in range(1100)}), 400, ["1024", "1103"]),
     ("surrogate", sent(b'{"model":"tiny","prompt":"a","\\ud800":1}'), 400, ["ud800"]),
     ("surrogate prompt", sent(b'{"model":"tiny","prompt":"\\ud800"}'), 400, ["prompt"]),
     ("surrogate tool", tool('{"name": "a", "description": "\\ud800"}'), 400, ["tools"]),
@@ -108,7 +115,8 @@ LIMITS = [
     ("damaged base64", part(file_data="%%"), 400, ["file_data", "base64"]),
     ("binary part", part(file_data="/////w=="), 400, ["UTF-8"]),
     ("name of a part", part(file_data="aGk=", filename=".."), 400, ["filename"]),
-    ("both of tokenize", ("POST", "/tokenize", {"json": {"prompt": "a", "messages": []}}), 400, ["prompt"]),
+    ("no messages of tokenize", ("POST", "/tokenize", {"json": {"messages": []}}), 400, ["messages"]),
+    ("both of tokenize", ("POST", "/tokenize", {"json": {"prompt": "a", "messages": [HI]}}), 400, ["prompt"]),
     ("detokenize", ("POST", "/detokenize", {"json": {"tokens": [257]}}), 400, ["tokens", "257"]),
     ("empty upload", upload(b""), 400, ["a.txt", "text"]),
     ("blank upload", upload(b" \n "), 400, ["a.txt", "text"]),
@@ -127,10 +135,10 @@ LIMITS = [
     ("id of dots", ("DELETE", FILES + "/%2e%2e", {}), 404, []),
     ("unknown id", ("GET", FILES + "/file-0/content", {}), 404, ["file-0"]),
     ("unknown path", ("GET", "/v2", {}), 404, []),
-    ("method", ("GET", CHAT, {}), 405, []),
+    ("method", ("GET", CHAT, {}), 405, ["GET", "POST"]),
     ("options", ("OPTIONS", CHAT, {}), 405, []),
     ("head", ("HEAD", FILES, {}), 405, None),
-    ("put", ("PUT", FILES, {}), 405, []),
+    ("put", ("PUT", FILES, {}), 405, ["PUT", "GET, POST"]),
 ]
 
 
@@ -149,4 +157,16 @@ def check_error(answer, status, texts):
 def test_a_bad_request_is_refused_and_the_next_one_is_answered(client, request_, status, texts):
     method, path, options = request_
     check_error(client.request(method, path, **options), status, texts)
-    assert client.get("/health").status_code == 200
+    method, path, options = completion()
+    assert client.request(method, path, **options).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1] * 9999 + ["a"], ["a"] * 9999 + [1], [[1]] * 9999 + [["a"]], [[1, "a"]] * 9999, [[1.5]] * 9999]
+)
+def test_of_many_wrong_values_only_the_first_is_told(prompt):
+    """The errors of a body of 16 MiB would take seconds and a gigabyte."""
+    with pytest.raises(ValidationError) as raised:
+        CompletionRequest.model_validate({"model": NAME, "prompt": prompt})
+    assert raised.value.error_count() <= 5
+    assert len(str(validation_error(RequestValidationError(raised.value.errors())))) < 200

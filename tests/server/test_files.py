@@ -4,8 +4,9 @@ import asyncio
 import time
 
 import pytest
+from raw_http import ask, connected, message
 from server_cases import NAME, tiny_service
-from socket_cases import ask, idle, listening, message, until
+from socket_cases import idle, listening, until
 from starlette.testclient import TestClient
 
 from jshadow.errors import CheckpointError
@@ -39,7 +40,8 @@ def put(client, data, name="a.txt"):
 
 def form(data, name="a.txt"):
     head = f'--x\r\ncontent-disposition: form-data; name="file"; filename="{name}"\r\n\r\n'.encode()
-    return message("/v1/files", head + data + b"\r\n--x--\r\n", headers="content-type: multipart/form-data; boundary=x\r\n")
+    kind = "content-type: multipart/form-data; boundary=x\r\n"
+    return message("/v1/files", head + data + b"\r\n--x--\r\n", headers=kind)
 
 
 def test_a_file_is_added_listed_read_asked_and_removed(client):
@@ -112,12 +114,12 @@ def test_a_client_that_leaves_its_upload_ends_the_reading_and_the_next_one_reads
     monkeypatch.setattr(service.engine, "submit", held)
 
     async def leave(address):
-        _, writer = await asyncio.open_connection(*address[:2])
-        writer.write(form(data))
-        second = asyncio.create_task(ask(address, form(data)))
-        while not sent:
-            await asyncio.sleep(0.001)
-        writer.transport.abort()
+        async with connected(address) as (_, writer):
+            writer.write(form(data))
+            second = asyncio.create_task(ask(address, form(data)))
+            while not sent:
+                await asyncio.sleep(0.001)
+            writer.transport.abort()
         return await second
 
     with listening(service) as server:

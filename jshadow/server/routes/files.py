@@ -3,12 +3,12 @@
 from typing import Annotated, Any
 
 from fastapi import APIRouter, File, Form, Request, UploadFile
-from fastapi.responses import PlainTextResponse
+from fastapi.responses import PlainTextResponse, Response
 
 from jshadow.library import Stored
 from jshadow.server.errors import ApiError
 from jshadow.server.replies import FileDeleted, FileList, FileObject
-from jshadow.server.responses import ERRORS
+from jshadow.server.responses import ERRORS, PLAIN
 from jshadow.server.routes.answers import unless_gone
 from jshadow.server.service import Service, file_id_of
 from jshadow.server.uploads import Upload, plain_name
@@ -72,12 +72,12 @@ async def get_file(request: Request, file_id: str) -> FileObject:
     return described(service, await service.slowly(service.file, file_id))
 
 
-@router.get("/{file_id}/content", response_class=PlainTextResponse)
-async def file_content(request: Request, file_id: str) -> str:
+@router.get("/{file_id}/content", response_class=Response, responses=PLAIN)
+async def file_content(request: Request, file_id: str) -> PlainTextResponse:
     """Return the text of a stored document, decoded from its tokens."""
     service: Service = request.app.state.service
     ids = await service.slowly(service.file_tokens, file_id)
-    return await service.slowly(service.params.tokenizer.decode, ids)
+    return PlainTextResponse(await service.slowly(service.params.tokenizer.decode, ids))
 
 
 @router.delete("/{file_id}")

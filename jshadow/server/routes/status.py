@@ -6,7 +6,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from jshadow.server.errors import ApiError
 from jshadow.server.replies import Gauge, ModelList, ModelObject, Status
-from jshadow.server.responses import ERRORS
+from jshadow.server.responses import ERRORS, PLAIN
 from jshadow.server.service import Service
 
 router = APIRouter()
@@ -49,7 +49,7 @@ async def ready(request: Request) -> Status:
     raise ApiError(503, "the server ends" if service.draining else "the server compiles its programs", code="not_ready")
 
 
-@router.get("/metrics", response_class=PlainTextResponse, responses={500: ERRORS[500]})
+@router.get("/metrics", response_class=Response, responses=PLAIN | {500: ERRORS[500]})
 async def metrics(request: Request) -> Response:
     """The figures in Prometheus' text form."""
     service: Service = request.app.state.service
