@@ -8,7 +8,6 @@ import tempfile
 from pathlib import Path
 
 import jshadow
-from jshadow.library.asking import question_ids
 from jshadow.serving import Engine, Request, RowClass
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,10 +27,9 @@ policy = jshadow.ShadowKV(rank=32, budget=256, outlier_chunks=8)
 rows = RowClass(prompt=768, room=256, rows=4)  # a group of four rows with 1,024 tokens each
 with jshadow.Library(args.library, params, policy, capacity=rows.capacity) as library:
     stored = library.add(FACTS * 20 if args.file is None else args.file)  # reads it only if it is not there yet
-    document = library.ids(stored.key).tolist()
     with Engine(params, policy, classes=[rows], library=library) as engine:
-        asked = [document + question_ids(params, text, stored.ends, document[-1]) for text in args.question]
-        answers = [engine.submit(Request(ids, max_new_tokens=args.max_new_tokens)) for ids in asked]
+        prompts = [library.prompt(stored.key, question) for question in args.question]
+        answers = [engine.submit(Request(prompt, max_new_tokens=args.max_new_tokens)) for prompt in prompts]
         for question, answer in zip(args.question, answers, strict=True):
             result = answer.result()
             print(f"{question} {result.text.strip()!r} ({result.report.stored_tokens:,} tokens were stored)")

@@ -1,6 +1,7 @@
 """The catalog of a library: which beginnings of texts are stored, and where. It reads files, and needs no device."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable
@@ -54,9 +55,7 @@ class Catalog:
         self.lock = threading.RLock()
         self.seen: int | None = None  # the time of the folder's last change that is noticed
         self.refresh()
-        if files.remote is not None:
-            for key, entry in files.remote.entries(set()).items():
-                self.entries.setdefault(key, entry).object = entry.object
+        self.look()
 
     def refresh(self) -> None:
         """Notice files that other processes added and removed. A state whose file was removed is forgotten."""
@@ -78,6 +77,31 @@ class Catalog:
                         self.drop(key)
                         self.forget(key)
             self.seen = change
+
+    def look(self) -> None:
+        """Notice the objects that other machines put into the store and removed from it. Without a store, do nothing.
+
+        This lists the store, and reads the table of each new object. A state whose object was removed is forgotten.
+
+        Raises:
+            CheckpointError: the object store cannot be read.
+        """
+        remote = self.files.remote
+        if remote is None:
+            return
+        with self.lock:
+            known = {key for key, entry in self.entries.items() if entry.object}
+        found = remote.keys()
+        new = remote.entries(found - known)
+        with self.lock:
+            for key, entry in new.items():
+                listed = self.entries.setdefault(key, entry)
+                listed.object = listed.object or entry.object
+            for key in known - found - self.writing.keys():
+                with contextlib.suppress(CheckpointError):  # the copy stays, and is listed
+                    self.files.directory.remove(key)
+                    self.drop(key)
+                    self.forget(key)
 
     def find(self, key: str) -> Entry | None:
         """Return an entry, or None if there is no such state."""

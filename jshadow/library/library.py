@@ -15,7 +15,7 @@ from jshadow.engine.result import Generation
 from jshadow.engine.sampling import Sampler
 from jshadow.engine.types import OnePrompt, Progress
 from jshadow.errors import CheckpointError, StateMismatch
-from jshadow.library.asking import Asking
+from jshadow.library.asking import Asking, question_ids
 from jshadow.library.shelf import ANSWER, DOCUMENT, Stored
 from jshadow.library.sources import Source, ids_of
 from jshadow.library.state_store import StateStore
@@ -48,7 +48,8 @@ class Library(StateStore):
     def add(self, source: Source, *, title: str | None = None, progress: Progress | None = None) -> Stored:
         """Read a document and store its state durably. A document that is stored already is not read again.
 
-        If a stored state holds at least half of the tokens as its beginning, it is extended by the others.
+        If a stored state holds at least half of the tokens as its beginning, it is extended by the others. States that
+        other machines put into the object store are noticed first.
 
         Args:
             source: token ids, a text, or a `pathlib.Path` of a .txt, .md or .pdf file.
@@ -65,7 +66,7 @@ class Library(StateStore):
         check_capacity(self.params.config, self.capacity, len(ids))
         made = self._begin_making(self.identity.key(ids))
         try:
-            found = self.longest(ids)
+            found = self.longest(ids, look=True)
             if found is not None and found.tokens == len(ids):
                 return found
             state = self._extended(found, ids, progress) if found is not None else None
@@ -106,6 +107,22 @@ class Library(StateStore):
         for _ in asking.loop:
             pass
         return self.finish(asking)
+
+    def prompt(self, key: str, question: OnePrompt) -> list[int]:
+        """Return the token ids of a stored text and of a question about it, as `ask` puts them together.
+
+        A serving engine with this library finds the stored text at the beginning of these ids.
+
+        Args:
+            key, question: as in `ask`.
+
+        Raises:
+            CheckpointError: there is no such text.
+            PromptError: the question is empty, or it is text and there is no tokenizer.
+        """
+        entry = self.catalog.entry(key)
+        asked = question_ids(self.params, question, entry.note.get("ends", ""), int(entry.ids[-1]))
+        return [*entry.ids.tolist(), *asked]
 
     def finish(self, asking: Asking) -> Reply:
         """Return the answer of an `Asking` whose loop has ended, and store its state if that was asked for."""

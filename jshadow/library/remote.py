@@ -67,11 +67,14 @@ class Remote:
         except (self.obstore.exceptions.BaseError, OSError) as error:
             raise CheckpointError(f"{self.url}: object {name} cannot be read or written: {error}") from error
 
-    def entries(self, known: set[str]) -> dict[str, Entry]:
-        """Return the entries of all complete states, by key, except those that are known."""
+    def keys(self) -> set[str]:
+        """Return the keys of all complete states. Raises CheckpointError if the store cannot be read."""
         with self.errors(self.identity.folder):
             names = [meta["path"] for batch in self.store.list(f"{self.identity.folder}/") for meta in batch]
-        keys = {Path(name).stem for name in names if name.endswith(TABLE)} - known
+        return {Path(name).stem for name in names if name.endswith(TABLE)}
+
+    def entries(self, keys: set[str]) -> dict[str, Entry]:
+        """Return the entries of complete states, by key."""
         with ThreadPoolExecutor(READERS) as pool:
             return dict(zip(keys, pool.map(self.entry, keys), strict=True))
 

@@ -80,13 +80,31 @@ class StateStore:
         self.making: dict[str, threading.Event] = {}  # the documents that are being read, by key
         self.closed = False
 
-    def longest(self, ids: Sequence[int] | np.ndarray) -> Stored | None:
-        """Return the stored state that holds the most of the first tokens of `ids`, int [n], or None."""
-        return self.catalog.longest(np.asarray(ids, np.int32))
+    def longest(self, ids: Sequence[int] | np.ndarray, *, look: bool = False) -> Stored | None:
+        """Return the stored state that holds the most of the first tokens of `ids`, int [n], or None.
+
+        `look` calls the method `look` if no known state holds all of `ids`. Then its errors can be raised.
+        """
+        tokens = np.asarray(ids, np.int32)
+        found = self.catalog.longest(tokens)
+        if look and (found is None or found.tokens < len(tokens)):
+            self.look()
+            found = self.catalog.longest(tokens)
+        return found
 
     def documents(self) -> list[Stored]:
         """Return all stored states, the least recently used first, and the files that cannot be used."""
         return self.catalog.stored()
+
+    def look(self) -> None:
+        """Notice the states that other machines put into the object store and removed from it.
+
+        The other methods do not list the store. In a directory, all methods notice the files of other processes.
+
+        Raises:
+            CheckpointError: the object store cannot be read.
+        """
+        self.catalog.look()
 
     def tier_bytes(self) -> list[tuple[str, int, int | None]]:
         """Return the name, the used bytes and the limit in bytes (None: no limit) of device, host and disk."""

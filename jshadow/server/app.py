@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 from jshadow.server.access import Access
 from jshadow.server.errors import add_handlers
-from jshadow.server.routes import answers, files, status, tokens
+from jshadow.server.routes import answers, files, page, status, tokens
 from jshadow.server.service import Service
 
 ABOUT = "OpenAI's routes over one long-context model and a library of documents that were read once."
@@ -17,7 +17,7 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="jshadow serve", description=ABOUT, docs_url=None, redoc_url=None)
     app.state.service = service
     add_handlers(app)
-    for module in (answers, files, tokens, status):
+    for module in (answers, files, tokens, status, page):
         app.include_router(module.router)
     app.add_middleware(Access, service=service)
     make_schema = app.openapi

@@ -1,5 +1,6 @@
 """Chat completions in OpenAI's form: whole, and as events."""
 
+import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -22,8 +23,13 @@ class Chat:
         self.service, self.body, self.answers = service, body, answers
         self.tokenizer = service.params.tokenizer
         template = getattr(self.tokenizer, "chat_template", None)
-        tools = bool(body.tools) and body.tool_choice != "none"
-        self.splitters = [Splitter(template, tools=tools, prompt_end=prompt_end) for _ in answers]
+        most = 1 if body.parallel_tool_calls is False else math.inf
+        if not body.tools or body.tool_choice == "none":
+            most = 0
+        self.splitters = [
+            Splitter(template, prompt_end=prompt_end, formed=answer.request.allowed is not None, most_calls=most)
+            for answer in answers
+        ]
         self.head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
 
     async def whole(self) -> dict[str, Any]:

@@ -60,7 +60,8 @@ class Completion:
                 choice = self._choice(index, "", [], written[index], item.report.finish)
             elif item.text or self.body.logprobs is not None:
                 choice = self._choice(index, item.text, [item], written[index], None)
-                written[index] += len(item.text)
+                if choice["logprobs"]:
+                    written[index] += len(choice["logprobs"]["tokens"][0])
             else:
                 continue
             yield self.head | {"choices": [choice]} | more

@@ -1,5 +1,6 @@
 """Errors in the shape of OpenAI's API, with a status for each kind of error."""
 
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -33,7 +34,9 @@ KINDS: tuple[tuple[type[Exception], int, str], ...] = (
     (StateMismatch, 409, "state_mismatch"),
     (NumericalError, 500, "not_a_number"),
 )
-TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+# The place of a problem names the types of a field too: "str", "list[int]", "TextContent".
+FIELD = re.compile(r"(?!(str|int|float|bool)$)[a-z0-9_]+")
 RETRY_SECONDS = {429: "1", 503: "5"}
 
 
@@ -73,7 +76,13 @@ def api_error(error: Exception) -> ApiError:
 def body_of(error: ApiError) -> dict[str, Any]:
     """Return the body of an error's response."""
     kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
-    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    message, param = plain(str(error)), None if error.param is None else plain(error.param)
+    return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}
+
+
+def plain(text: str) -> str:
+    """Return a text that UTF-8 can hold. A half of a surrogate pair, which JSON may have, becomes its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def response_of(error: ApiError) -> JSONResponse:
@@ -87,11 +96,15 @@ def response_of(error: ApiError) -> JSONResponse:
 
 def validation_error(error: RequestValidationError) -> ApiError:
     """Return the first problem of a body or a parameter as an ApiError that names the field."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part not in ("body", "path", "query"))
+    problems = error.errors()
+    # Where a field may be of several types, the one that has the right type and another problem says more.
+    first = next((one for one in problems if not one["type"].endswith(("_type", "_error"))), problems[0])
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body must be JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="json")
-    return ApiError(400, f"{place or 'body'}: {first['msg']}, got {first.get('input')!r:.80}", param=place or None)
+    names = [str(part) for part in first["loc"] if part not in ("body", "path", "query")]
+    last = names[-1:] if first["type"] == "extra_forbidden" else []
+    field = ".".join([name for name in names[: len(names) - len(last)] if FIELD.fullmatch(name)] + last)
+    return ApiError(400, f"{field or 'body'}: {first['msg']}, got {first.get('input')!r:.80}", param=field or None)
 
 
 def add_handlers(app: FastAPI) -> None:

@@ -9,39 +9,56 @@ from jshadow.server.marks import CALL, CALL_END
 from jshadow.server.schemas import ChatRequest, Drawing, ResponseFormat, Tool
 
 # Whitespace inside JSON is bounded, because a model may otherwise write blanks without end.
-WHITESPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+WHITESPACE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+OPEN_KEYS = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")
 
 
 def form_of(body: Drawing) -> str | None:
-    """Return the grammar of an answer as llguidance describes it, or None for a free answer.
+    """Return the grammar of an answer in llguidance's language, or None for a free answer.
+
+    With both tools and a form, the answer may be a call or have the form.
 
     Raises:
         ApiError: a field is missing, or llguidance refuses the schema or the expression.
     """
-    tools = body.tools or [] if isinstance(body, ChatRequest) else []
-    wanted = forced_tools(body, tools) if isinstance(body, ChatRequest) else []
-    if wanted:
-        return checked(call_grammar(wanted), "tools")
-    form = body.response_format
-    return None if form is None or form.type == "text" else checked(grammar_of(form), "response_format")
+    tools = (body.tools or []) if isinstance(body, ChatRequest) and body.tool_choice != "none" else []
+    forced = forced_tools(body, tools) if isinstance(body, ChatRequest) else []
+    form = None if body.response_format is None else answer_rule(body.response_format)
+    if forced:
+        return checked(["call"], call_rules(forced), "tools")
+    if form is None:
+        return None
+    grammar = checked(["answer"], [form], "response_format")
+    return checked(["answer", "call"], [form, *call_rules(tools)], "tools") if tools else grammar
 
 
-def grammar_of(form: ResponseFormat) -> str:
-    """Return the grammar of a form. Raises ApiError if its field is missing."""
-    from llguidance import LLMatcher
-
+def answer_rule(form: ResponseFormat) -> str | None:
+    """Return the rule of a form, or None for free text. Raises ApiError if its field is missing."""
+    if form.type == "text":
+        return None
     if form.type == "regex":
         if form.regex is None:
             raise ApiError(400, "response_format.regex must be given for the type regex", param="response_format.regex")
-        return str(LLMatcher.grammar_from_regex(form.regex))
+        return f"answer: {regex_rule(form.regex)}"
     if form.type == "json_object":
-        schema: dict[str, Any] | bool = {"type": "object"}
-    elif form.json_schema is None:
+        return f"answer: {json_rule({'type': 'object'})}"
+    if form.json_schema is None:
         name = "response_format.json_schema"
         raise ApiError(400, f"{name} must be given for the type json_schema", param=name)
-    else:
-        schema = form.json_schema.schema_
-    return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=WHITESPACE))
+    return f"answer: {json_rule(form.json_schema.schema_)}"
+
+
+def json_rule(schema: dict[str, Any] | bool) -> str:
+    """Return what a rule has for a JSON schema. References in the schema begin at its own root."""
+    return f"%json {json.dumps(schema if isinstance(schema, bool) else schema | {'x-guidance': WHITESPACE})}"
+
+
+def regex_rule(expression: str) -> str:
+    """Return what a rule has for a regular expression. llguidance escapes it."""
+    from llguidance import LLMatcher
+
+    grammar = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"][0]["lark_grammar"]
+    return str(grammar).partition("start: ")[2]
 
 
 def forced_tools(body: ChatRequest, tools: list[Tool]) -> list[Tool]:
@@ -60,27 +77,30 @@ def forced_tools(body: ChatRequest, tools: list[Tool]) -> list[Tool]:
     return found
 
 
-def call_grammar(tools: list[Tool]) -> str:
-    """Return the grammar of the call of one of the tools."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool.function.name},
-                "arguments": tool.function.parameters or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    schema: dict[str, Any] = {"anyOf": calls, "x-guidance": WHITESPACE}
-    return f'start: "{CALL}" call "{CALL_END}"\ncall: %json {json.dumps(schema)}\n'
+def call_rules(tools: list[Tool]) -> list[str]:
+    """Return the rules of the call of one of the tools."""
+    rules = [f'call: "{CALL}" ({" | ".join(f"call{index}" for index in range(len(tools)))}) "{CALL_END}"']
+    for index, tool in enumerate(tools):
+        begin = json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
+        rules.append(f'call{index}: {begin} {json_rule(closed(tool.function.parameters))} "}}"')
+    return rules
 
 
-def checked(grammar: str, field: str) -> str:
-    """Return a grammar. Raises ApiError if llguidance refuses it."""
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, without other properties than those that it names.
+
+    A small model may write properties without end. A schema that says how it is, or combines others, stays.
+    """
+    if any(key in schema for key in OPEN_KEYS):
+        return schema
+    return {"type": "object", "properties": {}} | schema | {"additionalProperties": False}
+
+
+def checked(names: list[str], rules: list[str], field: str) -> str:
+    """Return a grammar that begins with one of the rules `names`. Raises ApiError if llguidance refuses it."""
+    grammar = "\n".join([f"start: {' | '.join(names)}", *rules, ""])
     problem = Grammars.problem(grammar)
     if problem:
-        raise ApiError(400, f"{field} is refused: {problem:.300}", code="invalid_schema", param=field)
+        reason = problem.partition("\n   ")[0].rpartition("schema: ")[2]
+        raise ApiError(400, f"{field} is refused: {reason:.300}", code="invalid_schema", param=field)
     return grammar

@@ -26,14 +26,20 @@ class Grammars:
         return str(LLMatcher.validate_grammar(grammar))
 
     def matcher(self, grammar: str) -> "Matcher":
-        """Return a matcher at the beginning of an answer. Raises ConfigError if the grammar is refused."""
+        """Return a matcher at the beginning of an answer.
+
+        Raises:
+            ConfigError: the grammar is refused, or the model has no end token.
+        """
+        config = self.params.config
+        if not config.eos_ids:
+            raise ConfigError("response_format needs a model with an end token, and its config has none")
         with self.lock:
             if self.tokens is None:
                 from llguidance.hf import from_tokenizer
 
-                config = self.params.config
                 self.tokens = from_tokenizer(self.params.tokenizer, config.vocab_size, sorted(config.eos_ids))
-        return Matcher(self.tokens, grammar, self.params.config.vocab_size)
+        return Matcher(self.tokens, grammar, config.vocab_size)
 
 
 class Matcher:
@@ -66,4 +72,5 @@ class Matcher:
 
     def _check(self) -> None:
         if self.matcher.is_error():
-            raise ConfigError(f"response_format cannot be followed: {self.matcher.get_error():.300}")
+            reason = str(self.matcher.get_error()).partition("\n")[0]
+            raise ConfigError(f"response_format or tools cannot be followed: {reason:.300}")

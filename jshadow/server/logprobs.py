@@ -1,7 +1,10 @@
 """Log-probabilities of tokens in OpenAI's two forms."""
 
+import functools
+import re
 from typing import Any
 
+from jshadow.engine.text import UNFINISHED
 from jshadow.serving import Piece
 
 
@@ -18,19 +21,53 @@ def _entry(tokenizer: Any, piece: Piece) -> dict[str, Any]:
 
 def _named(tokenizer: Any, token: int, value: float) -> dict[str, Any]:
     text = tokenizer.decode([token])
-    return {"token": text, "logprob": value, "bytes": list(text.encode())}
+    return {"token": text, "logprob": value, "bytes": list(bytes_of(tokenizer, token, text))}
+
+
+def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
+    """Return the bytes of a token whose text is `text`. A part of a character has bytes of its own, but no text."""
+    if UNFINISHED not in text:
+        return text.encode()
+    name = tokenizer.convert_ids_to_tokens(token)
+    if code := re.fullmatch("<0x([0-9A-F]{2})>", name):
+        return bytes([int(code[1], 16)])
+    table = byte_symbols()
+    return bytes(table[symbol] for symbol in name) if all(symbol in table for symbol in name) else text.encode()
+
+
+@functools.cache
+def byte_symbols() -> dict[str, int]:
+    """Return the byte that each symbol of a byte-level vocabulary stands for.
+
+    Printable bytes of Latin-1 stand for themselves. The others follow, in order, from U+0100 on.
+    (Radford et al., GPT-2, 2019, section 2.2)
+    """
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in kept]
+    return {chr(byte): byte for byte in kept} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
 def completion_logprobs(tokenizer: Any, pieces: list[Piece], offset: int) -> dict[str, Any]:
-    """Return the `logprobs` of a choice of a completion. `offset` is the length of the text before the pieces."""
-    tokens, offsets = [tokenizer.decode([piece.token]) for piece in pieces], []
+    """Return the `logprobs` of a choice of a completion.
+
+    Args:
+        tokenizer: the tokenizer of the model.
+        pieces: the tokens.
+        offset: the length of the texts of the tokens before the pieces.
+    """
+    tokens, offsets, tops = [tokenizer.decode([piece.token]) for piece in pieces], [], []
     for text in tokens:
         offsets.append(offset)
         offset += len(text)
     held = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    for one in held:
+        top: dict[str, float] = {}
+        for token, value in one.top:
+            top.setdefault(tokenizer.decode([token]), value)  # of tokens with one text, the likeliest stays
+        tops.append(top)
     return {
         "tokens": tokens,
         "token_logprobs": [one.chosen for one in held],
-        "top_logprobs": [{tokenizer.decode([token]): value for token, value in one.top} for one in held],
+        "top_logprobs": tops,
         "text_offset": offsets,
     }

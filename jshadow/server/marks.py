@@ -30,29 +30,36 @@ class Splitter:
         calls: the number of tool calls so far.
     """
 
-    def __init__(self, template: str | None, *, tools: bool, prompt_end: str = "") -> None:
+    def __init__(
+        self, template: str | None, *, prompt_end: str = "", formed: bool = False, most_calls: float = 0
+    ) -> None:
         """Begin an answer.
 
         Args:
             template: the chat template of the model. Its marks are looked for. None: no mark is.
-            tools: whether the request has tools.
             prompt_end: the end of the prompt. If it opens the reasoning, the answer begins with reasoning.
+            formed: whether a grammar forms the answer. It then has no reasoning, and its calls have marks.
+            most_calls: the largest number of calls. Later calls are left out. 0: no call is looked for.
         """
-        template = template or ""
+        template, self.most_calls = template or "", most_calls
         self.marks: dict[str, str] = {}
-        if THINK_END in template:
+        if THINK_END in template and not formed:
             self.marks[THINK] = THINK_END
-        if tools and CALL in template:
+        if most_calls:
             self.marks[CALL] = CALL_END
-        self.bare = tools and CALL not in template  # the model writes the JSON of a call without marks
         self.inside = THINK if THINK in self.marks and prompt_end.rstrip().endswith(THINK) else ""
+        # Without marks in its template, a model writes the JSON of a call alone.
+        self.bare = bool(most_calls) and CALL not in template and not formed and not self.inside
         self.waiting, self.calls = "", 0
 
     def push(self, text: str, *, final: bool = False) -> list[Delta]:
         """Add text. Return what became known. With `final`, nothing is held back."""
         self.waiting += text
         if self.bare:
-            return self._bare() if final else []
+            begin = self.waiting.lstrip()
+            if begin.startswith("{") or not begin:
+                return self._bare() if final else []
+            self.bare = False
         deltas: list[Delta] = []
         while self.waiting:
             ends = (self.marks[self.inside],) if self.inside else tuple(self.marks)
@@ -68,16 +75,18 @@ class Splitter:
             kept = 0 if final else max((overlap(self.waiting, end) for end in ends), default=0)
             part = self.waiting[: len(self.waiting) - kept]
             self.waiting = self.waiting[len(part) :]
-            deltas += self._part(part)
+            deltas += self._part(part, end="")
             break
         return deltas
 
-    def _part(self, text: str) -> list[Delta]:
-        """Return a finished part of what `inside` says."""
+    def _part(self, text: str, end: str = CALL_END) -> list[Delta]:
+        """Return a part of what `inside` says. `end` is what follows a call."""
         if self.inside == CALL:
             call = call_of(text)
             if call is None:
-                return [Delta(content=f"{CALL}{text}{CALL_END}")]
+                return [Delta(content=f"{CALL}{text}{end}")]
+            if self.calls >= self.most_calls:
+                return []
             self.calls += 1
             return [Delta(call=call)]
         if not text:

@@ -1,18 +1,24 @@
 """Metrics in Prometheus' text form: vLLM's names, so that its dashboards and gateways read them, and our own."""
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from jshadow.planner.gpu import Planner
+from jshadow.planner.gpu_plan import Serving
+from jshadow.planner.gpu_specs import Gpu
+from jshadow.policies import Policy
 from jshadow.serving import AnswerReport
 
 if TYPE_CHECKING:
     from jshadow.server.service import Service
 
+ANY_GPU = Gpu("any", 1, 1.0, 1.0, 1.0)  # the bytes of its plan do not depend on the rates
 SECONDS = (0.001, 0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 STEP_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0)
 
@@ -22,6 +28,7 @@ class Metrics:
 
     def __init__(self, service: "Service") -> None:
         """Begin with zeros. `service` is read when the figures are asked for."""
+        self._fetched_a_token = functools.cache(functools.partial(fetched_a_token, service))
         self.registry, name = CollectorRegistry(), service.options.name
         self.tokens = self.stored = self.answers = 0
         self.first_seconds = 0.0
@@ -51,7 +58,9 @@ class Metrics:
         self.refused = Counter(
             "jshadow:requests_refused", "Responses that are errors", ["status"], registry=self.registry
         )
-        self.clients = Gauge("jshadow:open_requests", "Requests that are being answered", registry=self.registry)
+        self.fetched = Counter(
+            "jshadow:fetched_bytes", "Bytes that the steps moved from the host, at most", registry=self.registry
+        )
         self.name = name
         self.registry.register(_Live(service))
 
@@ -74,6 +83,8 @@ class Metrics:
         self.prefill.observe(report.prefill_seconds)
         self.decode.observe(report.decode_seconds)
         self.ended.labels(self.name, report.finish).inc()
+        if report.fetch != "resident":
+            self.fetched.inc(self._fetched_a_token(report.policy, report.fetch) * report.generated_tokens)
 
     @property
     def hit_share(self) -> float:
@@ -88,6 +99,14 @@ class Metrics:
     def text(self) -> bytes:
         """Return all figures in Prometheus' text form."""
         return bytes(generate_latest(self.registry))
+
+
+def fetched_a_token(service: "Service", policy: Policy, fetch: str) -> int:
+    """Return the bytes that a step of one row moves from the host, at most."""
+    params = service.params
+    serving = Serving(service.most_tokens - 1, 1, dtype=str(params.dtype), fetch=fetch, repeat_share=0.0)
+    planner = Planner(params.config, params.config, ANY_GPU, serving)
+    return int(planner.step(policy, 1, passes=False).pcie_bytes)
 
 
 class _Live(Collector):
@@ -105,6 +124,9 @@ class _Live(Collector):
             family.add_metric([name], value)
             return family
 
+        requests = GaugeMetricFamily("jshadow:open_requests", "HTTP requests that are being answered")
+        requests.add_metric([], self.service.open)
+        yield requests
         yield gauge("vllm:num_requests_running", "Requests that have a row", report.rows_in_use)
         yield gauge("vllm:num_requests_waiting", "Requests that wait for a row", report.waiting)
         share = report.rows_in_use / report.rows if report.rows else 0.0

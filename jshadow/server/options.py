@@ -16,8 +16,8 @@ class ServerOptions:
         api_keys: the keys that a request may have. Empty: no key is asked for.
         body_bytes: maximum size of a request's body in bytes, except an upload.
         upload_bytes: maximum size of an uploaded file in bytes.
-        seconds: maximum time of a request in seconds. A request that takes longer is cancelled.
-        max_new_tokens: number of new tokens of a request that does not say how many it wants.
+        held_bytes: maximum size of the bodies of all open requests together in bytes. One body may exceed it alone.
+        seconds: maximum time of a request in seconds, and of its body. A request that takes longer is cancelled.
 
     Raises:
         ConfigError: a value is out of range.
@@ -27,11 +27,11 @@ class ServerOptions:
     api_keys: tuple[str, ...] = ()
     body_bytes: int = 2**24
     upload_bytes: int = 2**26
+    held_bytes: int = 2**28
     seconds: float = 600.0
-    max_new_tokens: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("body_bytes", "upload_bytes", "max_new_tokens"):
+        for name in ("body_bytes", "upload_bytes", "held_bytes"):
             check_integer(name, getattr(self, name), least=1)
         if not 0 < self.seconds < float("inf"):
             raise ConfigError(f"seconds must be above 0 and finite, got {self.seconds!r}")

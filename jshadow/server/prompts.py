@@ -14,6 +14,7 @@ from jshadow.evaluation.tasks.framing import MARK, encode
 from jshadow.server.errors import ApiError
 from jshadow.server.schemas import FileContent, FilePart, Message
 
+MOST_PROMPTS = 128
 FileIds = Callable[[FilePart], Sequence[int]]
 
 
@@ -37,6 +38,8 @@ def chat_ids(tokenizer: Any, messages: Sequence[Message], file_ids: FileIds, too
         text = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, tools=tools)
     except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
         raise ApiError(400, f"messages: the chat template refuses the chat: {error}", param="messages") from error
+    if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+        raise ApiError(400, "tools must be Unicode texts, got a half of a surrogate pair", param="tools")
     parts = text.split(MARK)
     if len(parts) != len(files) + 1:
         raise ApiError(400, "messages: the chat template leaves out or repeats a message with a file", param="messages")
@@ -72,11 +75,13 @@ def _plain(message: Message, place: int, files: list, file_ids: FileIds) -> dict
 
 
 def prompts_of(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """Return the prompts of a completion as a list. Raises PromptError if there is none."""
+    """Return the prompts of a completion as a list. Raises PromptError if there is none, or too many."""
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):
         return [[int(token) for token in prompt]]
     if not prompt:
         raise PromptError("prompt must have at least one text or one list of token ids, got none")
+    if len(prompt) > MOST_PROMPTS:
+        raise PromptError(f"prompt must have at most {MOST_PROMPTS} texts or lists of token ids, got {len(prompt)}")
     return [*prompt]

@@ -8,11 +8,13 @@ TEXTS = {
     400: "A field is wrong",
     401: "The key is missing or wrong",
     404: "There is no such model or file",
+    405: "The path has no such method",
+    408: "The body did not arrive in time",
     409: "A stored file cannot be used",
     413: "The body is too large",
     429: "Too many requests wait",
     500: "The server failed",
-    503: "The server starts, ends, or lacks memory",
+    503: "The server starts, ends, or lacks memory or disk",
     504: "The time is over",
 }
 ERRORS: dict[int | str, dict[str, Any]] = {

@@ -89,7 +89,7 @@ def serve(
     threading.Thread(target=compile_all, name="jshadow-warm", daemon=True).start()
     server.run(sockets)
     service.engine.close(drain=False)
-    if failed:
+    if failed and not service.draining:
         raise failed[0]
     return 0 if server.started else 1
 
@@ -97,5 +97,12 @@ def serve(
 def config_of(service: Service, host: str, port: int) -> uvicorn.Config:
     """Return the configuration of uvicorn for a service. `port` 0 takes a free port."""
     return uvicorn.Config(
-        make_app(service), host, port, server_header=False, log_level="warning", timeout_keep_alive=30, backlog=2048
+        make_app(service),
+        host,
+        port,
+        server_header=False,
+        log_level="warning",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=1,  # after `drain_seconds`, requests that are open still are cancelled
+        backlog=2048,
     )

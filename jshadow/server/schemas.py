@@ -1,8 +1,23 @@
-"""The bodies of requests: OpenAI's fields that this server knows. An unknown field is refused by name."""
+"""The bodies of requests: OpenAI's fields that this server knows. An unknown field is refused by name.
+
+Some fields that clients send by themselves change no answer here. They are accepted, and ignored:
+
+| field | why it changes nothing |
+|---|---|
+| `user`, `safety_identifier`, `metadata` | They name the end user or the request. Nothing is kept. |
+| `store` | Nothing is kept. Answers are not listed. |
+| `service_tier` | There is one tier. |
+| `prompt_cache_key`, `prompt_cache_retention` | Stored documents are found by their tokens. |
+| `reasoning_effort`, `verbosity` | The chat template decides. |
+| `prediction` | It could only make an answer sooner. |
+| `stream_options.include_obfuscation` | Events are not padded. |
+| `json_schema.strict`, `function.strict` | A schema is always followed. |
+| `annotations`, `audio`, `refusal` of an earlier answer | They are no part of the prompt. |
+"""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 MOST_LOGPROBS = 20
 MOST_CHOICES = 16
@@ -14,9 +29,10 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class Body(BaseModel):
-    """A body that refuses unknown fields, and values of another type."""
+    """A body that refuses unknown fields, values of another type, and halves of surrogate pairs."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    # A string is only checked to be Unicode if it has a limit. That of the whole body is lower.
+    model_config = ConfigDict(extra="forbid", strict=True, str_max_length=2**31)
 
 
 class FilePart(Body):
@@ -49,9 +65,10 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """A tool call in an earlier answer."""
+    """A tool call in an earlier answer. `index` comes from a stream, and is ignored."""
 
     id: str
+    index: int | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
@@ -65,7 +82,10 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: str | None = None
-    reasoning_content: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    # vllm-router changes the name to `reasoning`.
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
 
 class StreamOptions(Body):
@@ -108,7 +128,20 @@ class Tool(Body):
     function: Function
 
 
-class Drawing(Body):
+class Routed(Body):
+    """The fields that vllm-router adds to each request. Only its values are accepted, which change nothing."""
+
+    continue_final_message: Literal[False] = False
+    ignore_eos: Literal[False] = False
+    include_reasoning: Literal[True] = True
+    no_stop_trim: Literal[False] = False
+    return_hidden_states: Literal[False] = False
+    separate_reasoning: Literal[True] = True
+    skip_special_tokens: Literal[True] = True
+    stream_reasoning: Literal[True] = True
+
+
+class Drawing(Routed):
     """The fields that chats and completions share."""
 
     model: str
@@ -127,7 +160,14 @@ class Drawing(Body):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
     response_format: ResponseFormat | None = None
+    # From here on, the fields that are ignored.
     user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
 
 
 class ChatRequest(Drawing):
@@ -140,8 +180,10 @@ class ChatRequest(Drawing):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prediction: dict[str, Any] | None = None
 
 
 class CompletionRequest(Drawing):
@@ -155,12 +197,15 @@ class CompletionRequest(Drawing):
 
 
 class TokenizeRequest(Body):
-    """The body of /tokenize: a text or a chat."""
+    """The body of /tokenize: a text or a chat. A chat always has the beginning of the answer at its end."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: Literal[True] = True
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):

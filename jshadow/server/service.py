@@ -1,6 +1,7 @@
 """What the routes share: the model, the engine, the library and the figures."""
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -9,10 +10,10 @@ import numpy as np
 from starlette.concurrency import run_in_threadpool
 
 from jshadow.engine.text import encode as encode_prompt
-from jshadow.errors import CheckpointError, ServingError
+from jshadow.errors import CheckpointError, JshadowError
 from jshadow.evaluation.tasks.framing import encode, frame
 from jshadow.library import Library, Stored
-from jshadow.library.sources import ids_of
+from jshadow.library.sources import text_ids
 from jshadow.server.drawing import settings_of
 from jshadow.server.errors import ApiError
 from jshadow.server.grammar import Grammars
@@ -20,7 +21,7 @@ from jshadow.server.metrics import Metrics
 from jshadow.server.options import ServerOptions
 from jshadow.server.pieces import pieces
 from jshadow.server.schemas import Drawing
-from jshadow.server.uploads import Upload, text_of
+from jshadow.server.uploads import Upload, not_kept, text_of
 from jshadow.serving import Answer, Engine, Request
 from jshadow.weights.params import Params
 
@@ -50,13 +51,12 @@ class Service:
         self.created = int(time.time())
         self.draining = self.ready = False
         self.open = 0
+        self._reading: dict[str, Turn] = {}  # by the key of the document
 
     # Answers
 
     async def submit(self, request: Request) -> Answer:
-        """Give a request to the engine. Raises ApiError while the server drains, and the errors of `Engine.submit`."""
-        if self.draining:
-            raise ServingError("the server is about to end, and takes no new requests")
+        """Give a request to the engine. Raises the errors of `Engine.submit`."""
         return await run_in_threadpool(self.engine.submit, request)
 
     def requests(
@@ -133,7 +133,7 @@ class Service:
     def gauge(self) -> dict[str, Any]:
         """Return the figures of the page. Bytes of full attention are those of its keys and values alone."""
         report, counts = self.engine.report(), self.engine.report().counts
-        documents = [] if self.library is None else self.library.documents()
+        documents = [] if self.library is None else [one for one in self.library.documents() if one.problem is None]
         config, itemsize = self.params.config, np.dtype(self.params.dtype).itemsize
         token_bytes = 2 * config.num_layers * config.kv_heads * config.head_dim * itemsize
         tokens, finished = sum(one.tokens for one in documents), max(counts.finished, 1)
@@ -143,7 +143,9 @@ class Service:
             "rows": {"device": report.device_bytes, "host": report.host_bytes},
             "rows_in_use": report.rows_in_use,
             "waiting": report.waiting,
+            "stored_documents": len(documents),
             "stored_tokens": tokens,
+            "stored_bytes": sum(one.bytes for one in documents),
             "full_attention_bytes": tokens * token_bytes,
             "hit_share": self.metrics.hit_share,
             "first_token_seconds": self.metrics.first_token_seconds,
@@ -158,9 +160,29 @@ class Service:
             raise ApiError(404, "the server was started without --library, so it stores no files", code="no_library")
         return self.library
 
+    def look(self) -> None:
+        """Notice the documents that other servers have put into the object store and removed. Raises ApiError."""
+        try:
+            self.shelf().look()
+        except CheckpointError as error:
+            raise ApiError(503, str(error), code="store_unavailable") from error
+
+    def _found(self, file_id: str) -> list[Stored]:
+        return [one for one in self.shelf().documents() if file_id == file_id_of(one)]
+
+    def file_time(self, stored: Stored) -> int:
+        """Return when a document was stored, in seconds since 1970. Without a file of its own: the server's start."""
+        try:
+            return int(self.shelf().files.directory.path(stored.key).stat().st_mtime)
+        except OSError:
+            return self.created
+
     def file(self, file_id: str) -> Stored:
-        """Return the stored document of a file's id. Raises ApiError if there is none."""
-        found = [one for one in self.shelf().documents() if file_id == file_id_of(one)]
+        """Return the stored document of a file's id. Raises ApiError if there is none, also in the object store."""
+        found = self._found(file_id)
+        if not found:
+            self.look()
+            found = self._found(file_id)
         if not found:
             raise ApiError(404, f"file_id must be that of a stored file, got {file_id!r:.80}", code="file_not_found")
         return found[0]
@@ -180,31 +202,62 @@ class Service:
     async def add(self, upload: Upload) -> Stored:
         """Read a document with the engine, and store its state. A document that is stored is not read again.
 
+        Equal documents that come at once are read once.
+
         Raises:
             CheckpointError: the file has no text that can be read.
-            CapacityError: the document exceeds the capacity of the library, or no tier has room for it.
+            CapacityError: the document exceeds the capacity of the library.
+            ApiError: the state cannot be stored, such as on a full disk.
         """
         library = self.shelf()
         text = await self.slowly(text_of, upload)
-        ids, _ = await self.slowly(ids_of, text, self.params)
-        found = await self.slowly(library.longest, ids)
+        ids = await self.slowly(text_ids, text, self.params)
+        key = library.identity.key(ids)
+        turn = self._reading.setdefault(key, Turn())
+        turn.waiting += 1
+        try:
+            async with turn.lock:
+                await self.slowly(self.look)
+                found = await self.slowly(library.longest, ids)
+                if found is None or found.tokens < len(ids):
+                    await self._read(upload.name, ids.tolist())
+                    found = await self.slowly(library.longest, ids)
+        finally:
+            turn.waiting -= 1
+            if not turn.waiting:
+                del self._reading[key]
         if found is None or found.tokens < len(ids):
-            request = Request(ids.tolist(), 1, priority=READING_PRIORITY, store=True, title=upload.name)
-            answer = await self.submit(request)
-            try:
-                async with asyncio.timeout(self.options.seconds):
-                    async for _ in pieces(answer):
-                        pass
-                    report = answer.result(0).report
-                    if report.stored is None:
-                        raise CheckpointError(f"the state of {upload.name!r:.80} was not stored: {report.not_stored}")
-                    await asyncio.wrap_future(report.stored)
-            finally:
-                self.cancel([answer])
-            found = await self.slowly(library.longest, ids)
-        if found is None or found.tokens < len(ids):
-            raise CheckpointError(f"the file {upload.name!r:.80} was read, but its state is not stored any more")
+            raise not_kept(upload.name, "its state was read, but is not stored any more")
         return found
+
+    async def _read(self, name: str, ids: list[int]) -> None:
+        """Read a document, and wait until its state is stored. If the caller is cancelled, the reading ends."""
+        answer = await self.submit(Request(ids, 1, priority=READING_PRIORITY, store=True, title=name))
+        try:
+            async for _ in pieces(answer):
+                pass
+            report = answer.result(0).report
+        finally:
+            self.cancel([answer])
+        if report.stored is None:
+            raise not_kept(name, report.not_stored)
+        try:
+            await asyncio.shield(asyncio.wrap_future(report.stored))
+        except (JshadowError, OSError) as error:
+            raise not_kept(name, error) from error
+
+
+@dataclasses.dataclass
+class Turn:
+    """The requests that add one document: one reads it, the others wait.
+
+    Attributes:
+        lock: held by the one that reads.
+        waiting: number of the requests.
+    """
+
+    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    waiting: int = 0
 
 
 def file_id_of(stored: Stored) -> str:

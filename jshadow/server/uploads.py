@@ -27,29 +27,40 @@ class Upload:
 
 
 def plain_name(name: str | None) -> str:
-    """Return the last part of a name, for display. Raises CheckpointError if nothing is left, or it is too long."""
+    """Return the last part of a name, for display. Raises ApiError if nothing is left, or it is too long."""
     last = (name or "").replace("\\", "/").rpartition("/")[2].strip()
     if not last or last in (".", "..") or not last.isprintable() or len(last) > MOST_NAME:
-        raise CheckpointError(f"filename must have 1 to {MOST_NAME} printable characters, got {name!r:.80}")
+        message = f"filename must have 1 to {MOST_NAME} printable characters, got {name!r:.80}"
+        raise ApiError(400, message, code="invalid_file", param="filename")
     return last
 
 
 def text_of(upload: Upload) -> str:
-    """Return the text of a .txt, .md or .pdf file. Another ending counts as text. Raises CheckpointError.
+    """Return the text of a .txt, .md or .pdf file. Another ending counts as text.
 
     The bytes are written to a temporary file whose name does not depend on that of the upload, except its ending.
+
+    Raises:
+        CheckpointError: the file has no text that can be read.
+        ApiError: the disk has no room for the file.
     """
     name, data = upload.name, upload.data
     kind = ".pdf" if name.lower().endswith(".pdf") or data.startswith(b"%PDF-") else ".txt"
-    with tempfile.TemporaryDirectory(prefix="jshadow-upload-") as folder:
-        path = Path(folder) / f"upload{kind}"
-        try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="jshadow-upload-") as folder:
+            path = Path(folder) / f"upload{kind}"
             path.write_bytes(data)
-            return read_document(path)
-        except OSError as error:
-            raise CheckpointError(f"the file {name!r:.80} cannot be kept while it is read: {error}") from error
-        except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(path), f"the file {name!r:.80}")) from error
+            try:
+                return read_document(path)
+            except CheckpointError as error:
+                raise CheckpointError(str(error).replace(str(path), f"the file {name!r:.80}")) from error
+    except OSError as error:
+        raise not_kept(name, error) from error
+
+
+def not_kept(name: str, why: object) -> ApiError:
+    """Return the error of a file for which the server has no room."""
+    return ApiError(503, f"the file {name!r:.80} cannot be kept: {why}", code="storage_full", param="file")
 
 
 def decoded(data: str) -> bytes:

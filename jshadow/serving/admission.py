@@ -55,9 +55,14 @@ class Admission:
         """Take limits that `of_machine` returned."""
         self.limits = limits
 
-    def fits(self, plans: Iterable[PlannedClass]) -> bool:
-        """Whether groups of these plans may exist at once, beside a step and the reading of a prompt."""
+    def fits(self, plans: Iterable[PlannedClass], paused: PlannedClass | None = None) -> bool:
+        """Whether groups of these plans may exist at once, beside a step and the reading of a prompt.
+
+        `paused` is the class of another prompt, whose reading is paused.
+        """
         device, host = needed_bytes(plans)
+        if paused is not None:
+            device, host = device + paused.bytes.reading, host + paused.bytes.reading_host
         most_device, most_host = self.limits.device_bytes, self.limits.host_bytes
         return (most_device is None or device <= most_device) and (most_host is None or host <= most_host)
 

@@ -170,7 +170,7 @@ class Engine:
         return EngineReport(
             counts=loop.counts,
             waiting=len(loop.waiting),
-            reading=loop.reading is not None,
+            reading=bool(loop.readings),
             groups=len(groups),
             rows=sum(len(group.jobs) for group in groups),
             rows_in_use=sum(job is not None for group in groups for job in group.jobs),

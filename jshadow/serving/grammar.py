@@ -10,6 +10,7 @@ from jshadow.errors import ConfigError, JshadowError
 
 # Maps the new tokens so far to those that may follow: bool [V], or the bit mask of `pack_mask`, uint32 [W].
 Allowed = Callable[[Sequence[int]], Any]
+FULL_WORD = np.uint32(2**WORD - 1)
 
 
 def allowed_words(allowed: Allowed, tokens: Sequence[int], size: int) -> np.ndarray:
@@ -31,6 +32,8 @@ def allowed_words(allowed: Allowed, tokens: Sequence[int], size: int) -> np.ndar
         raise ConfigError(f"allowed must return bool [{size}], it raised {error!r:.80}") from error
     words = -(-size // WORD)
     packed = mask.dtype == np.uint32 and mask.shape == (words,)
+    if packed and size % WORD:
+        mask = mask & np.append(np.full(words - 1, FULL_WORD), FULL_WORD >> np.uint32(WORD - size % WORD))
     if not (packed or (mask.dtype == bool and mask.shape == (size,))) or not mask.any():
         raise ConfigError(
             f"allowed must return bool [{size}] or uint32 [{words}] with at least one token, got {mask.dtype} "

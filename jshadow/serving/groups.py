@@ -7,6 +7,7 @@ import numpy as np
 from jshadow.engine.sampling import NO_TOKEN
 from jshadow.serving.classes import PlannedClass
 from jshadow.serving.drawn import DrawnToken, read_drawn
+from jshadow.serving.grammar import FULL_WORD
 from jshadow.serving.jobs import Job
 from jshadow.serving.programs import Pool, Programs
 
@@ -64,14 +65,14 @@ class Group:
     def allow(self, slot: int, words: np.ndarray) -> None:
         """Set the tokens that a row may draw next, uint32 [W], as in `pack_mask`."""
         if self._words is None:
-            self._words = np.full((len(self.jobs), len(words)), np.uint32(0xFFFFFFFF))
+            self._words = np.full((len(self.jobs), len(words)), FULL_WORD)
         self._words[slot] = words
 
     def release(self, slot: int) -> None:
         """Free a row. Its arrays stay as they are, and are not read again before another row replaces them."""
         self.jobs[slot], self.active[slot] = None, False
         if self._words is not None:
-            self._words[slot] = 0xFFFFFFFF
+            self._words[slot] = FULL_WORD
 
     def start_step(self) -> None:
         """Start a step of the active rows. `start_draw` ends it."""

@@ -71,6 +71,15 @@ class Job:
         """Whether `plan` is that of the rows that the job uses. That of rows on a document needs its state."""
         return self.document == self.plan.document
 
+    def is_twin(self, other: "Job") -> bool:
+        """Whether the state after the prompt of another job, in a row of its class, serves this job too."""
+        return (
+            self.ids == other.ids
+            and self.document == other.document
+            and self.request.max_new_tokens <= other.request.max_new_tokens
+            and (self.keep is None) == (other.keep is None)
+        )
+
     @property
     def keeps_answer(self) -> bool:
         """Whether the state at the end of the answer is to be stored."""

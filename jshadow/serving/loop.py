@@ -14,11 +14,14 @@ from jshadow.serving.admission import Admission
 from jshadow.serving.drawn import DrawnToken, read_drawn
 from jshadow.serving.groups import Group
 from jshadow.serving.jobs import Job
+from jshadow.serving.placing import Groups
 from jshadow.serving.programs import Programs
 from jshadow.serving.reading import Reading
 from jshadow.serving.report import Counts
 from jshadow.serving.requests import Answer
 from jshadow.serving.waiting import WaitingQueue
+
+MOST_READINGS = 2  # prompts that are being read at once, all but one of them paused
 
 
 class Loop:
@@ -26,17 +29,17 @@ class Loop:
 
     Attributes:
         waiting: the jobs that have no row yet.
-        groups: the groups. An empty group is kept until another class needs its bytes.
-        reading: the job whose prompt is being read, or None.
+        groups: the groups.
+        readings: the prompts that are being read. Only the last one goes on. The others are paused.
         counts: what was done.
         closed: the error with which further jobs end, or None.
     """
 
     def __init__(self, programs: Programs, admission: Admission, library: Any) -> None:
-        self.programs, self.admission, self.library = programs, admission, library
+        self.programs, self.library = programs, library
         self.waiting: WaitingQueue[Job] = WaitingQueue()
-        self.groups: list[Group] = []
-        self.reading: Reading | None = None
+        self.groups = Groups(programs, admission)
+        self.readings: list[Reading] = []
         self.counts = Counts()
         self.closed: JshadowError | None = None
         self._units = 0  # since the last step
@@ -63,7 +66,8 @@ class Loop:
         for job in list(self._jobs()):
             job.answer.end(error)
             self.counts.failed += 1
-        self.waiting, self.groups, self.reading = WaitingQueue(), [], None
+        self.waiting, self.readings = WaitingQueue(), []
+        self.groups.clear()
 
     def _jobs(self) -> Iterator[Job]:
         yield from self.waiting
@@ -73,12 +77,8 @@ class Loop:
     def _drop(self, job: Job) -> None:
         """Take a job out of the queue, of the reading and of its row."""
         self.waiting.remove(job)
-        if self.reading is not None and self.reading.job is job:
-            self.reading = None
-        for group in self.groups:
-            if job in group.jobs:
-                group.release(group.jobs.index(job))
-        self.groups = [group for group in self.groups if group.base is None or not group.empty]
+        self.readings = [reading for reading in self.readings if reading.job is not job]
+        self.groups.release(job)
 
     def _fail(self, job: Job, error: JshadowError) -> None:
         self._drop(job)
@@ -106,10 +106,10 @@ class Loop:
         self.counts.most_units = max(self.counts.most_units, self._units if stepping else 0)
         self._units = 0
         # The part is given to the device before the tokens of the steps are waited for.
-        reading, done = self.reading, False
+        reading, done = self.readings[-1] if self.readings else None, False
         if reading is not None:
             try:
-                done = reading.reader.advance()
+                done, reading.moved = reading.reader.advance(), True
             except JshadowError as error:
                 self._fail(reading.job, error)
             self.counts.units += 1
@@ -118,7 +118,7 @@ class Loop:
             for slot, tokens in group.drawn():
                 self._push(group, slot, tokens)
         if reading is not None and done:
-            self._begin_answer(reading)
+            self._begin_answers(reading)
         return bool(stepping) or reading is not None
 
     def _start_draw(self, group: Group) -> None:
@@ -167,13 +167,31 @@ class Loop:
         self.counts.prefill_seconds += report.prefill_seconds
         self.counts.decode_seconds += report.decode_seconds
 
-    def _begin_answer(self, reading: Reading) -> None:
-        """Draw the first token after a prompt, and make the row active."""
-        self.reading, job = None, reading.job
-        logits, state = reading.reader.end()
+    def _begin_answers(self, reading: Reading) -> None:
+        """Begin the answer of a job whose prompt was read, and those of the waiting jobs with the same prompt."""
+        self.readings.remove(reading)
+        job, group = reading.job, reading.group
+        read = reading.reader.end()
+        twins = [other for other in self.waiting if other.is_twin(job)]
+        self._begin_answer(job, group, reading.slot, read)
+        for twin in twins:
+            if (slot := group.reserve(twin)) is None:
+                return
+            self.waiting.remove(twin)
+            twin.plans = [group.plan]
+            twin.start()
+            try:
+                twin.row = self.programs.row(twin.request.settings, twin.ids)
+            except JshadowError as error:
+                self._fail(twin, error)
+            else:
+                self._begin_answer(twin, group, slot, read)
+
+    def _begin_answer(self, job: Job, group: Group, slot: int, read: tuple[Any, Any]) -> None:
+        """Draw the first token after a prompt, and make the row active. `read` has the logits [1, V] and the state."""
+        (logits, state), programs, row = read, self.programs, job.row
         if job.keep is not None:
             documents.keep(job, job.ids, state)
-        programs, row = self.programs, job.row
         if job.request.allowed is not None:
             try:
                 row = programs.masked(row, job.words(programs.parts.vocab_size)[None])
@@ -184,65 +202,41 @@ class Loop:
         [drawn] = read_drawn(tokens, programs.likely(logits, tokens) if wanted else None)
         finish = self._add(job, drawn)
         if finish and job.keeps_answer:
-            documents.keep(job, [*job.ids, drawn.token], programs.fed(state, [drawn.token]))
+            documents.keep(job, [*job.ids, drawn.token], programs.fed(programs.fork(state), [drawn.token]))
         if finish or job.answer.done:
             return self._complete(job, finish)
-        reading.group.insert(reading.slot, state, row, drawn.token)
+        group.insert(slot, state, row, drawn.token)
 
     # Admission
 
     def _admit(self) -> None:
         """Begin to read the first prompt that can have a row.
 
+        A prompt with a higher priority than that which is being read interrupts it. At most one reading is paused, and
+        a part of it is read between two interruptions.
         A job that waits for a row of a class without a group is not overtaken. So it gets its group as soon as enough
         rows of other classes are free.
         """
-        full = set()
-        for job in self.waiting if self.reading is None else ():
+        full, paused = set(), self.readings[0] if self.readings else None
+        for job in self.waiting if len(self.readings) < MOST_READINGS else ():
+            if paused is not None and (job.priority <= paused.job.priority or not paused.moved):
+                return
             if (job.ready is not None and not job.ready.done()) or (job.planned and job.plan.key in full):
                 continue
             try:
-                place = self._place(job)
+                place = self.groups.place(job, None if paused is None else paused.job.plan)
                 if place is not None:
                     job.row = self.programs.row(job.request.settings, job.ids)
-                    self.reading = Reading(self.programs, job, *place)
+                    self.readings.append(Reading(self.programs, job, *place))
             except JshadowError as error:
                 self._fail(job, error)
                 continue
             if place is not None:
                 self.waiting.remove(job)
                 job.start()
+                if paused is not None:
+                    paused.moved = False
                 return
-            if not any(group.plan.key == job.plan.key for group in self.groups):
+            if not self.groups.has(job.plan):
                 return
             full.add(job.plan.key)
-
-    def _place(self, job: Job) -> tuple[Group, int] | None:
-        """Reserve a row for a job. Make a group if there is no free row and the bytes suffice."""
-        base = None
-        if not job.planned:
-            base = self._base(job)
-            plan = documents.plan_rows(self.programs, job, base)
-            self.admission.check(plan)
-            job.plans = [plan]
-        for group in self.groups:
-            if group.plan.key == job.plan.key and (slot := group.reserve(job)) is not None:
-                return group, slot
-        kept = [group for group in self.groups if not group.empty]
-        if not self.admission.fits([group.plan for group in kept] + [job.plan]):
-            return None
-        for group in [group for group in self.groups if group.empty]:
-            if self.admission.fits([other.plan for other in self.groups] + [job.plan]):
-                break
-            self.groups.remove(group)
-        if job.document is not None and base is None:
-            base = self._base(job)
-        group = Group(job.plan, self.programs, base)
-        self.groups.append(group)
-        slot = group.reserve(job)
-        assert slot is not None
-        return group, slot
-
-    def _base(self, job: Job) -> Any:
-        """Return the stored state of a job's document. If a group has it, its prompt half is not loaded again."""
-        return documents.base_of(job, {group.plan.document: group.base for group in self.groups})

@@ -140,6 +140,10 @@ class Programs:
         """Return one row of a pool as a state of its own, after further tokens."""
         return self.fed(pool.state.take([slot]), unfed)
 
+    def fork(self, state: KVState) -> KVState:
+        """Return a copy of a state that may be consumed."""
+        return state.fork()
+
     def fed(self, state: KVState, unfed: Sequence[int]) -> KVState:
         """Return a state of one row after further tokens. This consumes the state."""
         for token in unfed:

@@ -56,10 +56,14 @@ class DocumentReader:
 
 
 class Reading:
-    """A job that is being read, and the row that is reserved for it."""
+    """A job that is being read, and the row that is reserved for it.
+
+    Attributes:
+        moved: whether a part was read since the last interruption. If not, it may not be interrupted again.
+    """
 
     def __init__(self, programs: Programs, job: Job, group: Group, slot: int) -> None:
-        self.job, self.group, self.slot = job, group, slot
+        self.job, self.group, self.slot, self.moved = job, group, slot, False
         self.reader: Reader = (
             PromptReader(programs, job) if group.base is None else DocumentReader(programs, job, group.base)
         )

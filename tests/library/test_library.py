@@ -159,6 +159,7 @@ def test_an_answer_is_that_of_generate(opened, text, params):
     library, question = opened(), [1, 2, 3]
     stored = library.add(text(30))
     reply = library.ask(stored.key, question, max_new_tokens=4, store=True)
+    assert library.prompt(stored.key, question) == [*text(30), *question]
     state = library.load(stored.key).with_room(7)
     assert reply.tokens == generate(params, question, state=state, max_new_tokens=4).tokens
     again = opened()

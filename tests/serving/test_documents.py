@@ -115,6 +115,18 @@ def test_states_are_stored_when_asked(library):
     assert library.longest([*one.prompt, *tokens]).tokens == 67
 
 
+def test_a_titled_request_stores_its_prompt_alone(library):
+    engine = engine_of(library=library, options=OPTIONS)
+    before = {stored.key for stored in library.documents()}
+    answer = engine.submit(Request(prompt_of(61, 2), 1, store=True, title="Harbor"))
+    run(engine)
+    key = answer.result(0).report.stored.result(60)
+    [new] = [stored for stored in library.documents() if stored.key not in before]
+    assert (new.key, new.title, new.ends, new.tokens) == (key, "Harbor", "document", 61)
+    with pytest.raises(ConfigError, match="title must be None without store"):
+        Request([3], title="Harbor")
+
+
 def answers(engine, request):
     answer = engine.submit(request)
     run(engine)

@@ -17,7 +17,7 @@ from jshadow.errors import ConfigError
 from jshadow.policies import Full, Loki
 from jshadow.serving import Engine, EngineOptions, Request
 
-OPTIONS = dataclasses.replace(SYNC, penalties=True, bias_limit=2, grammar=True)
+OPTIONS = dataclasses.replace(SYNC, penalties=True, bias_limit=2, grammar=True, logprobs=True)
 WARM = Sampler(1.1)
 
 
@@ -26,19 +26,33 @@ def even_then_odd(tokens):
     return np.arange(CONFIG.vocab_size) % 2 == len(tokens) % 2
 
 
+def even_then_odd_words(tokens):
+    """The same as bit masks, with bits set past the vocabulary."""
+    words = pack_mask(even_then_odd(tokens))
+    words[-1] |= np.uint32(0xFFFFFFFF << CONFIG.vocab_size % 32 & 0xFFFFFFFF)
+    return words
+
+
 def step_by_step(request):
     """The tokens of one row with Full, drawn from the logits of single steps."""
+    return [token for token, _ in steps(request)]
+
+
+def steps(request):
+    """The tokens, and the logits [V] from which each was drawn."""
     parts = OPTIONS.parts(PARAMS)
     row = row_of(request.settings, parts, prompt=request.prompt)
     logits, state = prefill(PARAMS, [request.prompt], [len(request.prompt)], Full(), capacity=CLASSES[1].capacity)
     tokens = []
     while True:
         if request.allowed is not None:
-            row = row.replace(allowed=jnp.asarray(pack_mask(request.allowed(tokens))[None]))
+            mask = request.allowed(tokens)
+            row = row.replace(allowed=jnp.asarray((pack_mask(mask) if mask.dtype == bool else mask)[None]))
         token, row = draw(row, logits)
         tokens.append(int(token[0]))
+        yield tokens[-1], np.asarray(logits[0])
         if len(tokens) == request.max_new_tokens:
-            return tokens
+            return
         logits, state = decode_step(PARAMS, token, state)
 
 
@@ -48,7 +62,7 @@ REQUESTS = [
     Request(prompt_of(20), 12, RowSettings(WARM, 5, repetition_penalty=1.7)),
     Request(prompt_of(20), 12, RowSettings(logit_bias={7: 100.0, 9: 99.9}, frequency_penalty=0.5)),
     Request(prompt_of(20), 12, RowSettings(WARM, 6), allowed=even_then_odd),
-    Request(prompt_of(20), 12, allowed=even_then_odd),
+    Request(prompt_of(20), 12, allowed=even_then_odd_words),
 ]
 
 
@@ -72,6 +86,8 @@ def test_each_row_has_its_own_settings():
             lambda tokens: np.arange(CONFIG.vocab_size) >= 0 if not tokens else np.zeros(CONFIG.vocab_size, bool),
             "with 0",
         ),
+        (lambda tokens: np.ones(3, np.uint32), r"or uint32 \[9\] with at least one token, got uint32 \[3\]"),
+        (lambda tokens: np.array([0] * 8 + [2], np.uint32), "with 0 that are not zero"),  # token 257 of 257
         (lambda tokens: 1 / 0, "ZeroDivisionError"),
     ],
 )
@@ -90,6 +106,37 @@ def test_a_grammar_needs_an_engine_with_masks():
         engine_of().submit(Request([3], 1, allowed=even_then_odd))
     with pytest.raises(ConfigError, match="allowed must be a function"):
         Request([3], allowed=[True])
+
+
+def test_logprobs_are_those_of_the_unchanged_logits():
+    engine = Engine(PARAMS, Full(), classes=CLASSES, options=OPTIONS)
+    warm = Request(prompt_of(20), 12, RowSettings(WARM, 5, logit_bias={7: 4.0}, repetition_penalty=1.7), logprobs=3)
+    requests = [warm, REQUESTS[0], dataclasses.replace(REQUESTS[-1], logprobs=20), Request([3, 4], 1, logprobs=0)]
+    answers = [engine.submit(request) for request in requests]
+    run(engine)
+    for answer in answers:
+        count = answer.request.logprobs
+        for piece, (token, logits) in zip(answer, steps(answer.request), strict=True):
+            assert piece.token == token
+            assert (piece.logprobs is None) == (count is None)
+            if count is not None:
+                wide = logits.astype(np.float64)
+                expected = wide - np.log(np.exp(wide).sum())
+                np.testing.assert_allclose(piece.logprobs.chosen, expected[token], atol=1e-5)
+                ids = [token for token, _ in piece.logprobs.top]
+                assert ids == np.argsort(-wide, kind="stable")[:count].tolist()
+                np.testing.assert_allclose([value for _, value in piece.logprobs.top], expected[ids], atol=1e-5)
+
+
+@pytest.mark.parametrize("logprobs", [-1, 21, True, 2.0])
+def test_the_number_of_logprobs_is_checked(logprobs):
+    with pytest.raises(ConfigError, match="logprobs must be"):
+        Request([3], logprobs=logprobs)
+
+
+def test_logprobs_need_an_engine_with_them():
+    with pytest.raises(ConfigError, match=r"options\.logprobs"):
+        engine_of().submit(Request([3], 1, logprobs=0))
 
 
 def test_a_policy_with_learned_arrays():

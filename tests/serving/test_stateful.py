@@ -10,7 +10,7 @@ from plain_serving import PLANS, STOP, PlainLibrary, PlainPrograms, expected, pl
 from jshadow.engine.text import TextStream
 from jshadow.errors import CheckpointError, RequestCancelled
 from jshadow.serving import documents
-from jshadow.serving.admission import Admission, Limits, needed_bytes
+from jshadow.serving.admission import Admission, Limits
 from jshadow.serving.classes import fitting, storable
 from jshadow.serving.jobs import Job
 from jshadow.serving.loop import Loop
@@ -45,6 +45,11 @@ class Serving(RuleBasedStateMachine):
     )
     def submit(self, prompt, new, rank, store):
         self.ask(prompt, new, rank, store)
+
+    @precondition(lambda self: self.answers)
+    @rule(data=st.data(), new=st.integers(1, 6), rank=st.integers(0, 2), store=st.booleans())
+    def submit_a_prompt_again(self, data, new, rank, store):
+        self.ask(data.draw(st.sampled_from(self.answers)).request.prompt, new, rank, store)
 
     @precondition(lambda self: any(len(key) < 9 for key in self.library.recent))
     @rule(data=st.data(), new=st.integers(1, 4), store=st.booleans())
@@ -84,8 +89,9 @@ class Serving(RuleBasedStateMachine):
         everywhere = [*jobs, *loop.waiting]
         assert len({id(job) for job in everywhere}) == len(everywhere)
         assert {id(job.answer) for job in everywhere} == {id(answer) for answer in self.answers if not answer.done}
-        assert needed_bytes([group.plan for group in loop.groups])[0] <= loop.admission.limits.device_bytes
-        reading = [] if loop.reading is None else [loop.reading.job]
+        reading = [one.job for one in loop.readings]
+        assert len(reading) < 2 or reading[0].priority < reading[1].priority
+        assert loop.groups.admission.fits([group.plan for group in loop.groups], *[one.plan for one in reading[:-1]])
         for group in loop.groups:
             waiting = [job for job in group.jobs if job is not None and job in reading]
             assert group.active.tolist() == [job is not None and job not in waiting for job in group.jobs]

@@ -83,6 +83,9 @@ class PlainPrograms:
     def taken(self, pool, slot, unfed):
         return [*pool.state[slot], *unfed]
 
+    def fork(self, state):
+        return list(state)
+
     def fed(self, state, unfed):
         return [*state, *unfed]
 

@@ -1,32 +1,35 @@
 """Servers for tests: one inside the test's process over a tiny model, and one as a process of its own."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 
-from byte_models import PARAMS, SHADOW
+from byte_models import PARAMS as BARE
+from byte_models import SHADOW
 
 from jshadow.library import Library
 from jshadow.server.options import ServerOptions
 from jshadow.server.service import Service
 from jshadow.serving import Engine, EngineOptions, Limits, RowClass
 
+PARAMS = dataclasses.replace(BARE, config=dataclasses.replace(BARE.config, eos_ids=(256,)))  # answers may end
 CLASSES = (RowClass(48, 16, 4), RowClass(320, 64, 4))
 SETTINGS = EngineOptions(prefill_chunk=32, penalties=True, bias_limit=8, grammar=True, logprobs=True)
 NAME = "tiny"
 
 
 @contextlib.contextmanager
-def tiny_service(folder=None, *, waiting=64, **options):
+def tiny_service(folder=None, *, waiting=64, classes=CLASSES, **options):
     """A service over the tiny model, with a library in `folder`. Its engine runs until the end of the block."""
     library = None
     if folder is not None:
-        library = Library(folder, PARAMS, SHADOW, capacity=CLASSES[-1].capacity)
+        library = Library(folder, PARAMS, SHADOW, capacity=classes[-1].capacity)
     limits = Limits(waiting=waiting)
-    engine = Engine(PARAMS, SHADOW, classes=CLASSES, library=library, limits=limits, options=SETTINGS)
+    engine = Engine(PARAMS, SHADOW, classes=classes, library=library, limits=limits, options=SETTINGS)
     try:
         service = Service(engine, library, ServerOptions(NAME, **options))
         service.ready = True

@@ -6,10 +6,13 @@ import numpy as np
 from byte_models import PARAMS, SHADOW
 
 import jshadow
-from jshadow.serving import Engine, EngineOptions, RowClass
+from jshadow.engine.rows.settings import RowSettings
+from jshadow.engine.sampling import Sampler
+from jshadow.serving import Engine, EngineOptions, Request, RowClass
 
 CLASSES = (RowClass(12, 8, 3), RowClass(112, 16, 3))
 SYNC = EngineOptions(threaded=False, prefill_chunk=32)
+WARM = RowSettings(Sampler(1.2, top_k=40, top_p=0.95), seed=11)
 
 
 def engine_of(classes=CLASSES, options=SYNC, **settings):
@@ -23,6 +26,29 @@ def prompt_of(length, seed=0):
 def run(engine):
     while engine.run_once():
         pass
+
+
+def answers_of(engine, requests):
+    answers = [engine.submit(request) for request in requests]
+    run(engine)
+    assert engine.report().rows_in_use == 0
+    return [answer.result(0) for answer in answers]
+
+
+def random_requests(count, seed):
+    rng = np.random.default_rng(seed)
+    sizes = [CLASSES[int(rng.integers(2))] for _ in range(count)]
+    return [
+        Request(
+            prompt_of(int(rng.integers(1, one.prompt + 1)), index),
+            int(rng.integers(1, one.room + 1)),
+            RowSettings(Sampler(float(rng.uniform(0.3, 2)), int(rng.integers(1, 50))), int(rng.integers(1 << 40)))
+            if rng.random() < 0.5
+            else RowSettings(),
+            priority=int(rng.integers(3)),
+        )
+        for index, one in enumerate(sizes)
+    ]
 
 
 def offline(request):

@@ -10,6 +10,7 @@ from jshadow.server.chat import Chat
 from jshadow.server.completion import Completion
 from jshadow.server.errors import ApiError
 from jshadow.server.forms import form_of
+from jshadow.server.lengths import most_new
 from jshadow.server.prompts import chat_ids, prompts_of
 from jshadow.server.responses import ERRORS, STREAM
 from jshadow.server.schemas import ChatRequest, CompletionRequest, Drawing, FilePart
@@ -19,6 +20,7 @@ from jshadow.server.uploads import Upload, decoded, plain_name
 from jshadow.serving import Answer
 
 router = APIRouter()
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions. A chat goes on until its end.
 
 
 @router.post("/v1/chat/completions", responses=ERRORS | STREAM)
@@ -32,7 +34,10 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     ids = await service.slowly(prompt_of, service, body, tools)
     top = (body.top_logprobs or 0) if body.logprobs else None
     grammar = await service.slowly(form_of, body)
-    most = body.max_completion_tokens or body.max_tokens or service.options.max_new_tokens
+    asked, field = body.max_completion_tokens, "max_completion_tokens"
+    if asked is None:
+        asked, field = body.max_tokens, "max_tokens"
+    most = await service.slowly(most_new, service.engine, service.library, ids, asked, field)
     answers = await service.submit_all(await service.slowly(service.requests, body, ids, most, top, grammar))
     prompt_end = service.params.tokenizer.decode(ids[-16:])
     return await respond(request, body, answers, Chat(service, body, answers, prompt_end))
@@ -47,7 +52,9 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     requests = []
     for prompt in prompts_of(body.prompt):
         ids = await service.slowly(service.encode, prompt)
-        most = body.max_tokens or service.options.max_new_tokens
+        most = await service.slowly(most_new, service.engine, service.library, ids, body.max_tokens)
+        if body.max_tokens is None:
+            most = min(most, COMPLETION_TOKENS)
         requests += await service.slowly(service.requests, body, ids, most, body.logprobs, grammar)
     answers = await service.submit_all(requests)
     return await respond(request, body, answers, Completion(service, body, answers))

@@ -7,57 +7,69 @@ from fastapi.responses import PlainTextResponse
 
 from jshadow.library import Stored
 from jshadow.server.errors import ApiError
+from jshadow.server.replies import FileDeleted, FileList, FileObject
 from jshadow.server.responses import ERRORS
+from jshadow.server.routes.answers import unless_gone
 from jshadow.server.service import Service, file_id_of
 from jshadow.server.uploads import Upload, plain_name
 
 router = APIRouter(prefix="/v1/files", responses=ERRORS)
 
 
-def described(stored: Stored, created: int) -> dict[str, Any]:
+def described(service: Service, stored: Stored) -> FileObject:
     """Return a file in OpenAI's form, with the tokens, the tier and the bytes of its state."""
-    known = {} if stored.problem is None else {"status_details": stored.problem}
-    return {
-        "id": file_id_of(stored),
-        "object": "file",
-        "bytes": stored.bytes,
-        "created_at": created,
-        "filename": stored.title,
-        "purpose": "user_data",
-        "status": "processed" if stored.problem is None else "error",
-        "tokens": stored.tokens,
-        "tier": stored.tier,
-    } | known
+    return FileObject(
+        id=file_id_of(stored),
+        bytes=stored.bytes,
+        created_at=service.file_time(stored),
+        filename=stored.title,
+        status="processed" if stored.problem is None else "error",
+        status_details=stored.problem,
+        tokens=stored.tokens,
+        tier=stored.tier,
+    )
 
 
-@router.get("")
-async def list_files(request: Request) -> dict[str, Any]:
+@router.get("", response_model_exclude_none=True)
+async def list_files(request: Request) -> FileList:
     """List the stored documents."""
     service: Service = request.app.state.service
-    found = await service.slowly(service.shelf().documents)
-    data = [described(one, service.created) for one in found if one.ends != "answer"]
-    return {"object": "list", "data": data, "has_more": False, "first_id": None, "last_id": None}
+    await service.slowly(service.look)
+
+    def listed() -> list[FileObject]:
+        return [described(service, one) for one in service.shelf().documents() if one.ends != "answer"]
+
+    return FileList(data=await service.slowly(listed))
 
 
-@router.post("")
+@router.post("", response_model=FileObject, response_model_exclude_none=True)
 async def add_file(
     request: Request, file: Annotated[UploadFile, File()], purpose: Annotated[str, Form()] = "user_data"
-) -> dict[str, Any]:
-    """Read a document, and store its state. The response comes when it is stored."""
+) -> Any:
+    """Read a document, and store its state. The response comes when it is stored.
+
+    The reading ends if the client leaves.
+    """
     service: Service = request.app.state.service
+    options = service.options
     if purpose not in ("user_data", "assistants"):
         raise ApiError(400, f"purpose must be user_data or assistants, got {purpose!r:.80}", param="purpose")
-    data = await file.read(service.options.upload_bytes + 1)
-    if len(data) > service.options.upload_bytes:
-        raise ApiError(413, f"file must have at most {service.options.upload_bytes} bytes, got more", param="file")
-    return described(await service.add(Upload(plain_name(file.filename), data)), service.created)
+    name = plain_name(file.filename)
+    data = await file.read(options.upload_bytes + 1)
+    if len(data) > options.upload_bytes:
+        raise ApiError(413, f"file must have at most {options.upload_bytes} bytes, got more", param="file")
+
+    async def added() -> dict[str, Any]:
+        return described(service, await service.add(Upload(name, data))).model_dump()
+
+    return await unless_gone(request, added(), options.seconds)
 
 
-@router.get("/{file_id}")
-async def get_file(request: Request, file_id: str) -> dict[str, Any]:
+@router.get("/{file_id}", response_model_exclude_none=True)
+async def get_file(request: Request, file_id: str) -> FileObject:
     """Return one stored document."""
     service: Service = request.app.state.service
-    return described(await service.slowly(service.file, file_id), service.created)
+    return described(service, await service.slowly(service.file, file_id))
 
 
 @router.get("/{file_id}/content", response_class=PlainTextResponse)
@@ -69,9 +81,9 @@ async def file_content(request: Request, file_id: str) -> str:
 
 
 @router.delete("/{file_id}")
-async def delete_file(request: Request, file_id: str) -> dict[str, Any]:
+async def delete_file(request: Request, file_id: str) -> FileDeleted:
     """Remove a stored document. Answers that use it go on."""
     service: Service = request.app.state.service
     stored = await service.slowly(service.file, file_id)
     await service.slowly(service.shelf().remove, stored.key)
-    return {"id": file_id, "object": "file", "deleted": True}
+    return FileDeleted(id=file_id)

@@ -1,80 +1,63 @@
-"""The routes of the server's state: the page, models, health, metrics."""
-
-from pathlib import Path
-from typing import Any
+"""The routes of the server's state: models, health, metrics."""
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from jshadow.server.errors import ApiError
+from jshadow.server.replies import Gauge, ModelList, ModelObject, Status
 from jshadow.server.responses import ERRORS
 from jshadow.server.service import Service
 
 router = APIRouter()
-PAGE = Path(__file__).parent.parent / "page.html"
-POLICY = (
-    "default-src 'self'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; frame-ancestors 'none'"
-)
-
-
-@router.get("/", response_class=HTMLResponse, include_in_schema=False)
-async def page() -> HTMLResponse:
-    """The page over the stored documents."""
-    return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers={"Content-Security-Policy": POLICY})
 
 
 @router.get("/v1/models", responses=ERRORS)
-async def models(request: Request) -> dict[str, Any]:
+async def models(request: Request) -> ModelList:
     """List the model."""
-    return {"object": "list", "data": [model_of(request.app.state.service)]}
+    return ModelList(data=[model_of(request.app.state.service)])
 
 
 @router.get("/v1/models/{name:path}", responses=ERRORS)
-async def model(request: Request, name: str) -> dict[str, Any]:
+async def model(request: Request, name: str) -> ModelObject:
     """Return the model."""
     service: Service = request.app.state.service
     service.check_model(name)
     return model_of(service)
 
 
-def model_of(service: Service) -> dict[str, Any]:
+def model_of(service: Service) -> ModelObject:
     """Return the model in OpenAI's form."""
-    return {
-        "id": service.options.name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "jshadow",
-        "max_model_len": service.most_tokens,
-    }
+    return ModelObject(id=service.options.name, created=service.created, max_model_len=service.most_tokens)
 
 
 @router.get("/health", responses={500: ERRORS[500], 503: ERRORS[503]})
-async def health(request: Request) -> dict[str, str]:
+async def health(request: Request) -> Status:
     """Say that the process lives. 503: its engine has failed."""
     failure = request.app.state.service.engine.failure
     if failure is not None:
         raise ApiError(503, f"the engine has failed: {failure}", code="engine_failed")
-    return {"status": "ok"}
+    return Status(status="ok")
 
 
 @router.get("/ready", responses={500: ERRORS[500], 503: ERRORS[503]})
-async def ready(request: Request) -> JSONResponse:
+async def ready(request: Request) -> Status:
     """Say whether requests are welcome: not before all programs are compiled, and not while the server ends."""
     service: Service = request.app.state.service
     if service.ready and not service.draining and service.engine.failure is None:
-        return JSONResponse({"status": "ready"})
+        return Status(status="ready")
     raise ApiError(503, "the server ends" if service.draining else "the server compiles its programs", code="not_ready")
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse, responses={500: ERRORS[500]})
 async def metrics(request: Request) -> Response:
     """The figures in Prometheus' text form."""
-    text = request.app.state.service.metrics.text()
-    return Response(text, media_type="text/plain; version=1.0.0; charset=utf-8")
+    service: Service = request.app.state.service
+    return Response(await service.slowly(service.metrics.text), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @router.get("/v1/gauge", responses=ERRORS)
-async def gauge(request: Request) -> dict[str, Any]:
+async def gauge(request: Request) -> Gauge:
     """The figures of the page: bytes by tier, the share of hits, times, and what full attention would hold."""
     service: Service = request.app.state.service
-    return await service.slowly(service.gauge)
+    return Gauge(**await service.slowly(service.gauge))

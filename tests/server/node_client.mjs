@@ -1,0 +1,21 @@
+// One request by the OpenAI client for Node: node node_client.mjs FOLDER URL MODEL. FOLDER has node_modules in it.
+import { createRequire } from "node:module";
+
+const [folder, url, model] = process.argv.slice(2);
+const { OpenAI } = createRequire(`${folder}/`)("openai");
+const client = new OpenAI({ baseURL: `${url}/v1`, apiKey: "none" });
+const stream = await client.chat.completions.create({
+  model,
+  messages: [{ role: "user", content: "What is the capital of France?" }],
+  max_tokens: 12,
+  temperature: 0,
+  stream: true,
+  stream_options: { include_usage: true },
+});
+let text = "";
+let usage = null;
+for await (const chunk of stream) {
+  text += chunk.choices[0]?.delta.content ?? "";
+  usage = chunk.usage ?? usage;
+}
+console.log(JSON.stringify({ text, usage }));
