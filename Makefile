@@ -33,7 +33,7 @@ serve: $(BIN)/.serve
 	@$(BIN)/python checkpoints/fetch_smollm2.py
 	@mkdir -p .cache
 	@$(BIN)/python -m jshadow.cli.demo_text > .cache/demo.txt
-	@$(BIN)/jshadow serve $(MODEL) --library .cache/documents --max-context 4096 --room 512 --slots 4 --policy shadowkv \
+	@$(BIN)/jshadow serve $(MODEL) --library .cache/documents --max-context 4096 --room 1024 --slots 4 --policy shadowkv \
 	    --set rank=32 --set budget=256 --dtype float32 $(SERVE_OPTIONS)
 
 setup: $(BIN)/.setup

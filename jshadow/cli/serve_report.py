@@ -70,8 +70,9 @@ def lines(known: dict[str, Any]) -> list[str]:
     documents, keys = known["library"], known["api_keys"]
     library = "none: files are not stored (--library DIR)"
     if documents is not None:
-        library = f"{documents['place']}, {documents['documents']} documents of {documents['tokens']:,} tokens, "
-        library += size(documents["bytes"])
+        count = documents["documents"]
+        named = f"{count} document{'' if count == 1 else 's'}"
+        library = f"{documents['place']}, {named} of {documents['tokens']:,} tokens, {size(documents['bytes'])}"
     table = [
         ("page", f"{known['url']}/"),
         ("API", f"{known['url']}/v1"),

@@ -213,7 +213,7 @@ def test_packed_bytes_are_the_planner_s():
 
 
 def test_the_plans_are_the_planner_s(capsys, monkeypatch):
-    """planning.md: the table of SmolLM2's bytes, and the rows of the GPU plan."""
+    """planning.md: the table of SmolLM2's bytes, and the rows of the GPU plan. server.md: the rows of its plan."""
     from real_shapes import LLAMA_31_8B, PAPERS_SHARE, SMOLLM2
 
     from jshadow.cache.host_memory import POOL_VARIABLE
@@ -234,9 +234,12 @@ def test_the_plans_are_the_planner_s(capsys, monkeypatch):
     plan = ["plan", "llama-3.1-8b", "--context", "122880", "--gpu", "h200"]
     assert main(plan) == 0
     assert main([*plan, "--room", "1024", "--host-gib", "128", "--shared", "30"]) == 0
+    shorter = ["plan", "llama-3.1-8b", "--context", "31744", "--gpu", "h200"]
+    assert main([*shorter, "--room", "1024", "--host-gib", "256", "--shared", "40"]) == 0
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
-    rows = [line.split() for line in page.splitlines() if line.startswith("│") and "shadowkv" not in line]
-    assert len(rows) > 5
+    texts = [*page.splitlines(), *PAGES["server.md"].splitlines()]
+    rows = [line.split() for line in texts if line.startswith("│") and "shadowkv" not in line]
+    assert len(rows) > 10
     assert all(row in printed for row in rows)
 
 

@@ -30,7 +30,7 @@ def running(service):
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
-            yield "http://127.0.0.1:{}/".format(listener.getsockname()[1])
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
         finally:
             server.should_exit = True
             thread.join(30)

@@ -1,7 +1,6 @@
 """The routes of the server's state: models, health, metrics."""
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from jshadow.server.errors import ApiError
