@@ -82,9 +82,9 @@ class RowFigures(BaseModel):
 class Gauge(BaseModel):
     """The figures of the page.
 
-    `full_attention_bytes` are those that the keys and values of all stored documents would take. `first_token_seconds`
-    is the mean of all answers, and None before the first. `hit_share` is the share of the prompts' tokens that were
-    stored.
+    `stored_bytes` counts each document once, as it lies in the fastest tier that has it. `full_attention_bytes` are
+    those that the keys and values of all stored documents would take. `first_token_seconds` is the mean of all answers,
+    and None before the first. `hit_share` is the share of the prompts' tokens that were stored.
     """
 
     model: str
@@ -92,7 +92,9 @@ class Gauge(BaseModel):
     rows: RowFigures
     rows_in_use: int
     waiting: int
+    stored_documents: int
     stored_tokens: int
+    stored_bytes: int
     full_attention_bytes: int
     hit_share: float
     first_token_seconds: float | None

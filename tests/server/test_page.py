@@ -15,6 +15,7 @@ from jshadow.server.chat import Chat
 from jshadow.server.run import config_of
 
 pytestmark = [
+    pytest.mark.whole,
     pytest.mark.skipif(chromium() is None, reason="no Chromium is installed: chromium, chromium-browser, google-chrome"),
     pytest.mark.xdist_group("page"),
 ]
@@ -38,7 +39,7 @@ def running(service):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    with tiny_service(tmp_path_factory.mktemp("library"), max_new_tokens=24) as service:
+    with tiny_service(tmp_path_factory.mktemp("library")) as service:
         yield service
 
 
@@ -80,7 +81,6 @@ def test_upload_ask_watch_reload(url, tmp_path):
         assert both > int(cached.split(" of ")[1])  # the second prompt has the first answer in it
         page.call("Page.reload")
         page.wait("document.querySelectorAll('.document').length === 2")
-        page.press("Tab")
         assert not page.problems
         assert all(name for _, name in page.names())
         page.run("document.querySelector('.document button').click()")
@@ -94,9 +94,11 @@ def test_errors_are_told_in_words(url, tmp_path):
     path.write_text("a" * 900)
     with tab(url, width=360, dark=True) as page:
         page.choose_files("#file", path)
-        page.wait("document.querySelector('#uploads .wrong .state')?.textContent.includes('384')")
+        page.wait("document.querySelector('#uploads .wrong .state')?.textContent.includes('got 906')")
+        page.click("#uploads button")
+        assert page.run("document.getElementById('uploads').childElementCount") == 0
         ask(page, "b" * 700)
-        page.wait("document.getElementById('problem').textContent.includes('7')")
+        page.wait("document.getElementById('problem').textContent.includes('got 7')")
         assert page.run("document.getElementById('question').value") == "b" * 700
         assert page.run("document.querySelectorAll('article').length") == 0
         assert page.run("document.documentElement.scrollWidth") == 360

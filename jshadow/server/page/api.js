@@ -62,8 +62,11 @@ export async function unready() {
   }
 }
 
-/** Send a file. The promise resolves when its state is stored. `sent` is called with the share of the bytes sent. */
-export function upload(file, sent) {
+/**
+ * Send a file. The promise resolves when its state is stored, and also after an abort by `signal`, with null.
+ * `sent` is called with the share of the bytes that are sent.
+ */
+export function upload(file, sent, signal) {
   // fetch() does not tell how much of a body is sent, XMLHttpRequest does.
   return new Promise((resolve, reject) => {
     const request = new XMLHttpRequest();
@@ -75,6 +78,8 @@ export function upload(file, sent) {
     request.upload.onprogress = (event) => sent(event.loaded / event.total);
     request.upload.onload = () => sent(1);
     request.onerror = () => reject(noAnswer());
+    request.onabort = () => resolve(null);
+    signal.addEventListener("abort", () => request.abort());
     request.onload = () => {
       if (request.status === 200) resolve(JSON.parse(request.responseText));
       else reject(errorOf(request.status, request.responseText));

@@ -106,14 +106,18 @@ function onDrag(event) {
 function addAll(files) {
   for (const file of files) {
     const line = at("upload-line").content.cloneNode(true).firstElementChild;
-    line.querySelector(".name").textContent = file.name;
-    line.querySelector("button").addEventListener("click", () => line.remove());
+    for (const place of line.querySelectorAll(".name, .of")) place.textContent = file.name;
+    const control = new AbortController();
+    line.querySelector("button").addEventListener("click", () => {
+      control.abort();
+      line.remove();
+    });
     at("uploads").append(line);
-    last = last.then(() => add(file, line));
+    last = last.then(() => control.signal.aborted || add(file, line, control.signal));
   }
 }
 
-async function add(file, line) {
+async function add(file, line, signal) {
   const state = line.querySelector(".state");
   const progress = line.querySelector("progress");
   const start = performance.now();
@@ -128,15 +132,15 @@ async function add(file, line) {
   };
   state.textContent = "sending";
   try {
-    const { id } = await api.upload(file, sent);
+    const stored = await api.upload(file, sent, signal);
     await refresh();
     line.remove();
-    if (!chosen()[0] && lines.has(id)) check(lines.get(id).querySelector("input"));
+    if (stored && !chosen()[0] && lines.has(stored.id)) check(lines.get(stored.id).querySelector("input"));
   } catch (error) {
     state.textContent = error.message;
     line.classList.add("wrong");
     progress.remove();
-    line.querySelector("button").hidden = false;
+    line.querySelector(".word").textContent = "Dismiss";
   } finally {
     clearInterval(clock);
     line.querySelector(".clock").textContent = "";
