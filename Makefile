@@ -55,6 +55,7 @@ test-whole: $(BIN)/.setup
 
 test-slow: $(BIN)/.setup
 	$(BIN)/python checkpoints/fetch_smollm2.py
+	$(if $(shell command -v npm),npm install --silent --no-fund --no-audit --prefix .cache/node openai@7 || true)
 	$(PYTEST) -m slow --timeout=2400
 
 # The documentation as a site of static pages: build/site/index.html. A warning is an error.

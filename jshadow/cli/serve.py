@@ -125,13 +125,14 @@ def run_server(args: argparse.Namespace, service: "Service", listener: socket.so
 
     host, port = listener.getsockname()[:2]
     known = about(service, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", args)
-    print(json.dumps(known) if args.json else "\n".join(lines(known)), flush=True)
+    text = json.dumps(known) if args.json else "\n".join(lines(known))
     try:
         return serve(
             service,
             config_of(service, args.host, port),
             [listener],
             drain_seconds=args.drain,
+            listening=lambda: print(text, flush=True),
             warming=warming,
         )
     finally:

@@ -20,7 +20,6 @@ from jshadow.serving.classes import plan_classes
 if TYPE_CHECKING:
     from jshadow.weights.params import Params
 
-NEW_TOKENS = 256  # of a request that does not say how many it wants
 MOST_BIASES = 300  # tokens with a bias in a request, as in OpenAI's API
 FEWER = 4  # the contexts of two classes differ by this factor
 UNKNOWN_HOST_BYTES = 2**32  # of the library, if the system does not say how much memory is free
@@ -60,8 +59,7 @@ def service_of(args: argparse.Namespace, early: Early) -> Service:
         if library is not None:
             library.close()
         raise
-    new_tokens = min(NEW_TOKENS, max(1, room // 2))  # a question needs room too
-    return Service(engine, library, dataclasses.replace(early.options, max_new_tokens=new_tokens))
+    return Service(engine, library, early.options)
 
 
 def context_of(given: int | None, params: "Params") -> int:

@@ -35,13 +35,18 @@ def ids_of(source: Source, params: Params) -> tuple[np.ndarray, str]:
         text, title = (source, "") if isinstance(source, str) else (read_document(Path(source)), Path(source).name)
         if "\n" not in text and text.lower().endswith((*TEXTS, PDF)):
             raise PromptError(f"source must be a pathlib.Path to be read as a file, got the text {text!r:.80}")
-        if not text.strip():
-            raise PromptError(f"source must have text in it, got {text!r:.20}")
-        before, _ = frame(params.tokenizer, "?", "", "")
-        return check_ids(params.config, before + encode(params.tokenizer, text), (None,), "source"), title
+        return text_ids(text, params), title
     if not len(source):
         raise PromptError("source must have at least 1 token, got none")
     return check_ids(params.config, np.asarray(source), (None,), "source"), ""
+
+
+def text_ids(text: str, params: Params) -> np.ndarray:
+    """Return the token ids of a text as a document, int32 [n]. Raises PromptError if there is no text in it."""
+    if not text.strip():
+        raise PromptError(f"source must have text in it, got {text!r:.20}")
+    before, _ = frame(params.tokenizer, "?", "", "")
+    return check_ids(params.config, before + encode(params.tokenizer, text), (None,), "source")
 
 
 def read_document(path: Path) -> str:

@@ -43,7 +43,7 @@ class Access:
             await send(message)
 
         problem = self._problem(scope)
-        counts = problem is None and not is_open(scope["path"])
+        counts = problem is None and not is_open(scope)
         self.service.open += counts
         try:
             if problem is None:
@@ -65,7 +65,7 @@ class Access:
 
     def _problem(self, scope: Message) -> ApiError | None:
         """Return why a request is refused before its body is read, or None."""
-        if is_open(scope["path"]):
+        if is_open(scope):
             return None
         if self.keys and not self._knows(dict(scope["headers"]).get(b"authorization", b"")):
             message = "the header Authorization must be 'Bearer KEY' with a valid key"
@@ -79,11 +79,6 @@ class Access:
         kind, _, given = header.partition(b" ")
         found = [hmac.compare_digest(digest(given.strip()), key) for key in self.keys]
         return kind.lower() == b"bearer" and any(found)
-
-
-def is_open(path: str) -> bool:
-    """Whether a route needs no key, also while the server ends."""
-    return path in OPEN or path.startswith(PAGE)
 
 
 class Body:
@@ -140,6 +135,11 @@ class Refused(BaseException):
     def __init__(self, error: ApiError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+def is_open(scope: Message) -> bool:
+    """Return whether a request needs no key, and is answered while the server ends."""
+    return scope["path"] in OPEN or scope["path"].startswith(PAGE)
 
 
 def digest(key: bytes) -> bytes:

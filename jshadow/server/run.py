@@ -21,11 +21,22 @@ class Server(uvicorn.Server):
     ends when no request is open. A second signal ends it at once.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
-        """Take a uvicorn configuration. The open requests have `drain_seconds` to finish after a signal."""
+    def __init__(
+        self, config: uvicorn.Config, service: Service, drain_seconds: float, listening: Callable[[], None]
+    ) -> None:
+        """Take a uvicorn configuration.
+
+        The open requests have `drain_seconds` to finish after a signal. `listening` is called when the server listens.
+        """
         super().__init__(config)
-        self.service, self.drain_seconds = service, drain_seconds
+        self.service, self.drain_seconds, self.listening = service, drain_seconds, listening
         self.signalled = 0.0
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say so."""
+        await super().startup(sockets)
+        if self.started:
+            self.listening()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the end."""
@@ -47,6 +58,7 @@ def serve(
     sockets: list[socket.socket],
     *,
     drain_seconds: float = 60.0,
+    listening: Callable[[], None] = lambda: None,
     warming: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
 ) -> int:
     """Answer HTTP requests until a signal comes. Return the exit status.
@@ -56,12 +68,13 @@ def serve(
         config: host, port and further options of uvicorn. Its app is `make_app(service)`.
         sockets: where to listen.
         drain_seconds: the longest wait for open requests after a signal.
+        listening: called when the server listens.
         warming: returns the context manager in which the programs are compiled, for a display.
 
     Raises:
         JshadowError: the programs cannot be compiled within the limits.
     """
-    server = Server(config, service, drain_seconds)
+    server = Server(config, service, drain_seconds, listening)
     failed: list[JshadowError] = []
 
     def compile_all() -> None:

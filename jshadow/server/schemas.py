@@ -197,12 +197,15 @@ class CompletionRequest(Drawing):
 
 
 class TokenizeRequest(Body):
-    """The body of /tokenize: a text or a chat."""
+    """The body of /tokenize: a text or a chat. A chat always has the beginning of the answer at its end."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[Tool] | None = None
     add_special_tokens: bool = True
+    add_generation_prompt: Literal[True] = True
+    return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Body):

@@ -13,7 +13,7 @@ from jshadow.engine.text import encode as encode_prompt
 from jshadow.errors import CheckpointError, JshadowError
 from jshadow.evaluation.tasks.framing import encode, frame
 from jshadow.library import Library, Stored
-from jshadow.library.sources import ids_of
+from jshadow.library.sources import text_ids
 from jshadow.server.drawing import settings_of
 from jshadow.server.errors import ApiError
 from jshadow.server.grammar import Grammars
@@ -211,7 +211,7 @@ class Service:
         """
         library = self.shelf()
         text = await self.slowly(text_of, upload)
-        ids, _ = await self.slowly(ids_of, text, self.params)
+        ids = await self.slowly(text_ids, text, self.params)
         key = library.identity.key(ids)
         turn = self._reading.setdefault(key, Turn())
         turn.waiting += 1

@@ -178,3 +178,36 @@ def test_what_openai_clients_send_by_themselves_is_ignored(client):
     assert chat(client, messages=turn)["usage"]["prompt_tokens"] == len(PARAMS.tokenizer.encode(text))
     unknown = client.post("/v1/chat/completions", json={"model": NAME, "messages": MESSAGES, "best": 1})
     assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "best")
+
+
+MARKS = """{%- for tool in tools or [] %}[{{ tool.function.name }}]{% endfor -%}
+{% for m in messages %}<{{ m.role }}>{{ m.content.split("</think>")[-1] }}
+{%- for call in m.tool_calls or [] %}!{{ call.function.name }}{% endfor %}{% endfor %}<assistant><think>
+"""
+
+
+def test_reasoning_and_tools_as_the_template_marks_them(client, monkeypatch):
+    """The prompt opens the reasoning, and the answer does not close it."""
+    monkeypatch.setattr(PARAMS.tokenizer, "chat_template", MARKS)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    turns = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "5"},
+    ]
+    told = client.post("/tokenize", json={"messages": turns, "tools": [tool]}).json()["tokens"]
+    text = client.post("/detokenize", json={"tokens": told}).json()["prompt"]
+    assert text == "[f]<user>Where is the harbor?<assistant>!f<tool>5<assistant><think>"
+    body = {"messages": turns, "tools": [tool], "temperature": 0}
+    answer = chat(client, **body)
+    want = offline(told, 8).text
+    message = answer["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("", want)
+    assert answer["usage"]["prompt_tokens"] == len(told)
+    events = events_of(client, "/v1/chat/completions", {"model": NAME, "max_tokens": 8} | body)
+    assert "".join(event["choices"][0]["delta"].get("reasoning_content", "") for event in events) == want
+    without = chat(client, **body, tool_choice="none")["usage"]["prompt_tokens"]
+    assert without == len(told) - len("[f]")
+    formed = chat(client, **body, response_format={"type": "regex", "regex": "[a-z]{4}"})
+    assert "reasoning_content" not in formed["choices"][0]["message"]

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import os
 import platform
 import signal
@@ -17,7 +16,7 @@ import httpx2
 import pytest
 from conftest import REPO
 from pydantic import ValidationError
-from server_cases import server_process, tiny_service
+from server_cases import PARAMS, SHADOW, server_process, tiny_service
 from starlette.testclient import TestClient
 
 import jshadow
@@ -31,7 +30,7 @@ KEY = "a-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 DOCUMENTS, ROUNDS = 8, 6
 POLICY = ["--policy", "shadowkv", "--set", "rank=12", "--set", "budget=64", "--set", "outlier_chunks=2"]
-OPTIONS = ["--dtype", "float32", *POLICY, "--max-context", "1024", "--room", "64", "--slots", "2"]
+OPTIONS = ["--dtype", "float32", *POLICY, "--max-context", "512", "--room", "128", "--slots", "2"]
 HAS_WHEEL = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 
 
@@ -43,7 +42,7 @@ def free_ports(count):
         return [one.getsockname()[1] for one in sockets]
 
 
-def wait_until(holds, seconds=60):
+def wait_until(holds, seconds=150):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         with contextlib.suppress(httpx2.TransportError):
@@ -144,7 +143,7 @@ def test_a_server_finds_what_others_have_put_into_the_store(tmp_path, monkeypatc
 
     with tiny_service(url) as service, TestClient(make_app(service)) as client:
         capacity = service.library.capacity
-        with jshadow.Library(url, byte_models.PARAMS, byte_models.SHADOW, capacity=capacity) as other:
+        with jshadow.Library(url, PARAMS, SHADOW, capacity=capacity) as other:
             sea, sky, sun = (other.add(f"The {name} is calm. " * 9, title=name) for name in ("sea", "sky", "sun"))
             answer = client.get(f"/v1/files/{file_id_of(sea)}").json()
             assert (answer["filename"], answer["tier"]) == ("sea", "remote")
@@ -168,8 +167,7 @@ def refuse(*_):
 @pytest.mark.skipif(not HAS_WHEEL, reason="vllm-router has wheels for Linux on x86_64 and aarch64 only")
 def test_documents_stay_on_a_worker_and_move_when_it_dies(tmp_path):
     model, keys, log = tmp_path / "tiny", tmp_path / "keys", tmp_path / "log"
-    roomy = dataclasses.replace(byte_models.CONFIG, context=1024)
-    jshadow.save(dataclasses.replace(byte_models.PARAMS, config=roomy), model)
+    jshadow.save(byte_models.PARAMS, model)
     keys.write_text(KEY)
     library = f"file://{tmp_path}/objects"
     with started(model, library, keys, log) as (replicas, ports):

@@ -1,4 +1,4 @@
-"""Headless Chromium for tests of the page, over the DevTools protocol in pipes: JSON messages that end with a zero byte."""
+"""Headless Chromium for tests of the page, over the DevTools protocol in pipes: JSON messages that end with a zero."""
 
 import base64
 import contextlib
@@ -14,8 +14,13 @@ import time
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 # Chromium reads from descriptor 3 and writes to 4. The pipes have other numbers here, so a process between sets them.
-LAUNCH = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
-FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars")
+LAUNCH = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu"),
+    *("--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars"),
+)
 KEYS = {"Enter": (13, "\r"), "Tab": (9, ""), "Space": (32, " "), "ArrowDown": (40, ""), "ArrowUp": (38, "")}
 
 

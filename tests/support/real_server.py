@@ -7,7 +7,7 @@ import urllib.request
 from pathlib import Path
 
 import jshadow
-from jshadow.cli.serve import classes_of
+from jshadow.cli.serve_model import classes_of
 
 MODEL = Path(__file__).resolve().parents[2] / "checkpoints" / "smollm2-135m-instruct"
 CONTEXT, ROOM, SLOTS = 2048, 128, 4
@@ -24,7 +24,7 @@ def wait_ready(process):
     end = time.monotonic() + READY_SECONDS
     while time.monotonic() < end:
         assert process.poll() is None, process.stderr.read()
-        with contextlib.suppress(urllib.error.HTTPError):
+        with contextlib.suppress(urllib.error.URLError):
             urllib.request.urlopen(f"{process.url}/ready", timeout=30).close()
             return
         time.sleep(0.5)

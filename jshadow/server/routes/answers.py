@@ -20,6 +20,7 @@ from jshadow.server.uploads import Upload, decoded, plain_name
 from jshadow.serving import Answer
 
 router = APIRouter()
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions. A chat goes on until its end.
 
 
 @router.post("/v1/chat/completions", responses=ERRORS | STREAM)
@@ -52,6 +53,8 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
     for prompt in prompts_of(body.prompt):
         ids = await service.slowly(service.encode, prompt)
         most = await service.slowly(most_new, service.engine, service.library, ids, body.max_tokens)
+        if body.max_tokens is None:
+            most = min(most, COMPLETION_TOKENS)
         requests += await service.slowly(service.requests, body, ids, most, body.logprobs, grammar)
     answers = await service.submit_all(requests)
     return await respond(request, body, answers, Completion(service, body, answers))

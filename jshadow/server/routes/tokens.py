@@ -23,14 +23,18 @@ async def tokenize(request: Request, body: TokenizeRequest) -> dict[str, Any]:
         raise ApiError(400, "the body must have either prompt or messages", param="prompt")
     if body.messages is not None:
         chat = ChatRequest(model=service.options.name, messages=body.messages)
-        ids = await service.slowly(prompt_of, service, chat, [])
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+        ids = await service.slowly(prompt_of, service, chat, tools)
     elif not body.prompt:
         ids = []
     else:
         after = None if body.add_special_tokens else 0
         args = service.params.tokenizer, body.prompt, service.params.config.vocab_size
         ids = await service.slowly(lambda: encode(*args, after=after))
-    return {"tokens": ids, "count": len(ids), "max_model_len": service.most_tokens}
+    told = {"tokens": ids, "count": len(ids), "max_model_len": service.most_tokens}
+    if body.return_token_strs:
+        told["token_strs"] = service.params.tokenizer.convert_ids_to_tokens(ids)
+    return told
 
 
 @router.post("/detokenize")
