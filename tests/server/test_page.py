@@ -8,7 +8,7 @@ import time
 
 import pytest
 import uvicorn
-from browser import chromium, tab
+from browser import NAMES, chromium, tab
 from server_cases import tiny_service
 
 from jshadow.server.chat import Chat
@@ -16,10 +16,13 @@ from jshadow.server.run import config_of
 
 pytestmark = [
     pytest.mark.whole,
-    pytest.mark.skipif(chromium() is None, reason="no Chromium is installed: chromium, chromium-browser, google-chrome"),
+    pytest.mark.skipif(chromium() is None, reason=f"none of {NAMES} is installed"),
     pytest.mark.xdist_group("page"),
 ]
 DOCUMENT = "The lighthouse of Eddy stands on a rock. Its lamp turns once in nine seconds. " * 2
+GROWTH = """lengths = new Set();
+new MutationObserver(() => lengths.add(document.querySelector('.answer').textContent.length))
+  .observe(document.getElementById('talks'), {subtree: true, childList: true, characterData: true}); 0"""
 DONE = "document.getElementById('stop').hidden"
 
 
@@ -31,7 +34,7 @@ def running(service):
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         try:
-            yield "http://127.0.0.1:{}/".format(listener.getsockname()[1])
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
         finally:
             server.should_exit = True
             thread.join(30)
@@ -64,10 +67,7 @@ def test_upload_ask_watch_reload(url, tmp_path):
         page.wait("document.querySelectorAll('.document').length === 2")
         page.wait("document.getElementById('talk-title').textContent === 'lighthouse <i>.txt'")  # it is chosen
         page.wait("/^1 document, 1[0-9][0-9] tokens/.test(document.getElementById('held-note').textContent)")
-        page.run(
-            "lengths = new Set(); new MutationObserver(() => lengths.add(document.querySelector('.answer').textContent.length))"
-            ".observe(document.getElementById('talks'), {subtree: true, childList: true, characterData: true}); 0"
-        )
+        page.run(GROWTH)
         ask(page, "How fast?")
         page.wait(f"document.querySelector('.note') && {DONE}")
         assert page.run("lengths.size") > 3  # the answer grew in steps
