@@ -43,6 +43,7 @@ export function showAnswer({ first, rate, cached, prompt }) {
 
 function showHeld(held, full, documents, tokens) {
   const most = Math.max(held, full, 1);
+  at("bar").hidden = !documents;
   at("bar").style.setProperty("--full", full / most);
   at("bar").style.setProperty("--held", held / most);
   if (!documents) {
