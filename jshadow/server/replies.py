@@ -85,6 +85,7 @@ class Gauge(BaseModel):
     `stored_bytes` counts each document once, as it lies in the fastest tier that has it. `full_attention_bytes` are
     those that the keys and values of all stored documents would take. `first_token_seconds` is the mean of all answers,
     and None before the first. `hit_share` is the share of the prompts' tokens that were stored.
+    `upload_limit` is the maximum size of a file in bytes.
     """
 
     model: str
@@ -96,6 +97,7 @@ class Gauge(BaseModel):
     stored_tokens: int
     stored_bytes: int
     full_attention_bytes: int
+    upload_limit: int
     hit_share: float
     first_token_seconds: float | None
     busy_seconds_a_request: float

@@ -156,6 +156,7 @@ class Service:
             "stored_tokens": tokens,
             "stored_bytes": sum(one.bytes for one in documents),
             "full_attention_bytes": tokens * token_bytes,
+            "upload_limit": self.options.upload_bytes,
             "hit_share": self.metrics.hit_share,
             "first_token_seconds": self.metrics.first_token_seconds,
             "busy_seconds_a_request": busy / max(finished, 1),

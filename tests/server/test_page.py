@@ -130,8 +130,14 @@ def test_stop_keeps_what_was_said_and_markup_stays_text(service, url, monkeypatc
             time.sleep(0.02)
 
 
-def test_a_key_is_asked_for_and_kept(tmp_path):
-    with tiny_service(tmp_path, api_keys=("right",)) as service, running(service) as url, tab(url) as page:
+def test_a_key_is_asked_for_and_kept_and_a_large_file_refused(tmp_path):
+    path = tmp_path / "large.txt"
+    path.write_text("a" * 200)
+    with (
+        tiny_service(tmp_path / "library", api_keys=("right",), upload_bytes=100) as service,
+        running(service) as url,
+        tab(url) as page,
+    ):
         page.wait("!document.getElementById('key').hidden")
         for key in ("wrong", "right"):
             page.run("document.getElementById('key-text').focus()")
@@ -143,3 +149,5 @@ def test_a_key_is_asked_for_and_kept(tmp_path):
         page.call("Page.reload")
         page.wait("document.readyState === 'complete' && document.getElementById('model').textContent")
         assert page.run("document.getElementById('key').hidden")
+        page.choose_files("#file", path)
+        page.wait("document.querySelector('#uploads .wrong .state')?.textContent.includes('at most 100 B')")

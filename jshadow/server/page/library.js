@@ -7,6 +7,7 @@ const at = (id) => document.getElementById(id);
 const lines = new Map(); // id of a file -> its line
 let refresh = () => {};
 let last = Promise.resolve(); // the last upload; the next one begins after it
+let most = Infinity; // bytes of a file, at most
 let open = true; // whether the server takes files
 
 /** Begin. `choose` is called with the id ("" for none) and the name of the chosen document. */
@@ -40,6 +41,11 @@ export function showFiles(files) {
     fill(lines.get(file.id), file);
     if (!lines.get(file.id).isConnected) at("documents").append(lines.get(file.id));
   }
+}
+
+/** Refuse files of more bytes before they are sent: the server does not read them to their end. */
+export function limitUploads(limit) {
+  most = limit;
 }
 
 /** Say why the server takes no files. */
@@ -132,6 +138,7 @@ async function add(file, line, signal) {
   };
   state.textContent = "sending";
   try {
+    if (file.size > most) throw new Error(`a file may have at most ${bytes(most)}, this one has ${bytes(file.size)}`);
     const stored = await api.upload(file, sent, signal);
     await refresh();
     line.remove();
