@@ -149,5 +149,6 @@ def test_a_key_is_asked_for_and_kept_and_a_large_file_refused(tmp_path):
         page.call("Page.reload")
         page.wait("document.readyState === 'complete' && document.getElementById('model').textContent")
         assert page.run("document.getElementById('key').hidden")
+        page.wait("document.getElementById('headline').textContent.includes('Nothing held yet')")
         page.choose_files("#file", path)
         page.wait("document.querySelector('#uploads .wrong .state')?.textContent.includes('at most 100 B')")
