@@ -144,7 +144,7 @@ class Service:
         documents = [] if self.library is None else [one for one in self.library.documents() if one.problem is None]
         config, itemsize = self.params.config, np.dtype(self.params.dtype).itemsize
         token_bytes = 2 * config.num_layers * config.kv_heads * config.head_dim * itemsize
-        tokens = sum(one.tokens for one in documents)
+        tokens, on_device = sum(one.tokens for one in documents), [one.device_bytes for one in documents]
         busy, finished = counts.busy_seconds - self.warm[0], counts.finished - self.warm[1]
         return {
             "model": self.options.name,
@@ -155,6 +155,7 @@ class Service:
             "stored_documents": len(documents),
             "stored_tokens": tokens,
             "stored_bytes": sum(one.bytes for one in documents),
+            "stored_device_bytes": None if None in on_device else sum(size or 0 for size in on_device),
             "full_attention_bytes": tokens * token_bytes,
             "upload_limit": self.options.upload_bytes,
             "hit_share": self.metrics.hit_share,

@@ -90,7 +90,8 @@ export function upload(file, sent, signal) {
 
 /** Yield the chunks of an answer, as OpenAI's API streams them. */
 export async function* chat(model, messages, signal) {
-  const body = { model, messages, stream: true, stream_options: { include_usage: true } };
+  // The likeliest tokens: a question about a document has one answer.
+  const body = { model, messages, temperature: 0, stream: true, stream_options: { include_usage: true } };
   const headers = { "Content-Type": "application/json" };
   const response = await send("/v1/chat/completions", {
     method: "POST", headers, body: JSON.stringify(body), signal,
