@@ -21,6 +21,7 @@ class Stored:
         title: the title that it was stored with, such as the name of a file.
         ends: what its last tokens are: "document", "answer", or "" if that is not known.
         problem: why the state cannot be used, such as a damaged file. None: no problem is known.
+        device_bytes: bytes of device memory of the state while it is ready for a step. None: it was not in memory yet.
     """
 
     key: str
@@ -30,6 +31,7 @@ class Stored:
     title: str = ""
     ends: str = ""
     problem: str | None = None
+    device_bytes: int | None = None
 
 
 @dataclasses.dataclass
@@ -57,4 +59,5 @@ class Entry:
         size = self.size.total if tier is not None and self.size is not None else self.file or self.object
         where = tier or (DISK if self.file or not self.object else REMOTE)
         title, ends = self.note.get("title", ""), self.note.get("ends", "")
-        return Stored(key, len(self.ids), size, where, title, ends, self.problem)
+        device = None if self.size is None else self.size.device
+        return Stored(key, len(self.ids), size, where, title, ends, self.problem, device)

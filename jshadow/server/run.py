@@ -94,7 +94,7 @@ def serve(
         try:
             with warming():
                 service.engine.warm()
-                service.ready = True
+                service.begin()
         except JshadowError as error:
             failed.append(error)
             server.should_exit = True

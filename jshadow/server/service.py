@@ -41,6 +41,7 @@ class Service:
         draining: whether the server is about to end.
         ready: whether all programs are compiled.
         open: number of requests that are being answered, except those of health, metrics and the page.
+        warm: seconds that the engine was busy before it took requests, and requests that it finished in them.
     """
 
     def __init__(self, engine: Engine, library: Library | None, options: ServerOptions) -> None:
@@ -51,7 +52,14 @@ class Service:
         self.created = int(time.time())
         self.draining = self.ready = False
         self.open = 0
+        self.warm = 0.0, 0
         self._reading: dict[str, Turn] = {}  # by the key of the document
+
+    def begin(self) -> None:
+        """Take requests from now on. The time of the engine until now, in which it compiled, does not count."""
+        counts = self.engine.report().counts
+        self.warm = counts.busy_seconds, counts.finished
+        self.ready = True
 
     # Answers
 
@@ -136,7 +144,8 @@ class Service:
         documents = [] if self.library is None else [one for one in self.library.documents() if one.problem is None]
         config, itemsize = self.params.config, np.dtype(self.params.dtype).itemsize
         token_bytes = 2 * config.num_layers * config.kv_heads * config.head_dim * itemsize
-        tokens, finished = sum(one.tokens for one in documents), max(counts.finished, 1)
+        tokens, on_device = sum(one.tokens for one in documents), [one.device_bytes for one in documents]
+        busy, finished = counts.busy_seconds - self.warm[0], counts.finished - self.warm[1]
         return {
             "model": self.options.name,
             "tiers": [{"tier": tier, "bytes": used, "limit": limit} for tier, used, limit in self.tiers()],
@@ -146,10 +155,12 @@ class Service:
             "stored_documents": len(documents),
             "stored_tokens": tokens,
             "stored_bytes": sum(one.bytes for one in documents),
+            "stored_device_bytes": None if None in on_device else sum(size or 0 for size in on_device),
             "full_attention_bytes": tokens * token_bytes,
+            "upload_limit": self.options.upload_bytes,
             "hit_share": self.metrics.hit_share,
             "first_token_seconds": self.metrics.first_token_seconds,
-            "busy_seconds_a_request": counts.busy_seconds / finished,
+            "busy_seconds_a_request": busy / max(finished, 1),
         }
 
     # Documents

@@ -8,17 +8,21 @@ import time
 
 import pytest
 import uvicorn
-from browser import chromium, tab
+from browser import NAMES, chromium, tab
 from server_cases import tiny_service
 
 from jshadow.server.chat import Chat
 from jshadow.server.run import config_of
 
 pytestmark = [
-    pytest.mark.skipif(chromium() is None, reason="no Chromium is installed: chromium, chromium-browser, google-chrome"),
+    pytest.mark.whole,
+    pytest.mark.skipif(chromium() is None, reason=f"none of {NAMES} is installed"),
     pytest.mark.xdist_group("page"),
 ]
 DOCUMENT = "The lighthouse of Eddy stands on a rock. Its lamp turns once in nine seconds. " * 2
+GROWTH = """lengths = new Set();
+new MutationObserver(() => lengths.add(document.querySelector('.answer').textContent.length))
+  .observe(document.getElementById('talks'), {subtree: true, childList: true, characterData: true}); 0"""
 DONE = "document.getElementById('stop').hidden"
 
 
@@ -38,7 +42,7 @@ def running(service):
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    with tiny_service(tmp_path_factory.mktemp("library"), max_new_tokens=24) as service:
+    with tiny_service(tmp_path_factory.mktemp("library")) as service:
         yield service
 
 
@@ -63,10 +67,7 @@ def test_upload_ask_watch_reload(url, tmp_path):
         page.wait("document.querySelectorAll('.document').length === 2")
         page.wait("document.getElementById('talk-title').textContent === 'lighthouse <i>.txt'")  # it is chosen
         page.wait("/^1 document, 1[0-9][0-9] tokens/.test(document.getElementById('held-note').textContent)")
-        page.run(
-            "lengths = new Set(); new MutationObserver(() => lengths.add(document.querySelector('.answer').textContent.length))"
-            ".observe(document.getElementById('talks'), {subtree: true, childList: true, characterData: true}); 0"
-        )
+        page.run(GROWTH)
         ask(page, "How fast?")
         page.wait(f"document.querySelector('.note') && {DONE}")
         assert page.run("lengths.size") > 3  # the answer grew in steps
@@ -80,7 +81,6 @@ def test_upload_ask_watch_reload(url, tmp_path):
         assert both > int(cached.split(" of ")[1])  # the second prompt has the first answer in it
         page.call("Page.reload")
         page.wait("document.querySelectorAll('.document').length === 2")
-        page.press("Tab")
         assert not page.problems
         assert all(name for _, name in page.names())
         page.run("document.querySelector('.document button').click()")
@@ -94,9 +94,11 @@ def test_errors_are_told_in_words(url, tmp_path):
     path.write_text("a" * 900)
     with tab(url, width=360, dark=True) as page:
         page.choose_files("#file", path)
-        page.wait("document.querySelector('#uploads .wrong .state')?.textContent.includes('384')")
+        page.wait("document.querySelector('#uploads .wrong .state')?.textContent.includes('got 906')")
+        page.click("#uploads button")
+        assert page.run("document.getElementById('uploads').childElementCount") == 0
         ask(page, "b" * 700)
-        page.wait("document.getElementById('problem').textContent.includes('7')")
+        page.wait("document.getElementById('problem').textContent.includes('got 7')")
         assert page.run("document.getElementById('question').value") == "b" * 700
         assert page.run("document.querySelectorAll('article').length") == 0
         assert page.run("document.documentElement.scrollWidth") == 360
@@ -128,8 +130,14 @@ def test_stop_keeps_what_was_said_and_markup_stays_text(service, url, monkeypatc
             time.sleep(0.02)
 
 
-def test_a_key_is_asked_for_and_kept(tmp_path):
-    with tiny_service(tmp_path, api_keys=("right",)) as service, running(service) as url, tab(url) as page:
+def test_a_key_is_asked_for_and_kept_and_a_large_file_refused(tmp_path):
+    path = tmp_path / "large.txt"
+    path.write_text("a" * 200)
+    with (
+        tiny_service(tmp_path / "library", api_keys=("right",), upload_bytes=100) as service,
+        running(service) as url,
+        tab(url) as page,
+    ):
         page.wait("!document.getElementById('key').hidden")
         for key in ("wrong", "right"):
             page.run("document.getElementById('key-text').focus()")
@@ -141,3 +149,6 @@ def test_a_key_is_asked_for_and_kept(tmp_path):
         page.call("Page.reload")
         page.wait("document.readyState === 'complete' && document.getElementById('model').textContent")
         assert page.run("document.getElementById('key').hidden")
+        page.wait("document.getElementById('headline').textContent.includes('Nothing held yet')")
+        page.choose_files("#file", path)
+        page.wait("document.querySelector('#uploads .wrong .state')?.textContent.includes('at most 100 B')")

@@ -62,8 +62,11 @@ export async function unready() {
   }
 }
 
-/** Send a file. The promise resolves when its state is stored. `sent` is called with the share of the bytes sent. */
-export function upload(file, sent) {
+/**
+ * Send a file. The promise resolves when its state is stored, and also after an abort by `signal`, with null.
+ * `sent` is called with the share of the bytes that are sent.
+ */
+export function upload(file, sent, signal) {
   // fetch() does not tell how much of a body is sent, XMLHttpRequest does.
   return new Promise((resolve, reject) => {
     const request = new XMLHttpRequest();
@@ -75,6 +78,8 @@ export function upload(file, sent) {
     request.upload.onprogress = (event) => sent(event.loaded / event.total);
     request.upload.onload = () => sent(1);
     request.onerror = () => reject(noAnswer());
+    request.onabort = () => resolve(null);
+    signal.addEventListener("abort", () => request.abort());
     request.onload = () => {
       if (request.status === 200) resolve(JSON.parse(request.responseText));
       else reject(errorOf(request.status, request.responseText));
@@ -85,7 +90,8 @@ export function upload(file, sent) {
 
 /** Yield the chunks of an answer, as OpenAI's API streams them. */
 export async function* chat(model, messages, signal) {
-  const body = { model, messages, stream: true, stream_options: { include_usage: true } };
+  // The likeliest tokens: a question about a document has one answer.
+  const body = { model, messages, temperature: 0, stream: true, stream_options: { include_usage: true } };
   const headers = { "Content-Type": "application/json" };
   const response = await send("/v1/chat/completions", {
     method: "POST", headers, body: JSON.stringify(body), signal,

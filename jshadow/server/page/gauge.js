@@ -21,7 +21,7 @@ const percent = (share) => `${share > 0 && share < 0.01 ? "<1" : Math.round(100 
 
 /** Show the figures of /v1/gauge. */
 export function showGauge(figures) {
-  showHeld(figures.stored_bytes, figures.full_attention_bytes, figures.stored_documents, figures.stored_tokens);
+  showHeld(figures);
   const { rows, rows_in_use: running, waiting } = figures;
   const sizes = ["device", "host"].filter((place) => rows[place]).map((place) => `${bytes(rows[place])} ${place}`);
   at("tiers").replaceChildren(
@@ -41,22 +41,29 @@ export function showAnswer({ first, rate, cached, prompt }) {
   at("cached").textContent = cached === null ? NONE : `${count(cached)} of ${count(prompt)}`;
 }
 
-function showHeld(held, full, documents, tokens) {
+function showHeld({ stored_documents: documents, stored_tokens: tokens, ...sizes }) {
+  const { stored_bytes: held, stored_device_bytes: device, full_attention_bytes: full } = sizes;
+  const split = device !== null && device < held; // the rest of the states stays in host memory
+  const main = split ? device : held;
   const most = Math.max(held, full, 1);
+  at("bar").hidden = !documents;
   at("bar").style.setProperty("--full", full / most);
   at("bar").style.setProperty("--held", held / most);
+  at("bar").style.setProperty("--main", main / most);
   if (!documents) {
     at("headline").replaceChildren(strong("Nothing held yet"));
     at("held-note").textContent = "A document is read once. Its state is kept, and each question starts from it.";
     return;
   }
-  const than = held < full ? "held instead of " : "held; full attention needs ";
+  const than = main < full ? "instead of " : "where full attention needs ";
   const rest = document.createElement("span");
-  rest.append(than, strong(bytes(full), "instead"));
-  at("headline").replaceChildren(strong(bytes(held)), " ", rest);
+  rest.append(split ? "of device memory " : "held ", than, strong(bytes(full), "instead"));
+  at("headline").replaceChildren(strong(bytes(main)), " ", rest);
   const things = documents === 1 ? "1 document" : `${count(documents)} documents`;
-  const share = `${percent(held / full)} of the keys and values of full attention`;
-  at("held-note").textContent = `${things}, ${count(tokens)} tokens, ${share}`;
+  const all = split
+    ? `if all are in use; ${bytes(held)} with their part in host memory`
+    : `${percent(held / full)} of the keys and values of full attention`;
+  at("held-note").textContent = `${things}, ${count(tokens)} tokens, ${all}`;
 }
 
 function strong(text, name = "") {

@@ -7,6 +7,7 @@ const at = (id) => document.getElementById(id);
 const lines = new Map(); // id of a file -> its line
 let refresh = () => {};
 let last = Promise.resolve(); // the last upload; the next one begins after it
+let most = Infinity; // bytes of a file, at most
 let open = true; // whether the server takes files
 
 /** Begin. `choose` is called with the id ("" for none) and the name of the chosen document. */
@@ -40,6 +41,11 @@ export function showFiles(files) {
     fill(lines.get(file.id), file);
     if (!lines.get(file.id).isConnected) at("documents").append(lines.get(file.id));
   }
+}
+
+/** Refuse files of more bytes before they are sent: the server does not read them to their end. */
+export function limitUploads(limit) {
+  most = limit;
 }
 
 /** Say why the server takes no files. */
@@ -106,14 +112,18 @@ function onDrag(event) {
 function addAll(files) {
   for (const file of files) {
     const line = at("upload-line").content.cloneNode(true).firstElementChild;
-    line.querySelector(".name").textContent = file.name;
-    line.querySelector("button").addEventListener("click", () => line.remove());
+    for (const place of line.querySelectorAll(".name, .of")) place.textContent = file.name;
+    const control = new AbortController();
+    line.querySelector("button").addEventListener("click", () => {
+      control.abort();
+      line.remove();
+    });
     at("uploads").append(line);
-    last = last.then(() => add(file, line));
+    last = last.then(() => control.signal.aborted || add(file, line, control.signal));
   }
 }
 
-async function add(file, line) {
+async function add(file, line, signal) {
   const state = line.querySelector(".state");
   const progress = line.querySelector("progress");
   const start = performance.now();
@@ -128,15 +138,16 @@ async function add(file, line) {
   };
   state.textContent = "sending";
   try {
-    const { id } = await api.upload(file, sent);
+    if (file.size > most) throw new Error(`a file may have at most ${bytes(most)}, this one has ${bytes(file.size)}`);
+    const stored = await api.upload(file, sent, signal);
     await refresh();
     line.remove();
-    if (!chosen()[0] && lines.has(id)) check(lines.get(id).querySelector("input"));
+    if (stored && !chosen()[0] && lines.has(stored.id)) check(lines.get(stored.id).querySelector("input"));
   } catch (error) {
     state.textContent = error.message;
     line.classList.add("wrong");
     progress.remove();
-    line.querySelector("button").hidden = false;
+    line.querySelector(".word").textContent = "Dismiss";
   } finally {
     clearInterval(clock);
     line.querySelector(".clock").textContent = "";

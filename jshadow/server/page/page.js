@@ -2,7 +2,7 @@
 
 import * as api from "./api.js";
 import { count, showGauge } from "./gauge.js";
-import { showFiles, showNoLibrary, startLibrary } from "./library.js";
+import { limitUploads, showFiles, showNoLibrary, startLibrary } from "./library.js";
 import { showTalk, startTalk } from "./talk.js";
 
 const at = (id) => document.getElementById(id);
@@ -14,7 +14,9 @@ async function refresh() {
   try {
     const { id, max_model_len: most } = await api.model();
     at("model").textContent = `${id}, up to ${count(most)} tokens`;
-    showGauge(await api.gauge());
+    const figures = await api.gauge();
+    showGauge(figures);
+    limitUploads(figures.upload_limit);
     say(message ?? "");
     at("key").hidden = true;
     showFiles(await api.files());
