@@ -10,7 +10,7 @@ from jshadow.server.app import make_app
 
 pytestmark = pytest.mark.whole
 
-EXAMPLES = 25
+EXAMPLES = 80
 
 
 @pytest.fixture(scope="module")
