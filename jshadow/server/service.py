@@ -158,6 +158,7 @@ class Service:
             "stored_device_bytes": None if None in on_device else sum(size or 0 for size in on_device),
             "full_attention_bytes": tokens * token_bytes,
             "upload_limit": self.options.upload_bytes,
+            "room": max(plan.row_class.room for plan in self.engine.plans),
             "hit_share": self.metrics.hit_share,
             "first_token_seconds": self.metrics.first_token_seconds,
             "busy_seconds_a_request": busy / max(finished, 1),

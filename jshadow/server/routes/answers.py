@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, Response
 
 from jshadow.server.chat import Chat
 from jshadow.server.completion import Completion
-from jshadow.server.errors import ApiError
+from jshadow.server.errors import ApiError, too_late
 from jshadow.server.forms import form_of
 from jshadow.server.lengths import most_new
 from jshadow.server.prompts import chat_ids, prompts_of
@@ -101,7 +101,7 @@ async def unless_gone(request: Request, work: Any, seconds: float) -> dict[str, 
             return task.result()
         if gone.done():
             raise ApiError(499, "the client has left", code="client_left")
-        raise ApiError(504, f"the answer must be complete within {seconds:g} seconds, it is not", code="timeout")
+        raise too_late(seconds)
     finally:
         task.cancel()
         gone.cancel()
