@@ -16,14 +16,15 @@ def listening(service, *, drain_seconds=30.0, buffer=None):
     """
     config = config_of(service, "127.0.0.1", 0)
     socket = config.bind_socket()
+    begun = threading.Event()
     if buffer is not None:
         socket.setsockopt(SOL_SOCKET, SO_SNDBUF, buffer)
-    server = Server(config, service, drain_seconds)
+    server = Server(config, service, drain_seconds, begun.set)
     server.address = socket.getsockname()
     thread = threading.Thread(target=server.run, args=([socket],))
     thread.start()
     try:
-        until(lambda: server.started)
+        assert begun.wait(30)
         yield server
     finally:
         server.should_exit = True
