@@ -54,7 +54,7 @@ docs: $(BIN)/.docs
 AOT := $(VENV)/aot
 AOT_OPTIONS ?=
 aot: $(BIN)/.setup $(AOT)/.done
-	PYTHONPATH=$(AOT):tests:tests/support $(BIN)/python -m aot $(AOT_OPTIONS)
+	PYTHONPATH=$(AOT):tests:tests/support $(BIN)/python -m aot --jobs $(WORKERS) $(AOT_OPTIONS)
 
 aot-tools: $(AOT)/.done
 
