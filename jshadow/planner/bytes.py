@@ -109,10 +109,15 @@ def abstract_of(specs: tuple[CacheSpec, ...], policy: Policy, fitted: Any = None
         policy: the resolved policy.
         fitted: arrays that the policy learned, or their ShapeDtypeStructs, or None.
     """
-    layers = []
+    layers, shapes = [], {}
     for spec in specs:
-        layer = jax.eval_shape(lambda fitted, spec=spec: spec.policy.init(spec, of_layer(fitted, spec.layer)), fitted)
-        layers.append(layer.replace(host=offload.tier_shapes(spec.policy.host_layout(spec), spec)))
+        alike = dataclasses.replace(spec, layer=None)  # layers that differ in their index alone have the same shapes
+        if alike not in shapes:
+            init = functools.partial(lambda spec, fitted: spec.policy.init(spec, of_layer(fitted, spec.layer)), spec)
+            shapes[alike] = jax.eval_shape(init, fitted).replace(
+                host=offload.tier_shapes(spec.policy.host_layout(spec), spec)
+            )
+        layers.append(shapes[alike])
     batch = specs[0].batch
     shared, lengths, counters, fitted = jax.eval_shape(
         lambda fitted: (
