@@ -10,7 +10,7 @@ export JAX_PLATFORMS ?= cpu
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo setup test test-all test-whole test-slow docs aot aot-tools gpu check clean
+.PHONY: demo setup test test-all test-quick test-whole test-slow docs aot aot-tools gpu check clean
 
 demo: $(BIN)/.demo
 	@$(BIN)/python checkpoints/fetch_smollm2.py
@@ -30,7 +30,10 @@ setup: $(BIN)/.setup
 PYTEST := TESTS=$(TESTS) $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # Minutes: every policy and family, on some of the cases.
-test: $(BIN)/.setup check
+test: check
+	$(MAKE) test-quick
+
+test-quick: $(BIN)/.setup
 	$(PYTEST)
 
 # Everything, in three parts: the quick cases, the other cases on tiny models, the tests on the real model.
