@@ -28,6 +28,8 @@ ROWS_OF_CALLS = (
     Selections(40, 30, 1, aged=True, batch=2, absent=0.5),  # often fewer candidates than chunks to choose
 )
 
+choose = jax.jit(select_chunks, static_argnames=("count", "implementation"))  # one program, not one for each operation
+
 
 def assert_same(got: Chosen, want: Chosen, told: object) -> None:
     """Compare all fields of two results. `told` describes the case in the message."""
@@ -43,7 +45,7 @@ def test_chosen_chunks(case):
     inputs = selection_inputs(case)
     want = selection_truth(**inputs)
     for implementation in ("xla", "interpret"):
-        assert_same(select_chunks(**inputs, implementation=implementation), want, implementation)
+        assert_same(choose(**inputs, implementation=implementation), want, implementation)
 
 
 @pytest.mark.parametrize("case", ROWS_OF_CALLS, ids=name)
@@ -51,7 +53,6 @@ def test_calls_in_a_row(case):
     """Each implementation gets the cache that its own last call returned."""
     caches = {implementation: new_cache(case) for implementation in ("xla", "interpret")}
     right = new_cache(case)
-    choose = jax.jit(select_chunks, static_argnames=("count", "implementation"))
     for call, inputs in enumerate(calls_in_a_row(case, 12)):
         want = selection_truth(**inputs, **right)
         right = {"resident": want.held, "ages": want.ages}
