@@ -38,7 +38,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     if asked is None:
         asked, field = body.max_tokens, "max_tokens"
     most = await service.slowly(most_new, service.engine, service.library, ids, asked, field)
-    answers = await service.submit_all(await service.slowly(service.requests, body, ids, most, top, grammar))
+    answers = await service.submit(*await service.slowly(service.requests, body, ids, most, top, grammar))
     prompt_end = service.params.tokenizer.decode(ids[-16:])
     return await respond(request, body, answers, Chat(service, body, answers, prompt_end))
 
@@ -56,7 +56,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         if body.max_tokens is None:
             most = min(most, COMPLETION_TOKENS)
         requests += await service.slowly(service.requests, body, ids, most, body.logprobs, grammar)
-    answers = await service.submit_all(requests)
+    answers = await service.submit(*requests)
     return await respond(request, body, answers, Completion(service, body, answers))
 
 
