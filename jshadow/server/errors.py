@@ -68,6 +68,11 @@ class ApiError(Exception):
         self.status, self.code, self.param = status, code, param
 
 
+def too_late(seconds: float) -> ApiError:
+    """Return the error of an answer that takes longer than `seconds`."""
+    return ApiError(504, f"the answer must be complete within {seconds:g} seconds, it is not", code="timeout")
+
+
 def api_error(error: Exception) -> ApiError:
     """Return an error as an ApiError."""
     if isinstance(error, ApiError):

@@ -85,7 +85,8 @@ class Gauge(BaseModel):
     `stored_bytes` counts each document once, as it lies in the fastest tier that has it. `stored_device_bytes` are
     those of device memory if all documents were in use, and None if a document was not in memory yet.
     `full_attention_bytes` are those that the keys and values of all stored documents would take. `upload_limit` is the
-    maximum size of a file in bytes. `hit_share` is the share of the prompts' tokens that were stored.
+    maximum size of a file in bytes, and `room` the maximum number of new tokens of an answer. `hit_share` is the share
+    of the prompts' tokens that were stored.
     `first_token_seconds` is the mean of all answers, and None before the first. `busy_seconds_a_request` is the mean
     time of the engine since the programs were compiled.
     """
@@ -101,6 +102,7 @@ class Gauge(BaseModel):
     stored_device_bytes: int | None
     full_attention_bytes: int
     upload_limit: int
+    room: int
     hit_share: float
     first_token_seconds: float | None
     busy_seconds_a_request: float

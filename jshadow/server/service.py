@@ -63,9 +63,9 @@ class Service:
 
     # Answers
 
-    async def submit(self, request: Request) -> Answer:
-        """Give a request to the engine. Raises the errors of `Engine.submit`."""
-        return await run_in_threadpool(self.engine.submit, request)
+    async def submit(self, *requests: Request) -> list[Answer]:
+        """Give requests to the engine, all or none. Raises the errors of `Engine.submit_all`."""
+        return await run_in_threadpool(self.engine.submit_all, requests)
 
     def requests(
         self, body: Drawing, ids: list[int], most: int, logprobs: int | None, grammar: str | None
@@ -98,17 +98,6 @@ class Service:
     def encode(self, prompt: str | list[int]) -> list[int]:
         """Return the token ids of the prompt of a completion. Raises PromptError."""
         return encode_prompt(self.params.tokenizer, prompt, self.params.config.vocab_size)
-
-    async def submit_all(self, requests: Sequence[Request]) -> list[Answer]:
-        """Give several requests to the engine. If one is refused, the others are cancelled."""
-        answers: list[Answer] = []
-        try:
-            for request in requests:
-                answers.append(await self.submit(request))
-        except BaseException:
-            self.cancel(answers)
-            raise
-        return answers
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         """Cancel the answers that are not complete."""
@@ -158,6 +147,7 @@ class Service:
             "stored_device_bytes": None if None in on_device else sum(size or 0 for size in on_device),
             "full_attention_bytes": tokens * token_bytes,
             "upload_limit": self.options.upload_bytes,
+            "room": max(plan.row_class.room for plan in self.engine.plans),
             "hit_share": self.metrics.hit_share,
             "first_token_seconds": self.metrics.first_token_seconds,
             "busy_seconds_a_request": busy / max(finished, 1),
@@ -243,7 +233,7 @@ class Service:
 
     async def _read(self, name: str, ids: list[int]) -> None:
         """Read a document, and wait until its state is stored. If the caller is cancelled, the reading ends."""
-        answer = await self.submit(Request(ids, 1, priority=READING_PRIORITY, store=True, title=name))
+        [answer] = await self.submit(Request(ids, 1, priority=READING_PRIORITY, store=True, title=name))
         try:
             async for _ in pieces(answer):
                 pass

@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi.responses import StreamingResponse
 
-from jshadow.server.errors import api_error, body_of
+from jshadow.server.errors import api_error, body_of, too_late
 
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -37,7 +37,7 @@ def stream_response(
                         yield event(value)
             yield "data: [DONE]\n\n"
         except TimeoutError:
-            yield event(body_of(api_error(TimeoutError())))
+            yield event(body_of(too_late(seconds)))
         except Exception as error:
             yield event(body_of(api_error(error)))
         finally:

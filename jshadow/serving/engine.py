@@ -65,13 +65,20 @@ class Engine:
         self._messages: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock, self._tokenizing = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closing = False
+        self._closing, self._arriving = False, 0  # requests that the loop has not seen yet
         self._compiled = CompileClock.programs
 
     # For any thread
 
     def submit(self, request: Request) -> Answer:
-        """Give a request to the engine, and return its answer, which arrives later.
+        """Give a request to the engine, and return its answer, which arrives later. Raises as `submit_all`."""
+        [answer] = self.submit_all([request])
+        return answer
+
+    def submit_all(self, requests: Sequence[Request]) -> list[Answer]:
+        """Give requests to the engine, all or none, and return their answers, which arrive later.
+
+        A prompt that several of the requests have is read once, if there are rows for all of them.
 
         Raises:
             PromptError: the prompt is empty, or has a token id out of range, or needs a tokenizer.
@@ -82,34 +89,12 @@ class Engine:
                 fetch mode.
             ServingError: the engine is closed or has failed.
         """
-        library = self._loop.library
-        if request.store and library is None:
-            raise ConfigError("store must be False in an engine without a library, got True")
-        if request.allowed is not None and not self.options.grammar:
-            raise ConfigError("allowed must be None in an engine without options.grammar, got a function")
-        if request.logprobs is not None and not self.options.logprobs:
-            raise ConfigError(f"logprobs must be None in an engine without options.logprobs, got {request.logprobs}")
-        check_row(request.settings, self._loop.programs.parts)
-        limit = self.admission.limits.waiting
-        if limit is not None and len(self._loop.waiting) + self._messages.qsize() >= limit:
-            raise QueueFull(f"at most limits.waiting={limit} requests may wait, got one more")
-        params = self.params
-        with self._tokenizing:
-            ids = encode(params.tokenizer, request.prompt, params.config.vocab_size)
-        texts, stops = split_stops(request.stop, params.tokenizer)
-        plans = fitting(self.plans, len(ids), request.max_new_tokens)
-        if request.store:
-            plans = storable(plans, library.capacity, library.fetch)
-        plans = self._possible(plans)
-        stop_ids = frozenset(params.config.eos_ids) | set(stops)
-        job = Job(Answer(request), ids, TextStream(params.tokenizer, texts), stop_ids)
-        job.plans = plans
-        if request.store:
-            job.keep = library.start_store
-        if library is not None:
-            find_stored(library, job, self.plans)
-        self._send(functools.partial(self._accept, job))
-        return job.answer
+        limit, arriving = self.admission.limits.waiting, len(requests)
+        if limit is not None and len(self._loop.waiting) + self._arriving + arriving > limit:
+            raise QueueFull(f"at most limits.waiting={limit} requests may wait, got {arriving} more")
+        jobs = [self._job(request) for request in requests]
+        self._send(functools.partial(self._accept, jobs), len(jobs))
+        return [job.answer for job in jobs]
 
     def cancel(self, answer: Answer) -> None:
         """Cancel a request. Its row becomes free, and its answer raises RequestCancelled unless it is complete."""
@@ -152,7 +137,7 @@ class Engine:
         if library is not None:
             job.document, job.rooms = "", [plan.row_class]
             job.load = functools.partial(self._loop.programs.document, library)
-        self._send(functools.partial(self._accept, job))
+        self._send(functools.partial(self._accept, [job]), 1)
         while not self.options.threaded and self.run_once():
             pass
         job.answer.result()
@@ -217,6 +202,33 @@ class Engine:
             raise ConfigError("options.threaded must be False for run_once, got True")
         return self._turn()
 
+    def _job(self, request: Request) -> Job:
+        """Return the job of a request. Raises the errors of `submit_all` except QueueFull and ServingError."""
+        library = self._loop.library
+        if request.store and library is None:
+            raise ConfigError("store must be False in an engine without a library, got True")
+        if request.allowed is not None and not self.options.grammar:
+            raise ConfigError("allowed must be None in an engine without options.grammar, got a function")
+        if request.logprobs is not None and not self.options.logprobs:
+            raise ConfigError(f"logprobs must be None in an engine without options.logprobs, got {request.logprobs}")
+        check_row(request.settings, self._loop.programs.parts)
+        params = self.params
+        with self._tokenizing:
+            ids = encode(params.tokenizer, request.prompt, params.config.vocab_size)
+        texts, stops = split_stops(request.stop, params.tokenizer)
+        plans = fitting(self.plans, len(ids), request.max_new_tokens)
+        if request.store:
+            plans = storable(plans, library.capacity, library.fetch)
+        plans = self._possible(plans)
+        stop_ids = frozenset(params.config.eos_ids) | set(stops)
+        job = Job(Answer(request), ids, TextStream(params.tokenizer, texts), stop_ids)
+        job.plans = plans
+        if request.store:
+            job.keep = library.start_store
+        if library is not None:
+            find_stored(library, job, self.plans)
+        return job
+
     # For the thread of the loop
 
     def _possible(self, plans: Sequence[PlannedClass]) -> list[PlannedClass]:
@@ -226,17 +238,21 @@ class Engine:
             self.admission.check(plans[0])
         return possible
 
-    def _accept(self, job: Job) -> None:
-        self._loop.accept(job)
-        if job.ready is not None:
-            job.ready.add_done_callback(lambda _: self._messages.put(lambda: None))
+    def _accept(self, jobs: Sequence[Job]) -> None:
+        with self._lock:
+            self._arriving -= len(jobs)
+        for job in jobs:
+            self._loop.accept(job)
+            if job.ready is not None:
+                job.ready.add_done_callback(lambda _: self._messages.put(lambda: None))
 
-    def _send(self, message: Callable[[], None]) -> None:
-        """Give a message to the loop, and start its thread if it does not run."""
+    def _send(self, message: Callable[[], None], arriving: int) -> None:
+        """Give a message with a number of jobs to the loop, and start its thread if it does not run."""
         with self._lock:
             if self._closing or self._loop.closed is not None:
                 raise self._loop.closed or ServingError("the engine is closed")
             self._messages.put(message)
+            self._arriving += arriving
             if self._thread is None and self.options.threaded:
                 self._thread = threading.Thread(target=self._serve, name="jshadow-engine", daemon=True)
                 self._thread.start()

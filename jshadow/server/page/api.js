@@ -88,11 +88,14 @@ export function upload(file, sent, signal) {
   });
 }
 
-/** Yield the chunks of an answer, as OpenAI's API streams them. */
-export async function* chat(model, messages, signal) {
+/** Yield the chunks of an answer of at most `most` tokens, as OpenAI's API streams them. */
+export async function* chat(model, messages, most, signal) {
   // The likeliest tokens: a question about a document has one answer.
-  const body = { model, messages, temperature: 0, stream: true, stream_options: { include_usage: true } };
+  const drawing = { temperature: 0, max_tokens: most, stream: true, stream_options: { include_usage: true } };
+  const body = { model, messages, ...drawing };
   const headers = { "Content-Type": "application/json" };
+  const file = messages[0].content[0]?.file?.file_id;
+  if (file) headers["X-Session-Id"] = file; // a router sends all questions about a document to one worker
   const response = await send("/v1/chat/completions", {
     method: "POST", headers, body: JSON.stringify(body), signal,
   });

@@ -3,7 +3,7 @@
 import * as api from "./api.js";
 import { count, showGauge } from "./gauge.js";
 import { limitUploads, showFiles, showNoLibrary, startLibrary } from "./library.js";
-import { showTalk, startTalk } from "./talk.js";
+import { limitAnswers, showTalk, startTalk } from "./talk.js";
 
 const at = (id) => document.getElementById(id);
 const EVERY = 4000; // milliseconds
@@ -17,6 +17,7 @@ async function refresh() {
     const figures = await api.gauge();
     showGauge(figures);
     limitUploads(figures.upload_limit);
+    limitAnswers(figures.room);
     say(message ?? "");
     at("key").hidden = true;
     showFiles(await api.files());

@@ -9,6 +9,7 @@ let talk = null; // the one that is shown
 let asking = null; // the AbortController of the question that is being answered
 let refresh = () => {};
 let model = null; // the model's id
+let most = 256; // tokens of an answer
 
 /** Begin, with the conversation without a document. */
 export function startTalk(refreshAll) {
@@ -81,6 +82,11 @@ async function ask(text) {
   refresh();
 }
 
+/** Take the server's limit of new tokens. Earlier turns need some of this room too, and so an answer has a quarter. */
+export function limitAnswers(room) {
+  most = Math.max(1, Math.min(512, Math.floor(room / 4)));
+}
+
 /** Stream an answer into a turn. Returns its text, or null if there is none, and what went wrong. */
 async function follow(messages, turn) {
   const seen = { start: performance.now(), first: null, last: null, usage: null, finish: "broken off" };
@@ -88,7 +94,7 @@ async function follow(messages, turn) {
   let problem = "";
   try {
     model ??= (await api.model()).id;
-    for await (const chunk of api.chat(model, messages, asking.signal)) {
+    for await (const chunk of api.chat(model, messages, most, asking.signal)) {
       seen.usage = chunk.usage ?? seen.usage;
       const { delta = {}, finish_reason: finish } = chunk.choices[0] ?? {};
       seen.finish = finish ?? seen.finish;

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse, Response
 
 from jshadow.server.chat import Chat
 from jshadow.server.completion import Completion
-from jshadow.server.errors import ApiError
+from jshadow.server.errors import ApiError, too_late
 from jshadow.server.forms import form_of
 from jshadow.server.lengths import most_new
 from jshadow.server.prompts import chat_ids, prompts_of
@@ -38,7 +38,7 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     if asked is None:
         asked, field = body.max_tokens, "max_tokens"
     most = await service.slowly(most_new, service.engine, service.library, ids, asked, field)
-    answers = await service.submit_all(await service.slowly(service.requests, body, ids, most, top, grammar))
+    answers = await service.submit(*await service.slowly(service.requests, body, ids, most, top, grammar))
     prompt_end = service.params.tokenizer.decode(ids[-16:])
     return await respond(request, body, answers, Chat(service, body, answers, prompt_end))
 
@@ -56,7 +56,7 @@ async def completions(request: Request, body: CompletionRequest) -> Response:
         if body.max_tokens is None:
             most = min(most, COMPLETION_TOKENS)
         requests += await service.slowly(service.requests, body, ids, most, body.logprobs, grammar)
-    answers = await service.submit_all(requests)
+    answers = await service.submit(*requests)
     return await respond(request, body, answers, Completion(service, body, answers))
 
 
@@ -101,7 +101,7 @@ async def unless_gone(request: Request, work: Any, seconds: float) -> dict[str, 
             return task.result()
         if gone.done():
             raise ApiError(499, "the client has left", code="client_left")
-        raise ApiError(504, f"the answer must be complete within {seconds:g} seconds, it is not", code="timeout")
+        raise too_late(seconds)
     finally:
         task.cancel()
         gone.cancel()
