@@ -1,7 +1,6 @@
 """Uploaded files: their names and their text."""
 
 import base64
-import binascii
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -67,6 +66,6 @@ def decoded(data: str) -> bytes:
     """Return the bytes of a file from base64, with or without the beginning of a data URL. Raises ApiError."""
     try:
         return base64.b64decode(data.partition(";base64,")[2] or data, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         message = f"file_data must be base64: {error}"
         raise ApiError(400, message, code="invalid_file", param="file_data") from error

@@ -163,7 +163,7 @@ def test_a_server_without_memory_says_so(service, monkeypatch):
         raise HostMemoryError("the host must have 9 bytes free, it has 5")
 
     with TestClient(make_app(service)) as client:
-        monkeypatch.setattr(service.engine, "submit", full)
+        monkeypatch.setattr(service.engine, "submit_all", full)
         answer = client.post("/v1/completions", json={"model": NAME, "prompt": "Hi"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "host_memory_full")
         assert "9 bytes" in answer.json()["error"]["message"]

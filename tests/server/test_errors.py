@@ -113,6 +113,7 @@ LIMITS = [
     ("unknown file", part(file_id="file-0"), 404, ["file_id", "file-0"]),
     ("no file in a part", part(), 400, ["file_id", "file_data"]),
     ("damaged base64", part(file_data="%%"), 400, ["file_data", "base64"]),
+    ("no base64", part(file_data="\x80"), 400, ["file_data", "base64"]),
     ("binary part", part(file_data="/////w=="), 400, ["UTF-8"]),
     ("name of a part", part(file_data="aGk=", filename=".."), 400, ["filename"]),
     ("no messages of tokenize", ("POST", "/tokenize", {"json": {"messages": []}}), 400, ["messages"]),

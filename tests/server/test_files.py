@@ -105,13 +105,13 @@ def test_equal_uploads_at_once_are_read_once(service):
 
 
 def test_a_client_that_leaves_its_upload_ends_the_reading_and_the_next_one_reads_it(service, monkeypatch):
-    data, submit, sent = TEXT * 5, service.engine.submit, []
+    data, submit, sent = TEXT * 5, service.engine.submit_all, []
 
-    def held(request):
-        sent.append(request)
-        return submit(request)
+    def held(requests):
+        sent.append(requests)
+        return submit(requests)
 
-    monkeypatch.setattr(service.engine, "submit", held)
+    monkeypatch.setattr(service.engine, "submit_all", held)
 
     async def leave(address):
         async with connected(address) as (_, writer):
