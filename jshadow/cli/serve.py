@@ -25,8 +25,8 @@ from jshadow.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from jshadow.engine.sparse_prefill import SparsePrefill
     from jshadow.policies import Policy
-    from jshadow.server.options import ServerOptions
-    from jshadow.server.service import Service
+    from jshadow.serving.http.options import ServerOptions
+    from jshadow.serving.http.service import Service
 
 ABOUT = """Serve a model over HTTP with OpenAI's routes, and with a page at /. With --library, each uploaded file is
 read once, and its state is stored. SIGTERM or Ctrl-C ends the server when the open requests are answered."""
@@ -121,7 +121,7 @@ def run_warm(service: "Service", *, as_json: bool) -> int:
 def run_server(args: argparse.Namespace, service: "Service", listener: socket.socket) -> int:
     """Serve until a signal comes, and return 0."""
     from jshadow.cli.serve_report import about, lines
-    from jshadow.server.run import config_of, serve
+    from jshadow.serving.http.run import config_of, serve
 
     host, port = listener.getsockname()[:2]
     known = about(service, f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", args)
@@ -172,7 +172,7 @@ def check_options(args: argparse.Namespace) -> Early:
     except ImportError as error:
         raise ConfigError(f"serve needs the package {error.name}: pip install 'jshadow[serve]'") from error
     from jshadow.engine.sparse_prefill import parse_prefill
-    from jshadow.server.options import ServerOptions, read_keys
+    from jshadow.serving.http.options import ServerOptions, read_keys
 
     for name, least in (("port", 0), ("slots", 1), ("queue", 1), ("room", 1), ("max_context", 2)):
         check_number(name, getattr(args, name), least)

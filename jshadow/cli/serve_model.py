@@ -13,9 +13,9 @@ from jshadow.cli.serve import MOST_CONTEXT, Early, room_of
 from jshadow.engine.saved.fitted import load_fitted
 from jshadow.errors import ConfigError, PromptError
 from jshadow.library import Library, TierLimits
-from jshadow.server.service import Service
 from jshadow.serving import Engine, EngineOptions, Limits, RowClass
 from jshadow.serving.classes import plan_classes
+from jshadow.serving.http.service import Service
 
 if TYPE_CHECKING:
     from jshadow.weights.params import Params

@@ -9,7 +9,7 @@ from jshadow.policies.settings import changed_settings
 from jshadow.serving.classes import PlannedClass
 
 if TYPE_CHECKING:
-    from jshadow.server.service import Service
+    from jshadow.serving.http.service import Service
 
 MIB, GIB = 2**20, 2**30
 

@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from jshadow.cli.main import main
-from jshadow.server import run
+from jshadow.serving.http import run
 from jshadow.weights import params
 
 SMALL = ["--max-context", "96", "--room", "32", "--slots", "2", "--set", "rank=8", "--set", "outlier_chunks=2"]

@@ -12,9 +12,9 @@ from byte_models import PARAMS as BARE
 from byte_models import SHADOW
 
 from jshadow.library import Library
-from jshadow.server.options import ServerOptions
-from jshadow.server.service import Service
 from jshadow.serving import Engine, EngineOptions, Limits, RowClass
+from jshadow.serving.http.options import ServerOptions
+from jshadow.serving.http.service import Service
 
 PARAMS = dataclasses.replace(BARE, config=dataclasses.replace(BARE.config, eos_ids=(256,)))  # answers may end
 CLASSES = (RowClass(48, 16, 4), RowClass(320, 64, 4))

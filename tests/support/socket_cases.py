@@ -5,7 +5,7 @@ import threading
 import time
 from socket import SO_SNDBUF, SOL_SOCKET
 
-from jshadow.server.run import Server, config_of
+from jshadow.serving.http.run import Server, config_of
 
 
 @contextlib.contextmanager

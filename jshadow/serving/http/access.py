@@ -1,0 +1,147 @@
+"""ASGI middleware: API keys, limits of bodies, the end of a server, and the count of errors."""
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from jshadow.serving.http.errors import ApiError, response_of
+from jshadow.serving.http.service import Service
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+OPEN = ("/", "/health", "/ready", "/metrics")  # routes that need no key
+PAGE = "/page/"  # the parts of the page, which need no key either
+UPLOADS = "/v1/files"
+SPARE = 2**16  # bytes of an upload's body beside the file
+
+
+class Access:
+    """Refuses requests without a key, requests while the server ends, and bodies above the limits.
+
+    A body is refused as soon as a limit is exceeded, and is not read whole.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]], service: Service) -> None:
+        self.app, self.service, self.options = app, service, service.options
+        self.keys = [digest(key.encode()) for key in self.options.api_keys]
+        self.held = 0  # bytes of the bodies of all open requests
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        body, status = Body(self, scope, receive), 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (b"x-content-type-options", b"nosniff")]
+            await send(message)
+
+        problem = self._problem(scope)
+        counts = problem is None and not is_open(scope)
+        self.service.open += counts
+        try:
+            if problem is None:
+                body.check_length()
+                await self.app(scope, body.receive, noted)
+            else:
+                await response_of(problem)(scope, receive, noted)
+        except Refused as refused:
+            if not status:
+                await response_of(refused.error)(scope, receive, noted)
+        except Exception:
+            status = status or 500  # the response is made outside
+            raise
+        finally:
+            self.service.open -= counts
+            self.held -= body.size
+            if status >= 400:
+                self.service.metrics.refused.labels(str(status)).inc()
+
+    def _problem(self, scope: Message) -> ApiError | None:
+        """Return why a request is refused before its body is read, or None."""
+        if is_open(scope):
+            return None
+        if self.keys and not self._knows(dict(scope["headers"]).get(b"authorization", b"")):
+            message = "the header Authorization must be 'Bearer KEY' with a valid key"
+            return ApiError(401, message, code="invalid_api_key")
+        if self.service.draining:
+            return ApiError(503, "the server is about to end, and takes no new requests", code="unavailable")
+        return None
+
+    def _knows(self, header: bytes) -> bool:
+        """Compare the key of a header with all keys in a time that depends on neither."""
+        kind, _, given = header.partition(b" ")
+        found = [hmac.compare_digest(digest(given.strip()), key) for key in self.keys]
+        return kind.lower() == b"bearer" and any(found)
+
+
+class Body:
+    """The body of a request while it arrives.
+
+    Attributes:
+        size: its bytes so far.
+    """
+
+    def __init__(self, access: Access, scope: Message, receive: Receive) -> None:
+        self.access, self.size, self._receive, self._more = access, 0, receive, True
+        options = access.options
+        upload = scope["path"] == UPLOADS and scope["method"] == "POST"
+        self._limit = options.upload_bytes + SPARE if upload else options.body_bytes
+        self._length = dict(scope["headers"]).get(b"content-length", b"0")
+        self._end = asyncio.get_running_loop().time() + options.seconds
+
+    def check_length(self) -> None:
+        """Raise Refused if the header says that the body is above the limit."""
+        if self._length.isdigit():
+            self._check(int(self._length[:20]))
+
+    async def receive(self) -> Message:
+        """Return the next message of the request. Raises Refused if a limit is exceeded."""
+        if not self._more:
+            return await self._receive()  # only the end of the connection follows
+        try:
+            async with asyncio.timeout_at(self._end):
+                message = await self._receive()
+        except TimeoutError:
+            seconds = self.access.options.seconds
+            text = f"the body must arrive within {seconds:g} seconds, got {self.size} bytes of it"
+            raise Refused(ApiError(408, text, code="timeout")) from None
+        new = len(message.get("body", b""))
+        self._more = message.get("more_body", False)
+        self.size += new
+        self.access.held += new
+        self._check(self.size)
+        most, held = self.access.options.held_bytes, self.access.held
+        if held > most and held > self.size:
+            text = f"the bodies of all open requests must have at most {most} bytes, got {held}"
+            raise Refused(ApiError(429, text, code="bodies_full"))
+        return message
+
+    def _check(self, size: int) -> None:
+        if size > self._limit:
+            text = f"the body must have at most {self._limit} bytes, got {size}"
+            raise Refused(ApiError(413, text, code="body_too_large"))
+
+
+class Refused(BaseException):
+    """A body exceeds a limit. It is no Exception, so that no handler of the app takes it."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def is_open(scope: Message) -> bool:
+    """Return whether a request needs no key, and is answered while the server ends."""
+    return scope["path"] in OPEN or scope["path"].startswith(PAGE)
+
+
+def digest(key: bytes) -> bytes:
+    """Return the SHA-256 of a key, so that all compared values have one length."""
+    return hashlib.sha256(key).digest()

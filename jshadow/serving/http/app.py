@@ -1,0 +1,34 @@
+"""The ASGI app of a server."""
+
+from typing import Any
+
+from fastapi import FastAPI
+
+from jshadow.serving.http.access import Access
+from jshadow.serving.http.errors import add_handlers
+from jshadow.serving.http.routes import answers, files, page, status, tokens
+from jshadow.serving.http.service import Service
+
+ABOUT = "OpenAI's routes over one long-context model and a library of documents that were read once."
+
+
+def make_app(service: Service) -> FastAPI:
+    """Return the app. Its routes are those of `jshadow serve`."""
+    app = FastAPI(title="jshadow serve", description=ABOUT, docs_url=None, redoc_url=None)
+    app.state.service = service
+    add_handlers(app)
+    for module in (answers, files, tokens, status, page):
+        app.include_router(module.router)
+    app.add_middleware(Access, service=service)
+    make_schema = app.openapi
+
+    def schema() -> dict[str, Any]:
+        """Return the OpenAPI schema without FastAPI's status 422, for which this server answers 400."""
+        made = make_schema()
+        for route in made["paths"].values():
+            for method in route.values():
+                method["responses"].pop("422", None)
+        return made
+
+    app.openapi = schema  # type: ignore[method-assign]
+    return app

@@ -1,0 +1,111 @@
+"""Chat completions in OpenAI's form: whole, and as events."""
+
+import math
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from jshadow.serving import Answer, Piece
+from jshadow.serving.http.choices import Ended, followed, reports_of
+from jshadow.serving.http.logprobs import chat_logprobs
+from jshadow.serving.http.marks import Delta, Splitter, tool_call
+from jshadow.serving.http.schemas import ChatRequest
+from jshadow.serving.http.service import Service
+from jshadow.serving.http.usage import usage_of
+
+
+class Chat:
+    """The answers to one chat."""
+
+    def __init__(self, service: Service, body: ChatRequest, answers: Sequence[Answer], prompt_end: str) -> None:
+        """Take the answers of all choices. `prompt_end` is the text at the end of the prompt."""
+        self.service, self.body, self.answers = service, body, answers
+        self.tokenizer = service.params.tokenizer
+        template = getattr(self.tokenizer, "chat_template", None)
+        most = 1 if body.parallel_tool_calls is False else math.inf
+        if not body.tools or body.tool_choice == "none":
+            most = 0
+        self.splitters = [
+            Splitter(template, prompt_end=prompt_end, formed=answer.request.allowed is not None, most_calls=most)
+            for answer in answers
+        ]
+        self.head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": body.model}
+
+    async def whole(self) -> dict[str, Any]:
+        """Wait for all choices, and return the response."""
+        pieces: list[list[Piece]] = [[] for _ in self.answers]
+        async for index, item in followed(self.answers):
+            if isinstance(item, Piece):
+                pieces[index].append(item)
+        choices = [self._choice(index, held) for index, held in enumerate(pieces)]
+        usage = usage_of(reports_of(self.answers))
+        return self.head | {"object": "chat.completion", "choices": choices, "usage": usage}
+
+    def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
+        splitter = self.splitters[index]
+        deltas = splitter.push("".join(piece.text for piece in pieces), final=True)
+        content = "".join(delta.content for delta in deltas)
+        reasoning = "".join(delta.reasoning for delta in deltas)
+        calls = [tool_call(delta.call) for delta in deltas if delta.call is not None]
+        message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+        message["refusal"] = None
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": chat_logprobs(self.tokenizer, pieces) if self.body.logprobs else None,
+            "finish_reason": self._finish(index),
+        }
+
+    def _finish(self, index: int) -> str:
+        finish = self.answers[index].result(0).report.finish
+        return "tool_calls" if finish == "stop" and self.splitters[index].calls else finish
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the chunks of a stream."""
+        options = self.body.stream_options
+        with_usage = options is not None and options.include_usage
+        begun: set[int] = set()
+        async for index, item in followed(self.answers):
+            if index not in begun:  # not before the first token, whose time clients measure
+                begun.add(index)
+                yield self._chunk(index, {"role": "assistant", "content": ""}, usage=with_usage)
+            splitter = self.splitters[index]
+            if isinstance(item, Ended):
+                for delta in self._deltas(index, splitter.push("", final=True)):
+                    yield self._chunk(index, delta, usage=with_usage)
+                yield self._chunk(index, {}, finish=self._finish(index), usage=with_usage)
+                continue
+            logprobs = chat_logprobs(self.tokenizer, [item]) if self.body.logprobs else None
+            deltas = self._deltas(index, splitter.push(item.text))
+            for delta in deltas or ([{"content": ""}] if logprobs else []):
+                yield self._chunk(index, delta, logprobs=logprobs, usage=with_usage)
+                logprobs = None
+        if with_usage:
+            usage = usage_of(reports_of(self.answers))
+            yield self.head | {"object": "chat.completion.chunk", "choices": [], "usage": usage}
+
+    def _deltas(self, index: int, parts: list[Delta]) -> list[dict[str, Any]]:
+        splitter = self.splitters[index]
+        deltas: list[dict[str, Any]] = []
+        first = splitter.calls - sum(part.call is not None for part in parts)
+        for part in parts:
+            if part.call is not None:
+                deltas.append({"tool_calls": [tool_call(part.call, first)]})
+                first += 1
+            elif part.reasoning:
+                deltas.append({"reasoning_content": part.reasoning})
+            else:
+                deltas.append({"content": part.content})
+        return deltas
+
+    def _chunk(
+        self, index: int, delta: dict, *, logprobs: dict | None = None, finish: str | None = None, usage: bool = False
+    ) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        chunk = self.head | {"object": "chat.completion.chunk", "choices": [choice]}
+        return chunk | {"usage": None} if usage else chunk

@@ -1,0 +1,106 @@
+"""The form of an answer: a grammar for `response_format` and for tools that must be called."""
+
+import json
+from typing import Any
+
+from jshadow.serving.http.errors import ApiError
+from jshadow.serving.http.grammar import Grammars
+from jshadow.serving.http.marks import CALL, CALL_END
+from jshadow.serving.http.schemas import ChatRequest, Drawing, ResponseFormat, Tool
+
+# Whitespace inside JSON is bounded, because a model may otherwise write blanks without end.
+WHITESPACE: dict[str, Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+OPEN_KEYS = ("additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf")
+
+
+def form_of(body: Drawing) -> str | None:
+    """Return the grammar of an answer in llguidance's language, or None for a free answer.
+
+    With both tools and a form, the answer may be a call or have the form.
+
+    Raises:
+        ApiError: a field is missing, or llguidance refuses the schema or the expression.
+    """
+    tools = (body.tools or []) if isinstance(body, ChatRequest) and body.tool_choice != "none" else []
+    forced = forced_tools(body, tools) if isinstance(body, ChatRequest) else []
+    form = None if body.response_format is None else answer_rule(body.response_format)
+    if forced:
+        return checked(["call"], call_rules(forced), "tools")
+    if form is None:
+        return None
+    grammar = checked(["answer"], [form], "response_format")
+    return checked(["answer", "call"], [form, *call_rules(tools)], "tools") if tools else grammar
+
+
+def answer_rule(form: ResponseFormat) -> str | None:
+    """Return the rule of a form, or None for free text. Raises ApiError if its field is missing."""
+    if form.type == "text":
+        return None
+    if form.type == "regex":
+        if form.regex is None:
+            raise ApiError(400, "response_format.regex must be given for the type regex", param="response_format.regex")
+        return f"answer: {regex_rule(form.regex)}"
+    if form.type == "json_object":
+        return f"answer: {json_rule({'type': 'object'})}"
+    if form.json_schema is None:
+        name = "response_format.json_schema"
+        raise ApiError(400, f"{name} must be given for the type json_schema", param=name)
+    return f"answer: {json_rule(form.json_schema.schema_)}"
+
+
+def json_rule(schema: dict[str, Any] | bool) -> str:
+    """Return what a rule has for a JSON schema. References in the schema begin at its own root."""
+    return f"%json {json.dumps(schema if isinstance(schema, bool) else schema | {'x-guidance': WHITESPACE})}"
+
+
+def regex_rule(expression: str) -> str:
+    """Return what a rule has for a regular expression. llguidance escapes it."""
+    from llguidance import LLMatcher
+
+    grammar = json.loads(LLMatcher.grammar_from_regex(expression))["grammars"][0]["lark_grammar"]
+    return str(grammar).partition("start: ")[2]
+
+
+def forced_tools(body: ChatRequest, tools: list[Tool]) -> list[Tool]:
+    """Return the tools of which one must be called. Empty: none must. Raises ApiError for an unknown tool."""
+    choice = body.tool_choice
+    if choice in (None, "none", "auto"):
+        return []
+    if choice == "required":
+        found = tools
+    else:
+        function = choice.get("function") if isinstance(choice, dict) else None
+        name = function.get("name") if isinstance(function, dict) else None
+        found = [tool for tool in tools if tool.function.name == name]
+    if not found:
+        raise ApiError(400, f"tool_choice must name one of the tools, got {choice!r:.80}", param="tool_choice")
+    return found
+
+
+def call_rules(tools: list[Tool]) -> list[str]:
+    """Return the rules of the call of one of the tools."""
+    rules = [f'call: "{CALL}" ({" | ".join(f"call{index}" for index in range(len(tools)))}) "{CALL_END}"']
+    for index, tool in enumerate(tools):
+        begin = json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
+        rules.append(f'call{index}: {begin} {json_rule(closed(tool.function.parameters))} "}}"')
+    return rules
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a tool's arguments, without other properties than those that it names.
+
+    A small model may write properties without end. A schema that says how it is, or combines others, stays.
+    """
+    if any(key in schema for key in OPEN_KEYS):
+        return schema
+    return {"type": "object", "properties": {}} | schema | {"additionalProperties": False}
+
+
+def checked(names: list[str], rules: list[str], field: str) -> str:
+    """Return a grammar that begins with one of the rules `names`. Raises ApiError if llguidance refuses it."""
+    grammar = "\n".join([f"start: {' | '.join(names)}", *rules, ""])
+    problem = Grammars.problem(grammar)
+    if problem:
+        reason = problem.partition("\n   ")[0].rpartition("schema: ")[2]
+        raise ApiError(400, f"{field} is refused: {reason:.300}", code="invalid_schema", param=field)
+    return grammar

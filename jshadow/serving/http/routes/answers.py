@@ -1,0 +1,113 @@
+"""The routes of answers: /v1/chat/completions and /v1/completions."""
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from jshadow.serving import Answer
+from jshadow.serving.http.chat import Chat
+from jshadow.serving.http.completion import Completion
+from jshadow.serving.http.errors import ApiError, too_late
+from jshadow.serving.http.forms import form_of
+from jshadow.serving.http.lengths import most_new
+from jshadow.serving.http.prompts import chat_ids, prompts_of
+from jshadow.serving.http.responses import ERRORS, STREAM
+from jshadow.serving.http.schemas import ChatRequest, CompletionRequest, Drawing, FilePart
+from jshadow.serving.http.service import Service
+from jshadow.serving.http.sse import stream_response
+from jshadow.serving.http.uploads import Upload, decoded, plain_name
+
+router = APIRouter()
+COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions. A chat goes on until its end.
+
+
+@router.post("/v1/chat/completions", responses=ERRORS | STREAM)
+async def chat_completions(request: Request, body: ChatRequest) -> Response:
+    """Answer a chat. A content part of type `file` puts a document into a message."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "logprobs must be true with top_logprobs, got false", param="logprobs")
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []] if body.tool_choice != "none" else []
+    ids = await service.slowly(prompt_of, service, body, tools)
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    grammar = await service.slowly(form_of, body)
+    asked, field = body.max_completion_tokens, "max_completion_tokens"
+    if asked is None:
+        asked, field = body.max_tokens, "max_tokens"
+    most = await service.slowly(most_new, service.engine, service.library, ids, asked, field)
+    answers = await service.submit(*await service.slowly(service.requests, body, ids, most, top, grammar))
+    prompt_end = service.params.tokenizer.decode(ids[-16:])
+    return await respond(request, body, answers, Chat(service, body, answers, prompt_end))
+
+
+@router.post("/v1/completions", responses=ERRORS | STREAM)
+async def completions(request: Request, body: CompletionRequest) -> Response:
+    """Continue a text, or each of several texts."""
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    grammar = await service.slowly(form_of, body)
+    requests = []
+    for prompt in prompts_of(body.prompt):
+        ids = await service.slowly(service.encode, prompt)
+        most = await service.slowly(most_new, service.engine, service.library, ids, body.max_tokens)
+        if body.max_tokens is None:
+            most = min(most, COMPLETION_TOKENS)
+        requests += await service.slowly(service.requests, body, ids, most, body.logprobs, grammar)
+    answers = await service.submit(*requests)
+    return await respond(request, body, answers, Completion(service, body, answers))
+
+
+def prompt_of(service: Service, body: ChatRequest, tools: list[dict]) -> list[int]:
+    """Return the token ids of a chat. Raises ApiError or CheckpointError."""
+
+    def file_ids(part: FilePart) -> list[int]:
+        if part.file_id is not None:
+            return service.file_tokens(part.file_id).tolist()
+        if part.file_data is None:
+            raise ApiError(400, "file must have file_id or file_data, got neither", param="messages")
+        return service.text_tokens(Upload(plain_name(part.filename or "file.txt"), decoded(part.file_data)))
+
+    return chat_ids(service.params.tokenizer, body.messages, file_ids, tools or None)
+
+
+async def respond(request: Request, body: Drawing, answers: list[Answer], form: Chat | Completion) -> Response:
+    """Return the whole response, or a stream. A client that leaves, or time that runs out, cancels the answers."""
+    service: Service = request.app.state.service
+
+    def ended() -> None:
+        service.cancel(answers)
+        for answer in answers:
+            if answer.complete:
+                service.metrics.count(answer.result(0).report)
+
+    if body.stream:
+        return stream_response(form.events(), service.options.seconds, ended)
+    try:
+        return JSONResponse(await unless_gone(request, form.whole(), service.options.seconds))
+    finally:
+        ended()
+
+
+async def unless_gone(request: Request, work: Any, seconds: float) -> dict[str, Any]:
+    """Return what `work` returns. Raises ApiError if the time is over, or if the client has left."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(left(request))
+    try:
+        await asyncio.wait({task, gone}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
+            raise ApiError(499, "the client has left", code="client_left")
+        raise too_late(seconds)
+    finally:
+        task.cancel()
+        gone.cancel()
+
+
+async def left(request: Request) -> None:
+    """Return when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,266 @@
+"""What the routes share: the model, the engine, the library and the figures."""
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from starlette.concurrency import run_in_threadpool
+
+from jshadow.engine.text import encode as encode_prompt
+from jshadow.errors import CheckpointError, JshadowError
+from jshadow.evaluation.tasks.framing import encode, frame
+from jshadow.library import Library, Stored
+from jshadow.library.sources import text_ids
+from jshadow.serving import Answer, Engine, Request
+from jshadow.serving.http.drawing import settings_of
+from jshadow.serving.http.errors import ApiError
+from jshadow.serving.http.grammar import Grammars
+from jshadow.serving.http.metrics import Metrics
+from jshadow.serving.http.options import ServerOptions
+from jshadow.serving.http.pieces import pieces
+from jshadow.serving.http.schemas import Drawing
+from jshadow.serving.http.uploads import Upload, not_kept, text_of
+from jshadow.weights.params import Params
+
+T = TypeVar("T")
+FILE = "file-"
+KEY_DIGITS = 24  # hexadecimal digits of a document's key in the id of a file
+READING_PRIORITY = -1  # documents are read after the waiting questions
+
+
+class Service:
+    """A model that answers HTTP requests.
+
+    Attributes:
+        params, engine, library, options: what the server was started with. The library may be None.
+        metrics: the counters of the server.
+        created: when the server started, in seconds since 1970.
+        draining: whether the server is about to end.
+        ready: whether all programs are compiled.
+        open: number of requests that are being answered, except those of health, metrics and the page.
+        warm: seconds that the engine was busy before it took requests, and requests that it finished in them.
+    """
+
+    def __init__(self, engine: Engine, library: Library | None, options: ServerOptions) -> None:
+        self.engine, self.library, self.options = engine, library, options
+        self.params: Params = engine.params
+        self.grammars = Grammars(self.params)
+        self.metrics = Metrics(self)
+        self.created = int(time.time())
+        self.draining = self.ready = False
+        self.open = 0
+        self.warm = 0.0, 0
+        self._reading: dict[str, Turn] = {}  # by the key of the document
+
+    def begin(self) -> None:
+        """Take requests from now on. The time of the engine until now, in which it compiled, does not count."""
+        counts = self.engine.report().counts
+        self.warm = counts.busy_seconds, counts.finished
+        self.ready = True
+
+    # Answers
+
+    async def submit(self, *requests: Request) -> list[Answer]:
+        """Give requests to the engine, all or none. Raises the errors of `Engine.submit_all`."""
+        return await run_in_threadpool(self.engine.submit_all, requests)
+
+    def requests(
+        self, body: Drawing, ids: list[int], most: int, logprobs: int | None, grammar: str | None
+    ) -> list[Request]:
+        """Return the requests of all choices of one prompt.
+
+        Args:
+            body: the body of the HTTP request.
+            ids: token ids of the prompt.
+            most: maximum number of new tokens.
+            logprobs: number of likeliest tokens of which log-probabilities are wanted, or None.
+            grammar: what `form_of` returned.
+
+        Raises:
+            ConfigError, ApiError: a value is out of range.
+        """
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop
+        return [
+            Request(
+                ids,
+                most,
+                settings_of(body, choice),
+                stop=stop or None,
+                logprobs=logprobs,
+                allowed=None if grammar is None else self.grammars.matcher(grammar),
+            )
+            for choice in range(body.n or 1)
+        ]
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        """Return the token ids of the prompt of a completion. Raises PromptError."""
+        return encode_prompt(self.params.tokenizer, prompt, self.params.config.vocab_size)
+
+    def cancel(self, answers: Sequence[Answer]) -> None:
+        """Cancel the answers that are not complete."""
+        for answer in answers:
+            if not answer.done:
+                self.engine.cancel(answer)
+
+    async def slowly(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a function that reads files or encodes texts in another thread."""
+        return await run_in_threadpool(function, *args)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError if a request names another model."""
+        if name is not None and name != self.options.name:
+            raise ApiError(
+                404, f"model must be {self.options.name!r}, got {name!r:.80}", code="model_not_found", param="model"
+            )
+
+    # Figures
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of a prompt and its answer together."""
+        return max(plan.row_class.capacity for plan in self.engine.plans)
+
+    def tiers(self) -> list[tuple[str, int, int | None]]:
+        """Return the name, the used bytes and the limit of each tier of the library."""
+        return [] if self.library is None else self.library.tier_bytes()
+
+    def gauge(self) -> dict[str, Any]:
+        """Return the figures of the page. Bytes of full attention are those of its keys and values alone."""
+        report, counts = self.engine.report(), self.engine.report().counts
+        documents = [] if self.library is None else [one for one in self.library.documents() if one.problem is None]
+        config, itemsize = self.params.config, np.dtype(self.params.dtype).itemsize
+        token_bytes = 2 * config.num_layers * config.kv_heads * config.head_dim * itemsize
+        tokens, on_device = sum(one.tokens for one in documents), [one.device_bytes for one in documents]
+        busy, finished = counts.busy_seconds - self.warm[0], counts.finished - self.warm[1]
+        return {
+            "model": self.options.name,
+            "tiers": [{"tier": tier, "bytes": used, "limit": limit} for tier, used, limit in self.tiers()],
+            "rows": {"device": report.device_bytes, "host": report.host_bytes},
+            "rows_in_use": report.rows_in_use,
+            "waiting": report.waiting,
+            "stored_documents": len(documents),
+            "stored_tokens": tokens,
+            "stored_bytes": sum(one.bytes for one in documents),
+            "stored_device_bytes": None if None in on_device else sum(size or 0 for size in on_device),
+            "full_attention_bytes": tokens * token_bytes,
+            "upload_limit": self.options.upload_bytes,
+            "room": max(plan.row_class.room for plan in self.engine.plans),
+            "hit_share": self.metrics.hit_share,
+            "first_token_seconds": self.metrics.first_token_seconds,
+            "busy_seconds_a_request": busy / max(finished, 1),
+        }
+
+    # Documents
+
+    def shelf(self) -> Library:
+        """Return the library. Raises ApiError if the server has none."""
+        if self.library is None:
+            raise ApiError(404, "the server was started without --library, so it stores no files", code="no_library")
+        return self.library
+
+    def look(self) -> None:
+        """Notice the documents that other servers have put into the object store and removed. Raises ApiError."""
+        try:
+            self.shelf().look()
+        except CheckpointError as error:
+            raise ApiError(503, str(error), code="store_unavailable") from error
+
+    def _found(self, file_id: str) -> list[Stored]:
+        return [one for one in self.shelf().documents() if file_id == file_id_of(one)]
+
+    def file_time(self, stored: Stored) -> int:
+        """Return when a document was stored, in seconds since 1970. Without a file of its own: the server's start."""
+        try:
+            return int(self.shelf().files.directory.path(stored.key).stat().st_mtime)
+        except OSError:
+            return self.created
+
+    def file(self, file_id: str) -> Stored:
+        """Return the stored document of a file's id. Raises ApiError if there is none, also in the object store."""
+        found = self._found(file_id)
+        if not found:
+            self.look()
+            found = self._found(file_id)
+        if not found:
+            raise ApiError(404, f"file_id must be that of a stored file, got {file_id!r:.80}", code="file_not_found")
+        return found[0]
+
+    def file_tokens(self, file_id: str) -> np.ndarray:
+        """Return the token ids of a stored document without those of the chat template, int32 [n]. Raises ApiError."""
+        stored = self.file(file_id)
+        if stored.problem is not None:
+            raise ApiError(409, f"file {file_id} cannot be used: {stored.problem}", code="damaged_file")
+        before, _ = frame(self.params.tokenizer, "?", "", "")
+        return self.shelf().ids(stored.key)[len(before) :]
+
+    def text_tokens(self, upload: Upload) -> list[int]:
+        """Return the token ids of the text of a file that is not stored. Raises CheckpointError."""
+        return encode(self.params.tokenizer, text_of(upload))
+
+    async def add(self, upload: Upload) -> Stored:
+        """Read a document with the engine, and store its state. A document that is stored is not read again.
+
+        Equal documents that come at once are read once.
+
+        Raises:
+            CheckpointError: the file has no text that can be read.
+            CapacityError: the document exceeds the capacity of the library.
+            ApiError: the state cannot be stored, such as on a full disk.
+        """
+        library = self.shelf()
+        text = await self.slowly(text_of, upload)
+        ids = await self.slowly(text_ids, text, self.params)
+        key = library.identity.key(ids)
+        turn = self._reading.setdefault(key, Turn())
+        turn.waiting += 1
+        try:
+            async with turn.lock:
+                await self.slowly(self.look)
+                found = await self.slowly(library.longest, ids)
+                if found is None or found.tokens < len(ids):
+                    await self._read(upload.name, ids.tolist())
+                    found = await self.slowly(library.longest, ids)
+        finally:
+            turn.waiting -= 1
+            if not turn.waiting:
+                del self._reading[key]
+        if found is None or found.tokens < len(ids):
+            raise not_kept(upload.name, "its state was read, but is not stored any more")
+        return found
+
+    async def _read(self, name: str, ids: list[int]) -> None:
+        """Read a document, and wait until its state is stored. If the caller is cancelled, the reading ends."""
+        [answer] = await self.submit(Request(ids, 1, priority=READING_PRIORITY, store=True, title=name))
+        try:
+            async for _ in pieces(answer):
+                pass
+            report = answer.result(0).report
+        finally:
+            self.cancel([answer])
+        if report.stored is None:
+            raise not_kept(name, report.not_stored)
+        try:
+            await asyncio.shield(asyncio.wrap_future(report.stored))
+        except (JshadowError, OSError) as error:
+            raise not_kept(name, error) from error
+
+
+@dataclasses.dataclass
+class Turn:
+    """The requests that add one document: one reads it, the others wait.
+
+    Attributes:
+        lock: held by the one that reads.
+        waiting: number of the requests.
+    """
+
+    lock: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    waiting: int = 0
+
+
+def file_id_of(stored: Stored) -> str:
+    """Return the id of the file that a stored document came from."""
+    return FILE + stored.key[:KEY_DIGITS]

@@ -1,0 +1,46 @@
+"""Server-sent events (WHATWG HTML, section 9.2): a JSON object an event, and "[DONE]" at the end."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi.responses import StreamingResponse
+
+from jshadow.serving.http.errors import api_error, body_of, too_late
+
+HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def event(value: dict[str, Any]) -> str:
+    """Return one event."""
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def stream_response(
+    events: AsyncIterator[dict[str, Any]], seconds: float, ended: Callable[[], None]
+) -> StreamingResponse:
+    """Return a response that streams events.
+
+    Args:
+        events: the objects. An error becomes the last event.
+        seconds: maximum time of the stream. After it, an error is the last event.
+        ended: called at the end, also when the client has left.
+    """
+
+    async def body() -> AsyncIterator[str]:
+        try:
+            async with asyncio.timeout(seconds):
+                async with contextlib.aclosing(events):  # type: ignore[type-var]
+                    async for value in events:
+                        yield event(value)
+            yield "data: [DONE]\n\n"
+        except TimeoutError:
+            yield event(body_of(too_late(seconds)))
+        except Exception as error:
+            yield event(body_of(api_error(error)))
+        finally:
+            ended()
+
+    return StreamingResponse(body(), media_type="text/event-stream", headers=HEADERS)

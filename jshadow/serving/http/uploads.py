@@ -1,0 +1,71 @@
+"""Uploaded files: their names and their text."""
+
+import base64
+import dataclasses
+import tempfile
+from pathlib import Path
+
+from jshadow.errors import CheckpointError
+from jshadow.library.sources import read_document
+from jshadow.serving.http.errors import ApiError
+
+MOST_NAME = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Upload:
+    """A file that a client sent.
+
+    Attributes:
+        name: its name without folders. It is never used as a path.
+        data: its bytes.
+    """
+
+    name: str
+    data: bytes
+
+
+def plain_name(name: str | None) -> str:
+    """Return the last part of a name, for display. Raises ApiError if nothing is left, or it is too long."""
+    last = (name or "").replace("\\", "/").rpartition("/")[2].strip()
+    if not last or last in (".", "..") or not last.isprintable() or len(last) > MOST_NAME:
+        message = f"filename must have 1 to {MOST_NAME} printable characters, got {name!r:.80}"
+        raise ApiError(400, message, code="invalid_file", param="filename")
+    return last
+
+
+def text_of(upload: Upload) -> str:
+    """Return the text of a .txt, .md or .pdf file. Another ending counts as text.
+
+    The bytes are written to a temporary file whose name does not depend on that of the upload, except its ending.
+
+    Raises:
+        CheckpointError: the file has no text that can be read.
+        ApiError: the disk has no room for the file.
+    """
+    name, data = upload.name, upload.data
+    kind = ".pdf" if name.lower().endswith(".pdf") or data.startswith(b"%PDF-") else ".txt"
+    try:
+        with tempfile.TemporaryDirectory(prefix="jshadow-upload-") as folder:
+            path = Path(folder) / f"upload{kind}"
+            path.write_bytes(data)
+            try:
+                return read_document(path)
+            except CheckpointError as error:
+                raise CheckpointError(str(error).replace(str(path), f"the file {name!r:.80}")) from error
+    except OSError as error:
+        raise not_kept(name, error) from error
+
+
+def not_kept(name: str, why: object) -> ApiError:
+    """Return the error of a file for which the server has no room."""
+    return ApiError(503, f"the file {name!r:.80} cannot be kept: {why}", code="storage_full", param="file")
+
+
+def decoded(data: str) -> bytes:
+    """Return the bytes of a file from base64, with or without the beginning of a data URL. Raises ApiError."""
+    try:
+        return base64.b64decode(data.partition(";base64,")[2] or data, validate=True)
+    except ValueError as error:
+        message = f"file_data must be base64: {error}"
+        raise ApiError(400, message, code="invalid_file", param="file_data") from error

@@ -1,0 +1,173 @@
+"""Bad requests: the status, the field and the limit of each, and that the next request is answered."""
+
+import io
+import json
+
+import pypdf
+import pytest
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from server_cases import CLASSES, NAME, tiny_service
+from starlette.testclient import TestClient
+
+from jshadow.serving.http.app import make_app
+from jshadow.serving.http.errors import validation_error
+from jshadow.serving.http.schemas import CompletionRequest
+
+BODY, UPLOAD = 12_000, 3000
+CHAT, COMPLETION, FILES = "/v1/chat/completions", "/v1/completions", "/v1/files"
+
+HI = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("library")
+    with (
+        tiny_service(folder, waiting=4, body_bytes=BODY, upload_bytes=UPLOAD) as service,
+        TestClient(make_app(service), raise_server_exceptions=False) as client,
+    ):
+        yield client
+
+
+def completion(**fields):
+    return "POST", COMPLETION, {"json": {"model": NAME, "prompt": "Hi", "max_tokens": 2} | fields}
+
+
+def chat(content="Hi", **fields):
+    messages = [HI | {"content": content}]
+    return "POST", CHAT, {"json": {"model": NAME, "messages": messages, "max_tokens": 2} | fields}
+
+
+def part(**file):
+    return chat([{"type": "file", "file": file}])
+
+
+def sent(body, path=COMPLETION, kind="application/json"):
+    return "POST", path, {"content": body, "headers": {"content-type": kind}}
+
+
+def tool(function):
+    head = json.dumps(chat()[2]["json"])[:-1]
+    return sent(f'{head}, "tools": [{{"type": "function", "function": {function}}}]}}'.encode(), CHAT)
+
+
+def upload(data, name="a.txt", **fields):
+    return "POST", FILES, {"files": {"file": (name, data)}, "data": fields}
+
+
+def locked_pdf():
+    writer, out = pypdf.PdfWriter(), io.BytesIO()
+    writer.add_blank_page(10, 10)
+    writer.encrypt("secret", algorithm="RC4-128")
+    writer.write(out)
+    return out.getvalue()
+
+
+def schema(value):
+    return chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": value}})
+
+
+LIMITS = [
+    # a request, its status, and texts that its error must have
+    ("no prompt", completion(prompt=""), 400, ["prompt"]),
+    ("no prompts", completion(prompt=[]), 400, ["prompt"]),
+    ("no messages", chat(messages=[]), 400, ["messages"]),
+    ("no content", chat(None), 400, ["messages.0.content"]),
+    ("long prompt", completion(prompt="x" * 500), 400, ["500", str(CLASSES[-1].prompt)]),
+    ("long chat", chat("x" * 500), 400, [str(CLASSES[-1].prompt)]),
+    ("long answer", completion(max_tokens=400), 400, ["400", str(CLASSES[-1].room)]),
+    ("id too large", completion(prompt=[1, 257]), 400, ["257"]),
+    ("id below zero", completion(prompt=[-1]), 400, ["-1", "257"]),
+    ("id of 70 bits", completion(prompt=[2**70]), 400, ["257"]),
+    ("bias of no token", completion(logit_bias={"999": 1}), 400, ["999", "257"]),
+    ("many biases", completion(logit_bias={str(i): 1 for i in range(9)}), 400, ["8", "9"]),
+    ("temperature", completion(temperature=-1), 400, ["temperature", "-1"]),
+    ("not a number", sent(b'{"model":"tiny","prompt":"a","temperature":NaN}'), 400, ["temperature", "nan"]),
+    ("infinite", sent(b'{"model":"tiny","prompt":"a","top_p":1e999}'), 400, ["top_p", "inf"]),
+    ("logprobs", completion(logprobs=21), 400, ["logprobs", "20", "21"]),
+    ("n", completion(n=0), 400, ["n", "1"]),
+    ("many prompts", completion(prompt=["a"] * 129), 400, ["128", "129"]),
+    ("many stops", completion(stop=["a"] * 17), 400, ["stop", "16"]),
+    ("no stop", completion(stop=[""]), 400, ["stop"]),
+    ("type of a field", completion(max_tokens="2"), 400, ["max_tokens"]),
+    ("type of the body", sent(b"[1]"), 400, ["body"]),
+    ("no body", sent(b""), 400, ["body"]),
+    ("unknown field", completion(sea=1), 400, ["sea"]),
+    ("unknown fields", completion(**{str(i): 1 for i in range(1100)}), 400, ["1024", "1103"]),
+    ("surrogate", sent(b'{"model":"tiny","prompt":"a","\\ud800":1}'), 400, ["ud800"]),
+    ("surrogate prompt", sent(b'{"model":"tiny","prompt":"\\ud800"}'), 400, ["prompt"]),
+    ("surrogate tool", tool('{"name": "a", "description": "\\ud800"}'), 400, ["tools"]),
+    ("malformed", sent(b'{"model": '), 400, ["JSON"]),
+    ("not UTF-8", sent(b'{"model": "\xff"}'), 400, []),
+    ("deep", sent(b"[" * 5000), 400, []),
+    ("long integer", sent(b'{"model":"tiny","prompt":"a","seed":' + b"9" * 5000 + b"}"), 400, []),
+    ("kind of body", sent(b"model=tiny", kind="application/x-www-form-urlencoded"), 400, ["body"]),
+    ("another model", completion(model="other"), 404, ["model", "tiny", "other"]),
+    ("oversized", sent(b" " * (BODY + 1)), 413, [str(BODY), str(BODY + 1)]),
+    ("schema", schema({"type": "nothing"}), 400, ["response_format"]),
+    ("impossible schema", schema({"type": "integer", "minimum": 2, "maximum": 1}), 400, ["response_format"]),
+    ("no schema", chat(response_format={"type": "json_schema"}), 400, ["response_format.json_schema"]),
+    ("expression", chat(response_format={"type": "regex", "regex": "("}), 400, ["response_format"]),
+    ("unknown tool", chat(tool_choice="required"), 400, ["tool_choice"]),
+    ("unknown file", part(file_id="file-0"), 404, ["file_id", "file-0"]),
+    ("no file in a part", part(), 400, ["file_id", "file_data"]),
+    ("damaged base64", part(file_data="%%"), 400, ["file_data", "base64"]),
+    ("no base64", part(file_data="\x80"), 400, ["file_data", "base64"]),
+    ("binary part", part(file_data="/////w=="), 400, ["UTF-8"]),
+    ("name of a part", part(file_data="aGk=", filename=".."), 400, ["filename"]),
+    ("no messages of tokenize", ("POST", "/tokenize", {"json": {"messages": []}}), 400, ["messages"]),
+    ("both of tokenize", ("POST", "/tokenize", {"json": {"prompt": "a", "messages": [HI]}}), 400, ["prompt"]),
+    ("detokenize", ("POST", "/detokenize", {"json": {"tokens": [257]}}), 400, ["tokens", "257"]),
+    ("empty upload", upload(b""), 400, ["a.txt", "text"]),
+    ("blank upload", upload(b" \n "), 400, ["a.txt", "text"]),
+    ("binary upload", upload(b"\xff\xfe\x00\x80"), 400, ["a.txt", "UTF-8"]),
+    ("encrypted upload", upload(locked_pdf(), "a.pdf"), 400, ["a.pdf", "encrypted"]),
+    ("damaged PDF", upload(b"%PDF-1.7\nno more", "a.pdf"), 400, ["a.pdf", "PDF"]),
+    ("long document", upload(b"x" * 1000), 400, ["1006", str(CLASSES[-1].prompt)]),
+    ("oversized upload", upload(b"x" * (UPLOAD + 1)), 413, ["file", str(UPLOAD)]),
+    ("purpose", upload(b"The sea", purpose="fine-tune"), 400, ["purpose", "fine-tune"]),
+    ("no name", upload(b"The sea", ".."), 400, ["filename"]),
+    ("long name", upload(b"The sea", "a" * 201), 400, ["filename", "200"]),
+    ("no file", ("POST", FILES, {"data": {"purpose": "user_data"}}), 400, ["file"]),
+    ("text for a file", ("POST", FILES, {"data": {"file": "a"}}), 400, ["file"]),
+    ("form without parts", sent(b"x", FILES, "multipart/form-data"), 400, []),
+    ("id of a path", ("GET", FILES + "/..%2f..%2fetc%2fpasswd", {}), 404, []),
+    ("id of dots", ("DELETE", FILES + "/%2e%2e", {}), 404, []),
+    ("unknown id", ("GET", FILES + "/file-0/content", {}), 404, ["file-0"]),
+    ("unknown path", ("GET", "/v2", {}), 404, []),
+    ("method", ("GET", CHAT, {}), 405, ["GET", "POST"]),
+    ("options", ("OPTIONS", CHAT, {}), 405, []),
+    ("head", ("HEAD", FILES, {}), 405, None),
+    ("put", ("PUT", FILES, {}), 405, ["PUT", "GET, POST"]),
+]
+
+
+def check_error(answer, status, texts):
+    """Check OpenAI's shape. A response to HEAD has no body."""
+    assert answer.status_code == status, answer.text
+    if texts is None:
+        return
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"].endswith("_error")
+    assert all(text in error["message"] for text in texts), error
+
+
+@pytest.mark.parametrize(("request_", "status", "texts"), [case[1:] for case in LIMITS], ids=[one[0] for one in LIMITS])
+def test_a_bad_request_is_refused_and_the_next_one_is_answered(client, request_, status, texts):
+    method, path, options = request_
+    check_error(client.request(method, path, **options), status, texts)
+    method, path, options = completion()
+    assert client.request(method, path, **options).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "prompt", [[1] * 9999 + ["a"], ["a"] * 9999 + [1], [[1]] * 9999 + [["a"]], [[1, "a"]] * 9999, [[1.5]] * 9999]
+)
+def test_of_many_wrong_values_only_the_first_is_told(prompt):
+    """The errors of a body of 16 MiB would take seconds and a gigabyte."""
+    with pytest.raises(ValidationError) as raised:
+        CompletionRequest.model_validate({"model": NAME, "prompt": prompt})
+    assert raised.value.error_count() <= 5
+    assert len(str(validation_error(RequestValidationError(raised.value.errors())))) < 200

@@ -1,0 +1,207 @@
+"""examples/replicas: two workers behind vllm-router. A document stays on one, and moves when that worker dies."""
+
+import concurrent.futures
+import contextlib
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import byte_models
+import httpx2
+import pytest
+from conftest import REPO
+from pydantic import ValidationError
+from server_cases import PARAMS, SHADOW, server_process, tiny_service
+from starlette.testclient import TestClient
+
+import jshadow
+from jshadow.errors import CheckpointError
+from jshadow.serving.http.app import make_app
+from jshadow.serving.http.schemas import ChatRequest, Routed
+from jshadow.serving.http.service import file_id_of
+
+START = REPO / "examples" / "replicas" / "start.py"
+KEY = "a-key"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+DOCUMENTS, ROUNDS = 8, 6
+POLICY = ["--policy", "shadowkv", "--set", "rank=12", "--set", "budget=64", "--set", "outlier_chunks=2"]
+OPTIONS = ["--dtype", "float32", *POLICY, "--max-context", "512", "--room", "128", "--slots", "2"]
+HAS_WHEEL = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def wait_until(holds, seconds=150):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        with contextlib.suppress(httpx2.TransportError):
+            if holds():
+                return
+        time.sleep(0.2)
+    raise AssertionError(f"not within {seconds} s")
+
+
+class Replicas:
+    """The processes that the script started, and a client of each."""
+
+    def __init__(self, process, ports, name):
+        self.process, self.name = process, name
+        self.router, *self.workers = [
+            httpx2.Client(base_url=f"http://127.0.0.1:{port}", headers=HEADERS, timeout=60) for port in ports
+        ]
+
+    def healthy(self, count):
+        """Wait until so many workers are ready, and the router knows it."""
+        wait_until(lambda: self.router.get("/readiness").json().get("healthy_workers") == count)
+
+    def upload(self, worker, text):
+        answer = self.workers[worker].post("/v1/files", files={"file": ("a.txt", text.encode())})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["id"]
+
+    def files(self, worker):
+        return {file["id"] for file in self.workers[worker].get("/v1/files").json()["data"]}
+
+    def ask(self, file):
+        """The text of the answer to a question on a document, and how many tokens were stored."""
+        content = [{"type": "file", "file": {"file_id": file}}, {"type": "text", "text": "When?"}]
+        body = {"model": self.name, "messages": [{"role": "user", "content": content}]}
+        body |= {"max_tokens": 6, "temperature": 0}
+        answer = self.router.post("/v1/chat/completions", json=body, headers={"x-session-id": file})
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        return answer.json()["choices"][0]["message"]["content"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    def answered(self, worker):
+        """How many requests a worker has answered."""
+        lines = self.workers[worker].get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:request_success_total{"))
+
+    def ask_where(self, file):
+        """The answer, and the worker that gave it."""
+        before = [self.answered(worker) for worker in (0, 1)]
+        answer = self.ask(file)
+        [worker] = [worker for worker in (0, 1) if self.answered(worker) > before[worker]]
+        return answer, worker
+
+    def tier(self, worker, file):
+        return self.workers[worker].get(f"/v1/files/{file}").json()["tier"]
+
+    def kill(self, port):
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        [worker] = [pid for pid in children if Path(f"/proc/{pid}/cmdline").read_text().endswith(f"\0{port}\0")]
+        os.kill(int(worker), signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def started(model, library, keys, log):
+    ports = free_ports(4)
+    command = [sys.executable, START, model, "--library", library, "--port", str(ports[0]), "--worker-ports"]
+    command += [str(ports[1]), str(ports[2]), "--metrics-port", str(ports[3]), "--api-key-file", keys, *OPTIONS]
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    replicas = Replicas(process, ports[:3], model.name)
+    try:
+        for worker in replicas.workers:
+            wait_until(lambda worker=worker: worker.get("/ready").status_code == 200)
+        replicas.healthy(2)
+        yield replicas, ports
+    finally:
+        for client in (replicas.router, *replicas.workers):
+            client.close()
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def test_what_the_router_adds_is_accepted_with_its_value_alone():
+    chat = {"model": "m", "messages": [{"role": "assistant", "content": "x", "reasoning": "y"}]}
+    for name, field in Routed.model_fields.items():
+        assert ChatRequest.model_validate(chat | {name: field.default}).messages[0].reasoning_content == "y"
+        with pytest.raises(ValidationError, match=name):
+            ChatRequest.model_validate(chat | {name: not field.default})
+
+
+def test_a_server_finds_what_others_have_put_into_the_store(tmp_path, monkeypatch):
+    url = f"file://{tmp_path}/objects"
+
+    def listed():
+        return [file["filename"] for file in client.get("/v1/files").json()["data"]]
+
+    with tiny_service(url) as service, TestClient(make_app(service)) as client:
+        capacity = service.library.capacity
+        with jshadow.Library(url, PARAMS, SHADOW, capacity=capacity) as other:
+            sea, sky, sun = (other.add(f"The {name} is calm. " * 9, title=name) for name in ("sea", "sky", "sun"))
+            answer = client.get(f"/v1/files/{file_id_of(sea)}").json()
+            assert (answer["filename"], answer["tier"]) == ("sea", "remote")
+            cloud = other.add("The cloud is calm. " * 9, title="cloud")
+            answer = client.post("/v1/files", files={"file": ("a.txt", b"The cloud is calm. " * 9)}).json()
+            assert (answer["id"], answer["filename"]) == (file_id_of(cloud), "cloud")
+            assert service.engine.report().counts.units == 0  # it was not read again
+            other.remove(sky.key)
+            assert sorted(listed()) == ["cloud", "sea", "sun"]
+        monkeypatch.setattr(service.library.files.remote, "keys", refuse)
+        assert client.get(f"/v1/files/{file_id_of(sun)}").status_code == 200
+        for answer in (client.get("/v1/files"), client.get("/v1/files/file-unknown")):
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+
+
+def refuse(*_):
+    raise CheckpointError("the store refuses")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_WHEEL, reason="vllm-router has wheels for Linux on x86_64 and aarch64 only")
+def test_documents_stay_on_a_worker_and_move_when_it_dies(tmp_path):
+    model, keys, log = tmp_path / "tiny", tmp_path / "keys", tmp_path / "log"
+    jshadow.save(byte_models.PARAMS, model)
+    keys.write_text(KEY)
+    library = f"file://{tmp_path}/objects"
+    with started(model, library, keys, log) as (replicas, ports):
+        # All are read by the first worker. There are more if the router gives all to one worker.
+        home, answers = {}, {}
+        while len(home) < DOCUMENTS or len({*home.values()}) < 2:
+            file = replicas.upload(0, f"Document {len(home)}: the bridge was closed in {1990 + len(home)}. " * 6)
+            assert [replicas.tier(0, file), replicas.tier(1, file)] == ["host", "remote"]
+            answers[file], home[file] = replicas.ask_where(file)
+            assert answers[file][1] > 200
+        for file in [*home] * (ROUNDS - 1):
+            assert replicas.ask_where(file) == (answers[file], home[file])
+        moved = [file for file in home if home[file] == 0]
+        assert {replicas.tier(1, file) for file in moved} == {"remote"}  # the second worker has not had them
+        assert replicas.files(0) == replicas.files(1) == {*home}
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            asked = {pool.submit(replicas.ask, file): file for file in [*home] * 4}
+            concurrent.futures.wait(list(asked)[:6])
+            replicas.kill(ports[1])
+            for answer, file in asked.items():
+                assert answer.result() == answers[file]
+        replicas.healthy(1)
+        assert {replicas.tier(1, file) for file in moved} == {"host"}
+        late = replicas.upload(1, "A document that was read while a worker was away. " * 6)
+        answers[late] = replicas.ask(late)
+
+        with server_process(model, "--library", library, "--api-key-file", keys, *OPTIONS, "--port", str(ports[1])):
+            replicas.healthy(2)
+            wait_until(lambda: replicas.ask_where(moved[0]) == (answers[moved[0]], 0))
+            for file in home:
+                assert replicas.ask_where(file) == (answers[file], home[file])
+            assert replicas.ask(late) == answers[late]
+            deleted = next(iter(home))
+            assert replicas.workers[0].delete(f"/v1/files/{deleted}").status_code == 200
+            assert replicas.files(0) == replicas.files(1) == {*home, late} - {deleted}
+    assert replicas.process.returncode == 0, log.read_text()
