@@ -22,6 +22,8 @@ from jshadow.policies.prefill_attention import PrefillAttention
 from jshadow.serving.requests import check_integer
 from jshadow.weights.params import Params
 
+LEAST_PIECE = 256  # tokens of a prompt that go through a layer at once, if the prompt has so many
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class RowClass:
@@ -58,8 +60,8 @@ class EngineOptions:
         fetch: "auto", "resident", "device_put" or "zero_copy".
         fitted: arrays that the policy learned, or None.
         prefill: the sparse attention of prompts, or None for exact attention.
-        prefill_chunk: number of tokens of a prompt that a unit takes through a layer. The units of shorter prompts are
-            smaller, and as many of them run between two steps as have so many tokens together.
+        prefill_chunk: number of tokens of a prompt that are taken through a layer between two steps, or as many
+            operations in other units. At least one unit runs.
         turn_chunk: number of tokens of a stored document's continuation that are fed between two steps.
         penalties: whether requests may have penalties, as in `RowParts`.
         bias_limit: the largest number of biased tokens of a request.
@@ -85,6 +87,13 @@ class EngineOptions:
     def __post_init__(self) -> None:
         check_integer("prefill_chunk", self.prefill_chunk, least=1)
         check_integer("turn_chunk", self.turn_chunk, least=1)
+
+    def piece(self, row_class: RowClass) -> int:
+        """Return the maximum number of tokens of a unit: an eighth of the longest prompt, but at least LEAST_PIECE.
+
+        The last piece of a prompt is padded, so a class of short prompts has short pieces.
+        """
+        return min(self.prefill_chunk, max(LEAST_PIECE, row_class.prompt // 8))
 
     def parts(self, params: Params) -> RowParts:
         """Return which arrays the sampling settings of rows have."""
@@ -176,7 +185,8 @@ def plan_class(params: Params, policy: Policy | None, row_class: RowClass, optio
     fetch = fetch_for(options.fetch, params, resolved, Batch(rows, capacity, prompt, prompt, dtype, room=room)).fetch
     sizes = SessionClass(prompt, room, rows)
     specs = class_specs(config, resolved, sizes, dtype, fetch, jax.default_backend())
-    plan = class_plan(config, resolved, sizes, specs, prefill_chunk=options.prefill_chunk, attention=options.prefill)
+    piece = options.piece(row_class)
+    plan = class_plan(config, resolved, sizes, specs, prefill_chunk=piece, attention=options.prefill)
     device, host = plan.group_bytes
     reading, reading_host = plan.prefill
     needed = GroupBytes(

@@ -115,7 +115,7 @@ class Engine:
         for plan in self.plans:
             self.admission.check(plan)
             one = plan.row_class
-            self._warm(plan, [0] * min(one.prompt, 2 * self.options.prefill_chunk))  # at most two pieces
+            self._warm(plan, [0] * min(one.prompt, 2 * self.options.piece(one)))  # at most two pieces
         library = self._loop.library
         if library is None:
             return

@@ -50,18 +50,19 @@ class Programs:
             fetch=plan.fetch,
             fitted=None if plan.fallback else options.fitted,
             attention=options.prefill,
-            prefill_chunk=options.prefill_chunk,
+            prefill_chunk=options.piece(one),
         )
 
     def advance(self, partial: PartialPrefill) -> PartialPrefill:
-        """Run the next units of a prefill: as many as have `prefill_chunk` tokens together, at least one."""
-        chunk = self.options.prefill_chunk
-        _, size = pieces_of(partial.job.tokens.shape[1], chunk)
-        for _ in range(max(1, chunk // size)):
+        """Run the next units of a prefill: as many as take `prefill_chunk` tokens through one layer, at least one."""
+        job, begun = partial.job, partial.progress.share
+        _, size = pieces_of(job.tokens.shape[1], job.options.prefill_chunk)
+        read = -(-int(job.lengths.max()) // size) * size  # tokens, with the padding of the last piece
+        part = self.options.prefill_chunk / (self.params.config.num_layers * read)
+        while True:
             partial = advance_prefill(self.params, partial)
-            if partial.done:
-                break
-        return partial
+            if partial.done or partial.progress.share - begun >= part * (1 - 1e-6):
+                return partial
 
     def finish(self, partial: PartialPrefill) -> tuple[Array, KVState]:
         """Return the logits [1, V] and the state after the last unit."""
