@@ -9,7 +9,7 @@ let talk = null; // the one that is shown
 let asking = null; // the AbortController of the question that is being answered
 let refresh = () => {};
 let model = null; // the model's id
-let most = 256; // tokens of an answer
+let most = null; // tokens of an answer
 
 /** Begin, with the conversation without a document. */
 export function startTalk(refreshAll) {
@@ -94,6 +94,7 @@ async function follow(messages, turn) {
   let problem = "";
   try {
     model ??= (await api.model()).id;
+    if (most === null) limitAnswers((await api.gauge()).room);
     for await (const chunk of api.chat(model, messages, most, asking.signal)) {
       seen.usage = chunk.usage ?? seen.usage;
       const { delta = {}, finish_reason: finish } = chunk.choices[0] ?? {};
