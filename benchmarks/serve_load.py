@@ -1,6 +1,6 @@
 """Measure `jshadow serve` over HTTP: `python benchmarks/serve_load.py MODEL`.
 
-The server is a process of its own, and its programs are compiled before anything is measured.
+The server runs in another process. The measurement begins when its programs are compiled.
 
 "clients": so many clients send requests one after another, each for the same number of new tokens. Given are the
 tokens per second of all clients together, and the seconds until the first token of a request, as median and 95th
@@ -57,7 +57,7 @@ def serving(args: argparse.Namespace) -> Iterator[str]:
 async def send(
     url: str, method: str, path: str, body: bytes = b"", kind: str = "application/json"
 ) -> tuple[int, float, bytes]:
-    """Send a request on a connection of its own.
+    """Send a request on a new connection.
 
     Return the status, the seconds until the first byte of the response's body, and the body. A body in chunks is
     returned with the sizes of the chunks in it.

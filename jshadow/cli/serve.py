@@ -81,7 +81,7 @@ def add_options(add: argparse.ArgumentParser) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Early:
-    """What the options say without the model."""
+    """The settings that follow from the options alone, before the model is loaded."""
 
     policy: "Policy"
     prefill: "SparsePrefill | None"

@@ -1,4 +1,4 @@
-"""What `jshadow serve` says about itself when it listens."""
+"""The lines that `jshadow serve` prints at its start: address, model, policy, rows and library."""
 
 import argparse
 from typing import TYPE_CHECKING, Any

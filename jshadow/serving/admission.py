@@ -56,7 +56,7 @@ class Admission:
         self.limits = limits
 
     def fits(self, plans: Iterable[PlannedClass], paused: PlannedClass | None = None) -> bool:
-        """Whether groups of these plans may exist at once, beside a step and the reading of a prompt.
+        """Whether the memory suffices for groups of these plans, for a step, and for the reading of a prompt.
 
         `paused` is the class of another prompt, whose reading is paused.
         """

@@ -72,7 +72,7 @@ class Job:
         return self.document == self.plan.document
 
     def is_twin(self, other: "Job") -> bool:
-        """Whether the state after the prompt of another job, in a row of its class, serves this job too."""
+        """Whether this job can begin with the state after another job's prompt, in a row of the other job's class."""
         return (
             self.ids == other.ids
             and self.document == other.document
@@ -82,7 +82,7 @@ class Job:
 
     @property
     def keeps_answer(self) -> bool:
-        """Whether the state at the end of the answer is to be stored."""
+        """Whether the state after the answer will be stored."""
         return self.keep is not None and self.request.title is None
 
     def start(self) -> None:

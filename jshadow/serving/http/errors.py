@@ -116,7 +116,7 @@ def response_of(error: ApiError, **headers: str) -> JSONResponse:
 def validation_error(error: RequestValidationError) -> ApiError:
     """Return the first problem of a body or a parameter as an ApiError that names the field."""
     problems = error.errors()
-    # Where a field may be of several types, the one that has the right type and another problem says more.
+    # A field of several types has an error for each. An error other than a wrong type tells the client more.
     first = next((one for one in problems if not one["type"].endswith(("_type", "_error"))), problems[0])
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body must be JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="json")

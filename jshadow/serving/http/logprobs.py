@@ -25,7 +25,7 @@ def _named(tokenizer: Any, token: int, value: float) -> dict[str, Any]:
 
 
 def bytes_of(tokenizer: Any, token: int, text: str) -> bytes:
-    """Return the bytes of a token whose text is `text`. A part of a character has bytes of its own, but no text."""
+    """Return the bytes of a token whose text is `text`. A part of a character has bytes, but no text."""
     if UNFINISHED not in text:
         return text.encode()
     name = tokenizer.convert_ids_to_tokens(token)

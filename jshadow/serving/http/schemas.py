@@ -26,7 +26,7 @@ INT64 = 2**63
 
 MOST_NAMES = 1024
 
-# Of many wrong values only the first is told: the errors of a million would take a gigabyte.
+# `fail_fast` stops at the first wrong value. The errors of a million wrong values would take a gigabyte.
 Texts = Annotated[list[str], Field(fail_fast=True)]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]

@@ -1,4 +1,4 @@
-"""What the routes share: the model, the engine, the library and the figures."""
+"""The object that all routes use. It has the model, the engine, the library and the figures."""
 
 import asyncio
 import dataclasses
@@ -129,7 +129,8 @@ class Service:
 
     def gauge(self) -> dict[str, Any]:
         """Return the figures of the page. Bytes of full attention are those of its keys and values alone."""
-        report, counts = self.engine.report(), self.engine.report().counts
+        report = self.engine.report()
+        counts = report.counts
         documents = [] if self.library is None else [one for one in self.library.documents() if one.problem is None]
         config, itemsize = self.params.config, np.dtype(self.params.dtype).itemsize
         token_bytes = 2 * config.num_layers * config.kv_heads * config.head_dim * itemsize
@@ -172,7 +173,7 @@ class Service:
         return [one for one in self.shelf().documents() if file_id == file_id_of(one)]
 
     def file_time(self, stored: Stored) -> int:
-        """Return when a document was stored, in seconds since 1970. Without a file of its own: the server's start."""
+        """Return the time of a document's file, or the server's start if it has none, in seconds since 1970."""
         try:
             return int(self.shelf().files.directory.path(stored.key).stat().st_mtime)
         except OSError:

@@ -4,32 +4,17 @@ import base64
 
 import numpy as np
 import pytest
-from server_cases import NAME, PARAMS, tiny_service
+from server_cases import NAME, PARAMS
 from server_truth import assert_drawn, chat_tokens, events_of, log_softmax, logits_along, offline
 
 import jshadow
 from jshadow.engine.rows.settings import RowSettings
 from jshadow.engine.sampling import Sampler
-from jshadow.serving.http.app import make_app
 
 MESSAGES = [{"role": "user", "content": "Where is the harbor?"}]
 PROMPT = "<user>Where is the harbor?\n<assistant>"
 IDS = PARAMS.tokenizer.encode(PROMPT)
 DOCUMENT = "".join(map(chr, np.random.default_rng(2).integers(33, 127, 120)))
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    with tiny_service(tmp_path_factory.mktemp("library")) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
-def client(service):
-    from starlette.testclient import TestClient
-
-    with TestClient(make_app(service)) as client:
-        yield client
 
 
 def chat(client, **body):

@@ -2,23 +2,13 @@
 
 import numpy as np
 import pytest
-from server_cases import NAME, PARAMS, tiny_service
+from server_cases import NAME, PARAMS
 from server_truth import END, events_of, log_softmax, logits_along, offline
-
-from jshadow.serving.http.app import make_app
 
 TEXT = "Where is the harbor?"
 # Text that repeats has chunks with equal scores, and rounding would choose among them.
 LONG = "".join(map(chr, np.random.default_rng(1).integers(32, 127, 210)))
 IDS = PARAMS.tokenizer.encode(TEXT)
-
-
-@pytest.fixture(scope="module")
-def client():
-    from starlette.testclient import TestClient
-
-    with tiny_service() as service, TestClient(make_app(service)) as client:
-        yield client
 
 
 def post(client, **body):

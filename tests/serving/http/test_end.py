@@ -88,12 +88,17 @@ def test_a_server_may_have_more_sockets_than_the_default():
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def tiny_process(folder):
+    """`jshadow serve` on the tiny model as a process."""
+    params = dataclasses.replace(init_params(CONFIG), tokenizer=byte_tokenizer())
+    jshadow.save(params, folder / "tiny")
+    options = ("--dtype", "float32", "--room", "64", "--max-context", "320", "--slots", "4")
+    return server_process(folder / "tiny", *options)
+
+
 @pytest.mark.whole
 def test_the_process_ends_with_0_after_sigterm_under_load(tmp_path):
-    params = dataclasses.replace(init_params(CONFIG), tokenizer=byte_tokenizer())
-    jshadow.save(params, tmp_path / "tiny")
-    options = ("--dtype", "float32", "--room", "64", "--max-context", "320", "--slots", "4")
-    with server_process(tmp_path / "tiny", *options) as process:
+    with tiny_process(tmp_path) as process:
         parts = urlsplit(process.url)
         address = parts.hostname, parts.port
         assert asyncio.run(ask(address, message("/health")))[0] == 200
@@ -104,10 +109,7 @@ def test_the_process_ends_with_0_after_sigterm_under_load(tmp_path):
 
 @pytest.mark.whole
 def test_a_server_that_compiles_still_ends_with_0(tmp_path):
-    params = dataclasses.replace(init_params(CONFIG), tokenizer=byte_tokenizer())
-    jshadow.save(params, tmp_path / "tiny")
-    options = ("--dtype", "float32", "--room", "64", "--max-context", "320", "--slots", "4")
-    with server_process(tmp_path / "tiny", *options) as process:
+    with tiny_process(tmp_path) as process:
         parts = urlsplit(process.url)
         until(lambda: asyncio.run(ask((parts.hostname, parts.port), message("/health")))[0] == 200)
         process.send_signal(signal.SIGTERM)

@@ -41,12 +41,6 @@ def running(service):
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory):
-    with tiny_service(tmp_path_factory.mktemp("library")) as service:
-        yield service
-
-
-@pytest.fixture(scope="module")
 def url(service):
     with running(service) as url:
         yield url
