@@ -27,30 +27,3 @@ async def pieces(answer: Answer) -> AsyncIterator[Piece]:
             return
         if not new:
             await changed.wait()
-
-
-async def merged(answers: list[Answer]) -> AsyncIterator[tuple[int, Piece | None]]:
-    """Yield (index, piece) of all answers in the order in which they arrive, and (index, None) at each end."""
-    queue: asyncio.Queue[tuple[int, Piece | None, BaseException | None]] = asyncio.Queue(64)
-
-    async def follow(index: int, answer: Answer) -> None:
-        error = None
-        try:
-            async for piece in pieces(answer):
-                await queue.put((index, piece, None))
-        except Exception as raised:
-            error = raised
-        await queue.put((index, None, error))
-
-    tasks = [asyncio.create_task(follow(index, answer)) for index, answer in enumerate(answers)]
-    try:
-        left = len(tasks)
-        while left:
-            index, piece, error = await queue.get()
-            if error is not None:
-                raise error
-            left -= piece is None
-            yield index, piece
-    finally:
-        for task in tasks:
-            task.cancel()
